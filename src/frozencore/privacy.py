@@ -71,14 +71,14 @@ class Schedule:
                 f"The delta of private training must be below one in the number of rows, 1/{num_rows:,}, but "
                 f"{budget.delta:g} came: with it a row might be published as it is. Use {0.1 / num_rows:.0e}."
             )
-        rate = min(1.0, rows_a_step / num_rows)
-        noise = _noise_multiplier(budget.epsilon, budget.delta, rate, num_steps)
+        rows_a_step = min(rows_a_step, num_rows)
+        noise = _noise_multiplier(budget.epsilon, budget.delta, rows_a_step / num_rows, num_steps)
         return cls(budget, num_rows, rows_a_step, num_steps, noise)
 
     @property
     def sample_rate(self) -> float:
         """q, the probability of each row in each step."""
-        return min(1.0, self.rows_a_step / self.num_rows)
+        return self.rows_a_step / self.num_rows
 
     def spent(self, num_steps: int) -> float:
         """The epsilon spent after a number of steps; 0 before the first."""

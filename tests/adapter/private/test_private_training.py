@@ -15,12 +15,13 @@ from torch import Tensor
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
 from adapted import adapted, cores_of
-from frozencore import PrivateTraining, Refresh
+from frozencore import PrivateTraining, Refresh, per_example_gradients
 from frozencore.adapter.private import private_training, sampling
 from frozencore.adapter.private.private_training import clipped_sum
 from frozencore.errors import ConfigError, DataError, TrainingError
 from frozencore.privacy import PrivateBudget, Schedule
-from tiny import batch_of, draw_examples, tiny_qwen2
+from frozencore.tune.training.callbacks import LossMonitor
+from tiny import Example, batch_of, draw_examples, tiny_qwen2
 
 opacus = pytest.importorskip("opacus")
 
@@ -58,6 +59,19 @@ def cores(model: Any) -> Tensor:
     return torch.cat([layer.core("default").detach().flatten() for layer in cores_of(model)])
 
 
+@pytest.fixture
+def noises(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The noise of each step, in order."""
+    drawn: list[Tensor] = []
+
+    def noise_of(secret: str, step: int, total: Tensor) -> Tensor:
+        drawn.append(sampling.noise_of(secret, step, total))
+        return drawn[-1]
+
+    monkeypatch.setattr(private_training, "noise_of", noise_of)
+    return drawn
+
+
 class Keeps(TrainerCallback):
     """The gradient and the cores before each optimiser step."""
 
@@ -79,7 +93,7 @@ def with_cores(model: PeftModel, values: Tensor) -> PeftModel:
     return model
 
 
-def test_each_step_is_the_noised_sum_of_a_loop_over_the_drawn_rows(tmp_path: Path) -> None:
+def test_each_step_is_the_noised_sum_of_a_loop_over_the_drawn_rows(tmp_path: Path, noises: list[Tensor]) -> None:
     keeps = Keeps()
     trainer = trainer_of(tmp_path, callbacks=[keeps])
     own = private(trainer)
@@ -97,7 +111,7 @@ def test_each_step_is_the_noised_sum_of_a_loop_over_the_drawn_rows(tmp_path: Pat
             g = torch.cat([part.flatten() for part in one])
             cut += bool(g.norm() > 0.5)
             total += g * min(1.0, 0.5 / float(g.norm()))
-        noise = sampling.noise_of(SECRET, step, len(values)) * schedule.noise_multiplier * 0.5
+        noise = noises[step] * schedule.noise_multiplier * 0.5
         torch.testing.assert_close(gradient, (total + noise) / 6, rtol=5e-5, atol=1e-6)
     assert cut  # or clipping was not tried
 
@@ -118,14 +132,15 @@ def test_a_row_adds_no_more_than_the_clipping_length_and_nothing_if_it_is_not_fi
 
 def test_the_noise_has_the_promised_variance_and_differs_between_steps() -> None:
     """Bounds of six standard errors; the draws are the same in every run of this test."""
-    noise = torch.stack([sampling.noise_of(SECRET, step, 4096) for step in range(50)]).double()
+    total = torch.zeros(4096)
+    noise = torch.stack([sampling.noise_of(SECRET, step, total) for step in range(50)]).double()
     count = noise.numel()
     assert abs(float(noise.mean())) < 6 / math.sqrt(count)
     assert abs(float(noise.var()) - 1) < 6 * math.sqrt(2 / count)
     assert abs(float((noise.abs() < 1).double().mean()) - math.erf(1 / math.sqrt(2))) < 6 * 0.5 / math.sqrt(count)
     between = (noise[:-1] * noise[1:]).mean()
     assert abs(float(between)) < 6 / math.sqrt(count)
-    assert not torch.equal(noise[0], sampling.noise_of("6b" * 32, 0, 4096).double())
+    assert not torch.equal(noise[0], sampling.noise_of("6b" * 32, 0, total).double())
 
 
 def test_rows_are_drawn_one_by_one_with_the_promised_probability() -> None:
@@ -204,6 +219,69 @@ def test_an_interrupted_training_goes_on_to_the_bit_and_spends_once(
     assert after.spent == after.schedule.spent(8) > before.spent == before.schedule.spent(at)
 
 
+@pytest.mark.parametrize("changed", ["a row", "an option"])
+def test_two_resumes_of_one_checkpoint_share_no_noise_unless_they_are_the_same(tmp_path: Path, changed: str) -> None:
+    """With the same noise, the difference of both adapters would hold the rows' gradients without any."""
+    first = trainer_of(tmp_path, max_steps=2, save_strategy="steps", save_steps=1)
+    private(first)
+    first.train()
+    found, step = [], 1 if changed == "a row" else 2
+    for resumed in range(2):
+        keeps = Keeps()
+        options = {"max_grad_norm": 1e-3} if resumed and changed == "an option" else {}
+        trainer = trainer_of(tmp_path, callbacks=[keeps], max_steps=4, **options)
+        if resumed and changed == "a row":
+            place = sampling.drawn_rows(SECRET, step, 24, 0.25)[0]
+            trainer.train_dataset = [*ROWS[:place], Example((1, 2, 3, 4), 2), *ROWS[place + 1 :]]
+        own = private(trainer)
+        folder = tmp_path / "checkpoint-1"
+        state = json.loads((folder / "trainer_state.json").read_text())
+        state["stateful_callbacks"]["PrivateTraining"]["attributes"]["max_steps"] = 4
+        (folder / "trainer_state.json").write_text(json.dumps(state))
+        trainer.train(resume_from_checkpoint=str(folder))
+        found.append(keeps.gradients[step - 1] * 6)
+    deviation = own.schedule.noise_multiplier * 0.5
+    difference = found[1] - found[0]
+    assert float(difference.std()) == pytest.approx(deviation * math.sqrt(2), rel=0.3)
+
+
+def test_a_row_whose_loss_is_not_finite_ends_no_training(tmp_path: Path) -> None:
+    """It adds nothing to a step, so whether the training ends must not tell of it either."""
+    model = adapted("random", trained=True)
+
+    def losses(outputs: Any, batch: Any) -> Tensor:
+        means = outputs.logits.float().logsumexp(-1).mean(1)
+        return means * torch.where(batch["input_ids"][:, 0] == ROWS[0].ids[0], torch.inf, 1.0)
+
+    trainer = trainer_of(tmp_path, model, callbacks=[LossMonitor(None)], logging_nan_inf_filter=False)
+    own = private(trainer, loss_fn=losses)
+    trainer.train()
+    assert own.num_steps == 8
+    assert any(not math.isfinite(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry)
+    assert bool(cores(model).isfinite().all())
+
+
+def test_a_step_of_more_rows_than_there_are_is_the_mean_over_all(tmp_path: Path, noises: list[Tensor]) -> None:
+    keeps = Keeps()
+    trainer = trainer_of(tmp_path, callbacks=[keeps], per_device_train_batch_size=40, gradient_accumulation_steps=1)
+    own = private(trainer, epsilon=90.0, clip=50.0)
+    trainer.train()
+    assert own.schedule.rows_a_step == own.schedule.num_rows == 24
+    model = with_cores(adapted("random", trained=True), keeps.cores[0])
+    gradients = per_example_gradients(model, batch_of(ROWS))
+    noise = noises[0] * own.schedule.noise_multiplier * 50 / 24
+    torch.testing.assert_close(keeps.gradients[0] - noise, gradients.mean(0), rtol=1e-3, atol=1e-3)
+
+
+def test_a_callback_that_comes_later_is_refused_too(tmp_path: Path) -> None:
+    model = adapted()
+    trainer = trainer_of(tmp_path, model)
+    private(trainer, basis_is_public=True)
+    trainer.add_callback(Refresh(model, 2))
+    with pytest.raises(ConfigError, match="Refresh reads rows besides"):
+        trainer.train()
+
+
 def test_a_checkpoint_of_another_training_is_refused(tmp_path: Path) -> None:
     plain = trainer_of(tmp_path / "plain", save_strategy="steps", save_steps=2)
     plain.train()
@@ -238,7 +316,7 @@ def test_a_step_without_rows_is_noise_alone(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(private_training, "drawn_rows", lambda *_: [])
     trainer.train()
     size = len(keeps.gradients[0])
-    expected = sampling.noise_of(SECRET, 1, size) * own.schedule.noise_multiplier * 0.5 / 6
+    expected = sampling.noise_of(SECRET, 1, torch.zeros(size)) * own.schedule.noise_multiplier * 0.5 / 6
     torch.testing.assert_close(keeps.gradients[1], expected)
 
 

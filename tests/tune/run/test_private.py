@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from frozencore.advice.advice_run import refuse_advised
 from frozencore.errors import ConfigError
 from frozencore.files.fingerprint import fingerprint_options
 from frozencore.tune.pocket import pocket_model_path
@@ -70,11 +71,17 @@ def test_a_basis_of_public_rows_trains_privately(tmp_path: Path) -> None:
     record = execute(config_of(method="fcca", basis=str(tmp_path / "public" / "basis")), tmp_path / "run", silent)
     assert record.private is not None
     assert record.calibration is None
+    assert record.basis_fit is None
     assert record.hashes.calibration is None
 
 
-def test_bases_of_another_tasks_rows_are_public() -> None:
-    assert config_of(method="fcca", calibration_task="pocket-entailment").private_budget is not None
+def test_bases_of_another_tasks_rows_are_public_and_the_card_names_that_task(tmp_path: Path) -> None:
+    pytest.importorskip("opacus")
+    other = {"method": "fcca", "calibration_task": "pocket-entailment", "calibration_size": 16}
+    record = execute(config_of(**other), tmp_path, silent)
+    assert record.hashes.calibration is not None
+    assert record.hashes.train is None
+    assert "16 rows of pocket-entailment" in (tmp_path / "adapter" / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -96,6 +103,11 @@ def test_what_leaks_or_is_half_said_is_refused_in_one_line(options: dict[str, An
     with pytest.raises(ConfigError, match=message) as raised:
         config_of(**options)
     assert "\n" not in str(raised.value)
+
+
+def test_advice_on_private_rows_is_refused() -> None:
+    with pytest.raises(ConfigError, match="leave --private-epsilon out"):
+        refuse_advised(config_of(method="fcca", calibration_task="pocket-entailment"))
 
 
 def test_packed_texts_are_refused(tmp_path: Path) -> None:

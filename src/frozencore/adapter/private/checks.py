@@ -64,10 +64,11 @@ def refuse_what_leaks(trainer: Trainer, *, basis_is_public: bool) -> None:
                 f"The privacy budget covers the noised steps only, but {type(callback).__name__} reads rows besides. "
                 "Leave that callback out."
             )
-    _refuse_private_basis(trainer.model, basis_is_public=basis_is_public)
+    refuse_private_basis(trainer.model, basis_is_public=basis_is_public)
 
 
-def _refuse_private_basis(model: Any, *, basis_is_public: bool) -> None:
+def refuse_private_basis(model: Any, *, basis_is_public: bool) -> None:
+    """Refuse bases that were calibrated on rows, unless the caller says that these rows may be known."""
     adapter_name, _ = cores_in_use(model)
     config = model.peft_config[adapter_name]
     if config.needs and not basis_is_public:

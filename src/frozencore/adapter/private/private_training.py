@@ -41,7 +41,7 @@ def clipped_sum(gradients: Tensor, clip: float) -> tuple[Tensor, Tensor]:
 
 def add_noise(total: Tensor, secret: str, step: int, schedule: Schedule) -> None:
     """Replace the sum of a step's clipped gradients (k) by their noised mean: ``(total + σ C z) / rows a step``."""
-    noise = noise_of(secret, step, len(total)).to(total.device)
+    noise = noise_of(secret, step, total).to(total.device)
     total.add_(noise, alpha=schedule.noise_multiplier * schedule.budget.clip).div_(schedule.rows_a_step)
 
 
@@ -76,7 +76,7 @@ class PrivateTraining(TrainerCallback, ExportableState):
     ) -> None:
         budget = PrivateBudget(epsilon, delta, clip)
         refuse_what_leaks(trainer, basis_is_public=basis_is_public)
-        self._cores = private_cores(trainer.model)
+        self._cores, self._basis_is_public = private_cores(trainer.model), basis_is_public
         self._trainer, self._budget, self._loss_fn = trainer, budget, loss_fn
         self._secret = new_secret()
         self._schedule: Schedule | None = None
@@ -111,7 +111,8 @@ class PrivateTraining(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"secret": self._secret, **self._promised()}}
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Read the secret from the checkpoint, or draw a new one; derive the noise from the number of steps."""
+        """Check the options once more, read the secret from a checkpoint, derive the noise from the number of steps."""
+        refuse_what_leaks(self._trainer, basis_is_public=self._basis_is_public)
         if state.global_step:
             self._take_up(state)
         elif self._schedule is not None:

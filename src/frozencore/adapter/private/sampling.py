@@ -1,8 +1,8 @@
 """The random numbers of private training, and its steps as a data loader.
 
-The rows of a step and its noise follow from a secret and the number of the step. So a training that is resumed repeats
-its draws exactly, and never uses the noise of one step for another. Whoever knows the secret can remove the noise, so
-the secret comes from the system's randomness, never from the seed of a run.
+The rows of a step follow from a secret and the number of the step. The noise also follows from the sum that it hides.
+So a resumed training repeats its draws exactly, and never uses the noise of one sum for another. Whoever knows the
+secret can remove the noise, so it comes from the system's randomness, never from the seed of a run.
 """
 
 from __future__ import annotations
@@ -30,14 +30,19 @@ def drawn_rows(secret: str, step: int, num_rows: int, rate: float) -> list[int]:
     return np.flatnonzero(_generator(secret, "rows", step).random(num_rows) < rate).tolist()
 
 
-def noise_of(secret: str, step: int, size: int) -> Tensor:
-    """Independent standard normal numbers (size), float32, on the CPU."""
-    return torch.from_numpy(_generator(secret, "noise", step).standard_normal(size).astype(np.float32))
+def noise_of(secret: str, step: int, total: Tensor) -> Tensor:
+    """Independent standard normal numbers (k) for the sum (k) that they hide, float32, on the CPU.
+
+    A training that is resumed with other rows or options has other sums. With the same noise, the difference of both
+    trainings would be without noise.
+    """
+    generator = _generator(secret, "noise", step, total.cpu().numpy().tobytes())
+    return torch.from_numpy(generator.standard_normal(len(total)).astype(np.float32))
 
 
-def _generator(secret: str, purpose: str, step: int) -> np.random.Generator:
+def _generator(secret: str, purpose: str, step: int, content: bytes = b"") -> np.random.Generator:
     """A generator with a key of 128 bits; torch's generator on a CPU uses 32 bits of a seed, which can be guessed."""
-    digest = hashlib.sha256(f"{secret} {purpose} {step}".encode()).digest()
+    digest = hashlib.sha256(f"{secret} {purpose} {step} ".encode() + content).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "big")))
 
 

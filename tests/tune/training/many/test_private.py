@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from frozencore.adapter.private import private_training
 from frozencore.errors import ConfigError
 from frozencore.privacy import PrivateBudget
 from frozencore.tune.rows import TokenRow
+from frozencore.tune.run.many.tune import tune_many
+from frozencore.tune.training.many import active_tenants
 from frozencore.tune.training.many import tenant as many_tenant
 from frozencore.tune.training.many.tenant import Tenant, Trained, Validation
 from frozencore.tune.training.many.train import train_many
@@ -43,8 +47,15 @@ TENANTS = {
 
 @pytest.fixture(autouse=True)
 def same_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (private_training, many_tenant):
+    for module in (private_training, active_tenants):
         monkeypatch.setattr(module, "new_secret", lambda: SECRET)
+
+
+@pytest.fixture
+def same_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The noise of a step does not follow from its sum, whose rounding differs beside others."""
+    plain = private_training.noise_of
+    monkeypatch.setattr(private_training, "noise_of", lambda secret, step, total: plain(secret, step, total * 0))
 
 
 def difference(cores: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
@@ -53,6 +64,7 @@ def difference(cores: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> f
     return (distance / sum(float(R.norm() ** 2) for R in expected.values())) ** 0.5
 
 
+@pytest.mark.usefixtures("same_noise")
 @pytest.mark.parametrize("tokens_per_batch", [None, 20])
 def test_a_private_tenant_beside_others_is_the_private_training_alone(tokens_per_batch: int | None) -> None:
     """With one secret; the rows drawn for a step, none included, and the noise are those that it would have alone."""
@@ -69,7 +81,7 @@ def test_a_private_tenant_beside_others_is_the_private_training_alone(tokens_per
 
 def test_each_private_tenant_draws_a_secret_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[str] = []
-    monkeypatch.setattr(many_tenant, "new_secret", lambda: drawn.append(f"{len(drawn):064x}") or drawn[-1])
+    monkeypatch.setattr(active_tenants, "new_secret", lambda: drawn.append(f"{len(drawn):064x}") or drawn[-1])
     same = dict.fromkeys(("first", "second"), TENANTS["anna"])
     trained = train_many(adapted("random"), same, pad_id=0)
     assert len(drawn) == 2
@@ -92,7 +104,7 @@ def test_private_tenants_resume_to_the_bit(tmp_path: Path, monkeypatch: pytest.M
         train_many(
             adapted("random"), TENANTS, pad_id=0, num_slots=2, checkpoint_dir=tmp_path, checkpoint_s=0, progress=stop
         )
-    monkeypatch.setattr(many_tenant, "new_secret", lambda: "not that of the checkpoint")
+    monkeypatch.setattr(active_tenants, "new_secret", lambda: "not that of the checkpoint")
     resumed: dict[str, Trained] = train_many(
         adapted("random"), TENANTS, pad_id=0, num_slots=2, checkpoint_dir=tmp_path, resume=True
     )
@@ -100,6 +112,58 @@ def test_private_tenants_resume_to_the_bit(tmp_path: Path, monkeypatch: pytest.M
         assert all(torch.equal(R, resumed[name].cores[layer]) for layer, R in one.cores.items())
         assert resumed[name].report.schedule == one.report.schedule
         assert resumed[name].report.losses == one.report.losses
+
+
+def test_a_tenant_that_ended_since_the_newest_checkpoint_ends_again_in_the_same_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a new secret, its rows would be in two adapters with a noise of their own, and its budget spent twice."""
+    secrets = (f"{number:064x}" for number in range(100))
+    monkeypatch.setattr(active_tenants, "new_secret", lambda: next(secrets))
+    ended: list[Mapping[str, Trained]] = []
+
+    def stop(*_: object) -> None:
+        if ended:
+            raise KeyboardInterrupt
+
+    tenants = {name: TENANTS[name] for name in ("anna", "ben")}
+    options = {"pad_id": 0, "num_slots": 2, "checkpoint_dir": tmp_path, "on_end": ended.append}
+    with pytest.raises(KeyboardInterrupt):
+        train_many(adapted("random"), tenants, checkpoint_s=1e9, progress=stop, **options)
+    train_many(adapted("random"), tenants, resume=True, **options)
+    first, again, _ = ended
+    assert first.keys() == again.keys() == {"ben"}
+    assert all(torch.equal(R, again["ben"].cores[layer]) for layer, R in first["ben"].cores.items())
+
+
+def test_steps_in_which_no_tenant_has_a_row_are_noise_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(many_tenant, "drawn_rows", lambda *_: [])
+    trained = train_many(adapted("random"), {"anna": TENANTS["anna"]}, pad_id=0)["anna"]
+    assert trained.report.num_steps == 20
+    assert all(bool(R.any()) for R in trained.cores.values())
+
+
+def test_a_tenant_with_a_row_whose_loss_is_not_finite_trains_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside others, which learn nothing of it."""
+    rows, plain = TENANTS["anna"].rows, active_tenants.row_losses
+
+    def losses(model: Any, batch: dict[str, Tensor]) -> Tensor:
+        is_first = (batch["input_ids"][:, :3] == torch.tensor(rows[0].input_ids[:3])).all(1)
+        return plain(model, batch) * torch.where(is_first, torch.inf, 1.0)
+
+    alone = train_many(adapted("random"), TENANTS, pad_id=0)
+    monkeypatch.setattr(active_tenants, "row_losses", losses)
+    trained = train_many(adapted("random"), TENANTS, pad_id=0)
+    assert not all(map(math.isfinite, trained["anna"].report.losses))
+    assert trained["anna"].diverged is None
+    assert trained["anna"].report.num_steps == 20
+    for name in ("ben", "cleo"):
+        assert all(torch.equal(R, trained[name].cores[layer]) for layer, R in alone[name].cores.items())
+
+
+def test_a_tenants_basis_of_private_rows_is_refused_unless_it_is_said_to_be_public() -> None:
+    with pytest.raises(ConfigError, match="basis_is_public=True"):
+        tune_many(adapted("fcca"), None, {"anna": [{"text": "words"}]}, RECIPE)
 
 
 def test_a_tenant_whose_gradients_drown_in_noise_ends_and_no_other_does() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from frozencore.adapter.private.checks import Guard
 from frozencore.adapter.private.private_training import add_noise, clipped_sum
+from frozencore.adapter.private.sampling import new_secret
 from frozencore.device import fits
 from frozencore.errors import TrainingError
 from frozencore.tune.rows import TokenRow
@@ -28,6 +29,9 @@ class ActiveTenants:
 
     Args:
         tokens_per_batch: Tokens of one forward pass; None fills the device.
+
+    Attributes:
+        secrets: The secret of each private tenant, which draws the rows and the noise of its steps.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class ActiveTenants:
         self.states: list[TenantState] = []
         self.waiting = sorted(tenants, key=lambda name: -tenants[name].num_steps)  # longest trainings first
         self.num_steps = 0
+        self.secrets = {name: new_secret() for name, tenant in tenants.items() if tenant.recipe.private}
         self._shrink, self._pass_tokens = 1, pass_tokens_of(model)
 
     def fill(self) -> bool:
@@ -51,7 +56,7 @@ class ActiveTenants:
         while self.waiting and len(self.states) < len(self.slots):
             name = self.waiting.pop(0)
             self.slots.clear(len(self.states))
-            self.states.append(TenantState.new(name, self.tenants[name]))
+            self.states.append(TenantState(name, self.tenants[name], secret=self.secrets.get(name)))
         return bool(self.states)
 
     def step(self) -> list[tuple[TenantState, Tensor]]:
@@ -60,7 +65,7 @@ class ActiveTenants:
         rows = [state.step_rows() for state in self.states]
         losses, norms = self._gradients(rows)
         for state, loss, norm in zip(self.states, losses.tolist(), norms.tolist(), strict=True):
-            if not (math.isfinite(loss) and math.isfinite(norm)):
+            if not (math.isfinite(loss) or state.secret) or not math.isfinite(norm):  # as LossMonitor
                 state.diverged = divergence(
                     state.step + 1, state.tenant.num_steps, loss, norm, state.tenant.recipe.learning_rate
                 )

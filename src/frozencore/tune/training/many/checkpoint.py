@@ -83,7 +83,7 @@ class Checkpoints:
         tensors = {name: held[: len(states)].cpu() for name, held in active.slots.state().items()}
         tensors |= {f"best.{i}": state.best.cpu() for i, state in enumerate(states) if state.best is not None}
         save_file(tensors, folder / VALUES)
-        written = {"seats": [state.written() for state in states], "waiting": active.waiting}
+        written = {"seats": [state.written() for state in states], "waiting": active.waiting, "secrets": active.secrets}
         (folder / TENANT_STATES).write_text(json.dumps(written))
         seal_checkpoint(folder, self.identity)
         for old in sorted(checkpoints(self.out), key=_step_of)[:-NUM_KEPT]:
@@ -93,6 +93,7 @@ class Checkpoints:
         """Restore the training tenants from a checkpoint, and return the tenants that had ended."""
         written, tensors = json.loads((folder / TENANT_STATES).read_text()), load_file(folder / VALUES)
         active.states, active.waiting, active.num_steps = [], written["waiting"], _step_of(folder)
+        active.secrets |= written.get("secrets", {})  # a tenant that begins once more repeats its noise
         for i, content in enumerate(written["seats"]):
             best = tensors.get(f"best.{i}")
             tenant = active.tenants[content["name"]]

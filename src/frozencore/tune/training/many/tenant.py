@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from frozencore.adapter.private.checks import Guard
-from frozencore.adapter.private.sampling import drawn_rows, new_secret
+from frozencore.adapter.private.sampling import drawn_rows
 from frozencore.errors import ConfigError, DataError
 from frozencore.privacy import Schedule
 from frozencore.tune.rows import TokenRow
@@ -116,7 +116,7 @@ class TenantState:
     Attributes:
         best: The best cores so far, Σr² values, if validation rows choose.
         steps_s: The tenant's share of each step's seconds.
-        secret: Draws the rows and the noise of each step of a private training; None otherwise.
+        secret: See :attr:`ActiveTenants.secrets`; None if the training is not private.
         guard: Checks the steps of a private training.
     """
 
@@ -130,11 +130,6 @@ class TenantState:
     diverged: str | None = None
     secret: str | None = None
     guard: Guard | None = None
-
-    @classmethod
-    def new(cls, name: str, tenant: Tenant) -> TenantState:
-        """The state before the first step."""
-        return cls(name, tenant, secret=None if tenant.recipe.private is None else new_secret())
 
     @property
     def step(self) -> int:
