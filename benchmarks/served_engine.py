@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # the worker is asked how large its slots are
@@ -40,17 +41,22 @@ def processor_s() -> float:
 class Engine:
     """Answers to the words of the driver."""
 
-    def __init__(self, model: str, slots: int, rank: int, rows: int, targets: list[str] | None) -> None:
+    def __init__(
+        self, model: str, slots: int, rank: int, rows: int, targets: list[str] | None, known: int | None = None
+    ) -> None:
         self.slots = slots
+        self.adapters: list[LoRARequest] = []
         lora: dict[str, Any] = {}
         if slots:
             lora = {
-                "enable_lora": True, "max_loras": slots, "max_cpu_loras": slots, "max_lora_rank": rank,
+                "enable_lora": True, "max_loras": slots, "max_cpu_loras": known or slots, "max_lora_rank": rank,
                 "lora_target_modules": targets,
             }  # fmt: skip
+        if targets == ["core"]:
+            lora["worker_extension_cls"] = "frozencore_basis_model.TenantWorker"
         self.llm = LLM(
             model, dtype="float32", enforce_eager=True, max_num_seqs=rows, max_model_len=128,
-            enable_prefix_caching=False, skip_tokenizer_init=True, **lora,
+            enable_prefix_caching=False, skip_tokenizer_init=True, gpu_memory_utilization=0.2, **lora,
         )  # fmt: skip
 
     def slot(self) -> dict[str, Any]:
@@ -66,11 +72,33 @@ class Engine:
             times.append(time.perf_counter() - begins)
         return {"load_s": times, "processor_s": (processor_s() - used) / len(times)}
 
-    def generate(self, prompts: list[list[int]], num_tokens: int, tenants: int) -> dict[str, Any]:
-        """Seconds for all prompts in one batch, of processors and by the clock, and the tokens; no tenants is no
-        adapter."""
+    def put(self, files: list[str]) -> dict[str, Any]:
+        """The same for tenants whose weights are in memory; their numbers follow those that are loaded."""
+        weights = [Path(file).read_bytes() for file in files]
+        first = len(self.adapters) + 1
+        self.adapters += [LoRARequest(file, first + i, "memory") for i, file in enumerate(files)]
+        times, used = [], processor_s()
+        for i, one in enumerate(weights):
+            begins = time.perf_counter()
+            self.llm.collective_rpc("put_tenant", args=(first + i, one))
+            times.append(time.perf_counter() - begins)
+        return {"load_s": times, "processor_s": (processor_s() - used) / len(times)}
+
+    def first(self, file: str, prompt: list[int]) -> dict[str, Any]:
+        """Seconds by the clock from a new tenant's weights in memory to its first token."""
+        weights, number = Path(file).read_bytes(), len(self.adapters) + 1
+        begins = time.perf_counter()
+        self.llm.collective_rpc("put_tenant", args=(number, weights))
+        self.llm.generate(
+            {"prompt_token_ids": prompt}, SamplingParams(temperature=0, max_tokens=1, detokenize=False),
+            lora_request=LoRARequest("new", number, "memory"), use_tqdm=False,
+        )  # fmt: skip
+        return {"clock_s": time.perf_counter() - begins}
+
+    def generate(self, prompts: list[list[int]], num_tokens: int, tenants: int, first: int = 0) -> dict[str, Any]:
+        """Seconds for all prompts, of processors and by the clock, and the tokens; no tenants is no adapter."""
         sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
-        each = [self.adapters[i % tenants] for i in range(len(prompts))] if tenants else None
+        each = [self.adapters[first + i % tenants] for i in range(len(prompts))] if tenants else None
         rows = [{"prompt_token_ids": prompt} for prompt in prompts]
         begins, used = time.perf_counter(), processor_s()
         answers = self.llm.generate(rows, sampling, lora_request=each, use_tqdm=False)

@@ -12,6 +12,7 @@ and a model folder may include it as its code.
 
 from __future__ import annotations
 
+import json
 import sys
 from functools import cache
 from typing import Any
@@ -166,3 +167,57 @@ def _tensor_parallel_plan(plan: dict[str, str], places: Any) -> dict[str, str]:
 def register() -> None:
     """Register the model type with transformers' ``AutoConfig`` and ``AutoModel``; repeated calls are harmless."""
     AutoConfig.register(MODEL_TYPE, BasisModelConfig, exist_ok=True)
+
+
+class TenantWorker:
+    """Methods that vLLM's workers get by ``worker_extension_cls``: a tenant enters from memory, without a folder.
+
+    ``LLM(..., worker_extension_cls="frozencore_basis_model.TenantWorker")``, then
+    ``llm.collective_rpc("put_tenant", args=(1, weights))`` and ``LoRARequest(name, 1, "memory")`` as for any adapter.
+    """
+
+    def put_tenant(self: Any, number: int, weights: bytes) -> None:
+        """Load a tenant under a number, in place of the one that has it, and into a slot.
+
+        vLLM's prefix cache is not told: call ``llm.reset_prefix_cache()`` after a tenant was replaced. A tenant that
+        vLLM evicts (``max_cpu_loras``) must be put again.
+
+        Args:
+            number: ``lora_int_id`` of the requests, from 1.
+            weights: What ``frozencore.tenant_weights`` returns: safetensors, s·R of each layer.
+
+        Raises:
+            ValueError: The cores belong to another basis than the model's.
+        """
+        from safetensors.torch import load
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.peft_helper import PEFTHelper
+
+        loras = self.model_runner.lora_manager
+        manager = loras._adapter_manager
+        _require_basis(weights, getattr(self.model_config.hf_config, ENTRY))
+        tensors = load(weights)
+        rank = max(len(X) for X in tensors.values())
+        mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+        tenant = LoRAModel.from_lora_tensors(
+            number, tensors, PEFTHelper(r=rank, lora_alpha=rank, target_modules=["core"]), device="cpu",
+            dtype=loras.lora_config.lora_dtype, weights_mapper=mapper and mapper.get_rename_mapper(),
+        )  # fmt: skip
+        manager.remove_adapter(number)
+        if len(manager) + 1 > manager.capacity:
+            manager.remove_oldest_adapter()
+        manager.add_adapter(tenant)
+        manager.activate_adapter(number)
+
+
+def _require_basis(weights: bytes, entry: dict[str, Any]) -> None:
+    """Compare the identity in the header of a tenant's weights with the model's."""
+    start = 8  # bytes of the header's length
+    header = json.loads(weights[start : start + int.from_bytes(weights[:start], "little")])
+    identity = header.get("__metadata__", {}).get(ENTRY)
+    known = (entry["identity"], *entry.get("older", ()))
+    if identity not in known:
+        raise ValueError(
+            f"The tenant belongs to the basis {str(identity)[:12]}, but this model has {known[0][:12]}. "
+            "A core works on its own basis only."
+        )

@@ -8,6 +8,7 @@ import re
 import runpy
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,9 +33,11 @@ from transformers import (
 
 from adapted import cores_of
 from engine_process import environment_of
-from frozencore import FrozenCoreConfig, save_basis
+from frozencore import FrozenCoreConfig, export_basis_model, save_basis
 from frozencore.tune.pocket import pocket_model_path
 from places import ROOT, SOURCES
+from random_llama import write_random_llama
+from vllm_server import SETTINGS
 
 EXAMPLES = ROOT / "examples"
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
@@ -69,6 +72,12 @@ def has_learned(base: nn.Module, adapter: Path) -> PeftModel:
     return model
 
 
+@torch.no_grad()
+def next_token_shares(model: nn.Module, tokenizer: Any, prompt: str) -> torch.Tensor:
+    """(vocabulary,): the probability of every token after a prompt."""
+    return model(**tokenizer([prompt], return_tensors="pt", return_token_type_ids=False)).logits[0, -1].softmax(-1)
+
+
 @pytest.mark.slow
 def test_dpo_moves_the_chosen_above_the_rejected(run: Callable[..., Path]) -> None:
     rows = [{"prompt": f"Tom has {i} cats .", "chosen": " two cats", "rejected": " no dogs"} for i in range(32)]
@@ -89,13 +98,43 @@ def test_grpo_makes_what_is_rewarded_likelier(run: Callable[..., Path]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(pocket_model_path())
     (token,) = tokenizer(answer, add_special_tokens=False)["input_ids"]
 
-    def likelihood() -> float:
-        with torch.no_grad():
-            return float(model(**tokenizer([prompt], return_tensors="pt")).logits[0, -1].softmax(-1)[token])
-
-    after = likelihood()
+    after = next_token_shares(model, tokenizer, prompt)[token]
     with model.disable_adapter():
-        assert after > likelihood()
+        assert after > next_token_shares(model, tokenizer, prompt)[token]
+
+
+@pytest.mark.slow
+def test_grpo_with_vllm_sends_the_core_to_the_engine_at_every_step(tmp_path: Path) -> None:
+    """In vLLM's environment, with the packages of this one behind its own."""
+    python = environment_of("vllm") / "bin" / "python"
+    folder, prompt = write_random_llama(tmp_path / "base"), "ĀāĂă"
+    base, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    with torch.no_grad():
+        base.lm_head.weight *= 10  # so that some token is likely
+    base.save_pretrained(folder)
+    token = int(next_token_shares(base, tokenizer, prompt).argmax())
+    core = FrozenCoreConfig(r=4, constructor="random", task_type="CAUSAL_LM")
+    save_basis(get_peft_model(AutoModelForCausalLM.from_pretrained(folder), core), tmp_path / "basis")
+    export_basis_model(tmp_path / "basis", tmp_path / "engine", base=folder)
+    row = json.dumps({"prompt": prompt, "answer": tokenizer.decode([token])}) + "\n"
+    (tmp_path / "rows.jsonl").write_text(row * 64)
+    (tmp_path / "sitecustomize.py").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})")
+    own = {
+        "--model": folder, "--data": tmp_path / "rows.jsonl", "--basis": tmp_path / "basis", "--rank": 8,
+        "--engine": tmp_path / "engine", "--output": tmp_path / "out", "--steps": 6, "--max-new-tokens": 2,
+        "--max-length": 64, "--dtype": "float32", "--learning-rate": 0.1,
+    }  # fmt: skip
+    places = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{SOURCES}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    ran = subprocess.run(
+        [python, EXAMPLES / "grpo_vllm.py", *(str(word) for pair in own.items() for word in pair)],
+        env=os.environ | SETTINGS | places, capture_output=True, text=True, check=False, timeout=900,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert "The core entered the engine 6 times" in ran.stdout
+    model = has_learned(base, tmp_path / "out" / "adapter")
+    after = next_token_shares(model, tokenizer, prompt)[token]
+    with model.disable_adapter():
+        assert after > next_token_shares(model, tokenizer, prompt)[token]
 
 
 def test_texts_are_classified_by_a_core_under_a_new_head(run: Callable[..., Path]) -> None:

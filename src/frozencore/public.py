@@ -13,7 +13,7 @@ from frozencore.adapter.export.basis_model import export_basis_model
 from frozencore.adapter.export.gguf_lora import export_gguf_lora
 from frozencore.adapter.export.lora import export_lora
 from frozencore.adapter.export.serving import check_lora_directory
-from frozencore.adapter.export.tenant import export_tenant
+from frozencore.adapter.export.tenant import export_tenant, tenant_weights
 from frozencore.adapter.layer import frozen_core_layers
 from frozencore.adapter.model import FrozenCoreModel
 from frozencore.adapter.per_example import per_example_gradients
@@ -95,6 +95,7 @@ __all__ = [
     "set_bases",
     "signgrad_basis",
     "swap_core",
+    "tenant_weights",
     "unpack_adapter",
     "vera_basis",
     "write_model_card",

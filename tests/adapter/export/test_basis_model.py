@@ -42,7 +42,7 @@ from transformers import (
 
 import frozencore_basis_model
 from adapted import BATCHES, adapted, cores_of, logits
-from frozencore import check_lora_directory, export_basis_model, export_tenant, save_basis
+from frozencore import check_lora_directory, export_basis_model, export_tenant, save_basis, tenant_weights
 from frozencore.errors import ArtifactError, ConfigError, ModelError
 from frozencore.maths.basis import known_basis
 from frozencore_basis_model import LinearOnBasis
@@ -185,6 +185,23 @@ def test_a_basis_in_a_folder_of_its_own_and_adapters_on_it_by_name_make_the_same
         assert one.metadata() == other.metadata()  # which stands in the file in any order
         assert one.keys() == other.keys()
         assert all(torch.equal(one.get_tensor(name), other.get_tensor(name)) for name in one.keys())  # noqa: SIM118
+
+
+def test_a_tenants_weights_in_memory_are_those_of_its_folder_and_name_its_basis(plain: Case, tmp_path: Path) -> None:
+    entry = json.loads((plain.basis_model / "config.json").read_text())["frozencore_basis"]
+    base = AutoModelForCausalLM.from_pretrained(plain.base)
+    weights = tenant_weights(PeftModel.from_pretrained(base, plain.adapter), identity=entry["identity"])
+    (tmp_path / "weights").write_bytes(weights)
+    written, sent = (
+        safe_open(file, "pt") for file in (plain.tenant / "adapter_model.safetensors", tmp_path / "weights")
+    )
+    assert written.metadata() == sent.metadata()
+    assert written.keys() == sent.keys()
+    assert all(torch.equal(written.get_tensor(name), sent.get_tensor(name)) for name in sent.keys())  # noqa: SIM118
+    frozencore_basis_model._require_basis(weights, entry)
+    frozencore_basis_model._require_basis(weights, {"identity": "wider", "older": [entry["identity"]]})
+    with pytest.raises(ValueError, match="this model has wider. A core works on its own basis only"):
+        frozencore_basis_model._require_basis(weights, {"identity": "wider"})
 
 
 STOCK = """

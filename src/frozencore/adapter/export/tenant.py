@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from frozencore.adapter.export.basis_model import Bases, identity_of, read_entry
@@ -66,22 +66,54 @@ def export_tenant(
         ArtifactError: The adapter is damaged, ``out`` exists, or the basis model has another basis.
         ConfigError: The adapter does not exist, has no basis or several rounds, or trains more than its cores.
     """
-    require_dtype(dtype)
-    adapter = export_source(model_or_directory, adapter_name)
-    adapter.config.require_one_round("A tenant")
+    adapter = _one_round_of(model_or_directory, adapter_name, dtype)
     identity = identity_of(_bases(adapter))
     ranks = {name: len(f.R) for name, f in adapter.factors.items()}
     if basis_model is not None:
         identity, ranks = _basis_of(str(adapter.folder or "this adapter"), identity, str(basis_model))
     rank = max(len(f.R) for f in adapter.factors.values())
     with whole_folder(Path(out), overwrite=overwrite, reads=adapter.folder) as aside:
-        metadata = {"format": "pt", IDENTITY: identity}
-        save_file(_tenant_tensors(adapter, ranks, rank, dtype), aside / WEIGHTS_FILE, metadata=metadata)
+        (aside / WEIGHTS_FILE).write_bytes(_weights(_tenant_tensors(adapter, ranks, rank, dtype), identity))
         config = lora_config(adapter.config, rank, [CORE], fan_in_fan_out=False)
         config |= {"base_model_name_or_path": None if basis_model is None else str(basis_model), "revision": None}
         (aside / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         (aside / CARD_FILE).write_text(_card(len(adapter.factors), rank, identity), encoding="utf-8")
     return TenantExport(Path(out), rank, tuple(adapter.factors), identity)
+
+
+def tenant_weights(
+    model: nn.Module, *, identity: str, adapter_name: str | None = None, dtype: torch.dtype = torch.float32
+) -> bytes:
+    """Return the cores as the weights file of a tenant, for an engine that takes them from memory.
+
+    They are what :func:`export_tenant` writes for a basis of the same ranks. On the engine's side
+    :class:`frozencore_basis_model.TenantWorker` reads them, and refuses those of another basis.
+
+    Args:
+        identity: The basis of the engine's model (:attr:`BasisModelExport.identity`). The caller knows that it is the
+            adapter's: P and Q are not hashed here, which would take longer than everything else.
+        adapter_name: Which adapter of the model; the active one by default.
+
+    Raises:
+        ConfigError: The adapter does not exist, has no basis or several rounds, or trains more than its cores.
+        ArtifactError: A core has values that are not finite in ``dtype``.
+    """
+    adapter = _one_round_of(model, adapter_name, dtype)
+    ranks = {name: len(f.R) for name, f in adapter.factors.items()}
+    return _weights(_tenant_tensors(adapter, ranks, max(ranks.values()), dtype), identity)
+
+
+def _one_round_of(
+    model_or_directory: nn.Module | str | Path, adapter_name: str | None, dtype: torch.dtype
+) -> ExportSource:
+    require_dtype(dtype)
+    adapter = export_source(model_or_directory, adapter_name)
+    adapter.config.require_one_round("A tenant")
+    return adapter
+
+
+def _weights(tensors: dict[str, Tensor], identity: str) -> bytes:
+    return save(tensors, metadata={"format": "pt", IDENTITY: identity})
 
 
 def _bases(adapter: ExportSource) -> Bases:

@@ -1,0 +1,78 @@
+"""Tenants that enter a running vLLM from memory, without a folder: each answers as its own native adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import PeftModel, get_peft_model
+
+from adapted import train_at_random
+from engine_process import environment_of
+from frozencore import FrozenCoreConfig, export_basis_model, tenant_weights
+from places import ROOT
+from served_adapters import Referee, load_base
+
+pytestmark = pytest.mark.slow
+
+RANK, NUM_TOKENS = 8, 8
+PROMPTS = [[1, 40, 77, 300], [1, 9, 255, 31, 8]]
+
+
+@pytest.fixture(scope="module")
+def native(base: Path) -> PeftModel:
+    options: dict[str, Any] = {"r": RANK, "constructor": "random", "target_modules": "all-linear", "alpha": 12.0}
+    return get_peft_model(load_base(base), FrozenCoreConfig(task_type="CAUSAL_LM", **options)).eval()
+
+
+@pytest.fixture(scope="module")
+def identity(base: Path, native: PeftModel, folder: Path) -> str:
+    native.save_pretrained(folder / "adapter")
+    return export_basis_model(folder / "adapter", folder / "model", base=base).identity
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("memory")
+
+
+@pytest.fixture(scope="module")
+def engine(identity: str, folder: Path) -> Iterator[Any]:
+    """The engine that benchmarks/served.py drives."""
+    environment_of("vllm")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(ROOT / "benchmarks")
+        from served import Driven
+    driven = Driven(
+        folder / "log", model=str(folder / "model"), slots=2, rank=RANK, rows=4, targets=["core"], known=3
+    )  # fmt: skip
+    yield driven
+    driven.end()
+
+
+def weights_of(native: PeftModel, tenant: int, identity: str, folder: Path) -> str:
+    """Gives the adapter a tenant's cores; the file of their weights."""
+    train_at_random(native, size=0.3, seed=tenant)
+    (folder / str(tenant)).write_bytes(tenant_weights(native, identity=identity))
+    return str(folder / str(tenant))
+
+
+def test_tenants_enter_from_memory_and_answer_as_their_native_adapters(
+    engine: Any, native: PeftModel, identity: str, folder: Path
+) -> None:
+    """Three tenants on two slots."""
+    engine.say("put", files=[weights_of(native, tenant, identity, folder) for tenant in range(3)])
+    for tenant in range(3):
+        answer = engine.say("generate", prompts=PROMPTS, num_tokens=NUM_TOKENS, tenants=1, first=tenant)
+        train_at_random(native, size=0.3, seed=tenant)
+        referee = Referee(native)
+        assert answer["tokens"] == [referee.greedy(*pair) for pair in zip(PROMPTS, answer["tokens"], strict=True)]
+
+
+def test_a_tenant_of_another_basis_is_refused_and_said_in_one_line(
+    engine: Any, native: PeftModel, identity: str, folder: Path
+) -> None:
+    with pytest.raises(SystemExit, match="The tenant belongs to the basis 000000000000, but this model has"):
+        engine.say("put", files=[weights_of(native, 3, "0" * 64, folder)])
