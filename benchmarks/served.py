@@ -116,6 +116,7 @@ class Tenants:
         self.bank = CoreBank(self.model, plan.known)
         self.folders: dict[str, list[str]] = {BASIS: [], LORA: []}
         self.files: list[str] = []
+        self.cores: list[dict[str, torch.Tensor]] = []
         generator = torch.Generator().manual_seed(0)
         layers = frozen_core_layers(self.model, "default")
         for tenant in range(plan.known):
@@ -123,7 +124,8 @@ class Tenants:
                 for layer in layers.values():
                     R = layer.core("default")
                     R.copy_(0.5 * torch.randn(R.shape, generator=generator))
-            self.bank.put(str(tenant), {name: layer.core("default").detach().clone() for name, layer in layers.items()})
+            self.cores.append({name: layer.core("default").detach().clone() for name, layer in layers.items()})
+            self.bank.put(str(tenant), self.cores[-1])
             self.files.append(str(folder / f"{tenant}.safetensors"))
             Path(self.files[-1]).write_bytes(tenant_weights(self.model, identity=made.identity))
             if tenant < max(plan.tenants):
@@ -135,6 +137,16 @@ class Tenants:
     def prompts(self, count: int, seed: int) -> list[list[int]]:
         drawn = torch.Generator().manual_seed(seed)
         return torch.randint(3, self.vocabulary, (count, self.plan.prompt_tokens), generator=drawn).tolist()
+
+    def gap(self, tenant: int, prompt: list[int], one: list[int], other: list[int]) -> float:
+        """The difference of the logits of two answers' first different tokens, in float64."""
+        same = next(i for i, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1])
+        model = self.model.double()
+        with torch.no_grad():
+            for name, layer in frozen_core_layers(model, "default").items():
+                layer.core("default").copy_(self.cores[tenant][name])
+            logits = model(input_ids=torch.tensor([[*prompt, *one[:same]]])).logits[0, -1]
+        return float((logits[one[same]] - logits[other[same]]).abs())
 
     def answers(self, prompts: list[list[int]], first: int) -> list[list[int]]:
         """The greedy tokens of consecutive tenants, one for each prompt, by transformers."""
@@ -223,7 +235,7 @@ def rounds(plan: Plan, tenants: Tenants, engines: dict[str, Driven]) -> dict[str
 def all_tenants(plan: Plan, tenants: Tenants, engine: Driven, loaded: int) -> dict[str, Any]:
     """Every tenant enters from memory, and is asked once: in the engine, and in a bank."""
     put = engine.say("put", files=tenants.files)
-    differing, taken = 0, []
+    different, taken = [], []
     for first in range(0, plan.known, plan.rows):
         count = min(plan.rows, plan.known - first)
         prompts = tenants.prompts(count, seed=2 + first)
@@ -231,8 +243,10 @@ def all_tenants(plan: Plan, tenants: Tenants, engine: Driven, loaded: int) -> di
             "generate", prompts=prompts, num_tokens=plan.new_tokens, tenants=count, first=loaded + first
         )
         taken.append(answer["processor_s"])
-        theirs = tenants.answers(prompts, first)
-        differing += sum(one != other for one, other in zip(answer["tokens"], theirs, strict=True))
+        asked = zip(
+            range(first, first + count), prompts, answer["tokens"], tenants.answers(prompts, first), strict=True
+        )
+        different += [one for one in asked if one[2] != one[3]]
     return {
         "tenants": plan.known,
         "put_s": put["processor_s"],
@@ -242,7 +256,8 @@ def all_tenants(plan: Plan, tenants: Tenants, engine: Driven, loaded: int) -> di
             "clock_s"
         ],
         "tokens_per_s": plan.known * plan.new_tokens / sum(taken),
-        "answers_that_differ": differing,
+        "answers_that_differ": len(different),
+        "largest_gap": max((tenants.gap(*one) for one in different), default=0.0),
     }
 
 

