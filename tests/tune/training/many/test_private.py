@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from frozencore.errors import ConfigError
 from frozencore.privacy import PrivateBudget
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.run.many.tune import tune_many
+from frozencore.tune.training.checkpoints import TENANT_STATES
 from frozencore.tune.training.many import active_tenants
 from frozencore.tune.training.many import tenant as many_tenant
 from frozencore.tune.training.many.tenant import Tenant, Trained, Validation
@@ -133,6 +135,8 @@ def test_a_tenant_that_ended_since_the_newest_checkpoint_ends_again_in_the_same_
     train_many(adapted("random"), tenants, resume=True, **options)
     first, again, _ = ended
     assert first.keys() == again.keys() == {"ben"}
+    (last,) = tmp_path.glob("checkpoint-20")
+    assert not re.search("[0-9a-f]{64}", (last / TENANT_STATES).read_text())  # all have ended
     assert all(torch.equal(R, again["ben"].cores[layer]) for layer, R in first["ben"].cores.items())
 
 

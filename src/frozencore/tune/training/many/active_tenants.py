@@ -31,7 +31,7 @@ class ActiveTenants:
         tokens_per_batch: Tokens of one forward pass; None fills the device.
 
     Attributes:
-        secrets: The secret of each private tenant, which draws the rows and the noise of its steps.
+        secrets: The secret of each waiting private tenant, which draws the rows and the noise of its steps.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class ActiveTenants:
         while self.waiting and len(self.states) < len(self.slots):
             name = self.waiting.pop(0)
             self.slots.clear(len(self.states))
-            self.states.append(TenantState(name, self.tenants[name], secret=self.secrets.get(name)))
+            self.states.append(TenantState(name, self.tenants[name], secret=self.secrets.pop(name, None)))
         return bool(self.states)
 
     def step(self) -> list[tuple[TenantState, Tensor]]:

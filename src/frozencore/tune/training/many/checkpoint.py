@@ -93,7 +93,7 @@ class Checkpoints:
         """Restore the training tenants from a checkpoint, and return the tenants that had ended."""
         written, tensors = json.loads((folder / TENANT_STATES).read_text()), load_file(folder / VALUES)
         active.states, active.waiting, active.num_steps = [], written["waiting"], _step_of(folder)
-        active.secrets |= written.get("secrets", {})  # a tenant that begins once more repeats its noise
+        active.secrets = written.get("secrets", active.secrets)  # a tenant that begins once more repeats its noise
         for i, content in enumerate(written["seats"]):
             best = tensors.get(f"best.{i}")
             tenant = active.tenants[content["name"]]
