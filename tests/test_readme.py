@@ -146,14 +146,19 @@ def test_the_table_of_a_core_beside_lora_is_that_of_the_committed_runs() -> None
 def test_the_table_of_the_real_model_is_that_of_the_committed_runs() -> None:
     lines = (LAB / "results" / "smollm2" / "records.jsonl").read_text().splitlines()
     finals = [record for record in map(json.loads, lines) if record["config"]["evaluate_on"] == "evaluation"]
-    by_method: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    by_method: dict[tuple[str, int, str | None], list[dict[str, Any]]] = {}
     for run in finals:
-        by_method.setdefault((run["method"], run["config"]["rank"]), []).append(run)
+        by_method.setdefault((run["method"], run["config"]["rank"], run["config"]["targets"]), []).append(run)
     losses = {name: [run["held_out_loss"] for run in runs] for name, runs in by_method.items()}
-    names = {
-        "RawGrad": ("rawgrad", 16), "FiLoRA": ("filora", 16), "EVA": ("eva", 16), "FCCA": ("fcca", 16),
-        "LoRA, r = 1": ("lora", 1), "LoRA, r = 16": ("lora", 16), "LoRA-XS": ("lora_xs", 16), "Random": ("random", 16),
+    cores = {
+        "SignGrad": "signgrad", "RawGrad": "rawgrad", "FiLoRA": "filora", "EVA": "eva", "FCCA": "fcca",
+        "LoRA-XS": "lora_xs", "MiLoRA": "milora", "VeRA's bases": "vera", "Random": "random",
     }  # fmt: skip
+    names = {name: (method, 16, None) for name, method in cores.items()} | {
+        "LoRA, r = 1": ("lora", 1, None),
+        "LoRA, r = 1, all linear layers": ("lora", 1, "all-linear"),
+        "LoRA, r = 16": ("lora", 16, None),
+    }
     page = README.read_text(encoding="utf-8")
     table = page[page.index("<!-- smollm2-sst2:begin -->") : page.index("<!-- smollm2-sst2:end -->")].splitlines()[1:]
     _, _, base, *rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table]
@@ -172,7 +177,7 @@ def test_the_table_of_the_real_model_is_that_of_the_committed_runs() -> None:
         if shown[0] != "FCCA":
             own, fcca = (
                 [run["held_out_loss"] for run in sorted(r, key=itemgetter("seed"))]
-                for r in (runs, by_method["fcca", 16])
+                for r in (runs, by_method[names["FCCA"]])
             )
             interval = ttest_rel(own, fcca).confidence_interval(0.95)
             half = (interval.high - interval.low) / 2
