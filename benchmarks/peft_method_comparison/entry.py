@@ -89,7 +89,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiment", help=f"One of {EXPERIMENTS}.")
     parser.add_argument("--peft", type=Path, required=True, help="A clone of huggingface/peft, installed from there.")
-    parser.add_argument("--memory-budget", help="What the calibration may take beyond a step, 8GiB for instance.")
+    parser.add_argument("--memory-budget", help="What the calibration may take beyond a step, 8GB for instance.")
     parser.add_argument("--clean", action="store_true", help="The suite's: keep no checkpoint.")
     given = parser.parse_args(words)
     suite = load_suite(given.peft)

@@ -40,14 +40,14 @@ def read_size(size: object) -> tuple[int, bool] | None:
 
 
 def bytes_in_words(num_bytes: float) -> str:
-    """A rounded number of bytes: ``1.5 MiB``, ``12.0 GiB``."""
-    unit, length = ("GiB", 2**30) if num_bytes >= 2**30 else ("MiB", 2**20) if num_bytes >= 2**20 else ("KiB", 2**10)
+    """A rounded number of bytes: ``1.5 MB``, ``12.0 GB`` (a KB is 1000 bytes)."""
+    unit, length = ("GB", 10**9) if num_bytes >= 10**9 else ("MB", 10**6) if num_bytes >= 10**6 else ("KB", 1000)
     return f"{num_bytes / length:.1f} {unit}"
 
 
 def at_least(num_bytes: int) -> str:
-    """A size, rounded up, that :func:`read_size` reads: ``97MiB``."""
-    unit, length = ("MiB", 2**20) if num_bytes > 10 * 2**20 else ("KiB", 2**10)
+    """A size, rounded up, that :func:`read_size` reads: ``97MB``."""
+    unit, length = ("MB", 10**6) if num_bytes > 10**7 else ("KB", 1000)
     return f"{-(-num_bytes // length)}{unit}"
 
 

@@ -56,7 +56,7 @@ def test_the_lines_of_a_run_add_up_to_the_whole_and_to_what_its_record_says(comm
     for label, spent in re.findall(r"^([A-Z][a-z ]+): \d+ in ([\d.]+) s", out, flags=re.MULTILINE):
         seconds[label] = seconds.get(label, 0.0) + float(spent)
     whole, rest = map(float, re.search(r"In all: ([\d.]+) s, ([\d.]+) s of it", out).groups())  # type: ignore[union-attr]
-    assert {"Load model and rows", "Hash the model", "Score the base model", "Calibrate", "Train"} <= seconds.keys()
+    assert {"Start", "Load model and rows", "Hash the model", "Calibrate", "Train"} <= seconds.keys()
     assert sum(seconds.values()) + rest == pytest.approx(whole, abs=1.0)  # each is rounded
     assert seconds["Calibrate"] + seconds["Build the bases"] == pytest.approx(record["calibration_s"], abs=0.5)
 
@@ -88,6 +88,8 @@ def test_calibrate_then_inspect_shows_what_the_basis_captured(command, tmp_path:
         (["--debug", "evalute", "--out", "x"], "There is no verb 'evalute'. Did you mean 'evaluate'"),
         (["tune", *SHORT, "--lora-r", "8", "--out", "x"], "There is no flag --lora-r. Give --rank instead"),
         (["tune", *SHORT, "--learning_rate=1e-3", "--out", "x"], "no flag --learning_rate. Give --learning-rate"),
+        (["tune", *SHORT, "--learing-rate", "1", "--out", "x"], r"no flag --learing-rate\. Did you mean --learning-rate\?$"),
+        (["adapter", "pack", "x", "--bais", "x", "--out", "x"], r"no flag --bais\. Did you mean --basis\?$"),
         (["tune", *SHORT, "--rank", "0", "--out", "x"], "--rank"),
         (["tune", *SHORT, "--targets", "nothing", "--out", "x"], "matches no layer"),
         (["tune", *SHORT[:2], "--data", "none.jsonl", "--out", "x"], "no file none.jsonl"),
@@ -127,7 +129,7 @@ def test_rows_that_are_too_long_are_refused_or_left_out_and_counted(command, tmp
         assert not (tmp_path / "run").exists()
     status, out, _ = command(*words, "--truncate", "--skip-long", "--out", tmp_path / "run")
     assert status == 0
-    assert "1 prompt cut, 1 row skipped as too long" in out
+    assert "10 rows to train on, 1 to score, 1 prompt cut, 1 row skipped as too long" in out
     assert "Read 12 rows by prompt and completion; 1 left out (too long)." in out
     used = json.loads((tmp_path / "run" / "result.json").read_text())["rows"]
     assert (used["cut"], used["skipped"], used["trained"] + used["scored"]) == (1, 1, 11)
@@ -230,6 +232,26 @@ def test_ctrl_c_in_a_command_is_status_130_and_sigterm_143_and_each_is_one_line(
         assert came == status
         assert err.splitlines()[-1] == f"frozencore: {how}; the same command continues from what is saved"
     signal.signal(signal.SIGTERM, before)
+
+
+def test_ctrl_c_before_anything_is_saved_does_not_say_that_something_goes_on(  # type: ignore[no-untyped-def]
+    command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("frozencore.tune.run.execute.execute", lambda *_, **__: raising(KeyboardInterrupt())())
+    monkeypatch.setattr("frozencore.tune.evaluation.evaluate.evaluate", lambda *_: raising(KeyboardInterrupt())())
+    for words, kept in (
+        (["tune", *SHORT], ".found/base-score.json"),
+        (["evaluate", *FEW[:4]], "base/pocket-sentiment/result.json"),
+    ):
+        out = tmp_path / words[0]
+        status, _, err = command(*words, "--out", out, *(["--resume"] if words[0] == "tune" else []))
+        assert status == 130
+        said = "frozencore: interrupted; nothing is saved yet; the same command starts from the beginning"
+        assert err.splitlines()[-1] == said
+        (out / kept).parent.mkdir(parents=True)
+        (out / kept).write_text("{}")
+        _, _, err = command(*words, "--out", out, *(["--resume"] if words[0] == "tune" else []))
+        assert err.splitlines()[-1].endswith(" continues from what is saved")
 
 
 def test_ctrl_c_in_a_verb_that_keeps_nothing_does_not_say_that_it_goes_on(  # type: ignore[no-untyped-def]

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from frozencore.cli.console import PlainConsole
 from frozencore.cli.display import StageDisplay
 
 
@@ -102,6 +103,18 @@ def test_whatever_stages_report_the_seconds_of_the_lines_add_up(
     ends = [float(found[1]) for line in lines if (found := re.search(r" in ([\d.]+) s", line))]
     assert whole == sum(seconds for *_, seconds in reports)
     assert sum(ends) + rest == pytest.approx(whole)
+
+
+def test_in_a_command_the_time_before_the_first_stage_counts_too() -> None:
+    printed, now = PlainConsole(file=io.StringIO(), width=120), iter([3.0, 9.0, 11.0, 11.5])
+    printed.began = 2.0
+    with StageDisplay(printed, clock=lambda: next(now)) as stages:
+        stages("load", 1, 1)
+    assert printed.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
+        "Start: 1 in 7.0 s (imports and checks)",
+        "Load model and rows: 1 in 2.0 s",
+        "In all: 9.5 s, 0.5 s of it between the stages",
+    ]
 
 
 def test_a_bar_counts_from_the_end_of_the_stage_before_it() -> None:

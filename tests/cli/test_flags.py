@@ -126,7 +126,7 @@ def test_calibrate_takes_what_tune_takes_but_the_recipe() -> None:
         ),
         (["--damping", "1,2,3"], "--damping must be"),
         (["--damping", "much"], "--damping must be"),
-        (["--memory-budget", "lots"], 'a positive size such as "8GiB"'),
+        (["--memory-budget", "lots"], 'a positive size such as "8GB"'),
         (["--stats-device", "abacus"], "stats_device must be a device"),
         (["--group-size", "0"], "--group-size must be a whole number of at least 1, but 0 came"),
         (["--tokens", "all"], "--tokens must be one of nonpad, completion, nonzero_delta, but 'all' came"),

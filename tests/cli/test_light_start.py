@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import subprocess
 import sys
 from importlib.util import find_spec, module_from_spec
@@ -67,6 +68,9 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], tupl
     adapted("fcca", trained=True).save_pretrained(str(folder / "run/adapter"))
     (folder / "run/result.json").write_text((POCKET / "records.jsonl").read_text().partition("\n")[0])
     (folder / "rows.txt").write_text("rows")
+    for name in ("tenants/anna.jsonl", "many/anna/result.json"):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text("{}")
     script.write_text(ONE_AFTER_THE_OTHER)
     words = [sys.executable, str(script), json.dumps([list(words) for words in (*TELLS, *REFUSED)])]
     done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=folder)
@@ -109,6 +113,18 @@ REFUSED = {
     ("adapter", "pack", "none", "--out", "x"): "none has no adapter_config.json",
     ("chat", "none"): "none has no adapter_config.json",
     ("check", "none"): "none has no adapter_config.json",
+    ("tune-many", *RUN[:2], "--tenants", "tenants", "--out", "many"): "already holds a finished run of 'anna'",
+    ("calibrate", *RUN[:-1], "run"): "already holds a finished run",
+    ("calibrate", *RUN[:-1], "rows.txt"): "rows.txt is not a writable folder",
+    ("advise", *RUN[:-1], "rows.txt"): "rows.txt is not a writable folder",
+    ("evaluate", *RUN[:-1], "rows.txt"): "rows.txt is not a writable folder",
+    ("export", "run", "--out", "many"): "many is there already",
+    ("export", "run", "--to", "merged", "--base", "./none", "--out", "x"): "there is no such folder",
+    ("inspect", "run", "--moments", "none"): "There is no moments file at none",
+    ("merge", "run", "run", "--out", "many"): "many is there already",
+    ("adapter", "pack", "run", "--out", "many"): "many is there already",
+    ("adapter", "pack", "run", "--basis", "none", "--out", "x"): "none has no basis.json",
+    ("adapter", "unpack", "run", "--out", "many"): "many is there already",
 }
 
 
@@ -119,6 +135,30 @@ def test_a_wrong_word_is_refused_before_torch_and_peft_are_imported(
     heavy, out, err = told[words]
     assert REFUSED[words] in err
     assert (heavy, out, err.count("\n")) == (set(), "", 1)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("tune", "--model", "pocket", "--data", "none.jsonl", "--out", "x"),
+        ("tune", *RUN, "--method", "fccca"),
+        ("tune", *RUN[:-1], "."),
+        ("tune", *RUN, "--learing-rate", "1"),
+        ("export", ".", "--to", "merge", "--out", "x"),
+        ("export", ".", "--out", "full"),
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_word_costs_a_second_of_processor_time(words: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "result.json").write_text("{}")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-m", "frozencore_command", *words], cwd=tmp_path, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (done.returncode, done.stderr.count(b"\n")) == (2, 1)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.5  # importing PEFT takes six
 
 
 def test_a_fresh_process_that_only_helps_imports_no_torch() -> None:

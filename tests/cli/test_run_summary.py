@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
+from scipy.stats import binomtest
 
 from adapted import adapted
 from frozencore import export_lora
-from frozencore.cli.run_summary import recipe_in_words, run_summary, size_lines, verdict
+from frozencore.cli.run_summary import recipe_in_words, run_summary, size_lines, verdict, wilson
 from frozencore.files.adapter_folder import WEIGHTS_FILE
 from frozencore.tune.run.config import make_config
-from frozencore.tune.run.record_parts import AccuracyDetails
 from frozencore.tune.training.recipe import Recipe
 from made_up import made_up_record
 from tiny import tiny_qwen2
@@ -29,19 +29,44 @@ def shown(renderable: object) -> str:
 
 
 @pytest.mark.parametrize(
-    ("accuracy", "majority", "said"),
+    ("accuracy", "majority", "num_rows", "said"),
     [
-        (0.60, 0.5, "Beats the majority class (50.0 %), clearly."),
-        (0.53, 0.5, "Beats the majority class (50.0 %), within two standard errors."),
-        (0.50, 0.5, "Does not beat the majority class (50.0 %)."),
-        (0.60, None, "Beats the base model (25.0 %), clearly."),
-        (0.20, None, "Does not beat the base model (25.0 %)."),
+        (0.60, 0.5, 600, "Beats the majority class (50.0 %), clearly."),
+        (0.53, 0.5, 600, "Beats the majority class (50.0 %), but not clearly on 600 rows."),
+        (0.50, 0.5, 600, "Does not beat the majority class (50.0 %)."),
+        (0.60, None, 600, "Beats the base model (25.0 %), clearly."),
+        (1.00, None, 1, "Beats the base model (25.0 %), but not clearly on 1 row."),
+        (0.20, None, 600, "Does not beat the base model (25.0 %)."),
     ],
 )
 def test_a_run_is_measured_by_the_majority_class_or_else_by_its_base(
-    accuracy: float, majority: float | None, said: str
+    accuracy: float, majority: float | None, num_rows: int, said: str
 ) -> None:
-    assert verdict(accuracy, 0.25, AccuracyDetails(standard_error=0.02, majority_class=majority)) == said
+    assert verdict(accuracy, 0.25, majority, num_rows) == said
+
+
+@pytest.mark.parametrize(("right", "num_rows"), [(0, 1), (1, 1), (15, 15), (7, 15), (0, 40), (499, 500)])
+def test_the_interval_of_an_accuracy_is_that_of_scipy(right: int, num_rows: int) -> None:
+    wanted = binomtest(right, num_rows).proportion_ci(0.95, method="wilson")
+    assert wilson(right / num_rows, num_rows) == pytest.approx((wanted.low, wanted.high), abs=1e-4)
+
+
+def on_rows(trained: int, scored: int) -> str:
+    used = {"trained": trained, "scored": scored, "scored_on": "evaluation", "validation_from": "train"}
+    return shown(run_summary(made_up_record({"task": "svamp"}, accuracy=1.0, rows=used)))
+
+
+def test_an_accuracy_says_on_how_many_rows_and_never_that_a_few_right_ones_are_exact() -> None:
+    text = on_rows(135, 15)
+    assert "accuracy, % of 15 rows (95 % interval)" in text
+    assert "100.0 (79.6 to 100.0)" in text
+    assert "±" not in text
+
+
+def test_a_run_on_few_rows_says_so_and_what_to_do() -> None:
+    assert "Few training rows (9): the adapter may only repeat them" in on_rows(9, 1)
+    assert "Give more rows" in on_rows(31, 3)
+    assert "Few" not in on_rows(32, 3)
 
 
 def test_a_run_on_ones_own_rows_shows_its_loss_and_no_verdict() -> None:
@@ -76,7 +101,7 @@ def test_a_run_says_in_how_many_rounds_it_trained() -> None:
     resolved = {"targets": "all-linear", "max_length": 512, "recipe": recipe}
     text = shown(run_summary(made_up_record({"task": "svamp"}, resolved=resolved)))
     assert "262 steps of 8 rows, 1 at a time, in 7 rounds; learning rate" in text
-    assert "36,864 trained values; 432.0 KiB of state held while training; saved in 28.3 MiB" in text
+    assert "36,864 trained values; 442.4 KB of state held while training; saved in 29.6 MB" in text
     several = made_up_record({"task": "svamp"}, resolved=resolved, values_in_all=7 * 36_864)
     assert "36,864 trained values at once, 258,048 in all; " in shown(run_summary(several))
 
@@ -120,12 +145,12 @@ def test_a_run_whose_loss_no_longer_falls_or_only_swings_says_nothing_of_it() ->
         assert "falling" not in falling(losses)
 
 
-UNITS = {"KiB": 2**10, "MiB": 2**20}
+UNITS = {"KB": 1000, "MB": 10**6}
 HEADERS = 0.2  # share of a small file that names and shapes take
 
 
 def sizes(line: str) -> list[float]:
-    return [float(number) * UNITS[unit] for number, unit in re.findall(r"([\d.]+) (KiB|MiB)", line)]
+    return [float(number) * UNITS[unit] for number, unit in re.findall(r"([\d.]+) (KB|MB)", line)]
 
 
 def test_a_cores_size_is_that_of_its_file_of_its_pack_and_of_its_lora(
@@ -144,11 +169,11 @@ def test_a_cores_size_is_that_of_its_file_of_its_pack_and_of_its_lora(
         assert said == pytest.approx(file.stat().st_size, rel=HEADERS)
     assert files[1].stat().st_size == pytest.approx(4 * values, rel=HEADERS)
     assert list(size_lines(Path("shared/run"))) == [
-        f"Size: {files[1].stat().st_size / 2**10:.1f} KiB, cores alone on their basis."
+        f"Size: {files[1].stat().st_size / 1000:.1f} KB, cores alone on their basis."
     ]
 
 
 def test_another_methods_size_is_that_of_its_file(tmp_path: Path) -> None:
     get_peft_model(tiny_qwen2(), LoraConfig(target_modules=["q_proj"])).save_pretrained(str(tmp_path))
     (line,) = size_lines(tmp_path)
-    assert line == f"Size: {(tmp_path / WEIGHTS_FILE).stat().st_size / 2**10:.1f} KiB."
+    assert line == f"Size: {(tmp_path / WEIGHTS_FILE).stat().st_size / 1000:.1f} KB."

@@ -10,13 +10,13 @@ from frozencore.advice.advise import Advice, advise
 from frozencore.advice.settings import Setting
 from frozencore.advice.trials import Worth
 from frozencore.constructors import BasisOptions, constructor_options
-from frozencore.errors import ArtifactError, ConfigError
-from frozencore.files.whole_file import require_writable, write_json
+from frozencore.errors import ConfigError
+from frozencore.files.whole_file import write_json
 from frozencore.tune.run.config import RunConfig, make_config
 from frozencore.tune.run.models import resolve_targets
 from frozencore.tune.run.prepare import PreparedRun, calibration_batches, prepare
 from frozencore.tune.run.provenance import provenance
-from frozencore.tune.run.run_folder import ADVICE
+from frozencore.tune.run.run_folder import ADVICE, require_new
 from frozencore.words import Progress, flag_of
 
 
@@ -42,9 +42,7 @@ def execute_advice(config: RunConfig, out: Path | None, progress: Progress) -> A
         ArtifactError: ``out`` holds advice already.
     """
     if out is not None:
-        if (out / ADVICE).exists():
-            raise ArtifactError(f"{out} already holds advice. Choose another --output, or remove that folder.")
-        require_writable(out)
+        require_new(out, ADVICE)
     prepared = prepare(config, progress)
     advice = advise_run(config, prepared, progress)
     if out is not None:

@@ -21,7 +21,7 @@ SKETCH_PASSES = 4
 
 
 def memory_bytes(size: object) -> int:
-    """Read a size in bytes: a number, or text such as ``"8GiB"`` or ``"512 MB"`` (1 GB = 1000³, 1 GiB = 1024³).
+    """Read a size in bytes: a number, or text such as ``"8GB"`` or ``"512 MB"`` (1 GB = 1000³, 1 GiB = 1024³).
 
     Raises:
         ConfigError: ``size`` is neither, or not positive.
@@ -29,7 +29,7 @@ def memory_bytes(size: object) -> int:
     found = read_size(size)
     if found is None:
         raise ConfigError(
-            f'A memory budget is a positive size such as "8GiB", "512 MB" or a number of bytes, but {size!r} came.'
+            f'A memory budget is a positive size such as "8GB", "512 MB" or a number of bytes, but {size!r} came.'
         )
     return found[0]
 

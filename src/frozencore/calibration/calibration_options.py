@@ -50,7 +50,7 @@ def _full_name(weighting: Weighting) -> Weighting:
 MemoryBudget = Annotated[
     Annotated[int | str, BeforeValidator(_size)] | None,
     Field(
-        description="Memory of calibration beyond a plain forward and backward pass, such as 8GiB, or a number of "
+        description="Memory of calibration beyond a plain forward and backward pass, such as 8GB, or a number of "
         "bytes. Calibration then chooses groups of layers, device and algorithm (docs/memory.md). Default: no limit."
     ),
 ]

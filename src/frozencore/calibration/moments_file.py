@@ -77,6 +77,16 @@ def save_moments(path: str | Path, moments: Mapping[str, LayerMoments], fingerpr
         save_file(tensors, aside, metadata={KEY: json.dumps(header)})
 
 
+def require_moments(path: Path) -> None:
+    """Check that a moments file is there.
+
+    Raises:
+        ArtifactError: There is no file.
+    """
+    if not path.is_file():
+        raise ArtifactError(f"There is no moments file at {path}. Write one with `frozencore calibrate`.")
+
+
 def load_moments(path: str | Path, expected: MomentsFingerprint | None = None) -> dict[str, LayerMoments]:
     """Read moments from a file.
 
@@ -87,8 +97,7 @@ def load_moments(path: str | Path, expected: MomentsFingerprint | None = None) -
         ArtifactError: No such file, damaged, not a moments file, not finite, or of another model, data or options.
     """
     path = Path(path)
-    if not path.is_file():
-        raise ArtifactError(f"There is no moments file at {path}. Write one with `frozencore calibrate`.")
+    require_moments(path)
     try:
         with safe_open(path, framework="pt") as file:
             header = _header(path, file.metadata() or {})

@@ -11,6 +11,8 @@ from frozencore.cli.console import console
 from frozencore.cli.flags import TakesOptions
 from frozencore.errors import ConfigError
 from frozencore.files.adapter_folder import adapter_in
+from frozencore.files.whole_file import require_free
+from frozencore.tune.run.refuse_early import require_basis
 
 adapter_app = typer.Typer(no_args_is_help=True)
 
@@ -31,6 +33,7 @@ def _pack(
     dtype: Annotated[str, "Dtype of the cores: auto (as saved), float32, bfloat16 or float16."] = "auto",
 ) -> None:
     folder = adapter_in(adapter)
+    _require_places(folder, basis, output)
     import torch
 
     from frozencore.adapter.saved.on_one_basis import pack_adapter
@@ -55,6 +58,7 @@ def unpack(
 ) -> None:
     """Write an adapter of cores only as one that includes its basis."""
     folder = adapter_in(adapter)
+    _require_places(folder, basis, output)
     from frozencore.adapter.saved.on_one_basis import unpack_adapter
 
     unpack_adapter(folder, output, basis=basis)
@@ -73,10 +77,18 @@ def merge(
     except ValueError as error:
         raise ConfigError(f"--weights are numbers separated by commas, but {weights!r} came.") from error
     folders = [adapter_in(adapter) for adapter in adapters]
+    _require_places(folders[0], None, output)
     from frozencore.adapter.saved.on_one_basis import merge_adapters
 
     merge_adapters(folders, output, weights=shares)
     _print_size(output)
+
+
+def _require_places(adapter: Path, basis: str | None, output: Path) -> None:
+    """Refuse a missing basis and a folder that is in use, before torch is imported."""
+    if basis is not None:
+        require_basis(basis)
+    require_free(output, overwrite=None, reads=adapter)
 
 
 def _print_size(folder: Path) -> None:

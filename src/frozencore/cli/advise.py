@@ -15,6 +15,7 @@ from frozencore.tune.methods import bases_name
 from frozencore.tune.methods.bases_config import GROUPS
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.refuse_early import refuse_early
+from frozencore.tune.run.run_folder import ADVICE, require_new
 from frozencore.tune.scoring.scoring_config import ScoringConfig
 from frozencore.words import num_of
 
@@ -35,9 +36,10 @@ def _advise(
     ] = None,
 ) -> None:
     refuse_early(config)
+    if output is not None:
+        require_new(output, ADVICE)
     from frozencore.advice.advice_run import execute_advice
     from frozencore.cli.display import StageDisplay
-    from frozencore.tune.run.run_folder import ADVICE
 
     with StageDisplay(console) as progress:
         advice = execute_advice(config, output, progress)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Collection
 from typing import Annotated, NoReturn
 
 import typer
 
-from frozencore import __version__
+from frozencore import __version__, _imported_at
 from frozencore.cli.console import console
-from frozencore.cli.help import HELP, HELP_ALL, command_of
-from frozencore.cli.verbs import add_verbs, all_verbs, refuse_unknown_verb
+from frozencore.cli.help import HELP, HELP_ALL, command_of, refuse_unknown_flag
+from frozencore.cli.verbs import NOTHING_KEPT, Verb, add_verbs, all_verbs, refuse_unknown_verb
 from frozencore.errors import CalibrationError, FrozenCoreError
 from frozencore.quiet import ignore_known_warnings
 from frozencore.tune.run.processes import is_first, refuse_several
@@ -60,7 +61,10 @@ def app() -> None:
     if _COMPLETES not in os.environ:
         refuse_unknown_verb(words)
     asked = [HELP if word == HELP_ALL else word for word in sys.argv[1:]]
-    command_of(program(words), words)(asked, prog_name="frozencore")  # shells complete it by this name
+    command = command_of(program(words), words)
+    if _COMPLETES not in os.environ:
+        refuse_unknown_flag(command, asked)
+    command(asked, prog_name="frozencore")  # shells complete it by this name
 
 
 def _words() -> list[str]:
@@ -79,6 +83,8 @@ def _end_early(status: int, end: BaseException) -> NoReturn:
         notes += getattr(cause, "__notes__", [])
         cause = cause.__cause__ or cause.__context__
     ways_on = {verb.name: verb.when_ended_early for verb in all_verbs()}
+    if NOTHING_KEPT in notes:
+        ways_on = dict.fromkeys(ways_on, Verb.when_ended_early)
     notes += [ways_on[word] for word in sys.argv[1:] if word in ways_on][:1]
     _say_and_exit(status, "; ".join(notes))
 
@@ -90,6 +96,7 @@ def _say_and_exit(status: int, line: str) -> NoReturn:
 
 def main() -> None:
     """Run as a program: a frozencore error is one line on stderr and exit status 2; Ctrl-C gives 130, SIGTERM 143."""
+    console.began = _imported_at if console.began is None else time.perf_counter()
     ignore_known_warnings()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     try:

@@ -15,6 +15,7 @@ from frozencore.cli.tune_many import TENANTS
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.many.tenants import refuse_tenants_early
 from frozencore.tune.run.refuse_early import refuse_early
+from frozencore.tune.run.run_folder import ADAPTER, BASIS, MOMENTS_FILE, RECORD, require_new
 
 if TYPE_CHECKING:
     from frozencore.adapter.bases.calibrate import Calibration
@@ -52,10 +53,11 @@ def _calibrate(
     if grow is not None:
         config = config.model_copy(update={"basis": grow})
     (refuse_early if tenants is None else refuse_tenants_early)(config)
+    has_moments = config.memory_budget is None and tenants is None and grow is None
+    require_new(output, RECORD, MOMENTS_FILE if has_moments else ADAPTER)
     from frozencore.cli.display import StageDisplay
     from frozencore.tune.run.calibrate_only import execute_calibration
     from frozencore.tune.run.many.calibrate_tenants import execute_calibration_of_tenants, execute_growth
-    from frozencore.tune.run.run_folder import ADAPTER, BASIS, MOMENTS_FILE
 
     with StageDisplay(console) as progress:
         if grow is not None:

@@ -14,7 +14,13 @@ WIDE = 160  # columns in a file or a pipe, unless COLUMNS is set
 
 
 class PlainConsole(Console):
-    """Print text unchanged: brackets are not markup, colons are not emoji, and numbers are not coloured."""
+    """Print text unchanged: brackets are not markup, colons are not emoji, and numbers are not coloured.
+
+    Attributes:
+        began: The time at which the command began, by ``time.perf_counter``; None outside a command.
+    """
+
+    began: float | None = None
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **settings)

@@ -16,6 +16,7 @@ from frozencore.tune.run.run_folder import kept_of
 from frozencore.words import time_in_words
 
 LABELS = {
+    "start": "Start",
     "load": "Load model and rows",
     "hash": "Hash the model",
     "score base": "Score the base model",
@@ -63,8 +64,9 @@ class Stage:
 class StageDisplay:
     """Show the stages of a job; called with a stage, the steps done, their total, and a note.
 
-    The time since the previous report counts for the reporting stage, so the stages add up to the whole time. A stage
-    may end several times: scoring ends for accuracy and then for loss. Each end prints a line.
+    The time since the previous report counts for the reporting stage, so the stages add up to the whole time, which
+    begins with the command. A stage may end several times: scoring ends for accuracy and then for loss. Each end prints
+    a line.
 
     Args:
         clock: Returns the time in seconds.
@@ -87,9 +89,12 @@ class StageDisplay:
         )
 
     def __enter__(self) -> StageDisplay:
-        self.began = self.latest = self.clock()
+        began = getattr(self.console, "began", None)
+        self.began = self.latest = self.clock() if began is None else began
         if self.console.is_terminal:
             self.progress.start()
+        if began is not None:
+            self("start", 1, 1, "imports and checks")
         return self
 
     def __exit__(

@@ -16,8 +16,10 @@ from frozencore.cli.console import console
 from frozencore.cli.flags import TakesOptions
 from frozencore.errors import ConfigError
 from frozencore.files.adapter_folder import adapter_in
+from frozencore.files.whole_file import require_writable
 from frozencore.tune.rows.prompt_date import PROMPT_DATE
 from frozencore.tune.rows.prompts import PromptStyle
+from frozencore.tune.run.run_folder import RECORD
 
 COUNTS = {"num_truncated": "truncated", "num_unanswered": "no answer", "num_ties": "ties"}
 RARE_COUNTS = {"num_duplicate_choices": "duplicates", "num_cut": "cut prompts"}  # shown if not zero
@@ -66,6 +68,7 @@ def _evaluate(
     if data is not None:
         require_source(data)
     adapters = tuple(map(adapter_in, adapter or ()))
+    require_writable(output)
     from frozencore.cli.display import StageDisplay
     from frozencore.tune.evaluation.evaluate import Evaluation, evaluate
 
@@ -112,7 +115,8 @@ def evaluation_table(record: Mapping[str, Any]) -> Group:
 
 
 def _cells(score: Mapping[str, Any], counts: Mapping[str, str]) -> list[str]:
-    shares = [score["accuracy"], *(score.get(name) for name in ("standard_error", "chance", "majority_class"))]
+    error = score.get("standard_error") or None  # 0 where all rows are right or all wrong: the formula says nothing
+    shares = [score["accuracy"], error, *(score.get(name) for name in ("chance", "majority_class"))]
     loss = score.get("held_out_loss")
     return [
         score["task"],
@@ -146,4 +150,4 @@ def _notes(record: Mapping[str, Any]) -> list[str]:
     ]
 
 
-evaluate = TakesOptions(_evaluate)
+evaluate = TakesOptions(_evaluate, kept=lambda output: any(output.glob(f"*/*/{RECORD}")))

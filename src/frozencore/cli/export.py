@@ -13,8 +13,9 @@ from frozencore.cli.console import console
 from frozencore.cli.flags import TakesOptions
 from frozencore.errors import ConfigError
 from frozencore.files.adapter_folder import adapter_in, folder_of, read_config
+from frozencore.files.whole_file import require_free
 from frozencore.quiet import quiet_loading
-from frozencore.tune.run.refuse_early import model_location
+from frozencore.tune.run.refuse_early import model_location, require_model
 from frozencore.words import unknown_name
 
 if TYPE_CHECKING:
@@ -63,8 +64,12 @@ def _export(
         raise ConfigError(f"--rank is for a LoRA, and --to {to} has none: leave it out, or give --to lora.")
     if with_code and to != "basis-model":
         raise ConfigError(f"--with-code is for a basis model, and --to {to} has no code: leave it out.")
-    base = base and model_location(base)
+    if base is not None:
+        require_model(base)
+        base = model_location(base)
     asked = Asked(adapter_in(folder_of(adapter)), output, base, dtype, rank, with_code, overwrite)
+    if output.is_dir() or to != "gguf-lora":
+        require_free(output, overwrite=overwrite, reads=asked.adapter)
     with quiet_loading():
         lines = list(FORMS[to](asked))
     for line in lines:

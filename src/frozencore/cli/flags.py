@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from frozencore.cli.flag_file import ConfigFile
 from frozencore.cli.help import group_of, in_order
+from frozencore.cli.verbs import NOTHING_KEPT
 from frozencore.constructors import described
 from frozencore.errors import ConfigError, own_refusal
 from frozencore.options import Option
@@ -51,6 +52,7 @@ class TakesOptions:
         renamed: Other flags and help texts for some options; these options become required.
         defaults: Other defaults for some options.
         instead: Parameters of the verb that set the value of an option; only one of the two may be given.
+        kept: Returns whether a verb that is ended early has left something in its output folder to continue from.
     """
 
     def __init__(
@@ -61,9 +63,10 @@ class TakesOptions:
         renamed: Mapping[str, tuple[str, str]] | None = None,
         defaults: Mapping[str, Any] | None = None,
         instead: Mapping[str, str] | None = None,
+        kept: Callable[[Path], object] | None = None,
     ) -> None:
         self._verb, self._without, self._renamed, self._defaults = verb, without, renamed or {}, defaults or {}
-        self._instead = instead or {}
+        self._instead, self._kept = instead or {}, kept
         self.__name__, self.__annotations__ = verb.__name__, {}
 
     def _parameters(self) -> dict[str, Parameter]:
@@ -98,7 +101,12 @@ class TakesOptions:
             values[option] = own[name]
         if CONFIG in parameters:
             values = {CONFIG: make_config(**in_groups(values))}
-        self._verb(**values, **own)
+        try:
+            self._verb(**values, **own)
+        except (KeyboardInterrupt, SystemExit) as end:
+            if self._kept is not None and not self._kept(own["output"]):
+                end.add_note(NOTHING_KEPT)
+            raise
 
     def _flag(self, option: Option, said: str | None = None) -> Parameter:
         """Make typer's flag of an option; values of types that typer does not know are read as text."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import typer
@@ -11,7 +11,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 from typer.main import get_command
 
 from frozencore.errors import ConfigError
-from frozencore.words import num_of
+from frozencore.words import nearest_name, num_of
 
 HELP, HELP_ALL = "--help", "--help-all"
 FLAGS_ELSEWHERE: Mapping[str, str] = {
@@ -103,17 +103,10 @@ def in_order(flags: Iterable[str]) -> list[str]:
 
 
 def command_of(program: typer.Typer, words: Sequence[str]) -> TyperGroup:
-    """Make the program's command, which shows help texts unchanged and hides less important flags.
-
-    Raises:
-        ConfigError: One of the words is a flag of another program.
-    """
+    """Make the program's command, which shows help texts unchanged and hides less important flags."""
     command = get_command(program)
     assert isinstance(command, TyperGroup)
     for verb in filter(_takes_run, _commands(command)):
-        if verb.name in words[:1]:
-            flags = {spelled for parameter in verb.params for spelled in parameter.opts}
-            _refuse_other_flags([word for word in words if word.startswith("-")], flags)
         if HELP in words:
             _hide_rest(verb)
     if HELP in words or HELP_ALL in words:
@@ -121,13 +114,27 @@ def command_of(program: typer.Typer, words: Sequence[str]) -> TyperGroup:
     return command
 
 
-def _refuse_other_flags(words: Iterable[str], flags: Collection[str]) -> None:
+def refuse_unknown_flag(command: TyperGroup, words: Sequence[str]) -> None:
+    """Refuse a flag that the verb does not have, and name the one that was meant; typer lists all that look similar.
+
+    Raises:
+        ConfigError: Such a flag is among the words.
+    """
+    named: list[TyperGroup | TyperCommand] = [command]
+    for word in words:
+        named += [inner for inner in _commands(named[-1]) if inner.name == word]
+    parameters = [parameter for one in named for parameter in one.params]
+    flags = {flag for parameter in parameters for flag in (*parameter.opts, *parameter.secondary_opts)} | {HELP}
     for word in words:
         came = word.partition("=")[0]
         spelled = came.replace("_", "-")
         meant = FLAGS_ELSEWHERE.get(spelled, spelled)
-        if came not in flags and meant in flags:
+        if not came.startswith("-") or came in flags:
+            continue
+        if meant in flags:
             raise ConfigError(f"There is no flag {came}. Give {meant} instead.")
+        if came.startswith("--") and (nearest := nearest_name(came, flags)) is not None:
+            raise ConfigError(f"There is no flag {came}. Did you mean {nearest}?")
 
 
 def _show_as_text(command: TyperGroup | TyperCommand) -> None:

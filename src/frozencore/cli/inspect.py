@@ -15,6 +15,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from frozencore.calibration.moments_file import require_moments
 from frozencore.cli.console import console
 from frozencore.errors import ConfigError
 from frozencore.files.adapter_folder import HEADER_FILE, adapter_in
@@ -71,6 +72,8 @@ def inspect(
 ) -> None:
     folder, other = adapter_in(adapter), None if against is None else adapter_in(against)
     on_rows = _on_rows(folder, model, data)
+    if moments is not None:
+        require_moments(moments)
     from frozencore.adapter.inspection import inspect_adapter
     from frozencore.adapter.saved.folder import read_adapter_or_basis
     from frozencore.calibration.moments_file import load_moments

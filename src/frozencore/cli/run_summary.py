@@ -19,11 +19,12 @@ from frozencore.adapter.saved.card import allocation_in_words
 from frozencore.adapter.saved.tensors import FLAT, PREFIX
 from frozencore.files.adapter_folder import WEIGHTS_FILE, read_config
 from frozencore.tune.run.record import TunedRecord
-from frozencore.tune.run.record_parts import AccuracyDetails
 from frozencore.tune.run.row_sets import Reading
+from frozencore.tune.training.recipe import FEWEST_STEPS
 from frozencore.words import bytes_in_words, num_of, one_line
 
 STILL_FALLING = 0.1  # drop of the loss, as a share, from one quarter of the steps to the next
+NORMAL_95 = 1.96  # deviations of a normal distribution on each side of its middle 95 %
 VALUE_BYTES = 4  # a core and an exported LoRA are float32
 END_OF_PROMPT, MOST_OF_ANSWER = 200, 2_000  # characters; samples.jsonl holds all of them
 
@@ -35,10 +36,12 @@ def run_summary(record: TunedRecord) -> Group:
     table.add_column("before", justify="right")
     table.add_column("after", justify="right")
     words = []
-    if record.accuracy is not None and record.accuracy_before is not None and record.score is not None:
-        after = f"{percent(record.accuracy)} ± {100 * record.score.standard_error:.1f}"
-        table.add_row("accuracy, %", percent(record.accuracy_before), after)
-        words = [verdict(record.accuracy, record.accuracy_before, record.score)]
+    before, after, score, rows = record.accuracy_before, record.accuracy, record.score, record.rows
+    if before is not None and after is not None and score is not None and rows is not None:
+        low, high = map(percent, wilson(after, rows.scored))
+        label = f"accuracy, % of {num_of(rows.scored, 'row')} (95 % interval)"
+        table.add_row(label, percent(before), f"{percent(after)} ({low} to {high})")
+        words = [verdict(after, before, score.majority_class, rows.scored)]
     unit = ", nats/token"
     of_rows = "held-out DPO loss" if record.config.loss == "dpo" else f"held-out loss{unit}"
     losses = {of_rows: (record.held_out_loss_before, record.held_out_loss)}
@@ -47,17 +50,27 @@ def run_summary(record: TunedRecord) -> Group:
     }
     for name, pair in losses.items():
         table.add_row(name, *("" if loss is None else f"{loss:.3f}" for loss in pair))
-    parts = (_rows_read, _ranks, _recipe, _still_falling, _private, _too_long, _kept_step, _cost)
+    parts = (_rows_read, _few_rows, _ranks, _recipe, _still_falling, _private, _too_long, _kept_step, _cost)
     return Group(table, *(Text(line) for line in [*words, *(line for part in parts for line in part(record))]))
 
 
-def verdict(accuracy: float, before: float, details: AccuracyDetails) -> str:
-    """Say whether a run beats the majority class, or without classes the base model."""
-    majority = details.majority_class
-    floor, name = (majority, "the majority class") if majority is not None else (before, "the base model")
+def wilson(share: float, num_rows: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share; unlike the standard error it is not zero where all rows are right."""
+    square = NORMAL_95**2 / num_rows
+    middle = share + square / 2
+    half = sqrt(square * share * (1 - share) + square**2 / 4)
+    return max(0.0, middle - half) / (1 + square), min(1.0, (middle + half) / (1 + square))
+
+
+def verdict(accuracy: float, before: float, majority: float | None, num_rows: int) -> str:
+    """Say whether a run beats the majority class, or without classes the base model, which is measured too."""
+    if majority is not None:
+        floor, highest, name = majority, majority, "the majority class"
+    else:
+        floor, highest, name = before, wilson(before, num_rows)[1], "the base model"
     if accuracy <= floor:
         return f"Does not beat {name} ({percent(floor)} %)."
-    sure = "clearly" if accuracy - 2 * details.standard_error > floor else "within two standard errors"
+    sure = "clearly" if wilson(accuracy, num_rows)[0] > highest else f"but not clearly on {num_of(num_rows, 'row')}"
     return f"Beats {name} ({percent(floor)} %), {sure}."
 
 
@@ -78,6 +91,14 @@ def _rows_read(record: TunedRecord) -> Iterator[str]:
         yield Reading(
             found.read, found.columns, found.left_out, found.packed, found.sources, found.held_out_from
         ).in_words
+
+
+def _few_rows(record: TunedRecord) -> Iterator[str]:
+    if record.rows is not None and record.rows.trained < FEWEST_STEPS:
+        yield (
+            f"Few training rows ({record.rows.trained}): the adapter may only repeat them, and answer other prompts "
+            "with nonsense. Give more rows, 128 or more if you can."
+        )
 
 
 def _ranks(record: TunedRecord) -> Iterator[str]:

@@ -19,7 +19,7 @@ from frozencore.files.hub import require_upload, upload
 from frozencore.tune.run.config import SWEPT, RunConfig
 from frozencore.tune.run.processes import is_first, joined, refuse_several
 from frozencore.tune.run.refuse_early import refuse_early
-from frozencore.tune.run.run_folder import refuse_used
+from frozencore.tune.run.run_folder import RECORD, kept_of, refuse_used
 from frozencore.words import num_of
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def _tune(
     from frozencore.tune.run.execute import execute
     from frozencore.tune.run.many.sweep import execute_sweep
     from frozencore.tune.run.prepare import prepare
-    from frozencore.tune.run.run_folder import ADAPTER, ASKED, RECORD, SAMPLES
+    from frozencore.tune.run.run_folder import ADAPTER, ASKED, SAMPLES
 
     if resume:
         console.print(resume_line(output))
@@ -192,4 +192,8 @@ def _figure(record: TunedRecord) -> Figure:
     return figure
 
 
-tune = TakesOptions(_tune, defaults={"batch_size": "auto", "samples": 3, "exact_match": "auto"})
+def _kept(output: Path) -> bool:
+    return kept_of(output) is not None or (output / RECORD).is_file()
+
+
+tune = TakesOptions(_tune, defaults={"batch_size": "auto", "samples": 3, "exact_match": "auto"}, kept=_kept)

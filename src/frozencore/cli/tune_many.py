@@ -14,8 +14,9 @@ from rich.text import Text
 from frozencore.cli.console import console
 from frozencore.cli.flags import OF_ONE_TRAINING, DryRun, Resume, TakesOptions
 from frozencore.tune.run.config import RunConfig
-from frozencore.tune.run.many.tenants import refuse_tenants_early
+from frozencore.tune.run.many.tenants import find_tenants, refuse_tenants_early
 from frozencore.tune.run.processes import is_first, joined, refuse_several
+from frozencore.tune.run.run_folder import kept_of, refuse_finished
 from frozencore.tune.scoring.scoring_config import ScoringConfig
 from frozencore.words import bytes_in_words, num_of
 
@@ -38,6 +39,8 @@ def _tune_many(
     dry_run: DryRun = False,
 ) -> None:
     refuse_tenants_early(config)
+    if not dry_run:
+        refuse_finished(output, find_tenants(Path(config.learns)), resume=resume)
     if dry_run:
         refuse_several("--dry-run")
         from frozencore.cli.dry_run import print_dry_run
@@ -108,4 +111,4 @@ def _summary(records: Mapping[str, TunedRecord], failures: Mapping[str, Failure]
     return Group(table, *lines)
 
 
-tune_many = TakesOptions(_tune_many, without=NOT_OF_MANY, renamed={"data": ("--tenants", TENANTS)})
+tune_many = TakesOptions(_tune_many, without=NOT_OF_MANY, renamed={"data": ("--tenants", TENANTS)}, kept=kept_of)

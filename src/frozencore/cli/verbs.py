@@ -15,6 +15,7 @@ from frozencore.words import nearest_name
 
 RESUMED = "the same command with --resume continues from what is saved"
 GOES_ON = "the same command continues from what is saved"
+NOTHING_KEPT = "nothing is saved yet"
 IN_LAB = ("schema", "campaign", "demo")
 LAB_MISSING = "this needs the lab. Install it: pip install frozencore-lab, or pip install ./lab in the repository."
 VERBS_ELSEWHERE: Mapping[str, str] = {
@@ -34,7 +35,7 @@ class Verb:
     Attributes:
         place: Module and attribute of its function, or of its own verbs: ``"frozencore_lab.cli.demo:demo"``. A leading
             dot means this package.
-        when_ended_early: How to continue after Ctrl-C.
+        when_ended_early: How to continue after Ctrl-C, if something is saved.
         by_several: Whether several processes, such as those of torchrun, may share its work.
     """
 

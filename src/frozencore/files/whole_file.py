@@ -55,7 +55,7 @@ def whole_folder(out: Path, *, overwrite: bool | None, reads: Path | None = None
     Raises:
         ArtifactError: ``out`` exists, holds something else, is the folder that is read, or cannot be written.
     """
-    _require_free(out, overwrite=overwrite, reads=reads)
+    require_free(out, overwrite=overwrite, reads=reads)
     aside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,8 @@ def whole_folder(out: Path, *, overwrite: bool | None, reads: Path | None = None
         raise ArtifactError(f"{out} cannot be written: {error.strerror}. Check folder and free space.") from error
 
 
-def _require_free(out: Path, *, overwrite: bool | None, reads: Path | None) -> None:
+def require_free(out: Path, *, overwrite: bool | None, reads: Path | None = None) -> None:
+    """Check that a folder can be written; for the arguments and errors see :func:`whole_folder`."""
     if reads is not None and reads.resolve().is_relative_to(out.resolve()):
         raise ArtifactError(f"{out} holds the adapter that is read: write the result to a folder of its own.")
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):

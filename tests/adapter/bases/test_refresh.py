@@ -381,7 +381,7 @@ def test_what_cannot_be_refreshed_is_refused_in_one_line(tmp_path: Path) -> None
     save_basis(shared, tmp_path / "basis")
     with pytest.raises(ConfigError, match=r"shares its own with others"):
         Refresh(shared, 2)
-    with pytest.raises(ConfigError, match=r"budget of 1 KB is too small .*smallest that works is .\d+KiB"):
+    with pytest.raises(ConfigError, match=r"budget of 1 KB is too small .*smallest that works is .\d+KB"):
         Refresh(adapted(), 2, memory_budget="1 KB")
     model = adapted()
     with pytest.raises(ConfigError, match=r"a first round of at least two steps, .* refresh=6 and 6 steps"):

@@ -108,7 +108,7 @@ def calibrate(
         batch_size: Rows in a batch that the collator makes; 8 by default.
         num_examples: Stop after this number of examples; required for endless data and streams.
         options: Options of the pass, see :class:`frozencore.calibration.calibration_options.CalibrationOptions`.
-        memory_budget: The memory beyond a plain forward and backward pass, such as ``"8GiB"``, or a number of bytes.
+        memory_budget: The memory beyond a plain forward and backward pass, such as ``"8GB"``, or a number of bytes.
             It decides the number of passes, the device of the sums, and whether they are sketches (see
             docs/memory.md). Also an option of ``options``.
         moments: Moments collected before, by layer name, in place of ``data``. A rank budget needs two sets, from two

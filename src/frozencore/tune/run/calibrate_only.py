@@ -11,15 +11,14 @@ from frozencore.adapter.bases.calibrate import Calibration, calibrate
 from frozencore.adapter.bases.rank_budget import GivenMoments
 from frozencore.calibration.batches import in_halves
 from frozencore.calibration.moments_file import MomentsFingerprint, save_moments
-from frozencore.errors import ArtifactError, ConfigError
-from frozencore.files.whole_file import require_writable
+from frozencore.errors import ConfigError
 from frozencore.maths.capture import CAPTURE_NEEDS
 from frozencore.tune.run.basis_fit import collect_for
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.make_record import calibrated_on
 from frozencore.tune.run.models import resolve_targets
 from frozencore.tune.run.prepare import calibration_batches, prepare
-from frozencore.tune.run.run_folder import ADAPTER, BASIS, MOMENTS_FILE
+from frozencore.tune.run.run_folder import ADAPTER, BASIS, MOMENTS_FILE, RECORD, require_new
 from frozencore.words import Progress
 
 
@@ -30,13 +29,11 @@ def execute_calibration(config: RunConfig, out: Path, progress: Progress) -> Cal
 
     Raises:
         ConfigError: The method reads no data.
-        ArtifactError: ``out`` holds moments or an adapter already.
+        ArtifactError: ``out`` holds a finished run or a calibration already.
     """
     if not config.moments_needed:
         raise ConfigError(f"The method {config.method!r} reads no calibration data: `frozencore tune` is all it needs.")
-    if (out / MOMENTS_FILE).exists() or (config.memory_budget is not None and (out / ADAPTER).exists()):
-        raise ArtifactError(f"{out} already holds a calibration. Choose another --output, or remove that folder.")
-    require_writable(out)
+    require_new(out, RECORD, MOMENTS_FILE if config.memory_budget is None else ADAPTER)
     prepared = prepare(config, progress)
     targets = resolve_targets(config, prepared.model)
     batches = calibration_batches(prepared.rows, prepared.encoder.pad_id)

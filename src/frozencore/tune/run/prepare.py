@@ -83,7 +83,7 @@ def prepare(
 
 
 def _told(rows: RunRows) -> str:
-    said = [num_of(len(rows.train), "training row") + (f" of {rows.reading.read:,} read" if rows.reading else "")]
+    said = [f"{num_of(len(rows.train), 'row')} to train on, {len(rows.held_out):,} to score"]
     if rows.num_cut:
         said.append(f"{num_of(rows.num_cut, 'prompt')} cut")
     if rows.num_skipped:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from frozencore.calibration.moments_file import require_moments
 from frozencore.errors import ArtifactError, DataError, ModelError
 from frozencore.files.adapter_folder import FACTORS_FILE, HEADER_FILE
 from frozencore.files.hub import is_hub_id, safe_loading
@@ -42,12 +43,17 @@ def refuse_early(config: RunConfig, moments_file: Path | None = None) -> None:
         require_source(config.eval_data, option="--eval-data")
     require_data_root(config.data_root)
     if config.basis is not None:
-        _require_basis(config.basis)
-    if moments_file is not None and not moments_file.is_file():
-        raise ArtifactError(f"There is no moments file at {moments_file}. Write one with `frozencore calibrate`.")
+        require_basis(config.basis)
+    if moments_file is not None:
+        require_moments(moments_file)
 
 
-def _require_basis(place: str) -> None:
+def require_basis(place: str) -> None:
+    """Check that a basis exists; a hub id is not looked up.
+
+    Raises:
+        ArtifactError: It is no folder of a basis.
+    """
     if not (Path(place) / HEADER_FILE).is_file() and (Path(place).exists() or not is_hub_id(place)):
         raise ArtifactError(
             f"A basis is a folder with {HEADER_FILE} and {FACTORS_FILE}, but {place} has no {HEADER_FILE}. Point at "

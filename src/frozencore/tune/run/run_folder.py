@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from frozencore.errors import ArtifactError, TrainingError
@@ -17,6 +18,7 @@ MOMENTS_FILE = "moments.safetensors"
 CHECKPOINTS, CACHE = "checkpoints", ".found"  # exist until a run ends
 BASE_SCORE, CALIBRATION = "base-score.json", "calibration.json"  # files in the cache
 ADVICE = "advice.json"
+_WORK = {RECORD: "a finished run", MOMENTS_FILE: "a calibration", ADAPTER: "a calibration", ADVICE: "advice"}
 
 
 def kept_of(out: Path) -> str | None:
@@ -29,6 +31,18 @@ def kept_of(out: Path) -> str | None:
         if (out / CACHE / name).is_file():
             return words
     return None
+
+
+def require_new(out: Path, *names: str) -> None:
+    """Check before any work that a folder can be written, and that no earlier work has left such files in it.
+
+    Raises:
+        ArtifactError: The folder cannot be written, or holds one of these files.
+    """
+    require_writable(out)
+    for name in names:
+        if (out / name).exists():
+            raise ArtifactError(f"{out} already holds {_WORK[name]}. Choose another --output, or remove that folder.")
 
 
 def refuse_interrupted(out: Path) -> None:
@@ -51,8 +65,24 @@ def refuse_used(out: Path, *, resume: bool) -> None:
         ArtifactError: The folder cannot be written, or holds a finished run.
         TrainingError: The folder holds an interrupted run, and ``resume`` is off.
     """
-    require_writable(out)
-    if (out / RECORD).exists():
-        raise ArtifactError(f"{out} already holds a finished run. Choose another --output, or remove that folder.")
+    require_new(out, RECORD)
     if not resume:
         refuse_interrupted(out)
+
+
+def refuse_finished(out: Path, names: Iterable[str], *, resume: bool) -> None:
+    """Check before any work that the tenants of these names may be trained into the folder.
+
+    Raises:
+        ArtifactError: The folder cannot be written, or holds the finished run of a tenant.
+        TrainingError: The folder holds an interrupted run, and ``resume`` is off.
+    """
+    require_writable(out)
+    if not resume:
+        refuse_interrupted(out)
+    finished = [name for name in names if (out / name / RECORD).exists()]
+    if finished and not (resume and (out / CHECKPOINTS).is_dir()):
+        raise ArtifactError(
+            f"{out} already holds a finished run of {finished[0]!r} ({len(finished)} in all). Choose another --output, "
+            "or remove that folder."
+        )

@@ -13,14 +13,13 @@ from frozencore.adapter.bases.grow import grow_basis
 from frozencore.adapter.saved.saved_basis import read_header
 from frozencore.calibration.batches import Batch
 from frozencore.errors import ArtifactError, ConfigError, DataError
-from frozencore.files.whole_file import require_writable
 from frozencore.tune.run.adapt import on_named_basis
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.many.tenant_rows import TenantRows, read_each
 from frozencore.tune.run.many.tenants import find_tenants
 from frozencore.tune.run.models import resolve_targets
 from frozencore.tune.run.prepare import calibration_batches, prepare
-from frozencore.tune.run.run_folder import ADAPTER, BASIS
+from frozencore.tune.run.run_folder import ADAPTER, BASIS, RECORD, require_new
 from frozencore.words import Progress, num_of
 
 FEWEST_ROWS = 2
@@ -49,7 +48,7 @@ def execute_calibration_of_tenants(config: RunConfig, out: Path, progress: Progr
             f"A basis for tenants is chosen for two at least, but {config.learns} holds only {next(iter(files))!r}. "
             "Give its file as --data."
         )
-    _require_new(out)
+    require_new(out, RECORD, ADAPTER)
     prepared, tenants = read_each(config, files, progress)
     groups = _groups(tenants, prepared.encoder.pad_id)
     model = config.method_entry.add(prepared.model, config.adapter_options(resolve_targets(config, prepared.model)))
@@ -70,7 +69,7 @@ def execute_growth(config: RunConfig, out: Path, progress: Progress, *, by: int,
         DataError: A tenant has a single row.
         ArtifactError: There is no such basis, it belongs to another model, or ``out`` already holds an adapter.
     """
-    _require_new(out)
+    require_new(out, RECORD, ADAPTER)
     config = on_named_basis(config)
     if of_tenants:
         prepared, tenants = read_each(config, find_tenants(Path(config.learns)), progress)
@@ -83,12 +82,6 @@ def execute_growth(config: RunConfig, out: Path, progress: Progress, *, by: int,
     calibration = grow_basis(model, groups, by=by, options=config.calibration_options, progress=progress)
     said = f"{before or 'unknown rows'}; {by} more for {_calibrated_on(groups, calibration)}"
     return _written(config, model, out, said, calibration)
-
-
-def _require_new(out: Path) -> None:
-    if (out / ADAPTER).exists():
-        raise ArtifactError(f"{out} already holds a calibration. Choose another --output, or remove that folder.")
-    require_writable(out)
 
 
 def _written(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,9 +17,8 @@ from torch import nn
 from frozencore.adapter.bases.access import basis_fingerprint, save_basis, set_bases
 from frozencore.adapter.bases.calibrate import Calibration
 from frozencore.adapter.saved.saved_basis import load_basis
-from frozencore.errors import ArtifactError, ConfigError
+from frozencore.errors import ConfigError
 from frozencore.files.fingerprint import fingerprint_model
-from frozencore.files.whole_file import require_writable
 from frozencore.ranks import each_by_itself, first_before_others, from_first, gathered, own_rank
 from frozencore.tune.run.adapt import adapt_from_data, adapter_of
 from frozencore.tune.run.basis_fit import RowShares, check_basis
@@ -38,7 +37,7 @@ from frozencore.tune.run.many.tenant_rows import (
 from frozencore.tune.run.models import resolve_targets
 from frozencore.tune.run.prepare import PreparedRun
 from frozencore.tune.run.run_cache import RunCache
-from frozencore.tune.run.run_folder import BASE_SCORE, BASIS, CACHE, CHECKPOINTS, RECORD, refuse_interrupted
+from frozencore.tune.run.run_folder import BASE_SCORE, BASIS, CACHE, CHECKPOINTS, refuse_finished
 from frozencore.tune.run.training_port import recipe_of
 from frozencore.tune.training.many.losses import held_out_losses
 from frozencore.tune.training.many.tenant import Tenant, Validation
@@ -145,7 +144,7 @@ def _read(
 ) -> tuple[RunConfig, PreparedRun, dict[str, TenantRows]]:
     """The configuration with its basis, the prepared run of all tenants, and each tenant's rows."""
     config, files = tenants_of(config)
-    _refuse_finished(out, files, resume=resume)
+    refuse_finished(out, files, resume=resume)
     folders.require_as_many()
     prepared, every = read_tenants(config, files, progress)
     for name, one in every.items():
@@ -213,15 +212,3 @@ def tenant_of(own: TenantRows, model: nn.Module) -> Tenant:
     if rows is not None and every != "none":
         validation = Validation(rows.tokens, every, own.config.patience)
     return Tenant(own.rows.train, recipe_of(own.config, own.rows, model), validation)
-
-
-def _refuse_finished(out: Path, names: Iterable[str], *, resume: bool) -> None:
-    require_writable(out)
-    if not resume:
-        refuse_interrupted(out)
-    finished = [name for name in names if (out / name / RECORD).exists()]
-    if finished and not (resume and (out / CHECKPOINTS).is_dir()):
-        raise ArtifactError(
-            f"{out} already holds a finished run of {finished[0]!r} ({len(finished)} in all). Choose another --output, "
-            "or remove that folder."
-        )
