@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -128,6 +129,7 @@ def test_the_command_lines_of_a_page_do_their_work_one_after_the_other(  # type:
 ) -> None:
     lay_out(tmp_path)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO("How many is 1 and 2?\n"))  # for `chat`
     for line in command_lines(page):
         elsewhere = [test for said, test in RUN_ELSEWHERE.items() if re.search(said, line)]
         if elsewhere:

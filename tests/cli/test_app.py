@@ -88,7 +88,10 @@ def test_calibrate_then_inspect_shows_what_the_basis_captured(command, tmp_path:
         (["--debug", "evalute", "--out", "x"], "There is no verb 'evalute'. Did you mean 'evaluate'"),
         (["tune", *SHORT, "--lora-r", "8", "--out", "x"], "There is no flag --lora-r. Give --rank instead"),
         (["tune", *SHORT, "--learning_rate=1e-3", "--out", "x"], "no flag --learning_rate. Give --learning-rate"),
-        (["tune", *SHORT, "--learing-rate", "1", "--out", "x"], r"no flag --learing-rate\. Did you mean --learning-rate\?$"),
+        (
+            ["tune", *FEW, "--learing-rate", "1", "--out", "x"],
+            r"no flag --learing-rate\. Did you mean --learning-rate\?$",
+        ),
         (["adapter", "pack", "x", "--bais", "x", "--out", "x"], r"no flag --bais\. Did you mean --basis\?$"),
         (["tune", *SHORT, "--rank", "0", "--out", "x"], "--rank"),
         (["tune", *SHORT, "--targets", "nothing", "--out", "x"], "matches no layer"),

@@ -39,7 +39,7 @@ def test_a_budget_chooses_between_exact_sums_and_sketches_as_wide_as_fit() -> No
     assert set(widest.values()) == {128}
     assert 64 < wide["layers.0.q"] < 128
     assert set(narrow.values()) == {32}
-    with pytest.raises(ConfigError, match='of 64MB is too small .* the smallest that works is "92MiB"'):
+    with pytest.raises(ConfigError, match='of 64MB is too small .* the smallest that works is "97MB"'):
         widths_within("64MB", QWEN_3B, RANKS, config)
     ragged = widths_within(None, QWEN_3B, {name: 8 + i % 9 for i, name in enumerate(QWEN_3B)}, config)
     assert ragged is not None

@@ -12,7 +12,7 @@ from frozencore.adapter.bases.calibrate import Calibration, calibrate
 from frozencore.adapter.bases.grow import grow_basis
 from frozencore.adapter.saved.saved_basis import read_header
 from frozencore.calibration.batches import Batch
-from frozencore.errors import ArtifactError, ConfigError, DataError
+from frozencore.errors import ConfigError, DataError
 from frozencore.tune.run.adapt import on_named_basis
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.many.tenant_rows import TenantRows, read_each
