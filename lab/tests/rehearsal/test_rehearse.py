@@ -67,7 +67,7 @@ def test_a_sound_campaign_fills_every_cell_of_the_report_that_it_would_have(
     assert "0 failed" in out
     assert "Sampled: 2 of 3 seeds; bfloat16 on svamp, float32 elsewhere." in out
     assert "Rows made up by schema: ChilleD/SVAMP, openai/gsm8k (main)." in out
-    assert "model Qwen/Qwen2.5-3B-Instruct, 5.7 GiB: neither a folder nor in the cache" in out
+    assert "model Qwen/Qwen2.5-3B-Instruct, 6.2 GB: neither a folder nor in the cache" in out
     assert "the hub, for what is missing: it cannot be reached" in out
     found = json.loads((tmp_path / "out" / "rehearsal.json").read_text())
     assert found["time_s"] < time.monotonic() - started

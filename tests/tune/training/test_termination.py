@@ -204,7 +204,7 @@ def test_a_run_that_is_interrupted_goes_on_to_the_same_end_from_what_it_has_foun
     assert (tmp_path / "out").read_text() == ""
     finished(tune(cut, "--resume"), tmp_path)
     said = (tmp_path / "out").read_text()
-    assert "".join(said.split()).startswith(f"Goesonfromitsstep{step}in{cut}Load")  # a long path is cut into lines
+    assert "".join(said.split()).startswith(f"Goesonfromitsstep{step}in{cut}Start")  # a long path is cut into lines
     assert not re.search("Score the base model|Calibrate:|Build the bases", said)
     finished(tune(whole), tmp_path)
     assert re.search("Score the base model.*Calibrate.*Build the bases", (tmp_path / "out").read_text(), re.DOTALL)
