@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from frozencore import CoreBank, FrozenCoreConfig, export_lora, load_basis, save_basis, swap_core
+from frozencore import CoreBank, FrozenCoreConfig, export_lora, load_basis, save_basis, set_bases, swap_core
 from frozencore.adapter.export.base_model import export_merged
 from frozencore.adapter.export.basis_model import export_basis_model
 from frozencore.adapter.export.tenant import export_tenant
@@ -56,11 +56,15 @@ def tiny_base() -> nn.Module:
     return Qwen2ForCausalLM(config).eval()
 
 
+def random_cores() -> PeftModel:
+    config = FrozenCoreConfig(r=2, target_modules=["q_proj", "v_proj"], constructor="random")
+    return get_peft_model(tiny_base(), config)
+
+
 def make_sources(folder: Path) -> dict[str, Path]:
     """Sound folders: an adapter, one of cores alone on a basis beside it, and that basis."""
-    options: dict[str, Any] = {"r": 2, "target_modules": ["q_proj", "v_proj"], "constructor": "random"}
-    get_peft_model(tiny_base(), FrozenCoreConfig(**options)).save_pretrained(str(folder / "adapter"))
-    on_basis = get_peft_model(tiny_base(), FrozenCoreConfig(**options))
+    random_cores().save_pretrained(str(folder / "adapter"))
+    on_basis = random_cores()
     save_basis(on_basis, folder / "cores" / "basis")
     on_basis.save_pretrained(str(folder / "cores"))
     tiny_base().save_pretrained(folder / "base")
@@ -104,6 +108,7 @@ def ways_in(folder: Path) -> dict[str, Callable[[Path], object]]:
 
     return {
         "PEFT": load_with_peft,
+        "PEFT, a second adapter": lambda path: worn().load_adapter(str(path), adapter_name="second"),
         "read": read_adapter,
         "inspect": inspect,
         "doctor": diagnose,
@@ -127,6 +132,7 @@ def ways_into_a_basis(folder: Path) -> dict[str, Callable[[Path], object]]:
         "doctor": diagnose,
         "inspect": lambda path: inspect_adapter(*read_adapter_or_basis(path)),
         "configuration": lambda path: get_peft_model(tiny_base(), FrozenCoreConfig(basis=str(path))),
+        "set_bases": lambda path: set_bases(random_cores(), load_basis(path)),
     }
 
 

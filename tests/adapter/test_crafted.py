@@ -79,6 +79,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "target_modules a mapping": {"target_modules": {"q_proj": 1}},
     "target_modules a list of numbers": {"target_modules": [1, 2]},
     "target_modules a list in a list": {"target_modules": [["q_proj"]]},
+    "target_modules a broken expression": {"target_modules": "("},
     "target_modules empty": {"target_modules": []},
     "target_modules empty text": {"target_modules": ""},
     "target_modules with an empty name": {"target_modules": ["q_proj", ""]},
@@ -100,7 +101,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "layers_to_transform a text": {"layers_to_transform": "x"},
     "a seal that is a number": {"seal": 7},
 }
-LOADS_ONTO_A_MODEL = {"PEFT", "evaluate", "merged"}
+LOADS_ONTO_A_MODEL = {"PEFT", "PEFT, a second adapter", "evaluate", "merged"}
 
 
 @pytest.mark.parametrize("kind", ["adapter", "cores"])

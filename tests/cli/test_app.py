@@ -65,6 +65,9 @@ def test_calibrate_then_inspect_shows_what_the_basis_captured(command, tmp_path:
     status, out, _ = command("calibrate", *FEW, "--out", tmp_path / "c")
     assert status == 0
     assert float(re.search(r"Calibration, ([0-9.]+) s", out)[1]) > 0  # type: ignore[index]
+    assert "16 layers (--all-layers shows each)" in out
+    assert {"effective", "σ₁"} <= {line.split("│")[1].strip() for line in out.splitlines() if line.startswith("│")}
+    assert "layers.3.self_attn.q_proj" in command("calibrate", *FEW, "--out", tmp_path / "d", "--all-layers")[1]
     moments = tmp_path / "c" / "moments.safetensors"
     status, out, _ = command("inspect", tmp_path / "c" / "adapter", "--moments", moments, "--json")
     reports = json.loads(out)

@@ -14,23 +14,29 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from frozencore import FrozenCoreConfig
 from frozencore.adapter.layer import frozen_core_layers
 from frozencore.tune.pocket import pocket_model_path
+from frozencore.tune.rows import TextRow
+from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.run.models import load_model
+from frozencore.tune.scoring.exact_match import stream_greedily
 
 Command = Callable[..., tuple[int, str, str]]
 QUESTION, SECOND = "Tom has 3 cats and buys 2 cats .", "Ann has 2 dogs ."
 
 
 @pytest.fixture(scope="module")
-def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trained adapter of the pocket model, which answers otherwise than its base."""
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Runs of trained adapters of the pocket model, which answer otherwise than its base and than one another."""
     base = AutoModelForCausalLM.from_pretrained(pocket_model_path())
     model = get_peft_model(base, FrozenCoreConfig(r=4, constructor="random", target_modules="all-linear"))
-    generator = torch.Generator().manual_seed(3)
-    for layer in frozen_core_layers(model, "default").values():
-        core = layer.frozencore_R["default"].weight
-        core.data = torch.randn(core.shape, generator=generator)
-    folder = tmp_path_factory.mktemp("run")
-    model.save_pretrained(str(folder / "adapter"))
-    return folder
+    folders = []
+    for seed in (3, 4):
+        generator = torch.Generator().manual_seed(seed)
+        for layer in frozen_core_layers(model, "default").values():
+            core = layer.frozencore_R["default"].weight
+            core.data = torch.randn(core.shape, generator=generator)
+        folders.append(tmp_path_factory.mktemp("run"))
+        model.save_pretrained(str(folders[-1] / "adapter"))
+    return folders
 
 
 def said_by(model: torch.nn.Module, text: str, max_new_tokens: int) -> str:
@@ -49,19 +55,31 @@ def answers(out: str, name: str) -> list[str]:
 
 
 def test_every_adapter_and_the_base_answer_as_they_generate(
-    command: Command, adapter: Path, monkeypatch: pytest.MonkeyPatch
+    command: Command, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{QUESTION}\n{SECOND}\n"))
-    words = ("chat", adapter, "--with-base", "--max-new-tokens", "12", "--device", "cpu")
+    words = ("chat", *adapters, "--with-base", "--max-new-tokens", "12", "--device", "cpu")
     status, out, err = command(*words)
     assert (status, err) == (0, "")
-    base = AutoModelForCausalLM.from_pretrained(pocket_model_path()).eval()
-    wanted = [said_by(base, question, 12).strip() for question in (QUESTION, SECOND)]
-    assert answers(out, "base") == wanted
-    tuned = PeftModel.from_pretrained(base, adapter / "adapter").eval()
-    told = [said_by(tuned, question, 12).strip() for question in (QUESTION, SECOND)]
-    assert answers(out, adapter.name) == told
-    assert told != wanted
+    wanted = []
+    for name, folder in (("base", None), *((run.name, run / "adapter") for run in adapters)):
+        model = AutoModelForCausalLM.from_pretrained(pocket_model_path()).eval()
+        model = model if folder is None else PeftModel.from_pretrained(model, folder).eval()
+        wanted.append([said_by(model, question, 12).strip() for question in (QUESTION, SECOND)])
+        assert answers(out, name) == wanted[-1]
+    assert wanted[0] != wanted[1] != wanted[2]
+
+
+def test_words_are_told_while_the_answer_is_generated() -> None:
+    model, tokenizer = load_model("pocket", device="cpu")
+    passes, told = [], []
+    model.register_forward_hook(lambda *_: passes.append(1))
+    stream_greedily(
+        model, TextRow("base", SECOND, ""), PromptEncoder(tokenizer), max_new_tokens=12,
+        tell=lambda words: told.append((len(passes), words)),
+    )  # fmt: skip
+    assert "".join(words for _, words in told).strip() == said_by(model, SECOND, 12).strip()
+    assert 0 < next(done for done, words in told if words) < 12
 
 
 def test_a_conversation_is_rendered_whole_and_begun_anew_when_asked(

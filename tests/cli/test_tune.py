@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import pytest
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from rich.console import Console
 
 from frozencore.cli.tune import sweep_summary, write_learning
@@ -40,7 +41,23 @@ def test_every_step_has_its_line_and_the_figure_its_curves(
     curves = {line.get_label(): [list(axis) for axis in line.get_data()] for line in drawn[0].axes[0].lines}
     assert curves["each step"] == [[1, 3], [3.0, 1.0]]
     assert curves.get("validation rows") == ([[2, 3], [0.5, 0.4]] if selection else None)
-    assert curves["smoothed"][1] == [3.0, 1.0]
+    assert "smoothed" not in curves  # three steps show themselves
+
+
+def test_a_long_run_has_a_smoothed_curve_and_no_number_touches_the_title(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(figure_style, "save_figure", lambda figure, path: drawn.append(figure))
+    training = {"num_steps": 21, "losses": [float(step) for step in range(21)]}
+    write_learning(made_up_record({"task": "svamp"}, training=training, held_out_loss_before=20.1), tmp_path)
+    axes = drawn[0].axes[0]
+    (smoothed,) = [line for line in axes.lines if line.get_label() == "smoothed"]
+    assert list(smoothed.get_ydata()) == [0.5, *map(float, range(2, 21))]  # twenty groups; the first has two steps
+    drawn[0].canvas.draw()
+    (title,) = [text for text in axes.findobj(Text) if text.get_text() == axes.get_title(loc="left")]
+    assert not any(text.get_window_extent().overlaps(title.get_window_extent()) for text in axes.texts)
+    assert not any("." in text.get_text() for text in axes.get_xticklabels())
 
 
 @pytest.mark.parametrize(("selection", "last"), [(None, 6), (KEPT, 2)])

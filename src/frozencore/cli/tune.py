@@ -162,12 +162,14 @@ def write_learning(record: TunedRecord, out: Path) -> None:
 def _figure(record: TunedRecord) -> Figure:
     """Draw the loss of each step, smoothed too, the held-out loss before and after, scores, and where rounds begin."""
     from frozencore.adapter.bases.in_rounds import round_ends
-    from frozencore.tune.figure_style import BLACK, GREY, NAVY, ORANGE, binned, plt
+    from frozencore.tune.figure_style import BLACK, GREY, NAVY, ORANGE, POINTS, binned, plt
 
     figure, axes = plt.subplots(figsize=(6.4, 3.6))
     steps = [(step, loss) for step, loss in enumerate(record.training.losses, start=1) if loss is not None]
-    axes.plot(*zip(*steps, strict=True) if steps else ((), ()), color=NAVY, alpha=0.3, lw=0.8, label="each step")
-    axes.plot(*binned([loss for _, loss in steps]), color=NAVY, lw=1.6, label="smoothed")
+    thin = {"alpha": 0.3, "lw": 0.8} if len(steps) > POINTS else {"lw": 1.6}
+    axes.plot(*zip(*steps, strict=True) if steps else ((), ()), color=NAVY, label="each step", **thin)
+    if len(steps) > POINTS:
+        axes.plot(*binned([loss for _, loss in steps]), color=NAVY, lw=1.6, label="smoothed")
     kept_step = record.selection.kept_step if record.selection else record.training.num_steps
     held_out = {0: record.held_out_loss_before, kept_step: record.held_out_loss}
     known = {step: loss for step, loss in held_out.items() if loss is not None}
@@ -181,6 +183,8 @@ def _figure(record: TunedRecord) -> Figure:
     if record.resolved and record.values_in_all > record.values_at_once:
         for number, step in enumerate(round_ends(record.training.num_steps, record.resolved.recipe["refresh"])):
             axes.axvline(step, color=GREY, lw=0.6, alpha=0.6, zorder=0, label="" if number else "a new round begins")
+    axes.margins(y=0.12)  # the number above the highest point stays below the title
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("optimiser step")
     axes.set_ylabel("loss, nats per token")
     axes.set_title(

@@ -19,7 +19,9 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 
 plt.rcParams["text.parse_math"] = False  # names may contain dollar signs
 
-__all__ = ["BLACK", "BLUE", "GREY", "NAVY", "ORANGE", "binned", "method_colour", "plain_ticks", "plt", "save_figure"]
+__all__ = [
+    "BLACK", "BLUE", "GREY", "NAVY", "ORANGE", "POINTS", "binned", "method_colour", "plain_ticks", "plt", "save_figure",
+]  # fmt: skip
 
 POINTS = 20  # of a curve, each the mean of several steps: single batches differ more than methods
 ORANGE, BLUE, NAVY, GREY, BLACK = "#E69F00", "#56B4E9", "#0072B2", "#999999", "#222222"

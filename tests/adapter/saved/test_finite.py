@@ -11,7 +11,10 @@ from torch import nn
 
 from adapted import adapted, cores_of, train_at_random
 from frozencore import CoreBank, FrozenCoreConfig, load_basis, save_basis, swap_core
-from frozencore.errors import ArtifactError
+from frozencore.errors import ArtifactError, ModelError
+from frozencore.tune.evaluation.adapters import AdapterStand
+from frozencore.tune.rows import TokenRow
+from frozencore.tune.scoring.score import held_out_loss
 from tiny import tiny_qwen2
 
 BEYOND_FLOAT16 = 1e5
@@ -62,3 +65,14 @@ def test_cores_of_a_state_dict_that_no_float32_holds_are_refused(value: float) -
     } | {f"base_model.model.{name}.frozencore_R.weight": core for name, core in cores.items()}  # fmt: skip
     with pytest.raises(ArtifactError, match="no float32 holds"):
         set_peft_model_state_dict(model, state)
+
+
+def test_a_finite_core_that_makes_logits_that_are_not_is_said_where_it_is_scored(tmp_path: Path) -> None:
+    model = adapted("random", trained=True)
+    with torch.no_grad():
+        for layer in cores_of(model):
+            layer.core("default").fill_(3e38)
+    model.save_pretrained(str(tmp_path / "adapter"))
+    worn = AdapterStand(tiny_qwen2()).wear(tmp_path / "adapter")
+    with pytest.raises(ModelError, match="not finite.*a core that is too large"):
+        held_out_loss(worn, [TokenRow("row-1", list(range(2, 8)), 3)], pad_id=0)
