@@ -7,13 +7,16 @@ import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel, get_peft_model
+from typer.main import get_command
 
 from adapted import BATCHES, adapted, cores_of, train_at_random
 from frozencore import CoreBank, FrozenCoreConfig, frozen_core_layers, load_basis, save_basis
+from frozencore.cli.app import program
 from frozencore.tune.run.models import load_model
 from places import ROOT
 from tiny import tiny_qwen2
@@ -119,3 +122,14 @@ def test_the_code_of_the_page_runs_and_rows_are_their_tenants_own(
     names |= {"base": tiny_qwen2(), "batches": BATCHES}
     run(growing)
     assert load_basis("wider/basis").older[0].identity == load_basis("shop/basis").identity
+
+
+def test_the_options_of_tune_that_tune_many_lacks_are_those_of_the_list() -> None:
+    verbs: Any = get_command(program(["tune", "tune-many"]))
+    tune, many = ({flag for one in verbs.commands[verb].params for flag in one.opts} for verb in ("tune", "tune-many"))
+    (told,) = re.findall(r"- `tune-many` takes the options of `tune`.*?afterwards\.", PAGE, flags=re.DOTALL)
+    told = told.partition("`frozencore evaluate")[0]
+    named = set(re.findall(r"`(--[a-z-]+)`", told))
+    lacking = tune - many - {"--data"}  # which is --tenants
+    assert {flag for flag in lacking if not flag.startswith(tuple(named))} == set()
+    assert named <= lacking

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,15 @@ def test_a_table_a_record_a_figure_and_a_line_that_tune_understands(
     status, _, err = command("advise", *words)
     assert status == 2
     assert "already holds advice. Choose another --output" in err
+
+
+def test_the_first_line_comes_before_torch_is_imported(
+    command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "frozencore.advice.advice_run", None)
+    with pytest.raises(ModuleNotFoundError):
+        command("advise", *ASKED)
+    assert capsys.readouterr().out.startswith("Start: 1 in ")
 
 
 def _require_frame(figure: Figure, recommended: dict[str, Any]) -> None:

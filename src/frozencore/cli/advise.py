@@ -38,10 +38,11 @@ def _advise(
     refuse_early(config)
     if output is not None:
         require_new(output, ADVICE)
-    from frozencore.advice.advice_run import execute_advice
     from frozencore.cli.display import StageDisplay
 
     with StageDisplay(console) as progress:
+        from frozencore.advice.advice_run import execute_advice  # torch, after the first line
+
         advice = execute_advice(config, output, progress)
     console.print(_table(advice))
     for line in _lines(config, advice):
