@@ -33,12 +33,13 @@ PROMISED: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "advice": (("--quick",), {"constructors", "metric", "rows"}),
     "tenants": (("--quick",), {"keep", "batch"}),
     "per_example": (("--quick",), {"ranks", "rounds", "rows"}),
+    "row_scores": (("--quick",), {"settings", "flipped", "halves", "chosen"}),
     "scale": (("--quick",), {"rates", "plan", "rows", "one_rate"}),
     "smollm2": (("--quick",), {"dtypes", "waterfall", "rounds"}),
 }
 SLOW = {
     "step", "refreshing", "calibration", "svd", "ranks", "memory", "many_training", "many_commands", "tenants",
-    "per_example", "smollm2", "scale",
+    "per_example", "smollm2", "scale", "row_scores",
 }  # fmt: skip
 EVERYWHERE = {"benchmark", "provenance"}
 
