@@ -43,3 +43,13 @@ def test_the_counts_of_the_first_page_are_those_of_smollm2() -> None:
         f"trainable params: {num_trained:,} || all params: {num_weights + num_trained:,} || trainable%: {share:.4f}"
     )
     assert counts in PAGE
+
+
+def test_the_first_page_has_an_install_line_and_one_figure_and_guides_stand_in_three_groups() -> None:
+    assert PAGE.index("pip install") < PAGE.index("```python") < PAGE.index("![")
+    (figure,) = re.findall(r"!\[.+\]\((.+)\)", PAGE)
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    (logo,) = re.findall(r"^  logo: (.+)$", site, flags=re.MULTILINE)
+    assert all((ROOT / "docs" / file).is_file() for file in (figure, logo))
+    groups = re.findall(r"^  - ([\w ]+):$", site.partition("\nnav:\n")[2], flags=re.MULTILINE)
+    assert groups[:3] == ["Start", "Many tenants", "Going further"]

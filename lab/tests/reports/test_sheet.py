@@ -7,7 +7,8 @@ import io
 from rich.console import Console
 from rich.text import Text
 
-from frozencore_lab.reports.sheet import Sheet, SheetCell, label, rich_table
+from frozencore_lab.reports.labels import column_label
+from frozencore_lab.reports.sheet import Sheet, SheetCell, label, rich_table, transposed
 
 
 def test_on_a_screen_averages_stand_below_the_rows_and_what_is_best_is_bold() -> None:
@@ -21,3 +22,16 @@ def test_on_a_screen_averages_stand_below_the_rows_and_what_is_best_is_bold() ->
     assert "79.7 ± 1.5" in bold
     assert "68.1" not in bold
     assert "73.9" not in bold
+
+
+def test_on_a_narrow_screen_tasks_and_their_mean_are_columns() -> None:
+    rows = ((label("a"), SheetCell("1"), SheetCell("2")), (label("b"), SheetCell("3"), SheetCell("4")))
+    foot = ((label("Mean"), SheetCell("2.0"), SheetCell("3.0")),)
+    turned = transposed(Sheet("t", "A title", "", ("task", "FCCA", "EVA"), rows, foot=foot))
+    assert turned.headings == ("", "a", "b", "Mean")
+    assert [[cell.text for cell in row] for row in turned.rows] == [["FCCA", "1", "3", "2.0"], ["EVA", "2", "4", "3.0"]]
+
+
+def test_a_variant_is_called_by_the_label_of_its_method() -> None:
+    names = ("eva", "fcca-in-rounds", "lora-r1", "lora")
+    assert [column_label(name) for name in names] == ["EVA-core", "FCCA in rounds", "LoRA r1", "LoRA"]
