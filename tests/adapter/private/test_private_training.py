@@ -287,14 +287,14 @@ def test_a_checkpoint_of_another_training_is_refused(tmp_path: Path) -> None:
     plain.train()
     own = trainer_of(tmp_path / "own")
     private(own)
-    with pytest.raises(TrainingError, match="its checkpoint must be of the same one"):
+    with pytest.raises(TrainingError, match="resumes from its own checkpoint"):
         own.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-2"))
     saved = trainer_of(tmp_path / "saved", save_strategy="steps", save_steps=2)
     private(saved)
     saved.train()
     other = trainer_of(tmp_path / "other")
     private(other, clip=0.7)
-    with pytest.raises(TrainingError, match="clip is 0.5 there and 0.7 now"):
+    with pytest.raises(TrainingError, match="clip is 0.5 in the checkpoint and 0.7 now"):
         other.train(resume_from_checkpoint=str(tmp_path / "saved" / "checkpoint-2"))
 
 

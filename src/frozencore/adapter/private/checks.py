@@ -80,9 +80,9 @@ def refuse_private_basis(model: Any, *, basis_is_public: bool) -> None:
 
 
 class Guard:
-    """Stops a training in which a core gets no gradient, does not move, or its gradients drown in noise.
+    """Stop a training in which a core gets no gradient or does not move, or in which noise drowns the gradients.
 
-    Noise would hide such a training.
+    Without these checks the noise would hide the fault.
 
     Args:
         sizes: The number of values of each core, by layer, in the order of per-example gradients.
@@ -96,7 +96,7 @@ class Guard:
         self._sizes, self._clip = sizes, clip
         self._norms: list[Tensor] = []
         self._has_gradient = torch.zeros(len(sizes), dtype=torch.bool)
-        self._looked = self._moved = False
+        self._gradients_checked = self._moved = False
         self._before: dict[str, Tensor] = {}
         self.clipped_share = 0.0
 
@@ -105,14 +105,14 @@ class Guard:
         if not self._moved and rate > 0:
             self._before = {name: core.detach().clone() for name, core in cores.items()}
 
-    def see(self, gradients: Tensor, norms: Tensor) -> None:
+    def record(self, gradients: Tensor, norms: Tensor) -> None:
         """Record the gradients (rows x Σr²) of the rows of a pass, and their lengths."""
         self._norms.append(norms)
-        if not self._looked:
+        if not self._gradients_checked:
             found = torch.stack([part.any() for part in gradients.split([*self._sizes.values()], dim=1)])
             self._has_gradient |= found.cpu()
 
-    def forget(self) -> None:
+    def drop_step(self) -> None:
         """Drop the records of the current step, because it is repeated."""
         self._norms.clear()
 
@@ -121,12 +121,12 @@ class Guard:
         norms = torch.cat(self._norms) if self._norms else torch.empty(0)
         self._norms.clear()
         self.clipped_share = float((norms > self._clip).float().mean()) if len(norms) else 0.0
-        if len(norms) and not self._looked:
-            self._look(norms)
+        if len(norms) and not self._gradients_checked:
+            self._require_gradients(norms)
         if self._before and not self._moved:
             self._require_moved(cores)
 
-    def _look(self, norms: Tensor) -> None:
+    def _require_gradients(self, norms: Tensor) -> None:
         names = list(self._sizes)
         without = [name for name, found in zip(names, self._has_gradient.tolist(), strict=True) if not found]
         if without:
@@ -141,7 +141,7 @@ class Guard:
                 f"The gradient of a row is typically {typical} long, but private training clips at {self._clip:g} and "
                 "adds noise in proportion: the noise would hide it. Clip near the typical length."
             )
-        self._looked = True
+        self._gradients_checked = True
 
     def _require_moved(self, cores: Mapping[str, Tensor]) -> None:
         still = [name for name, core in cores.items() if torch.equal(core, self._before[name])]

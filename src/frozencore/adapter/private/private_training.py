@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,7 @@ from frozencore.privacy import CLIP, PrivateBudget, Schedule
 if TYPE_CHECKING:
     from transformers import Trainer
 
-_ABOVE = 1 + 1e-5  # so that rounding makes no row longer than C
+_MARGIN = 1 + 1e-5  # so that rounding makes no row longer than C
 
 
 def clipped_sum(gradients: Tensor, clip: float) -> tuple[Tensor, Tensor]:
@@ -35,7 +36,7 @@ def clipped_sum(gradients: Tensor, clip: float) -> tuple[Tensor, Tensor]:
     """
     norms = torch.linalg.vector_norm(gradients, dim=1)
     finite = norms.isfinite()
-    factors = (clip / (norms * _ABOVE)).clamp(max=1.0).where(finite, 0.0)
+    factors = (clip / (norms * _MARGIN)).clamp(max=1.0).where(finite, 0.0)
     return factors @ gradients.masked_fill(~finite.unsqueeze(1), 0.0), norms
 
 
@@ -61,7 +62,7 @@ class PrivateTraining(TrainerCallback, ExportableState):
         data.
 
     Raises:
-        ConfigError: The privacy budget does not cover an option, more than cores trains, or Opacus is missing.
+        ConfigError: The privacy budget does not cover an option, more than the cores train, or Opacus is missing.
     """
 
     def __init__(
@@ -107,26 +108,26 @@ class PrivateTraining(TrainerCallback, ExportableState):
         return 0.0 if self._schedule is None else self._schedule.spent(self._num_steps)
 
     def state(self) -> dict[str, Any]:
-        """The state in a checkpoint: the options, and the secret of the draws."""
-        return {"args": {}, "attributes": {"secret": self._secret, **self._promised()}}
+        """The state in a checkpoint: the options, and the secret of the rows and the noise."""
+        return {"args": {}, "attributes": {"secret": self._secret, **self._settings()}}
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Check the options once more, read the secret from a checkpoint, derive the noise from the number of steps."""
         refuse_what_leaks(self._trainer, basis_is_public=self._basis_is_public)
         if state.global_step:
-            self._take_up(state)
+            self._restore(state)
         elif self._schedule is not None:
             raise TrainingError(
                 "A private training spends its budget once, but train() was called a second time. Resume from a "
                 "checkpoint, or make a new Trainer and a new PrivateTraining, whose budgets add up."
             )
-        num_rows, rows_a_step = len(self._rows()), self._rows_a_step()
-        self._schedule = Schedule.of(self._budget, num_rows, rows_a_step, state.max_steps)
+        num_rows = len(self._trainer.train_dataset)
+        self._schedule = Schedule.of(self._budget, num_rows, self._rows_a_step(), state.max_steps)
         self._num_steps = state.global_step
         self._sum = torch.zeros_like(self._sum, device=next(iter(self._cores.values())).device)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Note the cores before the first step that moves them."""
+        """Copy the cores before the first step that moves them."""
         optimizer: Any = self._trainer.optimizer
         self._guard.before_step(self._cores, optimizer.param_groups[0]["lr"])
 
@@ -149,10 +150,9 @@ class PrivateTraining(TrainerCallback, ExportableState):
 
     def _loader(self) -> Any:
         """Replaces ``get_train_dataloader``."""
-        rows_a_step = self._rows_a_step()
         plain, passes = self._plain_loader(), self._trainer.args.gradient_accumulation_steps
         num_rows = len(plain.dataset)
-        rate = min(1.0, rows_a_step / num_rows)
+        rate = min(1.0, self._rows_a_step() / num_rows)
         batches = math.ceil(num_rows / self._trainer.args.per_device_train_batch_size)
         loader = drawn_loader(
             plain,
@@ -182,7 +182,7 @@ class PrivateTraining(TrainerCallback, ExportableState):
                     f"{inputs['num_rows']}. Use a collator that keeps rows apart."
                 )
             total, norms = clipped_sum(gradients, self._budget.clip)
-            self._guard.see(gradients, norms)
+            self._guard.record(gradients, norms)
             self._sum.add_(total)
             loss += losses.sum().to(loss) / inputs["num_drawn"]
         if self._trainer.accelerator.sync_gradients:
@@ -197,28 +197,26 @@ class PrivateTraining(TrainerCallback, ExportableState):
             core.grad = part.view_as(core).to(core.device, core.dtype, copy=True)
         self._sum.zero_()
 
-    def _rows(self) -> Any:
-        return self._trainer.train_dataset
-
     def _rows_a_step(self) -> int:
         args = self._trainer.args
         return args.per_device_train_batch_size * args.gradient_accumulation_steps
 
-    def _promised(self) -> dict[str, Any]:
-        budget = self._budget
+    def _settings(self) -> dict[str, Any]:
+        """The values that a training and its checkpoint must share."""
         return {
-            "epsilon": budget.epsilon, "delta": budget.delta, "clip": budget.clip, "num_rows": len(self._rows()),
+            **asdict(self._budget), "num_rows": len(self._trainer.train_dataset),
             "rows_a_step": self._rows_a_step(), "max_steps": self._trainer.state.max_steps,
         }  # fmt: skip
 
-    def _take_up(self, state: TrainerState) -> None:
+    def _restore(self, state: TrainerState) -> None:
+        """Read the secret from a checkpoint of the same training."""
         saved: Any = state.stateful_callbacks.get(type(self).__name__)
         kept = dict(saved["attributes"]) if isinstance(saved, Mapping) else {}
-        secret, promised = kept.pop("secret", None), self._promised()
-        if secret is None or kept != promised:
-            odd = [name for name in promised if kept.get(name) != promised[name]] or ["its secret"]
+        secret, settings = kept.pop("secret", None), self._settings()
+        if secret is None or kept != settings:
+            odd = [name for name in settings if kept.get(name) != settings[name]] or ["its secret"]
             raise TrainingError(
-                f"To resume a private training, its checkpoint must be of the same one, but {odd[0]} is "
-                f"{kept.get(odd[0])} there and {promised.get(odd[0])} now. Resume with the same rows and options."
+                f"A private training resumes from its own checkpoint, but {odd[0]} is {kept.get(odd[0])} in the "
+                f"checkpoint and {settings.get(odd[0])} now. Resume with the same rows and options."
             )
         self._secret = secret

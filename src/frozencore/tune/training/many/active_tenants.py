@@ -65,11 +65,13 @@ class ActiveTenants:
         rows = [state.step_rows() for state in self.states]
         losses, norms = self._gradients(rows)
         for state, loss, norm in zip(self.states, losses.tolist(), norms.tolist(), strict=True):
-            if not (math.isfinite(loss) or state.secret) or not math.isfinite(norm):  # as LossMonitor
+            if not (math.isfinite(loss) or state.secret) or not math.isfinite(norm):  # as in a run alone (LossMonitor)
                 state.diverged = divergence(
                     state.step + 1, state.tenant.num_steps, loss, norm, state.tenant.recipe.learning_rate
                 )
-        good = {state.name: self.slots.sound[i].clone() for i, state in enumerate(self.states) if state.diverged}
+        last_good = {  # copied, because the step below overwrites them
+            state.name: self.slots.sound[slot].clone() for slot, state in enumerate(self.states) if state.diverged
+        }
         recipes = [state.tenant.recipe for state in self.states]
         rates = [state.tenant.recipe.rate(state.step, state.tenant.num_steps) for state in self.states]
         guards = {slot: guard for slot, state in enumerate(self.states) if (guard := self._guard(state)) is not None}
@@ -95,7 +97,7 @@ class ActiveTenants:
                 state.losses.append(loss)
             state.steps_s.append(share_s * size)
         self._score()
-        return self._leave(good)
+        return self._leave(last_good)
 
     def _cores(self, slot: int) -> dict[str, Tensor]:
         return self.slots.by_layer(self.slots.values[slot])
@@ -125,7 +127,7 @@ class ActiveTenants:
                 losses.zero_()
                 for state in self.states:
                     if state.guard is not None:
-                        state.guard.forget()
+                        state.guard.drop_step()
                 self._shrink *= 2
                 continue
             break
@@ -163,7 +165,7 @@ class ActiveTenants:
         for slot, own in rows_of.items():
             if (budget := self.states[slot].tenant.recipe.private) and (guard := self._guard(self.states[slot])):
                 total, norms = clipped_sum(gradients[own], budget.clip)
-                guard.see(gradients[own], norms)
+                guard.record(gradients[own], norms)
                 self.slots.gradients[slot].add_(total)
 
     def _score(self) -> None:
@@ -194,21 +196,21 @@ class ActiveTenants:
         else:
             state.diverged = f"Training diverged at step {state.step}: the loss on validation rows is {loss}."
 
-    def _leave(self, good: Mapping[str, Tensor]) -> list[tuple[TenantState, Tensor]]:
-        """Remove the tenants that have ended; the last slot moves into the free one."""
+    def _leave(self, last_good: Mapping[str, Tensor]) -> list[tuple[TenantState, Tensor]]:
+        """Remove the tenants that have ended and return them with the cores to keep; the last slot fills a free one."""
         gone = []
-        for slot, state in enumerate(self.states):
-            if state.has_ended:
-                last = self.slots.values[slot] if state.diverged is None else self.slots.sound[slot]
-                kept = good.get(state.name, last if state.best is None or state.diverged else state.best)
-                gone.append((state, kept.clone()))
         for slot in reversed(range(len(self.states))):
-            if self.states[slot].has_ended:
+            state = self.states[slot]
+            if state.has_ended:
+                kept = self.slots.values[slot] if state.best is None else state.best
+                if state.diverged:
+                    kept = last_good.get(state.name, self.slots.sound[slot])
+                gone.append((state, kept.clone()))
                 if slot < len(self.states) - 1:
                     self.slots.move(len(self.states) - 1, slot)
                     self.states[slot] = self.states[-1]
                 self.states.pop()
-        return gone
+        return gone[::-1]
 
 
 def _weights(state: TenantState, rows: list[TokenRow]) -> list[float]:

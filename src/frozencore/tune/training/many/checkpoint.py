@@ -1,8 +1,8 @@
 """Checkpoints of a training of many tenants: a sealed folder with every slot, and a file for each finished tenant.
 
 A tenant's file is written once, when it ends. The folders ``checkpoint-N`` hold the tenants still training; the two
-newest are kept. After a kill, tenants that ended since the newest checkpoint train again to the same values, so batches
-must be the same.
+newest are kept. After a kill, tenants that ended since the newest checkpoint train again. They must reach the same
+values, so a resumed training must form the same batches.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Checkpoints:
         """Restore the training tenants from a checkpoint, and return the tenants that had ended."""
         written, tensors = json.loads((folder / TENANT_STATES).read_text()), load_file(folder / VALUES)
         active.states, active.waiting, active.num_steps = [], written["waiting"], _step_of(folder)
-        active.secrets = written.get("secrets", active.secrets)  # a tenant that begins once more repeats its noise
+        active.secrets = written.get("secrets", active.secrets)  # so that a tenant that starts again repeats its noise
         for i, content in enumerate(written["seats"]):
             best = tensors.get(f"best.{i}")
             tenant = active.tenants[content["name"]]

@@ -77,7 +77,7 @@ def held_out_losses(
     """Nats per completion token of each set of rows, with sets mixed in batches; NaN for a set without such tokens.
 
     Args:
-        through: Makes the context for running a batch, from the set index of each row.
+        through: Called with the set index of each row of a batch. The batch runs inside the context that it returns.
     """
     rows = [row for rows in sets for row in rows]
     set_of = [i for i, rows in enumerate(sets) for _ in rows]

@@ -50,8 +50,9 @@ def train_many(
     on_end: OnEnd | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Trained]:
-    """Train a core for each tenant on the basis of one adapter, all starting from the adapter's core, which stays.
+    """Train a core for each tenant on the basis of one adapter.
 
+    Every tenant starts from a copy of the adapter's core; the adapter's own core does not change.
     The model is left in evaluation mode; the global random state is restored. With ``checkpoint_dir``, SIGTERM and
     Ctrl-C take effect at the end of the current step, after its checkpoint; a second Ctrl-C takes effect at once.
 
@@ -62,7 +63,7 @@ def train_many(
         checkpoint_dir, resume, identity: See :func:`frozencore.tune.training.train.train`.
         checkpoint_s: Seconds between checkpoints.
         checkpoint_steps: Write a checkpoint after so many common steps at the latest.
-        on_end: Called with the tenants that ended in a step; after a kill some tenants come again.
+        on_end: Called with the tenants that ended in a step. After a kill it may get the same tenant again.
 
     Returns:
         The result of each tenant, in the order of ``tenants``. A tenant that diverged is marked and does not stop
@@ -120,14 +121,14 @@ def train_many(
                     if is_over or stops or is_due:
                         kept.write(active)
                         saved, steps = time.perf_counter(), 0
-                        done, total, _ = _standing(active, tenants, len(ended))
+                        done, total, _ = _progress_of(active, tenants, len(ended))
                         asked.saved = f"{done} of {total} steps of all are saved"
             take(these)
             if progress is not None:
-                progress("train", *_standing(active, tenants, len(ended)))
+                progress("train", *_progress_of(active, tenants, len(ended)))
             if stops:
                 break
-    if len(ended) < len(tenants):  # the signal's own handler has returned
+    if len(ended) < len(tenants):  # a stop signal came, and its own handler did not end the process
         raise TrainingError(
             f"Training was told to stop with {len(ended)} of {len(tenants)} tenants at their end. "
             "Its checkpoint is whole: resume it."
@@ -140,7 +141,7 @@ def _trained(slots: TrainedSlots, state: TenantState, values: Tensor, resumed_fr
     return Trained(slots.by_layer(values.cpu()), report, state.diverged)
 
 
-def _standing(active: ActiveTenants, tenants: Mapping[str, Tenant], num_ended: int) -> tuple[int, int, str]:
+def _progress_of(active: ActiveTenants, tenants: Mapping[str, Tenant], num_ended: int) -> tuple[int, int, str]:
     """Steps done and total steps of all tenants, and a text with the losses."""
     to_do = {name: tenants[name].num_steps for name in active.waiting}
     to_do |= {state.name: state.tenant.num_steps - state.step for state in active.states}
