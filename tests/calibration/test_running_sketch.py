@@ -54,10 +54,10 @@ def test_a_sketch_as_wide_as_the_layer_is_the_sum_itself_and_a_share_of_it_after
     sketch = RunningSketch(SHAPE, 99, Whitening())
     sketch.begin(diagonals_of(first), torch.device("cpu"))
     sketch.add(*second)
-    sketch.turn(diagonals_of(first, second), 4, 0.5)
+    sketch.next_round(diagonals_of(first, second), 4, 0.5)
     sketch.add(*third)
     diagonals = diagonals_of(first, second, third, weights=(0.5, 0.5, 1.0))
-    found = sketch.turn(diagonals, 4, 0.5)
+    found = sketch.next_round(diagonals, 4, 0.5)
     U, S, V = svd(whitened_sum(diagonals, 0.5 * cross(second) + cross(third)))
     np.testing.assert_allclose(numpy_of(found.S), S[:4], rtol=1e-4)
     assert principal_cosines(numpy_of(found.U), U[:, :4]).min() > 1 - 1e-5
@@ -75,7 +75,7 @@ def test_a_narrow_sketch_comes_near_the_exact_directions_of_a_stream_within_roun
             sketch.begin(diagonals, torch.device("cpu"))
         sketch.add(*batches[-1])
         G = 0.5 * G + cross(batches[-1])
-        found = sketch.turn(diagonals, 3, 0.5)
+        found = sketch.next_round(diagonals, 3, 0.5)
         U, _, V = svd(whitened_sum(diagonals, G))
         cosines.append(min(
             principal_cosines(numpy_of(found.U), U[:, :3]).min(), principal_cosines(numpy_of(found.V), V[:, :3]).min()
@@ -89,7 +89,11 @@ def test_a_layer_without_gradient_has_no_directions() -> None:
     delta, x = tokens(1)
     sketch.begin(diagonals_of((0 * delta, x)), torch.device("cpu"))
     sketch.add(0 * delta, x)
-    assert [tuple(part.shape) for part in sketch.turn(diagonals_of((0 * delta, x)), 3, 0.5)] == [(40, 0), (0,), (30, 0)]
+    assert [tuple(part.shape) for part in sketch.next_round(diagonals_of((0 * delta, x)), 3, 0.5)] == [
+        (40, 0),
+        (0,),
+        (30, 0),
+    ]
 
 
 def sketched(model: torch.nn.Module, width: int) -> SketchedMoments:
@@ -158,7 +162,7 @@ def test_a_sketch_that_met_nan_says_in_which_layer() -> None:
     model(**batch_of(EXAMPLES[1:2])).loss.backward()
     sums.close()
     with pytest.raises(CalibrationError, match=r"of layer 'model\.layers\.0.* met NaN or Inf while training"):
-        list(sums.turn(dict.fromkeys(sums.sketches, 3), 0.5))
+        list(sums.next_round(dict.fromkeys(sums.sketches, 3), 0.5))
 
 
 def test_saved_sums_of_another_kind_are_refused() -> None:

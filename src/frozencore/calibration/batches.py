@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from frozencore.errors import CalibrationError, ConfigError, DataError
 
 Batch = Any
-"""A dictionary of tensors with one row per example; with a loss of the user's own, any object that holds them."""
+"""A dictionary of tensors with one row per example; with a loss of the user's own, any object that holds tensors."""
 
 
 def is_batch(data: Any) -> bool:

@@ -82,7 +82,8 @@ class PassPlan:
         """Count the runs of the model over the data, forward or backward.
 
         Args:
-            num_backward: Backward passes for all moments of a batch. A sketch takes them in its first pass, later one.
+            num_backward: Backward passes for all moments of a batch. Only a sketch's first pass takes as many; its
+                other passes take one.
         """
         return 2 * self.num_passes + len(self.groups) * (num_backward - 1)
 
@@ -141,8 +142,8 @@ def layer_cost(
         num_rows: Tokens of the largest batch, padding included.
         itemsize: Bytes of a number in the model; a number in a sum takes at least four.
         streams: The basis can be built from a sketch of the cross moment.
-        keeps_graph: A second backward pass follows, so the first one frees nothing. The gradients of the block's
-            residual and of the layer's siblings then come on top of the memory of a plain pass.
+        keeps_graph: A second backward pass follows, so the first one frees nothing. The gradients of the
+            block's residual and of layers beside this one then need memory that a plain pass would have freed.
     """
     m, n = shape
     r, e = min(rank, m, n), max(4, itemsize)

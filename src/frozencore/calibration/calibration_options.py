@@ -25,7 +25,7 @@ FisherLabels = Literal["empirical", "mc"]
 
 WHERE_AND_HOW = ("group_size", "memory_budget", "stats_device")
 """Options that change where sums are held and how many at a time; the sums stay the same."""
-OF_THE_FISHER: frozenset[MomentName] = frozenset({"error_square", "error_outer"})
+FISHER_MOMENTS: frozenset[MomentName] = frozenset({"error_square", "error_outer"})
 
 
 def _size(size: Any) -> Any:
@@ -114,7 +114,7 @@ class CalibrationOptions:
         object.__setattr__(self, "weighting", _full_name(self.weighting))
 
 
-def of_the_sums(options: Mapping[str, Any]) -> dict[str, Any]:
+def options_of_sums(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options that change the sums of a pass, by name."""
     return {name: value for name, value in options.items() if name not in WHERE_AND_HOW}
 
@@ -142,7 +142,7 @@ def backward_passes(needs: frozenset[MomentName], options: CalibrationOptions) -
     only_nonzero = options.tokens == "nonzero_delta"
     if needs.isdisjoint(BACKWARD_MOMENTS) and not only_nonzero:
         return ()
-    drawn = needs & OF_THE_FISHER if options.fisher_labels == "mc" else frozenset[MomentName]()
+    drawn = needs & FISHER_MOMENTS if options.fisher_labels == "mc" else frozenset[MomentName]()
     if not drawn:
         return (Backward("empirical", needs),)
     if "cross" not in needs and not only_nonzero:

@@ -146,7 +146,7 @@ def _run_batch(model: nn.Module, batch: Batch, capture: CalibrationPass, generat
     if loss_fn is None:
         count_tokens(as_it_came, capture, device)
     if not taps.backward_passes:
-        with torch.no_grad():  # a decoder that shifts its labels cannot run without labels
+        with torch.no_grad():  # an encoder-decoder needs labels: it makes the decoder's input of them
             if loss_fn is not None:
                 loss_fn(model, batch)
             else:

@@ -98,7 +98,7 @@ def counted_source_tokens(batch: Mapping[str, Tensor], options: CalibrationOptio
 def counted_target_tokens(batch: Mapping[str, Tensor], options: CalibrationOptions) -> Bool[Tensor, "b t"]:
     """The decoder's tokens of a batch: by its mask if there is one, else the tokens that predict a label.
 
-    Without a label for each token, as in a classifier, these are the decoder's own input or the source again.
+    A classifier has no label for each token. Its tokens are those of ``decoder_input_ids``, or else the source's.
     """
     mask, labels = batch.get("decoder_attention_mask"), batch.get("labels")
     if labels is None or labels.ndim < 2:
@@ -127,7 +127,10 @@ class EncoderSide:
         self._output: Tensor | None = None  # kept alive, because its address identifies it
 
     def reads_source(self, layer: nn.Module, x: Tensor) -> bool:
-        """Return whether this call's input has a row for each source token. Checkpointing passes a detached x."""
+        """Return whether this call's input has a row for each source token.
+
+        Addresses are compared, because checkpointing passes a detached x.
+        """
         output = self._output
         from_encoder = output is not None and output.data_ptr() == x.data_ptr() and output.shape == x.shape
         return id(layer) in self._inside or from_encoder

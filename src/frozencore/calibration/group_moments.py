@@ -10,8 +10,8 @@ Test: 4 and 16 random groups with slowly falling spectra (160 x 128, σᵢ = i^-
 spans held .99 to 1.00 of the energy that they hold with all T_k at once; .97 to 1.00 with p = 4r. Groups that share
 little lose more.
 
-For a basis that grows, U₀ and V₀ span D^1/2 P and A^1/2 Q in the metric of the new rows. L and R are then the leading
-directions of all groups outside of them, and U₀ and V₀ stand before these.
+A basis that grows keeps its spans: U₀ and V₀ span D^1/2 P and A^1/2 Q in the metric of the new rows. L and R are then
+the leading directions of all groups on the complement of U₀ and V₀. In the new basis U₀ and V₀ come first.
 
 Shapes: K groups, m outputs, n inputs, r rank, p = 8r, or less where K p² would exceed 4 m n, but 4r at least.
 """
@@ -37,16 +37,12 @@ from frozencore.errors import CalibrationError
 from frozencore.maths.basis import Basis
 from frozencore.maths.groups import Share, SharedSpans, merged, pooled_diagonals, shared_spans
 from frozencore.maths.linalg import Shape, thin_qr, truncated_svd
-from frozencore.maths.moments import DIAGONALS, LayerMoments, MomentName
+from frozencore.maths.moments import CROSS, DIAGONALS, LayerMoments
 from frozencore.maths.whitening import Whitening
 from frozencore.words import Progress
 
-NARROWEST, WIDEST, TRIPLES = (
-    4,
-    8,
-    2,
-)  # each times the rank: the least and most columns of L and R, and the triples of a group
-CROSS: frozenset[MomentName] = frozenset({"cross"})
+NARROWEST, WIDEST = 4, 8  # the least and most columns of L and R, as multiples of the rank
+TRIPLES = 2  # singular triples that are kept of a group, as a multiple of the rank
 
 
 @dataclass(frozen=True)
@@ -65,7 +61,12 @@ class GroupedLayer:
 
 @dataclass
 class _Running:
-    """One layer's given spans, factors L and R outside of them, and for each group its norm and its own best share."""
+    """One layer: its given spans, the factors L and R on their complement, and what each group has.
+
+    Attributes:
+        norms: ‖T_k‖ by group.
+        own: The largest share of T_k that a basis of this rank can hold, by group.
+    """
 
     given: tuple[Float[Tensor, "m k"], Float[Tensor, "n k"]]
     L: Float[Tensor, "m p"]
@@ -102,7 +103,7 @@ def collect_groups(
     beside: Mapping[str, Basis] | None = None,
     progress: Progress | None = None,
 ) -> dict[str, GroupedLayer]:
-    """Find the spans of one basis for all groups, by layer; every group has equal weight.
+    """Find the spans of one basis for all groups, by layer; every group has the same weight.
 
     Args:
         groups: The batches of each group; they are read three times.
@@ -115,7 +116,7 @@ def collect_groups(
     """
     num_passes = 3 * len(groups)
     diagonals = _pooled(model, groups, layers, options, progress, num_passes)
-    roots = {name: _roots(diagonals[name], whitening) for name in layers}
+    roots = {name: whitening.diagonal_roots(own, (len(own.d), len(own.a)), own.d) for name, own in diagonals.items()}
     running: dict[str, _Running] = {}
     for number, (group, batches) in enumerate(groups.items(), start=len(groups)):
         with _named(group):
@@ -187,15 +188,6 @@ def _pooled(
         for name in layers:
             found[name].append(moments[name])
     return {name: pooled_diagonals(own) for name, own in found.items()}
-
-
-def _roots(diagonals: LayerMoments, whitening: Whitening) -> tuple[Tensor, Tensor]:
-    """The diagonals of ``D^-1/2`` (m x 1) and ``A^-1/2`` (n x 1); ones where a side is not whitened or is zero."""
-    found = []
-    for root_of, second in ((whitening.output_root, diagonals.d), (whitening.input_root, diagonals.a)):
-        ones = torch.ones_like(second)[:, None]
-        found.append(root_of(diagonals)(ones) if bool(second.any()) else ones)
-    return found[0], found[1]
 
 
 def _spans(

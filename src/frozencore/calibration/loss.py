@@ -72,9 +72,9 @@ class Predictions:
         columns = (self.log_p.chunk(count), self.labels.chunk(count), self.num_in_example.chunk(count))
         return [Predictions(*part) for part in zip(*columns, strict=True)]
 
-    def loss(self, whose: FisherLabels, options: CalibrationOptions, generator: torch.Generator) -> Float[Tensor, ""]:
+    def loss(self, kind: FisherLabels, options: CalibrationOptions, generator: torch.Generator) -> Float[Tensor, ""]:
         """The loss summed over the batch's examples, with the data's labels or with drawn ones."""
-        labels = self.sampled_labels(generator) if whose == "mc" else self.labels
+        labels = self.sampled_labels(generator) if kind == "mc" else self.labels
         loss_of_token = nll_loss(self.log_p, labels, reduction="none")
         return (loss_of_token if options.weighting == "token_sum" else loss_of_token / self.num_in_example).sum()
 
@@ -164,7 +164,7 @@ def predictions(model: nn.Module, batch: Batch, labels: Tensor, taps: Taps) -> P
         return Predictions.of(_part(model, model(**batch), "logits"), labels)
     targets = predicted(labels)
     inputs = {key: value for key, value in batch.items() if key != "labels"}
-    if not _reads_logits(model, taps):
+    if not _needs_all_logits(model, taps):
         kept = targets.ne(IGNORED).any(0).nonzero().squeeze(1)
         targets = targets[:, kept]
         inputs["logits_to_keep"] = sent(kept, inputs["input_ids"].device) if "input_ids" in inputs else kept
@@ -192,10 +192,10 @@ def _part(model: nn.Module, output: Any, name: str) -> Tensor:
     return found
 
 
-def _reads_logits(model: nn.Module, taps: Taps) -> bool:
+def _needs_all_logits(model: nn.Module, taps: Taps) -> bool:
     """Return whether all positions need logits: the output layer is captured, or the model cannot leave any out.
 
-    Logits of completion columns alone save a seventh of the pass in benchmarks/calibration.py.
+    Without the other positions, a pass takes a seventh less time (benchmarks/calibration.py).
     """
     base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     output_layer = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None

@@ -4,7 +4,7 @@ Loading refuses a file of another model, other data or other options, because st
 any other sign. It also refuses a file whose content does not have the recorded hash.
 
 The safetensors metadata hold one key, with JSON. Several keys would be written in a random order, so the same moments
-would give different bytes. Files of format 1 have several keys and no hash; they can still be read.
+would give different bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from frozencore.calibration.calibration_options import CalibrationOptions, of_the_sums
+from frozencore.calibration.calibration_options import CalibrationOptions, options_of_sums
 from frozencore.errors import ArtifactError
 from frozencore.files.fingerprint import fingerprint_batches, fingerprint_model, fingerprint_tensors
 from frozencore.files.whole_file import whole_file
@@ -46,7 +46,7 @@ class MomentsFingerprint:
         return cls(
             model=fingerprint_model(model),
             data=fingerprint_batches(batches),
-            options=of_the_sums(asdict(options or CalibrationOptions())),
+            options=options_of_sums(asdict(options or CalibrationOptions())),
         )
 
 
@@ -124,7 +124,7 @@ def load_moments(path: str | Path, expected: MomentsFingerprint | None = None) -
 
 
 def _header(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Read the token counts by layer, the fingerprint, and the hash over both and the tensors."""
+    """The file's header: token counts by layer, the fingerprint, and the hash over both and the tensors."""
     header = json.loads(metadata.get(KEY, "{}"))
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise ArtifactError(f"{path} is not a moments file of this version ({KEY}-{FORMAT}). Calibrate again.")

@@ -135,6 +135,6 @@ def _refuses_cut(name: str) -> Callable[..., None]:
 
 
 def _is_quantised(module: nn.Module) -> bool:
-    # PEFT asks for torchao's quantiser, but only storing a weight would use it.
+    # PEFT wants torchao's quantiser as an argument, but uses it only to store a weight, which does not happen here.
     backend = resolve_quantization_backend(module, get_apply_tensor_subclass=object)
     return backend is not None and not isinstance(module, BaseTunerLayer)  # a tuner layer shows its base layer's weight

@@ -22,7 +22,7 @@ from frozencore.maths.linalg import Shape, TruncatedSVD, seeded_generator
 from frozencore.maths.moments import LayerMoments
 from frozencore.maths.one_pass import from_one_pass, svd_of_product
 from frozencore.maths.sums import add_outer, projected
-from frozencore.maths.whitening import InverseRoot, Whitening
+from frozencore.maths.whitening import Whitening
 
 TESTS = torch.bfloat16  # the rounded matrices are still valid tests, though not exactly orthonormal
 
@@ -42,7 +42,7 @@ class RunningSketch:
 
     Attributes:
         tests: None until a metric is known.
-        images: Y and Z before the last whitening: ``D^1/2 Y`` (m x k) and ``A^1/2 Z`` (n x k).
+        images: The sums that give Y and Z once they are whitened: ``D^1/2 Y`` (m x k) and ``A^1/2 Z`` (n x k).
     """
 
     def __init__(self, shape: Shape, width: int, whitening: Whitening) -> None:
@@ -55,7 +55,9 @@ class RunningSketch:
         """Draw random tests in the metric of the second moments so far."""
         generator = seeded_generator(0, "running sketch", *self.shape)
         U, V = (torch.randn(size, self.width, generator=generator).to(device) for size in self.shape)
-        self._take_tests(torch.linalg.qr(U).Q, torch.linalg.qr(V).Q, *self._roots(diagonals, device))
+        self._take_tests(
+            torch.linalg.qr(U).Q, torch.linalg.qr(V).Q, *self.whitening.diagonal_roots(diagonals, self.shape, U)
+        )
         self.images = torch.zeros_like(U), torch.zeros_like(V)
 
     def add(self, error: Float[Tensor, "N m"], values: Float[Tensor, "N n"]) -> None:
@@ -66,10 +68,11 @@ class RunningSketch:
         add_outer(of_errors, error, projected(values, self.tests.right).to(error.dtype))
         add_outer(of_values, values, projected(error, self.tests.left).to(values.dtype))
 
-    def turn(self, diagonals: LayerMoments, rank: int, share: float) -> TruncatedSVD:
-        """Find the ``rank`` leading triples of T, a sum over tokens, in the metric of ``diagonals``; none if T is zero.
+    def next_round(self, diagonals: LayerMoments, rank: int, share: float) -> TruncatedSVD:
+        """Find the ``rank`` leading singular triples of T, and start the sums of the next round.
 
-        The new sums start as ``share`` of the best approximation, and the new tests follow its directions.
+        T is a sum over tokens, in the metric of ``diagonals``. If T is zero there are no triples. The new sums start as
+        ``share`` of the best approximation of T, and the new tests are its directions.
 
         Args:
             diagonals: The second moments over the same tokens as ``images``.
@@ -86,7 +89,7 @@ class RunningSketch:
             old.left.float() / old.error_root,
             old.right.float() / old.input_root,
         )
-        roots = self._roots(diagonals, of_errors.device)
+        roots = self.whitening.diagonal_roots(diagonals, self.shape, of_errors)
         U, S, V = svd_of_product((L * (roots[0] / old.error_root), R * (roots[1] / old.input_root)), self.width)
         del L, R
         self._take_tests(U, V, *roots)
@@ -112,21 +115,9 @@ class RunningSketch:
     def _take_tests(self, U: Tensor, V: Tensor, error_root: Tensor, input_root: Tensor) -> None:
         self.tests = Tests((U * error_root).to(TESTS), (V * input_root).to(TESTS), error_root, input_root)
 
-    def _roots(self, diagonals: LayerMoments, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The diagonals of ``D^-1/2`` and ``A^-1/2``; ones where a side is not whitened or has no data."""
-        sides = (("error_square", self.whitening.output_root), ("input_square", self.whitening.input_root))
-        m_and_n: list[Tensor] = []
-        for (what, root_of), size in zip(sides, self.shape, strict=True):
-            ones = torch.ones(size, 1, device=device)
-            total: Tensor | None = getattr(diagonals, what)
-            seen = total is None or bool(total.any())
-            root: InverseRoot = root_of(diagonals) if seen else (lambda X: X)
-            m_and_n.append(root(ones))
-        return m_and_n[0], m_and_n[1]
-
 
 def sketch_bytes(shape: Shape, width: int) -> tuple[int, int]:
-    """The bytes of a sketch with a and d while it sums, and the extra bytes of :meth:`RunningSketch.turn`.
+    """The bytes of a sketch with a and d while it sums, and the extra bytes of :meth:`RunningSketch.next_round`.
 
     Sums take four bytes a value, tests two, the two diagonals and their roots four each.
     """

@@ -5,11 +5,11 @@
     pass 3:  D^-1/2 Σ δ (V₁ᵀ A^-1/2 x)ᵀ = T V₁                 Q₂ = orth(T V₁)
     pass 4:  B₂ = Q₂ᵀT                       SVD of T in the span of Q₂ and of the 2r best directions of Q₁
 
-Each pass is a product with T. The sums are linear in the examples, so every batch adds its share. The last line uses a
-Krylov space whose first block is cut from 8r to 2r columns: this keeps three quarters of the block's gain in accuracy
-and takes a quarter more memory than no block, where the whole block would take twice as much. Against the exact SVD on
-hard spectra (σᵢ = i^-0.3, 640 x 560 and 1536 x 1536, r = 16) the mean principal cosine is .997 and .995, the energy
-.998 and .996; three passes alone give .94 and .93.
+Each pass is a product with T. The sums are linear in the examples, so every batch adds its share. The last line adds a
+first Krylov block, cut from 8r to 2r columns. It brings three quarters of the whole block's gain in accuracy, and takes
+a quarter more memory than no block; the whole block would take twice as much. Against the exact SVD on hard spectra
+(σᵢ = i^-0.3, 640 x 560 and 1536 x 1536, r = 16) the mean principal cosine is .997 and .995, the energy .998 and .996;
+three passes alone give .94 and .93.
 
 Shapes: m outputs, n inputs, r rank, k = 8r columns of a sketch, h = 2r kept columns.
 """
@@ -32,12 +32,11 @@ from frozencore.calibration.recorder import LayerRecorder, Projection
 from frozencore.calibration.taps import Taps
 from frozencore.errors import CalibrationError
 from frozencore.maths.linalg import TruncatedSVD, canonical_signs, require_finite, seeded_generator
-from frozencore.maths.moments import DIAGONALS, LayerMoments, MomentName
+from frozencore.maths.moments import CROSS, DIAGONALS, LayerMoments
 from frozencore.maths.whitening import Whitening
 from frozencore.ranks import all_ranks_or_none, sum_over_ranks
 from frozencore.words import Progress
 
-CROSS: frozenset[MomentName] = frozenset({"cross"})
 LEAST_SINE = 1e-2  # a kept direction closer than this to the span of Q₂ is rounding error
 
 

@@ -59,7 +59,7 @@ class Taps:
 
 
 class _Tap(torch.autograd.Function):
-    """Identity on y. ``anchor`` is a scalar with requires_grad: it starts the graph at layers without grad inputs."""
+    """Identity on y. ``anchor`` is a scalar that requires a gradient, so the backward pass reaches every layer."""
 
     @staticmethod
     def forward(
@@ -134,7 +134,7 @@ class CalibrationPass:
             )
         needs, rows, read = self.backward.needs, tokens.rows, None
         error = None if delta is None else delta.reshape(-1, delta.shape[-1])
-        if self.backward.counts:  # in other passes a token without error adds nothing anyway
+        if self.backward.counts:  # in the other pass only errors are summed, and zero errors add nothing
             if tokens.only_nonzero_delta and error is not None:
                 nonzero = error.ne(0).any(1)
                 rows = nonzero.nonzero().squeeze(1) if rows is None else rows[nonzero[rows]]

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from frozencore.calibration.collect import count_tokens
 from frozencore.calibration.counted_tokens import watching_encoder
 from frozencore.calibration.running_sketch import RunningSketch
-from frozencore.calibration.sketch import CROSS, Sketch
+from frozencore.calibration.sketch import Sketch
 from frozencore.calibration.taps import Taps, capturing
 from frozencore.errors import CalibrationError
 from frozencore.maths.linalg import Shape, TruncatedSVD, all_finite
-from frozencore.maths.moments import DIAGONALS, LayerMoments, MomentName
+from frozencore.maths.moments import CROSS, DIAGONALS, LayerMoments, MomentName
 from frozencore.maths.whitening import Whitening
 from frozencore.ranks import own_rank, sum_over_ranks
 
@@ -69,10 +69,10 @@ class TrainingMoments:
         }
 
     def keep(self, share: float, sums: Mapping[str, LayerMoments]) -> None:
-        """Continue from ``share`` of these sums; layers without sums start at zero. The tensors are reused.
+        """Continue from ``share`` of these sums; the tensors are overwritten.
 
         Args:
-            sums: Sums over all processes; each layer's sums are on one process.
+            sums: The sums over all processes, of the layers that this process owns. Other layers start at zero.
         """
         for name, recorder in self.capture.recorders.items():
             kept = sums.get(name, LayerMoments(0))
@@ -106,9 +106,11 @@ class TrainingMoments:
                 "Resume with the adapter that the checkpoint was made with."
             )
         for name, recorder in self.capture.recorders.items():
-            device = next(self.taps.layers[name].parameters()).device
             recorder.num_tokens = int(sums[name].pop("num_tokens"))
-            recorder.totals = {what: total.to(device) for what, total in sums[name].items()}
+            recorder.totals = {what: total.to(self._device(name)) for what, total in sums[name].items()}
+
+    def _device(self, name: str) -> torch.device:
+        return next(self.taps.layers[name].parameters()).device
 
     def _begin_batch(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.capture.forget_batch()
@@ -150,7 +152,7 @@ class SketchedMoments(TrainingMoments):
             count = int(sum_over_ranks(torch.tensor(recorder.num_tokens)))
             self.sketches[name].begin(LayerMoments(max(1, count), **totals), self._device(name))
 
-    def turn(self, ranks: Mapping[str, int], share: float) -> Iterator[tuple[str, Sketch]]:
+    def next_round(self, ranks: Mapping[str, int], share: float) -> Iterator[tuple[str, Sketch]]:
         """Yield each layer's result from the sums of all processes; the layer continues from ``share`` of its sums.
 
         Args:
@@ -168,7 +170,7 @@ class SketchedMoments(TrainingMoments):
             require_finite_sums(name, {"cross": sketch.images[0], "cross, transposed": sketch.images[1]})
             count = int(sum_over_ranks(torch.tensor(recorder.num_tokens)))
             diagonals = LayerMoments(count, **totals)
-            U, S, V = sketch.turn(diagonals, ranks[name], share)
+            U, S, V = sketch.next_round(diagonals, ranks[name], share)
             yield name, Sketch(diagonals, TruncatedSVD(U, S / count, V))
             keeps = share if own_rank() == 0 else 0.0
             recorder.num_tokens = round(count * keeps)
@@ -199,9 +201,6 @@ class SketchedMoments(TrainingMoments):
         super().load_state(others)
         for name, sketch in self.sketches.items():
             sketch.load_state(of_sketches[name])
-
-    def _device(self, name: str) -> torch.device:
-        return next(self.taps.layers[name].parameters()).device
 
 
 def require_finite_sums(layer: str, sums: Mapping[Any, Tensor]) -> None:

@@ -87,7 +87,7 @@ def mean_loss(model: nn.Module, batches: Iterable[Batch], options: CalibrationOp
 
     :func:`frozencore.calibration.preserve.preserved` must have prepared the model.
     """
-    taps = Taps({}, frozenset({"cross"}), options)  # G, because its loss uses the data's labels
+    taps = Taps({}, frozenset({"cross"}), options)  # asks for the loss with the data's labels
     device, generator = next(model.parameters()).device, seeded_generator(options.seed)
     total, num_examples = 0.0, 0
     with torch.no_grad():

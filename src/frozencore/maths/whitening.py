@@ -14,7 +14,7 @@ from jaxtyping import Float
 from pydantic import Field
 
 from frozencore.errors import CalibrationError, ConfigError
-from frozencore.maths.linalg import inverse_root
+from frozencore.maths.linalg import Shape, inverse_root
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.options import check_options
 from frozencore.torch_later import torch
@@ -78,6 +78,17 @@ class Whitening:
             return identity
         second_moment = moments.d if self.fisher == "diagonal" else moments.D
         return damped_inverse_root(second_moment, self.damping_by_side[1], self.shrinkage)
+
+    def diagonal_roots(
+        self, moments: LayerMoments, shape: Shape, like: torch.Tensor
+    ) -> tuple[Float[torch.Tensor, "m 1"], Float[torch.Tensor, "n 1"]]:
+        """The diagonals of ``D^-1/2`` and ``A^-1/2``; ones where a side is not whitened or its moment is zero."""
+        ones = [like.new_ones(size, 1) for size in shape]
+        errors, inputs = (total is None or bool(total.any()) for total in (moments.error_square, moments.input_square))
+        return (
+            self.output_root(moments)(ones[0]) if errors else ones[0],
+            self.input_root(moments)(ones[1]) if inputs else ones[1],
+        )
 
 
 def damped(

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from frozencore.adapter.bases.access import get_bases
 from frozencore.adapter.bases.calibrate import calibrate
 from frozencore.adapter.layer import frozen_core_layers
-from frozencore.calibration.calibration_options import of_the_sums
+from frozencore.calibration.calibration_options import options_of_sums
 from frozencore.calibration.moments_file import MomentsFingerprint, load_moments, save_moments
 from frozencore.files.fingerprint import fingerprint_model, fingerprint_options
 from frozencore.files.whole_file import remove_left, whole_file
@@ -33,10 +33,10 @@ from frozencore.words import Progress
 from frozencore_lab.campaign.job import Job
 from frozencore_lab.campaign.store import Store
 
-_TOLD_BY_ROWS = OwnRowsConfig.model_fields.keys() | {"skip_long", "prompt_date", "memory_budget"}
+_SEEN_IN_ROWS = OwnRowsConfig.model_fields.keys() | {"skip_long", "prompt_date", "memory_budget"}
 _DECIDES_MOMENTS = {
     *RowsConfig.model_fields, *CalibrationConfig.model_fields, "model", "dtype", "targets", "layers", "seed",
-} - _TOLD_BY_ROWS  # fmt: skip
+} - _SEEN_IN_ROWS  # fmt: skip
 _DECIDES_WEIGHT_BASES = BasesConfig.model_fields.keys() - {"model", "basis"}
 
 Needs = Mapping[str, frozenset[MomentName]]
@@ -46,7 +46,7 @@ Needs = Mapping[str, frozenset[MomentName]]
 def moments_key(config: RunConfig) -> str:
     """The key of the moments that runs share, from their options; see :func:`moments_file`."""
     values = config.model_dump(mode="json", include=_DECIDES_MOMENTS)
-    values["calibration"] = of_the_sums(values["calibration"])
+    values["calibration"] = options_of_sums(values["calibration"])
     if config.calibration_task is not None:  # its rows do not depend on the learned task
         values |= {"task": config.calibration_task, "data": None, "num_train": None, "num_evaluation": None}
     return fingerprint_options({name: values[name] for name in values if name != "calibration_task"})[:16]
@@ -81,7 +81,7 @@ def needs_of(jobs: Iterable[Job]) -> Needs:
 
 
 def _shares_moments(config: RunConfig) -> bool:
-    """Return whether a run shares moments: not with a memory budget, nor with a rank budget, which needs two halves."""
+    """Return whether a run shares moments. A memory budget allows no file; a rank budget needs sums of two halves."""
     return config.memory_budget is None and (config.rank_budget is None or not config.moments_needed)
 
 

@@ -207,7 +207,7 @@ class Refresh(InRounds):
             self.model, self.adapter_name, self.config, self.layers, owners, lambda *_: None, captures_asked=False
         )
         if isinstance(self._sums, SketchedMoments):
-            work.build_streamed(self._sums.turn(self._ranks, KEPT))
+            work.build_streamed(self._sums.next_round(self._ranks, KEPT))
         else:
             moments = reduce_moments(self._sums.moments(), owners)
             work.build(self.layers, dict(moments))

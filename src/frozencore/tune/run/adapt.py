@@ -13,7 +13,7 @@ from frozencore.adapter.bases.rank_budget import spends_by_spectrum
 from frozencore.adapter.model import ATTENTION_PROJECTIONS
 from frozencore.adapter.saved.saved_basis import read_header
 from frozencore.calibration.batches import Batch
-from frozencore.calibration.calibration_options import of_the_sums
+from frozencore.calibration.calibration_options import options_of_sums
 from frozencore.calibration.moments_file import MomentsFingerprint, load_moments
 from frozencore.errors import ConfigError
 from frozencore.ranks import num_ranks, own_rank
@@ -129,7 +129,7 @@ def adapter_of(config: RunConfig, targets: Targets, hashes: Mapping[str, str]) -
         "targets": targets if isinstance(targets, str) else list(targets),
         "memory_budget": config.memory_budget,
         **config.core.model_dump(mode="json"),
-        **of_the_sums(config.calibration.model_dump()),
+        **options_of_sums(config.calibration.model_dump()),
         **({} if config.beta is None else {"loss": config.loss}),
         **({} if config.rank_budget is None else {"rank_budget": config.rank_budget}),
         **({} if config.basis is None else {"basis": read_header(config.basis)["identity"]}),
