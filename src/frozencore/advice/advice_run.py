@@ -81,14 +81,14 @@ def advice_record(config: RunConfig, prepared: PreparedRun, advice: Advice) -> d
     return {
         "format": 1,
         "asked": {**asked, "targets": config.targets, "rank": config.rank, "rank_budget": config.rank_budget},
-        "recommended": {**_told(advice.recommended), "flags": flags_of(config, advice.recommended.setting)},
+        "recommended": {**_worth_json(advice.recommended), "flags": flags_of(config, advice.recommended.setting)},
         **{
             name: value
             for name, value in asdict(advice).items()
             if name not in ("bases", "kept", "shapes")
         },
-        "bases": [_told(worth) for worth in advice.bases],
-        "shapes": [_told(worth) for worth in advice.shapes],
+        "bases": [_worth_json(worth) for worth in advice.bases],
+        "shapes": [_worth_json(worth) for worth in advice.shapes],
         "hashes": prepared.rows.fingerprints(),
         "provenance": provenance(),
     }  # fmt: skip
@@ -106,5 +106,5 @@ def flags_of(config: RunConfig, setting: Setting) -> str:
     )
 
 
-def _told(worth: Worth) -> dict[str, Any]:
+def _worth_json(worth: Worth) -> dict[str, Any]:
     return {**asdict(worth.setting), "gain": worth.gain, "num_values": worth.num_values, "ranks": dict(worth.ranks)}

@@ -37,14 +37,14 @@ class Advice:
         bases: Each constructor and its variants, best first, on the requested layers and ranks.
         kept: The default constructor, which is recommended unless another one is clearly better.
         shapes: The best bases with equally many values in other layers or ranks.
-        bought: The share of the agreed whitened gradient that a rank budget holds, by budget, on the largest tried set
-            of layers; empty if only bases were compared.
+        bought: What a rank budget buys: the share that its bases hold of the whitened gradient on which both halves
+            agree, by budget, over the largest set of layers that was tried. Empty if only bases were compared.
         base_loss: Nats on the scored rows.
         length: The length of the tried updates.
         num_agreed, num_looked_at: The number of leading whitened directions of the median layer on which the halves
             agree, and the number of compared directions; the others are noise.
         num_rows: The number of rows.
-        passes: The processor time of the advice over that of a calibration pass over the same rows, both measured.
+        passes: The measured processor time of the advice, divided by that of a calibration pass over the same rows.
     """
 
     bases: tuple[Worth, ...]
@@ -62,7 +62,7 @@ class Advice:
 
     @property
     def best_bases(self) -> Worth:
-        """The default constructor if its gain is close to the best, else one with default options, else the best."""
+        """The first whose gain is close to the best: the default, the best with default options, the best of all."""
         return _best_bases(self.bases, self.kept)
 
     @property

@@ -37,14 +37,12 @@ from frozencore.words import Progress
 
 MOST_DENSE_BYTES = 8 * 2**30  # limit for dense second moments of all linear layers, if not requested
 DENSE: frozenset[MomentName] = frozenset({"input_outer", "error_outer"})
-
-
 TOKENS_AT_ONCE = 1024  # padding included
 
 
 @dataclass
-class Memory:
-    """A cache of leading eigenpairs of second moments, because several constructors and layers need the same."""
+class EigenCache:
+    """The leading eigenpairs of second moments so far; several constructors and layers need the same ones."""
 
     pairs: dict[int, list[tuple[Tensor, int, Tensor, Tensor]]] = field(default_factory=lambda: defaultdict(list))
 
@@ -57,17 +55,17 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class RememberedMoments(LayerMoments):
+class CachedMoments(LayerMoments):
     """Moments of one layer, with a cache that all layers share."""
 
-    memory: Memory = field(default_factory=Memory)
+    cache: EigenCache = field(default_factory=EigenCache)
 
     def leading(self, name: DenseMoment, rank: int) -> tuple[Tensor, Tensor]:
         total = self.total(name)
-        found = self.memory.find(total, self.num_tokens, rank)
+        found = self.cache.find(total, self.num_tokens, rank)
         if found is None:
             found = super().leading(name, rank)
-            self.memory.pairs[len(total)].append((total, self.num_tokens, *found))
+            self.cache.pairs[len(total)].append((total, self.num_tokens, *found))
         return found
 
 
@@ -218,15 +216,15 @@ def gather(
         )
         for number, (half, own) in enumerate(zip(halves, (needs, to_agree), strict=True))
     )
-    memory = Memory()
-    seen = {name: RememberedMoments(**vars(moments), memory=memory) for name, moments in seen.items()}
+    cache = EigenCache()
+    seen = {name: CachedMoments(**vars(moments), cache=cache) for name, moments in seen.items()}
     return Evidence(layers, names, seen, unseen, halves[1], modules, progress or (lambda *_: None))
 
 
 def plain_pass_s(
     model: nn.Module, batches: Sequence[Batch], layers: Mapping[str, nn.Module], options: CalibrationOptions
 ) -> float:
-    """Seconds of processor time in which the default constructor's moments of all examples are summed, by one batch."""
+    """Estimate the processor seconds of one calibration pass for the default constructor, by timing one batch."""
     middle = batches[len(batches) // 2]
     started = time.process_time()
     collect_moments(model, [middle], layers, needs=CAPTURE_NEEDS, options=options)
@@ -246,17 +244,17 @@ def _layers(model: Any, target_modules: Any) -> dict[str, FrozenCoreLayer]:
     return layers
 
 
-def larger_batches(model: nn.Module, batches: Sequence[Batch], options: CalibrationOptions | None) -> Sequence[Batch]:
+def larger_batches(model: nn.Module, batches: Sequence[Batch], options: CalibrationOptions) -> Sequence[Batch]:
     """Join short rows into batches of at most 1,024 tokens to save time, if the loss is over tokens."""
     return put_together(batches, TOKENS_AT_ONCE) if _by_row(model, options) else batches
 
 
-def copies_at_once(model: nn.Module, batches: Sequence[Batch], options: CalibrationOptions | None) -> int:
+def copies_at_once(model: nn.Module, batches: Sequence[Batch], options: CalibrationOptions) -> int:
     """The number of copies of these rows in 1,024 tokens; 1 if copies could not be told apart."""
     if not (_by_row(model, options) and all(map(is_of_tokens, batches))):
         return 1
     return max(1, TOKENS_AT_ONCE // max(batch["input_ids"].numel() for batch in batches))
 
 
-def _by_row(model: nn.Module, options: CalibrationOptions | None) -> bool:
-    return is_language_model(model) and (options is None or loss_fn_of(options) is None)
+def _by_row(model: nn.Module, options: CalibrationOptions) -> bool:
+    return is_language_model(model) and loss_fn_of(options) is None

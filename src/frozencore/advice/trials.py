@@ -1,8 +1,8 @@
 """Measure the gain of a setting on unseen examples: a step from one half, the loss on the other half.
 
 The step is the first step of a training (:mod:`frozencore.maths.objective`), with the same length for every setting.
-The length is the first power of √10 with at least half the best gain of the default setting; longer steps would measure
-gains that are easy for all settings.
+The length is the shortest power of √10 at which the default setting has at least half of its best gain. With longer
+steps every setting gains, and they would differ less.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Trials:
         ranks, few = self.evidence.ranks_of(setting, self.seed), self._few
         self._counts = 0, len(ranks) + len(lengths)
         updates = self._updates(setting, ranks, "length")
-        self._tried = setting, updates  # it is tried again next
+        self._tried = setting, updates  # worths() tries this setting first
         before = self._loss(few)
         gains: dict[float, float] = {}
         losses = self._losses(few, (_times(updates, length) for length in lengths))
@@ -129,7 +129,7 @@ class Trials:
                 else:
                     bases[name] = build_basis(setting.method, layer, options)
                 G, A, D = moments.total("cross"), moments.total("input_outer"), moments.total("error_outer")
-                cores[name] = first_step(G, A, D, bases[name])  # of sums: their number of tokens cancels
+                cores[name] = first_step(G, A, D, bases[name])  # sums will do, because the number of tokens cancels
         return {
             name: Update((bases[name].P.double() @ R).float(), bases[name].Q)
             for name, R in of_length(cores, 1.0).items()
@@ -138,7 +138,8 @@ class Trials:
     def _losses(self, rows: Sequence[Batch], updates: Iterable[Mapping[str, Update]]) -> Iterator[float]:
         """The loss with each of the updates; several share a pass if they fit."""
         waiting = iter(updates)
-        while group := list(islice(waiting, self._copies(rows))):
+        num_copies = copies_at_once(self.model, rows, self.options)
+        while group := list(islice(waiting, num_copies if self._side_by_side else 1)):
             if len(group) > 1:
                 try:
                     with tried_side_by_side(self.evidence.modules, group):
@@ -149,9 +150,6 @@ class Trials:
                     self._side_by_side = False
             for one in group:
                 yield self._loss(rows, one)
-
-    def _copies(self, rows: Sequence[Batch]) -> int:
-        return copies_at_once(self.model, rows, self.options) if self._side_by_side else 1
 
     def _loss(self, rows: Sequence[Batch], updates: Mapping[str, Update] | None = None) -> float:
         with tried(self.evidence.modules, updates or {}):
