@@ -10,10 +10,11 @@ from matplotlib import pyplot as plt
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.tune.methods import method_name
 from frozencore_lab.campaign.results import CampaignResults, StudyResults
-from frozencore_lab.reports.across import across_document, write_across
+from frozencore_lab.reports.across import across_document
 from frozencore_lab.reports.labels import TASKS
 from frozencore_lab.reports.sheet import latex, markdown
 from frozencore_lab.reports.tables.comparison import read_task_means
+from frozencore_lab.reports.writing import write_document
 from places import PAPER_TABLES
 
 MODELS = {"q15": "Qwen2.5-1.5B", "q3": "Qwen2.5-3B", "q7": "Qwen2.5-7B", "llama1": "Llama-3.2-1B"}
@@ -126,7 +127,7 @@ def test_the_figure_has_a_panel_a_model_each_in_an_order_of_its_own(four):
 
 
 def test_it_is_written_like_any_report(four, tmp_path):
-    names = {path.relative_to(tmp_path).as_posix() for path in write_across(four, tmp_path)}
+    names = {path.relative_to(tmp_path).as_posix() for path in write_document(across_document(four), tmp_path)}
     assert {"index.html", "report.md", "figures/matched-budget.png", "tables/matched-budget-wins.tex"} <= names
     page = (tmp_path / "index.html").read_text()
     assert "352 of 352 final runs done" in page
@@ -138,7 +139,7 @@ def test_means_over_other_tasks_are_left_out_and_said_to_be(paper):
     document = across_document([paper("q15", "a"), paper("q3", "b"), paper("q7", "c", tasks=5)])
     table = tables(document)["matched-budget-means"]
     assert [line[0].text for line in table.sheet.rows] == ["a", "b"]
-    assert table.remark == "Left out, as they are of other tasks: c."
+    assert table.remark == "Left out, because their tasks differ: c."
 
 
 def test_studies_whose_titles_name_their_models_are_called_by_the_name_they_share(paper):

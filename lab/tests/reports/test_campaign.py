@@ -16,8 +16,9 @@ import pytest
 from frozencore.tune.run.record import Failure
 from frozencore_lab.campaign.plan import Choice
 from frozencore_lab.campaign.results import CampaignResults
-from frozencore_lab.reports.campaign import study_section, write_report
+from frozencore_lab.reports.campaign import campaign_document, study_section
 from frozencore_lab.reports.document import count_runs
+from frozencore_lab.reports.writing import write_document
 
 STUDIES = """
   budget:
@@ -66,14 +67,14 @@ def sample(results, make_record):
 @pytest.fixture(scope="module")
 def report(sample, tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
-    write_report(sample, folder)
+    write_document(campaign_document(sample), folder)
     return folder
 
 
 def test_every_table_comes_in_three_formats_each_study_with_its_figure_and_twice_the_same_bytes(
     report, sample, tmp_path
 ):
-    written = write_report(sample, tmp_path / "again")
+    written = write_document(campaign_document(sample), tmp_path / "again")
     for path in written:
         assert path.read_bytes() == (report / path.relative_to(tmp_path / "again")).read_bytes()
     names = {path.relative_to(tmp_path / "again").as_posix() for path in written}
@@ -101,7 +102,9 @@ def test_a_run_that_waits_for_its_search_is_in_the_table_and_says_why_but_has_no
     made = study(yaml)
     *others, last = made.runs
     waits = replace(last, run_id=None, record=None, failure=Failure(reason="search", message="no trial finished"))
-    write_report(CampaignResults(campaign(yaml), (replace(made, runs=(*others, waits)),)), tmp_path)
+    write_document(
+        campaign_document(CampaignResults(campaign(yaml), (replace(made, runs=(*others, waits)),))), tmp_path
+    )
     page = (tmp_path / "index.html").read_text()
     facts = json.loads(re.search(r'<script type="application/json" id="runs">(.*?)</script>', page).group(1))
     assert set(facts) == {run.run_id for run in others}
@@ -182,12 +185,12 @@ def test_a_search_that_still_ends_at_an_end_is_marked(study, make_record):
 
 def test_tables_of_two_studies_never_share_a_file(results, tmp_path):
     one = "    title: T\n    axes: {model: [small], task: [svamp], method: [fcca], seed: [42]}\n"
-    written = write_report(results(f"  a:\n{one}  a-time:\n{one}"), tmp_path)
+    written = write_document(campaign_document(results(f"  a:\n{one}  a-time:\n{one}")), tmp_path)
     assert len(set(written)) == len(written)
 
 
 def test_a_campaign_that_has_not_begun_has_a_report(results, tmp_path):
-    written = write_report(results(STUDIES, lambda axes: None), tmp_path)
+    written = write_document(campaign_document(results(STUDIES, lambda axes: None)), tmp_path)
     assert not [path for path in written if path.suffix == ".png"]
     assert "0 of 44 final runs done, 0 failed, 44 missing" in (tmp_path / "report.md").read_text()
 
@@ -195,7 +198,7 @@ def test_a_campaign_that_has_not_begun_has_a_report(results, tmp_path):
 def test_a_ranking_waits_for_a_whole_column(results, make_record, tmp_path):
     yaml = STUDIES.split("  sides:")[0]
     begun = results(yaml, lambda axes: make_record(axes) if axes["task"] == "svamp" else None)
-    assert not [path for path in write_report(begun, tmp_path) if path.suffix == ".png"]
+    assert not [path for path in write_document(campaign_document(begun), tmp_path) if path.suffix == ".png"]
 
 
 def in_browser(page: Path, script: str, *, width: int = 1400, scheme: str = "light") -> dict:

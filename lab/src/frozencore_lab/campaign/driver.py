@@ -21,7 +21,7 @@ WAIT_S = 0.5
 
 
 Watch = Callable[[Tally, dict[int, Job], Event | None], None]
-"""A function of the campaign's counts, the work of each worker, and the latest events."""
+"""A function that is called with the campaign's counts, the job of each busy worker, and the latest event if any."""
 
 
 def drive(campaign: Campaign, store: Store, pool: WorkerPool, watch: Watch, *, retry_failed: bool = False) -> Tally:
@@ -52,31 +52,31 @@ class _Driver:
     needs: Needs = field(default_factory=dict)
     deaths: Counter[str] = field(default_factory=Counter)
     last_model: dict[int, str] = field(default_factory=dict)
-    standing: Tally = field(default_factory=lambda: Tally(0, 0, 0, 0))
+    counts: Tally = field(default_factory=lambda: Tally(0, 0, 0, 0))
     trials: set[str] = field(default_factory=set)
     is_stale: bool = False
 
     def run(self) -> Tally:
         self._plan()
         while True:
-            self._give()
-            self.watch(self.standing, self.running, None)
+            self._start_jobs()
+            self.watch(self.counts, self.running, None)
             if not self.running:
-                return self.standing
+                return self.counts
             for event in self.pool.events(WAIT_S):
-                self._take(event)
+                self._handle(event)
 
     def _plan(self) -> None:
         self.is_stale = False
         planned = plan(self.campaign, self.store.outcome)
         self.needs = needs_of(run.job for run in planned if run.job)
-        self.standing = tally(planned, self.store)
+        self.counts = tally(planned, self.store)
         busy = {job.id for job in self.running.values()}
         self.trials = {run.job.id for run in planned if run.job and run.phase == "search"}
         jobs = {run.job.id: run.job for run in sorted(planned, key=_order) if run.job}
         self.queue = [job for job in jobs.values() if job.id not in busy and self.store.outcome(job.id) is None]
 
-    def _give(self) -> None:
+    def _start_jobs(self) -> None:
         for worker in range(self.pool.size):
             if worker in self.running:
                 continue
@@ -100,29 +100,29 @@ class _Driver:
             return self.queue[0] if self.queue and not self.running else None
         return next((job for job in shareable if job.config.model == self.last_model.get(worker)), shareable[0])
 
-    def _take(self, event: Event) -> None:
+    def _handle(self, event: Event) -> None:
         if event.kind != "stage":
             job = self.running.pop(event.worker)
             if event.kind == "halted":
                 raise ArtifactError(event.message)
             if event.kind == "died":
-                self._bury(job, event.message)
+                self._record_death(job, event.message)
                 self._plan()
             else:
                 self._count(job, failed=event.kind == "failed")
-        self.watch(self.standing, self.running, event)
+        self.watch(self.counts, self.running, event)
 
     def _count(self, job: Job, *, failed: bool) -> None:
         """Update the counts after a run; new runs are planned only when needed, because planning takes time."""
-        now = self.standing
+        now = self.counts
         ended = {"failed": now.failed + 1} if failed else {"finished": now.finished + 1}
-        self.standing = replace(now, ready=now.ready - 1, **ended)
+        self.counts = replace(now, ready=now.ready - 1, **ended)
         self.is_stale |= job.id in self.trials
 
-    def _bury(self, job: Job, known: str) -> None:
+    def _record_death(self, job: Job, known: str) -> None:
         self.deaths[job.id] += 1
         if self.deaths[job.id] >= MOST_DEATHS:
-            message = f"{MOST_DEATHS} workers died of it: killed from outside, or out of memory"
+            message = f"{MOST_DEATHS} workers died in this run: killed from outside, or out of memory"
             self.store.fail(job.id, Failure(reason="worker died", message=message, config=job.resolved), known)
 
 

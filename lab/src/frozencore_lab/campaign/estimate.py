@@ -2,7 +2,7 @@
 
 Operations are counted from shapes: a training token takes a forward and a backward pass through frozen weights, 4
 operations a weight; a scored token takes 2. The machine's speed is measured on a short matrix product. Finished runs
-give the time of other runs of their kind. For the estimate's assumption see ``EFFICIENCY``.
+give the time of other runs of their kind. ``EFFICIENCY`` is an assumption.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ def search_rows(planned: Iterable[Planned], place: Place) -> list[SearchRows]:
             key = tuple(getattr(config, name) for name in _DECIDES_SPLITS)
             configs.setdefault(key, config)
             studies.setdefault(key, []).append(run.study)
-    return [_look(config, tuple(dict.fromkeys(studies[key]))) for key, config in configs.items()]
+    return [_rows_of_trials(config, tuple(dict.fromkeys(studies[key]))) for key, config in configs.items()]
 
 
-def _look(config: RunConfig, studies: Sequence[str]) -> SearchRows:
+def _rows_of_trials(config: RunConfig, studies: Sequence[str]) -> SearchRows:
     task = str(config.task)
     try:
         splits = task_splits(config)

@@ -21,7 +21,7 @@ from frozencore_lab.campaign.study_options import PLACES
 
 ID_DIGITS = 16
 PAPERS_CORES = {"coordinates": "qr", "alpha": None}
-"""The paper's values of core options with other defaults. An id leaves them out, as it leaves out other defaults."""
+"""The paper's values of core options; our defaults differ. An id leaves these values out, as it leaves out defaults."""
 
 
 @dataclass(frozen=True)

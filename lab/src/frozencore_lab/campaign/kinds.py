@@ -116,9 +116,9 @@ class Stability(StudyKind):
         if work.config.rank_budget is not None:
             raise ConfigError("Bases are compared at one rank in every layer: give rank in place of rank_budget.")
         configs = (work.config, work.reference)
-        benches = [work.prepare(config) for config in configs]
-        targets = resolve_targets(work.config, benches[0].model)  # one model: the second adapter replaces the first
-        adapted = (work.adapt(*one, targets, work.progress)[0] for one in zip(configs, benches, strict=True))
+        prepared_runs = [work.prepare(config) for config in configs]
+        targets = resolve_targets(work.config, prepared_runs[0].model)  # of one model for both
+        adapted = (work.adapt(*one, targets, work.progress)[0] for one in zip(configs, prepared_runs, strict=True))
         few, many = (get_bases(model) for model in adapted)
         cosines: dict[str, dict[str, float]] = {"P": {}, "Q": {}}
         for name, basis in few.items():
@@ -132,7 +132,7 @@ class Stability(StudyKind):
             layers=cosines,
             num_calibration={
                 name: len(prepared.rows.calibration)
-                for name, prepared in zip(("basis", "reference"), benches, strict=True)
+                for name, prepared in zip(("basis", "reference"), prepared_runs, strict=True)
             },
             reference_size=work.reference.calibration_size,
             provenance=Provenance.here(),

@@ -144,10 +144,10 @@ def most_further_trials(campaign: Campaign, outcome: Outcomes) -> int:
     """The most trials that searches may still add beyond the ends of their grids."""
     count = 0
     for name, study in campaign.studies.items():
-        for group in _groups(campaign, name, outcome) if study.search else ():
-            if group.ended is None and len({trial.get(RATE) for trial in group.grid}) > 1:
-                assert study.search is not None
-                count += max(0, study.search.beyond - len(group.trials) + len(group.grid))
+        if study.search is not None:
+            for group in _groups(campaign, name, outcome):
+                if group.ended is None and len({trial.get(RATE) for trial in group.grid}) > 1:
+                    count += max(0, study.search.beyond - len(group.trials) + len(group.grid))
     return count
 
 

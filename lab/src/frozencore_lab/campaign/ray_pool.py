@@ -56,7 +56,7 @@ class RayPool:
         self._hired_with = (worker, Path.cwd())
         self._actors: dict[int, Any] = {}
         self._runs: dict[Any, int] = {}
-        self._tellings: dict[Any, int] = {}
+        self._stages: dict[Any, int] = {}
         if not self._offered(self._resource):
             self.close()
             raise ConfigError(f"The Ray cluster at {address} offers neither CPUs nor GPUs. Add a node to it.")
@@ -77,17 +77,17 @@ class RayPool:
 
     def events(self, timeout_s: float) -> Sequence[Event]:
         told: list[Event] = []
-        ready, _ = self._ray.wait([*self._runs, *self._tellings], timeout=timeout_s)
+        ready, _ = self._ray.wait([*self._runs, *self._stages], timeout=timeout_s)
         for answer in ready:
             over = answer in self._runs
-            worker = self._runs.pop(answer) if over else self._tellings.pop(answer)
+            worker = self._runs.pop(answer) if over else self._stages.pop(answer)
             try:
                 told += self._ray.get(answer)
             except self._ray.exceptions.RayTaskError:
                 raise  # a bug
             except self._ray.exceptions.RayError as error:
                 if over:
-                    self._bury(worker)
+                    self._forget(worker)
                     told.append(Event(worker, "died", message=f"Ray lost the worker's process or its node: {error}\n"))
                 continue
             if not over:
@@ -105,21 +105,21 @@ class RayPool:
             self._ray.shutdown()
 
     def _hire(self) -> Any:
-        room = {"num_gpus": 1} if self._resource == "GPU" else {"num_cpus": 1}
-        actor = self._ray.remote(_Actor).options(max_concurrency=2, scheduling_strategy="SPREAD", **room)
+        resources = {"num_gpus": 1} if self._resource == "GPU" else {"num_cpus": 1}
+        actor = self._ray.remote(_Actor).options(max_concurrency=2, scheduling_strategy="SPREAD", **resources)
         return actor.remote(*self._hired_with)
 
     def _dismiss(self, worker: int) -> None:
         self._ray.kill(self._actors[worker])
-        self._bury(worker)
+        self._forget(worker)
 
-    def _bury(self, worker: int) -> None:
+    def _forget(self, worker: int) -> None:
         del self._actors[worker]
-        self._tellings = {answer: teller for answer, teller in self._tellings.items() if teller != worker}
+        self._stages = {answer: teller for answer, teller in self._stages.items() if teller != worker}
 
     def _listen_to(self, worker: int) -> None:
-        if worker in self._runs.values() and worker not in self._tellings.values():
-            self._tellings[self._actors[worker].told.remote()] = worker
+        if worker in self._runs.values() and worker not in self._stages.values():
+            self._stages[self._actors[worker].told.remote()] = worker
 
     def _offered(self, resource: str) -> int:
         return int(self._ray.cluster_resources().get(resource, 0))
@@ -175,7 +175,7 @@ def _connect(address: str) -> tuple[ModuleType, bool]:
     _require_answer(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level="error")
-    except (Exception, SystemExit) as error:  # SystemExit: what listens there is no Ray cluster
+    except (Exception, SystemExit) as error:  # SystemExit: something else than Ray listens there
         raise ConfigError(_no_cluster(address, str(error))) from error
     return ray, True
 

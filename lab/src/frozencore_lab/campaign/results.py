@@ -116,8 +116,8 @@ def _require_one_base(planned: list[Planned], store: Store) -> None:
         if len(runs) > 1:
             first, other = list(runs.values())[:2]
             raise ArtifactError(
-                f"The runs {first} and {other} name the model {model!r} and were made on different weights: they do "
-                "not compare. Remove those of the wrong one and run the campaign again."
+                f"The runs {first} and {other} name the model {model!r} but were made on different weights, "
+                "so they cannot be compared. Remove the runs on the wrong weights and run the campaign again."
             )
 
 

@@ -127,7 +127,7 @@ class Worker:
             self._base = None  # freed before loading the next, because two may not fit
             self._base = key, Base(*load_model(config.model, dtype=config.dtype, device=config.device))
         prepared = prepare(config, progress, self._base[1], row_cache=self._rows)
-        prepared.before = self._scores.get(_scored_as(config, prepared))
+        prepared.before = self._scores.get(_score_key(config, prepared))
         return prepared
 
     def _adapt(
@@ -135,7 +135,7 @@ class Worker:
     ) -> Adapted:
         self._take_off()
         if prepared.before is not None:
-            self._scores[_scored_as(config, prepared)] = prepared.before
+            self._scores[_score_key(config, prepared)] = prepared.before
         model, calibration = adapt(config, prepared, targets, progress)
         self._adapted = config.method_entry, model
         return model, calibration
@@ -152,7 +152,7 @@ class Worker:
             take_off(model)
 
 
-def _scored_as(config: RunConfig, prepared: PreparedRun) -> str:
+def _score_key(config: RunConfig, prepared: PreparedRun) -> str:
     hashes = {"model": f"{config.model} {config.dtype}", **prepared.rows.fingerprints()}
     return json.dumps(scored_as(config, hashes))
 

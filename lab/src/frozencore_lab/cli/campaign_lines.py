@@ -174,16 +174,17 @@ def write_campaign_report(folders: Sequence[Path], output: Path | None) -> Itera
         output: Default: ``report/`` in the campaign's folder; ``across/`` beside the folders of several campaigns.
     """
     from frozencore_lab.campaign.results import load_results
-    from frozencore_lab.reports.across import write_across
-    from frozencore_lab.reports.campaign import write_report
+    from frozencore_lab.reports.across import across_document
+    from frozencore_lab.reports.campaign import campaign_document
+    from frozencore_lab.reports.writing import write_document
 
     campaigns = [load_results(folder) for folder in folders]
     if len(campaigns) == 1:
-        output = output or folders[0] / "report"
-        files = write_report(campaigns[0], output)
+        output, document = output or folders[0] / "report", campaign_document(campaigns[0])
     else:
         output = output or Path(os.path.commonpath([folder.absolute().parent for folder in folders])) / "across"
-        files = write_across(campaigns, output)
+        document = across_document(campaigns)
+    files = write_document(document, output)
     studies = [study for results in campaigns for study in results.studies]
     missing = sum(len(study.missing) for study in studies)
     num_runs = sum(len(study.runs) for study in studies)

@@ -1,7 +1,7 @@
 """Combine several tables of one study: macro-averages as in the paper's cross-scale table, and counts of wins.
 
-The tables are those of one study, one for each model, or those of several campaigns. A report over campaigns has every
-study that compares columns over tasks and that at least two campaigns have under the same name.
+A study has one table for each model, and several campaigns may have the same study. A report over campaigns has each
+study that compares columns over tasks and that stands in at least two campaigns under the same name.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore_lab.campaign.results import CampaignResults, StudyResults
@@ -22,7 +21,6 @@ from frozencore_lab.reports.statistics import differences, wins_ties_losses
 from frozencore_lab.reports.tables.averages import averages, ranked_printed
 from frozencore_lab.reports.tables.pivot import Key, Measure, Pivot, measures_of, pivots
 from frozencore_lab.reports.tables.pivot_sheet import average_cell
-from frozencore_lab.reports.writing import write_document
 
 NamedPivots = Mapping[tuple[str, ...], Pivot]
 """Tables by their distinguishing values, a text for each heading."""
@@ -60,7 +58,7 @@ def means_across(tables: NamedPivots, headings: Sequence[str], name: str, title:
 
 
 def wins_across(tables: NamedPivots, name: str, title: str) -> Sheet | None:
-    """Count for each table the tasks on which the reference column is better than, equal to and worse than each other.
+    """Count, by table, the tasks on which the reference column wins, ties and loses against each other column.
 
     None if the tables name no common reference.
     """
@@ -88,24 +86,23 @@ def wins_across(tables: NamedPivots, name: str, title: str) -> Sheet | None:
     if not rows:
         return None
     note = (
-        f"{sentence(measure.title)}, {measure.better} is better; wins / ties / losses of {columns[reference]}'s "
-        "unrounded task means in each table and in all; the mean difference over all of them, above 0 in its favour."
+        f"{sentence(measure.title)}, {measure.better} is better; wins / ties / losses of {columns[reference]} by "
+        "unrounded task means, in each table and in all. Mean Δ: the mean difference; above 0 it is better."
     )
     return Sheet.of(name, f"{title}: tasks on which {columns[reference]} is better", note, rows)
 
 
 def _gains(pivot: Pivot, reference: Key, column: Key) -> list[float]:
     """The reference minus the other by task, negated if lower is better; empty if a mean is missing."""
-    own, other = ([_mean(pivot, row, key) for row in pivot.rows] for key in (reference, column))
-    pairs = [(x, y) for x, y in zip(own, other, strict=True) if x is not None and y is not None]
-    if len(pairs) < len(pivot.rows):
+    if not {reference, column} <= set(pivot.columns):
+        return []
+    own, other = (
+        [mean for row in pivot.rows if (mean := pivot.cells[row, key].mean) is not None] for key in (reference, column)
+    )
+    if min(len(own), len(other)) < len(pivot.rows):
         return []
     sign = -1 if pivot.measure.lower_is_better else 1
-    return [sign * gain for gain in differences([x for x, _ in pairs], [y for _, y in pairs])]
-
-
-def _mean(pivot: Pivot, row: Key, column: Key) -> float | None:
-    return pivot.cells[row, column].mean if column in pivot.columns else None
+    return [sign * gain for gain in differences(own, other)]
 
 
 def _columns(tables: NamedPivots) -> dict[Key, str]:
@@ -135,15 +132,6 @@ def across_document(campaigns: Sequence[CampaignResults]) -> Document:
             "Report on each of them alone."
         )
     return make_document("Across campaigns", ", ".join(names), tuple(campaigns), sections)
-
-
-def write_across(campaigns: Sequence[CampaignResults], folder: Path) -> list[Path]:
-    """Write ``tables/``, ``figures/``, ``report.md`` and ``index.html`` of several campaigns together.
-
-    Raises:
-        ConfigError, ArtifactError: As in :func:`across_document`; or the folder cannot be written.
-    """
-    return write_document(across_document(campaigns), folder)
 
 
 def _sections(campaigns: Sequence[CampaignResults]) -> Iterator[Section]:
@@ -201,4 +189,4 @@ def _comparable(tables: NamedPivots) -> tuple[NamedPivots, str]:
     tasks = set(next(iter(tables.values())).rows)
     kept = {labels: pivot for labels, pivot in tables.items() if set(pivot.rows) == tasks and has_mean(pivot)}
     others = [", ".join(labels) for labels in tables if labels not in kept]
-    return kept, f"Left out, as they are of other tasks: {', '.join(others)}." if others else ""
+    return kept, f"Left out, because their tasks differ: {', '.join(others)}." if others else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from frozencore_lab.campaign.results import CampaignResults, StudyResults
 from frozencore_lab.reports.across import means_across
@@ -20,7 +19,6 @@ from frozencore_lab.reports.tables.pivot import Pivot, measures_of, pivots
 from frozencore_lab.reports.tables.pivot_sheet import pivot_sheet
 from frozencore_lab.reports.tables.setup import data_sheet, hyper_parameter_sheet, information_sheet
 from frozencore_lab.reports.tables.significance import compare, comparison_sheet, names_of
-from frozencore_lab.reports.writing import write_document
 
 
 def campaign_document(results: CampaignResults) -> Document:
@@ -41,18 +39,6 @@ def setup_section(results: CampaignResults) -> Section:
     campaign = results.campaign
     sheets = (data_sheet(campaign), hyper_parameter_sheet(results), information_sheet(campaign))
     return Section("set-up", "Set-up", "", (), tuple(Table(sheet) for sheet in sheets if sheet is not None))
-
-
-def write_report(results: CampaignResults, folder: Path) -> list[Path]:
-    """Write ``tables/*.md``, ``*.tex`` and ``*.csv``, ``figures/*.png``, ``report.md`` and ``index.html``.
-
-    ``NAME.csv`` has the unrounded means of a table, for ``campaign report --table``; ``NAME.runs.csv`` has each of its
-    runs. The same records give the same bytes.
-
-    Raises:
-        ArtifactError: The folder cannot be written.
-    """
-    return write_document(campaign_document(results), folder)
 
 
 def study_section(results: StudyResults) -> Section:
@@ -105,9 +91,9 @@ def _pivot_tables(pivot: Pivot, name: str) -> tuple[list[Table], list[Table]]:
 
 
 def _headline(pivot: Pivot) -> Iterator[str]:
-    """Name the table's columns with the best and the second best mean over the tasks, or value on its one task.
+    """Name the columns with the best and the second best mean over the tasks, with standard deviations over seeds.
 
-    Both stand with their standard deviations over seeds.
+    A table of one task has its values in place of means.
     """
     upright, measure = pivot.upright, pivot.measure
     lines, of = averages(upright), "mean over the tasks"

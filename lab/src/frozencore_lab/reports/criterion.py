@@ -48,7 +48,7 @@ STATISTICS: dict[str, Statistic] = {
 """The numbers of a criterion, by their names in a report."""
 LOSS = "held-out loss"
 OUTCOMES: dict[str, Statistic] = {LOSS: lambda run, _: run.held_out_loss, "accuracy": lambda run, _: run.accuracy}
-NAME, TITLE, SHOWN = "criterion", "Criterion against outcome", "‖PᵀGQ‖, share"
+NAME, TITLE, SCATTERED = "criterion", "Criterion against outcome", "‖PᵀGQ‖, share"
 TOO_FEW = f"fewer than {FEWEST_POINTS} points, or one value for nearly all of them"
 SEEDS_AND_PLACES = ("seed", *PLACES)
 
@@ -129,11 +129,11 @@ def criterion_sheet(points: Sequence[Point]) -> Sheet:
     note = (
         f"Spearman's ρ with its 95 % interval ({NUM_RANK_RESAMPLES:,} draws of tasks and points) over "
         f"{many(len(points), 'configuration')} on {many(num_tasks, 'task')}, means over seeds. A criterion that tells "
-        "which basis is worth more has ρ < 0 with the loss and ρ > 0 with the accuracy. Within tasks is the mean of "
-        "the tasks' ρ, weighted by their configurations less one. Statistics are medians over the layers, but for J "
-        "and ‖PᵀGQ‖."
+        "which basis is better has ρ < 0 with the loss and ρ > 0 with the accuracy. Within tasks: the mean of the "
+        "tasks' ρ, each weighted by its number of configurations minus one. Statistics are medians over the layers, "
+        "except J, which is their sum, and ‖PᵀGQ‖, which is one norm over all layers."
     )
-    return Sheet.of(NAME, "What the bases capture before training, and what comes of it", note, lines)
+    return Sheet.of(NAME, "What the bases capture before training, and the outcome of training", note, lines)
 
 
 def by_task_sheet(points: Sequence[Point], outcome: str) -> Sheet:
@@ -200,9 +200,9 @@ def criterion_scatter(points: Sequence[Point]) -> Figure:
     for axis, task in zip(axes, tasks, strict=True):
         own = [point for point in points if point.task == task]
         for i, (method, colour) in enumerate(zip(methods, colours, strict=True)):
-            _, x, y = _pairs([point for point in own if point.method == method], SHOWN, LOSS)
+            _, x, y = _pairs([point for point in own if point.method == method], SCATTERED, LOSS)
             axis.plot(x, y, MARKERS[i % len(MARKERS)], color=colour, alpha=0.8, mew=0, label=method_name(method))
-        found = correlate(own, SHOWN, LOSS)
+        found = correlate(own, SCATTERED, LOSS)
         axis.set_title(task + (f", ρ = {found.rho:+.2f}" if found else ""))
         axis.locator_params(axis="x", nbins=4)
     figure.supxlabel("share of the gradient in the span, ‖PᵀGQ‖ / ‖G‖")

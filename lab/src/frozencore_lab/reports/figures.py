@@ -33,7 +33,7 @@ class FigureKind:
     """One kind of figure.
 
     Attributes:
-        once: The title of a figure that does not depend on the measure and is drawn only for the first.
+        once: The title of a figure that does not depend on the measure, and so is drawn once; empty otherwise.
         against: What the measure is drawn against, as the caption names it.
         of_averages: The figure shows macro-averages, so it needs a complete column.
     """

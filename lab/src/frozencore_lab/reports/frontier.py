@@ -33,7 +33,7 @@ SIZES = ("rank", "rank_budget", "layers")
 ValueCount = Literal["at_once", "in_all"]
 COUNTS: dict[ValueCount, str] = {"at_once": "values at once", "in_all": "values in all"}
 """The names of the two counts of trained values in reports."""
-NAME, TITLE = "frontier", "What a trained value buys"
+NAME, TITLE = "frontier", "Loss by trained values"
 DECIMALS, MOST_IN_A_ROW = 3, 3
 NEARLY = math.log(1.05)
 
@@ -82,14 +82,17 @@ def frontier_points(results: CampaignResults) -> list[FrontierPoint]:
     for study in studies:
         further = [axis for axis in varied_axes(study) if axis not in SIZES]
         sizes = [axis for axis in study.study.axes if axis in SIZES]
-        for (kind, size, panel), runs in by_axes(study.runs, further, sizes, panel_axes).items():
+        for (family, size, panel), runs in by_axes(study.runs, further, sizes, panel_axes).items():
             records = [run.record for run in runs if isinstance(run.record, TunedRecord)]
             known = [(one, one.held_out_loss) for one in records if one.held_out_loss is not None]
             losses = tuple(loss for _, loss in known) if len(known) == len(runs) else ()
             title = "" if further == ["method"] else study.study.title.partition(",")[0]
-            family = ", ".join(filter(None, (title, column_name(further, kind))))
-            on = column_name(panel_axes, panel)
-            found.append(FrontierPoint(family, column_name(sizes, size), on, tuple(one for one, _ in known), losses))
+            found.append(
+                FrontierPoint(
+                    ", ".join(filter(None, (title, column_name(further, family)))), column_name(sizes, size),
+                    column_name(panel_axes, panel), tuple(one for one, _ in known), losses,
+                )
+            )  # fmt: skip
     return found
 
 
@@ -181,8 +184,8 @@ def ahead_sheet(points: Sequence[FrontierPoint], count: ValueCount) -> Sheet | N
             )
         lines.append(line)
     note = (
-        "Its loss less theirs, which is taken between their neighbouring sizes, straight in the logarithm of the "
-        "number of values; below zero it is ahead."
+        "The first family's loss minus another's; below zero the first is better. The other's loss is interpolated "
+        "between its two nearest sizes, linearly in the logarithm of the number of values."
     )
     name = f"{NAME}-ahead" if count == "at_once" else f"{NAME}-ahead-in-all"
     return Sheet.of(name, f"{first} against the others at equal {COUNTS[count]}", note, lines)

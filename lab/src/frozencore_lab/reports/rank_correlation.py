@@ -38,8 +38,8 @@ def rank_correlation(
 ) -> Correlation | None:
     """Correlate two values of each point.
 
-    Groups are resampled with replacement, and points within each group. None if fewer than six points are in groups
-    with a ρ, or if too many resamples have no ρ.
+    Groups are resampled with replacement, and points within each group. The result is None if the groups with a ρ have
+    fewer than six points together, or if ρ is undefined in more than 5 % of the resamples.
 
     Args:
         groups: The group of each point.

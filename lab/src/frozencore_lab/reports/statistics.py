@@ -1,7 +1,7 @@
 """Statistics over seeds and over tasks (paper, "Statistical reporting"): the task is the unit of replication.
 
-Differences over tasks are ``reference - other``, rounded relative to 12 digits of the values, so that equal printed
-differences (95.1 - 94.8 and 85.9 - 85.6) are ties.
+Differences over tasks are ``reference - other``, rounded to the 12th digit of the larger value. So differences that are
+equal in print (95.1 - 94.8 and 85.9 - 85.6) are ties.
 
 Resampling estimates the uncertainty of a mean difference from its evaluation rows, seeds and tasks. A gain is an array
 (seeds, items, others): the reference's score on an item minus each other method's score on the same item under the same

@@ -35,6 +35,8 @@ TEMPLATES = Environment(
 def write_document(document: Document, folder: Path) -> list[Path]:
     """Write every file of a document; the same records give the same bytes.
 
+    ``tables/NAME.csv`` has unrounded means, for ``campaign report --table``; ``NAME.runs.csv`` has every run.
+
     Raises:
         ArtifactError: The folder cannot be written.
     """
@@ -97,7 +99,7 @@ def document_page(document: Document, figures: Path) -> str:
 
 
 def _headline(section: Section, table: Table) -> tuple[str, str]:
-    """A table's heading and note; the heading is shortened by the section's, or names the measure."""
+    """A table's heading and note. The heading leaves out the section's title; if nothing is left it is the measure."""
     sheet = table.sheet
     rest = _caption(section, sheet.title)
     if rest:
