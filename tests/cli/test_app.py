@@ -80,6 +80,7 @@ def test_calibrate_then_inspect_shows_what_the_basis_captured(command, tmp_path:
     assert "1.000" in out
     assert "coher. P: coherence of P: largest leverage of an output" in out
     assert "16 layers; 256 trained values" in out
+    assert "PᵀP" not in out
 
 
 @pytest.mark.parametrize(

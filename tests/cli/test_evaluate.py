@@ -66,7 +66,10 @@ def test_rows_of_ones_own_are_scored_on_runs_and_their_base(command, tmp_path: P
     ]  # fmt: skip
     assert run["held_out_loss"] < base["held_out_loss"]
     assert base["held_out_loss"] == pytest.approx(by_transformers(rows), abs=1e-5)
-    assert "rows.jsonl" in out
+    assert "Load model and rows: 1 in " in out
+    assert "(1 task)" in out
+    for scored in ("base: rows.jsonl: 20 in ", "run: rows.jsonl: 20 in "):
+        assert re.search(rf"{scored}\d+\.\d s \(loss\)\n{scored}\d+\.\d s \(completions\)", out)
     assert command("doctor", tmp_path / "e")[0] == 0
 
 

@@ -60,7 +60,9 @@ def test_an_inspection_is_a_line_a_quantity_unless_every_layer_is_asked_for() ->
 
 def test_the_worst_layer_decides_what_is_said_of_orthonormality() -> None:
     worse = LayerReport(replace(BASIS, orthonormality_error=1e-3), None, None)
-    assert "|PᵀP - I| 1.0e-03" in shown(inspection_table({"a": LayerReport(BASIS, None, None), "b": worse}))
+    reports = {"a": LayerReport(BASIS, None, None), "b": worse}
+    assert "|PᵀP - I| 1.0e-03" in shown(inspection_table(reports))
+    assert "PᵀP" not in shown(inspection_table(reports, orthonormal=False))  # the default coordinates promise none
 
 
 def test_layers_stand_in_the_order_of_their_numbers() -> None:

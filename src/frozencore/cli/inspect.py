@@ -79,6 +79,7 @@ def inspect(
     from frozencore.calibration.moments_file import load_moments
     from frozencore.cli.run_summary import allocation_line
     from frozencore.constructors.basis_options import trained_values
+    from frozencore.maths.basis import ORTHONORMAL_COORDINATES
 
     config, layers = read_adapter_or_basis(folder)
     reports = inspect_adapter(
@@ -94,7 +95,8 @@ def inspect(
             found[name]["share"] = asdict(share)
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
         return
-    console.print(inspection_table(reports, every_layer=all_layers))
+    orthonormal = config.coordinates in ORTHONORMAL_COORDINATES
+    console.print(inspection_table(reports, every_layer=all_layers, orthonormal=orthonormal))
     if config.rank_budget is not None:
         console.print(allocation_line(trained_values(config.rank_budget), config.rank_pattern))
     saved = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
@@ -139,8 +141,14 @@ def _shares(config: RunConfig, *, silent: bool) -> RowShares:
         return shares_of_rows(config, progress)
 
 
-def inspection_table(reports: Mapping[str, LayerReport], *, every_layer: bool = False) -> Group:
-    """Show a saved adapter's bases and totals: the spread over the layers, or a line for each layer."""
+def inspection_table(
+    reports: Mapping[str, LayerReport], *, every_layer: bool = False, orthonormal: bool = True
+) -> Group:
+    """Show a saved adapter's bases and totals: the spread over the layers, or a line for each layer.
+
+    Args:
+        orthonormal: Whether the coordinates promise orthonormal bases; their error is then shown.
+    """
     from frozencore.cli.run_summary import values_in_words
 
     columns, names = _columns(list(reports.values())), list(reports)
@@ -154,7 +162,7 @@ def inspection_table(reports: Mapping[str, LayerReport], *, every_layer: bool = 
         legend([*(["m x n"] if every_layer else []), *columns]),
         Text(
             f"{len(reports)} layers; {values_in_words(at_once, in_all)} ({4 * in_all:,} bytes), "
-            f"bases {basis_bytes:,} bytes; largest |PᵀP - I| {worst:.1e}"
+            f"bases {basis_bytes:,} bytes{f'; largest |PᵀP - I| {worst:.1e}' if orthonormal else ''}"
         ),
     )
 

@@ -230,7 +230,7 @@ class BasisWork:
             if moments.num_tokens < self._rank(name):
                 raise CalibrationError(
                     f"A basis of rank {self._rank(name)} needs at least {self._rank(name)} counted tokens, but layer "
-                    f"{name!r} received {moments.num_tokens}. Calibrate on more text."
+                    f"{name!r} received {moments.num_tokens}. Calibrate on more text, or give a lower rank."
                 )
         return LayerEvidence(name, layer.shape, layer.dense_weight, moments)
 

@@ -27,7 +27,7 @@ from frozencore.tune.run.models import load_model
 from frozencore.tune.run.provenance import provenance
 from frozencore.tune.run.run_folder import PREDICTIONS, RECORD
 from frozencore.tune.tasks import Task
-from frozencore.words import Progress, as_stage
+from frozencore.words import Progress, as_stage, num_of
 
 RECORD_FORMAT = 1
 
@@ -83,7 +83,7 @@ def evaluate(evaluation: Evaluation, out: Path, progress: Progress) -> dict[str,
     model, tokenizer = load_model(evaluation.model, dtype=evaluation.dtype, device=evaluation.device)
     encoder = _encoder(evaluation, model, tokenizer)
     scorers, failed = _scorers(evaluation, encoder)
-    progress("load", 1, 1, f"{len(scorers)} tasks")
+    progress("load", 1, 1, num_of(len(scorers), "task"))
 
     common = {
         "model": fingerprint_model(model),

@@ -21,7 +21,7 @@ from frozencore.tune.scoring.exact_match import are_short
 from frozencore.tune.scoring.score import held_out_loss, score_completions, score_task
 from frozencore.tune.tasks import Task
 from frozencore.tune.tasks.splits import evaluation_rows
-from frozencore.words import Progress
+from frozencore.words import Progress, with_note
 
 Scored = tuple[dict[str, Any], Iterable[Mapping[str, Any]]]
 """The numbers of a score, and the predictions by row."""
@@ -78,10 +78,11 @@ def own_scorer(data: str, columns: str | None, encoder: PromptEncoder, *, num_ro
     name = re.sub(r"[^\w.-]+", "-", named(data))  # becomes a folder's name
 
     def score(model: nn.Module, progress: Progress) -> Scored:
-        loss = held_out_loss(model, rows, pad_id=encoder.pad_id, progress=progress)
+        loss = held_out_loss(model, rows, pad_id=encoder.pad_id, progress=with_note(progress, "loss"))
         if not compares:
             return {"task": name, "accuracy": None, "num_examples": len(rows), "held_out_loss": loss}, ()
-        summary, predictions = _scored(score_completions(model, encoder, rows, held_out_loss=loss, progress=progress))
+        told = with_note(progress, "completions")
+        summary, predictions = _scored(score_completions(model, encoder, rows, held_out_loss=loss, progress=told))
         return {**summary, "task": name}, predictions
 
     return TaskScorer(name, {"rows": fingerprint_options({"rows": [asdict(row) for row in rows]})}, score)
