@@ -142,7 +142,7 @@ class Study:
 
     @property
     def suspicions(self) -> dict[str, Any]:
-        """How suspicious each training row is, by each ranking."""
+        """Rankings of the training rows by name; the most suspicious row has the largest number."""
         found = self.own | {name: -score.mean(0) for name, score in self.scores.items()}
         return {name: ranking.double().numpy() for name, ranking in found.items()}
 
