@@ -56,7 +56,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--constructor", default="fcca")
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--learning-rate", type=float, default=1e-2)
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--rollouts", type=int, default=32, help="In a step; 8 of each question.")
     parser.add_argument("--max-new-tokens", type=int, default=64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tarfile
@@ -17,7 +18,8 @@ CONSTRAINTS = ROOT / "constraints.txt"
 
 
 def run(*words: str | Path, cwd: Path) -> str:
-    done = subprocess.run([str(word) for word in words], cwd=cwd, capture_output=True, text=True)
+    own = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}  # pip would count it as installed
+    done = subprocess.run([str(word) for word in words], cwd=cwd, env=own, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 

@@ -92,7 +92,7 @@ def test_grpo_makes_what_is_rewarded_likelier(run: Callable[..., Path]) -> None:
     prompt, answer = "Tom went to the", " garden"
     adapter = run(
         "grpo.py", pocket_model_path(), [{"prompt": prompt, "answer": answer}] * 64,
-        "--steps", "12", "--max-new-tokens", "2", "--learning-rate", "0.1",
+        "--steps", "12", "--max-new-tokens", "2",
     )  # fmt: skip
     model = has_learned(AutoModelForCausalLM.from_pretrained(pocket_model_path()), adapter)
     tokenizer = AutoTokenizer.from_pretrained(pocket_model_path())
