@@ -230,12 +230,11 @@ def rich_table(sheet: Sheet) -> Table:
     for i, heading in enumerate(sheet.headings):
         table.add_column(Text(heading), justify="left" if i < sheet.num_labels else "right")
     for i, line in enumerate((*sheet.rows, *sheet.foot)):
-        table.add_row(*_texts(line), end_section=i == len(sheet.rows) - 1)
+        texts = (
+            Text(_joined(cell), style="bold" if cell.best else "underline" if cell.second else "") for cell in line
+        )
+        table.add_row(*texts, end_section=i == len(sheet.rows) - 1)
     return table
-
-
-def _texts(line: Line) -> list[Text]:
-    return [Text(_joined(cell), style="bold" if cell.best else "underline" if cell.second else "") for cell in line]
 
 
 def _joined(cell: SheetCell) -> str:

@@ -135,7 +135,7 @@ def explain_disk_errors(checkpoint_dir: Path | None) -> Iterator[None]:
 
 
 class Stop:
-    """A request to stop a training; true once it was made.
+    """A request to stop a training; calling it returns True once a signal came.
 
     Attributes:
         saved: A description of what is on disk; None if nothing is.
@@ -151,7 +151,7 @@ class Stop:
 
 @contextmanager
 def defer_stop(told: Callable[[], None] = lambda: None) -> Iterator[Stop]:
-    """Inside, SIGTERM and Ctrl-C only make what is given true; afterwards they do what they would have done.
+    """Delay SIGTERM and Ctrl-C: inside the context they only set the yielded request; at its end they take effect.
 
     Their exception gets a note on what was saved. A second Ctrl-C takes effect at once. Nothing changes in a thread,
     where handlers cannot be set, and for a signal that is ignored.

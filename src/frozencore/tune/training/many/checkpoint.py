@@ -83,22 +83,22 @@ class Checkpoints:
         tensors = {name: held[: len(states)].cpu() for name, held in active.slots.state().items()}
         tensors |= {f"best.{i}": state.best.cpu() for i, state in enumerate(states) if state.best is not None}
         save_file(tensors, folder / VALUES)
-        written = {"seats": [state.written() for state in states], "waiting": active.waiting, "secrets": active.secrets}
-        (folder / TENANT_STATES).write_text(json.dumps(written))
+        content = {"seats": [state.to_json() for state in states], "waiting": active.waiting, "secrets": active.secrets}
+        (folder / TENANT_STATES).write_text(json.dumps(content))
         seal_checkpoint(folder, self.identity)
         for old in sorted(checkpoints(self.out), key=_step_of)[:-NUM_KEPT]:
             shutil.rmtree(old)
 
     def read(self, folder: Path, active: ActiveTenants) -> dict[str, Trained]:
         """Restore the training tenants from a checkpoint, and return the tenants that had ended."""
-        written, tensors = json.loads((folder / TENANT_STATES).read_text()), load_file(folder / VALUES)
-        active.states, active.waiting, active.num_steps = [], written["waiting"], _step_of(folder)
-        active.secrets = written.get("secrets", active.secrets)  # so that a tenant that starts again repeats its noise
-        for i, content in enumerate(written["seats"]):
+        content, tensors = json.loads((folder / TENANT_STATES).read_text()), load_file(folder / VALUES)
+        active.states, active.waiting, active.num_steps = [], content["waiting"], _step_of(folder)
+        active.secrets = content.get("secrets", active.secrets)  # so that a tenant that starts again repeats its noise
+        for i, state in enumerate(content["seats"]):
             best = tensors.get(f"best.{i}")
-            tenant = active.tenants[content["name"]]
+            tenant = active.tenants[state["name"]]
             active.states.append(
-                TenantState.read(content, tenant, None if best is None else best.to(active.slots.device))
+                TenantState.from_json(state, tenant, None if best is None else best.to(active.slots.device))
             )
         for name, held in active.slots.state().items():
             held[: len(active.states)].copy_(tensors[name])

@@ -172,7 +172,7 @@ class TenantState:
             schedule=self.tenant.schedule,
         )
 
-    def written(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """The state as JSON values, without tenant and tensors."""
         return {
             "name": self.name,
@@ -185,6 +185,6 @@ class TenantState:
         }
 
     @classmethod
-    def read(cls, written: dict[str, Any], tenant: Tenant, best: Tensor | None) -> TenantState:
-        scores = [StepScore(**score) for score in written.pop("scores")]
-        return cls(tenant=tenant, scores=scores, best=best, **written)
+    def from_json(cls, content: dict[str, Any], tenant: Tenant, best: Tensor | None) -> TenantState:
+        scores = [StepScore(**score) for score in content.pop("scores")]
+        return cls(tenant=tenant, scores=scores, best=best, **content)

@@ -89,13 +89,13 @@ def train_many(
     resumed_from = starting_point(checkpoint_dir, resume, identity)
     ended: dict[str, Trained] = {}
 
-    def take(these: dict[str, Trained]) -> None:
-        ended.update(these)
-        if these and on_end is not None:
-            on_end(these)
+    def take(new: dict[str, Trained]) -> None:
+        ended.update(new)
+        if new and on_end is not None:
+            on_end(new)
 
     with ExitStack() as restored:
-        asked = restored.enter_context(defer_stop()) if checkpoint_dir else Stop()
+        stop = restored.enter_context(defer_stop()) if checkpoint_dir else Stop()
         restored.enter_context(own_random_state())
         restored.enter_context(without_dropout(model))
         restored.enter_context(own_use_cache(model))
@@ -111,22 +111,22 @@ def train_many(
         saved, steps = time.perf_counter(), 0
         while active.fill():
             steps += 1
-            these = {state.name: _trained(slots, state, values, resumed_from) for state, values in active.step()}
-            stops = asked()
+            new = {state.name: _trained(slots, state, values, resumed_from) for state, values in active.step()}
+            is_last = stop()
             with explain_disk_errors(checkpoint_dir):
                 if kept is not None:
-                    kept.write_ended(these)
+                    kept.write_ended(new)
                     is_over = not active.states and not active.waiting
                     is_due = time.perf_counter() - saved >= checkpoint_s or steps == checkpoint_steps
-                    if is_over or stops or is_due:
+                    if is_over or is_last or is_due:
                         kept.write(active)
                         saved, steps = time.perf_counter(), 0
                         done, total, _ = _progress_of(active, tenants, len(ended))
-                        asked.saved = f"{done} of {total} steps of all are saved"
-            take(these)
+                        stop.saved = f"{done} of {total} steps of all are saved"
+            take(new)
             if progress is not None:
                 progress("train", *_progress_of(active, tenants, len(ended)))
-            if stops:
+            if is_last:
                 break
     if len(ended) < len(tenants):  # a stop signal came, and its own handler did not end the process
         raise TrainingError(
