@@ -139,18 +139,24 @@ def test_the_table_of_a_core_beside_lora_is_that_of_the_committed_runs() -> None
 def test_the_table_of_the_real_model_is_that_of_the_committed_runs() -> None:
     lines = (LAB / "results" / "smollm2" / "records.jsonl").read_text().splitlines()
     finals = [record for record in map(json.loads, lines) if record["config"]["evaluate_on"] == "evaluation"]
-    by_method: dict[tuple[str, int, str | None], list[dict[str, Any]]] = {}
+    by_method: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+
+    def named(run: dict[str, Any]) -> tuple[Any, ...]:
+        return run["method"], *(run["config"].get(field) for field in ("rank", "targets", "refresh"))
+
     for run in finals:
-        by_method.setdefault((run["method"], run["config"]["rank"], run["config"]["targets"]), []).append(run)
+        by_method.setdefault(named(run), []).append(run)
     losses = {name: [run["held_out_loss"] for run in runs] for name, runs in by_method.items()}
     cores = {
         "SignGrad": "signgrad", "RawGrad": "rawgrad", "FiLoRA": "filora", "EVA": "eva", "FCCA": "fcca",
         "LoRA-XS": "lora_xs", "MiLoRA": "milora", "VeRA's bases": "vera", "Random": "random",
     }  # fmt: skip
-    names = {name: (method, 16, None) for name, method in cores.items()} | {
-        "LoRA, r = 1": ("lora", 1, None),
-        "LoRA, r = 1, all linear layers": ("lora", 1, "all-linear"),
-        "LoRA, r = 16": ("lora", 16, None),
+    names = {name: (method, 16, None, 1) for name, method in cores.items()} | {
+        "FCCA, 4 rounds": ("fcca", 16, None, 4),
+        "LoRA, r = 1": ("lora", 1, None, 1),
+        "LoRA, r = 1, 4 rounds": ("lora", 1, None, 4),
+        "LoRA, r = 1, all linear layers": ("lora", 1, "all-linear", 1),
+        "LoRA, r = 16": ("lora", 16, None, 1),
     }
     page = README.read_text(encoding="utf-8")
     table = page[page.index("<!-- smollm2-sst2:begin -->") : page.index("<!-- smollm2-sst2:end -->")].splitlines()[1:]
