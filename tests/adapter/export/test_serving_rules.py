@@ -188,6 +188,6 @@ def test_a_truncated_file_is_one_line(good: Path, tmp_path: Path) -> None:
 
 def test_odd_values_in_the_configuration_do_not_crash_the_check(good: Path, tmp_path: Path) -> None:
     names = ("r", "lora_alpha", "target_modules", "rank_pattern", "alpha_pattern", "bias", "modules_to_save")
-    for i, odd in enumerate((None, "text", 1.5, [1], {"a": None}, True)):
+    for i, odd in enumerate((None, "text", 1.5, [1], {"a": None}, True, 10**400)):
         folder = _write(tmp_path / str(i), good, lambda config, _, odd=odd: config.update(dict.fromkeys(names, odd)))
         assert check_lora_directory(folder).engines != ENGINES

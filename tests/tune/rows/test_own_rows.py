@@ -138,6 +138,7 @@ def test_plain_pairs_keep_their_own_separator(tmp_path: Path, byte_tokenizer: Ca
         ([CONVERSATIONAL | {"completion": "Paris"}], r"Row row-1: column 'completion' must hold a list of turns"),
         ([{"conversations": [{"from": "bing", "value": "a"}]}], r"a turn of 'conversations' is from human, .*'bing'"),
         ([MESSAGES | {"tools": "{"}], r"Row row-1: column 'tools' must hold a list"),
+        ([MESSAGES | {"tools": "[" * 100_000}], r"Row row-1: column 'tools' must hold a list"),
         ([PAIR, {"completion": "a"}], r"Row row-2: column 'prompt' must hold text, but holds nothing"),
         ([ALPACA | {"input": ["France"]}], r"Row row-1: column 'input' must hold text, but holds \['France'\]"),
         ([PAIR, {"prompt": "a", "completion": "\ud800"}], r"Row row-2: column 'completion' must hold text, .* half a"),

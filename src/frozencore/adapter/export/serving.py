@@ -11,9 +11,9 @@ llama.cpp   ``convert_lora_to_gguf.py``, ``src/llama-adapter.h`` (scales by alph
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
 
 from frozencore.adapter.export.lora_directory import LoraDirectory, read_lora_directory
@@ -129,7 +129,8 @@ def _other_values(pattern: str, option: str) -> Callable[[LoraDirectory], str | 
 
 def _bad_alpha(lora: LoraDirectory) -> str | None:
     alpha = lora.config.get("lora_alpha")
-    return None if isinstance(alpha, int | float) and isfinite(alpha) else f"lora_alpha is {alpha!r}"
+    fine = isinstance(alpha, int | float) and abs(alpha) <= sys.float_info.max  # also false for NaN
+    return None if fine else f"lora_alpha is {alpha!r:.60}"
 
 
 def _changed_start(lora: LoraDirectory) -> str | None:

@@ -216,7 +216,7 @@ def _tools(row: Row, row_id: str) -> list[Any] | None:
     given = row.get("tools") or None
     try:
         tools = json.loads(given) if isinstance(given, str) else given
-    except ValueError:
+    except (ValueError, RecursionError):
         tools = given
     if tools is not None and not isinstance(tools, list):
         raise DataError(f"Row {row_id}: column 'tools' must hold a list of tools, or that as JSON.")
