@@ -113,6 +113,7 @@ class Tenants:
         self.model = get_peft_model(base, adapter_config(UNCALIBRATED, rank=plan.rank)).eval()
         self.model.save_pretrained(str(folder / "adapter"))
         made = export_basis_model(folder / "adapter", folder / BASIS, base=folder / BASE)
+        self.model.generation_config.eos_token_id = None  # the engines ignore it, and may choose it
         self.bank = CoreBank(self.model, plan.known)
         self.folders: dict[str, list[str]] = {BASIS: [], LORA: []}
         self.files: list[str] = []
@@ -154,7 +155,7 @@ class Tenants:
         with self.bank.rows([str(first + i) for i in range(len(prompts))]), torch.no_grad():
             tokens = self.model.generate(
                 input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0,
-                max_new_tokens=self.plan.new_tokens, min_new_tokens=self.plan.new_tokens,
+                max_new_tokens=self.plan.new_tokens,
             )  # fmt: skip
         return tokens[:, ids.shape[1] :].tolist()
 
