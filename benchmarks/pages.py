@@ -52,7 +52,8 @@ def pages() -> Iterator[tuple[Path, dict[str, str]]]:
         )
         | tenants_quality_tables.blocks(tenants),
     )
-    yield DOCS / "serving.md", {"served": tenant_tables.served(found_in(f"served-{MACHINE}"))}
+    served = {"served": f"served-{MACHINE}", "served-smollm2": f"served-smollm2-{MACHINE}"}
+    yield DOCS / "serving.md", {block: tenant_tables.served(found_in(name)) for block, name in served.items()}
 
 
 def rewritten(page: str, blocks: Mapping[str, str]) -> str:
@@ -85,7 +86,7 @@ def main() -> int:
     page_figures.scale(found_in("scale"), figures / "scale.png")
     page_figures.tenants(found_in(f"tenants-{MACHINE}"), found_in(f"many-training-{MACHINE}"), figures / "tenants.png")
     tenants_quality_tables.figure(tenants_quality_tables.Study(), figures / "tenants-quality.png")
-    page_figures.served(found_in(f"served-{MACHINE}"), figures / "served.png")
+    page_figures.served(found_in(f"served-smollm2-{MACHINE}"), figures / "served.png")
     return 0
 
 

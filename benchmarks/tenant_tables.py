@@ -136,10 +136,12 @@ def served(found: Found) -> str:
     if memory:
         answers += (
             f" {memory['tenants']:,} tenants entered one engine from memory (95 % within "
-            f"{1e3 * memory['put_clock_p95_s']:.1f} ms by the clock), each was asked once, and "
-            f"{memory['answers_that_differ']} answers differ from those of its core in a `CoreBank`: where they part, "
-            f"the two tokens' logits lie at most {memory['largest_gap']:.1g} apart in float64."
+            f"{1e3 * memory['put_clock_p95_s']:.1f} ms by the clock; the first token of one came after "
+            f"{1e3 * memory['first_token_clock_s']:.0f} ms). Each was asked once: {memory['answers_that_differ']} "
+            "answers differ from those of its core in a `CoreBank`."
         )
+        if memory["answers_that_differ"]:
+            answers += f" Where they part, the logits of the two tokens differ by {memory['largest_gap']:.1g} at most."
     return f"{sizes}\n{shares}\n{answers}\n"
 
 
