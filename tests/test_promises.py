@@ -22,4 +22,6 @@ def test_every_promise_names_a_test_that_exists() -> None:
 
 def test_the_fuzz_figure_is_the_recorded_one() -> None:
     figures = json.loads((ROOT / "benchmarks" / "results" / "fuzz.json").read_text())
-    assert f"{figures['tried']:,} files and folders in {len(figures['rows'])} ways, {figures['failures']} failures" in PAGE
+    assert (
+        f"{figures['tried']:,} files and folders in {len(figures['rows'])} ways, {figures['failures']} failures" in PAGE
+    )
