@@ -20,10 +20,10 @@ from opacus import GradSampleModule
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from contestants import UNCALIBRATED, labelled_batch, random_ids, random_qwen2, with_adapter
+from contestants import UNCALIBRATED, labelled_batch, random_ids, with_adapter
 from frozencore import per_example_gradients
-from harness import medians, memory_of, parser_of, ratios, table, take_turns, with_quartiles, write_found
-from step import Setting
+from harness import medians, memory_of, ratios, table, take_turns, with_quartiles, write_found
+from step import Plan, Setting
 
 RANKS = {"frozencore": 16, "lora-r16": 16, "lora-r1": 1}
 
@@ -95,14 +95,8 @@ def race(base: nn.Module, setting: Setting, num_rounds: int) -> list[dict[str, A
 
 
 def main() -> None:
-    parser = parser_of(__doc__, "per_example")
-    parser.add_argument("--rounds", type=int, default=20)
-    options = parser.parse_args()
-    base = random_qwen2(2, 64) if options.quick else random_qwen2(8, 512)
-    num_rounds = 3 if options.quick else options.rounds
-    rows = []
-    for setting in [Setting("attention", 2, 16)] if options.quick else SETTINGS:
-        rows += [asdict(setting) | one for one in race(base, setting, num_rounds)]
+    plan = Plan.read(__doc__, "per_example", SETTINGS)
+    rows = [asdict(setting) | one for setting in plan.settings for one in race(plan.base, setting, plan.rounds)]
     sizes = ("gradient_bytes", "plain_bytes", "each_bytes")
     print(table(["", "plain step", "each row's", "over plain", "gradients", "plain memory", "memory"], [
         [f"{row['contestant']}, {row['targets']}, {row['num_rows']} x {row['num_tokens']}",
@@ -110,7 +104,7 @@ def main() -> None:
          *(f"{row[name] / 2**20:.1f} MiB" for name in sizes)]
         for row in rows
     ]))  # fmt: skip
-    write_found(options, ranks=RANKS, rounds=num_rounds, rows=rows)
+    write_found(plan.options, ranks=RANKS, rounds=plan.rounds, rows=rows)
 
 
 if __name__ == "__main__":

@@ -240,22 +240,19 @@ def all_tenants(plan: Plan, tenants: Tenants, engine: Driven, loaded: int) -> di
     for first in range(0, plan.known, plan.rows):
         count = min(plan.rows, plan.known - first)
         prompts = tenants.prompts(count, seed=2 + first)
-        answer = engine.say(
-            "generate", prompts=prompts, num_tokens=plan.new_tokens, tenants=count, first=loaded + first
-        )
+        asked = {"prompts": prompts, "num_tokens": plan.new_tokens, "tenants": count, "first": loaded + first}
+        answer = engine.say("generate", **asked)
         taken.append(answer["processor_s"])
-        asked = zip(
-            range(first, first + count), prompts, answer["tokens"], tenants.answers(prompts, first), strict=True
-        )
-        different += [one for one in asked if one[2] != one[3]]
+        native = tenants.answers(prompts, first)
+        compared = zip(range(first, first + count), prompts, answer["tokens"], native, strict=True)
+        different += [one for one in compared if one[2] != one[3]]
+    first_token = engine.say("first", file=tenants.files[0], prompt=tenants.prompts(1, seed=0)[0])
     return {
         "tenants": plan.known,
         "put_s": put["processor_s"],
         "put_clock_s": median(put["load_s"]),
         "put_clock_p95_s": quantiles(put["load_s"], n=20)[-1],
-        "first_token_clock_s": engine.say("first", file=tenants.files[0], prompt=tenants.prompts(1, seed=0)[0])[
-            "clock_s"
-        ],
+        "first_token_clock_s": first_token["clock_s"],
         "tokens_per_s": plan.known * plan.new_tokens / sum(taken),
         "answers_that_differ": len(different),
         "largest_gap": max((tenants.gap(*one) for one in different), default=0.0),

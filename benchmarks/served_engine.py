@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,16 @@ def processor_s() -> float:
     return sum(time.user + time.system for time in times)
 
 
+def timed(call: Callable[..., object], each: list[tuple[Any, ...]]) -> dict[str, Any]:
+    """The seconds of every call by the clock, and the processor seconds of one on average."""
+    times, used = [], processor_s()
+    for given in each:
+        begins = time.perf_counter()
+        call(*given)
+        times.append(time.perf_counter() - begins)
+    return {"load_s": times, "processor_s": (processor_s() - used) / len(times)}
+
+
 class Engine:
     """Answers to the words of the driver."""
 
@@ -65,30 +76,23 @@ class Engine:
     def load(self, folders: list[str]) -> dict[str, Any]:
         """Seconds for each adapter to enter a slot, by the clock; processor seconds on average."""
         self.adapters = [LoRARequest(folder, i + 1, folder) for i, folder in enumerate(folders)]
-        times, used = [], processor_s()
-        for adapter in self.adapters:
-            begins = time.perf_counter()
-            self.llm.llm_engine.add_lora(adapter)
-            times.append(time.perf_counter() - begins)
-        return {"load_s": times, "processor_s": (processor_s() - used) / len(times)}
+        return timed(self.llm.llm_engine.add_lora, [(adapter,) for adapter in self.adapters])
 
     def put(self, files: list[str]) -> dict[str, Any]:
         """The same for tenants whose weights are in memory; their numbers follow those that are loaded."""
         weights = [Path(file).read_bytes() for file in files]
         first = len(self.adapters) + 1
         self.adapters += [LoRARequest(file, first + i, "memory") for i, file in enumerate(files)]
-        times, used = [], processor_s()
-        for i, one in enumerate(weights):
-            begins = time.perf_counter()
-            self.llm.collective_rpc("put_tenant", args=(first + i, one))
-            times.append(time.perf_counter() - begins)
-        return {"load_s": times, "processor_s": (processor_s() - used) / len(times)}
+        return timed(self._put, list(enumerate(weights, first)))
+
+    def _put(self, number: int, weights: bytes) -> None:
+        self.llm.collective_rpc("put_tenant", args=(number, weights))
 
     def first(self, file: str, prompt: list[int]) -> dict[str, Any]:
         """Seconds by the clock from a new tenant's weights in memory to its first token."""
         weights, number = Path(file).read_bytes(), len(self.adapters) + 1
         begins = time.perf_counter()
-        self.llm.collective_rpc("put_tenant", args=(number, weights))
+        self._put(number, weights)
         self.llm.generate(
             {"prompt_token_ids": prompt}, SamplingParams(temperature=0, max_tokens=1, detokenize=False),
             lora_request=LoRARequest("new", number, "memory"), use_tqdm=False,

@@ -22,6 +22,7 @@ single tensors); P or Q as extra columns of W (a copy of every weight); W + s P 
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
@@ -70,6 +71,25 @@ class Setting:
 SETTINGS = [
     Setting(targets, rows, tokens) for targets in ("attention", "all-linear") for rows, tokens in ((4, 128), (1, 512))
 ]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The options of a command, and what ``--quick`` makes small: base model, rounds and settings."""
+
+    options: argparse.Namespace
+    base: nn.Module
+    rounds: int
+    settings: Sequence[Setting]
+
+    @classmethod
+    def read(cls, doc: str | None, name: str, settings: Sequence[Setting]) -> Plan:
+        parser = parser_of(doc, name)
+        parser.add_argument("--rounds", type=int, default=20)
+        options = parser.parse_args()
+        if options.quick:
+            return cls(options, random_qwen2(2, 64), 3, [Setting("attention", 2, 16)])
+        return cls(options, random_qwen2(8, 512), options.rounds, settings)
 
 
 def training_state_bytes(stepper: Stepper, batch: Batch) -> int:
@@ -154,20 +174,16 @@ def show(title: str, rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, "step")
-    parser.add_argument("--rounds", type=int, default=20)
-    options = parser.parse_args()
-    base = random_qwen2(2, 64) if options.quick else random_qwen2(8, 512)
-    num_rounds = 3 if options.quick else options.rounds
+    plan = Plan.read(__doc__, "step", SETTINGS)
     rows = []
-    for setting in [Setting("attention", 2, 16)] if options.quick else SETTINGS:
-        batch = completion_batch(random_ids(setting.num_rows, setting.num_tokens, base.config.vocab_size))
-        measured = race(base, batch, setting.modules, num_rounds)
+    for setting in plan.settings:
+        batch = completion_batch(random_ids(setting.num_rows, setting.num_tokens, plan.base.config.vocab_size))
+        measured = race(plan.base, batch, setting.modules, plan.rounds)
         show(f"{setting.targets}, {setting.num_rows} x {setting.num_tokens}", measured)
         rows += [asdict(setting) | one for one in measured]
-    files = time_adapter_files(num_rounds)
+    files = time_adapter_files(plan.rounds)
     print("144 layers: " + ", ".join(f"{name[:-2]} {seconds * 1e3:.2f} ms" for name, seconds in files.items()))
-    write_found(options, rank=RANK, rounds=num_rounds, rows=rows, adapter_of_144_layers=files)
+    write_found(plan.options, rank=RANK, rounds=plan.rounds, rows=rows, adapter_of_144_layers=files)
 
 
 if __name__ == "__main__":

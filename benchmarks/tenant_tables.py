@@ -103,27 +103,19 @@ def many_commands(found: Found) -> str:
 def served(found: Found) -> str:
     """An adapter's size and loading in vLLM, and the share of the base model's tokens a second."""
     adapters, engine, memory = found["adapter"], found["engine"], found.get("memory")
-    entering = [
-        (name, one["disk_bytes"], one["load_s"], one["load_clock_s"], one["slot_bytes"])
-        for name, one in ((f"tenant of a {BASIS}", adapters[BASIS]), (LORA, adapters[LORA]))
-    ]
+    entering = {f"tenant of a {BASIS}": adapters[BASIS]}
     if memory:
-        size = adapters[BASIS]["slot_bytes"]
-        entering.insert(1, ("the same, from memory", 0, memory["put_s"], memory["put_clock_s"], size))
+        in_memory = {"disk_bytes": 0, "load_s": memory["put_s"], "load_clock_s": memory["put_clock_s"]}
+        entering["the same, from memory"] = adapters[BASIS] | in_memory
+    entering[LORA] = adapters[LORA]
     sizes = table(
         ["an adapter in vLLM", "bytes a slot", "slots in 1 GB", "bytes on disk", "to load", "by the clock"],
         [
-            [
-                name,
-                f"{slot:,.0f}",
-                f"{1e9 // slot:,.0f}",
-                f"{disk:,.0f}",
-                f"{1e3 * used:.1f} ms",
-                f"{1e3 * clock:.1f} ms",
-            ]
-            for name, disk, used, clock, slot in entering
+            [name, f"{one['slot_bytes']:,.0f}", f"{1e9 // one['slot_bytes']:,.0f}", f"{one['disk_bytes']:,.0f}",
+             f"{1e3 * one['load_s']:.1f} ms", f"{1e3 * one['load_clock_s']:.1f} ms"]
+            for name, one in entering.items()
         ],
-    )
+    )  # fmt: skip
     shares = table(
         ["tenants in the batch", BASIS, LORA],
         [[str(count), share(found, BASIS, count), share(found, LORA, count)] for count in found["plan"]["tenants"]],

@@ -23,9 +23,9 @@ from frozencore.adapter.saved.tensors import BASE
 from frozencore.errors import ArtifactError
 from frozencore.files.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
 from frozencore.files.whole_file import whole_folder
+from frozencore_basis_model import ENTRY
 
 CORE = "core"
-IDENTITY = "frozencore_basis"  # a key in the metadata of the weights file; readers ignore it
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def _one_round_of(
 
 
 def _weights(tensors: dict[str, Tensor], identity: str) -> bytes:
-    return save(tensors, metadata={"format": "pt", IDENTITY: identity})
+    return save(tensors, metadata={"format": "pt", ENTRY: identity})
 
 
 def _bases(adapter: ExportSource) -> Bases:

@@ -74,9 +74,8 @@ class LossMonitor(TrainerCallback):
             return
         self.step_ends.append(time.perf_counter() - self.paused_s())
         loss, gradient_norm = logs["loss"], logs.get("grad_norm", 0.0)
-        is_private = (
-            "epsilon" in logs
-        )  # such a step leaves out rows that are not finite, so one of them must not end it
+        # a private step leaves out rows that are not finite, so one of them must not end it
+        is_private = "epsilon" in logs
         if not (math.isfinite(loss) or is_private) or not math.isfinite(gradient_norm):
             raise DivergenceError(
                 divergence(state.global_step, state.max_steps, loss, gradient_norm, args.learning_rate)
