@@ -106,15 +106,26 @@ def test_whatever_stages_report_the_seconds_of_the_lines_add_up(
 
 
 def test_in_a_command_the_time_before_the_first_stage_counts_too() -> None:
-    printed, now = PlainConsole(file=io.StringIO(), width=120), iter([3.0, 9.0, 11.0, 11.5])
+    printed, now = PlainConsole(file=io.StringIO(), width=120), iter([3.0, 3.0, 9.0, 11.0, 11.5])
     printed.began = 2.0
     with StageDisplay(printed, clock=lambda: next(now)) as stages:
+        stages.started()
         stages("load", 1, 1)
     assert printed.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
         "Start: 1 in 7.0 s (imports and checks)",
         "Load model and rows: 1 in 2.0 s",
         "In all: 9.5 s, 0.5 s of it between the stages",
     ]
+
+
+def test_on_a_terminal_a_command_shows_a_bar_while_it_imports() -> None:
+    shown = PlainConsole(file=io.StringIO(), width=120, force_terminal=True)
+    shown.began = 0.0
+    with StageDisplay(shown) as stages:
+        (bar,) = stages.progress.tasks
+        assert (bar.description, bar.completed, bar.fields["note"]) == ("Start", 0, "imports and checks")
+        stages.started()
+        assert bar.finished
 
 
 def test_a_bar_counts_from_the_end_of_the_stage_before_it() -> None:

@@ -41,8 +41,9 @@ def _advise(
     from frozencore.cli.display import StageDisplay
 
     with StageDisplay(console) as progress:
-        from frozencore.advice.advice_run import execute_advice  # torch, after the first line
+        from frozencore.advice.advice_run import execute_advice
 
+        progress.started()
         advice = execute_advice(config, output, progress)
     console.print(_table(advice))
     for line in _lines(config, advice):

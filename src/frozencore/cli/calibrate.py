@@ -56,10 +56,12 @@ def _calibrate(
     has_moments = config.memory_budget is None and tenants is None and grow is None
     require_new(output, RECORD, MOMENTS_FILE if has_moments else ADAPTER)
     from frozencore.cli.display import StageDisplay
-    from frozencore.tune.run.calibrate_only import execute_calibration
-    from frozencore.tune.run.many.calibrate_tenants import execute_calibration_of_tenants, execute_growth
 
     with StageDisplay(console) as progress:
+        from frozencore.tune.run.calibrate_only import execute_calibration
+        from frozencore.tune.run.many.calibrate_tenants import execute_calibration_of_tenants, execute_growth
+
+        progress.started()
         if grow is not None:
             calibration = execute_growth(config, output, progress, by=by, of_tenants=tenants is not None)
         else:

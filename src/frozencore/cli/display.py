@@ -31,6 +31,7 @@ LABELS = {
     "validate": "Score validation rows",
     "score": "Score",
 }
+IMPORTS = "imports and checks"
 LINE_EVERY_S = 10.0  # between two lines of a stage, if there is no terminal
 NARROWEST_BAR, WIDEST_BAR, BESIDE_BAR = 6, 30, 82  # columns; a label, counts, a time and a note stand beside a bar
 
@@ -65,8 +66,8 @@ class StageDisplay:
     """Show the stages of a job; called with a stage, the steps done, their total, and a note.
 
     The time since the previous report counts for the reporting stage, so the stages add up to the whole time, which
-    begins with the command. A stage may end several times: scoring ends for accuracy and then for loss. Each end prints
-    a line.
+    begins with the command. A command imports what takes seconds while this is shown, and then calls :meth:`started`. A
+    stage may end several times: scoring ends for accuracy and then for loss. Each end prints a line.
 
     Args:
         clock: Returns the time in seconds.
@@ -94,8 +95,13 @@ class StageDisplay:
         if self.console.is_terminal:
             self.progress.start()
         if began is not None:
-            self("start", 1, 1, "imports and checks")
+            self("start", 0, 1, IMPORTS)
         return self
+
+    def started(self) -> None:
+        """Report that the command has imported what it needs."""
+        if "start" in self.stages:
+            self("start", 1, 1, IMPORTS)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

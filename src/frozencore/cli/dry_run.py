@@ -41,6 +41,7 @@ def print_dry_run(config: RunConfig, num_slots: int | None = None) -> None:
         FrozenCoreError: The run itself would fail before scoring and training.
     """
     with StageDisplay(console) as progress:
+        progress.started()
         lines = list(_run(config, progress) if num_slots is None else _tenants(config, num_slots, progress))
     for line in lines:
         console.print(line, soft_wrap=True)

@@ -70,28 +70,30 @@ def _evaluate(
     adapters = tuple(map(adapter_in, adapter or ()))
     require_writable(output)
     from frozencore.cli.display import StageDisplay
-    from frozencore.tune.evaluation.evaluate import Evaluation, evaluate
 
-    evaluation = Evaluation(
-        model=model,
-        tasks=tasks,
-        data=data,
-        columns=columns,
-        harness_tasks=tuple(name.strip() for name in (lm_eval or "").split(",") if name.strip()),
-        include_path=include_path,
-        adapters=adapters,
-        with_base=with_base,
-        data_root=data_root,
-        prompt_style=prompt_style,
-        prompt_date=prompt_date,
-        max_length=max_length,
-        truncate=truncate,
-        length_normalised=length_normalised,
-        num_evaluation=num_evaluation,
-        dtype=dtype,
-        device=device,
-    )
     with StageDisplay(console) as progress:
+        from frozencore.tune.evaluation.evaluate import Evaluation, evaluate
+
+        progress.started()
+        evaluation = Evaluation(
+            model=model,
+            tasks=tasks,
+            data=data,
+            columns=columns,
+            harness_tasks=tuple(name.strip() for name in (lm_eval or "").split(",") if name.strip()),
+            include_path=include_path,
+            adapters=adapters,
+            with_base=with_base,
+            data_root=data_root,
+            prompt_style=prompt_style,
+            prompt_date=prompt_date,
+            max_length=max_length,
+            truncate=truncate,
+            length_normalised=length_normalised,
+            num_evaluation=num_evaluation,
+            dtype=dtype,
+            device=device,
+        )
         record = evaluate(evaluation, output, progress)
     console.print(evaluation_table(record))
     console.print(f"Predictions and scores: {output}")

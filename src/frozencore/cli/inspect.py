@@ -138,6 +138,7 @@ def _shares(config: RunConfig, *, silent: bool) -> RowShares:
     if silent:
         return shares_of_rows(config, lambda *_: None)
     with StageDisplay(console) as progress:
+        progress.started()
         return shares_of_rows(config, progress)
 
 

@@ -19,7 +19,7 @@ from frozencore.files.hub import require_upload, upload
 from frozencore.tune.run.config import SWEPT, RunConfig
 from frozencore.tune.run.processes import is_first, joined, refuse_several
 from frozencore.tune.run.refuse_early import refuse_early
-from frozencore.tune.run.run_folder import RECORD, kept_of, refuse_used
+from frozencore.tune.run.run_folder import ADAPTER, ASKED, RECORD, SAMPLES, kept_of, refuse_used
 from frozencore.words import num_of
 
 if TYPE_CHECKING:
@@ -73,19 +73,20 @@ def _tune(
     if advised:
         refuse_several("--advised")
     choices = read_choices(sweep or [], SWEPT)
-    from frozencore.advice.advice_run import advise_run, flags_of, refuse_advised, with_advice
     from frozencore.cli.display import StageDisplay, resume_line
-    from frozencore.cli.run_summary import run_summary, sample_lines, size_lines
-    from frozencore.files.whole_file import write_text
-    from frozencore.tune.run.execute import execute
-    from frozencore.tune.run.many.sweep import execute_sweep
-    from frozencore.tune.run.prepare import prepare
-    from frozencore.tune.run.run_folder import ADAPTER, ASKED, SAMPLES
 
     if resume:
         console.print(resume_line(output))
     swept, prepared = None, None
     with joined(), StageDisplay(console) as progress:
+        from frozencore.advice.advice_run import advise_run, flags_of, refuse_advised, with_advice
+        from frozencore.cli.run_summary import run_summary, sample_lines, size_lines
+        from frozencore.files.whole_file import write_text
+        from frozencore.tune.run.execute import execute
+        from frozencore.tune.run.many.sweep import execute_sweep
+        from frozencore.tune.run.prepare import prepare
+
+        progress.started()
         if advised:
             refuse_advised(config)
             prepared = prepare(config, progress)

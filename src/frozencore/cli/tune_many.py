@@ -48,12 +48,14 @@ def _tune_many(
         print_dry_run(config, slots)
         return
     from frozencore.cli.display import StageDisplay, resume_line
-    from frozencore.tune.run.many.execute_many import execute_many
-    from frozencore.tune.run.record import Failure
 
     if resume:
         console.print(resume_line(output))
     with joined(), StageDisplay(console) as stages:
+        from frozencore.tune.run.many.execute_many import execute_many
+        from frozencore.tune.run.record import Failure
+
+        stages.started()
         outcomes = execute_many(config, output, stages, num_slots=slots, resume=resume)
     if not is_first():
         return

@@ -120,9 +120,11 @@ def one(
 ) -> None:
     """Make one run, unless it is done; for Slurm arrays."""
     from frozencore.cli.display import StageDisplay
-    from frozencore_lab.cli.campaign_lines import run_one
 
     with StageDisplay(console) as progress:
+        from frozencore_lab.cli.campaign_lines import run_one
+
+        progress.started()
         message = run_one(output, run_id, progress, data_root=data_root, models=_models(model_path), device=device)
     console.print(message, highlight=False)
 
