@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -22,6 +24,7 @@ from frozencore.tune.run.provenance import provenance
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 Quartiles = tuple[float, float, float]
+Record = dict[str, Any]
 
 
 def processor() -> str:
@@ -54,6 +57,52 @@ def parser_of(doc: str | None, name: str) -> argparse.ArgumentParser:
     )
     parser.set_defaults(name=name)
     return parser
+
+
+@dataclass
+class Results:
+    """The lines of a file, one for each measurement; one that is there need not be made again.
+
+    Attributes:
+        common: Fields of every line that is added.
+        by: The fields that name a measurement beside its phase; a search's lines also by what it ``varies``.
+    """
+
+    file: Path
+    common: Record
+    by: Sequence[str]
+    varies: Sequence[str] = ("learning_rate",)
+    found: dict[tuple[Any, ...], Record] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.file.exists():
+            for line in self.file.read_text(encoding="utf-8").splitlines():
+                record = json.loads(line)
+                self.found[self._key(record)] = record
+
+    def _key(self, record: Mapping[str, Any]) -> tuple[Any, ...]:
+        varied = self.varies if record["phase"] == "search" else ()
+        return tuple(record.get(name) for name in ("phase", *self.by, *varied))
+
+    def has(self, **record: Any) -> bool:
+        return self._key(record) in self.found
+
+    def get(self, **record: Any) -> Record:
+        return self.found[self._key(record)]
+
+    def add(self, **record: Any) -> None:
+        whole = {name: rounded(value) for name, value in {**record, **self.common}.items()}
+        self.found[self._key(whole)] = whole
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        with self.file.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(whole) + "\n")
+        said = ("phase", *self.by, *self.varies, "loss", "accuracy", "share")
+        print(time.strftime("%H:%M:%S"), *(f"{name}={whole[name]}" for name in said if name in whole), flush=True)
+
+
+def rounded(value: Any) -> Any:
+    """A number with the six digits that a line keeps."""
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def write_found(options: argparse.Namespace, **found: Any) -> None:

@@ -21,7 +21,6 @@ import argparse
 import json
 import lzma
 import math
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -60,7 +59,7 @@ from frozencore.tune.training.many.tenant import Tenant as CoreTenant
 from frozencore.tune.training.many.train import train_many
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
-from harness import RESULTS
+from harness import RESULTS, Record, Results, rounded
 from tenant_rows import SEARCHED, TENANTS, Tenant, TenantPlan, make_tenants, write_tenants
 
 CORE_ARMS = {
@@ -76,7 +75,6 @@ FURTHER_RATES = 3
 
 Arm = tuple[str, int]
 """The name of an arm and its rank."""
-Record = dict[str, Any]
 Moments = Mapping[str, LayerMoments]
 
 
@@ -102,42 +100,6 @@ QUICK_TENANTS = {
     for kind in ("sentiment", "entailment")
     for letter in "ab"
 }
-
-
-@dataclass
-class Results:
-    """The lines of a file, one for each measurement, by what they measure."""
-
-    file: Path
-    common: Record
-    found: dict[tuple[Any, ...], Record] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.file.exists():
-            for line in self.file.read_text(encoding="utf-8").splitlines():
-                record = json.loads(line)
-                self.found[self.key(record)] = record
-
-    @staticmethod
-    def key(record: Mapping[str, Any]) -> tuple[Any, ...]:
-        rate = record.get("learning_rate") if record["phase"] == "search" else None
-        return (*(record.get(name) for name in ("phase", "arm", "rank", "seed", "tenant")), rate)
-
-    def has(self, **record: Any) -> bool:
-        return self.key(record) in self.found
-
-    def add(self, **record: Any) -> None:
-        whole = {name: rounded(value) for name, value in {**record, **self.common}.items()}
-        self.found[self.key(whole)] = whole
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        with self.file.open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps(whole) + "\n")
-        said = ("phase", "arm", "rank", "seed", "tenant", "learning_rate", "loss", "accuracy", "share")
-        print(time.strftime("%H:%M:%S"), *(f"{name}={whole[name]}" for name in said if name in whole), flush=True)
-
-
-def rounded(value: Any) -> Any:
-    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 @dataclass
@@ -232,14 +194,7 @@ class Study:
         return fmean(shares)
 
     def score(self, model: Any, name: str, part: str) -> Record:
-        """Loss in nats per token of the right answers, and the share of rows whose right answer is the likeliest."""
-        examples = self.tenants[name].rows[part]
-        predictions = predict_choices(model, self.encoder, examples)
-        tokens = self.encoder.choice_rows([self.encoder.render(example) for example in examples])
-        gold = [example.choices.index(example.completion) for example in examples]
-        nats = -sum(one.logprobs[place] for one, place in zip(predictions, gold, strict=True))
-        count = sum(len(row.choice_ids[place]) for row, place in zip(tokens, gold, strict=True))
-        return {"loss": nats / count, "accuracy": fmean(one.correct for one in predictions)}
+        return score(model, self.encoder, self.tenants[name].rows[part])
 
     def run(self) -> None:
         """Measure everything that is missing, what counts most first."""
@@ -273,7 +228,9 @@ class Study:
                 )
             for rate in wanted:
                 losses[rate] = fmean(
-                    self.results.found["search", arm, rank, seed, name, rounded(rate)]["loss"]
+                    self.results.get(
+                        phase="search", arm=arm, rank=rank, seed=seed, tenant=name, learning_rate=rounded(rate)
+                    )["loss"]
                     for name in self.scale.searched
                 )
             best = min(losses, key=losses.__getitem__)
@@ -358,6 +315,16 @@ class Study:
             take_off(model)
 
 
+def score(model: Any, encoder: PromptEncoder, examples: Sequence[Example]) -> Record:
+    """Loss in nats per token of the right answers, and the share of rows whose right answer is the likeliest."""
+    predictions = predict_choices(model, encoder, examples)
+    tokens = encoder.choice_rows([encoder.render(example) for example in examples])
+    gold = [example.choices.index(example.completion) for example in examples]
+    nats = -sum(one.logprobs[place] for one, place in zip(predictions, gold, strict=True))
+    count = sum(len(row.choice_ids[place]) for row, place in zip(tokens, gold, strict=True))
+    return {"loss": nats / count, "accuracy": fmean(one.correct for one in predictions)}
+
+
 def bytes_of(model: PeftModel, *, shared: bool) -> Record:
     """Values that train, bytes of a tenant's saved folder, and bytes of its tensors in memory.
 
@@ -428,7 +395,8 @@ def main() -> None:
         "versions": {package: where["versions"][package] for package in ("torch", "transformers", "peft")},
     }
     encoder = PromptEncoder(tokenizer, style="plain")
-    Study(model, encoder, tenants, prose, Results(options.out, common), scale).run()
+    results = Results(options.out, common, by=("arm", "rank", "seed", "tenant"))
+    Study(model, encoder, tenants, prose, results, scale).run()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,260 @@
+"""Private training on SmolLM2: what epsilon costs a core on a public basis, a core on a random one, and LoRAs.
+
+    make smollm2
+    OMP_NUM_THREADS=1 python benchmarks/private.py --data-root DIR                  # hours; goes on where it stopped
+    OMP_NUM_THREADS=1 python benchmarks/private.py --data-root DIR --arms random    # one arm, beside another process
+    python benchmarks/private.py --quick --out FILE     # the pocket model and its rows: does it run?
+
+The arms: ``public`` is a core on FCCA's basis of QNLI's rows, which count as public; ``random`` a core on a random
+basis; ``lora-1`` and ``lora-16`` are LoRAs. A core trains by ``frozencore.PrivateTraining``, a LoRA under the hooks
+and the optimizer of Opacus. All have the same rows, the same steps of rows drawn at random, the same noise multiplier,
+delta, warm-up, schedule and AdamW. Without an epsilon the arms train plainly, on as many rows a step.
+
+The learning rate of each arm is searched at the middle epsilon with the first seed, by factors of two until the best
+one has others on both sides; then the clipping length, a tenth of the default and ten times as much. The search scores
+validation rows, which count as public too. Its result holds for every epsilon and seed; plain training has a search of
+its own. A line of the results is one training: loss in nats per answer token, and accuracy, on rows that no search saw.
+
+The draws and the noise of a core come from the system's randomness, so two runs differ. A seed names a random basis,
+the start of a LoRA, and the order of plain training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import torch
+from opacus import GradSampleModule
+from opacus.optimizers import DPOptimizer
+from peft import PeftModel
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from contestants import ATTENTION
+from frozencore import calibrate
+from frozencore.adapter.bases.access import get_bases
+from frozencore.calibration.calibration_options import CalibrationOptions
+from frozencore.files.fingerprint import fingerprint_model
+from frozencore.privacy import PrivateBudget, Schedule
+from frozencore.tune.methods import METHODS, AdapterOptions
+from frozencore.tune.rows import Example, TokenRow
+from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.rows.token_batches import make_batches
+from frozencore.tune.run.models import load_model
+from frozencore.tune.run.provenance import source_commit
+from frozencore.tune.scoring.forward import take_off
+from frozencore.tune.scoring.score import completion_logprobs
+from frozencore.tune.suite import find_task
+from frozencore.tune.tasks.splits import calibration_rows, split_task
+from frozencore.tune.training.batching import pass_tokens_of
+from frozencore.tune.training.recipe import Recipe
+from frozencore.tune.training.train import train
+from harness import Record, Results, parser_of, rounded
+from tenants_quality import score
+
+METHOD_OF = {"public": ("fcca", 16), "random": ("random", 16), "lora-1": ("lora", 1), "lora-16": ("lora", 16)}
+RATES = {"public": 1e-2, "random": 1e-2, "lora-1": 4e-3, "lora-16": 2e-3}
+"""Where a search begins: this rate, twice it and half of it."""
+CLIPS = (0.1, 10.0)
+WARMUP, ROWS_A_PASS = 0.1, 16
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The size of the study; ``public`` is the task of the public rows."""
+
+    rows: int = 2000
+    rows_a_step: int = 64
+    epochs: int = 1
+    scored: int = 400
+    calibration: int = 128
+    delta: float = 1e-5
+    epsilons: tuple[float, ...] = (1.0, 3.0, 8.0)
+    seeds: tuple[int, ...] = (42, 43, 44)
+    public: str = "qnli"
+
+
+QUICK = Scale(
+    rows=24, rows_a_step=8, scored=8, calibration=8, delta=1e-2, epsilons=(8.0,), seeds=(42,),
+    public="pocket-entailment",
+)  # fmt: skip
+
+
+@dataclass
+class Study:
+    """The model, the rows of a task, and what has been measured."""
+
+    model: PreTrainedModel
+    encoder: PromptEncoder
+    task: str
+    data_root: Path | None
+    scale: Scale
+    results: Results
+
+    def __post_init__(self) -> None:
+        sizes = {"num_train": self.scale.rows, "num_evaluation": self.scale.scored}
+        splits = split_task(find_task(self.task), self.data_root, **sizes)
+        self.parts = {"validation": splits.validation, "evaluation": splits.evaluation}
+        self.rows = self.tokens(splits.train)
+
+    def tokens(self, examples: Sequence[Example]) -> list[TokenRow]:
+        return self.encoder.training_rows([self.encoder.render(example) for example in examples])
+
+    @cached_property
+    def public_basis(self) -> dict[str, Tensor]:
+        """FCCA's basis of the public rows."""
+        sizes = {"num_train": self.scale.calibration, "num_evaluation": self.scale.scored}
+        public = split_task(find_task(self.scale.public), self.data_root, **sizes).train
+        rows = sorted(self.tokens(calibration_rows(public, self.scale.calibration)), key=lambda row: len(row.input_ids))
+        model = self.adapter("public", 42, None)
+        batches = make_batches(rows, pad_id=self.encoder.pad_id, batch_size=8)
+        calibrate(model, list(batches), options=CalibrationOptions(), progress=False)
+        found = get_bases(model)
+        take_off(model)
+        return found
+
+    def adapter(self, arm: str, seed: int, bases: dict[str, Tensor] | None) -> PeftModel:
+        method, rank = METHOD_OF[arm]
+        return METHODS[method].add(self.model, AdapterOptions(rank, ATTENTION, seed, {}), bases)
+
+    def run(self, arms: Sequence[str]) -> None:
+        """Measure what is missing: all searches first, then seed by seed."""
+        if not self.results.has(phase="base", task=self.task):
+            found = score(self.model, self.encoder, self.parts["evaluation"])
+            self.results.add(phase="base", task=self.task, **found)
+        middle = self.scale.epsilons[len(self.scale.epsilons) // 2]
+        best = {arm: self.search(arm, middle) for arm in arms}
+        for seed in self.scale.seeds:
+            for epsilon in self.scale.epsilons:
+                for arm in arms:
+                    self.measure("final", arm, epsilon, seed, *best[arm])
+        plain = {arm: self.search(arm, None) for arm in arms}
+        for seed in self.scale.seeds:
+            for arm in arms:
+                self.measure("final", arm, None, seed, *plain[arm])
+
+    def search(self, arm: str, epsilon: float | None) -> tuple[float, float | None]:
+        """The learning rate and the clipping length with the lowest loss on validation rows."""
+        clip = None if epsilon is None else 1.0
+        losses: dict[float, float] = {}
+        wanted = [RATES[arm] / 2, RATES[arm], 2 * RATES[arm]]
+        while wanted:
+            losses |= {rate: self.tried(arm, epsilon, rate, clip) for rate in wanted}
+            best = min(losses, key=losses.__getitem__)
+            wanted = [best / 2] if best == min(losses) else [2 * best] if best == max(losses) else []
+        if clip is None:
+            return best, None
+        of_clips = {clip: losses[best]} | {other: self.tried(arm, epsilon, best, other) for other in CLIPS}
+        return best, min(of_clips, key=of_clips.__getitem__)
+
+    def tried(self, arm: str, epsilon: float | None, rate: float, clip: float | None) -> float:
+        loss: float = self.measure("search", arm, epsilon, self.scale.seeds[0], rate, clip)["loss"]
+        return loss
+
+    def measure(
+        self, phase: str, arm: str, epsilon: float | None, seed: int, rate: float, clip: float | None
+    ) -> Record:
+        """The line of a training, which is made unless it is there."""
+        named = {"phase": phase, "task": self.task, "arm": arm, "epsilon": epsilon, "seed": seed}
+        tried = {"learning_rate": rounded(rate), "clip": clip}
+        if not self.results.has(**named, **tried):
+            model = self.adapter(arm, seed, self.public_basis if arm == "public" else None)
+            try:
+                found = self.trained(model, epsilon, seed, rate, clip)
+                found |= score(model, self.encoder, self.parts["validation" if phase == "search" else "evaluation"])
+            finally:
+                take_off(model)
+            self.results.add(**named, **tried, **found)
+        return self.results.get(**named, **tried)
+
+    def trained(self, model: PeftModel, epsilon: float | None, seed: int, rate: float, clip: float | None) -> Record:
+        """Train the adapter, privately if there is an epsilon."""
+        values = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        size = self.scale.rows_a_step
+        recipe = Recipe(
+            rate, WARMUP, epochs=self.scale.epochs, batch_size=min(ROWS_A_PASS, size),
+            accumulation=max(1, size // ROWS_A_PASS), seed=seed,
+        )  # fmt: skip
+        steps = recipe.num_steps(len(self.rows))
+        if epsilon is None or clip is None:
+            plain = replace(recipe, pass_tokens=pass_tokens_of(self.model))
+            report = train(model, self.rows, plain, pad_id=self.encoder.pad_id)
+            return {"values": values, "steps": steps, "train_loss": report.final_loss}
+        budget = PrivateBudget(epsilon, self.scale.delta, clip)
+        schedule = Schedule.of(budget, len(self.rows), size, steps)
+        if model.peft_config["default"].peft_type == "LORA":
+            loss = self.train_under_opacus(model, recipe, schedule)
+        else:
+            report = train(model, self.rows, replace(recipe, private=budget), pad_id=self.encoder.pad_id)
+            assert report.schedule == schedule
+            loss = report.final_loss
+        noise, spent = schedule.noise_multiplier, schedule.spent(steps)
+        return {"values": values, "steps": steps, "train_loss": loss, "noise_multiplier": noise, "spent": spent}
+
+    def train_under_opacus(self, model: PeftModel, recipe: Recipe, schedule: Schedule) -> float:
+        """The training of a LoRA; returns the mean loss over the rows of the last step."""
+        torch.manual_seed(recipe.seed)  # of the noise; nothing is published
+        drawn = np.random.default_rng(recipe.seed)
+        hooked = GradSampleModule(model.train(), strict=False, loss_reduction="sum")
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = DPOptimizer(
+            torch.optim.AdamW(trained, weight_decay=0.0), noise_multiplier=schedule.noise_multiplier,
+            max_grad_norm=schedule.budget.clip, expected_batch_size=schedule.rows_a_step,
+        )  # fmt: skip
+        loss = float("nan")
+        for step in range(schedule.num_steps):
+            own = np.flatnonzero(drawn.random(len(self.rows)) < schedule.sample_rate)
+            rows = [self.rows[i] for i in own]
+            for batch in make_batches(rows, pad_id=self.encoder.pad_id, batch_size=len(rows)):
+                logprobs, counted = completion_logprobs(hooked, batch)
+                losses = -logprobs.sum(1) / counted.sum(1)
+                losses.sum().backward()
+                loss = float(losses.detach().mean())
+            for group in optimizer.param_groups:
+                group["lr"] = recipe.rate(step, schedule.num_steps)
+            optimizer.step()
+            optimizer.zero_grad()
+        hooked.to_standard_module()
+        model.eval()
+        return loss
+
+
+def main() -> None:
+    parser = parser_of(__doc__, "private")
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--task", default="sst2")
+    parser.add_argument("--data-root", type=Path)
+    parser.add_argument("--arms", nargs="+", choices=METHOD_OF, default=list(METHOD_OF))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.quick:
+        name, dtype, task, scale = "pocket", "float32", "pocket-sentiment", QUICK
+    else:
+        name, dtype, task, scale = options.model, "bfloat16", options.task, Scale()
+    model, tokenizer = load_model(name, dtype=dtype, device="cpu")
+    model.set_attn_implementation("eager")  # on a CPU faster for short rows
+    common = {
+        "model": fingerprint_model(model),
+        "dtype": dtype,
+        "scale": asdict(scale),
+        "commit": source_commit(),
+        "versions": {package: version(package) for package in ("torch", "transformers", "peft", "opacus")},
+    }
+    by, varies = ("task", "arm", "epsilon", "seed"), ("learning_rate", "clip")
+    study = Study(
+        model, PromptEncoder(tokenizer, style="plain"), task, options.data_root, scale,
+        Results(options.out or Path(__file__).parent / "results" / "private.jsonl", common, by=by, varies=varies),
+    )  # fmt: skip
+    rows = sha256(repr([row.trained_on for row in study.rows]).encode()).hexdigest()
+    study.results.common["rows"] = rows
+    study.run(options.arms)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""What privacy costs on a real model: table, sentences and figure of docs/private.md, from the lines of private.py.
+
+Means over trainings with their standard deviation. Trainings of two arms share no randomness, so the intervals of their
+differences are Welch's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import matplotlib.pyplot as plt
+from scipy.stats import ttest_ind
+
+from harness import RESULTS, table, with_quartiles
+
+LINES = RESULTS / "private.jsonl"
+NAMES = {
+    "public": "core, basis of public rows", "random": "core, random basis", "lora-1": "LoRA, r = 1",
+    "lora-16": "LoRA, r = 16",
+}  # fmt: skip
+TASKS = {"sst2": "SST-2", "cola": "CoLA", "qnli": "QNLI"}
+Record = dict[str, Any]
+
+
+class Study:
+    """The final lines of each task by arm and epsilon; those without an epsilon trained plainly."""
+
+    def __init__(self, lines: Path = LINES) -> None:
+        self.base: dict[str, Record] = {}
+        self.finals: dict[str, dict[tuple[str, float | None], list[Record]]] = defaultdict(lambda: defaultdict(list))
+        for record in map(json.loads, lines.read_text(encoding="utf-8").splitlines()):
+            if record["phase"] == "base":
+                self.base[record["task"]] = record
+            elif record["phase"] == "final":
+                self.finals[record["task"]][record["arm"], record["epsilon"]].append(record)
+
+    def epsilons(self, task: str) -> list[float | None]:
+        """From none, which is no privacy, to the smallest."""
+        found = {epsilon for _, epsilon in self.finals[task]}
+        return sorted(found, key=lambda epsilon: -(epsilon or float("inf")))
+
+
+def quality(study: Study) -> str:
+    """Accuracy and loss of each arm at each epsilon, a table for each task."""
+    return "\n".join(quality_of(study, task) for task in study.finals)
+
+
+def quality_of(study: Study, task: str) -> str:
+    found, epsilons = study.finals[task], study.epsilons(task)
+    before = f"{100 * study.base[task]['accuracy']:.1f} / {study.base[task]['loss']:.3f}"
+    rows = [["base model", "", "", *(before for _ in epsilons)]]
+    for arm, name in NAMES.items():
+        of_arm = [one for (of, _), several in found.items() if of == arm for one in several]
+        if of_arm:
+            private = next((one for one in of_arm if one["epsilon"]), None)
+            options = f"{private['learning_rate']:g}, {private['clip']:g}" if private else ""
+            cells = [in_cell(found[arm, epsilon]) for epsilon in epsilons]
+            rows.append([name, f"{of_arm[0]['values']:,}", options, *cells])
+    said = ["not private" if epsilon is None else f"ε = {epsilon:g}" for epsilon in epsilons]
+    return table([f"{TASKS.get(task, task)}: accuracy, % / loss", "values", "rate, clip", *said], rows)
+
+
+def in_cell(records: list[Record]) -> str:
+    if not records:
+        return ""
+    parts = []
+    for measure, times, digits in (("accuracy", 100.0, 1), ("loss", 1.0, 3)):
+        values = [times * one[measure] for one in records]
+        apart = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
+        parts.append(f"{fmean(values):.{digits}f}{apart}")
+    return f"{' / '.join(parts)} (n = {len(records)})"
+
+
+def apart(study: Study) -> str:
+    """The loss of a core on public rows' basis minus that of the others, with 95 % intervals."""
+    rows = []
+    for task, epsilon, arm, mine, theirs in pairs(study):
+        interval = ttest_ind(mine, theirs, equal_var=False).confidence_interval(0.95)
+        middle = fmean(mine) - fmean(theirs)
+        what = "not private" if epsilon is None else f"ε = {epsilon:g}"
+        rows.append(
+            [f"{TASKS.get(task, task)}, {what}: minus {NAMES[arm]}", f"{middle:+.3f}",
+             f"{interval.low:+.3f} to {interval.high:+.3f}"]
+        )  # fmt: skip
+    return table([f"loss of the {NAMES['public']}", "difference", "95 % interval"], rows)
+
+
+def pairs(study: Study) -> Iterator[tuple[str, float | None, str, list[float], list[float]]]:
+    """Each task, epsilon and other arm with the losses of both, where both have two trainings at least."""
+    for task, found in study.finals.items():
+        for epsilon in study.epsilons(task):
+            for arm in list(NAMES)[1:]:
+                mine, theirs = ([one["loss"] for one in found[of, epsilon]] for of in ("public", arm))
+                if min(len(mine), len(theirs)) > 1:
+                    yield task, epsilon, arm, mine, theirs
+
+
+def figure(study: Study, file: Path) -> None:
+    """Held-out loss over epsilon, a line for each arm."""
+    tasks = list(study.finals)
+    drawn, frames = plt.subplots(1, len(tasks), figsize=(6 * len(tasks), 4), squeeze=False, layout="constrained")
+    for task, frame in zip(tasks, frames[0], strict=True):
+        epsilons = study.epsilons(task)[::-1]
+        for number, (arm, name) in enumerate(NAMES.items()):
+            known = [epsilon for epsilon in epsilons if study.finals[task][arm, epsilon]]
+            losses = [[one["loss"] for one in study.finals[task][arm, epsilon]] for epsilon in known]
+            at = [epsilons.index(epsilon) + 0.06 * (number - 1.5) for epsilon in known]
+            (line,) = frame.plot(at, [fmean(own) for own in losses], marker="o", label=name)
+            for place, own in zip(at, losses, strict=True):
+                frame.plot([place] * len(own), own, ".", color=line.get_color(), alpha=0.5)
+        said = ["not private" if epsilon is None else f"{epsilon:g}" for epsilon in epsilons]
+        frame.set_xticks(range(len(said)), said)
+        frame.set_xlabel("ε (delta 1e-5)")
+        frame.set_ylabel("held-out loss, nats a token")
+        frame.set_title(f"SmolLM2 on {TASKS.get(task, task)}")
+        frame.legend(frameon=False)
+    drawn.savefig(file, dpi=150)
+    plt.close(drawn)
+
+
+def per_example(found: Record) -> str:
+    """A step with the gradients of all rows over a plain step, by setting and contestant."""
+    settings: dict[str, dict[str, Record]] = defaultdict(dict)
+    for row in found["rows"]:
+        settings[f"{row['targets']}, {row['num_rows']} rows of {row['num_tokens']} tokens"][row["contestant"]] = row
+    names = {"frozencore": "core, r = 16", "lora-r16": "LoRA, r = 16, Opacus", "lora-r1": "LoRA, r = 1, Opacus"}
+    rows = [
+        [setting, *(with_quartiles(by_name[name]["over_plain"], ".3f") for name in names),
+         *(f"{by_name[name]['gradient_bytes'] / 1e6:.1f} MB" for name in ("frozencore", "lora-r16"))]
+        for setting, by_name in settings.items()
+    ]  # fmt: skip
+    return table(["over a plain step", *names.values(), "gradients of a core", "of LoRA, r = 16"], rows)
+
+
+def blocks(study: Study, gradients: Record) -> dict[str, str]:
+    """The generated blocks of docs/private.md by name."""
+    return {
+        "private-quality": quality(study),
+        "private-apart": apart(study),
+        "per-example": per_example(gradients),
+    }

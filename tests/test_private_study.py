@@ -1,0 +1,107 @@
+"""benchmarks/private.py and private_tables.py: LoRAs under Opacus, the whole study at its tiniest, and its tables."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import forked
+from frozencore.privacy import PrivateBudget, Schedule
+from frozencore.tune.pocket import pocket_model_path
+from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.rows.token_batches import make_batches
+from frozencore.tune.run.models import load_model
+from frozencore.tune.training.recipe import Recipe
+from places import ROOT
+
+BENCHMARKS = ROOT / "benchmarks"
+ARMS = {"public", "random", "lora-1", "lora-16"}
+
+
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.slow
+def test_each_arm_trains_privately_and_plainly_and_a_second_run_measures_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "found.jsonl"
+    command = forked.script(BENCHMARKS / "private.py", "--quick", "--out", out)
+    ended = forked.ended(command, tmp_path)
+    assert ended.status == 0, ended.err[-2000:]
+    finals = [record for record in lines_of(out) if record["phase"] == "final"]
+    assert {(one["arm"], one["epsilon"]) for one in finals} == {
+        (arm, epsilon) for arm in ARMS for epsilon in (8.0, None)
+    }
+    private = [one for one in finals if one["epsilon"]]
+    assert len({(one["noise_multiplier"], one["steps"]) for one in private}) == 1
+    assert all(7 < one["spent"] <= 8 for one in private)
+    before = out.read_bytes()
+    assert forked.ended(command, tmp_path).status == 0
+    assert out.read_bytes() == before
+
+
+@pytest.mark.slow
+def test_a_step_under_opacus_without_noise_is_adamw_on_the_mean_of_the_rows_losses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import private
+    from harness import Results
+
+    base, tokenizer = load_model(str(pocket_model_path()), dtype="float32", device="cpu")
+    results = Results(Path("nowhere.jsonl"), {}, by=())
+    study = private.Study(base, PromptEncoder(tokenizer), "pocket-sentiment", None, private.QUICK, results)
+    recipe = Recipe(1e-2, 0.0, epochs=3, batch_size=len(study.rows))
+    schedule = Schedule(PrivateBudget(1.0, 1e-3, clip=1e6), len(study.rows), len(study.rows), 3, noise_multiplier=0.0)
+
+    def trained(*, under_opacus: bool) -> dict[str, torch.Tensor]:
+        model = study.adapter("lora-1", 42, None)
+        mine = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if under_opacus:
+            study.train_under_opacus(model, recipe, schedule)
+        else:
+            optimizer = torch.optim.AdamW(mine.values(), weight_decay=0.0)
+            for step in range(3):
+                optimizer.param_groups[0]["lr"] = recipe.rate(step, 3)
+                losses = [model(**batch).loss for batch in make_batches(study.rows, pad_id=0, batch_size=1)]
+                torch.stack(losses).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found = {name: p.detach().clone() for name, p in mine.items()}
+        model.unload()
+        return found
+
+    expected, found = trained(under_opacus=False), trained(under_opacus=True)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5)
+
+
+def test_the_tables_hold_means_deviations_and_welchs_intervals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import private_tables
+
+    common = {"task": "sst2", "values": 30720, "learning_rate": 0.02, "clip": 1.0}
+    lines = [{"phase": "base", "task": "sst2", "accuracy": 0.5, "loss": 3.0}]
+    for arm, epsilon, losses in (
+        ("public", 8.0, (0.2, 0.3, 0.4)), ("lora-1", 8.0, (0.5, 0.5, 0.8)), ("public", None, (0.1,)),
+    ):  # fmt: skip
+        for seed, loss in enumerate(losses):
+            lines.append(
+                common
+                | {"phase": "final", "arm": arm, "epsilon": epsilon, "seed": seed, "accuracy": 0.75, "loss": loss}
+            )
+    file = tmp_path / "lines.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    study = private_tables.Study(file)
+    blocks = private_tables.blocks(study, {"rows": []})
+    assert "75.0 ± 0.0 / 0.300 ± 0.100 (n = 3)" in blocks["private-quality"]
+    assert "75.0 / 0.100 (n = 1)" in blocks["private-quality"]
+    assert "not private | ε = 8 |" in blocks["private-quality"]
+    # 0.3 - 0.6; variances 0.01 and 0.03 over three: t(3.2 degrees) = 3.07 times 0.1155
+    assert "| SST-2, ε = 8: minus LoRA, r = 1 | -0.300 | -0.655 to +0.055 |" in blocks["private-apart"]
+    private_tables.figure(study, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 1000
