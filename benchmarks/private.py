@@ -69,8 +69,8 @@ WARMUP, ROWS_A_PASS = 0.1, 16
 class Scale:
     """The size of the study; ``public`` is the task of the public rows."""
 
-    rows: int = 2000
-    rows_a_step: int = 64
+    rows: int = 1000
+    rows_a_step: int = 32
     epochs: int = 1
     scored: int = 400
     calibration: int = 128
