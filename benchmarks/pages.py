@@ -44,7 +44,7 @@ def pages() -> Iterator[tuple[Path, dict[str, str]]]:
             "tenants-readme": tenants_quality_tables.readme(tenants),
         },
     )
-    yield DOCS / "smollm2.md", quality
+    yield DOCS / "smollm2.md", quality | {"smollm2-speed": speed_tables.smollm2(found_in("smollm2"))}
     yield (
         DOCS / "many-cores.md",
         tenant_tables.many_cores(

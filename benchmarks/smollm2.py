@@ -26,13 +26,14 @@ import torch
 from peft import get_peft_model
 from torch import nn
 
+import speed_tables
 from contestants import FLOOR, UNCALIBRATED, Batch, Stepper, adapter_config, with_adapter
 from frozencore import calibrate
 from frozencore.calibration.loss import IGNORED, predicted
 from frozencore.tune.run.config import make_config
 from frozencore.tune.run.prepare import PreparedRun, calibration_batches, prepare
 from frozencore.tune.scoring.choice import predict_choices
-from harness import load_average, medians, memory_of, parser_of, ratios, table, take_turns, with_quartiles, write_found
+from harness import load_average, medians, memory_of, parser_of, ratios, take_turns, write_found
 
 NAMES = {FLOOR: FLOOR, "lora": "lora", "frozencore": UNCALIBRATED}
 DTYPES = ("float32", "bfloat16")
@@ -111,20 +112,6 @@ def waterfall(model: str, data_root: Path | None, *, quick: bool) -> list[dict[s
     return rows
 
 
-def tables(found: Mapping[str, Any]) -> str:
-    body = [
-        [dtype, what, who, f"{1e3 * row['processor_s']:.0f} ms",
-         *(with_quartiles(row[over], ".3f") if over in row else "" for over in ("over_floor", "over_lora")),
-         f"{row['memory_bytes'] / 2**20:.0f} MiB"]
-        for dtype, parts in found["dtypes"].items()
-        for what, rows in parts.items()
-        for who, row in rows.items()
-    ]  # fmt: skip
-    stages = [[row["stage"], f"{row['processor_s']:.2f} s", row["says"]] for row in found["waterfall"]]
-    headings = ["weights", "what", "", "processor", "over floor", "over LoRA", "memory above the model"]
-    return f"{table(headings, body)}\n{table(['a command until this stage ends', 'processor', 'says'], stages)}"
-
-
 def main() -> None:
     parser = parser_of(__doc__, "smollm2")
     parser.add_argument("--model", default="smollm2", help="Another model folder.")
@@ -141,7 +128,7 @@ def main() -> None:
         config = make_config(model=model, task=task, data_root=options.data_root, dtype=dtype, device="cpu", **few)
         found["dtypes"][dtype] = measure(prepare(config, lambda *_: None), rounds, 8 if options.quick else 64)
     found["waterfall"] = waterfall(model, options.data_root, quick=options.quick)
-    print(tables(found))
+    print(speed_tables.smollm2(found))
     write_found(options, **found)
 
 

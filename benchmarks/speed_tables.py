@@ -227,3 +227,19 @@ def sentences(machine: Found, gpu: Found) -> str:
         f"([what it costs](docs/cost.md)).",
     )
     return "\n".join(fill(f"- {point}", 120, subsequent_indent="  ", break_on_hyphens=False) for point in points) + "\n"
+
+
+def smollm2(found: Found) -> str:
+    """A real model's step, scoring and calibration, and where the seconds before a command's training go."""
+    names = {"step": "training step, 8 rows", "scoring": "scoring 64 rows", "calibration": "calibration, 128 rows"}
+    body = [
+        [dtype, names[what], NAMES[who], f"{row['processor_s']:.2f} s",
+         *(with_quartiles(row[over], ".3f") if over in row else "" for over in ("over_floor", "over_lora")),
+         f"{row['memory_bytes'] / 1e6:,.0f} MB"]
+        for dtype, parts in found["dtypes"].items()
+        for what, rows in parts.items()
+        for who, row in rows.items()
+    ]  # fmt: skip
+    stages = [[row["stage"], f"{row['processor_s']:.1f} s"] for row in found["waterfall"]]
+    headings = ["weights", "what", "", "processor", "over no adapter", "over LoRA", "memory above the model"]
+    return f"{table(headings, body)}\n{table(['until this stage ends', 'processor'], stages)}"
