@@ -1,4 +1,4 @@
-"""What privacy costs on a real model: table, sentences and figure of docs/private.md, from the lines of private.py.
+"""The cost of privacy on a real model: tables and figure of docs/private.md, from the lines of private.py.
 
 Means over trainings with their standard deviation. Trainings of two arms share no randomness, so the intervals of their
 differences are Welch's.
