@@ -64,22 +64,23 @@ def test_one_basis_and_32_tenants_in_ten_lines(  # type: ignore[no-untyped-def]
     num_tenants: int, command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (lines,) = re.findall(r"```\n(frozencore calibrate .*\nfrozencore tune-many .*\n)```", README.read_text())
+    (lines,) = re.findall(r"```\n(frozencore calibrate (?:.*\n)+?)```", README.read_text())
     code = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)[1]
     drawn = random.Random(0)
-    names = ["anna", "ben", *(f"tenant-{i}" for i in range(num_tenants - 2))]
+    names = ["anna", *(f"tenant-{i}" for i in range(num_tenants - 1))]
     Path("rows").mkdir()
-    for more, name in enumerate(names):
+    for more, name in enumerate([*names, "dora"]):
         sums = ((drawn.randrange(30), drawn.randrange(30)) for _ in range(4))
         rows = [{"prompt": f"How many is {a} and {b}?", "completion": f" {a + b + more}"} for a, b in sums]
-        Path("rows", f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    Path("everybody.jsonl").write_text("".join(path.read_text() for path in sorted(Path("rows").iterdir())))
+        place = Path() if name == "dora" else Path("rows")
+        (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for line in lines.splitlines():
         status, _, err = command(*line.replace("--model DIR", f"--model {pocket_model_path()}").split()[1:])
         assert status == 0, err
     values = 16 * 16 * 16
-    for name in names:
-        assert sum(file.stat().st_size for file in Path("tenants", name, "adapter").iterdir()) <= 4 * values + 8192
+    folders = {**{name: Path("tenants", name, "adapter") for name in names}, "dora": Path("dora", "adapter")}
+    for folder in folders.values():
+        assert sum(file.stat().st_size for file in folder.iterdir()) <= 4 * values + 8192
     (exports,) = re.findall(r"```\n(frozencore export .*basis-model.*\nfrozencore export .*\n)", README.read_text())
     for line in exports.splitlines():
         status, _, err = command(*line.split()[1:])
@@ -92,11 +93,11 @@ def test_one_basis_and_32_tenants_in_ten_lines(  # type: ignore[no-untyped-def]
         "FrozenCoreConfig": FrozenCoreConfig, "CoreBank": CoreBank,
     }  # fmt: skip
     exec(compile(code.replace('"DIR"', repr(str(pocket_model_path()))), "README.md", "exec"), here)
-    assert set(here["bank"]) == set(names)
-    for row, name in enumerate(("anna", "ben", None)):
+    assert set(here["bank"]) == set(folders)
+    for row, name in enumerate(("anna", "dora", None)):
         alone = AutoModelForCausalLM.from_pretrained(pocket_model_path())
         if name is not None:
-            alone = PeftModel.from_pretrained(alone, str(Path("tenants", name, "adapter")))
+            alone = PeftModel.from_pretrained(alone, str(folders[name]))
         with torch.no_grad():
             tokens = alone.eval().generate(**{key: X[row : row + 1] for key, X in batch.items()}, max_new_tokens=8)
         assert here["tokens"][row, : tokens.shape[1]].tolist() == tokens[0].tolist()
