@@ -86,7 +86,8 @@ def tenant_weights(
 ) -> bytes:
     """Return the cores as the weights file of a tenant, for an engine that takes them from memory.
 
-    They are what :func:`export_tenant` writes for a basis of the same ranks. On the engine's side
+    They are what :func:`export_tenant` writes for a basis of the same ranks; an engine whose basis grew from it takes
+    them too, and fills up with zeros. On the engine's side
     :class:`frozencore_basis_model.TenantWorker` reads them, and refuses those of another basis.
 
     Args:
