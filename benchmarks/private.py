@@ -62,7 +62,7 @@ METHOD_OF = {"public": ("fcca", 16), "random": ("random", 16), "lora-1": ("lora"
 RATES = {"public": 1e-2, "random": 1e-2, "lora-1": 4e-3, "lora-16": 2e-3}
 """Where a search begins: this rate, twice it and half of it."""
 CLIPS = (0.1, 10.0)
-WARMUP, ROWS_A_PASS = 0.1, 16
+WARMUP, ROWS_A_PASS, ROWS_UNDER_HOOKS = 0.1, 16, 8
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class Study:
         return {"values": values, "steps": steps, "train_loss": loss, "noise_multiplier": noise, "spent": spent}
 
     def train_under_opacus(self, model: PeftModel, recipe: Recipe, schedule: Schedule) -> float:
-        """The training of a LoRA; returns the mean loss over the rows of the last step."""
+        """The training of a LoRA; returns the mean loss over the rows of the last pass."""
         torch.manual_seed(recipe.seed)  # of the noise; nothing is published
         drawn = np.random.default_rng(recipe.seed)
         hooked = GradSampleModule(model.train(), strict=False, loss_reduction="sum")
@@ -210,16 +210,18 @@ class Study:
         loss = float("nan")
         for step in range(schedule.num_steps):
             own = np.flatnonzero(drawn.random(len(self.rows)) < schedule.sample_rate)
-            rows = [self.rows[i] for i in own]
-            for batch in make_batches(rows, pad_id=self.encoder.pad_id, batch_size=len(rows)):
+            rows = sorted((self.rows[i] for i in own), key=lambda row: len(row.input_ids))
+            for group in optimizer.param_groups:
+                group["lr"] = recipe.rate(step, schedule.num_steps)
+            batches = list(make_batches(rows, pad_id=self.encoder.pad_id, batch_size=ROWS_UNDER_HOOKS))
+            for number, batch in enumerate(batches):
                 logprobs, counted = completion_logprobs(hooked, batch)
                 losses = -logprobs.sum(1) / counted.sum(1)
                 losses.sum().backward()
                 loss = float(losses.detach().mean())
-            for group in optimizer.param_groups:
-                group["lr"] = recipe.rate(step, schedule.num_steps)
-            optimizer.step()
-            optimizer.zero_grad()
+                optimizer.signal_skip_step(do_skip=number + 1 < len(batches))  # only the last pass adds noise and steps
+                optimizer.step()
+                optimizer.zero_grad()
         hooked.to_standard_module()
         model.eval()
         return loss
