@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -97,6 +98,7 @@ def test_a_basis_that_is_not_there_is_one_line(command: Command, tmp_path: Path)
 def test_an_adapter_is_packed_and_unpacked_to_the_same_bytes(command: Command, basis: Path, tmp_path: Path) -> None:
     whole, packed, again = basis.parent / "adapter", tmp_path / "packed", tmp_path / "again"
     status, out, err = command("adapter", "pack", whole, "--basis", basis, "--output", packed)
+    assert re.search(rf"^Basis: {re.escape(str(basis))}   [\d,]+ bytes$", out, flags=re.MULTILINE), out
     assert status == 0, err
     assert f"{sum(file.stat().st_size for file in packed.iterdir()):,} bytes" in out
     assert command("adapter", "unpack", packed, "--output", again)[0] == 0

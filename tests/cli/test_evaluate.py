@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,10 @@ def test_rows_of_ones_own_are_scored_on_runs_and_their_base(command, tmp_path: P
     assert base["held_out_loss"] == pytest.approx(by_transformers(rows), abs=1e-5)
     assert "Load model and rows: 1 in " in out
     assert "(1 task)" in out
+    assert f"{tmp_path / 'run'} was trained on rows of {tmp_path / 'rows.jsonl'}" in out
+    shutil.copy(tmp_path / "rows.jsonl", tmp_path / "new.jsonl")
+    words[words.index(tmp_path / "rows.jsonl")] = tmp_path / "new.jsonl"
+    assert "was trained on" not in command(*words[:-1], tmp_path / "e2")[1]
     for scored in ("base: rows.jsonl: 20 in ", "run: rows.jsonl: 20 in "):
         assert re.search(rf"{scored}\d+\.\d s \(loss\)\n{scored}\d+\.\d s \(completions\)", out)
     assert command("doctor", tmp_path / "e")[0] == 0

@@ -98,6 +98,8 @@ REFUSED = {
     ("tune", *RUN, "--basis", "none"): "has no basis.json",
     ("tune", *RUN, "--moments", "none"): "There is no moments file at none",
     ("tune", *RUN[:-1], "run"): "already holds a finished run",
+    ("tune", *RUN[:-1], "run", "--resume"): "there is nothing to resume",
+    ("tune", "--model", "smolm2", *RUN[2:]): "Did you mean 'smollm2'?",
     ("tune", *RUN, "--dry-run", "--data-root", "none"): "there is no folder none",
     ("tune-many", "--model", "pocket", "--tenants", "none", "--out", "x"): "a folder of row files or a YAML file",
     ("calibrate", "--model", "none/at/all", "--task", "sst2", "--out", "x"): "there is no such folder",

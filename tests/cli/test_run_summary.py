@@ -35,6 +35,7 @@ def shown(renderable: object) -> str:
         (0.53, 0.5, 600, "Beats the majority class (50.0 %), but not clearly on 600 rows."),
         (0.50, 0.5, 600, "Does not beat the majority class (50.0 %)."),
         (0.60, None, 600, "Beats the base model (25.0 %), clearly."),
+        (1.00, 0.5, 4, "Beats the majority class (50.0 %), but not clearly on 4 rows."),
         (1.00, None, 1, "Beats the base model (25.0 %), but not clearly on 1 row."),
         (0.20, None, 600, "Does not beat the base model (25.0 %)."),
     ],

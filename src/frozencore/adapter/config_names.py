@@ -119,7 +119,7 @@ def matcher(option: str, key: str, clock: Clock) -> Callable[[str], bool]:
 _WAY_OUT = "Give a list of names such as ['q_proj', 'v_proj']"
 _NO_DROPOUT = "a core is trained without dropout: leave it out"
 _INITIAL = "constructor chooses the bases (fcca, eva, lora_xs, ...), and cores start at zero: give constructor instead"
-_ALPHA = "the scale is alpha / r, and 1 without alpha: give alpha instead"
+_ALPHA = "the scale is alpha / r (16 / r by default, 1 with alpha=None): give alpha instead"
 INSTEAD_OF_LORA: Mapping[str, str] = {
     "lora_alpha": _ALPHA,
     "use_rslora": "the scale is alpha / r: choose alpha",

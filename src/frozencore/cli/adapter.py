@@ -39,7 +39,8 @@ def _pack(
     from frozencore.adapter.saved.on_one_basis import pack_adapter
 
     pack_adapter(folder, basis, output, dtype=None if dtype == "auto" else getattr(torch, dtype))
-    _print_size(output)
+    _print_size("Adapter", output)
+    _print_size("Basis", output.parent / "basis" if basis is None else Path(basis))
 
 
 adapter_app.command("pack", help="Write an adapter that holds only its cores; it then needs its basis to be loaded.")(
@@ -62,7 +63,7 @@ def unpack(
     from frozencore.adapter.saved.on_one_basis import unpack_adapter
 
     unpack_adapter(folder, output, basis=basis)
-    _print_size(output)
+    _print_size("Adapter", output)
 
 
 def merge(
@@ -81,7 +82,7 @@ def merge(
     from frozencore.adapter.saved.on_one_basis import merge_adapters
 
     merge_adapters(folders, output, weights=shares)
-    _print_size(output)
+    _print_size("Adapter", output)
 
 
 def _require_places(adapter: Path, basis: str | None, output: Path) -> None:
@@ -91,5 +92,6 @@ def _require_places(adapter: Path, basis: str | None, output: Path) -> None:
     require_free(output, overwrite=None, reads=adapter)
 
 
-def _print_size(folder: Path) -> None:
-    console.print(f"Adapter: {folder}   {sum(file.stat().st_size for file in folder.iterdir()):,} bytes")
+def _print_size(what: str, folder: Path) -> None:
+    if folder.is_dir():  # a basis on the hub is not
+        console.print(f"{what}: {folder}   {sum(file.stat().st_size for file in folder.iterdir()):,} bytes")

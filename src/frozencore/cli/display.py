@@ -79,10 +79,12 @@ class StageDisplay:
         self.began = self.latest = clock()
         self.stages: dict[str, Stage] = {}
         self.bars: dict[str, TaskID] = {}
+        width = console.width - BESIDE_BAR
+        bar = [BarColumn(bar_width=min(WIDEST_BAR, width))] if width >= NARROWEST_BAR else []
         self.progress = Bars(
             SpinnerColumn(finished_text="✓"),
             TextColumn("{task.description:<21}", markup=False),
-            BarColumn(bar_width=min(WIDEST_BAR, max(NARROWEST_BAR, console.width - BESIDE_BAR))),
+            *bar,
             MofNCompleteColumn(),
             TimeRemainingColumn(compact=True, elapsed_when_finished=True),
             TextColumn("{task.fields[note]}", style="dim", markup=False),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
@@ -17,6 +18,7 @@ from frozencore.cli.flags import TakesOptions
 from frozencore.errors import ConfigError
 from frozencore.files.adapter_folder import adapter_in
 from frozencore.files.whole_file import require_writable
+from frozencore.tune.rows.mixture import sources_of
 from frozencore.tune.rows.prompt_date import PROMPT_DATE
 from frozencore.tune.rows.prompts import PromptStyle
 from frozencore.tune.run.run_folder import RECORD
@@ -96,8 +98,21 @@ def _evaluate(
         )
         record = evaluate(evaluation, output, progress)
     console.print(evaluation_table(record))
+    for run in runs_trained_on(data, adapters):
+        console.print(f"{run} was trained on rows of {data}: its scores are not those of new rows.", soft_wrap=True)
     console.print(f"Predictions and scores: {output}")
     raise typer.Exit(1 if record["failed"] else 0)
+
+
+def runs_trained_on(data: str | None, adapters: Sequence[Path]) -> list[Path]:
+    """The folders of the runs that read the file of the scored rows, by its name in their records."""
+    found = []
+    for run in (adapter.parent for adapter in adapters if data is not None):
+        if (run / RECORD).is_file():
+            read = json.loads((run / RECORD).read_text(encoding="utf-8")).get("config", {}).get("data")
+            if read and any(Path(one.name).resolve() == Path(data or "").resolve() for one in sources_of(read)):
+                found.append(run)
+    return found
 
 
 def evaluation_table(record: Mapping[str, Any]) -> Group:

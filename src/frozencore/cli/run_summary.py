@@ -54,6 +54,9 @@ def run_summary(record: TunedRecord) -> Group:
     return Group(table, *(Text(line) for line in [*words, *(line for part in parts for line in part(record))]))
 
 
+FEWEST_ROWS = 10  # on fewer, the interval of a share is too rough for a verdict
+
+
 def wilson(share: float, num_rows: int) -> tuple[float, float]:
     """Wilson's 95 % interval of a share; unlike the standard error it is not zero where all rows are right."""
     square = NORMAL_95**2 / num_rows
@@ -70,7 +73,8 @@ def verdict(accuracy: float, before: float, majority: float | None, num_rows: in
         floor, highest, name = before, wilson(before, num_rows)[1], "the base model"
     if accuracy <= floor:
         return f"Does not beat {name} ({percent(floor)} %)."
-    sure = "clearly" if wilson(accuracy, num_rows)[0] > highest else f"but not clearly on {num_of(num_rows, 'row')}"
+    is_clear = num_rows >= FEWEST_ROWS and wilson(accuracy, num_rows)[0] > highest
+    sure = "clearly" if is_clear else f"but not clearly on {num_of(num_rows, 'row')}"
     return f"Beats {name} ({percent(floor)} %), {sure}."
 
 

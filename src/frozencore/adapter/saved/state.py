@@ -89,7 +89,7 @@ def state_to_load(
     else:
         factors = require_sound(origin, state_dict, config.coordinates, config.rounds)
         require_sealed(origin, seal, state_dict)
-        _require_fit(origin, own, factors)
+        _require_fit(origin, own, factors, config.base_model_name_or_path)
         if holds_no_basis(state_dict):
             warn_of_uncalibrated(f"The adapter {adapter_name!r}", "before it is trained or used")
         if config.basis_id is not None and not _same_bases(own, factors):
@@ -141,8 +141,11 @@ def _resize_for_rounds(
             layer.set_rounds(adapter_name, config.rounds)
 
 
-def _require_fit(origin: str, layers: Mapping[str, tuple[Tensor, Tensor, Tensor]], came: Mapping[str, Factors]) -> None:
+def _require_fit(
+    origin: str, layers: Mapping[str, tuple[Tensor, Tensor, Tensor]], came: Mapping[str, Factors], base: str | None
+) -> None:
     """Refuse factors whose layers or shapes differ from the model's P, Q and R."""
+    way_out = f"Load the base model that it was trained on{f': {base}' if base else ''}."
     for odd, what in (
         (came.keys() - layers.keys(), "the base model lacks"),
         (layers.keys() - came.keys(), "it has nothing for"),
@@ -150,7 +153,7 @@ def _require_fit(origin: str, layers: Mapping[str, tuple[Tensor, Tensor, Tensor]
         if odd:
             raise ArtifactError(
                 f"An adapter fits its base model layer by layer, but {what} {len(odd)} of the layers of {origin} "
-                f"(first: {min(odd)!r}). Load the base model that it was trained on."
+                f"(first: {min(odd)!r}). {way_out}"
             )
     for name, own in layers.items():
         theirs = (came[name].P, came[name].Q, came[name].R)
@@ -160,7 +163,7 @@ def _require_fit(origin: str, layers: Mapping[str, tuple[Tensor, Tensor, Tensor]
             m, n, r = own[0].shape[0], own[1].shape[0], own[2].shape[0]
             raise ArtifactError(
                 f"Layer {name!r} is {m} x {n} at rank {r} in this model, but P {tuple(theirs[0].shape)} and Q "
-                f"{tuple(theirs[1].shape)} came with {origin}. Load the base model that it was trained on."
+                f"{tuple(theirs[1].shape)} came with {origin}. {way_out}"
             )
 
 

@@ -13,6 +13,7 @@ from frozencore.tune.rows.mixture import sources_of
 from frozencore.tune.rows.row_sources import require_source
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.smollm2 import SMOLLM2, smollm2_path
+from frozencore.words import nearest_name
 
 
 def model_location(name: str) -> str:
@@ -68,7 +69,12 @@ def require_model(name: str) -> None:
         ModelError: There is no such folder, it holds no model, or the hub cannot be reached.
     """
     place = model_location(name)
-    loading = safe_loading(place)
+    try:
+        loading = safe_loading(place)
+    except ModelError as error:
+        if (meant := nearest_name(name, (POCKET_MODEL, SMOLLM2))) is None:
+            raise
+        raise ModelError(f"{error} Did you mean {meant!r}?") from error
     if Path(place).is_dir() and "gguf_file" not in loading and not (Path(place) / MODEL_CONFIG).is_file():
         raise ModelError(
             f"--model {name} cannot be read as a causal language model: it has no {MODEL_CONFIG}. Give a folder that "

@@ -65,6 +65,8 @@ def refuse_used(out: Path, *, resume: bool) -> None:
         ArtifactError: The folder cannot be written, or holds a finished run.
         TrainingError: The folder holds an interrupted run, and ``resume`` is off.
     """
+    if resume and (out / RECORD).exists():
+        raise ArtifactError(f"{out} holds a finished run: there is nothing to resume. Choose another --output.")
     require_new(out, RECORD)
     if not resume:
         refuse_interrupted(out)
