@@ -417,10 +417,11 @@ def test_a_base_model_of_other_layers_is_refused_in_one_line(
     overrides: dict[str, int], message: str, saved: Path
 ) -> None:
     for seal in (json.loads((saved / CONFIG).read_text())["seal"], None):
-        edit_config(saved, seal=seal, allow_other_base=True)
+        edit_config(saved, seal=seal, allow_other_base=True, base_model_name_or_path="org/base")
         with pytest.raises(ArtifactError, match=message) as caught:
             PeftModel.from_pretrained(tiny_qwen2(**overrides), str(saved), allow_other_base=True)
         assert "\n" not in str(caught.value)
+        assert str(caught.value).endswith("Load the base model that it was trained on: org/base.")
 
 
 def test_a_quantised_base_is_neither_recorded_nor_compared() -> None:
