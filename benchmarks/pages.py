@@ -16,6 +16,7 @@ from typing import Any
 
 import cost_tables
 import page_figures
+import private_tables
 import quality_tables
 import speed_tables
 import tenant_tables
@@ -35,13 +36,14 @@ def pages() -> Iterator[tuple[Path, dict[str, str]]]:
     machine, gpu = found_in(MACHINE), found_in("gpu")
     yield DOCS / "cost.md", cost_tables.blocks(machine) | speed_tables.blocks(machine, gpu)
     quality = quality_tables.blocks()
-    tenants = tenants_quality_tables.Study()
+    tenants, private = tenants_quality_tables.Study(), private_tables.Study()
     yield (
         README,
         {
             "speed": speed_tables.sentences(machine, gpu),
             "smollm2-sst2": quality["smollm2-sst2"],
             "tenants-readme": tenants_quality_tables.readme(tenants),
+            "private-readme": private_tables.quality_of(private, "sst2"),
         },
     )
     yield DOCS / "smollm2.md", quality | {"smollm2-speed": speed_tables.smollm2(found_in("smollm2"))}
@@ -52,6 +54,7 @@ def pages() -> Iterator[tuple[Path, dict[str, str]]]:
         )
         | tenants_quality_tables.blocks(tenants),
     )
+    yield DOCS / "private.md", private_tables.blocks(private, found_in("per_example"))
     served = {"served": f"served-{MACHINE}", "served-smollm2": f"served-smollm2-{MACHINE}"}
     yield DOCS / "serving.md", {block: tenant_tables.served(found_in(name)) for block, name in served.items()}
 
@@ -86,6 +89,7 @@ def main() -> int:
     page_figures.scale(found_in("scale"), figures / "scale.png")
     page_figures.tenants(found_in(f"tenants-{MACHINE}"), found_in(f"many-training-{MACHINE}"), figures / "tenants.png")
     tenants_quality_tables.figure(tenants_quality_tables.Study(), figures / "tenants-quality.png")
+    private_tables.figure(private_tables.Study(), figures / "private.png")
     page_figures.served(found_in(f"served-smollm2-{MACHINE}"), figures / "served.png")
     return 0
 

@@ -61,8 +61,9 @@ def quality_of(study: Study, task: str) -> str:
             options = f"{private['learning_rate']:g}, {private['clip']:g}" if private else ""
             cells = [in_cell(found[arm, epsilon]) for epsilon in epsilons]
             rows.append([name, f"{of_arm[0]['values']:,}", options, *cells])
-    said = ["not private" if epsilon is None else f"ε = {epsilon:g}" for epsilon in epsilons]
-    return table([f"{TASKS.get(task, task)}: accuracy, % / loss", "values", "rate, clip", *said], rows)
+    noise = {epsilon: several[0].get("noise_multiplier") for (_, epsilon), several in found.items() if several}
+    said = ["not private" if epsilon is None else f"ε = {epsilon:g}, σ = {noise[epsilon]:.2f}" for epsilon in epsilons]
+    return table([f"{TASKS.get(task, task)}: accuracy, % / loss", "values", "rate, clip (private)", *said], rows)
 
 
 def in_cell(records: list[Record]) -> str:

@@ -84,7 +84,7 @@ def test_the_tables_hold_means_deviations_and_welchs_intervals(monkeypatch: pyte
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import private_tables
 
-    common = {"task": "sst2", "values": 30720, "learning_rate": 0.02, "clip": 1.0}
+    common = {"task": "sst2", "values": 30720, "learning_rate": 0.02, "clip": 1.0, "noise_multiplier": 0.714}
     lines = [{"phase": "base", "task": "sst2", "accuracy": 0.5, "loss": 3.0}]
     for arm, epsilon, losses in (
         ("public", 8.0, (0.2, 0.3, 0.4)), ("lora-1", 8.0, (0.5, 0.5, 0.8)), ("public", None, (0.1,)),
@@ -100,7 +100,7 @@ def test_the_tables_hold_means_deviations_and_welchs_intervals(monkeypatch: pyte
     blocks = private_tables.blocks(study, {"rows": []})
     assert "75.0 ± 0.0 / 0.300 ± 0.100 (n = 3)" in blocks["private-quality"]
     assert "75.0 / 0.100 (n = 1)" in blocks["private-quality"]
-    assert "not private | ε = 8 |" in blocks["private-quality"]
+    assert "not private | ε = 8, σ = 0.71 |" in blocks["private-quality"]
     # 0.3 - 0.6; variances 0.01 and 0.03 over three: t(3.2 degrees) = 3.07 times 0.1155
     assert "| SST-2, ε = 8: minus LoRA, r = 1 | -0.300 | -0.655 to +0.055 |" in blocks["private-apart"]
     private_tables.figure(study, tmp_path / "figure.png")
