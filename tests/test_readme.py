@@ -64,7 +64,7 @@ def test_one_basis_and_32_tenants_in_ten_lines(  # type: ignore[no-untyped-def]
     num_tenants: int, command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (lines,) = re.findall(r"```\n(frozencore calibrate (?:.*\n)+?)```", README.read_text())
+    (lines,) = re.findall(r"```\n(frozencore calibrate .* --tenants (?:.*\n)+?)```", README.read_text())
     code = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)[1]
     drawn = random.Random(0)
     names = ["anna", *(f"tenant-{i}" for i in range(num_tenants - 1))]

@@ -47,7 +47,7 @@ def test_the_first_line_comes_before_torch_is_imported(
     monkeypatch.setitem(sys.modules, "frozencore.advice.advice_run", None)
     with pytest.raises(ModuleNotFoundError):
         command("advise", *ASKED)
-    assert capsys.readouterr().out.startswith("Start: 1 in ")
+    assert capsys.readouterr().out.startswith("Start: imports and checks\n")
 
 
 def _require_frame(figure: Figure, recommended: dict[str, Any]) -> None:

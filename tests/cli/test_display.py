@@ -112,6 +112,7 @@ def test_in_a_command_the_time_before_the_first_stage_counts_too() -> None:
         stages.started()
         stages("load", 1, 1)
     assert printed.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
+        "Start: imports and checks",
         "Start: 1 in 7.0 s (imports and checks)",
         "Load model and rows: 1 in 2.0 s",
         "In all: 9.5 s, 0.5 s of it between the stages",

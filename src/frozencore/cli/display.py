@@ -98,6 +98,8 @@ class StageDisplay:
             self.progress.start()
         if began is not None:
             self("start", 0, 1, IMPORTS)
+            if not self.console.is_terminal:
+                self.console.print(f"{LABELS['start']}: {IMPORTS}", highlight=False)
         return self
 
     def started(self) -> None:
