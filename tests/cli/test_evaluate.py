@@ -73,6 +73,10 @@ def test_rows_of_ones_own_are_scored_on_runs_and_their_base(command, tmp_path: P
     shutil.copy(tmp_path / "rows.jsonl", tmp_path / "new.jsonl")
     words[words.index(tmp_path / "rows.jsonl")] = tmp_path / "new.jsonl"
     assert "was trained on" not in command(*words[:-1], tmp_path / "e2")[1]
+    (tmp_path / "run" / "result.json").write_text('["no record"]')
+    status, said, err = command(*words[:-1], tmp_path / "e3")
+    assert (status, err) == (0, "")
+    assert "was trained on" not in said
     for scored in ("base: rows.jsonl: 20 in ", "run: rows.jsonl: 20 in "):
         assert re.search(rf"{scored}\d+\.\d s \(loss\)\n{scored}\d+\.\d s \(completions\)", out)
     assert command("doctor", tmp_path / "e")[0] == 0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
@@ -106,11 +106,15 @@ def _evaluate(
 
 def runs_trained_on(data: str | None, adapters: Sequence[Path]) -> list[Path]:
     """The folders of the runs that read the file of the scored rows, by its name in their records."""
+    if data is None:
+        return []
+    from frozencore.tune.run.record import read_record
+
     found = []
-    for run in (adapter.parent for adapter in adapters if data is not None):
-        if (run / RECORD).is_file():
-            read = json.loads((run / RECORD).read_text(encoding="utf-8")).get("config", {}).get("data")
-            if read and any(Path(one.name).resolve() == Path(data or "").resolve() for one in sources_of(read)):
+    for run in (adapter.parent for adapter in adapters):
+        with suppress(OSError, ValueError):  # a run without a sound record tells nothing
+            read = read_record((run / RECORD).read_text(encoding="utf-8")).config.data
+            if read is not None and Path(data).resolve() in [Path(one.name).resolve() for one in sources_of(read)]:
                 found.append(run)
     return found
 

@@ -39,6 +39,7 @@ from frozencore.adapter.saved.tensors import (
 )
 from frozencore.errors import ArtifactError
 from frozencore.maths.basis import known_basis
+from frozencore.words import one_line
 
 Layers = Mapping[str, FrozenCoreLayer]
 _PAST, _CORE = f".{PREFIX}past", f".{PREFIX}R"
@@ -145,7 +146,7 @@ def _require_fit(
     origin: str, layers: Mapping[str, tuple[Tensor, Tensor, Tensor]], came: Mapping[str, Factors], base: str | None
 ) -> None:
     """Refuse factors whose layers or shapes differ from the model's P, Q and R."""
-    way_out = f"Load the base model that it was trained on{f': {base}' if base else ''}."
+    way_out = f"Load the base model that it was trained on{f': {one_line(base, 200)}' if base else ''}."
     for odd, what in (
         (came.keys() - layers.keys(), "the base model lacks"),
         (layers.keys() - came.keys(), "it has nothing for"),
