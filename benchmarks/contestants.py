@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from copy import deepcopy
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from frozencore import FrozenCoreConfig
+from frozencore.tune.rows import TokenRow
+from frozencore.tune.rows.token_batches import make_batches
 from shapes import Architecture
 
 RANK = 16
@@ -96,6 +99,11 @@ def completion_batch(ids: Tensor) -> Batch:
     kept = torch.arange(3 * tokens // 4 - 1, tokens - 1, device=ids.device)
     targets = ids[:, kept + 1]
     return {"input_ids": ids, "logits_to_keep": kept, "labels": targets, "shift_labels": targets}
+
+
+def batches_by_length(rows: Iterable[TokenRow], pad_id: int, size: int) -> list[Any]:
+    """Batches of rows of like length, so that little is padding."""
+    return list(make_batches(sorted(rows, key=lambda row: len(row.input_ids)), pad_id=pad_id, batch_size=size))
 
 
 def labelled_batch(ids: Tensor) -> Batch:

@@ -44,16 +44,16 @@ def machine_name() -> str:
     return re.sub(r"[^a-z0-9]+", "-", f"{processor()} {os.cpu_count()} cores".lower()).strip("-")
 
 
-def parser_of(doc: str | None, name: str) -> argparse.ArgumentParser:
+def parser_of(doc: str | None, name: str, ending: str = "json") -> argparse.ArgumentParser:
     """The options of every benchmark: ``--quick`` and ``--out``.
 
     Args:
-        name: The results file is ``results/NAME.json`` unless ``--out`` names another.
+        name: The results file is ``results/NAME.ENDING`` unless ``--out`` names another.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="Tiny sizes: does it run? Its numbers mean nothing.")
     parser.add_argument(
-        "--out", type=Path, help=f"Default: results/{name}.json beside this file; nothing is written with --quick."
+        "--out", type=Path, help=f"Default: results/{name}.{ending} beside this file; nothing is written with --quick."
     )
     parser.set_defaults(name=name)
     return parser

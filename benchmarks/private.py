@@ -36,7 +36,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from contestants import ATTENTION
+from contestants import ATTENTION, batches_by_length
 from frozencore import calibrate
 from frozencore.adapter.bases.access import get_bases
 from frozencore.calibration.calibration_options import CalibrationOptions
@@ -45,7 +45,6 @@ from frozencore.privacy import PrivateBudget, Schedule
 from frozencore.tune.methods import METHODS, AdapterOptions
 from frozencore.tune.rows import Example, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.rows.token_batches import make_batches
 from frozencore.tune.run.models import load_model
 from frozencore.tune.run.provenance import source_commit
 from frozencore.tune.scoring.forward import take_off
@@ -55,14 +54,15 @@ from frozencore.tune.tasks.splits import calibration_rows, split_task
 from frozencore.tune.training.batching import pass_tokens_of
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
-from harness import Record, Results, parser_of, rounded
+from harness import RESULTS, Record, Results, parser_of, rounded
 from tenants_quality import score
 
 METHOD_OF = {"public": ("fcca", 16), "random": ("random", 16), "lora-1": ("lora", 1), "lora-16": ("lora", 16)}
 RATES = {"public": 1e-2, "random": 1e-2, "lora-1": 4e-3, "lora-16": 2e-3}
 """Where a search begins: this rate, twice it and half of it."""
 CLIPS = (0.1, 10.0)
-WARMUP, ROWS_A_PASS, ROWS_UNDER_HOOKS = 0.1, 16, 8
+WARMUP = 0.1
+ROWS_A_PASS, ROWS_AT_ONCE = 16, 8  # of a core's training; of a calibration, and under Opacus's hooks
 
 
 @dataclass(frozen=True)
@@ -111,10 +111,10 @@ class Study:
         """FCCA's basis of the public rows."""
         sizes = {"num_train": self.scale.calibration, "num_evaluation": self.scale.scored}
         public = split_task(find_task(self.scale.public), self.data_root, **sizes).train
-        rows = sorted(self.tokens(calibration_rows(public, self.scale.calibration)), key=lambda row: len(row.input_ids))
-        model = self.adapter("public", 42, None)
-        batches = make_batches(rows, pad_id=self.encoder.pad_id, batch_size=8)
-        calibrate(model, list(batches), options=CalibrationOptions(), progress=False)
+        rows = self.tokens(calibration_rows(public, self.scale.calibration))
+        batches = batches_by_length(rows, self.encoder.pad_id, ROWS_AT_ONCE)
+        model = self.adapter("public", self.scale.seeds[0], None)
+        calibrate(model, batches, options=CalibrationOptions(), progress=False)
         found = get_bases(model)
         take_off(model)
         return found
@@ -210,10 +210,9 @@ class Study:
         loss = float("nan")
         for step in range(schedule.num_steps):
             own = np.flatnonzero(drawn.random(len(self.rows)) < schedule.sample_rate)
-            rows = sorted((self.rows[i] for i in own), key=lambda row: len(row.input_ids))
             for group in optimizer.param_groups:
                 group["lr"] = recipe.rate(step, schedule.num_steps)
-            batches = list(make_batches(rows, pad_id=self.encoder.pad_id, batch_size=ROWS_UNDER_HOOKS))
+            batches = batches_by_length((self.rows[i] for i in own), self.encoder.pad_id, ROWS_AT_ONCE)
             for number, batch in enumerate(batches):
                 logprobs, counted = completion_logprobs(hooked, batch)
                 losses = -logprobs.sum(1) / counted.sum(1)
@@ -228,13 +227,15 @@ class Study:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, "private")
+    parser = parser_of(__doc__, "private", "jsonl")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--task", default="sst2")
     parser.add_argument("--data-root", type=Path)
     parser.add_argument("--arms", nargs="+", choices=METHOD_OF, default=list(METHOD_OF))
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.quick and options.out is None:
+        parser.error("--quick needs --out FILE, because nothing of it belongs into the results.")
     if options.quick:
         name, dtype, task, scale = "pocket", "float32", "pocket-sentiment", QUICK
     else:
@@ -251,7 +252,7 @@ def main() -> None:
     by, varies = ("task", "arm", "epsilon", "seed"), ("learning_rate", "clip")
     study = Study(
         model, PromptEncoder(tokenizer, style="plain"), task, options.data_root, scale,
-        Results(options.out or Path(__file__).parent / "results" / "private.jsonl", common, by=by, varies=varies),
+        Results(options.out or RESULTS / "private.jsonl", common, by=by, varies=varies),
     )  # fmt: skip
     rows = sha256(repr([row.trained_on for row in study.rows]).encode()).hexdigest()
     study.results.common["rows"] = rows

@@ -10,21 +10,19 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import fmean, stdev
-from typing import Any
+from statistics import fmean
 
 import matplotlib.pyplot as plt
 from scipy.stats import ttest_ind
 
-from harness import RESULTS, table, with_quartiles
+from harness import RESULTS, Record, table, with_quartiles
+from quality_tables import TASKS, spread
 
 LINES = RESULTS / "private.jsonl"
 NAMES = {
     "public": "core, basis of public rows", "random": "core, random basis", "lora-1": "LoRA, r = 1",
     "lora-16": "LoRA, r = 16",
 }  # fmt: skip
-TASKS = {"sst2": "SST-2", "cola": "CoLA", "qnli": "QNLI"}
-Record = dict[str, Any]
 
 
 class Study:
@@ -63,7 +61,7 @@ def quality_of(study: Study, task: str) -> str:
             rows.append([name, f"{of_arm[0]['values']:,}", options, *cells])
     noise = {epsilon: several[0].get("noise_multiplier") for (_, epsilon), several in found.items() if several}
     said = ["not private" if epsilon is None else f"ε = {epsilon:g}, σ = {noise[epsilon]:.2f}" for epsilon in epsilons]
-    return table([f"{TASKS.get(task, task)}: accuracy, % / loss", "values", "rate, clip (private)", *said], rows)
+    return table([f"{TASKS[task]}: accuracy, % / loss", "values", "rate, clip (private)", *said], rows)
 
 
 def in_cell(records: list[Record]) -> str:
@@ -71,9 +69,8 @@ def in_cell(records: list[Record]) -> str:
         return ""
     parts = []
     for measure, times, digits in (("accuracy", 100.0, 1), ("loss", 1.0, 3)):
-        values = [times * one[measure] for one in records]
-        apart = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
-        parts.append(f"{fmean(values):.{digits}f}{apart}")
+        values = [one[measure] for one in records]
+        parts.append(spread(values, digits, times) if len(values) > 1 else f"{times * values[0]:.{digits}f}")
     return f"{' / '.join(parts)} (n = {len(records)})"
 
 
@@ -85,7 +82,7 @@ def apart(study: Study) -> str:
         middle = fmean(mine) - fmean(theirs)
         what = "not private" if epsilon is None else f"ε = {epsilon:g}"
         rows.append(
-            [f"{TASKS.get(task, task)}, {what}: minus {NAMES[arm]}", f"{middle:+.3f}",
+            [f"{TASKS[task]}, {what}: minus {NAMES[arm]}", f"{middle:+.3f}",
              f"{interval.low:+.3f} to {interval.high:+.3f}"]
         )  # fmt: skip
     return table([f"loss of the {NAMES['public']}", "difference", "95 % interval"], rows)
@@ -118,7 +115,7 @@ def figure(study: Study, file: Path) -> None:
         frame.set_xticks(range(len(said)), said)
         frame.set_xlabel("ε (delta 1e-5)")
         frame.set_ylabel("held-out loss, nats a token")
-        frame.set_title(f"SmolLM2 on {TASKS.get(task, task)}")
+        frame.set_title(f"SmolLM2 on {TASKS[task]}")
         frame.legend(frameon=False)
     drawn.savefig(file, dpi=150)
     plt.close(drawn)

@@ -35,7 +35,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from contestants import ATTENTION
+from contestants import ATTENTION, batches_by_length
 from frozencore import calibrate, frozen_core_layers, save_basis, swap_core
 from frozencore.adapter.bases.access import basis_fingerprint, get_bases
 from frozencore.calibration.batches import Batch
@@ -48,7 +48,6 @@ from frozencore.maths.moments import LayerMoments
 from frozencore.tune.methods import METHODS, AdapterOptions
 from frozencore.tune.rows import Example, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.rows.token_batches import make_batches
 from frozencore.tune.run.models import load_model
 from frozencore.tune.run.provenance import provenance
 from frozencore.tune.scoring.choice import predict_choices
@@ -136,9 +135,7 @@ class Study:
         return self.batches(self.tokens(calibration_rows(self.tenants[name].rows["train"], CALIBRATION, seed=seed)))
 
     def batches(self, rows: Iterable[TokenRow]) -> list[Batch]:
-        """By length, so that little is padding."""
-        by_length = sorted(rows, key=lambda row: len(row.input_ids))
-        return list(make_batches(by_length, pad_id=self.encoder.pad_id, batch_size=ROWS_A_STEP))
+        return batches_by_length(rows, self.encoder.pad_id, ROWS_A_STEP)
 
     def adapter(self, arm: str, rank: int, seed: int, bases: Mapping[str, Tensor] | None = None) -> PeftModel:
         options = AdapterOptions(rank, ATTENTION, seed, {})
