@@ -19,7 +19,7 @@ from scipy.stats import t
 from harness import ROOT
 
 RECORDS = ROOT / "lab" / "results" / "smollm2" / "records.jsonl"
-TASKS = {"sst2": "SST-2", "cola": "CoLA"}
+TASKS = {"sst2": "SST-2", "cola": "CoLA", "svamp-operation": "SVAMP's operation"}
 NAMES = {
     "fcca": "FCCA", "rawgrad": "RawGrad", "signgrad": "SignGrad", "filora": "FiLoRA", "eva": "EVA", "milora": "MiLoRA",
     "lora_xs": "LoRA-XS", "vera": "VeRA's bases", "random": "Random", "lora": "LoRA", "full": "full fine-tuning",
