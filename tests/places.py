@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from frozencore.errors import ModelError
+from frozencore.tune.smollm2 import smollm2_path
+
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 SOURCES = ROOT / "src"
@@ -11,3 +16,11 @@ DATA = TESTS / "data"
 LAB = ROOT / "lab"
 PAPER_TABLES = LAB / "tests" / "data"
 SHARED = ROOT.parent / "shared"
+
+
+def smollm2_or_skip() -> Path:
+    """The folder that ``make smollm2`` writes; a test is skipped without it."""
+    try:
+        return smollm2_path()
+    except ModelError as error:
+        pytest.skip(str(error))

@@ -10,8 +10,7 @@ import pytest
 from transformers import TrainingArguments
 
 from adapted import EXAMPLES, adapted
-from frozencore.tune.smollm2 import smollm2_path
-from places import ROOT
+from places import ROOT, smollm2_or_skip
 from tiny import batch_of
 
 PAGE = (ROOT / "docs" / "private.md").read_text(encoding="utf-8")
@@ -33,8 +32,8 @@ def test_the_readmes_lines_train_privately(  # type: ignore[no-untyped-def]
     model: str, command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("opacus")
-    if model == "smollm2" and not smollm2_path().is_dir():
-        pytest.skip("make smollm2")
+    if model == "smollm2":
+        smollm2_or_skip()
     monkeypatch.chdir(tmp_path)
     for name, first in (("public", 0), ("private", 100)):
         sums = ((number, number + 2) for number in range(first, first + 64))
