@@ -1,15 +1,18 @@
-"""benchmarks/private.py and private_tables.py: LoRAs under Opacus, the whole study at its tiniest, and its tables."""
+"""benchmarks/private.py, private_moments.py and private_tables.py: both studies at their tiniest, and their tables."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from scipy.stats import norm
 
 import forked
+from frozencore.calibration.collect import collect_moments
 from frozencore.privacy import PrivateBudget, Schedule
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.rows.prompts import PromptEncoder
@@ -78,6 +81,59 @@ def test_a_step_under_opacus_without_noise_is_adamw_on_the_mean_of_the_rows_loss
     expected, found = trained(under_opacus=False), trained(under_opacus=True)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_noisy_moments_are_calibrations_sums_with_each_row_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import private
+    from harness import Results
+    from private_moments import WAYS, Moments
+
+    base, tokenizer = load_model(str(pocket_model_path()), dtype="float32", device="cpu")
+    results = Results(Path("nowhere.jsonl"), {}, by=())
+    study = private.Study(base, PromptEncoder(tokenizer), "pocket-sentiment", None, private.QUICK, results)
+    found = Moments(study)
+    batches = list(make_batches(study.rows, pad_id=study.encoder.pad_id, batch_size=5))
+    layers = {name: base.get_submodule(name) for name in found.private}
+    for name, expected in collect_moments(base, batches, layers).items():
+        mine = found.private[name]
+        assert mine.num_tokens == expected.num_tokens
+        for part in WAYS["moments"]:
+            one, other = mine.total(part), expected.total(part)
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * float(other.abs().max()))
+    model = found.model = study.adapter("random", 42, None)
+    for way, parts in WAYS.items():
+        if way == "moments":
+            metric, found.metric = found.metric, {}
+        for row in study.rows[:5]:
+            for part in parts:
+                longest = found.longest[way][part]
+                (cut,) = found.sums([row], [part], {part: longest}).values()
+                length = torch.stack([total.square().sum() for total in cut.values()]).sum().sqrt()
+                assert float(length) <= 1.001 * longest
+        found.metric = metric
+    model.unload()
+    clean, noised = found.noisy("whitened", None, 0), found.noisy("whitened", 8.0, 0)
+    name = next(iter(clean))
+    of_x, of_delta = metric[name]
+    added = (noised[name].total("cross") - clean[name].total("cross")) * of_delta[:, None] * of_x
+    sigma = float(added.std()) / found.longest["whitened"]["cross"]
+    # Balle and Wang (2018): the delta of one Gaussian mechanism of that sigma at epsilon 8
+    delta = norm.cdf(0.5 / sigma - 8 * sigma) - math.exp(8) * norm.cdf(-0.5 / sigma - 8 * sigma)
+    assert 0.1 * study.scale.delta < delta < study.scale.delta
+
+
+@pytest.mark.slow
+def test_noisy_moments_are_compared_and_trained_on(tmp_path: Path) -> None:
+    out = tmp_path / "found.jsonl"
+    ended = forked.ended(forked.script(BENCHMARKS / "private_moments.py", "--quick", "--out", out), tmp_path)
+    assert ended.status == 0, ended.err[-2000:]
+    lines = lines_of(out)
+    shares = {(one["basis"], one["epsilon"]): one["share"] for one in lines if one["phase"] == "share"}
+    assert shares["own", None] > shares["moments", None] > shares["moments", 8.0]
+    (final,) = [one for one in lines if one["phase"] == "final"]
+    assert final["spent"] <= 4 < final["epsilon"]
 
 
 def test_the_tables_hold_means_deviations_and_welchs_intervals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
