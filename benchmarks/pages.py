@@ -54,7 +54,10 @@ def pages() -> Iterator[tuple[Path, dict[str, str]]]:
         )
         | tenants_quality_tables.blocks(tenants),
     )
-    yield DOCS / "private.md", private_tables.blocks(private, found_in("per_example"))
+    yield (
+        DOCS / "private.md",
+        private_tables.blocks(private, found_in("per_example"), private_tables.lines_of(private_tables.OF_MOMENTS)),
+    )
     served = {"served": f"served-{MACHINE}", "served-smollm2": f"served-smollm2-{MACHINE}"}
     yield DOCS / "serving.md", {block: tenant_tables.served(found_in(name)) for block, name in served.items()}
 

@@ -1,4 +1,4 @@
-"""The cost of privacy on a real model: tables and figure of docs/private.md, from the lines of private.py.
+"""The cost of privacy on a real model: tables and figure of docs/private.md, from private.py and private_moments.py.
 
 Means over trainings with their standard deviation. Trainings of two arms share no randomness, so the intervals of their
 differences are Welch's.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -19,10 +19,19 @@ from harness import RESULTS, Record, table, with_quartiles
 from quality_tables import TASKS, spread
 
 LINES = RESULTS / "private.jsonl"
+OF_MOMENTS = RESULTS / "private_moments.jsonl"
 NAMES = {
     "public": "core, basis of public rows", "random": "core, random basis", "lora-1": "LoRA, r = 1",
     "lora-16": "LoRA, r = 16",
 }  # fmt: skip
+BASES = {
+    "own": "the private rows, no privacy", "public": "public rows", "random": "random",
+    "moments": "noisy G, a and d", "whitened": "noisy G in the public metric",
+}  # fmt: skip
+
+
+def lines_of(file: Path) -> list[Record]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 class Study:
@@ -31,7 +40,7 @@ class Study:
     def __init__(self, lines: Path = LINES) -> None:
         self.base: dict[str, Record] = {}
         self.finals: dict[str, dict[tuple[str, float | None], list[Record]]] = defaultdict(lambda: defaultdict(list))
-        for record in map(json.loads, lines.read_text(encoding="utf-8").splitlines()):
+        for record in lines_of(lines):
             if record["phase"] == "base":
                 self.base[record["task"]] = record
             elif record["phase"] == "final":
@@ -135,9 +144,35 @@ def per_example(found: Record) -> str:
     return table(["over a plain step", *names.values(), "gradients of a core", "of LoRA, r = 16"], rows)
 
 
-def blocks(study: Study, gradients: Record) -> dict[str, str]:
+def moments_held(lines: Sequence[Record]) -> str:
+    """The share of the private rows' whitened moment that each basis holds, if the whole epsilon is spent on it."""
+    found = {(one["basis"], one["epsilon"]): f"{one['share']:.3f}" for one in lines if one["phase"] == "share"}
+    epsilons = sorted({epsilon for _, epsilon in found if epsilon}, reverse=True)
+    rows = [
+        [name, *(found.get((basis, epsilon), "") for epsilon in (None, *epsilons))] for basis, name in BASES.items()
+    ]
+    return table(["basis", "without noise", *(f"ε = {epsilon:g}" for epsilon in epsilons)], rows)
+
+
+def moments_trained(lines: Sequence[Record], study: Study) -> str:
+    """Trainings that spend half of epsilon on the basis beside those that spend all of it on the training."""
+    found = {**study.finals["sst2"]}
+    for one in lines:
+        if one["phase"] == "final":
+            found.setdefault((one["basis"], one["epsilon"]), []).append(one)
+    epsilons = sorted({one["epsilon"] for one in lines if one["phase"] == "final"}, reverse=True)
+    rows = [
+        [BASES[basis], *(in_cell(found.get((basis, epsilon), [])) for epsilon in epsilons)]
+        for basis in ("whitened", "public", "random")
+    ]
+    return table(["basis of the core, SST-2: accuracy, % / loss", *(f"ε = {epsilon:g}" for epsilon in epsilons)], rows)
+
+
+def blocks(study: Study, gradients: Record, of_moments: Sequence[Record]) -> dict[str, str]:
     """The generated blocks of docs/private.md by name."""
     return {
+        "private-moments": moments_held(of_moments),
+        "private-moments-trained": moments_trained(of_moments, study),
         "private-quality": quality(study),
         "private-apart": apart(study),
         "per-example": per_example(gradients),

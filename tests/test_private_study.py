@@ -153,11 +153,20 @@ def test_the_tables_hold_means_deviations_and_welchs_intervals(monkeypatch: pyte
     file = tmp_path / "lines.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     study = private_tables.Study(file)
-    blocks = private_tables.blocks(study, {"rows": []})
+    of_moments = [
+        {"phase": "share", "basis": "whitened", "epsilon": 8.0, "share": 0.25},
+        {"phase": "share", "basis": "own", "epsilon": None, "share": 0.5},
+        {"phase": "final", "basis": "whitened", "epsilon": 8.0, "accuracy": 0.7, "loss": 0.6},
+    ]
+    blocks = private_tables.blocks(study, {"rows": []}, of_moments)
     assert "75.0 ± 0.0 / 0.300 ± 0.100 (n = 3)" in blocks["private-quality"]
     assert "75.0 / 0.100 (n = 1)" in blocks["private-quality"]
     assert "not private | ε = 8, σ = 0.71 |" in blocks["private-quality"]
     # 0.3 - 0.6; variances 0.01 and 0.03 over three: t(3.2 degrees) = 3.07 times 0.1155
     assert "| SST-2, ε = 8: minus LoRA, r = 1 | -0.300 | -0.655 to +0.055 |" in blocks["private-apart"]
+    assert "| the private rows, no privacy | 0.500 |  |" in blocks["private-moments"]
+    assert "| noisy G in the public metric |  | 0.250 |" in blocks["private-moments"]
+    assert "| noisy G in the public metric | 70.0 / 0.600 (n = 1) |" in blocks["private-moments-trained"]
+    assert "| public rows | 75.0 ± 0.0 / 0.300 ± 0.100 (n = 3) |" in blocks["private-moments-trained"]
     private_tables.figure(study, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 1000
