@@ -38,8 +38,8 @@ mutants: $(VENV)/.installed-dev
 	cd build/mutants && $(abspath $(BIN))/python -m mutmut run --max-children 1
 	cd build/mutants && $(abspath $(BIN))/python -m mutmut results
 
-# Speed and memory on this machine's CPU, under fifteen minutes; DATA=DIR (the tasks' data) adds choice scoring, and ten minutes on
-# SmolLM2 where `make smollm2` has been.
+# Speed and memory on this machine's CPU, under fifteen minutes; DATA=DIR (the tasks' data) adds ten minutes on SmolLM2
+# where `make smollm2` has been.
 bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/bench.py $(if $(DATA),--data-root $(DATA))
 

@@ -1,7 +1,7 @@
 """``make bench``: run every benchmark for a CPU in turn, and compare the results with the targets.
 
     python benchmarks/bench.py                             # under fifteen minutes
-    python benchmarks/bench.py --data-root ../shared/data  # and choice scoring (lm-eval), SmolLM2
+    python benchmarks/bench.py --data-root ../shared/data  # and SmolLM2
     python benchmarks/bench.py --quick                     # tiny sizes: does it run?
 
 Writes ``results/<processor>-<cores>-cores.json`` with all parts. A part that fails or exceeds its limit is recorded
@@ -11,7 +11,6 @@ as failed; the others continue, and the exit status is then 1. A missed target i
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import signal
@@ -19,7 +18,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -61,9 +60,7 @@ PARTS = (
     Part("calibration", ("--runs", "2", "--without", "frozencore eva", "PEFT EVA", "PEFT CorDA", "PEFT PiSSA")),
     Part("calibration_eva", ("--runs", "1", "--without", *NOT_EVA), script="calibration"),  # minutes a run
 )
-SCORING = Part("scoring", ("--runs", "2", "--rows", "6"))
-SMOLLM2 = Part("smollm2", ("--rounds", "3"), 600)
-WITH_DATA = {SCORING.name: SCORING, SMOLLM2.name: SMOLLM2}
+SMOLLM2 = Part("smollm2", ("--rounds", "3"), 600)  # needs the tasks' data
 BUDGET_S = 15 * 60  # for PARTS; one that would begin later does not run
 
 
@@ -102,17 +99,13 @@ def chosen_parts(options: argparse.Namespace) -> list[Part]:
     parts = [part for part in PARTS if not options.only or part.name in options.only]
     if options.quick:
         return [part for part in parts if not part.script]  # the tiny round of its script has it already
-    for part, is_there, what in (
-        (SCORING, importlib.util.find_spec("lm_eval") is not None, "the extra frozencore[lm-eval]"),
-        (SMOLLM2, has_smollm2(), "make smollm2"),
-    ):
-        if options.only and part.name not in options.only:
-            continue
-        if options.data_root is None or not is_there:
-            print(f"{part.name} is left out: it needs --data-root (make bench DATA=DIR) and {what}.")
-        else:
-            parts.append(Part(part.name, (*part.options, "--data-root", str(options.data_root)), part.limit_s))
-    return parts
+    if options.only and SMOLLM2.name not in options.only:
+        return parts
+    if options.data_root is None or not has_smollm2():
+        print(f"{SMOLLM2.name} is left out: it needs --data-root (make bench DATA=DIR) and make smollm2.")
+        return parts
+    with_data = (*SMOLLM2.options, "--data-root", str(options.data_root))
+    return [*parts, replace(SMOLLM2, options=with_data)]
 
 
 def has_smollm2() -> bool:
@@ -124,8 +117,8 @@ def has_smollm2() -> bool:
 
 def main() -> int:
     parser = parser_of(__doc__, machine_name())
-    parser.add_argument("--only", nargs="+", choices=[*(part.name for part in PARTS), *WITH_DATA])
-    parser.add_argument("--data-root", type=Path, help="Folder of the tasks' data, for choice scoring.")
+    parser.add_argument("--only", nargs="+", choices=[*(part.name for part in PARTS), SMOLLM2.name])
+    parser.add_argument("--data-root", type=Path, help="Folder of the tasks' data, for SmolLM2.")
     parser.add_argument("--parts", type=Path, help="Keep every part's own file in this folder.")
     options = parser.parse_args()
 
@@ -134,7 +127,7 @@ def main() -> int:
     parts: dict[str, Any] = {}
     with TemporaryDirectory() as folder:
         for part in chosen_parts(options):
-            left_s = part.limit_s if part.name in WITH_DATA else started + BUDGET_S - time.perf_counter()
+            left_s = part.limit_s if part.name == SMOLLM2.name else started + BUDGET_S - time.perf_counter()
             limit_s = min(part.limit_s, max(0.0, left_s))
             parts[part.name] = found = run_part(part, options.parts or Path(folder), limit_s, quick=options.quick)
             print(f"{part.name}: {found.get('error') or 'done'} ({found['time_s']:.0f} s)", flush=True)
