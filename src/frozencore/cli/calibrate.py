@@ -58,8 +58,11 @@ def _calibrate(
     from frozencore.cli.display import StageDisplay
 
     with StageDisplay(console) as progress:
-        from frozencore.tune.run.calibrate_only import execute_calibration
-        from frozencore.tune.run.many.calibrate_tenants import execute_calibration_of_tenants, execute_growth
+        from frozencore.tune.run.calibrate_only import (
+            execute_calibration,
+            execute_calibration_of_tenants,
+            execute_growth,
+        )
 
         progress.started()
         if grow is not None:

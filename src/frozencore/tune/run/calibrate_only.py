@@ -1,25 +1,35 @@
-"""Calibrate without training: bases for later runs."""
+"""Calibrate without training: bases for later runs, also one that fits many tenants, or a saved one made wider."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from peft import PeftModel
+
 from frozencore.adapter.bases.access import save_basis
 from frozencore.adapter.bases.calibrate import Calibration, calibrate
+from frozencore.adapter.bases.grow import grow_basis
 from frozencore.adapter.bases.rank_budget import GivenMoments
-from frozencore.calibration.batches import in_halves
+from frozencore.adapter.saved.saved_basis import read_header
+from frozencore.calibration.batches import Batch, in_halves
 from frozencore.calibration.moments_file import MomentsFingerprint, save_moments
-from frozencore.errors import ConfigError
+from frozencore.errors import ConfigError, DataError
 from frozencore.maths.capture import CAPTURE_NEEDS
+from frozencore.tune.run.adapt import on_named_basis
 from frozencore.tune.run.basis_fit import collect_for
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.make_record import calibrated_on
+from frozencore.tune.run.many.tenant_rows import TenantRows, read_each
+from frozencore.tune.run.many.tenants import find_tenants
 from frozencore.tune.run.models import resolve_targets
 from frozencore.tune.run.prepare import calibration_batches, prepare
 from frozencore.tune.run.run_folder import ADAPTER, BASIS, MOMENTS_FILE, RECORD, require_new
-from frozencore.words import Progress
+from frozencore.words import Progress, num_of
+
+FEWEST_ROWS = 2
 
 
 def execute_calibration(config: RunConfig, out: Path, progress: Progress) -> Calibration:
@@ -48,10 +58,94 @@ def execute_calibration(config: RunConfig, out: Path, progress: Progress) -> Cal
     collect_s = time.perf_counter() - started
     calibration = calibrate(model, batches, options=config.calibration_options, moments=parts, progress=progress)
     calibration = replace(calibration, collect_s=calibration.collect_s + collect_s)
-    out.mkdir(parents=True, exist_ok=True)
-    config.method_entry.save(model, out / ADAPTER, out)
-    save_basis(model, out / BASIS, calibrated_on=calibrated_on(config, prepared, calibration))
+    _write(config, model, out, calibrated_on(config, prepared, calibration))
     if parts is not None:
         # last, because it marks a complete folder
         save_moments(out / MOMENTS_FILE, GivenMoments(parts).taken(), fingerprint)
     return calibration
+
+
+def execute_calibration_of_tenants(config: RunConfig, out: Path, progress: Progress) -> Calibration:
+    """Write ``out/basis``, and ``out/adapter`` with zero cores; no moments file, because each tenant has its own.
+
+    Args:
+        config: Its data name the tenants; each gives ``calibration_size`` of its training rows.
+
+    Raises:
+        ConfigError: There is only one tenant, a calibration task, a rank budget, or a method without bases for groups.
+        DataError: A tenant has a single row.
+        ArtifactError: ``out`` already holds an adapter.
+    """
+    if not config.moments_needed:
+        raise ConfigError(f"The method {config.method!r} reads no calibration data. Use fcca or rawgrad.")
+    if config.rank_budget is not None:
+        raise ConfigError("A rank budget does not work with tenants yet: give --rank instead of --rank-budget.")
+    if config.calibration_task is not None:
+        raise ConfigError("Each tenant is calibrated on its own rows: leave --calibration-task out.")
+    files = find_tenants(Path(config.learns))
+    if len(files) < 2:
+        raise ConfigError(
+            f"A basis for tenants is chosen for two at least, but {config.learns} holds only {next(iter(files))!r}. "
+            "Give its file as --data."
+        )
+    require_new(out, RECORD, ADAPTER)
+    prepared, tenants = read_each(config, files, progress)
+    groups = _groups(tenants, prepared.encoder.pad_id)
+    model = config.method_entry.add(prepared.model, config.adapter_options(resolve_targets(config, prepared.model)))
+    calibration = calibrate(model, groups=groups, options=config.calibration_options, progress=progress)
+    _write(config, model, out, _rows_of(groups, calibration))
+    return calibration
+
+
+def execute_growth(config: RunConfig, out: Path, progress: Progress, *, by: int, of_tenants: bool) -> Calibration:
+    """Widen the configured basis and write ``out/basis`` and ``out/adapter`` as :func:`execute_calibration_of_tenants`.
+
+    Args:
+        config: Its data name the new tenants, or hold the rows of one.
+        by: The number of new directions on each side.
+        of_tenants: Whether the data name tenants.
+
+    Raises:
+        ConfigError: It asks for another method or rank than the basis has, or the basis cannot be widened so.
+        DataError: A tenant has a single row.
+        ArtifactError: There is no such basis, it belongs to another model, or ``out`` already holds an adapter.
+    """
+    require_new(out, RECORD, ADAPTER)
+    config = on_named_basis(config)
+    if of_tenants:
+        prepared, tenants = read_each(config, find_tenants(Path(config.learns)), progress)
+    else:
+        prepared = prepare(config, progress)
+        tenants = {"rows": TenantRows(config, prepared.rows)}
+    groups = _groups(tenants, prepared.encoder.pad_id)
+    model = config.method_entry.add(prepared.model, config.adapter_options(()))
+    before = read_header(str(config.basis))["calibrated_on"]
+    calibration = grow_basis(model, groups, by=by, options=config.calibration_options, progress=progress)
+    _write(config, model, out, f"{before or 'unknown rows'}; {by} more for {_rows_of(groups, calibration)}")
+    return calibration
+
+
+def _write(config: RunConfig, model: PeftModel, out: Path, rows: str | None) -> None:
+    """Write the adapter and its basis, which names the rows that it was calibrated on."""
+    out.mkdir(parents=True, exist_ok=True)
+    config.method_entry.save(model, out / ADAPTER, out)
+    save_basis(model, out / BASIS, calibrated_on=rows)
+
+
+def _groups(tenants: Mapping[str, TenantRows], pad_id: int) -> dict[str, list[Batch]]:
+    """The calibration batches of each tenant; a tenant with a single row is refused."""
+    for name, one in tenants.items():
+        if len(one.rows.calibration) < FEWEST_ROWS:
+            raise DataError(
+                f"Each tenant is calibrated on {FEWEST_ROWS} rows at least, but {name!r} has "
+                f"{len(one.rows.calibration)} beside those held out. Give it more rows or a larger --calibration-size."
+            )
+    return {name: calibration_batches(one.rows, pad_id) for name, one in tenants.items()}
+
+
+def _rows_of(groups: Mapping[str, Sequence[Batch]], calibration: Calibration) -> str:
+    """Describe the calibration data for the basis and the model cards."""
+    sizes = {sum(len(batch["input_ids"]) for batch in batches) for batches in groups.values()}
+    rows = f"{min(sizes)} rows each" if len(sizes) == 1 else f"{min(sizes)} to {max(sizes)} rows"
+    num_tokens = next(iter(calibration.layers.values())).num_tokens
+    return f"{num_of(len(groups), 'group')} of {rows}, {num_tokens:,} tokens"

@@ -11,7 +11,7 @@ from peft import get_peft_model
 from frozencore import FrozenCoreConfig, calibrate, load_basis
 from frozencore.adapter.layer import frozen_core_layers
 from frozencore.errors import ArtifactError
-from frozencore.tune.run.many.calibrate_tenants import execute_calibration_of_tenants
+from frozencore.tune.run.calibrate_only import execute_calibration_of_tenants
 from frozencore.tune.run.prepare import calibration_batches, prepare
 from small_tenants import SIZES, config_of, silent
 
