@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from frozencore.errors import ConfigError
-from frozencore.tune.methods.from_peft import IA3, PromptTuning, TinyLoRA, UniLoRA, VeRAVectors
+from frozencore.tune.methods.from_peft import IA3, LoRA, PiSSA, PromptTuning, TinyLoRA, UniLoRA, VeRAVectors
 from frozencore.tune.methods.frozen_core import FrozenCores
-from frozencore.tune.methods.lora import LoRA, PiSSA
 from frozencore.tune.methods.method import AdapterOptions, Method, Targets
 from frozencore.tune.methods.whole_weights import FullFineTuning, LowRankGradients
 from frozencore.words import unknown_name
