@@ -15,7 +15,7 @@ from frozencore.errors import ArtifactError, ConfigError
 from frozencore.tune.evaluation.evaluate import Evaluation, evaluate
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.rows import Example
-from frozencore.tune.rows.prompt_date import PROMPT_DATE, with_fixed_date
+from frozencore.tune.rows.conversations import PROMPT_DATE, with_fixed_date
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.run.config import make_config
 from frozencore.tune.run.prepare import prepare
@@ -138,7 +138,7 @@ def test_a_run_says_its_date_and_has_its_rows(dated_model: Path) -> None:
     )
     assert default.model_dump(mode="json")["prompt_date"] == "2024-07-26"
     assert default == same
-    rows = [prepare(config, lambda *_: None).rows.fingerprints() for config in (default, other)]
+    rows = [prepare(config, lambda *_: None).rows.fingerprints for config in (default, other)]
     assert rows[0] != rows[1]
 
 
