@@ -48,8 +48,7 @@ from frozencore.tune.rows import Example, Row, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.run.models import load_model
 from frozencore.tune.run.provenance import source_commit
-from frozencore.tune.scoring.forward import take_off
-from frozencore.tune.scoring.score import completion_logprobs
+from frozencore.tune.scoring.forward import completion_logprobs, take_off
 from frozencore.tune.suite import find_task
 from frozencore.tune.tasks.math_problems import SVAMP
 from frozencore.tune.tasks.splits import calibration_rows, split_task

@@ -49,7 +49,7 @@ from frozencore.tune.run.config import make_config
 from frozencore.tune.run.models import resolve_targets
 from frozencore.tune.run.prepare import prepare
 from frozencore.tune.run.training_port import recipe_of
-from frozencore.tune.scoring.score import completion_logprobs
+from frozencore.tune.scoring.forward import completion_logprobs
 from frozencore.tune.suite import find_task
 from frozencore.tune.tasks.splits import split_task
 from frozencore.tune.training.checkpoints import checkpoints

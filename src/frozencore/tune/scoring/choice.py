@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from frozencore.errors import DataError, ModelError
-from frozencore.tune.rows import ChoiceTokens, Example
+from frozencore.tune.rows import ChoiceTokens, Example, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.rows.token_batches import pad, score_in_groups
+from frozencore.tune.rows.token_batches import PaddingCollator, score_in_groups
 from frozencore.tune.scoring import Prediction
-from frozencore.tune.scoring.forward import NOT_FINITE, logits_at, scoring_mode, token_logprobs, vocabulary_of
+from frozencore.tune.scoring.forward import NOT_FINITE, completion_logprobs, scoring_mode, vocabulary_of
 from frozencore.tune.scoring.shared_prefix import can_share_prefix, shared_prefix_logprobs
 from frozencore.words import Progress
 
@@ -94,15 +93,10 @@ def choice_logprobs(
 def full_sequence_logprobs(model: nn.Module, rows: Sequence[ChoiceTokens], *, pad_id: int) -> list[list[float]]:
     """Compute the same with one full sequence per choice, padded right: slower, but right for every causal model."""
     device = next(model.parameters()).device
-    pairs = [(row.context_ids, choice) for row in rows for choice in row.choice_ids]
-    tokens, mask = (t.to(device) for t in pad([context + choice for context, choice in pairs], pad_id, side="right"))
-    scored = torch.zeros_like(mask[:, 1:])
-    for i, (context, choice) in enumerate(pairs):
-        scored[i, len(context) - 1 : len(context) + len(choice) - 1] = 1
-    wanted = scored.any(0).nonzero().squeeze(-1)
-    logits = logits_at(model, wanted, input_ids=tokens, attention_mask=mask)
+    full = [TokenRow(row.id, row.context_ids + ids, len(row.context_ids)) for row in rows for ids in row.choice_ids]
+    batch = {name: tensor.to(device) for name, tensor in PaddingCollator(pad_id)(full).items()}
     # a float32 sum of hundreds of nats has an error in the fifth digit
-    logprobs = (token_logprobs(logits, tokens[:, wanted + 1]) * scored[:, wanted]).cpu().double()
+    logprobs = completion_logprobs(model, batch)[0].cpu().double()
     totals = iter(logprobs.sum(-1).tolist())
     return [[next(totals) for _ in row.choice_ids] for row in rows]
 

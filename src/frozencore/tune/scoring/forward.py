@@ -6,7 +6,7 @@ A prompt-tuned model puts virtual tokens before every row. They shift the positi
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import LogitsProcessor
 
+from frozencore.calibration.counted_tokens import IGNORED
 from frozencore.errors import ModelError
 
 NOT_FINITE = (
@@ -76,6 +77,19 @@ def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
     """Log-probabilities of target tokens, in float32 or wider: logits (..., vocabulary), targets (...)."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
+
+
+def completion_logprobs(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Log-probabilities at positions where any row of a batch has a label, and a mask of each row's labels.
+
+    Both are (rows, positions); a log-probability is 0 where there is no label.
+    """
+    targets = batch["labels"][:, 1:]
+    wanted = (targets != IGNORED).any(0).nonzero().squeeze(-1)
+    logits = logits_at(model, wanted, **{name: tensor for name, tensor in batch.items() if name != "labels"})
+    targets = targets[:, wanted]
+    counted = targets != IGNORED
+    return token_logprobs(logits, targets.clamp_min(0)) * counted, counted
 
 
 class RequireFinite(LogitsProcessor):

@@ -24,8 +24,7 @@ from frozencore.errors import ModelError
 from frozencore.tune.rows import PreferenceRow
 from frozencore.tune.rows.token_batches import PaddingCollator, score_in_groups
 from frozencore.tune.scoring import Prediction, TaskScore
-from frozencore.tune.scoring.forward import NOT_FINITE, scoring_mode, vocabulary_of
-from frozencore.tune.scoring.score import completion_logprobs
+from frozencore.tune.scoring.forward import NOT_FINITE, completion_logprobs, scoring_mode, vocabulary_of
 from frozencore.words import Progress
 
 ANSWERS = ("chosen", "rejected")

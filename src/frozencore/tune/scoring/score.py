@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import nn
 
-from frozencore.calibration.counted_tokens import IGNORED
 from frozencore.errors import ConfigError, DataError, ModelError
 from frozencore.tune.rows import Example, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
@@ -17,7 +16,7 @@ from frozencore.tune.rows.token_batches import PaddingCollator, score_in_groups
 from frozencore.tune.scoring import TaskScore
 from frozencore.tune.scoring.choice import predict_choices
 from frozencore.tune.scoring.exact_match import SHORT, complete, predict_numbers
-from frozencore.tune.scoring.forward import NOT_FINITE, logits_at, scoring_mode, token_logprobs, vocabulary_of
+from frozencore.tune.scoring.forward import NOT_FINITE, completion_logprobs, scoring_mode, vocabulary_of
 from frozencore.tune.tasks import Task
 from frozencore.words import Progress, with_note
 
@@ -134,16 +133,3 @@ def held_out_loss(
     if not math.isfinite(total):
         raise ModelError(f"The model's log-probabilities on held-out rows {NOT_FINITE}")
     return total / num_tokens
-
-
-def completion_logprobs(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Log-probabilities at positions where any row of a batch has a label, and a mask of each row's labels.
-
-    Both are (rows, positions); a log-probability is 0 where there is no label.
-    """
-    targets = batch["labels"][:, 1:]
-    wanted = (targets != IGNORED).any(0).nonzero().squeeze(-1)
-    logits = logits_at(model, wanted, **{name: tensor for name, tensor in batch.items() if name != "labels"})
-    targets = targets[:, wanted]
-    counted = targets != IGNORED
-    return token_logprobs(logits, targets.clamp_min(0)) * counted, counted
