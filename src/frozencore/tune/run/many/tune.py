@@ -9,10 +9,10 @@ from typing import Any
 from peft import PeftModel
 
 from frozencore.adapter.private.checks import refuse_private_basis
-from frozencore.errors import FrozenCoreError
 from frozencore.tune.rows import Row
 from frozencore.tune.rows.own_rows import render_rows
 from frozencore.tune.rows.prompts import PROTOCOL_MAX_LENGTH, PromptEncoder, context_limit
+from frozencore.tune.run.many.tenant_rows import told_of
 from frozencore.tune.scoring.forward import base_of
 from frozencore.tune.training.many.tenant import Tenant, Trained
 from frozencore.tune.training.many.train import SLOTS, train_many
@@ -53,10 +53,8 @@ def tune_many(
     encoder = PromptEncoder(tokenizer, max_length=min(PROTOCOL_MAX_LENGTH, limit))
     tenants = {}
     for name, own in rows.items():
-        try:
+        with told_of(repr(name)):
             tokens = encoder.training_rows(render_rows(own, "the list of rows", encoder))
-        except FrozenCoreError as error:
-            raise type(error)(f"Tenant {name!r}: {error}") from error
         tenants[name] = Tenant(tokens, recipe)
     return train_many(
         model,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -22,12 +23,10 @@ from torch import Tensor
 from frozencore.errors import TrainingError
 from frozencore.files.fingerprint import fingerprint_options, fingerprint_tensors
 from frozencore.files.whole_file import whole_file
-from frozencore.privacy import PrivateBudget, Schedule
 from frozencore.tune.training.checkpoints import TENANT_STATES, checkpoints, seal_checkpoint
 from frozencore.tune.training.many.active_tenants import ActiveTenants
 from frozencore.tune.training.many.slots import TrainedSlots
 from frozencore.tune.training.many.tenant import Tenant, TenantState, Trained
-from frozencore.tune.training.selection import Selected, StepScore
 from frozencore.tune.training.train import TrainingReport
 from frozencore.words import one_line
 
@@ -142,14 +141,8 @@ def _read_trained(file: Path) -> Trained:
     try:
         with safe_open(file, framework="pt") as opened:
             said = json.loads(opened.metadata()["said"])
-        report = said["report"] | {"losses": tuple(said["report"]["losses"])}
-        if (chosen := report["selected"]) is not None:
-            report["selected"] = Selected(
-                **chosen | {"scores": tuple(StepScore(**score) for score in chosen["scores"])}
-            )
-        if (schedule := report["schedule"]) is not None:
-            report["schedule"] = Schedule(**schedule | {"budget": PrivateBudget(**schedule["budget"])})
-        return Trained(load_file(file), TrainingReport(**report), said["diverged"])
+        report = TypeAdapter(TrainingReport).validate_python(said["report"])
+        return Trained(load_file(file), report, said["diverged"])
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(one_line(error, 120)) from error
 
