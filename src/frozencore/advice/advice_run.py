@@ -89,7 +89,7 @@ def advice_record(config: RunConfig, prepared: PreparedRun, advice: Advice) -> d
         },
         "bases": [_worth_json(worth) for worth in advice.bases],
         "shapes": [_worth_json(worth) for worth in advice.shapes],
-        "hashes": prepared.rows.fingerprints(),
+        "hashes": prepared.rows.fingerprints,
         "provenance": provenance(),
     }  # fmt: skip
 

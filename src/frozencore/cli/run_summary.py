@@ -19,7 +19,6 @@ from frozencore.adapter.saved.card import allocation_in_words
 from frozencore.adapter.saved.tensors import FLAT, PREFIX
 from frozencore.files.adapter_folder import WEIGHTS_FILE, read_config
 from frozencore.tune.run.record import TunedRecord
-from frozencore.tune.run.row_sets import Reading
 from frozencore.tune.training.recipe import FEWEST_STEPS
 from frozencore.words import bytes_in_words, num_of, one_line
 
@@ -92,9 +91,7 @@ def values_in_words(at_once: int, in_all: int) -> str:
 def _rows_read(record: TunedRecord) -> Iterator[str]:
     found = record.rows
     if found is not None and found.read is not None:
-        yield Reading(
-            found.read, found.columns, found.left_out, found.packed, found.sources, found.held_out_from
-        ).in_words
+        yield found.in_words
 
 
 def _few_rows(record: TunedRecord) -> Iterator[str]:

@@ -78,7 +78,7 @@ def test_a_run_trains_and_holds_out_in_that_proportion_and_says_what_came_of_eac
         f"{files[0]}: 100 of 300 rows; {files[1]}: 50 of 50 rows."
     )
     other_seed = rows_of(encoder, [f"{files[0]}=2", files[1]], seed=7)
-    assert other_seed.fingerprints()["train"] == rows.fingerprints()["train"]
+    assert other_seed.fingerprints["train"] == rows.fingerprints["train"]
 
 
 def test_without_weights_all_rows_of_all_files_are_taken(
@@ -91,7 +91,7 @@ def test_without_weights_all_rows_of_all_files_are_taken(
 def test_one_file_in_a_list_is_the_file(files: tuple[str, str], byte_tokenizer: Callable[..., Any]) -> None:
     encoder = PromptEncoder(byte_tokenizer())
     assert make_config(model="any", data=[files[0]]) == make_config(model="any", data=files[0])
-    assert rows_of(encoder, [files[0]]).fingerprints() == rows_of(encoder, files[0]).fingerprints()
+    assert rows_of(encoder, [files[0]]).fingerprints == rows_of(encoder, files[0]).fingerprints
 
 
 def test_each_file_has_its_own_form_and_an_error_names_the_file(

@@ -53,7 +53,7 @@ def test_the_record_tells_what_was_spent_and_nothing_exact_of_the_rows(tmp_path:
     written = "".join(path.read_text() for path in (tmp_path / "run").rglob("*") if path.suffix in (".json", ".jsonl"))
     assert "secret-" not in written
     trained = fingerprint_options({"rows": [vars(row) for row in prepared.rows.train]})
-    assert trained == prepared.rows.fingerprints()["train"]
+    assert trained == prepared.rows.fingerprints["train"]
     assert trained not in written
     told = json.loads((tmp_path / "run" / "result.json").read_text())
     assert told["training"] == {"num_steps": 6}

@@ -37,7 +37,7 @@ def test_trials_hold_out_a_tenth_where_final_runs_train_on_all_rows(encoder: Pro
     assert counts(final, encoder) == (20, 3, "none")
     assert counts(trial, encoder) == (18, 2, "10% of train")
     plain = trial.model_copy(update={"paper_steps": False})
-    assert prepare_rows(trial, encoder).fingerprints() == prepare_rows(plain, encoder).fingerprints()
+    assert prepare_rows(trial, encoder).fingerprints == prepare_rows(plain, encoder).fingerprints
 
 
 def test_a_task_without_a_row_to_validate_on_says_so(encoder: PromptEncoder, tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def moments_file(config: RunConfig, rows: RunRows) -> str:
     If validation rows are a part of the training rows, a trial draws calibration rows from fewer rows than a final run
     that trains on all. Otherwise both draw the same rows and share the file.
     """
-    return f"{moments_key(config)}-{rows.fingerprints()['calibration'][:16]}.safetensors"
+    return f"{moments_key(config)}-{rows.fingerprints['calibration'][:16]}.safetensors"
 
 
 def needs_of(jobs: Iterable[Job]) -> Needs:

@@ -153,7 +153,7 @@ class Worker:
 
 
 def _score_key(config: RunConfig, prepared: PreparedRun) -> str:
-    hashes = {"model": f"{config.model} {config.dtype}", **prepared.rows.fingerprints()}
+    hashes = {"model": f"{config.model} {config.dtype}", **prepared.rows.fingerprints}
     return json.dumps(scored_as(config, hashes))
 
 

@@ -92,7 +92,7 @@ def execute(
         )  # refuses a step that cannot be shared evenly
     targets = resolve_targets(config, prepared.model)
     progress("hash", 0, 1)
-    hashes = {"model": fingerprint_model(prepared.model), **prepared.rows.fingerprints()}
+    hashes = {"model": fingerprint_model(prepared.model), **prepared.rows.fingerprints}
     progress("hash", 1, 1)
     cache = RunCache(out, reads_only=not is_first)
     prepared.before = prepared.before or from_first(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from statistics import median
 from typing import Any, cast
 
@@ -141,8 +140,7 @@ def _if_any(**parts: Any) -> dict[str, Any]:
 
 
 def _used_rows(config: RunConfig, rows: RunRows) -> UsedRows:
-    found = {} if rows.reading is None else asdict(rows.reading)
-    further: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
+    further = _if_any(**dict(rows.reading or ()))
     if config.truncate:
         further["cut"] = rows.num_cut
     if config.skip_long:

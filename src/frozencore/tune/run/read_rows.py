@@ -15,8 +15,8 @@ from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.rows.row_sources import named
 from frozencore.tune.rows.token_batches import pack
 from frozencore.tune.run.config import RunConfig
-from frozencore.tune.run.record_parts import SourceRows
-from frozencore.tune.run.row_sets import Reading, RowCache, RunRows, ScoredRows
+from frozencore.tune.run.record_parts import ReadRows, SourceRows
+from frozencore.tune.run.row_sets import RowCache, RunRows, ScoredRows
 from frozencore.tune.scoring.exact_match import are_short
 from frozencore.tune.suite import find_task
 from frozencore.tune.tasks import Task
@@ -208,13 +208,13 @@ def _own_rows(config: RunConfig, data: Data, encoder: PromptEncoder) -> RunRows:
         )
         for (source, own), part in zip(read, drawn, strict=True)
     ]
-    reading = Reading(
-        sum(own.num_read for _, own in read),
-        tuple(dict.fromkeys(column for _, own in read for column in own.columns)),
-        {why: count for why, count in unused.items() if count},
-        len(rows) if config.packing else None,
-        tuple(several) if len(several) > 1 else (),
-        None if config.eval_data is None else named(config.eval_data),
+    reading = ReadRows(
+        read=sum(own.num_read for _, own in read),
+        columns=tuple(dict.fromkeys(column for _, own in read for column in own.columns)),
+        left_out={why: count for why, count in unused.items() if count},
+        packed=len(rows) if config.packing else None,
+        sources=tuple(several) if len(several) > 1 else (),
+        held_out_from=None if config.eval_data is None else named(config.eval_data),
     )
     return RunRows(
         None, (), rows, calibrate, scored, "10% of train" if validated else "none", validation, num_cut=fitting.num_cut,

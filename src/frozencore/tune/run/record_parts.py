@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from frozencore.tune.rows.mixture import in_words
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.provenance import provenance
+from frozencore.words import num_of
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 
@@ -79,16 +80,39 @@ class SourceRows(Part):
     drawn: Count
 
 
-class UsedRows(Part):
+class ReadRows(Part):
+    """The reading of own data; a task has none.
+
+    Attributes:
+        read, columns, left_out: The number of rows, the columns, and the number of unused rows by reason.
+        packed: The number of rows that training texts were packed into; missing without packing.
+        sources: The result of each of several sources.
+        held_out_from: The source of the held-out rows (``eval_data``); missing if they are a part of ``read``.
+    """
+
+    read: Count | None = None
+    columns: tuple[str, ...] = ()
+    left_out: dict[str, Count] = {}
+    packed: Count | None = None
+    sources: tuple[SourceRows, ...] = ()
+    held_out_from: str | None = None
+
+    @property
+    def in_words(self) -> str:
+        columns = " and ".join(self.columns)
+        why = ", ".join(f"{count:,} left out ({why})" for why, count in self.left_out.items())
+        packed = "" if self.packed is None else f"; those to train on are packed to {self.packed:,}"
+        said = f"Read {num_of(self.read or 0, 'row')} by {columns}; {why or 'none left out'}{packed}."
+        each = "; ".join(f"{one.source}: {one.drawn:,} of {num_of(one.read, 'row')}" for one in self.sources)
+        other = "" if self.held_out_from is None else f" Held-out rows are those of {self.held_out_from}."
+        return f"{said}{f' {each}.' if each else ''}{other}"
+
+
+class UsedRows(ReadRows):
     """The number of training rows and of scored rows, and whether evaluation or validation rows were scored.
 
     Attributes:
         cut, skipped: The number of long rows whose prompt was cut, and that were left out; missing if not allowed.
-        read, columns, left_out: For own data, the number of rows, the columns, and the number of unused rows by reason.
-        packed: The number of rows that training texts were packed into (then equal to ``trained``); missing without
-            packing.
-        sources: For own data from several sources, the result of each.
-        held_out_from: The file of the held-out rows (``eval_data``); missing if they are a part of ``read``.
     """
 
     trained: Count
@@ -97,12 +121,6 @@ class UsedRows(Part):
     validation_from: str
     cut: Count | None = None
     skipped: Count | None = None
-    read: Count | None = None
-    columns: tuple[str, ...] = ()
-    left_out: dict[str, Count] = {}
-    packed: Count | None = None
-    sources: tuple[SourceRows, ...] = ()
-    held_out_from: str | None = None
 
 
 class AccuracyDetails(Part):

@@ -9,10 +9,9 @@ from typing import Any, TypeVar
 
 from frozencore.files.fingerprint import fingerprint_options
 from frozencore.tune.rows import Example, TokenRow
-from frozencore.tune.run.record_parts import SourceRows
+from frozencore.tune.run.record_parts import ReadRows
 from frozencore.tune.tasks import Task
 from frozencore.tune.tasks.splits import ValidationSource
-from frozencore.words import num_of
 
 
 @dataclass(frozen=True)
@@ -24,53 +23,21 @@ class ScoredRows:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """A summary of reading own rows.
-
-    Attributes:
-        read: The number of rows.
-        columns: The columns that were read, such as ``("prompt", "completion")``.
-        left_out: The number of unused rows, by reason.
-        packed: The number of rows that training texts were packed into; None without packing.
-        sources: Each of several sources; empty if there is one.
-        held_out_from: The source of the held-out rows; None if they are a part of the read rows.
-    """
-
-    read: int
-    columns: tuple[str, ...]
-    left_out: Mapping[str, int]
-    packed: int | None = None
-    sources: tuple[SourceRows, ...] = ()
-    held_out_from: str | None = None
-
-    @property
-    def in_words(self) -> str:
-        columns = " and ".join(self.columns)
-        why = ", ".join(f"{count:,} left out ({why})" for why, count in self.left_out.items())
-        packed = "" if self.packed is None else f"; those to train on are packed to {self.packed:,}"
-        said = f"Read {num_of(self.read, 'row')} by {columns}; {why or 'none left out'}{packed}."
-        each = "; ".join(f"{one.source}: {one.drawn:,} of {num_of(one.read, 'row')}" for one in self.sources)
-        other = "" if self.held_out_from is None else f" Held-out rows are those of {self.held_out_from}."
-        return f"{said}{f' {each}.' if each else ''}{other}"
-
-
-@dataclass(frozen=True)
 class RunRows:
     """Rows of a task, or of the user's own file.
 
     Attributes:
         task, evaluation: None and empty for own data, which is scored by held-out loss alone.
-        train, calibration, held_out: Token rows; calibration rows are drawn by the run's seed from the training rows,
-            of ``calibration_task`` where one is named. The held-out ones are scored.
-        validation_from: Where rows to validate on come from, whether or not they are used.
-        validation: Those that choose among the steps of the training; None where nothing is to be chosen, or no row is
-            left for it.
-        num_cut, num_skipped: How many rows have a prompt that was cut, and how many were left out as too long; 0 where
-            neither was allowed.
-        reading: What came of the rows that were read; None for a task.
-        exact_match: Whether completions of one's own rows are generated and compared.
-        beta: Of DPO's loss on preferences; None where completions are learned.
-        others: By task, plain texts of other tasks; their loss before and after tells what the run forgets.
+        train, calibration, held_out: Token rows. Calibration rows are drawn by the run's seed from the training rows,
+            or from those of ``calibration_task``. The held-out rows are scored.
+        validation_from: The source of validation rows, also if they are not used.
+        validation: The rows that choose a step; None if no step is chosen or no row is left.
+        num_cut, num_skipped: The number of rows with a cut prompt, and of rows left out as too long; 0 if the
+            configuration does not allow it.
+        reading: A summary of reading own rows; None for a task.
+        exact_match: Whether completions of own rows are generated and compared.
+        beta: The beta of DPO's loss on preferences; None if completions are learned.
+        others: Plain texts of other tasks by task; their loss before and after training shows what the run forgets.
     """
 
     task: Task | None
@@ -82,7 +49,7 @@ class RunRows:
     validation: ScoredRows | None = None
     num_cut: int = 0
     num_skipped: int = 0
-    reading: Reading | None = None
+    reading: ReadRows | None = None
     exact_match: bool = False
     beta: float | None = None
     others: Mapping[str, list[TokenRow]] = field(default_factory=dict)
@@ -92,12 +59,9 @@ class RunRows:
         """The rows that give the run's score."""
         return ScoredRows(self.evaluation, self.held_out)
 
+    @cached_property
     def fingerprints(self) -> dict[str, str]:
         """A hash of each set of rows."""
-        return self._fingerprints
-
-    @cached_property
-    def _fingerprints(self) -> dict[str, str]:
         sets = {"train": self.train, "calibration": self.calibration, "evaluation": self.held_out}
         if self.validation is not None:
             sets["validation"] = self.validation.tokens

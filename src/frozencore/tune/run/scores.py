@@ -104,7 +104,7 @@ def selection_of(config: ScoringConfig, prepared: PreparedRun, progress: Progres
         found = score_rows(model, prepared, rows, told, by=config.select_by)
         return found.held_out_loss, found.task.accuracy if found.task else None
 
-    identity = f"{prepared.rows.fingerprints()['validation']} by {config.select_by}"
+    identity = f"{prepared.rows.fingerprints['validation']} by {config.select_by}"
     return Selection(config.select_checkpoint, score, identity, config.patience)
 
 

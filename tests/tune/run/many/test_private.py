@@ -32,7 +32,7 @@ def test_each_tenant_has_a_budget_of_its_own_and_its_record_tells_nothing_exact(
         assert 7.5 < record.private.spent <= 8
         assert record.training.losses == ()
         assert {record.hashes.train, record.hashes.calibration} == {None}
-        trained = prepare(config_of(tenants / f"{name}.jsonl"), silent).rows.fingerprints()["train"]
+        trained = prepare(config_of(tenants / f"{name}.jsonl"), silent).rows.fingerprints["train"]
         assert trained not in "".join(path.read_text() for path in (tmp_path / "out" / name).rglob("*.json"))
     assert len({json.dumps(record.content()["private"]) for record in outcomes.values()}) == len(SIZES)
     assert not (tmp_path / "out" / "checkpoints").exists()

@@ -38,7 +38,7 @@ from frozencore.tune.run.models import resolve_targets
 from frozencore.tune.run.prepare import PreparedRun
 from frozencore.tune.run.run_cache import RunCache
 from frozencore.tune.run.run_folder import BASE_SCORE, BASIS, CACHE, CHECKPOINTS, refuse_finished
-from frozencore.tune.run.training_port import recipe_of
+from frozencore.tune.run.training_port import Training, recipe_of
 from frozencore.tune.training.many.losses import held_out_losses
 from frozencore.tune.training.many.tenant import Tenant, Validation
 from frozencore.tune.training.many.train import SLOTS, train_many
@@ -81,7 +81,7 @@ def execute_many(
         with warnings.catch_warnings(record=True) as heard, cache.removed_if_refused():
             warnings.simplefilter("always")
             model, calibration, calibration_s = cache.load_or_build_adapter(
-                adapter_of(config, targets, {"model": model_hash, **prepared.rows.fingerprints()}),
+                adapter_of(config, targets, {"model": model_hash, **prepared.rows.fingerprints}),
                 prepared,
                 config.method_entry,
                 lambda: adapt_from_data(config, prepared, targets, progress),
@@ -101,23 +101,12 @@ def execute_many(
         if fit is not None:
             fits[name] = fit
             progress("check basis", number + 1, len(own), fit.poor_fit(f"({name}) {config.basis}") or "")
-    finisher = Finisher(
-        out=out,
-        config=config,
-        prepared=prepared,
-        own=own,
-        model=model,
-        targets=targets,
-        calibration=calibration,
-        calibration_s=calibration_s,
-        before=before,
-        side_by_side=(len(own), min(num_slots, len(own))),
-        hashes={"model": model_hash, "basis": basis},
-        fits=fits,
-        warned=[entry for entry in caught if entry.category is UserWarning],
-        memory=memory,
-        started=started,
-    )
+    common = Training(
+        config, prepared, model, targets, out, {"model": model_hash, "basis": basis}, memory, started, progress,
+        calibration=calibration, calibration_s=calibration_s,
+        captures=calibration.captures if calibration else {}, warned=caught,
+    )  # fmt: skip
+    finisher = Finisher(common, own, before, side_by_side=(len(own), min(num_slots, len(own))), fits=fits)
     each_by_itself(
         lambda: train_many(
             model,
@@ -162,7 +151,7 @@ def _score_base(
     progress: Progress,
 ) -> dict[str, float]:
     """The base model's held-out loss on each tenant's rows; each process scores its own, the first stores all."""
-    rows = {name: one.rows.fingerprints()["evaluation"] for name, one in every.items()}
+    rows = {name: one.rows.fingerprints["evaluation"] for name, one in every.items()}
     of = {"base model": model_hash, "rows": rows}
     losses = from_first(lambda: cache.load(BASE_SCORE, list[float], of))
     if losses is None:

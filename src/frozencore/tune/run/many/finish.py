@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from warnings import WarningMessage
 
-from peft import PeftModel
 from torch import Tensor
 
-from frozencore.adapter.bases.calibrate import Calibration
 from frozencore.adapter.saved.card import write_model_card
 from frozencore.adapter.swap import swap_core
 from frozencore.files.whole_file import write_json
-from frozencore.tune.methods import Targets
 from frozencore.tune.run.basis_fit import RowShares
 from frozencore.tune.run.config import RunConfig
-from frozencore.tune.run.costs import PeakMemory
 from frozencore.tune.run.execute import LAST_GOOD
 from frozencore.tune.run.make_record import calibrated_on, headline, make_record
 from frozencore.tune.run.many.tenant_rows import TenantRows
-from frozencore.tune.run.prepare import PreparedRun, Score
+from frozencore.tune.run.prepare import Score
 from frozencore.tune.run.record import Failure, TunedRecord, read_record
 from frozencore.tune.run.record_parts import Provenance
 from frozencore.tune.run.run_folder import ADAPTER, FAILURE, RECORD
@@ -40,37 +36,24 @@ class Finisher:
     """Score, save and record tenants when they end; existing results stay unchanged.
 
     Attributes:
-        config: The configuration of all tenants.
-        prepared: The loaded model, the encoder, and the calibration rows of the basis.
-        model: The model with the adapter; its core is replaced by each saved tenant's in turn.
+        common: The training of all tenants: its rows are the calibration rows of the basis, its hashes those of the
+            base model and the basis. The core of its model is replaced by each saved tenant's in turn.
         before: Held-out loss of the base model on each tenant's rows.
         side_by_side: The number of tenants, and how many train at once.
-        hashes: Hashes of the base model and the basis.
         fits: The share of each tenant's moment that a saved basis holds, as far as it was measured.
-        started: ``time.perf_counter()`` when training began.
     """
 
-    out: Path
-    config: RunConfig
-    prepared: PreparedRun
+    common: Training
     own: Mapping[str, TenantRows]
-    model: PeftModel
-    targets: Targets
-    calibration: Calibration | None
-    calibration_s: float
     before: Mapping[str, float]
     side_by_side: tuple[int, int]
-    hashes: Mapping[str, str]
     fits: Mapping[str, RowShares]
-    warned: Sequence[WarningMessage]
-    memory: PeakMemory
-    started: float
     outcomes: dict[str, TenantOutcome] = field(default_factory=dict)
 
     def __call__(self, ended: Mapping[str, Trained]) -> None:
         losses = self._held_out({name: one.cores for name, one in ended.items() if one.diverged is None})
         for name, trained in ended.items():
-            folder = self.out / name
+            folder = self.common.folder / name
             if (folder / RECORD).exists():  # written before the run was killed
                 record = read_record((folder / RECORD).read_text())
                 assert isinstance(record, TunedRecord)
@@ -82,42 +65,39 @@ class Finisher:
             else:
                 self.outcomes[name] = self._record(name, trained, losses[name])
 
-    def _poor_fit(self, name: str) -> list[WarningMessage]:
-        """The warning that the basis fits the tenant's rows badly, if it does."""
-        fit = self.fits.get(name)
-        poor = None if fit is None else fit.poor_fit(str(self.config.basis))
-        return [] if poor is None else [WarningMessage(poor, UserWarning, __file__, 1)]
-
     def _held_out(self, cores: Mapping[str, Mapping[str, Tensor]]) -> dict[str, float]:
         if not cores:
             return {}
-        stack = CoreStack(self.model, len(cores))
+        model, pad_id = self.common.model, self.common.prepared.encoder.pad_id
+        stack = CoreStack(model, len(cores))
         for slot, of_tenant in enumerate(cores.values()):
             stack.put(slot, of_tenant)
         sets = [self.own[name].rows.held_out for name in cores]
-        losses = held_out_losses(self.model, sets, pad_id=self.prepared.encoder.pad_id, through=stack.rows)
+        losses = held_out_losses(model, sets, pad_id=pad_id, through=stack.rows)
         return dict(zip(cores, losses, strict=True))
 
     def _record(self, name: str, trained: Trained, loss: float) -> TunedRecord:
-        folder, config, rows = self.out / name, self.own[name].config, self.own[name].rows
-        prepared = PreparedRun(self.prepared.model, self.prepared.encoder, rows, before=Score(self.before[name]))
-        score = Score(loss)
-        self._save(config, trained, folder / ADAPTER)
-        training = Training(
-            config, prepared, self.model, self.targets, folder, {**rows.fingerprints(), **self.hashes}, self.memory,
-            self.started, lambda *_: None, calibration=self.calibration, calibration_s=self.calibration_s,
-            captures=self.calibration.captures if self.calibration else {}, 
-            warned=[*self.warned, *self._poor_fit(name)], fit=self.fits.get(name),
-        )  # fmt: skip
-        outcome = Outcome(training, replace(trained.report, side_by_side=self.side_by_side))
+        common, own, folder, fit = self.common, self.own[name], self.common.folder / name, self.fits.get(name)
+        self._save(own.config, trained, folder / ADAPTER)
+        poor = None if fit is None else fit.poor_fit(str(common.config.basis))
+        training = replace(
+            common,
+            config=own.config,
+            prepared=replace(common.prepared, rows=own.rows, before=Score(self.before[name])),
+            folder=folder,
+            hashes={**own.rows.fingerprints, **common.hashes},
+            warned=[*common.warned, *([] if poor is None else [WarningMessage(poor, UserWarning, __file__, 1)])],
+            fit=fit,
+        )
+        outcome, score = Outcome(training, replace(trained.report, side_by_side=self.side_by_side)), Score(loss)
         record = make_record(outcome, score, training.hashes)
-        calibration = calibrated_on(self.config, self.prepared, self.calibration)
+        calibration = calibrated_on(common.config, common.prepared, common.calibration)
         write_model_card(folder / ADAPTER, calibration=calibration, scores=headline(score))
         write_json(folder / RECORD, record.content())
         return record
 
     def _fail(self, name: str, trained: Trained, why: str) -> Failure:
-        folder, config = self.out / name, self.own[name].config
+        folder, config = self.common.folder / name, self.own[name].config
         self._save(config, trained, folder / LAST_GOOD)
         failure = Failure(
             reason="diverged",
@@ -129,5 +109,5 @@ class Finisher:
         return failure
 
     def _save(self, config: RunConfig, trained: Trained, folder: Path) -> None:
-        swap_core(self.model, trained.cores)
-        config.method_entry.save(self.model, folder, folder.parent / "start")
+        swap_core(self.common.model, trained.cores)
+        config.method_entry.save(self.common.model, folder, folder.parent / "start")
