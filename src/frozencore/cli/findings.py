@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from frozencore.cli.saved_kinds import read_json
 from frozencore.files.adapter_folder import CONFIG_FILE
 from frozencore.tune.run.record import TunedRecord, read_record
 from frozencore.tune.run.run_folder import (
@@ -218,3 +217,13 @@ def _counted_again(path: Path, recorded: Any, part: str = PREDICTIONS) -> Findin
     if contradicted:
         return Finding(part, "a row's `correct` is not what it predicts: changed. Score again.", sound=False)
     return Finding(part, f"{len(rows)} rows give the recorded accuracy, {share:.4f}")
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file; return None if it is missing, and the error if it cannot be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        return error

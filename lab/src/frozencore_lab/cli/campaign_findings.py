@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from frozencore.cli.findings import Finding
-from frozencore.cli.saved_kinds import read_json
+from frozencore.cli.findings import Finding, read_json
 from frozencore.errors import FrozenCoreError
 from frozencore.tune.run.run_folder import RECORD
 from frozencore.words import one_line
