@@ -6,13 +6,13 @@ the package ``gguf`` (extra ``frozencore[gguf]``) are imported when a file is re
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from frozencore.attributes import with_attributes
 from frozencore.errors import ModelError
 from frozencore.words import one_line
 
@@ -139,14 +139,8 @@ def why_unreadable(loading: dict[str, Any], error: Exception) -> str:
     return f"transformers reads no such GGUF file: {said}"
 
 
-@contextmanager
-def _without_bars() -> Iterator[None]:
+def _without_bars() -> AbstractContextManager[None]:
     """Turn off the progress bar for a GGUF file, for which transformers has no setting."""
     from transformers import modeling_gguf_pytorch_utils as reader
 
-    bar = reader.tqdm
-    reader.tqdm = partial(bar, disable=True)
-    try:
-        yield
-    finally:
-        reader.tqdm = bar
+    return with_attributes(reader, tqdm=partial(reader.tqdm, disable=True))

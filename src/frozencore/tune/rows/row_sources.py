@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from frozencore.attributes import with_attributes
 from frozencore.errors import ConfigError, DataError
 from frozencore.files.hub import hub_answers
 from frozencore.tune.rows import Row
@@ -75,13 +76,15 @@ def load_split(name: str, config: str | None, split: str, *, folder: Path | None
     Raises:
         DataError: The split cannot be loaded; the message has the reason.
     """
-    from datasets import load_dataset  # the import takes a second
+    from datasets import config as settings  # the import takes a second
+    from datasets import load_dataset
 
     title = f"Data set {name}" + (f" ({config})" if config else "")
-    offline = folder is None and not _hub_has(name, title, way_out)
+    # with the cache alone, as with HF_HUB_OFFLINE=1, datasets does not retry for half a minute
+    offline = (folder is None and not _hub_has(name, title, way_out)) or settings.HF_HUB_OFFLINE
     place = name if folder is None else str(folder)
     try:
-        with without_bars(), _offline(offline):
+        with without_bars(), with_attributes(settings, HF_HUB_OFFLINE=offline):
             return load_dataset(place, config, split=split, cache_dir=None if folder is None else cache_of(folder))
     except Exception as error:  # datasets raises many kinds of errors, which are only reported
         where = "the hub or its cache" if folder is None else place
@@ -151,16 +154,3 @@ def _hub_has(name: str, title: str, way_out: str) -> bool:
     if not (Path(HF_DATASETS_CACHE) / cached).is_dir():
         raise DataError(f"{title} is not in the offline cache and the hub cannot be reached. {way_out}")
     return False
-
-
-@contextmanager
-def _offline(offline: bool) -> Iterator[None]:
-    """Let ``datasets`` read only its cache inside, as with ``HF_HUB_OFFLINE=1``, without half a minute of retries."""
-    from datasets import config
-
-    before = config.HF_HUB_OFFLINE
-    config.HF_HUB_OFFLINE = before or offline
-    try:
-        yield
-    finally:
-        config.HF_HUB_OFFLINE = before

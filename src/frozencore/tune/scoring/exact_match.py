@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from transformers import GenerationConfig, TextStreamer
 
+from frozencore.attributes import with_attributes
 from frozencore.errors import DataError
 from frozencore.tune.rows import Example, TextRow, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder, context_limit
@@ -174,12 +175,7 @@ def _end_tokens(base: Any, eos_id: int) -> list[int]:
     return sorted({eos_id, *stated})
 
 
-@contextmanager
-def _greedy_settings(base: Any, end_ids: list[int], pad_id: int) -> Iterator[None]:
+def _greedy_settings(base: Any, end_ids: list[int], pad_id: int) -> AbstractContextManager[None]:
     """Replace the model's generation settings inside, and restore them afterwards."""
-    own = base.generation_config
-    base.generation_config = GenerationConfig(do_sample=False, num_beams=1, eos_token_id=end_ids, pad_token_id=pad_id)
-    try:
-        yield
-    finally:
-        base.generation_config = own
+    settings = GenerationConfig(do_sample=False, num_beams=1, eos_token_id=end_ids, pad_token_id=pad_id)
+    return with_attributes(base, generation_config=settings)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from frozencore.attributes import with_attributes
 from frozencore.tune.rows import ChoiceTokens
 from frozencore.tune.rows.token_batches import pad
 from frozencore.tune.scoring.forward import base_of, forward_accepts, scoring_mode, token_logprobs, vocabulary_of
@@ -109,13 +110,11 @@ _segments: ContextVar[list[Segment]] = ContextVar("segments")
 @contextmanager
 def _attention_along(segments: list[Segment], model: nn.Module) -> Iterator[None]:
     config = base_of(model).config.get_text_config()
-    own = config._attn_implementation
     token = _segments.set(segments)
-    config._attn_implementation = _NAME
     try:
-        yield
+        with with_attributes(config, _attn_implementation=_NAME):
+            yield
     finally:
-        config._attn_implementation = own
         _segments.reset(token)
 
 

@@ -7,7 +7,7 @@ to compute the reference, which takes no memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import nn
 from trl import DPOConfig, DPOTrainer
 
 from frozencore.adapter.config import FrozenCoreConfig
+from frozencore.attributes import with_attributes
 from frozencore.calibration.counted_tokens import IGNORED
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.scoring.forward import base_of
@@ -51,7 +52,10 @@ class PreferenceTrainer(RecipeTrainer, DPOTrainer):
     ) -> None:
         trained = [(parameter, parameter.data) for parameter in model.parameters() if parameter.requires_grad]
         rows = Dataset.from_dict({"row": range(len(train_dataset))})
-        with _bases_not_built_again(model):
+        config = model.peft_config["default"]
+        # TRL's reference gets no bases, because it is deleted at once
+        unbuilt = with_attributes(config, load_bases=True) if isinstance(config, FrozenCoreConfig) else nullcontext()
+        with unbuilt:
             super().__init__(
                 recipe,
                 model=model,
@@ -83,20 +87,6 @@ def _in_words_of_trl(
         return {**found, "completion_mask": completions.long()}
 
     return batch
-
-
-@contextmanager
-def _bases_not_built_again(model: PeftModel) -> Iterator[None]:
-    """Skip building the reference's bases inside, because the reference is deleted at once."""
-    config = model.peft_config["default"]
-    if not isinstance(config, FrozenCoreConfig):
-        yield
-        return
-    was, config.load_bases = config.load_bases, True
-    try:
-        yield
-    finally:
-        config.load_bases = was
 
 
 @contextmanager

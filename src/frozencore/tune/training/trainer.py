@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer
 
 from frozencore.adapter.saved.card import begin_model_card
+from frozencore.attributes import with_attributes
 from frozencore.calibration.counted_tokens import IGNORED
 from frozencore.tune.scoring.forward import base_of, forward_accepts, num_virtual_tokens
 from frozencore.tune.training.batching import GROUPS, RowOrder
@@ -115,46 +116,27 @@ def _num_targets(batch: dict[str, Tensor]) -> int:
 @contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
     """Turn off every dropout of the model: modules, and rates stored in attention layers."""
-    rates: list[tuple[nn.Module, str, float]] = []
-    for module in model.modules():
-        for name in ("p", "attention_dropout"):
-            rate = getattr(module, name, None)
-            if isinstance(rate, float) and (name != "p" or isinstance(module, nn.modules.dropout._DropoutNd)):
-                rates.append((module, name, rate))
-    try:
-        for module, name, _ in rates:
-            setattr(module, name, 0.0)
+    with ExitStack() as undo:
+        for module in model.modules():
+            for name in ("p", "attention_dropout"):
+                is_rate = name != "p" or isinstance(module, nn.modules.dropout._DropoutNd)
+                if is_rate and isinstance(getattr(module, name, None), float):
+                    undo.enter_context(with_attributes(module, **{name: 0.0}))
         yield
-    finally:
-        for module, name, rate in rates:
-            setattr(module, name, rate)
 
 
-@contextmanager
-def own_use_cache(model: nn.Module) -> Iterator[None]:
+def own_use_cache(model: nn.Module) -> AbstractContextManager[None]:
     """Restore ``config.use_cache`` afterwards, which the Trainer turns off."""
     config = base_of(model).config
-    use_cache = getattr(config, "use_cache", True)
-    try:
-        yield
-    finally:
-        config.use_cache = use_cache
+    return with_attributes(config, use_cache=getattr(config, "use_cache", True))
 
 
-@contextmanager
-def adapters_known(model: nn.Module) -> Iterator[None]:
+def adapters_known(model: nn.Module) -> AbstractContextManager[None]:
     """Let the Trainer accept a quantised model with adapters, for any quantiser.
 
     transformers refuses a quantiser that it does not know to pass gradients, such as torchao's 4 bits, unless the base
     model is marked as having adapters. PEFT does not set this mark. The mark is restored afterwards.
     """
     base: Any = base_of(model)
-    if not (isinstance(model, PeftModel) and getattr(base, "is_quantized", False)):
-        yield
-        return
-    was = getattr(base, ADAPTERS_LOADED, False)
-    setattr(base, ADAPTERS_LOADED, True)
-    try:
-        yield
-    finally:
-        setattr(base, ADAPTERS_LOADED, was)
+    refused = isinstance(model, PeftModel) and getattr(base, "is_quantized", False)
+    return with_attributes(base, **{ADAPTERS_LOADED: True}) if refused else nullcontext()
