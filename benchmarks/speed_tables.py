@@ -202,27 +202,28 @@ def sentences(machine: Found, gpu: Found) -> str:
     slower = " and ".join(
         model for model, of in races.items() if of["frozencore"]["accumulated_s"] > of["lora"]["accumulated_s"]
     )
-    over_lora = ", ".join(f"{row['over_lora'][0]:.3f}" for row in ours)
+    over_lora = [f"{row['over_lora'][0]:.3f}" for row in ours]
     growth = machine["parts"]["growth"]
     over_floor = calibration_by_width(growth)
     narrow, wide = min(over_floor), max(over_floor)
     eva, lora_ga = (1 / float(reached[f"calibration / PEFT {name}"]) for name in ("EVA", "LoRA-GA"))
     points = (
-        f"**A training step** of 8 layers of width 512 (float32, one CPU core, `make bench`) took {over_lora} times as "
-        f"long as with PEFT's LoRA (attention projections at 4 x 128 and 1 x 512 tokens, then all linear layers). The "
-        f"quartiles lie a few hundredths away. Activations kept for the backward pass grow by "
-        f"{ours[0]['saved_over_floor']:.1%} and {ours[-1]['saved_over_floor']:.1%}; LoRA's grow by "
-        f"{lora[0]['saved_over_floor']:.0%} and {lora[-1]['saved_over_floor']:.0%} (medians of "
-        f"{machine['parts']['step']['rounds']} rounds).",
+        f"**A training step** (8 layers of width 512, float32, one CPU core, `make bench`) took {over_lora[0]} and "
+        f"{over_lora[1]} times as long as with PEFT's LoRA on the attention projections (4 x 128 and 1 x 512 tokens), "
+        f"and {over_lora[2]} and {over_lora[3]} times as long on all linear layers. These are medians of "
+        f"{machine['parts']['step']['rounds']} rounds; the quartiles lie a few hundredths away. A core adds "
+        f"{ours[0]['saved_over_floor']:.1%} (attention) and {ours[-1]['saved_over_floor']:.1%} (all linear) to the "
+        f"activations kept for the backward pass; LoRA adds {lora[0]['saved_over_floor']:.0%} and "
+        f"{lora[-1]['saved_over_floor']:.0%}.",
         f"**Calibration** on {growth['plan']['job']['num_examples']} examples, SVDs included, takes "
-        f"{over_floor[narrow]:.3f} times (width {narrow}) to {over_floor[wide]:.3f} times (width {wide}) a plain "
-        f"forward and backward pass that computes the same logits (medians of {growth['runs']} runs). At width 512 "
-        f"PEFT's LoRA-GA takes {lora_ga:.2f} times and its EVA {eva:.1f} times as long as ours; both compute the "
-        f"logits of prompts too, which ours does not.",
-        f"**On one {device}** (bfloat16, random weights, `benchmarks/gpu.py`, medians of 2 rounds), seconds of a step "
-        f"of eight rows of 128 tokens: {steps_s}. On {slower} LoRA is faster; the two rounds of one model differ by up "
-        f"to {_spread(races):.0%}. Peak memory at Qwen2.5-3B {peak['frozencore']} GB "
-        f"(LoRA {peak['lora']}, DoRA {peak['dora']}, no adapter {peak['floor']}); calibration there "
+        f"{over_floor[narrow]:.3f} times (width {narrow}) to {over_floor[wide]:.3f} times (width {wide}) as long as a "
+        f"plain forward and backward pass that computes the same logits (medians of {growth['runs']} runs). At width "
+        f"512 PEFT's LoRA-GA takes {lora_ga:.2f} times and its EVA {eva:.1f} times as long as ours. Both also compute "
+        f"the logits of prompts; ours does not.",
+        f"**On one {device}** (bfloat16, random weights, `benchmarks/gpu.py`, medians of 2 rounds) a step of eight "
+        f"rows of 128 tokens took, in seconds: {steps_s}. On {slower} LoRA is faster; the two rounds of one model "
+        f"differ by up to {_spread(races):.0%}. The peak memory at Qwen2.5-3B is {peak['frozencore']} GB "
+        f"(LoRA {peak['lora']}, DoRA {peak['dora']}, no adapter {peak['floor']}). Calibration there takes "
         f"{race['frozencore']['calibration_s']:.1f} s, a plain pass {race['floor']['calibration_s']:.1f} s "
         f"([what it costs](docs/cost.md)).",
     )
