@@ -109,7 +109,7 @@ def served(found: Found) -> str:
         entering["the same, from memory"] = adapters[BASIS] | in_memory
     entering[LORA] = adapters[LORA]
     sizes = table(
-        ["an adapter in vLLM", "bytes a slot", "slots in 1 GB", "bytes on disk", "to load, processor", "to load, clock"],
+        ["an adapter in vLLM", "bytes a slot", "slots in 1 GB", "bytes on disk", "load, processor", "load, clock"],
         [
             [name, f"{one['slot_bytes']:,.0f}", f"{1e9 // one['slot_bytes']:,.0f}", f"{one['disk_bytes']:,.0f}",
              f"{1e3 * one['load_s']:.1f} ms", f"{1e3 * one['load_clock_s']:.1f} ms"]
