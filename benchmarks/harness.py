@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import re
@@ -82,7 +83,7 @@ class Results:
 
     def _key(self, record: Mapping[str, Any]) -> tuple[Any, ...]:
         varied = self.varies if record["phase"] == "search" else ()
-        return tuple(record.get(name) for name in ("phase", *self.by, *varied))
+        return tuple(rounded(record.get(name)) for name in ("phase", *self.by, *varied))
 
     def has(self, **record: Any) -> bool:
         return self._key(record) in self.found
@@ -103,6 +104,23 @@ class Results:
 def rounded(value: Any) -> Any:
     """A number with the six digits that a line keeps."""
     return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def best_rate(
+    first: float, losses_of: Callable[[list[float]], Mapping[float, float]], most: float = math.inf
+) -> tuple[float, float]:
+    """The learning rate with the lowest loss, and that loss.
+
+    The search tries ``first``, twice it and half of it, and goes on by factors of two until the best rate has others
+    on both sides, or the ``most`` rates are tried.
+    """
+    wanted = [first / 2, first, 2 * first]
+    losses: dict[float, float] = {}
+    while wanted and len(losses) < most:
+        losses |= losses_of(wanted)
+        best = min(losses, key=losses.__getitem__)
+        wanted = [best / 2] if best == min(losses) else [2 * best] if best == max(losses) else []
+    return best, losses[best]
 
 
 def write_found(options: argparse.Namespace, **found: Any) -> None:

@@ -26,7 +26,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from hashlib import sha256
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -41,13 +40,10 @@ from contestants import ATTENTION, batches_by_length
 from frozencore import calibrate
 from frozencore.adapter.bases.access import get_bases
 from frozencore.calibration.calibration_options import CalibrationOptions
-from frozencore.files.fingerprint import fingerprint_model
 from frozencore.privacy import PrivateBudget, Schedule
 from frozencore.tune.methods import METHODS, AdapterOptions
 from frozencore.tune.rows import Example, Row, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.run.models import load_model
-from frozencore.tune.run.provenance import source_commit
 from frozencore.tune.scoring.forward import completion_logprobs, take_off
 from frozencore.tune.suite import find_task
 from frozencore.tune.tasks.math_problems import SVAMP
@@ -55,9 +51,9 @@ from frozencore.tune.tasks.splits import calibration_rows, split_task
 from frozencore.tune.training.batching import pass_tokens_of
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
-from harness import RESULTS, Record, Results, parser_of, rounded
+from harness import Record, Results, best_rate, parser_of
 from tenant_rows import Made, operation
-from tenants_quality import score
+from tenants_quality import begun, score
 
 METHOD_OF = {"public": ("fcca", 16), "random": ("random", 16), "lora-1": ("lora", 1), "lora-16": ("lora", 16)}
 RATES = {True: {"public": 1e-2, "random": 8e-2, "lora-1": 3.2e-2, "lora-16": 8e-3},
@@ -156,37 +152,35 @@ class Study:
     def search(self, arm: str, epsilon: float | None) -> tuple[float, float | None]:
         """The learning rate and the clipping length with the lowest loss on validation rows."""
         clip = None if epsilon is None else 1.0
-        losses: dict[float, float] = {}
+
+        def tried(rate: float, clip: float | None) -> float:
+            loss: float = self.measure("search", arm, epsilon, self.scale.seeds[0], rate, clip)["loss"]
+            return loss
+
         first = RATES[epsilon is not None][arm]
-        wanted = [first / 2, first, 2 * first]
-        while wanted:
-            losses |= {rate: self.tried(arm, epsilon, rate, clip) for rate in wanted}
-            best = min(losses, key=losses.__getitem__)
-            wanted = [best / 2] if best == min(losses) else [2 * best] if best == max(losses) else []
+        best, loss = best_rate(first, lambda rates: {rate: tried(rate, clip) for rate in rates})
         if clip is None:
             return best, None
-        of_clips = {clip: losses[best]} | {other: self.tried(arm, epsilon, best, other) for other in CLIPS}
+        of_clips = {clip: loss} | {other: tried(best, other) for other in CLIPS}
         return best, min(of_clips, key=of_clips.__getitem__)
-
-    def tried(self, arm: str, epsilon: float | None, rate: float, clip: float | None) -> float:
-        loss: float = self.measure("search", arm, epsilon, self.scale.seeds[0], rate, clip)["loss"]
-        return loss
 
     def measure(
         self, phase: str, arm: str, epsilon: float | None, seed: int, rate: float, clip: float | None
     ) -> Record:
         """The line of a training, which is made unless it is there."""
-        named = {"phase": phase, "task": self.task, "arm": arm, "epsilon": epsilon, "seed": seed}
-        tried = {"learning_rate": rounded(rate), "clip": clip}
-        if not self.results.has(**named, **tried):
+        named = {
+            "phase": phase, "task": self.task, "arm": arm, "epsilon": epsilon, "seed": seed,
+            "learning_rate": rate, "clip": clip,
+        }  # fmt: skip
+        if not self.results.has(**named):
             model = self.adapter(arm, seed, self.public_basis if arm == "public" else None)
             try:
                 found = self.trained(model, epsilon, seed, rate, clip)
                 found |= score(model, self.encoder, self.parts["validation" if phase == "search" else "evaluation"])
             finally:
                 take_off(model)
-            self.results.add(**named, **tried, **found)
-        return self.results.get(**named, **tried)
+            self.results.add(**named, **found)
+        return self.results.get(**named)
 
     def trained(self, model: PeftModel, epsilon: float | None, seed: int, rate: float, clip: float | None) -> Record:
         """Train the adapter, privately if there is an epsilon."""
@@ -243,34 +237,14 @@ class Study:
 
 def main() -> None:
     parser = parser_of(__doc__, "private", "jsonl")
-    parser.add_argument("--model", default="smollm2")
     parser.add_argument("--task", default="sst2")
-    parser.add_argument("--data-root", type=Path)
     parser.add_argument("--arms", nargs="+", choices=METHOD_OF, default=list(METHOD_OF))
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    if options.quick and options.out is None:
-        parser.error("--quick needs --out FILE, because nothing of it belongs into the results.")
-    if options.quick:
-        name, dtype, task, scale = "pocket", "float32", "pocket-sentiment", QUICK
-    else:
-        name, dtype, task, scale = options.model, "bfloat16", options.task, Scale()
-    model, tokenizer = load_model(name, dtype=dtype, device="cpu")
-    model.set_attn_implementation("eager")  # on a CPU faster for short rows
-    common = {
-        "model": fingerprint_model(model),
-        "dtype": dtype,
-        "scale": asdict(scale),
-        "commit": source_commit(),
-        "versions": {package: version(package) for package in ("torch", "transformers", "peft", "opacus")},
-    }
+    options, model, encoder, common = begun(parser, "opacus")
+    task, scale = ("pocket-sentiment", QUICK) if options.quick else (options.task, Scale())
     by, varies = ("task", "arm", "epsilon", "seed"), ("learning_rate", "clip")
-    study = Study(
-        model, PromptEncoder(tokenizer, style="plain"), task, options.data_root, scale,
-        Results(options.out or RESULTS / "private.jsonl", common, by=by, varies=varies),
-    )  # fmt: skip
-    rows = sha256(repr([row.trained_on for row in study.rows]).encode()).hexdigest()
-    study.results.common["rows"] = rows
+    results = Results(options.out, common | {"scale": asdict(scale)}, by=by, varies=varies)
+    study = Study(model, encoder, task, options.data_root, scale, results)
+    results.common["rows"] = sha256(repr([row.trained_on for row in study.rows]).encode()).hexdigest()
     study.run(options.arms)
 
 

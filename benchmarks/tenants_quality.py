@@ -25,6 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -49,7 +50,7 @@ from frozencore.tune.methods import METHODS, AdapterOptions
 from frozencore.tune.rows import Example, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.run.models import load_model
-from frozencore.tune.run.provenance import provenance
+from frozencore.tune.run.provenance import source_commit
 from frozencore.tune.scoring.choice import predict_choices
 from frozencore.tune.scoring.forward import take_off
 from frozencore.tune.tasks.splits import calibration_rows
@@ -58,7 +59,7 @@ from frozencore.tune.training.many.tenant import Tenant as CoreTenant
 from frozencore.tune.training.many.train import train_many
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
-from harness import RESULTS, Record, Results, rounded
+from harness import RESULTS, Record, Results, best_rate, parser_of
 from tenant_rows import SEARCHED, TENANTS, Tenant, TenantPlan, make_tenants, write_tenants
 
 CORE_ARMS = {
@@ -70,7 +71,7 @@ RANK, SEEDS = 16, (42, 43, 44)
 ROWS_A_STEP, FEWEST_STEPS, WARMUP = 8, 16, 0.1
 CALIBRATION, PROSE = 64, 384  # rows of each tenant, and texts of PROSE_WORDS words
 PROSE_WORDS = 48
-FURTHER_RATES = 3
+MOST_RATES = 6
 
 Arm = tuple[str, int]
 """The name of an arm and its rank."""
@@ -198,56 +199,35 @@ class Study:
         for name in self.tenants:
             if not self.results.has(phase="base", tenant=name):
                 self.results.add(phase="base", tenant=name, **self.score(self.model, name, "held-out"))
-        for seed in self.scale.seeds:
-            for arm in self.scale.arms:
-                self.measure(arm, seed, self.search(*arm))
-        for seed in self.scale.seeds:
-            for arm in self.scale.more:
-                self.measure(arm, seed, self.search(arm[0], RANK))
+        for arms, searched in ((self.scale.arms, None), (self.scale.more, RANK)):
+            for seed in self.scale.seeds:
+                for arm, rank in arms:
+                    rate = self.search(arm, searched or rank)
+                    named = {"phase": "final", "arm": arm, "rank": rank, "seed": seed}
+                    self.measure(named, [(tenant, rate) for tenant in self.tenants], "held-out")
 
     def search(self, arm: str, rank: int) -> float:
-        """The learning rate with the lowest mean loss on validation rows, with others that were tried on both sides."""
-        first = RATES["lora" if arm == "lora" else "own"]
-        wanted, seed = [first / 2, first, 2 * first], SEEDS[0]
-        losses: dict[float, float] = {}
-        for _ in range(1 + FURTHER_RATES):
-            missing = [
-                (name, rate)
-                for rate in wanted
-                for name in self.scale.searched
-                if not self.results.has(
-                    phase="search", arm=arm, rank=rank, seed=seed, tenant=name, learning_rate=rounded(rate)
-                )
-            ]
-            for name, rate, _, found in self.trained(arm, rank, seed, missing, "validation") if missing else ():
-                self.results.add(
-                    phase="search", arm=arm, rank=rank, seed=seed, tenant=name, learning_rate=rate, **found
-                )
-            for rate in wanted:
-                losses[rate] = fmean(
-                    self.results.get(
-                        phase="search", arm=arm, rank=rank, seed=seed, tenant=name, learning_rate=rounded(rate)
-                    )["loss"]
-                    for name in self.scale.searched
-                )
-            best = min(losses, key=losses.__getitem__)
-            if best not in (min(losses), max(losses)):
-                break
-            wanted = [best / 2 if best == min(losses) else 2 * best]
-        return best
+        """The learning rate with the lowest mean loss on validation rows of some tenants."""
+        named = {"phase": "search", "arm": arm, "rank": rank, "seed": SEEDS[0]}
 
-    def measure(self, arm: Arm, seed: int, rate: float) -> None:
-        """Train and score every tenant of an arm that has no line yet."""
-        name, rank = arm
+        def loss(tenant: str, rate: float) -> float:
+            return self.results.get(**named, tenant=tenant, learning_rate=rate)["loss"]
+
+        def losses_of(rates: list[float]) -> dict[float, float]:
+            self.measure(named, [(name, rate) for rate in rates for name in self.scale.searched], "validation")
+            return {rate: fmean(loss(name, rate) for name in self.scale.searched) for rate in rates}
+
+        return best_rate(RATES["lora" if arm == "lora" else "own"], losses_of, MOST_RATES)[0]
+
+    def measure(self, named: Record, jobs: Sequence[tuple[str, float]], part: str) -> None:
+        """Train and score those tenants at those learning rates that have no line yet."""
         missing = [
-            (tenant, rate)
-            for tenant in self.tenants
-            if not self.results.has(phase="final", arm=name, rank=rank, seed=seed, tenant=tenant)
+            (tenant, rate) for tenant, rate in jobs if not self.results.has(**named, tenant=tenant, learning_rate=rate)
         ]
-        for tenant, _, about, found in self.trained(name, rank, seed, missing, "held-out") if missing else ():
-            self.results.add(
-                phase="final", arm=name, rank=rank, seed=seed, tenant=tenant, learning_rate=rate, **found, **about
-            )
+        arm, rank, seed = named["arm"], named["rank"], named["seed"]
+        for tenant, rate, about, found in self.trained(arm, rank, seed, missing, part) if missing else ():
+            more = about if part == "held-out" else {}
+            self.results.add(**named, tenant=tenant, learning_rate=rate, **found, **more)
 
     def trained(
         self, arm: str, rank: int, seed: int, jobs: Sequence[tuple[str, float]], part: str
@@ -359,39 +339,47 @@ def read_prose(file: Path, count: int) -> list[str]:
     raise SystemExit(f"{file} has {len(texts)} documents with {PROSE_WORDS} words in a row, but {count} are needed.")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def begun(
+    parser: argparse.ArgumentParser, *packages: str
+) -> tuple[argparse.Namespace, PreTrainedModel, PromptEncoder, Record]:
+    """The options of a study, its model on a CPU, the model's encoder, and what every line of the results says."""
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--data-root", type=Path)
-    parser.add_argument("--corpus", type=Path, help="Prose: .jsonl.xz with a text in each line.")
-    parser.add_argument("--out", type=Path, default=RESULTS / "tenants-quality.jsonl")
-    parser.add_argument("--quick", action="store_true", help="Tiny sizes: does it run? Its numbers mean nothing.")
     options = parser.parse_args()
+    if options.quick and options.out is None:
+        parser.error("--quick needs --out FILE, because nothing of it belongs into the results.")
+    options.out = options.out or RESULTS / f"{options.name}.jsonl"
     torch.set_num_threads(1)
+    name, dtype = ("pocket", "float32") if options.quick else (options.model, "bfloat16")
+    model, tokenizer = load_model(name, dtype=dtype, device="cpu")
+    model.set_attn_implementation("eager")  # on a CPU faster for short rows
+    common = {
+        "model": fingerprint_model(model),
+        "dtype": dtype,
+        "commit": source_commit(),
+        "versions": {package: version(package) for package in ("torch", "transformers", "peft", *packages)},
+    }
+    return options, model, PromptEncoder(tokenizer, style="plain"), common
+
+
+def main() -> None:
+    parser = parser_of(__doc__, "tenants-quality", "jsonl")
+    parser.add_argument("--corpus", type=Path, help="Prose: .jsonl.xz with a text in each line.")
+    options, model, encoder, common = begun(parser)
     if options.quick:
-        name, dtype, scale = "pocket", "float32", QUICK
-        tenants = make_tenants(QUICK_TENANTS, None, validation=8, held_out=8)
+        scale, tenants = QUICK, make_tenants(QUICK_TENANTS, None, validation=8, held_out=8)
         prose = [str(example.prompt) for tenant in tenants.values() for example in tenant.rows["held-out"]]
     else:
         if options.corpus is None:
             raise SystemExit("The basis of plain prose needs --corpus FILE.jsonl.xz.")
-        name, dtype, scale = options.model, "bfloat16", FULL
-        tenants, prose = make_tenants(TENANTS, options.data_root), read_prose(options.corpus, PROSE)
+        scale, tenants, prose = FULL, make_tenants(TENANTS, options.data_root), read_prose(options.corpus, PROSE)
     manifest = write_tenants(tenants, options.out.with_suffix(""))
-    model, tokenizer = load_model(name, dtype=dtype, device="cpu")
-    model.set_attn_implementation("eager")
-    where = provenance()
-    common = {
-        "model": fingerprint_model(model),
-        "dtype": dtype,
+    common |= {
         "rows": sha256(json.dumps(manifest).encode()).hexdigest(),
         "prose": sha256("\n".join(prose).encode()).hexdigest(),
         "recipe": {"rows_a_step": ROWS_A_STEP, "fewest_steps": FEWEST_STEPS, "warmup": WARMUP},
         "calibration": CALIBRATION,
-        "commit": where["commit"],
-        "versions": {package: where["versions"][package] for package in ("torch", "transformers", "peft")},
     }
-    encoder = PromptEncoder(tokenizer, style="plain")
     results = Results(options.out, common, by=("arm", "rank", "seed", "tenant"))
     Study(model, encoder, tenants, prose, results, scale).run()
 
