@@ -19,7 +19,7 @@ import argparse
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median, variance
@@ -37,7 +37,7 @@ from frozencore.tune.run.config import RunConfig, make_config
 from frozencore.tune.run.prepare import PreparedRun, calibration_batches, prepare
 from frozencore.tune.run.provenance import provenance
 from frozencore_lab.reports.rank_correlation import rank_correlation
-from harness import load_average
+from harness import cpu_s, load_average
 
 RESULTS = Path(__file__).parents[1] / "lab" / "results"
 TASKS = {
@@ -82,12 +82,6 @@ def advised(task: str, config: RunConfig, rounds: int) -> Row:
         "bought": record["bought"],
         "shapes": [{name: own[name] for name in ("method", "on", "rank_budget", "gain")} for own in record["shapes"]],
     }  # fmt: skip
-
-
-def cpu_s(work: Callable[[], None]) -> float:
-    started = time.process_time()
-    work()
-    return time.process_time() - started
 
 
 def plain_pass(prepared: PreparedRun, batches: Iterable[Any], of_weights: bool) -> None:

@@ -30,10 +30,10 @@ from peft.tuners.lora.corda import preprocess_corda
 from peft.tuners.lora.loraga import preprocess_loraga
 from torch import nn
 
-from contestants import ATTENTION, FLOOR, RANK, Batch, random_qwen2
+import speed_tables
+from contestants import ATTENTION, FLOOR, RANK, Batch, completions_only, plain_passes, random_qwen2
 from frozencore import FrozenCoreConfig, calibrate
-from frozencore.calibration.counted_tokens import IGNORED, predicted
-from harness import cpu_s, parser_of, table, write_found
+from harness import cpu_s, parser_of, write_found
 
 FULL_FLOOR = "floor, all logits"
 TARGETS = list(ATTENTION)
@@ -74,20 +74,7 @@ def padded_batches(scale: Scale) -> list[Batch]:
 
 
 def floor(model: nn.Module, batches: list[Batch]) -> None:
-    model.requires_grad_(False)
-    for batch in batches:
-        embeds = model.get_input_embeddings()(batch["input_ids"]).requires_grad_()
-        targets = predicted(batch["labels"])
-        kept = (targets != IGNORED).any(dim=0).nonzero().flatten()
-        options = {"logits_to_keep": kept, "labels": targets[:, kept], "shift_labels": targets[:, kept]}
-        model(inputs_embeds=embeds, attention_mask=batch["attention_mask"], **options).loss.backward()
-
-
-def full_floor(model: nn.Module, batches: list[Batch]) -> None:
-    model.requires_grad_(False)
-    for batch in batches:
-        embeds = model.get_input_embeddings()(batch["input_ids"]).requires_grad_()
-        model(inputs_embeds=embeds, attention_mask=batch["attention_mask"], labels=batch["labels"]).loss.backward()
+    plain_passes(model, map(completions_only, batches))
 
 
 def ours(constructor: str) -> Callable[[nn.Module, list[Batch]], None]:
@@ -141,7 +128,7 @@ def pissa(model: nn.Module, batches: list[Batch]) -> None:
 
 CONTESTANTS: dict[str, Callable[[nn.Module, list[Batch]], None]] = {
     FLOOR: floor,
-    FULL_FLOOR: full_floor,
+    FULL_FLOOR: plain_passes,
     "frozencore fcca": ours("fcca"),
     "frozencore eva": ours("eva"),
     "PEFT EVA": eva,
@@ -182,11 +169,7 @@ def main() -> None:
         for least in [times.get(FLOOR, [float("nan")])]
         for name, own in times.items()
     ]
-    print(table(["", "median s", "fastest", "slowest", "of the floor"], [
-        [row["contestant"], *(f"{value:.3g}" for value in (row["median_s"], min(row["runs_s"]), max(row["runs_s"]),
-                                                            row["share_of_floor"]))]
-        for row in rows
-    ]))  # fmt: skip
+    print(speed_tables.calibrations(rows))
     write_found(options, scale=asdict(scale), rank=RANK, rows=rows)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from frozencore import FrozenCoreConfig
+from frozencore.calibration.counted_tokens import IGNORED, predicted
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import make_batches
 from shapes import Architecture
@@ -24,13 +25,7 @@ Batch = dict[str, Tensor]
 
 
 def random_qwen2(
-    num_layers: int,
-    width: int,
-    *,
-    heads: int = 8,
-    key_heads: int = 2,
-    inner: int | None = None,
-    vocabulary: int | None = None,
+    num_layers: int, width: int, *, heads: int = 8, inner: int | None = None, vocabulary: int | None = None
 ) -> nn.Module:
     """Random layers, so wide by default that arithmetic outweighs Python, as in a real model.
 
@@ -39,13 +34,13 @@ def random_qwen2(
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=vocabulary or 24 * width, hidden_size=width, intermediate_size=inner or 11 * width // 4,
-        num_hidden_layers=num_layers, num_attention_heads=heads, num_key_value_heads=key_heads,
+        num_hidden_layers=num_layers, num_attention_heads=heads, num_key_value_heads=2,
         max_position_embeddings=512, use_cache=False, pad_token_id=0,
     )  # fmt: skip
     return Qwen2ForCausalLM(config)
 
 
-def random_model(sizes: Architecture, device: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+def random_model(sizes: Architecture, device: str) -> nn.Module:
     """A Qwen2 model of those sizes with random weights, made where it will run."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(
@@ -54,7 +49,7 @@ def random_model(sizes: Architecture, device: str, dtype: torch.dtype = torch.bf
         max_position_embeddings=32768, tie_word_embeddings=sizes.width <= 2048, use_cache=False,
     )  # fmt: skip
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     return model.to(device).requires_grad_(False)
 
 
@@ -89,8 +84,8 @@ def with_adapter(base: nn.Module, contestant: str, targets: Any = ATTENTION, ran
     return model.train()
 
 
-def random_ids(rows: int, tokens: int, vocabulary: int, seed: int = 1) -> Tensor:
-    return torch.randint(3, vocabulary, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+def random_ids(rows: int, tokens: int, vocabulary: int) -> Tensor:
+    return torch.randint(3, vocabulary, (rows, tokens), generator=torch.Generator().manual_seed(1))
 
 
 def completion_batch(ids: Tensor) -> Batch:
@@ -99,6 +94,22 @@ def completion_batch(ids: Tensor) -> Batch:
     kept = torch.arange(3 * tokens // 4 - 1, tokens - 1, device=ids.device)
     targets = ids[:, kept + 1]
     return {"input_ids": ids, "logits_to_keep": kept, "labels": targets, "shift_labels": targets}
+
+
+def completions_only(batch: Mapping[str, Any]) -> Batch:
+    """The batch with labels at its completions, so that no other logits are computed."""
+    targets = predicted(batch["labels"])
+    kept = (targets != IGNORED).any(dim=0).nonzero().flatten()
+    targets = targets[:, kept]
+    return {**batch, "logits_to_keep": kept, "labels": targets, "shift_labels": targets}
+
+
+def plain_passes(model: nn.Module, batches: Iterable[Batch]) -> None:
+    """Forward and backward of a frozen model, with the gradient passed through every layer down to the embeddings."""
+    model.requires_grad_(False)
+    for batch in batches:
+        ids, rest = batch["input_ids"], {name: own for name, own in batch.items() if name != "input_ids"}
+        model(inputs_embeds=model.get_input_embeddings()(ids).requires_grad_(), **rest).loss.backward()
 
 
 def batches_by_length(rows: Iterable[TokenRow], pad_id: int, size: int) -> list[Any]:

@@ -31,14 +31,21 @@ def blocks(found: Found) -> dict[str, str]:
     measured = Measured.of(growth, ranks)
     return {
         "machine": machine(growth, ranks),
-        **{f"calibration-{word}": _sweep(growth, name) for name, word in SWEPT.items()},
-        "step-rank": _steps(growth, "rank"),
-        "step-targets": _steps(growth, "targets"),
+        **growth_blocks(growth),
         "constants": _constants(growth),
-        "ranks": _ranks(ranks),
+        "ranks": of_ranks(ranks),
         "taken": _taken(measured),
         "projection": _projection(measured),
         "gradients": _gradients(),
+    }
+
+
+def growth_blocks(growth: Found) -> dict[str, str]:
+    """A table for each letter of a calibration, and two of a step."""
+    return {
+        **{f"calibration-{word}": _sweep(growth, name) for name, word in SWEPT.items()},
+        "step-rank": _steps(growth, "rank"),
+        "step-targets": _steps(growth, "targets"),
     }
 
 
@@ -71,12 +78,16 @@ def rows_of_sweep(growth: Found, name: str) -> list[Found]:
     return sorted(rows, key=lambda row: row[name])
 
 
+def calibration_over_floor(row: Found) -> float:
+    """Median over the runs of a calibration over its floor, which computes the same logits."""
+    return median((run["collect_s"] + run["build_s"]) / run["floor_s"] for run in row["runs"])
+
+
 def _sweep(growth: Found, name: str) -> str:
     def cells(row: Found) -> list[str]:
-        whole = median((run["collect_s"] + run["build_s"]) / run["floor_s"] for run in row["runs"])
         added = median(run["collect_s"] / run["floor_s"] for run in row["runs"])
         return [f"{row[name]}", *(f"{row[part]:.3g}" for part in ("floor_s", "collect_s", "build_s")),
-                f"{added:.3f}", f"{whole:.3f}"]  # fmt: skip
+                f"{added:.3f}", f"{calibration_over_floor(row):.3f}"]  # fmt: skip
 
     headings = [SWEPT[name], "floor, s", "pass with sums, s", "bases, s", "pass / floor", "all / floor"]
     return table(headings, map(cells, rows_of_sweep(growth, name)))
@@ -128,7 +139,7 @@ def _constants(growth: Found) -> str:
     )  # fmt: skip
 
 
-def _ranks(ranks: Found) -> str:
+def of_ranks(ranks: Found) -> str:
     """Wall time is left out where one rank alone had to wait for its processor: it would say who else was at work."""
     one = ranks["rows"][0]
     is_quiet = one["wall_s"] < 1.1 * one["cpu_s"]

@@ -25,6 +25,7 @@ import torch
 from peft import get_peft_model
 from torch import nn
 
+import cost_tables
 from contestants import (
     ATTENTION,
     FLOOR,
@@ -33,13 +34,14 @@ from contestants import (
     adapter_config,
     completion_batch,
     labelled_batch,
+    plain_passes,
     random_ids,
     random_qwen2,
     with_adapter,
 )
 from fitting import fit_constants
 from frozencore import calibrate
-from harness import cpu_s, load_average, parser_of, processor, table, write_found
+from harness import cpu_s, load_average, parser_of, processor, write_found
 from shapes import (
     Architecture,
     core_operations,
@@ -150,10 +152,7 @@ class CalibrationPoint:
         calibrate(self.adapted, [labelled_batch(self.ids[0])], progress=False)
 
     def floor(self, num_batches: int | None = None) -> None:
-        for ids in self.ids[:num_batches]:
-            batch = completion_batch(ids)
-            embeds = self.base.get_input_embeddings()(batch.pop("input_ids")).requires_grad_()
-            self.base(inputs_embeds=embeds, **batch).loss.backward()
+        plain_passes(self.base, map(completion_batch, self.ids[:num_batches]))
 
     def round(self) -> dict[str, float]:
         """Seconds of the floor, of the pass that collects moments, and of the bases."""
@@ -219,12 +218,6 @@ def machine_rates(size: int) -> dict[str, float]:
     return {"matmul_operations_per_s": 2 * size**3 / product_s, "copy_bytes_per_s": 2 * C.nbytes / copy_s}
 
 
-def show(rows: list[dict[str, Any]], letters: Sequence[str]) -> None:
-    seconds = [name for name in rows[0] if name.endswith("_s")]
-    cells = ([*(str(row[name]) for name in letters), *(f"{row[name]:.3g}" for name in seconds)] for row in rows)
-    print(table([*letters, *seconds], cells))
-
-
 def main() -> None:
     parser = parser_of(__doc__, "growth")
     parser.add_argument("--runs", type=int, default=3)
@@ -237,15 +230,15 @@ def main() -> None:
     num_runs, num_step_runs = (1, 1) if options.quick else (options.runs, options.step_runs)
     rates = machine_rates(128 if options.quick else 1024)
     calibration = measure([CalibrationPoint(job) for job in plan.jobs()], num_runs)
-    show(calibration, list(asdict(plan.job)))
     base = random_qwen2(plan.step_layers, plan.step_width)
     step = measure([StepPoint(job, base) for job in plan.step_jobs()], num_step_runs)
-    show(step, ["targets", "rank"])
+    found = {"plan": asdict(plan), "calibration": calibration, "step": step}
+    print("\n".join(cost_tables.growth_blocks(found).values()))
     write_found(
-        options, runs=num_runs, step_runs=num_step_runs, plan=asdict(plan), tokens_per_example=SEQUENCE,
+        options, runs=num_runs, step_runs=num_step_runs, tokens_per_example=SEQUENCE,
         completion_tokens=COMPLETION, rows_per_batch=ROWS, step_tokens=STEP_TOKENS, processor=processor(),
         num_cores=os.cpu_count(), load_average=[first_load, load_average()], rates=rates,
-        constants=fit_constants(calibration, step), calibration=calibration, step=step,
+        constants=fit_constants(calibration, step), **found,
     )  # fmt: skip
 
 

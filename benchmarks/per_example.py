@@ -20,9 +20,10 @@ from opacus import GradSampleModule
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+import private_tables
 from contestants import UNCALIBRATED, labelled_batch, random_ids, with_adapter
 from frozencore import per_example_gradients
-from harness import medians, memory_of, ratios, table, take_turns, with_quartiles, write_found
+from harness import medians, memory_of, ratios, take_turns, write_found
 from step import Plan, Setting
 
 RANKS = {"frozencore": 16, "lora-r16": 16, "lora-r1": 1}
@@ -97,13 +98,7 @@ def race(base: nn.Module, setting: Setting, num_rounds: int) -> list[dict[str, A
 def main() -> None:
     plan = Plan.read(__doc__, "per_example", SETTINGS)
     rows = [asdict(setting) | one for setting in plan.settings for one in race(plan.base, setting, plan.rounds)]
-    sizes = ("gradient_bytes", "plain_bytes", "each_bytes")
-    print(table(["", "plain step", "each row's", "over plain", "gradients", "plain memory", "memory"], [
-        [f"{row['contestant']}, {row['targets']}, {row['num_rows']} x {row['num_tokens']}",
-         *(f"{row[name] * 1e3:.1f} ms" for name in ("plain_s", "each_s")), with_quartiles(row["over_plain"], ".3f"),
-         *(f"{row[name] / 2**20:.1f} MiB" for name in sizes)]
-        for row in rows
-    ]))  # fmt: skip
+    print(private_tables.per_example({"rows": rows}))
     write_found(plan.options, ranks=RANKS, rounds=plan.rounds, rows=rows)
 
 

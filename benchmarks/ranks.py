@@ -33,9 +33,10 @@ import torch.distributed as dist
 from peft import get_peft_model
 from torch import Tensor, nn
 
+import cost_tables
 from contestants import Batch, adapter_config, labelled_batch, random_ids, random_qwen2
 from frozencore import calibrate
-from harness import load_average, parser_of, table, write_found
+from harness import load_average, parser_of, write_found
 from shapes import sent_by_formula
 
 ROWS = 8
@@ -164,13 +165,7 @@ def main() -> None:
     scale, num_runs, ranks = (QUICK, 1, [1, 2]) if options.quick else (Scale(), options.runs, options.ranks)
     first_load = load_average()
     rows = [launch(num_ranks, scale, num_runs) for num_ranks in ranks]
-    sent = ("sent_by_payload_bytes", "sent_by_formula_bytes", "wire_bytes")
-    headings = ["ranks", "wall s", "busiest rank, CPU s", "sent a rank", "by the formula", "on the wire, a rank"]
-    print(table(headings, [
-        [str(row["num_ranks"]), f"{row['wall_s']:.3g}", f"{row['cpu_s']:.3g}", 
-         *(f"{row[name] or 0:,.0f} B" for name in sent)]
-        for row in rows
-    ]))  # fmt: skip
+    print(cost_tables.of_ranks({"rows": rows}))
     loads = [first_load, load_average()]
     write_found(options, scale=asdict(scale), runs=num_runs, load_average=loads, rows=rows)
 

@@ -27,9 +27,8 @@ from peft import get_peft_model
 from torch import nn
 
 import speed_tables
-from contestants import FLOOR, UNCALIBRATED, Batch, Stepper, adapter_config, with_adapter
+from contestants import FLOOR, UNCALIBRATED, Stepper, adapter_config, completions_only, with_adapter
 from frozencore import calibrate
-from frozencore.calibration.loss import IGNORED, predicted
 from frozencore.tune.run.config import make_config
 from frozencore.tune.run.prepare import PreparedRun, calibration_batches, prepare
 from frozencore.tune.scoring.choice import predict_choices
@@ -39,14 +38,6 @@ NAMES = {FLOOR: FLOOR, "lora": "lora", "frozencore": UNCALIBRATED}
 DTYPES = ("float32", "bfloat16")
 ROWS = 8
 STAGE = re.compile(r"^(.+?): .*in ([\d.]+ (?:s|min))")
-
-
-def completions_only(batch: Mapping[str, Any]) -> Batch:
-    """The batch with labels at its completions, so that no other logits are computed."""
-    targets = predicted(batch["labels"])
-    kept = (targets != IGNORED).any(dim=0).nonzero().flatten()
-    targets = targets[:, kept]
-    return {**batch, "logits_to_keep": kept, "labels": targets, "shift_labels": targets}
 
 
 def race(runs: Mapping[str, Callable[[], Any]], models: Mapping[str, nn.Module], rounds: int) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from statistics import median
 from textwrap import fill
@@ -21,7 +21,7 @@ def blocks(machine: Found, gpu_found: Found) -> dict[str, str]:
     return {
         "targets": targets(machine),
         "contest": steps(parts["step"]),
-        "calibrations": calibrations(parts),
+        "calibrations": calibrations([*parts["calibration"]["rows"], *parts["calibration_eva"]["rows"]]),
         "svds": svds(parts["svd"]),
         "memory": memory(parts["memory"]),
         "gpu": gpu(gpu_found),
@@ -47,8 +47,7 @@ def steps(step: Found) -> str:
     return table(["", *headings, "kept activations, attention / all linear"], rows)
 
 
-def calibrations(parts: Found) -> str:
-    rows = [*parts["calibration"]["rows"], *parts["calibration_eva"]["rows"]]
+def calibrations(rows: Iterable[Found]) -> str:
     logits = {True: "all", False: "of completions"}
     body = [
         [row["contestant"], logits[row["contestant"].startswith(("PEFT", "floor, all"))], f"{row['median_s']:.1f}"]

@@ -35,6 +35,7 @@ import torch
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict
 from torch import Tensor, nn
 
+import speed_tables
 from contestants import (
     ATTENTION,
     CONTESTANTS,
@@ -52,7 +53,7 @@ from contestants import (
 from frozencore import prepare_swap, swap_core
 from frozencore.tune.run.costs import values_at_once
 from frozencore.tune.training.callbacks import states_of, total_bytes
-from harness import cpu_s, medians, parser_of, ratios, table, take_turns, with_quartiles, write_found
+from harness import cpu_s, medians, parser_of, ratios, take_turns, write_found
 
 
 @dataclass(frozen=True)
@@ -163,24 +164,13 @@ def time_adapter_files(num_runs: int) -> dict[str, float]:
         return {name: median(cpu_s(action) for _ in range(num_runs)) for name, action in actions.items()}
 
 
-def show(title: str, rows: list[dict[str, Any]]) -> None:
-    headings = [title, "step", "over floor", "over LoRA", "trained", "saved", "over floor", "gradients + states"]
-    print(table(headings, [
-        [row["contestant"], f"{row['step_s'] * 1e3:.0f} ms", with_quartiles(row["over_floor"], ".3f"),
-         with_quartiles(row["over_lora"], ".3f"), f"{row['num_trainable']:,}", f"{row['saved_bytes'] / 2**20:.1f} MiB",
-         f"{row['saved_over_floor']:+.2%}", f"{row['training_state_bytes']:,} B"]
-        for row in rows
-    ]))  # fmt: skip
-
-
 def main() -> None:
     plan = Plan.read(__doc__, "step", SETTINGS)
     rows = []
     for setting in plan.settings:
         batch = completion_batch(random_ids(setting.num_rows, setting.num_tokens, plan.base.config.vocab_size))
-        measured = race(plan.base, batch, setting.modules, plan.rounds)
-        show(f"{setting.targets}, {setting.num_rows} x {setting.num_tokens}", measured)
-        rows += [asdict(setting) | one for one in measured]
+        rows += [asdict(setting) | one for one in race(plan.base, batch, setting.modules, plan.rounds)]
+    print(speed_tables.steps({"rows": rows}))
     files = time_adapter_files(plan.rounds)
     print("144 layers: " + ", ".join(f"{name[:-2]} {seconds * 1e3:.2f} ms" for name, seconds in files.items()))
     write_found(plan.options, rank=RANK, rounds=plan.rounds, rows=rows, adapter_of_144_layers=files)

@@ -9,14 +9,14 @@ Contestants alternate; the full SVD runs once. Without one, the singular vectors
 from __future__ import annotations
 
 from collections.abc import Callable
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import speed_tables
 from frozencore.maths.linalg import principal_cosines, truncated_svd
-from harness import cpu_s, parser_of, table, write_found
+from harness import cpu_s, parser_of, write_found
 
 RANK = 16
 DECAY = 0.3
@@ -70,11 +70,7 @@ def main() -> None:
         for name, factors in found.items():
             cosine = min(float(principal_cosines(*pair).mean()) for pair in zip(factors, true, strict=True))
             rows.append({"shape": shape, "method": name, "runs_s": [one[name] for one in rounds], "cosine": cosine})
-    print(table(["shape", "method", "median s", "slowest s", "mean principal cosine"], [
-        [str(row["shape"]), row["method"], f"{median(row['runs_s']):.4g}", f"{max(row['runs_s']):.4g}",
-         f"{row['cosine']:.6f}"]
-        for row in rows
-    ]))  # fmt: skip
+    print(speed_tables.svds({"rows": rows}))
     write_found(options, rank=RANK, decay=DECAY, rows=rows)
 
 

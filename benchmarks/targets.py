@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from cost_tables import calibration_over_floor, rows_of_sweep
+
 Parts = Mapping[str, Mapping[str, Any]]
 OURS = "frozencore fcca"
 
@@ -71,13 +73,8 @@ def _calibration_over(reference: str) -> Callable[[Parts], float]:
 
 
 def calibration_by_width(growth: Mapping[str, Any]) -> dict[int, float]:
-    """Time of a calibration over that of its floor, which computes the same logits, in the sweep over widths."""
-    own = {key: value for key, value in growth["plan"]["job"].items() if key != "width"}
-    rows = [row for row in growth["calibration"] if all(row[key] == value for key, value in own.items())]
-    return {
-        row["width"]: median((run["collect_s"] + run["build_s"]) / run["floor_s"] for run in row["runs"])
-        for row in sorted(rows, key=lambda row: row["width"])
-    }
+    """Time of a calibration over that of its floor in the sweep over widths."""
+    return {row["width"]: calibration_over_floor(row) for row in rows_of_sweep(growth, "width")}
 
 
 def _calibration_of_any_width(parts: Parts) -> float:
