@@ -73,10 +73,6 @@ def padded_batches(scale: Scale) -> list[Batch]:
     return batches
 
 
-def floor(model: nn.Module, batches: list[Batch]) -> None:
-    plain_passes(model, map(completions_only, batches))
-
-
 def ours(constructor: str) -> Callable[[nn.Module, list[Batch]], None]:
     def run(model: nn.Module, batches: list[Batch]) -> None:
         config = FrozenCoreConfig(r=RANK, target_modules=TARGETS, constructor=constructor, task_type="CAUSAL_LM")
@@ -127,7 +123,7 @@ def pissa(model: nn.Module, batches: list[Batch]) -> None:
 
 
 CONTESTANTS: dict[str, Callable[[nn.Module, list[Batch]], None]] = {
-    FLOOR: floor,
+    FLOOR: lambda model, batches: plain_passes(model, map(completions_only, batches)),
     FULL_FLOOR: plain_passes,
     "frozencore fcca": ours("fcca"),
     "frozencore eva": ours("eva"),
