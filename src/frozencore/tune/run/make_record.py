@@ -16,7 +16,6 @@ from frozencore.constructors.basis_options import trained_values
 from frozencore.ranks import num_ranks
 from frozencore.tune.rows.mixture import sources_of
 from frozencore.tune.rows.row_sources import named
-from frozencore.tune.run.basis_fit import RowShares
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.costs import FLOAT32_BYTES, model_bytes, values_at_once
 from frozencore.tune.run.prepare import PreparedRun, Score
@@ -52,7 +51,7 @@ def make_record(outcome: Outcome, score: Score, hashes: Mapping[str, str]) -> Tu
         score: The score of the trained model.
         hashes: SHA-256 of the base model, of the rows and of the bases, by name.
     """
-    run, report = outcome.training, outcome.report
+    run, report, fit = outcome.training, outcome.report, outcome.training.fit
     config, prepared = run.config, run.prepared
     recipe = outcome.recipe.content()
     assert prepared.before is not None
@@ -92,8 +91,8 @@ def make_record(outcome: Outcome, score: Score, hashes: Mapping[str, str]) -> Tu
             private=_spending(report),
             selection=selected_checkpoint(config, prepared, report),
             allocation=_allocation(config, run.model),
-            company=_company_size(report),
-            basis_fit=_basis_fit(run.fit),
+            company=CompanySize(tenants=beside[0], slots=beside[1]) if (beside := report.side_by_side) else None,
+            basis_fit=BasisFit(**vars(fit.mean), rows=fit.num_rows, layers=len(fit.layers)) if fit else None,
             forgetting=_forgetting(prepared.before, score),
             processes=num_ranks() if num_ranks() > 1 else None,
         ),
@@ -125,13 +124,6 @@ def _told(config: RunConfig, hashes: Mapping[str, str]) -> Hashes:
     if untold and config.calibration_task is None:
         untold.add("calibration")
     return Hashes(**{name: digest for name, digest in hashes.items() if name not in untold})
-
-
-def _company_size(report: TrainingReport) -> CompanySize | None:
-    if report.side_by_side is None:
-        return None
-    tenants, slots = report.side_by_side
-    return CompanySize(tenants=tenants, slots=slots)
 
 
 def _if_any(**parts: Any) -> dict[str, Any]:
@@ -187,10 +179,6 @@ def _accuracies(before: Score, after: Score) -> dict[str, Any]:
         "accuracy": after.task.accuracy,
         "score": AccuracyDetails(**details),
     }
-
-
-def _basis_fit(fit: RowShares | None) -> BasisFit | None:
-    return None if fit is None else BasisFit(**vars(fit.mean), rows=fit.num_rows, layers=len(fit.layers))
 
 
 def _forgetting(before: Score, after: Score) -> dict[str, OtherTask] | None:

@@ -59,7 +59,7 @@ def prepare(
 
     Args:
         base: The configured model, loaded before.
-        row_cache: What earlier runs have read and tokenised.
+        row_cache: Holds rows that earlier runs have read and tokenised.
     """
     progress("load", 0, None, config.model)
     base = base or Base(*load_model(config.model, dtype=config.dtype, device=config.device))

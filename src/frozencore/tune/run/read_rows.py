@@ -28,7 +28,7 @@ OTHER_ROWS = 32
 
 
 def prepare_rows(config: RunConfig, encoder: PromptEncoder, kept: RowCache | None = None) -> RunRows:
-    """Load, split and tokenise what the configuration names.
+    """Read, split and tokenise the configured rows.
 
     Args:
         kept: Rows that earlier runs have read and tokenised.
@@ -48,7 +48,7 @@ def prepare_rows(config: RunConfig, encoder: PromptEncoder, kept: RowCache | Non
 
 
 def task_splits(config: RunConfig, kept: RowCache | None = None) -> TaskSplits:
-    """The splits of the run's task. Who trains on all of it (``paper_steps``) does so only to be evaluated.
+    """The splits of the run's task; ``paper_steps`` trains on all rows only if evaluation rows give the score.
 
     Raises:
         DataError: The task's rows cannot be read.

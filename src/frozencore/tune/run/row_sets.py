@@ -75,7 +75,7 @@ MOST_ROWS = 20_000  # about a hundred megabytes for the paper's tasks
 
 
 class RowCache:
-    """Keeps what it made; what was not asked for the longest goes first.
+    """Rows by key; the rows that were not used for the longest time are dropped first.
 
     Args:
         most_rows: The most rows to keep; a larger set is never kept.

@@ -8,7 +8,7 @@ from pathlib import Path
 from frozencore.errors import ArtifactError, TrainingError
 from frozencore.files.adapter_folder import IN_A_RUN
 from frozencore.files.whole_file import require_writable
-from frozencore.tune.training.checkpoints import newest_complete
+from frozencore.tune.training.checkpoints import newest_complete, step_of
 
 RECORD, FAILURE = "result.json", "failure.json"
 ASKED = "run.yaml"  # the options of `tune`, in the form of --config
@@ -25,7 +25,7 @@ def kept_of(out: Path) -> str | None:
     """Describe the files of an interrupted run in a folder; None if there are none."""
     newest = newest_complete(out / CHECKPOINTS)
     if newest is not None:
-        return f"its step {newest.name.rpartition('-')[2]}"
+        return f"its step {step_of(newest)}"
     kept = ((CALIBRATION, "its bases"), (BASE_SCORE, "the base model's score"))
     for name, words in kept:
         if (out / CACHE / name).is_file():

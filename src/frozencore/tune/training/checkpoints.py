@@ -71,7 +71,8 @@ def newest_complete_checkpoint(out_dir: Path, identity: Mapping[str, Any]) -> Pa
     odd = [name for name in {**seal, **identity} if seal.get(name) != identity.get(name)]
     if odd:
         differences = ", ".join(
-            f"{_short(name, 40)} {_short(seal.get(name))} (now {_short(identity.get(name))})" for name in odd
+            f"{one_line(name, 40)} {one_line(seal.get(name), 12)} (now {one_line(identity.get(name), 12)})"
+            for name in odd
         )
         raise TrainingError(
             f"To resume, recipe, rows and adapter must be the checkpoint's, but {folder} was made with others: "
@@ -82,7 +83,7 @@ def newest_complete_checkpoint(out_dir: Path, identity: Mapping[str, Any]) -> Pa
 
 def newest_complete(out_dir: Path) -> Path | None:
     """The complete checkpoint with the most steps, of any run; None if there is none."""
-    newest_first = sorted(checkpoints(out_dir), key=_num_steps, reverse=True)
+    newest_first = sorted(checkpoints(out_dir), key=step_of, reverse=True)
     return next((folder for folder in newest_first if is_complete(folder)), None)
 
 
@@ -106,12 +107,9 @@ def _read_seal(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def _short(value: Any, longest: int = 12) -> str:
-    return one_line(value, longest)
-
-
-def _num_steps(folder: Path) -> int:
-    return int(folder.name.split("-")[1])
+def step_of(checkpoint: Path) -> int:
+    """The number of steps done at a checkpoint."""
+    return int(checkpoint.name.split("-")[1])
 
 
 def _sha256(path: Path) -> str:

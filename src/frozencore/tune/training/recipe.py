@@ -62,7 +62,7 @@ class Recipe:
         optimiser_rank: The rank of the optimizer's state.
         private: The privacy budget; rows are then drawn for each step, and each row's gradient is clipped instead of
             the step's. None for a training that is not private.
-        beta: Of DPO's loss, by which rows of preferences are learned; None for the loss on completions.
+        beta: The beta of DPO's loss on preferences; None for the loss on completions.
     """
 
     learning_rate: float

@@ -19,6 +19,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from frozencore.calibration.preserve import own_random_state
 from frozencore.errors import ConfigError, DivergenceError, ModelError, TrainingError
+from frozencore.tune.training.checkpoints import step_of
 from frozencore.words import Progress
 
 Every = Literal["epoch"] | int
@@ -135,7 +136,7 @@ class Selector(TrainerCallback):
         if resumed_from is not None:
             self._scores = [StepScore(**score) for score in json.loads((resumed_from / SCORES).read_text())]
             self._best = load_file(resumed_from / VALUES) if self._scores else {}
-            self._saved_step = int(resumed_from.name.rpartition("-")[2])
+            self._saved_step = step_of(resumed_from)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Restore the best values of a checkpoint; the parameters are now on their device."""

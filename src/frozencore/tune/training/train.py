@@ -113,14 +113,14 @@ def train(
 
     Args:
         tokenizer: TRL's trainer asks for it; other trainings need none.
-        checkpoint_dir: Where checkpoints go; ``None`` for none.
-        checkpoint_steps: Optimiser steps between checkpoints; ``None`` for one an epoch.
-        resume: Go on from the newest complete checkpoint, bit for bit as if never interrupted (on a CPU); from
-            the start when there is none.
-        identity: What a checkpoint must share with the run that resumes it beside recipe, rows and the shapes of
-            what trains; JSON values by name.
-        selection: Keep what trained best by validation rows; the last step's values otherwise.
-        reports: Who is told the losses as they come.
+        checkpoint_dir: The folder of checkpoints; ``None`` writes none.
+        checkpoint_steps: Optimizer steps between checkpoints; ``None`` writes one after each epoch.
+        resume: Continue from the newest complete checkpoint, on a CPU with the same bits as without interruption; from
+            the start if there is none.
+        identity: Further inputs that a resumed checkpoint must share, beside recipe, rows and the shapes of the trained
+            parameters; JSON values by name.
+        selection: Chooses the step to keep by validation rows; ``None`` keeps the last step.
+        reports: The reporters, which get each loss.
 
     Raises:
         ConfigError: Nothing is trainable, trainable parameters are below float32, parameters outside the frozen-core

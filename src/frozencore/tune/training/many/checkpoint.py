@@ -23,7 +23,7 @@ from torch import Tensor
 from frozencore.errors import TrainingError
 from frozencore.files.fingerprint import fingerprint_options, fingerprint_tensors
 from frozencore.files.whole_file import whole_file
-from frozencore.tune.training.checkpoints import TENANT_STATES, checkpoints, seal_checkpoint
+from frozencore.tune.training.checkpoints import TENANT_STATES, checkpoints, seal_checkpoint, step_of
 from frozencore.tune.training.many.active_tenants import ActiveTenants
 from frozencore.tune.training.many.slots import TrainedSlots
 from frozencore.tune.training.many.tenant import Tenant, TenantState, Trained
@@ -85,13 +85,13 @@ class Checkpoints:
         content = {"seats": [state.to_json() for state in states], "waiting": active.waiting, "secrets": active.secrets}
         (folder / TENANT_STATES).write_text(json.dumps(content))
         seal_checkpoint(folder, self.identity)
-        for old in sorted(checkpoints(self.out), key=_step_of)[:-NUM_KEPT]:
+        for old in sorted(checkpoints(self.out), key=step_of)[:-NUM_KEPT]:
             shutil.rmtree(old)
 
     def read(self, folder: Path, active: ActiveTenants) -> dict[str, Trained]:
         """Restore the training tenants from a checkpoint, and return the tenants that had ended."""
         content, tensors = json.loads((folder / TENANT_STATES).read_text()), load_file(folder / VALUES)
-        active.states, active.waiting, active.num_steps = [], content["waiting"], _step_of(folder)
+        active.states, active.waiting, active.num_steps = [], content["waiting"], step_of(folder)
         active.secrets = content.get("secrets", active.secrets)  # so that a tenant that starts again repeats its noise
         for i, state in enumerate(content["seats"]):
             best = tensors.get(f"best.{i}")
@@ -145,7 +145,3 @@ def _read_trained(file: Path) -> Trained:
         return Trained(load_file(file), report, said["diverged"])
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(one_line(error, 120)) from error
-
-
-def _step_of(folder: Path) -> int:
-    return int(folder.name.rpartition("-")[2])
