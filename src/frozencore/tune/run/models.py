@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,18 +41,10 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> tuple
         ModelError: There is no such model, it cannot be reached or read, or it is not a causal language model.
         ConfigError: There is no such device.
     """
-    place = _device(device)
-    name = model_location(name)
-    loading = safe_loading(name)
-    try:
-        with quiet_loading():
-            tokenizer = _tokenizer(loading)
-            model = _weights(loading, dtype)
-    except Exception as error:  # transformers raises many kinds of errors for a folder that is not a model
-        raise ModelError(
-            f"--model {name} cannot be read as a causal language model with its tokenizer: "
-            f"{why_unreadable(loading, error)} {_WAY_OUT}"
-        ) from error
+    place = find_device(device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+    refusal = "cannot be read as a causal language model with its tokenizer"
+    with quiet_loading():
+        tokenizer, model = _loaded(name, lambda loading: (_tokenizer(loading), _weights(loading, dtype)), refusal)
     return model.to(place).eval(), tokenizer
 
 
@@ -62,12 +54,7 @@ def load_config(name: str) -> PretrainedConfig:
     Raises:
         ModelError: As in :func:`load_model`.
     """
-    name = model_location(name)
-    loading = safe_loading(name)
-    try:
-        return AutoConfig.from_pretrained(**loading)
-    except Exception as error:  # damage in a GGUF file may raise any error
-        raise ModelError(f"--model {name} has no configuration: {why_unreadable(loading, error)}") from error
+    return _loaded(name, lambda loading: AutoConfig.from_pretrained(**loading), "has no configuration", way_out="")
 
 
 def load_tokenizer(name: str) -> Any:
@@ -76,14 +63,17 @@ def load_tokenizer(name: str) -> Any:
     Raises:
         ModelError: As in :func:`load_model`.
     """
+    return _loaded(name, _tokenizer, "cannot be read as a tokenizer")
+
+
+def _loaded(name: str, load: Callable[[dict[str, Any]], Any], refusal: str, way_out: str = f" {_WAY_OUT}") -> Any:
+    """Find a model and load a part of it; any error becomes one line."""
     name = model_location(name)
     loading = safe_loading(name)
     try:
-        return _tokenizer(loading)
-    except Exception as error:
-        raise ModelError(
-            f"--model {name} cannot be read as a tokenizer: {why_unreadable(loading, error)} {_WAY_OUT}"
-        ) from error
+        return load(loading)
+    except Exception as error:  # transformers raises many kinds for a folder that is no model, GGUF files any error
+        raise ModelError(f"--model {name} {refusal}: {why_unreadable(loading, error)}{way_out}") from error
 
 
 def _weights(loading: dict[str, Any], dtype: str) -> PreTrainedModel:
@@ -99,12 +89,6 @@ def _tokenizer(loading: dict[str, Any]) -> Any:
     if set(ids) <= set(tokenizer.all_special_ids):  # the result of a folder without tokenizer.json
         raise ValueError("its tokenizer knows no words, as tokenizer.json or its like is missing.")
     return tokenizer
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return find_device(name)
 
 
 _BLOCK = re.compile(r"\.(\d+)\.")

@@ -63,7 +63,6 @@ class TrainingReport:
     Attributes:
         num_steps: Optimizer steps, including those before a resumed checkpoint.
         losses: The loss of each step, in nats per completion token.
-        final_loss: Mean over the last tenth of the steps.
         time_s: Wall time of this call, without scoring validation rows and starting reporters.
         step_s: Median seconds from one step's end to the next; None for a single step.
         resumed_from: The resumed checkpoint.
@@ -78,7 +77,6 @@ class TrainingReport:
 
     num_steps: int
     losses: tuple[float, ...]
-    final_loss: float
     time_s: float
     step_s: float | None
     resumed_from: Path | None
@@ -89,6 +87,12 @@ class TrainingReport:
     values_at_once: int | None = None
     schedule: Schedule | None = None
     state_held_bytes: int = 0
+
+    @property
+    def final_loss(self) -> float:
+        """The mean over the last tenth of the steps; NaN without steps."""
+        tail = self.losses[-math.ceil(len(self.losses) / 10) :]
+        return sum(tail) / len(tail) if tail else math.nan
 
 
 def train(
@@ -219,11 +223,9 @@ def train(
     selected = selector.put_back() if selector else None
     losses = tuple(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
     beside_s = (selected.time_s if selected else 0.0) + (reports.begin_s if reports else 0.0)
-    tail = losses[-math.ceil(len(losses) / 10) :]
     return TrainingReport(
         num_steps=trainer.state.global_step,
         losses=losses,
-        final_loss=sum(tail) / len(tail),
         time_s=time.perf_counter() - start - beside_s,
         step_s=median(b - a for a, b in pairwise(monitor.step_ends)) if len(monitor.step_ends) > 1 else None,
         resumed_from=resumed_from,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -156,7 +155,6 @@ class TenantState:
             self.best = values.clone()
 
     def report(self, resumed_from: Path | None) -> TrainingReport:
-        tail = self.losses[-math.ceil(len(self.losses) / 10) :]
         chosen = None
         if self.scores and self.diverged is None:
             stopped = self.step < self.tenant.num_steps
@@ -164,7 +162,6 @@ class TenantState:
         return TrainingReport(
             num_steps=self.step,
             losses=tuple(self.losses),
-            final_loss=sum(tail) / len(tail) if tail else math.nan,
             time_s=sum(self.steps_s),
             step_s=median(self.steps_s) if self.steps_s else None,
             resumed_from=resumed_from,
