@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 
 from frozencore.errors import ConfigError, NoRowsError
@@ -55,7 +55,7 @@ def task_splits(config: RunConfig, kept: RowCache | None = None) -> TaskSplits:
         NoRowsError: No row is left for training or for scoring.
     """
     assert config.task is not None
-    splits = _splits_like(config, _Drawn.of(config), kept or RowCache())
+    splits = _splits_of(config, config.task, kept or RowCache(), config.num_train, config.num_evaluation)
     if config.evaluate_on == "validation" and not splits.validation:
         raise NoRowsError(
             f"Task {config.task!r} leaves no validation rows beside its {len(splits.train)} to train on. "
@@ -64,28 +64,17 @@ def task_splits(config: RunConfig, kept: RowCache | None = None) -> TaskSplits:
     return splits
 
 
-@dataclass(frozen=True)
-class _Drawn:
-    """The rows that a run draws from a task."""
-
-    task: str
-    num_train: int | None = None
-    num_evaluation: int | None = None
-
-    @classmethod
-    def of(cls, config: RunConfig) -> _Drawn:
-        return cls(str(config.task), config.num_train, config.num_evaluation)
-
-
-def _splits_like(config: RunConfig, drawn: _Drawn, kept: RowCache) -> TaskSplits:
+def _splits_of(
+    config: RunConfig, task: str, kept: RowCache, num_train: int | None = None, num_evaluation: int | None = None
+) -> TaskSplits:
     train_on_all = config.paper_steps and config.evaluate_on == "evaluation"
     return kept.get(
-        (drawn, config.data_root, train_on_all),
+        (task, num_train, num_evaluation, config.data_root, train_on_all),
         lambda: split_task(
-            find_task(drawn.task),
+            find_task(task),
             config.data_root,
-            num_train=drawn.num_train,
-            num_evaluation=drawn.num_evaluation,
+            num_train=num_train,
+            num_evaluation=num_evaluation,
             train_on_all=train_on_all,
         ),
         lambda splits: len(splits.train) + len(splits.validation) + len(splits.evaluation),
@@ -115,7 +104,7 @@ def _task_rows(config: RunConfig, task: Task, encoder: PromptEncoder, kept: RowC
 
 def _calibration_rows(config: RunConfig, task: str, encoder: PromptEncoder, kept: RowCache) -> list[TokenRow]:
     """The calibration rows of a run of another task."""
-    train = _Fitting(config, encoder).examples(_splits_like(config, _Drawn(task), kept).train)
+    train = _Fitting(config, encoder).examples(_splits_of(config, task, kept).train)
     return _tokens(config, calibration_rows(train, config.calibration_size, seed=config.seed), encoder, kept)
 
 
@@ -134,7 +123,7 @@ def _other_texts(config: RunConfig, encoder: PromptEncoder, kept: RowCache) -> d
         return {}
     found = {}
     for task in config.forgetting or ():
-        examples = _splits_like(config, _Drawn(task), kept).evaluation
+        examples = _splits_of(config, task, kept).evaluation
         rows = encoder.whole_rows([TextRow(row.id, "", row.prompt + row.completion) for row in examples])
         found[task] = [row for row in rows if len(row.input_ids) <= encoder.max_length][:OTHER_ROWS]
     return found
