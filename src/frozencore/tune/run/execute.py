@@ -83,7 +83,9 @@ def execute(
     with all_ranks_or_none():  # no process writes before all have checked
         refuse_used(out, resume=resume)
         require_reporters(config.report_to or ())
-        config = _without_samples(on_named_basis(config))
+        config = on_named_basis(config)
+        if config.private_budget is not None:  # held-out rows may be of the same people
+            config = config.model_copy(update={"samples": 0})
         started, is_first = time.perf_counter(), own_rank() == 0
         config.method_entry.require()
         prepared = prepared or prepare(config, progress)
@@ -153,11 +155,6 @@ def scored_as(config: RunConfig, hashes: Mapping[str, str]) -> dict[str, Any]:
     of_scores = ScoringConfig.model_fields.keys() - StepChoiceConfig.model_fields.keys()
     asked = config.model_dump(mode="json", include={"task", "max_length", *of_scores})
     return {**asked, "base model": hashes["model"], "evaluation": hashes["evaluation"], "others": hashes.get("others")}
-
-
-def _without_samples(config: RunConfig) -> RunConfig:
-    """A private run keeps no held-out rows as samples: they may be of the same people."""
-    return config if config.private_budget is None else config.model_copy(update={"samples": 0})
 
 
 def train_once(training: Training) -> Outcome:

@@ -105,43 +105,25 @@ class Checkpoints:
         return {name: self._read_ended(name, folder) for name in self._number if name not in under_way}
 
     def write_ended(self, ended: Mapping[str, Trained]) -> None:
-        """Store the results of finished tenants."""
+        """Store the results of finished tenants, each atomically."""
         for name, trained in ended.items():
-            _write_trained(self._file(name), trained)
+            said = {"report": asdict(replace(trained.report, resumed_from=None)), "diverged": trained.diverged}
+            cores = {layer: core.contiguous() for layer, core in trained.cores.items()}
+            with whole_file(self._file(name)) as aside:
+                save_file(cores, aside, metadata={"said": json.dumps(said)})
 
     def _read_ended(self, name: str, resumed_from: Path) -> Trained:
         file = self._file(name)
         try:
-            trained = _read_trained(file)
-        except ValueError as error:
+            with safe_open(file, framework="pt") as opened:
+                said = json.loads(opened.metadata()["said"])
+            report = TypeAdapter(TrainingReport).validate_python(said["report"])
+            return Trained(load_file(file), replace(report, resumed_from=resumed_from), said["diverged"])
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise TrainingError(
-                f"The tenant {name!r} had ended, but {file} is damaged ({error}). Remove {self.out} and train again."
+                f"The tenant {name!r} had ended, but {file} is damaged ({one_line(error, 120)}). Remove {self.out} and "
+                "train again."
             ) from error
-        return replace(trained, report=replace(trained.report, resumed_from=resumed_from))
 
     def _file(self, name: str) -> Path:
         return self.out / ENDED / f"{self._number[name]}.safetensors"
-
-
-def _write_trained(file: Path, trained: Trained) -> None:
-    """Store the result of a tenant atomically."""
-    report = asdict(replace(trained.report, resumed_from=None))
-    said = {"report": report, "diverged": trained.diverged}
-    cores = {layer: core.contiguous() for layer, core in trained.cores.items()}
-    with whole_file(file) as aside:
-        save_file(cores, aside, metadata={"said": json.dumps(said)})
-
-
-def _read_trained(file: Path) -> Trained:
-    """Read a file of :func:`_write_trained`.
-
-    Raises:
-        ValueError: The file is damaged; the message is one line.
-    """
-    try:
-        with safe_open(file, framework="pt") as opened:
-            said = json.loads(opened.metadata()["said"])
-        report = TypeAdapter(TrainingReport).validate_python(said["report"])
-        return Trained(load_file(file), report, said["diverged"])
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(one_line(error, 120)) from error
