@@ -1,7 +1,7 @@
 """The table of methods: a frozen core for every basis constructor, and methods of PEFT.
 
-A new method needs a class and a row below; constructors have rows already. The recipes are the usual middle values, as
-starting points of a search: the paper's warm-up of 0.1, and 1e-2 for cores (``frozen_core.py``).
+A new method needs a class and a row below; constructors have rows already. The learning rates are usual middle values,
+from which a search can start; that of cores is in ``frozen_core.py``. The warm-up is the paper's 0.1.
 """
 
 from __future__ import annotations

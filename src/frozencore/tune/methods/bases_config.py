@@ -27,8 +27,8 @@ def _pass_options() -> dict[str, Option]:
 
 
 GROUPS: dict[str, Callable[[], dict[str, Option]]] = {"core": _core_options, "calibration": _pass_options}
-"""Options that a configuration holds in a group: those of the cores, as the table of constructors has them at the time,
-and those of the calibration pass."""
+"""The groups of options in a configuration: of the cores, as the current table of constructors has them, and of the
+calibration pass."""
 
 
 @cache
@@ -38,7 +38,7 @@ def _model(group: str, _table: tuple[type, ...]) -> type[BaseModel]:
 
 
 def read_group(given: Any, group: str) -> BaseModel:
-    """The options of a group, checked; as they are where they have been."""
+    """Check the options of a group; options that were checked before are returned unchanged."""
     if isinstance(given, BaseModel):
         return given
     model = _model(group, tuple(row.options for row in CONSTRUCTORS.values()))

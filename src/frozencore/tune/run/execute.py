@@ -49,7 +49,7 @@ from frozencore.words import Progress, as_stage
 LAST_GOOD = "last-good-adapter"  # beside the checkpoints of a training that diverged
 
 MeasureBases = Callable[[RunConfig, PreparedRun, PeftModel, Progress], Mapping[str, Capture]]
-"""Measure, by layer, how much of the moments bases capture that were built without data; empty if unknown."""
+"""Measure by layer how much of the moments is captured by bases that were built without data; empty if unknown."""
 
 
 def execute(

@@ -25,7 +25,7 @@ class Part(BaseModel):
 
 
 class RecordedConfig(Part):
-    """The options of a run, under their names at that time; options that are read here have types."""
+    """The options of a run, as the version that wrote them names them; those that this version reads have types."""
 
     rank: Count | None = None
     targets: tuple[str, ...] | str | None = None
