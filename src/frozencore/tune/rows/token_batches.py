@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from frozencore.calibration.counted_tokens import IGNORED
 from frozencore.device import fits
@@ -53,14 +54,9 @@ def make_batches(rows: Sequence[TokenRow], *, pad_id: int, batch_size: int) -> l
 
 def pad(sequences: Sequence[Sequence[int]], pad_id: int, *, side: Literal["left", "right"]) -> tuple[Tensor, Tensor]:
     """Stack token sequences of different lengths: tokens and attention mask, int64, (sequences, longest)."""
-    longest = max(len(ids) for ids in sequences)
-    tokens = torch.full((len(sequences), longest), pad_id, dtype=torch.long)
-    mask = torch.zeros_like(tokens)
-    for i, ids in enumerate(sequences):
-        place = slice(longest - len(ids), longest) if side == "left" else slice(0, len(ids))
-        tokens[i, place] = torch.tensor(ids, dtype=torch.long)
-        mask[i, place] = 1
-    return tokens, mask
+    tokens = [torch.tensor(ids, dtype=torch.long) for ids in sequences]
+    padded = pad_sequence(tokens, batch_first=True, padding_value=pad_id, padding_side=side)
+    return padded, pad_sequence([torch.ones_like(ids) for ids in tokens], batch_first=True, padding_side=side)
 
 
 def pack(documents: Sequence[TokenRow], length: int) -> list[TokenRow]:
