@@ -30,7 +30,7 @@ from frozencore.adapter.saved.folder import read_adapter, read_adapter_or_basis
 from frozencore.adapter.saved.on_one_basis import merge_adapters, pack_adapter, unpack_adapter
 from frozencore.cli.doctor import diagnose
 from frozencore.files.fingerprint import fingerprint_options
-from frozencore.tune.evaluation.adapters import AdapterStand
+from frozencore.tune.evaluation.adapters import BaseWithAdapter
 
 WEIGHTS, CONFIG, HEADER = "adapter_model.safetensors", "adapter_config.json", "basis.json"
 ENDLESS = "(([a-z_.]+)+)+X"
@@ -91,7 +91,7 @@ def ways_in(folder: Path) -> dict[str, Callable[[Path], object]]:
         PeftModel.from_pretrained(tiny_base(), str(path))
 
     def evaluate(path: Path) -> None:
-        AdapterStand(tiny_base()).wear(path)
+        BaseWithAdapter(tiny_base()).with_adapter(path)
 
     def inspect(path: Path) -> None:
         inspect_adapter(*read_adapter_or_basis(path))

@@ -21,7 +21,7 @@ from frozencore.adapter.config_names import Clock, key_for, searcher
 from frozencore.adapter.saved.folder import read_adapter
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
 from frozencore.files.fingerprint import fingerprint_options
-from frozencore.tune.evaluation.adapters import AdapterStand
+from frozencore.tune.evaluation.adapters import BaseWithAdapter
 from tiny import tiny_qwen2
 
 ENDLESS = "(([a-z_]+)+)+X"  # re needs years for the name of a layer
@@ -199,15 +199,15 @@ def test_evaluation_names_the_layers_of_any_adapter_that_peft_loads(saved_adapte
     lora = get_peft_model(tiny_qwen2(), LoraConfig(r=2, target_modules=r".*(q|v)_proj", init_lora_weights=False))
     lora.save_pretrained(str(tmp_path / "lora"))
     want = logits(PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path / "lora")).eval())
-    stand = AdapterStand(tiny_qwen2())
+    base = BaseWithAdapter(tiny_qwen2())
     for folder in (tmp_path / "lora", saved_adapter, tmp_path / "lora"):
-        worn = logits(stand.wear(folder))
+        worn = logits(base.with_adapter(folder))
         assert worn.equal(want) == (folder != saved_adapter)
     hostile = {"target_modules": ENDLESS, "exclude_modules": ENDLESS}
     started = time.process_time()
     for folder in (saved_adapter, tmp_path / "lora"):
         with pytest.raises(ArtifactError):
-            stand.wear(edited(folder, tmp_path / f"hostile-{folder.name}", **hostile))
+            base.with_adapter(edited(folder, tmp_path / f"hostile-{folder.name}", **hostile))
     with pytest.raises(ArtifactError, match="expression"):
-        stand.wear(edited(tmp_path / "lora", tmp_path / "c", modules_to_save=[ENDLESS]))
+        base.with_adapter(edited(tmp_path / "lora", tmp_path / "c", modules_to_save=[ENDLESS]))
     assert time.process_time() - started < 20

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,7 +17,7 @@ from frozencore.files.adapter_folder import adapter_in, folder_of, read_config
 from frozencore.tune.run.refuse_early import require_model
 
 if TYPE_CHECKING:
-    from frozencore.tune.evaluation.adapters import AdapterStand
+    from frozencore.tune.evaluation.adapters import BaseWithAdapter
     from frozencore.tune.rows.prompts import PromptEncoder
 
 NEW, QUIT = "/new", "/quit"
@@ -40,7 +40,7 @@ def _chat(
     if not isinstance(name, str) or not name:
         raise ConfigError("A chat needs a model, and no adapter names one. Give --model NAME.")
     require_model(name)
-    from frozencore.tune.evaluation.adapters import BASE, AdapterStand, adapter_names
+    from frozencore.tune.evaluation.adapters import BASE, BaseWithAdapter, adapter_names
     from frozencore.tune.rows.prompts import PromptEncoder, context_limit
     from frozencore.tune.run.models import load_model
 
@@ -51,9 +51,9 @@ def _chat(
         raise ConfigError("--system needs a chat template, but this model's tokenizer has none: leave it out.")
     speakers = [Speaker(BASE, None)] if with_base or not folders else []
     speakers += [Speaker(own, folder) for own, folder in zip(adapter_names(folders), folders, strict=True)]
-    stand = AdapterStand(base)
+    adapted = BaseWithAdapter(base)
     for speaker in speakers:
-        speaker.put_on(stand)  # refuses an adapter that does not fit before the first question
+        adapted.with_adapter(speaker.folder)  # refuses an adapter that does not fit before the first question
     kept = "" if encoder.is_chat else " The model has no chat template: it continues each line that you type."
     console.print(
         f"{name}, {', '.join(speaker.name for speaker in speakers)}.{kept} {NEW}: a new chat; {QUIT}: the end."
@@ -64,7 +64,7 @@ def _chat(
                 speaker.turns.clear()
             continue
         for speaker in speakers:
-            speaker.answer(question, stand, encoder, system, max_new_tokens)
+            speaker.answer(question, adapted, encoder, system, max_new_tokens)
 
 
 def _questions() -> Iterator[str]:
@@ -93,11 +93,8 @@ class Speaker:
     folder: Path | None
     turns: list[dict[str, str]] = field(default_factory=list)
 
-    def put_on(self, stand: AdapterStand) -> Any:
-        return stand.bare() if self.folder is None else stand.wear(self.folder)
-
     def answer(
-        self, question: str, stand: AdapterStand, encoder: PromptEncoder, system: str | None, max_new_tokens: int
+        self, question: str, base: BaseWithAdapter, encoder: PromptEncoder, system: str | None, max_new_tokens: int
     ) -> None:
         """Stream the answer to a question. Ctrl-C ends the answer, not the chat."""
         from frozencore.tune.rows import TextRow
@@ -118,7 +115,8 @@ class Speaker:
             console.print(words, end="", soft_wrap=True)
 
         with suppress(KeyboardInterrupt):
-            stream_greedily(self.put_on(stand), row, encoder, max_new_tokens=max_new_tokens, tell=tell)
+            model = base.with_adapter(self.folder)
+            stream_greedily(model, row, encoder, max_new_tokens=max_new_tokens, tell=tell)
         console.print()
         self.turns.append({"role": "assistant", "content": "".join(pieces).strip()})
 

@@ -12,7 +12,7 @@ from torch import nn
 from adapted import adapted, cores_of, train_at_random
 from frozencore import CoreBank, FrozenCoreConfig, load_basis, save_basis, swap_core
 from frozencore.errors import ArtifactError, ModelError
-from frozencore.tune.evaluation.adapters import AdapterStand
+from frozencore.tune.evaluation.adapters import BaseWithAdapter
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.scoring.score import held_out_loss
 from tiny import tiny_qwen2
@@ -73,6 +73,6 @@ def test_a_finite_core_that_makes_logits_that_are_not_is_said_where_it_is_scored
         for layer in cores_of(model):
             layer.core("default").fill_(3e38)
     model.save_pretrained(str(tmp_path / "adapter"))
-    worn = AdapterStand(tiny_qwen2()).wear(tmp_path / "adapter")
+    worn = BaseWithAdapter(tiny_qwen2()).with_adapter(tmp_path / "adapter")
     with pytest.raises(ModelError, match="not finite.*a core that is too large"):
         held_out_loss(worn, [TokenRow("row-1", list(range(2, 8)), 3)], pad_id=0)

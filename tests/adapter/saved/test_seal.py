@@ -28,7 +28,7 @@ from frozencore.adapter.saved.folder import read_adapter
 from frozencore.adapter.saved.same_base import differing_layer, record_base, sample_weight
 from frozencore.adapter.saved.tensors import require_finite
 from frozencore.errors import ArtifactError, FrozenCoreError
-from frozencore.tune.evaluation.adapters import AdapterStand
+from frozencore.tune.evaluation.adapters import BaseWithAdapter
 from tiny import tiny_qwen2
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -80,7 +80,7 @@ WAYS_IN: dict[str, Callable[[Path], object]] = {
     "export_lora": lambda folder: export_lora(folder, folder.parent / "lora"),
     "export_merged": lambda folder: export_merged(folder, folder.parent / "merged", base=folder.parent / "base"),
     "swap_core": swapped,
-    "evaluate": lambda folder: AdapterStand(tiny_qwen2()).wear(folder),
+    "evaluate": lambda folder: BaseWithAdapter(tiny_qwen2()).with_adapter(folder),
 }
 OURS = ("read_adapter", "export_lora", "export_merged", "swap_core", "evaluate")
 

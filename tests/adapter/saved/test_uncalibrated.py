@@ -10,7 +10,7 @@ from peft import PeftModel
 
 from adapted import adapted
 from frozencore.adapter.saved.tensors import UncalibratedWarning
-from frozencore.tune.evaluation.adapters import AdapterStand
+from frozencore.tune.evaluation.adapters import BaseWithAdapter
 from tiny import tiny_qwen2
 
 SAID = "was never calibrated: its bases are zero"
@@ -29,7 +29,7 @@ def test_loading_an_adapter_that_was_never_calibrated_says_so(uncalibrated: Path
     with pytest.warns(UncalibratedWarning, match=SAID):
         model.load_adapter(str(uncalibrated), adapter_name="second")
     with pytest.warns(UncalibratedWarning, match=SAID):
-        AdapterStand(tiny_qwen2()).wear(uncalibrated)
+        BaseWithAdapter(tiny_qwen2()).with_adapter(uncalibrated)
 
 
 @pytest.mark.parametrize("way", ["merge_adapter", "merge_and_unload"])

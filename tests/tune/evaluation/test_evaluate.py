@@ -14,7 +14,7 @@ from frozencore import FrozenCoreConfig
 from frozencore.errors import ArtifactError, ConfigError, DataError
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.tune.evaluation import evaluate as module
-from frozencore.tune.evaluation.adapters import AdapterStand, adapter_names
+from frozencore.tune.evaluation.adapters import BaseWithAdapter, adapter_names
 from frozencore.tune.evaluation.evaluate import Evaluation, evaluate
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.rows.prompts import PromptEncoder
@@ -85,11 +85,11 @@ def test_every_adapter_scores_as_if_it_were_loaded_alone(
 def test_the_base_comes_out_of_every_adapter_as_it_went_in(adapters: dict[str, Path]) -> None:
     base, _ = load_model(POCKET, device="cpu")
     before = fingerprint_model(base)
-    stand = AdapterStand(base)
+    subject = BaseWithAdapter(base)
     for folder in adapters.values():
-        stand.wear(folder)
-        assert fingerprint_model(stand.bare()) == before
-        assert not any(".base_layer" in name for name, _ in stand.bare().named_parameters())
+        subject.with_adapter(folder)
+        assert fingerprint_model(subject.without_adapter()) == before
+        assert not any(".base_layer" in name for name, _ in subject.without_adapter().named_parameters())
 
 
 def test_finished_tasks_are_kept_and_half_written_ones_are_scored_again(
@@ -151,10 +151,10 @@ def test_an_adapter_of_another_model_is_refused(adapters: dict[str, Path], tmp_p
     for reason, wrong in cases.items():
         save_file(wrong, damaged / "adapter_model.safetensors")
         with pytest.raises(ArtifactError, match=reason) as error:
-            AdapterStand(load_model(POCKET, device="cpu")[0]).wear(damaged)
+            BaseWithAdapter(load_model(POCKET, device="cpu")[0]).with_adapter(damaged)
         assert "\n" not in str(error.value)
     with pytest.raises(ArtifactError, match=r"has no adapter_config.json"):
-        AdapterStand(load_model(POCKET, device="cpu")[0]).wear(tmp_path)
+        BaseWithAdapter(load_model(POCKET, device="cpu")[0]).with_adapter(tmp_path)
 
 
 def test_adapters_get_short_names_of_their_own() -> None:
@@ -175,4 +175,4 @@ def test_an_adapter_of_virtual_tokens_is_refused(tmp_path: Path) -> None:
     base = load_model(POCKET, device="cpu")[0]
     get_peft_model(base, PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")).save_pretrained(tmp_path)
     with pytest.raises(ArtifactError, match=r"holds virtual tokens \(.*PROMPT_TUNING\), which are not scored"):
-        AdapterStand(load_model(POCKET, device="cpu")[0]).wear(tmp_path)
+        BaseWithAdapter(load_model(POCKET, device="cpu")[0]).with_adapter(tmp_path)

@@ -12,7 +12,7 @@ from peft import PeftModel
 from torch import nn
 
 from frozencore.errors import ConfigError
-from frozencore.tune.evaluation.adapters import AdapterStand
+from frozencore.tune.evaluation.adapters import BaseWithAdapter
 from frozencore.tune.methods import METHODS, AdapterOptions
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.run.config import make_config
@@ -79,11 +79,11 @@ def test_it_is_evaluated_and_leaves_the_base_to_the_next_adapter(name: str, tmp_
         if parameter.requires_grad:
             parameter.data.add_(0.1)
     METHODS[name].save(model, tmp_path / "adapter", tmp_path / "start")
-    stand = AdapterStand(tiny_llama())
-    worn = logits(stand.wear(tmp_path / "adapter"))
+    base = BaseWithAdapter(tiny_llama())
+    worn = logits(base.with_adapter(tmp_path / "adapter"))
     assert (worn - logits(tiny_llama())).abs().max() > 1e-2
     torch.testing.assert_close(worn, logits(model))
-    assert torch.equal(logits(stand.bare()), logits(tiny_llama()))
+    assert torch.equal(logits(base.without_adapter()), logits(tiny_llama()))
 
 
 @EVERY

@@ -20,25 +20,26 @@ from frozencore.words import one_line
 BASE = "base"
 
 
-class AdapterStand:
+class BaseWithAdapter:
     """A base model with at most one adapter at a time: frozen cores, LoRA, or another PEFT method."""
 
     def __init__(self, base: nn.Module) -> None:
         self.base = base
-        self._worn: PeftModel | None = None
+        self._adapted: PeftModel | None = None
 
-    def bare(self) -> nn.Module:
-        """The base model without any adapter."""
-        if self._worn is not None:
-            self.base, self._worn = take_off(self._worn), None
+    def without_adapter(self) -> nn.Module:
+        if self._adapted is not None:
+            self.base, self._adapted = take_off(self._adapted), None
         return self.base
 
-    def wear(self, folder: Path) -> nn.Module:
-        """The base model with the adapter saved in a folder, in evaluation mode.
+    def with_adapter(self, folder: Path | None) -> nn.Module:
+        """The base model with the adapter saved in a folder, in evaluation mode; None gives the base model alone.
 
         Raises:
             ArtifactError: There is no adapter, it is damaged or a pickle, or it does not fit this base.
         """
+        if folder is None:
+            return self.without_adapter()
         if not (folder / "adapter_config.json").is_file():
             raise ArtifactError(
                 f"--adapter {folder} must be a folder of save_pretrained, but has no adapter_config.json."
@@ -48,15 +49,15 @@ class AdapterStand:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # missing tensors raise an error below
                 warnings.simplefilter("always", UncalibratedWarning)
-                base = self.bare()
+                base = self.without_adapter()
                 config = _read_config(folder, base)
                 if config.is_prompt_learning:  # it shifts every position
                     raise ArtifactError(
                         f"--adapter {folder} holds virtual tokens ({config.peft_type}), which are not scored here. "
                         "Give an adapter that changes layers."
                     )
-                self._worn = PeftModelForCausalLM(base, config)
-                found = self._worn.load_adapter(str(folder), adapter_name="default")
+                self._adapted = PeftModelForCausalLM(base, config)
+                found = self._adapted.load_adapter(str(folder), adapter_name="default")
         except ArtifactError:
             raise
         except Exception as error:  # PEFT and safetensors raise many kinds of errors for a folder that does not fit
@@ -69,7 +70,7 @@ class AdapterStand:
                 f"are missing and {len(found.unexpected_keys)} have no layer, for instance {odd[0]}. "
                 f"Give the base model that it was trained on."
             )
-        return self._worn.eval()
+        return self._adapted.eval()
 
 
 def adapter_names(folders: list[Path]) -> list[str]:

@@ -19,7 +19,7 @@ from typing import Any
 from frozencore.errors import ArtifactError, ConfigError, DataError
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.files.whole_file import require_writable, write_json, write_lines
-from frozencore.tune.evaluation.adapters import BASE, AdapterStand, adapter_names
+from frozencore.tune.evaluation.adapters import BASE, BaseWithAdapter, adapter_names
 from frozencore.tune.evaluation.scorers import TaskScorer, harness_scorer, own_scorer, suite_scorer
 from frozencore.tune.rows.conversations import PROMPT_DATE, asks_for_today
 from frozencore.tune.rows.prompts import PromptEncoder, PromptStyle, context_limit
@@ -94,11 +94,11 @@ def evaluate(evaluation: Evaluation, out: Path, progress: Progress) -> dict[str,
     }
     if encoder.is_chat and asks_for_today(tokenizer):
         common["prompt_date"] = evaluation.prompt_date.isoformat()
-    stand = AdapterStand(model)
+    base = BaseWithAdapter(model)
     scores: list[dict[str, Any]] = []
     for subject, folder in subjects.items():
         identity = {**common, "adapter": None if folder is None else _fingerprint_folder(folder)}
-        found, reasons = _score_subject(subject, folder, stand, scorers, identity, out, progress)
+        found, reasons = _score_subject(subject, folder, base, scorers, identity, out, progress)
         scores += found
         failed |= reasons
     if not scores:
@@ -156,7 +156,7 @@ def _scorers(evaluation: Evaluation, encoder: PromptEncoder) -> tuple[list[TaskS
 def _score_subject(
     subject: str,
     folder: Path | None,
-    stand: AdapterStand,
+    base: BaseWithAdapter,
     scorers: list[TaskScorer],
     identity: dict[str, Any],
     out: Path,
@@ -172,7 +172,7 @@ def _score_subject(
         score = _finished(place, wanted)
         if score is None:
             if model is None:
-                model = stand.bare() if folder is None else stand.wear(folder)
+                model = base.with_adapter(folder)
             try:
                 summary, predictions = scorer.score(model, as_stage(progress, f"{subject}: {scorer.name}"))
             except DataError as error:
