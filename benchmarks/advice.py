@@ -37,7 +37,7 @@ from frozencore.tune.run.config import RunConfig, make_config
 from frozencore.tune.run.prepare import PreparedRun, calibration_batches, prepare
 from frozencore.tune.run.provenance import provenance
 from frozencore_lab.reports.rank_correlation import rank_correlation
-from harness import cpu_s, load_average
+from harness import cpu_s, lines_of, load_average
 
 RESULTS = Path(__file__).parents[1] / "lab" / "results"
 TASKS = {
@@ -108,8 +108,7 @@ def trained_seeds(campaign: str, task: str, **where: Any) -> dict[str, list[floa
         where: What a run's configuration must have.
     """
     losses: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for line in (RESULTS / campaign / "records.jsonl").read_text().splitlines():
-        record = json.loads(line)
+    for record in lines_of(RESULTS / campaign / "records.jsonl"):
         config = record["config"]
         core = config["core"]
         if record.get("task") != task or config["evaluate_on"] != "evaluation" or record["method"] not in CONSTRUCTORS:

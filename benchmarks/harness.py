@@ -60,6 +60,10 @@ def parser_of(doc: str | None, name: str, ending: str = "json") -> argparse.Argu
     return parser
 
 
+def lines_of(file: Path) -> list[Record]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
 @dataclass
 class Results:
     """The lines of a file, one for each measurement; one that is there need not be made again.
@@ -77,8 +81,7 @@ class Results:
 
     def __post_init__(self) -> None:
         if self.file.exists():
-            for line in self.file.read_text(encoding="utf-8").splitlines():
-                record = json.loads(line)
+            for record in lines_of(self.file):
                 self.found[self._key(record)] = record
 
     def _key(self, record: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -162,14 +165,12 @@ def memory_of(model: nn.Module, run: Callable[[], Any]) -> int:
     return max(0, memory.largest - held)
 
 
-def take_turns(
-    runs: Mapping[str, Callable[[], Any]], rounds: int, timed: Callable[[Callable[[], Any]], float] = cpu_s
-) -> dict[str, list[float]]:
-    """Seconds of each run in each round, the order turned round every other time; one round before is untimed."""
+def take_turns(runs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Processor seconds by run, the order turned round in every other round; one round before is untimed."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(rounds + 1):
         for name in list(runs)[:: 1 if number % 2 else -1]:
-            seconds = timed(runs[name])
+            seconds = cpu_s(runs[name])
             if number:
                 times[name].append(seconds)
     return times

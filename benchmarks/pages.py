@@ -21,7 +21,7 @@ import quality_tables
 import speed_tables
 import tenant_tables
 import tenants_quality_tables
-from harness import RESULTS, ROOT
+from harness import RESULTS, ROOT, lines_of
 
 MACHINE = "amd-epyc-2-cores"
 DOCS, README = ROOT / "docs", ROOT / "README.md"
@@ -56,7 +56,7 @@ def pages() -> Iterator[tuple[Path, dict[str, str]]]:
     )
     yield (
         DOCS / "private.md",
-        private_tables.blocks(private, found_in("per_example"), private_tables.lines_of(private_tables.OF_MOMENTS)),
+        private_tables.blocks(private, found_in("per_example"), lines_of(private_tables.OF_MOMENTS)),
     )
     served = {"served": f"served-{MACHINE}", "served-smollm2": f"served-smollm2-{MACHINE}"}
     yield DOCS / "serving.md", {block: tenant_tables.served(found_in(name)) for block, name in served.items()}

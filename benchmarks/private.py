@@ -116,13 +116,16 @@ class Study:
     def tokens(self, examples: Sequence[Example]) -> list[TokenRow]:
         return self.encoder.training_rows([self.encoder.render(example) for example in examples])
 
+    @property
+    def public_rows(self) -> list[TokenRow]:
+        sizes = {"num_train": self.scale.calibration, "num_evaluation": self.scale.scored}
+        public = split_task(find_task(self.scale.public), self.data_root, **sizes).train
+        return self.tokens(calibration_rows(public, self.scale.calibration))
+
     @cached_property
     def public_basis(self) -> dict[str, Tensor]:
         """FCCA's basis of the public rows."""
-        sizes = {"num_train": self.scale.calibration, "num_evaluation": self.scale.scored}
-        public = split_task(find_task(self.scale.public), self.data_root, **sizes).train
-        rows = self.tokens(calibration_rows(public, self.scale.calibration))
-        batches = batches_by_length(rows, self.encoder.pad_id, ROWS_AT_ONCE)
+        batches = batches_by_length(self.public_rows, self.encoder.pad_id, ROWS_AT_ONCE)
         model = self.adapter("public", self.scale.seeds[0], None)
         calibrate(model, batches, options=CalibrationOptions(), progress=False)
         found = get_bases(model)

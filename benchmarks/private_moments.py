@@ -19,8 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from importlib.metadata import version
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -32,22 +30,16 @@ from contestants import batches_by_length
 from frozencore import calibrate
 from frozencore.adapter.bases.access import get_bases
 from frozencore.adapter.layer import frozen_core_layers
-from frozencore.files.fingerprint import fingerprint_model
 from frozencore.maths.basis import known_basis
 from frozencore.maths.capture import share_held
 from frozencore.maths.moments import LayerMoments
 from frozencore.maths.whitening import Whitening, damped
 from frozencore.tune.rows import TokenRow
-from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.run.models import load_model
-from frozencore.tune.run.provenance import source_commit
 from frozencore.tune.scoring.forward import take_off
 from frozencore.tune.scoring.score import completion_logprobs
-from frozencore.tune.suite import find_task
-from frozencore.tune.tasks.splits import calibration_rows, split_task
-from harness import RESULTS, Results, parser_of
+from harness import Results, parser_of
 from private import QUICK, ROWS_AT_ONCE, Scale, Study
-from tenants_quality import score
+from tenants_quality import begun, score
 
 METRIC = Whitening()
 
@@ -91,9 +83,7 @@ class Moments:
 
     def __init__(self, study: Study) -> None:
         self.study = study
-        sizes = {"num_train": study.scale.calibration, "num_evaluation": study.scale.scored}
-        public = split_task(find_task(study.scale.public), study.data_root, **sizes).train
-        public_rows = study.tokens(calibration_rows(public, study.scale.calibration))
+        public_rows = study.public_rows
         self.num_tokens = sum(len(row.input_ids) for row in study.rows)
         self.metric: dict[str, tuple[Tensor, Tensor]] = {}
         self.cut: dict[str, Sums] = {}
@@ -245,24 +235,11 @@ class Comparison:
 
 def main() -> None:
     parser = parser_of(__doc__, "private_moments", "jsonl")
-    parser.add_argument("--data-root", type=Path)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    if options.quick and options.out is None:
-        parser.error("--quick needs --out FILE, because nothing of it belongs into the results.")
-    name, dtype, task = ("pocket", "float32", "pocket-sentiment") if options.quick else ("smollm2", "bfloat16", "sst2")
-    whole = QUICK if options.quick else Scale()
+    options, model, encoder, common = begun(parser, "opacus")
+    task, whole = ("pocket-sentiment", QUICK) if options.quick else ("sst2", Scale())
     scale = replace(whole, delta=whole.delta / 2)  # for the basis as for the training
-    model, tokenizer = load_model(name, dtype=dtype, device="cpu")
-    model.set_attn_implementation("eager")  # on a CPU faster for short rows
-    common = {
-        "task": task, "model": fingerprint_model(model), "dtype": dtype, "scale": asdict(whole),
-        "commit": source_commit(),
-        "versions": {package: version(package) for package in ("torch", "transformers", "peft", "opacus")},
-    }  # fmt: skip
-    results = Results(options.out or RESULTS / "private_moments.jsonl", common, by=("basis", "epsilon", "seed"))
-    study = Study(model, PromptEncoder(tokenizer, style="plain"), task, options.data_root, scale, results)
-    Comparison(study, results).run()
+    results = Results(options.out, {"task": task, "scale": asdict(whole)} | common, by=("basis", "epsilon", "seed"))
+    Comparison(Study(model, encoder, task, options.data_root, scale, results), results).run()
 
 
 if __name__ == "__main__":

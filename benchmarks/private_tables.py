@@ -6,7 +6,6 @@ differences are Welch's.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from statistics import fmean
 import matplotlib.pyplot as plt
 from scipy.stats import ttest_ind
 
-from harness import RESULTS, Record, table, with_quartiles
+from harness import RESULTS, Record, lines_of, table, with_quartiles
 from quality_tables import TASKS, spread
 
 LINES = RESULTS / "private.jsonl"
@@ -28,10 +27,6 @@ BASES = {
     "own": "the private rows, no privacy", "public": "public rows", "random": "random",
     "moments": "noisy G, a and d", "whitened": "noisy G in the public metric",
 }  # fmt: skip
-
-
-def lines_of(file: Path) -> list[Record]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 class Study:

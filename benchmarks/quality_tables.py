@@ -6,7 +6,6 @@ FCCA's, seed by seed, with the 95 % interval of Student's t.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 from scipy.stats import t
 
-from harness import ROOT
+from harness import ROOT, lines_of
 
 RECORDS = ROOT / "lab" / "results" / "smollm2" / "records.jsonl"
 TASKS = {"sst2": "SST-2", "cola": "CoLA", "svamp-operation": "SVAMP's operation"}
@@ -34,10 +33,10 @@ HEAD = (
 Record = Mapping[str, Any]
 
 
-def read_finals(file: Path = RECORDS) -> dict[str, dict[str, list[Record]]]:
+def read_finals() -> dict[str, dict[str, list[Record]]]:
     """The final runs by task and by name of the method, each in the order of its seeds."""
     found: dict[str, dict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
-    for record in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
+    for record in lines_of(RECORDS):
         if record["config"].get("evaluate_on") != "validation":
             found[record["task"]][named(record)].append(record)
     for methods in found.values():

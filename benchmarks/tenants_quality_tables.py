@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import spearmanr
 
-from harness import RESULTS, table
+from harness import RESULTS, lines_of, table
 
 LINES = RESULTS / "tenants-quality.jsonl"
 MANIFEST = RESULTS / "tenants-quality" / "manifest.json"
@@ -55,7 +55,7 @@ class Study:
 
     def __init__(self, lines: Path = LINES, manifest: Path = MANIFEST) -> None:
         self.tenants: dict[str, Any] = json.loads(manifest.read_text(encoding="utf-8"))["tenants"]
-        records = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
+        records = lines_of(lines)
         self.base = {record["tenant"]: record for record in records if record["phase"] == "base"}
         by_seed: dict[Arm, dict[int, dict[str, Record]]] = defaultdict(lambda: defaultdict(dict))
         for record in records:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -222,3 +223,21 @@ def test_a_target_whose_part_failed_counts_as_not_measured(monkeypatch: pytest.M
     assert len(verdicts) == len(targets.TARGETS)
     known = {verdict.what: verdict.is_reached for verdict in verdicts if verdict.is_reached is not None}
     assert known == {"peak memory of calibration / its budget": False, "swap of a prepared core, 144 layers": True}
+
+
+def test_a_search_ends_where_the_best_rate_has_others_on_both_sides_or_at_the_most_rates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    best_rate = loaded("harness", monkeypatch).best_rate
+    for best, most, expected, tried in (
+        (1.0, 9, 1.0, [0.5, 1.0, 2.0]), (8.0, 9, 8.0, [0.5, 1.0, 2.0, 4.0, 8.0, 16.0]),
+        (0.25, 9, 0.25, [0.5, 1.0, 2.0, 0.25, 0.125]), (8.0, 4, 4.0, [0.5, 1.0, 2.0, 4.0]),
+    ):  # fmt: skip
+        asked: list[float] = []
+
+        def losses_of(rates: list[float], asked: list[float] = asked, best: float = best) -> dict[float, float]:
+            asked += rates
+            return {rate: abs(math.log(rate / best)) for rate in rates}
+
+        assert best_rate(1.0, losses_of, most) == (expected, pytest.approx(abs(math.log(expected / best))))
+        assert asked == tried

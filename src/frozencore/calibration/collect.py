@@ -31,12 +31,11 @@ from frozencore.calibration.recorder import LayerRecorder
 from frozencore.calibration.taps import CalibrationPass, Taps, capturing
 from frozencore.device import sent
 from frozencore.errors import CalibrationError
+from frozencore.maths.capture import CAPTURE_NEEDS
 from frozencore.maths.linalg import seeded_generator
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.ranks import own_rank
 from frozencore.words import Progress
-
-FCCA_NEEDS: frozenset[MomentName] = frozenset({"cross", "input_square", "error_square"})
 
 
 def collect_moments(
@@ -44,7 +43,7 @@ def collect_moments(
     batches: Iterable[Batch],
     layers: Mapping[str, nn.Module] | Sequence[str],
     *,
-    needs: frozenset[MomentName] = FCCA_NEEDS,
+    needs: frozenset[MomentName] = CAPTURE_NEEDS,
     options: CalibrationOptions | None = None,
     loss_fn: LossFn | None = None,
     progress: Progress | None = None,
