@@ -136,3 +136,12 @@ def test_a_basis_grows_for_a_newcomer_and_serves_it_beside_the_others(
         assert (status, err.count("\n")) == (2, 1)
         assert re.search(message, err), err
         assert not (tmp_path / "no").exists()
+
+
+def test_what_a_calibration_warns_of_is_a_line_on_the_screen(command: Command, tmp_path: Path) -> None:
+    rows = [{"prompt": f"How many is {a} and 3?", "completion": f" {a + 3}"} for a in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    named = ["--model", pocket_model_path(), "--rank", 16, "--calibration-size", 3]
+    status, out, err = command("calibrate", *named, "--data", tmp_path / "rows.jsonl", "--out", tmp_path / "out")
+    assert (status, err) == (0, "")
+    assert re.search(r"Warning: \d+ of 16 layers have fewer independent directions", " ".join(out.split()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -56,7 +57,7 @@ def _calibrate(
     require_new(output, RECORD, MOMENTS_FILE if has_moments else ADAPTER)
     from frozencore.cli.display import StageDisplay
 
-    with StageDisplay(console) as progress:
+    with warnings.catch_warnings(record=True) as caught, StageDisplay(console) as progress:
         from frozencore.tune.run.calibrate_only import (
             execute_calibration,
             execute_calibration_of_tenants,
@@ -64,11 +65,14 @@ def _calibrate(
         )
 
         progress.started()
+        warnings.simplefilter("always")
         if grow is not None:
             calibration = execute_growth(config, output, progress, by=by, of_tenants=tenants is not None)
         else:
             execute = execute_calibration if tenants is None else execute_calibration_of_tenants
             calibration = execute(config, output, progress)
+    for told in sorted({str(one.message) for one in caught if one.category is UserWarning}):
+        console.print(f"Warning: {told}", style="yellow")
     console.print(calibration_summary(calibration, every_layer=all_layers))
     if calibration.shares:
         from frozencore.cli.shares import shares_table
