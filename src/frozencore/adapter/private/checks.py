@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import EarlyStoppingCallback
 
 from frozencore.adapter.bases.refresh import Refresh
+from frozencore.adapter.model import find_adapter
 from frozencore.adapter.per_example import cores_in_use
 from frozencore.adapter.trainable import require_own_parameters
 from frozencore.errors import ConfigError, TrainingError
@@ -20,6 +21,7 @@ from frozencore.ranks import num_ranks
 if TYPE_CHECKING:
     from transformers import Trainer
 
+BY_SCORES = ("reduce_lr_on_plateau", "greedy")  # schedulers of transformers
 FAR = 100.0  # a clipping length this many times a row's typical gradient hides that gradient in noise
 
 
@@ -52,6 +54,10 @@ def refuse_what_leaks(trainer: Trainer, *, basis_is_public: bool) -> None:
             not args.restore_callback_states_from_checkpoint
         ),
         "scales no losses, but fp16 does; use bf16": not args.fp16,
+        "bounds what one row reveals, but packing joins rows and splits them": not getattr(args, "packing", False),
+        "has learning rates that follow from no score, but this lr_scheduler_type reads scores": (
+            args.lr_scheduler_type not in BY_SCORES
+        ),
         "runs in one process on one device": num_ranks() == 1 and args.n_gpu <= 1,
         "draws from rows whose number is known, but train_dataset has none": hasattr(trainer.train_dataset, "__len__"),
     }
@@ -64,13 +70,13 @@ def refuse_what_leaks(trainer: Trainer, *, basis_is_public: bool) -> None:
                 f"The privacy budget covers the noised steps only, but {type(callback).__name__} reads rows besides. "
                 "Leave that callback out."
             )
-    refuse_private_basis(trainer.model, basis_is_public=basis_is_public)
+    adapter_name, _ = cores_in_use(trainer.model)
+    refuse_private_basis(trainer.model, adapter_name, basis_is_public=basis_is_public)
 
 
-def refuse_private_basis(model: Any, *, basis_is_public: bool) -> None:
+def refuse_private_basis(model: Any, adapter_name: str, *, basis_is_public: bool) -> None:
     """Refuse bases that were calibrated on rows, unless the caller says that these rows may be known."""
-    adapter_name, _ = cores_in_use(model)
-    config = model.peft_config[adapter_name]
+    _, config = find_adapter(model, adapter_name)
     if config.needs and not basis_is_public:
         raise ConfigError(
             f"The bases of {config.constructor!r} are calibrated on rows, and the privacy budget does not cover what "
@@ -87,16 +93,17 @@ class Guard:
     Args:
         sizes: The number of values of each core, by layer, in the order of per-example gradients.
         clip: C, the longest gradient that a row may add to a step.
+        resumed: The first step with rows was checked before; later gradients may be as short as they like.
 
     Attributes:
         clipped_share: The share of rows of the last step that were clipped; 0 for a step without rows.
     """
 
-    def __init__(self, sizes: Mapping[str, int], clip: float) -> None:
+    def __init__(self, sizes: Mapping[str, int], clip: float, *, resumed: bool = False) -> None:
         self._sizes, self._clip = sizes, clip
         self._norms: list[Tensor] = []
         self._has_gradient = torch.zeros(len(sizes), dtype=torch.bool)
-        self._gradients_checked = self._moved = False
+        self._gradients_checked, self._moved = resumed, False
         self._before: dict[str, Tensor] = {}
         self.clipped_share = 0.0
 

@@ -83,7 +83,7 @@ class PrivateTraining(TrainerCallback, ExportableState):
         self._schedule: Schedule | None = None
         self._num_steps = 0
         sizes = {name: core.numel() for name, core in self._cores.items()}
-        self._guard = Guard(sizes, clip)
+        self._guard, self._sizes = Guard(sizes, clip), sizes
         self._sum = torch.zeros(sum(sizes.values()))
         self._plain_loader = trainer.get_train_dataloader
         replaced: Any = trainer
@@ -116,6 +116,7 @@ class PrivateTraining(TrainerCallback, ExportableState):
         refuse_what_leaks(self._trainer, basis_is_public=self._basis_is_public)
         if state.global_step:
             self._restore(state)
+            self._guard = Guard(self._sizes, self._budget.clip, resumed=True)
         elif self._schedule is not None:
             raise TrainingError(
                 "A private training spends its budget once, but train() was called a second time. Resume from a "

@@ -79,7 +79,8 @@ def read_rows(
         except DataError as error:
             if not skip_bad:
                 raise
-            bad[str(error).partition(": ")[2].partition(", but")[0].rstrip(".")] += 1  # drops the row and the value
+            why = str(error).partition(": ")[2].partition(": ")[0]  # without the row, and what a template says of it
+            bad[why.partition(", but")[0].rstrip(".")] += 1  # without the value
     if not texts:
         raise NoRowsError(f"--skip-bad left none of {len(rows)} rows of {origin}: {next(iter(bad))}.")
     return OwnRows(texts, form, bad)

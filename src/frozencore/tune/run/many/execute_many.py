@@ -17,7 +17,7 @@ from torch import nn
 from frozencore.adapter.bases.access import basis_fingerprint, save_basis, set_bases
 from frozencore.adapter.bases.calibrate import Calibration
 from frozencore.adapter.saved.saved_basis import load_basis
-from frozencore.errors import ConfigError
+from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.ranks import each_by_itself, first_before_others, from_first, gathered, own_rank
 from frozencore.tune.run.adapt import adapt_from_data, adapter_of
@@ -39,6 +39,7 @@ from frozencore.tune.run.prepare import PreparedRun
 from frozencore.tune.run.run_cache import RunCache
 from frozencore.tune.run.run_folder import BASE_SCORE, BASIS, CACHE, CHECKPOINTS, refuse_finished
 from frozencore.tune.run.training_port import Training, recipe_of
+from frozencore.tune.training.checkpoints import newest_complete
 from frozencore.tune.training.many.losses import held_out_losses
 from frozencore.tune.training.many.tenant import Tenant, Validation
 from frozencore.tune.training.many.train import SLOTS, train_many
@@ -87,8 +88,8 @@ def execute_many(
                 lambda: adapt_from_data(config, prepared, targets, progress),
                 heard,
             )
+            _name_basis(model, out / BASIS, calibrated_on(config, prepared, calibration))
         caught.extend(heard)
-        _name_basis(model, out / BASIS, calibrated_on(config, prepared, calibration))
         return model, calibration, calibration_s
 
     model, calibration, calibration_s = first_before_others(adapt)
@@ -185,12 +186,23 @@ def _common_basis(model: PeftModel, out: Path) -> str:
 
 
 def _name_basis(model: PeftModel, folder: Path, calibrated_on: str | None) -> None:
-    """Save a basis without a name once for all tenants, so that their adapters are saved as cores only."""
+    """Save a basis without a name once for all tenants, so that their adapters are saved as cores only.
+
+    Raises:
+        ArtifactError: The folder holds another basis, of a run with other options or rows.
+    """
     chosen = model.peft_config["default"]
     if chosen.basis_id is not None or chosen.initial_step:  # such cores are saved with their own bases
         return
     if folder.exists():
+        made = basis_fingerprint(model)
         set_bases(model, load_basis(folder))
+        begins = own_rank() == 0 and newest_complete(folder.parent / CHECKPOINTS) is None  # else it is that one's basis
+        if begins and basis_fingerprint(model) != made:
+            raise ArtifactError(
+                f"Tenants train on the basis that their options give, but {folder} is another one, of an earlier run. "
+                "Choose another --output, or name that basis with --basis."
+            )
     else:
         save_basis(model, folder, calibrated_on=calibrated_on)
 

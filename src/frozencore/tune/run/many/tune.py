@@ -48,7 +48,7 @@ def tune_many(
         ConfigError, TrainingError: As in :func:`train_many`.
     """
     if recipe.private is not None:
-        refuse_private_basis(model, basis_is_public=basis_is_public)
+        refuse_private_basis(model, "default", basis_is_public=basis_is_public)
     limit = context_limit(base_of(model), tokenizer)
     encoder = PromptEncoder(tokenizer, max_length=min(PROTOCOL_MAX_LENGTH, limit))
     tenants = {}

@@ -105,7 +105,8 @@ class ActiveTenants:
     def _guard(self, state: TenantState) -> Guard | None:
         """The checks of a private training."""
         if state.guard is None and (budget := state.tenant.recipe.private) is not None:
-            state.guard = Guard({name: rank * rank for name, rank in self.slots.ranks.items()}, budget.clip)
+            sizes = {name: rank * rank for name, rank in self.slots.ranks.items()}
+            state.guard = Guard(sizes, budget.clip, resumed=state.step > 0)
         return state.guard
 
     def _gradients(self, rows: list[list[TokenRow]]) -> tuple[Tensor, Tensor]:
@@ -132,7 +133,8 @@ class ActiveTenants:
                 continue
             break
         for slot, state in enumerate(self.states):
-            if state.secret is not None and (schedule := state.tenant.schedule) is not None:
+            if (schedule := state.tenant.schedule) is not None:
+                assert state.secret is not None
                 losses[slot] /= max(1, len(rows[slot]))
                 add_noise(self.slots.gradients[slot], state.secret, state.step, schedule)
         return losses, self.slots.gradient_norms(len(rows))

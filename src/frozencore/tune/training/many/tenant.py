@@ -143,8 +143,9 @@ class TenantState:
 
     def step_rows(self) -> list[TokenRow]:
         """The rows of the next step; a private training draws each row independently, and there may be none."""
-        if (schedule := self.tenant.schedule) is None or self.secret is None:
+        if (schedule := self.tenant.schedule) is None:
             return self.tenant.step_rows(self.step)
+        assert self.secret is not None
         drawn = drawn_rows(self.secret, self.step, len(self.tenant.rows), schedule.sample_rate)
         return [self.tenant.rows[i] for i in drawn]
 
