@@ -15,7 +15,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 from scipy.stats import t
 
-from harness import ROOT, lines_of
+from harness import ROOT, lines_of, table
 
 RECORDS = ROOT / "lab" / "results" / "smollm2" / "records.jsonl"
 TASKS = {"sst2": "SST-2", "cola": "CoLA", "svamp-operation": "SVAMP's operation"}
@@ -25,11 +25,10 @@ NAMES = {
 }  # fmt: skip
 NO_CORES = ("lora", "full")
 REFERENCE = "FCCA"
-HEAD = (
-    "| method | learning rate | values | state held while training "
-    "| accuracy, % | held-out loss | minus FCCA's | rise on other texts |\n"
-    "|---|--:|--:|--:|--:|--:|--:|--:|\n"
-)
+HEADINGS = (
+    "method", "learning rate", "values", "state held while training", "accuracy, %", "held-out loss", "minus FCCA's",
+    "rise on other texts",
+)  # fmt: skip
 Record = Mapping[str, Any]
 
 
@@ -78,16 +77,17 @@ def by_loss(methods: Mapping[str, list[Record]]) -> list[tuple[str, list[Record]
     return sorted(methods.items(), key=lambda item: mean(record["held_out_loss"] for record in item[1]))
 
 
-def table(methods: Mapping[str, list[Record]]) -> str:
+def of_task(methods: Mapping[str, list[Record]]) -> str:
     """A task's table: the base model, then the methods by their mean loss."""
     some = next(iter(methods.values()))[0]
-    base = f"| base model | | | | {100 * some['accuracy_before']:.1f} | {some['held_out_loss_before']:.3f} | | |\n"
-    return HEAD + base + "".join(row(name, runs, methods[REFERENCE]) for name, runs in by_loss(methods))
+    before = [f"{100 * some['accuracy_before']:.1f}", f"{some['held_out_loss_before']:.3f}"]
+    rows = [row(name, runs, methods[REFERENCE]) for name, runs in by_loss(methods)]
+    return table(HEADINGS, [["base model", "", "", "", *before, "", ""], *rows])
 
 
-def row(name: str, runs: Sequence[Record], reference: Sequence[Record]) -> str:
+def row(name: str, runs: Sequence[Record], reference: Sequence[Record]) -> list[str]:
     rates = {run["resolved"]["recipe"]["learning_rate"] for run in runs}
-    cells = (
+    return [
         name,
         ", ".join(f"{rate:g}" for rate in sorted(rates)),
         f"{runs[0]['values_at_once']:,}",
@@ -96,13 +96,12 @@ def row(name: str, runs: Sequence[Record], reference: Sequence[Record]) -> str:
         spread([run["held_out_loss"] for run in runs], 3),
         "" if name == REFERENCE else difference(runs, reference),
         spread([risen(run) for run in runs], 2),
-    )
-    return f"| {' | '.join(cells)} |\n"
+    ]
 
 
 def blocks() -> dict[str, str]:
     """The table of each task, by the name of its block."""
-    return {f"smollm2-{task}": table(methods) for task, methods in read_finals().items()}
+    return {f"smollm2-{task}": of_task(methods) for task, methods in read_finals().items()}
 
 
 def figure(file: Path) -> None:
