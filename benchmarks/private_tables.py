@@ -120,7 +120,7 @@ def figure(study: Study, file: Path) -> None:
         frame.set_xlabel("ε (delta 1e-5)")
         frame.set_ylabel("held-out loss, nats a token")
         frame.set_title(f"SmolLM2 on {TASKS[task]}")
-        frame.legend(frameon=False)
+    drawn.legend(*frames[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(NAMES), frameon=False)
     drawn.savefig(file, dpi=150)
     plt.close(drawn)
 

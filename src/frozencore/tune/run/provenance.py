@@ -41,7 +41,7 @@ def source_commit() -> str | None:
         inside = _git(folder, "ls-files", "--error-unmatch", "__init__.py")
         commit = _git(folder, "rev-parse", "HEAD")
         changes = _git(folder, "status", "--porcelain", "--untracked-files=no", ".")
-    except (OSError, subprocess.CalledProcessError):
+    except (OSError, subprocess.SubprocessError):
         return None
     return f"{commit}-dirty" if inside and changes else commit
 
