@@ -55,7 +55,7 @@ Sums = dict[str, dict[str, Tensor]]
 
 
 def squared_length(part: str, x: Tensor, delta: Tensor) -> Tensor:
-    """Of each row's part of a sum, in one layer."""
+    """The squared length of each row's part of a sum, in one layer."""
     if part == "cross":
         return ((x @ x.mT) * (delta @ delta.mT)).sum((1, 2))
     return (x if part == "input_square" else delta).square().sum(1).square().sum(1)

@@ -6,9 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from frozencore.errors import ModelError
-from frozencore.tune.smollm2 import smollm2_path
-
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 SOURCES = ROOT / "src"
@@ -20,6 +17,9 @@ SHARED = ROOT.parent / "shared"
 
 def smollm2_or_skip() -> Path:
     """The folder that ``make smollm2`` writes; a test is skipped without it."""
+    from frozencore.errors import ModelError  # later: conftest checks shapes in what is imported after this file
+    from frozencore.tune.smollm2 import smollm2_path
+
     try:
         return smollm2_path()
     except ModelError as error:
