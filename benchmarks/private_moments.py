@@ -179,7 +179,7 @@ class Moments:
 
 
 def roots(layer: LayerMoments) -> tuple[Tensor, Tensor]:
-    """What whitens x (n) and the output error (m), channel by channel."""
+    """Vectors that whiten x (n) and the output error (m), channel by channel."""
     of_x, of_delta = (damped(square, c) for square, c in zip((layer.a, layer.d), METRIC.damping_by_side, strict=True))
     return of_x.rsqrt().float(), of_delta.rsqrt().float()
 
