@@ -14,7 +14,8 @@ The learning rate of each arm is searched at the middle epsilon with the first s
 one has others on both sides; then the clipping length, a tenth of the default and ten times as much. The search scores
 validation rows, which count as public too. Its result holds for every epsilon and seed; plain training has a search of
 its own. A line of the results is one training: loss in nats per answer token, and accuracy, on rows that no search saw.
-Beside the suite's tasks there is ``svamp-operation``: name the operation that solves a word problem.
+Beside the suite's tasks there are two that a model of this size learns from few rows: ``svamp-operation``, name the
+operation that solves a word problem, and ``hellaswag-activity``, name what a caption shows, out of four activities.
 
 The draws and the noise of a core come from the system's randomness, so two runs differ. A seed names a random basis,
 the start of a LoRA, and the order of plain training.
@@ -22,11 +23,12 @@ the start of a LoRA, and the order of plain training.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import torch
@@ -46,14 +48,16 @@ from frozencore.tune.rows import Example, Row, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.scoring.forward import completion_logprobs, take_off
 from frozencore.tune.suite import find_task
+from frozencore.tune.tasks import Task
 from frozencore.tune.tasks.math_problems import SVAMP
+from frozencore.tune.tasks.questions import HELLASWAG, without_tags
 from frozencore.tune.tasks.splits import calibration_rows, split_task
 from frozencore.tune.training.batching import pass_tokens_of
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
 from harness import Record, Results, best_rate, parser_of
+from studies import begun, score
 from tenant_rows import Made, operation
-from tenants_quality import begun, score
 
 METHOD_OF = {"public": ("fcca", 16), "random": ("random", 16), "lora-1": ("lora", 1), "lora-16": ("lora", 16)}
 RATES = {True: {"public": 1e-2, "random": 8e-2, "lora-1": 3.2e-2, "lora-16": 8e-3},
@@ -91,8 +95,27 @@ def operation_of(row: Row, row_id: str) -> Example:
     return operation(signs=False)(Made(spelled, SVAMP.to_example(spelled, row_id), place=0.0))
 
 
-OPERATION = replace(SVAMP, name="svamp-operation", scoring="choice", to_example=operation_of, num_train=560)
-OWN_TASKS = {OPERATION.name: OPERATION}
+def operation_task(data_root: Path | None) -> Task:
+    return replace(SVAMP, name="svamp-operation", scoring="choice", to_example=operation_of, num_train=560)
+
+
+def activity_task(data_root: Path | None) -> Task:
+    """Captions of HellaSwag, each with its activity and three others as choices."""
+    activities = sorted({str(row["activity_label"]) for row in HELLASWAG.source.rows("train", data_root)})
+
+    def activity_of(row: Row, row_id: str) -> Example:
+        own, drawn = str(row["activity_label"]), Random(row_id)
+        choices = [own, *drawn.sample([other for other in activities if other != own], 3)]
+        drawn.shuffle(choices)
+        prompt = f"Caption: {without_tags(str(row['ctx']))}\nActivity:"
+        return Example(row_id, prompt, f" {own}", tuple(f" {choice}" for choice in choices))
+
+    return replace(HELLASWAG, name="hellaswag-activity", to_example=activity_of, num_train=640)
+
+
+OWN_TASKS: dict[str, Callable[[Path | None], Task]] = {
+    "svamp-operation": operation_task, "hellaswag-activity": activity_task,
+}  # fmt: skip
 
 
 @dataclass
@@ -107,7 +130,7 @@ class Study:
     results: Results
 
     def __post_init__(self) -> None:
-        task = OWN_TASKS[self.task] if self.task in OWN_TASKS else find_task(self.task)
+        task = OWN_TASKS[self.task](self.data_root) if self.task in OWN_TASKS else find_task(self.task)
         rows = min(self.scale.rows, task.num_train)
         splits = split_task(task, self.data_root, num_train=rows, num_evaluation=self.scale.scored)
         self.parts = {"validation": splits.validation, "evaluation": splits.evaluation}

@@ -35,11 +35,10 @@ from frozencore.maths.capture import share_held
 from frozencore.maths.moments import LayerMoments
 from frozencore.maths.whitening import Whitening, damped
 from frozencore.tune.rows import TokenRow
-from frozencore.tune.scoring.forward import take_off
-from frozencore.tune.scoring.score import completion_logprobs
+from frozencore.tune.scoring.forward import completion_logprobs, take_off
 from harness import Results, parser_of
 from private import QUICK, ROWS_AT_ONCE, Scale, Study
-from tenants_quality import begun, score
+from studies import begun, score
 
 METRIC = Whitening()
 
@@ -119,10 +118,10 @@ class Moments:
                 self.model.zero_grad()
                 text = batch["attention_mask"][..., None].float()
                 yield {
-                    name: (x * text * self.metric[name][0], delta * text * self.metric[name][1])
-                    if self.metric else (x * text, delta * text)
+                    name: (x * text * of_x, delta * text * of_delta)
                     for name, (x, delta) in found.items()
-                }  # fmt: skip
+                    for of_x, of_delta in [self.metric.get(name, (1.0, 1.0))]
+                }
         finally:
             for hook in hooks:
                 hook.remove()

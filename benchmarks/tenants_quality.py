@@ -17,7 +17,6 @@ measured again. Prompts are plain, and attention is ``eager``, which on a CPU tr
 
 from __future__ import annotations
 
-import argparse
 import json
 import lzma
 import math
@@ -25,13 +24,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
-from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -42,16 +39,12 @@ from frozencore.adapter.bases.access import basis_fingerprint, get_bases
 from frozencore.calibration.batches import Batch
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import collect_moments
-from frozencore.files.fingerprint import fingerprint_model
 from frozencore.maths.basis import known_basis
 from frozencore.maths.capture import CAPTURE_NEEDS, capture
 from frozencore.maths.moments import LayerMoments
 from frozencore.tune.methods import METHODS, AdapterOptions
 from frozencore.tune.rows import Example, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.run.models import load_model
-from frozencore.tune.run.provenance import source_commit
-from frozencore.tune.scoring.choice import predict_choices
 from frozencore.tune.scoring.forward import take_off
 from frozencore.tune.tasks.splits import calibration_rows
 from frozencore.tune.training.batching import pass_tokens_of
@@ -59,7 +52,8 @@ from frozencore.tune.training.many.tenant import Tenant as CoreTenant
 from frozencore.tune.training.many.train import train_many
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
-from harness import RESULTS, Record, Results, best_rate, parser_of
+from harness import Record, Results, best_rate, parser_of
+from studies import begun, score
 from tenant_rows import SEARCHED, TENANTS, Tenant, TenantPlan, make_tenants, write_tenants
 
 CORE_ARMS = {
@@ -292,16 +286,6 @@ class Study:
             take_off(model)
 
 
-def score(model: Any, encoder: PromptEncoder, examples: Sequence[Example]) -> Record:
-    """Loss in nats per token of the right answers, and the share of rows whose right answer is the likeliest."""
-    predictions = predict_choices(model, encoder, examples)
-    tokens = encoder.choice_rows([encoder.render(example) for example in examples])
-    gold = [example.choices.index(example.completion) for example in examples]
-    nats = -sum(one.logprobs[place] for one, place in zip(predictions, gold, strict=True))
-    count = sum(len(row.choice_ids[place]) for row, place in zip(tokens, gold, strict=True))
-    return {"loss": nats / count, "accuracy": fmean(one.correct for one in predictions)}
-
-
 def bytes_of(model: PeftModel, *, shared: bool) -> Record:
     """Values that train, bytes of a tenant's saved folder, and bytes of its tensors in memory.
 
@@ -337,29 +321,6 @@ def read_prose(file: Path, count: int) -> list[str]:
             if len(texts) == count:
                 return texts
     raise SystemExit(f"{file} has {len(texts)} documents with {PROSE_WORDS} words in a row, but {count} are needed.")
-
-
-def begun(
-    parser: argparse.ArgumentParser, *packages: str
-) -> tuple[argparse.Namespace, PreTrainedModel, PromptEncoder, Record]:
-    """The options of a study, its model on a CPU, the model's encoder, and what every line of the results says."""
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--data-root", type=Path)
-    options = parser.parse_args()
-    if options.quick and options.out is None:
-        parser.error("--quick needs --out FILE, because nothing of it belongs into the results.")
-    options.out = options.out or RESULTS / f"{options.name}.jsonl"
-    torch.set_num_threads(1)
-    name, dtype = ("pocket", "float32") if options.quick else (options.model, "bfloat16")
-    model, tokenizer = load_model(name, dtype=dtype, device="cpu")
-    model.set_attn_implementation("eager")  # on a CPU faster for short rows
-    common = {
-        "model": fingerprint_model(model),
-        "dtype": dtype,
-        "commit": source_commit(),
-        "versions": {package: version(package) for package in ("torch", "transformers", "peft", *packages)},
-    }
-    return options, model, PromptEncoder(tokenizer, style="plain"), common
 
 
 def main() -> None:

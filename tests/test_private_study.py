@@ -170,3 +170,20 @@ def test_the_tables_hold_means_deviations_and_welchs_intervals(monkeypatch: pyte
     assert "| public rows | 75.0 ± 0.0 / 0.300 ± 0.100 (n = 3) |" in blocks["private-moments-trained"]
     private_tables.figure(study, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 1000
+
+
+def test_a_caption_has_its_own_activity_and_three_others_as_choices(
+    shared_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from private import OWN_TASKS
+
+    task = OWN_TASKS["hellaswag-activity"](shared_data)
+    rows = list(task.source.rows("evaluation", shared_data))[:50]
+    examples = [task.to_example(row, f"evaluation-{place}") for place, row in enumerate(rows)]
+    assert examples == [task.to_example(row, f"evaluation-{place}") for place, row in enumerate(rows)]
+    for row, example in zip(rows, examples, strict=True):
+        assert example.completion == f" {row['activity_label']}"
+        assert len(set(example.choices)) == 4 and example.completion in example.choices
+        assert example.prompt.startswith("Caption: ") and example.prompt.endswith("\nActivity:")
+    assert {example.choices.index(example.completion) for example in examples} == {0, 1, 2, 3}
