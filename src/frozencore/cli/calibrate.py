@@ -14,7 +14,8 @@ from frozencore.cli.console import console
 from frozencore.cli.flags import OF_TRAINING, TakesOptions
 from frozencore.cli.tune_many import TENANTS
 from frozencore.tune.run.config import RunConfig
-from frozencore.tune.run.refuse_early import refuse_early, refuse_tenants_early
+from frozencore.tune.run.many.tenants import refuse_tenants_early
+from frozencore.tune.run.refuse_early import refuse_early
 from frozencore.tune.run.run_folder import ADAPTER, BASIS, MOMENTS_FILE, RECORD, require_new
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from frozencore.cli.flags import TakesOptions
 from frozencore.errors import ConfigError
 from frozencore.files.adapter_folder import adapter_in
 from frozencore.files.whole_file import require_writable
-from frozencore.tune.rows.conversations import PROMPT_DATE
 from frozencore.tune.rows.mixture import sources_of
+from frozencore.tune.rows.prompt_date import PROMPT_DATE
 from frozencore.tune.rows.prompts import PromptStyle
 from frozencore.tune.run.run_folder import RECORD
 

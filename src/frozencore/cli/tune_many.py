@@ -14,8 +14,8 @@ from rich.text import Text
 from frozencore.cli.console import console
 from frozencore.cli.flags import OF_ONE_TRAINING, DryRun, Resume, TakesOptions
 from frozencore.tune.run.config import RunConfig
+from frozencore.tune.run.many.tenants import find_tenants, refuse_tenants_early
 from frozencore.tune.run.processes import is_first, joined, refuse_several
-from frozencore.tune.run.refuse_early import find_tenants, refuse_tenants_early
 from frozencore.tune.run.run_folder import kept_of, refuse_finished
 from frozencore.tune.scoring.scoring_config import ScoringConfig
 from frozencore.words import bytes_in_words, num_of

@@ -15,7 +15,7 @@ from frozencore.errors import ArtifactError, ConfigError
 from frozencore.tune.evaluation.evaluate import Evaluation, evaluate
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.rows import Example
-from frozencore.tune.rows.conversations import PROMPT_DATE, with_fixed_date
+from frozencore.tune.rows.prompt_date import PROMPT_DATE, with_fixed_date
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.run.config import make_config
 from frozencore.tune.run.prepare import prepare

@@ -82,9 +82,8 @@ class PrivateTraining(TrainerCallback, ExportableState):
         self._secret = new_secret()
         self._schedule: Schedule | None = None
         self._num_steps = 0
-        sizes = {name: core.numel() for name, core in self._cores.items()}
-        self._guard, self._sizes = Guard(sizes, clip), sizes
-        self._sum = torch.zeros(sum(sizes.values()))
+        self._sizes = {name: core.numel() for name, core in self._cores.items()}
+        self._sum = torch.zeros(sum(self._sizes.values()))
         self._plain_loader = trainer.get_train_dataloader
         replaced: Any = trainer
         replaced.get_train_dataloader, replaced.training_step = self._loader, self._training_step
@@ -116,7 +115,6 @@ class PrivateTraining(TrainerCallback, ExportableState):
         refuse_what_leaks(self._trainer, basis_is_public=self._basis_is_public)
         if state.global_step:
             self._restore(state)
-            self._guard = Guard(self._sizes, self._budget.clip, resumed=True)
         elif self._schedule is not None:
             raise TrainingError(
                 "A private training spends its budget once, but train() was called a second time. Resume from a "
@@ -125,6 +123,7 @@ class PrivateTraining(TrainerCallback, ExportableState):
         num_rows = len(self._trainer.train_dataset)
         self._schedule = Schedule.of(self._budget, num_rows, self._rows_a_step(), state.max_steps)
         self._num_steps = state.global_step
+        self._guard = Guard(self._sizes, self._budget.clip, resumed=state.global_step > 0)
         self._sum = torch.zeros_like(self._sum, device=next(iter(self._cores.values())).device)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:

@@ -1,19 +1,13 @@
-"""Render conversations with the chat template, find the assistant's turns, which carry the loss, and fix the date.
+"""Render conversations with the chat template, and find the assistant's turns, which carry the loss.
 
 A template may mark the turns itself (``{% generation %}``). Otherwise a turn is the text that the template adds to the
 turn's prompt, including its end token. This needs a template that writes a turn the same way, whatever follows it.
-
-Some templates print today's date (Llama 3.2's, Mistral's), by transformers' ``strftime_now``. Prompts would then change
-from day to day, and with them moments, checkpoints and scores. transformers does not allow replacing the function, so a
-macro of the same name is put before the template and prints a fixed date.
 """
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from datetime import date, datetime, time
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -76,10 +70,11 @@ def every_turn(tokenizer: Any, messages: Messages, row_id: str, tools: Sequence[
 
 
 def _marks(tokenizer: Any) -> bool:
-    return any(map(_MARKS.search, _templates(tokenizer)))
+    return any(map(_MARKS.search, templates_of(tokenizer)))
 
 
-def _templates(tokenizer: Any) -> Collection[str]:
+def templates_of(tokenizer: Any) -> Collection[str]:
+    """The chat templates of a tokenizer, which may have several."""
     templates = tokenizer.chat_template or ""
     return templates.values() if isinstance(templates, dict) else [templates]
 
@@ -110,36 +105,3 @@ def _marked(encoded: Any) -> list[tuple[int, int]]:
             spans = [*spans[:-1], (spans[-1][0], end)] if was_marked else [*spans, (last_end, end)]
         last_end, was_marked = end, bool(marked)
     return spans
-
-
-PROMPT_DATE = date(2024, 7, 26)
-"""The default date of Llama 3.1's and 3.2's own templates."""
-_CLOCK = "strftime_now"
-_DIRECTIVES = "aAwdbBmyYHIpMSfjUWcxXGuVeDFhRT"
-_UNPADDED = "dmHIMSjy"
-
-
-def asks_for_today(tokenizer: Any) -> bool:
-    """Return whether a chat template of the tokenizer asks for the date."""
-    return any(_CLOCK in template for template in _templates(tokenizer))
-
-
-def with_fixed_date(tokenizer: Any, today: date) -> Any:
-    """The tokenizer, or a copy whose chat templates get this date at midnight as the current time."""
-    if not asks_for_today(tokenizer):
-        return tokenizer
-    dated, templates = copy.copy(tokenizer), tokenizer.chat_template
-    if isinstance(templates, dict):
-        dated.chat_template = {name: _clock_of(today) + text for name, text in templates.items()}
-    else:
-        dated.chat_template = _clock_of(today) + templates
-    return dated
-
-
-def _clock_of(today: date) -> str:
-    """A macro that replaces strftime's directives; Jinja drops the line break after it."""
-    now = datetime.combine(today, time())
-    spelled = {f"%{letter}": now.strftime(f"%{letter}") for letter in _DIRECTIVES}
-    spelled |= {f"%-{letter}": str(int(spelled[f"%{letter}"])) for letter in _UNPADDED}
-    replaced = "".join(f"|replace({directive!r}, {text!r})" for directive, text in spelled.items())
-    return f"{{% macro {_CLOCK}(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n"

@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 from frozencore.errors import ConfigError, DataError, ModelError
 from frozencore.tune.rows import ChoiceTokens, Example, PreferenceRow, TextRow, TokenRow, TurnsRow
-from frozencore.tune.rows.conversations import PROMPT_DATE, Messages, every_turn, render_chat, with_fixed_date
+from frozencore.tune.rows.conversations import Messages, every_turn, render_chat
+from frozencore.tune.rows.prompt_date import PROMPT_DATE, with_fixed_date
 
 PromptStyle = Literal["auto", "chat", "plain"]
 TooLong = Literal["refuse", "truncate"]

@@ -10,8 +10,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from frozencore.errors import ConfigError
 from frozencore.options import FrozenOptions
-from frozencore.tune.rows.conversations import PROMPT_DATE
 from frozencore.tune.rows.mixture import in_words, sources_of
+from frozencore.tune.rows.prompt_date import PROMPT_DATE
 from frozencore.tune.rows.prompts import LossOn, PromptStyle
 from frozencore.words import flag_of
 

@@ -23,9 +23,9 @@ from frozencore.tune.run.basis_fit import collect_for
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.make_record import calibrated_on
 from frozencore.tune.run.many.tenant_rows import TenantRows, read_each
+from frozencore.tune.run.many.tenants import find_tenants
 from frozencore.tune.run.models import resolve_targets
 from frozencore.tune.run.prepare import calibration_batches, prepare
-from frozencore.tune.run.refuse_early import find_tenants
 from frozencore.tune.run.run_folder import ADAPTER, BASIS, MOMENTS_FILE, RECORD, require_new
 from frozencore.words import Progress, num_of
 

@@ -1,26 +1,19 @@
-"""Find a run's model, rows and tenants before torch and PEFT are imported, which takes seconds.
-
-The tenants are a folder with a row file named after each, or a YAML file ``name: file``.
-"""
+"""Find a run's model and rows before torch and PEFT are imported, which takes seconds."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from frozencore.calibration.moments_file import require_moments
-from frozencore.errors import ArtifactError, ConfigError, DataError, ModelError
+from frozencore.errors import ArtifactError, DataError, ModelError
 from frozencore.files.adapter_folder import FACTORS_FILE, HEADER_FILE
 from frozencore.files.hub import is_hub_id, safe_loading
-from frozencore.files.strict_yaml import read_yaml
 from frozencore.tune.pocket import POCKET_MODEL, pocket_model_path
 from frozencore.tune.rows.mixture import sources_of
-from frozencore.tune.rows.row_files import KINDS, READERS
 from frozencore.tune.rows.row_sources import require_source
 from frozencore.tune.run.config import RunConfig
-from frozencore.tune.run.run_folder import BASIS, CHECKPOINTS
 from frozencore.tune.smollm2 import SMOLLM2, smollm2_path
-from frozencore.words import nearest_name, one_line
+from frozencore.words import nearest_name
 
 
 def model_location(name: str) -> str:
@@ -97,46 +90,3 @@ def require_data_root(folder: Path | None) -> None:
     """
     if folder is not None and not folder.is_dir():
         raise DataError(f"--data-root must name the folder that holds the data sets, but there is no folder {folder}.")
-
-
-RESERVED = (BASIS, CHECKPOINTS)  # names of other folders beside those of the tenants
-_NAME = re.compile(r"\w[\w.-]{0,99}")
-
-
-def refuse_tenants_early(config: RunConfig) -> None:
-    """Check a configuration of many tenants before torch is imported."""
-    refuse_early(config.model_copy(update={"data": None}))
-    for file in find_tenants(Path(config.learns)).values():
-        require_source(str(file))
-
-
-def find_tenants(path: Path) -> dict[str, Path]:
-    """The row file of each tenant, by name, in the order of the names or of the YAML file.
-
-    Raises:
-        DataError: The folder or file does not exist, or has no row files.
-        ConfigError: A name cannot be a folder name or appears twice, or the YAML file is not a table of files.
-    """
-    if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix in READERS)
-        if not files:
-            raise DataError(f"--tenants {path} must hold {KINDS} for each tenant, but holds none.")
-        named = [(file.stem, file) for file in files]
-    elif path.suffix in (".yaml", ".yml"):
-        content = read_yaml(path)
-        if not isinstance(content, dict) or not content or not all(isinstance(v, str) for v in content.values()):
-            raise ConfigError(f"{path} must name a row file for each tenant, one line each: 'anna: rows/anna.jsonl'.")
-        named = [(str(name), path.parent / file) for name, file in content.items()]
-    else:
-        raise DataError(f"--tenants must name a folder of row files or a YAML file, but {path} is neither.")
-    tenants: dict[str, Path] = {}
-    for name, file in named:
-        if not _NAME.fullmatch(name) or name in RESERVED:
-            raise ConfigError(
-                f"A tenant's name becomes a folder's: at most 100 letters, digits, '.', '_' and '-' (not '.' or '-' "
-                f"first), and not {' or '.join(RESERVED)}, but {one_line(name, 60)!r} came. Rename {file.name}."
-            )
-        if name in tenants:
-            raise ConfigError(f"Each tenant has one row file, but {name!r} has {tenants[name].name} and {file.name}.")
-        tenants[name] = file
-    return tenants

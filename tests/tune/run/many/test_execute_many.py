@@ -21,9 +21,9 @@ from frozencore.tune.run.config import RunConfig, make_config
 from frozencore.tune.run.execute import execute
 from frozencore.tune.run.many.execute_many import execute_many
 from frozencore.tune.run.many.finish import TenantOutcome
+from frozencore.tune.run.many.tenants import find_tenants
 from frozencore.tune.run.prepare import PreparedRun
 from frozencore.tune.run.record import Failure, TunedRecord, read_record
-from frozencore.tune.run.refuse_early import find_tenants
 from frozencore.words import Progress
 from small_tenants import SIZES, adapter_in, config_of, cores_in, silent
 

@@ -13,9 +13,9 @@ from frozencore.ranks import num_ranks, own_rank, spread
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.run.adapt import on_named_basis
 from frozencore.tune.run.config import RunConfig
+from frozencore.tune.run.many.tenants import find_tenants
 from frozencore.tune.run.models import load_model
 from frozencore.tune.run.prepare import Base, PreparedRun, prepare
-from frozencore.tune.run.refuse_early import find_tenants
 from frozencore.tune.run.row_sets import RunRows
 from frozencore.tune.run.run_folder import CHECKPOINTS
 from frozencore.words import Progress, num_of
