@@ -184,6 +184,8 @@ def test_a_caption_has_its_own_activity_and_three_others_as_choices(
     assert examples == [task.to_example(row, f"evaluation-{place}") for place, row in enumerate(rows)]
     for row, example in zip(rows, examples, strict=True):
         assert example.completion == f" {row['activity_label']}"
-        assert len(set(example.choices)) == 4 and example.completion in example.choices
-        assert example.prompt.startswith("Caption: ") and example.prompt.endswith("\nActivity:")
+        assert len(set(example.choices)) == 4
+        assert example.completion in example.choices
+        assert example.prompt.startswith("Caption: ")
+        assert example.prompt.endswith("\nActivity:")
     assert {example.choices.index(example.completion) for example in examples} == {0, 1, 2, 3}
