@@ -189,3 +189,18 @@ def test_a_caption_has_its_own_activity_and_three_others_as_choices(
         assert example.prompt.startswith("Caption: ")
         assert example.prompt.endswith("\nActivity:")
     assert {example.choices.index(example.completion) for example in examples} == {0, 1, 2, 3}
+
+
+@pytest.mark.slow
+def test_the_attack_runs_and_a_second_run_measures_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "found.jsonl"
+    command = forked.script(BENCHMARKS / "private_attack.py", "--quick", "--out", out)
+    ended = forked.ended(command, tmp_path)
+    assert ended.status == 0, ended.err[-2000:]
+    plain, private = lines_of(out)
+    assert plain["loss"][0] < plain["base_loss"][0]
+    assert plain["area"] > private["area"] == pytest.approx(0.5, abs=0.4)
+    assert 7 < private["spent"] <= 8
+    before = out.read_bytes()
+    assert forked.ended(command, tmp_path).status == 0
+    assert out.read_bytes() == before
