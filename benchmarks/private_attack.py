@@ -118,8 +118,8 @@ class Attack:
         scale = self.scale
         budget = None if epsilon is None else PrivateBudget(epsilon, scale.delta, scale.clip)
         recipe = Recipe(
-            scale.learning_rate, warmup=0.1, epochs=scale.epochs, batch_size=scale.batch_size, accumulation=1, seed=seed,
-            private=budget,
+            scale.learning_rate, warmup=0.1, epochs=scale.epochs, batch_size=scale.batch_size, accumulation=1,
+            seed=seed, private=budget,
         )  # fmt: skip
         try:
             report = train(model, members, recipe, pad_id=self.encoder.pad_id)
