@@ -56,7 +56,9 @@ def pages() -> Iterator[tuple[Path, dict[str, str]]]:
     )
     yield (
         DOCS / "private.md",
-        private_tables.blocks(private, found_in("per_example"), lines_of(private_tables.OF_MOMENTS)),
+        private_tables.blocks(
+            private, found_in("per_example"), lines_of(private_tables.OF_MOMENTS), lines_of(private_tables.OF_ATTACK)
+        ),
     )
     served = {"served": f"served-{MACHINE}", "served-smollm2": f"served-smollm2-{MACHINE}"}
     yield DOCS / "serving.md", {block: tenant_tables.served(found_in(name)) for block, name in served.items()}

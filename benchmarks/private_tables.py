@@ -1,4 +1,6 @@
-"""The cost of privacy on a real model: tables and figure of docs/private.md, from private.py and private_moments.py.
+"""The cost of privacy on a real model: tables and figure of docs/private.md.
+
+The records are those of private.py, private_moments.py and private_attack.py.
 
 Means over trainings with their standard deviation. Trainings of two arms share no randomness, so the intervals of their
 differences are Welch's.
@@ -6,19 +8,21 @@ differences are Welch's.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 
 import matplotlib.pyplot as plt
-from scipy.stats import ttest_ind
+from scipy.stats import t, ttest_ind
 
 from harness import RESULTS, Record, lines_of, table, with_quartiles
 from quality_tables import TASKS, spread
 
 LINES = RESULTS / "private.jsonl"
 OF_MOMENTS = RESULTS / "private_moments.jsonl"
+OF_ATTACK = RESULTS / "private_attack.jsonl"
 NAMES = {
     "public": "core, basis of public rows", "random": "core, random basis", "lora-1": "LoRA, r = 1",
     "lora-16": "LoRA, r = 16",
@@ -105,8 +109,9 @@ def pairs(study: Study) -> Iterator[tuple[str, float | None, str, list[float], l
 def figure(study: Study, file: Path) -> None:
     """Held-out loss over epsilon, a line for each arm."""
     tasks = list(study.finals)
-    drawn, frames = plt.subplots(1, len(tasks), figsize=(6 * len(tasks), 4), squeeze=False, layout="constrained")
-    for task, frame in zip(tasks, frames[0], strict=True):
+    rows, columns = math.ceil(len(tasks) / 2), min(len(tasks), 2)
+    drawn, frames = plt.subplots(rows, columns, figsize=(7 * columns, 4 * rows), squeeze=False, layout="constrained")
+    for task, frame in zip(tasks, frames.flat, strict=False):
         epsilons = study.epsilons(task)[::-1]
         for number, (arm, name) in enumerate(NAMES.items()):
             known = [epsilon for epsilon in epsilons if study.finals[task][arm, epsilon]]
@@ -120,7 +125,11 @@ def figure(study: Study, file: Path) -> None:
         frame.set_xlabel("ε (delta 1e-5)")
         frame.set_ylabel("held-out loss, nats a token")
         frame.set_title(f"SmolLM2 on {TASKS[task]}")
-    drawn.legend(*frames[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(NAMES), frameon=False)
+    for frame in frames.flat[len(tasks) :]:
+        frame.remove()
+    drawn.legend(
+        *frames.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(NAMES), frameon=False
+    )
     drawn.savefig(file, dpi=150)
     plt.close(drawn)
 
@@ -163,12 +172,34 @@ def moments_trained(lines: Sequence[Record], study: Study) -> str:
     return table(["basis of the core, SST-2: accuracy, % / loss", *(f"ε = {epsilon:g}" for epsilon in epsilons)], rows)
 
 
-def blocks(study: Study, gradients: Record, of_moments: Sequence[Record]) -> dict[str, str]:
+def attacked(lines: Sequence[Record]) -> str:
+    """The results of an attack on trainings with access codes: means, and areas with 95 % intervals."""
+    rows = []
+    for epsilon in sorted({one["epsilon"] for one in lines}, key=lambda epsilon: -(epsilon or math.inf)):
+        own = [one for one in lines if one["epsilon"] == epsilon]
+        areas = [one["area"] for one in own]
+        half = float(t.ppf(0.975, len(areas) - 1)) * stdev(areas) / math.sqrt(len(areas))
+        middle = fmean(areas)
+        of_members, of_others = zip(*(one["loss"] for one in own), strict=True)
+        told = [one["told"][0] for one in own]
+        rows.append(
+            ["not private" if epsilon is None else f"ε = {epsilon:g}", str(len(own)),
+             f"{middle:.3f} ({middle - half:.3f} to {middle + half:.3f})", f"{100 * fmean(told):.0f}",
+             f"{fmean(of_members):.1f}", f"{fmean(of_others):.1f}"]
+        )  # fmt: skip
+    headings = ("trainings", "n", "area of the attack", "codes told, %", "loss of a member's code", "of another's code")
+    return table(headings, rows)
+
+
+def blocks(
+    study: Study, gradients: Record, of_moments: Sequence[Record], of_attack: Sequence[Record]
+) -> dict[str, str]:
     """The generated blocks of docs/private.md by name."""
     return {
         "private-moments": moments_held(of_moments),
         "private-moments-trained": moments_trained(of_moments, study),
         "private-quality": quality(study),
         "private-apart": apart(study),
+        "private-attack": attacked(of_attack),
         "per-example": per_example(gradients),
     }

@@ -18,7 +18,10 @@ from scipy.stats import t
 from harness import ROOT, lines_of, table
 
 RECORDS = ROOT / "lab" / "results" / "smollm2" / "records.jsonl"
-TASKS = {"sst2": "SST-2", "cola": "CoLA", "svamp-operation": "SVAMP's operation"}
+TASKS = {
+    "sst2": "SST-2", "cola": "CoLA", "svamp-operation": "SVAMP's operation",
+    "hellaswag-activity": "HellaSwag's activity",
+}  # fmt: skip
 NAMES = {
     "fcca": "FCCA", "rawgrad": "RawGrad", "signgrad": "SignGrad", "filora": "FiLoRA", "eva": "EVA", "milora": "MiLoRA",
     "lora_xs": "LoRA-XS", "vera": "VeRA's bases", "random": "Random", "lora": "LoRA", "full": "full fine-tuning",

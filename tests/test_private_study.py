@@ -158,7 +158,11 @@ def test_the_tables_hold_means_deviations_and_welchs_intervals(monkeypatch: pyte
         {"phase": "share", "basis": "own", "epsilon": None, "share": 0.5},
         {"phase": "final", "basis": "whitened", "epsilon": 8.0, "accuracy": 0.7, "loss": 0.6},
     ]
-    blocks = private_tables.blocks(study, {"rows": []}, of_moments)
+    of_attack = [
+        {"epsilon": epsilon, "area": area, "loss": [1.0, 2.0 + area], "told": [0.25, 0.0]}
+        for epsilon, area in ((8.0, 0.4), (8.0, 0.6), (None, 0.9), (None, 0.9))
+    ]
+    blocks = private_tables.blocks(study, {"rows": []}, of_moments, of_attack)
     assert "75.0 ± 0.0 / 0.300 ± 0.100 (n = 3)" in blocks["private-quality"]
     assert "75.0 / 0.100 (n = 1)" in blocks["private-quality"]
     assert "not private | ε = 8, σ = 0.71 |" in blocks["private-quality"]
@@ -168,6 +172,9 @@ def test_the_tables_hold_means_deviations_and_welchs_intervals(monkeypatch: pyte
     assert "| noisy G in the public metric |  | 0.250 |" in blocks["private-moments"]
     assert "| noisy G in the public metric | 70.0 / 0.600 (n = 1) |" in blocks["private-moments-trained"]
     assert "| public rows | 75.0 ± 0.0 / 0.300 ± 0.100 (n = 3) |" in blocks["private-moments-trained"]
+    plain, private = blocks["private-attack"].splitlines()[2:]
+    assert plain == "| not private | 2 | 0.900 (0.900 to 0.900) | 25 | 1.0 | 2.9 |"
+    assert private == "| ε = 8 | 2 | 0.500 (-0.771 to 1.771) | 25 | 1.0 | 2.5 |"  # t of one degree: 12.706 x 0.1
     private_tables.figure(study, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 1000
 

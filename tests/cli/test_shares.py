@@ -35,9 +35,12 @@ def test_the_ten_that_are_served_worst_stand_first_unless_all_are_asked_for() ->
 @pytest.mark.parametrize(
     ("held", "verdict"),
     [
-        (0.79, "The basis fits these rows almost as well as a basis of their own would."),
+        (0.79, "most of the way from a random basis to the best one."),
         (0.70, "more than half"),
-        (0.50, "less than half as well as a basis of their own would. Add them to the --tenants"),
+        (
+            0.50,
+            "less than half of the way from a random basis to the best one. To raise the share, add",
+        ),
     ],
 )
 def test_the_words_count_from_a_random_basis_up(held: float, verdict: str) -> None:

@@ -42,23 +42,24 @@ def _cells(share: Share) -> tuple[str, ...]:
 
 
 def served_in_words(share: Share, num_rows: int) -> str:
-    """Say how well a basis fits some rows, and what to do if it fits badly.
+    """Say how much of some rows' whitened moment a basis holds, and how to hold more.
 
     The verdict changes half way and three quarters of the way from a random basis to the rows' own basis.
     """
     if share.way >= MOST:
-        verdict = "The basis fits these rows almost as well as a basis of their own would."
+        verdict = "That is most of the way from a random basis to the best one."
     elif share.way >= HALF:
         verdict = (
-            "The basis fits these rows more than half as well as a basis of their own would. Including the rows in the "
-            "calibration would improve it."
+            "That is more than half of the way from a random basis to the best one. Including the rows in the "
+            "calibration would raise the share."
         )
     else:
         verdict = (
-            "The basis fits these rows less than half as well as a basis of their own would. Add them to the --tenants "
-            "of `frozencore calibrate`, or calibrate on them alone."
+            "That is less than half of the way from a random basis to the best one. To raise the share, add the rows "
+            "to the --tenants of `frozencore calibrate`, or calibrate on them alone."
         )
     return (
         f"Share of the whitened moment of {num_of(num_rows, 'row')}, averaged over layers: the basis holds "
-        f"{share.held:.1%}, the best basis of its rank {share.own:.1%}, a random one {share.random:.2%}. {verdict}"
+        f"{share.held:.1%}, the best basis of its rank {share.own:.1%}, a random one {share.random:.2%}. {verdict} A "
+        "share describes a basis: on SmolLM2 it did not forecast the losses of trained cores (docs/many-cores.md)."
     )
