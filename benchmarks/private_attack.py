@@ -56,7 +56,7 @@ class Scale:
     clip: float = 1.0
     delta: float = 1e-3
     epsilons: tuple[float | None, ...] = (None, 8.0, 1.0)
-    seeds: tuple[int, ...] = (42, 43, 44, 45, 46)
+    seeds: tuple[int, ...] = tuple(range(42, 50))
 
 
 QUICK = replace(Scale(), people=8, batch_size=4, epochs=4, delta=1e-2, epsilons=(None, 8.0), seeds=(42,))
