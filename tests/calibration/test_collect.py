@@ -375,6 +375,12 @@ def test_no_layers_are_refused(qwen2: nn.Module) -> None:
         collect_moments(qwen2, [batch_of(EXAMPLES)], [])
 
 
+def test_a_moment_without_a_sum_of_its_own_is_refused(qwen2: nn.Module) -> None:
+    needs = frozenset({"cross", "input_squares"})
+    with pytest.raises(ConfigError, match=r"no moment 'input_squares'. Did you mean 'input_square'\?"):
+        collect_moments(qwen2, [batch_of(EXAMPLES)], attention_names(qwen2), needs=needs)
+
+
 @pytest.mark.parametrize("group_size", [1, 999])
 @pytest.mark.parametrize("needs", [frozenset({"cross"}), frozenset({"input_outer"})])
 def test_a_layer_that_nothing_reaches_is_named(needs: frozenset, group_size: int, qwen2: nn.Module) -> None:

@@ -30,12 +30,12 @@ from frozencore.calibration.preserve import preserved
 from frozencore.calibration.recorder import LayerRecorder
 from frozencore.calibration.taps import CalibrationPass, Taps, capturing
 from frozencore.device import sent
-from frozencore.errors import CalibrationError
+from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.capture import CAPTURE_NEEDS
 from frozencore.maths.linalg import seeded_generator
-from frozencore.maths.moments import LayerMoments, MomentName
+from frozencore.maths.moments import MOMENT_NAMES, LayerMoments, MomentName
 from frozencore.ranks import own_rank
-from frozencore.words import Progress
+from frozencore.words import Progress, unknown_name
 
 
 def collect_moments(
@@ -67,6 +67,7 @@ def collect_moments(
         The moments of each layer, in the order given.
 
     Raises:
+        ConfigError: There is no moment of a name in ``needs``.
         CalibrationError: No examples, no labels, NaN or Inf (the message names batch and layer), or a layer without
             counted tokens.
     """
@@ -74,6 +75,8 @@ def collect_moments(
     modules = dict(layers) if isinstance(layers, Mapping) else {name: model.get_submodule(name) for name in layers}
     if not modules:
         raise CalibrationError("Calibration needs at least one layer, but none was named.")
+    if unknown := sorted(needs.difference(MOMENT_NAMES)):
+        raise ConfigError(unknown_name("moment", unknown[0], MOMENT_NAMES))
     names = list(modules)
     groups = [names[i : i + options.group_size] for i in range(0, len(names), options.group_size)]
     if len(groups) > 1:  # all groups must read the same batches, even from a loader that shuffles or can be read once
