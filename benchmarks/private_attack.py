@@ -5,12 +5,15 @@
     python benchmarks/private_attack.py --quick --out FILE      # the pocket model: does it run?
 
 A row is a made-up person's access code of six digits. Nothing but having seen the row foretells it, so what the core
-knows of a code comes from that row. Each training draws 64 people as members and 64 others. The attack knows all 128
-codes, and ranks the people by how far the loss of their code fell below the base model's. Its area under the curve is
-the chance that a member ranks above another person: 1/2 is guessing. ``told`` is the share of the members' codes that
-the model writes, digit by digit the likeliest, when it is given the name. The basis is FCCA's of another draw of 64.
+knows of a code comes from that row. Each training draws 64 people as members and 64 others, who are the same for all
+its settings. The attacker has the base model, the adapter, and all 128 names and codes. It ranks the people by the loss
+of their digits, or by how far that loss fell below the base model's. The area under its curve is the chance that a
+member ranks above another person; guessing has 1/2. ``told`` is the share of the members' codes whose six digits are
+each the likeliest, when the model is given the name. The basis is FCCA's of 64 people who are in no training.
 
-A line of the results is one training. Plain and private ones have the same rows a step, steps and learning rate.
+A line of the results is one training, with the loss of each person's digits. The plain and the private trainings of
+``epochs`` have the same rows a step (private ones on average), steps and learning rate. The short one shows what a core
+tells that stops early.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ from studies import begun
 FIRST = ("Anna", "Ben", "Carla", "David", "Elena", "Felix", "Greta", "Hugo", "Irene", "Jonas", "Karin", "Louis")
 LAST = ("Adler", "Berger", "Costa", "Dorn", "Ebert", "Fuchs", "Graf", "Hahn", "Jansen", "Keller", "Lang", "Meyer",
         "Novak", "Otto", "Peters", "Schulz", "Weber")  # fmt: skip
-CODES = 10**6
+NAMES = [f"{first} {last}" for first in FIRST for last in LAST]
+DIGITS = 6
 
 
 @dataclass(frozen=True)
@@ -52,14 +56,15 @@ class Scale:
     rank: int = 16
     batch_size: int = 32
     epochs: int = 40
+    short: int = 10
     learning_rate: float = 2e-2
     clip: float = 1.0
     delta: float = 1e-3
-    epsilons: tuple[float | None, ...] = (None, 8.0, 1.0)
-    seeds: tuple[int, ...] = tuple(range(42, 50))
+    epsilons: tuple[float, ...] = (8.0, 1.0)
+    seeds: tuple[int, ...] = (42, 43, 44, 45, 46)
 
 
-QUICK = replace(Scale(), people=8, batch_size=4, epochs=4, delta=1e-2, epsilons=(None, 8.0), seeds=(42,))
+QUICK = replace(Scale(), people=8, batch_size=4, epochs=4, short=2, delta=1e-2, epsilons=(8.0,), seeds=(42,))
 
 
 @dataclass
@@ -71,18 +76,24 @@ class Attack:
     scale: Scale
     results: Results
 
+    def rows(self, names: Sequence[str], drawn: Random) -> list[TokenRow]:
+        """Each person's row, with a code that is drawn."""
+        codes = [f"{drawn.randrange(10**DIGITS):0{DIGITS}}" for _ in names]
+        examples = [
+            Example(name, f"The access code of {name} is", f" {code}") for name, code in zip(names, codes, strict=True)
+        ]
+        return self.encoder.training_rows([self.encoder.render(example) for example in examples])
+
     def people(self, seed: int) -> tuple[list[TokenRow], list[TokenRow]]:
         """Members and others."""
         drawn, count = Random(seed), self.scale.people
-        names = drawn.sample([f"{first} {last}" for first in FIRST for last in LAST], 2 * count)
-        examples = [Example(name, f"The access code of {name} is", f" {drawn.randrange(CODES):06}") for name in names]
-        rows = self.encoder.training_rows([self.encoder.render(example) for example in examples])
+        rows = self.rows(drawn.sample(NAMES[count:], 2 * count), drawn)
         return rows[:count], rows[count:]
 
     @cached_property
     def basis(self) -> dict[str, Tensor]:
-        """FCCA's basis of other draws, with codes of their own."""
-        public, _ = self.people(self.scale.seeds[0] - 1)
+        """FCCA's basis of the people who are in no training."""
+        public = self.rows(NAMES[: self.scale.people], Random(0))
         model = METHODS["fcca"].add(self.model, self.options, None)
         calibrate(model, batches_by_length(public, self.encoder.pad_id, self.scale.batch_size), progress=False)
         found = get_bases(model)
@@ -95,53 +106,71 @@ class Attack:
 
     @torch.inference_mode()
     def known(self, rows: Sequence[TokenRow]) -> tuple[Tensor, Tensor]:
-        """The loss of each row's code, and whether each of its tokens is the likeliest."""
+        """The loss of each row's digits, and whether each of them is the likeliest; the shortest rows come first."""
         losses, told = [], []
         for batch in batches_by_length(rows, self.encoder.pad_id, self.scale.batch_size):
             logits = self.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.float()
             labels = batch["labels"][:, 1:]
-            losses.append(torch.nn.functional.cross_entropy(logits[:, :-1].mT, labels, reduction="none").sum(1))
-            told.append(((logits[:, :-1].argmax(-1) == labels) | (labels == -100)).all(1))
+            digits = torch.isin(labels, self.digits)
+            loss = torch.nn.functional.cross_entropy(logits[:, :-1].mT, labels, reduction="none")
+            losses.append((loss * digits).sum(1))
+            told.append(((logits[:, :-1].argmax(-1) == labels) | ~digits).all(1))
         return torch.cat(losses), torch.cat(told)
 
-    def run(self) -> None:
-        for seed in self.scale.seeds:
-            for epsilon in self.scale.epsilons:
-                if not self.results.has(phase="final", epsilon=epsilon, seed=seed):
-                    self.results.add(phase="final", epsilon=epsilon, seed=seed, **self.attacked(epsilon, seed))
+    @cached_property
+    def digits(self) -> Tensor:
+        """The tokens of the ten digits."""
+        return torch.tensor(self.encoder.tokenizer.convert_tokens_to_ids([str(digit) for digit in range(10)]))
 
-    def attacked(self, epsilon: float | None, seed: int) -> Record:
-        """Train on the members, then rank all people by how far their loss fell."""
-        members, others = self.people(seed)
-        before = [self.known(rows)[0] for rows in (members, others)]
-        model = METHODS["fcca"].add(self.model, self.options, self.basis)
+    def run(self) -> None:
+        """Measure what is missing, all settings of a seed before the next seed."""
         scale = self.scale
+        settings = [(scale.epochs, None), (scale.short, None), *((scale.epochs, epsilon) for epsilon in scale.epsilons)]
+        for seed in scale.seeds:
+            for epochs, epsilon in settings:
+                named = {"phase": "final", "epochs": epochs, "epsilon": epsilon, "seed": seed}
+                if not self.results.has(**named):
+                    self.results.add(**named, **self.attacked(epochs, epsilon, seed))
+
+    def attacked(self, epochs: int, epsilon: float | None, seed: int) -> Record:
+        """Train on the members, then rank all people."""
+        groups, scale = self.people(seed), self.scale
+        before = [self.known(rows)[0] for rows in groups]
+        model = METHODS["fcca"].add(self.model, self.options, self.basis)
         budget = None if epsilon is None else PrivateBudget(epsilon, scale.delta, scale.clip)
         recipe = Recipe(
-            scale.learning_rate, warmup=0.1, epochs=scale.epochs, batch_size=scale.batch_size, accumulation=1,
-            seed=seed, private=budget,
+            scale.learning_rate, warmup=0.1, epochs=epochs, batch_size=scale.batch_size, accumulation=1, seed=seed,
+            private=budget,
         )  # fmt: skip
         try:
-            report = train(model, members, recipe, pad_id=self.encoder.pad_id)
+            report = train(model, groups[0], recipe, pad_id=self.encoder.pad_id)
             model.eval()
-            after, told = zip(*(self.known(rows) for rows in (members, others)), strict=True)
+            after, told = zip(*(self.known(rows) for rows in groups), strict=True)
         finally:
             take_off(model)
         falls = [old - new for old, new in zip(before, after, strict=True)]
-        area = mannwhitneyu(*falls).statistic / len(members) / len(others)
         spent = report.schedule.spent(report.schedule.num_steps) if report.schedule else None
         return {
-            "area": float(area), "told": [float(several.float().mean()) for several in told],
-            "loss": [float(several.mean()) for several in after],
-            "base_loss": [float(several.mean()) for several in before], "spent": spent,
+            "steps": report.num_steps, "spent": spent, "told": [int(several.sum()) for several in told],
+            "area_of_loss": area(-after[0], -after[1]), "area_of_fall": area(*falls),
+            "losses": listed(after), "base_losses": listed(before),
         }  # fmt: skip
+
+
+def listed(losses: Sequence[Tensor]) -> list[list[float]]:
+    return [[round(loss, 3) for loss in of_group.tolist()] for of_group in losses]
+
+
+def area(members: Tensor, others: Tensor) -> float:
+    """The chance that a member's score is higher than another person's; half of the ties count."""
+    return float(mannwhitneyu(members, others).statistic) / len(members) / len(others)
 
 
 def main() -> None:
     parser = parser_of(__doc__, "private_attack", "jsonl")
     options, model, encoder, common = begun(parser, "opacus")
     scale = QUICK if options.quick else Scale()
-    results = Results(options.out, common | {"scale": asdict(scale)}, by=("epsilon", "seed"))
+    results = Results(options.out, common | {"scale": asdict(scale)}, by=("epochs", "epsilon", "seed"))
     Attack(model, encoder, scale, results).run()
 
 

@@ -204,10 +204,14 @@ def test_the_attack_runs_and_a_second_run_measures_nothing(tmp_path: Path) -> No
     command = forked.script(BENCHMARKS / "private_attack.py", "--quick", "--out", out)
     ended = forked.ended(command, tmp_path)
     assert ended.status == 0, ended.err[-2000:]
-    plain, private = lines_of(out)
-    assert plain["loss"][0] < plain["base_loss"][0]
-    assert 0.0 <= plain["area"] <= 1.0
+    plain, short, private = lines_of(out)
+    assert plain["steps"] == private["steps"] == 2 * short["steps"]
     assert 7 < private["spent"] <= 8
+    for one in (plain, short, private):
+        members, others = one["losses"]
+        pairs = [(mine < other) + (mine == other) / 2 for mine in members for other in others]
+        assert one["area_of_loss"] == pytest.approx(sum(pairs) / len(pairs), abs=1e-5)
+        assert sum(members) < sum(one["base_losses"][0])
     before = out.read_bytes()
     assert forked.ended(command, tmp_path).status == 0
     assert out.read_bytes() == before
