@@ -17,8 +17,8 @@ its own. A line of the results is one training: loss in nats per answer token, a
 Beside the suite's tasks there are two that a model of this size learns from few rows: ``svamp-operation``, name the
 operation that solves a word problem, and ``hellaswag-activity``, name what a caption shows, out of four activities.
 
-The draws and the noise of a core come from the system's randomness, so two runs differ. A seed names a random basis,
-the start of a LoRA, and the order of plain training.
+The draws and the noise come from the system's randomness, so two runs differ. A seed names a random basis, the start
+of a LoRA, and the order of plain training.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from frozencore.tune.rows import Example, Row, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.scoring.forward import completion_logprobs, take_off
 from frozencore.tune.suite import find_task
-from frozencore.tune.tasks import Task
+from frozencore.tune.tasks import Origin, Split, Task
 from frozencore.tune.tasks.math_problems import SVAMP
 from frozencore.tune.tasks.questions import HELLASWAG, without_tags
 from frozencore.tune.tasks.splits import calibration_rows, split_task
@@ -99,6 +99,20 @@ def operation_task(data_root: Path | None) -> Task:
     return replace(SVAMP, name="svamp-operation", scoring="choice", to_example=operation_of, num_train=560)
 
 
+@dataclass(frozen=True)
+class Captions:
+    """HellaSwag's rows: one of each video to train on, and to be scored on those whose activity is among them."""
+
+    origin: Origin = HELLASWAG.source.origin
+
+    def rows(self, split: Split, data_root: Path | None) -> list[Row]:
+        seen = HELLASWAG.source.rows("train", data_root)
+        if split == "train":
+            return list({row["source_id"]: row for row in seen}.values())
+        known = {row["activity_label"] for row in seen}
+        return [row for row in HELLASWAG.source.rows(split, data_root) if row["activity_label"] in known]
+
+
 def activity_task(data_root: Path | None) -> Task:
     """Captions of HellaSwag, each with its activity and three others as choices."""
     activities = sorted({str(row["activity_label"]) for row in HELLASWAG.source.rows("train", data_root)})
@@ -110,7 +124,7 @@ def activity_task(data_root: Path | None) -> Task:
         prompt = f"Caption: {without_tags(str(row['ctx']))}\nActivity:"
         return Example(row_id, prompt, f" {own}", tuple(f" {choice}" for choice in choices))
 
-    return replace(HELLASWAG, name="hellaswag-activity", to_example=activity_of, num_train=640)
+    return replace(HELLASWAG, name="hellaswag-activity", source=Captions(), to_example=activity_of, num_train=640)
 
 
 OWN_TASKS: dict[str, Callable[[Path | None], Task]] = {
@@ -234,8 +248,8 @@ class Study:
 
     def train_under_opacus(self, model: PeftModel, recipe: Recipe, schedule: Schedule) -> float:
         """The training of a LoRA; returns the mean loss over the rows of the last pass."""
-        torch.manual_seed(recipe.seed)  # of the noise; nothing is published
-        drawn = np.random.default_rng(recipe.seed)
+        torch.seed()  # of the noise
+        drawn = np.random.default_rng()
         hooked = GradSampleModule(model.train(), strict=False, loss_reduction="sum")
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = DPOptimizer(

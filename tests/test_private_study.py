@@ -186,7 +186,9 @@ def test_a_caption_has_its_own_activity_and_three_others_as_choices(
     from private import OWN_TASKS
 
     task = OWN_TASKS["hellaswag-activity"](shared_data)
-    rows = list(task.source.rows("evaluation", shared_data))[:50]
+    train, rows = task.source.rows("train", shared_data), list(task.source.rows("evaluation", shared_data))[:50]
+    assert len({row["source_id"] for row in train}) == len(train) > 1000
+    assert {row["activity_label"] for row in rows} <= {row["activity_label"] for row in train}
     examples = [task.to_example(row, f"evaluation-{place}") for place, row in enumerate(rows)]
     assert examples == [task.to_example(row, f"evaluation-{place}") for place, row in enumerate(rows)]
     for row, example in zip(rows, examples, strict=True):
