@@ -174,21 +174,35 @@ def moments_trained(lines: Sequence[Record], study: Study) -> str:
 
 def attacked(lines: Sequence[Record]) -> str:
     """The results of an attack on trainings with access codes: means, and areas with 95 % intervals."""
+    found: dict[tuple[int, float | None], list[Record]] = defaultdict(list)
+    for one in lines:
+        found[one["steps"], one["epsilon"]].append(one)
     rows = []
-    for epsilon in sorted({one["epsilon"] for one in lines}, key=lambda epsilon: -(epsilon or math.inf)):
-        own = [one for one in lines if one["epsilon"] == epsilon]
-        areas = [one["area"] for one in own]
-        half = float(t.ppf(0.975, len(areas) - 1)) * stdev(areas) / math.sqrt(len(areas))
-        middle = fmean(areas)
-        of_members, of_others = zip(*(one["loss"] for one in own), strict=True)
-        told = [one["told"][0] for one in own]
+    for (steps, epsilon), own in sorted(found.items(), key=lambda item: (-(item[0][1] or math.inf), -item[0][0])):
+        of_members, of_others = ([nat for one in own for nat in one["losses"][group]] for group in (0, 1))
         rows.append(
-            ["not private" if epsilon is None else f"ε = {epsilon:g}", str(len(own)),
-             f"{middle:.3f} ({middle - half:.3f} to {middle + half:.3f})", f"{100 * fmean(told):.0f}",
+            [f"not private, {steps} steps" if epsilon is None else f"ε = {epsilon:g}, {steps} steps", str(len(own)),
+             *(area_of(own, what) for what in ("area_of_loss", "area_of_fall")),
+             "1" if epsilon is None else f"{1 / (1 + math.exp(-epsilon)):.4f}",
+             f"{sum(one['told'][0] for one in own)} of {len(of_members)}",
              f"{fmean(of_members):.1f}", f"{fmean(of_others):.1f}"]
         )  # fmt: skip
-    headings = ("trainings", "n", "area of the attack", "codes told, %", "loss of a member's code", "of another's code")
+    headings = (
+        "trainings", "n", "area by the loss", "by its fall", "largest area possible", "codes told",
+        "loss of a member's digits", "of another's",
+    )  # fmt: skip
     return table(headings, rows)
+
+
+def area_of(own: Sequence[Record], what: str) -> str:
+    """The mean area with its interval of t; areas scatter as those of guessing at least."""
+    areas, (members, others) = [one[what] for one in own], own[0]["losses"]
+    guessing = math.sqrt((len(members) + len(others) + 1) / 12 / len(members) / len(others))
+    middle = fmean(areas)
+    if len(areas) == 1:
+        return f"{middle:.3f}"
+    half = float(t.ppf(0.975, len(areas) - 1)) * max(stdev(areas), guessing) / math.sqrt(len(areas))
+    return f"{middle:.3f} ({max(0.0, middle - half):.3f} to {min(1.0, middle + half):.3f})"
 
 
 def blocks(

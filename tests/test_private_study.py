@@ -158,9 +158,10 @@ def test_the_tables_hold_means_deviations_and_welchs_intervals(monkeypatch: pyte
         {"phase": "share", "basis": "own", "epsilon": None, "share": 0.5},
         {"phase": "final", "basis": "whitened", "epsilon": 8.0, "accuracy": 0.7, "loss": 0.6},
     ]
+    losses = [[1.0, 2.0] * 10, [3.0, 4.0] * 10]
     of_attack = [
-        {"epsilon": epsilon, "area": area, "loss": [1.0, 2.0 + area], "told": [0.25, 0.0]}
-        for epsilon, area in ((8.0, 0.4), (8.0, 0.6), (None, 0.9), (None, 0.9))
+        {"epsilon": epsilon, "steps": 80, "area_of_loss": area, "area_of_fall": 0.5, "losses": losses, "told": [1, 0]}
+        for epsilon, area in ((None, 0.9), (1.0, 0.4), (1.0, 0.6), (1.0, 0.5))
     ]
     blocks = private_tables.blocks(study, {"rows": []}, of_moments, of_attack)
     assert "75.0 ± 0.0 / 0.300 ± 0.100 (n = 3)" in blocks["private-quality"]
@@ -173,8 +174,10 @@ def test_the_tables_hold_means_deviations_and_welchs_intervals(monkeypatch: pyte
     assert "| noisy G in the public metric | 70.0 / 0.600 (n = 1) |" in blocks["private-moments-trained"]
     assert "| public rows | 75.0 ± 0.0 / 0.300 ± 0.100 (n = 3) |" in blocks["private-moments-trained"]
     plain, private = blocks["private-attack"].splitlines()[2:]
-    assert plain == "| not private | 2 | 0.900 (0.900 to 0.900) | 25 | 1.0 | 2.9 |"
-    assert private == "| ε = 8 | 2 | 0.500 (-0.771 to 1.771) | 25 | 1.0 | 2.5 |"  # t of one degree: 12.706 x 0.1
+    assert plain == "| not private, 80 steps | 1 | 0.900 | 0.500 | 1 | 1 of 20 | 1.5 | 3.5 |"
+    # t(2) = 4.303 times 0.1 / sqrt(3); the falls do not scatter, but guessing does: sqrt(41 / 12 / 400) / sqrt(3)
+    areas = "0.500 (0.252 to 0.748) | 0.500 (0.270 to 0.730)"
+    assert private == f"| ε = 1, 80 steps | 3 | {areas} | 0.7311 | 3 of 60 | 1.5 | 3.5 |"
     private_tables.figure(study, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 1000
 
