@@ -8,8 +8,8 @@ A row is a made-up person's access code of six digits. Nothing but having seen t
 knows of a code comes from that row. Each training draws 64 people as members and 64 others, who are the same for all
 its settings. The attacker has the base model, the adapter, and all 128 names and codes. It ranks the people by the loss
 of their digits, or by how far that loss fell below the base model's. The area under its curve is the chance that a
-member ranks above another person; guessing has 1/2. ``told`` is the share of the members' codes whose six digits are
-each the likeliest, when the model is given the name. The basis is FCCA's of 64 people who are in no training.
+member ranks above another person; guessing has 1/2. ``told`` counts the codes of members, and of others, whose six
+digits are each the likeliest when the model is given the name. The basis is FCCA's of 64 people who are in no training.
 
 A line of the results is one training, with the loss of each person's digits. The plain and the private trainings of
 ``epochs`` have the same rows a step (private ones on average), steps and learning rate. The short one shows what a core
