@@ -39,9 +39,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from contestants import ATTENTION, batches_by_length
-from frozencore import calibrate
-from frozencore.adapter.bases.access import get_bases
-from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.privacy import PrivateBudget, Schedule
 from frozencore.tune.methods import METHODS, AdapterOptions
 from frozencore.tune.rows import Example, Row, TokenRow
@@ -56,7 +53,7 @@ from frozencore.tune.training.batching import pass_tokens_of
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
 from harness import Record, Results, best_rate, parser_of
-from studies import begun, score
+from studies import begun, chosen_bases, score, token_rows
 from tenant_rows import Made, operation
 
 METHOD_OF = {"public": ("fcca", 16), "random": ("random", 16), "lora-1": ("lora", 1), "lora-16": ("lora", 16)}
@@ -148,26 +145,19 @@ class Study:
         rows = min(self.scale.rows, task.num_train)
         splits = split_task(task, self.data_root, num_train=rows, num_evaluation=self.scale.scored)
         self.parts = {"validation": splits.validation, "evaluation": splits.evaluation}
-        self.rows = self.tokens(splits.train)
-
-    def tokens(self, examples: Sequence[Example]) -> list[TokenRow]:
-        return self.encoder.training_rows([self.encoder.render(example) for example in examples])
+        self.rows = token_rows(self.encoder, splits.train)
 
     @property
     def public_rows(self) -> list[TokenRow]:
         sizes = {"num_train": self.scale.calibration, "num_evaluation": self.scale.scored}
         public = split_task(find_task(self.scale.public), self.data_root, **sizes).train
-        return self.tokens(calibration_rows(public, self.scale.calibration))
+        return token_rows(self.encoder, calibration_rows(public, self.scale.calibration))
 
     @cached_property
     def public_basis(self) -> dict[str, Tensor]:
         """FCCA's basis of the public rows."""
         batches = batches_by_length(self.public_rows, self.encoder.pad_id, ROWS_AT_ONCE)
-        model = self.adapter("public", self.scale.seeds[0], None)
-        calibrate(model, batches, options=CalibrationOptions(), progress=False)
-        found = get_bases(model)
-        take_off(model)
-        return found
+        return chosen_bases(self.adapter("public", self.scale.seeds[0], None), batches)
 
     def adapter(self, arm: str, seed: int, bases: dict[str, Tensor] | None) -> PeftModel:
         method, rank = METHOD_OF[arm]

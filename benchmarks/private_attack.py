@@ -29,8 +29,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from contestants import ATTENTION, batches_by_length
-from frozencore import calibrate
-from frozencore.adapter.bases.access import get_bases
 from frozencore.privacy import PrivateBudget
 from frozencore.tune.methods import METHODS, AdapterOptions
 from frozencore.tune.rows import Example, TokenRow
@@ -39,7 +37,7 @@ from frozencore.tune.scoring.forward import take_off
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
 from harness import Record, Results, parser_of
-from studies import begun
+from studies import begun, chosen_bases, token_rows
 
 FIRST = ("Anna", "Ben", "Carla", "David", "Elena", "Felix", "Greta", "Hugo", "Irene", "Jonas", "Karin", "Louis")
 LAST = ("Adler", "Berger", "Costa", "Dorn", "Ebert", "Fuchs", "Graf", "Hahn", "Jansen", "Keller", "Lang", "Meyer",
@@ -82,7 +80,7 @@ class Attack:
         examples = [
             Example(name, f"The access code of {name} is", f" {code}") for name, code in zip(names, codes, strict=True)
         ]
-        return self.encoder.training_rows([self.encoder.render(example) for example in examples])
+        return token_rows(self.encoder, examples)
 
     def people(self, seed: int) -> tuple[list[TokenRow], list[TokenRow]]:
         """Members and others."""
@@ -94,11 +92,8 @@ class Attack:
     def basis(self) -> dict[str, Tensor]:
         """FCCA's basis of the people who are in no training."""
         public = self.rows(NAMES[: self.scale.people], Random(0))
-        model = METHODS["fcca"].add(self.model, self.options, None)
-        calibrate(model, batches_by_length(public, self.encoder.pad_id, self.scale.batch_size), progress=False)
-        found = get_bases(model)
-        take_off(model)
-        return found
+        batches = batches_by_length(public, self.encoder.pad_id, self.scale.batch_size)
+        return chosen_bases(METHODS["fcca"].add(self.model, self.options, None), batches)
 
     @property
     def options(self) -> AdapterOptions:

@@ -27,8 +27,6 @@ from opacus.accountants.utils import get_noise_multiplier
 from torch import Tensor
 
 from contestants import batches_by_length
-from frozencore import calibrate
-from frozencore.adapter.bases.access import get_bases
 from frozencore.adapter.layer import frozen_core_layers
 from frozencore.maths.basis import known_basis
 from frozencore.maths.capture import share_held
@@ -38,7 +36,7 @@ from frozencore.tune.rows import TokenRow
 from frozencore.tune.scoring.forward import completion_logprobs, take_off
 from harness import Results, parser_of
 from private import QUICK, ROWS_AT_ONCE, Scale, Study
-from studies import begun, score
+from studies import begun, chosen_bases, score
 
 METRIC = Whitening()
 
@@ -192,11 +190,7 @@ class Comparison:
     def bases(self, moments: Mapping[str, LayerMoments] | None, seed: int) -> dict[str, Tensor]:
         """FCCA's bases from moments, random ones without."""
         model = self.study.adapter("public" if moments else "random", seed, None)
-        if moments:
-            calibrate(model, moments=moments, progress=False)
-        found = get_bases(model)
-        take_off(model)
-        return found
+        return chosen_bases(model, moments=moments) if moments else chosen_bases(model)
 
     def run(self) -> None:
         first = self.study.scale.seeds[0]

@@ -12,13 +12,13 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
 import matplotlib.pyplot as plt
-from scipy.stats import t, ttest_ind
+from scipy.stats import ttest_ind
 
 from harness import RESULTS, Record, lines_of, table, with_quartiles
-from quality_tables import TASKS, spread
+from quality_tables import TASKS, half_interval, spread
 
 LINES = RESULTS / "private.jsonl"
 OF_MOMENTS = RESULTS / "private_moments.jsonl"
@@ -201,7 +201,7 @@ def area_of(own: Sequence[Record], what: str) -> str:
     middle = fmean(areas)
     if len(areas) == 1:
         return f"{middle:.3f}"
-    half = float(t.ppf(0.975, len(areas) - 1)) * max(stdev(areas), guessing) / math.sqrt(len(areas))
+    half = half_interval(areas, guessing)
     return f"{middle:.3f} ({max(0.0, middle - half):.3f} to {min(1.0, middle + half):.3f})"
 
 

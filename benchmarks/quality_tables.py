@@ -6,6 +6,7 @@ FCCA's, seed by seed, with the 95 % interval of Student's t.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -63,11 +64,15 @@ def spread(values: Sequence[float], digits: int, times: float = 1.0) -> str:
     return f"{times * mean(values):.{digits}f} ± {times * stdev(values):.{digits}f}"
 
 
+def half_interval(values: Sequence[float], least: float = 0.0) -> float:
+    """Half of the 95 % interval of a mean by Student's t; ``least`` is a bound below for the standard deviation."""
+    return float(t.ppf(0.975, len(values) - 1)) * max(stdev(values), least) / math.sqrt(len(values))
+
+
 def difference(runs: Sequence[Record], reference: Sequence[Record]) -> str:
     """The mean difference of held-out losses, seed by seed, with its 95 % interval."""
     found = [one["held_out_loss"] - other["held_out_loss"] for one, other in zip(runs, reference, strict=True)]
-    half = float(t.ppf(0.975, len(found) - 1)) * stdev(found) / len(found) ** 0.5
-    return f"{mean(found):+.3f} ± {half:.3f}"
+    return f"{mean(found):+.3f} ± {half_interval(found):.3f}"
 
 
 def risen(record: Record) -> float:

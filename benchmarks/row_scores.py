@@ -30,12 +30,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 import torch
-from scipy.stats import rankdata, spearmanr, t
+from scipy.stats import rankdata, spearmanr
 from torch import Tensor
 
 from frozencore import swap_core
@@ -58,6 +58,7 @@ from frozencore.tune.training.many.train import train_many
 from frozencore.tune.training.recipe import epochs_for
 from frozencore.tune.training.train import train
 from harness import parser_of, table, write_found
+from quality_tables import half_interval
 
 POCKET = ("pocket-sentiment", "pocket-entailment", "pocket-comparison", "pocket-math")
 DRAWS = 2000  # of a bootstrap
@@ -192,7 +193,7 @@ def flipped(runs: Sequence[tuple[Mapping[str, Any], Any]]) -> list[dict[str, Any
         each = [above(name, other, run) for run in runs]
         if len(runs) == 1:
             return bootstrap(partial(above, name, other, runs[0]), len(runs[0][1]))
-        half = float(t.ppf(0.975, len(each) - 1)) * stdev(each) / math.sqrt(len(each))
+        half = half_interval(each)
         return fmean(each), fmean(each) - half, fmean(each) + half
 
     return [{"by": name, "area": interval(name, None), "above_loss": interval(name, "loss")} for name in runs[0][0]]

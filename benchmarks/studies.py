@@ -1,4 +1,4 @@
-"""The common parts of studies of quality: the model and what each line of results says, and the scores of a model."""
+"""The common parts of studies of quality: the model, what each line of results says, rows, bases and scores."""
 
 from __future__ import annotations
 
@@ -10,14 +10,21 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from peft import PeftModel
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from contestants import ATTENTION
+from frozencore import calibrate, frozen_core_layers
+from frozencore.adapter.bases.access import get_bases
 from frozencore.files.fingerprint import fingerprint_model
-from frozencore.tune.rows import Example
+from frozencore.tune.methods import METHODS, AdapterOptions
+from frozencore.tune.rows import Example, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.run.models import load_model
 from frozencore.tune.run.provenance import source_commit
 from frozencore.tune.scoring.choice import predict_choices
+from frozencore.tune.scoring.forward import take_off
 from harness import RESULTS, Record
 
 
@@ -42,6 +49,28 @@ def begun(
         "versions": {package: version(package) for package in ("torch", "transformers", "peft", *packages)},
     }
     return options, model, PromptEncoder(tokenizer, style="plain"), common
+
+
+def token_rows(encoder: PromptEncoder, examples: Sequence[Example]) -> list[TokenRow]:
+    """Examples as a training reads them."""
+    return encoder.training_rows([encoder.render(example) for example in examples])
+
+
+def attention_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The projections that adapters of these studies sit on, by name."""
+    bare = METHODS["random"].add(model, AdapterOptions(1, ATTENTION, 0, {}), None)
+    names = list(frozen_core_layers(bare, "default"))
+    take_off(bare)
+    return {name: model.get_submodule(name) for name in names}
+
+
+def chosen_bases(model: PeftModel, *data: Any, **options: Any) -> dict[str, Tensor]:
+    """The bases that a calibration gives an adapter, which is taken off again; its own ones without data."""
+    if data or options:
+        calibrate(model, *data, **options, progress=False)
+    found = get_bases(model)
+    take_off(model)
+    return found
 
 
 def score(model: Any, encoder: PromptEncoder, examples: Sequence[Example]) -> Record:

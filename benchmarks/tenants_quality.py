@@ -53,7 +53,7 @@ from frozencore.tune.training.many.train import train_many
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
 from harness import Record, Results, best_rate, parser_of
-from studies import begun, score
+from studies import attention_layers, begun, score, token_rows
 from tenant_rows import SEARCHED, TENANTS, Tenant, TenantPlan, make_tenants, write_tenants
 
 CORE_ARMS = {
@@ -118,7 +118,7 @@ class Study:
         return [name for name, tenant in self.tenants.items() if tenant.plan.calibrated]
 
     def tokens(self, examples: Sequence[Example]) -> list[TokenRow]:
-        return self.encoder.training_rows([self.encoder.render(example) for example in examples])
+        return token_rows(self.encoder, examples)
 
     def recipe(self, name: str, rate: float, seed: int) -> Recipe:
         """As many epochs as make sixteen steps."""
@@ -140,10 +140,7 @@ class Study:
         """The moments of each tenant's calibration rows, kept for all arms and ranks of a seed."""
         if self._moments is None or self._moments[0] != seed:
             self._moments = None
-            bare = self.adapter("random", 1, 0)
-            names = list(frozen_core_layers(bare, "default"))
-            take_off(bare)
-            layers = {name: self.model.get_submodule(name) for name in names}
+            layers = attention_layers(self.model)
             options = CalibrationOptions(seed=seed)
             found = {
                 name: collect_moments(

@@ -2,6 +2,7 @@
 
     make smollm2
     OMP_NUM_THREADS=1 python benchmarks/whitening.py --data-root DIR    # two hours; goes on where it stopped
+    OMP_NUM_THREADS=1 python benchmarks/whitening.py --data-root DIR --constructors fcca    # beside another process
     python benchmarks/whitening.py --quick --out FILE       # the pocket model and its rows: does it run?
 
 Whitening matters where channels differ in size. The *spread* of a layer is its largest second moment of an input
@@ -29,13 +30,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from contestants import ATTENTION, batches_by_length
-from frozencore import calibrate
-from frozencore.adapter.bases.access import get_bases
-from frozencore.adapter.layer import frozen_core_layers
 from frozencore.calibration.collect import collect_moments
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.tune.methods import METHODS, AdapterOptions
-from frozencore.tune.rows import Example, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.scoring.forward import take_off
 from frozencore.tune.suite import find_task
@@ -44,7 +41,7 @@ from frozencore.tune.training.batching import pass_tokens_of
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
 from harness import Results, best_rate, parser_of
-from studies import begun, score
+from studies import attention_layers, begun, chosen_bases, score, token_rows
 
 CONSTRUCTORS = ("fcca", "rawgrad", "filora")
 NEEDS: frozenset[MomentName] = frozenset({"cross", "input_square", "error_square", "input_outer", "error_outer"})
@@ -92,20 +89,14 @@ class Study:
     def __post_init__(self) -> None:
         sizes = {"num_train": self.scale.rows, "num_evaluation": self.scale.scored}
         self.parts = split_task(find_task(self.scale.task), self.data_root, **sizes)
-        self.rows = self.tokens(self.parts.train)
-
-    def tokens(self, examples: Sequence[Example]) -> list[TokenRow]:
-        return self.encoder.training_rows([self.encoder.render(example) for example in examples])
+        self.rows = token_rows(self.encoder, self.parts.train)
 
     @cached_property
     def moments(self) -> dict[str, LayerMoments]:
         """The moments that all constructors read, from one calibration."""
-        bare = METHODS["random"].add(self.model, AdapterOptions(1, ATTENTION, 0, {}), None)
-        names = list(frozen_core_layers(bare, "default"))
-        take_off(bare)
-        rows = self.tokens(calibration_rows(self.parts.train, self.scale.calibration))
-        layers = {name: self.model.get_submodule(name) for name in names}
-        return collect_moments(self.model, batches_by_length(rows, self.encoder.pad_id, 8), layers, needs=NEEDS)
+        rows = token_rows(self.encoder, calibration_rows(self.parts.train, self.scale.calibration))
+        batches = batches_by_length(rows, self.encoder.pad_id, 8)
+        return collect_moments(self.model, batches, attention_layers(self.model), needs=NEEDS)
 
     @cached_property
     def spreads(self) -> dict[int, tuple[float, float]]:
@@ -132,20 +123,18 @@ class Study:
     @cached_property
     def bases(self) -> dict[str, dict[str, Tensor]]:
         """Each constructor's bases of all layers, from the same moments."""
-        found = {}
-        for constructor in CONSTRUCTORS:
-            model = METHODS[constructor].add(self.model, self.options(sorted(self.spreads)), None)
-            calibrate(model, moments=self.moments, progress=False)
-            found[constructor] = get_bases(model)
-            take_off(model)
-        return found
+        options = self.options(sorted(self.spreads))
+        return {
+            constructor: chosen_bases(METHODS[constructor].add(self.model, options, None), moments=self.moments)
+            for constructor in CONSTRUCTORS
+        }
 
     def options(self, layers: Sequence[int], seed: int = 0) -> AdapterOptions:
         targets = rf".*layers\.({'|'.join(map(str, layers))})\.self_attn\.({'|'.join(ATTENTION)})"
         return AdapterOptions(self.scale.rank, targets, seed, {})
 
-    def run(self) -> None:
-        """Measure what is missing."""
+    def run(self, constructors: Sequence[str]) -> None:
+        """Measure what is missing of these constructors."""
         for layer, (of_inputs, of_errors) in self.spreads.items():
             if not self.results.has(phase="spread", unit=str(layer)):
                 self.results.add(phase="spread", unit=str(layer), input_spread=of_inputs, error_spread=of_errors)
@@ -154,12 +143,12 @@ class Study:
         single = [unit for unit, layers in self.units.items() if len(layers) == 1]
         rates = {
             (constructor, quarter): self.search(constructor, "largest" if quarter else single[len(single) // 2])
-            for constructor in CONSTRUCTORS
+            for constructor in constructors
             for quarter in (False, True)
         }
         for seed in self.scale.seeds:
             for unit in self.units:
-                for constructor in CONSTRUCTORS:
+                for constructor in constructors:
                     self.measure("final", constructor, unit, seed, rates[constructor, unit not in single])
 
     def search(self, constructor: str, unit: str) -> float:
@@ -195,10 +184,11 @@ class Study:
 
 def main() -> None:
     parser = parser_of(__doc__, "whitening", "jsonl")
+    parser.add_argument("--constructors", nargs="+", choices=CONSTRUCTORS, default=list(CONSTRUCTORS))
     options, model, encoder, common = begun(parser)
     scale = QUICK if options.quick else Scale()
     results = Results(options.out, common | {"scale": asdict(scale)}, by=("constructor", "unit", "seed"))
-    Study(model, encoder, options.data_root, scale, results).run()
+    Study(model, encoder, options.data_root, scale, results).run(options.constructors)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import runpy
@@ -45,6 +46,17 @@ def ended(call: Callable[[], object], said: Path, *, timeout_s: float = 280) -> 
     process.join(timeout_s)
     assert process.exitcode is not None, f"not at its end after {timeout_s:.0f} s"
     return Ended(process.exitcode, (said / "out").read_text(), (said / "err").read_text())
+
+
+def study(program: Path, out: Path) -> list[dict[str, Any]]:
+    """The lines of a study at its tiniest; a second run must find them all, and measure nothing."""
+    command = script(program, "--quick", "--out", out)
+    first = ended(command, out.parent)
+    assert first.status == 0, first.err[-2000:]
+    before = out.read_bytes()
+    assert ended(command, out.parent).status == 0
+    assert out.read_bytes() == before
+    return [json.loads(line) for line in before.decode().splitlines()]
 
 
 def as_ranks(size: int, call: Callable[[int], object]) -> None:

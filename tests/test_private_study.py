@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,26 +24,16 @@ BENCHMARKS = ROOT / "benchmarks"
 ARMS = {"public", "random", "lora-1", "lora-16"}
 
 
-def lines_of(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-
-
 @pytest.mark.slow
 def test_each_arm_trains_privately_and_plainly_and_a_second_run_measures_nothing(tmp_path: Path) -> None:
-    out = tmp_path / "found.jsonl"
-    command = forked.script(BENCHMARKS / "private.py", "--quick", "--out", out)
-    ended = forked.ended(command, tmp_path)
-    assert ended.status == 0, ended.err[-2000:]
-    finals = [record for record in lines_of(out) if record["phase"] == "final"]
+    lines = forked.study(BENCHMARKS / "private.py", tmp_path / "found.jsonl")
+    finals = [record for record in lines if record["phase"] == "final"]
     assert {(one["arm"], one["epsilon"]) for one in finals} == {
         (arm, epsilon) for arm in ARMS for epsilon in (8.0, None)
     }
     private = [one for one in finals if one["epsilon"]]
     assert len({(one["noise_multiplier"], one["steps"]) for one in private}) == 1
     assert all(7 < one["spent"] <= 8 for one in private)
-    before = out.read_bytes()
-    assert forked.ended(command, tmp_path).status == 0
-    assert out.read_bytes() == before
 
 
 @pytest.mark.slow
@@ -126,10 +115,7 @@ def test_noisy_moments_are_calibrations_sums_with_each_row_cut(monkeypatch: pyte
 
 @pytest.mark.slow
 def test_noisy_moments_are_compared_and_trained_on(tmp_path: Path) -> None:
-    out = tmp_path / "found.jsonl"
-    ended = forked.ended(forked.script(BENCHMARKS / "private_moments.py", "--quick", "--out", out), tmp_path)
-    assert ended.status == 0, ended.err[-2000:]
-    lines = lines_of(out)
+    lines = forked.study(BENCHMARKS / "private_moments.py", tmp_path / "found.jsonl")
     shares = {(one["basis"], one["epsilon"]): one["share"] for one in lines if one["phase"] == "share"}
     assert shares["own", None] > shares["moments", None] > shares["moments", 8.0]
     (final,) = [one for one in lines if one["phase"] == "final"]
@@ -205,11 +191,7 @@ def test_a_caption_has_its_own_activity_and_three_others_as_choices(
 
 @pytest.mark.slow
 def test_the_attack_runs_and_a_second_run_measures_nothing(tmp_path: Path) -> None:
-    out = tmp_path / "found.jsonl"
-    command = forked.script(BENCHMARKS / "private_attack.py", "--quick", "--out", out)
-    ended = forked.ended(command, tmp_path)
-    assert ended.status == 0, ended.err[-2000:]
-    plain, short, private = lines_of(out)
+    plain, short, private = forked.study(BENCHMARKS / "private_attack.py", tmp_path / "found.jsonl")
     assert plain["steps"] == private["steps"] == 2 * short["steps"]
     assert 7 < private["spent"] <= 8
     for one in (plain, short, private):
@@ -217,6 +199,3 @@ def test_the_attack_runs_and_a_second_run_measures_nothing(tmp_path: Path) -> No
         pairs = [(mine < other) + (mine == other) / 2 for mine in members for other in others]
         assert one["area_of_loss"] == pytest.approx(sum(pairs) / len(pairs), abs=1e-5)
         assert sum(members) < sum(one["base_losses"][0])
-    before = out.read_bytes()
-    assert forked.ended(command, tmp_path).status == 0
-    assert out.read_bytes() == before
