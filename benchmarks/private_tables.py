@@ -183,7 +183,7 @@ def attacked(lines: Sequence[Record]) -> str:
         rows.append(
             [f"not private, {steps} steps" if epsilon is None else f"ε = {epsilon:g}, {steps} steps", str(len(own)),
              *(area_of(own, what) for what in ("area_of_loss", "area_of_fall")),
-             "1" if epsilon is None else f"{1 / (1 + math.exp(-epsilon)):.4f}",
+             "1" if epsilon is None else f"{1 / (1 + math.exp(-2 * epsilon)):.4f}",
              f"{sum(one['told'][0] for one in own)} of {len(of_members)}",
              f"{fmean(of_members):.1f}", f"{fmean(of_others):.1f}"]
         )  # fmt: skip

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from frozencore.calibration.batches import num_examples_of
+from frozencore.calibration.preserve import preserved
 from frozencore.errors import DataError
 
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "seq_lengths")  # given beside position_ids for some kernels
+_NEAR = 0.02  # relative to the largest logit: rounding differs by less, wrong positions by more
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,26 @@ def packed_rows(batch: Any) -> PackedRows | None:
             "position_ids alone (DataCollatorWithFlattening), or pad the rows."
         )
     return PackedRows.of(begins.expand(num_examples_of(batch), -1))
+
+
+def keeps_rows_apart(model: nn.Module) -> bool:
+    """Return whether a causal model computes rows joined end to end as if each came alone.
+
+    The logits of a short row are compared after two other rows, after one, and alone.
+    """
+    one, another, last = ([1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1], [7, 6, 5, 4, 3, 2, 1])
+    device = next(model.parameters()).device
+
+    def logits(*rows: list[int]) -> Tensor:
+        ids, places = ([list(chain.from_iterable(part))] for part in (rows, [range(len(row)) for row in rows]))
+        inputs = {"input_ids": torch.tensor(ids, device=device), "position_ids": torch.tensor(places, device=device)}
+        return model(**inputs, use_cache=False).logits[0, -len(last) :].float()
+
+    with preserved(model), torch.no_grad():
+        after_one, after_another, alone = logits(one, last), logits(another, last), logits(last)
+    largest = float(alone.abs().max())
+    same = torch.allclose(after_one, after_another, rtol=0.0, atol=1e-6 * largest)
+    return same and float((after_one - alone).abs().max()) <= _NEAR * largest
 
 
 def packed_core_output(x: Tensor, P: Tensor, Q: Tensor, R: Tensor, scale: float, rows: PackedRows) -> Tensor:

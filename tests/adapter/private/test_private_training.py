@@ -12,7 +12,18 @@ import pytest
 import torch
 from peft import PeftModel
 from torch import Tensor
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from transformers import (
+    AutoModelForCausalLM,
+    EarlyStoppingCallback,
+    OPTConfig,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.integrations import TensorBoardCallback
+from transformers.optimization import GreedyLR
+from transformers.trainer_utils import SaveStrategy
 
 from adapted import adapted, cores_of
 from frozencore import PrivateTraining, Refresh, per_example_gradients
@@ -20,8 +31,10 @@ from frozencore.adapter.private import checks, private_training, sampling
 from frozencore.adapter.private.private_training import clipped_sum
 from frozencore.errors import ConfigError, DataError, TrainingError
 from frozencore.privacy import PrivateBudget, Schedule
+from frozencore.tune.rows import TokenRow
+from frozencore.tune.training.batching import lay_end_to_end
 from frozencore.tune.training.callbacks import LossMonitor
-from tiny import Example, batch_of, draw_examples, tiny_qwen2
+from tiny import VOCABULARY, Example, batch_of, draw_examples, tiny_qwen2
 
 opacus = pytest.importorskip("opacus")
 
@@ -279,7 +292,7 @@ def test_a_callback_that_comes_later_is_refused_too(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, model)
     private(trainer, basis_is_public=True)
     trainer.add_callback(Refresh(model, 2))
-    with pytest.raises(ConfigError, match="Refresh reads rows besides"):
+    with pytest.raises(ConfigError, match="Refresh reads rows"):
         trainer.train()
 
 
@@ -325,6 +338,7 @@ def test_a_step_without_rows_is_noise_alone(tmp_path: Path, monkeypatch: pytest.
     ("options", "message"),
     [
         ({"load_best_model_at_end": True, "eval_strategy": "no", "save_strategy": "no"}, "load_best_model_at_end"),
+        ({"save_strategy": SaveStrategy.BEST}, "save_strategy"),
         ({"report_to": ["tensorboard"]}, "report_to"),
         ({"push_to_hub": True}, "push_to_hub"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
@@ -341,6 +355,66 @@ def test_arguments_that_leak_or_repeat_are_refused(tmp_path: Path, options: dict
         setattr(trainer.args, name, value)
     with pytest.raises(ConfigError, match=message):
         private(trainer)
+
+
+@pytest.mark.parametrize("kind", [ReduceLROnPlateau, GreedyLR])
+def test_a_scheduler_that_reads_scores_is_refused_as_an_object_too(tmp_path: Path, kind: Any) -> None:
+    early, late = trainer_of(tmp_path), trainer_of(tmp_path)
+    private(late)
+    for trainer in (early, late):
+        trainer.optimizer = torch.optim.AdamW(p for p in trainer.model.parameters() if p.requires_grad)
+        trainer.lr_scheduler = kind(trainer.optimizer)
+    with pytest.raises(ConfigError, match=f"{kind.__name__}.* reads scores"):
+        private(early)
+    with pytest.raises(ConfigError, match=f"{kind.__name__}.* reads scores"):
+        late.train()
+
+
+def test_a_reporter_given_as_a_callback_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    with pytest.raises(ConfigError, match="TensorBoardCallback .* publishes losses"):
+        private(trainer_of(tmp_path, callbacks=[TensorBoardCallback()]))
+
+
+def test_a_second_private_training_of_one_trainer_is_refused(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    private(trainer)
+    with pytest.raises(ConfigError, match="has a PrivateTraining already"):
+        private(trainer)
+
+
+def test_a_step_that_was_not_noised_ends_the_training_and_is_not_counted(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    own = private(trainer)
+    trainer.training_step = lambda model, inputs, *_: sum(model(**one).loss for one in inputs["batches"])  # type: ignore
+    with pytest.raises(TrainingError, match="after 1 steps 0 were"):
+        trainer.train()
+    assert own.spent == 0
+
+
+def tiny_opt() -> Any:
+    config = OPTConfig(
+        vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, ffn_dim=32,
+        word_embed_proj_dim=16, max_position_embeddings=64,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("make", [tiny_qwen2, tiny_opt])
+def test_packed_rows_need_a_model_that_keeps_them_apart(tmp_path: Path, make: Any) -> None:
+    """OPT takes position_ids, and lets each token see the rows before its own."""
+
+    def flat(rows: list[Any]) -> dict[str, Any]:
+        return lay_end_to_end([TokenRow("", list(row.ids), row.num_prompt) for row in rows])
+
+    trainer = trainer_of(tmp_path, adapted("random", model=make(), trained=True))
+    trainer.data_collator = flat
+    private(trainer)
+    if make is tiny_qwen2:
+        trainer.train()
+    else:
+        with pytest.raises(ConfigError, match="rows see one another"):
+            trainer.train()
 
 
 def test_callbacks_that_look_at_rows_are_refused(tmp_path: Path) -> None:

@@ -39,6 +39,11 @@ def own_rows(folder: Path) -> Path:
     return folder / "rows.jsonl"
 
 
+def text_in(folder: Path) -> str:
+    """All files of a folder as text, byte by byte."""
+    return "".join(path.read_bytes().decode("latin-1") for path in folder.rglob("*") if path.is_file())
+
+
 def test_the_record_tells_what_was_spent_and_nothing_exact_of_the_rows(tmp_path: Path) -> None:
     pytest.importorskip("opacus")
     config = config_of(task=None, data=str(own_rows(tmp_path)), samples=3, exact_match="yes")
@@ -50,7 +55,8 @@ def test_the_record_tells_what_was_spent_and_nothing_exact_of_the_rows(tmp_path:
     assert 7.5 < own.spent <= 8
     assert any("epsilon" in note for note in notes)
     prepared = prepare(config, silent)
-    written = "".join(path.read_text() for path in (tmp_path / "run").rglob("*") if path.suffix in (".json", ".jsonl"))
+    written = text_in(tmp_path / "run")
+    assert "epsilon" in written
     assert "secret-" not in written
     trained = fingerprint_options({"rows": [vars(row) for row in prepared.rows.train]})
     assert trained == prepared.rows.fingerprints["train"]
@@ -60,6 +66,19 @@ def test_the_record_tells_what_was_spent_and_nothing_exact_of_the_rows(tmp_path:
     assert set(told["hashes"]) == {"model", "evaluation", "basis"}
     assert told["private"]["spent"] == own.spent
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_the_files_that_the_command_writes_tell_no_text_of_a_row(tmp_path: Path, command) -> None:  # type: ignore[no-untyped-def]
+    pytest.importorskip("opacus")
+    rows, run = own_rows(tmp_path), tmp_path / "run"
+    status, _, err = command(
+        "tune", "--model", str(pocket_model_path()), "--data", str(rows), "--output", str(run),
+        "--method", "random", "--rank", "4", "--epochs", "1", "--batch-size", "4", "--samples", "3",
+        "--private-epsilon", "8", "--private-delta", "1e-3",
+    )  # fmt: skip
+    assert (status, err) == (0, "")
+    assert {"README.md", "result.json"} <= {path.name for path in run.rglob("*")}
+    assert "secret-" not in text_in(run)
 
 
 def test_a_basis_of_public_rows_trains_privately(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ import torch
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 from transformers import EarlyStoppingCallback
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from transformers.trainer_utils import SaveStrategy
 
 from frozencore.adapter.bases.refresh import Refresh
 from frozencore.adapter.model import find_adapter
@@ -21,7 +23,9 @@ from frozencore.ranks import num_ranks
 if TYPE_CHECKING:
     from transformers import Trainer
 
-BY_SCORES = ("reduce_lr_on_plateau", "greedy")  # schedulers of transformers
+BY_SCORES = ("reduce_lr_on_plateau", "greedy")  # schedulers of transformers by option
+CLASSES_BY_SCORES = {"ReduceLROnPlateau", "GreedyLR"}  # and by the name of their class
+LOOK_AT_ROWS = (EarlyStoppingCallback, Refresh, *INTEGRATION_TO_CALLBACK.values())
 FAR = 100.0  # a clipping length this many times a row's typical gradient hides that gradient in noise
 
 
@@ -46,6 +50,7 @@ def refuse_what_leaks(trainer: Trainer, *, basis_is_public: bool) -> None:
     told = [name for name in args.report_to or () if name != "none"]
     rules = {
         "keeps the last step, but load_best_model_at_end chooses by scores": not args.load_best_model_at_end,
+        "keeps the last step, but save_strategy='best' chooses by scores": args.save_strategy != SaveStrategy.BEST,
         f"has losses that are not noised, but report_to={told} publishes them": not told,
         "has checkpoints with the secret of its noise, but push_to_hub publishes them": not args.push_to_hub,
         "makes each step once, but auto_find_batch_size begins again": not args.auto_find_batch_size,
@@ -64,11 +69,16 @@ def refuse_what_leaks(trainer: Trainer, *, basis_is_public: bool) -> None:
     for rule, kept in rules.items():
         if not kept:
             raise ConfigError(f"Private training {rule}. Leave it out of the Trainer's arguments.")
+    if CLASSES_BY_SCORES & {base.__name__ for base in type(trainer.lr_scheduler).__mro__}:
+        raise ConfigError(
+            "Private training has learning rates that follow from no score, but this Trainer's scheduler "
+            f"({type(trainer.lr_scheduler).__name__}) reads scores. Give it another one."
+        )
     for callback in trainer.callback_handler.callbacks:
-        if isinstance(callback, EarlyStoppingCallback | Refresh):
+        if isinstance(callback, LOOK_AT_ROWS):
             raise ConfigError(
-                f"The privacy budget covers the noised steps only, but {type(callback).__name__} reads rows besides. "
-                "Leave that callback out."
+                f"The privacy budget covers the noised steps only, but {type(callback).__name__} reads rows or "
+                "publishes losses besides. Leave that callback out."
             )
     adapter_name, _ = cores_in_use(trainer.model)
     refuse_private_basis(trainer.model, adapter_name, basis_is_public=basis_is_public)

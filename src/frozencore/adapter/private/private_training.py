@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from frozencore.adapter.packed_rows import keeps_rows_apart, packed_rows
 from frozencore.adapter.per_example import RowLossFn, losses_and_gradients
 from frozencore.adapter.private.checks import Guard, private_cores, refuse_what_leaks
 from frozencore.adapter.private.sampling import drawn_loader, drawn_rows, new_secret, noise_of
-from frozencore.errors import DataError, TrainingError
+from frozencore.errors import ConfigError, DataError, TrainingError
 from frozencore.privacy import CLIP, PrivateBudget, Schedule
 
 if TYPE_CHECKING:
@@ -76,12 +77,15 @@ class PrivateTraining(TrainerCallback, ExportableState):
         basis_is_public: bool = False,
     ) -> None:
         budget = PrivateBudget(epsilon, delta, clip)
+        if any(isinstance(callback, PrivateTraining) for callback in trainer.callback_handler.callbacks):
+            raise ConfigError("A Trainer trains privately once, but has a PrivateTraining already. Make a new Trainer.")
         refuse_what_leaks(trainer, basis_is_public=basis_is_public)
         self._cores, self._basis_is_public = private_cores(trainer.model), basis_is_public
         self._trainer, self._budget, self._loss_fn = trainer, budget, loss_fn
         self._secret = new_secret()
         self._schedule: Schedule | None = None
         self._num_steps = 0
+        self._rows_apart = False
         self._sizes = {name: core.numel() for name, core in self._cores.items()}
         self._sum = torch.zeros(sum(self._sizes.values()))
         self._plain_loader = trainer.get_train_dataloader
@@ -98,7 +102,7 @@ class PrivateTraining(TrainerCallback, ExportableState):
 
     @property
     def num_steps(self) -> int:
-        """The number of steps made, including those before a resumed checkpoint."""
+        """The number of noised steps, including those before a resumed checkpoint."""
         return self._num_steps
 
     @property
@@ -132,8 +136,12 @@ class PrivateTraining(TrainerCallback, ExportableState):
         self._guard.before_step(self._cores, optimizer.param_groups[0]["lr"])
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Count the step."""
-        self._num_steps = state.global_step
+        """Check that the step was a noised one."""
+        if self._num_steps != state.global_step:
+            raise TrainingError(
+                f"Every step of a private training is noised, but after {state.global_step} steps {self._num_steps} "
+                "were. Leave the Trainer's own loop and its training_step as they are."
+            )
         self._guard.after_step(self._cores)
 
     def on_log(
@@ -175,6 +183,7 @@ class PrivateTraining(TrainerCallback, ExportableState):
         model.train()
         loss = torch.zeros((), device=self._sum.device)
         for batch in inputs["batches"]:
+            self._require_rows_apart(model, batch)
             losses, gradients = losses_and_gradients(model, batch, self._loss_fn)
             if len(losses) != inputs["num_rows"]:
                 raise DataError(
@@ -196,6 +205,17 @@ class PrivateTraining(TrainerCallback, ExportableState):
         for core, part in zip(self._cores.values(), self._sum.split(sizes), strict=True):
             core.grad = part.view_as(core).to(core.device, core.dtype, copy=True)
         self._sum.zero_()
+        self._num_steps += 1
+
+    def _require_rows_apart(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
+        """Check the first batch of packed rows: a row that others see would change their gradients too."""
+        if not self._rows_apart and packed_rows(batch) is not None:
+            if not keeps_rows_apart(model):
+                raise ConfigError(
+                    "Private training of packed rows needs a model that keeps rows apart by their position_ids, but "
+                    "in this one rows see one another. Use a collator that pads."
+                )
+            self._rows_apart = True
 
     def _rows_a_step(self) -> int:
         args = self._trainer.args

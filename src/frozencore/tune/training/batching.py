@@ -11,15 +11,16 @@ from itertools import chain, pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Sampler
 
+from frozencore.adapter.packed_rows import keeps_rows_apart
 from frozencore.calibration.counted_tokens import IGNORED
 from frozencore.errors import ConfigError
 from frozencore.ranks import num_ranks
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator, labels_of
-from frozencore.tune.scoring.forward import forward_accepts, num_virtual_tokens, scoring_mode
+from frozencore.tune.scoring.forward import forward_accepts, num_virtual_tokens
 from frozencore.tune.training.recipe import Recipe
 
 WITHOUT_LOSS = TokenRow("", [0], 1)
@@ -59,9 +60,6 @@ class RowOrder(Sampler[int]):
         self._epoch = epoch
 
 
-NEAR = 0.02  # relative to the largest logit: rounding differs by less, wrong positions by more
-
-
 def lay_end_to_end(rows: Sequence[TokenRow]) -> dict[str, Any]:
     """Join rows into ``input_ids``, ``position_ids`` and ``labels``, each (1, tokens of all rows).
 
@@ -84,27 +82,11 @@ def require_rows_apart(model: nn.Module) -> None:
         ConfigError: It does not.
     """
     knows = forward_accepts(model, "position_ids", "use_cache") and not num_virtual_tokens(model)
-    if not knows or not _keeps_apart(model):
+    if not knows or not keeps_rows_apart(model):
         raise ConfigError(
             "padding_free needs a model that keeps rows apart by their position_ids, but in this one rows see one "
             "another, or it counts positions by itself. Leave --padding-free out."
         )
-
-
-def _keeps_apart(model: nn.Module) -> bool:
-    """Compare the logits of a short row after two other rows, after one, and alone."""
-    one, another, last = ([1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1], [7, 6, 5, 4, 3, 2, 1])
-
-    def logits(*rows: list[int]) -> Tensor:
-        batch = lay_end_to_end([TokenRow("", ids, 0) for ids in rows])
-        device, _ = next(model.parameters()).device, batch.pop("labels")
-        inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
-        return model(**inputs).logits[0, -len(last) :].float()
-
-    with scoring_mode(model):
-        after_one, after_another, alone = logits(one, last), logits(another, last), logits(last)
-    same = torch.allclose(after_one, after_another, rtol=0.0, atol=1e-6 * float(alone.abs().max()))
-    return same and float((after_one - alone).abs().max()) <= NEAR * float(alone.abs().max())
 
 
 GROUPS = "groups"

@@ -94,8 +94,8 @@ class Recipe:
             "max_grad_norm must be positive": self.max_grad_norm > 0,
             "weight_decay must not be negative": self.weight_decay >= 0,
             "refresh_cost must be positive": self.refresh_cost > 0,
-            "private excludes refresh, pass_tokens and other optimisers": self.private is None
-            or (self.refresh == 1 and self.pass_tokens is None and self.optimiser == PLAIN),
+            "private excludes refresh, pass_tokens, beta and other optimisers": self.private is None
+            or (self.refresh == 1 and self.pass_tokens is None and self.beta is None and self.optimiser == PLAIN),
             "refresh is a number for an optimiser of low rank": self.refresh != "auto" or self.optimiser == PLAIN,
         }
         for rule, kept in rules.items():
