@@ -21,6 +21,7 @@ import quality_tables
 import speed_tables
 import tenant_tables
 import tenants_quality_tables
+import whitening_tables
 from harness import RESULTS, ROOT, lines_of
 
 MACHINE = "amd-epyc-2-cores"
@@ -46,7 +47,12 @@ def pages() -> Iterator[tuple[Path, dict[str, str]]]:
             "private-readme": private_tables.quality_of(private, "sst2"),
         },
     )
-    yield DOCS / "smollm2.md", quality | {"smollm2-speed": speed_tables.smollm2(found_in("smollm2"))}
+    yield (
+        DOCS / "smollm2.md",
+        quality
+        | whitening_tables.blocks(whitening_tables.Study())
+        | {"smollm2-speed": speed_tables.smollm2(found_in("smollm2"))},
+    )
     yield (
         DOCS / "many-cores.md",
         tenant_tables.many_cores(
@@ -94,6 +100,7 @@ def main() -> int:
     page_figures.scale(found_in("scale"), figures / "scale.png")
     page_figures.tenants(found_in(f"tenants-{MACHINE}"), found_in(f"many-training-{MACHINE}"), figures / "tenants.png")
     tenants_quality_tables.figure(tenants_quality_tables.Study(), figures / "tenants-quality.png")
+    whitening_tables.figure(whitening_tables.Study(), figures / "whitening.png")
     private_tables.figure(private_tables.Study(), figures / "private.png")
     page_figures.served(found_in(f"served-smollm2-{MACHINE}"), figures / "served.png")
     return 0

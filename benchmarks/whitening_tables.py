@@ -12,6 +12,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 from harness import RESULTS, lines_of, table
 from quality_tables import NAMES, half_interval, spread
@@ -82,17 +83,17 @@ def in_words(gains: Sequence[float]) -> str:
     return f"{np.mean(gains):+.3f} ± {half_interval(gains):.3f}"
 
 
-def correlations(study: Study) -> str:
-    """The rank correlation of a layer's spread and the mean gain, over the single layers."""
+def over_layers(study: Study) -> str:
+    """The mean gain over the single layers with its 95 % interval, and the rank correlation of spread and gain."""
     single = study.single
+    gains = [np.array([np.mean(study.gains(unit, other)) for unit in single]) for other in OTHERS]
     sides = {"inputs": lambda unit: study.of_side(unit, 0), "errors": lambda unit: study.of_side(unit, 1),
              "both": study.spread}  # fmt: skip
-    rows = []
+    rows = [["mean gain", *(in_words(gained) for gained in gains)]]
     for name, of_unit in sides.items():
         of_spread = np.array([of_unit(unit) for unit in single])
-        gains = (np.array([np.mean(study.gains(unit, other)) for unit in single]) for other in OTHERS)
-        rows.append([name, *(rank_interval(of_spread, gained) for gained in gains)])
-    return table([f"spread of, over {len(single)} layers", *(f"gain over {NAMES[other]}" for other in OTHERS)], rows)
+        rows.append([f"ρ with the spread of {name}", *(rank_interval(of_spread, gained) for gained in gains)])
+    return table([f"over {len(single)} single layers", *(f"gain over {NAMES[other]}" for other in OTHERS)], rows)
 
 
 def figure(study: Study, file: Path) -> None:
@@ -107,6 +108,10 @@ def figure(study: Study, file: Path) -> None:
             axis.plot([at], [np.mean(gains)], "_", color=colour, markersize=14, markeredgewidth=2)
             axis.annotate(unit, (at, float(np.mean(gains))), textcoords="offset points", xytext=(7, 3), fontsize=7)
         axis.set_xscale("log")
+        axis.margins(x=0.2)
+        axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        axis.xaxis.set_minor_locator(NullLocator())
         axis.set_xlabel("spread of inputs times spread of errors")
         axis.set_title(f"over {NAMES[other]}", fontsize=10)
     axes[0].set_ylabel("gain of FCCA, nats per answer token")
@@ -117,4 +122,4 @@ def figure(study: Study, file: Path) -> None:
 
 def blocks(study: Study) -> dict[str, str]:
     """The generated blocks of docs/smollm2.md by name."""
-    return {"whitening": losses(study), "whitening-correlations": correlations(study)}
+    return {"whitening": losses(study), "whitening-layers": over_layers(study)}

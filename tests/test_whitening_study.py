@@ -69,7 +69,7 @@ def test_the_table_pairs_seeds_and_orders_layers_by_their_spread(
     assert first.startswith("| layer 1 | 4 | 9 |")
     half = 12.706 * 0.1 / 2**0.5 / 2**0.5  # t of one degree of freedom; the gains .05 and .15 scatter by .1 / sqrt 2
     assert f"+0.100 ± {half:.3f}" in first
-    both = whitening_tables.correlations(study).splitlines()[-1]
+    both = whitening_tables.over_layers(study).splitlines()[-1]
     assert [cell.split()[0] for cell in both.split("|")[2:4]] == ["-0.50", "+0.50"]  # ranks 2 3 1 with 1 2 3, 3 2 1
     whitening_tables.figure(study, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000
