@@ -7,7 +7,7 @@ their 95 % intervals resample the tenants, and for each of them the seeds. An in
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.ticker import EngFormatter, NullFormatter
 from numpy.typing import NDArray
 from scipy.stats import spearmanr
 
@@ -41,6 +42,7 @@ NAMES: dict[Arm, str] = {
     ("lora", 16): "a LoRA, r = 16",
 }
 CORES = [arm for arm in NAMES if arm[0] != "lora"]
+NO_DATA = ("weights", "random")
 NUM_RESAMPLES = 10_000
 TIMES: dict[Measure, float] = {"accuracy": 100.0, "loss": 1.0}
 DIGITS: dict[Measure, int] = {"accuracy": 1, "loss": 3}
@@ -210,9 +212,16 @@ def correlation(study: Study) -> str:
         np.array([[study.values(arm, measure, [name]).mean() for arm in arms] for name in names])
         for measure in ("share", "loss")
     )
-    within = np.array([[spearmanr(of_one, loss)[0]] for of_one, loss in zip(shares, losses, strict=True)])
+
+    def within(places: Sequence[int]) -> str:
+        pairs = zip(shares[:, places], losses[:, places], strict=True)
+        return in_words(np.array([[spearmanr(of_one, loss)[0]] for of_one, loss in pairs]), 2)
+
     own = arms.index(OWN)
-    rows = [[f"the {len(arms)} bases of a tenant, mean over the tenants", in_words(within, 2)]]
+    rows = [[f"the {len(arms)} bases of a tenant, mean over the tenants", within(range(len(arms)))]]
+    read_data = [place for place, arm in enumerate(arms) if arm[0] not in NO_DATA]
+    if 2 < len(read_data) < len(arms):
+        rows.append([f"those {len(read_data)} of them that read data", within(read_data)])
     for place, arm in enumerate(arms):
         if arm != OWN:
             of_own, dearer = shares[:, place] / shares[:, own], losses[:, place] - losses[:, own]
@@ -263,24 +272,28 @@ def blocks(study: Study) -> dict[str, str]:
 
 def figure(study: Study, path: Path) -> None:
     """Mean accuracy and loss, with 95 % intervals of the difference from own bases, against bytes."""
-    drawn, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    drawn, axes = plt.subplots(1, 2, figsize=(10, 4.6), layout="constrained")
     for axis, measure in zip(axes, ("accuracy", "loss"), strict=True):
-        for place, arm in enumerate(study.arms):
-            x, y = study.some(arm)["disk_bytes"], TIMES[measure] * study.values(arm, measure, study.names()).mean()
-            x *= 1.15**place  # cores take the same bytes: side by side
-            colour = "tab:orange" if arm[0] == "lora" else "tab:green" if arm[0] == "own" else "tab:blue"
+        drawn_at: Counter[str] = Counter()
+        for arm in study.arms:
+            size, y = study.some(arm)["disk_bytes"], TIMES[measure] * study.values(arm, measure, study.names()).mean()
+            x = size * 1.15 ** drawn_at[size_in_words(size)]  # side by side
+            drawn_at[size_in_words(size)] += 1
             around = None
             if arm != OWN and OWN in study.arms:
                 middle, low, high = interval(study.differences(arm, OWN, measure, study.names()))
                 around = [[middle - low], [high - middle]]
-            axis.errorbar([x], [y], yerr=around, fmt="o", color=colour, capsize=3)
-            axis.annotate(named(arm), (x, y), textcoords="offset points", xytext=(6, 3), fontsize=7)
+            fmt = "s" if arm[0] == "lora" else "D" if arm == OWN else "o"
+            axis.errorbar([x], [y], yerr=around, fmt=fmt, capsize=3, label=named(arm))
         axis.set_xscale("log")
-        axis.set_xlim(right=40 * axis.get_xlim()[1])
+        axis.margins(x=0.1)
+        axis.xaxis.set_major_formatter(EngFormatter("B"))
+        axis.xaxis.set_minor_formatter(NullFormatter())
         axis.set_xlabel("bytes of a tenant on disk (set apart where they are equal)")
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("accuracy, mean over tenants, %")
     axes[1].set_ylabel("loss, nats per answer token")
+    drawn.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     drawn.suptitle(
         "SmolLM2-135M-Instruct, 24 tenants; bars: 95 % interval of the difference from own bases", fontsize=10
     )

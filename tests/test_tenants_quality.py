@@ -181,3 +181,4 @@ def test_a_share_that_goes_with_the_loss_in_every_tenant_has_a_rank_correlation_
         for seed, found in study.arms["own", 16].items()
     }
     assert "mean over the tenants | -1.00 (-1.00 to -1.00) |" in tables.correlation(study)
+    assert "| those 3 of them that read data | -1.00 (-1.00 to -1.00) |" in tables.correlation(study)
