@@ -13,6 +13,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader
 from transformers import (
     AutoModelForCausalLM,
     EarlyStoppingCallback,
@@ -387,9 +388,20 @@ def test_a_step_that_was_not_noised_ends_the_training_and_is_not_counted(tmp_pat
     trainer = trainer_of(tmp_path)
     own = private(trainer)
     trainer.training_step = lambda model, inputs, *_: sum(model(**one).loss for one in inputs["batches"])  # type: ignore
-    with pytest.raises(TrainingError, match="after 1 steps 0 were"):
+    before = cores(trainer.model)
+    with pytest.raises(TrainingError, match="of 1 only 0 were"):
         trainer.train()
     assert own.spent == 0
+    assert torch.equal(cores(trainer.model), before)
+
+
+def test_a_loader_of_other_rows_than_those_that_count_is_refused(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    plain = trainer.get_train_dataloader
+    trainer.get_train_dataloader = lambda: DataLoader(plain().dataset[:12], collate_fn=batch_of)  # type: ignore
+    private(trainer)
+    with pytest.raises(ConfigError, match=r"train_dataset \(24\).* loader has 12"):
+        trainer.train()
 
 
 def tiny_opt() -> Any:
@@ -415,6 +427,28 @@ def test_packed_rows_need_a_model_that_keeps_them_apart(tmp_path: Path, make: An
     else:
         with pytest.raises(ConfigError, match="rows see one another"):
             trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("changed", "error"),
+    [("two sequences", "packed rows in one sequence, but a batch has 2"), ("nan", "packed rows is not finite")],
+)
+def test_packed_rows_that_could_change_others_end_the_training(tmp_path: Path, changed: str, error: str) -> None:
+    def flat(rows: list[Any]) -> dict[str, Any]:
+        batch = lay_end_to_end([TokenRow("", list(row.ids), row.num_prompt) for row in rows])
+        if changed == "two sequences":
+            return {name: part.repeat(2, 1) if isinstance(part, Tensor) else part for name, part in batch.items()}
+        return batch
+
+    trainer = trainer_of(tmp_path, per_device_train_batch_size=12)
+    trainer.data_collator = flat
+
+    def not_finite(outputs: Any, batch: Any) -> Tensor:
+        return outputs.logits.sum() * torch.full((int((batch["position_ids"] == 0).sum()),), math.nan)
+
+    private(trainer, loss_fn=not_finite if changed == "nan" else None)
+    with pytest.raises((ConfigError, TrainingError), match=error):
+        trainer.train()
 
 
 def test_callbacks_that_look_at_rows_are_refused(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def refuse_what_leaks(trainer: Trainer, *, basis_is_public: bool) -> None:
         "has learning rates that follow from no score, but this lr_scheduler_type reads scores": (
             args.lr_scheduler_type not in BY_SCORES
         ),
-        "runs in one process on one device": num_ranks() == 1 and args.n_gpu <= 1,
+        "runs in one process on one device (CUDA_VISIBLE_DEVICES=0)": num_ranks() == 1 and args.n_gpu <= 1,
         "draws from rows whose number is known, but train_dataset has none": hasattr(trainer.train_dataset, "__len__"),
     }
     for rule, kept in rules.items():

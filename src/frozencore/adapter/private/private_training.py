@@ -21,6 +21,7 @@ from frozencore.adapter.packed_rows import keeps_rows_apart, packed_rows
 from frozencore.adapter.per_example import RowLossFn, losses_and_gradients
 from frozencore.adapter.private.checks import Guard, private_cores, refuse_what_leaks
 from frozencore.adapter.private.sampling import drawn_loader, drawn_rows, new_secret, noise_of
+from frozencore.calibration.batches import num_examples_of
 from frozencore.errors import ConfigError, DataError, TrainingError
 from frozencore.privacy import CLIP, PrivateBudget, Schedule
 
@@ -135,13 +136,15 @@ class PrivateTraining(TrainerCallback, ExportableState):
         optimizer: Any = self._trainer.optimizer
         self._guard.before_step(self._cores, optimizer.param_groups[0]["lr"])
 
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Check, before the cores move, that the step is a noised one."""
+        self._require_noised(state.global_step + 1)
+
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Check that the step was a noised one."""
-        if self._num_steps != state.global_step:
-            raise TrainingError(
-                f"Every step of a private training is noised, but after {state.global_step} steps {self._num_steps} "
-                "were. Leave the Trainer's own loop and its training_step as they are."
-            )
+        """Check the step once more, in case the Trainer's loop is another one, and what it did to the cores."""
+        self._require_noised(state.global_step)
         self._guard.after_step(self._cores)
 
     def on_log(
@@ -156,10 +159,22 @@ class PrivateTraining(TrainerCallback, ExportableState):
         """Forget the secret, so that a state saved after the training does not hold it."""
         state.stateful_callbacks.pop(type(self).__name__, None)
 
+    def _require_noised(self, steps: int) -> None:
+        if self._num_steps != steps:
+            raise TrainingError(
+                f"Every step of a private training is noised, but of {steps} only {self._num_steps} were. Leave the "
+                "Trainer's own loop and its training_step as they are."
+            )
+
     def _loader(self) -> Any:
         """Replaces ``get_train_dataloader``."""
         plain, passes = self._plain_loader(), self._trainer.args.gradient_accumulation_steps
-        num_rows = len(plain.dataset)
+        num_rows, counted = len(plain.dataset), len(self._trainer.train_dataset)
+        if num_rows != counted:
+            raise ConfigError(
+                f"The noise of a private training follows from the rows of train_dataset ({counted}), but this "
+                f"Trainer's loader has {num_rows}. Give the Trainer the rows that it shall train on."
+            )
         rate = min(1.0, self._rows_a_step() / num_rows)
         batches = math.ceil(num_rows / self._trainer.args.per_device_train_batch_size)
         loader = drawn_loader(
@@ -183,8 +198,15 @@ class PrivateTraining(TrainerCallback, ExportableState):
         model.train()
         loss = torch.zeros((), device=self._sum.device)
         for batch in inputs["batches"]:
-            self._require_rows_apart(model, batch)
+            packed = packed_rows(batch)
+            if packed is not None:
+                self._require_rows_apart(model, batch)
             losses, gradients = losses_and_gradients(model, batch, self._loss_fn)
+            if packed is not None and len(losses) > 1 and not gradients.isfinite().all():
+                raise TrainingError(
+                    "In private training no row changes another's gradient, but a gradient of packed rows is not "
+                    "finite, which can spread to the rows beside it. Use a collator that pads."
+                )
             if len(losses) != inputs["num_rows"]:
                 raise DataError(
                     f"Private training cuts the gradient of each row, but the collator made {len(losses)} rows of "
@@ -208,14 +230,18 @@ class PrivateTraining(TrainerCallback, ExportableState):
         self._num_steps += 1
 
     def _require_rows_apart(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
-        """Check the first batch of packed rows: a row that others see would change their gradients too."""
-        if not self._rows_apart and packed_rows(batch) is not None:
-            if not keeps_rows_apart(model):
-                raise ConfigError(
-                    "Private training of packed rows needs a model that keeps rows apart by their position_ids, but "
-                    "in this one rows see one another. Use a collator that pads."
-                )
-            self._rows_apart = True
+        """Check a batch of packed rows: a row that others see would change their gradients too."""
+        if num_examples_of(batch) > 1:  # some kernels look at the positions of a single sequence only
+            raise ConfigError(
+                f"Private training takes packed rows in one sequence, but a batch has {num_examples_of(batch)}. Use "
+                "DataCollatorWithFlattening, or a collator that pads."
+            )
+        if not self._rows_apart and not keeps_rows_apart(model):
+            raise ConfigError(
+                "Private training of packed rows needs a model that keeps rows apart by their position_ids, but "
+                "in this one rows see one another. Use a collator that pads."
+            )
+        self._rows_apart = True
 
     def _rows_a_step(self) -> int:
         args = self._trainer.args
