@@ -404,6 +404,10 @@ def test_a_loader_of_other_rows_than_those_that_count_is_refused(tmp_path: Path)
         trainer.train()
 
 
+def flat(rows: list[Example]) -> dict[str, Any]:
+    return lay_end_to_end([TokenRow("", list(row.ids), row.num_prompt) for row in rows])
+
+
 def tiny_opt() -> Any:
     config = OPTConfig(
         vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, ffn_dim=32,
@@ -415,10 +419,6 @@ def tiny_opt() -> Any:
 @pytest.mark.parametrize("make", [tiny_qwen2, tiny_opt])
 def test_packed_rows_need_a_model_that_keeps_them_apart(tmp_path: Path, make: Any) -> None:
     """OPT takes position_ids, and lets each token see the rows before its own."""
-
-    def flat(rows: list[Any]) -> dict[str, Any]:
-        return lay_end_to_end([TokenRow("", list(row.ids), row.num_prompt) for row in rows])
-
     trainer = trainer_of(tmp_path, adapted("random", model=make(), trained=True))
     trainer.data_collator = flat
     private(trainer)
@@ -434,14 +434,11 @@ def test_packed_rows_need_a_model_that_keeps_them_apart(tmp_path: Path, make: An
     [("two sequences", "packed rows in one sequence, but a batch has 2"), ("nan", "packed rows is not finite")],
 )
 def test_packed_rows_that_could_change_others_end_the_training(tmp_path: Path, changed: str, error: str) -> None:
-    def flat(rows: list[Any]) -> dict[str, Any]:
-        batch = lay_end_to_end([TokenRow("", list(row.ids), row.num_prompt) for row in rows])
-        if changed == "two sequences":
-            return {name: part.repeat(2, 1) if isinstance(part, Tensor) else part for name, part in batch.items()}
-        return batch
+    def twice(rows: list[Any]) -> dict[str, Any]:
+        return {name: part.repeat(2, 1) if isinstance(part, Tensor) else part for name, part in flat(rows).items()}
 
     trainer = trainer_of(tmp_path, per_device_train_batch_size=12)
-    trainer.data_collator = flat
+    trainer.data_collator = twice if changed == "two sequences" else flat
 
     def not_finite(outputs: Any, batch: Any) -> Tensor:
         return outputs.logits.sum() * torch.full((int((batch["position_ids"] == 0).sum()),), math.nan)
