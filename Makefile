@@ -47,8 +47,8 @@ bench: $(VENV)/.installed-dev
 conformance: $(VENV)/.installed-dev
 	$(BIN)/python conformance/run.py --workers 2
 
-# Serving engines, each in an environment of its own: vLLM's CPU build (3.4 GB), and llama.cpp (1.5 GB), which needs a C++
-# compiler and half an hour of one core. tests/engines runs what we export in them.
+# Serving engines, each in an environment of its own: vLLM's CPU build (3.4 GB), and llama.cpp (1.5 GB), its server compiled
+# and its converters. tests/engines runs what we export in them.
 engines: $(ENGINES)/vllm/.installed $(ENGINES)/llama.cpp/.installed
 
 # Flower with its simulation engine (0.5 GB), over the packages of this project: it wants older ones of three than constraints.txt pins.
@@ -111,7 +111,7 @@ $(ENGINES)/flower/.installed: engines/flower.txt | $(VENV)/.installed-dev
 	    > $$($(@D)/bin/python -c "import site; print(site.getsitepackages()[0])")/this_project.pth
 	touch $@
 
-$(ENGINES)/llama.cpp/.installed: engines/llama.cpp.txt engines/llama.cpp.sources.txt
+$(ENGINES)/llama.cpp/.installed: engines/llama.cpp.txt engines/llama.cpp.sources.txt engines/llama_server.py
 	rm -rf $(@D)
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet --quiet --disable-pip-version-check --no-deps -r $<
@@ -119,12 +119,7 @@ $(ENGINES)/llama.cpp/.installed: engines/llama.cpp.txt engines/llama.cpp.sources
 	    -r engines/llama.cpp.sources.txt
 	mkdir $(@D)/src
 	tar -xzf $(@D)/llama_cpp_python-*.tar.gz -C $(@D)/src --strip-components=3 --wildcards '*/vendor/llama.cpp/*'
-	CMAKE_ARGS="-DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF" \
-	    $(@D)/bin/pip install --quiet --quiet --disable-pip-version-check --no-deps $(@D)/llama_cpp_python-*.tar.gz
 	rm $(@D)/llama_cpp_python-*.tar.gz
-	$(@D)/bin/cmake -S $(@D)/src -B $(@D)/build -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(@D)/bin/ninja) \
-	    -DCMAKE_BUILD_TYPE=Release -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF \
-	    -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_ALL_WARNINGS=OFF
-	$(@D)/bin/cmake --build $(@D)/build --target llama-server
-	ln -s ../build/bin/llama-server $(@D)/bin/llama-server
+	(echo '#!$(abspath $(@D))/bin/python'; cat engines/llama_server.py) > $(@D)/bin/llama-server
+	chmod +x $(@D)/bin/llama-server
 	touch $@

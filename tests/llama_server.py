@@ -77,27 +77,3 @@ class LlamaServer(EngineProcess):
         """Which adapters requests get that ask for none."""
         scales = [{"id": i, "scale": float(lora in loras)} for i, lora in enumerate(self.loras)]
         self.post("/lora-adapters", scales)
-
-
-# The Python interface finds the libraries that the server is built on by a variable.
-GENERATE = """
-import itertools, json, sys
-from llama_cpp import Llama
-job = json.load(sys.stdin)
-model = Llama(job["model"], lora_path=job["lora"], n_ctx=256, n_threads=1, type_k=0, type_v=0, verbose=False)
-print(json.dumps([
-    list(itertools.islice(model.generate(prompt, temp=0.0), job["num_tokens"])) for prompt in job["prompts"]
-]))
-"""
-
-
-def generate_in_python(model: Path, lora: Path, prompts: Sequence[list[int]], num_tokens: int) -> list[list[int]]:
-    """The greedy tokens of llama-cpp-python in float32, in a process of its own."""
-    home = environment_of("llama.cpp")
-    job = {"model": str(model), "lora": str(lora), "prompts": prompts, "num_tokens": num_tokens}
-    libraries = {"LLAMA_CPP_LIB_PATH": str(home / "build" / "bin"), "OMP_NUM_THREADS": "1"}
-    command = [home / "bin" / "python", "-c", GENERATE]
-    done = subprocess.run(command, input=json.dumps(job), env=libraries, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    tokens: list[list[int]] = json.loads(done.stdout)
-    return tokens

@@ -7,6 +7,9 @@ unpacked weights in float32. That is the whole difference: on the same file with
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +19,13 @@ from peft import get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from adapted import train_at_random
+from engine_process import environment_of
 from frozencore import FrozenCoreConfig, export_gguf_lora, export_lora
 from frozencore.adapter.export.gguf_lora import ARCHITECTURES
 from frozencore.tune.run.models import load_model
 from frozencore.tune.smollm2 import FILE
 from llama_server import LlamaServer, convert
-from places import SHARED
+from places import ROOT, SHARED
 from served_adapters import Referee
 
 pytest.importorskip("gguf")
@@ -117,3 +121,15 @@ def test_smollm2s_file_with_the_lora_answers_as_the_native_adapter(tmp_path: Pat
     with model.disable_adapter():
         assert max(native.error(prompt, answer) for prompt, answer in zip(prompts, alone, strict=True)) < ROUNDING
         assert max(native.error(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)) > 2 * ROUNDING
+
+
+def test_the_benchmark_of_tenants_in_llama_cpp_runs(tmp_path: Path) -> None:
+    environment_of("llama.cpp")
+    file, out = SHARED / "models" / "smollm2" / FILE, tmp_path / "found.json"
+    if not file.is_file():
+        pytest.skip("no ../shared beside this checkout")
+    program = ROOT / "benchmarks" / "served_llama_cpp.py"
+    subprocess.run([sys.executable, program, "--quick", "--model", file, "--out", out], check=True, cwd=tmp_path)
+    found = json.loads(out.read_text())
+    assert [row["tenants"] for row in found["rows"]] == ["no adapters", "adapters, none chosen", "1", "2"]
+    assert found["answers_of_the_base"] == 0

