@@ -67,7 +67,9 @@ def pages() -> Iterator[tuple[Path, dict[str, str]]]:
         ),
     )
     served = {"served": f"served-{MACHINE}", "served-smollm2": f"served-smollm2-{MACHINE}"}
-    yield DOCS / "serving.md", {block: tenant_tables.served(found_in(name)) for block, name in served.items()}
+    blocks = {block: tenant_tables.served(found_in(name)) for block, name in served.items()}
+    blocks["served-llama-cpp"] = tenant_tables.served_llama_cpp(found_in(f"served-llama-cpp-{MACHINE}"))
+    yield DOCS / "serving.md", blocks
 
 
 def rewritten(page: str, blocks: Mapping[str, str]) -> str:

@@ -51,7 +51,7 @@ class Plan:
     prompt_tokens: int = 8
     new_tokens: int = 16
     tenants: tuple[int, ...] = (1, 16, 64)
-    rounds: int = 4
+    rounds: int = 3
     swaps: int = 20
 
 
