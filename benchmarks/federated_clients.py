@@ -31,9 +31,9 @@ from frozencore.tune.run.models import load_model
 from frozencore.tune.suite import find_task
 from frozencore.tune.tasks.splits import split_task
 
-CORES, LORAS = (1e-2, 5e-3, 2e-2), (4e-3, 8e-3, 2e-3)  # those of docs/smollm2.md first
+CORES, LORAS = 5e-3, 2e-3  # where the searches begin
 LORA_SB = {"constructor": "signgrad", "coordinates": "qr"}  # Fed-SB averages cores on the bases of LoRA-SB
-CONTESTANTS: Mapping[str, tuple[Mapping[str, Any], tuple[float, ...]]] = {
+CONTESTANTS: Mapping[str, tuple[Mapping[str, Any], float]] = {
     "core, FCCA": ({"constructor": "fcca"}, CORES),
     "core, Fed-SB's bases": (LORA_SB, CORES),
     "LoRA, r = 1": ({"lora": 1}, LORAS),
@@ -53,11 +53,11 @@ class Plan:
     rows_a_client: int = 12
     concentration: float = 0.3
     clients_a_round: int = 5
-    rounds: int = 6
+    rounds: int = 12
     batch_size: int = 4
     public_rows: int = 32
     scored_rows: int = 100
-    score_every: int = 6
+    score_every: int = 3
     seeds: tuple[int, ...] = (42, 43, 44)
 
 

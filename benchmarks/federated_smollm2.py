@@ -6,7 +6,7 @@
 
 It goes on where it stopped. Five clients train in a round, once over their rows, and FedAvg averages what they send.
 All contestants have the same clients, rows and steps; the learning rate of each has the lowest loss on validation rows,
-with the first seed.
+with the first seed. Rates are a factor of two apart, and the search goes on until the best has others on both sides.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from frozencore.files.whole_file import write_json
 from frozencore.tune.scoring.choice import predict_choices
 from harness import parser_of, write_found
 
-STAGES = ((1, 1), (2, 1), (3, 1), (3, 2), (3, 3))  # rates and seeds; the results are written after each
+MOST_RATES = 8
 
 
 @dataclass(frozen=True)
@@ -150,14 +150,17 @@ class Study:
         by_task = {name: mean(right[i * each : (i + 1) * each]) for i, name in enumerate(self.plan.tasks)}
         return {"round": number, **{name: mean(values) for name, values in score.items()}, "by_task": by_task}
 
-    def searched(self, contestant: str, num_rates: int) -> list[dict[str, Any]]:
-        """The validation scores of the contestant's first rates, with the first seed; one rate needs none."""
-        runs = [Run(contestant, rate, self.plan.seeds[0]) for rate in CONTESTANTS[contestant][1][:num_rates]]
-        if num_rates == 1:
-            return [asdict(run) | {"chosen": True} for run in runs]
-        rows = [asdict(run) | self.means(run, self.plan.rounds, "validation") for run in runs]
-        best = min(rows, key=lambda row: row["loss"])
-        return [row | {"chosen": row is best} for row in rows]
+    def searched(self, contestant: str) -> list[dict[str, Any]]:
+        """The validation scores of each rate, with the first seed, until the best has others on both sides."""
+        tried: dict[float, dict[str, Any]] = {}
+        rates = [CONTESTANTS[contestant][1] * factor for factor in (1, 2, 0.5)]
+        while rates and len(tried) < MOST_RATES:
+            for rate in rates:
+                run = Run(contestant, rate, self.plan.seeds[0])
+                tried[rate] = asdict(run) | self.means(run, self.plan.rounds, "validation")
+            best = min(tried, key=lambda rate: tried[rate]["loss"])
+            rates = [rate for rate in (best * 2, best / 2) if rate not in tried]
+        return [tried[rate] | {"chosen": rate == best} for rate in sorted(tried)]
 
     def found(self, run: Run, reference: Run) -> dict[str, Any]:
         """A run with its test scores, and their differences from another's: mean and 95 % interval over the rows."""
@@ -181,9 +184,9 @@ def server_app(plan: Plan, options: argparse.Namespace) -> ServerApp:
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         study = Study(plan, grid)
-        for num_rates, num_seeds in STAGES:
-            search = [row for contestant in CONTESTANTS for row in study.searched(contestant, num_rates)]
-            chosen = {row["contestant"]: row["rate"] for row in search if row["chosen"]}
+        search = [row for contestant in CONTESTANTS for row in study.searched(contestant)]
+        chosen = {row["contestant"]: row["rate"] for row in search if row["chosen"]}
+        for num_seeds in range(1, len(plan.seeds) + 1):  # the results are written after each seed
             runs = [[Run(name, chosen[name], seed) for name in CONTESTANTS] for seed in plan.seeds[:num_seeds]]
             rows = [study.found(run, of_seed[0]) for of_seed in runs for run in of_seed]
             about = {name: value for name, value in asdict(plan).items() if name not in ("folder", "data_root")}
