@@ -30,11 +30,12 @@ Measure = Literal["accuracy", "loss"]
 Rows = NDArray[np.float64]
 """(tenants, seeds)."""
 
-OWN, GROUPED = ("own", 16), ("grouped", 16)
+OWN, GROUPED, WIDE, MEAN = ("own", 16), ("grouped", 16), ("grouped", 32), ("mean", 16)
+GROUPS = "one basis, FCCA for groups"
 NAMES: dict[Arm, str] = {
     OWN: "its own basis",
-    GROUPED: "one basis, FCCA for groups",
-    ("mean", 16): "one basis, FCCA of the mean",
+    GROUPED: GROUPS,
+    MEAN: "one basis, FCCA of the mean",
     ("generic", 16): "one basis, FCCA of plain prose",
     ("weights", 16): "one basis, LoRA-XS",
     ("random", 16): "one random basis",
@@ -176,7 +177,7 @@ def tenants_table(study: Study) -> str:
 
 
 def bar(study: Study) -> str:
-    """Sentences: how far a basis for groups is from own bases, and from LoRAs."""
+    """Sentences: how far a basis for groups is from own bases, and whether that reaches the goal."""
     if not {OWN, GROUPED} <= study.arms.keys():
         return "Own bases and a basis for groups are not measured yet.\n"
     num_seeds = len(study.common_seeds(OWN, GROUPED))
@@ -184,7 +185,7 @@ def bar(study: Study) -> str:
     scored = sum(one["rows"]["held-out"] for one in study.tenants.values())
     said = [
         f"SmolLM2, {len(study.tenants)} tenants, {scored:,} held-out rows, {seeds}. The differences are those of the "
-        "basis for groups, with `95 %` intervals in brackets."
+        "basis for groups at rank 16, with `95 %` intervals in brackets."
     ]
     for who, most, names in (
         ("All tenants", 0.5, study.names()),
@@ -194,12 +195,29 @@ def bar(study: Study) -> str:
         word = "reached" if found.mean() >= -most else "missed"
         points = in_words(found, 1)
         said.append(f"- {who}: {points} points from own bases. The goal, at most {most:g} below, is {word}.")
-    for arm in (("lora", 1), ("lora", 16)):
-        if arm in study.arms:
-            points = in_words(study.differences(GROUPED, arm, "accuracy", study.names()), 1)
-            loss = in_words(study.differences(GROUPED, arm, "loss", study.names()), 3)
-            said.append(f"- From {named(arm)}: {points} points in accuracy, {loss} nats a token in the loss.")
+    if MEAN in study.arms:
+        points, loss = (
+            in_words(study.differences(GROUPED, MEAN, measure, study.names()), DIGITS[measure]) for measure in DIGITS
+        )
+        said.append(f"- From the basis of the mean: {points} points in accuracy, {loss} nats a token in the loss.")
     return "\n".join([said[0], "", *said[1:]]) + "\n"
+
+
+def grouped_table(study: Study) -> str:
+    """The basis for groups at each rank: the differences over all tenants from own bases and from LoRAs."""
+    measures: dict[Measure, str] = {"accuracy": "points", "loss": "nats a token"}
+    rows = []
+    for arm in sorted(arm for arm in study.arms if arm[0] == "grouped"):
+        for measure, unit in measures.items():
+            cells = [
+                in_words(study.differences(arm, other, measure, study.names()), DIGITS[measure])
+                if other in study.arms else ""
+                for other in (OWN, ("own", arm[1]), ("lora", 1), ("lora", 16))
+            ]  # fmt: skip
+            rows.append([f"r = {arm[1]}: {measure}, {unit}", *cells])
+    return table(
+        [GROUPS, "minus own, r = 16", "minus own of its rank", "minus LoRA, r = 1", "minus LoRA, r = 16"], rows
+    )
 
 
 def correlation(study: Study) -> str:
@@ -237,15 +255,17 @@ def rank_interval(x: NDArray[np.float64], y: NDArray[np.float64]) -> str:
 
 
 def readme(study: Study) -> str:
-    """One row each: own basis, shared, newcomers on the shared one, LoRA of rank 1 and 16."""
+    """One row each: own basis, shared at two ranks, LoRA of rank 1 and 16, the newcomers on the first three."""
     new = study.names(False)
     shown = [
         (OWN, named(OWN), study.names()),
         (GROUPED, named(GROUPED), study.names()),
+        (WIDE, named(WIDE), study.names()),
         (("lora", 1), named(("lora", 1)), study.names()),
         (("lora", 16), named(("lora", 16)), study.names()),
         (OWN, f"the {len(new)} newcomers: {named(OWN)}", new),
         (GROUPED, f"the {len(new)} newcomers: {named(GROUPED)}", new),
+        (WIDE, f"the {len(new)} newcomers: {named(WIDE)}", new),
     ]
     rows = []
     for arm, label, names in shown:
@@ -263,7 +283,9 @@ def readme(study: Study) -> str:
 def blocks(study: Study) -> dict[str, str]:
     """The generated blocks of docs/many-cores.md by name."""
     return {
-        "tenants-quality": f"{bar(study)}\n{arms_table(study, 'accuracy')}\n{arms_table(study, 'loss')}",
+        "tenants-quality": "\n".join(
+            [bar(study), grouped_table(study), arms_table(study, "accuracy"), arms_table(study, "loss")]
+        ),
         "tenants-quality-bytes": bytes_table(study),
         "tenants-quality-each": tenants_table(study),
         "tenants-quality-shares": correlation(study),
@@ -283,8 +305,11 @@ def figure(study: Study, path: Path) -> None:
             if arm != OWN and OWN in study.arms:
                 middle, low, high = interval(study.differences(arm, OWN, measure, study.names()))
                 around = [[middle - low], [high - middle]]
-            fmt = "s" if arm[0] == "lora" else "D" if arm == OWN else "o"
-            axis.errorbar([x], [y], yerr=around, fmt=fmt, capsize=3, label=named(arm))
+            fmt = "s" if arm[0] == "lora" else "o"
+            colour = f"C{list(NAMES).index(arm if arm in NAMES else (arm[0], 16))}"
+            axis.errorbar(
+                [x], [y], yerr=around, fmt=fmt, color=colour, ms=3 + arm[1] ** 0.5, capsize=3, label=named(arm)
+            )
         axis.set_xscale("log")
         axis.margins(x=0.1)
         axis.xaxis.set_major_formatter(EngFormatter("B"))
@@ -295,7 +320,8 @@ def figure(study: Study, path: Path) -> None:
     axes[1].set_ylabel("loss, nats per answer token")
     drawn.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     drawn.suptitle(
-        "SmolLM2-135M-Instruct, 24 tenants; bars: 95 % interval of the difference from own bases", fontsize=10
+        "SmolLM2-135M-Instruct, 24 tenants; bars: 95 % interval of the difference from own bases of rank 16",
+        fontsize=10,
     )
     drawn.savefig(path, dpi=160)
     plt.close(drawn)
