@@ -19,6 +19,7 @@ from scipy.stats import t
 from harness import ROOT, lines_of, table
 
 RECORDS = ROOT / "lab" / "results" / "smollm2" / "records.jsonl"
+ABLATIONS = ROOT / "lab" / "results" / "smollm2-ablations" / "records.jsonl"
 TASKS = {
     "sst2": "SST-2", "cola": "CoLA", "svamp-operation": "SVAMP's operation",
     "hellaswag-activity": "HellaSwag's activity",
@@ -27,6 +28,8 @@ NAMES = {
     "fcca": "FCCA", "rawgrad": "RawGrad", "signgrad": "SignGrad", "filora": "FiLoRA", "eva": "EVA", "milora": "MiLoRA",
     "lora_xs": "LoRA-XS", "vera": "VeRA's bases", "random": "Random", "lora": "LoRA", "full": "full fine-tuning",
 }  # fmt: skip
+SIDES = ("none", "input", "output", "both")
+MEASURES = {"accuracy": (1, 100.0), "held_out_loss": (3, 1.0)}
 NO_CORES = ("lora", "full")
 REFERENCE = "FCCA"
 HEADINGS = (
@@ -107,9 +110,24 @@ def row(name: str, runs: Sequence[Record], reference: Sequence[Record]) -> list[
     ]
 
 
+def ablations() -> str:
+    """FCCA with other sides whitened, and with other damping: losses beside those of the default."""
+    found: dict[tuple[str, float], list[Record]] = defaultdict(list)
+    for record in sorted(lines_of(ABLATIONS), key=lambda record: record["seed"]):
+        core = record["config"]["core"]
+        found[core["whiten"], core["damping"]].append(record)
+    default = found["both", 1e-3]
+    rows = []
+    for (side, damping), runs in sorted(found.items(), key=lambda each: (each[0][1], SIDES.index(each[0][0]))):
+        cells = [spread([record[name] for record in runs], *how) for name, how in MEASURES.items()]
+        rows.append([side, f"{damping:g}", *cells, "" if runs is default else difference(runs, default)])
+    return table(["whitened", "damping", "accuracy, %", "held-out loss", "minus the default's"], rows)
+
+
 def blocks() -> dict[str, str]:
-    """The table of each task, by the name of its block."""
-    return {f"smollm2-{task}": of_task(methods) for task, methods in read_finals().items()}
+    """The table of each task, and that of the ablations, by the name of the block."""
+    tasks = {f"smollm2-{task}": of_task(methods) for task, methods in read_finals().items()}
+    return {**tasks, "smollm2-ablations": ablations()}
 
 
 def figure(file: Path) -> None:
