@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import cost_tables
+import federated_tables
 import page_figures
 import private_tables
 import quality_tables
@@ -66,6 +67,7 @@ def pages() -> Iterator[tuple[Path, dict[str, str]]]:
             private, found_in("per_example"), lines_of(private_tables.OF_MOMENTS), lines_of(private_tables.OF_ATTACK)
         ),
     )
+    yield DOCS / "federated.md", {"federated": federated_tables.block(found_in("federated"))}
     served = {"served": f"served-{MACHINE}", "served-smollm2": f"served-smollm2-{MACHINE}"}
     blocks = {block: tenant_tables.served(found_in(name)) for block, name in served.items()}
     blocks["served-llama-cpp"] = tenant_tables.served_llama_cpp(found_in(f"served-llama-cpp-{MACHINE}"))
