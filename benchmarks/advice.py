@@ -133,22 +133,18 @@ def trained_seeds(campaign: str, task: str, **where: Any) -> dict[str, list[floa
 def against_the_best(row: Row) -> Row | None:
     """The recommended bases and the best constructor, trained: means, and their difference with its standard error.
 
-    None where no committed run has trained those bases. ``places``: with as many values over all linear layers, as it
-    recommends (``lab/campaigns/advised.yaml``).
+    None where no committed run has trained those bases.
     """
     constructors = trained_seeds(row["campaign"], row["task"], rank=16, targets=None)
     if row["bases"] not in constructors:
         return None
     labels = {METHODS[name].label for name in CONSTRUCTORS}
     best = min((name for name in constructors if name in labels), key=lambda name: fmean(constructors[name]))
-    asked = {"targets": "all-linear", "rank_budget": 4096}
-    places = trained_seeds("advised", row["task"], **asked) if (RESULTS / "advised").exists() else {}
     return {
         "bases": row["bases"],
         "loss": round(fmean(constructors[row["bases"]]), 4),
         "best": best,
         **difference(constructors[row["bases"]], constructors[best]),
-        "places": difference(places[row["bases"]], constructors[best]) if row["bases"] in places else None,
     }
 
 
