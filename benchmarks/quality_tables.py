@@ -28,7 +28,11 @@ NAMES = {
     "fcca": "FCCA", "rawgrad": "RawGrad", "signgrad": "SignGrad", "filora": "FiLoRA", "eva": "EVA", "milora": "MiLoRA",
     "lora_xs": "LoRA-XS", "vera": "VeRA's bases", "random": "Random", "lora": "LoRA", "full": "full fine-tuning",
 }  # fmt: skip
-SIDES = ("none", "input", "output", "both")
+DEFAULTS = {
+    "whiten": "both", "damping": 1e-3, "coordinates": "fisher", "rank": 16, "alpha": "auto", "targets": None,
+    "fisher": "diagonal", "shrinkage": 0.0,
+}  # fmt: skip
+"""What the ablations change, in the order of their lines, and FCCA's defaults."""
 MEASURES = {"accuracy": (1, 100.0), "held_out_loss": (3, 1.0)}
 NO_CORES = ("lora", "full")
 REFERENCE = "FCCA"
@@ -111,17 +115,31 @@ def row(name: str, runs: Sequence[Record], reference: Sequence[Record]) -> list[
 
 
 def ablations() -> str:
-    """FCCA with other sides whitened, and with other damping: losses beside those of the default."""
-    found: dict[tuple[str, float], list[Record]] = defaultdict(list)
+    """FCCA with one option changed: losses beside those of the default, a line a change."""
+    found: dict[tuple[tuple[str, str], ...], list[Record]] = defaultdict(list)
     for record in sorted(lines_of(ABLATIONS), key=lambda record: record["seed"]):
-        core = record["config"]["core"]
-        found[core["whiten"], core["damping"]].append(record)
-    default = found["both", 1e-3]
+        options = {name: record["config"][name] for name in ("rank", "targets")} | record["config"]["core"]
+        changes = [(name, _shown(options[name])) for name in DEFAULTS if options[name] != DEFAULTS[name]]
+        found[tuple(changes)].append(record)
+    default = found.pop(())
+    names = list(DEFAULTS)
+    changed = sorted(
+        found.items(), key=lambda each: [(names.index(name), len(value), value) for name, value in each[0]]
+    )
     rows = []
-    for (side, damping), runs in sorted(found.items(), key=lambda each: (each[0][1], SIDES.index(each[0][0]))):
+    for changes, runs in [((("", "default"),), default), *changed]:
         cells = [spread([record[name] for record in runs], *how) for name, how in MEASURES.items()]
-        rows.append([side, f"{damping:g}", *cells, "" if runs is default else difference(runs, default)])
-    return table(["whitened", "damping", "accuracy, %", "held-out loss", "minus the default's"], rows)
+        what = ", ".join(f"{name} {value}".strip() for name, value in changes).replace("alpha none", "scale 1")
+        rows.append(
+            [what, f"{runs[0]['values_at_once']:,}", *cells, "" if runs is default else difference(runs, default)]
+        )
+    return table(["changed", "values", "accuracy, %", "held-out loss", "minus the default's"], rows)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, list):
+        return "/".join(name.removesuffix("_proj") for name in value)
+    return f"{value:g}" if isinstance(value, float) else "none" if value is None else str(value)
 
 
 def blocks() -> dict[str, str]:
