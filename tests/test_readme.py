@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 import re
@@ -13,11 +14,14 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel, get_peft_model
+from rich.console import Console
 from scipy.stats import ttest_rel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from frozencore import CoreBank, FrozenCoreConfig
+from frozencore.cli.run_summary import run_summary
 from frozencore.tune.pocket import pocket_model_path
+from frozencore.tune.run.record import TunedRecord, read_record
 from places import LAB, ROOT
 
 README = ROOT / "README.md"
@@ -39,6 +43,13 @@ def test_the_ten_lines_train_save_and_reload(tmp_path: Path, monkeypatch: pytest
     assert any(parameter.any() for parameter in trained.parameters() if parameter.requires_grad)
 
 
+def blocks_of(heading: str) -> list[str]:
+    """The blocks without a language below a heading."""
+    page = README.read_text(encoding="utf-8")
+    section = page[page.index(f"\n## {heading}\n") :].split("\n## ")[1]
+    return re.findall(r"```\n(.*?)```", section, flags=re.DOTALL)
+
+
 def test_the_first_command_prints_what_the_readme_shows(  # type: ignore[no-untyped-def]
     command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -46,7 +57,7 @@ def test_the_first_command_prints_what_the_readme_shows(  # type: ignore[no-unty
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "160")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    first, shown = re.findall(r"```\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)[:2]
+    first, shown, *_ = blocks_of("Install")
     (line,) = re.findall(r"^frozencore (.*?) +#", first, flags=re.MULTILINE)
     status, out, err = command(*line.split())
     assert (status, err) == (0, "")
@@ -57,6 +68,21 @@ def test_the_first_command_prints_what_the_readme_shows(  # type: ignore[no-unty
         found = next(one for one in printed if number.sub("#", one).split() == same)
         pairs = [[float(one.replace(",", "")) for one in number.findall(text)] for text in (found, wanted)]
         assert pairs[0] == pytest.approx(pairs[1], rel=0.05), wanted
+
+
+def test_the_command_on_the_real_model_is_the_recorded_one_and_printed_what_the_readme_shows() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "tune-smollm2.json").read_text(encoding="utf-8"))
+    *_, line, shown = blocks_of("Install")
+    assert found["command"] == line.strip()
+    record = read_record(json.dumps(found["record"]))
+    assert isinstance(record, TunedRecord)
+    console = Console(width=160, file=io.StringIO())
+    console.print(run_summary(record))
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    assert [line.rstrip() for line in printed.splitlines()] == shown.splitlines()
+    asked = record.config
+    assert (asked.model, asked.task, asked.num_train) == ("smollm2", "sst2", 640)
+    assert found["wall_s"] > record.total_s
 
 
 @pytest.mark.parametrize("num_tenants", [4, pytest.param(32, marks=pytest.mark.slow)])
