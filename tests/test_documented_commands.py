@@ -110,7 +110,7 @@ def lay_out(place: Path) -> None:
     )
     for name in ("lab", "examples"):
         (place / name).symlink_to(ROOT / name)
-    results = LAB / "results" / "pocket"
+    results = LAB / "results" / "scale"
     campaign = json.loads((results / "campaign.json").read_text())
     for name in ("pocket", "a", "b", "c"):
         (place / "runs" / name).mkdir(parents=True)
