@@ -1,16 +1,15 @@
-"""Is `frozencore advise` right?  Compare its advice on constructors with the trained losses of committed campaigns.
+"""Is `frozencore advise` right?  Compare its advice on constructors with the trained losses in results/advice.json.
 
-    nice python benchmarks/advice.py --data-root DIR --model DIR      # minutes;  --only TASK: one of the seven tasks
+    nice python benchmarks/advice.py --data-root DIR --model DIR --out FILE   # minutes;  --only TASK: one of the seven
     python benchmarks/advice.py --quick --out FILE                    # a few rows, which only shows that it runs
 
-``--model`` is ``tiny1m``, whose outcomes are in lab/results/tiny1m-text; the pocket model is in the package, and its
-outcomes are in lab/results/pocket. An outcome is the held-out loss of a constructor at its best searched setting, the
-mean of three seeds. FCCA's damping and sides are compared with those of lab/results/pocket-ablations. Rank correlations
-are taken within tasks, with a bootstrap interval over tasks and constructors.
+``--model`` is ``tiny1m``; the pocket model is in the package. An outcome is the held-out loss of a constructor at its
+best searched setting, the mean of three seeds, in one of the campaigns ``tiny1m-text`` and ``pocket``. FCCA's damping
+and sides have outcomes in ``pocket-ablations``. The three campaigns are in the history, in lab/results of commit
+39e574ff. Rank correlations are taken within tasks, with a bootstrap interval over tasks and constructors.
 
 Times are seconds of CPU of one thread, the median of three rounds, over those of a plain forward and backward pass over
-the same rows, with and without gradients of the weights. Tasks that are in ``--out`` already are not advised on again;
-what they are compared with is read again.
+the same rows, with and without gradients of the weights. Tasks that are in ``--out`` already are not advised on again.
 """
 
 from __future__ import annotations
@@ -18,11 +17,10 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections import defaultdict
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from statistics import fmean, median, variance
+from statistics import median
 from typing import Any
 
 import torch
@@ -37,14 +35,13 @@ from frozencore.tune.run.config import RunConfig, make_config
 from frozencore.tune.run.prepare import PreparedRun, calibration_batches, prepare
 from frozencore.tune.run.provenance import provenance
 from frozencore_lab.reports.rank_correlation import rank_correlation
-from harness import cpu_s, lines_of, load_average
+from harness import RESULTS, cpu_s, load_average
 
-RESULTS = Path(__file__).parents[1] / "lab" / "results"
+OUTCOMES = RESULTS / "advice.json"
 TASKS = {
     "hellaswag-text": "tiny1m-text", "gsm8k-text": "tiny1m-text", "sst2-text": "tiny1m-text",
     "pocket-math": "pocket", "pocket-sentiment": "pocket", "pocket-entailment": "pocket", "pocket-comparison": "pocket",
 }  # fmt: skip
-TRAINED_ALIKE = {"rank": 16, "targets": None, "learning_rate": 5e-3, "calibration_size": 128, "calibration_task": None}
 ROUNDS = 3
 Row = dict[str, Any]
 
@@ -96,74 +93,12 @@ def plain_pass(prepared: PreparedRun, batches: Iterable[Any], of_weights: bool) 
         prepared.model.zero_grad()
 
 
-def trained_losses(campaign: str, task: str, **where: Any) -> dict[str, float]:
-    """Held-out losses by setting: means over seeds, the best of what was searched; see :func:`trained_seeds`."""
-    return {name: fmean(found) for name, found in trained_seeds(campaign, task, **where).items()}
-
-
-def trained_seeds(campaign: str, task: str, **where: Any) -> dict[str, list[float]]:
-    """Held-out losses by setting, those of each seed, with the best of what was searched.
-
-    Args:
-        where: What a run's configuration must have.
-    """
-    losses: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for record in lines_of(RESULTS / campaign / "records.jsonl"):
-        config = record["config"]
-        core = config["core"]
-        if record.get("task") != task or config["evaluate_on"] != "evaluation" or record["method"] not in CONSTRUCTORS:
-            continue
-        if any(config.get(name) != value for name, value in where.items()) or core["coordinates"] != "qr":
-            continue
-        options = {
-            name: core[name]
-            for name in ("damping", "whiten")
-            if core[name] != {"damping": 1e-3, "whiten": "both"}[name]
-        }
-        name = ", ".join([METHODS[record["method"]].label, *(f"{key} {value}" for key, value in options.items())])
-        if core["fisher"] == "diagonal":
-            searched = json.dumps([config[key] for key in ("learning_rate", "warmup", "calibration_size")])
-            losses[name, searched].append(record["held_out_loss"])
-    best: dict[str, list[float]] = {}
-    for (name, _), found in losses.items():
-        best[name] = min(best.get(name, found), found, key=fmean)
-    return best
-
-
-def against_the_best(row: Row) -> Row | None:
-    """The recommended bases and the best constructor, trained: means, and their difference with its standard error.
-
-    None where no committed run has trained those bases.
-    """
-    constructors = trained_seeds(row["campaign"], row["task"], rank=16, targets=None)
-    if row["bases"] not in constructors:
-        return None
-    labels = {METHODS[name].label for name in CONSTRUCTORS}
-    best = min((name for name in constructors if name in labels), key=lambda name: fmean(constructors[name]))
-    return {
-        "bases": row["bases"],
-        "loss": round(fmean(constructors[row["bases"]]), 4),
-        "best": best,
-        **difference(constructors[row["bases"]], constructors[best]),
-    }
-
-
-def difference(ours: list[float], theirs: list[float]) -> Row:
-    """The difference of means over seeds, with its standard error."""
-    error = (variance(ours) / len(ours) + variance(theirs) / len(theirs)) ** 0.5
-    return {
-        "difference": round(fmean(ours) - fmean(theirs), 4),
-        "standard_error": round(error, 4),
-        "seeds": len(ours),
-    }
-
-
-def correlated(rows: list[Row], trained: dict[str, dict[str, float]]) -> Row | None:
+def correlated(rows: list[Row], outcome: str) -> Row | None:
     """Over all tasks together, and of each by itself."""
     points = [
         (row["gains"][name], -loss, number)
         for number, row in enumerate(rows)
-        for name, loss in trained.get(row["task"], {}).items()
+        for name, loss in row[outcome].items()
         if name in row["gains"]
     ]
     if not points:
@@ -186,23 +121,17 @@ def correlated(rows: list[Row], trained: dict[str, dict[str, float]]) -> Row | N
 
 
 def write_results(rows: list[Row], out: Path) -> None:
+    """Write the advice beside the outcomes; what the best bases gave is known where advice names the same ones."""
     rows.sort(key=lambda row: list(TASKS).index(row["task"]))
-    labels = {METHODS[name].label for name in CONSTRUCTORS}
-    losses = {row["task"]: trained_losses(row["campaign"], row["task"], rank=16, targets=None) for row in rows}
-    constructors = {task: {name: own[name] for name in own if name in labels} for task, own in losses.items()}
-    metric = {
-        row["task"]: trained_losses("pocket-ablations", row["task"], **TRAINED_ALIKE, method="fcca")
-        for row in rows
-        if row["campaign"] == "pocket"
-    }
+    outcomes = {row["task"]: row for row in json.loads(OUTCOMES.read_text(encoding="utf-8"))["rows"]}
     for row in rows:
-        row["against_the_best"] = against_the_best(row)
-        row["trained"] = {name: round(loss, 5) for name, loss in constructors[row["task"]].items()}
-        row["trained_metric"] = {name: round(loss, 5) for name, loss in metric.get(row["task"], {}).items()}
+        known = outcomes[row["task"]]
+        row["against_the_best"] = known["against_the_best"] if row["bases"] == known["bases"] else None
+        row |= {name: known[name] for name in ("trained", "trained_metric")}
     found = {
         "benchmark": "advice",
-        "constructors": correlated(rows, constructors),
-        "metric": correlated(rows, metric),
+        "constructors": correlated(rows, "trained"),
+        "metric": correlated(rows, "trained_metric"),
         "rows": rows,
         "load": load_average(),
         "provenance": provenance(),
@@ -241,7 +170,7 @@ def main() -> None:
     parser.add_argument("--model", help="folder of tiny1m; its tasks are left out without it")
     parser.add_argument("--data-root", type=Path)
     parser.add_argument("--only", choices=TASKS, nargs="+", default=list(TASKS))
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "advice.json")
+    parser.add_argument("--out", type=Path, default=OUTCOMES)
     parser.add_argument("--figure", type=Path)
     parser.add_argument("--quick", action="store_true", help="One task, few rows, one round: its numbers mean nothing.")
     given = parser.parse_args()

@@ -19,6 +19,7 @@ import federated_tables
 import page_figures
 import private_tables
 import quality_tables
+import smollm2_scores
 import speed_tables
 import tenant_tables
 import tenants_quality_tables
@@ -52,7 +53,10 @@ def pages() -> Iterator[tuple[Path, dict[str, str]]]:
         DOCS / "smollm2.md",
         quality
         | whitening_tables.blocks(whitening_tables.Study())
-        | {"smollm2-speed": speed_tables.smollm2(found_in("smollm2"))},
+        | {
+            "smollm2-speed": speed_tables.smollm2(found_in("smollm2")),
+            "smollm2-scores": smollm2_scores.block(found_in("smollm2-scores")),
+        },
     )
     yield (
         DOCS / "many-cores.md",

@@ -37,6 +37,7 @@ PROMISED: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "row_scores": (("--quick",), {"settings", "flipped", "halves", "chosen"}),
     "scale": (("--quick",), {"rates", "plan", "rows", "one_rate"}),
     "smollm2": (("--quick",), {"dtypes", "waterfall", "rounds"}),
+    "smollm2_scores": (("--quick",), {"num_rows", "accuracy", "accuracy_per_character", "published_per_character"}),
 }
 SLOW = {
     "step", "refreshing", "calibration", "svd", "ranks", "memory", "many_training", "many_commands", "tenants",

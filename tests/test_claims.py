@@ -2,7 +2,7 @@
 
 A page says where its numbers come from in a comment that its reader does not see:
 
-    <!-- source: lab/results/pocket/report/tables/rank.md tests/test_shapes.py; 0.26 = 2.63 - 2.37 -->
+    <!-- source: lab/results/frontier/report/tables/one-basis-loss.md; 0.21 = 2.110 - 1.896 -->
 
 The comment holds up to the next heading or the next such comment. Each number with a decimal point, a unit or a
 thousands separator must then stand in one of its files, rounded as the page rounds it. A number that the page computed
@@ -185,11 +185,11 @@ def test_a_claim_says_of_how_many_runs_it_is_how_sure_and_of_what() -> None:
 
 def test_a_number_without_a_source_and_a_wrong_one_are_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    table = "lab/results/tiny1m-text/report/tables/held-out-loss-loss.md"
+    table = "lab/results/frontier/report/tables/one-basis-loss.md"
     page.write_text(
         "# A\nLoss 2.31 at `0.1`, rank 16.\n"
-        f"<!-- source: {table}; 0.23 = 2.191 - 1.961 -->\n2.191, 2.19, 0.23; 2.192; 7 %\n"
+        f"<!-- source: {table}; 0.21 = 2.110 - 1.896 -->\n2.110, 2.11, 0.21; 2.112; 7 %\n"
     )
     _, bare, named = sections(page)
     assert without_source(bare) == ["2.31"]
-    assert without_source(named) == ["2.192", "7 %"]
+    assert without_source(named) == ["2.112", "7 %"]

@@ -29,6 +29,7 @@ from places import LAB, PAPER_TABLES, ROOT
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OTHER_LANGUAGES = {"python", "diff", "yaml", "json"}
 STARTED = re.compile(r"^(?:frozencore|(?:torchrun|accelerate launch) .*?(?:-m frozencore|examples/\S+)) ")
+MADE_BEFORE = re.compile(r"^make smollm2 && \.venv/bin/(?=frozencore )")
 AS_HERE = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 
@@ -39,7 +40,8 @@ def command_lines(page: Path) -> list[str]:
     for language, block in FENCE.findall(page.read_text(encoding="utf-8")):
         if language not in OTHER_LANGUAGES:
             joined = re.sub(r"\\\n\s*", "", block)
-            found += [line.split(" #")[0].strip() for line in joined.splitlines() if STARTED.match(line.strip())]
+            lines = [MADE_BEFORE.sub("", line.split(" #")[0].strip()) for line in joined.splitlines()]
+            found += [line for line in lines if STARTED.match(line)]
     return found
 
 
@@ -80,7 +82,7 @@ FEW = {"--num-train": "64", "--num-evaluation": "8", "--epochs": "1", "--calibra
 SAID_AS = {
     r"(?<=--model )(Qwen/Qwen2.5-0.5B-Instruct|tiny1m|smollm2)": "pocket",
     r"(?:(?<=--model )|(?<=--base ))(DIR|MODEL)": str(pocket_model_path()),
-    r"(?<=--data-root )(DIR|DATA)": "DATA",
+    r"(?<=--data-root )(DIR|DATA|\.\./shared/data)": "DATA",
     r"(?<=--tenants )ROWS": "rows",
     r"(?<=--adapter )LORA": "runs/mine/adapter",
 }
@@ -108,8 +110,10 @@ def lay_out(place: Path) -> None:
     )
     for name in ("lab", "examples"):
         (place / name).symlink_to(ROOT / name)
-    results = LAB / "results" / "pocket"
+    results = LAB / "results" / "frontier"
     campaign = json.loads((results / "campaign.json").read_text())
+    for study in campaign["studies"].values():
+        study["report"]["mean"] = True  # a report over several campaigns compares means
     for name in ("pocket", "a", "b", "c"):
         (place / "runs" / name).mkdir(parents=True)
         shutil.copy(results / "records.jsonl", place / "runs" / name)

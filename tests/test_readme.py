@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 import re
@@ -13,11 +14,14 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel, get_peft_model
+from rich.console import Console
 from scipy.stats import ttest_rel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from frozencore import CoreBank, FrozenCoreConfig
+from frozencore.cli.run_summary import run_summary
 from frozencore.tune.pocket import pocket_model_path
+from frozencore.tune.run.record import TunedRecord, read_record
 from places import LAB, ROOT
 
 README = ROOT / "README.md"
@@ -39,6 +43,13 @@ def test_the_ten_lines_train_save_and_reload(tmp_path: Path, monkeypatch: pytest
     assert any(parameter.any() for parameter in trained.parameters() if parameter.requires_grad)
 
 
+def blocks_of(heading: str) -> list[str]:
+    """The blocks without a language below a heading."""
+    page = README.read_text(encoding="utf-8")
+    section = page[page.index(f"\n## {heading}\n") :].split("\n## ")[1]
+    return re.findall(r"```\n(.*?)```", section, flags=re.DOTALL)
+
+
 def test_the_first_command_prints_what_the_readme_shows(  # type: ignore[no-untyped-def]
     command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -46,7 +57,7 @@ def test_the_first_command_prints_what_the_readme_shows(  # type: ignore[no-unty
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "160")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    first, shown = re.findall(r"```\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)[:2]
+    first, shown, *_ = blocks_of("Install")
     (line,) = re.findall(r"^frozencore (.*?) +#", first, flags=re.MULTILINE)
     status, out, err = command(*line.split())
     assert (status, err) == (0, "")
@@ -57,6 +68,21 @@ def test_the_first_command_prints_what_the_readme_shows(  # type: ignore[no-unty
         found = next(one for one in printed if number.sub("#", one).split() == same)
         pairs = [[float(one.replace(",", "")) for one in number.findall(text)] for text in (found, wanted)]
         assert pairs[0] == pytest.approx(pairs[1], rel=0.05), wanted
+
+
+def test_the_command_on_the_real_model_is_the_recorded_one_and_printed_what_the_readme_shows() -> None:
+    found = json.loads((ROOT / "benchmarks" / "results" / "tune-smollm2.json").read_text(encoding="utf-8"))
+    *_, line, shown = blocks_of("Install")
+    assert found["command"] == line.strip()
+    record = read_record(json.dumps(found["record"]))
+    assert isinstance(record, TunedRecord)
+    console = Console(width=160, file=io.StringIO())
+    console.print(run_summary(record))
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    assert [line.rstrip() for line in printed.splitlines()] == shown.splitlines()
+    asked = record.config
+    assert (asked.model, asked.task, asked.num_train) == ("smollm2", "sst2", 640)
+    assert found["wall_s"] > record.total_s
 
 
 @pytest.mark.parametrize("num_tenants", [4, pytest.param(32, marks=pytest.mark.slow)])
@@ -145,6 +171,9 @@ def test_the_table_of_the_real_model_is_that_of_the_committed_runs() -> None:
     def named(run: dict[str, Any]) -> tuple[Any, ...]:
         return run["method"], *(run["config"].get(field) for field in ("rank", "targets", "refresh"))
 
+    def risen(run: dict[str, Any]) -> float:
+        return mean(other["loss"] - other["loss_before"] for other in run["forgetting"].values())
+
     for run in finals:
         by_method.setdefault(named(run), []).append(run)
     losses = {name: [run["held_out_loss"] for run in runs] for name, runs in by_method.items()}
@@ -168,20 +197,20 @@ def test_the_table_of_the_real_model_is_that_of_the_committed_runs() -> None:
         runs = by_method[names[shown[0]]]
         assert sorted(run["seed"] for run in runs) == [42, 43, 44]
         accuracies = [100 * run["accuracy"] for run in runs]
-        rises = [mean(o["loss"] - o["loss_before"] for o in run["forgetting"].values()) for run in runs]
+        rises = [risen(run) for run in runs]
         assert float(shown[1]) == runs[0]["config"]["learning_rate"]
         assert shown[2] == f"{runs[0]['values_at_once']:,}"
         assert shown[4] == f"{mean(accuracies):.1f} ± {stdev(accuracies):.1f}"
         assert shown[5] == f"{mean(losses[names[shown[0]]]):.3f} ± {stdev(losses[names[shown[0]]]):.3f}"
         assert shown[7] == f"{mean(rises):.2f} ± {stdev(rises):.2f}"
-        if shown[0] != "FCCA":
+        for column, value in ((6, itemgetter("held_out_loss")), (8, risen)):
             own, fcca = (
-                [run["held_out_loss"] for run in sorted(r, key=itemgetter("seed"))]
-                for r in (runs, by_method[names["FCCA"]])
+                [value(run) for run in sorted(r, key=itemgetter("seed"))] for r in (runs, by_method[names["FCCA"]])
             )
             interval = ttest_rel(own, fcca).confidence_interval(0.95)
             half = (interval.high - interval.low) / 2
-            assert shown[6] == f"{(interval.high + interval.low) / 2:+.3f} ± {half:.3f}"
+            said = f"{(interval.high + interval.low) / 2:+.3f} ± {half:.3f}"
+            assert shown[column] == ("" if shown[0] == "FCCA" else said)
 
 
 def test_its_first_figure_is_that_of_the_committed_campaign() -> None:

@@ -19,7 +19,7 @@ from frozencore import __version__, public, words
 from frozencore.cli.verbs import all_verbs
 from places import LAB, ROOT
 
-POCKET = LAB / "results" / "pocket"
+SCALE = LAB / "results" / "scale"
 HEAVY = {"torch", "transformers", "peft", "datasets", "accelerate", "matplotlib", "scipy", "torchao", "bitsandbytes"}
 
 
@@ -41,8 +41,8 @@ TELLS = {
     ("campaign", "--help"): "Make many runs from one YAML file",
     ("tune", "--help"): "--calibration-size",
     ("export", "--help"): "--to",
-    ("campaign", "status", str(POCKET)): "pocket: ",
-    ("doctor", str(POCKET)): "final runs are there",
+    ("campaign", "status", str(SCALE)): "scale: ",
+    ("doctor", str(SCALE)): "final runs are there",
     ("doctor", str(ROOT / "src")): "holds nothing of frozencore",
 }
 ONE_AFTER_THE_OTHER = """
@@ -66,7 +66,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], tupl
     folder = tmp_path_factory.mktemp("bin")
     script = folder / "frozencore"
     adapted("fcca", trained=True).save_pretrained(str(folder / "run/adapter"))
-    (folder / "run/result.json").write_text((POCKET / "records.jsonl").read_text().partition("\n")[0])
+    (folder / "run/result.json").write_text((SCALE / "records.jsonl").read_text().partition("\n")[0])
     (folder / "rows.txt").write_text("rows")
     for name in ("tenants/anna.jsonl", "many/anna/result.json"):
         (folder / name).parent.mkdir(parents=True)

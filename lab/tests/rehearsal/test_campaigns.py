@@ -22,8 +22,8 @@ from frozencore_lab.reports.writing import file_names
 from places import LAB
 
 CAMPAIGNS = sorted((LAB / "campaigns").glob("*.yaml"))
-UNSEARCHED = ("paper-1.5b", "paper-7b", "paper-llama-1b", "pocket-ablations")
-"""Campaigns much like another one, paper-3b or its ablations, whose searches are rehearsed."""
+UNSEARCHED = ("paper-1.5b", "paper-7b", "paper-llama-1b")
+"""Campaigns much like paper-3b, whose searches are rehearsed."""
 
 PACKAGES = {"frontier-peers": ("galore_torch", "apollo_torch")}  # the extra that a campaign needs
 
