@@ -28,12 +28,12 @@ def model_and_layers() -> tuple[nn.Module, dict[str, nn.Module]]:
 
 
 def collected(
-    groups: dict[str, list], rank: int = RANK, beside: dict[str, Basis] | None = None
+    groups: dict[str, list], rank: int = RANK, beside: dict[str, Basis] | None = None, **weights: float
 ) -> dict[str, GroupedLayer]:
     model, layers = model_and_layers()
     return collect_groups(
         model, groups, layers, dict.fromkeys(layers, rank), whitening=Whitening(), options=CalibrationOptions(),
-        beside=beside,
+        weights=dict.fromkeys(groups, 1.0) | weights, beside=beside,
     )  # fmt: skip
 
 
@@ -109,6 +109,16 @@ def test_groups_of_layers_give_the_same_and_a_group_of_many_rows_weighs_no_more(
     for name, layer in plain.items():
         for X, Y in ((layer.spans.U, longer[name].spans.U), (layer.spans.V, longer[name].spans.V)):
             torch.testing.assert_close(X, Y, rtol=0, atol=1e-5)
+
+
+def test_a_group_of_weight_two_counts_as_the_group_twice() -> None:
+    heavy, twice = collected(GROUPS, ben=2.0), collected({**GROUPS, "ben again": GROUPS["ben"]})
+    for name, layer in heavy.items():
+        for X, Y in ((layer.spans.U, twice[name].spans.U), (layer.spans.V, twice[name].spans.V)):
+            assert principal_cosines(X, Y).min() > 1 - 1e-5
+        assert layer.spans.sums[-1] == pytest.approx(twice[name].spans.sums[-1], rel=1e-6)
+        torch.testing.assert_close(layer.diagonals.d, twice[name].diagonals.d)
+        assert layer.shares["ben"].held == pytest.approx(twice[name].shares["ben"].held, rel=1e-5)
 
 
 def test_nothing_larger_than_one_groups_sums_is_held(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,10 +146,10 @@ def test_a_narrow_running_factor_keeps_what_counts_in_a_long_stream() -> None:
 
 def test_pooled_diagonals_depend_neither_on_the_scale_of_a_loss_nor_on_the_number_of_rows() -> None:
     one, other = drawn_layer(seed=1), drawn_layer(seed=2)
-    expected = pooled_diagonals([one.moments(), other.moments()])
+    expected = pooled_diagonals([one.moments(), other.moments()], [1.0, 3.0])
     louder = dataclasses.replace(other, E=1e4 * other.E)
     longer = dataclasses.replace(one, X=np.tile(one.X, (3, 1)), E=np.tile(one.E, (3, 1)))
-    found = pooled_diagonals([longer.moments(), louder.moments()])
+    found = pooled_diagonals([longer.moments(), louder.moments()], [1.0, 3.0])
     torch.testing.assert_close(found.a, expected.a, rtol=1e-12, atol=0)
     torch.testing.assert_close(found.d, expected.d, rtol=1e-12, atol=0)
     assert float(found.a.mean()) == pytest.approx(1)
@@ -158,7 +158,9 @@ def test_pooled_diagonals_depend_neither_on_the_scale_of_a_loss_nor_on_the_numbe
 def test_a_group_without_gradient_does_not_change_the_pooled_errors() -> None:
     one = drawn_layer(seed=1)
     silent = dataclasses.replace(drawn_layer(seed=2), E=0 * one.E)
-    found, alone = (pooled_diagonals(groups) for groups in ([one.moments(), silent.moments()], [one.moments()]))
+    found, alone = (
+        pooled_diagonals(groups, [1.0] * len(groups)) for groups in ([one.moments(), silent.moments()], [one.moments()])
+    )
     torch.testing.assert_close(found.d, alone.d, rtol=1e-12, atol=0)
 
 

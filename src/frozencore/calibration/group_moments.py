@@ -64,25 +64,41 @@ class _Running:
     """One layer: its given spans, the factors L and R on their complement, and what each group has.
 
     Attributes:
+        roots: The diagonals of D^-1/2 and A^-1/2.
+        width: The most columns of L and of R.
         norms: ‖T_k‖ by group.
         own: The largest share of T_k that a basis of this rank can hold, by group.
     """
 
+    roots: tuple[Float[Tensor, "m 1"], Float[Tensor, "n 1"]]
+    rank: int
+    width: int
     given: tuple[Float[Tensor, "m k"], Float[Tensor, "n k"]]
     L: Float[Tensor, "m p"]
     R: Float[Tensor, "n p"]
     norms: dict[str, float] = field(default_factory=dict)
     own: dict[str, float] = field(default_factory=dict)
 
-    def add(self, group: str, T: Float[Tensor, "m n"], rank: int, width: int) -> None:
-        """Add one group's whitened moment; T is overwritten."""
+    @classmethod
+    def start(cls, roots: tuple[Tensor, Tensor], rank: int, num_groups: int, beside: Basis | None) -> _Running:
+        """Start without a group."""
+        L, R = (root[:, :0] for root in roots)
+        before = (L, R) if beside is None else (beside.P, beside.Q)
+        left, right = (thin_qr(X.to(root) / root)[0] for X, root in zip(before, roots, strict=True))
+        width = span_width((len(left), len(right)), rank, num_groups, left.shape[1])
+        return cls(roots, rank, width, (left, right), L, R)
+
+    def add(self, group: str, G: Float[Tensor, "m n"], weight: float) -> None:
+        """Add one group's cross moment; G is overwritten."""
+        T = G.mul_(self.roots[0]).mul_(self.roots[1].mT)
         self.norms[group] = norm = float(T.norm())
         if norm == 0:
             return
-        svd = truncated_svd(T.div_(norm), TRIPLES * rank)
-        self.own[group] = float(svd.S[:rank].square().sum())
-        new_L, new_R = (X - X0 @ (X0.mT @ X) for X0, X in zip(self.given, (svd.U * svd.S, svd.V * svd.S), strict=True))
-        self.L, self.R = merged(self.L, new_L, width), merged(self.R, new_R, width)
+        svd = truncated_svd(T.div_(norm), TRIPLES * self.rank)
+        self.own[group] = float(svd.S[: self.rank].square().sum())
+        S = svd.S * math.sqrt(weight)
+        new_L, new_R = (X - X0 @ (X0.mT @ X) for X0, X in zip(self.given, (svd.U * S, svd.V * S), strict=True))
+        self.L, self.R = merged(self.L, new_L, self.width), merged(self.R, new_R, self.width)
 
 
 def span_width(shape: Shape, rank: int, num_groups: int, given: int = 0) -> int:
@@ -100,32 +116,36 @@ def collect_groups(
     *,
     whitening: Whitening,
     options: CalibrationOptions,
+    weights: Mapping[str, float],
     beside: Mapping[str, Basis] | None = None,
     progress: Progress | None = None,
 ) -> dict[str, GroupedLayer]:
-    """Find the spans of one basis for all groups, by layer; every group has the same weight.
+    """Find the spans of one basis for all groups, by layer.
 
     Args:
         groups: The batches of each group; they are read three times.
         ranks: The rank of each layer's basis.
         whitening: A diagonal metric.
+        weights: The weight w_k of each group; their mean is 1.
         beside: The bases that are widened to these ranks, by layer; their spans come first.
 
     Raises:
         CalibrationError: As in :func:`frozencore.calibration.collect.collect_moments`; the message names the group.
     """
     num_passes = 3 * len(groups)
-    diagonals = _pooled(model, groups, layers, options, progress, num_passes)
+    diagonals = _pooled(model, groups, layers, options, weights, progress, num_passes)
     roots = {name: whitening.diagonal_roots(own, (len(own.d), len(own.a)), own.d) for name, own in diagonals.items()}
-    running: dict[str, _Running] = {}
+    running = {
+        name: _Running.start(roots[name], ranks[name], len(groups), None if beside is None else beside[name])
+        for name in layers
+    }
     for number, (group, batches) in enumerate(groups.items(), start=len(groups)):
         with _named(group):
             moments = collect_moments(
                 model, batches, layers, needs=CROSS, options=options, progress=share_of(progress, number, num_passes)
             )
             for name in layers:
-                own = None if beside is None else beside[name]
-                _take(running, name, group, moments.pop(name).G, roots[name], ranks[name], len(groups), own)
+                running[name].add(group, moments.pop(name).G, weights[group])
     projections = {}
     for name, found in running.items():
         L, R = (
@@ -144,30 +164,9 @@ def collect_groups(
     result = {}
     for name in layers:
         L, R = (factor / root for factor, root in zip(vars(projections.pop(name)).values(), roots[name], strict=True))
-        spans, shares = _spans(running[name], L, R, torch.stack(cores.pop(name)), ranks[name])
+        spans, shares = _spans(running[name], L, R, torch.stack(cores.pop(name)), list(weights.values()))
         result[name] = GroupedLayer(diagonals[name], spans, shares)
     return result
-
-
-def _take(
-    running: dict[str, _Running],
-    name: str,
-    group: str,
-    G: Float[Tensor, "m n"],
-    roots: tuple[Tensor, Tensor],
-    rank: int,
-    num_groups: int,
-    beside: Basis | None,
-) -> None:
-    """Add one group's cross moment to a layer's factors; G is overwritten."""
-    m, n = G.shape
-    if name not in running:
-        L, R = G.new_zeros(m, 0), G.new_zeros(n, 0)
-        before = (L, R) if beside is None else (beside.P, beside.Q)
-        given = [thin_qr(X.to(root) / root)[0] for X, root in zip(before, roots, strict=True)]
-        running[name] = _Running((given[0], given[1]), L, R)
-    T = G.mul_(roots[0]).mul_(roots[1].mT)
-    running[name].add(group, T, rank, span_width((m, n), rank, num_groups, running[name].given[0].shape[1]))
 
 
 def _pooled(
@@ -175,6 +174,7 @@ def _pooled(
     groups: Mapping[str, Sequence[Batch]],
     layers: Mapping[str, nn.Module],
     options: CalibrationOptions,
+    weights: Mapping[str, float],
     progress: Progress | None,
     num_passes: int,
 ) -> dict[str, LayerMoments]:
@@ -187,18 +187,23 @@ def _pooled(
             )  # fmt: skip
         for name in layers:
             found[name].append(moments[name])
-    return {name: pooled_diagonals(own) for name, own in found.items()}
+    return {name: pooled_diagonals(own, list(weights.values())) for name, own in found.items()}
 
 
 def _spans(
-    running: _Running, L: Float[Tensor, "m p"], R: Float[Tensor, "n p"], C: Float[Tensor, "K p p"], rank: int
+    running: _Running,
+    L: Float[Tensor, "m p"],
+    R: Float[Tensor, "n p"],
+    C: Float[Tensor, "K p p"],
+    weights: Sequence[float],
 ) -> tuple[SharedSpans, dict[str, Share]]:
     """U and V of the layer, and the share that they hold of each group with a gradient in this layer."""
     if not running.own:
         nothing = L.new_zeros(0)
         return SharedSpans(L[:, :0], R[:, :0], nothing, nothing, ()), {}
-    spans = shared_spans(C, rank, running.given[0].shape[1])
-    held = (spans.U.mT @ C.double() @ spans.V).square().sum((1, 2)).tolist()
+    rank, C = running.rank, C.double()
+    spans = shared_spans(C * C.new_tensor(weights).sqrt()[:, None, None], rank, running.given[0].shape[1])
+    held = (spans.U.mT @ C @ spans.V).square().sum((1, 2)).tolist()
     random = rank * rank / (len(L) * len(R))
     shares = {
         group: Share(share, running.own[group], random)

@@ -6,8 +6,9 @@ This is the Tucker-2 decomposition of the stack of the T_k. For a fixed V the be
 ``Σ_k w_k T_k V Vᵀ T_kᵀ``, and the same holds for V. The two eigenproblems alternate from the HOSVD start, the leading
 eigenvectors of ``Σ_k w_k T_k T_kᵀ`` and ``Σ_k w_k T_kᵀ T_k``; no step lowers the sum.
 
-D and A are the diagonals d_k and a_k, each divided by its mean, averaged over the groups. So neither the scale of a
-group's loss nor its number of rows changes its weight.
+D and A are the diagonals d_k and a_k, each divided by its mean, averaged over the groups with the weights w_k. So
+neither the scale of a group's loss nor its number of rows changes its weight, and a group of weight 2 counts as the
+same group twice.
 
 A basis that grows keeps the spans that it has: U = [U₀, U₁] with U₀ given, and V alike. For a fixed V the best U₁ holds
 the leading eigenvectors of the same matrix, projected on the complement of U₀.
@@ -132,10 +133,13 @@ def merged(
     return both @ W[:, -width:].flip(1).to(both.dtype)
 
 
-def pooled_diagonals(groups: Sequence[LayerMoments]) -> LayerMoments:
+def pooled_diagonals(groups: Sequence[LayerMoments], weights: Sequence[float]) -> LayerMoments:
     """Average the groups' a and d of one layer, each divided by its mean; no matrices.
 
     A group whose moment is all zero (no gradient reached the layer) is left out.
+
+    Args:
+        weights: The positive weight of each group.
 
     Raises:
         CalibrationError: A group has no counted token, or a moment is not finite.
@@ -143,9 +147,10 @@ def pooled_diagonals(groups: Sequence[LayerMoments]) -> LayerMoments:
     num_tokens = sum(group.num_tokens for group in groups)
     sums = {}
     for name in sorted(DIAGONALS):
-        found = [moment / moment.mean() for group in groups if bool((moment := group.mean(name).double()).any())]
-        zero = torch.zeros_like(groups[0].mean(name), dtype=torch.float64)
-        sums[name] = (sum(found, zero) / max(1, len(found)) * num_tokens).to(groups[0].mean(name).dtype)
+        moments = [group.mean(name).double() for group in groups]
+        found = [(w, moment / moment.mean()) for w, moment in zip(weights, moments, strict=True) if moment.any()]
+        pooled = sum((w * moment for w, moment in found), torch.zeros_like(moments[0]))
+        sums[name] = (pooled / (sum(w for w, _ in found) or 1) * num_tokens).to(groups[0].mean(name).dtype)
     if not num_tokens:
         raise CalibrationError("Groups need counted tokens, but there is none.")
     return LayerMoments(num_tokens, **sums)

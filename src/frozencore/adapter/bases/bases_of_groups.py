@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
+from statistics import fmean
 
 from frozencore.adapter.bases.passes import BasisWork, adapters_off
 from frozencore.adapter.config import FrozenCoreConfig
@@ -16,7 +19,7 @@ from frozencore.errors import ConfigError
 from frozencore.maths.basis import Basis
 from frozencore.maths.groups import Share, mean_share
 from frozencore.ranks import num_ranks
-from frozencore.words import Progress
+from frozencore.words import Progress, nearest_name, one_line
 
 
 @dataclass
@@ -25,11 +28,13 @@ class GroupWork(BasisWork):
 
     Attributes:
         groups: The batches of each group.
+        weights: The weight of each group in the sum that the bases maximise.
         beside: The bases that grow, by layer; None if bases are chosen anew.
         shares: The share of each group's whitened moment that the basis holds, by layer and group.
     """
 
     groups: Mapping[str, Sequence[Batch]] = field(default_factory=dict)
+    weights: Mapping[str, float] = field(default_factory=dict)
     beside: Mapping[str, Basis] | None = None
     shares: dict[str, dict[str, Share]] = field(default_factory=dict)
 
@@ -64,6 +69,7 @@ class GroupWork(BasisWork):
                 {name: self._rank(name) for name in names},
                 whitening=self._metric,
                 options=options,
+                weights=self.weights,
                 beside=self.beside,
                 progress=progress,
             )
@@ -79,12 +85,17 @@ class GroupWork(BasisWork):
         self.build_s += time.perf_counter() - collected
 
 
-def require_groups(groups: Mapping[str, object], config: FrozenCoreConfig) -> None:
-    """Check the requirements of a basis for groups.
+def require_groups(
+    groups: Mapping[str, object], config: FrozenCoreConfig, weights: Mapping[str, float] | None
+) -> dict[str, float]:
+    """Check the requirements of a basis for groups, and return the weight of each group, 1 on average.
+
+    Args:
+        weights: Weights by group; a group without one has the weight 1.
 
     Raises:
-        ConfigError: There is no group, the constructor reads more than a whitened cross moment, or there is a rank
-            budget or several processes.
+        ConfigError: There is no group, the constructor reads more than a whitened cross moment, a weight is not a
+            positive number or not a group's, or there is a rank budget or several processes.
     """
     if not groups:
         raise ConfigError("groups must name the rows of one group at least, but is empty. Give {name: batches, ...}.")
@@ -97,3 +108,19 @@ def require_groups(groups: Mapping[str, object], config: FrozenCoreConfig) -> No
         raise ConfigError("A rank budget does not work with groups yet. Give a rank (r=16) instead of rank_budget.")
     if num_ranks() > 1:
         raise ConfigError(f"A basis for groups is made by one process, but {num_ranks()} came. Start without torchrun.")
+    return _mean_one(groups, weights or {})
+
+
+def _mean_one(groups: Mapping[str, object], weights: Mapping[str, float]) -> dict[str, float]:
+    """The weight of each group, divided by the mean weight."""
+    for name, weight in weights.items():
+        if name not in groups:
+            near = nearest_name(str(name), groups)
+            advice = "Give weights for groups alone." if near is None else f"Did you mean {near!r}?"
+            raise ConfigError(f"weights names {one_line(name, 60)!r}, but there is no such group. {advice}")
+        is_number = isinstance(weight, Real) and not isinstance(weight, bool)
+        if not (is_number and math.isfinite(weight) and weight > 0):
+            raise ConfigError(f"A group's weight is a positive finite number, but {name!r} has {weight!r:.60}.")
+    found = {name: float(weights.get(name, 1)) for name in groups}
+    mean = fmean(found.values())
+    return {name: weight / mean for name, weight in found.items()}

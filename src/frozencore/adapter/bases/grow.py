@@ -32,6 +32,7 @@ def grow_basis(
     groups: Mapping[str, Any],
     *,
     by: int,
+    weights: Mapping[str, float] | None = None,
     adapter_name: str | None = None,
     options: CalibrationOptions | None = None,
     progress: bool | Progress = True,
@@ -46,6 +47,7 @@ def grow_basis(
         model: A model with a frozen-core adapter that has bases, on a saved basis for instance.
         groups: The batches of each new group (a tenant, a task) by name, as ``calibrate`` takes them; one will do.
         by: The number of new directions on each side, in every layer.
+        weights: The weight of each group, as ``calibrate`` takes them.
         adapter_name: The active one by default.
 
     Returns:
@@ -53,11 +55,11 @@ def grow_basis(
 
     Raises:
         ConfigError: No new direction, more than a layer has room for, a method or coordinates that cannot be widened,
-            ranks that differ between layers, or no group.
+            ranks that differ between layers, no group, or a wrong weight.
         CalibrationError: The adapter has no bases, it is merged, or the batches are bad. No basis is changed then.
     """
     adapter_name, config, layers = adapter_for_new_bases(model, adapter_name, reset=True)
-    require_groups(groups, config)
+    weights = require_groups(groups, config, weights)
     rank = _widened_rank(config, layers, adapter_name, by)
     before = {name: known_basis(*layer.factors(adapter_name)[:2]) for name, layer in layers.items()}
     started, grown_from = time.perf_counter(), config.own_header() or config._grown_from
@@ -66,7 +68,7 @@ def grow_basis(
         owners = assign_owners({name: layer.shape for name, layer in layers.items()})
         work = GroupWork(
             model, adapter_name, config, layers, owners, tell, ranks=dict.fromkeys(layers, rank), groups=of_groups,
-            beside=before,
+            weights=weights, beside=before,
         )  # fmt: skip
         work.read([batch for batches in of_groups.values() for batch in batches], options or CalibrationOptions())
     for name, layer in layers.items():
