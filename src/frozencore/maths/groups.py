@@ -18,16 +18,15 @@ Shapes: K groups, m outputs, n inputs, r rank, p and q columns of a running fact
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import NamedTuple
 
 from jaxtyping import Float
 
-from frozencore.errors import CalibrationError
 from frozencore.maths.linalg import canonical_signs, require_finite
-from frozencore.maths.moments import DIAGONALS, LayerMoments
+from frozencore.maths.moments import DIAGONALS, LayerMoments, MomentName
 from frozencore.torch_later import torch
 
 MOST_ROUNDS = 200
@@ -133,27 +132,67 @@ def merged(
     return both @ W[:, -width:].flip(1).to(both.dtype)
 
 
-def pooled_diagonals(groups: Sequence[LayerMoments], weights: Sequence[float]) -> LayerMoments:
-    """Average the groups' a and d of one layer, each divided by its mean; no matrices.
+@dataclass
+class RunningStack:
+    """Matrices M_k (p x q) of any number of groups, held as at most ``most`` matrices.
+
+    ``Σ_k ‖UᵀM_kV‖²`` depends on the matrices through ``Σ_k vec(M_k) vec(M_k)ᵀ`` alone. If more than ``most`` matrices
+    come, they are replaced by ``most / 2`` matrices with the leading part of that sum.
+
+    Attributes:
+        is_whole: Whether the matrices are still those that came.
+    """
+
+    most: int
+    is_whole: bool = True
+    _held: list[Float[torch.Tensor, "p q"]] = field(default_factory=list)
+
+    def add(self, M: Float[torch.Tensor, "p q"]) -> None:
+        """Add one group's matrix."""
+        self._held.append(M)
+        if len(self._held) > self.most:
+            self.is_whole = False
+            columns = self.taken().flatten(1).mT
+            fewer = merged(columns[:, :0], columns, self.most // 2)
+            self._held = list(fewer.mT.unflatten(1, M.shape))
+
+    def taken(self) -> Float[torch.Tensor, "k p q"]:
+        """Hand over the matrices; the stack is empty afterwards."""
+        held, self._held = torch.stack(self._held), []
+        return held
+
+
+@dataclass
+class PooledDiagonals:
+    """The running mean of the groups' a and d of one layer, each divided by its own mean.
 
     A group whose moment is all zero (no gradient reached the layer) is left out.
-
-    Args:
-        weights: The positive weight of each group.
-
-    Raises:
-        CalibrationError: A group has no counted token, or a moment is not finite.
     """
-    num_tokens = sum(group.num_tokens for group in groups)
-    sums = {}
-    for name in sorted(DIAGONALS):
-        moments = [group.mean(name).double() for group in groups]
-        found = [(w, moment / moment.mean()) for w, moment in zip(weights, moments, strict=True) if moment.any()]
-        pooled = sum((w * moment for w, moment in found), torch.zeros_like(moments[0]))
-        sums[name] = (pooled / (sum(w for w, _ in found) or 1) * num_tokens).to(groups[0].mean(name).dtype)
-    if not num_tokens:
-        raise CalibrationError("Groups need counted tokens, but there is none.")
-    return LayerMoments(num_tokens, **sums)
+
+    num_tokens: int = 0
+    _dtype: torch.dtype | None = None
+    _sums: dict[MomentName, torch.Tensor] = field(default_factory=dict)
+    _weights: dict[MomentName, float] = field(default_factory=dict)
+
+    def add(self, group: LayerMoments, weight: float) -> None:
+        """Add the diagonals of one group.
+
+        Raises:
+            CalibrationError: The group has no counted token, or a moment is not finite.
+        """
+        self.num_tokens += group.num_tokens
+        for name in DIAGONALS:
+            moment = group.mean(name)
+            self._dtype = moment.dtype
+            total = self._sums.setdefault(name, torch.zeros_like(moment, dtype=torch.float64))
+            if moment.any():
+                total += weight * (moment.double() / moment.double().mean())
+                self._weights[name] = self._weights.get(name, 0.0) + weight
+
+    def moments(self) -> LayerMoments:
+        """The pooled diagonals as sums over the tokens of all groups; no matrices."""
+        sums = {name: total / self._weights.get(name, 1.0) * self.num_tokens for name, total in self._sums.items()}
+        return LayerMoments(self.num_tokens, **{name: total.to(self._dtype) for name, total in sums.items()})
 
 
 def _gram(T: Float[torch.Tensor, "K p q"]) -> Float[torch.Tensor, "p p"]:

@@ -14,7 +14,7 @@ from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.calibration.batches import Batch
 from frozencore.calibration.budget import LayerCost
 from frozencore.calibration.calibration_options import CalibrationOptions
-from frozencore.calibration.group_moments import collect_groups, span_width
+from frozencore.calibration.group_moments import collect_groups, num_kept, span_width
 from frozencore.errors import ConfigError
 from frozencore.maths.basis import Basis
 from frozencore.maths.groups import Share, mean_share
@@ -48,13 +48,19 @@ class GroupWork(BasisWork):
         return found
 
     def costs(self, batches: Iterable[Batch], of_the_pass: CalibrationOptions) -> dict[str, LayerCost]:
-        """The bytes of each layer: the sums, the spans of all groups, and a small matrix a group; no sketches."""
+        """The bytes of each layer: the sums, factors, and small matrices, whose number is limited; no sketches."""
         costs = {}
         for name, cost in super().costs(batches, of_the_pass).items():
             m, n = self.layers[name].shape
-            p = span_width((m, n), self._rank(name), len(self.groups))
-            spans = 4 * (4 * p * (m + n) + 3 * len(self.groups) * p * p)
-            costs[name] = replace(cost, sums=cost.sums + spans, building=2 * cost.building, sketch=None)
+            given = 0 if self.beside is None else self.beside[name].rank
+            p = given + span_width((m, n), self._rank(name), len(self.groups), given)
+            small = min(len(self.groups), num_kept((m, n), p)) * p * p
+            costs[name] = replace(
+                cost,
+                sums=cost.sums + 4 * (4 * p * (m + n) + small),
+                building=2 * cost.building + 4 * 8 * small,  # the small matrices in float64, and a sum's temporaries
+                sketch=None,
+            )
         return costs
 
     def _sum(

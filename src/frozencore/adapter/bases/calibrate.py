@@ -121,7 +121,8 @@ def calibrate(
             patches for instance. Tokens that the loss masks have no error, and add nothing to G and d.
         groups: The data of each group of rows (a tenant, a task) by name, in place of ``data``. The basis then fits
             each group as well as possible, where a plain calibration fits the mean of all rows, in which opposite
-            gradients cancel (docs/maths.md). It takes three passes over the rows.
+            gradients cancel (docs/maths.md). It takes three passes over the rows, four if the groups are
+            many.
         weights: A positive number by group: how much the group counts in the sum that the basis maximises. A group of
             weight 2 counts as the same group twice. A group that is left out has the weight 1.
         reset: Allow a new basis under a core that has been trained (the core is lost).
