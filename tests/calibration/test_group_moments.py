@@ -80,6 +80,18 @@ def test_spans_of_groups_one_at_a_time_hold_what_those_of_all_at_once_do(stacks:
         assert 0.99 * best.sums[-1] < held <= best.sums[-1] * (1 + 1e-6)
 
 
+def test_each_row_can_be_a_group_of_its_own() -> None:
+    rows = {f"row {k}": batches_of([example], 1) for k, example in enumerate(draw_examples(10, seed=9))}
+    model, layers = model_and_layers()
+    moments = [collect_moments(model, batches, layers) for batches in rows.values()]
+    for name, layer in collected(rows).items():
+        T = whitened([of_row[name] for of_row in moments])
+        best, held = shared_spans(T, RANK).sums[-1], (layer.spans.U.mT @ T @ layer.spans.V).square().sum((1, 2))
+        assert 0.98 * best < float(held.sum()) <= best * (1 + 1e-6)
+        assert list(layer.shares) == list(rows)
+        assert [share.held for share in layer.shares.values()] == pytest.approx(held.tolist(), rel=1e-5)
+
+
 def test_directions_that_a_basis_grows_by_hold_what_the_best_of_all_groups_at_once_do(
     moments: dict[str, list[LayerMoments]], stacks: dict[str, Tensor]
 ) -> None:
