@@ -14,11 +14,12 @@ from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.calibration.batches import Batch
 from frozencore.calibration.budget import LayerCost
 from frozencore.calibration.calibration_options import CalibrationOptions
-from frozencore.calibration.group_moments import collect_groups, num_kept, span_width
-from frozencore.errors import ConfigError
+from frozencore.calibration.group_moments import collect_groups
+from frozencore.calibration.running_spans import num_kept, span_width
+from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.basis import Basis
 from frozencore.maths.groups import Share, mean_share
-from frozencore.ranks import num_ranks
+from frozencore.ranks import all_ranks_or_none, gathered, of_every_rank, own_rank
 from frozencore.words import Progress, nearest_name, one_line
 
 
@@ -30,7 +31,8 @@ class GroupWork(BasisWork):
         groups: The batches of each group.
         weights: The weight of each group in the sum that the bases maximise.
         beside: The bases that grow, by layer; None if bases are chosen anew.
-        shares: The share of each group's whitened moment that the basis holds, by layer and group.
+        shares: The share of each group's whitened moment that the basis holds, by layer and group; of the layers that
+            this rank owns.
     """
 
     groups: Mapping[str, Sequence[Batch]] = field(default_factory=dict)
@@ -39,10 +41,10 @@ class GroupWork(BasisWork):
     shares: dict[str, dict[str, Share]] = field(default_factory=dict)
 
     def share_of_groups(self) -> dict[str, Share]:
-        """The mean share of each group over the layers that its gradient reaches."""
-        found = {}
+        """The mean share of each group over the layers that its gradient reaches; every rank must call it."""
+        found, shares = {}, gathered(self.shares)
         for group in self.groups:
-            own = [layer[group] for layer in self.shares.values() if group in layer]
+            own = [layer[group] for layer in shares.values() if group in layer]
             if own:
                 found[group] = mean_share(own)
         return found
@@ -76,17 +78,21 @@ class GroupWork(BasisWork):
                 whitening=self._metric,
                 options=options,
                 weights=self.weights,
+                owners=self.owners,
                 beside=self.beside,
                 progress=progress,
             )
         collected = time.perf_counter()
-        for name in names:
-            layer = found.pop(name)
-            evidence = self._evidence(name, layer.diagonals)
-            own = None if self.beside is None else self.beside[name]
-            basis = self.config.constructor_entry.build_grouped(evidence, layer.spans, self._options_of(name), own)
-            self._keep(name, basis)
-            self.shares[name] = layer.shares
+        with all_ranks_or_none():
+            for name in names:
+                layer = found.pop(name)
+                evidence = self._evidence(name, layer.diagonals)
+                if layer.spans is None:
+                    continue
+                own = None if self.beside is None else self.beside[name]
+                basis = self.config.constructor_entry.build_grouped(evidence, layer.spans, self._options_of(name), own)
+                self._keep(name, basis)
+                self.shares[name] = layer.shares
         self.collect_s += collected - started
         self.build_s += time.perf_counter() - collected
 
@@ -96,13 +102,29 @@ def require_groups(
 ) -> dict[str, float]:
     """Check the requirements of a basis for groups, and return the weight of each group, 1 on average.
 
+    Every rank must call it.
+
     Args:
         weights: Weights by group; a group without one has the weight 1.
 
     Raises:
         ConfigError: There is no group, the constructor reads more than a whitened cross moment, a weight is not a
-            positive number or not a group's, or there is a rank budget or several processes.
+            positive number or not a group's, or there is a rank budget.
+        CalibrationError: The groups or their weights differ between ranks.
     """
+    with all_ranks_or_none():
+        _require_groups(groups, config)
+        found = _mean_one(groups, weights or {})
+    for rank, theirs in enumerate(of_every_rank(list(found.items()))):
+        if theirs != list(found.items()):
+            raise CalibrationError(
+                f"All ranks must name the same groups in the same order, with the same weights, but those of rank "
+                f"{own_rank()} and rank {rank} differ. Give each rank its own rows of every group."
+            )
+    return found
+
+
+def _require_groups(groups: Mapping[str, object], config: FrozenCoreConfig) -> None:
     if not groups:
         raise ConfigError("groups must name the rows of one group at least, but is empty. Give {name: batches, ...}.")
     if config.metric is None:
@@ -112,9 +134,6 @@ def require_groups(
         )
     if config.rank_budget is not None:
         raise ConfigError("A rank budget does not work with groups yet. Give a rank (r=16) instead of rank_budget.")
-    if num_ranks() > 1:
-        raise ConfigError(f"A basis for groups is made by one process, but {num_ranks()} came. Start without torchrun.")
-    return _mean_one(groups, weights or {})
 
 
 def _mean_one(groups: Mapping[str, object], weights: Mapping[str, float]) -> dict[str, float]:

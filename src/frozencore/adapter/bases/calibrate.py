@@ -167,7 +167,8 @@ def calibrate(
             any_form=loss_fn is not None,
         )  # fmt: skip
         if groups is not None:
-            of_groups = {name: list(read(rows)) for name, rows in groups.items()}
+            with all_ranks_or_none():
+                of_groups = {name: list(read(rows)) for name, rows in groups.items()}
             work = GroupWork(model, adapter_name, config, layers, owners, tell, groups=of_groups, weights=weights or {})
             source = [batch for batches in of_groups.values() for batch in batches]
         elif config.needs and moments is None:
