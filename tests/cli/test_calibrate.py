@@ -54,6 +54,15 @@ def test_a_basis_of_tenants_says_what_it_holds_of_each_and_carries_their_cores(
     assert sorted(bank) == ["anna", "ben"]
 
 
+def test_a_basis_of_tenants_spends_a_rank_budget(command: Command, tenants: Path, tmp_path: Path) -> None:
+    words = [*FEW[:2], "--calibration-size", 4, "--rank-budget", 40, "--tenants", tenants]
+    status, out, err = command("calibrate", *words, "--output", tmp_path / "shop")
+    assert status == 0, err
+    assert re.search(r"Ranks .* budget of 40", " ".join(out.split())), out
+    saved = load_basis(tmp_path / "shop" / "basis")
+    assert len({P.shape[1] for P, _ in saved.layers.values()}) > 1
+
+
 def only_anna(folder: Path) -> None:
     (folder / "ben.jsonl").unlink()
 
@@ -88,7 +97,6 @@ def leave(folder: Path) -> None:
         (ben_says_nothing, [], "Tenant 'ben'"),
         (leave, ["--method", "eva"], "'eva' here reads others. Use fcca"),
         (leave, ["--method", "random"], "'random' reads no calibration data. Use fcca"),
-        (leave, ["--rank", 16, "--rank-budget", 1000], "give --rank instead of --rank-budget"),
         (leave, ["--data", "x.jsonl"], "--tenants and --data name the same thing. Leave one out"),
         (leave, ["--task", "sst2"], "give one"),
         (leave, ["--calibration-task", "sst2"], "leave --calibration-task out"),

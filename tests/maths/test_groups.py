@@ -52,6 +52,15 @@ def test_no_round_lowers_the_sum_and_the_spans_hold_what_they_say(seed: int, K: 
         assert bool((energy[:-1] >= energy[1:] - 1e-12).all())
 
 
+def test_the_gains_add_up_to_what_the_leading_directions_hold_and_are_squared_singular_values_of_one_group() -> None:
+    T = unit(drawn(4, 5, 12, 9))
+    spans = shared_spans(T, 4)
+    for k in range(1, 5):
+        assert float(spans.gains[:k].sum()) == pytest.approx(held(T, spans.U[:, :k], spans.V[:, :k]), rel=1e-9)
+    S = np.linalg.svd(numpy_of(T[0]), compute_uv=False)
+    np.testing.assert_allclose(numpy_of(shared_spans(T[:1], 4).gains), S[:4] ** 2, rtol=1e-9)
+
+
 def test_no_small_turn_of_the_spans_holds_more() -> None:
     """A maximum, not only an end: ascent along any rotation of either span gains nothing."""
     T = unit(drawn(3, 5, 12, 9))

@@ -51,11 +51,13 @@ class GroupedLayer:
         diagonals: The pooled a and d; no matrix.
         spans: None on ranks that do not own the layer.
         shares: The share of T_k that the spans hold, by group; a group without gradient in this layer is left out.
+        energies: ``‖D^-1/2 G_k A^-1/2‖²`` by group, in units of the group's own mean diagonals.
     """
 
     diagonals: LayerMoments
     spans: SharedSpans | None
     shares: dict[str, Share]
+    energies: dict[str, float]
 
 
 def collect_groups(
@@ -88,10 +90,12 @@ def collect_groups(
     mine = [name for name in layers if owners[name] == own_rank()]
     passes = _Passes(model, groups, options, owners, progress)
     pooled = {name: PooledDiagonals() for name in layers}
+    units: dict[str, dict[str, float]] = {name: {} for name in layers}
     for group, moments in passes.read(layers, DIAGONALS):
         with _of_group(group):
             for name, own in moments.items():
                 pooled[name].add(own, weights[group])
+                units[name][group] = whitening.unit(own)
     diagonals = {name: own.moments() for name, own in pooled.items()}
     roots = {name: whitening.diagonal_roots(own, (len(own.d), len(own.a)), own.d) for name, own in diagonals.items()}
     running = {
@@ -115,8 +119,12 @@ def collect_groups(
         for group, moments in passes.read({name: layers[name] for name in layers if name in left_out}, CROSS, factors):
             for name in factors:
                 running[name].add_share(group, moments.pop(name).G)
-    shares = {name: found.shares for name, found in running.items()}
-    return {name: GroupedLayer(diagonals[name], spans.get(name), shares.get(name, {})) for name in layers}
+    return {
+        name: GroupedLayer(diagonals[name], spans[name], running[name].shares, running[name].energies(units[name]))
+        if name in running
+        else GroupedLayer(diagonals[name], None, {}, {})
+        for name in layers
+    }
 
 
 @dataclass

@@ -8,6 +8,7 @@ Shapes: m outputs, n inputs, r rank, p columns of L and R.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -107,7 +108,7 @@ class RunningSpans:
         """U and V of the layer. The shares are known now if the stack still holds each group's matrix."""
         if not self.own:
             nothing = self.L.new_zeros(0)
-            return SharedSpans(self.L[:, :0], self.R[:, :0], nothing, nothing, ())
+            return SharedSpans(self.L[:, :0], self.R[:, :0], nothing, nothing, (), nothing)
         C = self.cores.taken().double()
         spans = shared_spans(C, self.rank, self.given[0].shape[1])
         if self.cores.is_whole:
@@ -120,6 +121,10 @@ class RunningSpans:
         """Add the share of one group, from what the spans hold of its cross moment."""
         if group in self.own:
             self._add_share(group, float(core.norm() / self.norms[group]) ** 2)
+
+    def energies(self, units: Mapping[str, float]) -> dict[str, float]:
+        """``‖T_k‖²`` in units of each group's own mean diagonals."""
+        return {group: self.norms[group] ** 2 / units[group] for group in self.own}
 
     def _add_share(self, group: str, held: float) -> None:
         m, n = (len(root) for root in self.roots)

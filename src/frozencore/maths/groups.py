@@ -39,6 +39,8 @@ class SharedSpans(NamedTuple):
     Attributes:
         left_energy, right_energy: The part of the sum in each direction of U and of V, r numbers each.
         sums: ``Σ_k w_k ‖UᵀT_kV‖²`` at the start and after each round.
+        gains: The part of the sum that each further direction of both sides adds, r numbers: their first k add up to
+            the sum with the first k columns of U and of V.
     """
 
     U: Float[torch.Tensor, "p r"]
@@ -46,6 +48,7 @@ class SharedSpans(NamedTuple):
     left_energy: Float[torch.Tensor, " r"]
     right_energy: Float[torch.Tensor, " r"]
     sums: tuple[float, ...]
+    gains: Float[torch.Tensor, " r"]
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,10 @@ def shared_spans(T: Float[torch.Tensor, "K p q"], rank: int, given: int = 0) -> 
     left_turn, left = _leading(_gram(core), rank, given)
     right_turn, right = _leading(_gram(core.mT), rank, given)
     U, V = U @ left_turn, V @ right_turn  # sorted by energy, behind the given directions
-    return SharedSpans(canonical_signs(U, left, U)[0], canonical_signs(V, right, V)[0], left, right, tuple(sums))
+    squares = (left_turn.mT @ core @ right_turn).square().sum(0)
+    gains = squares.tril().sum(1) + squares.triu(1).sum(0)  # the entries of each further row and column
+    U, V = canonical_signs(U, left, U)[0], canonical_signs(V, right, V)[0]
+    return SharedSpans(U, V, left, right, tuple(sums), gains)
 
 
 def _ascended(

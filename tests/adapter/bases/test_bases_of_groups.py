@@ -111,9 +111,6 @@ def test_wrong_groups_are_refused_in_one_line(constructor: str, given: dict, mes
     assert "\n" not in str(caught.value)
 
 
-def test_groups_beside_data_are_refused_and_so_is_a_rank_budget() -> None:
+def test_groups_beside_data_are_refused() -> None:
     with pytest.raises(CalibrationError, match="groups hold all rows, but data or moments came too"):
         grouped(data=GROUPS["anna"])
-    model = adapted(calibrated=False, r=16, rank_budget=100)
-    with pytest.raises(ConfigError, match="A rank budget does not work with groups yet"):
-        calibrate(model, groups=GROUPS, progress=False)

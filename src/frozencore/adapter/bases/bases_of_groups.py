@@ -14,7 +14,7 @@ from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.calibration.batches import Batch
 from frozencore.calibration.budget import LayerCost
 from frozencore.calibration.calibration_options import CalibrationOptions
-from frozencore.calibration.group_moments import collect_groups
+from frozencore.calibration.group_moments import GroupedLayer, collect_groups
 from frozencore.calibration.running_spans import num_kept, span_width
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.basis import Basis
@@ -68,7 +68,24 @@ class GroupWork(BasisWork):
     def _sum(
         self, group: Iterable[str], batches: Iterable[Batch], options: CalibrationOptions, progress: Progress | None
     ) -> None:
-        started, names = time.perf_counter(), list(group)
+        found = self._collected(group, options, progress)
+        started = time.perf_counter()
+        with all_ranks_or_none():
+            for name in list(found):
+                layer = found.pop(name)
+                evidence = self._evidence(name, layer.diagonals)
+                if layer.spans is None:
+                    continue
+                own = None if self.beside is None else self.beside[name]
+                basis = self.config.constructor_entry.build_grouped(evidence, layer.spans, self._options_of(name), own)
+                self._keep(name, basis)
+                self.shares[name] = layer.shares
+        self.build_s += time.perf_counter() - started
+
+    def _collected(
+        self, names: Iterable[str], options: CalibrationOptions, progress: Progress | None
+    ) -> dict[str, GroupedLayer]:
+        started, names = time.perf_counter(), list(names)
         with adapters_off(self.model):
             found = collect_groups(
                 self.model,
@@ -82,19 +99,47 @@ class GroupWork(BasisWork):
                 beside=self.beside,
                 progress=progress,
             )
-        collected = time.perf_counter()
-        with all_ranks_or_none():
-            for name in names:
-                layer = found.pop(name)
-                evidence = self._evidence(name, layer.diagonals)
-                if layer.spans is None:
-                    continue
-                own = None if self.beside is None else self.beside[name]
-                basis = self.config.constructor_entry.build_grouped(evidence, layer.spans, self._options_of(name), own)
-                self._keep(name, basis)
-                self.shares[name] = layer.shares
-        self.collect_s += collected - started
-        self.build_s += time.perf_counter() - collected
+        self.collect_s += time.perf_counter() - started
+        return found
+
+
+@dataclass
+class GroupGainWork(GroupWork):
+    """Layers whose gains for groups are being computed; ``ranks`` holds the number of directions of each layer.
+
+    The gain of rank k in layer l is the mean share of the groups' whitened moments that the leading k directions of the
+    layer's spans hold, times the mean share of the groups' squared whitened gradients that lies in layer l. For one
+    group it is proportional to the squared singular values, which FCCA's rank budget reads. The examples are not
+    halved, so noise is not taken from the gains.
+
+    Attributes:
+        held: For each direction, the share that it adds, for the layers that this rank owns.
+        energies: The squared whitened gradient of each group, for the same layers.
+    """
+
+    held: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    energies: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def all_gains(self) -> dict[str, tuple[float, ...]]:
+        """The gains of every layer, on every rank, in the order of the layers."""
+        held, energies = gathered(self.held), gathered(self.energies)
+        whole = {group: sum(own.get(group, 0.0) for own in energies.values()) for group in self.groups}
+        parts = {
+            name: sum(self.weights[group] * energy / whole[group] for group, energy in energies[name].items())
+            for name in self.layers
+        }
+        return {name: tuple(parts[name] * share for share in held[name]) for name in self.layers}
+
+    def _sum(
+        self, group: Iterable[str], batches: Iterable[Batch], options: CalibrationOptions, progress: Progress | None
+    ) -> None:
+        for name, layer in self._collected(group, options, progress).items():
+            if layer.spans is not None:
+                reached = sum(self.weights[group] for group in layer.energies)
+                self.held[name] = tuple((layer.spans.gains / max(reached, 1e-300)).tolist())
+                self.energies[name] = layer.energies
+                mine = sum(owner == own_rank() for owner in self.owners.values())
+                self.progress("ranks", len(self.held), mine)
 
 
 def require_groups(
@@ -109,7 +154,7 @@ def require_groups(
 
     Raises:
         ConfigError: There is no group, the constructor reads more than a whitened cross moment, a weight is not a
-            positive number or not a group's, or there is a rank budget.
+            positive number or not a group's.
         CalibrationError: The groups or their weights differ between ranks.
     """
     with all_ranks_or_none():
@@ -132,8 +177,6 @@ def _require_groups(groups: Mapping[str, object], config: FrozenCoreConfig) -> N
             "A basis for groups is made of whitened cross moments alone, but "
             f"{config.constructor!r} here reads others. Use fcca with diagonal moments, or rawgrad."
         )
-    if config.rank_budget is not None:
-        raise ConfigError("A rank budget does not work with groups yet. Give a rank (r=16) instead of rank_budget.")
 
 
 def _mean_one(groups: Mapping[str, object], weights: Mapping[str, float]) -> dict[str, float]:

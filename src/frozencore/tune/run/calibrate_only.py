@@ -72,14 +72,12 @@ def execute_calibration_of_tenants(config: RunConfig, out: Path, progress: Progr
         config: Its data name the tenants; each gives ``calibration_size`` of its training rows.
 
     Raises:
-        ConfigError: There is only one tenant, a calibration task, a rank budget, or a method without bases for groups.
+        ConfigError: There is only one tenant, a calibration task, or a method without bases for groups.
         DataError: A tenant has a single row.
         ArtifactError: ``out`` already holds an adapter.
     """
     if not config.moments_needed:
         raise ConfigError(f"The method {config.method!r} reads no calibration data. Use fcca or rawgrad.")
-    if config.rank_budget is not None:
-        raise ConfigError("A rank budget does not work with tenants yet: give --rank instead of --rank-budget.")
     if config.calibration_task is not None:
         raise ConfigError("Each tenant is calibrated on its own rows: leave --calibration-task out.")
     files = find_tenants(Path(config.learns))
