@@ -183,7 +183,9 @@ def _own_rows(config: RunConfig, data: Data, encoder: PromptEncoder) -> RunRows:
         calibrate = _calibration_rows(config, config.calibration_task, encoder, RowCache())
     else:
         among: Sequence[TextRow | TokenRow] = rows if config.packing else train
-        chosen = sorted(range(len(among)), key=lambda i: _rank(among[i], config.seed + 1))[: config.calibration_size]
+        chosen = sorted(range(len(among)), key=lambda i: draw_rank(among[i], config.seed + 1))[
+            : config.calibration_size
+        ]
         calibrate = [rows[i] for i in chosen]
     chooses = config.select_checkpoint != "none"
     compares = config.exact_match == "yes" or (config.exact_match == "auto" and are_short(scored))
@@ -255,7 +257,7 @@ def _hold_out(texts: Sequence[TextRow], num_held_out: int) -> tuple[list[TextRow
         by_text.setdefault(_read_as(row), []).append(row)
     train: list[TextRow] = []
     held_out: list[TextRow] = []
-    for rows in sorted(by_text.values(), key=lambda rows: _rank(rows[0], 0)):
+    for rows in sorted(by_text.values(), key=lambda rows: draw_rank(rows[0], 0)):
         (held_out if len(held_out) < num_held_out else train).extend(rows)
     return train, held_out
 
@@ -264,5 +266,6 @@ def _read_as(row: TextRow) -> str:
     return normalised(row.context + row.completion)
 
 
-def _rank(row: TextRow | TokenRow, seed: int) -> bytes:
+def draw_rank(row: TextRow | TokenRow, seed: int) -> bytes:
+    """The key by which rows are sorted to draw the first of them."""
     return hashlib.sha256(f"{seed}:{row.id}".encode()).digest()
