@@ -9,8 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
-from frozencore import CoreBank, load_basis
+from frozencore import CoreBank, frozen_core_layers, load_basis
 from frozencore.tune.pocket import pocket_model_path
 from small_tenants import adapter_in
 
@@ -127,6 +128,32 @@ def test_one_value_alone_or_no_file_of_rows_makes_no_groups(command: Command, te
         status, _, err = command("calibrate", *FEW, *words, *by)
         assert (status, err.count("\n")) == (2, 1)
         assert re.search(message, err), err
+
+
+def test_several_calibration_tasks_are_groups_of_a_run_and_no_folder_of_moments(
+    command: Command, tenants: Path, tmp_path: Path
+) -> None:
+    two = ["--calibration-task", "pocket-math", "--calibration-task", "pocket-sentiment"]
+    status, _, err = command("calibrate", *FEW, *two, "--task", "pocket-math", "--output", tmp_path / "shop")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "names several. Give one, or --tenants" in err
+    short = ["--epochs", 1, "--batch-size", 4, "--output", tmp_path / "ben"]
+    status, _, err = command("tune", *FEW, *two, "--data", tenants / "ben.jsonl", *short)
+    assert status == 0, err
+    card = (tmp_path / "ben" / "adapter" / "README.md").read_text()
+    assert re.search(r"8 rows of pocket-math and pocket-sentiment, \d+ tokens", card)
+    short[-1] = tmp_path / "many"
+    status, _, err = command("tune-many", *FEW, *two, "--tenants", tenants, *short)
+    assert status == 0, err
+    bases = [
+        [
+            X
+            for layer in frozen_core_layers(adapter_in(folder), "default").values()
+            for X in layer.factors("default")[:2]
+        ]
+        for folder in (tmp_path / "ben", tmp_path / "many" / "ben")
+    ]
+    assert all(torch.equal(X, Y) for X, Y in zip(*bases, strict=True))
 
 
 def only_anna(folder: Path) -> None:

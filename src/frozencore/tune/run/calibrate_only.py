@@ -41,11 +41,16 @@ def execute_calibration(config: RunConfig, out: Path, progress: Progress) -> Cal
     With a memory budget no moments file is written, because the budget avoids holding the sums of all layers.
 
     Raises:
-        ConfigError: The method reads no data.
+        ConfigError: The method reads no data, or there are several calibration tasks.
         ArtifactError: ``out`` holds a finished run or a calibration already.
     """
     if not config.moments_needed:
         raise ConfigError(f"The method {config.method!r} reads no calibration data: `frozencore tune` is all it needs.")
+    if config.has_groups:
+        raise ConfigError(
+            "The moments of a folder are those of one set of rows, but --calibration-task names several. Give one, or "
+            "--tenants with a file for each."
+        )
     require_new(out, RECORD, MOMENTS_FILE if config.memory_budget is None else ADAPTER)
     prepared = prepare(config, progress)
     targets = resolve_targets(config, prepared.model)
@@ -118,7 +123,7 @@ def execute_growth(config: RunConfig, out: Path, progress: Progress, *, by: int,
         prepared, groups = _rows_of_tenants(config, progress)
     else:
         prepared = prepare(config, progress)
-        groups = _groups({"rows": prepared.rows.calibration}, prepared)
+        groups = _groups(prepared.rows.groups or {"rows": prepared.rows.calibration}, prepared)
     model = config.method_entry.add(prepared.model, config.adapter_options(()))
     before = read_header(str(config.basis))["calibrated_on"]
     calibration = grow_basis(model, groups, by=by, options=config.calibration_options, progress=progress)
