@@ -107,10 +107,10 @@ class GroupWork(BasisWork):
 class GroupGainWork(GroupWork):
     """Layers whose gains for groups are being computed; ``ranks`` holds the number of directions of each layer.
 
-    The gain of rank k in layer l is the mean share of the groups' whitened moments that the leading k directions of the
-    layer's spans hold, times the mean share of the groups' squared whitened gradients that lies in layer l. For one
-    group it is proportional to the squared singular values, which FCCA's rank budget reads. The examples are not
-    halved, so noise is not taken from the gains.
+    The gain of rank r in a layer is a product of two means over the groups. The first is the share of the group's
+    whitened moment that the leading r directions of the layer's spans hold. The second is the layer's share of the
+    group's squared whitened gradient in all layers. For one group the gains are proportional to the squared singular
+    values, which FCCA's rank budget reads. The examples are not halved, so noise is not taken from the gains.
 
     Attributes:
         held: For each direction, the share that it adds, for the layers that this rank owns.
