@@ -9,8 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
-from frozencore import CoreBank, load_basis
+from frozencore import CoreBank, frozen_core_layers, load_basis
 from frozencore.tune.pocket import pocket_model_path
 from small_tenants import adapter_in
 
@@ -54,6 +55,107 @@ def test_a_basis_of_tenants_says_what_it_holds_of_each_and_carries_their_cores(
     assert sorted(bank) == ["anna", "ben"]
 
 
+def test_a_basis_of_tenants_spends_a_rank_budget(command: Command, tenants: Path, tmp_path: Path) -> None:
+    words = [*FEW[:2], "--calibration-size", 4, "--rank-budget", 40, "--tenants", tenants]
+    status, out, err = command("calibrate", *words, "--output", tmp_path / "shop")
+    assert status == 0, err
+    assert re.search(r"Ranks .* budget of 40", " ".join(out.split())), out
+    saved = load_basis(tmp_path / "shop" / "basis")
+    assert len({P.shape[1] for P, _ in saved.layers.values()}) > 1
+
+
+def in_one_file(tenants: Path, *more: dict) -> Path:
+    """All rows in one file, with the name of the tenant as a column."""
+    rows = [
+        json.loads(line) | {"who": file.stem} for file in tenants.iterdir() for line in file.read_text().splitlines()
+    ]
+    (tenants.parent / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (*rows, *more)))
+    return tenants.parent / "rows.jsonl"
+
+
+def test_the_values_of_a_column_are_groups(command: Command, tenants: Path, tmp_path: Path) -> None:
+    words = [*FEW, "--data", in_one_file(tenants), "--group-by", "who"]
+    status, out, err = command("calibrate", *words, "--output", tmp_path / "shop")
+    assert status == 0, err
+    assert all(re.search(rf"{name} .*%.*%.*%", out) for name in ("anna", "ben", "mean"))
+    calibrated_on = json.loads((tmp_path / "shop" / "basis" / "basis.json").read_text())["calibrated_on"]
+    assert re.fullmatch(r"2 groups of 4 rows each, \d+ tokens", calibrated_on)
+    assert not (tmp_path / "shop" / "moments.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "words", "message"),
+    [
+        (
+            (),
+            ["--group-by", "whose"],
+            "column 'whose' of every row, but row 1 of .* has none. Its columns are: prompt,",
+        ),
+        (({"prompt": "1?", "completion": " 1"},), ["--group-by", "who"], "but row 17 of .* has none"),
+        ((), ["--group-by", "kind"], "column 'kind' .*has none"),
+        ((), ["--group-by", "prompt", "--columns", "prompt=prompt"], "2 rows at least, but 'How many is"),
+        (({"prompt": "1?", "completion": " 1", "who": "cleo"},), ["--group-by", "who"], "2 rows at least, but 'cleo'"),
+        (
+            ({"prompt": "1?", "completion": "", "who": "cleo"},) * 2,
+            ["--group-by", "who"],
+            "row-17: column 'completion' must hold text",
+        ),
+        ((), ["--group-by", "who", "--calibration-size", 1], "2 rows at least, but 'anna' has 1"),
+        ((), ["--group-by", "who", "--grow", "basis"], "--grow came too. Leave one out"),
+        ((), ["--group-by", "who", "--method", "eva"], "'eva' here reads others. Use fcca"),
+    ],
+)
+def test_a_column_that_makes_no_groups_is_one_line_and_writes_nothing(
+    more: tuple[dict, ...], words: list[str], message: str, command: Command, tenants: Path, tmp_path: Path
+) -> None:
+    data = ["--data", in_one_file(tenants, *more)]
+    status, _, err = command("calibrate", *FEW, *data, *words, "--output", tmp_path / "shop")
+    assert (status, err.count("\n")) == (2, 1)
+    assert re.search(message, err), err
+    assert not (tmp_path / "shop").exists()
+
+
+def test_one_value_alone_or_no_file_of_rows_makes_no_groups(command: Command, tenants: Path, tmp_path: Path) -> None:
+    by = ["--group-by", "who", "--output", tmp_path / "shop"]
+    (tenants / "ben.jsonl").unlink()
+    alone = in_one_file(tenants)
+    for words, message in (
+        (["--data", alone], "two at least, but the column 'who' of .* holds only 'anna'. Leave --group-by out"),
+        (["--task", "pocket-math"], "file of rows, given once as --data, but --task pocket-math came"),
+        (["--data", alone, "--packing"], "file of rows, given once as --data, but --packing came"),
+        (["--tenants", tenants], "--tenants came too. Leave one out"),
+    ):
+        status, _, err = command("calibrate", *FEW, *words, *by)
+        assert (status, err.count("\n")) == (2, 1)
+        assert re.search(message, err), err
+
+
+def test_several_calibration_tasks_are_groups_of_a_run_and_no_folder_of_moments(
+    command: Command, tenants: Path, tmp_path: Path
+) -> None:
+    two = ["--calibration-task", "pocket-math", "--calibration-task", "pocket-sentiment"]
+    status, _, err = command("calibrate", *FEW, *two, "--task", "pocket-math", "--output", tmp_path / "shop")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "names several. Give one, or --tenants" in err
+    short = ["--epochs", 1, "--batch-size", 4, "--output", tmp_path / "ben"]
+    status, _, err = command("tune", *FEW, *two, "--data", tenants / "ben.jsonl", *short)
+    assert status == 0, err
+    card = (tmp_path / "ben" / "adapter" / "README.md").read_text()
+    assert re.search(r"8 rows of pocket-math and pocket-sentiment, \d+ tokens", card)
+    short[-1] = tmp_path / "many"
+    status, _, err = command("tune-many", *FEW, *two, "--tenants", tenants, *short)
+    assert status == 0, err
+    bases = [
+        [
+            X
+            for layer in frozen_core_layers(adapter_in(folder), "default").values()
+            for X in layer.factors("default")[:2]
+        ]
+        for folder in (tmp_path / "ben", tmp_path / "many" / "ben")
+    ]
+    assert all(torch.equal(X, Y) for X, Y in zip(*bases, strict=True))
+
+
 def only_anna(folder: Path) -> None:
     (folder / "ben.jsonl").unlink()
 
@@ -88,7 +190,6 @@ def leave(folder: Path) -> None:
         (ben_says_nothing, [], "Tenant 'ben'"),
         (leave, ["--method", "eva"], "'eva' here reads others. Use fcca"),
         (leave, ["--method", "random"], "'random' reads no calibration data. Use fcca"),
-        (leave, ["--rank", 16, "--rank-budget", 1000], "give --rank instead of --rank-budget"),
         (leave, ["--data", "x.jsonl"], "--tenants and --data name the same thing. Leave one out"),
         (leave, ["--task", "sst2"], "give one"),
         (leave, ["--calibration-task", "sst2"], "leave --calibration-task out"),

@@ -16,8 +16,9 @@ from frozencore.constructors.fcca import fcca_basis
 from frozencore.constructors.random import random_basis
 from frozencore.errors import CalibrationError
 from frozencore.maths.capture import share_held
-from frozencore.maths.groups import merged, pooled_diagonals, shared_spans
+from frozencore.maths.groups import PooledDiagonals, RunningStack, merged, shared_spans
 from frozencore.maths.linalg import principal_cosines
+from frozencore.maths.moments import LayerMoments
 from references import numpy_of
 
 
@@ -49,6 +50,15 @@ def test_no_round_lowers_the_sum_and_the_spans_hold_what_they_say(seed: int, K: 
         torch.testing.assert_close(X.mT @ X, torch.eye(min(r, p, q), dtype=torch.float64))
         assert float(energy.sum()) == pytest.approx(spans.sums[-1], rel=1e-6)
         assert bool((energy[:-1] >= energy[1:] - 1e-12).all())
+
+
+def test_the_gains_add_up_to_what_the_leading_directions_hold_and_are_squared_singular_values_of_one_group() -> None:
+    T = unit(drawn(4, 5, 12, 9))
+    spans = shared_spans(T, 4)
+    for k in range(1, 5):
+        assert float(spans.gains[:k].sum()) == pytest.approx(held(T, spans.U[:, :k], spans.V[:, :k]), rel=1e-9)
+    S = np.linalg.svd(numpy_of(T[0]), compute_uv=False)
+    np.testing.assert_allclose(numpy_of(shared_spans(T[:1], 4).gains), S[:4] ** 2, rtol=1e-9)
 
 
 def test_no_small_turn_of_the_spans_holds_more() -> None:
@@ -144,12 +154,37 @@ def test_a_narrow_running_factor_keeps_what_counts_in_a_long_stream() -> None:
     assert principal_cosines(factor[:, :3], planted).min() > 0.98
 
 
+def test_a_stack_of_more_matrices_than_it_holds_has_nearly_the_sum_of_all_and_keeps_few() -> None:
+    """Sums over two thousand matrices near a space of ten, in 40 to 80 that are held."""
+    space = drawn(1, 10, 6, 5)
+    M = unit(torch.einsum("kj,jpq->kpq", drawn(2, 2000, 10), space) + 0.1 * drawn(3, 2000, 6, 5))
+    stack = RunningStack(80)
+    for one in M:
+        stack.add(one)
+        assert len(stack._held) <= 80
+    few = stack.taken()
+    assert not stack.is_whole
+    U, V = orthonormal(4, 6, 2), orthonormal(5, 5, 2)
+    assert held(few, U, V) == pytest.approx(held(M, U, V), rel=1e-9)  # 30 entries: no sum needs more than 30 matrices
+    narrow = RunningStack(24)
+    for one in M:
+        narrow.add(one)
+    assert 0.99 * held(M, U, V) < held(narrow.taken(), U, V) <= held(M, U, V) * (1 + 1e-9)
+
+
+def pooled(groups: list[LayerMoments], weights: list[float]) -> LayerMoments:
+    found = PooledDiagonals()
+    for group, weight in zip(groups, weights, strict=True):
+        found.add(group, weight)
+    return found.moments()
+
+
 def test_pooled_diagonals_depend_neither_on_the_scale_of_a_loss_nor_on_the_number_of_rows() -> None:
     one, other = drawn_layer(seed=1), drawn_layer(seed=2)
-    expected = pooled_diagonals([one.moments(), other.moments()])
+    expected = pooled([one.moments(), other.moments()], [1.0, 3.0])
     louder = dataclasses.replace(other, E=1e4 * other.E)
     longer = dataclasses.replace(one, X=np.tile(one.X, (3, 1)), E=np.tile(one.E, (3, 1)))
-    found = pooled_diagonals([longer.moments(), louder.moments()])
+    found = pooled([longer.moments(), louder.moments()], [1.0, 3.0])
     torch.testing.assert_close(found.a, expected.a, rtol=1e-12, atol=0)
     torch.testing.assert_close(found.d, expected.d, rtol=1e-12, atol=0)
     assert float(found.a.mean()) == pytest.approx(1)
@@ -158,7 +193,9 @@ def test_pooled_diagonals_depend_neither_on_the_scale_of_a_loss_nor_on_the_numbe
 def test_a_group_without_gradient_does_not_change_the_pooled_errors() -> None:
     one = drawn_layer(seed=1)
     silent = dataclasses.replace(drawn_layer(seed=2), E=0 * one.E)
-    found, alone = (pooled_diagonals(groups) for groups in ([one.moments(), silent.moments()], [one.moments()]))
+    found, alone = (
+        pooled(groups, [1.0] * len(groups)) for groups in ([one.moments(), silent.moments()], [one.moments()])
+    )
     torch.testing.assert_close(found.d, alone.d, rtol=1e-12, atol=0)
 
 

@@ -90,6 +90,7 @@ def test_a_record_says_what_its_run_was_asked_for(name: str) -> None:
         ({"method": "eva", "eva_center": True, "eva_output": "random"}, "a5545c0b3fe4740c", "39afeb7acb4f5fe1"),
         ({"method": "signgrad", "initial_step": 0.1}, "b4285846d9d43a6d", "39afeb7acb4f5fe1"),
         ({"method": "filora", "filora_fisher": "diagonal"}, "968e109a82ea605d", "39afeb7acb4f5fe1"),
+        ({"calibration_task": "pocket-sentiment"}, "a2708a37f9672876", "da5d99323cbd0dd7"),
         ({"tokens": "nonzero_delta"}, "e6c7a407a914ffe6", "76d6b3ddd7e1881f"),
     ],
 )

@@ -21,7 +21,13 @@ from frozencore.words import Progress, flag_of
 
 
 def advise_run(config: RunConfig, prepared: PreparedRun, progress: Progress) -> Advice:
-    """Advise from the run's calibration rows; its method and basis options are ignored."""
+    """Advise from the run's calibration rows; its method and basis options are ignored.
+
+    Raises:
+        ConfigError: The rows come in groups.
+    """
+    if config.has_groups:
+        raise ConfigError("The advice is about one set of rows, but --calibration-task names several. Give one.")
     targets = resolve_targets(config, prepared.model)
     return advise(
         prepared.model,

@@ -5,7 +5,9 @@
     pass 3:  C_k = Lᵀ T_k R (p x p) of every group             U and V within these spans
 
 There are three passes, because T_k needs the diagonals of all groups, and because the factors of thousands of groups
-would be larger than the sums. Memory holds one m x n matrix a layer, for the current group, and K p² numbers.
+would be larger than the sums. Memory holds one m x n matrix a layer, for the current group, and at most 4 m n numbers
+of the C_k (or 64 of them). If there are more groups, fewer matrices replace the C_k (:class:`RunningStack`), and a
+fourth pass finds the share of each group. So no tensor grows with K.
 Test: 4 and 16 random groups with slowly falling spectra (160 x 128, σᵢ = i^-0.3 to i^-1, r = 4). U and V within these
 spans held .99 to 1.00 of the energy that they hold with all T_k at once; .97 to 1.00 with p = 4r. Groups that share
 little lose more.
@@ -18,31 +20,27 @@ Shapes: K groups, m outputs, n inputs, r rank, p = 8r, or less where K p² would
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import torch
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
 
 from frozencore.calibration.batches import Batch
 from frozencore.calibration.calibration_options import CalibrationOptions
-from frozencore.calibration.collect import collect_moments, run_pass, share_of
+from frozencore.calibration.collect import refuse_unreached, run_pass, share_of
+from frozencore.calibration.layer_owners import reduce_moments, sent_by
 from frozencore.calibration.preserve import preserved
 from frozencore.calibration.recorder import Projection
+from frozencore.calibration.running_spans import RunningSpans
 from frozencore.calibration.taps import Taps
 from frozencore.errors import CalibrationError
 from frozencore.maths.basis import Basis
-from frozencore.maths.groups import Share, SharedSpans, merged, pooled_diagonals, shared_spans
-from frozencore.maths.linalg import Shape, thin_qr, truncated_svd
-from frozencore.maths.moments import CROSS, DIAGONALS, LayerMoments
+from frozencore.maths.groups import PooledDiagonals, Share, SharedSpans
+from frozencore.maths.moments import CROSS, DIAGONALS, LayerMoments, MomentName
 from frozencore.maths.whitening import Whitening
+from frozencore.ranks import all_ranks_or_none, gathered, own_rank
 from frozencore.words import Progress
-
-NARROWEST, WIDEST = 4, 8  # the least and most columns of L and R, as multiples of the rank
-TRIPLES = 2  # singular triples that are kept of a group, as a multiple of the rank
 
 
 @dataclass(frozen=True)
@@ -51,45 +49,15 @@ class GroupedLayer:
 
     Attributes:
         diagonals: The pooled a and d; no matrix.
+        spans: None on ranks that do not own the layer.
         shares: The share of T_k that the spans hold, by group; a group without gradient in this layer is left out.
+        energies: ``‖D^-1/2 G_k A^-1/2‖²`` by group, in units of the group's own mean diagonals.
     """
 
     diagonals: LayerMoments
-    spans: SharedSpans
+    spans: SharedSpans | None
     shares: dict[str, Share]
-
-
-@dataclass
-class _Running:
-    """One layer: its given spans, the factors L and R on their complement, and what each group has.
-
-    Attributes:
-        norms: ‖T_k‖ by group.
-        own: The largest share of T_k that a basis of this rank can hold, by group.
-    """
-
-    given: tuple[Float[Tensor, "m k"], Float[Tensor, "n k"]]
-    L: Float[Tensor, "m p"]
-    R: Float[Tensor, "n p"]
-    norms: dict[str, float] = field(default_factory=dict)
-    own: dict[str, float] = field(default_factory=dict)
-
-    def add(self, group: str, T: Float[Tensor, "m n"], rank: int, width: int) -> None:
-        """Add one group's whitened moment; T is overwritten."""
-        self.norms[group] = norm = float(T.norm())
-        if norm == 0:
-            return
-        svd = truncated_svd(T.div_(norm), TRIPLES * rank)
-        self.own[group] = float(svd.S[:rank].square().sum())
-        new_L, new_R = (X - X0 @ (X0.mT @ X) for X0, X in zip(self.given, (svd.U * svd.S, svd.V * svd.S), strict=True))
-        self.L, self.R = merged(self.L, new_L, width), merged(self.R, new_R, width)
-
-
-def span_width(shape: Shape, rank: int, num_groups: int, given: int = 0) -> int:
-    """The number p of columns of L and R, if ``given`` directions are in the basis already."""
-    m, n = shape
-    room = math.isqrt(4 * m * n // num_groups)
-    return min(min(m, n) - given, max(NARROWEST * rank, min(WIDEST * rank, room)))
+    energies: dict[str, float]
 
 
 def collect_groups(
@@ -100,118 +68,120 @@ def collect_groups(
     *,
     whitening: Whitening,
     options: CalibrationOptions,
+    weights: Mapping[str, float],
+    owners: Mapping[str, int] | None = None,
     beside: Mapping[str, Basis] | None = None,
     progress: Progress | None = None,
 ) -> dict[str, GroupedLayer]:
-    """Find the spans of one basis for all groups, by layer; every group has the same weight.
+    """Find the spans of one basis for all groups, by layer. Each rank has its own rows of every group.
 
     Args:
-        groups: The batches of each group; they are read three times.
+        groups: The batches of each group; they are read three or four times.
         ranks: The rank of each layer's basis.
         whitening: A diagonal metric.
+        weights: The weight w_k of each group; their mean is 1.
+        owners: The rank that finds each layer's spans; by default there is one rank.
         beside: The bases that are widened to these ranks, by layer; their spans come first.
 
     Raises:
         CalibrationError: As in :func:`frozencore.calibration.collect.collect_moments`; the message names the group.
     """
-    num_passes = 3 * len(groups)
-    diagonals = _pooled(model, groups, layers, options, progress, num_passes)
+    owners = owners or dict.fromkeys(layers, 0)
+    mine = [name for name in layers if owners[name] == own_rank()]
+    passes = _Passes(model, groups, options, owners, progress)
+    pooled = {name: PooledDiagonals() for name in layers}
+    units: dict[str, dict[str, float]] = {name: {} for name in layers}
+    for group, moments in passes.read(layers, DIAGONALS):
+        with _of_group(group):
+            for name, own in moments.items():
+                pooled[name].add(own, weights[group])
+                units[name][group] = whitening.unit(own)
+    diagonals = {name: own.moments() for name, own in pooled.items()}
     roots = {name: whitening.diagonal_roots(own, (len(own.d), len(own.a)), own.d) for name, own in diagonals.items()}
-    running: dict[str, _Running] = {}
-    for number, (group, batches) in enumerate(groups.items(), start=len(groups)):
-        with _named(group):
-            moments = collect_moments(
-                model, batches, layers, needs=CROSS, options=options, progress=share_of(progress, number, num_passes)
-            )
-            for name in layers:
-                own = None if beside is None else beside[name]
-                _take(running, name, group, moments.pop(name).G, roots[name], ranks[name], len(groups), own)
-    projections = {}
-    for name, found in running.items():
-        L, R = (
-            torch.linalg.qr(torch.cat(factors, dim=1)).Q
-            for factors in zip(found.given, (found.L, found.R), strict=True)
-        )
-        projections[name] = Projection(left=L.mul_(roots[name][0]), right=R.mul_(roots[name][1]))
-    cores: dict[str, list[Tensor]] = {name: [] for name in layers}
-    for number, (group, batches) in enumerate(groups.items(), start=2 * len(groups)):
-        with _named(group), preserved(model):
-            taps = Taps(layers, CROSS, options, projections)
-            for name, recorder in run_pass(model, batches, taps, share_of(progress, number, num_passes)).items():
-                norm = running[name].norms[group]
-                mean = recorder.totals["cross"] / recorder.num_tokens
-                cores[name].append(mean / norm if norm else torch.zeros_like(mean))
-    result = {}
-    for name in layers:
-        L, R = (factor / root for factor, root in zip(vars(projections.pop(name)).values(), roots[name], strict=True))
-        spans, shares = _spans(running[name], L, R, torch.stack(cores.pop(name)), ranks[name])
-        result[name] = GroupedLayer(diagonals[name], spans, shares)
-    return result
-
-
-def _take(
-    running: dict[str, _Running],
-    name: str,
-    group: str,
-    G: Float[Tensor, "m n"],
-    roots: tuple[Tensor, Tensor],
-    rank: int,
-    num_groups: int,
-    beside: Basis | None,
-) -> None:
-    """Add one group's cross moment to a layer's factors; G is overwritten."""
-    m, n = G.shape
-    if name not in running:
-        L, R = G.new_zeros(m, 0), G.new_zeros(n, 0)
-        before = (L, R) if beside is None else (beside.P, beside.Q)
-        given = [thin_qr(X.to(root) / root)[0] for X, root in zip(before, roots, strict=True)]
-        running[name] = _Running((given[0], given[1]), L, R)
-    T = G.mul_(roots[0]).mul_(roots[1].mT)
-    running[name].add(group, T, rank, span_width((m, n), rank, num_groups, running[name].given[0].shape[1]))
-
-
-def _pooled(
-    model: nn.Module,
-    groups: Mapping[str, Sequence[Batch]],
-    layers: Mapping[str, nn.Module],
-    options: CalibrationOptions,
-    progress: Progress | None,
-    num_passes: int,
-) -> dict[str, LayerMoments]:
-    found: dict[str, list[LayerMoments]] = {name: [] for name in layers}
-    for number, (group, batches) in enumerate(groups.items()):
-        with _named(group):
-            moments = collect_moments(
-                model, batches, layers, needs=DIAGONALS, options=options,
-                progress=share_of(progress, number, num_passes),
-            )  # fmt: skip
-        for name in layers:
-            found[name].append(moments[name])
-    return {name: pooled_diagonals(own) for name, own in found.items()}
-
-
-def _spans(
-    running: _Running, L: Float[Tensor, "m p"], R: Float[Tensor, "n p"], C: Float[Tensor, "K p p"], rank: int
-) -> tuple[SharedSpans, dict[str, Share]]:
-    """U and V of the layer, and the share that they hold of each group with a gradient in this layer."""
-    if not running.own:
-        nothing = L.new_zeros(0)
-        return SharedSpans(L[:, :0], R[:, :0], nothing, nothing, ()), {}
-    spans = shared_spans(C, rank, running.given[0].shape[1])
-    held = (spans.U.mT @ C.double() @ spans.V).square().sum((1, 2)).tolist()
-    random = rank * rank / (len(L) * len(R))
-    shares = {
-        group: Share(share, running.own[group], random)
-        for group, share in zip(running.norms, held, strict=True)
-        if group in running.own
+    running = {
+        name: RunningSpans.start(roots[name], ranks[name], len(groups), None if beside is None else beside[name])
+        for name in mine
     }
-    return spans._replace(U=L.double() @ spans.U, V=R.double() @ spans.V), shares
+    for group, moments in passes.read(layers, CROSS):
+        with _of_group(group):
+            for name in mine:
+                running[name].add(group, moments.pop(name).G, weights[group])
+    for group, moments in passes.read(layers, CROSS, {name: found.within() for name, found in running.items()}):
+        with _of_group(group):
+            for name in mine:
+                running[name].add_core(group, moments.pop(name).G, weights[group])
+    with all_ranks_or_none():
+        spans = {name: found.spans() for name, found in running.items()}
+    left_out = gathered({name: True for name, found in running.items() if not found.cores.is_whole})
+    if left_out:  # the stacks do not hold each group's own matrix
+        passes.num_passes = 4
+        factors = {name: running[name].projection(*spans[name][:2]) for name in mine if name in left_out}
+        for group, moments in passes.read({name: layers[name] for name in layers if name in left_out}, CROSS, factors):
+            for name in factors:
+                running[name].add_share(group, moments.pop(name).G)
+    return {
+        name: GroupedLayer(diagonals[name], spans[name], running[name].shares, running[name].energies(units[name]))
+        if name in running
+        else GroupedLayer(diagonals[name], None, {}, {})
+        for name in layers
+    }
+
+
+@dataclass
+class _Passes:
+    """Passes over the rows of all groups.
+
+    Attributes:
+        num_passes: The number of passes that are planned.
+        num_read: The number of groups that were read, over all passes.
+    """
+
+    model: nn.Module
+    groups: Mapping[str, Sequence[Batch]]
+    options: CalibrationOptions
+    owners: Mapping[str, int]
+    progress: Progress | None
+    num_passes: int = 3
+    num_read: int = 0
+
+    def read(
+        self,
+        layers: Mapping[str, nn.Module],
+        needs: frozenset[MomentName],
+        own_projections: Mapping[str, Projection] | None = None,
+    ) -> Iterator[tuple[str, dict[str, LayerMoments]]]:
+        """Yield each group's name and its moments by layer, summed over all ranks; a matrix is on its owner alone.
+
+        Args:
+            own_projections: The factors of the layers that this rank owns; the other ranks get them from here.
+        """
+        projections = None if own_projections is None else self._shared(layers, own_projections)
+        for group, batches in self.groups.items():
+            progress = share_of(self.progress, self.num_read, self.num_passes * len(self.groups))
+            taps = Taps(layers, needs, self.options, projections or {})
+            with _of_group(group), preserved(self.model):
+                recorders = run_pass(self.model, batches, taps, progress)
+                moments = {name: recorder.moments() for name, recorder in recorders.items()}
+                refuse_unreached({name: own.num_tokens for name, own in moments.items()})
+            self.num_read += 1
+            reduced = reduce_moments(moments, self.owners)
+            del recorders, moments  # the caller empties the other one
+            yield group, reduced
+
+    def _shared(self, layers: Iterable[str], own: Mapping[str, Projection]) -> dict[str, Projection]:
+        """Send the factors of each layer from its owner to all ranks."""
+        nothing = Projection()
+        return {
+            name: Projection(*(sent_by(self.owners[name], X) for X in vars(own.get(name, nothing)).values()))
+            for name in layers
+        }
 
 
 @contextmanager
-def _named(group: str) -> Iterator[None]:
-    """Add the group's name to errors raised inside."""
-    try:
-        yield
-    except CalibrationError as error:
-        raise CalibrationError(f"Group {group!r}: {error}") from error
+def _of_group(group: str) -> Iterator[None]:
+    """Add the group's name to errors raised inside; no rank goes on if one fails."""
+    with all_ranks_or_none():
+        try:
+            yield
+        except CalibrationError as error:
+            raise CalibrationError(f"Group {group!r}: {error}") from error

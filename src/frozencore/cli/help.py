@@ -55,6 +55,7 @@ FLAG_GROUPS = (
             "data",
             "task",
             "tenants",
+            "group_by",
             "columns",
             "eval_data",
             "max_length",

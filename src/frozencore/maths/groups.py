@@ -6,8 +6,9 @@ This is the Tucker-2 decomposition of the stack of the T_k. For a fixed V the be
 ``Σ_k w_k T_k V Vᵀ T_kᵀ``, and the same holds for V. The two eigenproblems alternate from the HOSVD start, the leading
 eigenvectors of ``Σ_k w_k T_k T_kᵀ`` and ``Σ_k w_k T_kᵀ T_k``; no step lowers the sum.
 
-D and A are the diagonals d_k and a_k, each divided by its mean, averaged over the groups. So neither the scale of a
-group's loss nor its number of rows changes its weight.
+D and A are the diagonals d_k and a_k, each divided by its mean, averaged over the groups with the weights w_k. So
+neither the scale of a group's loss nor its number of rows changes its weight, and a group of weight 2 counts as the
+same group twice.
 
 A basis that grows keeps the spans that it has: U = [U₀, U₁] with U₀ given, and V alike. For a fixed V the best U₁ holds
 the leading eigenvectors of the same matrix, projected on the complement of U₀.
@@ -17,16 +18,15 @@ Shapes: K groups, m outputs, n inputs, r rank, p and q columns of a running fact
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import NamedTuple
 
 from jaxtyping import Float
 
-from frozencore.errors import CalibrationError
 from frozencore.maths.linalg import canonical_signs, require_finite
-from frozencore.maths.moments import DIAGONALS, LayerMoments
+from frozencore.maths.moments import DIAGONALS, LayerMoments, MomentName
 from frozencore.torch_later import torch
 
 MOST_ROUNDS = 200
@@ -39,6 +39,8 @@ class SharedSpans(NamedTuple):
     Attributes:
         left_energy, right_energy: The part of the sum in each direction of U and of V, r numbers each.
         sums: ``Σ_k w_k ‖UᵀT_kV‖²`` at the start and after each round.
+        gains: The part of the sum that each further direction of both sides adds, r numbers: their first k add up to
+            the sum with the first k columns of U and of V.
     """
 
     U: Float[torch.Tensor, "p r"]
@@ -46,6 +48,7 @@ class SharedSpans(NamedTuple):
     left_energy: Float[torch.Tensor, " r"]
     right_energy: Float[torch.Tensor, " r"]
     sums: tuple[float, ...]
+    gains: Float[torch.Tensor, " r"]
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,10 @@ def shared_spans(T: Float[torch.Tensor, "K p q"], rank: int, given: int = 0) -> 
     left_turn, left = _leading(_gram(core), rank, given)
     right_turn, right = _leading(_gram(core.mT), rank, given)
     U, V = U @ left_turn, V @ right_turn  # sorted by energy, behind the given directions
-    return SharedSpans(canonical_signs(U, left, U)[0], canonical_signs(V, right, V)[0], left, right, tuple(sums))
+    squares = (left_turn.mT @ core @ right_turn).square().sum(0)
+    gains = squares.tril().sum(1) + squares.triu(1).sum(0)  # the entries of each further row and column
+    U, V = canonical_signs(U, left, U)[0], canonical_signs(V, right, V)[0]
+    return SharedSpans(U, V, left, right, tuple(sums), gains)
 
 
 def _ascended(
@@ -132,23 +138,67 @@ def merged(
     return both @ W[:, -width:].flip(1).to(both.dtype)
 
 
-def pooled_diagonals(groups: Sequence[LayerMoments]) -> LayerMoments:
-    """Average the groups' a and d of one layer, each divided by its mean; no matrices.
+@dataclass
+class RunningStack:
+    """Matrices M_k (p x q) of any number of groups, held as at most ``most`` matrices.
+
+    ``Σ_k ‖UᵀM_kV‖²`` depends on the matrices through ``Σ_k vec(M_k) vec(M_k)ᵀ`` alone. If more than ``most`` matrices
+    come, they are replaced by ``most / 2`` matrices with the leading part of that sum.
+
+    Attributes:
+        is_whole: Whether the matrices are still those that came.
+    """
+
+    most: int
+    is_whole: bool = True
+    _held: list[Float[torch.Tensor, "p q"]] = field(default_factory=list)
+
+    def add(self, M: Float[torch.Tensor, "p q"]) -> None:
+        """Add one group's matrix."""
+        self._held.append(M)
+        if len(self._held) > self.most:
+            self.is_whole = False
+            columns = self.taken().flatten(1).mT
+            fewer = merged(columns[:, :0], columns, self.most // 2)
+            self._held = list(fewer.mT.unflatten(1, M.shape))
+
+    def taken(self) -> Float[torch.Tensor, "k p q"]:
+        """Hand over the matrices; the stack is empty afterwards."""
+        held, self._held = torch.stack(self._held), []
+        return held
+
+
+@dataclass
+class PooledDiagonals:
+    """The running mean of the groups' a and d of one layer, each divided by its own mean.
 
     A group whose moment is all zero (no gradient reached the layer) is left out.
-
-    Raises:
-        CalibrationError: A group has no counted token, or a moment is not finite.
     """
-    num_tokens = sum(group.num_tokens for group in groups)
-    sums = {}
-    for name in sorted(DIAGONALS):
-        found = [moment / moment.mean() for group in groups if bool((moment := group.mean(name).double()).any())]
-        zero = torch.zeros_like(groups[0].mean(name), dtype=torch.float64)
-        sums[name] = (sum(found, zero) / max(1, len(found)) * num_tokens).to(groups[0].mean(name).dtype)
-    if not num_tokens:
-        raise CalibrationError("Groups need counted tokens, but there is none.")
-    return LayerMoments(num_tokens, **sums)
+
+    num_tokens: int = 0
+    _dtype: torch.dtype | None = None
+    _sums: dict[MomentName, torch.Tensor] = field(default_factory=dict)
+    _weights: dict[MomentName, float] = field(default_factory=dict)
+
+    def add(self, group: LayerMoments, weight: float) -> None:
+        """Add the diagonals of one group.
+
+        Raises:
+            CalibrationError: The group has no counted token, or a moment is not finite.
+        """
+        self.num_tokens += group.num_tokens
+        for name in DIAGONALS:
+            moment = group.mean(name)
+            self._dtype = moment.dtype
+            total = self._sums.setdefault(name, torch.zeros_like(moment, dtype=torch.float64))
+            if moment.any():
+                total += weight * (moment.double() / moment.double().mean())
+                self._weights[name] = self._weights.get(name, 0.0) + weight
+
+    def moments(self) -> LayerMoments:
+        """The pooled diagonals as sums over the tokens of all groups; no matrices."""
+        sums = {name: total / self._weights.get(name, 1.0) * self.num_tokens for name, total in self._sums.items()}
+        return LayerMoments(self.num_tokens, **{name: total.to(self._dtype) for name, total in sums.items()})
 
 
 def _gram(T: Float[torch.Tensor, "K p q"]) -> Float[torch.Tensor, "p p"]:

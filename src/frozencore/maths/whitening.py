@@ -79,6 +79,14 @@ class Whitening:
         second_moment = moments.d if self.fisher == "diagonal" else moments.D
         return damped_inverse_root(second_moment, self.damping_by_side[1], self.shrinkage)
 
+    def unit(self, moments: LayerMoments) -> float:
+        """The product of the mean diagonals of the whitened sides.
+
+        With diagonals that are divided by their means, ``‖D^-1/2 G A^-1/2‖²`` is this many times as large.
+        """
+        of_inputs = float(moments.a.mean()) if self.sides in ("both", "input") else 1.0
+        return of_inputs * (float(moments.d.mean()) if self.sides in ("both", "output") else 1.0)
+
     def diagonal_roots(
         self, moments: LayerMoments, shape: Shape, like: torch.Tensor
     ) -> tuple[Float[torch.Tensor, "m 1"], Float[torch.Tensor, "n 1"]]:

@@ -28,12 +28,23 @@ def grouped(constructor: str = "fcca", **options: object) -> tuple[dict[str, tup
 @pytest.mark.parametrize("constructor", ["fcca", "rawgrad"])
 def test_one_group_is_the_plain_basis_to_the_byte(constructor: str, coordinates: str) -> None:
     found = []
-    for given in ({"data": GROUPS["anna"]}, {"groups": {"anna": GROUPS["anna"]}}):
+    alone = {"groups": {"anna": GROUPS["anna"]}}
+    for given in ({"data": GROUPS["anna"]}, alone, {**alone, "weights": {"anna": 0.3}}):
         model = adapted(constructor, calibrated=False, coordinates=coordinates)
         assert calibrate(model, progress=False, **given).shares == {}  # type: ignore[arg-type]
         found.append(bases(model))
     for name, pair in found[0].items():
-        assert all(torch.equal(X, Y) for X, Y in zip(pair, found[1][name], strict=True))
+        for other in found[1:]:
+            assert all(torch.equal(X, Y) for X, Y in zip(pair, other[name], strict=True))
+
+
+def test_equal_weights_change_no_byte_and_a_heavier_group_is_held_better() -> None:
+    plain, found = grouped()
+    equal, _ = grouped(weights=dict.fromkeys(GROUPS, 7))
+    for name, pair in plain.items():
+        assert all(torch.equal(X, Y) for X, Y in zip(pair, equal[name], strict=True))
+    _, heavy = grouped(weights={"ben": 20})  # the others have the weight 1
+    assert heavy.shares["ben"].held > found.shares["ben"].held + 0.01  # type: ignore[attr-defined]
 
 
 def test_every_group_is_told_what_the_bases_hold_of_it_and_all_together_more_than_the_mean_does() -> None:
@@ -84,6 +95,12 @@ def test_a_memory_budget_makes_passes_of_few_layers_and_the_same_bases() -> None
     ("constructor", "given", "message"),
     [
         ("fcca", {"groups": {}}, "groups must name the rows of one group at least, but is empty"),
+        ("fcca", {"weights": {"benn": 1}}, "weights names 'benn', but there is no such group. Did you mean 'ben'"),
+        ("fcca", {"weights": {"ben": 0}}, "A group's weight is a positive finite number, but 'ben' has 0"),
+        ("fcca", {"weights": {"ben": float("inf")}}, "A group's weight is a positive finite number, but 'ben' has inf"),
+        ("fcca", {"weights": {"ben": float("nan")}}, "A group's weight is a positive finite number, but 'ben' has nan"),
+        ("fcca", {"weights": {"ben": "2"}}, "A group's weight is a positive finite number, but 'ben' has '2'"),
+        ("fcca", {"groups": None, "data": GROUPS["anna"], "weights": {"anna": 1}}, "weights are for groups"),
         ("eva", {}, "'eva' here reads others. Use fcca"),
         ("random", {}, "'random' here reads others"),
     ],
@@ -94,9 +111,6 @@ def test_wrong_groups_are_refused_in_one_line(constructor: str, given: dict, mes
     assert "\n" not in str(caught.value)
 
 
-def test_groups_beside_data_are_refused_and_so_is_a_rank_budget() -> None:
+def test_groups_beside_data_are_refused() -> None:
     with pytest.raises(CalibrationError, match="groups hold all rows, but data or moments came too"):
         grouped(data=GROUPS["anna"])
-    model = adapted(calibrated=False, r=16, rank_budget=100)
-    with pytest.raises(ConfigError, match="A rank budget does not work with groups yet"):
-        calibrate(model, groups=GROUPS, progress=False)

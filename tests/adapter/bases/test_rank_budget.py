@@ -119,6 +119,47 @@ def test_bases_are_those_of_the_ranks_given_outright(options: dict) -> None:
             torch.testing.assert_close(X, Y, atol=2e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize("budget", [12, 30, 65])
+@pytest.mark.parametrize("constructor", ["fcca", "rawgrad"])
+def test_groups_that_want_the_same_get_the_ranks_of_their_rows_together(constructor: str, budget: int) -> None:
+    """Without noise: the halves of ``TWICE`` agree on everything."""
+    plain = budgeted(budget, constructor=constructor)
+    found = budgeted(budget, data=None, constructor=constructor)
+    told = calibrate(found, groups={"one": BATCHES, "two": BATCHES}, weights={"one": 3}, progress=False)
+    assert found.peft_config["default"].rank_pattern == plain.peft_config["default"].rank_pattern
+    assert told.rank_budget == budget
+    assert told.shares["one"].held > told.shares["one"].random
+    alone = budgeted(budget, data=None, constructor=constructor)
+    calibrate(alone, groups={"one": TWICE}, progress=False)
+    for mine, theirs in zip(cores_of(plain), cores_of(alone), strict=True):
+        assert all(torch.equal(X, Y) for X, Y in zip(mine.factors("default"), theirs.factors("default"), strict=True))
+
+
+class Two(torch.nn.Module):
+    """Two layers that read inputs of their own, and whose outputs add up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = (torch.nn.Linear(12, 10, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.wide(x[:, :12]) + self.narrow(x[:, 12:])
+
+
+def test_the_layer_in_which_the_groups_want_more_directions_gets_the_larger_rank() -> None:
+    """Both groups want four directions of one layer and one of the other, and the opposite, so their mean is zero."""
+    torch.manual_seed(0)
+    wish = torch.cat([torch.randn(12, 4) @ torch.randn(4, 10), torch.randn(12, 1) @ torch.randn(1, 10)])
+    groups = {}
+    for sign, name in ((1, "anna"), (-1, "ben")):
+        x = torch.randn(2000, 24)
+        groups[name] = [{"x": x, "y": sign * x @ wish}]
+    model = get_peft_model(Two(), FrozenCoreConfig(rank_budget=17, target_modules=["wide", "narrow"]))
+    loss_fn = lambda model, batch: (model(batch["x"]) - batch["y"]).square().mean()  # noqa: E731
+    found = calibrate(model, groups=groups, loss_fn=loss_fn, progress=False)
+    assert {name.rpartition(".")[2]: layer.rank for name, layer in found.layers.items()} == {"wide": 4, "narrow": 1}
+
+
 def test_until_calibration_ranks_are_equal_and_fit() -> None:
     model = budgeted(65, data=None)
     assert set(ranks_of(model).values()) == {3}

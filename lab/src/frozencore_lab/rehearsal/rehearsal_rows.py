@@ -131,7 +131,7 @@ def lay_out(configs: Sequence[RunConfig], root: Path, data_root: Path | None) ->
 
 def tasks_of(config: RunConfig) -> tuple[str, ...]:
     """The tasks that a run learns, calibrates on, or measures forgetting on."""
-    return tuple(name for name in (config.task, config.calibration_task, *(config.forgetting or ())) if name)
+    return tuple(name for name in (config.task, *config.calibration_tasks, *(config.forgetting or ())) if name)
 
 
 def rows_to_train(task: Task, config: RunConfig) -> int:

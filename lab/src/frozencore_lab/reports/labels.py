@@ -46,7 +46,8 @@ def value_name(axis: str, value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, tuple | list):
-        return "/".join(str(part).removesuffix("_proj") for part in value)
+        names = TASKS if axis == "calibration_task" else {}
+        return "/".join(names.get(str(part), str(part).removesuffix("_proj")) for part in value)
     if isinstance(value, float):
         return f"{value:g}"
     if axis == "method":

@@ -24,7 +24,7 @@ from frozencore.calibration.examples import Collator, batches_from
 from frozencore.calibration.layer_owners import assign_owners, require_same_bases, share_bases
 from frozencore.calibration.loss import LossFn, with_loss
 from frozencore.constructors.basis_options import trained_values
-from frozencore.errors import CalibrationError
+from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.basis import Basis
 from frozencore.maths.capture import Capture
 from frozencore.maths.groups import Share
@@ -93,6 +93,7 @@ def calibrate(
     moments: Mapping[str, LayerMoments] | Sequence[Mapping[str, LayerMoments]] | None = None,
     loss_fn: LossFn | None = None,
     groups: Mapping[str, Any] | None = None,
+    weights: Mapping[str, float] | None = None,
     reset: bool = False,
     progress: bool | Progress = True,
 ) -> Calibration:
@@ -120,7 +121,10 @@ def calibrate(
             patches for instance. Tokens that the loss masks have no error, and add nothing to G and d.
         groups: The data of each group of rows (a tenant, a task) by name, in place of ``data``. The basis then fits
             each group as well as possible, where a plain calibration fits the mean of all rows, in which opposite
-            gradients cancel (docs/maths.md). It takes three passes over the rows.
+            gradients cancel (docs/maths.md). It takes three passes over the rows, four if the groups are
+            many.
+        weights: A positive number by group: how much the group counts in the sum that the basis maximises. A group of
+            weight 2 counts as the same group twice. A group that is left out has the weight 1.
         reset: Allow a new basis under a core that has been trained (the core is lost).
         progress: True shows a bar, False nothing; a function is called with ``(stage, done, total, note="")``.
 
@@ -136,7 +140,7 @@ def calibrate(
         CalibrationError: Nothing to calibrate, a trained core without ``reset``, merged adapters, bad moments, no
             memory for a single layer, or a rank that failed or is gone. No basis is changed then.
         ConfigError: The memory budget is not a size, or is too small for a single layer; the message names the
-            smallest budget that works.
+            smallest budget that works. Or the groups or their weights are wrong.
         DataError: The data are not batches, or rows that the collator cannot read.
     """
     adapter_name, config, layers = adapter_for_new_bases(model, adapter_name, reset=reset)
@@ -146,11 +150,13 @@ def calibrate(
     if by_spectrum := spends_by_spectrum(config):
         layers = layers_to_share(model, adapter_name, config)
     if groups is not None:
-        require_groups(groups, config)
+        weights = require_groups(groups, config, weights)
         if data is not None or moments is not None:
             raise CalibrationError("groups hold all rows, but data or moments came too. Leave them out.")
         if len(groups) == 1:
             (data,), groups = groups.values(), None
+    elif weights is not None:
+        raise ConfigError("weights are for groups, but no groups came. Give groups, or leave weights out.")
     owners = assign_owners({name: layer.shape for name, layer in layers.items()})
     started = time.perf_counter()
     with reporting(progress) as tell:
@@ -161,8 +167,9 @@ def calibrate(
             any_form=loss_fn is not None,
         )  # fmt: skip
         if groups is not None:
-            of_groups = {name: list(read(rows)) for name, rows in groups.items()}
-            work = GroupWork(model, adapter_name, config, layers, owners, tell, groups=of_groups)
+            with all_ranks_or_none():
+                of_groups = {name: list(read(rows)) for name, rows in groups.items()}
+            work = GroupWork(model, adapter_name, config, layers, owners, tell, groups=of_groups, weights=weights or {})
             source = [batch for batches in of_groups.values() for batch in batches]
         elif config.needs and moments is None:
             if data is None:

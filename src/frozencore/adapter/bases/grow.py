@@ -21,9 +21,10 @@ from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.layer import FrozenCoreLayer
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.examples import batches_from
-from frozencore.calibration.layer_owners import assign_owners
+from frozencore.calibration.layer_owners import assign_owners, require_same_bases, share_bases
 from frozencore.errors import ConfigError
 from frozencore.maths.basis import GROWING_COORDINATES, known_basis
+from frozencore.ranks import all_ranks_or_none
 from frozencore.words import Progress
 
 
@@ -32,6 +33,7 @@ def grow_basis(
     groups: Mapping[str, Any],
     *,
     by: int,
+    weights: Mapping[str, float] | None = None,
     adapter_name: str | None = None,
     options: CalibrationOptions | None = None,
     progress: bool | Progress = True,
@@ -46,6 +48,7 @@ def grow_basis(
         model: A model with a frozen-core adapter that has bases, on a saved basis for instance.
         groups: The batches of each new group (a tenant, a task) by name, as ``calibrate`` takes them; one will do.
         by: The number of new directions on each side, in every layer.
+        weights: The weight of each group, as ``calibrate`` takes them.
         adapter_name: The active one by default.
 
     Returns:
@@ -53,34 +56,37 @@ def grow_basis(
 
     Raises:
         ConfigError: No new direction, more than a layer has room for, a method or coordinates that cannot be widened,
-            ranks that differ between layers, or no group.
+            ranks that differ between layers, no group, or a wrong weight.
         CalibrationError: The adapter has no bases, it is merged, or the batches are bad. No basis is changed then.
     """
     adapter_name, config, layers = adapter_for_new_bases(model, adapter_name, reset=True)
-    require_groups(groups, config)
+    weights = require_groups(groups, config, weights)
     rank = _widened_rank(config, layers, adapter_name, by)
     before = {name: known_basis(*layer.factors(adapter_name)[:2]) for name, layer in layers.items()}
     started, grown_from = time.perf_counter(), config.own_header() or config._grown_from
     with reporting(progress) as tell:
-        of_groups = {name: list(batches_from(rows)) for name, rows in groups.items()}
+        with all_ranks_or_none():
+            of_groups = {name: list(batches_from(rows)) for name, rows in groups.items()}
         owners = assign_owners({name: layer.shape for name, layer in layers.items()})
         work = GroupWork(
             model, adapter_name, config, layers, owners, tell, ranks=dict.fromkeys(layers, rank), groups=of_groups,
-            beside=before,
+            weights=weights, beside=before,
         )  # fmt: skip
         work.read([batch for batches in of_groups.values() for batch in batches], options or CalibrationOptions())
+    bases = share_bases(work.bases, owners, {name: work.like_factors(name) for name in layers})
+    require_same_bases({name: (basis.P, basis.Q) for name, basis in bases.items()})
     for name, layer in layers.items():
         core = layer.core(adapter_name).detach().clone()
         layer.resize(adapter_name, rank, layer.frozencore_scale[adapter_name], trains=True)
-        layer.set_basis(adapter_name, work.bases[name])
+        layer.set_basis(adapter_name, bases[name])
         with torch.no_grad():
             layer.core(adapter_name)[: len(core), : len(core)] = core
     config.scale_rank, config.r = config.scale_rank or config.r, rank
     config.name_basis(None)
     config._grown_from = grown_from
-    warn_of_weak_layers(work.bases)
+    warn_of_weak_layers(bases)
     return Calibration(
-        layers={name: describe(work.bases[name], work.diagonals.get(name), None) for name in layers},
+        layers={name: describe(bases[name], work.diagonals.get(name), None) for name in layers},
         collect_s=work.collect_s,
         build_s=time.perf_counter() - started - work.collect_s,
         shares=work.share_of_groups(),

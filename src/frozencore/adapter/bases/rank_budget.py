@@ -1,6 +1,7 @@
-"""Choose a rank for each layer from a rank budget and two halves of the calibration data.
+"""Choose a rank for each layer from a rank budget and two halves of the calibration data, or from groups of rows.
 
-The gain of a direction is the part on which both halves agree. The passes are those of
+The gain of a direction is the part on which both halves agree. For groups the examples are not halved
+(:class:`frozencore.adapter.bases.bases_of_groups.GroupGainWork`). The passes are those of
 :mod:`frozencore.adapter.bases.passes`, with the same plans and the same handling of too little memory, but each half is
 summed separately.
 """
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from frozencore.adapter.bases.bases_of_groups import GroupGainWork, GroupWork
 from frozencore.adapter.bases.passes import BasisWork, adapters_off
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.calibration.batches import Batch, in_halves
@@ -165,6 +167,8 @@ def spend_budget(work: BasisWork, source: BasisSource, options: CalibrationOptio
     budget, layers = trained_values(work.config.rank_budget), work.layers
     shapes = {name: layer.shape for name, layer in layers.items()}
     counts = {name: num_candidates(shape, len(layers), budget) for name, shape in shapes.items()}
+    if isinstance(work, GroupWork):
+        return _spent_on_groups(work, counts, budget, source, options)
     gains = GainWork(work.model, work.adapter_name, work.config, layers, work.owners, work.progress, ranks=counts)
     if isinstance(source, GivenMoments):
         if len(source.parts) != 2:
@@ -176,13 +180,32 @@ def spend_budget(work: BasisWork, source: BasisSource, options: CalibrationOptio
     else:
         source = list(source)
         gains.read(source, options)
+    left = _allocated(work, gains, budget, "The two halves of the calibration examples agree on no direction of any")
+    kept = {name: gains.kept[name] for name in left.layers if name in gains.kept}
+    return left, GivenMoments([kept]) if kept else source
+
+
+def _spent_on_groups(
+    work: GroupWork, counts: Mapping[str, int], budget: int, source: BasisSource, options: CalibrationOptions
+) -> tuple[BasisWork, BasisSource]:
+    """Choose the ranks from the spans of the groups. The bases of these ranks take new passes over the same rows."""
+    assert not isinstance(source, GivenMoments)
+    source = list(source)
+    gains = GroupGainWork(
+        work.model, work.adapter_name, work.config, work.layers, work.owners, work.progress, ranks=counts,
+        groups=work.groups, weights=work.weights,
+    )  # fmt: skip
+    gains.read(source, options)
+    return _allocated(work, gains, budget, "The gradients of the groups reach none"), source
+
+
+def _allocated(work: BasisWork, gains: GainWork | GroupGainWork, budget: int, nothing: str) -> BasisWork:
+    """The work on the layers with a rank; ``nothing`` starts the error if there is none."""
     ranks = allocate_ranks(gains.all_gains(), budget)
-    adapted = {name: layer for name, layer in layers.items() if ranks[name]}
+    adapted = {name: layer for name, layer in work.layers.items() if ranks[name]}
     if not adapted:
         raise CalibrationError(
-            f"The two halves of the calibration examples agree on no direction of any of the {len(layers)} layers, so "
-            "a rank budget cannot be spent. Calibrate on more text, or give a rank instead."
+            f"{nothing} of the {len(work.layers)} layers, so a rank budget cannot be spent. Calibrate on more text, or "
+            "give a rank instead."
         )
-    kept = {name: gains.kept[name] for name in adapted if name in gains.kept}
-    left = replace(work, layers=adapted, ranks=ranks, collect_s=gains.collect_s)
-    return left, GivenMoments([kept]) if kept else source
+    return replace(work, layers=adapted, ranks=ranks, collect_s=gains.collect_s)

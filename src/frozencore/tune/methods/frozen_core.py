@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from frozencore.constructors import CONSTRUCTORS
+from frozencore.constructors import CONSTRUCTORS, BasisOptions
 from frozencore.maths.moments import MomentName
 from frozencore.options import options_of
 from frozencore.tune.methods.method import AdapterOptions, Budget, Method
@@ -45,11 +45,16 @@ class FrozenCore(Method):
         return adapted
 
     def needs(self, options: AdapterOptions) -> frozenset[MomentName]:
-        if options.basis is not None:
-            return frozenset()
-        row = CONSTRUCTORS[self.constructor]
-        read = {name: value for name, value in options.core.items() if name in options_of(row.options)}
-        return row.needs(row.options(rank=options.rank, seed=options.seed, **read))
+        return frozenset() if options.basis is not None else CONSTRUCTORS[self.constructor].needs(self._read(options))
+
+    def takes_groups(self, options: AdapterOptions) -> bool:
+        return CONSTRUCTORS[self.constructor].metric(self._read(options)) is not None
+
+    def _read(self, options: AdapterOptions) -> BasisOptions:
+        """The constructor's own options."""
+        of_row = CONSTRUCTORS[self.constructor].options
+        read = {name: value for name, value in options.core.items() if name in options_of(of_row)}
+        return of_row(rank=options.rank, seed=options.seed, **read)
 
     def _write(self, model: PeftModel, folder: Path, start: Path) -> None:
         from frozencore.adapter.saved.card import begin_model_card

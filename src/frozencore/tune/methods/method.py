@@ -102,6 +102,10 @@ class Method(ABC):
             ConfigError: A package is not installed.
         """
 
+    def takes_groups(self, options: AdapterOptions) -> bool:
+        """Return whether the bases can be chosen for groups of rows."""
+        return False
+
     @abstractmethod
     def add(self, model: nn.Module, options: AdapterOptions, bases: Mapping[str, Tensor] | None = None) -> PeftModel:
         """Add the adapter without calibration; the model's output does not change.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,14 @@ def adapt_from_data(
             "DPO calibrates with its own loss, but a moments file was calibrated with the loss of completions: leave "
             "--moments out."
         )
+    if config.has_groups:
+        if moments_file:
+            raise ConfigError("A moments file holds one sum, but --calibration-task names groups: leave --moments out.")
+        groups = {
+            task: own_share(calibration_batches(replace(prepared.rows, calibration=rows), prepared.encoder.pad_id))
+            for task, rows in prepared.rows.groups.items()
+        }
+        return model, calibrate(model, groups=groups, options=config.calibration_options, progress=progress)
     batches = calibration_batches(prepared.rows, prepared.encoder.pad_id)
     fingerprint = MomentsFingerprint.of(model, batches, config.calibration_options)
     moments = load_moments(moments_file, fingerprint) if moments_file else None
@@ -124,6 +133,7 @@ def adapter_of(config: RunConfig, targets: Targets, hashes: Mapping[str, str]) -
     return {
         "base model": hashes["model"],
         "calibration rows": hashes["calibration"],
+        **({"groups": list(config.calibration_tasks)} if config.has_groups else {}),
         "method": config.method,
         "rank": config.rank,
         "targets": targets if isinstance(targets, str) else list(targets),

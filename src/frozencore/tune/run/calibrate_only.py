@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,16 +18,19 @@ from frozencore.calibration.batches import Batch, in_halves
 from frozencore.calibration.moments_file import MomentsFingerprint, save_moments
 from frozencore.errors import ConfigError, DataError
 from frozencore.maths.capture import CAPTURE_NEEDS
+from frozencore.tune.rows import TokenRow
+from frozencore.tune.rows.row_sources import STANDARD_INPUT, read_source
 from frozencore.tune.run.adapt import on_named_basis
 from frozencore.tune.run.basis_fit import collect_for
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.make_record import calibrated_on
-from frozencore.tune.run.many.tenant_rows import TenantRows, read_each
+from frozencore.tune.run.many.tenant_rows import read_each
 from frozencore.tune.run.many.tenants import find_tenants
 from frozencore.tune.run.models import resolve_targets
-from frozencore.tune.run.prepare import calibration_batches, prepare
+from frozencore.tune.run.prepare import PreparedRun, calibration_batches, prepare
+from frozencore.tune.run.read_rows import draw_rank
 from frozencore.tune.run.run_folder import ADAPTER, BASIS, MOMENTS_FILE, RECORD, require_new
-from frozencore.words import Progress, num_of
+from frozencore.words import Progress, num_of, one_line
 
 FEWEST_ROWS = 2
 
@@ -38,11 +41,16 @@ def execute_calibration(config: RunConfig, out: Path, progress: Progress) -> Cal
     With a memory budget no moments file is written, because the budget avoids holding the sums of all layers.
 
     Raises:
-        ConfigError: The method reads no data.
+        ConfigError: The method reads no data, or there are several calibration tasks.
         ArtifactError: ``out`` holds a finished run or a calibration already.
     """
     if not config.moments_needed:
         raise ConfigError(f"The method {config.method!r} reads no calibration data: `frozencore tune` is all it needs.")
+    if config.has_groups:
+        raise ConfigError(
+            "The moments of a folder are those of one set of rows, but --calibration-task names several. Give one, or "
+            "--tenants with a file for each."
+        )
     require_new(out, RECORD, MOMENTS_FILE if config.memory_budget is None else ADAPTER)
     prepared = prepare(config, progress)
     targets = resolve_targets(config, prepared.model)
@@ -65,32 +73,31 @@ def execute_calibration(config: RunConfig, out: Path, progress: Progress) -> Cal
     return calibration
 
 
-def execute_calibration_of_tenants(config: RunConfig, out: Path, progress: Progress) -> Calibration:
-    """Write ``out/basis``, and ``out/adapter`` with zero cores; no moments file, because each tenant has its own.
+def execute_calibration_of_groups(
+    config: RunConfig, out: Path, progress: Progress, *, group_by: str | None = None
+) -> Calibration:
+    """Write ``out/basis``, and ``out/adapter`` with zero cores; no moments file, because each group has its own.
 
     Args:
-        config: Its data name the tenants; each gives ``calibration_size`` of its training rows.
+        config: Each group gives ``calibration_size`` of its training rows.
+        group_by: The column of the data whose values are the groups; None if the data name tenants, which are then the
+            groups.
 
     Raises:
-        ConfigError: There is only one tenant, a calibration task, a rank budget, or a method without bases for groups.
-        DataError: A tenant has a single row.
+        ConfigError: There is only one group, a calibration task, or a method without bases for groups.
+        DataError: A group has a single row, or a row has no value in the column.
         ArtifactError: ``out`` already holds an adapter.
     """
     if not config.moments_needed:
         raise ConfigError(f"The method {config.method!r} reads no calibration data. Use fcca or rawgrad.")
-    if config.rank_budget is not None:
-        raise ConfigError("A rank budget does not work with tenants yet: give --rank instead of --rank-budget.")
     if config.calibration_task is not None:
-        raise ConfigError("Each tenant is calibrated on its own rows: leave --calibration-task out.")
-    files = find_tenants(Path(config.learns))
-    if len(files) < 2:
-        raise ConfigError(
-            f"A basis for tenants is chosen for two at least, but {config.learns} holds only {next(iter(files))!r}. "
-            "Give its file as --data."
-        )
+        raise ConfigError("Each group is calibrated on its own rows: leave --calibration-task out.")
     require_new(out, RECORD, ADAPTER)
-    prepared, tenants = read_each(config, files, progress)
-    groups = _groups(tenants, prepared.encoder.pad_id)
+    if group_by is None:
+        _require_two(find_tenants(Path(config.learns)), config.learns, "Give its file as --data.")
+        prepared, groups = _rows_of_tenants(config, progress)
+    else:
+        prepared, groups = _rows_by(group_by, config, progress)
     model = config.method_entry.add(prepared.model, config.adapter_options(resolve_targets(config, prepared.model)))
     calibration = calibrate(model, groups=groups, options=config.calibration_options, progress=progress)
     _write(config, model, out, _rows_of(groups, calibration))
@@ -98,7 +105,7 @@ def execute_calibration_of_tenants(config: RunConfig, out: Path, progress: Progr
 
 
 def execute_growth(config: RunConfig, out: Path, progress: Progress, *, by: int, of_tenants: bool) -> Calibration:
-    """Widen the configured basis and write ``out/basis`` and ``out/adapter`` as :func:`execute_calibration_of_tenants`.
+    """Widen the configured basis and write ``out/basis`` and ``out/adapter`` as :func:`execute_calibration_of_groups`.
 
     Args:
         config: Its data name the new tenants, or hold the rows of one.
@@ -113,11 +120,10 @@ def execute_growth(config: RunConfig, out: Path, progress: Progress, *, by: int,
     require_new(out, RECORD, ADAPTER)
     config = on_named_basis(config)
     if of_tenants:
-        prepared, tenants = read_each(config, find_tenants(Path(config.learns)), progress)
+        prepared, groups = _rows_of_tenants(config, progress)
     else:
         prepared = prepare(config, progress)
-        tenants = {"rows": TenantRows(config, prepared.rows)}
-    groups = _groups(tenants, prepared.encoder.pad_id)
+        groups = _groups(prepared.rows.groups or {"rows": prepared.rows.calibration}, prepared)
     model = config.method_entry.add(prepared.model, config.adapter_options(()))
     before = read_header(str(config.basis))["calibrated_on"]
     calibration = grow_basis(model, groups, by=by, options=config.calibration_options, progress=progress)
@@ -132,15 +138,53 @@ def _write(config: RunConfig, model: PeftModel, out: Path, rows: str | None) -> 
     save_basis(model, out / BASIS, calibrated_on=rows)
 
 
-def _groups(tenants: Mapping[str, TenantRows], pad_id: int) -> dict[str, list[Batch]]:
-    """The calibration batches of each tenant; a tenant with a single row is refused."""
-    for name, one in tenants.items():
-        if len(one.rows.calibration) < FEWEST_ROWS:
+def _rows_of_tenants(config: RunConfig, progress: Progress) -> tuple[PreparedRun, dict[str, list[Batch]]]:
+    """The calibration batches of each tenant."""
+    prepared, tenants = read_each(config, find_tenants(Path(config.learns)), progress)
+    return prepared, _groups({name: one.rows.calibration for name, one in tenants.items()}, prepared)
+
+
+def _rows_by(column: str, config: RunConfig, progress: Progress) -> tuple[PreparedRun, dict[str, list[Batch]]]:
+    """The calibration batches of the rows with each value of a column, by value in the order of their first row."""
+    if not isinstance(config.data, str) or config.data == STANDARD_INPUT or config.packing:
+        came = "--packing" if config.packing else f"--task {config.task}" if config.data is None else config.learns
+        raise ConfigError(f"--group-by {column} is for a file of rows, given once as --data, but {came} came.")
+    value_of = {}
+    for number, row in enumerate(read_source(config.data), start=1):
+        if row.get(column) in (None, ""):
+            known = ", ".join(map(str, row))
             raise DataError(
-                f"Each tenant is calibrated on {FEWEST_ROWS} rows at least, but {name!r} has "
-                f"{len(one.rows.calibration)} beside those held out. Give it more rows or a larger --calibration-size."
+                f"--group-by needs a value in the column {column!r} of every row, but row {number} of {config.data} "
+                f"has none. Its columns are: {one_line(known, 120)}."
             )
-    return {name: calibration_batches(one.rows, pad_id) for name, one in tenants.items()}
+        value_of[f"row-{number}"] = one_line(row[column], 60)
+    _require_two(value_of.values(), f"the column {column!r} of {config.data}", "Leave --group-by out.")
+    prepared = prepare(config, progress)
+    groups: dict[str, list[TokenRow]] = {value: [] for value in value_of.values()}
+    for drawn in sorted(prepared.rows.train, key=lambda row: draw_rank(row, config.seed + 1)):
+        groups[value_of[drawn.id]].append(drawn)
+    return prepared, _groups({value: rows[: config.calibration_size] for value, rows in groups.items()}, prepared)
+
+
+def _require_two(names: Iterable[str], where: str, way_out: str) -> None:
+    if len(different := set(names)) < 2:
+        raise ConfigError(
+            f"A basis for groups is chosen for two at least, but {where} holds only {different.pop()!r}. {way_out}"
+        )
+
+
+def _groups(rows: Mapping[str, Sequence[TokenRow]], prepared: PreparedRun) -> dict[str, list[Batch]]:
+    """The batches of each group's calibration rows; a group with a single row is refused."""
+    for name, own in rows.items():
+        if len(own) < FEWEST_ROWS:
+            raise DataError(
+                f"Each group is calibrated on {FEWEST_ROWS} rows at least, but {name!r} has {len(own)} beside those "
+                "held out. Give it more rows or a larger --calibration-size."
+            )
+    return {
+        name: calibration_batches(replace(prepared.rows, calibration=list(own)), prepared.encoder.pad_id)
+        for name, own in rows.items()
+    }
 
 
 def _rows_of(groups: Mapping[str, Sequence[Batch]], calibration: Calibration) -> str:

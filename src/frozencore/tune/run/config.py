@@ -69,7 +69,11 @@ class CalibrationConfig(FrozenOptions):
     calibration_size: Annotated[int, Field(ge=1, description="Training rows that the calibration pass reads.")] = 128
     memory_budget: MemoryBudget = None
     calibration_task: Annotated[
-        str | None, Field(description="Task of the calibration rows. Default: the task to learn.")
+        str | tuple[str, ...] | None,
+        Field(
+            description="Task of the calibration rows. Default: the task to learn. May be repeated: each task is then "
+            "a group of --calibration-size rows, and the bases fit every group."
+        ),
     ] = None
 
 
@@ -85,13 +89,20 @@ class RunConfig(PlaceConfig, ScoringConfig, RecipeConfig, CalibrationConfig, Bas
 
     @field_validator("calibration_task")
     @classmethod
-    def _is_another(cls, name: str | None, before: ValidationInfo) -> str | None:
-        """Drop a calibration task equal to the task, so that the run has the same id as the plain run."""
-        return None if name == before.data.get("task") else name
+    def _is_another(cls, given: str | tuple[str, ...] | None, before: ValidationInfo) -> str | tuple[str, ...] | None:
+        """Drop a calibration task equal to the task, so that the run has the same id as the plain run.
+
+        A list of one task becomes that task, for the same reason.
+        """
+        if isinstance(given, tuple):
+            if not given or len(set(given)) < len(given):
+                raise ConfigError(f"--calibration-task names each task once, but {', '.join(given) or 'none'} came.")
+            given = given if len(given) > 1 else given[0]
+        return None if given == before.data.get("task") else given
 
     @model_validator(mode="after")
     def _parts_go_together(self) -> RunConfig:
-        for name in (self.task, self.calibration_task, *(self.forgetting or ())):
+        for name in (self.task, *self.calibration_tasks, *(self.forgetting or ())):
             if name is not None:
                 find_task(name)
         if self.task in (self.forgetting or ()):
@@ -106,11 +117,21 @@ class RunConfig(PlaceConfig, ScoringConfig, RecipeConfig, CalibrationConfig, Bas
             raise ConfigError(f"--rank-budget chooses the ranks, but --rank {self.rank} came too. Leave one out.")
         if self.patience is not None and self.select_checkpoint == "none":
             raise ConfigError("--patience counts scores on validation rows: give --select-checkpoint epoch as well.")
+        self._require_groups()
         self._require_preferences()
         if self.refresh != 1:
             self._require_rounds()
         self._require_counted()
         return self
+
+    def _require_groups(self) -> None:
+        """Refuse several calibration tasks for a method without bases for groups."""
+        several = self.has_groups and self.basis is None
+        if several and not self.method_entry.takes_groups(self.adapter_options(())):
+            raise ConfigError(
+                f"Several calibration tasks are groups, but the method {self.method!r} with these options has no basis "
+                "for groups. Use fcca with diagonal moments or rawgrad, or give one calibration task."
+            )
 
     def _require_preferences(self) -> None:
         """Refuse what DPO cannot do, and its options without it."""
@@ -193,6 +214,17 @@ class RunConfig(PlaceConfig, ScoringConfig, RecipeConfig, CalibrationConfig, Bas
                 f"{flag_of(name)} is for a run that trains alone, but {these} train side by side, on one basis and in "
                 "common batches. Leave one out."
             )
+
+    @property
+    def calibration_tasks(self) -> tuple[str, ...]:
+        """The tasks of the calibration rows; empty if the rows are those of the run."""
+        given = self.calibration_task
+        return () if given is None else (given,) if isinstance(given, str) else given
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether the calibration rows come in groups, one a task."""
+        return len(self.calibration_tasks) > 1
 
     @property
     def calibration_options(self) -> CalibrationOptions:

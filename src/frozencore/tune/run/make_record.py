@@ -161,7 +161,7 @@ def calibrated_on(config: RunConfig, prepared: PreparedRun, calibration: Calibra
     if calibration is None:
         return None
     sources = " and ".join(named(source.name) for source in sources_of(config.data)) if config.data else ""
-    source = config.calibration_task or config.task or sources or "rows of the user"
+    source = " and ".join(config.calibration_tasks) or config.task or sources or "rows of the user"
     num_tokens = next(iter(calibration.layers.values())).num_tokens
     return f"{len(prepared.rows.calibration)} rows of {source}, {num_tokens:,} tokens"
 

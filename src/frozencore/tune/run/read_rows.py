@@ -86,8 +86,9 @@ def _task_rows(config: RunConfig, task: Task, encoder: PromptEncoder, kept: RowC
     evaluation = splits.evaluation if config.evaluate_on == "evaluation" else splits.validation
     of_training, evaluation = fitting.examples(splits.train), fitting.examples(evaluation)
     train, held_out = (_tokens(config, examples, encoder, kept) for examples in (of_training, evaluation))
-    if config.calibration_task is not None:
-        calibration = _calibration_rows(config, config.calibration_task, encoder, kept)
+    groups = _calibration_groups(config, encoder, kept)
+    if groups:
+        calibration = [row for rows in groups.values() for row in rows]
     else:
         tokens_of = dict(zip(of_training, train, strict=True))
         drawn = calibration_rows(of_training, config.calibration_size, seed=config.seed)
@@ -98,14 +99,18 @@ def _task_rows(config: RunConfig, task: Task, encoder: PromptEncoder, kept: RowC
         validation = ScoredRows(chosen_on, _tokens(config, chosen_on, encoder, kept))
     return RunRows(
         task, evaluation, train, calibration, held_out, splits.validation_from, validation,
-        num_cut=fitting.num_cut, num_skipped=fitting.num_skipped,
+        num_cut=fitting.num_cut, num_skipped=fitting.num_skipped, groups=groups,
     )  # fmt: skip
 
 
-def _calibration_rows(config: RunConfig, task: str, encoder: PromptEncoder, kept: RowCache) -> list[TokenRow]:
-    """The calibration rows of a run of another task."""
-    train = _Fitting(config, encoder).examples(_splits_of(config, task, kept).train)
-    return _tokens(config, calibration_rows(train, config.calibration_size, seed=config.seed), encoder, kept)
+def _calibration_groups(config: RunConfig, encoder: PromptEncoder, kept: RowCache) -> dict[str, list[TokenRow]]:
+    """The calibration rows of each calibration task; empty if the run names none."""
+    found = {}
+    for task in config.calibration_tasks:
+        train = _Fitting(config, encoder).examples(_splits_of(config, task, kept).train)
+        drawn = calibration_rows(train, config.calibration_size, seed=config.seed)
+        found[task] = _tokens(config, drawn, encoder, kept)
+    return found
 
 
 def _tokens(config: RunConfig, examples: Sequence[Example], encoder: PromptEncoder, kept: RowCache) -> list[TokenRow]:
@@ -179,11 +184,14 @@ def _own_rows(config: RunConfig, data: Data, encoder: PromptEncoder) -> RunRows:
     unused["beyond --num-train"] = max(0, len(train) - (config.num_train or len(train)))
     train = train[: config.num_train]
     rows, scored = encode(train), encode(held_out)
-    if config.calibration_task is not None:
-        calibrate = _calibration_rows(config, config.calibration_task, encoder, RowCache())
+    groups = _calibration_groups(config, encoder, RowCache())
+    if groups:
+        calibrate = [row for of_task in groups.values() for row in of_task]
     else:
         among: Sequence[TextRow | TokenRow] = rows if config.packing else train
-        chosen = sorted(range(len(among)), key=lambda i: _rank(among[i], config.seed + 1))[: config.calibration_size]
+        chosen = sorted(range(len(among)), key=lambda i: draw_rank(among[i], config.seed + 1))[
+            : config.calibration_size
+        ]
         calibrate = [rows[i] for i in chosen]
     chooses = config.select_checkpoint != "none"
     compares = config.exact_match == "yes" or (config.exact_match == "auto" and are_short(scored))
@@ -208,7 +216,7 @@ def _own_rows(config: RunConfig, data: Data, encoder: PromptEncoder) -> RunRows:
     return RunRows(
         None, (), rows, calibrate, scored, "10% of train" if validated else "none", validation, num_cut=fitting.num_cut,
         num_skipped=fitting.num_skipped, exact_match=compares and forms.isdisjoint({("text",), PREFERENCES}),
-        reading=reading, beta=config.beta,
+        reading=reading, beta=config.beta, groups=groups,
     )  # fmt: skip
 
 
@@ -255,7 +263,7 @@ def _hold_out(texts: Sequence[TextRow], num_held_out: int) -> tuple[list[TextRow
         by_text.setdefault(_read_as(row), []).append(row)
     train: list[TextRow] = []
     held_out: list[TextRow] = []
-    for rows in sorted(by_text.values(), key=lambda rows: _rank(rows[0], 0)):
+    for rows in sorted(by_text.values(), key=lambda rows: draw_rank(rows[0], 0)):
         (held_out if len(held_out) < num_held_out else train).extend(rows)
     return train, held_out
 
@@ -264,5 +272,6 @@ def _read_as(row: TextRow) -> str:
     return normalised(row.context + row.completion)
 
 
-def _rank(row: TextRow | TokenRow, seed: int) -> bytes:
+def draw_rank(row: TextRow | TokenRow, seed: int) -> bytes:
+    """The key by which rows are sorted to draw the first of them."""
     return hashlib.sha256(f"{seed}:{row.id}".encode()).digest()

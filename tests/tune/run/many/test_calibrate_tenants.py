@@ -11,7 +11,7 @@ from peft import get_peft_model
 from frozencore import FrozenCoreConfig, calibrate, load_basis
 from frozencore.adapter.layer import frozen_core_layers
 from frozencore.errors import ArtifactError
-from frozencore.tune.run.calibrate_only import execute_calibration_of_tenants
+from frozencore.tune.run.calibrate_only import execute_calibration_of_groups
 from frozencore.tune.run.prepare import calibration_batches, prepare
 from small_tenants import SIZES, config_of, silent
 
@@ -20,7 +20,7 @@ def test_each_tenant_is_a_group_of_the_rows_that_a_run_of_it_alone_would_calibra
     tenants: Path, tmp_path: Path
 ) -> None:
     config = config_of(tenants)
-    found = execute_calibration_of_tenants(config, tmp_path / "out", silent)
+    found = execute_calibration_of_groups(config, tmp_path / "out", silent)
     groups, sizes = {}, []
     for name in SIZES:
         prepared = prepare(config_of(tenants / f"{name}.jsonl"), silent)
@@ -35,4 +35,4 @@ def test_each_tenant_is_a_group_of_the_rows_that_a_run_of_it_alone_would_calibra
     assert sizes[0] < 16 == max(sizes)
     assert str(saved.calibrated_on).startswith(f"3 groups of {min(sizes)} to 16 rows, ")
     with pytest.raises(ArtifactError, match="already holds a calibration"):
-        execute_calibration_of_tenants(config, tmp_path / "out", silent)
+        execute_calibration_of_groups(config, tmp_path / "out", silent)

@@ -43,7 +43,8 @@ def data_sheet(campaign: Campaign) -> Sheet:
     """A line for each task of any study: the source, number and scoring of its rows (paper, table "datasets")."""
     axes = [study.axes for study in campaign.studies.values()]
     learned = [task for values in axes for task in values["task"]]
-    calibrated_on = [task for values in axes for task in values.get("calibration_task", ()) if task is not None]
+    others = [value for values in axes for value in values.get("calibration_task", ()) if value is not None]
+    calibrated_on = [task for value in others for task in (value if isinstance(value, tuple) else (value,))]
     lines = []
     for name in dict.fromkeys(map(str, (*learned, *calibrated_on))):
         task = find_task(name)

@@ -57,7 +57,8 @@ def read_tenants(
     calibration = _calibration_rows(config, own)
     own = {name: replace(one, rows=replace(one.rows, calibration=calibration)) for name, one in own.items()}
     every_row = [row for one in own.values() for row in one.rows.train]
-    return replace(prepared, rows=RunRows(None, (), every_row, calibration, [], "none")), own
+    groups = prepared.rows.groups  # of the calibration tasks, equal for all tenants
+    return replace(prepared, rows=RunRows(None, (), every_row, calibration, [], "none", groups=groups)), own
 
 
 def read_each(
