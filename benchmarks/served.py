@@ -10,7 +10,9 @@ turns, and each time is divided by the base model's of the same round. Times are
 an engine, of which one computes at a time; ``clock`` has those of the clock, which others' programs lengthen.
 ``slot_bytes`` are those of the tensors that the engine holds for a slot, ``load_s`` what ``add_lora`` takes for an
 adapter in a folder, ``put`` what a tenant takes whose weights are in memory. Then every tenant is asked once, and its
-answer compared with that of the same core in a :class:`frozencore.CoreBank` in this process.
+answer compared with that of the same core in a :class:`frozencore.CoreBank` in this process. ``sync``: what a step of
+reinforcement learning takes before the engine can sample: of a core, its weights to bytes and into the engine; of a
+LoRA, PEFT's ``save_pretrained`` and ``add_lora``. ``first``: from there to the first token.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
 from tempfile import TemporaryDirectory
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -47,6 +50,8 @@ SETTINGS = {
     "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING",
 }  # fmt: skip
+
+SYNCS = 20
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,7 @@ class Tenants:
         base.save_pretrained(folder / BASE)
         self.model = get_peft_model(base, adapter_config(UNCALIBRATED, rank=plan.rank)).eval()
         self.model.save_pretrained(str(folder / "adapter"))
-        made = export_basis_model(folder / "adapter", folder / BASIS, base=folder / BASE)
+        self.identity = export_basis_model(folder / "adapter", folder / BASIS, base=folder / BASE).identity
         self.model.generation_config.eos_token_id = None  # the engines ignore it, and may choose it
         self.bank = CoreBank(self.model, plan.known)
         self.folders: dict[str, list[str]] = {BASIS: [], LORA: []}
@@ -128,7 +133,7 @@ class Tenants:
             self.cores.append({name: layer.core("default").detach().clone() for name, layer in layers.items()})
             self.bank.put(str(tenant), self.cores[-1])
             self.files.append(str(folder / f"{tenant}.safetensors"))
-            Path(self.files[-1]).write_bytes(tenant_weights(self.model, identity=made.identity))
+            Path(self.files[-1]).write_bytes(tenant_weights(self.model, identity=self.identity))
             if tenant < max(plan.tenants):
                 for kind, export in ((BASIS, export_tenant), (LORA, export_lora)):
                     place = folder / f"{kind} {tenant}"
@@ -199,6 +204,7 @@ def measure(plan: Plan, folder: Path) -> dict[str, Any]:
         }
     found |= rounds(plan, tenants, engines)
     found["memory"] = all_tenants(plan, tenants, engines[BASIS], slots)
+    found["sync"] = {BASIS: sync_core(tenants, engines[BASIS]), LORA: sync_lora(plan, folder, engines[LORA])}
     for engine in engines.values():
         engine.end()
     return found
@@ -235,7 +241,9 @@ def rounds(plan: Plan, tenants: Tenants, engines: dict[str, Driven]) -> dict[str
 
 def all_tenants(plan: Plan, tenants: Tenants, engine: Driven, loaded: int) -> dict[str, Any]:
     """Every tenant enters from memory, and is asked once: in the engine, and in a bank."""
+    before = engine.say("resident")["bytes"]
     put = engine.say("put", files=tenants.files)
+    held = engine.say("resident")["bytes"] - before
     different, taken = [], []
     for first in range(0, plan.known, plan.rows):
         count = min(plan.rows, plan.known - first)
@@ -246,16 +254,52 @@ def all_tenants(plan: Plan, tenants: Tenants, engine: Driven, loaded: int) -> di
         native = tenants.answers(prompts, first)
         compared = zip(range(first, first + count), prompts, answer["tokens"], native, strict=True)
         different += [one for one in compared if one[2] != one[3]]
-    first_token = engine.say("first", file=tenants.files[0], prompt=tenants.prompts(1, seed=0)[0])
     return {
         "tenants": plan.known,
+        "resident_bytes_each": held / plan.known,
         "put_s": put["processor_s"],
         "put_clock_s": median(put["load_s"]),
         "put_clock_p95_s": quantiles(put["load_s"], n=20)[-1],
-        "first_token_clock_s": first_token["clock_s"],
         "tokens_per_s": plan.known * plan.new_tokens / sum(taken),
         "answers_that_differ": len(different),
         "largest_gap": max((tenants.gap(*one) for one in different), default=0.0),
+    }
+
+
+def sync_core(tenants: Tenants, engine: Driven) -> dict[str, list[float]]:
+    """Seconds by the clock: a core to bytes, the bytes into the engine, and both with the first token."""
+    made = []
+    for _ in range(SYNCS):
+        begins = perf_counter()
+        tenant_weights(tenants.model, identity=tenants.identity)
+        made.append(perf_counter() - begins)
+    files = [tenants.files[i % len(tenants.files)] for i in range(SYNCS)]
+    prompt = tenants.prompts(1, seed=0)[0]
+    entered = engine.say("put", files=files)["load_s"]
+    return {
+        "made_s": made,
+        "entered_s": entered,
+        "first_token_s": engine.say("first", places=files, prompt=prompt)["clock_s"],
+    }
+
+
+def sync_lora(plan: Plan, folder: Path, engine: Driven) -> dict[str, list[float]]:
+    """The same for PEFT's LoRA: saved to a folder, loaded from there."""
+    base = AutoModelForCausalLM.from_pretrained(folder / BASE, dtype=torch.float32)
+    config = adapter_config("lora", rank=plan.rank)
+    config.init_lora_weights = False
+    model = get_peft_model(base, config)
+    made, places = [], [str(folder / f"step {i}") for i in range(2 * SYNCS)]
+    for place in places:
+        begins = perf_counter()
+        model.save_pretrained(place)
+        made.append(perf_counter() - begins)
+    entered = engine.say("load", folders=places[:SYNCS])["load_s"]
+    prompt = list(range(3, 3 + plan.prompt_tokens))
+    return {
+        "made_s": made,
+        "entered_s": entered,
+        "first_token_s": engine.say("first", places=places[SYNCS:], prompt=prompt)["clock_s"],
     }
 
 

@@ -23,13 +23,13 @@ from vllm.lora.request import LoRARequest
 def slot_bytes(worker: Any) -> int:
     """The bytes of all tensors that the engine's LoRA layers hold for their slots."""
     manager = worker.model_runner.lora_manager._adapter_manager
-    stacks = [
-        stack
+    stacks = {  # slots for cores are both
+        stack.data_ptr(): stack
         for module in manager.modules.values()
         for name in ("lora_a_stacked", "lora_b_stacked")
         for stack in getattr(module, name)
-    ]
-    return sum(stack.numel() * stack.element_size() for stack in stacks)
+    }
+    return sum(stack.numel() * stack.element_size() for stack in stacks.values())
 
 
 def processor_s() -> float:
@@ -88,21 +88,38 @@ class Engine:
     def _put(self, number: int, weights: bytes) -> None:
         self.llm.collective_rpc("put_tenant", args=(number, weights))
 
-    def first(self, file: str, prompt: list[int]) -> dict[str, Any]:
-        """Seconds by the clock from a new tenant's weights in memory to its first token."""
-        weights, number = Path(file).read_bytes(), len(self.adapters) + 1
-        begins = time.perf_counter()
-        self._put(number, weights)
-        self.llm.generate(
-            {"prompt_token_ids": prompt}, SamplingParams(temperature=0, max_tokens=1, detokenize=False),
-            lora_request=LoRARequest("new", number, "memory"), use_tqdm=False,
-        )  # fmt: skip
-        return {"clock_s": time.perf_counter() - begins}
+    def first(self, places: list[str], prompt: list[int]) -> dict[str, Any]:
+        """Seconds by the clock from a new adapter, in a folder or in memory, to its first token, for each of them."""
+        number, taken = len(self.adapters), []
+        for place in places:
+            number += 1
+            weights = None if Path(place).is_dir() else Path(place).read_bytes()
+            begins = time.perf_counter()
+            if weights is not None:
+                self._put(number, weights)
+            self.llm.generate(
+                {"prompt_token_ids": prompt}, SamplingParams(temperature=0, max_tokens=1, detokenize=False),
+                lora_request=LoRARequest(f"new {number}", number, place), use_tqdm=False,
+            )  # fmt: skip
+            taken.append(time.perf_counter() - begins)
+        return {"clock_s": taken}
 
-    def generate(self, prompts: list[list[int]], num_tokens: int, tenants: int, first: int = 0) -> dict[str, Any]:
-        """Seconds for all prompts, of processors and by the clock, and the tokens; no tenants is no adapter."""
+    def resident(self) -> dict[str, int]:
+        """The memory of all processes of the engine."""
+        here = psutil.Process()
+        return {"bytes": sum(process.memory_info().rss for process in (here, *here.children(recursive=True)))}
+
+    def generate(
+        self, prompts: list[list[int]], num_tokens: int, tenants: int, first: int = 0, bare: int = 0
+    ) -> dict[str, Any]:
+        """Seconds for all prompts, of processors and by the clock, and the tokens.
+
+        No tenants is no adapter; the first ``bare`` rows of a batch have none either.
+        """
         sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
         each = [self.adapters[first + i % tenants] for i in range(len(prompts))] if tenants else None
+        if each:
+            each[:bare] = [None] * bare
         rows = [{"prompt_token_ids": prompt} for prompt in prompts]
         begins, used = time.perf_counter(), processor_s()
         answers = self.llm.generate(rows, sampling, lora_request=each, use_tqdm=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from frozencore.words import num_of
-from harness import table, with_quartiles
+from harness import quartiles, table, with_quartiles
 
 Found = dict[str, Any]
 CORE, WHOLE, LORA_R16 = "core", "core with its basis", "LoRA r=16"
@@ -128,13 +128,26 @@ def served(found: Found) -> str:
     if memory:
         answers += (
             f" {memory['tenants']:,} tenants were put into one engine from memory, 95 % of them within "
-            f"{1e3 * memory['put_clock_p95_s']:.1f} ms by the clock. The first token of a new tenant came after "
-            f"{1e3 * memory['first_token_clock_s']:.0f} ms. Each tenant answered once: "
+            f"{1e3 * memory['put_clock_p95_s']:.1f} ms by the clock; each takes "
+            f"{memory['resident_bytes_each'] / 1e3:,.0f} KB of the engine's memory. Each tenant answered once: "
             f"{memory['answers_that_differ']} answers differ from those of its core in a `CoreBank`."
         )
         if memory["answers_that_differ"]:
             answers += f" Where they part, the logits of the two tokens differ by {memory['largest_gap']:.1g} at most."
-    return f"{sizes}\n{shares}\n{answers}\n"
+    synced = f"\n{sync(found['sync'])}" if "sync" in found else ""
+    return f"{sizes}\n{shares}{synced}\n{answers}\n"
+
+
+def sync(found: Found) -> str:
+    """What reinforcement learning waits for at each step, in milliseconds by the clock."""
+    headings = ["new weights at each step", "out of the trainer", "into the engine", "into the engine, first token"]
+    each = ("made_s", "entered_s", "first_token_s")
+    rows = [
+        [name, *(with_quartiles(quartiles([1e3 * s for s in found[kind][what]]), ".1f") for what in each)]
+        for kind, name in ((BASIS, "core, in memory"), (LORA, "LoRA, in a folder"))
+    ]
+    rows = [[name, *(f"{cell} ms" for cell in cells)] for name, *cells in rows]
+    return table(headings, rows)
 
 
 def served_llama_cpp(found: Found) -> str:

@@ -1,6 +1,7 @@
 """The cost of a tenant: bytes on disk, memory and loading time, and a batch of 64 rows of 64 tenants.
 
     OMP_NUM_THREADS=1 python benchmarks/tenants.py             # about ten minutes;  --quick: tiny sizes
+    OMP_NUM_THREADS=1 python benchmarks/tenants.py --smollm2   # the batch on a real model, about ten minutes
 
 ``keep``: the attention shapes of Qwen2.5-3B (36 layers, 2048 wide, 256-wide keys and values, bfloat16; feed-forward
 and vocabulary, which hold no adapter, are left small), rank 16, all four projections. A tenant is a core in a bank, an
@@ -35,6 +36,7 @@ import tenant_tables
 from contestants import UNCALIBRATED, adapter_config, random_ids, random_qwen2
 from frozencore import CoreBank, frozen_core_layers, load_basis, save_basis, set_bases, unpack_adapter
 from frozencore.tune.pocket import pocket_model_path
+from frozencore.tune.smollm2 import smollm2_path
 from harness import cpu_s, load_average, machine_name, medians, parser_of, ratios, take_turns, write_found
 
 NUM_FILES = 100
@@ -176,10 +178,19 @@ def batch(name: str, base: nn.Module, num_tenants: int, rounds: int, place: Path
 def main() -> None:
     parser = parser_of(__doc__, f"tenants-{machine_name()}")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--smollm2", action="store_true", help="SmolLM2-135M-Instruct (make smollm2), the batch alone.")
     options = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     with TemporaryDirectory() as place:
         folder = Path(place)
+        if options.smollm2:
+            options.name = f"tenants-smollm2-{machine_name()}"
+            base = AutoModelForCausalLM.from_pretrained(smollm2_path(), dtype=torch.float32).eval()
+            base.generation_config.eos_token_id = None
+            found = {"batch": [batch("SmolLM2", base, 4 if options.quick else 64, options.rounds, folder)]}
+            print(tenant_tables.batch(found))
+            write_found(options, **found)
+            return
         if options.quick:
             small = random_qwen2(2, 64, heads=4, vocabulary=64).eval()
             kept = keep(small, [1, 10], 2, folder)

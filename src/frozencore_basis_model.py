@@ -17,6 +17,7 @@ import sys
 from functools import cache
 from typing import Any
 
+import torch
 import transformers
 from torch import Tensor, distributed, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
@@ -49,8 +50,7 @@ class LinearOnBasis(nn.Module):
         nn.init.zeros_(self.core.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        added: Tensor = self.P(self.core(self.Q(x)))
-        return self.base(x) + added
+        return _add_core(self.base(x), self.Q(x), self.core, self.P)
 
     @property
     def weight(self) -> Any:
@@ -71,8 +71,15 @@ class LinearApartFromBasis(LinearOnBasis):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        added: Tensor = self.P(self.core(self.Q(x.view_as(x))))
-        return self.base(x) + added
+        return _add_core(self.base(x), self.Q(x.view_as(x)), self.core, self.P)
+
+
+def _add_core(y: Tensor, z: Tensor, core: Any, P: Any) -> Tensor:
+    """Return ``y + P(core(z))``; vLLM's slots for cores add it to y in place, which nothing else holds."""
+    if hasattr(core, "add_product") and not torch.compiler.is_compiling():
+        added: Tensor = core.add_product(y, z, P)
+        return added
+    return y + P(core(z))
 
 
 class BasisModelConfig(PreTrainedConfig):
@@ -135,6 +142,7 @@ def insert_basis(model: Any, ranks: dict[str, int]) -> None:
     within = f"{model.base_model_prefix}."
     is_whole = hasattr(model, model.base_model_prefix)
     places = {name if is_whole else name.removeprefix(within): (name, rank) for name, rank in ranks.items()}
+    _give_vllm_slots_for_cores()
     shared = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
     kind = LinearApartFromBasis if shared or _quantised_by_vllm() else LinearOnBasis
     for place, (_, rank) in places.items():
@@ -169,6 +177,67 @@ def register() -> None:
     AutoConfig.register(MODEL_TYPE, BasisModelConfig, exist_ok=True)
 
 
+def _give_vllm_slots_for_cores() -> None:
+    """Let vLLM hold one r x r matrix for each slot of a core, in place of A = I and B = s·R, on a CPU.
+
+    vLLM's own LoRA layer takes twelve small operations for a core, and A and B take twice the memory.
+    """
+    if "vllm.config" not in sys.modules:
+        return
+    from vllm.lora import utils
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() and _slots_for_cores() not in utils._all_lora_classes:
+        utils._all_lora_classes = (_slots_for_cores(), *utils._all_lora_classes)
+
+
+@cache
+def _slots_for_cores() -> Any:
+    from vllm.lora.layers import ReplicatedLinearWithLoRA
+
+    class CoreWithSlots(ReplicatedLinearWithLoRA):
+        """A core layer with a core for each slot, and a last core of zeros: rows without a tenant have the slot -1."""
+
+        def create_lora_weights(self, max_loras: int, lora_config: Any, model_config: Any = None) -> None:
+            shape = (max_loras + 1, self.input_size, self.output_size)
+            self.cores = torch.zeros(shape, dtype=lora_config.lora_dtype, device=self.device)
+            self.lora_a_stacked = self.lora_b_stacked = (self.cores.unsqueeze(1),)  # vLLM reads their shapes
+            self.P: Tensor | None = None
+
+        def reset_lora(self, index: int) -> None:
+            self.cores[index].zero_()
+
+        def set_lora(self, index: int, lora_a: Tensor, lora_b: Tensor) -> None:
+            core = lora_b @ lora_a if lora_a.numel() else lora_b
+            r_out, r_in = core.shape
+            if core.shape != self.cores.shape[:0:-1]:
+                self.reset_lora(index)
+            self.cores[index, :r_in, :r_out] = core.mT
+
+        def forward(self, z: Tensor) -> Any:
+            out = self.product(z).view(*z.shape[:-1], self.output_size)
+            return (out, None) if self.base_layer.return_bias else out
+
+        def product(self, z: Tensor) -> Tensor:
+            """Multiply each row by its tenant's core."""
+            cores = self.cores[self.punica_wrapper.token_lora_indices]
+            rows = z.reshape(-1, 1, self.input_size)
+            return torch.bmm(rows.to(cores.dtype), cores).squeeze(1).to(z.dtype)
+
+        def add_product(self, y: Tensor, z: Tensor, P: Any) -> Tensor:
+            """Add P times the product to y, in place."""
+            if self.P is None:  # its rows, exact: vLLM may hold P packed
+                self.P = P(torch.eye(self.output_size, dtype=z.dtype, device=z.device))
+            return y.flatten(0, -2).addmm_(self.product(z), self.P).view(y.shape)
+
+        @classmethod
+        def can_replace_layer(cls, source_layer: Any, **given: Any) -> bool:
+            is_core = getattr(source_layer, "prefix", "").endswith(f".{PARTS[2]}")
+            return is_core and super().can_replace_layer(source_layer=source_layer, **given)
+
+    return CoreWithSlots
+
+
 class TenantWorker:
     """Methods that vLLM's workers get by ``worker_extension_cls``: a tenant enters from memory, without a folder.
 
@@ -191,18 +260,22 @@ class TenantWorker:
         """
         from safetensors.torch import load
         from vllm.lora.lora_model import LoRAModel
-        from vllm.lora.peft_helper import PEFTHelper
+        from vllm.lora.lora_weights import LoRALayerWeights
+        from vllm.lora.utils import parse_fine_tuned_lora_name
 
         loras = self.model_runner.lora_manager
         manager = loras._adapter_manager
         _require_basis(weights, getattr(self.model_config.hf_config, ENTRY))
-        tensors = load(weights)
-        rank = max(len(X) for X in tensors.values())
         mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
-        tenant = LoRAModel.from_lora_tensors(
-            number, tensors, PEFTHelper(r=rank, lora_alpha=rank, target_modules=["core"]), device="cpu",
-            dtype=loras.lora_config.lora_dtype, weights_mapper=mapper and mapper.get_rename_mapper(),
-        )  # fmt: skip
+        renamed = mapper and mapper.get_rename_mapper()
+        layers = {}
+        for key, core in load(weights).items():
+            name, is_a = parse_fine_tuned_lora_name(key, renamed)
+            if not is_a:
+                B = core.to(loras.lora_config.lora_dtype)
+                A = torch.eye(0 if hasattr(manager.modules[name], "cores") else B.shape[1], dtype=B.dtype)
+                layers[name] = LoRALayerWeights(name, B.shape[1], B.shape[1], A, B)
+        tenant = LoRAModel(number, max(layer.rank for layer in layers.values()), layers)
         manager.remove_adapter(number)
         if len(manager) + 1 > manager.capacity:
             manager.remove_oldest_adapter()

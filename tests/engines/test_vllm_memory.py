@@ -79,6 +79,20 @@ def test_tenants_enter_from_memory_and_answer_as_their_native_adapters(
         assert answer["tokens"] == [referee.greedy(*pair) for pair in zip(PROMPTS, answer["tokens"], strict=True)]
 
 
+def test_rows_of_the_base_model_stand_beside_a_tenants_rows_in_one_batch(
+    engine: Any, native: PeftModel, identity: str, folder: Path
+) -> None:
+    """vLLM's own layers would give such rows the adapter of the last slot."""
+    files = [weights_of(native, tenant, identity, folder) for tenant in range(2)]
+    engine.say("put", files=files)
+    asked = {"prompts": [PROMPTS[0], *PROMPTS], "num_tokens": NUM_TOKENS}
+    mixed = engine.say("generate", tenants=1, first=4, bare=1, **asked)["tokens"]
+    with native.disable_adapter():
+        assert mixed[0] == Referee(native).greedy(PROMPTS[0], mixed[0])
+    referee = Referee(native)
+    assert mixed[1:] == [referee.greedy(*pair) for pair in zip(PROMPTS, mixed[1:], strict=True)]
+
+
 def test_a_tenant_of_another_basis_is_refused_and_said_in_one_line(
     engine: Any, native: PeftModel, identity: str, folder: Path
 ) -> None:

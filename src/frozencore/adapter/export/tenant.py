@@ -86,8 +86,8 @@ def tenant_weights(
 ) -> bytes:
     """Return the cores as the weights file of a tenant, for an engine that takes them from memory.
 
-    They are what :func:`export_tenant` writes for a basis of the same ranks; an engine whose basis grew from it takes
-    them too, and fills up with zeros. On the engine's side
+    They are what :func:`export_tenant` writes for a basis of the same ranks, without the identity matrices A; an engine
+    whose basis grew from it takes them too, and fills up with zeros. On the engine's side
     :class:`frozencore_basis_model.TenantWorker` reads them, and refuses those of another basis.
 
     Args:
@@ -101,7 +101,8 @@ def tenant_weights(
     """
     adapter = _one_round_of(model, adapter_name, dtype)
     ranks = {name: len(f.R) for name, f in adapter.factors.items()}
-    return _weights(_tenant_tensors(adapter, ranks, max(ranks.values()), dtype), identity)
+    tensors = _tenant_tensors(adapter, ranks, max(ranks.values()), dtype, sides="B")
+    return _weights(tensors, identity)
 
 
 def _one_round_of(
@@ -137,16 +138,17 @@ def _basis_of(origin: str, identity: str, basis_model: str) -> tuple[str, dict[s
 
 
 def _tenant_tensors(
-    adapter: ExportSource, ranks: Mapping[str, int], rank: int, dtype: torch.dtype
+    adapter: ExportSource, ranks: Mapping[str, int], rank: int, dtype: torch.dtype, sides: str = "AB"
 ) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name, factors in adapter.factors.items():
         r = len(factors.R)
         B = torch.zeros(ranks[name], rank, dtype=torch.float64)
         B[:r, :r] = adapter.scales[name] * factors.R.detach().cpu().double()
-        for side, X in (("A", torch.eye(rank, ranks[name])), ("B", B)):
+        factors_of_tenant = {"A": torch.eye(rank, ranks[name]), "B": B}
+        for side in sides:
             key = f"{BASE}{name}.{CORE}.lora_{side}.weight"
-            tensors[key] = in_dtype(key, X, dtype)
+            tensors[key] = in_dtype(key, factors_of_tenant[side], dtype)
     return tensors
 
 
