@@ -32,14 +32,15 @@ Rows = NDArray[np.float64]
 """(tenants, seeds)."""
 
 OWN, GROUPED, WIDE, MEAN = ("own", 16), ("grouped", 16), ("grouped", 32), ("mean", 16)
+PROSE, WEIGHTS, RANDOM = ("generic", 16), ("weights", 16), ("random", 16)
 GROUPS = "one basis, FCCA for groups"
 NAMES: dict[Arm, str] = {
     OWN: "its own basis",
     GROUPED: GROUPS,
     MEAN: "one basis, FCCA of the mean",
-    ("generic", 16): "one basis, FCCA of plain prose",
-    ("weights", 16): "one basis, LoRA-XS",
-    ("random", 16): "one random basis",
+    PROSE: "one basis, FCCA of plain prose",
+    WEIGHTS: "one basis, LoRA-XS",
+    RANDOM: "one random basis",
     ("lora", 1): "a LoRA, r = 1",
     ("lora", 16): "a LoRA, r = 16",
 }
@@ -163,21 +164,28 @@ def bytes_table(study: Study) -> str:
 
 
 def tenants_table(study: Study) -> str:
-    """Accuracy and loss of each tenant in each arm of rank 16 or below."""
+    """Accuracy and loss of each tenant: in the arms that have a name, then in those of other ranks."""
     arms = [arm for arm in NAMES if arm in study.arms]
     rows = []
     for name, about in study.tenants.items():
         before = study.base[name]
-        cells = [
-            f"{100 * study.values(arm, 'accuracy', [name]).mean():.0f} / {study.values(arm, 'loss', [name]).mean():.2f}"
-            for arm in arms
-        ]
         place = "" if about["calibrated"] else " (newcomer)"
         rows.append(
             [f"{name}{place}: {about['about']}", str(about["rows"]["train"]),
-             f"{100 * before['accuracy']:.0f} / {before['loss']:.2f}", *cells]
+             f"{100 * before['accuracy']:.0f} / {before['loss']:.2f}", *scores(study, name, arms)]
         )  # fmt: skip
-    return table(["tenant", "rows", "base model", *map(named, arms)], rows)
+    whole = table(["tenant", "rows", "base model", *map(named, arms)], rows)
+    more = [arm for arm in study.arms if arm not in NAMES]
+    if not more:
+        return whole
+    others = table(["tenant", *map(named, more)], [[name, *scores(study, name, more)] for name in study.tenants])
+    return f"{whole}\nThe same at other ranks:\n\n{others}"
+
+
+def scores(study: Study, name: str, arms: Sequence[Arm]) -> list[str]:
+    """A tenant's accuracy and loss in each arm."""
+    means = ([study.values(arm, measure, [name]).mean() for measure in ("accuracy", "loss")] for arm in arms)
+    return [f"{100 * accuracy:.0f} / {loss:.2f}" for accuracy, loss in means]
 
 
 def bar(study: Study) -> str:
@@ -199,11 +207,12 @@ def bar(study: Study) -> str:
         word = "reached" if found.mean() >= -most else "missed"
         points = in_words(found, 1)
         said.append(f"- {who}: {points} points from own bases. The goal, at most {most:g} below, is {word}.")
-    if MEAN in study.arms:
+    for other in (arm for arm in (MEAN, PROSE, WEIGHTS, RANDOM) if arm in study.arms):
         points, loss = (
-            in_words(study.differences(GROUPED, MEAN, measure, study.names()), DIGITS[measure]) for measure in DIGITS
+            in_words(study.differences(GROUPED, other, measure, study.names()), DIGITS[measure]) for measure in DIGITS
         )
-        said.append(f"- From the basis of the mean: {points} points in accuracy, {loss} nats a token in the loss.")
+        basis = named(other).removeprefix("one basis, ")
+        said.append(f"- All tenants: {points} points in accuracy and {loss} nats a token in the loss from {basis}.")
     return "\n".join([said[0], "", *said[1:]]) + "\n"
 
 
