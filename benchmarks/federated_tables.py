@@ -34,21 +34,27 @@ def last(runs: Sequence[Any], measure: str, times: float = 1.0) -> list[float]:
 
 
 def ended(found: Found) -> str:
-    """After the last round: accuracy and loss, and their differences from the first contestant's."""
+    """After the last round: accuracy and loss, and their differences from the first contestant's.
+
+    In a round each of its clients receives the average and sends its own values back.
+    """
     by_contestant = runs_of(found)
     first = next(iter(by_contestant.values()))
-    base = found["base"]
-    rows = [["base model", "", "", "", f"{100 * base['accuracy']:.1f}", "", f"{base['loss']:.3f}", "", ""]]
+    base, exchanges = found["base"], 2 * found["plan"]["clients_a_round"]
+    rows = [["base model", "", "", "", "", f"{100 * base['accuracy']:.1f}", "", f"{base['loss']:.3f}", "", ""]]
     for name, runs in by_contestant.items():
-        cells = [name, f"{runs[0]['values']:,}", f"{runs[0]['bytes'] / 1e3:,.0f} KB", f"{runs[0]['rate']:g}"]
+        sent = runs[0]["bytes"]
+        cells = [name, f"{runs[0]['values']:,}", f"{sent / 1e3:,.0f} KB", f"{exchanges * sent / 1e6:,.2f} MB"]
+        cells.append(f"{runs[0]['rate']:g}")
         for measure, times, digits in (("accuracy", 100.0, 1), ("loss", 1.0, 3)):
             values, others = (last(one, measure, times) for one in (runs, first))
             cells.append(f"{fmean(values):.{digits}f} ± {stdev(values):.{digits}f}")
             cells.append("" if runs is first else difference(values, others, digits))
         error = fmean(fmean(run["averaging_errors"]) for run in runs)
         rows.append([*cells, f"{100 * error:.0f} %" if error else "none"])
-    heads = ["clients train", "values", "sent each way", "learning rate", "accuracy, %", "minus the first"]
-    return table([*heads, "loss", "minus the first", "error of the average"], rows)
+    heads = ["clients train", "values", "a client sends", "a round, both ways", "learning rate"]
+    scored = ["accuracy, %", "minus the first", "loss", "minus the first"]
+    return table([*heads, *scored, "error of the average"], rows)
 
 
 def by_round(found: Found) -> str:

@@ -46,6 +46,7 @@ def pages() -> Iterator[tuple[Path, dict[str, str]]]:
             "speed": speed_tables.sentences(machine, gpu),
             "smollm2-sst2": quality["smollm2-sst2"],
             "tenants-readme": tenants_quality_tables.readme(tenants),
+            "served-readme": tenant_tables.served_readme(found_in(f"served-smollm2-{MACHINE}")),
             "private-readme": private_tables.quality_of(private, "sst2"),
         },
     )

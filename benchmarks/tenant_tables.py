@@ -150,6 +150,17 @@ def sync(found: Found) -> str:
     return table(headings, rows)
 
 
+def served_readme(found: Found) -> str:
+    """Tokens a processor second in vLLM with the most tenants in a batch, and the share of the base model's."""
+    most = max(found["plan"]["tenants"])
+    rates = {(row["engine"], row["tenants"]): row["tokens_per_s"] for row in found["rows"]}
+    contestants = {BASE: (BASE, 0), f"tenants of a {BASIS}": (BASIS, most), "LoRAs": (LORA, most)}
+    rows = [
+        [name, f"{rates[one]:.0f}", "" if one[0] == BASE else share(found, *one)] for name, one in contestants.items()
+    ]
+    return table([f"{most} tenants in a batch", "tokens a processor second", f"share of the {BASE}'s"], rows)
+
+
 def served_llama_cpp(found: Found) -> str:
     """The share of the tokens a second that llama.cpp's server reaches without adapters, and what an adapter costs."""
     rows = [

@@ -1,7 +1,8 @@
 """The cost of a shared basis in quality: tables and figure of the study of 24 tenants, from its lines.
 
-Means are over tenants, and over the seeds in which an arm has every tenant. Differences are paired by tenant and seed;
-their 95 % intervals resample the tenants, and for each of them the seeds. An interval of one seed holds for that seed.
+Means are over tenants, and over the seeds in which an arm has every tenant. Differences are paired by tenant and seed.
+Their 95 % intervals resample the tenants and the seeds: a resample holds the same seeds for all of its tenants, because
+the tenants of a seed share a basis. An interval of one seed holds for that seed.
 """
 
 from __future__ import annotations
@@ -31,20 +32,21 @@ Rows = NDArray[np.float64]
 """(tenants, seeds)."""
 
 OWN, GROUPED, WIDE, MEAN = ("own", 16), ("grouped", 16), ("grouped", 32), ("mean", 16)
+PROSE, WEIGHTS, RANDOM = ("generic", 16), ("weights", 16), ("random", 16)
 GROUPS = "one basis, FCCA for groups"
 NAMES: dict[Arm, str] = {
     OWN: "its own basis",
     GROUPED: GROUPS,
     MEAN: "one basis, FCCA of the mean",
-    ("generic", 16): "one basis, FCCA of plain prose",
-    ("weights", 16): "one basis, LoRA-XS",
-    ("random", 16): "one random basis",
+    PROSE: "one basis, FCCA of plain prose",
+    WEIGHTS: "one basis, LoRA-XS",
+    RANDOM: "one random basis",
     ("lora", 1): "a LoRA, r = 1",
     ("lora", 16): "a LoRA, r = 16",
 }
 CORES = [arm for arm in NAMES if arm[0] != "lora"]
 NO_DATA = ("weights", "random")
-NUM_RESAMPLES = 10_000
+NUM_RESAMPLES, NUM_RANKINGS = 10_000, 2000
 TIMES: dict[Measure, float] = {"accuracy": 100.0, "loss": 1.0}
 DIGITS: dict[Measure, int] = {"accuracy": 1, "loss": 3}
 
@@ -94,23 +96,26 @@ class Study:
 
 @cache
 def resampled(num_tenants: int, num_seeds: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Which tenants each resample holds, and which seeds of each."""
+    """The tenants that each resample holds, and its seeds, which are the same for all of its tenants."""
     draw = np.random.default_rng(0)
-    shape = (NUM_RESAMPLES, num_tenants)
-    return draw.integers(num_tenants, size=shape), draw.integers(num_seeds, size=(*shape, num_seeds))
+    tenants = draw.integers(num_tenants, size=(NUM_RESAMPLES, num_tenants))
+    return tenants, draw.integers(num_seeds, size=(NUM_RESAMPLES, num_seeds))
 
 
 def interval(values: Rows) -> tuple[float, float, float]:
     """The mean and its 95 % interval."""
     tenants, seeds = resampled(*values.shape)
-    means = values[tenants[:, :, None], seeds].mean(axis=(1, 2))
+    means = values[tenants[:, :, None], seeds[:, None, :]].mean(axis=(1, 2))
     low, high = np.quantile(means, [0.025, 0.975])
     return float(values.mean()), float(low), float(high)
 
 
 def in_words(values: Rows, digits: int) -> str:
-    middle, low, high = (f"{value:+.{digits}f}" for value in interval(values))
-    return f"{middle} ({low} to {high})"
+    return with_limits(*interval(values), digits)
+
+
+def with_limits(middle: float, low: float, high: float, digits: int) -> str:
+    return f"{middle:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})"
 
 
 def size_in_words(count: float) -> str:
@@ -159,21 +164,28 @@ def bytes_table(study: Study) -> str:
 
 
 def tenants_table(study: Study) -> str:
-    """Accuracy and loss of each tenant in each arm of rank 16 or below."""
+    """Accuracy and loss of each tenant: in the arms that have a name, then in those of other ranks."""
     arms = [arm for arm in NAMES if arm in study.arms]
     rows = []
     for name, about in study.tenants.items():
         before = study.base[name]
-        cells = [
-            f"{100 * study.values(arm, 'accuracy', [name]).mean():.0f} / {study.values(arm, 'loss', [name]).mean():.2f}"
-            for arm in arms
-        ]
         place = "" if about["calibrated"] else " (newcomer)"
         rows.append(
             [f"{name}{place}: {about['about']}", str(about["rows"]["train"]),
-             f"{100 * before['accuracy']:.0f} / {before['loss']:.2f}", *cells]
+             f"{100 * before['accuracy']:.0f} / {before['loss']:.2f}", *scores(study, name, arms)]
         )  # fmt: skip
-    return table(["tenant", "rows", "base model", *map(named, arms)], rows)
+    whole = table(["tenant", "rows", "base model", *map(named, arms)], rows)
+    more = [arm for arm in study.arms if arm not in NAMES]
+    if not more:
+        return whole
+    others = table(["tenant", *map(named, more)], [[name, *scores(study, name, more)] for name in study.tenants])
+    return f"{whole}\nThe same at other ranks:\n\n{others}"
+
+
+def scores(study: Study, name: str, arms: Sequence[Arm]) -> list[str]:
+    """A tenant's accuracy and loss in each arm."""
+    means = ([study.values(arm, measure, [name]).mean() for measure in ("accuracy", "loss")] for arm in arms)
+    return [f"{100 * accuracy:.0f} / {loss:.2f}" for accuracy, loss in means]
 
 
 def bar(study: Study) -> str:
@@ -195,11 +207,12 @@ def bar(study: Study) -> str:
         word = "reached" if found.mean() >= -most else "missed"
         points = in_words(found, 1)
         said.append(f"- {who}: {points} points from own bases. The goal, at most {most:g} below, is {word}.")
-    if MEAN in study.arms:
+    for other in (arm for arm in (MEAN, PROSE, WEIGHTS, RANDOM) if arm in study.arms):
         points, loss = (
-            in_words(study.differences(GROUPED, MEAN, measure, study.names()), DIGITS[measure]) for measure in DIGITS
+            in_words(study.differences(GROUPED, other, measure, study.names()), DIGITS[measure]) for measure in DIGITS
         )
-        said.append(f"- From the basis of the mean: {points} points in accuracy, {loss} nats a token in the loss.")
+        basis = named(other).removeprefix("one basis, ")
+        said.append(f"- All tenants: {points} points in accuracy and {loss} nats a token in the loss from {basis}.")
     return "\n".join([said[0], "", *said[1:]]) + "\n"
 
 
@@ -226,20 +239,16 @@ def correlation(study: Study) -> str:
     if len(arms) < 4 or OWN not in arms:
         return "Too few bases are measured to compare shares with losses.\n"
     names = study.names()
+    seeds = [seed for seed in study.arms[OWN] if all(seed in study.arms[arm] for arm in arms)]
     shares, losses = (
-        np.array([[study.values(arm, measure, [name]).mean() for arm in arms] for name in names])
-        for measure in ("share", "loss")
+        np.stack([study.values(arm, measure, names, seeds) for arm in arms], axis=1) for measure in ("share", "loss")
     )
-
-    def within(places: Sequence[int]) -> str:
-        pairs = zip(shares[:, places], losses[:, places], strict=True)
-        return in_words(np.array([[spearmanr(of_one, loss)[0]] for of_one, loss in pairs]), 2)
-
-    own = arms.index(OWN)
-    rows = [[f"the {len(arms)} bases of a tenant, mean over the tenants", within(range(len(arms)))]]
+    rows = [[f"the {len(arms)} bases of a tenant, mean over the tenants", within_tenants(shares, losses)]]
     read_data = [place for place, arm in enumerate(arms) if arm[0] not in NO_DATA]
     if 2 < len(read_data) < len(arms):
-        rows.append([f"those {len(read_data)} of them that read data", within(read_data)])
+        found = within_tenants(shares[:, read_data], losses[:, read_data])
+        rows.append([f"those {len(read_data)} of them that read data", found])
+    own = arms.index(OWN)
     for place, arm in enumerate(arms):
         if arm != OWN:
             of_own, dearer = shares[:, place] / shares[:, own], losses[:, place] - losses[:, own]
@@ -247,11 +256,33 @@ def correlation(study: Study) -> str:
     return table(["rank correlation of share and loss over", "ρ"], rows)
 
 
-def rank_interval(x: NDArray[np.float64], y: NDArray[np.float64]) -> str:
-    tenants, _ = resampled(len(x), 1)
-    found = [spearmanr(x[own], y[own])[0] for own in tenants[:2000]]
+def within_tenants(shares: NDArray[np.float64], losses: NDArray[np.float64]) -> str:
+    """The rank correlation of share and loss over the bases of a tenant, and its mean over the tenants.
+
+    Shapes: (tenants, bases, seeds); shares and losses are means over the seeds that a resample holds.
+    """
+
+    @cache
+    def of_each(seeds: tuple[int, ...]) -> NDArray[np.float64]:
+        pairs = zip(shares[:, :, seeds].mean(axis=2), losses[:, :, seeds].mean(axis=2), strict=True)
+        return np.array([spearmanr(share, loss)[0] for share, loss in pairs])
+
+    num_tenants, _, num_seeds = shares.shape
+    drawn = zip(*resampled(num_tenants, num_seeds), strict=True)
+    means = [of_each(tuple(sorted(seeds.tolist())))[tenants].mean() for tenants, seeds in drawn]
+    low, high = np.quantile(means, [0.025, 0.975])
+    return with_limits(of_each(tuple(range(num_seeds))).mean(), low, high, 2)
+
+
+def rank_interval(x: Rows, y: Rows) -> str:
+    """The rank correlation over the tenants of two means over the seeds."""
+    drawn = zip(*(some[:NUM_RANKINGS] for some in resampled(*x.shape)), strict=True)
+    found = [
+        spearmanr(x[np.ix_(tenants, seeds)].mean(axis=1), y[np.ix_(tenants, seeds)].mean(axis=1))[0]
+        for tenants, seeds in drawn
+    ]
     low, high = np.nanquantile(found, [0.025, 0.975])
-    return f"{spearmanr(x, y)[0]:+.2f} ({low:+.2f} to {high:+.2f})"
+    return with_limits(spearmanr(x.mean(axis=1), y.mean(axis=1))[0], low, high, 2)
 
 
 def readme(study: Study) -> str:

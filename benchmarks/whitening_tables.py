@@ -91,8 +91,8 @@ def over_layers(study: Study) -> str:
              "both": study.spread}  # fmt: skip
     rows = [["mean gain", *(in_words(gained) for gained in gains)]]
     for name, of_unit in sides.items():
-        of_spread = np.array([of_unit(unit) for unit in single])
-        rows.append([f"ρ with the spread of {name}", *(rank_interval(of_spread, gained) for gained in gains)])
+        of_spread = np.array([[of_unit(unit)] for unit in single])
+        rows.append([f"ρ with the spread of {name}", *(rank_interval(of_spread, gained[:, None]) for gained in gains)])
     return table([f"over {len(single)} single layers", *(f"gain over {NAMES[other]}" for other in OTHERS)], rows)
 
 

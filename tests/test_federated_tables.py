@@ -32,10 +32,11 @@ def test_the_tables_hold_paired_differences_and_the_error_of_the_average(monkeyp
         for name in losses
         for rate in (0.01, 0.02)
     ]
-    found = {"base": {"accuracy": 0.5, "loss": 4.0}, "rows": rows, "search": search}
+    plan = {"clients_a_round": 5}
+    found = {"plan": plan, "base": {"accuracy": 0.5, "loss": 4.0}, "rows": rows, "search": search}
     low, high = ttest_rel(losses["LoRA"], losses["core"]).confidence_interval()
     ended = tables.ended(found)
     assert f"+0.450 ({low:+.3f} to {high:+.3f}) | 15 % |" in ended
-    assert "| core | 16 | 64 KB | 0.01 | 75.0 ± 0.0 |  | 0.600 ± 0.100 |  | none |" in ended
+    assert "| core | 16 | 64 KB | 0.64 MB | 0.01 | 75.0 ± 0.0 |  | 0.600 ± 0.100 |  | none |" in ended
     assert "| LoRA | 50.0 / 2.00 | 75.0 / 1.05 |" in tables.by_round(found)
     assert "| core | **0.010** | 0.020 |" in tables.searched(found)

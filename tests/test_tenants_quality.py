@@ -155,7 +155,7 @@ def test_differences_are_paired_by_tenant_and_seed_and_a_seed_without_a_tenant_d
     assert "| a LoRA, r = 1 | 1 | 75.0 | +0.0 (+0.0 to +0.0) |" in tables.readme(study)
 
 
-def test_an_interval_resamples_tenants_and_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interval_resamples_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import numpy as np
 
@@ -166,6 +166,23 @@ def test_an_interval_resamples_tenants_and_seeds(monkeypatch: pytest.MonkeyPatch
     standard_error = drawn[:, 0].std() / 200**0.5
     assert middle == pytest.approx(drawn.mean())
     assert high - low == pytest.approx(2 * 1.96 * standard_error, rel=0.05)
+
+
+def test_an_effect_of_a_seed_that_its_tenants_share_widens_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The effects -1, 0 and 1 of three seeds: all resampled seeds are the first in one resample of 27."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import numpy as np
+
+    from tenants_quality_tables import interval, within_tenants
+
+    shared = np.tile([-1.0, 0.0, 1.0], (24, 1))
+    assert interval(shared) == pytest.approx((0.0, -1.0, 1.0))
+    _, low, high = interval(np.random.default_rng(1).permuted(shared, axis=1))  # each tenant has effects of its own
+    assert high - low < 1.0
+
+    shares = np.zeros((24, 3, 3)) + np.array([0.0, 1.0, 2.0])[:, None]  # (tenants, bases, seeds)
+    assert within_tenants(shares, shares) == "+1.00 (+1.00 to +1.00)"
+    assert within_tenants(shares, shares * [1.0, 1.0, -1.1]) == "+1.00 (-1.00 to +1.00)"  # one seed is turned round
 
 
 def test_a_share_that_goes_with_the_loss_in_every_tenant_has_a_rank_correlation_of_minus_one(

@@ -53,7 +53,8 @@ def test_a_basis_that_holds_little_of_the_rows_is_a_warning_and_one_of_their_own
         assert status == 0, err
         record = json.loads((tmp_path / f"on-{name}" / "result.json").read_text())
         fits[name], said = record["basis_fit"], " ".join(record["warnings"])
-        assert ("Widen it with `frozencore calibrate --grow`" in said) == (name == "random")
+        for words in ("Widen it with `frozencore calibrate --grow`", "No study has measured whether growing"):
+            assert (words in said) == (name == "random")
     assert "Warning: A basis should hold at least half" in " ".join(outs["random"].split())
     assert fits["random"]["held"] < 3 * fits["random"]["random"] < fits["own"]["held"] <= fits["own"]["own"]
     (tmp_path / "rows").mkdir()

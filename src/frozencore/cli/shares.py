@@ -61,6 +61,6 @@ def served_in_words(share: Share, num_rows: int) -> str:
     return (
         f"Share of the whitened moment of {num_of(num_rows, 'row')}, averaged over layers: the basis holds "
         f"{share.held:.1%}, the best basis of its rank {share.own:.1%}, a random one {share.random:.2%}. {verdict} A "
-        "share describes a basis: among bases that read data it did not forecast losses on SmolLM2 "
+        "share describes a basis: on SmolLM2 shares did not show which tenants a basis serves badly "
         "(docs/many-cores.md)."
     )

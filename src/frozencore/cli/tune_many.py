@@ -70,7 +70,7 @@ def _tune_many(
 def _summary(records: Mapping[str, TunedRecord], failures: Mapping[str, Failure]) -> Group:
     """Show the gain of each tenant, and their cost together."""
     from frozencore.maths.groups import Share
-    from frozencore.tune.run.basis_fit import HALF
+    from frozencore.tune.run.basis_fit import GROWING, HALF
 
     table = Table(title=f"{len(records) + len(failures)} tenants on one basis", title_justify="left")
     for heading in ("tenant", "rows", "steps", "held-out loss before", "after", "share, s"):
@@ -97,7 +97,7 @@ def _summary(records: Mapping[str, TunedRecord], failures: Mapping[str, Failure]
             Text(
                 "Warning: the basis holds less than half of what a basis of their own would of "
                 f"{num_of(len(poor), 'tenant')}: {', '.join(poor[:5])}{', ...' if poor[5:] else ''}. Widen it with "
-                "`frozencore calibrate --grow`.",
+                f"`frozencore calibrate --grow`. {GROWING}",
                 style="yellow",
             )
         )
