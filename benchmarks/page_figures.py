@@ -120,7 +120,7 @@ def served(found: Found, path: Path) -> None:
     axes[0].axhline(1, color=GREY, ls="--", lw=1)
     axes[0].set_xticks(range(len(counts)), [str(count) for count in counts])
     axes[0].set_xlabel("tenants in a batch of 64 rows", fontsize=8)
-    axes[0].set_title("tokens a processor second over the base model's", fontsize=10)
+    axes[0].set_title("tokens a second over the base model's", fontsize=10)
     axes[0].set_ylim(0, 1.3)
     axes[0].legend(fontsize=8, frameon=False, loc="upper right", ncols=2)
     sizes = [found["adapter"][engine]["slot_bytes"] / 1e3 for engine in (BASIS, LORA)]

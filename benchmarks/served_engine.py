@@ -75,8 +75,10 @@ class Engine:
 
     def load(self, folders: list[str]) -> dict[str, Any]:
         """Seconds for each adapter to enter a slot, by the clock; processor seconds on average."""
-        self.adapters = [LoRARequest(folder, i + 1, folder) for i, folder in enumerate(folders)]
-        return timed(self.llm.llm_engine.add_lora, [(adapter,) for adapter in self.adapters])
+        first = len(self.adapters) + 1
+        new = [LoRARequest(folder, first + i, folder) for i, folder in enumerate(folders)]
+        self.adapters += new
+        return timed(self.llm.llm_engine.add_lora, [(adapter,) for adapter in new])
 
     def put(self, files: list[str]) -> dict[str, Any]:
         """The same for tenants whose weights are in memory; their numbers follow those that are loaded."""

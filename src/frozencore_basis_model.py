@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import sys
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -191,44 +191,90 @@ def _give_vllm_slots_for_cores() -> None:
         utils._all_lora_classes = (_slots_for_cores(), *utils._all_lora_classes)
 
 
+_LARGEST_KEPT = 256  # cores of a batch that a layer keeps for the next one
+
+
+class _Batch(NamedTuple):
+    """The tenants of a batch: neighbouring rows of one tenant are a group, where all groups have as many rows."""
+
+    cores: Tensor  # of each group
+    rows_each: int
+    is_empty: bool
+
+
+def _note_batches(punica: Any) -> None:
+    """Let vLLM's account of a batch, made when the rows' tenants change, also hold a :class:`_Batch`."""
+    update = punica.update_metadata
+
+    def update_metadata(*args: Any, **given: Any) -> None:
+        update(*args, **given)
+        slots, counts = torch.unique_consecutive(punica.token_lora_indices, return_counts=True)
+        rows_each = int(counts[0])
+        if bool((counts != rows_each).any()):
+            slots, rows_each = punica.token_lora_indices, 1
+        punica.batch_of_tenants = _Batch(slots + 1, rows_each, is_empty=bool((slots < 0).all()))
+
+    punica.update_metadata = update_metadata
+    punica.batch_of_tenants = _Batch(torch.empty(0), 1, is_empty=True)
+
+
 @cache
 def _slots_for_cores() -> Any:
     from vllm.lora.layers import ReplicatedLinearWithLoRA
 
     class CoreWithSlots(ReplicatedLinearWithLoRA):
-        """A core layer with a core for each slot, and a last core of zeros: rows without a tenant have the slot -1."""
+        """A core layer with a core for each slot, after a core of zeros: rows without a tenant have the slot -1."""
 
         def create_lora_weights(self, max_loras: int, lora_config: Any, model_config: Any = None) -> None:
             shape = (max_loras + 1, self.input_size, self.output_size)
             self.cores = torch.zeros(shape, dtype=lora_config.lora_dtype, device=self.device)
             self.lora_a_stacked = self.lora_b_stacked = (self.cores.unsqueeze(1),)  # vLLM reads their shapes
+            self.batch: _Batch | None = None
+            self.cores_of_batch = self.cores[:0]
             self.P: Tensor | None = None
 
+        def set_mapping(self, punica_wrapper: Any) -> None:
+            super().set_mapping(punica_wrapper)
+            if not hasattr(punica_wrapper, "batch_of_tenants"):
+                _note_batches(punica_wrapper)
+
         def reset_lora(self, index: int) -> None:
-            self.cores[index].zero_()
+            self.cores[index + 1].zero_()
+            self.batch = None
 
         def set_lora(self, index: int, lora_a: Tensor, lora_b: Tensor) -> None:
             core = lora_b @ lora_a if lora_a.numel() else lora_b
             r_out, r_in = core.shape
             if core.shape != self.cores.shape[:0:-1]:
                 self.reset_lora(index)
-            self.cores[index, :r_in, :r_out] = core.mT
+            self.cores[index + 1, :r_in, :r_out] = core.mT
+            self.batch = None
 
         def forward(self, z: Tensor) -> Any:
-            out = self.product(z).view(*z.shape[:-1], self.output_size)
+            batch = self.punica_wrapper.batch_of_tenants
+            shape = (*z.shape[:-1], self.output_size)
+            out = z.new_zeros(shape) if batch.is_empty else self.product(z, batch).view(shape)
             return (out, None) if self.base_layer.return_bias else out
 
-        def product(self, z: Tensor) -> Tensor:
-            """Multiply each row by its tenant's core."""
-            cores = self.cores[self.punica_wrapper.token_lora_indices]
-            rows = z.reshape(-1, 1, self.input_size)
-            return torch.bmm(rows.to(cores.dtype), cores).squeeze(1).to(z.dtype)
+        def product(self, z: Tensor, batch: _Batch) -> Tensor:
+            """Multiply each row by its tenant's core; a small batch like the one before has its cores at hand."""
+            if self.batch is batch:
+                cores = self.cores_of_batch
+            else:
+                cores = self.cores.index_select(0, batch.cores)
+                if len(cores) <= _LARGEST_KEPT:
+                    self.batch, self.cores_of_batch = batch, cores
+            rows = z.reshape(-1, batch.rows_each, self.input_size)
+            return torch.bmm(rows.to(cores.dtype), cores).flatten(0, 1).to(z.dtype)
 
         def add_product(self, y: Tensor, z: Tensor, P: Any) -> Tensor:
             """Add P times the product to y, in place."""
+            batch = self.punica_wrapper.batch_of_tenants
+            if batch.is_empty:
+                return y
             if self.P is None:  # its rows, exact: vLLM may hold P packed
                 self.P = P(torch.eye(self.output_size, dtype=z.dtype, device=z.device))
-            return y.flatten(0, -2).addmm_(self.product(z), self.P).view(y.shape)
+            return y.flatten(0, -2).addmm_(self.product(z, batch), self.P).view(y.shape)
 
         @classmethod
         def can_replace_layer(cls, source_layer: Any, **given: Any) -> bool:
