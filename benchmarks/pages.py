@@ -62,7 +62,7 @@ def pages() -> Iterator[tuple[Path, dict[str, str]]]:
     yield (
         DOCS / "many-cores.md",
         tenant_tables.many_cores(
-            *(found_in(f"{name}-{MACHINE}") for name in ("tenants", "many-training", "many-commands"))
+            *(found_in(f"{n}-{MACHINE}") for n in ("tenants", "tenants-smollm2", "many-training", "many-commands"))
         )
         | tenants_quality_tables.blocks(tenants),
     )

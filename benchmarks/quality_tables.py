@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
@@ -18,23 +19,27 @@ from scipy.stats import t
 
 from harness import ROOT, lines_of, table
 
-RECORDS = ROOT / "lab" / "results" / "smollm2" / "records.jsonl"
-ABLATIONS = ROOT / "lab" / "results" / "smollm2-ablations" / "records.jsonl"
+RECORDS = [ROOT / "lab" / "results" / name / "records.jsonl" for name in ("smollm2", "smollm2-rest")]
+ABLATIONS = [
+    ROOT / "lab" / "results" / name / "records.jsonl" for name in ("smollm2-ablations", "smollm2-ablations-rest")
+]
 TASKS = {
     "sst2": "SST-2", "cola": "CoLA", "svamp-operation": "SVAMP's operation",
     "hellaswag-activity": "HellaSwag's activity",
 }  # fmt: skip
 NAMES = {
     "fcca": "FCCA", "rawgrad": "RawGrad", "signgrad": "SignGrad", "filora": "FiLoRA", "eva": "EVA", "milora": "MiLoRA",
-    "lora_xs": "LoRA-XS", "vera": "VeRA's bases", "random": "Random", "lora": "LoRA", "full": "full fine-tuning",
+    "lora_xs": "LoRA-XS", "vera": "VeRA's bases", "random": "Random", "lora": "LoRA", "dora": "DoRA",
+    "pissa": "PiSSA", "full": "full fine-tuning",
 }  # fmt: skip
 DEFAULTS = {
     "whiten": "both", "damping": 1e-3, "coordinates": "fisher", "rank": 16, "alpha": "auto", "targets": None,
-    "fisher": "diagonal", "shrinkage": 0.0,
+    "fisher": "diagonal", "shrinkage": 0.0, "fisher_labels": "empirical", "calibration_task": None,
+    "calibration_size": 128,
 }  # fmt: skip
 """What the ablations change, in the order of their lines, and FCCA's defaults."""
 MEASURES = {"accuracy": (1, 100.0), "held_out_loss": (3, 1.0)}
-NO_CORES = ("lora", "full")
+NO_CORES = ("lora", "dora", "pissa", "full")
 REFERENCE = "FCCA"
 HEADINGS = (
     "method", "learning rate", "values", "state held while training", "accuracy, %", "held-out loss", "minus FCCA's",
@@ -46,7 +51,7 @@ Record = Mapping[str, Any]
 def read_finals() -> dict[str, dict[str, list[Record]]]:
     """The final runs by task and by name of the method, each in the order of its seeds."""
     found: dict[str, dict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
-    for record in lines_of(RECORDS):
+    for record in chain.from_iterable(map(lines_of, RECORDS)):
         if record["config"].get("evaluate_on") != "validation":
             found[record["task"]][named(record)].append(record)
     for methods in found.values():
@@ -58,7 +63,7 @@ def read_finals() -> dict[str, dict[str, list[Record]]]:
 def named(record: Record) -> str:
     """The method as a table names it: of LoRA with its rank and its layers, in rounds with their number."""
     config, name = record["config"], NAMES[record["method"]]
-    if record["method"] == "lora":
+    if record["method"] in ("lora", "dora", "pissa"):
         name += f", r = {config.get('rank', 16)}"
     if config.get("targets") == "all-linear":
         name += ", all linear layers"
@@ -124,8 +129,10 @@ def row(name: str, runs: Sequence[Record], reference: Sequence[Record]) -> list[
 def ablations() -> str:
     """FCCA with one option changed: losses beside those of the default, a line a change."""
     found: dict[tuple[tuple[str, str], ...], list[Record]] = defaultdict(list)
-    for record in sorted(lines_of(ABLATIONS), key=lambda record: record["seed"]):
-        options = {name: record["config"][name] for name in ("rank", "targets")} | record["config"]["core"]
+    records = {record["run_id"]: record for file in ABLATIONS for record in lines_of(file)}  # both have the default
+    for record in sorted(records.values(), key=lambda record: record["seed"]):
+        config = record["config"]
+        options = {**config, **config["core"], **config["calibration"]}
         changes = [(name, _shown(options[name])) for name in DEFAULTS if options[name] != DEFAULTS[name]]
         found[tuple(changes)].append(record)
     default = found.pop(())

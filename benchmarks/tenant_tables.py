@@ -12,11 +12,11 @@ CORE, WHOLE, LORA_R16 = "core", "core with its basis", "LoRA r=16"
 BASE, BASIS, LORA = "base model", "basis model", "LoRA"
 
 
-def many_cores(tenants: Found, training: Found, commands: Found) -> dict[str, str]:
+def many_cores(tenants: Found, smollm2: Found, training: Found, commands: Found) -> dict[str, str]:
     """The generated blocks of docs/many-cores.md by name."""
     return {
         "tenants-keep": keep(tenants),
-        "tenants-batch": batch(tenants),
+        "tenants-batch": batch({"batch": [*tenants["batch"], *smollm2["batch"]]}),
         "many-training": many_training(training),
         "many-commands": many_commands(commands),
     }
@@ -139,7 +139,7 @@ def served(found: Found) -> str:
 
 
 def sync(found: Found) -> str:
-    """What reinforcement learning waits for at each step, in milliseconds by the clock."""
+    """Milliseconds by the clock that reinforcement learning waits at each step."""
     headings = ["new weights at each step", "out of the trainer", "into the engine", "into the engine, first token"]
     each = ("made_s", "entered_s", "first_token_s")
     rows = [
@@ -151,14 +151,14 @@ def sync(found: Found) -> str:
 
 
 def served_readme(found: Found) -> str:
-    """Tokens a processor second in vLLM with the most tenants in a batch, and the share of the base model's."""
+    """Tokens a second in vLLM with the most tenants in a batch, and the share of the base model's."""
     most = max(found["plan"]["tenants"])
     rates = {(row["engine"], row["tenants"]): row["tokens_per_s"] for row in found["rows"]}
     contestants = {BASE: (BASE, 0), f"tenants of a {BASIS}": (BASIS, most), "LoRAs": (LORA, most)}
     rows = [
         [name, f"{rates[one]:.0f}", "" if one[0] == BASE else share(found, *one)] for name, one in contestants.items()
     ]
-    return table([f"{most} tenants in a batch", "tokens a processor second", f"share of the {BASE}'s"], rows)
+    return table([f"{most} tenants in a batch", "tokens a second", f"share of the {BASE}'s"], rows)
 
 
 def served_llama_cpp(found: Found) -> str:
