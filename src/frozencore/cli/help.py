@@ -55,7 +55,6 @@ FLAG_GROUPS = (
             "data",
             "task",
             "tenants",
-            "group_by",
             "columns",
             "eval_data",
             "max_length",
@@ -63,7 +62,7 @@ FLAG_GROUPS = (
             "skip_long",
             "num_train",
         ),
-        ("num_evaluation", "loss_on", "data_root", "skip_bad", "packing", "prompt_style", "prompt_date"),
+        ("group_by", "num_evaluation", "loss_on", "data_root", "skip_bad", "packing", "prompt_style", "prompt_date"),
     ),
     Group(
         "Method",
