@@ -19,7 +19,7 @@ from scipy.stats import t
 
 from harness import ROOT, lines_of, table
 
-RECORDS = [ROOT / "lab" / "results" / name / "records.jsonl" for name in ("smollm2",)]
+RECORDS = [ROOT / "lab" / "results" / name / "records.jsonl" for name in ("smollm2", "smollm2-rest")]
 ABLATIONS = [
     ROOT / "lab" / "results" / name / "records.jsonl" for name in ("smollm2-ablations", "smollm2-ablations-rest")
 ]
