@@ -76,7 +76,7 @@ class LinearApartFromBasis(LinearOnBasis):
 
 def _add_core(y: Tensor, z: Tensor, core: Any, P: Any) -> Tensor:
     """Return ``y + P(core(z))``; vLLM's slots for cores add it to y in place, which nothing else holds."""
-    if hasattr(core, "add_product") and not torch.compiler.is_compiling():
+    if hasattr(core, "add_product"):
         added: Tensor = core.add_product(y, z, P)
         return added
     return y + P(core(z))
@@ -178,11 +178,14 @@ def register() -> None:
 
 
 def _give_vllm_slots_for_cores() -> None:
-    """Let vLLM hold one r x r matrix for each slot of a core, in place of A = I and B = s·R, on a CPU.
+    """Let vLLM on a CPU, without compiling, hold an r x r matrix for each slot of a core in place of A = I and B = s·R.
 
-    vLLM's own LoRA layer takes twelve small operations for a core, and A and B take twice the memory.
+    vLLM's own LoRA layer takes twelve small operations for a core, and A and B take twice the memory. It stays where
+    vLLM compiles the model, because a compiled graph would keep the first batch's rows for all batches.
     """
-    if "vllm.config" not in sys.modules:
+    vllm = sys.modules.get("vllm.config")
+    building = vllm and vllm.get_current_vllm_config_or_none()
+    if not building or not building.model_config.enforce_eager:
         return
     from vllm.lora import utils
     from vllm.platforms import current_platform
