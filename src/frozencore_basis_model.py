@@ -76,10 +76,8 @@ class LinearApartFromBasis(LinearOnBasis):
 
 def _add_core(y: Tensor, z: Tensor, core: Any, P: Any) -> Tensor:
     """Return ``y + P(core(z))``; vLLM's slots for cores add it to y in place, which nothing else holds."""
-    if hasattr(core, "add_product"):
-        added: Tensor = core.add_product(y, z, P)
-        return added
-    return y + P(core(z))
+    added: Tensor = core(y, z, P) if hasattr(core, "cores") else y + P(core(z))
+    return added
 
 
 class BasisModelConfig(PreTrainedConfig):
@@ -156,9 +154,14 @@ def insert_basis(model: Any, ranks: dict[str, int]) -> None:
 
 def _quantised_by_vllm() -> bool:
     """Return whether vLLM is building the model and will quantise its linear layers."""
-    vllm = sys.modules.get("vllm.config")
-    building = vllm and vllm.get_current_vllm_config_or_none()
+    building = _vllm_config()
     return bool(building and building.quant_config)
+
+
+def _vllm_config() -> Any:
+    """Return the configuration of the vLLM engine that is building the model; None without one."""
+    vllm = sys.modules.get("vllm.config")
+    return vllm and vllm.get_current_vllm_config_or_none()
 
 
 def _tensor_parallel_plan(plan: dict[str, str], places: Any) -> dict[str, str]:
@@ -183,8 +186,7 @@ def _give_vllm_slots_for_cores() -> None:
     vLLM's own LoRA layer takes twelve small operations for a core, and A and B take twice the memory. It stays where
     vLLM compiles the model, because a compiled graph would keep the first batch's rows for all batches.
     """
-    vllm = sys.modules.get("vllm.config")
-    building = vllm and vllm.get_current_vllm_config_or_none()
+    building = _vllm_config()
     if not building or not building.model_config.enforce_eager:
         return
     from vllm.lora import utils
@@ -253,11 +255,14 @@ def _slots_for_cores() -> Any:
             self.cores[index + 1, :r_in, :r_out] = core.mT
             self.batch = None
 
-        def forward(self, z: Tensor) -> Any:
+        def forward(self, y: Tensor, z: Tensor, P: Any) -> Tensor:
+            """Add P times the product to y, in place."""
             batch = self.punica_wrapper.batch_of_tenants
-            shape = (*z.shape[:-1], self.output_size)
-            out = z.new_zeros(shape) if batch.is_empty else self.product(z, batch).view(shape)
-            return (out, None) if self.base_layer.return_bias else out
+            if batch.is_empty:
+                return y
+            if self.P is None:  # its rows, exact: vLLM may hold P packed
+                self.P = P(torch.eye(self.output_size, dtype=z.dtype, device=z.device))
+            return y.flatten(0, -2).addmm_(self.product(z, batch), self.P).view(y.shape)
 
         def product(self, z: Tensor, batch: _Batch) -> Tensor:
             """Multiply each row by its tenant's core; a small batch like the one before has its cores at hand."""
@@ -269,15 +274,6 @@ def _slots_for_cores() -> Any:
                     self.batch, self.cores_of_batch = batch, cores
             rows = z.reshape(-1, batch.rows_each, self.input_size)
             return torch.bmm(rows.to(cores.dtype), cores).flatten(0, 1).to(z.dtype)
-
-        def add_product(self, y: Tensor, z: Tensor, P: Any) -> Tensor:
-            """Add P times the product to y, in place."""
-            batch = self.punica_wrapper.batch_of_tenants
-            if batch.is_empty:
-                return y
-            if self.P is None:  # its rows, exact: vLLM may hold P packed
-                self.P = P(torch.eye(self.output_size, dtype=z.dtype, device=z.device))
-            return y.flatten(0, -2).addmm_(self.product(z, batch), self.P).view(y.shape)
 
         @classmethod
         def can_replace_layer(cls, source_layer: Any, **given: Any) -> bool:

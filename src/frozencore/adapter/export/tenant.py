@@ -73,7 +73,11 @@ def export_tenant(
         identity, ranks = _basis_of(str(adapter.folder or "this adapter"), identity, str(basis_model))
     rank = max(len(f.R) for f in adapter.factors.values())
     with whole_folder(Path(out), overwrite=overwrite, reads=adapter.folder) as aside:
-        (aside / WEIGHTS_FILE).write_bytes(_weights(_tenant_tensors(adapter, ranks, rank, dtype), identity))
+        cores = _cores(adapter, ranks, rank, dtype)
+        ones = {
+            f"{BASE}{name}.{CORE}.lora_A.weight": torch.eye(rank, ranks[name], dtype=dtype) for name in adapter.factors
+        }
+        (aside / WEIGHTS_FILE).write_bytes(_weights(ones | cores, identity))
         config = lora_config(adapter.config, rank, [CORE], fan_in_fan_out=False)
         config |= {"base_model_name_or_path": None if basis_model is None else str(basis_model), "revision": None}
         (aside / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -101,8 +105,7 @@ def tenant_weights(
     """
     adapter = _one_round_of(model, adapter_name, dtype)
     ranks = {name: len(f.R) for name, f in adapter.factors.items()}
-    tensors = _tenant_tensors(adapter, ranks, max(ranks.values()), dtype, sides="B")
-    return _weights(tensors, identity)
+    return _weights(_cores(adapter, ranks, max(ranks.values()), dtype), identity)
 
 
 def _one_round_of(
@@ -137,18 +140,14 @@ def _basis_of(origin: str, identity: str, basis_model: str) -> tuple[str, dict[s
     return theirs, entry["ranks"]
 
 
-def _tenant_tensors(
-    adapter: ExportSource, ranks: Mapping[str, int], rank: int, dtype: torch.dtype, sides: str = "AB"
-) -> dict[str, Tensor]:
+def _cores(adapter: ExportSource, ranks: Mapping[str, int], rank: int, dtype: torch.dtype) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name, factors in adapter.factors.items():
         r = len(factors.R)
         B = torch.zeros(ranks[name], rank, dtype=torch.float64)
         B[:r, :r] = adapter.scales[name] * factors.R.detach().cpu().double()
-        factors_of_tenant = {"A": torch.eye(rank, ranks[name]), "B": B}
-        for side in sides:
-            key = f"{BASE}{name}.{CORE}.lora_{side}.weight"
-            tensors[key] = in_dtype(key, factors_of_tenant[side], dtype)
+        key = f"{BASE}{name}.{CORE}.lora_B.weight"
+        tensors[key] = in_dtype(key, B, dtype)
     return tensors
 
 
