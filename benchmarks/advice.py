@@ -56,7 +56,7 @@ def configuration(task: str, model: str | None, data_root: Path | None) -> RunCo
 def advised(task: str, config: RunConfig, rounds: int) -> Row:
     """Advise on a task's settings, and measure the time."""
     prepared = prepare(config, lambda *_: None)
-    batches = calibration_batches(prepared.rows, prepared.encoder.pad_id)
+    batches = calibration_batches(prepared.rows.calibration, prepared.encoder.pad_id)
     taken, plain = [], {True: [], False: []}
     for _ in range(rounds):  # one after the other: a machine that is loaded slows all of them
         for of_weights, seconds in plain.items():

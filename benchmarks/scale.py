@@ -87,7 +87,7 @@ def losses_of(row: Row, prepared: PreparedRun, plan: Plan) -> list[float | None]
     )
     model = get_peft_model(prepared.model, config)
     try:
-        calibrate(model, calibration_batches(prepared.rows, prepared.encoder.pad_id), progress=False)
+        calibrate(model, calibration_batches(prepared.rows.calibration, prepared.encoder.pad_id), progress=False)
         if row["alpha"] is None and row["budget"] is None:  # the same steps at a scale of 1
             rates = [rate * ALPHA / row["rank"] for rate in RATES[row["model"]]]
         else:

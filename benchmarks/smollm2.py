@@ -56,7 +56,7 @@ def race(runs: Mapping[str, Callable[[], Any]], models: Mapping[str, nn.Module],
 def measure(prepared: PreparedRun, rounds: int, num_scored: int) -> dict[str, Any]:
     """A step, calibration and scoring on one base model."""
     base, pad_id = prepared.model, prepared.encoder.pad_id
-    batches = [completions_only(batch) for batch in calibration_batches(prepared.rows, pad_id)]
+    batches = [completions_only(batch) for batch in calibration_batches(prepared.rows.calibration, pad_id)]
     models = {who: with_adapter(base, name) for who, name in NAMES.items()}
     steppers = {who: Stepper(model) for who, model in models.items()}
     batch = batches[len(batches) // 2]  # they are sorted by length
@@ -71,7 +71,7 @@ def measure(prepared: PreparedRun, rounds: int, num_scored: int) -> dict[str, An
             models[FLOOR](**one).loss.backward()
 
     def ours() -> None:
-        calibrate(adapted, calibration_batches(prepared.rows, pad_id), progress=False)
+        calibrate(adapted, calibration_batches(prepared.rows.calibration, pad_id), progress=False)
 
     found["calibration"] = race({FLOOR: floor, "frozencore": ours}, {FLOOR: base, "frozencore": adapted}, rounds)
     adapted.unload()

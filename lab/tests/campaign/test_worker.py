@@ -125,7 +125,7 @@ def test_a_run_that_reads_no_data_is_measured_on_the_moments_that_others_share(s
     prepared = prepare(free.config, silent)
     options = FrozenCoreConfig(r=4, constructor="lora_xs", seed=42, task_type="CAUSAL_LM")
     layers = frozen_core_layers(get_peft_model(prepared.model, options), "default")
-    batches = calibration_batches(prepared.rows, prepared.encoder.pad_id)
+    batches = calibration_batches(prepared.rows.calibration, prepared.encoder.pad_id)
     moments = collect_moments(prepared.model, batches, {name: layer.get_base_layer() for name, layer in layers.items()})
     J = {}
     for name, layer in layers.items():
@@ -166,7 +166,7 @@ def test_a_run_of_several_calibration_tasks_has_their_groups_bases_and_shares_no
     groups = {}
     for task in tasks:
         prepared = prepare(job_of("fcca", task=task, num_train=None).config, silent)
-        groups[task] = calibration_batches(prepared.rows, prepared.encoder.pad_id)
+        groups[task] = calibration_batches(prepared.rows.calibration, prepared.encoder.pad_id)
     prepared = prepare(job.config, silent)
     assert len(prepared.rows.calibration) == 16
     model = get_peft_model(prepared.model, FrozenCoreConfig(r=4, seed=42, task_type="CAUSAL_LM"))

@@ -31,7 +31,7 @@ def advise_run(config: RunConfig, prepared: PreparedRun, progress: Progress) -> 
     targets = resolve_targets(config, prepared.model)
     return advise(
         prepared.model,
-        calibration_batches(prepared.rows, prepared.encoder.pad_id),
+        calibration_batches(prepared.rows.calibration, prepared.encoder.pad_id),
         target_modules=targets if isinstance(targets, str) else list(targets),
         r=config.rank if config.rank_budget is None else None,
         rank_budget=config.rank_budget,

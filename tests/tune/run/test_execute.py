@@ -379,7 +379,7 @@ def test_the_library_alone_gives_the_basis_of_the_run(tmp_path: Path) -> None:
     record = execute(config_of(), tmp_path / "run", silent)
     prepared = prepare(config_of(), silent)
     model = get_peft_model(prepared.model, FrozenCoreConfig(r=4, seed=42, task_type="CAUSAL_LM"))
-    batches = calibration_batches(prepared.rows, prepared.encoder.pad_id)
+    batches = calibration_batches(prepared.rows.calibration, prepared.encoder.pad_id)
     calibrate(model, batches, progress=False)
     assert basis_fingerprint(model) == record.hashes.basis
     layers = {name: layer.get_base_layer() for name, layer in frozen_core_layers(model, "default").items()}

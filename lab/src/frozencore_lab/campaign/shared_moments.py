@@ -121,7 +121,7 @@ class SharedWork:
         """The moments of a run's calibration rows: from the file, or collected for all runs that need them."""
         needs = self.needs.get(moments_key(config), frozenset()) | config.moments_needed
         file = self.store.shared / "moments" / moments_file(config, prepared.rows)
-        batches = calibration_batches(prepared.rows, prepared.encoder.pad_id)
+        batches = calibration_batches(prepared.rows.calibration, prepared.encoder.pad_id)
         fingerprint = MomentsFingerprint.of(model, batches, config.calibration_options)
         with self.store.locked(f"moments-{file.stem}"):
             if file.exists():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +94,11 @@ def adapt_from_data(
         if moments_file:
             raise ConfigError("A moments file holds one sum, but --calibration-task names groups: leave --moments out.")
         groups = {
-            task: own_share(calibration_batches(replace(prepared.rows, calibration=rows), prepared.encoder.pad_id))
+            task: own_share(calibration_batches(rows, prepared.encoder.pad_id))
             for task, rows in prepared.rows.groups.items()
         }
         return model, calibrate(model, groups=groups, options=config.calibration_options, progress=progress)
-    batches = calibration_batches(prepared.rows, prepared.encoder.pad_id)
+    batches = calibration_batches(prepared.rows.calibration, prepared.encoder.pad_id)
     fingerprint = MomentsFingerprint.of(model, batches, config.calibration_options)
     moments = load_moments(moments_file, fingerprint) if moments_file else None
     if moments is None:

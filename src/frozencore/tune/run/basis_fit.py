@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from peft import PeftModel
 
@@ -15,6 +15,7 @@ from frozencore.maths.basis import known_basis
 from frozencore.maths.capture import CAPTURE_NEEDS, share_held
 from frozencore.maths.groups import Share, mean_share
 from frozencore.maths.moments import LayerMoments, MomentName
+from frozencore.tune.rows import TokenRow
 from frozencore.tune.run.adapt import on_named_basis
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.prepare import calibration_batches, prepare
@@ -85,8 +86,10 @@ def shares_of_rows(config: RunConfig, progress: Progress) -> RowShares:
     config = on_named_basis(config)
     prepared = prepare(config, progress)
     model = config.method_entry.add(prepared.model, config.adapter_options(()))
-    found = _shares(config, model, prepared.rows, prepared.encoder.pad_id, list(frozen_core_layers(model, "default")),
-                    progress)  # fmt: skip
+    found = _shares(
+        config, model, prepared.rows.calibration, prepared.encoder.pad_id, list(frozen_core_layers(model, "default")),
+        progress,
+    )  # fmt: skip
     if not found.layers:
         raise CalibrationError(
             "The gradient of these rows is zero in every layer, so no basis can be compared with it. Check their "
@@ -109,13 +112,12 @@ def check_basis(
     names = list(frozen_core_layers(model, "default"))
     count = min(CHECKED_LAYERS, len(names))
     some = [names[i * len(names) // count] for i in range(count)]
-    few = replace(rows, calibration=rows.calibration[:CHECKED_ROWS])
-    found = _shares(config, model, few, pad_id, some, progress)
+    found = _shares(config, model, rows.calibration[:CHECKED_ROWS], pad_id, some, progress)
     return found if found.layers else None
 
 
 def _shares(
-    config: RunConfig, model: PeftModel, rows: RunRows, pad_id: int, names: list[str], progress: Progress
+    config: RunConfig, model: PeftModel, rows: Sequence[TokenRow], pad_id: int, names: list[str], progress: Progress
 ) -> RowShares:
     batches, layers = calibration_batches(rows, pad_id), frozen_core_layers(model, "default")
     moments = collect_for(config, model, batches, CAPTURE_NEEDS, progress, names=names)
@@ -125,4 +127,4 @@ def _shares(
         if bool(found.G.any()):
             P, Q, _ = layers[name].factors("default")
             shares[name] = share_held(found, known_basis(P.float(), Q.float()))
-    return RowShares(len(rows.calibration), shares)
+    return RowShares(len(rows), shares)

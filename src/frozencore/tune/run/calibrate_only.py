@@ -54,7 +54,7 @@ def execute_calibration(config: RunConfig, out: Path, progress: Progress) -> Cal
     require_new(out, RECORD, MOMENTS_FILE if config.memory_budget is None else ADAPTER)
     prepared = prepare(config, progress)
     targets = resolve_targets(config, prepared.model)
-    batches = calibration_batches(prepared.rows, prepared.encoder.pad_id)
+    batches = calibration_batches(prepared.rows.calibration, prepared.encoder.pad_id)
     fingerprint = MomentsFingerprint.of(prepared.model, batches, config.calibration_options)
     model = config.method_entry.add(prepared.model, config.adapter_options(targets))
     needs = config.moments_needed | CAPTURE_NEEDS  # inspect reads G, a and d
@@ -94,8 +94,9 @@ def execute_calibration_of_groups(
         raise ConfigError("Each group is calibrated on its own rows: leave --calibration-task out.")
     require_new(out, RECORD, ADAPTER)
     if group_by is None:
-        _require_two(find_tenants(Path(config.learns)), config.learns, "Give its file as --data.")
-        prepared, groups = _rows_of_tenants(config, progress)
+        files = find_tenants(Path(config.learns))
+        _require_two(files, config.learns, "Give its file as --data.")
+        prepared, groups = _rows_of_tenants(files, config, progress)
     else:
         prepared, groups = _rows_by(group_by, config, progress)
     model = config.method_entry.add(prepared.model, config.adapter_options(resolve_targets(config, prepared.model)))
@@ -120,7 +121,7 @@ def execute_growth(config: RunConfig, out: Path, progress: Progress, *, by: int,
     require_new(out, RECORD, ADAPTER)
     config = on_named_basis(config)
     if of_tenants:
-        prepared, groups = _rows_of_tenants(config, progress)
+        prepared, groups = _rows_of_tenants(find_tenants(Path(config.learns)), config, progress)
     else:
         prepared = prepare(config, progress)
         groups = _groups(prepared.rows.groups or {"rows": prepared.rows.calibration}, prepared)
@@ -138,9 +139,11 @@ def _write(config: RunConfig, model: PeftModel, out: Path, rows: str | None) -> 
     save_basis(model, out / BASIS, calibrated_on=rows)
 
 
-def _rows_of_tenants(config: RunConfig, progress: Progress) -> tuple[PreparedRun, dict[str, list[Batch]]]:
+def _rows_of_tenants(
+    files: Mapping[str, Path], config: RunConfig, progress: Progress
+) -> tuple[PreparedRun, dict[str, list[Batch]]]:
     """The calibration batches of each tenant."""
-    prepared, tenants = read_each(config, find_tenants(Path(config.learns)), progress)
+    prepared, tenants = read_each(config, files, progress)
     return prepared, _groups({name: one.rows.calibration for name, one in tenants.items()}, prepared)
 
 
@@ -181,10 +184,7 @@ def _groups(rows: Mapping[str, Sequence[TokenRow]], prepared: PreparedRun) -> di
                 f"Each group is calibrated on {FEWEST_ROWS} rows at least, but {name!r} has {len(own)} beside those "
                 "held out. Give it more rows or a larger --calibration-size."
             )
-    return {
-        name: calibration_batches(replace(prepared.rows, calibration=list(own)), prepared.encoder.pad_id)
-        for name, own in rows.items()
-    }
+    return {name: calibration_batches(own, prepared.encoder.pad_id) for name, own in rows.items()}
 
 
 def _rows_of(groups: Mapping[str, Sequence[Batch]], calibration: Calibration) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from frozencore.calibration.batches import Batch
 from frozencore.errors import ConfigError
+from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.prompts import PROTOCOL_MAX_LENGTH, PromptEncoder, context_limit
 from frozencore.tune.rows.token_batches import make_batches
 from frozencore.tune.run.config import RunConfig
@@ -93,7 +94,7 @@ def _told(rows: RunRows) -> str:
     return ", ".join(said)
 
 
-def calibration_batches(rows: RunRows, pad_id: int) -> list[Batch]:
+def calibration_batches(rows: Iterable[TokenRow], pad_id: int) -> list[Batch]:
     """Group the calibration rows into batches of similar length, to save padding."""
-    by_length = sorted(rows.calibration, key=lambda row: len(row.input_ids))
+    by_length = sorted(rows, key=lambda row: len(row.input_ids))
     return list(make_batches(by_length, pad_id=pad_id, batch_size=CALIBRATION_BATCH))

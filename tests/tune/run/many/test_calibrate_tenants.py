@@ -24,7 +24,7 @@ def test_each_tenant_is_a_group_of_the_rows_that_a_run_of_it_alone_would_calibra
     groups, sizes = {}, []
     for name in SIZES:
         prepared = prepare(config_of(tenants / f"{name}.jsonl"), silent)
-        groups[name] = calibration_batches(prepared.rows, prepared.encoder.pad_id)
+        groups[name] = calibration_batches(prepared.rows.calibration, prepared.encoder.pad_id)
         sizes.append(len(prepared.rows.calibration))
     model = get_peft_model(prepared.model, FrozenCoreConfig(r=4, task_type="CAUSAL_LM"))
     alone = calibrate(model, groups=groups, options=config.calibration_options, progress=False)
