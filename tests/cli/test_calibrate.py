@@ -83,6 +83,17 @@ def test_the_values_of_a_column_are_groups(command: Command, tenants: Path, tmp_
     assert not (tmp_path / "shop" / "moments.safetensors").exists()
 
 
+def test_long_values_of_a_column_that_begin_alike_are_different_groups(
+    command: Command, tenants: Path, tmp_path: Path
+) -> None:
+    for file in list(tenants.iterdir()):
+        file.rename(tenants / f"{'customer of the shop ' * 4}{file.name}")
+    words = [*FEW, "--data", in_one_file(tenants), "--group-by", "who"]
+    status, _, err = command("calibrate", *words, "--output", tmp_path / "shop")
+    assert status == 0, err
+    assert "2 groups of" in json.loads((tmp_path / "shop" / "basis" / "basis.json").read_text())["calibrated_on"]
+
+
 @pytest.mark.parametrize(
     ("more", "words", "message"),
     [

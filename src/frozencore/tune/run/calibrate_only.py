@@ -160,7 +160,7 @@ def _rows_by(column: str, config: RunConfig, progress: Progress) -> tuple[Prepar
                 f"--group-by needs a value in the column {column!r} of every row, but row {number} of {config.data} "
                 f"has none. Its columns are: {one_line(known, 120)}."
             )
-        value_of[f"row-{number}"] = one_line(row[column], 60)
+        value_of[f"row-{number}"] = one_line(row[column])
     _require_two(value_of.values(), f"the column {column!r} of {config.data}", "Leave --group-by out.")
     prepared = prepare(config, progress)
     groups: dict[str, list[TokenRow]] = {value: [] for value in value_of.values()}
