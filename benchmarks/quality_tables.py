@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
@@ -19,10 +18,7 @@ from scipy.stats import t
 
 from harness import ROOT, lines_of, table
 
-RECORDS = [ROOT / "lab" / "results" / name / "records.jsonl" for name in ("smollm2", "smollm2-rest")]
-ABLATIONS = [
-    ROOT / "lab" / "results" / name / "records.jsonl" for name in ("smollm2-ablations", "smollm2-ablations-rest")
-]
+METHODS, ABLATIONS = ("smollm2", "smollm2-rest"), ("smollm2-ablations", "smollm2-ablations-rest")
 TASKS = {
     "sst2": "SST-2", "cola": "CoLA", "svamp-operation": "SVAMP's operation",
     "hellaswag-activity": "HellaSwag's activity",
@@ -51,13 +47,21 @@ Record = Mapping[str, Any]
 def read_finals() -> dict[str, dict[str, list[Record]]]:
     """The final runs by task and by name of the method, each in the order of its seeds."""
     found: dict[str, dict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
-    for record in chain.from_iterable(map(lines_of, RECORDS)):
+    for record in records_of(METHODS):
         if record["config"].get("evaluate_on") != "validation":
             found[record["task"]][named(record)].append(record)
     for methods in found.values():
         for runs in methods.values():
             runs.sort(key=lambda record: record["seed"])
     return found
+
+
+def records_of(campaigns: Iterable[str]) -> Iterable[Record]:
+    """The records of several campaigns; a run that several have stands once."""
+    results = ROOT / "lab" / "results"
+    return {
+        record["run_id"]: record for name in campaigns for record in lines_of(results / name / "records.jsonl")
+    }.values()
 
 
 def named(record: Record) -> str:
@@ -129,8 +133,7 @@ def row(name: str, runs: Sequence[Record], reference: Sequence[Record]) -> list[
 def ablations() -> str:
     """FCCA with one option changed: losses beside those of the default, a line a change."""
     found: dict[tuple[tuple[str, str], ...], list[Record]] = defaultdict(list)
-    records = {record["run_id"]: record for file in ABLATIONS for record in lines_of(file)}  # both have the default
-    for record in sorted(records.values(), key=lambda record: record["seed"]):
+    for record in sorted(records_of(ABLATIONS), key=lambda record: record["seed"]):
         config = record["config"]
         options = {**config, **config["core"], **config["calibration"]}
         changes = [(name, _shown(options[name])) for name in DEFAULTS if options[name] != DEFAULTS[name]]
