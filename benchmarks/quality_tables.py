@@ -16,26 +16,27 @@ from typing import Any
 import matplotlib.pyplot as plt
 from scipy.stats import t
 
+from frozencore.constructors import CONSTRUCTORS
 from harness import ROOT, lines_of, table
 
-METHODS, ABLATIONS = ("smollm2", "smollm2-rest"), ("smollm2-ablations", "smollm2-ablations-rest")
+METHODS = ("smollm2", "smollm2-rest", "smollm2-more", "smollm2-hellaswag")
+ABLATIONS = ("smollm2-ablations", "smollm2-ablations-rest", "smollm2-checks")
 TASKS = {
-    "sst2": "SST-2", "cola": "CoLA", "svamp-operation": "SVAMP's operation",
+    "sst2": "SST-2", "cola": "CoLA", "svamp-operation": "SVAMP's operation", "hellaswag": "HellaSwag",
     "hellaswag-activity": "HellaSwag's activity",
 }  # fmt: skip
 NAMES = {
     "fcca": "FCCA", "rawgrad": "RawGrad", "signgrad": "SignGrad", "filora": "FiLoRA", "eva": "EVA", "milora": "MiLoRA",
     "lora_xs": "LoRA-XS", "vera": "VeRA's bases", "random": "Random", "lora": "LoRA", "dora": "DoRA",
-    "pissa": "PiSSA", "full": "full fine-tuning",
+    "pissa": "PiSSA", "full": "full fine-tuning", "ia3": "(IA)³", "unilora": "Uni-LoRA", "tinylora": "TinyLoRA",
 }  # fmt: skip
 DEFAULTS = {
     "whiten": "both", "damping": 1e-3, "coordinates": "fisher", "rank": 16, "alpha": "auto", "targets": None,
     "fisher": "diagonal", "shrinkage": 0.0, "fisher_labels": "empirical", "calibration_task": None,
-    "calibration_size": 128,
+    "calibration_size": 128, "dtype": "auto",
 }  # fmt: skip
 """What the ablations change, in the order of their lines, and FCCA's defaults."""
 MEASURES = {"accuracy": (1, 100.0), "held_out_loss": (3, 1.0)}
-NO_CORES = ("lora", "dora", "pissa", "full")
 REFERENCE = "FCCA"
 HEADINGS = (
     "method", "learning rate", "values", "state held while training", "accuracy, %", "held-out loss", "minus FCCA's",
@@ -133,7 +134,8 @@ def row(name: str, runs: Sequence[Record], reference: Sequence[Record]) -> list[
 def ablations() -> str:
     """FCCA with one option changed: losses beside those of the default, a line a change."""
     found: dict[tuple[tuple[str, str], ...], list[Record]] = defaultdict(list)
-    for record in sorted(records_of(ABLATIONS), key=lambda record: record["seed"]):
+    trained = [record for record in records_of(ABLATIONS) if record.get("task") == "sst2"]
+    for record in sorted(trained, key=lambda record: record["seed"]):
         config = record["config"]
         options = {**config, **config["core"], **config["calibration"]}
         changes = [(name, _shown(options[name])) for name in DEFAULTS if options[name] != DEFAULTS[name]]
@@ -159,16 +161,32 @@ def _shown(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else "none" if value is None else str(value)
 
 
+def stability() -> str:
+    """How near the bases of few calibration rows are to those of many: mean cosines of principal angles, a line a size."""
+    found: dict[int, list[Record]] = defaultdict(list)
+    for record in records_of(ABLATIONS):
+        if "cosine_Q" in record:
+            found[record["num_calibration"]["basis"]].append(record)
+    rows = [
+        [str(size), *(spread([record[f"cosine_{side}"] for record in runs], 3) for side in "PQ")]
+        for size, runs in sorted(found.items())
+    ]
+    return table(["calibration rows", "P", "Q"], rows)
+
+
 def blocks() -> dict[str, str]:
-    """The table of each task, and that of the ablations, by the name of the block."""
+    """The table of each task, and those of the ablations, by the name of the block."""
     tasks = {f"smollm2-{task}": of_task(methods) for task, methods in read_finals().items()}
-    return {**tasks, "smollm2-ablations": ablations()}
+    return {**tasks, "smollm2-ablations": ablations(), "smollm2-stability": stability()}
 
 
 def figure(file: Path) -> None:
     """Held-out loss and what was forgotten, by method, the lowest mean loss first; a row of panels a task."""
     tasks = read_finals()
-    drawn, rows = plt.subplots(len(tasks), 2, figsize=(9, 3.6 * len(tasks)), squeeze=False, layout="constrained")
+    heights = [1 + 0.2 * len(methods) for methods in tasks.values()]
+    drawn, rows = plt.subplots(
+        len(tasks), 2, figsize=(9, sum(heights)), height_ratios=heights, squeeze=False, layout="constrained"
+    )
     for (left, right), (task, methods) in zip(rows, tasks.items(), strict=True):
         ordered = by_loss(methods)
         draw(left, ordered, held_out_loss)
@@ -176,7 +194,7 @@ def figure(file: Path) -> None:
         left.set_yticks(range(len(ordered)), [f"{name} ({runs[0]['values_at_once']:,})" for name, runs in ordered])
         right.set_yticks(range(len(ordered)), [""] * len(ordered))
         left.set_xlabel(f"held-out loss on {TASKS[task]}, nats per token")
-        right.set_xlabel("rise of the loss on other texts, nats per token")
+        right.set_xlabel("rise on other texts, nats per token")
     drawn.suptitle(
         "SmolLM2-135M-Instruct: a dot a seed, a bar the mean; in brackets the values that train", fontsize=10
     )
@@ -188,7 +206,7 @@ def draw(panel: Any, methods: Iterable[tuple[str, list[Record]]], value: Callabl
     """A panel: a line a method, cores in one colour and the others in another."""
     for place, (_, runs) in enumerate(methods):
         found = [value(run) for run in runs]
-        colour = "tab:orange" if runs[0]["method"] in NO_CORES else "tab:blue"
+        colour = "tab:blue" if runs[0]["method"] in CONSTRUCTORS else "tab:orange"
         panel.plot(found, [place] * len(found), "o", color=colour, alpha=0.6)
         panel.plot([mean(found)], [place], "|", color=colour, markersize=18, markeredgewidth=2)
     panel.invert_yaxis()

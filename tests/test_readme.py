@@ -164,7 +164,8 @@ def test_the_table_of_a_core_beside_lora_is_that_of_the_committed_runs() -> None
 
 
 def test_the_table_of_the_real_model_is_that_of_the_committed_runs() -> None:
-    files = (LAB / "results" / name / "records.jsonl" for name in ("smollm2", "smollm2-rest"))
+    campaigns = ("smollm2", "smollm2-rest", "smollm2-more")
+    files = (LAB / "results" / name / "records.jsonl" for name in campaigns)
     lines = [line for file in files for line in file.read_text().splitlines()]
     finals = [record for record in map(json.loads, lines) if record["config"]["evaluate_on"] == "evaluation"]
     by_method: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
@@ -190,6 +191,10 @@ def test_the_table_of_the_real_model_is_that_of_the_committed_runs() -> None:
         "LoRA, r = 16": ("lora", 16, None, 1),
         "DoRA, r = 16": ("dora", 16, None, 1),
         "PiSSA, r = 16": ("pissa", 16, None, 1),
+        "full fine-tuning": ("full", 16, None, 1),
+        "(IA)³": ("ia3", 16, None, 1),
+        "Uni-LoRA": ("unilora", 4, None, 1),
+        "TinyLoRA": ("tinylora", 2, None, 1),
     }
     page = README.read_text(encoding="utf-8")
     table = page[page.index("<!-- smollm2-sst2:begin -->") : page.index("<!-- smollm2-sst2:end -->")].splitlines()[1:]

@@ -47,7 +47,7 @@ AUTO_ALPHA = 16.0  # the paper's scale at the paper's rank
 Alpha = Annotated[
     Positive | Literal["auto"] | None,
     Field(
-        description="Scale of the cores' update, s = alpha / r. auto: 16, with which one learning rate fits all ranks "
+        description="Scale of the cores' update, s = alpha / r. auto: 16, with which one learning rate fits many ranks "
         "(docs/rank-budget.md); none: s = 1, as in the paper."
     ),
 ]
