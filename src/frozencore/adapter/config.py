@@ -78,8 +78,8 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
         r: Rank; a layer with fewer inputs or outputs gets ``min(r, m, n)``.
         target_modules: Module names, a regular expression, or ``"all-linear"``; by default the attention projections.
         constructor: How P and Q are chosen: a name of :data:`frozencore.CONSTRUCTORS`.
-        alpha: The scale is ``s = alpha / r``. ``"auto"`` is 16, with which one learning rate fits many ranks; None means
-            ``s = 1``, as in the paper.
+        alpha: The scale is ``s = alpha / r``. ``"auto"`` is 16, with which one learning rate fits many ranks; None
+            means ``s = 1``, as in the paper.
         seed: Seed of random directions.
         rank_budget: Trained values of all cores together, in place of a rank: a number, or their size as float32
             (``"150KB"``). ``calibrate`` gives higher ranks to layers that gain more, and writes the ranks into
