@@ -162,7 +162,7 @@ def _shown(value: object) -> str:
 
 
 def stability() -> str:
-    """How near the bases of few calibration rows are to those of many: mean cosines of principal angles, by size."""
+    """Mean cosines of the principal angles between bases of few and of many calibration rows, by the number of few."""
     found: dict[int, list[Record]] = defaultdict(list)
     for record in records_of(ABLATIONS):
         if "cosine_Q" in record:
