@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM ?= false
 demo: $(VENV)/.installed
 	$(BIN)/frozencore demo --output runs/demo
 
-# Four methods on SmolLM2 and film reviews, about ten minutes: make demo-smollm2 DATA=DIR, the folder of the tasks' data (without it the hub).
+# Four methods on SmolLM2 and film reviews, about four minutes on two cores: make demo-smollm2 DATA=DIR, the folder of the tasks' data (without it the hub).
 demo-smollm2: smollm2
 	$(BIN)/frozencore campaign run lab/campaigns/demo-smollm2.yaml $(if $(DATA),--data-root $(DATA)) --out runs/demo-smollm2
 	$(BIN)/frozencore campaign report runs/demo-smollm2
