@@ -26,7 +26,6 @@ BY_TASK = {
         "calibrate", "FrozenCoreConfig", "Calibration", "CalibrationOptions", "frozen_core_layers", "FrozenCoreModel",
         "Refresh", "PrivateTraining", "per_example_gradients", "FrozenCoreError",
     ),
-    "Ask for advice before training": ("advise", "Advice"),
     "Export an adapter": (
         "export_lora", "export_merged", "export_gguf_lora", "check_lora_directory", "write_model_card",
     ),

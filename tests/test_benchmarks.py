@@ -31,7 +31,6 @@ PROMISED: dict[str, tuple[tuple[str, ...], set[str]]] = {
     "memory": (("--quick",), {"rows"}),
     "many_training": (("--quick",), {"rows", "growth", "rounds"}),
     "many_commands": (("--quick",), {"rows", "size", "rounds"}),
-    "advice": (("--quick",), {"constructors", "metric", "rows"}),
     "tenants": (("--quick",), {"keep", "batch"}),
     "per_example": (("--quick",), {"ranks", "rounds", "rows"}),
     "row_scores": (("--quick",), {"settings", "flipped", "halves", "chosen"}),

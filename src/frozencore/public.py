@@ -22,7 +22,6 @@ from frozencore.adapter.saved.card import write_model_card
 from frozencore.adapter.saved.on_one_basis import merge_adapters, pack_adapter, unpack_adapter
 from frozencore.adapter.saved.saved_basis import SavedBasis, load_basis
 from frozencore.adapter.swap import prepare_swap, swap_core
-from frozencore.advice.advise import Advice, advise
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import collect_moments
 from frozencore.calibration.moments_file import load_moments, save_moments
@@ -48,7 +47,6 @@ from frozencore.maths.whitening import Whitening
 
 __all__ = [
     "CONSTRUCTORS",
-    "Advice",
     "Basis",
     "BasisOptions",
     "Calibration",
@@ -63,7 +61,6 @@ __all__ = [
     "Refresh",
     "SavedBasis",
     "Whitening",
-    "advise",
     "build_basis",
     "calibrate",
     "check_lora_directory",

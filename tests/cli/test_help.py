@@ -16,7 +16,7 @@ from frozencore.tune.run.config import run_options
 
 Command = Callable[..., tuple[int, str, str]]
 IN_SIGHT = 10
-OF_A_RUN = ("tune", "tune-many", "calibrate", "advise")
+OF_A_RUN = ("tune", "tune-many", "calibrate")
 
 
 def verbs() -> Iterator[tuple[list[str], Any]]:

@@ -113,28 +113,6 @@ FEW = (
 )  # fmt: skip
 
 
-def test_an_advised_run_trains_with_what_advise_recommends(command: Command, tmp_path: Path) -> None:
-    assert command("advise", *FEW[:8], "--num-train", "16", "--device", "cpu", "--output", tmp_path / "advice")[0] == 0
-    recommended = json.loads((tmp_path / "advice" / "advice.json").read_text())["recommended"]
-    status, out, err = command("tune", *FEW, "--advised", "--output", tmp_path / "run")
-    assert status == 0, err
-    assert f"Advised: {recommended['flags']}\n" in out
-    config = json.loads((tmp_path / "run" / "result.json").read_text())["config"]
-    assert config["method"] == recommended["method"]
-    assert {name: config["core"][name] for name in recommended["options"]} == recommended["options"]
-    assert config.get("rank_budget") == recommended["rank_budget"]
-    assert (config["targets"] == "all-linear") == (recommended["on"] == "all-linear")
-
-
-@pytest.mark.parametrize("words", [("--method", "eva"), ("--damping", "1"), ("--sweep", "lr=1e-3,1e-2")])
-def test_advice_and_a_choice_of_ones_own_are_refused_together(
-    words: tuple[str, ...], command: Command, tmp_path: Path
-) -> None:
-    status, _, err = command("tune", *FEW, "--advised", *words, "--output", tmp_path / "run")
-    assert (status, err.count("\n")) == (2, 1)
-    assert "--advised" in err
-
-
 class Hub(BaseHTTPRequestHandler):
     """A hub that takes small files and keeps them."""
 

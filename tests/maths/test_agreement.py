@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from frozencore.maths.allocation import agreed_gains, allocate_ranks, crossed_by_gram, gains_of
+from frozencore.maths.allocation import agreed_gains, allocate_ranks
 from frozencore.maths.linalg import truncated_svd
 
 M, N, COUNT = 60, 50, 16
@@ -58,19 +58,3 @@ def test_the_order_of_the_halves_does_not_matter_and_a_dead_layer_is_worth_nothi
     assert torch.equal(agreed_gains(one, other, 4), agreed_gains(other, one, 4))
     assert not agreed_gains(one, torch.zeros(M, N), 4).any()
     assert not agreed_gains(torch.zeros(M, N), torch.zeros(M, N), 4).any()
-
-
-def test_by_one_eigenproblem_a_matrix_gains_are_the_same_and_those_of_fewer_directions_in_the_corner() -> None:
-    for shape in ((M, N), (N, M)):
-        one, other = (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + 0.3 for seed in (1, 2))
-        for count in (4, COUNT):
-            found = crossed_by_gram(one, other, COUNT)
-            gains = gains_of(found.C1[:count, :count], found.C2[:count, :count])
-            torch.testing.assert_close(gains, agreed_gains(one, other, count).double(), rtol=1e-4, atol=1e-6)
-        U, S, Vh = torch.linalg.svd(one)
-        torch.testing.assert_close(found.first.S[:4].float(), S[:4])
-        update = (found.first.U[:, :4] * found.first.S[:4]) @ found.first.V[:, :4].mT
-        torch.testing.assert_close(update.float(), (U[:, :4] * S[:4]) @ Vh[:4], rtol=1e-4, atol=1e-5)
-    assert not gains_of(*crossed_by_gram(torch.zeros(M, N), torch.zeros(M, N), 3)[:2]).any()
-    low = torch.outer(torch.arange(1.0, M + 1), torch.arange(1.0, N + 1))  # of rank one
-    assert int(gains_of(*crossed_by_gram(low, low, 3)[:2]).count_nonzero()) == 1

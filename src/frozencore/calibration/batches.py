@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from frozencore.errors import CalibrationError, ConfigError, DataError
 
@@ -93,24 +91,6 @@ def take_examples(batches: Iterable[Batch], num_examples: int, *, any_form: bool
             return
 
 
-def put_together(batches: Sequence[Batch], most_tokens: int) -> list[Batch]:
-    """Join batches of tokenised rows into fewer, larger ones, in the same order; shorter rows are padded at the end.
-
-    Other batches stay unchanged.
-
-    Args:
-        most_tokens: Upper limit of a joined batch's tokens, padding included.
-    """
-    found: list[list[Batch]] = []
-    for batch in batches:
-        group = [*found[-1], batch] if found else []
-        if group and all(map(is_of_tokens, group)) and _num_tokens(group) <= most_tokens:
-            found[-1] = group
-        else:
-            found.append([batch])
-    return [group[0] if len(group) == 1 else _joined(group) for group in found]
-
-
 def in_halves(batches: Iterable[Batch]) -> tuple[list[Batch], list[Batch]]:
     """Split batches into two halves, alternately by batch; a single batch is split alternately by row.
 
@@ -134,28 +114,6 @@ def in_halves(batches: Iterable[Batch]) -> tuple[list[Batch], list[Batch]]:
 
 def _every_other(batch: Batch, first: int) -> Batch:
     return mapped(batch, lambda tensor: tensor[first::2] if tensor.ndim else tensor)
-
-
-PADDING = {"input_ids": 0, "attention_mask": 0, "labels": -100}
-
-
-def is_of_tokens(batch: Batch) -> bool:
-    """Return whether a batch has rows of tokens with a mask and labels, and nothing else."""
-    shapes = {getattr(part, "shape", None) for part in batch.values()} if isinstance(batch, Mapping) else set()
-    return len(shapes) == 1 and batch.keys() == PADDING.keys() and batch["input_ids"].ndim == 2
-
-
-def _num_tokens(group: Sequence[Batch]) -> int:
-    """The tokens of the joined batch, padding included."""
-    return sum(map(num_examples_of, group)) * max(batch["input_ids"].shape[1] for batch in group)
-
-
-def _joined(group: Sequence[Batch]) -> Batch:
-    longest = max(batch["input_ids"].shape[1] for batch in group)
-    return {
-        key: torch.cat([pad(batch[key], (0, longest - batch[key].shape[1]), value=value) for batch in group])
-        for key, value in PADDING.items()
-    }
 
 
 def _first(count: int, tensor: Tensor) -> Tensor:

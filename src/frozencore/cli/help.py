@@ -66,7 +66,7 @@ FLAG_GROUPS = (
     ),
     Group(
         "Method",
-        ("method", "loss", "advised", "rank", "targets", "rank_budget", "alpha", "basis", "dtype", "device"),
+        ("method", "loss", "rank", "targets", "rank_budget", "alpha", "basis", "dtype", "device"),
         ("layers", "dpo_beta"),
     ),
     Group("Bases", ("calibration_size", "grow", "by", "damping", "memory_budget", "moments"), ("calibration_task",)),

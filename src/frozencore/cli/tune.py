@@ -14,7 +14,6 @@ from rich.table import Table
 from frozencore.cli.console import console
 from frozencore.cli.flag_file import as_flags
 from frozencore.cli.flags import DryRun, Resume, TakesOptions, read_choices
-from frozencore.errors import ConfigError
 from frozencore.files.hub import require_upload, upload
 from frozencore.tune.run.config import SWEPT, RunConfig
 from frozencore.tune.run.processes import is_first, joined, refuse_several
@@ -45,12 +44,6 @@ def _tune(
             "validation rows: lr, warmup, epochs, batch-size, accumulation, seed (of the row order). May be repeated.",
         ),
     ] = None,
-    advised: Annotated[
-        bool,
-        typer.Option(
-            "--advised", help="Try bases first, as `frozencore advise` does, and train with the recommended ones."
-        ),
-    ] = False,
     push_to_hub: Annotated[
         str | None, typer.Option(metavar="OWNER/NAME", help="Upload the adapter; a new repository is private.")
     ] = None,
@@ -68,35 +61,23 @@ def _tune(
     refuse_used(output, resume=resume)
     if push_to_hub is not None:
         require_upload(push_to_hub)
-    if advised and (sweep or moments):
-        raise ConfigError("--advised reads the rows itself and trains once: leave --sweep and --moments out.")
-    if advised:
-        refuse_several("--advised")
     choices = read_choices(sweep or [], SWEPT)
     from frozencore.cli.display import StageDisplay, resume_line
 
     if resume:
         console.print(resume_line(output))
-    swept, prepared = None, None
+    swept = None
     with joined(), StageDisplay(console) as progress:
-        from frozencore.advice.advice_run import advise_run, flags_of, refuse_advised, with_advice
         from frozencore.cli.run_summary import run_summary, sample_lines, size_lines
         from frozencore.files.whole_file import write_text
         from frozencore.tune.run.execute import execute
         from frozencore.tune.run.many.sweep import execute_sweep
-        from frozencore.tune.run.prepare import prepare
 
         progress.started()
-        if advised:
-            refuse_advised(config)
-            prepared = prepare(config, progress)
-            recommended = advise_run(config, prepared, progress).recommended.setting
-            console.print(f"Advised: {flags_of(config, recommended)}", soft_wrap=True)
-            config = with_advice(config, recommended)
         if choices:
             record, swept = execute_sweep(config, choices, output, progress, resume=resume, moments_file=moments)
         else:
-            record = execute(config, output, progress, prepared=prepared, resume=resume, moments_file=moments)
+            record = execute(config, output, progress, resume=resume, moments_file=moments)
     if not is_first():
         return
     for warning in record.warnings:

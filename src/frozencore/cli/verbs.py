@@ -61,10 +61,6 @@ VERBS = (
         "Collect moments and choose the bases without training; write a moments file and an adapter with zero cores.",
     ),
     Verb(
-        "advise", ".advise:advise",
-        "Measure before training how much bases, damping and targets would gain on held-out rows.",
-    ),
-    Verb(
         "evaluate", ".evaluate:evaluate",
         "Score a model, or several adapters on it, on many tasks. Exit status 1 if a task could not be scored.",
         GOES_ON,

@@ -7,9 +7,9 @@ The other methods are optional: they build from a sketch, share a rank budget, o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import ClassVar, Generic, Literal, TypeVar
 
 from frozencore.constructors.basis_options import BasisOptions
 from frozencore.errors import CalibrationError
@@ -62,14 +62,12 @@ class Constructor(ABC, Generic[Options]):
         options: The class of its options.
         weights_only: The basis depends only on the layer's weight, not on data or seed.
         has_gains: A rank budget is shared by the gain of each direction; other constructors get equal ranks.
-        variants: Options worth trying beside the defaults.
         label, colour: Name and colour in reports; by default the key in the table, in grey.
     """
 
     options: type[Options] = BasisOptions  # type: ignore[assignment]  # of a subclass with no options of its own
     weights_only: ClassVar[bool] = False
     has_gains: ClassVar[bool] = False
-    variants: ClassVar[tuple[Mapping[str, Any], ...]] = ()
     label: ClassVar[str] = ""
     colour: ClassVar[Colour] = "grey"
 

@@ -220,7 +220,6 @@ class WhitenedCrossMoment(Constructor[Options]):
 class FCCA(WhitenedCrossMoment[FCCAOptions]):
     options = FCCAOptions
     label, colour = "FCCA", "orange"
-    variants = ({"damping": 0.1}, {"damping": 10.0}, {"whiten": "input"}, {"whiten": "output"})
 
     def whitening(self, options: FCCAOptions) -> Whitening:
         return options.whitening

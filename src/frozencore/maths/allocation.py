@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import isqrt
-from typing import NamedTuple
 
 from jaxtyping import Float
 
@@ -31,10 +30,6 @@ from frozencore.errors import ConfigError
 from frozencore.maths.linalg import (
     Shape,
     SvdMethod,
-    TruncatedSVD,
-    extreme_eigenpairs,
-    prefers_krylov,
-    require_finite,
     truncated_svd,
 )
 from frozencore.torch_later import torch
@@ -60,44 +55,6 @@ def agreed_gains(
         U, _, V = truncated_svd(own, count, method=svd_method, seed=seed)
         crossed.append(U.mT @ other @ V)
     return gains_of(*crossed)
-
-
-class Crossed(NamedTuple):
-    """C₁, C₂ and T₁'s triples. The upper left corners of C₁ and C₂ belong to fewer leading directions."""
-
-    C1: Float[torch.Tensor, "k k"]
-    C2: Float[torch.Tensor, "k k"]
-    first: TruncatedSVD
-
-
-def crossed_by_gram(T1: Float[torch.Tensor, "m n"], T2: Float[torch.Tensor, "m n"], count: int) -> Crossed:
-    """Compute C₁ and C₂ of the ``count`` leading directions, with one eigenproblem a matrix.
-
-    The rounding error of the eigenproblem is far below the noise.
-
-    Raises:
-        CalibrationError: A matrix is not finite.
-    """
-    one, two = (_leading(T, count) for T in (T1, T2))
-    C1, C2 = one.U.mT @ T2 @ one.V, two.U.mT @ T1 @ two.V
-    return Crossed(C1, C2, one)
-
-
-def _leading(T: torch.Tensor, count: int) -> TruncatedSVD:
-    require_finite(T)
-    if len(T) > T.shape[1]:
-        V, S, U = _leading(T.mT, count)
-        return TruncatedSVD(U, S, V)
-    if prefers_krylov(T, count):
-        return truncated_svd(T, count)
-    tiny = torch.finfo(T.dtype).tiny
-    unit = T.abs().max().clamp_min(tiny)  # squares of small gradients would leave float32
-    X = T / unit
-    squares, U = extreme_eigenpairs(X @ X.mT, min(count, len(X)))
-    S = squares.clamp_min(0).sqrt()
-    # a direction of pure rounding leaves V short, so that it agrees with nothing
-    floor = (torch.finfo(X.dtype).eps ** 0.5 * S[0]).clamp_min(tiny)
-    return TruncatedSVD(U, S * unit, (X.mT @ U) / S.clamp_min(floor))
 
 
 def gains_of(C1: Float[torch.Tensor, "k k"], C2: Float[torch.Tensor, "k k"]) -> Float[torch.Tensor, " k"]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from frozencore.advice.advice_run import refuse_advised
 from frozencore.errors import ConfigError
 from frozencore.files.fingerprint import fingerprint_options
 from frozencore.tune.pocket import pocket_model_path
@@ -122,11 +121,6 @@ def test_what_leaks_or_is_half_said_is_refused_in_one_line(options: dict[str, An
     with pytest.raises(ConfigError, match=message) as raised:
         config_of(**options)
     assert "\n" not in str(raised.value)
-
-
-def test_advice_on_private_rows_is_refused() -> None:
-    with pytest.raises(ConfigError, match="leave --private-epsilon out"):
-        refuse_advised(config_of(method="fcca", calibration_task="pocket-entailment"))
 
 
 def test_packed_texts_are_refused(tmp_path: Path) -> None:

@@ -17,8 +17,7 @@ ADAPTER, BASIS = IN_A_RUN, "basis"
 MOMENTS_FILE = "moments.safetensors"
 CHECKPOINTS, CACHE = "checkpoints", ".found"  # exist until a run ends
 BASE_SCORE, CALIBRATION = "base-score.json", "calibration.json"  # files in the cache
-ADVICE = "advice.json"
-_WORK = {RECORD: "a finished run", MOMENTS_FILE: "a calibration", ADAPTER: "a calibration", ADVICE: "advice"}
+_WORK = {RECORD: "a finished run", MOMENTS_FILE: "a calibration", ADAPTER: "a calibration"}
 
 
 def kept_of(out: Path) -> str | None:

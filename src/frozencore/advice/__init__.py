@@ -1,1 +1,0 @@
-"""Advice on bases, ranks and targets before anything is trained."""
