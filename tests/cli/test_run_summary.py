@@ -14,10 +14,9 @@ from scipy.stats import binomtest
 
 from adapted import adapted
 from frozencore import export_lora
-from frozencore.cli.run_summary import recipe_in_words, run_summary, size_lines, verdict, wilson
+from frozencore.cli.run_summary import run_summary, size_lines, verdict, wilson
 from frozencore.files.adapter_folder import WEIGHTS_FILE
 from frozencore.tune.run.config import make_config
-from frozencore.tune.training.recipe import Recipe
 from made_up import made_up_record
 from tiny import tiny_qwen2
 
@@ -88,13 +87,6 @@ def test_a_run_says_the_recipe_that_its_method_chose(method: str) -> None:
     text = shown(run_summary(made_up_record({"task": "svamp"}, method=method, resolved=resolved)))
     rate = {"fcca": "0.01", "pissa": "0.0002"}[method]
     assert f"262 steps of 8 rows, 1 at a time; learning rate {rate}, warm-up 0.1 of them." in text
-
-
-def test_a_single_step_that_warms_up_is_said_to_train_nothing() -> None:
-    recipe = {"learning_rate": 5e-3, "warmup": 0.1, "batch_size": 1, "accumulation": 8, "epochs": 1}
-    assert Recipe(**recipe).rate(0, 1) == 0
-    assert "trains nothing. Give --warmup 0 or more --epochs." in recipe_in_words(1, recipe)
-    assert "trains nothing" not in recipe_in_words(2, recipe) + recipe_in_words(1, recipe | {"warmup": 0.0})
 
 
 def test_a_run_says_in_how_many_rounds_it_trained() -> None:

@@ -133,11 +133,9 @@ def recipe_in_words(num_steps: int, recipe: Mapping[str, Any], num_epochs: int |
     batches = "" if at_once == rows else f", {at_once} at a time"
     rounds = recipe.get("refresh", 1)
     in_rounds = {1: "", "auto": ", in as many rounds as pay"}.get(rounds, f", in {rounds} rounds")
-    idle = " A first step has the rate 0, so this one trains nothing. Give --warmup 0 or more --epochs."
     return (
         f"{num_of(num_steps, 'step')} of {num_of(rows, 'row')}{batches}{layout}{epochs}{in_rounds}; learning rate "
         f"{recipe['learning_rate']:g}, warm-up {recipe['warmup']:g} of them."
-        f"{idle if num_steps == 1 and recipe['warmup'] else ''}"
     )
 
 

@@ -58,7 +58,7 @@ def test_training_is_the_written_out_loop(adapted: bool) -> None:
     optimizer = torch.optim.AdamW(parameters, weight_decay=0.0)
     losses = []
     for step in range(10):
-        rate = step / 2 if step < 2 else 0.5 * (1 + math.cos(math.pi * (step - 2) / 8))
+        rate = (step + 1) / 3 if step < 2 else 0.5 * (1 + math.cos(math.pi * (step - 2) / 8))
         optimizer.param_groups[0]["lr"] = 3e-3 * rate
         loss = by_hand(**batch).loss
         loss.backward()
@@ -72,6 +72,23 @@ def test_training_is_the_written_out_loop(adapted: bool) -> None:
         torch.testing.assert_close(weights(model)[name], value, atol=1e-4, rtol=1e-3)
     assert report.num_steps == 10
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(("warmup", "num_steps"), [(0.0, 1), (0.03, 1), (0.1, 2), (0.3, 10), (1.0, 7)])
+def test_every_step_has_a_rate_and_none_is_above_the_peak(warmup: float, num_steps: int) -> None:
+    rates = [Recipe(learning_rate=1.0, warmup=warmup).rate(step, num_steps) for step in range(num_steps)]
+    rise = math.ceil(warmup * num_steps)
+    assert all(0 < rate <= 1 for rate in rates)
+    assert rates[:rise] == pytest.approx([(step + 1) / (rise + 1) for step in range(rise)])
+    assert rates[rise : rise + 1] in ([], [1.0])
+
+
+def test_a_training_of_one_step_trains() -> None:
+    model = adapted("random")
+    before = weights(model)
+    train(model, ROWS, Recipe(learning_rate=1e-2, warmup=0.03, batch_size=len(ROWS), accumulation=1), pad_id=0)
+    moved = max(float((R - before[name]).abs().max()) for name, R in weights(model).items())
+    assert moved == pytest.approx(1e-2 / 2, rel=1e-2)  # a first step of Adam has the length of the rate
 
 
 def test_cutting_a_step_into_batches_does_not_change_it() -> None:

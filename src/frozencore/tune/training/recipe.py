@@ -47,7 +47,7 @@ class Recipe:
 
     Attributes:
         learning_rate: The peak learning rate.
-        warmup: Share of the optimizer steps in which the learning rate rises from zero.
+        warmup: Share of the optimizer steps in which the learning rate rises; the first one already trains.
         batch_size: Examples in one forward pass.
         accumulation: Forward passes in one optimizer step.
         seed: Seed of the row order.
@@ -124,14 +124,14 @@ class Recipe:
         return {name: value for name, value in asdict(self).items() if (name, value) not in unsaid}
 
     def rate(self, step: int, num_steps: int) -> float:
-        """The learning rate of a step, counted from 0: a linear rise, then a cosine to zero."""
+        """The learning rate of a step, counted from 0: a linear rise, then a cosine to zero. It is never zero."""
         return self.learning_rate * self.share_of_rate(step, num_steps)
 
     def share_of_rate(self, step: int, num_steps: int) -> float:
         """The learning rate of a step as a share of the peak."""
         rise = math.ceil(self.warmup * num_steps)
         if step < rise:
-            return step / rise
+            return (step + 1) / (rise + 1)
         return 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, num_steps - rise)))
 
     def row_order(self, num_rows: int, epoch: int) -> list[int]:
