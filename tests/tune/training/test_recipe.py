@@ -133,6 +133,14 @@ def test_the_seed_alone_decides_the_order_of_the_rows() -> None:
     assert first.losses != other.losses
 
 
+def test_epochs_of_all_seeds_have_different_orders() -> None:
+    recipes = [Recipe(learning_rate=1.0, warmup=0.0, seed=seed) for seed in (*range(40, 60), 2**40, -1)]
+    orders = [tuple(recipe.row_order(50, epoch)) for recipe in recipes for epoch in range(10)]
+    assert len(set(orders)) == len(orders)
+    assert all(sorted(order) == list(range(50)) for order in orders)
+    assert tuple(recipes[3].row_order(50, 7)) == orders[37]
+
+
 class StoppedError(Exception):
     pass
 

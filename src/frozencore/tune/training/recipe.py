@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +33,10 @@ UNREFRESHED = (
     ("optimiser_rank", None),
 )  # left out of checkpoints, so that older ones stay valid
 
+
+STEPS_VERSION = {"version of the steps": 2}
+"""Part of a checkpoint's identity. It changes with the order of rows or the schedule, because a resumed training must
+go on with those it began with."""
 
 FEWEST_STEPS, MOST_EPOCHS = 32, 8
 
@@ -135,8 +140,9 @@ class Recipe:
         return 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, num_steps - rise)))
 
     def row_order(self, num_rows: int, epoch: int) -> list[int]:
-        """The order of the rows in an epoch, counted from 0."""
-        generator = torch.Generator().manual_seed(self.seed + epoch)
+        """The order of the rows in an epoch, counted from 0: independent for each seed and each epoch."""
+        drawn = sha256(f"{self.seed}:{epoch}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(drawn[:4]))  # torch reads 32 bits of a seed
         return torch.randperm(num_rows, generator=generator).tolist()
 
     def num_steps(self, num_rows: int) -> int:

@@ -43,7 +43,14 @@ from frozencore.tune.training.batching import (
 from frozencore.tune.training.callbacks import LossMonitor, Seal, StateHeld, StopWhenAsked
 from frozencore.tune.training.checkpoints import Stop, defer_stop, explain_disk_errors, starting_point
 from frozencore.tune.training.lora_rounds import LoRARounds
-from frozencore.tune.training.recipe import PLAIN, UNREFRESHED, Recipe, readable_state, training_arguments
+from frozencore.tune.training.recipe import (
+    PLAIN,
+    STEPS_VERSION,
+    UNREFRESHED,
+    Recipe,
+    readable_state,
+    training_arguments,
+)
 from frozencore.tune.training.reporting import Reports
 from frozencore.tune.training.selection import NoBetterError, Selected, Selection, Selector
 from frozencore.tune.training.trainer import (
@@ -274,6 +281,7 @@ def _identity(model: nn.Module, recipe: Recipe, rows: Sequence[TokenRow]) -> dic
     """The inputs that a checkpoint must share with the run that resumes it: parameters, recipe and rows."""
     shapes = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     return {
+        **STEPS_VERSION,
         **{name: value for name, value in recipe.content().items() if (name, value) not in UNREFRESHED},
         "rows": _hash_of([row.trained_on for row in rows]),
         "trainable parameters": _hash_of(shapes),

@@ -27,6 +27,7 @@ from frozencore.tune.training.checkpoints import TENANT_STATES, checkpoints, sea
 from frozencore.tune.training.many.active_tenants import ActiveTenants
 from frozencore.tune.training.many.slots import TrainedSlots
 from frozencore.tune.training.many.tenant import Tenant, TenantState, Trained
+from frozencore.tune.training.recipe import STEPS_VERSION
 from frozencore.tune.training.train import TrainingReport
 from frozencore.words import one_line
 
@@ -37,6 +38,7 @@ NUM_KEPT = 2  # the newest may be incomplete
 def identity_of(tenants: Mapping[str, Tenant], slots: TrainedSlots) -> dict[str, Any]:
     """The values that a checkpoint must share with the training that resumes it, as JSON values by name."""
     return {
+        **STEPS_VERSION,
         "tenants": fingerprint_options({name: _content(tenant) for name, tenant in tenants.items()}),
         "slots": len(slots),
         "basis": fingerprint_tensors(_basis(slots)),
