@@ -19,7 +19,6 @@ from frozencore.adapter.export.base_model import export_merged
 from frozencore.adapter.export.serving import check_lora_directory
 from frozencore.adapter.saved.folder import read_adapter
 from frozencore.calibration.moments_file import MomentsFingerprint, load_moments, save_moments
-from frozencore.cli.doctor import diagnose
 from frozencore.files.strict_yaml import read_yaml
 from frozencore.files.whole_file import write_json, write_lines
 from frozencore.maths.moments import LayerMoments
@@ -144,7 +143,6 @@ def make_targets(folder: Path) -> list[Target]:
         Target("adapter configuration, merged", folder / "unsealed", CONFIG, write_merged),
         Target("basis", folder / "cores" / "basis", "basis.safetensors", load_basis),
         Target("basis header", folder / "cores" / "basis", "basis.json", load_basis),
-        Target("basis header, by doctor", folder / "cores" / "basis", "basis.json", diagnose),
         Target("cores alone", folder / "cores", WEIGHTS, read_adapter),
         Target("cores alone, configuration", folder / "cores", CONFIG, read_adapter),
         Target("cores alone, through PEFT", folder / "cores", WEIGHTS, load_with_peft),
@@ -159,12 +157,8 @@ def make_targets(folder: Path) -> list[Target]:
         *(Target(f"rows of {name}", folder / "rows", f"{name}.json", _reads(name)) for name in ROWS),
         Target("Parquet rows", folder, "rows.parquet", lambda p: read_file(p / "rows.parquet", option="--data")),
         Target("table of means", folder, "means.csv", lambda p: read_task_means(p / "means.csv")),
-        Target("run record, by doctor", folder / "run", "result.json", diagnose),
-        Target("predictions, by doctor", folder / "run", "predictions.jsonl", diagnose),
         Target("campaign index", folder / "results", "records.jsonl", load_results),
-        Target("campaign index, by doctor", folder / "results", "records.jsonl", diagnose),
         Target("run record of a campaign", folder / "driven", finished, lambda p: list(status_lines(p))),
-        Target("campaign folder, by doctor", folder / "results", "campaign.json", diagnose),
         Target(
             "checkpoint seal",
             folder / "checkpoints",

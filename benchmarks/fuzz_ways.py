@@ -28,7 +28,6 @@ from frozencore.adapter.export.tenant import export_tenant
 from frozencore.adapter.inspection import inspect_adapter
 from frozencore.adapter.saved.folder import read_adapter, read_adapter_or_basis
 from frozencore.adapter.saved.on_one_basis import merge_adapters, pack_adapter, unpack_adapter
-from frozencore.cli.doctor import diagnose
 from frozencore.files.fingerprint import fingerprint_options
 from frozencore.tune.evaluation.adapters import BaseWithAdapter
 
@@ -111,7 +110,6 @@ def ways_in(folder: Path) -> dict[str, Callable[[Path], object]]:
         "PEFT, a second adapter": lambda path: worn().load_adapter(str(path), adapter_name="second"),
         "read": read_adapter,
         "inspect": inspect,
-        "doctor": diagnose,
         "evaluate": evaluate,
         "LoRA": written(lambda path, to: export_lora(path, to, base=base)),
         "merged": written(lambda path, to: export_merged(path, to, base=folder / "base")),
@@ -129,7 +127,6 @@ def ways_into_a_basis(folder: Path) -> dict[str, Callable[[Path], object]]:
     """The readers of a basis folder, by name."""
     return {
         "load_basis": load_basis,
-        "doctor": diagnose,
         "inspect": lambda path: inspect_adapter(*read_adapter_or_basis(path)),
         "configuration": lambda path: get_peft_model(tiny_base(), FrozenCoreConfig(basis=str(path))),
         "set_bases": lambda path: set_bases(random_cores(), load_basis(path)),

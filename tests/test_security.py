@@ -78,7 +78,7 @@ def test_code_in_a_model_folder_is_never_run(load: Callable[[str], object], tmp_
 def test_a_run_on_local_files_opens_no_connection(
     command: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Training, scoring, exporting and the doctor, with every way out of the machine watched."""
+    """Training, scoring, exporting and inspecting, with every way out of the machine watched."""
     attempts: list[object] = []
 
     def refuse(*words: object, **_: object) -> None:
@@ -98,7 +98,7 @@ def test_a_run_on_local_files_opens_no_connection(
          "--num-evaluation", "10", "--output", tmp_path / "scores"],
         ["export", adapter, "--to", "lora", "--output", tmp_path / "lora"],
         ["export", adapter, "--to", "merged", "--base", pocket_model_path(), "--output", tmp_path / "merged"],
-        ["doctor", tmp_path / "run"],
+        ["inspect", tmp_path / "run"],
     ):  # fmt: skip
         status, _, errors = command(*line)
         assert (status, attempts) == (0, []), errors

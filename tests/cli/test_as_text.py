@@ -10,16 +10,13 @@ import re
 from pathlib import Path
 
 import pytest
-import typer
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
-from typer.testing import CliRunner
 
 import frozencore
 import frozencore_lab
 from frozencore.cli import console as our_console
-from frozencore.cli import doctor
 from frozencore.cli.console import PlainConsole
 from frozencore.cli.display import StageDisplay
 from frozencore_lab.campaign.results import FinalRun
@@ -120,17 +117,6 @@ def test_every_place_that_prints_uses_a_console_without_markup() -> None:
 
 def test_the_console_of_the_verbs_is_that_one() -> None:
     assert isinstance(our_console.console, PlainConsole)
-
-
-def test_the_doctor_prints_the_name_of_a_folder_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = io.StringIO()
-    app = typer.Typer()
-    app.command()(doctor.doctor)
-    folder = tmp_path / "[red]x\x1b[31m"
-    folder.mkdir()
-    monkeypatch.setattr(doctor, "console", PlainConsole(file=out, width=400))
-    CliRunner().invoke(app, [str(folder)])
-    assert "[red]x\\x1b[31m" in out.getvalue()
 
 
 BAD = [

@@ -79,7 +79,6 @@ def test_rows_of_ones_own_are_scored_on_runs_and_their_base(command, tmp_path: P
     assert "was trained on" not in said
     for scored in ("base: rows.jsonl: 20 in ", "run: rows.jsonl: 20 in "):
         assert re.search(rf"{scored}\d+\.\d s \(loss\)\n{scored}\d+\.\d s \(completions\)", out)
-    assert command("doctor", tmp_path / "e")[0] == 0
 
 
 def test_long_completions_of_ones_own_rows_have_a_loss_and_no_accuracy(command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -88,7 +87,6 @@ def test_long_completions_of_ones_own_rows_have_a_loss_and_no_accuracy(command, 
     (score,) = json.loads((tmp_path / "e" / "result.json").read_text())["scores"]
     assert (status, score["accuracy"]) == (0, None)
     assert f"{score['held_out_loss']:.3f}" in out
-    assert command("doctor", tmp_path / "e")[0] == 0
 
 
 def test_a_failed_task_is_named_and_the_exit_status_is_one(command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

@@ -122,6 +122,23 @@ def test_a_random_basis_is_said_to_hold_little(command: Command, known: Path, tm
     assert "less than half of the way from a random basis to the best one" in " ".join(out.split())
 
 
+def test_a_folder_is_said_to_hold_what_the_commands_wrote(command: Command, calibrated: Path) -> None:
+    status, out, err = command("inspect", calibrated)
+    assert (status, err) == (0, "")
+    assert [line.partition(": ")[0] for line in out.splitlines()[:3]] == [
+        str(calibrated / name) for name in ("moments.safetensors", "adapter", "basis")
+    ]
+    assert "‖R‖" in out
+    run = calibrated.parent / "runs" / "[red]first"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "result.json").write_text("{")
+    status, out, err = command("inspect", run)  # no adapter, so that is all
+    assert (status, err, out.count("\n")) == (0, "", 2)
+    assert "[red]first/result.json: a record, but not of a run, or damaged\n" in out
+    assert "with --resume continues" in out
+    assert command("inspect", run.parent)[1] == f"{run.parent}: 1 folder with a record: [red]first\n"
+
+
 @pytest.mark.parametrize(
     ("folder", "words", "message"),
     [

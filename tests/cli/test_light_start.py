@@ -17,7 +17,7 @@ import frozencore
 from adapted import adapted
 from frozencore import __version__, public, words
 from frozencore.cli.verbs import all_verbs
-from places import LAB, ROOT
+from places import LAB
 
 SCALE = LAB / "results" / "scale"
 HEAVY = {"torch", "transformers", "peft", "datasets", "accelerate", "matplotlib", "scipy", "torchao", "bitsandbytes"}
@@ -42,8 +42,6 @@ TELLS = {
     ("tune", "--help"): "--calibration-size",
     ("export", "--help"): "--to",
     ("campaign", "status", str(SCALE)): "scale: ",
-    ("doctor", str(SCALE)): "final runs are there",
-    ("doctor", str(ROOT / "src")): "holds nothing of frozencore",
 }
 ONE_AFTER_THE_OTHER = """
 import io, json, sys

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from frozencore.cli import doctor, verbs
+from frozencore.cli import verbs
 
 
 @pytest.fixture
 def without_lab(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if only frozencore were installed."""
     monkeypatch.setattr(verbs, "entry_points", lambda **_: ())
-    monkeypatch.setattr(doctor, "entry_points", lambda **_: ())
     verbs.all_verbs.cache_clear()
 
 
@@ -40,11 +37,3 @@ def test_without_the_lab_the_help_lists_the_other_verbs(command) -> None:  # typ
     out = command("--help")[1]
     assert "tune-many" in out
     assert "campaign" not in out
-
-
-@pytest.mark.usefixtures("without_lab")
-def test_without_the_lab_doctor_says_what_it_needs_to_look_at_a_campaign(command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    (tmp_path / "campaign.json").write_text("{}")
-    status, out, _ = command("doctor", tmp_path)
-    assert status == 1
-    assert "frozencore-lab" in " ".join(out.split())

@@ -1,10 +1,10 @@
-"""``frozencore inspect``: show a saved adapter's bases, as JSON or as tables by quantity or by layer."""
+"""``frozencore inspect``: say what a folder holds, and show an adapter's bases as JSON or as tables."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -18,15 +18,38 @@ from rich.text import Text
 from frozencore.calibration.moments_file import require_moments
 from frozencore.cli.console import console
 from frozencore.errors import ConfigError
-from frozencore.files.adapter_folder import HEADER_FILE, adapter_in
+from frozencore.files.adapter_folder import CONFIG_FILE, HEADER_FILE, PEFT_TYPE, adapter_in, read_config
 from frozencore.tune.run.config import RunConfig, make_config
 from frozencore.tune.run.refuse_early import refuse_early
-from frozencore.words import num_of
+from frozencore.tune.run.run_folder import (
+    ADAPTER,
+    ASKED,
+    BASIS,
+    CACHE,
+    CHECKPOINTS,
+    MOMENTS_FILE,
+    PREDICTIONS,
+    RECORD,
+    SAMPLES,
+)
+from frozencore.words import num_of, one_line
 
 if TYPE_CHECKING:
     from frozencore.adapter.inspection import LayerReport
     from frozencore.tune.run.basis_fit import RowShares
 
+PARTS = {
+    RECORD: "the record",
+    ASKED: "the flags of the run, for --config",
+    MOMENTS_FILE: "moments, for --moments",
+    ADAPTER: "an adapter",
+    BASIS: "a basis, for --basis",
+    PREDICTIONS: "the answer to each scored row",
+    SAMPLES: "sample answers before and after training",
+    CHECKPOINTS: "checkpoints of an interrupted run: the same command with --resume continues",
+    CACHE: "results of an interrupted run: the same command with --resume continues",
+}
+"""The parts of a run's folder."""
 LEGEND = {
     "m x n": "outputs by inputs of the layer",
     "coher. P": "coherence of P: largest leverage of an output over the mean; 1: even, m/r: single outputs only",
@@ -70,6 +93,10 @@ def inspect(
     all_layers: Annotated[bool, typer.Option("--all-layers", help="Print a line for each layer.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
+    inside, inner = [] if as_json else list(contents(adapter)), adapter / ADAPTER
+    if inside and (not (inner / CONFIG_FILE).is_file() or read_config(inner).get("peft_type") != PEFT_TYPE):
+        console.print(*inside, sep="\n", soft_wrap=True)
+        return
     folder, other = adapter_in(adapter), None if against is None else adapter_in(against)
     on_rows = _on_rows(folder, model, data)
     if moments is not None:
@@ -95,6 +122,8 @@ def inspect(
             found[name]["share"] = asdict(share)
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
         return
+    if inside:
+        console.print(*inside, sep="\n", soft_wrap=True)
     orthonormal = config.coordinates in ORTHONORMAL_COORDINATES
     console.print(inspection_table(reports, every_layer=all_layers, orthonormal=orthonormal))
     if config.rank_budget is not None:
@@ -111,6 +140,30 @@ def inspect(
         table = by_layer if all_layers else spread
         console.print(table("The rows", list(held.layers), columns), legend(columns))
         console.print(served_in_words(held.mean, held.num_rows))
+
+
+def contents(folder: Path) -> Iterator[Text]:
+    """Yield a line for each known part of a run's folder, and one for the runs in its folders; none for an adapter."""
+    if any((folder / name).is_file() for name in (CONFIG_FILE, HEADER_FILE)):
+        return
+    for name, words in PARTS.items():
+        if (folder / name).exists():
+            yield Text(one_line(f"{folder / name}: {_of_record(folder / name) if name == RECORD else words}"))
+    if inside := sorted(file.parent.name for file in folder.glob(f"*/{RECORD}")):
+        yield Text(one_line(f"{folder}: {num_of(len(inside), 'folder')} with a record: {', '.join(inside)}", 1000))
+
+
+def _of_record(file: Path) -> str:
+    from frozencore.tune.run.record import TunedRecord, read_record
+
+    try:
+        record = read_record(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return "a record, but not of a run, or damaged"
+    if not isinstance(record, TunedRecord):
+        return "how near two bases are"
+    scored = f", accuracy {record.accuracy:.4f}" if record.has("accuracy") else ""
+    return f"the record of {record.method} on {record.task or record.config.sources}{scored}"
 
 
 def _on_rows(folder: Path, model: str | None, data: Path | None) -> RunConfig | None:

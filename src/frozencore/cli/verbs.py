@@ -22,8 +22,7 @@ VERBS_ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(("train", "finetune", "fine-tune", "fit", "sft", "run"), "tune"),
     **dict.fromkeys(("eval", "score", "test", "benchmark"), "evaluate"),
     **dict.fromkeys(("convert", "save"), "export"),
-    **dict.fromkeys(("show", "info"), "inspect"),
-    **dict.fromkeys(("diagnose", "verify"), "doctor"),
+    **dict.fromkeys(("show", "info", "diagnose", "verify"), "inspect"),
 }
 """Verbs of other programs, and the verb here that does the same."""
 
@@ -71,7 +70,7 @@ VERBS = (
     ),
     Verb(
         "inspect", ".inspect:inspect",
-        "Show the bases of an adapter: size, coherence, cores, captured gradient, angles to another adapter's bases.",
+        "Say what a folder holds, and show its bases: size, coherence, cores, captured gradient, angles to others.",
     ),
     Verb("export", ".export:export", "Write an adapter in a form that can be served without frozencore."),
     Verb("adapter", ".adapter:adapter_app", "Reduce an adapter to its cores, beside a shared basis; or undo that."),
@@ -79,11 +78,6 @@ VERBS = (
     Verb(
         "check", ".export:check",
         "Say which serving engines can load a LoRA directory. Exit status 1 if one of them cannot.",
-    ),
-    Verb(
-        "doctor", ".doctor:doctor",
-        "Say what a path holds, what is wrong with it and what to do. Exit status 0: sound, 1: not, 2: nothing of "
-        "frozencore is there.",
     ),
     Verb("tasks", ".tasks:tasks_app", "List the tasks, show one as a model sees it, or export them."),
 )  # fmt: skip

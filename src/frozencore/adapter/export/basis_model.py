@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -31,7 +30,6 @@ from frozencore.errors import ArtifactError, ModelError
 from frozencore.files.adapter_folder import BASIS_MODEL_TYPE, HEADER_FILE, MODEL_CONFIG
 from frozencore.files.hub import safe_loading
 from frozencore.files.whole_file import whole_folder
-from frozencore.maths.linalg import all_finite
 from frozencore.words import one_line
 from frozencore_basis_model import ENTRY, config_class
 
@@ -142,29 +140,6 @@ def read_entry(folder: str | Path) -> dict[str, Any]:
             "Write one with frozencore export --to basis-model."
         )
     return dict(entry)
-
-
-def read_bases(folder: str | Path) -> dict[str, tuple[Tensor, Tensor]]:
-    """Read P and Q of a basis model by layer name."""
-    folder = Path(folder)
-    found: dict[str, Tensor] = {}
-    ranks = read_entry(folder)["ranks"]
-    wanted = {f"{name}.{side}.weight" for name in ranks for side in "PQ"}
-    try:
-        for file in sorted(folder.glob("*.safetensors")):
-            with safe_open(file, framework="pt") as stored:
-                found |= {key: stored.get_tensor(key) for key in wanted.intersection(stored.keys())}
-    except (OSError, SafetensorError, ValueError, RuntimeError) as error:
-        raise ArtifactError(f"{folder} is damaged ({one_line(error, 200)}). Export it again.") from error
-    bases = {}
-    for name, rank in ranks.items():
-        P, Q = found.get(f"{name}.P.weight"), found.get(f"{name}.Q.weight")
-        if P is None or Q is None or P.shape[1:] != (rank,) or Q.shape[:1] != (rank,):
-            raise ArtifactError(f"{folder} is damaged: layer {name!r} has no P and Q of rank {rank}. Export it again.")
-        if not all_finite(P) or not all_finite(Q):
-            raise ArtifactError(f"{folder} is damaged: P or Q of layer {name!r} holds NaN or Inf. Export it again.")
-        bases[name] = (P, Q.mT.contiguous())
-    return bases
 
 
 def _read_basis(directory: Path) -> _Basis:
