@@ -14,7 +14,7 @@ SETTING = re.compile(r"<code>([-+]?[\d.,]+(?: ?%)?)</code>")
 def on_page_content(html: str, page: Page, **_: object) -> str:
     """The page without the roles of docstrings, with links to the pages that docstrings name, and with numbers as text.
 
-    A page puts a number into backticks to say that it is a setting and needs no source (``tests/test_claims.py``).
+    A page puts a number into backticks to say that it is a setting.
     """
     up = "../" * page.url.count("/")
     linked = PAGE.sub(rf'<a href="{up}\1.html">\1</a>', html) if up else html

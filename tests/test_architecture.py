@@ -1,29 +1,14 @@
-"""The page on the architecture names every room, and files that are there; rooms stand on at most nine floors."""
+"""Rooms stand on at most nine floors without a circle."""
 
 from __future__ import annotations
 
 import ast
-import re
 from collections import defaultdict
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 from places import ROOT
-
-PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-ROWS = re.findall(
-    r"^\| `(?P<room>(?:lab: )?[\w/]+)` \| (?P<holds>.*) \| `(?P<first>[\w.]+)` \|$", PAGE, flags=re.MULTILINE
-)
-
-
-def folder_of(room: str) -> Path:
-    if room.startswith("lab: "):
-        return ROOT / "lab" / "src" / "frozencore_lab" / room.removeprefix("lab: ")
-    return ROOT / "src" / "frozencore" / room
-
 
 SOURCES = (ROOT / "src" / "frozencore", ROOT / "lab" / "src" / "frozencore_lab")
 MOST_FLOORS = 9
@@ -64,25 +49,3 @@ def test_rooms_stand_on_at_most_nine_floors_without_a_circle() -> None:
     for room in TopologicalSorter(below).static_order():  # raises CycleError
         floor[room] = 1 + max((floor[under] for under in below[room]), default=0)
     assert max(floor.values()) <= MOST_FLOORS, sorted(floor.items(), key=lambda item: item[1])
-
-
-def test_every_room_is_named_by_itself_or_with_the_room_that_it_is_in() -> None:
-    named = {folder_of(room): holds for room, holds, _ in ROWS}
-    rooms = [file.parent for source in SOURCES for file in source.rglob("__init__.py") if file.parent not in SOURCES]
-    assert len(rooms) > 20
-    for room in rooms:
-        assert room in named or f"`{room.name}`" in named.get(room.parent, ""), room
-
-
-@pytest.mark.parametrize(("room", "holds", "first"), ROWS)
-def test_the_first_file_of_a_room_is_there(room: str, holds: str, first: str) -> None:
-    assert holds
-    assert (folder_of(room) / first).is_file()
-
-
-@pytest.mark.parametrize("page", [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "SECURITY.md"])
-def test_every_file_of_ours_that_a_page_names_is_there(page: Path) -> None:
-    named = re.findall(
-        r"(?<![\w/])(?:src|lab|tests|benchmarks|docs)/[\w./-]+\.(?:py|md|json|yaml)\b", page.read_text("utf-8")
-    )
-    assert not [name for name in named if not (ROOT / name).exists() and not (ROOT / "lab" / name).exists()]

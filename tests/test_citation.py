@@ -1,8 +1,7 @@
-"""The files that GitHub reads beside the code: the citation, the issue templates and the badges."""
+"""The files that GitHub reads beside the code: the citation and the issue templates."""
 
 from __future__ import annotations
 
-import re
 import tomllib
 
 import pytest
@@ -28,11 +27,3 @@ def test_an_issue_template_has_a_name_and_fields_with_labels(name: str) -> None:
     fields = [field for field in template["body"] if field["type"] != "markdown"]
     assert all(field["attributes"]["label"] for field in fields)
     assert len({field["id"] for field in fields}) == len(fields)
-
-
-def test_the_badges_say_what_the_project_file_says() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    badges = re.findall(r"!\[.*\]\(https://img.shields.io/badge/(.*)-blue\)", (ROOT / "README.md").read_text())
-    python, licence = badges
-    assert project["requires-python"] == ">=" + python.removeprefix("python-").removesuffix("_or_newer")
-    assert project["license"] == licence.removeprefix("licence-").replace("--", "-")

@@ -1,0 +1,309 @@
+"""README and docs: commands and code run, generated blocks are those of the results, and what a page names is there."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from textwrap import dedent
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import PeftModel, get_peft_model
+from torch import nn
+from transformers import Trainer, TrainingArguments, default_data_collator
+from typer.main import get_command
+
+import forked
+import frozencore
+from frozencore import CONSTRUCTORS, FrozenCoreConfig
+from frozencore.cli.app import program
+from frozencore.cli.verbs import all_verbs
+from frozencore.tune.pocket import pocket_model_path
+from frozencore.tune.run.models import load_model
+from frozencore.tune.suite import PAPER_TASKS
+from frozencore.tune.tasks.hub_rows import write_hub_folders
+from gguf_files import tiny_model, write_gguf
+from places import LAB, PAPER_TABLES, ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+HUB_ID, POCKET = "Qwen/Qwen2.5-0.5B-Instruct", str(pocket_model_path())
+STARTED = re.compile(r"^(?:frozencore|(?:torchrun|accelerate launch) .*?(?:-m frozencore|examples/\S+)) ")
+MADE_BEFORE = re.compile(r"^make smollm2 && \.venv/bin/(?=frozencore )")
+AS_HERE = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", flags=re.DOTALL | re.MULTILINE)
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """Language and content of each block of a page."""
+    return [(language, dedent(block)) for _, language, block in FENCE.findall(page.read_text(encoding="utf-8"))]
+
+
+def commands_in(language: str, block: str) -> list[str]:
+    """The command lines of a block without comments."""
+    if language not in ("", "bash"):
+        return []
+    joined = re.sub(r"\\\n\s*", "", block)
+    lines = [MADE_BEFORE.sub("", line.split(" #")[0].strip()) for line in joined.splitlines()]
+    return [line for line in lines if STARTED.match(line)]
+
+
+def command_lines(page: Path) -> list[str]:
+    return [line for block in blocks(page) for line in commands_in(*block)]
+
+
+def in_sentences(page: Path) -> list[str]:
+    """The commands between backquotes in prose; they may leave out required options."""
+    return re.findall(r"`(frozencore [^`\n]*)`", FENCE.sub("", page.read_text(encoding="utf-8")))
+
+
+@pytest.fixture(scope="module")
+def verbs() -> Any:
+    return get_command(program([verb.name for verb in all_verbs()]))
+
+
+def flags_of(line: str, verbs: Any) -> tuple[set[str], set[str]]:
+    """Those that it has, and those that it could have."""
+    words = shlex.split(line[line.index("frozencore") :].split(" > ")[0])[1:]
+    command = verbs
+    while words and not words[0].startswith("-") and hasattr(command, "commands"):
+        command = command.commands[words.pop(0)]
+    known = {flag for parameter in command.params for flag in parameter.opts} | {"--help"}
+    return {word.partition("=")[0] for word in words if word.startswith("--")}, known
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_verbs_and_flags_of_the_pages_are_the_programs(page: Path, verbs: Any) -> None:
+    for line in [*(line for line in command_lines(page) if "frozencore" in line), *in_sentences(page)]:
+        given, known = flags_of(line, verbs)
+        assert given <= known, line
+
+
+RUN_ELSEWHERE = {
+    r"campaign (plan|rehearse) lab/campaigns/paper-3b.yaml$": "rehearsal/test_campaigns.py",
+    r"campaign run lab/campaigns/pocket.yaml": "rehearsal/test_campaigns.py",  # on a tiny model; itself it takes hours
+    r"--ray ": "campaign/test_ray_pool.py",
+    r"\$(spec|folder)": "cli/test_campaign.py",
+}
+FEW = {"--num-train": "64", "--num-evaluation": "8", "--epochs": "1", "--calibration-size": "16"}
+SAID_AS = {
+    r"(?<=--model )(Qwen/Qwen2.5-0.5B-Instruct|tiny1m|smollm2)": "pocket",
+    r"(?:(?<=--model )|(?<=--base ))(DIR|MODEL)": str(pocket_model_path()),
+    r"(?<=--data-root )(DIR|DATA|\.\./shared/data)": "DATA",
+    r"(?<=--tenants )ROWS": "rows",
+    r"(?<=--adapter )LORA": "runs/mine/adapter",
+}
+
+
+def lay_out(place: Path) -> None:
+    """The inputs that the pages assume: rows, data sets of the hub, finished campaigns."""
+    drawn = Random(0)
+    sums = [(drawn.randrange(30), drawn.randrange(30)) for _ in range(60)]
+    rows = [json.dumps({"prompt": f"How many is {a} and {b}?", "completion": f" {a + b}"}) + "\n" for a, b in sums]
+    (place / "rows").mkdir()
+    for name in ("everybody", "train", "rows", "public", "private", "anna", "ben", "dora", "rows/anna", "rows/ben"):
+        (place / f"{name}.jsonl").write_text("".join(rows))
+    preferred = [{"prompt": f"How many is {a} and {b}?", "chosen": f" {a + b}", "rejected": " many"} for a, b in sums]
+    (place / "preferences.jsonl").write_text("".join(json.dumps(row) + "\n" for row in preferred))
+    write_hub_folders(
+        place / "DATA",
+        {
+            source: {
+                split: Dataset.from_list([source.made_up(drawn, number) for number in range(80)])  # type: ignore[attr-defined, misc]
+                for split in source.num_rows  # type: ignore[attr-defined]
+            }
+            for source in dict.fromkeys(task.source for task in PAPER_TASKS.values())
+        },
+    )
+    for name in ("lab", "examples"):
+        (place / name).symlink_to(ROOT / name)
+    results = LAB / "results" / "frontier"
+    campaign = json.loads((results / "campaign.json").read_text())
+    for study in campaign["studies"].values():
+        study["report"]["mean"] = True  # a report over several campaigns compares means
+    for name in ("pocket", "a", "b", "c"):
+        (place / "runs" / name).mkdir(parents=True)
+        shutil.copy(results / "records.jsonl", place / "runs" / name)
+        (place / "runs" / name / "campaign.json").write_text(json.dumps(campaign | {"name": name}))
+    shutil.copy(PAPER_TABLES / "paper_q3.csv", place / "means.csv")
+    write_gguf(tiny_model("llama"), place / "SmolLM2-135M-Instruct.Q4_1.gguf")
+
+
+def run_command(line: str, verbs: Any, command: Callable[..., tuple[int, str, str]]) -> None:
+    """Run a line of a page on the pocket model and few rows."""
+    said = line
+    for written, stands_for in SAID_AS.items():
+        said = re.sub(written, stands_for, said)
+    if "frozencore" in line:
+        _, known = flags_of(line, verbs)
+        said += "".join(f" {flag} {few}" for flag, few in FEW.items() if flag in known and flag not in said)
+        if "--task" in said and "--task pocket" not in said and "--data-root" not in said:
+            said += " --data-root DATA"
+    if line.startswith("frozencore"):
+        status, _, err = command(*shlex.split(said)[1:])
+    else:
+        done = subprocess.run(shlex.split(said), capture_output=True, text=True, env=AS_HERE)
+        status, err = done.returncode, done.stderr[-3000:]
+    assert status == 0, (line, err)
+
+
+def pocket(*, other: bool = False) -> nn.Module:
+    """The pocket model, or another one of its shapes."""
+    model, _ = load_model(POCKET, dtype="float32", device="cpu")
+    if other:
+        nn.init.normal_(model.get_parameter("model.layers.0.self_attn.q_proj.weight"), std=0.02)
+    return model
+
+
+def given_to(page: str) -> dict[str, Any]:
+    """The names that the code of a page leaves to its reader, made anew for each block."""
+    tokenizer = load_model(POCKET, device="cpu")[1]
+    encoded = tokenizer([f"How many is {i} and {i % 3}?" for i in range(8)], return_tensors="pt", padding=True)
+    rows = [{"input_ids": ids, "labels": ids} for ids in encoded["input_ids"]]
+    batches = [default_data_collator(rows[i : i + 4]) for i in (0, 4)]
+    config = FrozenCoreConfig(r=16, constructor="random", task_type="CAUSAL_LM")
+    common = {
+        "torch": torch, "cross_entropy": nn.functional.cross_entropy, "Trainer": Trainer, "tokenizer": tokenizer,
+        "BASE": POCKET, "rows": rows, "dataloader": batches, "collator": default_data_collator,
+        "batch": {name: encoded[name][:3] for name in ("input_ids", "attention_mask")},
+        "arguments": TrainingArguments(
+            "trained", max_steps=2, per_device_train_batch_size=4, report_to="none", use_cpu=True, save_strategy="no",
+            remove_unused_columns=False,
+        ),
+        "embed": lambda out: out.logits[:, -1], "pairs": [dict.fromkeys(("anchor", "positive"), batches[0])],
+        "rows_of_clients": [batches, batches[:1]], "new_base": pocket,
+        "rows_of_tenants": {
+            name: [{"prompt": f"{name} and {i}", "completion": f" {i}"} for i in range(8)] for name in ("anna", "ben")
+        },
+    }  # fmt: skip
+    if page == "in-python":  # it makes a model where it needs one
+        pocket().save_pretrained("base")
+        return common | {"base": pocket, "another_base": lambda: pocket(other=True)}
+    models = {name: get_peft_model(pocket(), config) for name in ("model", "other_model")}
+    return common | {"base": pocket(), "another_base": pocket(), "trainer": SimpleNamespace(**models), **models}
+
+
+def run_code(code: str, page: str, names: dict[str, Any], given: dict[str, Any]) -> None:
+    """Run a block. Names that earlier blocks have set stay; the others are given anew, and ``given`` holds them."""
+    mine = {name: value for name, value in names.items() if name not in given or given[name] is not value}
+    given |= given_to(page)
+    names |= given | mine
+    code = code.replace(HUB_ID, POCKET).replace('"DIR"', repr(POCKET))
+    code = code.replace(
+        'SFTConfig("out", ', 'SFTConfig("out", max_steps=4, use_cpu=True, bf16=False, report_to="none", '
+    )
+    exec(compile(code, f"{page}.md", "exec"), names)
+
+
+def sides(diff: str) -> list[str]:
+    """A script before and after a change."""
+    return ["\n".join(line[1:] for line in diff.splitlines() if line[:1] in (" ", sign)) for sign in "-+"]
+
+
+NOT_RUN_HERE = {
+    "serving": "tests/engines/test_serving_page.py",  # it needs the engines
+    "federated": "tests/test_examples.py",  # lines of examples/federated.py
+    "scale": "", "rank-budget": "", "refreshing": "",
+}  # fmt: skip
+ALONE = ("index", "from-lora", "in-python", "memory", "quantisation")  # pages whose code needs no command before it
+
+
+@pytest.fixture
+def _same_constructors() -> Iterator[None]:
+    """A page that registers a constructor does not change those of later tests."""
+    before = dict(CONSTRUCTORS)
+    yield
+    CONSTRUCTORS.clear()
+    CONSTRUCTORS.update(before)
+
+
+@pytest.mark.usefixtures("as_a_user", "_same_constructors")
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.stem, marks=[] if page.stem in ALONE else [pytest.mark.slow])
+        for page in PAGES
+        if blocks(page) and page.stem not in NOT_RUN_HERE
+    ],
+)
+def test_commands_and_code_of_a_page_do_their_work_one_after_the_other(  # type: ignore[no-untyped-def]
+    page: Path, verbs: Any, command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lay_out(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO("How many is 1 and 2?\n"))  # for `chat`
+    names: dict[str, Any] = {}
+    given: dict[str, Any] = {}
+    diffs = [sides(block) for language, block in blocks(page) if language == "diff"]
+    for side in zip(*diffs, strict=True):
+        for script in side:
+            run_code(script, page.stem, {}, {})
+    for language, block in blocks(page):
+        for line in commands_in(language, block):
+            if not any(re.search(said, line) for said in RUN_ELSEWHERE):
+                run_command(line, verbs, command)
+        if language == "python":
+            run_code(block, page.stem, names, given)
+
+
+@pytest.mark.usefixtures("as_a_user")
+def test_the_cells_of_the_notebook_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    notebook = json.loads((ROOT / "examples" / "first_hour.ipynb").read_text(encoding="utf-8"))
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for number, cell in enumerate(notebook["cells"]):
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), f"first_hour.ipynb, cell {number}", "exec"), names)
+
+
+def test_the_first_python_of_the_readme_trains_saves_and_reloads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    code = next(block for language, block in blocks(ROOT / "README.md") if language == "python")
+    names: dict[str, Any] = {}  # the reader must write nothing more
+    exec(compile(code.replace(HUB_ID, POCKET), "README.md", "exec"), names)
+    reloaded = PeftModel.from_pretrained(pocket(), "adapter").eval()
+    trained = names["model"].cpu().eval()  # Trainer takes it to a GPU where there is one
+    prompts = names["tokenizer"](names["rows"]["prompt"][:2], return_tensors="pt")
+    assert (trained(**prompts).logits == reloaded(**prompts).logits).all()
+    assert any(parameter.any() for parameter in trained.parameters() if parameter.requires_grad)
+
+
+def test_generated_blocks_are_those_of_the_committed_results(tmp_path: Path) -> None:
+    done = forked.ended(forked.script(ROOT / "benchmarks" / "pages.py", "--check"), tmp_path)
+    assert done.status == 0, done.out + done.err[-2000:]
+
+
+def test_every_public_name_has_one_place_in_the_reference() -> None:
+    tree = ast.parse((ROOT / "docs" / "pages.py").read_text(encoding="utf-8"))
+    (groups,) = (node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "BY_TASK")  # type: ignore[attr-defined]
+    names = [name for own in ast.literal_eval(groups).values() for name in own]
+    assert sorted(names) == sorted(frozencore.__all__)
+
+
+@pytest.mark.parametrize("page", [*PAGES, *(ROOT / name for name in ("SECURITY.md", "CONTRIBUTING.md"))], ids=str)
+def test_files_and_functions_that_a_page_names_are_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    files = re.findall(r"(?<![\w/])(?:src|lab|tests|benchmarks|docs)/[\w./-]+\.(?:py|md|json|jsonl|yaml)\b", text)
+    assert not [name for name in files if not (ROOT / name).exists() and not (LAB / name).exists()]
+    for name in re.findall(r"`(frozencore(?:\.\w+)+)`", text):
+        module, _, attribute = name.rpartition(".")
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError:
+            assert hasattr(importlib.import_module(module), attribute), name
