@@ -9,11 +9,11 @@ through every layer, which adapters spare themselves below the first core. Each 
 same round; medians and quartiles of these ratios stand in the table. Saved activations are the bytes of the distinct
 storages that autograd holds between forward and backward, weights and bases left out, with input gradients everywhere.
 
-Tried and kept: the product by hand (``adapter/core_product.py``; 0.3 % of an attention-only step, 1 to 2 % with all
-linear layers, and z is saved in the model's dtype); ``x @ Q`` instead of ``linear(x, Q.mT)`` (112 us instead of 205 us
+Tried and kept: ``addmm`` onto the base output; ``x @ Q`` instead of ``linear(x, Q.mT)`` (112 us instead of 205 us
 for 512 tokens); AdamW ``fused=True`` (0.43 ms instead of 3.7 ms for 144 cores).
 
-Tried and dropped, on a layer of 67 ms: adding in place without a function of its own (nothing); P and Q stored
+Tried and dropped, on a layer of 67 ms: the product by hand, an autograd function that adds in place (1.5 % with all
+linear layers, nothing on attention alone); adding in place without a function of its own (nothing); P and Q stored
 transposed (0.3 %, against files that need contiguous tensors); one product for the Q of q, k and v (0.25 %, but ties
 modules together); one flat storage for all cores (0.7 ms of a 144-layer step, and DDP, FSDP and PEFT's files know
 single tensors); P or Q as extra columns of W (a copy of every weight); W + s P R Q' formed at each call (no gain at

@@ -47,8 +47,9 @@ def with_another(model: PeftModel) -> PeftModel:
     return model
 
 
-@pytest.mark.slow  # tests/adapter/test_core_operator.py compiles one at once
-@pytest.mark.parametrize("kind", ["two adapters", "calibrated", "reloaded"])
+@pytest.mark.parametrize(
+    "kind", ["calibrated", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("two adapters", "reloaded"))]
+)
 def test_a_model_in_training_is_one_graph_with_eagers_logits_and_gradients(kind: str, tmp_path: Path) -> None:
     model = MODELS[kind](tmp_path).train()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

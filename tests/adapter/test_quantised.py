@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 from adapted import BATCHES, DATA_DRIVEN, EXAMPLES, adapted, cores_of, logits, train_at_random
 from forked import ended
 from frozencore import CONSTRUCTORS, FrozenCoreConfig, Refresh, calibrate, export_lora, export_merged
-from frozencore.adapter.core_operator import plus_core_operator
 from frozencore.adapter.layer import FrozenCoreLayer
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import collect_moments
@@ -483,30 +482,3 @@ def test_a_merged_folder_of_a_quantised_base_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "merged").exists()
     export_merged(tmp_path / "adapter", tmp_path / "merged", base=folder)
-
-
-@EVERY_QUANTISER
-def test_a_quantised_layers_core_goes_through_the_operator_where_the_kernel_is(
-    folder: Path, quantiser: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a GPU in 16 bits: outputs and gradients are those of the plain expression."""
-    model = adapted("random", model=load(folder, quantiser), dtype=None, trained=True).train()
-    cores = [layer.factors("default")[2] for layer in cores_of(model)]
-
-    def outcome() -> list[Tensor]:
-        output = model(**BATCHES[0])
-        return [output.logits.detach(), *torch.autograd.grad(output.loss, cores)]
-
-    expected = outcome()
-    calls: list[int] = []
-
-    def counted(y: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-        calls.append(len(rest))
-        return plus_core_operator(y, *rest)
-
-    monkeypatch.setattr("frozencore.adapter.core_product.operator_pays", lambda x, P: x.dtype == P.dtype)
-    monkeypatch.setattr("frozencore.adapter.core_product.plus_core_operator", counted)
-    tolerance = 5e-2 if QUANTISERS[quantiser].dtype == torch.bfloat16 else 1e-5
-    for one, other in zip(outcome(), expected, strict=True):
-        assert float((one.float() - other.float()).norm() / other.float().norm()) < tolerance
-    assert len(calls) == len(cores)

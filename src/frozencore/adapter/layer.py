@@ -17,9 +17,8 @@ from peft.utils import resolve_quantization_backend
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from frozencore.adapter.core_product import core_output, plus_core
 from frozencore.adapter.packed_rows import PackedRows
-from frozencore.adapter.rounds import AdapterRounds, FoldedPast
+from frozencore.adapter.rounds import AdapterRounds
 from frozencore.adapter.saved.same_base import sample_weight
 from frozencore.adapter.shared_factors import SharedFactors
 from frozencore.errors import ArtifactError, CalibrationError
@@ -70,7 +69,6 @@ class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
         self.frozencore_Q = SharedFactors()
         self.frozencore_R = nn.ModuleDict()
         self.frozencore_past = BufferDict({}, persistent=True)
-        self.folded_past: dict[str, FoldedPast] = {}
         self.frozencore_scale: dict[str, float] = {}
         self.frozencore_ready: dict[str, bool] = {}
         self.row_cores: RowCores | None = None
@@ -214,15 +212,6 @@ class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
         if self.training and not self.frozencore_ready[adapter_name]:
             self.require_basis(adapter_name)
         return self.factors(adapter_name)
-
-    def _core_output(self, adapter_name: str, x: Tensor) -> Tensor:
-        """``s·P R Qᵀ x`` for inputs (..., n)."""
-        P, Q, R = self._trained_factors(adapter_name)
-        return core_output(self._cast_input_dtype(x, Q.dtype), P, Q, R, self.frozencore_scale[adapter_name])
-
-    def _plus(self, y: Tensor, x: Tensor, P: Tensor, Q: Tensor, R: Tensor, scale: float) -> Tensor:
-        """``y + s·P R Qᵀ x`` for a base layer's output y, with one core, r x r, or one for each row, rows x r x r."""
-        return plus_core(y, self._cast_input_dtype(x, Q.dtype), P, Q, R, scale)
 
     @torch.compiler.assume_constant_result  # a compiled graph cannot read values
     def require_basis(self, adapter_name: str) -> None:

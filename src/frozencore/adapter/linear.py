@@ -1,4 +1,11 @@
-"""A linear layer with frozen cores, plain or quantised: ``y = W x + b + s·P R Qᵀ x``."""
+"""A linear layer with frozen cores, plain or quantised: ``y = W x + b + s·P R Qᵀ x``.
+
+The base layer and R are called as modules, so that hooks, FSDP and Opacus see them. Between them stand two products:
+
+    z = x Q,    u = R(z),    y = W x + b + s·u Pᵀ
+
+For the backward pass autograd keeps z, r values a token in the dtype of R.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +17,8 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import quantization_extra_repr
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
-from frozencore.adapter.core_product import adapted_linear, is_plain
 from frozencore.adapter.layer import FrozenCoreLayer, RowCores
 from frozencore.adapter.packed_rows import packed_core_output
 from frozencore.calibration.preserve import refuse_rewritten
@@ -41,41 +48,37 @@ class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
             return self._add_rows(self.base_layer(x, *args, **kwargs), x, adapter_names)
         if self.row_cores is not None:
             return self._forward_rows(self.row_cores, x, *args, **kwargs)
+        result = self.base_layer(x, *args, **kwargs)
         active: Any = self.active_adapters
-        active = [adapter_name for adapter_name in active if adapter_name in self.frozencore_R]
-        base = self.base_layer
-        if len(active) == 1 and not args and not kwargs:
-            past = self.folded_past.get(active[0])
-            if past is not None and is_plain(base, x, past.P):
-                R, scale = self.core(active[0]), self.frozencore_scale[active[0]]
-                return adapted_linear(x, base, past.P, past.Q, R, scale, past.weight)
-            P, Q, R = self._trained_factors(active[0])
-            if is_plain(base, x, P):
-                return adapted_linear(x, base, P, Q, R, self.frozencore_scale[active[0]])
-        result = base(x, *args, **kwargs)
         for adapter_name in active:
-            P, Q, R = self._trained_factors(adapter_name)
-            result = self._plus(result, x, P, Q, R, self.frozencore_scale[adapter_name])
+            if adapter_name in self.frozencore_R:
+                result = self._plus_core(result, x, adapter_name)
         return result
+
+    def _plus_core(self, y: Tensor, x: Tensor, adapter_name: str) -> Tensor:
+        """Add an adapter's part to the base layer's output."""
+        P, Q, R = self._trained_factors(adapter_name)
+        through: Any = R if adapter_name in self.frozencore_past else self.frozencore_R[adapter_name]
+        return self._plus(y, x, P, Q, through, self.frozencore_scale[adapter_name])
+
+    def _plus(self, y: Tensor, x: Tensor, P: Tensor, Q: Tensor, R: nn.Linear | Tensor, scale: float) -> Tensor:
+        own: Any = self
+        return plus_core(y, own._cast_input_dtype(x, Q.dtype), P, Q, R, scale)
 
     def _forward_rows(self, rows: RowCores, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Compute each row with its own core, on one common basis."""
-        base: Any = self._modules["base_layer"]  # attribute access is slow
         if rows.packed is None and x.shape[0] != rows.R.shape[0]:
             raise ValueError(
                 "Length of `adapter_names` should be the same as the number of inputs, but got "
                 f"{len(rows.R)} and {len(x)} respectively. Each row must be one input of layer {self.name!r}."
             )
+        result = self.base_layer(x, *args, **kwargs)
         if rows.basis is None:
-            return base(x, *args, **kwargs)
+            return result
         P, Q, scale = rows.basis
         if rows.packed is not None:
-            result = base(x, *args, **kwargs)
             return result + packed_core_output(x, P, Q, rows.R, scale, rows.packed).to(result.dtype)
-        if not args and not kwargs and is_plain(base, x, P):
-            result = adapted_linear(x, base, P, Q, rows.R, scale)
-        else:
-            result = self._plus(base(x, *args, **kwargs), x, P, Q, rows.R, scale)
+        result = self._plus(result, x, P, Q, rows.R, scale)
         for rest in rows.further:
             if rest.basis is not None:
                 P, Q, scale = rest.basis
@@ -98,8 +101,8 @@ class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
         for adapter_name in dict.fromkeys(adapter_names):
             if adapter_name in self.frozencore_R:
                 mine = [row for row, name in enumerate(adapter_names) if name == adapter_name]
-                update = self._core_output(adapter_name, x[mine]).to(result.dtype)
-                result = result.index_add(0, torch.tensor(mine, device=x.device), update)
+                rows = torch.tensor(mine, device=x.device)
+                result = result.index_copy(0, rows, self._plus_core(result[rows], x[rows], adapter_name))
         return result
 
     def extra_repr(self) -> str:
@@ -181,3 +184,32 @@ def _owner(layer: Any) -> Any:
     while isinstance(layer.base_layer, BaseTunerLayer):
         layer = layer.base_layer
     return layer
+
+
+def plus_core(y: Tensor, x: Tensor, P: Tensor, Q: Tensor, R: nn.Linear | Tensor, scale: float) -> Tensor:
+    """``y + s·P R Qᵀ x`` in the dtype of y.
+
+    The product with R is in the dtype of R, the others are in that of P and Q.
+
+    Args:
+        y: The base layer's output (..., m).
+        x: Its input (..., n), in the dtype of Q.
+        R: A linear layer r -> r; or r x r; or rows x r x r, a core for each row of x.
+    """
+    z = x @ Q
+    u = _through(z.to(R.dtype), R) if isinstance(R, Tensor) else R(z.to(R.weight.dtype))
+    u = u.to(P.dtype)
+    if y.dtype == P.dtype == z.dtype:  # z has another dtype under autocast, which would round a wider y
+        m, r = P.shape
+        return torch.addmm(y.reshape(-1, m), u.reshape(-1, r), P.mT, alpha=scale).view(y.shape)
+    return y + ((u * scale) @ P.mT).to(y.dtype)
+
+
+def _through(z: Tensor, R: Tensor) -> Tensor:
+    """``z Rᵀ`` with one core, or with each row's own: z (..., r) with the tokens of a row contiguous."""
+    if R.ndim == 2:
+        return linear(z, R)
+    rows, r, _ = R.shape
+    if z.numel() == rows * r:  # one token a row, as in generation: bmm takes 2 to 5 times as long
+        return (R.mT * z.reshape(rows, r, 1)).sum(1).view(z.shape)
+    return torch.bmm(z.reshape(rows, -1, r), R.mT).view(z.shape)

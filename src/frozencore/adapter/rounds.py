@@ -2,15 +2,11 @@
 
 The bases of all rounds are side by side in P and Q, and the cores are blocks of one R. So the sum is one product of
 k = r_1 + … + r_j columns, and code that reads P, R and Q of an adapter reads the sum.
-
-During training, the earlier rounds of a narrow float32 layer are added to a copy of its weight if that product is
-cheaper. The weight itself is never changed. A 16-bit weight would lose small updates to rounding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,20 +14,8 @@ from peft.tuners._buffer_dict import BufferDict
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from frozencore.adapter.core_product import PLAIN
 from frozencore.adapter.shared_factors import SharedFactors
 from frozencore.maths.basis import Basis
-
-NARROW = 0.25  # share of a weight's entries: if P and Q have more, a copy of the weight is cheaper
-
-
-@dataclass(frozen=True)
-class FoldedPast:
-    """A copy of a layer's weight with the earlier rounds added (m x n), and P and Q of the last round."""
-
-    weight: Tensor
-    P: Tensor
-    Q: Tensor
 
 
 def with_last_core(past: Tensor, R: Tensor) -> Tensor:
@@ -52,7 +36,7 @@ class AdapterRounds:
 
     ``frozencore_P``, ``frozencore_Q``: buffers m x k and n x k, r columns a round. ``frozencore_R``: bias-free linear
     layers r -> r, the core of the last round. ``frozencore_past``: after the first round, the earlier cores, k x k with
-    zeros for the last. ``folded_past``: a copy of the weight with the earlier rounds added.
+    zeros for the last.
     """
 
     base_layer: nn.Module
@@ -61,7 +45,6 @@ class AdapterRounds:
     frozencore_R: nn.ModuleDict
     frozencore_past: BufferDict
     frozencore_scale: dict[str, float]
-    folded_past: dict[str, FoldedPast]
 
     def core(self, adapter_name: str) -> Tensor:
         """The core that trains: R (r x r) of the last round."""
@@ -81,7 +64,6 @@ class AdapterRounds:
 
     def begin_round(self, adapter_name: str, basis: Basis) -> None:
         """Keep P, Q and R, and add a basis of the same r beside them, with a zero core."""
-        self.unfold_past(adapter_name)
         P, Q, whole = self.factors(adapter_name)
         R = self.core(adapter_name)
         with torch.no_grad():
@@ -90,38 +72,15 @@ class AdapterRounds:
             self.frozencore_Q[adapter_name] = torch.cat([Q, basis.Q.to(Q.device, Q.dtype)], dim=1)
             R.zero_()
 
-    def fold_past(self, adapter_name: str) -> None:
-        """Add the earlier rounds to a copy of the weight if computing with it is cheaper and exact."""
-        self.unfold_past(adapter_name)
-        base: Any = self.base_layer
-        weight: Any = getattr(base, "weight", None)
-        if type(base) is not nn.Linear or type(weight) not in PLAIN or weight.dtype != torch.float32 or weight.is_meta:
-            return
-        P, Q, R = self.frozencore_P[adapter_name], self.frozencore_Q[adapter_name], self.core(adapter_name)
-        earlier = P.shape[1] - len(R)
-        if earlier and P.numel() + Q.numel() >= NARROW * weight.numel():
-            core = self.frozencore_past[adapter_name] * self.frozencore_scale[adapter_name]
-            weight = torch.addmm(weight.detach(), P @ core, Q.mT)
-            self.folded_past[adapter_name] = FoldedPast(
-                weight, P[:, earlier:].contiguous(), Q[:, earlier:].contiguous()
-            )
-
     def tensors_of_past(self, adapter_name: str) -> Iterator[Tensor]:
-        """The tensors that earlier rounds keep in memory: P and Q, all cores, and the folded copies."""
+        """The tensors that earlier rounds keep in memory: P and Q, and all cores."""
         if adapter_name in self.frozencore_past:
             P, Q, past = (held[adapter_name] for held in (self.frozencore_P, self.frozencore_Q, self.frozencore_past))
             earlier = P.shape[1] - len(self.core(adapter_name))
             yield from (P[:, :earlier], Q[:, :earlier], past)
-        if (folded := self.folded_past.get(adapter_name)) is not None:
-            yield from (folded.weight, folded.P, folded.Q)
-
-    def unfold_past(self, adapter_name: str) -> None:
-        """Drop the copy of the weight."""
-        self.folded_past.pop(adapter_name, None)
 
     def take_back_round(self, adapter_name: str) -> None:
         """Undo :meth:`begin_round`: drop the last round and train the previous one again."""
-        self.unfold_past(adapter_name)
         R = self.core(adapter_name)
         earlier = self.rank(adapter_name) - len(R)
         before = earlier - len(R)
@@ -137,7 +96,6 @@ class AdapterRounds:
 
     def set_rounds(self, adapter_name: str, rounds: int) -> None:
         """Allocate zero factors for this number of rounds, unless there are as many already."""
-        self.unfold_past(adapter_name)
         P, Q, R = self.frozencore_P[adapter_name], self.frozencore_Q[adapter_name], self.core(adapter_name)
         k = rounds * len(R)
         if P.shape[1] == k:

@@ -102,8 +102,6 @@ class Refresh(InRounds):
     def close(self) -> None:
         """Remove the hooks from the model."""
         self._stop_summing()
-        for layer in self.layers.values():
-            layer.unfold_past(self.adapter_name)
 
     @property
     def round_now(self) -> int:
@@ -138,8 +136,6 @@ class Refresh(InRounds):
                 f"refresh={self.rounds} and {state.max_steps} steps. Train in fewer rounds or give a larger "
                 "memory_budget."
             )
-        for layer in self.layers.values():
-            layer.fold_past(self.adapter_name)
         if self.config.rounds == self.rounds:
             return
         self.gather()
@@ -216,7 +212,6 @@ class Refresh(InRounds):
         require_same_bases({name: (basis.P, basis.Q) for name, basis in bases.items()})
         for name, layer in self.layers.items():
             layer.begin_round(self.adapter_name, bases[name])
-            layer.fold_past(self.adapter_name)
             optimizer.state.pop(layer.core(self.adapter_name), None)
         self.config.rounds += 1
         if self.config.rounds == self.rounds:

@@ -9,7 +9,6 @@ from torch import nn
 
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.layer import is_linear, layer_shape
-from frozencore.adapter.rounds import NARROW
 from frozencore.calibration.budget import layer_cost, memory_bytes
 from frozencore.calibration.running_sketch import sketch_bytes
 from frozencore.errors import ConfigError
@@ -106,8 +105,6 @@ def held_in_rounds(
         for name, (m, n) in shapes.items():
             r, k = ranks[name], (earlier + 1) * ranks[name]
             held += weights.itemsize * earlier * r * (m + n) + 4 * k * k
-            if weights == torch.float32 and k * (m + n) >= NARROW * m * n:
-                held += 4 * (m * n + r * (m + n))
         return held
 
     return max(sums + past(rounds - 2), past(rounds - 1)) if rounds > 1 else 0
