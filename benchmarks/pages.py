@@ -75,7 +75,6 @@ def pages() -> Iterator[tuple[Path, dict[str, str]]]:
     yield DOCS / "federated.md", {"federated": federated_tables.block(found_in("federated"))}
     served = {"served": f"served-{MACHINE}", "served-smollm2": f"served-smollm2-{MACHINE}"}
     blocks = {block: tenant_tables.served(found_in(name)) for block, name in served.items()}
-    blocks["served-llama-cpp"] = tenant_tables.served_llama_cpp(found_in(f"served-llama-cpp-{MACHINE}"))
     yield DOCS / "serving.md", blocks
 
 

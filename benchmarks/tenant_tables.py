@@ -161,26 +161,6 @@ def served_readme(found: Found) -> str:
     return table([f"{most} tenants in a batch", "tokens a second", f"share of the {BASE}'s"], rows)
 
 
-def served_llama_cpp(found: Found) -> str:
-    """The share of the tokens a second that llama.cpp's server reaches without adapters, and what an adapter costs."""
-    rows = [
-        [row["tenants"], f"{row['tokens_per_s']:.0f}", with_quartiles(row["of_base"], ".0%")] for row in found["rows"]
-    ]
-    start, first = found["start_s"], found["first_token_s"]
-    num_tenants = max(found["plan"]["tenants"])
-    return (
-        f"{table(['tenants in the batch', 'tokens a second', 'of no adapters'], rows)}\n"
-        f"An adapter takes {found['disk_bytes'] / 1e6:.1f} MB on disk and {found['memory_bytes_each'] / 1e6:.1f} MB of "
-        f"memory. The server is up after {start['no adapters']:.1f} s without adapters, and after "
-        f"{start['adapters']:.1f} s with {num_tenants}. By the clock, turning it to another adapter takes "
-        f"{1e3 * found['swap_s'][0]:.1f} ms, and the next token {1e3 * first['after a swap'][0]:.0f} ms "
-        f"({1e3 * first['without'][0]:.0f} ms without a turn). {found['answers_that_differ_from_alone']} of "
-        f"{found['answers']} answers of a mixed batch differ from those of the same tenant asked alone, and "
-        f"{found['answers_of_the_base']} equal the base model's. xllamacpp {found['engine']}, one thread, load average "
-        f"{found['load']:.0f}.\n"
-    )
-
-
 def share_of_base(found: Found, engine: str, count: int) -> tuple[float, float, float]:
     """The share of the base model's tokens a second, with quartiles, for an engine and a number of tenants."""
     return next(row["of_base"] for row in found["rows"] if (row["engine"], row["tenants"]) == (engine, count))

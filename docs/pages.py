@@ -27,7 +27,7 @@ BY_TASK = {
         "Refresh", "PrivateTraining", "per_example_gradients", "FrozenCoreError",
     ),
     "Export an adapter": (
-        "export_lora", "export_merged", "export_gguf_lora", "check_lora_directory", "write_model_card",
+        "export_lora", "export_merged", "check_lora_directory", "write_model_card",
     ),
     "Keep many adapters on one basis": (
         "save_basis", "load_basis", "SavedBasis", "CoreBank", "swap_core", "prepare_swap", "merge_adapters",

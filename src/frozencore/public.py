@@ -10,7 +10,6 @@ from frozencore.adapter.bases.refresh import Refresh
 from frozencore.adapter.config import FrozenCoreConfig, register_constructor
 from frozencore.adapter.export.base_model import export_merged
 from frozencore.adapter.export.basis_model import export_basis_model
-from frozencore.adapter.export.gguf_lora import export_gguf_lora
 from frozencore.adapter.export.lora import export_lora
 from frozencore.adapter.export.serving import check_lora_directory
 from frozencore.adapter.export.tenant import export_tenant, tenant_weights
@@ -67,7 +66,6 @@ __all__ = [
     "collect_moments",
     "eva_basis",
     "export_basis_model",
-    "export_gguf_lora",
     "export_lora",
     "export_merged",
     "export_tenant",

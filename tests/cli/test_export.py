@@ -49,7 +49,7 @@ def test_a_runs_folder_stands_for_the_adapter_in_it(
     for place in (adapter, tmp_path / "run"):
         words = ["export", place, "--base", base, "--out", tmp_path / f"lora-of-{place.name}"]
         assert command(*words)[0] == 0
-    inspected = [command("inspect", place)[:2] for place in (adapter, tmp_path / "run")]
+    inspected = [command("inspect", place, "--json")[:2] for place in (adapter, tmp_path / "run")]
     assert inspected[0] == inspected[1]
     first, second = (tmp_path / f"lora-of-{place.name}" for place in (adapter, tmp_path / "run"))
     name = "adapter_model.safetensors"

@@ -29,15 +29,12 @@ def _export(
         str,
         typer.Argument(help="Folder of a run; folder or hub id of an adapter, or of a basis (for a basis model)."),
     ],
-    output: Annotated[
-        Path, typer.Option("--output", "--out", help="New folder for the export; a new file for a gguf-lora.")
-    ],
+    output: Annotated[Path, typer.Option("--output", "--out", help="New folder for the export.")],
     to: Annotated[
         str,
         typer.Option(
-            help="lora: an exact LoRA directory. gguf-lora: this LoRA in one file, for llama.cpp with the base "
-            "model's GGUF file. merged: base model plus update. basis-model: the base model with P and Q, once for "
-            "all tenants. tenant: the cores, as a LoRA for the basis model."
+            help="lora: an exact LoRA directory. merged: base model plus update. basis-model: the base model with P "
+            "and Q, once for all tenants. tenant: the cores, as a LoRA for the basis model."
         ),
     ] = "lora",
     base: Annotated[
@@ -60,7 +57,7 @@ def _export(
 ) -> None:
     if to not in FORMS:
         raise ConfigError(unknown_name("export", to, FORMS))
-    if rank is not None and to not in ("lora", "gguf-lora"):
+    if rank is not None and to != "lora":
         raise ConfigError(f"--rank is for a LoRA, and --to {to} has none: leave it out, or give --to lora.")
     if with_code and to != "basis-model":
         raise ConfigError(f"--with-code is for a basis model, and --to {to} has no code: leave it out.")
@@ -68,8 +65,7 @@ def _export(
         require_model(base)
         base = model_location(base)
     asked = Asked(adapter_in(folder_of(adapter)), output, base, dtype, rank, with_code, overwrite)
-    if output.is_dir() or to != "gguf-lora":
-        require_free(output, overwrite=overwrite, reads=asked.adapter)
+    require_free(output, overwrite=overwrite, reads=asked.adapter)
     with quiet_loading():
         lines = list(FORMS[to](asked))
     for line in lines:
@@ -123,19 +119,6 @@ def _lora(asked: Asked) -> Iterator[str]:
     yield f"LoRA: {lora.directory}, rank {lora.rank}, {len(lora.layers)} layers{zero}"
     yield from _left_out(lora.error)
     yield from _serving(check_lora_directory(asked.output))
-
-
-def _gguf_lora(asked: Asked) -> Iterator[str]:
-    from frozencore.adapter.export.gguf_lora import export_gguf_lora
-
-    lora = export_gguf_lora(
-        asked.adapter, asked.output, base=asked.base, dtype=asked.dtype_of_factors, rank=asked.rank,
-        overwrite=asked.overwrite,
-    )  # fmt: skip
-    yield f"LoRA for llama.cpp: {lora.file}, rank {lora.rank}, {len(lora.layers)} layers of {lora.architecture}"
-    yield from _left_out(lora.error)
-    base = read_config(asked.adapter).get("base_model_name_or_path") or ""
-    yield f"llama.cpp: llama-server --model {base if base.endswith('.gguf') else 'MODEL.gguf'} --lora {lora.file}"
 
 
 def _left_out(error: float | None) -> Iterator[str]:
@@ -199,6 +182,6 @@ def _serving(report: LoraReport) -> Iterator[str]:
 
 
 FORMS: dict[str, Callable[[Asked], Iterator[str]]] = {
-    "lora": _lora, "gguf-lora": _gguf_lora, "merged": _merged, "basis-model": _basis_model, "tenant": _tenant,
+    "lora": _lora, "merged": _merged, "basis-model": _basis_model, "tenant": _tenant,
 }  # fmt: skip
 export = TakesOptions(_export)

@@ -27,11 +27,10 @@ _TOKENIZER = "tokenizer_config.json"
 
 @dataclass(frozen=True)
 class BaseLayers:
-    """The linear layers of a base model, (m, n) by name; which of them are ``Conv1D``; and the configuration."""
+    """The linear layers of a base model, (m, n) by name, and which of them are ``Conv1D``."""
 
     shapes: Mapping[str, tuple[int, int]]
     conv1d: frozenset[str]
-    config: Any
 
     def require_layer(self, name: str, shape: tuple[int, int]) -> None:
         """Refuse a layer of an adapter that this base model does not have in that shape."""
@@ -56,7 +55,6 @@ def layers_of(base: nn.Module | str | Path) -> BaseLayers:
     return BaseLayers(
         shapes={name: layer_shape(module) for name, module in linear.items()},
         conv1d=frozenset(name for name, module in linear.items() if isinstance(module, Conv1D)),
-        config=getattr(model, "config", None),
     )
 
 

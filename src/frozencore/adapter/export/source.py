@@ -88,7 +88,7 @@ def in_dtype(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
     return found
 
 
-def require_dtype(dtype: torch.dtype, reader: str = "Serving engines read") -> None:
+def require_dtype(dtype: torch.dtype) -> None:
     """Refuse a dtype that no engine reads."""
     if dtype not in DTYPES:
-        raise ConfigError(f"{reader} float32, float16 and bfloat16 factors, but {dtype} came.")
+        raise ConfigError(f"Serving engines read float32, float16 and bfloat16 factors, but {dtype} came.")
