@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import collect_moments
+from frozencore.calibration.preserve import without_dropout
 from tiny import attention_names, batches_of, draw_examples, tiny_gpt2, tiny_qwen2
 
 BATCHES = batches_of(draw_examples(6, seed=1), 2)
@@ -168,3 +170,43 @@ def test_training_goes_on_after_calibration_as_if_it_had_not_been() -> None:
         loss.backward()
         losses.append((float(loss.detach()), float(model.transformer.h[0].attn.c_attn.weight.grad.norm())))
     assert losses[0] == losses[1]
+
+
+RATE = 0.5
+SMALL = {
+    "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24,
+    "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+DECODER = {"d_model": 16, "ffn_dim": 24, "attention_heads": 2, "num_layers": 3, "word_embed_proj_dim": 16}
+BART = {f"{part}_{size}": n for part in ("encoder", "decoder") for size, n in
+        (("layers", 2), ("attention_heads", 2), ("ffn_dim", 24))}  # fmt: skip
+WITH_RATES: dict[str, dict[str, Any]] = {
+    "opt": {**DECODER, "dropout": RATE, "layerdrop": RATE},
+    "biogpt": {"hidden_dropout_prob": RATE, "activation_dropout": RATE, "layerdrop": RATE},
+    "xglm": {**DECODER, "dropout": RATE, "activation_dropout": RATE, "layerdrop": RATE},
+    "falcon": {"hidden_dropout": RATE, "attention_dropout": RATE},
+    "bloom": {"n_layer": 2, "n_head": 2, "hidden_dropout": RATE, "attention_dropout": RATE},
+    "doge": {"hidden_dropout": RATE},
+    "llama": {"attention_dropout": RATE},
+    "bart": {**BART, "d_model": 16, "dropout": RATE, "decoder_layerdrop": RATE},
+    "mixtral": {"num_local_experts": 4, "num_key_value_heads": 1, "router_jitter_noise": 0.1},
+    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "resid_pdrop": RATE},
+}
+
+
+@pytest.mark.parametrize("kind", WITH_RATES)
+def test_without_dropout_a_training_pass_is_an_evaluation_pass(kind: str) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(SMALL | WITH_RATES[kind])))
+    ids = torch.randint(3, 40, (2, 8))
+
+    def logits() -> Tensor:
+        return model(input_ids=ids)[0]
+
+    wanted, before = model.eval()(input_ids=ids)[0], snapshot(model.train())
+    assert not torch.equal(logits(), logits())
+    with without_dropout(model):
+        first, second = logits(), logits()
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, wanted)
+    assert snapshot(model) == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +15,9 @@ from scipy.stats import binomtest
 
 from adapted import adapted
 from frozencore import export_lora
-from frozencore.cli.run_summary import run_summary, size_lines, verdict, wilson
+from frozencore.cli.run_summary import run_summary, sample_lines, size_lines, verdict, wilson
 from frozencore.files.adapter_folder import WEIGHTS_FILE
+from frozencore.files.whole_file import read_lines, write_lines
 from frozencore.tune.run.config import make_config
 from made_up import made_up_record
 from tiny import tiny_qwen2
@@ -25,6 +27,14 @@ def shown(renderable: object) -> str:
     console = Console(width=220, file=io.StringIO())
     console.print(renderable)
     return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_samples_with_characters_at_which_python_splits_lines_are_read_back(tmp_path: Path) -> None:
+    text = "".join(f"a{mark}b" for mark in "\u2028\u2029\u0085\x0b\x0c\x1c\x1d\x1e\r")
+    samples = [{"id": str(i), "prompt": text, "wanted": text, "before": text, "after": text} for i in range(2)]
+    write_lines(tmp_path / "samples.jsonl", samples)
+    assert [json.loads(line) for line in read_lines(tmp_path / "samples.jsonl")] == samples
+    assert len(list(sample_lines(tmp_path / "samples.jsonl"))) == 4
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,10 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import resolve_quantization_backend
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from frozencore.attributes import with_attributes
 from frozencore.errors import ModelError
 
 
@@ -42,9 +44,11 @@ def preserved(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(False)
         use_training_kernels(model, undo)
         _without_cache(model, undo)
+        undo.enter_context(without_dropout(model))
         for module in model.modules():
             if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
-                _checkpoint_without_dropout(module, undo)
+                module.training = True  # it checkpoints in training mode only
+                let_input_require_gradient(module, undo)
         yield
 
 
@@ -57,14 +61,33 @@ def _without_cache(model: nn.Module, undo: ExitStack) -> None:
             config.use_cache = False
 
 
-def _checkpoint_without_dropout(block: nn.Module, undo: ExitStack) -> None:
-    """Keep a checkpointing block in training mode, and set the dropout that it stores as a number to zero."""
-    block.training = True
-    for name, value in vars(block).items():
-        if "dropout" in name and isinstance(value, float):
-            undo.callback(setattr, block, name, value)
-            setattr(block, name, 0.0)
-    let_input_require_gradient(block, undo)
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Set to zero every rate of dropout, of skipped layers and of a router's noise inside; restore them afterwards.
+
+    transformers keeps such a rate as the ``p`` of a module, as a number of the module that calls a function
+    (``dropout``, ``activation_dropout``, ``layerdrop``), or reads it from the configuration in each forward pass.
+    """
+    with ExitStack() as undo:
+        owners: dict[int, Any] = {}
+        for module in model.modules():
+            owners[id(module)] = module
+            _add_configs(getattr(module, "config", None), owners)
+        for owner in owners.values():
+            is_module_of_torch = isinstance(owner, nn.modules.dropout._DropoutNd)
+            for name, value in list(vars(owner).items()):
+                is_rate = "drop" in name or "jitter" in name or (is_module_of_torch and name == "p")
+                if is_rate and isinstance(value, int | float) and not isinstance(value, bool) and value:
+                    undo.enter_context(with_attributes(owner, **{name: 0.0}))
+        yield
+
+
+def _add_configs(config: Any, found: dict[int, Any]) -> None:
+    """Add a configuration and those inside it."""
+    if isinstance(config, PretrainedConfig) and id(config) not in found:
+        found[id(config)] = config
+        for inner in vars(config).values():
+            _add_configs(inner, found)
 
 
 def let_input_require_gradient(block: nn.Module, undo: ExitStack) -> None:

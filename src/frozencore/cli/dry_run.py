@@ -105,7 +105,7 @@ def _rows(config: RunConfig, prepared: PreparedRun) -> Iterator[Text]:
             f"a row has {median(lengths):.0f} in the middle, {max(lengths):,} at most (limit "
             f"{prepared.encoder.max_length})."
         )
-    skipped = 0 if rows.reading else rows.num_skipped  # rows.reading has printed it
+    skipped = rows.num_skipped if rows.task else 0  # otherwise rows.reading has printed it
     for count, said in ((rows.num_cut, "cut at the beginning of the prompt"), (skipped, "left out")):
         if count:
             yield Text(f"{num_of(count, 'row')} too long: {said}.")

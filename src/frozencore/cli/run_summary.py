@@ -18,6 +18,7 @@ from safetensors import safe_open
 from frozencore.adapter.saved.card import allocation_in_words
 from frozencore.adapter.saved.tensors import FLAT, PREFIX
 from frozencore.files.adapter_folder import WEIGHTS_FILE, read_config
+from frozencore.files.whole_file import read_lines
 from frozencore.tune.run.record import TunedRecord
 from frozencore.tune.training.recipe import FEWEST_STEPS
 from frozencore.words import bytes_in_words, num_of, one_line
@@ -90,7 +91,7 @@ def values_in_words(at_once: int, in_all: int) -> str:
 
 def _rows_read(record: TunedRecord) -> Iterator[str]:
     found = record.rows
-    if found is not None and found.read is not None:
+    if found is not None and (found.read is not None or found.left_out):
         yield found.in_words
 
 
@@ -203,7 +204,7 @@ def _cost(record: TunedRecord) -> Iterator[str]:
 
 def sample_lines(file: Path) -> Iterator[RenderableType]:
     """Show for each sample the end of its prompt, the expected answer, and the answers before and after training."""
-    for line in file.read_text(encoding="utf-8").splitlines():
+    for line in read_lines(file):
         sample = json.loads(line)
         prompt = one_line(sample["prompt"], 10_000)
         cut = "…" if len(prompt) > END_OF_PROMPT else ""

@@ -115,6 +115,11 @@ def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     write_text(path, "".join(json.dumps(_finite(row), ensure_ascii=False) + "\n" for row in rows))
 
 
+def read_lines(path: Path) -> list[str]:
+    """Read the lines of a text file. ``str.splitlines`` would also split at U+2028, U+0085 and others inside a row."""
+    return path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a text file atomically."""
     try:

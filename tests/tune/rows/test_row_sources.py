@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 from datasets import Dataset
 
@@ -85,6 +86,38 @@ def test_a_wrong_standard_input_is_one_line(content: bytes, reason: str, monkeyp
     pipe(monkeypatch, content)
     with pytest.raises(DataError, match=reason):
         read_source("-")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.tsv", "-"])
+def test_a_byte_order_mark_is_no_part_of_the_rows(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = {".json": '[{"text": "ä"}]', ".csv": "text\nä\n", ".tsv": "text\nä\n"}.get(name[1:], '{"text": "ä"}\n')
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content.encode())
+    pipe(monkeypatch, b"\xef\xbb\xbf" + content.encode())
+    assert read_source(name if name == "-" else str(tmp_path / name)) == [{"text": "ä"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", '{"text": "a"}\n{"text": "b", "x": 1, "text": "c"}'),
+        ("a.jsonl", '{"messages": [{"role": "user", "content": "a", "content": "b"}]}'),
+        ("a.json", '[{"text": "a", "text": "b"}]'),
+        ("a.csv", "text,text\na,b\n"),
+    ],
+)
+def test_a_key_given_twice_is_refused_because_one_value_would_be_lost(name: str, content: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match="'(text|content)' is given twice") as error:
+        read_source(str(tmp_path / name))
+    assert "\n" not in str(error.value)
+
+
+def test_two_columns_of_one_name_are_refused_in_arrow(tmp_path: Path) -> None:
+    table = pyarrow.table([["a"], ["b"]], names=["text", "text"])
+    with pyarrow.ipc.new_file(tmp_path / "a.arrow", table.schema) as file:
+        file.write(table)
+    with pytest.raises(DataError, match="the column 'text' is given twice"):
+        read_source(str(tmp_path / "a.arrow"))
 
 
 def test_a_terminal_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,8 @@ import pytest
 from frozencore.errors import DataError, NoRowsError
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.run.config import RunConfig, make_config
+from frozencore.tune.run.make_record import _used_rows
+from frozencore.tune.run.prepare import _told
 from frozencore.tune.run.read_rows import prepare_rows
 from frozencore.tune.run.row_sets import RowCache
 from small_task import write_task
@@ -96,6 +98,37 @@ def test_every_row_that_was_read_is_trained_on_held_out_or_said_to_be_left_out(
         used = len(found.train) + len(found.held_out)
         assert found.reading.read == len(texts) == used + sum(found.reading.left_out.values())
     assert prepare_rows(config_of(task=write_task(tmp_path, num_train=20)), encoder).reading is None
+
+
+def test_rows_that_are_left_out_beside_the_rows_of_the_run_are_counted_too(
+    encoder: PromptEncoder, tmp_path: Path
+) -> None:
+    for name, texts in (
+        ("train", ["a b", "a  b", "A b", "c1ccccc1", "C1CCCCC1", "🙂", "🙃"]),
+        ("eval", ["a b", "x", "y"]),
+    ):
+        rows = [{"text": text} for text in (*texts, "long " * 200, "")]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {"eval_data": str(tmp_path / "eval.jsonl"), "num_evaluation": 2}
+    found = prepare_rows(config_of(data=tmp_path / "train.jsonl", skip_bad=True, skip_long=True, **given), encoder)
+    assert (len(found.train), len(found.held_out)) == (5, 2)
+    bad = "column 'text' must hold text"
+    assert found.reading is not None
+    assert found.reading.left_out == {
+        bad: 1, "too long": 1, "also in --eval-data": 2,
+        f"{bad} (--eval-data)": 1, "too long (--eval-data)": 1, "beyond --num-evaluation": 1,
+    }  # fmt: skip
+
+
+def test_rows_of_a_task_that_are_also_evaluated_are_counted_on_the_screen_and_in_the_record(
+    encoder: PromptEncoder, tmp_path: Path
+) -> None:
+    config = config_of(task=write_task(tmp_path, num_train=20))
+    with (tmp_path / "train.jsonl").open("a") as file:
+        file.write((tmp_path / "evaluation.jsonl").read_text())
+    rows = prepare_rows(config, encoder)
+    assert _told(rows).endswith("3 left out: also evaluation rows")
+    assert _used_rows(config, rows).content()["left_out"] == {"also evaluation rows": 3}
 
 
 @pytest.mark.parametrize("evaluate_on", ["evaluation", "validation"])

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from frozencore.tune.tasks.answers import find_answer, parse_answer, parse_number
+from frozencore.tune.tasks.math_problems import gsm8k_example
 
 NUMBERS = {
     "145": 145,
@@ -98,6 +99,14 @@ def test_what_is_not_a_number_one_could_mean_is_none(text: str) -> None:
 @pytest.mark.parametrize(("text", "number"), TEXTS.items())
 def test_the_first_marker_decides(text: str, number: int | None) -> None:
     assert parse_answer(text) == number
+
+
+def test_the_last_marker_decides_in_the_datas_own_solution() -> None:
+    solution = "#### Step 1: add 2.\nSo.\n#### 42"
+    assert (parse_answer(solution), parse_answer(solution, gold=True)) == (1, 42)
+    assert parse_answer("#### 5\nThe answer is: 6", gold=True) == 6
+    row = {"question": "How many?", "answer": solution}
+    assert parse_answer(gsm8k_example(row, "r").completion, gold=True) == 42
 
 
 def test_the_answer_is_the_first_line_after_the_marker_that_is_not_empty() -> None:

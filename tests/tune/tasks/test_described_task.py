@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +85,17 @@ def test_a_bad_description_is_one_line(text: str, reason: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        (country("France", "Oslo"), "Row evaluation-0: column 'answer' must hold one of Paris, Rome, but holds 'Oslo'"),
-        (country("France", 2), "must hold one of 0, 1, but holds 2"),
+        (
+            country("France", "Oslo"),
+            "Row evaluation-0: .*'answer' must hold one of Paris, Rome, or .*, but holds 'Oslo'",
+        ),
+        (country("France", 2), "must hold one of Paris, Rome, or a position from 0 to 1, but holds 2"),
+        (country("France", math.nan), "but holds nan"),
+        ({"country": "x", "options": ["nan", "b"], "answer": math.nan}, "but holds nan"),
+        ({"country": "x", "options": ["None", "b"], "answer": None}, "but holds None"),
+        (country(math.nan), "column 'country' must hold text or a number, but holds nan"),
+        (country(math.inf), "column 'country' must hold text or a number, but holds inf"),
+        ({"country": "x", "options": ["a", "a"], "answer": "a"}, "holds 'a', which may be the choice 'a' or 'a'"),
         (country("France", None), "but holds None"),
         (country(" "), "column 'country' must hold text or a number, but holds ' '"),
         ({"options": ["a", "b"], "answer": "a"}, "column 'country' .* nothing"),
@@ -96,6 +106,25 @@ def test_a_bad_row_is_one_line(row: dict[str, Any], reason: str, tmp_path: Path)
     with pytest.raises(DataError, match=reason) as error:
         evaluation_rows(find_task(task_file(tmp_path, CAPITALS, [row])))
     assert "\n" not in str(error.value)
+
+
+NUMERALS = 'name: n\nscoring: choice\nevaluation: test.{}\nprompt: "{{q}}"\nchoices: ["1", "2", "3"]\nanswer: a\n'
+
+
+@pytest.mark.parametrize(("answer", "label"), [(0, " 1"), (3, " 3"), (1, None), (2, None)])
+def test_a_numeral_is_the_same_answer_in_every_kind_of_file_and_an_ambiguous_one_is_refused(
+    answer: int, label: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "test.jsonl").write_text(json.dumps({"q": "how many?", "a": answer}))
+    (tmp_path / "test.csv").write_text(f"q,a\nhow many?,{answer}\n")
+    for kind in ("jsonl", "csv"):
+        (tmp_path / "task.yaml").write_text(NUMERALS.format(kind))
+        task = find_task(str(tmp_path / "task.yaml"))
+        if label is None:
+            with pytest.raises(DataError, match=f"which may be the choice '{answer}' or '{answer + 1}'"):
+                evaluation_rows(task)
+        else:
+            assert evaluation_rows(task)[0].completion == label
 
 
 def test_without_training_rows_a_task_is_for_evaluation_only(tmp_path: Path) -> None:

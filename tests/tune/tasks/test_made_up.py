@@ -84,4 +84,4 @@ def test_a_folder_of_made_up_rows_is_read_and_split_as_the_hubs(tmp_path: Path) 
     for task in glue:  # two configurations under one card
         splits = split_task(task, tmp_path, num_train=20, num_evaluation=50)
         assert len(splits.evaluation) == 50
-        assert len(splits.train) + splits.num_leaked + len(splits.validation) == 30
+        assert len(splits.train) + splits.left_out.get("also evaluation rows", 0) + len(splits.validation) == 30

@@ -185,9 +185,9 @@ class Store:
     @cached_property
     def _index(self) -> dict[str, RunRecord]:
         file = self.folder / INDEX
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
+        lines = file.read_text(encoding="utf-8", errors="replace").split("\n") if file.is_file() else []
         records: dict[str, RunRecord] = {}
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(filter(None, lines), start=1):
             record = _parsed(line)
             if record is not None and record.run_id is not None:
                 records[record.run_id] = record

@@ -194,10 +194,10 @@ def _is_unfilled(text: str) -> bool:
     if text.strip() in ("", _UNFILLED):
         return True
     return _UNFILLED in text and all(
-        line.strip() in _template_lines() or _GENERATED.fullmatch(line.strip()) for line in text.splitlines()
+        line.strip() in _template_lines() or _GENERATED.fullmatch(line.strip()) for line in text.split("\n")
     )
 
 
 @cache
 def _template_lines() -> frozenset[str]:
-    return frozenset(line.strip() for line in ModelCard.from_template(ModelCardData()).text.splitlines())
+    return frozenset(line.strip() for line in ModelCard.from_template(ModelCardData()).text.split("\n"))

@@ -142,13 +142,13 @@ def load_rows(file, **_):
 
     from datasets import Dataset, DatasetDict
 
-    lines = (Path(__file__).parent / file).read_text(encoding="utf-8").splitlines()
+    lines = (Path(__file__).parent / file).read_text(encoding="utf-8").removesuffix("\\n").split("\\n")
     return DatasetDict({"test": Dataset.from_list([json.loads(line) for line in lines])})
 
 
 def exact_match(doc, results):
     """Whether the first marked number of the generated text is the gold one."""
-    return {"exact_match": float(parse_answer(results[0]) == parse_answer(doc["gold"]))}
+    return {"exact_match": float(parse_answer(results[0]) == parse_answer(doc["gold"], gold=True))}
 '''
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -131,7 +132,8 @@ def text_field(row: Row, column: str, row_id: str, *, or_number: bool = False) -
     """
     value = row.get(column)
     takes = (str, int, float) if or_number else (str,)
-    if isinstance(value, bool) or not isinstance(value, takes) or not str(value).strip():
+    is_one = isinstance(value, takes) and not isinstance(value, bool) and bool(str(value).strip())
+    if not is_one or (isinstance(value, float) and not math.isfinite(value)):
         wanted = "text or a number" if or_number else "text"
         raise DataError(f"Row {row_id}: column {column!r} must hold {wanted}, but holds {_held(row, column)}.")
     if HALF_A_CHARACTER.search(str(value)):
@@ -156,18 +158,30 @@ def texts_field(row: Row, column: str, row_id: str, *, within: str = "") -> list
     return [text.strip() for text in texts]
 
 
-def position_of(row: Row, column: str, labels: Sequence[str], row_id: str) -> int:
+def position_of(row: Row, column: str, labels: Sequence[str], row_id: str, *, or_position: bool = False) -> int:
     """The index of a column's label among the labels; ``2`` and ``"2"`` are the same.
 
+    Args:
+        or_position: Accept the index itself too, from 0.
+
     Raises:
-        DataError: The column is missing, the row is unlabeled, or its label is not among the labels.
+        DataError: The column is missing, the row is unlabeled, its label is not among the labels, or it can be read
+            both as a label and as the index of another one.
     """
-    label = str(row.get(column)).strip()
-    if label not in labels:
+    value = row.get(column)
+    label = "" if value is None or value != value else str(value).strip()  # NaN differs from itself
+    positions = [str(i) for i in range(len(labels))] if or_position else []
+    found = {i for names in (labels, positions) for i, name in enumerate(names) if name == label}
+    if not found:
+        wanted = ", ".join(labels) + (f", or a position from 0 to {len(labels) - 1}" if or_position else "")
+        raise DataError(f"Row {row_id}: column {column!r} must hold one of {wanted}, but holds {_held(row, column)}.")
+    if len(found) > 1:
         raise DataError(
-            f"Row {row_id}: column {column!r} must hold one of {', '.join(labels)}, but holds {_held(row, column)}."
+            f"Row {row_id}: column {column!r} holds {_held(row, column)}, which may be the choice "
+            f"{' or '.join(repr(labels[i]) for i in sorted(found))}. Write choices that differ from each other and "
+            "from positions."
         )
-    return list(labels).index(label)
+    return found.pop()
 
 
 def _held(row: Row, column: str) -> str:

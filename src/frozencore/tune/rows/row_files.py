@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from frozencore.errors import DataError
 from frozencore.tune.rows import Row
@@ -47,7 +49,7 @@ def parse_jsonl(lines: Iterable[str], origin: str) -> Iterator[Row]:
             continue
         rule = f"{origin}, line {number}: each line must be a JSON object,"
         try:
-            row = json.loads(line)
+            row = strict_json(line)
         except (ValueError, RecursionError) as error:
             raise DataError(f"{rule} but this is none: {error}.") from error
         if not isinstance(row, dict):
@@ -55,15 +57,32 @@ def parse_jsonl(lines: Iterable[str], origin: str) -> Iterator[Row]:
         yield row
 
 
+def strict_json(text: str) -> Any:
+    """Parse JSON; raise a ``ValueError`` for a key that an object has twice: one of its values would be lost."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        require_once((key for key, _ in pairs), "key")
+        return dict(pairs)
+
+    return json.loads(text, object_pairs_hook=once)
+
+
+def require_once(names: Iterable[str], kind: str) -> None:
+    """Raise a ``ValueError`` for a name that comes twice."""
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ValueError(f"the {kind} {twice[0]!r} is given twice")
+
+
 def _read_jsonl(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8-sig") as lines:
         yield from parse_jsonl(lines, str(path))
 
 
 def _read_json(path: Path) -> Sequence[Row]:
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8-sig")
     try:
-        rows = json.loads(text)
+        rows = strict_json(text)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} must be one JSON list of objects, but is none: {one_line(error)}.") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
@@ -75,6 +94,7 @@ def _read_separated(path: Path) -> Iterator[Row]:
     with path.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.DictReader(lines, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
         try:
+            require_once(reader.fieldnames or (), "column")
             for row in reader:
                 if None in row or None in row.values():
                     raise DataError(
@@ -82,7 +102,7 @@ def _read_separated(path: Path) -> Iterator[Row]:
                         "of the first line. Quote what holds a separator or a new line."
                     )
                 yield row
-        except csv.Error as error:
+        except (csv.Error, ValueError) as error:
             raise DataError(f"{path}, line {reader.line_num}: {error}. Write it again.") from error
 
 
@@ -97,6 +117,7 @@ def _read_arrow(path: Path) -> Sequence[Row]:
             content = path.read_bytes()
             opened = ipc.open_file(content) if content.startswith(b"ARROW1") else ipc.open_stream(content)
             table = opened.read_all()
+        require_once(table.column_names, "column")
         rows: list[Row] = table.to_pylist()
     except (ArrowException, OSError, ValueError) as error:  # OSError from Thrift, ValueError from invalid UTF-8
         kind = path.suffix[1:].capitalize()

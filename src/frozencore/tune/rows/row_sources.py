@@ -122,7 +122,7 @@ def _read_standard_input() -> list[Row]:
     if sys.stdin.isatty():
         raise ConfigError("--data - reads JSONL from a pipe or a file, but the standard input is a terminal.")
     try:
-        text = sys.stdin.buffer.read().decode("utf-8")
+        text = sys.stdin.buffer.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"The standard input must be UTF-8 text, but is not: {error}.") from error
     rows = list(parse_jsonl(text.split("\n"), "The standard input"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -100,6 +101,7 @@ def _task_rows(config: RunConfig, task: Task, encoder: PromptEncoder, kept: RowC
     return RunRows(
         task, evaluation, train, calibration, held_out, splits.validation_from, validation,
         num_cut=fitting.num_cut, num_skipped=fitting.num_skipped, groups=groups,
+        reading=ReadRows(left_out=dict(splits.left_out)) if splits.left_out else None,
     )  # fmt: skip
 
 
@@ -159,15 +161,18 @@ def _own_rows(config: RunConfig, data: Data, encoder: PromptEncoder) -> RunRows:
             return list(encoder.preference_rows(rows))
         return pack(encoder.whole_rows(rows), encoder.max_length) if config.packing else encoder.training_rows(rows)
 
-    unused: dict[str, int] = {}
+    unused: Counter[str] = Counter()
     for _, own in read:
-        for why, count in own.bad.items():
-            unused[why] = unused.get(why, 0) + count
+        unused.update(own.bad)
     unused |= {TOO_LONG: fitting.num_skipped, "beyond the weights": sum(map(len, parts)) - len(texts)}
     if given is None:
         train, held_out = _hold_out(texts, config.num_evaluation or _share_of(texts))
     else:
-        held_out = (given.texts if config.packing else fitting.texts(given.texts))[: config.num_evaluation]
+        fitting_too = given.texts if config.packing else fitting.texts(given.texts)
+        held_out = fitting_too[: config.num_evaluation]
+        unused |= {f"{why} (--eval-data)": count for why, count in given.bad.items()}
+        unused["too long (--eval-data)"] = len(given.texts) - len(fitting_too)
+        unused["beyond --num-evaluation"] = len(fitting_too) - len(held_out)
         known = {_read_as(text) for text in held_out}
         train = [text for text in texts if _read_as(text) not in known]
         unused["also in --eval-data"] = len(texts) - len(train)

@@ -81,7 +81,7 @@ class SourceRows(Part):
 
 
 class ReadRows(Part):
-    """The reading of own data; a task has none.
+    """The reading of rows; a task has only ``left_out``.
 
     Attributes:
         read, columns, left_out: The number of rows, the columns, and the number of unused rows by reason.
@@ -99,10 +99,12 @@ class ReadRows(Part):
 
     @property
     def in_words(self) -> str:
-        columns = " and ".join(self.columns)
         why = ", ".join(f"{count:,} left out ({why})" for why, count in self.left_out.items())
+        if self.read is None:
+            return f"Rows of the task: {why}."
+        columns = " and ".join(self.columns)
         packed = "" if self.packed is None else f"; those to train on are packed to {self.packed:,}"
-        said = f"Read {num_of(self.read or 0, 'row')} by {columns}; {why or 'none left out'}{packed}."
+        said = f"Read {num_of(self.read, 'row')} by {columns}; {why or 'none left out'}{packed}."
         each = "; ".join(f"{one.source}: {one.drawn:,} of {num_of(one.read, 'row')}" for one in self.sources)
         other = "" if self.held_out_from is None else f" Held-out rows are those of {self.held_out_from}."
         return f"{said}{f' {each}.' if each else ''}{other}"

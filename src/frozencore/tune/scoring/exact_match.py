@@ -47,7 +47,7 @@ def predict_numbers(
     """
     golds = []
     for example in examples:
-        gold = parse_answer(example.completion)
+        gold = parse_answer(example.completion, gold=True)
         if gold is None:
             raise DataError(f"Row {example.id}: the completion {example.completion!r} holds no marker with a number.")
         golds.append(gold)

@@ -1,6 +1,7 @@
 """The number in a generated answer.
 
-The answer is the first number after the first marker, "The answer is:" or "####", on the first line that is not empty.
+The answer is the first number after the first marker, "The answer is:" or "####" (in the data's own solution, the last
+marker), on the first line that is not empty.
 Later additions or corrections do not count. Without a marker, or a number after it, there is no answer.
 
 | text after the marker        | number   | rule                                                      |
@@ -50,19 +51,25 @@ _NUMBER = re.compile(
 )
 
 
-def find_answer(text: str) -> str | None:
-    """The text after the first marker, up to the end of the first line that is not empty."""
-    places = [(text.index(marker), len(marker)) for marker in MARKERS if marker in text]
+def find_answer(text: str, *, gold: bool = False) -> str | None:
+    """The text after the first marker, up to the end of the first line that is not empty.
+
+    Args:
+        gold: Read after the last marker: the data's own solution may use the marker for its steps, and a model's text
+            may go on after its answer.
+    """
+    find = text.rindex if gold else text.index
+    places = [(find(marker), len(marker)) for marker in MARKERS if marker in text]
     if not places:
         return None
-    start, length = min(places)
+    start, length = max(places) if gold else min(places)
     lines = text[start + length :].strip().splitlines()
     return lines[0] if lines else None
 
 
-def parse_answer(text: str) -> Fraction | None:
-    """The exact number of a generated answer; ``None`` if there is no answer."""
-    line = find_answer(text)
+def parse_answer(text: str, *, gold: bool = False) -> Fraction | None:
+    """The exact number of a generated answer, or of a ``gold`` one; ``None`` if there is no answer."""
+    line = find_answer(text, gold=gold)
     return None if line is None else parse_number(line)
 
 

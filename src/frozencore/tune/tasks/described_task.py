@@ -54,8 +54,7 @@ class Described:
                 raise DataError(f"Row {row_id}: column {self.answer!r} must hold a number, but holds {number!r}.")
             return Example(row_id, prompt, f" The answer is: {number}")
         choices = texts_field(row, self.choices, row_id) if isinstance(self.choices, str) else self.choices
-        labels = choices if isinstance(row.get(self.answer), str) else [str(i) for i in range(len(choices))]
-        position = position_of(row, self.answer, labels, row_id)
+        position = position_of(row, self.answer, choices, row_id, or_position=True)
         return Example(row_id, prompt, f" {choices[position]}", tuple(f" {choice}" for choice in choices))
 
 

@@ -56,7 +56,7 @@ SVAMP = Task(
 def gsm8k_example(row: Row, row_id: str) -> Example:
     question = text_field(row, "question", row_id)
     solution = re.sub(r"<<[^<>]*>>", "", text_field(row, "answer", row_id))
-    if parse_answer(solution) is None:
+    if parse_answer(solution, gold=True) is None:
         raise DataError(f"Row {row_id}: column 'answer' must end with '#### NUMBER', but ends with {solution[-40:]!r}.")
     return Example(
         id=row_id,

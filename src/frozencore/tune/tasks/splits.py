@@ -7,9 +7,8 @@ seed, the order of the file or a library's random numbers. A row whose text is a
 from __future__ import annotations
 
 import hashlib
-import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -31,14 +30,14 @@ class TaskSplits:
 
     Attributes:
         validation_from: The source of the validation rows; ``"none"`` if there are none.
-        num_leaked: Training rows left out because their text is also an evaluation row.
+        left_out: The number of training rows left out, by reason.
     """
 
     train: tuple[Example, ...]
     validation: tuple[Example, ...]
     evaluation: tuple[Example, ...]
     validation_from: ValidationSource
-    num_leaked: int
+    left_out: Mapping[str, int]
 
 
 def split_task(
@@ -80,6 +79,7 @@ def split_task(
         )
     seen_texts = evaluated_texts | {normalised_text(example) for example in train}
     validation = list(islice(_without(usable, seen_texts), num_evaluation))
+    left_out = {}
     source: ValidationSource = "unused train rows"
     if not validation:
         official = _drawn(task, "validation", data_root, seed)
@@ -88,10 +88,11 @@ def split_task(
         held_out = max(1, round(VALIDATION_SHARE * len(train)))
         rest = list(_without(train[held_out:], {normalised_text(example) for example in train[:held_out]}))
         if rest:
+            left_out["also validation rows"] = len(train) - held_out - len(rest)
             validation, train, source = train[:held_out], rest, "10% of train"
-    return TaskSplits(
-        tuple(train), tuple(validation), tuple(evaluation), source if validation else "none", num_leaked=len(leaked)
-    )
+    left_out["also evaluation rows"] = len(leaked)
+    counted = {why: count for why, count in left_out.items() if count}
+    return TaskSplits(tuple(train), tuple(validation), tuple(evaluation), source if validation else "none", counted)
 
 
 def evaluation_rows(
@@ -123,8 +124,8 @@ def normalised_text(example: Example) -> str:
 
 
 def normalised(text: str) -> str:
-    """A text without case, punctuation and spacing."""
-    return re.sub(r"\W+", " ", unicodedata.normalize("NFKC", text).casefold()).strip()
+    """A text with its white space and the composition of its characters (NFC) made uniform."""
+    return " ".join(unicodedata.normalize("NFC", text).split())
 
 
 def _require_positive(**counts: int) -> None:

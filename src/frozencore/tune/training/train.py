@@ -29,7 +29,7 @@ from frozencore.adapter.bases.refresh import Refresh
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.private.private_training import PrivateTraining
 from frozencore.adapter.trainable import require_float32, require_own_parameters
-from frozencore.calibration.preserve import own_random_state
+from frozencore.calibration.preserve import own_random_state, without_dropout
 from frozencore.errors import ConfigError, DataError, DivergenceError, TrainingError
 from frozencore.privacy import Schedule
 from frozencore.ranks import num_ranks
@@ -58,7 +58,6 @@ from frozencore.tune.training.trainer import (
     GroupingTrainer,
     adapters_known,
     own_use_cache,
-    without_dropout,
 )
 from frozencore.words import Progress
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -111,18 +110,6 @@ class GroupingTrainer(CompletionTrainer):
 
 def _num_targets(batch: dict[str, Tensor]) -> int:
     return int((batch["labels"][:, 1:] != IGNORED).sum())
-
-
-@contextmanager
-def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Turn off every dropout of the model: modules, and rates stored in attention layers."""
-    with ExitStack() as undo:
-        for module in model.modules():
-            for name in ("p", "attention_dropout"):
-                is_rate = name != "p" or isinstance(module, nn.modules.dropout._DropoutNd)
-                if is_rate and isinstance(getattr(module, name, None), float):
-                    undo.enter_context(with_attributes(module, **{name: 0.0}))
-        yield
 
 
 def own_use_cache(model: nn.Module) -> AbstractContextManager[None]:

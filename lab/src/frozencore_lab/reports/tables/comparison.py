@@ -9,6 +9,7 @@ import csv
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 
 from frozencore.errors import DataError
@@ -133,7 +134,7 @@ def read_task_means(path: Path) -> TaskTable:
         DataError: A line or cell is wrong; the message names it.
     """
     try:
-        lines = list(csv.reader(path.read_text(encoding="utf-8-sig").splitlines(), strict=True))
+        lines = list(csv.reader(StringIO(path.read_text(encoding="utf-8-sig")), strict=True))
         lines = [[without_apostrophe(cell) for cell in line] for line in lines]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)

@@ -17,7 +17,7 @@ from typing import Any
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
-from frozencore.calibration.preserve import own_random_state
+from frozencore.calibration.preserve import own_random_state, without_dropout
 from frozencore.errors import ConfigError, TrainingError
 from frozencore.tune.scoring.forward import base_of
 from frozencore.tune.training.checkpoints import Stop, defer_stop, explain_disk_errors, starting_point
@@ -25,7 +25,7 @@ from frozencore.tune.training.many.active_tenants import ActiveTenants
 from frozencore.tune.training.many.checkpoint import Checkpoints, identity_of
 from frozencore.tune.training.many.slots import TrainedSlots
 from frozencore.tune.training.many.tenant import Tenant, TenantState, Trained
-from frozencore.tune.training.trainer import own_use_cache, without_dropout
+from frozencore.tune.training.trainer import own_use_cache
 from frozencore.words import Progress
 
 SLOTS = 64
