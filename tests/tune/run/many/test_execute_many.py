@@ -134,6 +134,29 @@ def test_a_killed_run_goes_on_to_the_same_adapters(
         execute_many(config, tmp_path / "cut", silent, num_slots=2, resume=True)
 
 
+def test_a_resumed_run_that_lists_its_tenants_in_another_order_gives_each_its_own(
+    tenants: Path, together: tuple[Path, dict[str, TenantOutcome]], tmp_path: Path
+) -> None:
+    def stop(stage: str, *_: object) -> None:
+        if stage == "train":
+            raise KeyboardInterrupt
+
+    def config_in(order: tuple[str, ...]) -> RunConfig:
+        listed = tmp_path / f"{order[0]}-first.yaml"
+        listed.write_text("".join(f"{name}: {tenants}/{name}.jsonl\n" for name in order))
+        return config_of(listed, select_checkpoint="epoch")
+
+    with pytest.raises(KeyboardInterrupt):
+        execute_many(config_in(("anna", "ben", "cleo")), tmp_path / "cut", stop, num_slots=2)
+    resumed = execute_many(config_in(("cleo", "anna", "ben")), tmp_path / "cut", silent, num_slots=2, resume=True)
+    assert list(resumed) == ["cleo", "anna", "ben"]
+    for name, record in together[1].items():
+        assert resumed[name].held_out_loss_before == record.held_out_loss_before
+        assert resumed[name].training.losses == record.training.losses
+        adapters = [out / name / "adapter/adapter_model.safetensors" for out in (together[0], tmp_path / "cut")]
+        assert adapters[0].read_bytes() == adapters[1].read_bytes()
+
+
 def test_a_bad_row_of_one_tenant_is_refused_in_one_line_before_anything_is_written(
     tenants: Path, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,17 @@ def test_a_resumed_training_is_bit_equal_to_an_uninterrupted_one(
     assert sorted(told) == sorted(VALIDATED)
     again = trained_at_once(adapted(), VALIDATED, num_slots=2, checkpoint_dir=tmp_path, resume=True)  # at its end
     assert_same(again, whole)
+
+
+def test_a_resumed_training_knows_its_tenants_by_name(
+    tmp_path: Path, after_ends: Path, whole: dict[str, Trained]
+) -> None:
+    shutil.copytree(after_ends, tmp_path, dirs_exist_ok=True)
+    for names in [list(VALIDATED)[::-1], *permutations(VALIDATED)][:121:30]:  # the first one trains to the end
+        same = {name: VALIDATED[name] for name in names}
+        resumed = trained_at_once(adapted(), same, num_slots=2, checkpoint_dir=tmp_path, resume=True)
+        assert list(resumed) == list(names)
+        assert_same({name: resumed[name] for name in whole}, whole)
 
 
 def train_in(folder: Path) -> None:

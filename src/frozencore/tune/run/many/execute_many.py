@@ -154,8 +154,8 @@ def _score_base(
     """The base model's held-out loss on each tenant's rows; each process scores its own, the first stores all."""
     rows = {name: one.rows.fingerprints["evaluation"] for name, one in every.items()}
     of = {"base model": model_hash, "rows": rows}
-    losses = from_first(lambda: cache.load(BASE_SCORE, list[float], of))
-    if losses is None:
+    by_name: dict[str, float] | None = from_first(lambda: cache.load(BASE_SCORE, dict[str, float], of))
+    if by_name is None:
         scored = each_by_itself(
             lambda: held_out_losses(
                 prepared.model,
@@ -165,9 +165,8 @@ def _score_base(
             )
         )
         by_name = gathered(dict(zip(own, scored, strict=True)))
-        losses = [by_name[name] for name in every]
-        cache.store(BASE_SCORE, list[float], of, losses)
-    return dict(zip(every, losses, strict=True))
+        cache.store(BASE_SCORE, dict[str, float], of, by_name)
+    return by_name
 
 
 def _common_basis(model: PeftModel, out: Path) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -65,15 +65,10 @@ def _content(tenant: Tenant) -> dict[str, Any]:
 
 
 class Checkpoints:
-    """The checkpoints of one training.
+    """The checkpoints of one training."""
 
-    Args:
-        names: The names of all tenants; their indices name the files of finished tenants.
-    """
-
-    def __init__(self, out: Path, identity: Mapping[str, Any], names: Sequence[str]) -> None:
+    def __init__(self, out: Path, identity: Mapping[str, Any]) -> None:
         self.out, self.identity = out, identity
-        self._number = {name: number for number, name in enumerate(names)}
 
     def write(self, active: ActiveTenants) -> None:
         """Write a checkpoint atomically, and remove older ones."""
@@ -104,7 +99,7 @@ class Checkpoints:
         for name, held in active.slots.state().items():
             held[: len(active.states)].copy_(tensors[name])
         under_way = {state.name for state in active.states} | set(active.waiting)
-        return {name: self._read_ended(name, folder) for name in self._number if name not in under_way}
+        return {name: self._read_ended(name, folder) for name in active.tenants if name not in under_way}
 
     def write_ended(self, ended: Mapping[str, Trained]) -> None:
         """Store the results of finished tenants, each atomically."""
@@ -128,4 +123,5 @@ class Checkpoints:
             ) from error
 
     def _file(self, name: str) -> Path:
-        return self.out / ENDED / f"{self._number[name]}.safetensors"
+        """The file of a finished tenant; a hash stands for its name, which may have any characters."""
+        return self.out / ENDED / f"{fingerprint_options({'tenant': name})[:32]}.safetensors"

@@ -102,7 +102,7 @@ def train_many(
         base_of(model).config.use_cache = False
         restored.callback(model.eval)
         model.train()
-        kept = Checkpoints(checkpoint_dir, identity, list(tenants)) if checkpoint_dir else None
+        kept = Checkpoints(checkpoint_dir, identity) if checkpoint_dir else None
         if kept is not None and resumed_from is not None:
             take(kept.read(resumed_from, active))
         elif kept is not None:  # tenants that end before the next checkpoint belong to this training
