@@ -1,13 +1,19 @@
-"""Work without memory is told from other errors, and what it held is free before less is tried."""
+"""A run is on its device, and work without memory is told from other errors and frees what it held."""
 
 from __future__ import annotations
 
 import weakref
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 
 from frozencore.device import fits, is_out_of_memory
+from frozencore.tune.training.recipe import Recipe, training_arguments
 
 NO_ROOM = [
     torch.OutOfMemoryError("CUDA out of memory"),
@@ -34,6 +40,25 @@ def test_work_without_room_is_over_before_less_is_tried(
     assert not fits(work)
     assert held[0]() is None
     assert emptied == ([True] if has_gpu else [])
+
+
+def test_a_trainer_trains_on_the_device_of_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine of two GPUs, as far as torch says; transformers takes the first."""
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.append(torch.device(device)))
+    recipe = Recipe(learning_rate=1e-2, warmup=0.1)
+    try:
+        for name in ("cuda:1", "cuda:0", "cpu"):
+            place = torch.device(name)
+            model: Any = SimpleNamespace(parameters=lambda place=place: iter([SimpleNamespace(device=place)]))
+            arguments = training_arguments(model, recipe, recipe, 8, tmp_path, False, None)
+            assert (arguments.device, Accelerator(cpu=name == "cpu").device) == (place, place)
+            assert arguments.n_gpu == (name != "cpu")
+            assert name == "cpu" or current[-1] == place
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_work_that_fits_is_done_once() -> None:

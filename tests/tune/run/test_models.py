@@ -7,8 +7,9 @@ from torch import nn
 
 from frozencore.errors import ConfigError
 from frozencore.tune.methods import Targets, find_method
+from frozencore.tune.run import models
 from frozencore.tune.run.config import make_config
-from frozencore.tune.run.models import resolve_targets
+from frozencore.tune.run.models import load_model, resolve_targets
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "down_proj"), ("model.layers.1.mlp.up_proj",)])
@@ -39,6 +40,12 @@ def test_the_last_blocks_alone_are_adapted_in_full_names(targets: Targets | None
     every = find_method("lora").add(qwen2, everywhere.adapter_options(resolve_targets(everywhere, qwen2)))
     adapted = {name for name, module in every.get_base_model().named_modules() if hasattr(module, "lora_A")}
     assert set(found) == {name for name in adapted if ".1." in name}
+
+
+def test_several_processes_on_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "num_ranks", lambda: 2)
+    with pytest.raises(ConfigError, match=r"own, but --device cuda:1 came for 2\. Use cuda\."):
+        load_model("pocket", device="cuda:1")
 
 
 def test_more_blocks_than_there_are_is_one_line(qwen2: nn.Module) -> None:

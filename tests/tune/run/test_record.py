@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from frozencore.errors import ArtifactError
 from frozencore.files.whole_file import require_writable, write_json, write_lines
@@ -55,6 +56,15 @@ def test_provenance_names_versions_machine_and_commit() -> None:
     assert commit is None or len(commit.removesuffix("-dirty")) == 40
 
 
+def test_provenance_names_the_device_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = provenance("cpu")["device"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda place: ["first", "second"][place.index or 0])
+    named = {name: provenance(name)["device"] for name in ("auto", "cuda", "cuda:1", "cpu", "no device")}
+    assert named == {"auto": "first", "cuda": "first", "cuda:1": "second", "cpu": processor, "no device": processor}
+    assert provenance(torch.device("cuda:1"))["device"] == "second"
+
+
 ALL_RECORDS = sorted((LAB / "results").glob("*/records.jsonl"))
 
 
@@ -100,7 +110,7 @@ def test_damage_is_named_in_one_line(wrong: dict[str, Any], said: str) -> None:
 
 
 def test_a_failure_is_read_as_it_was_written() -> None:
-    failure = Failure(reason="diverged", message="at step 3", config={"rank": 4}, provenance=Provenance.here())
+    failure = Failure(reason="diverged", message="at step 3", config={"rank": 4}, provenance=Provenance.here("cpu"))
     assert read_failure(json.dumps(failure.content())) == failure
     with pytest.raises(ValueError, match="^reason: field required$"):
         read_failure('{"message": ""}')

@@ -135,7 +135,7 @@ class Stability(StudyKind):
                 for name, prepared in zip(("basis", "reference"), prepared_runs, strict=True)
             },
             reference_size=work.reference.calibration_size,
-            provenance=Provenance.here(),
+            provenance=Provenance.here(next(prepared_runs[0].model.parameters()).device),
         )
         write_json(work.folder / RECORD, record.content())
 

@@ -93,7 +93,8 @@ class Worker:
                     f"{self.store.folder} cannot be written: {message} Make room and give the same command again: "
                     "finished runs are kept."
                 ) from error
-            failure = Failure(reason=_reason(error), message=message, config=job.resolved, provenance=Provenance.here())
+            here = Provenance.here(self.place.device)
+            failure = Failure(reason=_reason(error), message=message, config=job.resolved, provenance=here)
             self.store.fail(job.id, failure, traceback.format_exc())
             return False
         return True

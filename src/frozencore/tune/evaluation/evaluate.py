@@ -112,7 +112,7 @@ def evaluate(evaluation: Evaluation, out: Path, progress: Progress) -> dict[str,
         "scores": scores,
         "failed": failed,
         "hashes": {"model": common["model"]},
-        "provenance": provenance(),
+        "provenance": provenance(next(model.parameters()).device),
     }
     write_json(out / RECORD, record)
     return record

@@ -101,7 +101,7 @@ def make_record(outcome: Outcome, score: Score, hashes: Mapping[str, str]) -> Tu
         criterion=criterion_of(run.captures),
         hashes=_told(config, hashes),
         warnings=tuple(sorted({str(one.message) for one in run.warned if one.category is UserWarning})),
-        provenance=Provenance.here(),
+        provenance=Provenance.here(next(run.model.parameters()).device),
     )
 
 

@@ -19,6 +19,7 @@ from frozencore.errors import ConfigError, ModelError
 from frozencore.files.gguf_model import read_tokenizer, read_weights, why_unreadable
 from frozencore.files.hub import safe_loading
 from frozencore.quiet import quiet_loading
+from frozencore.ranks import num_ranks
 from frozencore.tune.methods import Targets
 from frozencore.tune.methods.bases_config import BasesConfig
 from frozencore.tune.methods.method import targeted_layers
@@ -35,12 +36,16 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> tuple
     Args:
         name: Hub id, local folder, GGUF file, ``pocket`` or ``smollm2``. Local files are read without the network.
         dtype: ``auto`` is the dtype that the model was saved in; float32 for quantised GGUF files.
-        device: ``auto`` is the first GPU, or the CPU.
+        device: ``auto`` is the first GPU, or the CPU; of several processes, each one's own.
 
     Raises:
         ModelError: There is no such model, it cannot be reached or read, or it is not a causal language model.
-        ConfigError: There is no such device.
+        ConfigError: There is no such device, or several processes would share one GPU.
     """
+    if num_ranks() > 1 and ":" in device:
+        raise ConfigError(
+            f"Each of several processes has a GPU of its own, but --device {device} came for {num_ranks()}. Use cuda."
+        )
     place = find_device(device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
     refusal = "cannot be read as a causal language model with its tokenizer"
     with quiet_loading():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -13,19 +14,33 @@ from typing import Any
 PACKAGES = ("frozencore", "torch", "transformers", "peft", "accelerate", "datasets", "safetensors", "numpy")
 
 
-def provenance() -> dict[str, Any]:
-    """Versions, source commit and machine of this process."""
+def provenance(device: object = "auto") -> dict[str, Any]:
+    """Versions, source commit and machine of this process.
+
+    Args:
+        device: The device of the run, by torch or by name; ``auto`` is the first GPU, or the CPU.
+    """
     import torch
 
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
     return {
         "versions": dict(_versions()),
         "python": platform.python_version(),
         "commit": source_commit(),
         "platform": platform.platform(),
-        "device": device,
+        "device": _hardware_name(str(device)),
         "num_threads": torch.get_num_threads(),
     }
+
+
+def _hardware_name(device: str) -> str:
+    """The name of the GPU of this device; for other devices, the processor's."""
+    import torch
+
+    with suppress(RuntimeError, AssertionError):  # there is no such device; a failed run has this as its reason
+        place = torch.device("cuda" if device == "auto" else device)
+        if place.type == "cuda" and torch.cuda.is_available():
+            return torch.cuda.get_device_name(place)
+    return platform.processor() or platform.machine()
 
 
 @cache

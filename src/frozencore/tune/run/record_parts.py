@@ -55,8 +55,9 @@ class Provenance(Part):
     num_threads: Count | None = None
 
     @classmethod
-    def here(cls) -> Self:
-        return cls(**provenance())
+    def here(cls, device: object) -> Self:
+        """The provenance of a run on this device."""
+        return cls(**provenance(device))
 
 
 class Hashes(Part):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from accelerate import DistributedType
 from torch import nn
 from transformers import TrainingArguments
 
@@ -244,4 +245,14 @@ def training_arguments(
     )
     if arguments.n_gpu > 1:
         arguments._n_gpu = 1  # several devices go through accelerate; DataParallel would multiply the batch
+    if arguments.distributed_state.distributed_type == DistributedType.NO:
+        _take_device(arguments, next(model.parameters()).device)
     return arguments
+
+
+def _take_device(arguments: TrainingArguments, device: torch.device) -> None:
+    """Let the Trainer train on this device; by itself it takes the first GPU and moves the model there."""
+    vars(arguments)["_setup_devices"] = device  # the cached value of ``arguments.device``
+    arguments.distributed_state.device = device  # accelerate's; it moves the batches
+    if device.type == "cuda":
+        torch.cuda.set_device(device)

@@ -103,7 +103,7 @@ class Finisher:
             reason="diverged",
             message=f"{why} The last good core is in {folder / LAST_GOOD}.",
             config=config.model_dump(mode="json"),
-            provenance=Provenance.here(),
+            provenance=Provenance.here(next(self.common.model.parameters()).device),
         )
         write_json(folder / FAILURE, failure.content())
         return failure
