@@ -88,8 +88,8 @@ class CoreBank:
         """Store a core under a name; it replaces a core of that name.
 
         Args:
-            source: A folder that ``save_pretrained`` wrote, a state dict of PEFT's, or R (r x r) by layer name. Cores
-                of a narrower version of a widened basis are filled up with zeros.
+            source: See :func:`frozencore.swap_core`. The basis of R by layer name is not checked. Cores of a narrower
+                version of a widened basis are filled up with zeros.
 
         Raises:
             ConfigError: The name is no text, the bank is full, or the adapter with the basis was merged, calibrated

@@ -22,6 +22,7 @@ from frozencore.adapter.saved.seal import read_folder
 from frozencore.adapter.saved.tensors import (
     BASE,
     FLAT,
+    MARK,
     PREFIX,
     Factors,
     by_layer,
@@ -29,6 +30,7 @@ from frozencore.adapter.saved.tensors import (
     layer_factors,
     require_finite,
     require_finite_in,
+    require_marked,
     require_size,
     split_cores,
 )
@@ -71,8 +73,9 @@ def swap_core(model: nn.Module, source: str | Path | Mapping[str, Tensor], *, ad
     """Copy the cores of a saved adapter into a loaded adapter with the same bases.
 
     Args:
-        source: A folder that ``save_pretrained`` wrote, or the state dict of ``peft.get_peft_model_state_dict``. A
-            state dict has no scale, so the loaded adapter's is assumed.
+        source: A folder that ``save_pretrained`` wrote, the state dict of ``peft.get_peft_model_state_dict``, or R
+            (r x r) by layer name. A state dict has no scale, so the loaded adapter's is assumed. R by layer name do
+            not say what basis they are of: only their layers and ranks are checked.
 
     Raises:
         ConfigError: The model has no such adapter, or it is merged into the weights.
@@ -153,13 +156,14 @@ def read_cores(
     if by_name := bool(tensors.keys() & layers.keys()):
         _require_same_layers(tensors, layers)
         flat = flatten_cores(tensors)
-    elif others := [key for key in tensors if f".{PREFIX}" not in key and key != FLAT]:
+    elif others := [key for key in tensors if f".{PREFIX}" not in key and key not in (FLAT, MARK)]:
         raise ArtifactError(
             f"Only cores can be swapped, but {origin} holds {others[0]!r} ({len(others)} in all). Load it with "
             "model.load_adapter or peft.set_peft_model_state_dict instead."
         )
     elif FLAT in tensors:
         require_finite(origin, tensors, "Train it again.")
+        require_marked(origin, tensors, config.basis_id, *(config.older_ranks() if config.scale_rank else ()))
         flat = tensors[FLAT]
     else:
         factors = layer_factors(origin, tensors)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -71,7 +71,8 @@ def test_the_identity_is_that_of_the_content(model: PeftModel, tmp_path: Path) -
 def test_cores_alone_are_small(saved: Path) -> None:
     tensors = load_file(saved / WEIGHTS)
     layers = len(cores_of(adapted("fcca")))
-    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {"frozencore_cores": (layers * 9,)}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    assert shapes == {"frozencore_cores": (layers * 9,), "frozencore_basis": (32,)}
     assert sum(file.stat().st_size for file in saved.iterdir()) <= 4 * layers * 9 + 8192
 
 
@@ -168,6 +169,55 @@ def test_a_new_basis_has_no_name(rebase: Callable[[nn.Module], object], model: P
     model.save_pretrained(str(tmp_path / "own"))
     assert "basis_id" not in json.loads((tmp_path / "own" / CONFIG).read_text())
     assert len(load_file(tmp_path / "own" / WEIGHTS)) == 3 * len(cores_of(model))
+
+
+def as_one_sees(state: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    """A state dict, and what users make of it: rounded, averaged, subtracted."""
+    yield state
+    yield {key: value.bfloat16() for key, value in state.items()}
+    yield {key: (value + value + value) / 3 for key, value in state.items()}
+    yield {key: (value.bfloat16() * 3 + value.bfloat16() * 5) / 8 for key, value in state.items()}
+    yield {key: 0.3 * value - 1.7 * value for key, value in state.items()}
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_cores_are_refused_on_another_basis(model: PeftModel, saved: Path, tmp_path: Path, named: bool) -> None:
+    other = adapted("rawgrad", alpha=6.0)
+    if named:
+        save_basis(other, tmp_path / "other")
+    bank, before = CoreBank(other, 2), {name: X.clone() for name, X in other.state_dict().items()}
+    for state in (*as_one_sees(get_peft_model_state_dict(model)), load_file(saved / WEIGHTS)):
+        for take in (swap_core, set_peft_model_state_dict, lambda _, state: bank.put("a", state)):
+            with pytest.raises(ArtifactError, match="basis") as refused:
+                take(other, state)
+            assert "\n" not in str(refused.value)
+    assert len(bank) == 0
+    assert all(torch.equal(X, before[name]) for name, X in other.state_dict().items())
+
+
+def test_cores_are_taken_on_their_own_basis_with_and_without_its_mark(
+    model: PeftModel, saved: Path, tmp_path: Path
+) -> None:
+    state = get_peft_model_state_dict(model)
+    same = get_peft_model(tiny_qwen2(), FrozenCoreConfig(basis=str(tmp_path / "basis"))).eval()
+    bank = CoreBank(same, 9)
+    for i, one in enumerate(as_one_sees(state)):
+        bank.put(str(i), one)
+    zero = {layer: 0 * R for layer, R in bank.get("0").items()}
+    for one in as_one_sees(state):
+        set_peft_model_state_dict(same, one)
+    earlier = {"frozencore_cores": state["frozencore_cores"]}  # as files of earlier versions
+    for take in (swap_core, set_peft_model_state_dict):
+        swap_core(same, zero)
+        take(same, earlier)
+        assert torch.equal(logits(same), logits(model))
+    save_file(earlier, saved / WEIGHTS)
+    config = json.loads((saved / CONFIG).read_text())
+    del config["seal"]["weights_sha256"]
+    (saved / CONFIG).write_text(json.dumps(config))
+    loaded = PeftModel.from_pretrained(tiny_qwen2(), str(saved)).eval()
+    assert torch.equal(logits(loaded), logits(model))
+    swap_core(same, saved)
 
 
 def test_factors_of_another_basis_take_the_name_away(model: PeftModel, tmp_path: Path) -> None:

@@ -19,7 +19,15 @@ from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
 from frozencore.adapter.saved.card import num_tokens
 from frozencore.adapter.saved.folder import read_tensors, write_adapter
 from frozencore.adapter.saved.saved_basis import SavedBasis, load_basis, write_basis
-from frozencore.adapter.saved.tensors import FLAT, PREFIX, Factors, flatten_cores, layer_factors, with_factors
+from frozencore.adapter.saved.tensors import (
+    FLAT,
+    PREFIX,
+    Factors,
+    cores_alone,
+    flatten_cores,
+    layer_factors,
+    with_factors,
+)
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.maths.basis import known_basis
 from frozencore.maths.linalg import weighted_sum
@@ -49,9 +57,11 @@ def merge_adapters(adapters: Sequence[str | Path], out: str | Path, *, weights: 
     for folder, other in zip(adapters, read, strict=True):
         _require_one_basis(str(adapters[0]), bases_of_folder(*read[0]), str(folder), bases_of_folder(*other))
     cores = {name: weighted_sum([factors[name].R for _, factors in read], weights) for name in first}
-    tensors = {FLAT: flatten_cores(cores)}
+    flat = flatten_cores(cores)
     if config.basis_id is None:
-        tensors = with_factors(str(out), tensors, {name: (f.P, f.Q) for name, f in first.items()})
+        tensors = with_factors(str(out), {FLAT: flat}, {name: (f.P, f.Q) for name, f in first.items()})
+    else:
+        tensors = cores_alone(flat, config.basis_id)
     return write_adapter(Path(out), tensors, like=Path(adapters[0]))
 
 
@@ -161,7 +171,7 @@ def pack_adapter(
     cores = flatten_cores({name: f.R for name, f in factors.items()})
     others = {key: tensor for key, tensor in tensors.items() if f".{PREFIX}" not in key}
     changes = {"basis": str(basis), "basis_id": saved.identity, "base": None}
-    packed = {FLAT: cores if dtype is None else cores.to(dtype), **others}
+    packed = cores_alone(cores if dtype is None else cores.to(dtype), saved.identity) | others
     return write_adapter(Path(out), packed, like=Path(adapter), changes=changes)
 
 

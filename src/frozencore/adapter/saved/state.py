@@ -30,10 +30,12 @@ from frozencore.adapter.saved.tensors import (
     FLAT,
     PREFIX,
     Factors,
+    cores_alone,
     flatten_cores,
     holds_no_basis,
     require_finite,
     require_finite_in,
+    require_marked,
     warn_of_uncalibrated,
     with_factors,
 )
@@ -59,7 +61,7 @@ def state_to_save(
     """
     found = _with_whole_cores(found)
     if config.basis_id is not None:
-        found = {FLAT: flatten_cores(_cores_in(found))}
+        found = cores_alone(flatten_cores(_cores_in(found)), config.basis_id)
     modules = {key: value for key, value in whole.items() if f".modules_to_save.{adapter_name}." in key}
     plain = {key: value for key, value in (found | modules).items() if not value.is_meta}
     require_finite(f"the adapter {adapter_name!r}", plain, "It is not saved. Lower the learning rate.")
@@ -80,6 +82,7 @@ def state_to_load(
     require_modules(origin, config.modules_to_save, config.trainable_token_indices, state_dict)
     if FLAT in state_dict:
         require_sound_cores(origin, state_dict, config.basis_id)
+        require_marked(origin, state_dict, config.basis_id)
         require_sealed(origin, seal, state_dict)
         on_meta = any(P.is_meta or Q.is_meta for P, Q, _ in own.values())
         for core_dtype in {R.dtype for _, _, R in own.values()}:

@@ -1,7 +1,8 @@
 """The tensors of a saved adapter: their names, the factors of each layer, and all cores as one vector.
 
 An adapter on a named basis stores only its cores, as one vector of Σr² values in the order of the layers' names. For
-Qwen2.5-3B the names and shapes of 144 separate cores would take 17 KB beside 147 KB of values.
+Qwen2.5-3B the names and shapes of 144 separate cores would take 17 KB beside 147 KB of values. A second, small tensor
+marks the basis, so that the cores are refused on another one; files of earlier versions have none.
 
 Shapes: P m x r, Q n x r, R r x r.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 
 import torch
 from torch import Tensor
@@ -23,6 +25,8 @@ PREFIX = "frozencore_"
 BASE = "base_model.model."
 FLAT = f"{PREFIX}cores"
 """The name of the vector of all cores."""
+MARK = f"{PREFIX}basis"
+"""The name of the mark of their basis: 32 numbers from 0 to 255."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,35 @@ def flatten_cores(cores: Mapping[str, Tensor]) -> Tensor:
     return torch.cat([value.to(values[0].device) for value in values])
 
 
+def cores_alone(flat: Tensor, basis_id: str) -> dict[str, Tensor]:
+    """The tensors of an adapter of cores only: all cores, and the mark of their basis."""
+    return {FLAT: flat, MARK: _mark_of(basis_id).to(flat.device)}
+
+
+def require_marked(origin: str, tensors: Mapping[str, Tensor], *basis_ids: str | None) -> None:
+    """Refuse cores whose mark is not that of one of these bases; cores without a mark pass.
+
+    Sums and averages of adapters on one basis keep its mark up to a factor.
+    """
+    if MARK not in tensors:
+        return
+    came = tensors[MARK].detach().cpu().double()
+    for basis_id in basis_ids:
+        if basis_id is not None and came.shape == (own := _mark_of(basis_id).double()).shape:
+            factor = float(came @ own / (own @ own))
+            if float((came - factor * own).abs().max()) <= max(2 * abs(factor), 1e-3):  # rounded to bfloat16
+                return
+    raise ArtifactError(
+        f"A core works on its own basis only, but {origin} holds cores of another saved basis than this adapter's. "
+        "Load its folder with model.load_adapter instead."
+    )
+
+
+def _mark_of(basis_id: str) -> Tensor:
+    """Floats, because users average all tensors of a state dict; small integers, which every dtype holds."""
+    return torch.tensor(list(sha256(basis_id.encode()).digest()), dtype=torch.float32)
+
+
 def require_size(origin: str, flat: Tensor, size: int) -> None:
     """Refuse a vector of cores that does not have ``size`` floats."""
     if flat.ndim != 1 or not is_usable_float(flat) or flat.numel() != size:
@@ -98,7 +131,7 @@ def with_factors(
 ) -> dict[str, Tensor]:
     """Replace the vector of all cores by P, Q and R of every layer."""
     cores = split_cores(origin, tensors[FLAT], {name: P.shape[1] for name, (P, _) in bases.items()})
-    whole = {name: tensor for name, tensor in tensors.items() if name != FLAT}
+    whole = {name: tensor for name, tensor in tensors.items() if name not in (FLAT, MARK)}
     for name, (P, Q) in bases.items():
         whole |= {f"{BASE}{name}.{PREFIX}P": P, f"{BASE}{name}.{PREFIX}Q": Q}
         whole[f"{BASE}{name}.{PREFIX}R.weight"] = cores[name].clone()
