@@ -28,7 +28,7 @@ TASKS = {
 NAMES = {
     "fcca": "FCCA", "rawgrad": "RawGrad", "signgrad": "SignGrad", "filora": "FiLoRA", "eva": "EVA", "milora": "MiLoRA",
     "lora_xs": "LoRA-XS", "vera": "VeRA's bases", "random": "Random", "lora": "LoRA", "dora": "DoRA",
-    "pissa": "PiSSA", "full": "full fine-tuning", "ia3": "(IA)³", "unilora": "Uni-LoRA", "tinylora": "TinyLoRA",
+    "pissa": "PiSSA", "full": "full fine-tuning",
 }  # fmt: skip
 DEFAULTS = {
     "whiten": "both", "damping": 1e-3, "coordinates": "fisher", "rank": 16, "alpha": "auto", "targets": None,

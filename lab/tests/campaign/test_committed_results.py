@@ -55,7 +55,7 @@ def test_they_are_records_and_what_pages_show_and_no_more() -> None:
             assert f"(figures/{figure.name})" in (LAB / figure.parents[1] / "report.md").read_text("utf-8"), name
 
 
-@pytest.mark.parametrize("name", ["controls", "frontier-peers"])  # those that take a second
+@pytest.mark.parametrize("name", ["controls"])  # those that take a second
 def test_a_committed_report_is_what_its_records_give_today(name: str) -> None:
     folder = LAB / "results" / name
     assert report_text(campaign_document(load_results(folder))) == (folder / "report" / "report.md").read_text("utf-8")

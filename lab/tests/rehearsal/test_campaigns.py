@@ -25,7 +25,6 @@ CAMPAIGNS = sorted((LAB / "campaigns").glob("*.yaml"))
 UNSEARCHED = ("paper-1.5b", "paper-7b", "paper-llama-1b")
 """Campaigns much like paper-3b, whose searches are rehearsed."""
 
-PACKAGES = {"frontier-peers": ("galore_torch", "apollo_torch")}  # the extra that a campaign needs
 
 MEANS = Means(
     data_root=None,
@@ -60,8 +59,6 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Rehea
 def test_every_campaign_fills_every_cell_of_its_report_and_writes_the_papers_tables(
     path: Path, rehearsed: Callable[[str], Rehearsal]
 ) -> None:
-    for package in PACKAGES.get(path.stem, ()):
-        pytest.importorskip(package)
     found = rehearsed(path.stem)
     assert not found.lacks, [f"{lack.study}, {lack.where}: {lack.why}" for lack in found.lacks[:5]]
     assert found.num_failed == 0

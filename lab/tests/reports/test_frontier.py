@@ -25,7 +25,7 @@ STUDIES = """
     report: {rows: [task], columns: [rank]}
   vectors:
     title: Vectors of other methods
-    axes: {model: [small], task: [svamp], method: [ia3, unilora], seed: [42, 43, 44]}
+    axes: {model: [small], task: [svamp], method: [dora, pissa], seed: [42, 43, 44]}
   apart:
     title: Not drawn
     axes: {model: [small], task: [svamp], rank: [4], seed: [42]}
@@ -38,7 +38,7 @@ ROUNDS = 4
 
 
 def trained_by(axes):
-    if axes.get("method") in ("ia3", "unilora"):
+    if axes.get("method") in ("dora", "pissa"):
         return 500
     return axes["rank_budget"] if "rank_budget" in axes else ATTENTION * axes["rank"]
 
@@ -74,13 +74,13 @@ def test_a_line_holds_the_mean_its_interval_and_the_costs(told) -> None:
     lines = {(line["family"].text, line["size"].text): line for line in sheet(told(), "frontier")}
     assert list(lines) == [
         (CORES, "rank budget 1000"), (CORES, "rank budget 4000"), (CORES, "rank budget 16000"), (LORA, "r 1"),
-        (LORA, "r 8"), ("(IA)³", "-"), ("Uni-LoRA", "-"),
+        (LORA, "r 8"), ("DoRA", "-"), ("PiSSA", "-"),
     ]  # fmt: skip
     line = lines[LORA, "r 8"]
     losses = [8.2 - 0.1 * math.log(16000) + shift for shift in SEEDS.values()]
     low, high = stats.t.interval(0.95, 2, loc=losses[1], scale=stats.sem(losses))
     assert line["GSM8K"].value == pytest.approx(losses[1])
-    assert (lines["(IA)³", "-"]["GSM8K"].text, lines["(IA)³", "-"]["GSM8K"].is_empty) == ("n/a", False)
+    assert (lines["DoRA", "-"]["GSM8K"].text, lines["DoRA", "-"]["GSM8K"].is_empty) == ("n/a", False)
     assert line["GSM8K"].spread == f"{(high - low) / 2:.3f}"
     assert (line["at once"].text, line["state held"].text, line["saved"].text) == ("16,000", "192.00 kB", "64.00 kB")
     cores = lines[CORES, "rank budget 4000"]
@@ -115,7 +115,7 @@ def test_a_number_just_beyond_the_end_of_what_was_measured_counts_as_the_end(tol
 def test_a_family_of_one_size_is_compared_there_alone(told) -> None:
     lines = {(line["task"].text, line["values at once"].text): line for line in sheet(told(), "frontier-ahead")}
     for task in ("SVAMP", "GSM8K"):
-        assert lines[task, "4,000"]["Uni-LoRA"].text == "n/a"
+        assert lines[task, "4,000"]["PiSSA"].text == "n/a"
 
 
 def test_a_size_that_lacks_a_seed_is_left_out(told) -> None:
@@ -143,7 +143,7 @@ def test_the_figure_has_two_panels_a_task_and_a_line_a_family_over_the_logarithm
             CORES: [1000 * times, 4000 * times, 16000 * times],
             LORA: [2000, 16000],
         }
-    assert {text.get_text() for text in figure.legends[0].get_texts()} == {CORES, LORA, "(IA)³", "Uni-LoRA"}
+    assert {text.get_text() for text in figure.legends[0].get_texts()} == {CORES, LORA, "DoRA", "PiSSA"}
     plt.close(figure)
 
 

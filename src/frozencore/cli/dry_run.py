@@ -21,7 +21,7 @@ from frozencore.cli.tasks import marked
 from frozencore.tune.rows import PreferenceRow, TokenRow
 from frozencore.tune.run.adapt import on_named_basis
 from frozencore.tune.run.config import RunConfig
-from frozencore.tune.run.costs import optimiser_bytes, values_at_once
+from frozencore.tune.run.costs import training_state_bytes, values_at_once
 from frozencore.tune.run.many.execute_many import tenant_of
 from frozencore.tune.run.many.tenant_rows import read_tenants, tenants_of
 from frozencore.tune.run.models import memory_bytes, resolve_targets, size_of
@@ -117,7 +117,8 @@ def _cost(config: RunConfig, prepared: PreparedRun) -> Iterator[Text]:
     memory = memory_bytes(config, size_of(prepared.model.config))
     values = ""
     if (adapted := _adapted(config, prepared)) is not None:
-        state, at_once = optimiser_bytes(adapted, recipe.optimiser_rank), values_at_once(adapted)
+        at_once = values_at_once(adapted)
+        state = training_state_bytes(at_once)
         rounds = 1
         if recipe.refresh != 1 and config.method_entry.has_bases:
             refresh = Refresh(adapted, recipe.refresh, cost=recipe.refresh_cost, memory_budget=recipe.refresh_memory)

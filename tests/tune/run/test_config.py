@@ -40,8 +40,6 @@ GOOD: dict[str, Any] = {"model": "somewhere", "task": "svamp"}
         ({"rank": 8, "rank_budget": 4096}, "--rank-budget chooses the ranks, but --rank 8 came too. Leave one out"),
         ({"refresh": 0}, "--refresh: .*greater than 0, but 0 came"),
         ({"refresh": "often"}, "--refresh: .*valid integer.* but 'often' came"),
-        ({"refresh": "auto", "method": "galore"}, "auto counts the rounds of a core, but 'galore' has none: give"),
-        ({"method": "prompt_tuning", "padding_free": True}, "does not read padding_free. Leave --padding-free out"),
         ({"refresh": "auto", "method": "dora"}, "but the method 'dora' does not read them. Use a method that does"),
         ({"refresh": 2, "method": "dora"}, "'dora' does not read them. Use a method that does, such as fcca"),
         ({"refresh": 2, "method": "random"}, "but the method 'random' does not read them"),

@@ -52,17 +52,3 @@ def test_more_blocks_than_there_are_is_one_line(qwen2: nn.Module) -> None:
     config = make_config(model="any", task="sst2", layers=3)
     with pytest.raises(ConfigError, match="--layers 3 is more than the 2 blocks of this model"):
         resolve_targets(config, qwen2)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"method": "prompt_tuning", "layers": 1},
-        {"method": "prompt_tuning", "targets": "all-linear"},
-        {"method": "ia3", "rank": 4},
-    ],
-)
-def test_what_a_method_does_not_read_is_refused(wrong: dict[str, object]) -> None:
-    name = list(wrong)[1]
-    with pytest.raises(ConfigError, match=rf"'{wrong['method']}' does not read {name}\. Leave --{name} out"):
-        make_config(model="any", task="sst2", **wrong)

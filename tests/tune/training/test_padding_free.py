@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from peft import PromptTuningConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, BloomConfig, MambaConfig, T5Config, T5ForConditionalGeneration
@@ -86,10 +85,6 @@ def t5() -> nn.Module:
     return T5ForConditionalGeneration(T5Config(vocab_size=VOCABULARY, **shape))
 
 
-def prompt_tuned() -> nn.Module:
-    return get_peft_model(tiny_llama(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
-
-
 def leaky() -> nn.Module:
     """Takes positions, and looks at them in its embeddings alone."""
     model = tiny_gpt2()
@@ -106,7 +101,7 @@ def positions_by_itself() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("make", [bloom, mamba, t5, prompt_tuned, leaky, positions_by_itself])
+@pytest.mark.parametrize("make", [bloom, mamba, t5, leaky, positions_by_itself])
 def test_a_model_that_does_not_keep_rows_apart_is_refused_in_one_line(make: Callable[[], nn.Module]) -> None:
     with pytest.raises(ConfigError, match="position_ids.* Leave --padding-free out"):
         require_rows_apart(make())

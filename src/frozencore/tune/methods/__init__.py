@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from frozencore.errors import ConfigError
-from frozencore.tune.methods.from_peft import IA3, LoRA, PiSSA, PromptTuning, TinyLoRA, UniLoRA, VeRAVectors
+from frozencore.tune.methods.from_peft import LoRA, PiSSA
 from frozencore.tune.methods.frozen_core import FrozenCores
 from frozencore.tune.methods.method import AdapterOptions, Method, Targets
-from frozencore.tune.methods.whole_weights import FullFineTuning, LowRankGradients
+from frozencore.tune.methods.whole_weights import FullFineTuning
 from frozencore.words import unknown_name
 
 __all__ = ["METHODS", "AdapterOptions", "Method", "Targets", "bases_name", "find_method", "method_name"]
@@ -24,17 +24,6 @@ METHODS: ChainMap[str, Method] = ChainMap(
         "lora": LoRA(label="LoRA", trains=("factors",), learning_rate=1e-3),
         "dora": LoRA(label="DoRA", trains=("factors", "magnitudes"), learning_rate=1e-3, use_dora=True),
         "pissa": PiSSA(label="PiSSA", trains=("factors",), learning_rate=2e-4),
-        "vera_vectors": VeRAVectors(label="VeRA (vectors)", trains=("vectors",), learning_rate=1e-2),
-        "tinylora": TinyLoRA(label="TinyLoRA", trains=("vectors",), learning_rate=5e-3),
-        "unilora": UniLoRA(label="Uni-LoRA", trains=("vectors",), learning_rate=5e-3),
-        "ia3": IA3(label="(IA)³", trains=("scales",), learning_rate=3e-3),
-        "prompt_tuning": PromptTuning(label="Prompt tuning", trains=("embeddings",), learning_rate=3e-2),
-        "galore": LowRankGradients(
-            label="GaLore", trains=("weights",), learning_rate=1e-3, optimiser="galore_adamw", package="galore_torch"
-        ),
-        "apollo": LowRankGradients(
-            label="APOLLO", trains=("weights",), learning_rate=1e-3, optimiser="apollo_adamw", package="apollo_torch"
-        ),
         "full": FullFineTuning(label="Full fine-tuning", trains=("weights",), learning_rate=2e-5),
     },
     FrozenCores(),  # type: ignore[arg-type]  # only read

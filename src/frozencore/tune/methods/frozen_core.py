@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from frozencore.constructors import CONSTRUCTORS, BasisOptions
 from frozencore.maths.moments import MomentName
 from frozencore.options import options_of
-from frozencore.tune.methods.method import AdapterOptions, Budget, Method
+from frozencore.tune.methods.method import AdapterOptions, Method
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -28,7 +28,7 @@ class FrozenCore(Method):
     constructor: str
     has_bases: ClassVar[bool] = True
     frozen_can_be_made_again: ClassVar[bool] = True
-    budget: ClassVar[Budget | None] = "instead of the rank"
+    budget: ClassVar[bool] = True
 
     def add(self, model: nn.Module, options: AdapterOptions, bases: Mapping[str, Tensor] | None = None) -> PeftModel:
         from peft import get_peft_model

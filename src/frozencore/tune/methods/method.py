@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-Budget = Literal["instead of the rank", "beside the rank"]
 Targets = Annotated[tuple[str, ...], Field(min_length=1)] | Literal["all-linear"]
 
 
@@ -28,12 +27,12 @@ class AdapterOptions:
     """The options of an adapter, beside its method, the model and the data.
 
     Attributes:
-        rank: The rank r; for prompt tuning the number of virtual tokens.
+        rank: The rank r.
         targets: Names of the layers to adapt, or ``"all-linear"``.
         seed: Seed of random values.
         core: Options of frozen cores by name, for :class:`frozencore.FrozenCoreConfig`.
         basis: The folder or hub id of a saved basis, which determines rank and targets.
-        rank_budget: Trained values of all cores together, or of another method with a :attr:`Method.budget`.
+        rank_budget: Trained values of all cores together.
     """
 
     rank: int
@@ -59,12 +58,10 @@ class Method(ABC):
             afterwards.
         has_bases: P and Q are frozen. They are hashed in the record, described in the card, and can be computed again
             from the base model and the data. The core is small, so training keeps its last good value.
-        reads_weights: Adding the method reads the base weights without changing them.
         frozen_can_be_made_again: The untrained part is a function of the base model, the data and the seed, so only
             the trained values must be stored.
-        optimiser: transformers' name of an optimizer whose state has the run's rank; None for AdamW.
         unread: Options of other methods, which this method refuses.
-        budget: Whether the method accepts a number of trained values, and whether it replaces the rank.
+        budget: Whether the method accepts a number of trained values in place of the rank.
     """
 
     label: str
@@ -73,13 +70,11 @@ class Method(ABC):
     learning_rate: float
     warmup: float = 0.1
     weights_only: bool = False
-    optimiser: str | None = None
     changes_base: ClassVar[bool] = False
     has_bases: ClassVar[bool] = False
-    reads_weights: ClassVar[bool] = False
     frozen_can_be_made_again: ClassVar[bool] = False
     unread: ClassVar[tuple[str, ...]] = ()
-    budget: ClassVar[Budget | None] = None
+    budget: ClassVar[bool] = False
 
     @property
     def adds_up(self) -> bool:
@@ -88,19 +83,12 @@ class Method(ABC):
 
     @property
     def initialises(self) -> bool:
-        """Return whether a phase before training reads the data or the weights."""
-        return self.has_bases or self.changes_base or self.reads_weights
+        """Return whether a phase before training reads the data or the base weights."""
+        return self.has_bases or self.changes_base
 
     def default_targets(self, model: nn.Module) -> Targets | None:
         """The default layers; None means the attention projections."""
         return None
-
-    def require(self) -> None:  # noqa: B027  # most need nothing
-        """Check that optional packages of the method are installed.
-
-        Raises:
-            ConfigError: A package is not installed.
-        """
 
     def takes_groups(self, options: AdapterOptions) -> bool:
         """Return whether the bases can be chosen for groups of rows."""

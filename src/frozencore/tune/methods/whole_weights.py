@@ -1,6 +1,4 @@
-"""Train whole weights through PEFT's ``modules_to_save``: copies of the targets; the base model is not changed.
-
-Full fine-tuning (``full``) trains them by AdamW, GaLore and APOLLO by optimisers with a small state.
+"""Full fine-tuning through PEFT's ``modules_to_save``: copies of the targets train; the base model is not changed.
 
 On a 16-bit model the copies are float32, and their inputs and outputs keep the model's dtype. PEFT loads a saved copy
 in the dtype of the original module.
@@ -10,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from frozencore.errors import ConfigError
@@ -27,8 +24,21 @@ FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class WholeWeights(FromPEFT):
-    """Train the weights and biases of the targets. The saved adapter is as large as they are."""
+class FullFineTuning(FromPEFT):
+    """Train every weight of the model, including embeddings and norms, or the weights and biases of named targets.
+
+    The saved adapter is as large as they are.
+    """
+
+    unread: ClassVar[tuple[str, ...]] = ("rank",)
+
+    def default_targets(self, model: nn.Module) -> Targets:
+        """Every module with its own parameters; for tied embeddings the input embedding."""
+        head = cast(Any, model).get_output_embeddings()
+        names = [name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))]
+        return tuple(
+            name for name in names if model.get_submodule(name) is not head or not _ties_its_embeddings(model, names)
+        )
 
     def add(self, model: nn.Module, options: AdapterOptions, bases: Mapping[str, Tensor] | None = None) -> PeftModel:
         from peft.utils import ModulesToSaveWrapper
@@ -61,21 +71,6 @@ class WholeWeights(FromPEFT):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class FullFineTuning(WholeWeights):
-    """Train every weight of the model, including embeddings and norms, unless targets are named."""
-
-    unread: ClassVar[tuple[str, ...]] = ("rank",)
-
-    def default_targets(self, model: nn.Module) -> Targets:
-        """Every module with its own parameters; for tied embeddings the input embedding."""
-        head = cast(Any, model).get_output_embeddings()
-        names = [name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))]
-        return tuple(
-            name for name in names if model.get_submodule(name) is not head or not _ties_its_embeddings(model, names)
-        )
-
-
 def _train_in_float32(module: nn.Module, dtype: torch.dtype) -> None:
     """Make a module's weights float32; its output keeps the model's dtype, also if tied weights are float32 already."""
     if dtype.itemsize >= FLOAT32_BYTES:
@@ -90,25 +85,3 @@ def _ties_its_embeddings(model: nn.Module, names: list[str]) -> bool:
     inputs, outputs = cast(Any, model).get_input_embeddings(), cast(Any, model).get_output_embeddings()
     is_named = any(model.get_submodule(name) is inputs for name in names)
     return is_named and outputs is not None and outputs.weight is inputs.weight
-
-
-@dataclass(frozen=True, kw_only=True)
-class LowRankGradients(WholeWeights):
-    """GaLore (Zhao et al., 2024) and APOLLO (Zhu et al., 2025): an optimizer whose state has the run's rank.
-
-    It keeps Adam's moments in r directions of each weight's gradient, chosen again in every round of ``refresh``. So
-    the optimizer state is small, but the adapter holds whole weights. Both optimizers are their authors' own (extra
-    ``frozencore[peers]``), called through transformers.
-
-    Attributes:
-        package: The package of the optimizer.
-    """
-
-    package: str
-
-    def require(self) -> None:
-        if find_spec(self.package) is None:
-            raise ConfigError(
-                f"The optimiser of {self.label} is in {self.package}, which is not installed: "
-                "pip install 'frozencore[peers]'."
-            )

@@ -111,9 +111,9 @@ class RunConfig(PlaceConfig, ScoringConfig, RecipeConfig, CalibrationConfig, Bas
             )
         for name in self.given(self.method_entry.unread):
             raise ConfigError(f"The method {self.method!r} does not read {name}. Leave {flag_of(name)} out.")
-        if self.rank_budget is not None and self.method_entry.budget is None:
+        if self.rank_budget is not None and not self.method_entry.budget:
             raise ConfigError(f"A rank budget needs cores, but {self.method!r} has none: give --rank instead.")
-        if self.rank_budget is not None and self.method_entry.budget == "instead of the rank" and self.given(["rank"]):
+        if self.rank_budget is not None and self.given(["rank"]):
             raise ConfigError(f"--rank-budget chooses the ranks, but --rank {self.rank} came too. Leave one out.")
         if self.patience is not None and self.select_checkpoint == "none":
             raise ConfigError("--patience counts scores on validation rows: give --select-checkpoint epoch as well.")
@@ -144,7 +144,7 @@ class RunConfig(PlaceConfig, ScoringConfig, RecipeConfig, CalibrationConfig, Bas
         for name in self.given(UNPAIRED):
             raise ConfigError(f"{flag_of(name)} {UNPAIRED[name]}, but --loss dpo came. Leave one out.")
         method = self.method_entry
-        if method.changes_base or method.optimiser is not None or "padding_free" in method.unread:
+        if method.changes_base:
             raise ConfigError(
                 f"DPO compares with the model without its adapter, which the method {self.method!r} does not allow. "
                 "Use a constructor, lora or dora."
@@ -155,12 +155,10 @@ class RunConfig(PlaceConfig, ScoringConfig, RecipeConfig, CalibrationConfig, Bas
         if self.basis is not None:
             raise ConfigError("A refreshed adapter cannot share a basis with others: give either --basis or --refresh.")
         method = self.method_entry
-        if self.refresh == "auto" and (method.optimiser is not None or method.adds_up):
+        if self.refresh == "auto" and method.adds_up:
             raise ConfigError(
                 f"auto counts the rounds of a core, but {self.method!r} has none: give --refresh a number."
             )
-        if method.optimiser is not None:
-            return
         if not method.adds_up and not self.moments_needed:
             raise ConfigError(
                 f"--refresh chooses bases from the training data, but the method {self.method!r} does not read them. "

@@ -39,25 +39,6 @@ def training_state_bytes(num_parameters: int) -> int:
     return num_parameters * FLOAT32_BYTES * (1 + ADAM_STATES)
 
 
-def optimiser_bytes(model: nn.Module, rank: int | None) -> int:
-    """Bytes of float32 gradients and optimizer states of a model's trained values.
-
-    Args:
-        rank: The rank of the optimizer's state (GaLore, APOLLO); None for AdamW. For a trained matrix (m, n) such an
-            optimizer holds k = min(r, m, n) directions of the smaller side and two moments of the gradient in them.
-            For other parameters it holds the states of AdamW.
-    """
-    if rank is None:
-        return training_state_bytes(values_at_once(model))
-    count = 0
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            small, *large = sorted(parameter.shape)
-            kept = min(rank, small) * (small + ADAM_STATES * large[0]) if large else ADAM_STATES * small
-            count += parameter.numel() + kept
-    return FLOAT32_BYTES * count
-
-
 def values_at_once(model: nn.Module) -> int:
     """The number of values that train at the same time."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

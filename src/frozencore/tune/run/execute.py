@@ -87,7 +87,6 @@ def execute(
         if config.private_budget is not None:  # held-out rows may be of the same people
             config = config.model_copy(update={"samples": 0})
         started, is_first = time.perf_counter(), own_rank() == 0
-        config.method_entry.require()
         prepared = prepared or prepare(config, progress)
         recipe_of(config, prepared.rows, prepared.model).of_each(
             num_ranks()

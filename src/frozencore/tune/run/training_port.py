@@ -29,7 +29,7 @@ from frozencore.tune.run.costs import PeakMemory
 from frozencore.tune.run.prepare import PreparedRun
 from frozencore.tune.run.row_sets import RunRows
 from frozencore.tune.training.batching import pass_tokens_of
-from frozencore.tune.training.recipe import PLAIN, Recipe, epochs_for
+from frozencore.tune.training.recipe import Recipe, epochs_for
 from frozencore.tune.training.reporting import Reports
 from frozencore.tune.training.train import TrainingReport
 from frozencore.words import Progress
@@ -42,7 +42,7 @@ def recipe_of(config: RunConfig, rows: RunRows, model: nn.Module) -> Recipe:
         model: Determines how many rows fit at once, if the batch size is ``auto``.
     """
     batch_size, accumulation, pass_tokens = config.batch_size, config.accumulation, None
-    method, laid_out = config.method_entry, config.padding_free
+    laid_out = config.padding_free
     if batch_size == "auto":
         longest = max(row.num_tokens for row in rows.train)
         pass_tokens = None if laid_out or config.beta else pass_tokens_of(model)
@@ -62,8 +62,6 @@ def recipe_of(config: RunConfig, rows: RunRows, model: nn.Module) -> Recipe:
         refresh_memory=config.refresh_memory,
         pass_tokens=pass_tokens,
         padding_free=laid_out,
-        optimiser=method.optimiser or PLAIN,
-        optimiser_rank=config.rank if method.optimiser else None,
         private=config.private_budget,
         beta=config.beta,
     )

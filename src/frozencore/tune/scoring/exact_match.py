@@ -17,7 +17,7 @@ from frozencore.tune.rows import Example, TextRow, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder, context_limit
 from frozencore.tune.rows.token_batches import pad, score_in_groups
 from frozencore.tune.scoring import Prediction
-from frozencore.tune.scoring.forward import RequireFinite, base_of, num_virtual_tokens, scoring_mode, vocabulary_of
+from frozencore.tune.scoring.forward import RequireFinite, base_of, scoring_mode, vocabulary_of
 from frozencore.tune.tasks.answers import parse_answer
 from frozencore.words import Progress
 
@@ -103,28 +103,24 @@ def generate_greedily(
 
     Of the model's own generation settings only the end tokens are used, because a chat model's repetition penalty would
     change greedy decoding. Generation ends at the end of the model's context. A row that reaches it is generated only
-    with rows of its own length, so that no row's limit depends on another row. The same holds for every row after
-    virtual tokens, because PEFT counts the padding after them as positions.
+    with rows of its own length, so that no row's limit depends on another row.
 
     Raises:
         ModelError: Logits are not finite.
     """
     base, device = base_of(model), next(model.parameters()).device
     end_ids = _end_tokens(base, encoder.eos_id)
-    num_virtual = num_virtual_tokens(model)
-    generating: Any = model if num_virtual else base  # other adapters are in the base's layers
-    window = context_limit(base, encoder.tokenizer) - num_virtual
+    window = context_limit(base, encoder.tokenizer)
     limits = [max(1, min(max_new_tokens, window - len(context))) for context in contexts]
-    kinds = [(limit, len(context) if num_virtual else 0) for limit, context in zip(limits, contexts, strict=True)]
     generations: list[Generation | None] = [None] * len(contexts)
     sizes = [(len(context) + max_new_tokens, vocabulary_of(model)) for context in contexts]
     with scoring_mode(model), _greedy_settings(base, end_ids, encoder.pad_id):
 
         def score(group: list[int]) -> None:
-            for (limit, _), rows in groupby(sorted(group, key=kinds.__getitem__), key=kinds.__getitem__):
+            for limit, rows in groupby(sorted(group, key=limits.__getitem__), key=limits.__getitem__):
                 own = list(rows)
                 tokens, mask = (t.to(device) for t in pad([contexts[i] for i in own], encoder.pad_id, side="left"))
-                output = generating.generate(
+                output = base.generate(
                     input_ids=tokens, attention_mask=mask, max_new_tokens=limit, logits_processor=[RequireFinite()]
                 )
                 for i, ids in zip(own, output[:, tokens.shape[1] :].tolist(), strict=True):

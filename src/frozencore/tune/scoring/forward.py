@@ -1,7 +1,4 @@
-"""Run a model for scoring: in evaluation mode, with or without a PEFT wrapper or virtual tokens.
-
-A prompt-tuned model puts virtual tokens before every row. They shift the positions and belong to no layer.
-"""
+"""Run a model for scoring: in evaluation mode, with or without a PEFT wrapper."""
 
 from __future__ import annotations
 
@@ -54,20 +51,11 @@ def forward_accepts(model: nn.Module, *names: str) -> bool:
     return set(names) <= set(inspect.signature(base_of(model).forward).parameters)
 
 
-def num_virtual_tokens(model: nn.Module) -> int:
-    """The number of positions before a row's own; 0 unless the model is prompt-tuned."""
-    if not isinstance(model, PeftModel) or not model.active_peft_config.is_prompt_learning:
-        return 0
-    count: int = model.active_peft_config.num_virtual_tokens
-    return count
-
-
 def logits_at(model: nn.Module, positions: Tensor, **inputs: Any) -> Tensor:
     """Logits at some positions of all rows, (rows, positions, vocabulary).
 
     A model that takes ``logits_to_keep`` computes no others.
     """
-    positions = positions + num_virtual_tokens(model)
     if forward_accepts(model, "logits_to_keep"):
         return model(**inputs, logits_to_keep=positions).logits
     return model(**inputs).logits[:, positions]
@@ -109,10 +97,6 @@ class RequireFinite(LogitsProcessor):
 def take_off(model: PeftModel) -> nn.Module:
     """Remove the adapter and return the original transformers model."""
     base: Any = base_of(model)
-    if num_virtual_tokens(model):
-        base.prepare_inputs_for_generation = model.base_model_prepare_inputs_for_generation
-        plain: nn.Module = base
-        return plain
     copied = {name: m.original_module for name, m in base.named_modules() if isinstance(m, ModulesToSaveWrapper)}
     bare: nn.Module = model.unload()  # leaves trained copies of whole modules in place
     for name, module in copied.items():

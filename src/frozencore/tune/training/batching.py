@@ -20,7 +20,7 @@ from frozencore.errors import ConfigError
 from frozencore.ranks import num_ranks
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator, labels_of
-from frozencore.tune.scoring.forward import forward_accepts, num_virtual_tokens
+from frozencore.tune.scoring.forward import forward_accepts
 from frozencore.tune.training.recipe import Recipe
 
 WITHOUT_LOSS = TokenRow("", [0], 1)
@@ -81,7 +81,7 @@ def require_rows_apart(model: nn.Module) -> None:
     Raises:
         ConfigError: It does not.
     """
-    knows = forward_accepts(model, "position_ids", "use_cache") and not num_virtual_tokens(model)
+    knows = forward_accepts(model, "position_ids", "use_cache")
     if not knows or not keeps_rows_apart(model):
         raise ConfigError(
             "padding_free needs a model that keeps rows apart by their position_ids, but in this one rows see one "

@@ -152,7 +152,7 @@ DEPTH = 4  # nesting depth of containers and objects in an optimizer's states
 class StateHeld(TrainerCallback, ExportableState):
     """Measure the peak of the state that a training holds between steps, in bytes of live tensors.
 
-    Counted: gradients, the optimizer's states (including the projections of GaLore and APOLLO), and the tensors of
+    Counted: gradients, the optimizer's states, and the tensors of
     training in rounds (sums or sketches of moments, factors of earlier rounds, copies of weights). Not counted: the
     base model, the trained values and their basis, activations, step counters, and the kept copies of trained values
     (the last good and the best ones).

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +19,6 @@ from frozencore.privacy import PrivateBudget
 from frozencore.tune.training.recipe_config import RecipeConfig
 from frozencore.tune.training.reporting import ReportedArguments
 
-PLAIN = "adamw_torch_fused"
 UNSAID = RecipeConfig()
 """The default options of a run; their values are the recipe's defaults."""
 
@@ -30,8 +26,6 @@ UNREFRESHED = (
     ("refresh", 1),
     ("refresh_cost", COST),
     ("refresh_memory", None),
-    ("optimiser", PLAIN),
-    ("optimiser_rank", None),
 )  # left out of checkpoints, so that older ones stay valid
 
 
@@ -64,8 +58,6 @@ class Recipe:
             at most the tokens of ``batch_size`` longest rows. None, or several processes: ``batch_size`` rows in order.
         padding_free: Join the rows of a forward pass end to end (:mod:`frozencore.tune.training.batching`); not
             together with ``pass_tokens``.
-        optimiser: transformers' name. An optimizer with a rank chooses its directions in each round.
-        optimiser_rank: The rank of the optimizer's state.
         private: The privacy budget; rows are then drawn for each step, and each row's gradient is clipped instead of
             the step's. None for a training that is not private.
         beta: The beta of DPO's loss on preferences; None for the loss on completions.
@@ -84,8 +76,6 @@ class Recipe:
     refresh_memory: int | str | None = None
     pass_tokens: int | None = None
     padding_free: bool = UNSAID.padding_free
-    optimiser: str = PLAIN
-    optimiser_rank: int | None = None
     private: PrivateBudget | None = None
     beta: float | None = None
 
@@ -100,9 +90,8 @@ class Recipe:
             "max_grad_norm must be positive": self.max_grad_norm > 0,
             "weight_decay must not be negative": self.weight_decay >= 0,
             "refresh_cost must be positive": self.refresh_cost > 0,
-            "private excludes refresh, pass_tokens, beta and other optimisers": self.private is None
-            or (self.refresh == 1 and self.pass_tokens is None and self.beta is None and self.optimiser == PLAIN),
-            "refresh is a number for an optimiser of low rank": self.refresh != "auto" or self.optimiser == PLAIN,
+            "private excludes refresh, pass_tokens and beta": self.private is None
+            or (self.refresh == 1 and self.pass_tokens is None and self.beta is None),
         }
         for rule, kept in rules.items():
             if not kept:
@@ -151,47 +140,6 @@ class Recipe:
         return self.epochs * math.ceil(math.ceil(num_rows / self.batch_size) / self.accumulation)
 
 
-OPTIMISER_OPTIONS = {
-    "galore_adamw": "scale=0.25",  # the paper's
-    "apollo_adamw": "scale=1.0, proj=random, scale_type=channel",
-}
-"""Arguments beside rank and gap, by transformers' name of the optimizer."""
-PROJECTORS = {
-    "galore_adamw": ("galore_torch.galore_projector", "GaLoreProjector"),
-    "apollo_adamw": ("apollo_torch.random_projector", "GradientProjector"),
-}
-
-
-def optimiser_arguments(
-    model: nn.Module, optimiser: str, rank: int | None, num_steps: int, rounds: int
-) -> dict[str, Any]:
-    """The optimizer's arguments for ``TrainingArguments``.
-
-    Args:
-        rounds: How often the directions are chosen in ``num_steps`` optimizer steps.
-    """
-    if optimiser == PLAIN:
-        return {"optim": optimiser}
-    trained = (name for name, p in model.named_parameters() if p.requires_grad and p.ndim == 2)
-    gap = math.ceil(num_steps / rounds)
-    return {
-        "optim": optimiser,
-        "optim_target_modules": [name.removesuffix(".weight") for name in trained],
-        "optim_args": f"rank={rank}, update_proj_gap={gap}, {OPTIMISER_OPTIONS[optimiser]}",
-    }
-
-
-@contextmanager
-def readable_state(optimiser: str) -> Iterator[None]:
-    """Allow torch to read the optimizer's own objects in a checkpoint: the directions are such objects."""
-    if optimiser == PLAIN:
-        yield
-        return
-    module, name = PROJECTORS[optimiser]
-    with torch.serialization.safe_globals([getattr(import_module(module), name)]):
-        yield
-
-
 def training_arguments(
     model: nn.Module,
     recipe: Recipe,
@@ -234,13 +182,7 @@ def training_arguments(
         dataloader_pin_memory=False,
         ddp_find_unused_parameters=False,
         use_cpu=next(model.parameters()).device.type == "cpu",
-        **optimiser_arguments(
-            model,
-            recipe.optimiser,
-            recipe.optimiser_rank,
-            recipe.num_steps(num_rows),
-            1 if recipe.refresh == "auto" else recipe.refresh,
-        ),
+        optim="adamw_torch_fused",
         **further,
     )
     if arguments.n_gpu > 1:

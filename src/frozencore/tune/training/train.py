@@ -44,11 +44,9 @@ from frozencore.tune.training.callbacks import LossMonitor, Seal, StateHeld, Sto
 from frozencore.tune.training.checkpoints import Stop, defer_stop, explain_disk_errors, starting_point
 from frozencore.tune.training.lora_rounds import LoRARounds
 from frozencore.tune.training.recipe import (
-    PLAIN,
     STEPS_VERSION,
     UNREFRESHED,
     Recipe,
-    readable_state,
     training_arguments,
 )
 from frozencore.tune.training.reporting import Reports
@@ -190,7 +188,6 @@ def train(
                 resumed_from=resumed_from,
                 reporters=told,
             )
-        restored.enter_context(readable_state(recipe.optimiser))
         if rounds is not None:
             restored.callback(rounds.close)
         watching = [monitor, *filter(None, [selector, rounds]), held]
@@ -261,7 +258,7 @@ def _made_private(
 
 def _rounds_of(model: nn.Module, recipe: Recipe, selection: Selection | None) -> InRounds | None:
     """The callback that ends rounds; None for a single round, and for an optimizer with its own rounds."""
-    if recipe.refresh == 1 or recipe.optimiser != PLAIN:
+    if recipe.refresh == 1:
         return None
     if selection is not None:
         raise ConfigError(

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from peft.utils import load_peft_weights, set_peft_model_state_dict
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer
@@ -17,7 +16,7 @@ from transformers import Trainer
 from frozencore.adapter.saved.card import begin_model_card
 from frozencore.attributes import with_attributes
 from frozencore.calibration.counted_tokens import IGNORED
-from frozencore.tune.scoring.forward import base_of, forward_accepts, num_virtual_tokens
+from frozencore.tune.scoring.forward import base_of, forward_accepts
 from frozencore.tune.training.batching import GROUPS, RowOrder
 from frozencore.tune.training.recipe import Recipe
 
@@ -45,13 +44,6 @@ class RecipeTrainer(Trainer):
             begin_model_card(Path(output_dir))
         super()._save(output_dir, state_dict)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Load values only, because PEFT refuses to load trainable virtual tokens."""
-        if num_virtual_tokens(self.model):
-            set_peft_model_state_dict(self.model, load_peft_weights(resume_from_checkpoint))
-        else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
     def floating_point_ops(self, inputs: dict[str, Tensor]) -> int:
         """Return 0, because counting would take a tenth of a small model's step."""
         return 0
@@ -71,7 +63,7 @@ class CompletionTrainer(RecipeTrainer):
             targets = inputs["labels"][:, 1:]
             kept = (targets != IGNORED).any(0).nonzero().squeeze(-1)
             inputs = inputs | {
-                "logits_to_keep": kept + num_virtual_tokens(self.model),
+                "logits_to_keep": kept,
                 "shift_labels": targets[:, kept],
             }
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
