@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import collect_moments
-from frozencore.calibration.preserve import without_dropout
+from frozencore.calibration.preserve import plain_passes
 from tiny import attention_names, batches_of, draw_examples, tiny_gpt2, tiny_qwen2
 
 BATCHES = batches_of(draw_examples(6, seed=1), 2)
@@ -195,7 +195,7 @@ WITH_RATES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", WITH_RATES)
-def test_without_dropout_a_training_pass_is_an_evaluation_pass(kind: str) -> None:
+def test_plain_passes_a_training_pass_is_an_evaluation_pass(kind: str) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(SMALL | WITH_RATES[kind])))
     ids = torch.randint(3, 40, (2, 8))
@@ -205,7 +205,7 @@ def test_without_dropout_a_training_pass_is_an_evaluation_pass(kind: str) -> Non
 
     wanted, before = model.eval()(input_ids=ids)[0], snapshot(model.train())
     assert not torch.equal(logits(), logits())
-    with without_dropout(model):
+    with plain_passes(model):
         first, second = logits(), logits()
     assert torch.equal(first, second)
     torch.testing.assert_close(first, wanted)

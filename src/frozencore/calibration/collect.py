@@ -16,7 +16,15 @@ import torch
 from peft import PeftModel
 from torch import nn
 
-from frozencore.calibration.batches import Batch, mapped, num_examples_of, require_batch, total_examples
+from frozencore.calibration.batches import (
+    Batch,
+    mapped,
+    num_examples_of,
+    on_each_side,
+    require_batch,
+    rope_limit,
+    total_examples,
+)
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.counted_tokens import (
     CountedTokens,
@@ -129,8 +137,9 @@ def run_pass(
             watched.enter_context(_watching_calls(model, capture))
         for index, batch in enumerate(batches):
             require_batch(batch, index, any_form=any_form)
-            _run_batch(model, batch, capture, generator)
-            capture.finish_batch(index)
+            for part in on_each_side(batch, None if any_form else rope_limit(model)):
+                _run_batch(model, part, capture, generator)
+                capture.finish_batch(index)
             num_examples += num_examples_of(batch)
             if progress:
                 progress("calibration", num_examples, total)

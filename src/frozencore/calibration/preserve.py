@@ -44,7 +44,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(False)
         use_training_kernels(model, undo)
         _without_cache(model, undo)
-        undo.enter_context(without_dropout(model))
+        undo.enter_context(plain_passes(model))
         for module in model.modules():
             if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
                 module.training = True  # it checkpoints in training mode only
@@ -61,12 +61,18 @@ def _without_cache(model: nn.Module, undo: ExitStack) -> None:
             config.use_cache = False
 
 
-@contextmanager
-def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Set to zero every rate of dropout, of skipped layers and of a router's noise inside; restore them afterwards.
+RATES = ("drop", "jitter", "z_loss", "mask_time_prob", "mask_feature_prob")  # the last two hide parts of a sound
 
-    transformers keeps such a rate as the ``p`` of a module, as a number of the module that calls a function
-    (``dropout``, ``activation_dropout``, ``layerdrop``), or reads it from the configuration in each forward pass.
+
+@contextmanager
+def plain_passes(model: nn.Module) -> Iterator[None]:
+    """Let each pass compute the rows' loss alone, without randomness; restore the model afterwards.
+
+    Every rate of dropout, of skipped layers and of a router's noise is zero. transformers keeps such a rate as the
+    ``p`` of a module, as a number of the module that calls a function (``dropout``, ``activation_dropout``,
+    ``layerdrop``), or reads it from the configuration in each pass. Losses that a model adds to that of the rows are
+    off: a router's (``output_router_logits``) and one on the size of all logits (``z_loss``). They are means over a
+    pass, so a step's gradient would depend on its batches.
     """
     with ExitStack() as undo:
         owners: dict[int, Any] = {}
@@ -76,9 +82,11 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
         for owner in owners.values():
             is_module_of_torch = isinstance(owner, nn.modules.dropout._DropoutNd)
             for name, value in list(vars(owner).items()):
-                is_rate = "drop" in name or "jitter" in name or (is_module_of_torch and name == "p")
+                is_rate = any(part in name for part in RATES) or (is_module_of_torch and name == "p")
                 if is_rate and isinstance(value, int | float) and not isinstance(value, bool) and value:
                     undo.enter_context(with_attributes(owner, **{name: 0.0}))
+                elif name == "output_router_logits" and value is True:
+                    undo.enter_context(with_attributes(owner, output_router_logits=False))
         yield
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from frozencore.calibration.batches import on_one_side
 from frozencore.calibration.counted_tokens import IGNORED
 from frozencore.device import fits
 from frozencore.errors import ModelError
@@ -76,6 +77,8 @@ def score_in_groups(
     sizes: Sequence[tuple[int, int]],
     device: torch.device,
     *,
+    lengths: Sequence[int] = (),
+    limit: int | None = None,
     tokens_per_batch: int | None = None,
     progress: Progress | None = None,
 ) -> None:
@@ -84,6 +87,8 @@ def score_in_groups(
     Args:
         score: Must have no effect if it raises, because its group is scored again.
         sizes, tokens_per_batch: See :func:`group_rows`.
+        lengths, limit: Rows of a ``length`` up to ``limit`` (:func:`frozencore.calibration.batches.rope_limit`) and
+            longer ones are in separate groups.
 
     Raises:
         ModelError: A single row does not fit.
@@ -93,8 +98,7 @@ def score_in_groups(
     while pending:
         groups = group_rows([sizes[i] for i in pending], device, tokens_per_batch, shrink=shrink)
         done: set[int] = set()
-        for group in groups:
-            rows = [pending[i] for i in group]
+        for rows in on_one_side(([pending[i] for i in group] for group in groups), lengths, limit):
             if not fits(partial(score, rows)):
                 if len(rows) == 1:
                     raise ModelError(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
+from frozencore.calibration.batches import on_one_side, rope_limit
 from frozencore.errors import DataError, ModelError
 from frozencore.tune.rows import ChoiceTokens, Example, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
@@ -72,6 +74,9 @@ def choice_logprobs(
         ModelError: A log-likelihood is not finite, or one row does not fit in memory.
     """
     share_prefix = can_share_prefix(model) if share_prefix is None else share_prefix
+    limit = rope_limit(model)
+    if limit is not None and any(len(row.context_ids) + max(map(len, row.choice_ids)) > limit for row in rows):
+        share_prefix = False  # one row's choices may lie on both sides
     vocabulary = vocabulary_of(model)
     sizes = [_tokens_and_logits(row, vocabulary, share_prefix) for row in rows]
     device = next(model.parameters()).device
@@ -94,10 +99,12 @@ def full_sequence_logprobs(model: nn.Module, rows: Sequence[ChoiceTokens], *, pa
     """Compute the same with one full sequence per choice, padded right: slower, but right for every causal model."""
     device = next(model.parameters()).device
     full = [TokenRow(row.id, row.context_ids + ids, len(row.context_ids)) for row in rows for ids in row.choice_ids]
-    batch = {name: tensor.to(device) for name, tensor in PaddingCollator(pad_id)(full).items()}
-    # a float32 sum of hundreds of nats has an error in the fifth digit
-    logprobs = completion_logprobs(model, batch)[0].cpu().double()
-    totals = iter(logprobs.sum(-1).tolist())
+    sums = torch.zeros(len(full), dtype=torch.float64)  # in float32, hundreds of nats have an error in the fifth digit
+    for side in on_one_side([range(len(full))], [len(row.input_ids) for row in full], rope_limit(model)):
+        padded = PaddingCollator(pad_id)([full[i] for i in side])
+        batch = {name: tensor.to(device) for name, tensor in padded.items()}
+        sums[side] = completion_logprobs(model, batch)[0].cpu().double().sum(-1)
+    totals = iter(sums.tolist())
     return [[next(totals) for _ in row.choice_ids] for row in rows]
 
 

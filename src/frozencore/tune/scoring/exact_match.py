@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torch import nn
 from transformers import GenerationConfig, TextStreamer
 
 from frozencore.attributes import with_attributes
+from frozencore.calibration.batches import rope_limit
 from frozencore.errors import DataError
 from frozencore.tune.rows import Example, TextRow, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder, context_limit
@@ -103,7 +105,8 @@ def generate_greedily(
 
     Of the model's own generation settings only the end tokens are used, because a chat model's repetition penalty would
     change greedy decoding. Generation ends at the end of the model's context. A row that reaches it is generated only
-    with rows of its own length, so that no row's limit depends on another row.
+    with rows of its own length, so that no row's limit depends on another row. The same holds for a row that may cross
+    the limit of LongRoPE, whose frequencies depend on the longest row.
 
     Raises:
         ModelError: Logits are not finite.
@@ -112,12 +115,15 @@ def generate_greedily(
     end_ids = _end_tokens(base, encoder.eos_id)
     window = context_limit(base, encoder.tokenizer)
     limits = [max(1, min(max_new_tokens, window - len(context))) for context in contexts]
+    rope = rope_limit(model) or math.inf
+    crosses = [len(context) + limit > rope for limit, context in zip(limits, contexts, strict=True)]
+    kinds = [(limits[i], len(context) if crosses[i] else 0) for i, context in enumerate(contexts)]
     generations: list[Generation | None] = [None] * len(contexts)
     sizes = [(len(context) + max_new_tokens, vocabulary_of(model)) for context in contexts]
     with scoring_mode(model), _greedy_settings(base, end_ids, encoder.pad_id):
 
         def score(group: list[int]) -> None:
-            for limit, rows in groupby(sorted(group, key=limits.__getitem__), key=limits.__getitem__):
+            for (limit, _), rows in groupby(sorted(group, key=kinds.__getitem__), key=kinds.__getitem__):
                 own = list(rows)
                 tokens, mask = (t.to(device) for t in pad([contexts[i] for i in own], encoder.pad_id, side="left"))
                 output = base.generate(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import LogitsProcessor
 
 from frozencore.calibration.counted_tokens import IGNORED
+from frozencore.calibration.preserve import plain_passes
 from frozencore.errors import ModelError
 
 NOT_FINITE = (
@@ -28,7 +29,7 @@ def scoring_mode(model: nn.Module) -> Iterator[None]:
     was_training = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), plain_passes(model):
             yield
     finally:
         for module, training in was_training.items():

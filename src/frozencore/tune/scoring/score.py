@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from frozencore.calibration.batches import rope_limit
 from frozencore.errors import ConfigError, DataError, ModelError
 from frozencore.tune.rows import Example, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
@@ -126,7 +127,15 @@ def held_out_loss(
         losses.append((-float(logprobs.sum()), int(counted.sum())))
 
     with scoring_mode(model):
-        score_in_groups(score, sizes, device, tokens_per_batch=tokens_per_batch, progress=progress)
+        score_in_groups(
+            score,
+            sizes,
+            device,
+            lengths=[len(row.input_ids) for row in rows],
+            limit=rope_limit(model),
+            tokens_per_batch=tokens_per_batch,
+            progress=progress,
+        )
     total, num_tokens = sum(loss for loss, _ in losses), sum(counted for _, counted in losses)
     if num_tokens == 0:
         raise DataError("A held-out loss needs rows with at least one completion token after another token.")

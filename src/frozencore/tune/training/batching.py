@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import Sampler
 
 from frozencore.adapter.packed_rows import keeps_rows_apart
+from frozencore.calibration.batches import on_one_side
 from frozencore.calibration.counted_tokens import IGNORED
 from frozencore.errors import ConfigError
 from frozencore.ranks import num_ranks
@@ -142,15 +143,19 @@ class GroupingCollator:
     pad_id: int
     most_tokens: int
     pass_tokens: int
+    limit: int | None = None  # of frozencore.calibration.batches.rope_limit
 
     def __call__(self, rows: Sequence[TokenRow]) -> dict[str, Any]:
-        groups = group_by_length([len(row.input_ids) for row in rows], self.most_tokens, self.pass_tokens)
+        lengths = [len(row.input_ids) for row in rows]
+        groups = on_one_side(group_by_length(lengths, self.most_tokens, self.pass_tokens), lengths, self.limit)
         return {GROUPS: [PaddingCollator(self.pad_id)([rows[i] for i in group]) for group in groups]}
 
 
-def collator_of(recipe: Recipe, rows: Sequence[TokenRow], pad_id: int, *, grouped: bool) -> RowCollator:
+def collator_of(
+    recipe: Recipe, rows: Sequence[TokenRow], pad_id: int, *, grouped: bool, limit: int | None = None
+) -> RowCollator:
     """The function that makes rows a batch, or cuts a step into groups no larger than the recipe's batches."""
     if not grouped:
         return lay_end_to_end if recipe.padding_free else PaddingCollator(pad_id)
     most_tokens = recipe.batch_size * max(len(row.input_ids) for row in rows)
-    return GroupingCollator(pad_id, most_tokens, recipe.pass_tokens or 0)
+    return GroupingCollator(pad_id, most_tokens, recipe.pass_tokens or 0, limit)

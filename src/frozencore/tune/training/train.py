@@ -29,7 +29,8 @@ from frozencore.adapter.bases.refresh import Refresh
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.private.private_training import PrivateTraining
 from frozencore.adapter.trainable import require_float32, require_own_parameters
-from frozencore.calibration.preserve import own_random_state, without_dropout
+from frozencore.calibration.batches import on_one_side, rope_limit
+from frozencore.calibration.preserve import own_random_state, plain_passes
 from frozencore.errors import ConfigError, DataError, DivergenceError, TrainingError
 from frozencore.privacy import Schedule
 from frozencore.ranks import num_ranks
@@ -149,7 +150,12 @@ def train(
             f"Between checkpoints there must be at least one step, got checkpoint_steps={checkpoint_steps}."
         )
     own = recipe.of_each(num_ranks())
-    grouped = recipe.pass_tokens is not None and num_ranks() == 1  # all processes need the same number of passes
+    limit = rope_limit(model)
+    mixed = len(on_one_side([range(len(rows))], [len(row.input_ids) for row in rows], limit)) > 1
+    # all processes need the same number of passes
+    grouped = (recipe.pass_tokens is not None or mixed) and num_ranks() == 1
+    if mixed and not grouped:
+        own = replace(own, batch_size=1, accumulation=own.batch_size * own.accumulation)
     if grouped:
         own = replace(own, batch_size=own.batch_size * own.accumulation, accumulation=1)
     identity = {**(identity or {}), **_identity(model, recipe, rows)}
@@ -174,7 +180,7 @@ def train(
     with ExitStack() as restored:
         asked = restored.enter_context(defer_stop(monitor.say_it_stops)) if checkpoint_dir else Stop()
         restored.enter_context(own_random_state())
-        restored.enter_context(without_dropout(model))
+        restored.enter_context(plain_passes(model))
         restored.enter_context(own_use_cache(model))
         told = [reports] if reports else []
         folder = checkpoint_dir or Path(restored.enter_context(TemporaryDirectory()))
@@ -204,7 +210,7 @@ def train(
                 args=training_arguments(
                     model, recipe, own, len(rows), folder, checkpoint_dir is not None, checkpoint_steps
                 ),
-                data_collator=without_fillers(collator_of(recipe, rows, pad_id, grouped=grouped)),
+                data_collator=without_fillers(collator_of(recipe, rows, pad_id, grouped=grouped, limit=limit)),
                 train_dataset=filled_up(rows, own.batch_size * num_ranks()),
                 callbacks=[*watching, Seal(identity, asked), StopWhenAsked(asked), *told],
             )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from frozencore.adapter.private.checks import Guard
 from frozencore.adapter.private.private_training import add_noise, clipped_sum
 from frozencore.adapter.private.sampling import new_secret
+from frozencore.calibration.batches import on_one_side, rope_limit
 from frozencore.device import fits
 from frozencore.errors import TrainingError
 from frozencore.tune.rows import TokenRow
@@ -118,8 +119,10 @@ class ActiveTenants:
         weights = [
             weight for state, of_tenant in zip(self.states, rows, strict=True) for weight in _weights(state, of_tenant)
         ]
+        lengths, limit = [len(row.input_ids) for row in flat], rope_limit(self.model)
         while flat:  # a private step may have no rows
             groups = group_by_length(costs, most // self._shrink, self._pass_tokens)
+            groups = on_one_side(groups, lengths, limit)
             work = partial(self._passes, groups, flat, slot_of, weights, losses)
             if all(len(group) == 1 for group in groups):
                 work()

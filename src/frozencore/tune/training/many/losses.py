@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
 from frozencore.adapter.layer import FrozenCoreLayer
+from frozencore.calibration.batches import rope_limit
 from frozencore.calibration.counted_tokens import IGNORED
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator, score_in_groups
@@ -91,7 +92,15 @@ def held_out_losses(
             totals[set_of[i]] += loss
 
     with scoring_mode(model):
-        score_in_groups(score, row_sizes(model, rows), device, tokens_per_batch=tokens_per_batch, progress=progress)
+        score_in_groups(
+            score,
+            row_sizes(model, rows),
+            device,
+            lengths=[len(row.input_ids) for row in rows],
+            limit=rope_limit(model),
+            tokens_per_batch=tokens_per_batch,
+            progress=progress,
+        )
     counts = [sum(row.num_targets for row in rows) for rows in sets]
     return [total / count if count else math.nan for total, count in zip(totals, counts, strict=True)]
 

@@ -17,7 +17,7 @@ from typing import Any
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
-from frozencore.calibration.preserve import own_random_state, without_dropout
+from frozencore.calibration.preserve import own_random_state, plain_passes
 from frozencore.errors import ConfigError, TrainingError
 from frozencore.tune.scoring.forward import base_of
 from frozencore.tune.training.checkpoints import Stop, defer_stop, explain_disk_errors, starting_point
@@ -97,7 +97,7 @@ def train_many(
     with ExitStack() as restored:
         stop = restored.enter_context(defer_stop()) if checkpoint_dir else Stop()
         restored.enter_context(own_random_state())
-        restored.enter_context(without_dropout(model))
+        restored.enter_context(plain_passes(model))
         restored.enter_context(own_use_cache(model))
         base_of(model).config.use_cache = False
         restored.callback(model.eval)
