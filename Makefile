@@ -38,10 +38,10 @@ mutants: $(VENV)/.installed-dev
 	cd build/mutants && $(abspath $(BIN))/python -m mutmut run --max-children 1
 	cd build/mutants && $(abspath $(BIN))/python -m mutmut results
 
-# Speed and memory on this machine's CPU, under fifteen minutes; DATA=DIR (the tasks' data) adds ten minutes on SmolLM2
-# where `make smollm2` has been.
+# A training step and a calibration beside PEFT's methods, on this machine's CPU: about ten minutes.
 bench: $(VENV)/.installed-dev
-	$(BIN)/python benchmarks/bench.py $(if $(DATA),--data-root $(DATA))
+	$(BIN)/python benchmarks/step.py --out build/step.json
+	$(BIN)/python benchmarks/calibration.py --out build/calibration.json
 
 # PEFT's own test suite against frozen cores; needs the package index once.
 conformance: $(VENV)/.installed-dev

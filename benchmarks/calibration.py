@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import gc
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
@@ -30,10 +30,9 @@ from peft.tuners.lora.corda import preprocess_corda
 from peft.tuners.lora.loraga import preprocess_loraga
 from torch import nn
 
-import speed_tables
 from contestants import ATTENTION, FLOOR, RANK, Batch, completions_only, plain_passes, random_qwen2
 from frozencore import FrozenCoreConfig, calibrate
-from harness import cpu_s, parser_of, write_found
+from harness import cpu_s, parser_of, table, write_found
 
 FULL_FLOOR = "floor, all logits"
 TARGETS = list(ATTENTION)
@@ -149,6 +148,11 @@ def compare(scale: Scale, contestants: list[str], num_runs: int) -> dict[str, li
     return {name: seconds[1:] for name, seconds in times.items()}
 
 
+def table_of(found: Mapping[str, Any]) -> str:
+    rows = [[row["contestant"], f"{row['median_s']:.1f}"] for row in found["rows"]]
+    return table(["calibration", "seconds"], rows)
+
+
 def main() -> None:
     parser = parser_of(__doc__, "calibration")
     parser.add_argument("--runs", type=int, default=5)
@@ -165,7 +169,7 @@ def main() -> None:
         for least in [times.get(FLOOR, [float("nan")])]
         for name, own in times.items()
     ]
-    print(speed_tables.calibrations(rows))
+    print(table_of({"rows": rows}))
     write_found(options, scale=asdict(scale), rank=RANK, rows=rows)
 
 

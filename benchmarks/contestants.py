@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,13 +16,26 @@ from frozencore import FrozenCoreConfig
 from frozencore.calibration.counted_tokens import IGNORED, predicted
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import make_batches
-from shapes import Architecture
 
 RANK = 16
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 FLOOR, UNCALIBRATED = "floor", "frozencore, random bases"  # a step costs the same on any basis
 CONTESTANTS = (FLOOR, "lora", "dora", "pissa", "frozencore")
+LABELS = {"floor": "no adapter", "lora": "LoRA", "dora": "DoRA", "pissa": "PiSSA", "frozencore": "frozen core"}
 Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The sizes of a model; ``width`` is the hidden size."""
+
+    width: int
+    intermediate: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    vocabulary: int
+    head_size: int
 
 
 def random_qwen2(

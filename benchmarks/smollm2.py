@@ -26,13 +26,12 @@ import torch
 from peft import get_peft_model
 from torch import nn
 
-import speed_tables
-from contestants import FLOOR, UNCALIBRATED, Stepper, adapter_config, completions_only, with_adapter
+from contestants import FLOOR, LABELS, UNCALIBRATED, Stepper, adapter_config, completions_only, with_adapter
 from frozencore import calibrate
 from frozencore.tune.run.config import make_config
 from frozencore.tune.run.prepare import PreparedRun, calibration_batches, prepare
 from frozencore.tune.scoring.choice import predict_choices
-from harness import load_average, medians, memory_of, parser_of, ratios, take_turns, write_found
+from harness import load_average, medians, memory_of, parser_of, ratios, table, take_turns, with_quartiles, write_found
 
 NAMES = {FLOOR: FLOOR, "lora": "lora", "frozencore": UNCALIBRATED}
 DTYPES = ("float32", "bfloat16")
@@ -103,6 +102,21 @@ def waterfall(model: str, data_root: Path | None, *, quick: bool) -> list[dict[s
     return rows
 
 
+def table_of(found: Mapping[str, Any]) -> str:
+    """A real model's step, scoring and calibration."""
+    names = {"step": "training step, 8 rows", "scoring": "scoring 64 rows", "calibration": "calibration, 128 rows"}
+    body = [
+        [dtype, names[what], LABELS[who], f"{row['processor_s']:.2f} s",
+         *(with_quartiles(row[over], ".3f") if over in row else "" for over in ("over_floor", "over_lora")),
+         f"{row['memory_bytes'] / 1e6:,.0f} MB"]
+        for dtype, parts in found["dtypes"].items()
+        for what, rows in parts.items()
+        for who, row in rows.items()
+    ]  # fmt: skip
+    heads = ["weights", "what", "", "processor", "over no adapter", "over LoRA", "memory above the model"]
+    return table(heads, body)
+
+
 def main() -> None:
     parser = parser_of(__doc__, "smollm2")
     parser.add_argument("--model", default="smollm2", help="Another model folder.")
@@ -119,7 +133,7 @@ def main() -> None:
         config = make_config(model=model, task=task, data_root=options.data_root, dtype=dtype, device="cpu", **few)
         found["dtypes"][dtype] = measure(prepare(config, lambda *_: None), rounds, 8 if options.quick else 64)
     found["waterfall"] = waterfall(model, options.data_root, quick=options.quick)
-    print(speed_tables.smollm2(found))
+    print(table_of(found))
     write_found(options, **found)
 
 

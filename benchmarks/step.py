@@ -23,7 +23,7 @@ single tensors); P or Q as extra columns of W (a copy of every weight); W + s P 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -35,11 +35,11 @@ import torch
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict
 from torch import Tensor, nn
 
-import speed_tables
 from contestants import (
     ATTENTION,
     CONTESTANTS,
     FLOOR,
+    LABELS,
     RANK,
     UNCALIBRATED,
     Batch,
@@ -53,7 +53,7 @@ from contestants import (
 from frozencore import prepare_swap, swap_core
 from frozencore.tune.run.costs import values_at_once
 from frozencore.tune.training.callbacks import states_of, total_bytes
-from harness import cpu_s, medians, parser_of, ratios, take_turns, write_found
+from harness import cpu_s, medians, parser_of, ratios, table, take_turns, with_quartiles, write_found
 
 
 @dataclass(frozen=True)
@@ -164,13 +164,25 @@ def time_adapter_files(num_runs: int) -> dict[str, float]:
         return {name: median(cpu_s(action) for _ in range(num_runs)) for name, action in actions.items()}
 
 
+def table_of(found: Mapping[str, Any]) -> str:
+    """Steps over the floor, median with quartiles, in every setting; and what is kept for the backward pass."""
+    settings = list(dict.fromkeys((row["targets"], row["num_rows"], row["num_tokens"]) for row in found["rows"]))
+    rows = []
+    for contestant in dict.fromkeys(row["contestant"] for row in found["rows"]):
+        own = [row for row in found["rows"] if row["contestant"] == contestant]
+        kept = " / ".join(f"{row['saved_over_floor']:+.1%}" for row in (own[0], own[-1]))
+        rows.append([LABELS[contestant], *(with_quartiles(row["over_floor"], ".3f") for row in own), kept])
+    heads = [f"{targets}, {num_rows} x {num_tokens}" for targets, num_rows, num_tokens in settings]
+    return table(["step over no adapter's", *heads, "kept activations, attention / all linear"], rows)
+
+
 def main() -> None:
     plan = Plan.read(__doc__, "step", SETTINGS)
     rows = []
     for setting in plan.settings:
         batch = completion_batch(random_ids(setting.num_rows, setting.num_tokens, plan.base.config.vocab_size))
         rows += [asdict(setting) | one for one in race(plan.base, batch, setting.modules, plan.rounds)]
-    print(speed_tables.steps({"rows": rows}))
+    print(table_of({"rows": rows}))
     files = time_adapter_files(plan.rounds)
     print("144 layers: " + ", ".join(f"{name[:-2]} {seconds * 1e3:.2f} ms" for name, seconds in files.items()))
     write_found(plan.options, rank=RANK, rounds=plan.rounds, rows=rows, adapter_of_144_layers=files)

@@ -10,13 +10,11 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from peft import PeftModel
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from contestants import ATTENTION
-from frozencore import calibrate, frozen_core_layers
-from frozencore.adapter.bases.access import get_bases
+from frozencore import frozen_core_layers
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.tune.methods import METHODS, AdapterOptions
 from frozencore.tune.rows import Example, TokenRow
@@ -62,15 +60,6 @@ def attention_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     names = list(frozen_core_layers(bare, "default"))
     take_off(bare)
     return {name: model.get_submodule(name) for name in names}
-
-
-def chosen_bases(model: PeftModel, *data: Any, **options: Any) -> dict[str, Tensor]:
-    """The bases that a calibration gives an adapter, which is taken off again; its own ones without data."""
-    if data or options:
-        calibrate(model, *data, **options, progress=False)
-    found = get_bases(model)
-    take_off(model)
-    return found
 
 
 def score(model: Any, encoder: PromptEncoder, examples: Sequence[Example]) -> Record:

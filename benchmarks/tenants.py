@@ -17,7 +17,7 @@ without adapters, our bank, our ``adapter_names``, PEFT's LoRA with ``adapter_na
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from functools import partial
@@ -32,12 +32,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-import tenant_tables
 from contestants import UNCALIBRATED, adapter_config, random_ids, random_qwen2
 from frozencore import CoreBank, frozen_core_layers, load_basis, save_basis, set_bases, unpack_adapter
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.smollm2 import smollm2_path
-from harness import cpu_s, load_average, machine_name, medians, parser_of, ratios, take_turns, write_found
+from harness import cpu_s, load_average, medians, parser_of, ratios, table, take_turns, with_quartiles, write_found
 
 NUM_FILES = 100
 NEW_TOKENS, PROMPT_TOKENS = 32, 32
@@ -175,8 +174,36 @@ def batch(name: str, base: nn.Module, num_tenants: int, rounds: int, place: Path
     return found
 
 
+def keep_table(found: Mapping[str, Any]) -> str:
+    """The bytes of a tenant on disk and in memory, and its time to enter."""
+    kept = found["keep"]
+    rows = [
+        [name, f"{kept['disk_bytes'][name]:,}", f"{one['resident_bytes_each'] / 1e6:.2f} MB",
+         f"{1e3 * one['load_s']:.0f} ms"]
+        for name, one in kept["adapters"].items()
+    ]  # fmt: skip
+    bank = [
+        [f"{row['tenants']:,}", f"{row['resident_bytes'] / 1e6:.1f} MB", f"{1e3 * row['enter_s']:.2f} ms"]
+        for row in kept["bank"]
+    ]
+    heads = ["a tenant is", "bytes on disk", "memory, loaded by PEFT", "time to load"]
+    return f"{table(heads, rows)}\n{table(['tenants in a bank', 'memory of the cores', 'time to add one'], bank)}"
+
+
+def batch_table(*files: Mapping[str, Any]) -> str:
+    """A row for each tenant, forward and generated, over the base model."""
+    models = [model for found in files for model in found["batch"]]
+    _, *contestants = models[0]["forward"]
+    rows = [
+        [model["model"], words, *(with_quartiles(model[what][name]["over_base"]) for name in contestants)]
+        for model in models
+        for what, words in (("forward", "forward"), ("generate", "32 tokens"))
+    ]
+    return table(["model", "what", *contestants], rows)
+
+
 def main() -> None:
-    parser = parser_of(__doc__, f"tenants-{machine_name()}")
+    parser = parser_of(__doc__, "tenants")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--smollm2", action="store_true", help="SmolLM2-135M-Instruct (make smollm2), the batch alone.")
     options = parser.parse_args()
@@ -184,11 +211,11 @@ def main() -> None:
     with TemporaryDirectory() as place:
         folder = Path(place)
         if options.smollm2:
-            options.name = f"tenants-smollm2-{machine_name()}"
+            options.name = "tenants-smollm2"
             base = AutoModelForCausalLM.from_pretrained(smollm2_path(), dtype=torch.float32).eval()
             base.generation_config.eos_token_id = None
             found = {"batch": [batch("SmolLM2", base, 4 if options.quick else 64, options.rounds, folder)]}
-            print(tenant_tables.batch(found))
+            print(batch_table(found))
             write_found(options, **found)
             return
         if options.quick:
@@ -206,7 +233,7 @@ def main() -> None:
                 batch("pocket", pocket, 64, options.rounds, folder),
             ]
     result = {"keep": kept, "batch": batches}
-    print(tenant_tables.keep(result), tenant_tables.batch(result), sep="\n")
+    print(keep_table(result), batch_table(result), sep="\n")
     write_found(options, **result)
 
 

@@ -1,12 +1,11 @@
-"""Does one shared basis cost quality? 24 tenants on SmolLM2 with cores on their own basis, on shared ones, or LoRAs.
+"""Does one shared basis cost quality? 24 tenants on SmolLM2 with cores on their own basis, on a shared one, or LoRAs.
 
     make smollm2
-    OMP_NUM_THREADS=1 python benchmarks/tenants_quality.py --data-root DIR --corpus FILE.jsonl.xz    # hours; goes on
+    OMP_NUM_THREADS=1 python benchmarks/tenants_quality.py --data-root DIR    # hours; goes on where it was stopped
     python benchmarks/tenants_quality.py --quick --out FILE     # made-up tenants on the pocket model: does it run?
 
-The tenants are those of tenant_rows.py. Arms: ``own`` is FCCA on each tenant's own rows; ``mean`` is one FCCA of the
-rows of all calibrated tenants; ``grouped`` is FCCA for groups; ``generic`` is FCCA on plain English prose; ``weights``
-is LoRA-XS and ``random`` a random basis; ``lora`` trains a LoRA for each tenant. All train by one recipe. The learning
+The tenants are those of tenant_rows.py. Arms: ``own`` is FCCA on each tenant's own rows; ``pooled`` is one FCCA of the
+rows of all calibrated tenants; ``lora`` trains a LoRA for each tenant. All train by one recipe. The learning
 rate of each arm is searched on validation rows of three tenants, by factors of two until the best one has others on
 both sides, at rank 16 (LoRA: at each rank) and seed 42, and holds for all tenants, ranks and seeds.
 
@@ -18,8 +17,8 @@ measured again. Prompts are plain, and attention is ``eager``, which on a CPU tr
 from __future__ import annotations
 
 import json
-import lzma
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -29,6 +28,8 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -52,19 +53,17 @@ from frozencore.tune.training.many.tenant import Tenant as CoreTenant
 from frozencore.tune.training.many.train import train_many
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
-from harness import Record, Results, best_rate, parser_of
+from harness import RESULTS, Record, Results, best_rate, lines_of, parser_of, table
 from studies import attention_layers, begun, score, token_rows
 from tenant_rows import SEARCHED, TENANTS, Tenant, TenantPlan, make_tenants, write_tenants
 
-CORE_ARMS = {
-    "own": "fcca", "mean": "fcca", "grouped": "fcca", "generic": "fcca", "weights": "lora_xs", "random": "random",
-}  # fmt: skip
+CORE_ARMS = {"own": "fcca", "pooled": "fcca"}
+LABELS = {"own": "its own basis", "pooled": "one basis of the rows of 16 tenants", "lora": "a LoRA"}
 RATES = {"own": 1e-2, "lora": 4e-3}
 """Where a search begins: this rate, twice it and half of it."""
 RANK, SEEDS = 16, (42, 43, 44)
 ROWS_A_STEP, FEWEST_STEPS, WARMUP = 8, 16, 0.1
-CALIBRATION, PROSE = 64, 384  # rows of each tenant, and texts of PROSE_WORDS words
-PROSE_WORDS = 48
+CALIBRATION = 64  # rows of each tenant
 MOST_RATES = 6
 
 Arm = tuple[str, int]
@@ -83,10 +82,8 @@ class Scale:
 
 
 FULL = Scale(
-    arms=[(arm, RANK) for arm in ("own", "mean", "grouped")]
-    + [("lora", 1), ("lora", RANK)]
-    + [(arm, RANK) for arm in ("generic", "weights", "random")],
-    more=[(arm, rank) for rank in (8, 32) for arm in ("own", "grouped")],
+    arms=[("own", RANK), ("pooled", RANK), ("lora", 1), ("lora", RANK)],
+    more=[(arm, rank) for rank in (8, 32) for arm in CORE_ARMS],
 )
 QUICK = Scale(arms=[*((arm, 4) for arm in CORE_ARMS), ("lora", 1)], seeds=(42,), searched=("sentiment-a",))
 QUICK_TENANTS = {
@@ -103,7 +100,6 @@ class Study:
     model: PreTrainedModel
     encoder: PromptEncoder
     tenants: Mapping[str, Tenant]
-    prose: Sequence[str]
     results: Results
     scale: Scale
     _moments: tuple[int, dict[str, Moments]] | None = None
@@ -155,19 +151,13 @@ class Study:
         """The model with the shared basis of an arm, which is computed once; of ``own`` one without a basis yet."""
         if (arm, rank, seed) in self._bases:
             return self.adapter(arm, rank, seed, self._bases[arm, rank, seed])
-        model, options = self.adapter(arm, rank, seed), CalibrationOptions(seed=seed)
-        if arm == "mean":
+        model = self.adapter(arm, rank, seed)
+        if arm == "pooled":
             pooled: dict[str, LayerMoments] = {}
             for name in self.calibrated:
                 for layer, found in self.moments(seed)[name].items():
                     pooled[layer] = pooled[layer] + found if layer in pooled else found
-            calibrate(model, moments=pooled, options=options, progress=False)
-        elif arm == "grouped":
-            groups = {name: self.calibration_batches(name, seed) for name in self.calibrated}
-            calibrate(model, groups=groups, options=options, progress=False)
-        elif arm == "generic":
-            texts = [Example(f"prose-{number}", "", text) for number, text in enumerate(self.prose)]
-            calibrate(model, self.batches(self.tokens(texts)), options=options, progress=False)
+            calibrate(model, moments=pooled, options=CalibrationOptions(seed=seed), progress=False)
         if arm != "own":
             self._bases[arm, rank, seed] = get_bases(model)
         return model
@@ -305,41 +295,69 @@ def bytes_of(model: PeftModel, *, shared: bool) -> Record:
     }
 
 
-def read_prose(file: Path, count: int) -> list[str]:
-    """The first words of so many paragraphs of a corpus: lines ``{"text": ...}``, paragraphs apart by newlines."""
-    texts: list[str] = []
-    with lzma.open(file, "rt", encoding="utf-8") as lines:
+class Tenants:
+    """The lines of the study of tenants by arm, rank and seed, of seeds that have every tenant."""
+
+    def __init__(self) -> None:
+        place = RESULTS / "tenants-quality"
+        self.tenants = json.loads((place / "manifest.json").read_text(encoding="utf-8"))["tenants"]
+        lines = lines_of(place.with_suffix(".jsonl"))
+        self.base = {line["tenant"]: line for line in lines if line["phase"] == "base"}
+        found: dict[tuple[str, int], dict[int, dict[str, Record]]] = defaultdict(lambda: defaultdict(dict))
         for line in lines:
-            for paragraph in json.loads(line)["text"].split("\n"):
-                words = paragraph.split()
-                if len(words) >= PROSE_WORDS:
-                    texts.append(" ".join(words[:PROSE_WORDS]))
-                    break  # one of each document
-            if len(texts) == count:
-                return texts
-    raise SystemExit(f"{file} has {len(texts)} documents with {PROSE_WORDS} words in a row, but {count} are needed.")
+            if line["phase"] == "final":
+                found[line["arm"], line["rank"]][line["seed"]][line["tenant"]] = line
+        order = sorted(found, key=lambda arm: (list(LABELS).index(arm[0]), arm[1]))
+        self.arms = {arm: {s: of for s, of in sorted(found[arm].items()) if len(of) == len(self.base)} for arm in order}
+
+    def values(self, arm: tuple[str, int], measure: str, names: Iterable[str]) -> NDArray[np.float64]:
+        """(tenants, seeds); accuracies in per cent."""
+        times = 100.0 if measure == "accuracy" else 1.0
+        return times * np.array([[of[name][measure] for of in self.arms[arm].values()] for name in names])
+
+    def apart(self, arm: tuple[str, int], measure: str, names: Sequence[str]) -> str:
+        """The mean difference from own bases of rank 16; the interval resamples tenants, and seeds for all of them."""
+        if arm == ("own", 16):
+            return ""
+        found = self.values(arm, measure, names) - self.values(("own", 16), measure, names)
+        draw, (num_tenants, num_seeds) = np.random.default_rng(0), found.shape
+        tenants = draw.integers(num_tenants, size=(10_000, num_tenants))
+        seeds = draw.integers(num_seeds, size=(10_000, num_seeds))
+        means = found[tenants[:, :, None], seeds[:, None, :]].mean(axis=(1, 2))
+        middle, low, high = found.mean(), *np.quantile(means, [0.025, 0.975])
+        digits = 1 if measure == "accuracy" else 3
+        return f"{middle:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})"
+
+    def table(self) -> str:
+        """Each arm over all tenants, then over those that took no part in calibration."""
+        newcomers = [name for name, about in self.tenants.items() if not about["calibrated"]]
+        before = [fmean(one[measure] for one in self.base.values()) for measure in ("accuracy", "loss")]
+        rows = [["base model", "", f"{100 * before[0]:.1f}", "", f"{before[1]:.3f}", "", ""]]
+        for who, names in (("", list(self.tenants)), (f"{len(newcomers)} newcomers: ", newcomers)):
+            for arm, seeds in self.arms.items():
+                some = next(iter(next(iter(seeds.values())).values()))
+                accuracy, loss = (self.values(arm, measure, names).mean() for measure in ("accuracy", "loss"))
+                cells = [f"{accuracy:.1f}", self.apart(arm, "accuracy", names)]
+                cells += [f"{loss:.3f}", self.apart(arm, "loss", names), f"{some['disk_bytes']:,}"]
+                rows.append([f"{who}{LABELS[arm[0]]}, r = {arm[1]}", str(len(seeds)), *cells])
+        heads = ["each tenant has", "seeds", "accuracy, %", "minus own, r = 16", "loss", "minus own, r = 16"]
+        return table([*heads, "bytes on disk"], rows)
 
 
 def main() -> None:
-    parser = parser_of(__doc__, "tenants-quality", "jsonl")
-    parser.add_argument("--corpus", type=Path, help="Prose: .jsonl.xz with a text in each line.")
-    options, model, encoder, common = begun(parser)
+    options, model, encoder, common = begun(parser_of(__doc__, "tenants-quality", "jsonl"))
     if options.quick:
         scale, tenants = QUICK, make_tenants(QUICK_TENANTS, None, validation=8, held_out=8)
-        prose = [str(example.prompt) for tenant in tenants.values() for example in tenant.rows["held-out"]]
     else:
-        if options.corpus is None:
-            raise SystemExit("The basis of plain prose needs --corpus FILE.jsonl.xz.")
-        scale, tenants, prose = FULL, make_tenants(TENANTS, options.data_root), read_prose(options.corpus, PROSE)
+        scale, tenants = FULL, make_tenants(TENANTS, options.data_root)
     manifest = write_tenants(tenants, options.out.with_suffix(""))
     common |= {
         "rows": sha256(json.dumps(manifest).encode()).hexdigest(),
-        "prose": sha256("\n".join(prose).encode()).hexdigest(),
         "recipe": {"rows_a_step": ROWS_A_STEP, "fewest_steps": FEWEST_STEPS, "warmup": WARMUP},
         "calibration": CALIBRATION,
     }
     results = Results(options.out, common, by=("arm", "rank", "seed", "tenant"))
-    Study(model, encoder, tenants, prose, results, scale).run()
+    Study(model, encoder, tenants, results, scale).run()
 
 
 if __name__ == "__main__":

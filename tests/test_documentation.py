@@ -94,7 +94,7 @@ def test_verbs_and_flags_of_the_pages_are_the_programs(page: Path, verbs: Any) -
 
 RUN_ELSEWHERE = {
     r"campaign (plan|rehearse) lab/campaigns/paper-3b.yaml$": "rehearsal/test_campaigns.py",
-    r"campaign run lab/campaigns/pocket.yaml": "rehearsal/test_campaigns.py",  # on a tiny model; itself it takes hours
+    r"campaign run lab/campaigns/demo.yaml": "cli/test_demo.py",  # it takes minutes
     r"--ray ": "campaign/test_ray_pool.py",
     r"\$(spec|folder)": "cli/test_campaign.py",
 }
@@ -130,11 +130,11 @@ def lay_out(place: Path) -> None:
     )
     for name in ("lab", "examples"):
         (place / name).symlink_to(ROOT / name)
-    results = LAB / "results" / "frontier"
+    results = LAB / "results" / "smollm2"
     campaign = json.loads((results / "campaign.json").read_text())
     for study in campaign["studies"].values():
         study["report"]["mean"] = True  # a report over several campaigns compares means
-    for name in ("pocket", "a", "b", "c"):
+    for name in ("demo", "a", "b", "c"):
         (place / "runs" / name).mkdir(parents=True)
         shutil.copy(results / "records.jsonl", place / "runs" / name)
         (place / "runs" / name / "campaign.json").write_text(json.dumps(campaign | {"name": name}))
@@ -216,7 +216,7 @@ def sides(diff: str) -> list[str]:
 NOT_RUN_HERE = {
     "serving": "tests/engines/test_serving_page.py",  # it needs the engines
     "federated": "tests/test_examples.py",  # lines of examples/federated.py
-    "scale": "", "rank-budget": "", "refreshing": "",
+    "rank-budget": "", "refreshing": "",
 }  # fmt: skip
 ALONE = ("index", "from-lora", "in-python", "memory", "quantisation")  # pages whose code needs no command before it
 
@@ -285,7 +285,7 @@ def test_the_first_python_of_the_readme_trains_saves_and_reloads(
 
 
 def test_generated_blocks_are_those_of_the_committed_results(tmp_path: Path) -> None:
-    done = forked.ended(forked.script(ROOT / "benchmarks" / "pages.py", "--check"), tmp_path)
+    done = forked.ended(forked.script(ROOT / "benchmarks" / "tables.py", "--check"), tmp_path)
     assert done.status == 0, done.out + done.err[-2000:]
 
 

@@ -1,10 +1,8 @@
-"""Crafted adapters and bases end in one line, through every way in; benchmarks/fuzz.py draws many more."""
+"""Crafted adapters and bases end in one line, through every way in."""
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,24 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import ways_in as ways
 from frozencore.errors import FrozenCoreError
-from places import ROOT
 
 HUGE = int("9" * 400)
-
-
-def _ways() -> Any:
-    """A module of benchmarks/, which is no package."""
-    spec = importlib.util.spec_from_file_location("fuzz_ways", ROOT / "benchmarks" / "fuzz_ways.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["fuzz_ways"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-ways = _ways()
 
 
 @pytest.fixture(scope="module")

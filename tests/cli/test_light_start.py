@@ -19,7 +19,7 @@ from frozencore import __version__, public, words
 from frozencore.cli.verbs import all_verbs
 from places import LAB
 
-SCALE = LAB / "results" / "scale"
+SMOLLM2 = LAB / "results" / "smollm2"
 HEAVY = {"torch", "transformers", "peft", "datasets", "accelerate", "matplotlib", "scipy", "torchao", "bitsandbytes"}
 
 
@@ -41,7 +41,7 @@ TELLS = {
     ("campaign", "--help"): "Make many runs from one YAML file",
     ("tune", "--help"): "--calibration-size",
     ("export", "--help"): "--to",
-    ("campaign", "status", str(SCALE)): "scale: ",
+    ("campaign", "status", str(SMOLLM2)): "smollm2: ",
 }
 ONE_AFTER_THE_OTHER = """
 import io, json, sys
@@ -64,7 +64,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], tupl
     folder = tmp_path_factory.mktemp("bin")
     script = folder / "frozencore"
     adapted("fcca", trained=True).save_pretrained(str(folder / "run/adapter"))
-    (folder / "run/result.json").write_text((SCALE / "records.jsonl").read_text().partition("\n")[0])
+    (folder / "run/result.json").write_text((SMOLLM2 / "records.jsonl").read_text().partition("\n")[0])
     (folder / "rows.txt").write_text("rows")
     for name in ("tenants/anna.jsonl", "many/anna/result.json"):
         (folder / name).parent.mkdir(parents=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,12 +13,9 @@ import pytest
 from frozencore.tune.run.record import RunRecord, TunedRecord
 from frozencore_lab.campaign.job import make_job
 from frozencore_lab.campaign.plan import plan
-from frozencore_lab.campaign.results import load_results
 from frozencore_lab.campaign.shared_moments import moments_key
 from frozencore_lab.campaign.spec import read_campaign
 from frozencore_lab.campaign.store import Store
-from frozencore_lab.reports.campaign import campaign_document
-from frozencore_lab.reports.writing import report_text
 
 LAB = Path(__file__).parents[2]
 RESULTS = sorted(folder.name for folder in (LAB / "results").iterdir())
@@ -35,30 +31,13 @@ def test_every_run_of_the_specification_has_its_record_and_every_record_its_run(
     assert asked_for == made
 
 
-def test_they_are_records_and_what_pages_show_and_no_more() -> None:
-    """``campaign report`` makes the rest again: the page, tables as CSV and LaTeX, tables that no page names."""
+def test_they_are_specifications_and_records() -> None:
+    """``campaign report`` makes the rest again: the page, its tables and figures."""
     if shutil.which("git") is None or not (LAB.parent / ".git").exists():
         pytest.skip("no checkout")
-    listed = subprocess.run(
-        ["git", "ls-files", "lab/results"], cwd=LAB.parent, capture_output=True, text=True, check=True
-    )
-    pages = [LAB.parent / "README.md", *(LAB.parent / "docs").glob("*.md")]
-    named = {
-        name for page in pages for name in re.findall(r"lab/(results/\S+/tables/[\w.-]+\.md)", page.read_text("utf-8"))
-    }
-    shown = re.compile(r"results/[^/]+/(campaign\.json|records\.jsonl|report/report\.md|report/figures/[^/]+\.png)")
-    files = [name.removeprefix("lab/") for name in listed.stdout.split()]
-    assert [name for name in files if not shown.fullmatch(name) and name not in named] == []
-    for name in files:
-        if name.endswith(".png"):
-            figure = Path(name)
-            assert f"(figures/{figure.name})" in (LAB / figure.parents[1] / "report.md").read_text("utf-8"), name
-
-
-@pytest.mark.parametrize("name", ["controls"])  # those that take a second
-def test_a_committed_report_is_what_its_records_give_today(name: str) -> None:
-    folder = LAB / "results" / name
-    assert report_text(campaign_document(load_results(folder))) == (folder / "report" / "report.md").read_text("utf-8")
+    words = ["git", "ls-files", "lab/results"]
+    listed = subprocess.run(words, cwd=LAB.parent, capture_output=True, text=True, check=True)
+    assert {Path(name).name for name in listed.stdout.split()} == {"campaign.json", "records.jsonl"}
 
 
 @pytest.mark.parametrize("name", RESULTS)

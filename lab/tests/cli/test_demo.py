@@ -31,10 +31,10 @@ def few_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "FILE", tmp_path / "few.yaml")
 
 
-def test_every_constructor_rounds_and_lora_meet_on_every_pocket_task_with_one_seed() -> None:
+def test_every_constructor_and_lora_meet_on_every_pocket_task_with_one_seed() -> None:
     axes = demo_campaign(seed=7).studies["demo"].axes
     assert set(axes["task"]) == set(POCKET_TASKS)
-    assert set(axes["method"]) == {*CONSTRUCTORS, "fcca-in-rounds", "lora-r1", "lora"}
+    assert set(axes["method"]) == {*CONSTRUCTORS, "lora-r1", "lora"}
     assert axes["seed"] == (7,)
 
 
