@@ -7,9 +7,12 @@ handles failures: the failed rank raises its own error, and the others raise an 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from datetime import timedelta
 from functools import partial
+from itertools import count
+from pickle import UnpicklingError
 from typing import TypeVar, cast
 
 import torch
@@ -22,6 +25,9 @@ from frozencore.words import one_line
 
 T = TypeVar("T")
 _BY_ITSELF = ContextVar("by itself", default=False)
+_ENTRIES = count()
+_TAG = "frozencore"
+LATE_S = 10
 
 
 def num_ranks() -> int:
@@ -73,6 +79,34 @@ def all_ranks_or_none() -> Iterator[None]:
     _refuse_failures(None)
 
 
+def enter_together(what: str) -> None:
+    """Check that all ranks begin the same work. If another rank is late, return: the first exchange waits for it.
+
+    The check does not use collectives, which would mix up the messages of different work.
+
+    Args:
+        what: What this rank calls, for the error.
+
+    Raises:
+        RankError: Another rank calls something else.
+    """
+    if num_ranks() == 1:
+        return
+    from torch.distributed.distributed_c10d import _get_default_store  # missing where torch has no distributed part
+
+    store, place = dist.PrefixStore("frozencore", _get_default_store()), next(_ENTRIES)
+    keys = [f"{place}/{rank}" for rank in range(num_ranks())]
+    store.set(keys[own_rank()], what)
+    with suppress(RuntimeError):
+        store.wait(keys, timedelta(seconds=LATE_S))
+    for rank, key in enumerate(keys):
+        if store.check([key]) and (theirs := store.get(key).decode()) != what:
+            raise RankError(
+                f"All ranks must call the same functions in the same order, but rank {own_rank()} called {what} and "
+                f"rank {rank} called {theirs}. Call each on every rank."
+            )
+
+
 def each_by_itself(work: Callable[[], T]) -> T:
     """Return the result of this rank's own work after all ranks have finished."""
     with all_ranks_or_none(), by_itself():
@@ -108,9 +142,15 @@ def of_every_rank(own: T) -> list[T]:
     """Return every rank's plain object, in the order of ranks, on every rank."""
     if num_ranks() == 1:
         return [own]
-    held = [own] * num_ranks()
-    call_collective(partial(dist.all_gather_object, held, own))
-    return held
+    held: list[tuple[str, T]] = [(_TAG, own)] * num_ranks()
+    call_collective(partial(dist.all_gather_object, held, (_TAG, own)))
+    for rank, theirs in enumerate(held):
+        if not isinstance(theirs, tuple) or theirs[:1] != (_TAG,):
+            raise RankError(
+                f"All ranks must call the same functions in the same order, but rank {rank} called another exchange of "
+                "torch.distributed. Call frozencore's functions on every rank."
+            )
+    return [theirs for _, theirs in held]
 
 
 def gathered(own: Mapping[str, T]) -> dict[str, T]:
@@ -140,7 +180,7 @@ def call_collective(collective: Callable[[], object]) -> None:
     """
     try:
         collective()
-    except RuntimeError as error:
+    except (RuntimeError, EOFError, UnpicklingError) as error:
         reason = one_line(error).partition(". ")[0]
         raise RankError(f"A rank died or stopped answering ({reason}). Start all ranks again.") from error
 

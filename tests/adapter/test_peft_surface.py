@@ -10,6 +10,7 @@ import pytest
 import torch
 from peft import (
     AutoPeftModelForCausalLM,
+    LoraConfig,
     PeftModel,
     get_layer_status,
     get_model_status,
@@ -23,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from adapted import BATCHES, adapted, cores_of, logits, train_at_random
 from frozencore import FrozenCoreConfig, calibrate, prepare_swap, swap_core
-from frozencore.errors import ArtifactError, CalibrationError, ConfigError
+from frozencore.errors import ArtifactError, CalibrationError, ConfigError, ModelError
 from tiny import tiny_gpt2, tiny_qwen2
 
 ROWS = ["default", "__base__", "other", "default"]
@@ -317,3 +318,25 @@ def test_an_old_peft_is_refused_in_one_line() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert "ImportError: frozencore needs peft 0.21 or newer, but 0.19.1 is installed" in done.stderr
+
+
+def test_an_adapter_of_a_compiled_base_reloads_there_and_says_so_on_a_plain_one(tmp_path: Path) -> None:
+    model = adapted("random", model=torch.compile(tiny_qwen2(), backend="eager"), trained=True)
+    model.save_pretrained(str(tmp_path))
+    compiled = PeftModel.from_pretrained(torch.compile(tiny_qwen2(), backend="eager"), str(tmp_path))
+    assert torch.equal(logits(compiled.eval()), logits(model))
+    with pytest.raises(ArtifactError, match="was added to a compiled model, there or here") as caught:
+        PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_of_inference_tensors_is_built_and_used_but_not_calibrated() -> None:
+    with torch.inference_mode():
+        base = tiny_qwen2()
+        expected = logits(base)
+    lora = get_peft_model(base, LoraConfig(r=3))
+    assert torch.equal(logits(lora.unload()), expected)
+    model = get_peft_model(base, FrozenCoreConfig(r=3))
+    assert torch.equal(logits(model.eval()), expected)
+    with pytest.raises(ModelError, match=r"was made under torch.inference_mode\(\), where no gradient passes"):
+        calibrate(model, BATCHES, progress=False)

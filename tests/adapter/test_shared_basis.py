@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from peft import PeftModel
+from safetensors.torch import load_model, save_model
 from torch import nn
+from transformers import Trainer, TrainingArguments
 
-from adapted import BATCHES, adapted, logits, train_at_random
-from frozencore import get_bases, set_bases
+from adapted import BATCHES, EXAMPLES, adapted, cores_of, logits, train_at_random
+from frozencore import FrozenCoreConfig, calibrate, get_bases, set_bases
 from frozencore.adapter.layer import frozen_core_layers
-from tiny import tiny_qwen2
+from frozencore.adapter.saved.tensors import UncalibratedWarning
+from tiny import batch_of, tiny_qwen2
 
 PROMPT = {key: BATCHES[0][key] for key in ("input_ids", "attention_mask")}
 ROWS = ["a", "__base__", "b", "a"]
@@ -165,3 +171,139 @@ def test_a_batch_of_another_size_is_refused_and_nothing_stays() -> None:
     with pytest.raises(ValueError, match="Length of"):
         model(**PROMPT, adapter_names=["a"] * 3)
     assert torch.equal(logits(model), before)
+
+
+def with_reference(model: PeftModel, *more: str) -> PeftModel:
+    """Another adapter of the same configuration, as TRL adds its reference."""
+    for name in ("ref", *more):
+        model.add_adapter(name, model.peft_config["default"])
+        train_at_random(model, name, seed=len(name))
+    return model
+
+
+def same_outputs(one: PeftModel, other: PeftModel, *names: str) -> bool:
+    found = []
+    for model in (one, other):
+        for name in names:
+            model.set_adapter(name)
+            found.append(logits(model.eval()))
+    return all(map(torch.equal, found[: len(names)], found[len(names) :]))
+
+
+def test_an_adapter_beside_one_of_the_same_configuration_gets_its_basis() -> None:
+    model = with_reference(adapted("fcca", trained=True))
+    assert all(len(held) == 1 for held in holders(model, "default", "ref"))
+    for other in ({"damping": 0.5}, {"r": 2}, {"alpha": 8.0}, {"constructor": "rawgrad"}):
+        options = {"r": 3, "constructor": "fcca", "alpha": None, "coordinates": "qr", **other}
+        model.add_adapter("another", FrozenCoreConfig(**options))
+        assert not any(layer.frozencore_P["another"].any() for layer in cores_of(model, "another"))
+        model.delete_adapter("another")
+
+
+def test_adapters_added_before_calibration_get_the_basis_too_and_a_second_calibration_leaves_it() -> None:
+    model = with_reference(adapted("fcca", calibrated=False))
+    calibrate(model, BATCHES, adapter_name="default", progress=False)
+    assert all(len(held) == 1 for held in holders(model, "default", "ref"))
+    before = get_bases(model, "default")
+    calibrate(model, BATCHES[:1], adapter_name="ref", reset=True, progress=False)
+    assert all(len(held) == 2 for held in holders(model, "default", "ref"))
+    assert all(torch.equal(basis, before[name]) for name, basis in get_bases(model, "default").items())
+
+
+def test_a_state_dict_holds_each_basis_once_and_the_adapter_is_saved_whole(tmp_path: Path) -> None:
+    model = with_reference(adapted("fcca", trained=True))
+    assert not any(".ref" in name for name in model.state_dict() if "frozencore_R" not in name)
+    model.save_pretrained(str(tmp_path))
+    loaded = PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path / "ref"), adapter_name="ref")
+    assert same_outputs(loaded, model, "ref")
+
+
+def fresh() -> PeftModel:
+    return with_reference(adapted("fcca", calibrated=False))
+
+
+def on_two_bases() -> PeftModel:
+    model = adapted("fcca")
+    model.add_adapter("ref", FrozenCoreConfig(r=3, constructor="rawgrad", alpha=None, coordinates="qr"))
+    calibrate(model, BATCHES, adapter_name="ref", progress=False)
+    return model
+
+
+LOADERS: dict[str, Callable[[PeftModel, PeftModel, Path], object]] = {
+    "state dict": lambda model, other, _: other.load_state_dict(model.state_dict()),
+    "assigned": lambda model, other, _: other.load_state_dict(model.state_dict(), assign=True),
+    "safetensors": lambda model, other, folder: (
+        save_model(model, str(folder / "model")), load_model(other, str(folder / "model"), strict=True)
+    ),
+    "accelerate": lambda model, other, folder: restored_by_accelerate(model, other, folder),
+}  # fmt: skip
+
+
+def restored_by_accelerate(model: PeftModel, other: PeftModel, folder: Path) -> None:
+    for each in (model, other):
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare(each)
+        accelerator.save_state(str(folder / "state")) if each is model else accelerator.load_state(
+            str(folder / "state")
+        )
+
+
+@pytest.mark.parametrize("way", LOADERS)
+@pytest.mark.parametrize("into", [fresh, on_two_bases])
+def test_a_shared_basis_comes_back_by_every_loader(way: str, into: Callable[[], PeftModel], tmp_path: Path) -> None:
+    model, other = with_reference(adapted("fcca", trained=True)), into()
+    LOADERS[way](model, other, tmp_path)
+    assert same_outputs(model, other, "default", "ref")
+    assert all(len(held) == 1 for held in holders(other, "default", "ref"))
+
+
+def test_a_state_dict_with_a_basis_for_each_adapter_loads_too() -> None:
+    model = on_two_bases()
+    train_at_random(model, "ref")
+    other = fresh()
+    other.load_state_dict(model.state_dict())
+    assert same_outputs(model, other, "default", "ref")
+
+
+def test_a_basis_that_cannot_be_known_is_missing_and_never_guessed() -> None:
+    model = with_reference(adapted("fcca", trained=True), "third")
+    set_bases(model, get_bases(adapted("random")), adapter_name="third", reset=True)
+    other = with_reference(adapted("fcca", calibrated=False), "third")
+    with pytest.raises(RuntimeError, match="Missing key.*frozencore_P.ref"):
+        other.load_state_dict(model.state_dict())
+
+
+def test_a_trainer_saves_a_module_that_holds_two_adapters_on_one_basis(tmp_path: Path) -> None:
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            model = with_reference(adapted("fcca", model=tiny_qwen2(tie_word_embeddings=False)))
+            model.set_adapter("default")
+            self.model, self.head = model, nn.Linear(40, 1)
+
+        def forward(self, labels: torch.Tensor, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": self.head(self.model(**inputs).logits).square().mean()}
+
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=1, save_steps=1, report_to="none", disable_tqdm=True, use_cpu=True,
+        remove_unused_columns=False,
+    )  # fmt: skip
+    Trainer(Wrapped(), arguments, train_dataset=EXAMPLES, data_collator=batch_of).train()
+    load_model(restored := Wrapped(), str(tmp_path / "checkpoint-1" / "model.safetensors"))
+    assert all(len(held) == 1 for held in holders(restored, "default", "ref"))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_trained_core_on_a_basis_of_zeros_says_so_once_in_evaluation(compiled: bool) -> None:
+    cores = {name: p for name, p in adapted("fcca", trained=True).named_parameters() if p.requires_grad}
+    model = adapted("fcca", calibrated=False)
+    call = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+    with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call(input_ids=PROMPT["input_ids"])
+        model.load_state_dict(cores, strict=False)
+        assert not [one for one in caught if issubclass(one.category, UncalibratedWarning)]
+        for _ in range(2):
+            call(input_ids=PROMPT["input_ids"])
+    (said,) = [str(one.message) for one in caught if issubclass(one.category, UncalibratedWarning)]
+    assert "'default' has a trained core and no basis" in said

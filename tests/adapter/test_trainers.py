@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel, get_peft_model
+from opacus import PrivacyEngine
+from opacus.grad_sample import wrap_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from adapted import EXAMPLES, adapted, cores_of, logits
@@ -154,3 +158,65 @@ def test_training_without_calibration_stops_at_the_first_step_and_saves_nothing(
     with pytest.raises(CalibrationError, match=r"Call frozencore.calibrate\(model, dataloader\) first"):
         trainer_of(adapted("fcca", calibrated=False), tmp_path, save_steps=1).train()
     assert not list(tmp_path.glob("checkpoint-*"))
+
+
+class LastToken(nn.Module):
+    """The logits of a batch's last tokens, from tensors by position, as Opacus calls a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.model(input_ids=input_ids, attention_mask=attention_mask).logits[:, -1]
+
+
+def rows_for_opacus() -> tuple[tuple[Tensor, Tensor], Tensor]:
+    batch = batch_of(EXAMPLES[:4])
+    return (batch["input_ids"], batch["attention_mask"]), batch["input_ids"][:, 0]
+
+
+def gradient_of_each_row(model: nn.Module) -> list[Tensor]:
+    (ids, mask), labels = rows_for_opacus()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    rows = [
+        torch.autograd.grad(cross_entropy(model(ids[i : i + 1], mask[i : i + 1]), labels[i : i + 1]), trained)
+        for i in range(len(ids))
+    ]
+    return [torch.stack(each) for each in zip(*rows, strict=True)]
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch"])
+def test_opacus_gives_each_rows_gradient_of_a_core(mode: str) -> None:
+    model = LastToken(adapted("fcca", trained=True).train())
+    expected = gradient_of_each_row(model)
+    inputs, labels = rows_for_opacus()
+    wrapped = wrap_model(model, grad_sample_mode=mode)
+    cross_entropy(wrapped(*inputs), labels).backward()
+    found = [p.grad_sample for p in wrapped.parameters() if p.requires_grad]
+    for mine, right in zip(found, expected, strict=True):
+        assert float((mine - right).norm() / right.norm()) < 1e-5
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+@pytest.mark.parametrize("method", ["lora", "core"])
+def test_opacus_makes_a_private_step_of_clipped_rows(method: str, mode: str) -> None:
+    """Without noise, the mean of the rows' gradients, each at most 0.1 long over all trained values."""
+    lora = get_peft_model(tiny_qwen2(), LoraConfig(r=3, init_lora_weights=False)) if method == "lora" else None
+    model = LastToken((lora or adapted("fcca", trained=True)).train())
+    rows = gradient_of_each_row(model)
+    lengths = torch.stack([each.flatten(1).square().sum(1) for each in rows]).sum(0).sqrt()
+    inputs, labels = rows_for_opacus()
+    data = DataLoader(TensorDataset(*inputs, labels), batch_size=len(labels))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    private, optimizer, *rest, _ = PrivacyEngine().make_private(
+        module=model, optimizer=torch.optim.SGD(trained, lr=1.0), data_loader=data, noise_multiplier=0.0,
+        max_grad_norm=0.1, poisson_sampling=False, grad_sample_mode=mode,
+        **({"criterion": nn.CrossEntropyLoss()} if mode == "ghost" else {}),
+    )  # fmt: skip
+    before = [p.detach().clone() for p in trained]
+    (rest[0] if rest else cross_entropy)(private(*inputs), labels).backward()
+    optimizer.step()
+    for old, new, each in zip(before, trained, rows, strict=True):
+        clipped = torch.einsum("b,b...->...", (0.1 / lengths).clamp(max=1), each) / len(labels)
+        torch.testing.assert_close(old - new, clipped, rtol=1e-3, atol=1e-6)

@@ -1,7 +1,8 @@
-"""TRL's ``SFTTrainer`` with a frozen core: prompt and completion, chat, and a configuration in place of a model."""
+"""TRL's trainers with a frozen core: fine-tuning on every form of rows, and references that start equal."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,24 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from peft import PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedTokenizerBase
-from trl import SFTConfig, SFTTrainer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
 from adapted import cores_of
-from frozencore import FrozenCoreConfig, Refresh, calibrate, get_bases, set_bases
+from frozencore import FrozenCoreConfig, Refresh, calibrate, get_bases, save_basis, set_bases
 from frozencore.errors import CalibrationError
 from frozencore.tune.pocket import pocket_model_path
 
@@ -191,3 +203,96 @@ def test_trl_rounds_the_cores_of_a_quantised_base_and_one_line_takes_it_back(sft
     trainer.train()
     assert {core.dtype for core in cores} == {torch.float32}
     assert all(core.any() for core in cores)
+
+
+def trained_at_random(model: PeftModel) -> PeftModel:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def wrapped(config: PeftConfig) -> PeftModel:
+    return trained_at_random(get_peft_model(base_model(), config))
+
+
+def loaded(config: PeftConfig, folder: Path) -> PeftModel:
+    wrapped(config).save_pretrained(folder)
+    return PeftModel.from_pretrained(base_model(), folder, is_trainable=True)
+
+
+def on_a_named_basis(config: PeftConfig, folder: Path) -> PeftModel:
+    if isinstance(config, LoraConfig):
+        return loaded(config, folder)
+    save_basis(get_peft_model(base_model(), config), folder / "basis")
+    return loaded(FrozenCoreConfig(basis=str(folder / "basis")), folder / "adapter")
+
+
+REFERENCES: dict[str, Callable[[PeftConfig, Path], PeftModel]] = {
+    "fresh": lambda config, _: wrapped(config), "loaded": loaded, "named basis": on_a_named_basis,
+}  # fmt: skip
+QUIET = {
+    "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "max_steps": 1, "learning_rate": 1e-12,
+    "logging_steps": 1, "report_to": "none", "disable_tqdm": True, "use_cpu": True, "bf16": False,
+    "save_strategy": "no",
+}  # fmt: skip
+PREFERENCES = [{"prompt": p, "chosen": c, "rejected": " tom has 7 ."} for p, c in PAIRS[:4]]
+RATED = [{**row, "label": i % 2 == 0} for i, row in enumerate(PROMPTS[:4])]
+SAMPLED = {"beta": 0.1, "num_generations": 2, "max_completion_length": 4}
+TRAINERS: dict[str, tuple[type, type, list[dict[str, Any]], dict[str, Any], str, float]] = {
+    "DPO": (DPOTrainer, DPOConfig, PREFERENCES, {}, "loss", math.log(2)),
+    "KTO": (KTOTrainer, KTOConfig, RATED, {}, "rewards/chosen", 0.0),
+    "GRPO": (GRPOTrainer, GRPOConfig, PROMPTS[:4], SAMPLED, "kl", 0.0),
+    "RLOO": (RLOOTrainer, RLOOConfig, PROMPTS[:4], SAMPLED, "kl", 0.0),
+}
+
+
+def lengths(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+@pytest.mark.parametrize("method", ["lora", "core"])
+@pytest.mark.parametrize(
+    ("trainer", "source"), [("DPO", "fresh"), ("DPO", "named basis"), *((trainer, "loaded") for trainer in TRAINERS)]
+)
+def test_the_reference_is_the_adapter_that_training_starts_from(
+    trainer: str, source: str, method: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """Nothing has been learned yet, so the loss of preferences is log 2, and rewards and divergences are 0."""
+    targets = ["q_proj", "v_proj"]
+    config = (
+        LoraConfig(r=4, target_modules=targets)
+        if method == "lora"
+        else FrozenCoreConfig(r=4, constructor="random", target_modules=targets)
+    )
+    make, settings, rows, options, measured, expected = TRAINERS[trainer]
+    rewards = {"reward_funcs": lengths} if trainer in ("GRPO", "RLOO") else {"eval_dataset": Dataset.from_list(rows)}
+    made = make(
+        REFERENCES[source](config, tmp_path / "start"), args=settings(str(tmp_path / "run"), **{**QUIET, **options}),
+        train_dataset=Dataset.from_list(rows), processing_class=tokenizer, **rewards,
+    )  # fmt: skip
+    if "eval_dataset" in rewards:
+        assert made.evaluate()[f"eval_{measured}"] == pytest.approx(expected, abs=1e-6)
+    made.train()
+    logged = [entry[measured] for entry in made.state.log_history if "grad_norm" in entry]
+    assert logged == pytest.approx([expected], abs=1e-6)
+    made.save_model(str(tmp_path / "end"))
+    again = PeftModel.from_pretrained(base_model(), tmp_path / "end")
+    assert torch.equal(logits(again), logits(made.model.eval()))
+
+
+def test_an_uncalibrated_adapter_and_its_reference_get_one_basis(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    trainer = DPOTrainer(
+        get_peft_model(base_model(), FrozenCoreConfig(r=4)), args=DPOConfig(str(tmp_path), **QUIET),
+        train_dataset=Dataset.from_list(PREFERENCES), processing_class=tokenizer,
+    )  # fmt: skip
+    calibrate(trainer.model, trainer.get_train_dataloader(), loss_fn=trainer.compute_loss, progress=False)
+    for layer in cores_of(trainer.model):
+        assert layer.frozencore_P["default"] is layer.frozencore_P["ref"]
+        assert layer.frozencore_P["ref"].any()
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)

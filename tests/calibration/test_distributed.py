@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from calibration.lost_rank import lose_a_rank
 from calibration.two_ranks import (
@@ -34,9 +36,10 @@ from calibration.two_ranks import (
     streamed_bases,
 )
 from forked import as_ranks, ended
-from frozencore import calibrate, collect_moments
+from frozencore import calibrate, collect_moments, ranks
 from frozencore.calibration import collect
 from frozencore.calibration.layer_owners import assign_owners
+from frozencore.errors import RankError
 from frozencore.maths.linalg import principal_cosines
 from places import SOURCES, TESTS
 from tiny import attention_names, batches_of, tiny_qwen2
@@ -235,6 +238,34 @@ def test_a_rank_that_is_lost_ends_the_others_within_the_timeout(
         assert re.match(r"A rank died or stopped answering \(.+\)\. Start all ranks again\.$", report["error"])
         assert report["waited_s"] < TIMEOUT_S + 5
         assert report["bases as before"]
+
+
+def leave_out_a_call(out: Path, foreign: bool) -> None:
+    """Rank 0 calibrates, while rank 1 wraps the model, or exchanges objects of its own."""
+    dist.init_process_group("gloo")
+    rank, model, ranks.LATE_S = dist.get_rank(), adapted("random"), 1
+    try:
+        if rank == 0:
+            calibrate(model, progress=False)
+        elif foreign:
+            dist.all_gather_object([None, None], {"own": "message"})
+        else:
+            DistributedDataParallel(model)
+    except RankError as error:
+        (out / f"{rank}").write_text(str(error))
+    dist.barrier()
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+def test_a_rank_that_leaves_out_calibration_is_one_clear_line(foreign: bool, tmp_path: Path) -> None:
+    done = ended(lambda: as_ranks(2, lambda _: leave_out_a_call(tmp_path, foreign)), tmp_path, timeout_s=60)
+    assert done.status == 0, done.err[-2000:]
+    said = [(tmp_path / f"{rank}").read_text() for rank in range(1 if foreign else 2)]
+    theirs = "another exchange of torch.distributed" if foreign else "torch's DistributedDataParallel on the model"
+    assert f"rank 1 called {theirs}" in said[0]
+    for line in said:
+        assert line.startswith("All ranks must call the same functions in the same order, but rank ")
+        assert "\n" not in line
 
 
 def test_owners_share_the_work_evenly(reports: list[dict[str, Any]]) -> None:

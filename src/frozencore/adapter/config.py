@@ -136,6 +136,7 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
     def __post_init__(self) -> None:
         super().__post_init__()
         self._seal_to_write: dict[str, Any] | None = None
+        self.awaits_file = self.load_bases  # the tensors of a file come after the layers
         self._folder: Path | None = None  # the folder that the adapter was read from
         self._grown_from: dict[str, Any] | None = None  # the header of the basis before this one grew
         self._expressions: dict[str, tuple[Any, Any]] = {}  # fields as given, and as layer names

@@ -7,6 +7,7 @@ is set, P and Q are zero, so the layer computes the same as its base layer.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from frozencore.adapter.packed_rows import PackedRows
 from frozencore.adapter.rounds import AdapterRounds
 from frozencore.adapter.saved.same_base import sample_weight
+from frozencore.adapter.saved.tensors import warn_of_lost_core
 from frozencore.adapter.shared_factors import SharedFactors
 from frozencore.errors import ArtifactError, CalibrationError
 from frozencore.maths.basis import Basis
@@ -46,9 +48,10 @@ class RowCores:
 class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
     """State and arithmetic of the adapters on one base layer with n inputs and m outputs.
 
-    ``frozencore_scale``: s. ``frozencore_ready``: whether a basis was set. ``base_samples``: some values of the
-    original weight. ``awaits_core``: adapters whose core is not loaded yet. ``refreshed``: adapters that train in
-    rounds.
+    ``frozencore_scale``: s. ``frozencore_ready``: whether a basis was set; None if that must be looked up.
+    ``base_samples``: some values of the original weight. ``awaits_core``: adapters whose core is not loaded yet.
+    ``warned``: adapters without a basis that a warning named, one set for all layers. ``refreshed``: adapters that
+    train in rounds.
     """
 
     adapter_layer_names = ("frozencore_R",)
@@ -56,7 +59,15 @@ class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
         "frozencore_P", "frozencore_Q", "frozencore_past", "frozencore_scale", "frozencore_ready",
     )  # fmt: skip
 
-    def __init__(self, base_layer: nn.Module, name: str, *, dtype: torch.dtype = torch.float32, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        base_layer: nn.Module,
+        name: str,
+        *,
+        dtype: torch.dtype = torch.float32,
+        warned: set[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
         """
         Args:
             dtype: The model's dtype, for a quantised weight that does not show its dtype of computation.
@@ -70,7 +81,8 @@ class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
         self.frozencore_R = nn.ModuleDict()
         self.frozencore_past = BufferDict({}, persistent=True)
         self.frozencore_scale: dict[str, float] = {}
-        self.frozencore_ready: dict[str, bool] = {}
+        self.frozencore_ready: dict[str, bool | None] = {}
+        self.warned = set() if warned is None else warned
         self.row_cores: RowCores | None = None
         self.awaits_core: set[str] = set()
         self.refreshed: set[str] = set()
@@ -124,7 +136,7 @@ class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
         self.frozencore_P[adapter_name] = torch.zeros(self.out_features, rank, device=device, dtype=dtype)
         self.frozencore_Q[adapter_name] = torch.zeros(self.in_features, rank, device=device, dtype=dtype)
         self.frozencore_scale[adapter_name] = scale
-        self.frozencore_ready[adapter_name] = False
+        self.frozencore_ready[adapter_name] = None
 
     def set_basis(
         self, adapter_name: str, basis: Basis, *, start_core: Tensor | None = None, random_core: bool = False
@@ -142,6 +154,21 @@ class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
             if start_core is not None:
                 R.copy_(start_core)
         self.frozencore_ready[adapter_name] = True
+
+    def share_basis(self, adapter_name: str, other: str, *, random_core: bool) -> None:
+        """Let a new adapter use the P and Q of another adapter of the same shapes."""
+        for factors in (self.frozencore_P, self.frozencore_Q):
+            factors.join(adapter_name, other)
+        if random_core:
+            nn.init.kaiming_uniform_(self.core(adapter_name), a=5**0.5)
+
+    def are_alike(self, adapter_name: str, other: str) -> bool:
+        """Return whether two adapters have factors of the same kind, and the same scale."""
+        kinds = [
+            (self.frozencore_scale[name], *((X.shape, X.dtype, X.device) for X in self.factors(name)[:2]))
+            for name in (adapter_name, other)
+        ]
+        return kinds[0] == kinds[1]
 
     def require_fit(self, adapter_name: str, basis: Basis) -> None:
         """Raise an error if a basis does not have the shape of the adapter's factors."""
@@ -209,11 +236,23 @@ class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
                 f"The cores of the adapter {adapter_name!r} were not loaded: its file holds cores without bases, which "
                 "this loader cannot read. Use PeftModel.from_pretrained, or `frozencore adapter unpack` the folder."
             )
-        if self.training and not self.frozencore_ready[adapter_name]:
-            self.require_basis(adapter_name)
+        if not self.frozencore_ready[adapter_name]:
+            self._look_for_basis(adapter_name)
         return self.factors(adapter_name)
 
     @torch.compiler.assume_constant_result  # a compiled graph cannot read values
+    def _look_for_basis(self, adapter_name: str) -> None:
+        """Raise an error if a basis that is zero is trained on; warn once if a core that is not zero is used on it."""
+        P, _, R = self.factors(adapter_name)
+        if P.is_meta or R.is_meta:
+            return
+        if self.training:
+            self.require_basis(adapter_name)
+        self.frozencore_ready[adapter_name] = bool(P.any())
+        if not P.any() and bool(R.any()) and adapter_name not in self.warned:
+            self.warned.add(adapter_name)
+            warn_of_lost_core(adapter_name)
+
     def require_basis(self, adapter_name: str) -> None:
         """Raise an error if the basis is zero: it was never set and cannot be trained on."""
         if not bool(self.frozencore_P[adapter_name].any()):
@@ -238,10 +277,26 @@ class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
         own_device, dtype = self._device_and_dtype()
         target = own_device if device is None else device
         for factors, X in ((self.frozencore_P, P), (self.frozencore_Q, Q)):
-            factors[adapter_name] = X.to(target, dtype)
-            factors.share(adapter_name)
+            if (moved := X.to(target, dtype)) is not X:
+                factors[adapter_name] = moved
+                factors.share(adapter_name)
         self.frozencore_R[adapter_name].to(target)
         self.move_past(adapter_name, target)
+
+    def make_room_for(self, state_dict: Mapping[str, Any], prefix: str) -> None:
+        """Prepare to load this layer's part of a model's state dict, in which each basis may stand once."""
+        cores = [name for name in self.frozencore_R if f"{prefix}frozencore_R.{name}.weight" in state_dict]
+        for side, factors in (("P", self.frozencore_P), ("Q", self.frozencore_Q)):
+            came = [name for name in factors if f"{prefix}frozencore_{side}.{name}" in state_dict]
+            factors.make_room(came, cores)
+
+    def look_again(self) -> None:
+        """After tensors were loaded: share equal bases, and look whether there is a basis."""
+        for name in self.frozencore_R:
+            self.frozencore_P.share(name)
+            self.frozencore_Q.share(name)
+            P = self.frozencore_P[name]
+            self.frozencore_ready[name] = None if P.is_meta or not P.any() else True
 
     def _device_and_dtype(self) -> tuple[torch.device, torch.dtype]:
         device, dtype = self._get_base_layer_device_and_dtype(self.get_base_layer())

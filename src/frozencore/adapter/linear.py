@@ -32,6 +32,11 @@ class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
         super().__init__()
         FrozenCoreLayer.__init__(self, base_layer, name, **kwargs)
         self._active_adapter = adapter_name
+        self.register_load_state_dict_post_hook(_look_again)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        self.make_room_for(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, x: Tensor, *args: Any, adapter_names: list[str] | None = None, **kwargs: Any) -> Tensor:
         """
@@ -173,6 +178,10 @@ class FrozenCoreQuantisedLinear(FrozenCoreLinear):
         owner = _owner(self)
         self._unmerged = [owner.base_layer]
         owner.base_layer = copy.deepcopy(owner.base_layer)
+
+
+def _look_again(layer: Any, _: Any) -> None:
+    layer.look_again()
 
 
 def _require_as_loaded(layer: Any) -> None:

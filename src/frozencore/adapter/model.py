@@ -34,6 +34,7 @@ from frozencore.calibration.layer_owners import require_same_bases
 from frozencore.calibration.preserve import keep_weights
 from frozencore.constructors import LayerEvidence, build_basis
 from frozencore.errors import ArtifactError, ConfigError, ModelError
+from frozencore.ranks import enter_together
 
 ATTENTION_PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "out_proj"]
 
@@ -108,16 +109,39 @@ class FrozenCoreModel(BaseTuner):
             self._replace_module(parent, target_name, layer, target)
 
     def _give_bases(self, config: FrozenCoreConfig, adapter_name: str, layers: dict[str, FrozenCoreLayer]) -> None:
-        """Set the bases that need no data, and check the base model for bases that will be loaded."""
+        """Set the bases of an adapter of the same kind, or those that need no data; check the base model of a file."""
+        if any(its is config for other, its in self.peft_config.items() if other != adapter_name):
+            config.awaits_file = False  # the file was the other adapter's
         if config.awaits_ranks:
             spread_evenly(adapter_name, config, layers)
         if config.basis_id is not None:
             set_named_basis(self.peft_config, adapter_name, self.model)
-        elif config.load_bases:
+            return
+        if config.load_bases:
             require_same_base("The adapter", (config.seal or {}).get("base"), config, layers)
-        elif not config.needs_calibration:
+        if config.awaits_file:
+            return
+        if (twin := self._twin_of(config, adapter_name, layers)) is not None:
+            for layer in layers.values():
+                layer.share_basis(adapter_name, twin, random_core=not config.init_weights)
+        elif not config.load_bases and not config.needs_calibration:
             for layer in layers.values():
                 self._build_from_weight(layer, adapter_name, config)
+
+    def _twin_of(self, config: FrozenCoreConfig, adapter_name: str, layers: dict[str, FrozenCoreLayer]) -> str | None:
+        """Another adapter of the same configuration and shapes; the new one gets its bases."""
+        for other, its in self.peft_config.items():
+            if other == adapter_name:
+                continue
+            same = its.constructor == config.constructor and its.basis_options() == config.basis_options()
+            theirs = frozen_core_layers(self.model, other)
+            if (
+                same
+                and theirs.keys() == layers.keys()
+                and all(layer.are_alike(adapter_name, other) for layer in layers.values())
+            ):
+                return other
+        return None
 
     def _new_layer(self, target: nn.Module, adapter_name: str, name: str) -> FrozenCoreLinear:
         base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
@@ -130,7 +154,8 @@ class FrozenCoreModel(BaseTuner):
             )
         dtype = getattr(self.model, "dtype", torch.float32)
         kind = FrozenCoreLinear if backend is None else FrozenCoreQuantisedLinear
-        return kind(target, adapter_name, name, dtype=dtype, **get_quantization_kwargs(self))
+        warned = self.__dict__.setdefault("_warned", set())
+        return kind(target, adapter_name, name, dtype=dtype, warned=warned, **get_quantization_kwargs(self))
 
     def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
         """Replace a module; PEFT's method would assign the computed weights of trainable tokens to their embedding."""
@@ -176,22 +201,28 @@ class FrozenCoreModel(BaseTuner):
         layer.set_basis(adapter_name, basis, random_core=not config.init_weights)
 
     def add_weighted_adapter(
-        self, adapters: Sequence[str], weights: Sequence[float], adapter_name: str, combination_type: str = "linear"
+        self,
+        adapters: Sequence[str],
+        weights: Sequence[float],
+        adapter_name: str,
+        combination_type: str = "linear",
+        **options: object,
     ) -> None:
         """Add an adapter whose core is the weighted sum of cores on the same basis: exactly the sum of their updates.
 
         Args:
             adapters, weights: As in PEFT's LoRA.
             adapter_name: The new adapter; an existing adapter of this name stays unchanged.
-            combination_type: Must be ``"linear"``.
+            combination_type: Must be ``"linear"``, which has no options.
 
         Raises:
             ConfigError: An unknown adapter or combination, a wrong number of weights, or trained modules besides cores.
             ArtifactError: The adapters differ in layers, bases, ranks or scales.
         """
-        if combination_type != "linear":
+        if combination_type != "linear" or options:
+            came = ", ".join([f"combination_type={combination_type!r}", *options])
             raise ConfigError(
-                f"Cores on one basis are summed exactly by combination_type='linear', but {combination_type!r} came."
+                f"Cores on one basis are summed exactly by combination_type='linear', without options, but {came} came."
             )
         if adapter_name not in self.peft_config:
             add_weighted_sum(self, adapters, weights, adapter_name)
@@ -232,6 +263,7 @@ class FrozenCoreModel(BaseTuner):
         All ranks have the same bases, from calibration or from seeds. DistributedDataParallel reads this property when
         it starts, so differing bases are refused here.
         """
+        enter_together("torch's DistributedDataParallel on the model")
         require_same_bases(
             {
                 f"{adapter_name} {name}": layer.factors(adapter_name)[:2]

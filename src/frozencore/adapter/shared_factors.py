@@ -1,25 +1,74 @@
-"""P or Q of every adapter on one layer; adapters on the same basis share one tensor."""
+"""P or Q of every adapter on one layer: one buffer for each basis, however many adapters use it.
+
+The buffer has the name of one adapter; the others refer to it. So a state dict holds each basis once, and libraries
+that copy, save or load tensors never meet one tensor under two names. They are buffers and not frozen parameters,
+because trainers count, cast, shard and leave out parameters (ZeRO-3 saves without frozen ones).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
 
 import torch
-from peft.tuners._buffer_dict import BufferDict
-from torch import Tensor
+from torch import Tensor, nn
 
 
-class SharedFactors(BufferDict):
-    """Buffers by adapter name. Equal buffers become one tensor when they are set or loaded; each is saved."""
+class SharedFactors(nn.Module):
+    """Tensors by adapter name. Equal tensors become one when they are set or loaded."""
 
     def __init__(self) -> None:
-        super().__init__({}, persistent=True)
+        super().__init__()
+        self._owners: dict[str, str] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._owners
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._owners)
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def keys(self) -> list[str]:
+        """The adapters' names."""
+        return list(self._owners)
+
+    def __getitem__(self, name: str) -> Tensor:
+        held = self._buffers[self._owners[name]]
+        assert held is not None
+        return held
+
+    def __setitem__(self, name: str, tensor: Tensor) -> None:
+        """Give an adapter a tensor of its own."""
+        if name in self._owners:
+            del self[name]
+        self.register_buffer(name, tensor)
+        self._owners[name] = name
+
+    def __delitem__(self, name: str) -> None:
+        held = self[name]
+        owner = self._owners.pop(name)
+        if owner == name:
+            del self._buffers[name]
+            if heirs := [other for other, its in self._owners.items() if its == name]:
+                self.register_buffer(heirs[0], held)
+                self._owners |= dict.fromkeys(heirs, heirs[0])
+
+    def join(self, name: str, other: str) -> None:
+        """Let an adapter use another adapter's tensor."""
+        if self._owners.get(name, name) != self._owners[other]:
+            if name in self._owners:
+                del self[name]
+            self._owners[name] = self._owners[other]
+
+    def joined(self, name: str) -> list[str]:
+        """The adapters that use the tensor of this one, itself included."""
+        return [other for other, owner in self._owners.items() if owner == self._owners[name]]
 
     def fill(self, name: str, values: Tensor) -> None:
-        """Give an adapter new values, in place if no other adapter shares the tensor."""
+        """Give an adapter new values. Others that share a tensor keep theirs, unless it was not set yet."""
         own = self[name]
-        if self._others_hold(name):
+        if len(self.joined(name)) > 1 and (own.is_meta or own.any()):
             self[name] = values.to(own.device, own.dtype, copy=True)
         else:
             own.copy_(values)
@@ -30,34 +79,31 @@ class SharedFactors(BufferDict):
         own = self[name]
         if own.is_meta or not own.any():  # not set yet
             return
-        for other in self._distinct():
-            if other is not own and _equal(other, own):
-                self[name] = other
+        for other in dict.fromkeys(self._owners.values()):
+            if other != self._owners[name] and _equal(self[other], own):
+                for one in self.joined(name):
+                    self.join(one, other)
                 return
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        came = [name for name in self if f"{prefix}{name}" in state_dict]
-        for name in came:
-            if self._others_hold(name):  # loading would copy in place
-                self[name] = torch.empty_like(self[name])
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        for name in came:
-            self.share(name)
+    def make_room(self, came: list[str], cores: list[str]) -> None:
+        """Prepare to load tensors, each into a buffer of its own.
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SharedFactors:
-        """Move or cast the buffers; torch's method would give each adapter its own copy."""
-        held = dict(self.items())
-        moved: dict[int, Tensor] = {}
-        super()._apply(fn, recurse)
-        for name, before in held.items():
-            self[name] = moved.setdefault(id(before), self[name])
-        return self
-
-    def _others_hold(self, name: str) -> bool:
-        return any(held is self[name] for other, held in self.items() if other != name)
-
-    def _distinct(self) -> list[Tensor]:
-        return list({id(held): held for held in self.values()}.values())
+        Args:
+            came: The adapters whose tensors are in the state dict.
+            cores: The adapters whose cores are in it. One without a tensor shared it when the state dict was made; if
+                several tensors are possible, torch's error names the missing one.
+        """
+        groups = {name: [name] for name in came}
+        for name in cores:
+            if name not in came:
+                possible = [other for other in came if other in self.joined(name)] or came
+                if len(possible) == 1:
+                    groups[possible[0]].append(name)
+        for name, group in groups.items():
+            own = self[name]
+            self[name] = own if set(self.joined(name)) <= set(group) else torch.empty_like(own)
+            for follower in group[1:]:
+                self.join(follower, name)
 
 
 def _equal(left: Tensor, right: Tensor) -> bool:

@@ -30,7 +30,11 @@ def preserved(model: nn.Module) -> Iterator[None]:
     """Turn off dropout and weight gradients inside; restore everything afterwards, also after an error.
 
     Gradient checkpointing stays on where the user turned it on.
+
+    Raises:
+        ModelError: A weight was made under ``torch.inference_mode()``.
     """
+    refuse_inference_tensors(model)
     with ExitStack() as undo:
         undo.enter_context(own_random_state())
         undo.enter_context(torch.inference_mode(False))
@@ -50,6 +54,16 @@ def preserved(model: nn.Module) -> Iterator[None]:
                 module.training = True  # it checkpoints in training mode only
                 let_input_require_gradient(module, undo)
         yield
+
+
+def refuse_inference_tensors(model: nn.Module) -> None:
+    """Raise an error if a weight was made under ``torch.inference_mode()``; torch could not pass a gradient."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_inference():
+            raise ModelError(
+                f"Calibration passes gradients through the model, but {name!r} was made under torch.inference_mode(), "
+                "where no gradient passes. Load the model and add its adapter outside of it."
+            )
 
 
 def _without_cache(model: nn.Module, undo: ExitStack) -> None:

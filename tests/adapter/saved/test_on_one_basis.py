@@ -102,6 +102,7 @@ def test_what_cannot_be_summed_says_so_and_changes_nothing(tmp_path: Path) -> No
         (["a", "b"], [1.0], {}, "as many finite weights"),
         (["a", "b"], [1.0, float("nan")], {}, "as many finite weights"),
         (["a", "b"], [1.0, 1.0], {"combination_type": "svd"}, "'svd'"),
+        (["a", "b"], [1.0, 1.0], {"combination_type": "ties", "density": 0.5}, "'ties', density came"),
     ):
         with pytest.raises((ArtifactError, ConfigError), match=message) as caught:
             model.add_weighted_adapter(adapters, weights, "sum", **options)

@@ -29,7 +29,7 @@ from frozencore.maths.basis import Basis
 from frozencore.maths.capture import Capture
 from frozencore.maths.groups import Share
 from frozencore.maths.moments import LayerMoments, spread
-from frozencore.ranks import all_ranks_or_none, gathered
+from frozencore.ranks import all_ranks_or_none, enter_together, gathered
 from frozencore.words import Progress
 
 
@@ -143,6 +143,7 @@ def calibrate(
             smallest budget that works. Or the groups or their weights are wrong.
         DataError: The data are not batches, or rows that the collator cannot read.
     """
+    enter_together("frozencore.calibrate")
     adapter_name, config, layers = adapter_for_new_bases(model, adapter_name, reset=reset)
     options = with_loss(options, loss_fn)
     if memory_budget is not None:

@@ -38,6 +38,7 @@ class SavedConfig(PeftConfig):
         own_options: dict[str, Any]
         _seal_to_write: dict[str, Any] | None
         _folder: Path | None
+        awaits_file: bool
 
     @classmethod
     def from_pretrained(
@@ -81,7 +82,7 @@ class SavedConfig(PeftConfig):
 
     def take_seal(self) -> dict[str, Any]:
         """Return the file's seal once, because other weights may be loaded later."""
-        seal, self.seal = self.seal, None
+        seal, self.seal, self.awaits_file = self.seal, None, False
         return seal or {}
 
     def prepare_seal(self, tensors: Mapping[str, Tensor], base: Mapping[str, str] | None) -> None:

@@ -90,13 +90,11 @@ def add_weighted_sum(tuner: Any, adapters: Sequence[str], weights: Sequence[floa
         for layer_name, layer in layers[first].items()
     }
     tuner.peft_config[name] = copy.deepcopy(tuner.peft_config[first])
-    tuner.peft_config[name].load_bases = True  # prevents building new bases
     tuner.inject_adapter(tuner.model, name)
     for layer_name, layer in layers[first].items():
         layer.set_basis(name, known_basis(*layer.factors(first)[:2]))
         with torch.no_grad():
             layer.factors(name)[2].copy_(sums[layer_name])
-        layer.awaits_core.discard(name)
 
 
 def differing_basis(one: Mapping[str, ScaledBasis], other: Mapping[str, ScaledBasis]) -> str | None:

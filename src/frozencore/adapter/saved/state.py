@@ -44,6 +44,7 @@ from frozencore.maths.basis import known_basis
 from frozencore.words import one_line
 
 Layers = Mapping[str, FrozenCoreLayer]
+_COMPILED = "_orig_mod"  # torch.compile's name for the module that it wraps
 _PAST, _CORE = f".{PREFIX}past", f".{PREFIX}R"
 
 
@@ -59,7 +60,7 @@ def state_to_save(
     Args:
         whole: The model's state dict, which holds trained modules too.
     """
-    found = _with_whole_cores(found)
+    found = _with_whole_cores(_with_bases(model, adapter_name, found))
     if config.basis_id is not None:
         found = cores_alone(flatten_cores(_cores_in(found)), config.basis_id)
     modules = {key: value for key, value in whole.items() if f".modules_to_save.{adapter_name}." in key}
@@ -110,6 +111,19 @@ def _cores_in(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {layer: tensor for (layer, found, _), tensor in parts if found}
 
 
+def _with_bases(model: nn.Module, adapter_name: str, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Add P and Q, which a model's state dict may hold under the name of another adapter."""
+    layers, whole = frozen_core_layers(model, adapter_name), dict(found)
+    for key in found:
+        prefix, core, _ = key.partition(f".{PREFIX}R.")
+        layer = layers.get(prefix.removeprefix(BASE)) if core else None
+        if layer is not None:
+            P, Q, _ = layer.factors(adapter_name)
+            for side, X in (("P", P), ("Q", Q)):
+                whole.setdefault(f"{prefix}.{PREFIX}{side}.{adapter_name}", X)
+    return whole
+
+
 def _with_whole_cores(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Join the earlier cores and the last one of each layer under the name of R."""
     joined = dict(tensors)
@@ -150,6 +164,11 @@ def _require_fit(
 ) -> None:
     """Refuse factors whose layers or shapes differ from the model's P, Q and R."""
     way_out = f"Load the base model that it was trained on{f': {one_line(base, 200)}' if base else ''}."
+    if any(_COMPILED in name for name in came.keys() ^ layers.keys()):
+        way_out = (
+            "The adapter was added to a compiled model, there or here, so its layers have other names. Call "
+            "torch.compile on the model with its adapter, or load a base that is compiled in the same places."
+        )
     for odd, what in (
         (came.keys() - layers.keys(), "the base model lacks"),
         (layers.keys() - came.keys(), "it has nothing for"),
@@ -198,7 +217,7 @@ def set_named_basis(configs: Mapping[str, FrozenCoreConfig], adapter_name: str, 
     for name, layer in layers.items():
         if not layer.frozencore_P[adapter_name].is_meta:
             layer.set_basis(adapter_name, known_basis(*bases[name]), random_core=not config.init_weights)
-        if config.load_bases:
+        if config.awaits_file:
             layer.awaits_core.add(adapter_name)
 
 

@@ -153,6 +153,17 @@ def warn_of_uncalibrated(what: str, then: str) -> None:
     warnings.warn(f"{what} was never calibrated: {zero} {then}.", UncalibratedWarning, stacklevel=4)
 
 
+def warn_of_lost_core(adapter_name: str) -> None:
+    """Warn of a trained core on bases that are zero, on which it changes nothing."""
+    warnings.warn(
+        f"A core works on the basis that it was trained on, but the adapter {adapter_name!r} has a trained core and no "
+        "basis, so it acts as the base model. Load the whole adapter, or give it its basis with "
+        "frozencore.set_bases(model, bases) and load the core again.",
+        UncalibratedWarning,
+        stacklevel=2,
+    )
+
+
 def holds_no_basis(tensors: Mapping[str, Tensor]) -> bool:
     """Return whether the bases are still zero; all layers get theirs together, so one is enough."""
     first = next((tensor for key, tensor in tensors.items() if f".{PREFIX}P" in key), None)
