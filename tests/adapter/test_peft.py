@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import forked
 from adapted import BATCHES, adapted, cores_of, logits, train_at_random
-from frozencore import CONSTRUCTORS, FrozenCoreConfig, calibrate
+from frozencore import CONSTRUCTORS, FrozenCoreConfig, calibrate, export_merged
 from frozencore.errors import ArtifactError, CalibrationError
 from tiny import tiny_qwen2
 
@@ -232,6 +232,22 @@ def test_two_active_adapters_add_up_and_merge_together() -> None:
     torch.testing.assert_close(logits(model), expected, rtol=1e-10, atol=1e-10)
     model.unmerge_adapter()
     torch.testing.assert_close(logits(model), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_merging_a_core_on_a_tied_head_leaves_the_embedding_as_it_is(tmp_path: Path) -> None:
+    tiny_qwen2().save_pretrained(tmp_path / "base")
+    model = adapted("random", model=tiny_qwen2(), trained=True, target_modules=["lm_head", "q_proj"])
+    model.save_pretrained(tmp_path / "adapter")
+    expected = logits(model)
+    export_merged(tmp_path / "adapter", tmp_path / "merged", base=tmp_path / "base")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert exported.config.tie_word_embeddings is False
+    torch.testing.assert_close(logits(exported), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(exported.get_input_embeddings().weight, tiny_qwen2().get_input_embeddings().weight)
+    model.merge_adapter()
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
+    model.unmerge_adapter()
+    torch.testing.assert_close(logits(model.merge_and_unload()), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_disabling_merged_adapters_gives_the_base_weights_back() -> None:

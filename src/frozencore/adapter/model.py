@@ -228,8 +228,8 @@ class FrozenCoreModel(BaseTuner):
             add_weighted_sum(self, adapters, weights, adapter_name)
 
     def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
-        """Merge as PEFT does; warn of an adapter that was never calibrated."""
-        self._warn_before_merging(adapter_names)
+        """Merge as PEFT does; warn of an adapter that was never calibrated, and untie an adapted head."""
+        self._prepare_merging(adapter_names)
         super().merge_adapter(adapter_names=adapter_names, safe_merge=safe_merge)
 
     def _unload_and_optionally_merge(
@@ -237,14 +237,32 @@ class FrozenCoreModel(BaseTuner):
         adapter_names: list[str] | None = None,
     ) -> Any:  # fmt: skip
         if merge:
-            self._warn_before_merging(adapter_names)
+            self._prepare_merging(adapter_names)
         return super()._unload_and_optionally_merge(merge, progressbar, safe_merge, adapter_names)
 
-    def _warn_before_merging(self, adapter_names: list[str] | None) -> None:
+    def _prepare_merging(self, adapter_names: list[str] | None) -> None:
         for name in self.active_adapters if adapter_names is None else adapter_names:
             P = next((layer.frozencore_P[name] for layer in frozen_core_layers(self.model, name).values()), None)
             if P is not None and not P.is_meta and not P.any():  # all layers get their bases together, so one is enough
                 warn_of_uncalibrated(f"The adapter {name!r} that is merged", "before it is merged")
+
+        self._untie_head()
+
+    def _untie_head(self) -> None:
+        """Give an adapted output layer a weight of its own, so that merging does not change the input embedding."""
+        model: Any = self.model
+        get_head, get_embedding = (
+            getattr(model, f"get_{kind}_embeddings", lambda: None) for kind in ("output", "input")
+        )
+        head, embedding = get_head(), get_embedding()
+        if not isinstance(head, FrozenCoreLayer) or head.get_base_layer().weight is not getattr(
+            embedding, "weight", None
+        ):
+            return
+        layer = head.get_base_layer()
+        layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=layer.weight.requires_grad)
+        for config in {id(config): config for config in (model.config, model.config.get_text_config())}.values():
+            config.tie_word_embeddings = False  # so that the merged model is saved with both
 
     @contextmanager
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:

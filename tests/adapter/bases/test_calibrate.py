@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 import warnings
@@ -346,6 +347,20 @@ def test_a_model_without_a_frozen_core_is_refused() -> None:
             calibrate(model, BATCHES, progress=False)
     with pytest.raises(ConfigError, match="'nobody' is no frozen-core adapter of this model, which has 'default'"):
         calibrate(adapted("fcca"), BATCHES, adapter_name="nobody", progress=False)
+
+
+def test_layers_whose_gradients_are_zero_in_float16_name_the_dtype_and_the_way_out() -> None:
+    base = tiny_qwen2()
+    with torch.no_grad():
+        base.model.layers[1].self_attn.o_proj.weight.mul_(1e-9)
+    for dtype, named in ((torch.float16, True), (torch.bfloat16, False)):
+        model = adapted("fcca", model=copy.deepcopy(base), dtype=dtype, calibrated=False)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            calibrate(model, BATCHES, progress=False)
+        found = [str(one.message) for one in said if "received no signal" in str(one.message)]
+        assert len(found) == named
+        assert all("zero in float16: load the model in bfloat16 or float32" in one for one in found)
 
 
 def test_layers_that_no_gradient_reaches_get_seeded_bases_and_are_named() -> None:

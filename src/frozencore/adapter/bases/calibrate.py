@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
@@ -195,7 +196,7 @@ def calibrate(
     config.name_basis(None)
     if work.diagonals:
         config.calibration_tokens = max(layer.num_tokens for layer in work.diagonals.values())
-    warn_of_weak_layers(bases)
+    warn_of_weak_layers(bases, work.layers)
     return Calibration(
         layers={name: describe(bases[name], work.diagonals.get(name), captures.get(name)) for name in work.layers},
         collect_s=work.collect_s,
@@ -206,7 +207,7 @@ def calibrate(
     )
 
 
-def warn_of_weak_layers(bases: Mapping[str, Basis]) -> None:
+def warn_of_weak_layers(bases: Mapping[str, Basis], layers: Mapping[str, Any]) -> None:
     empty = [name for name, basis in bases.items() if basis.effective_rank == 0]
     partial = [name for name, basis in bases.items() if 0 < basis.effective_rank < basis.rank]
     for names, what in (
@@ -214,7 +215,12 @@ def warn_of_weak_layers(bases: Mapping[str, Basis]) -> None:
         (partial, "have fewer independent directions than the rank; the rest are seeded random ones"),
     ):
         if names:
-            warnings.warn(f"{len(names)} of {len(bases)} layers {what} (first: {names[0]}).", stacklevel=3)
+            is_half = any(layers[name].weight.dtype == torch.float16 for name in names)
+            way_out = " Small gradients are zero in float16: load the model in bfloat16 or float32 (dtype=, --dtype)."
+            warnings.warn(
+                f"{len(names)} of {len(bases)} layers {what} (first: {names[0]}).{way_out if is_half else ''}",
+                stacklevel=3,
+            )
 
 
 def describe(basis: Basis, moments: LayerMoments | None, capture: Capture | None) -> LayerCalibration:

@@ -84,7 +84,7 @@ def grow_basis(
     config.scale_rank, config.r = config.scale_rank or config.r, rank
     config.name_basis(None)
     config._grown_from = grown_from
-    warn_of_weak_layers(bases)
+    warn_of_weak_layers(bases, layers)
     return Calibration(
         layers={name: describe(bases[name], work.diagonals.get(name), None) for name in layers},
         collect_s=work.collect_s,
