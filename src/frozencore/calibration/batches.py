@@ -121,7 +121,7 @@ def rope_limit(model: Any) -> int | None:
     limit must not share a batch.
     """
     base = model.get_base_model() if isinstance(model, PeftModel) else model
-    config = getattr(base, "config", None)
+    config: Any = getattr(base, "config", None)
     rope = getattr(config.get_text_config(), "rope_parameters", None) if hasattr(config, "get_text_config") else None
     of_layers = [rope, *rope.values()] if isinstance(rope, Mapping) else []
     limits = [

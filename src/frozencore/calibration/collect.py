@@ -107,10 +107,11 @@ def refuse_unreached(num_tokens: Mapping[str, int]) -> None:
     """
     unreached = [name for name, count in num_tokens.items() if count == 0]
     if unreached:
-        raise CalibrationError(
-            f"Layer {unreached[0]!r} ({len(unreached)} in all) received no counted token. "
-            "Check that the model uses it and that the batches are not all padding."
-        )
+        reached = next((name for name in num_tokens if num_tokens[name]), None)
+        way_out = "Check that the model uses it and that the batches are not all padding."
+        if reached is not None:  # a model of images or sound may use the same short names in both parts
+            way_out = f"If the rows do not use it, name the other layers in full, such as {reached!r}."
+        raise CalibrationError(f"Layer {unreached[0]!r} ({len(unreached)} in all) received no counted token. {way_out}")
 
 
 def share_of(progress: Progress | None, index: int, num_passes: int) -> Progress | None:

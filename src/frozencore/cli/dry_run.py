@@ -9,7 +9,6 @@ from statistics import median
 import torch
 from rich.text import Text
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from frozencore.adapter.bases.refresh import Refresh
 from frozencore.adapter.bases.refresh_plan import rounds_for
@@ -24,7 +23,7 @@ from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.costs import training_state_bytes, values_at_once
 from frozencore.tune.run.many.execute_many import tenant_of
 from frozencore.tune.run.many.tenant_rows import read_tenants, tenants_of
-from frozencore.tune.run.models import memory_bytes, resolve_targets, size_of
+from frozencore.tune.run.models import memory_bytes, resolve_targets, size_of, without_weights
 from frozencore.tune.run.prepare import PreparedRun, prepare
 from frozencore.tune.run.training_port import recipe_of
 from frozencore.tune.training.reporting import require_reporters
@@ -139,6 +138,6 @@ def _adapted(config: RunConfig, prepared: PreparedRun) -> nn.Module | None:
     if config.method_entry.changes_base or config.rank_budget is not None:
         return None
     with torch.device("meta"), suppress(NotImplementedError):
-        model = AutoModelForCausalLM.from_config(prepared.model.config)
+        model = without_weights(prepared.model.config)
         return config.method_entry.add(model, config.adapter_options(resolve_targets(config, prepared.model)))
     return None

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-import pytest
-from torch import nn
+import copy
+from pathlib import Path
+from typing import Any
 
-from frozencore.errors import ConfigError
+import pytest
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from adapted import BATCHES, adapted
+from frozencore import calibrate, export_lora, export_merged
+from frozencore.errors import CalibrationError, ConfigError
+from frozencore.files.hub import safe_loading
 from frozencore.tune.methods import Targets, find_method
 from frozencore.tune.run import models
 from frozencore.tune.run.config import make_config
 from frozencore.tune.run.models import load_model, resolve_targets
+from tiny import ATTENTION
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "down_proj"), ("model.layers.1.mlp.up_proj",)])
@@ -52,3 +63,54 @@ def test_more_blocks_than_there_are_is_one_line(qwen2: nn.Module) -> None:
     config = make_config(model="any", task="sst2", layers=3)
     with pytest.raises(ConfigError, match="--layers 3 is more than the 2 blocks of this model"):
         resolve_targets(config, qwen2)
+
+
+TEXT = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+VISION = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+TOWER = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32}
+LINEAR = {f"linear_{part}": 8 if part.endswith("dim") else 2 for part in
+          ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")}  # fmt: skip
+WRAPPERS: dict[str, dict[str, Any]] = {
+    "qwen3_5": {
+        "text_config": {**TEXT, **LINEAR, "layer_types": ["linear_attention", "full_attention"]},
+        "vision_config": TOWER,
+    },
+    "gemma3": {"text_config": TEXT, "vision_config": VISION, "mm_tokens_per_image": 4},
+    "gemma4": {
+        "text_config": {**TEXT, "hidden_size_per_layer_input": 0, "layer_types": ["full_attention"] * 2},
+        "vision_config": None, "audio_config": None,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_a_model_with_a_part_for_images_is_trained_and_exported_in_the_class_that_it_was_saved_as(
+    kind: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **WRAPPERS[kind])
+    saved = AutoModelForImageTextToText.from_config(config)
+    saved.save_pretrained(tmp_path / "base")
+    base = models._weights(safe_loading(str(tmp_path / "base")), "auto")
+    assert type(base) is type(saved) is type(models.without_weights(base.config))
+    names = [name for name, _ in base.named_modules() if "language_model" in name and name.endswith(ATTENTION)]
+    short = adapted("fcca", model=copy.deepcopy(base), calibrated=False, target_modules=["q_proj", "v_proj"])
+    if kind == "gemma3":  # its vision tower has layers of the same short names
+        with pytest.raises(CalibrationError, match=r"name the other layers in full, such as 'model\.language_model\."):
+            calibrate(short, BATCHES, progress=False)
+    model = adapted("fcca", model=base, target_modules=names, trained=True)
+    ids = torch.tensor([[3, 4, 5, 6]])
+    expected = model(input_ids=ids).logits
+    model.save_pretrained(tmp_path / "adapter")
+    export_lora(tmp_path / "adapter", tmp_path / "lora", base=tmp_path / "base")
+    export_merged(tmp_path / "adapter", tmp_path / "merged", base=tmp_path / "base")
+    stock = PeftModel.from_pretrained(type(saved).from_pretrained(tmp_path / "base"), tmp_path / "lora")
+    for exported in (stock, type(saved).from_pretrained(tmp_path / "merged")):
+        torch.testing.assert_close(exported(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)

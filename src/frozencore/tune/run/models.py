@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -85,7 +86,28 @@ def _weights(loading: dict[str, Any], dtype: str) -> PreTrainedModel:
     if "gguf_file" in loading:
         return read_weights(AutoModelForCausalLM, dtype, loading)
     beside = {"local_files_only": loading["local_files_only"]}  # transformers searches for an adapter there
-    return AutoModelForCausalLM.from_pretrained(dtype=dtype, adapter_kwargs=beside, **loading)
+    kind = saved_class(AutoConfig.from_pretrained(**loading)) or AutoModelForCausalLM
+    model: PreTrainedModel = kind.from_pretrained(dtype=dtype, adapter_kwargs=beside, **loading)
+    return model
+
+
+def saved_class(config: PretrainedConfig) -> Any:
+    """The saved class of a language model with parts for images or sound; None for other models.
+
+    For some of them ``AutoModelForCausalLM`` loads the language model alone, whose layers have other names than in the
+    class that exports and serving engines load.
+    """
+    named = getattr(transformers, (config.architectures or [""])[0], None)
+    is_whole = type(config) in AutoModelForCausalLM._model_mapping and config.get_text_config() is not config
+    return named if is_whole and getattr(named, "config_class", None) is type(config) else None
+
+
+def without_weights(config: PretrainedConfig) -> nn.Module:
+    """A model on the meta device, in the class in which :func:`load_model` loads it."""
+    kind = saved_class(config)
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(config) if kind is None else kind(config)
+    return model
 
 
 def _tokenizer(loading: dict[str, Any]) -> Any:
@@ -171,8 +193,7 @@ class ModelSize:
 
 def size_of(config: PretrainedConfig) -> ModelSize:
     """The size of a model with this configuration."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    model = without_weights(config)
     return ModelSize(sum(p.numel() for p in model.parameters()), attention_shapes(model))
 
 
