@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, T5Config, T5F
 from adapted import BATCHES, adapted, logits, train_at_random
 from frozencore import CoreBank, FrozenCoreConfig
 from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
+from frozencore.adapter.mixed_batch import adapter_of_each_row
 from frozencore.errors import ArtifactError, ConfigError
 from tiny import tiny_qwen2
 
@@ -119,16 +120,64 @@ def cores_of_rows(layer: FrozenCoreLayer) -> Tensor:
     return layer.row_cores.R
 
 
-def test_nothing_is_allocated_after_the_first_batch_of_a_size(model: PeftModel, tenants: dict[str, Cores]) -> None:
+def test_batches_of_all_sizes_are_at_the_place_of_the_largest(model: PeftModel, tenants: dict[str, Cores]) -> None:
     bank = filled(model, tenants)
     before = {name: cores.data_ptr() for name, cores in bank._cores.items()}
     with bank.rows(ROWS):
-        first = [cores_of_rows(layer) for layer in own_layers(model).values()]
+        first = [cores_of_rows(layer).data_ptr() for layer in own_layers(model).values()]
     bank.evict("b")
     bank.put("e", tenants["a"])
-    with bank.rows(["e", "c", None, None]):
-        assert all(cores_of_rows(layer) is R for layer, R in zip(own_layers(model).values(), first, strict=True))
+    for names in (["e", "c", None, None], ["a"], ["c", "e"]):
+        with bank.rows(names):
+            assert [cores_of_rows(layer).data_ptr() for layer in own_layers(model).values()] == first
+            held = {cores_of_rows(layer).untyped_storage().nbytes() for layer in own_layers(model).values()}
+    assert held == {len(ROWS) * 3 * 3 * 4}
     assert {name: cores.data_ptr() for name, cores in bank._cores.items()} == before
+
+
+def test_a_batch_inside_another_has_its_own_rows_and_the_outer_one_goes_on(
+    model: PeftModel, tenants: dict[str, Cores]
+) -> None:
+    bank, second = filled(model, tenants), filled(model, tenants)
+    model.add_adapter("other", FrozenCoreConfig(r=2, constructor="random", target_modules=["q_proj"], seed=5))
+    model.set_adapter("default")
+    with bank.rows(ROWS):
+        outer = logits(model)
+    with bank.rows(["b"] * 4):
+        inner = logits(model)
+    with torch.no_grad():
+        named = model(**PROMPT, adapter_names=["other"] * 4).logits
+    own = logits(model)
+    for same in (bank, second):
+        with bank.rows(ROWS):
+            with same.rows(["b"] * 4):
+                assert torch.equal(logits(model), inner)
+            with same.rows(["b"]), pytest.raises(ConfigError, match="no core 'd'"), same.rows(["d"]):
+                pass
+            assert torch.equal(logits(model), outer)
+            with torch.no_grad():
+                assert torch.equal(model(**PROMPT, adapter_names=["other"] * 4).logits, named)
+            assert torch.equal(logits(model), outer)
+    with adapter_of_each_row(model.base_model, ["other", "default", "other", "__base__"]):
+        between = logits(model)
+        with bank.rows(["b"] * 4):
+            assert torch.equal(logits(model), inner)
+        assert torch.equal(logits(model), between)
+    assert torch.equal(logits(model), own)
+
+
+def test_rows_of_a_bank_are_the_base_models_where_only_another_adapter_is() -> None:
+    model = adapted("random", target_modules=["q_proj"]).eval()
+    bank = filled(model, {"a": trained_cores(model, 1)})
+    with bank.rows(["a", None, "a", None]):
+        expected = logits(model)
+    options = {"r": 3, "constructor": "random", "target_modules": ["q_proj", "v_proj"]}
+    model.add_adapter("wide", FrozenCoreConfig(**options))
+    train_at_random(model, "wide", seed=3)
+    model.set_adapter("wide")
+    assert not torch.equal(logits(model), expected)
+    with bank.rows(["a", None, "a", None]):
+        assert torch.equal(logits(model), expected)
 
 
 def test_a_batch_that_runs_keeps_the_cores_it_began_with(model: PeftModel, tenants: dict[str, Cores]) -> None:
@@ -222,6 +271,8 @@ def test_a_bank_needs_a_basis_and_room() -> None:
         CoreBank(adapted("random"), 0)
     with pytest.raises(ConfigError, match="none called 'other'"):
         CoreBank(adapted("random"), 1, adapter_name="other")
+    with pytest.raises(ConfigError, match="trains other modules too"):
+        CoreBank(adapted("random", modules_to_save=["lm_head"]), 1)
 
 
 @pytest.mark.parametrize("num_beams", [1, 2])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +18,8 @@ from adapted import BATCHES, DATA_DRIVEN, EXAMPLES, adapted, cores_of, logits, t
 from frozencore import CONSTRUCTORS, FrozenCoreConfig, calibrate
 from frozencore.adapter.linear import FrozenCoreLinear
 from frozencore.calibration.collect import collect_moments
-from frozencore.errors import CalibrationError, ModelError
+from frozencore.errors import ArtifactError, CalibrationError, ModelError
+from frozencore.files.fingerprint import fingerprint_model
 from frozencore.maths.basis import Basis
 from references import numpy_of
 from tiny import batch_of, tiny_gpt2, tiny_llama, tiny_qwen2
@@ -149,6 +151,55 @@ def test_a_merge_of_one_adapter_leaves_the_other_out_and_a_second_unmerge_only_w
     with pytest.warns(UserWarning, match=r"^Already unmerged. Nothing to do.$"):
         layer.unmerge()
     assert torch.equal(weight, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("make", [tiny_qwen2, tiny_gpt2])
+def test_unmerging_gives_the_same_bits_back_however_often(make: type, dtype: torch.dtype) -> None:
+    targets = ["c_attn"] if make is tiny_gpt2 else None
+    model = adapted("random", model=make(), dtype=dtype, trained=True, target_modules=targets)
+    model.add_adapter("other", FrozenCoreConfig(r=2, alpha=5.0, constructor="random", target_modules=targets))
+    train_at_random(model, "other", seed=1)
+    before = fingerprint_model(model)
+    for names in (["default"], ["other", "default"], ["other"]):
+        model.merge_adapter(adapter_names=names)
+        copied = copy.deepcopy(model)
+        for merged in (copied, model):
+            assert fingerprint_model(merged) != before
+            merged.unmerge_adapter()
+            assert fingerprint_model(merged) == before
+
+
+def test_a_merged_weight_that_is_moved_or_cast_is_restored_and_one_that_is_changed_keeps_the_change() -> None:
+    model = adapted("random", trained=True)
+    layer = cores_of(model)[0]
+    before = layer.get_base_layer().weight.detach().clone()
+    model.merge_adapter()
+    model.bfloat16().unmerge_adapter()
+    assert torch.equal(layer.get_base_layer().weight, before.bfloat16())
+    model = adapted("random", trained=True)
+    model.merge_adapter()
+    with torch.no_grad():
+        cores_of(model)[0].get_base_layer().weight.add_(1.0)
+    model.unmerge_adapter()
+    torch.testing.assert_close(cores_of(model)[0].get_base_layer().weight, before + 1.0, rtol=0, atol=1e-5)
+
+
+def test_a_base_that_is_changed_under_an_adapter_is_another_base(tmp_path: Path) -> None:
+    model = adapted("random", trained=True)
+    model.save_pretrained(str(tmp_path / "before"))
+    model.merge_adapter()
+    model.save_pretrained(str(tmp_path / "merged"))
+    with torch.no_grad():
+        cores_of(model)[0].get_base_layer().weight.mul_(1.1)
+    model.unmerge_adapter()
+    model.save_pretrained(str(tmp_path / "after"))
+    for name in ("before", "merged"):
+        PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path / name))
+        with pytest.raises(ArtifactError, match="another base model"):
+            model.load_adapter(str(tmp_path / name), name)
+    with pytest.raises(ArtifactError, match="another base model"):
+        PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path / "after"))
 
 
 def test_a_16_bit_weight_is_rounded_once_when_an_update_is_merged() -> None:

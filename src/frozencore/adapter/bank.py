@@ -3,8 +3,8 @@
     y += s·P(R[slot] Qᵀx)
 
 The cores of a slot are contiguous (Σr² values), so that one copy adds a tenant. The cores of a batch's rows are
-gathered once, when the batch begins. Slot 0 is zero and stands for the base model. Nothing is allocated after the first
-batch of a size, and the rows' cores stay at their addresses, so compiled code and CUDA graphs stay valid.
+gathered once, when the batch begins. Slot 0 is zero and stands for the base model. Batches of all sizes use the memory
+of the largest one so far. Until a larger one comes the rows' cores stay at their addresses, so CUDA graphs stay valid.
 
 On a basis that grew the product has two parts, the narrower version of the basis first:
 
@@ -30,6 +30,7 @@ from frozencore.adapter.layer import FrozenCoreLayer, RowCores, frozen_core_laye
 from frozencore.adapter.mixed_batch import encoder_modules, rows_through
 from frozencore.adapter.saved.tensors import by_layer, require_finite_in
 from frozencore.adapter.swap import held_bases, read_cores, require_unmoved
+from frozencore.attributes import with_attributes
 from frozencore.errors import ConfigError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -39,7 +40,8 @@ class CoreBank:
     """Cores by name on the basis of one loaded adapter, up to a fixed number.
 
     A running batch keeps the cores that it started with, even if they are replaced or evicted. ``put``, ``evict`` and
-    look-ups may be called from any thread; only one batch runs at a time.
+    look-ups may be called from any thread; only one batch runs at a time. A batch inside another one has its own rows;
+    the outer one then goes on with its own.
 
     Args:
         model: A model with a frozen-core adapter. Its P, Q and scale serve every core; rows of the bank do not use its
@@ -63,6 +65,11 @@ class CoreBank:
             raise ConfigError(f"A bank holds at least one core, but a capacity of {capacity!r} came.")
         configs: Any = model.peft_config
         configs[adapter_name].require_one_round("A bank")
+        if configs[adapter_name].trains_modules:
+            raise ConfigError(
+                f"A bank holds cores alone, so that other rows are the base model's, but the adapter {adapter_name!r} "
+                "trains other modules too (modules_to_save or trainable_token_indices). Leave these out of it."
+            )
         if dtype not in DTYPES:
             raise ConfigError(f"A bank keeps cores in float32, bfloat16 or float16, but {dtype} came.")
         for layer in self.layers.values():
@@ -72,7 +79,8 @@ class CoreBank:
         self._values, self._cores = _allocate(self.layers, adapter_name, capacity + 1, dtype)
         self._slot_of: dict[str, int] = {}
         self._free = list(range(capacity, 0, -1))
-        self._batches: dict[tuple[int, int], _Batch] = {}
+        self._batches: list[_Batch] = []  # one for each depth of nesting
+        self._depth = 0
         self._names_lock, self._batch_lock = threading.Lock(), threading.RLock()
 
     def __len__(self) -> int:
@@ -153,16 +161,20 @@ class CoreBank:
         with self._batch_lock:
             with self._names_lock:
                 slots = [0 if name is None else self._slot(name) for name in names]
-                batch = self._batch_of(len(slots), num_beams)
-                batch.gather(self._cores, slots)
-            with ExitStack() as undo:
-                for name, R in batch.cores.items():
+                in_encoder = {id(module) for module in encoder_modules(self.model)} if num_beams > 1 else set()
+                times = {name: 1 if id(one) in in_encoder else num_beams for name, one in self.layers.items()}
+                gathered = self._batch().gather(self._cores, slots, times)
+            with ExitStack() as undo, with_attributes(self, _depth=self._depth + 1):
+                for name, (R, parts) in gathered.items():
                     layer = self.layers[name]
                     rows = layer.row_cores_of(self.adapter_name, R)
-                    if parts := batch.parts[name]:
+                    if parts:
                         first, *others = (RowCores(*part) for part in zip(self._older[name], parts, strict=True))
                         rows = replace(first, further=(*others, rows))
                     undo.enter_context(rows_through(layer, rows))
+                for layer in self._other_layers():
+                    num_rows = len(slots) * (1 if id(layer) in in_encoder else num_beams)
+                    undo.enter_context(rows_through(layer, RowCores(None, torch.empty(num_rows, 0, 0))))
                 yield
 
     def _require_own_basis(self) -> None:
@@ -186,54 +198,60 @@ class CoreBank:
             by_device[bank.device].append(part)
         return {device: torch.cat(parts) for device, parts in by_device.items()}
 
-    def _batch_of(self, num_rows: int, num_beams: int) -> _Batch:
-        if (num_rows, num_beams) not in self._batches:
-            in_encoder = {id(module) for module in encoder_modules(self.model)} if num_beams > 1 else set()
-            times = {name: 1 if id(layer) in in_encoder else num_beams for name, layer in self.layers.items()}
+    def _other_layers(self) -> list[FrozenCoreLayer]:
+        """The layers that only other adapters have, where every row is the base model's."""
+        configs: Any = self.model.peft_config
+        layers = self.model.modules() if len(configs) > 1 else ()
+        return [one for one in layers if isinstance(one, FrozenCoreLayer) and one.name not in self.layers]
+
+    def _batch(self) -> _Batch:
+        """The buffers of a batch at this depth of nesting."""
+        if self._depth == len(self._batches):
             older = next(iter(self._older.values()))
-            ranks = [P.shape[1] for P, _, _ in older]
-            self._batches[num_rows, num_beams] = _Batch(self.layers, self.adapter_name, num_rows, times, ranks)
-        return self._batches[num_rows, num_beams]
+            self._batches.append(_Batch(self.layers, self.adapter_name, [P.shape[1] for P, _, _ in older]))
+        return self._batches[self._depth]
 
 
 class _Batch:
-    """The gathered cores of a batch's rows in each layer; beams repeat a row.
+    """The gathered cores of a batch's rows in each layer, in buffers of the largest batch so far.
 
     On a widened basis ``parts`` hold the blocks of each core that its narrower versions multiply, and ``cores`` the
     rest of it.
     """
 
-    def __init__(
-        self,
-        layers: Mapping[str, FrozenCoreLayer],
-        adapter_name: str,
-        num_rows: int,
-        times: Mapping[str, int],
-        older_ranks: Sequence[int],
-    ) -> None:
-        self._times = times
+    def __init__(self, layers: Mapping[str, FrozenCoreLayer], adapter_name: str, older_ranks: Sequence[int]) -> None:
         self.cores = {
-            name: torch.zeros_like(R).repeat(num_rows * times[name], 1, 1).mT
+            name: layer.factors(adapter_name)[2].detach().new_zeros(0, rank, rank)
             for name, layer in layers.items()
-            for R in [layer.factors(adapter_name)[2].detach()]
+            for rank in [layer.rank(adapter_name)]
         }
-        self.parts = {name: [R.new_zeros(len(R), r, r).mT for r in older_ranks] for name, R in self.cores.items()}
+        self.parts = {name: [R.new_zeros(0, r, r) for r in older_ranks] for name, R in self.cores.items()}
 
-    def gather(self, cores: Mapping[str, Tensor], slots: Sequence[int]) -> None:
-        """Copy the cores of those slots, from slots x r x r of each layer."""
+    def gather(
+        self, cores: Mapping[str, Tensor], slots: Sequence[int], times: Mapping[str, int]
+    ) -> dict[str, tuple[Tensor, list[Tensor]]]:
+        """Copy the cores of those slots, each so often, from slots x r x r of each layer."""
         places: dict[tuple[torch.device, int], Tensor] = {}
-        for name, R in self.cores.items():
-            kind = (R.device, self._times[name])
+        gathered = {}
+        for name, buffer in self.cores.items():
+            kind = (buffer.device, times[name])
             if kind not in places:
                 places[kind] = torch.tensor(slots, device=kind[0]).repeat_interleave(kind[1])
+            num_rows = len(places[kind])
+            if num_rows > len(buffer):
+                self.cores[name] = buffer.new_zeros(num_rows, *buffer.shape[1:]).mT
+                self.parts[name] = [part.new_zeros(num_rows, *part.shape[1:]).mT for part in self.parts[name]]
+            R, parts = self.cores[name][:num_rows], [part[:num_rows] for part in self.parts[name]]
             R.copy_(cores[name].index_select(0, places[kind]))
             before = 0
-            for part in (*self.parts[name], R):
+            for part in (*parts, R):
                 r = part.shape[-1]
                 if part is not R:
                     part.copy_(R[:, :r, :r])
                 part[:, :before, :before] = 0
                 before = r
+            gathered[name] = (R, parts)
+        return gathered
 
 
 def _older_bases(

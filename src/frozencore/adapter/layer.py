@@ -49,9 +49,8 @@ class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
     """State and arithmetic of the adapters on one base layer with n inputs and m outputs.
 
     ``frozencore_scale``: s. ``frozencore_ready``: whether a basis was set; None if that must be looked up.
-    ``base_samples``: some values of the original weight. ``awaits_core``: adapters whose core is not loaded yet.
-    ``warned``: adapters without a basis that a warning named, one set for all layers. ``refreshed``: adapters that
-    train in rounds.
+    ``awaits_core``: adapters whose core is not loaded yet. ``warned``: adapters without a basis that a warning named,
+    one set for all layers. ``refreshed``: adapters that train in rounds.
     """
 
     adapter_layer_names = ("frozencore_R",)
@@ -89,12 +88,32 @@ class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
         self._disable_adapters = False
         self.merged_adapters: list[str] = []
         self.out_features, self.in_features = layer_shape(self.get_base_layer())
-        self.base_samples = sample_weight(self.get_base_layer())
+        self._samples_at_first = sample_weight(getattr(self.get_base_layer(), "weight", None))
+        self._original: tuple[Tensor, tuple[int, int]] | None = None  # while merged: the weight before; version since
 
     @property
     def shape(self) -> tuple[int, int]:
         """(m, n) of the base layer: its outputs and inputs."""
         return self.out_features, self.in_features
+
+    @property
+    def base_samples(self) -> Tensor | None:
+        """Some values of the weight without merged adapters; for a shard, those read when the layer was wrapped."""
+        weight = self.get_base_layer().weight
+        if self._original is not None and not self._was_changed(self._original[1]):
+            weight = self._original[0]
+        found = sample_weight(weight) if weight.numel() == self.out_features * self.in_features else None
+        return self._samples_at_first if found is None else found
+
+    def _weight_version(self) -> tuple[int, int]:
+        """The base weight and its number of changes in place; setting its data, as merging does, is none."""
+        weight = self.get_base_layer().weight
+        return id(weight), 0 if weight.is_inference() else weight._version
+
+    def _was_changed(self, since: tuple[int, int]) -> bool:
+        """Whether the base weight was changed in place; a copy of it counts as unchanged."""
+        now = self._weight_version()
+        return now[0] == since[0] and now != since
 
     def update_layer(
         self, adapter_name: str, rank: int, scale: float, *, rounds: int = 1, inference_mode: bool
@@ -203,20 +222,34 @@ class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Add the adapters' updates into the base weight.
 
+        The original weight is kept until :meth:`unmerge`, so a merged layer takes the memory of its weight once more.
+
         Args:
             safe_merge: Check the result for NaN and Inf before it replaces the weight.
         """
         for adapter_name in check_adapters_to_merge(self, adapter_names):
             if adapter_name in self.frozencore_R:
+                if not self.merged:
+                    self._set_aside()
                 self._add_to_weight(adapter_name, 1.0, check=safe_merge)
                 self.merged_adapters.append(adapter_name)
 
     def unmerge(self) -> None:
-        """Subtract all merged updates from the base weight."""
+        """Restore the original weight exactly; a weight that was changed in place since loses the updates instead."""
         if not self.merged:
             warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
+            return
+        original, self._original = self._original, None
+        weight = self.get_base_layer().weight
+        if original is not None and not self._was_changed(original[1]):
+            weight.data = original[0].to(weight.device, weight.dtype)
+            self.merged_adapters.clear()
         while self.merged_adapters:
             self._add_to_weight(self.merged_adapters.pop(), -1.0, check=False)
+
+    def _set_aside(self) -> None:
+        """Keep the weight: subtracting a rounded sum would not restore it."""
+        self._original = self.get_base_layer().weight.data, self._weight_version()
 
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
         return True

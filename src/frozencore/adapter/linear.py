@@ -157,11 +157,6 @@ class FrozenCoreQuantisedLinear(FrozenCoreLinear):
         else:
             super().unmerge()
 
-    def _add_to_weight(self, adapter_name: str, sign: float, *, check: bool) -> None:
-        if not self.merged:
-            self._set_aside()
-        super()._add_to_weight(adapter_name, sign, check=check)
-
     def _set_aside(self) -> None:
         """Replace the quantised layer by a copy to merge into."""
         backend = self.quantization_backend
@@ -173,7 +168,7 @@ class FrozenCoreQuantisedLinear(FrozenCoreLinear):
         warnings.warn(
             f"Merging rounds the sum to the grid of {backend.backend_name} weights, which changes what the model "
             "says. Measure the merged model, or keep the adapter unmerged.",
-            stacklevel=4,
+            stacklevel=3,
         )
         owner = _owner(self)
         self._unmerged = [owner.base_layer]

@@ -16,6 +16,7 @@ from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
 
 from frozencore.adapter.layer import FrozenCoreLayer, RowCores
+from frozencore.attributes import with_attributes
 
 BASE_ROW = "__base__"  # PEFT's name for "no adapter"
 
@@ -52,7 +53,7 @@ def adapter_of_each_row(model: nn.Module, names: Sequence[str], *, num_beams: in
             if together and isinstance(layer, FrozenCoreLayer):
                 undo.enter_context(rows_through(layer, _row_cores(layer, wanted, names_here)))
             else:
-                handle = layer.register_forward_pre_hook(_passes_names(names_here), with_kwargs=True)
+                handle = layer.register_forward_pre_hook(_passes_names(layer, names_here), with_kwargs=True)
                 undo.callback(handle.remove)
         yield
 
@@ -64,11 +65,8 @@ def rows_through(layer: FrozenCoreLayer, rows: RowCores) -> Iterator[None]:
         raise ValueError(
             "Cannot pass `adapter_names` when there are merged adapters, please call `unmerge_adapter` first."
         )
-    layer.row_cores = rows
-    try:
+    with with_attributes(layer, row_cores=rows):  # an outer batch goes on with its own rows
         yield
-    finally:
-        layer.row_cores = None
 
 
 def _on_one_basis(layer: FrozenCoreLayer, names: Sequence[str]) -> bool:
@@ -91,8 +89,15 @@ def _row_cores(layer: FrozenCoreLayer, wanted: Sequence[str], names: Sequence[st
     return layer.row_cores_of(here[0], transposed.mT)
 
 
-def _passes_names(names: list[str]) -> Any:
-    return lambda _, args, kwargs: (args, {**kwargs, "adapter_names": names})
+def _passes_names(layer: Any, names: list[str]) -> Any:
+    """Make a hook that passes the names to a layer, except within a batch inside this one that has other rows."""
+    outer = getattr(layer, "row_cores", None)
+
+    def hook(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        is_own = getattr(layer, "row_cores", None) is outer
+        return args, {**kwargs, "adapter_names": names} if is_own else kwargs
+
+    return hook
 
 
 def encoder_modules(model: Any) -> Iterator[nn.Module]:

@@ -448,8 +448,8 @@ def test_a_lora_that_is_a_pickle_or_not_finite_is_not_scored(tmp_path: Path) -> 
 
 def test_a_weight_of_few_values_and_a_base_of_other_layers_are_not_compared() -> None:
     """Eight values are compared of each layer; that the layers are others is said of their names."""
-    assert sample_weight(nn.Linear(7, 1)) is None
-    assert sample_weight(nn.Linear(8, 1)) is not None
+    assert sample_weight(nn.Linear(7, 1).weight) is None
+    assert sample_weight(nn.Linear(8, 1).weight) is not None
     recorded = record_base({"x": torch.ones(8)})
     assert recorded is not None
     assert differing_layer(recorded, {"x": torch.zeros(8)}) == "x"

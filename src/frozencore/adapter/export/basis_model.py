@@ -178,7 +178,9 @@ def _require_fits(basis: _Basis, model: Any, base: str) -> None:
                 "compute apart. Export a LoRA, or merge."
             )
     if basis.recorded is not None and not basis.allow_other_base:
-        odd = differing_layer(basis.recorded, {name: sample_weight(model.get_submodule(name)) for name in basis.layers})
+        odd = differing_layer(
+            basis.recorded, {name: sample_weight(model.get_submodule(name).weight) for name in basis.layers}
+        )
         if odd is not None:
             raise other_base(f"The basis of {basis.origin}", odd)
 

@@ -4,7 +4,8 @@ Values are stored instead of a hash, because a model may be loaded in another dt
 does not round like float32 -> bfloat16. In the same dtype values must be equal; between two dtypes they may differ by
 the rounding of both. A quantised, sharded or empty (meta) weight has no values, so nothing is recorded or compared.
 
-Values are read when a layer is wrapped, before anything can be merged into it.
+A merged layer has kept its original weight, whose values are read. Of a sharded weight, those are kept that were read
+when the layer was wrapped.
 """
 
 from __future__ import annotations
@@ -27,9 +28,8 @@ _DTYPES = {
 }  # fmt: skip
 
 
-def sample_weight(layer: nn.Module) -> Tensor | None:
-    """Read some values of a plain layer's weight, in its dtype; None for a quantised, sharded or missing weight."""
-    weight: Any = getattr(layer, "weight", None)
+def sample_weight(weight: Any) -> Tensor | None:
+    """Read some values of a plain weight, in its dtype; None for a quantised, sharded or missing weight."""
     if type(weight) not in (Tensor, nn.Parameter) or weight.is_meta or weight.dtype not in _DTYPES.values():
         return None
     if weight.numel() < NUM_SAMPLES:
