@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,31 @@ def test_runs_on_different_weights_under_one_name_are_refused(done: tuple[Path, 
     (tmp_path / "records.jsonl").write_text("\n".join([json.dumps(record), *others]) + "\n", encoding="utf-8")
     with pytest.raises(ArtifactError, match="made on different weights"):
         load_results(tmp_path)
+
+
+@pytest.mark.parametrize("rows", ["train", "evaluation"])
+def test_runs_on_different_rows_under_one_name_are_refused(rows: str, done: tuple[Path, Tally], tmp_path: Path) -> None:
+    (tmp_path / "campaign.json").write_bytes((done[0] / "campaign.json").read_bytes())
+    records = [json.loads(line) for line in (done[0] / "records.jsonl").read_text().splitlines()]
+    next(one for one in records if (one.get("hashes") or {}).get(rows))["hashes"][rows] = "0" * 64
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records), encoding="utf-8")
+    with pytest.raises(ArtifactError, match=rf"name the same {rows} rows but were made on different rows.*Remove"):
+        load_results(tmp_path)
+
+
+def test_a_run_that_was_removed_is_gone_from_the_index_and_one_made_elsewhere_is_not(
+    done: tuple[Path, Tally], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(done[0], out)
+    first, second, *_ = sorted(path.name for path in (out / "runs").iterdir() if not path.name.startswith("."))
+    shutil.rmtree(out / "runs" / first)
+    shutil.rmtree(out / "runs" / second)
+    (out / "locks" / f"run-{second}").unlink()  # as in a folder that came with its index alone
+    Store(out).write_index()
+    assert (Store(out).outcome(first), Store(out).outcome(second) is None) == (None, False)
+    assert first not in (out / "records.jsonl").read_text()
+    assert second in (out / "records.jsonl").read_text()
 
 
 def test_a_failed_run_keeps_its_reason_and_its_log(tmp_path: Path) -> None:

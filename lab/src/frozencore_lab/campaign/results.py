@@ -8,11 +8,15 @@ from pathlib import Path
 from statistics import mean
 
 from frozencore.errors import ArtifactError
+from frozencore.files.fingerprint import fingerprint_options
+from frozencore.tune.rows.rows_config import RowsConfig
 from frozencore.tune.run.record import Failure, RunRecord, TunedRecord
 from frozencore.words import time_in_words
 from frozencore_lab.campaign.plan import Axes, Choice, Planned, choices, plan
 from frozencore_lab.campaign.spec import Campaign, Study
 from frozencore_lab.campaign.store import Store
+
+_DECIDES_ROWS = {*RowsConfig.model_fields, "model", "evaluate_on"}
 
 
 @dataclass(frozen=True)
@@ -87,12 +91,12 @@ def load_results(folder: Path) -> CampaignResults:
     """The results in a campaign's folder.
 
     Raises:
-        ArtifactError: It is not a campaign folder, or runs of one model were made on different weights.
+        ArtifactError: It is not a campaign folder, or runs that name one model or the same rows were made on others.
     """
     store = Store(folder)
     campaign = store.campaign()
     planned, chosen = plan(campaign, store.outcome), choices(campaign, store.outcome)
-    _require_one_base(planned, store)
+    _require_same_inputs(planned, store)
     studies = tuple(
         StudyResults(
             name,
@@ -105,19 +109,28 @@ def load_results(folder: Path) -> CampaignResults:
     return CampaignResults(campaign, studies)
 
 
-def _require_one_base(planned: list[Planned], store: Store) -> None:
-    """Refuse to compare runs that name the same model and dtype but were made on different weights."""
-    found: dict[tuple[str, str | None], dict[str, str]] = {}
+def _require_same_inputs(planned: list[Planned], store: Store) -> None:
+    """Refuse to compare runs that name the same model and dtype, or the same rows, but were made on different ones."""
+    found: dict[tuple[str, str], dict[str, str]] = {}
     for run in planned:
         end = store.outcome(run.job.id) if run.job else None
-        if run.job and isinstance(end, RunRecord) and end.hashes:
-            found.setdefault((run.job.config.model, end.config.dtype), {}).setdefault(end.hashes.model, run.job.id)
-    for (model, _), runs in found.items():
+        if not (run.job and isinstance(end, RunRecord) and end.hashes):
+            continue
+        model, rows = run.job.config.model, run.job.config.model_dump(mode="json", include=_DECIDES_ROWS)
+        rows["validates"] = run.job.config.select_checkpoint != "none"
+        named = {name: f"{model!r}, {fingerprint_options(rows)}" for name in ("train", "evaluation", "validation")}
+        named["model"] = f"{model!r}, {end.config.dtype}"
+        for what, name in named.items():
+            if (made_on := getattr(end.hashes, what)) is not None:
+                found.setdefault((what, name), {}).setdefault(made_on, run.job.id)
+    for (what, name), runs in found.items():
         if len(runs) > 1:
             first, other = list(runs.values())[:2]
+            same = f"the model {name.split(', ')[0]}" if what == "model" else f"the same {what} rows"
+            wrong = "weights" if what == "model" else "rows"
             raise ArtifactError(
-                f"The runs {first} and {other} name the model {model!r} but were made on different weights, "
-                "so they cannot be compared. Remove the runs on the wrong weights and run the campaign again."
+                f"The runs {first} and {other} name {same} but were made on different {wrong}, "
+                f"so they cannot be compared. Remove the runs on the wrong {wrong} and run the campaign again."
             )
 
 

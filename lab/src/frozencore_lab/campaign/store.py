@@ -7,7 +7,8 @@ failed/ID/failure.json    the reason of a failure, and log.txt
 shared/                   moments and weights-only bases, computed once
 records.jsonl             every record, one a line: an index rebuilt from runs/, and all that a report needs
 
-A run's own file has priority; the index is used for runs without a folder.
+A run's own file has priority; the index is used for runs that were made elsewhere. A run that was made here has a lock
+file: if its folder is removed, it is made again.
 """
 
 from __future__ import annotations
@@ -141,8 +142,8 @@ class Store:
         """
         with ExitStack() as held:
             try:
-                (self.folder / "locks").mkdir(parents=True, exist_ok=True)
-                file = held.enter_context((self.folder / "locks" / name).open("w"))
+                self._lock(name).parent.mkdir(parents=True, exist_ok=True)
+                file = held.enter_context(self._lock(name).open("w"))
                 fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             except BlockingIOError as error:
                 raise ArtifactError(
@@ -180,7 +181,13 @@ class Store:
         file = self.runs / run_id / RECORD
         if run_id not in self._records and file.exists():
             self._records[run_id] = _read(file, read_record).model_copy(update={"run_id": run_id})
-        return self._records.get(run_id) or self._index.get(run_id)
+        if run_id in self._records:
+            return self._records[run_id]
+        was_removed = self.runs.is_dir() and self._lock(f"run-{run_id}").exists()
+        return None if was_removed else self._index.get(run_id)
+
+    def _lock(self, name: str) -> Path:
+        return self.folder / "locks" / name
 
     @cached_property
     def _index(self) -> dict[str, RunRecord]:
@@ -202,9 +209,7 @@ def _read(file: Path, reader: Callable[[str], T]) -> T:
     try:
         return reader(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ArtifactError(
-            f"{file} is damaged ({error}). Remove its folder and {INDEX}: the run is made again, the index rebuilt."
-        ) from error
+        raise ArtifactError(f"{file} is damaged ({error}). Remove its folder: the run is made again.") from error
 
 
 def _parsed(line: str) -> RunRecord | None:

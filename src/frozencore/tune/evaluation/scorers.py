@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,20 @@ def harness_scorer(name: str, encoder: PromptEncoder, *, include_path: Path | No
         progress("score", 1, 1, found["metric"])
         return found, samples
 
-    return TaskScorer(name, {"harness": harness_version(), "include_path": str(include_path), "limit": limit}, score)
+    identity: dict[str, Any] = {"harness": harness_version(), "include_path": str(include_path), "limit": limit}
+    if include_path is not None:
+        identity["files"] = _fingerprint_files(include_path)
+    return TaskScorer(name, identity, score)
+
+
+def _fingerprint_files(folder: Path) -> str:
+    """SHA-256 of the names and the content of all files below a folder, without Python's caches."""
+    files = {
+        str(file.relative_to(folder)): sha256(file.read_bytes()).hexdigest()
+        for file in sorted(folder.rglob("*"))
+        if file.is_file() and "__pycache__" not in file.parts
+    }
+    return fingerprint_options(files)
 
 
 def _scored(found: TaskScore) -> Scored:
