@@ -142,19 +142,26 @@ def byte_tokenizer() -> Callable[..., Any]:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    def make(*, adds_start: bool = False, chat: bool = False, merges: tuple[tuple[str, str], ...] = ()) -> Any:
+    def make(
+        *,
+        adds_start: bool = False,
+        chat: bool = False,
+        merges: tuple[tuple[str, str], ...] = (),
+        special: tuple[str, ...] = (),
+        end: str = "</s>",
+    ) -> Any:
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
         pieces = [*alphabet, *(left + right for left, right in merges)]
         tokenizer = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=list(merges)))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
-        tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+        tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ("<s>", "</s>", *special)])
         if adds_start:
             tokenizer.post_processor = processors.TemplateProcessing(
                 single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
             )
         fast = PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>", model_max_length=512
+            tokenizer_object=tokenizer, bos_token="<s>", eos_token=end, pad_token=end, model_max_length=512
         )
         fast.chat_template = CHAT_TEMPLATE if chat else None
         return fast

@@ -73,8 +73,8 @@ def test_a_dry_run_marks_every_turn_that_has_the_loss(command, tmp_path: Path) -
     shutil.copytree(pocket_model_path(), model)
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}<|endoftext|>{% endif %} "
-        "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}{% if m.role == 'assistant' %}<|endoftext|>{% endif %} "
+        "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
     )
     tokenizer.save_pretrained(model)
     answer = {"role": "assistant", "content": "two cats"}
@@ -82,4 +82,31 @@ def test_a_dry_run_marks_every_turn_that_has_the_loss(command, tmp_path: Path) -
     rows = write(tmp_path / "rows.jsonl", [{"messages": own} for own in turns])
     words = ["tune", "--model", model, *WORDS[3:], "--data", rows, "--out", tmp_path / "run", "--dry-run"]
     shown = {loss_on: command(*words, "--loss-on", loss_on)[1] for loss_on in ("last", "all")}
-    assert [text.count("⟦two cats<|endoftext|>⟧") for text in shown.values()] == [1, 2]
+    assert [text.count("⟦two cats<|endoftext|>⟧") for text in shown.values()] == [3, 6]  # three rows
+
+
+def test_what_is_not_used_dropped_or_changed_is_shown_without_a_folder_and_recorded(command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    bad = [{"prompt": "Who ?", "completion": ""}]
+    ended = [{"prompt": "Who ?", "completion": " Tom<|endoftext|>", "source": "b"}]
+    rows = write(
+        tmp_path / "rows.jsonl", [{**row, "id": i} for i, row in enumerate([*pairs("cats", 12), *bad, *ended])]
+    )
+    words = (*WORDS, "--data", rows, "--skip-bad")
+    lines = (
+        "Read 14 rows by prompt and completion; 1 left out (column 'completion' must hold text). "
+        "2 columns not used: id and source. 1 row changed: <|endoftext|> stood in a text where it is written anyway"
+    )
+    status, out, err = command(*words, "--dry-run")
+    assert (status, err) == (0, "")
+    assert lines in " ".join(out.split())
+    assert out.count("(the marked part carries the loss)") == 3
+    assert not list(tmp_path.glob("*/"))
+    status, _, err = command(*words)
+    assert (status, err.count("\n")) == (2, 1)
+    assert "Give --out DIR, or --dry-run" in err
+    status, out, err = command(*words, "--out", tmp_path / "run")
+    assert (status, err) == (0, "")
+    assert "2 columns not used: id and source" in " ".join(out.split())
+    used = json.loads((tmp_path / "run" / "result.json").read_text())["rows"]
+    assert used["unused_columns"] == ["id", "source"]
+    assert list(used["changed"].values()) == [1]

@@ -104,7 +104,7 @@ class Speaker:
         first = [] if system is None else [{"role": "system", "content": system}]
         row = TextRow(self.name, question, "")
         if encoder.is_chat:
-            row = encoder.render_messages([*first, *self.turns, {"role": "assistant", "content": ""}], self.name)
+            row = encoder.ask([*first, *self.turns], self.name)
         if encoder.count_too_long([row]):
             console.print(f"(The beginning is left out: {encoder.max_length} tokens fit.)", style="dim")
         console.print(f"\n{self.name}:", style="bold")

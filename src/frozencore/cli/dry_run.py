@@ -1,8 +1,8 @@
-"""``--dry-run`` of ``tune`` and ``tune-many``: show what a run would read and need, and its first row."""
+"""``--dry-run`` of ``tune`` and ``tune-many``: show what a run would read and need, and its first rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from statistics import median
 
@@ -29,6 +29,8 @@ from frozencore.tune.run.training_port import recipe_of
 from frozencore.tune.training.reporting import require_reporters
 from frozencore.words import Progress, bytes_in_words, num_of
 
+SHOWN = 3  # training rows
+
 
 def print_dry_run(config: RunConfig, num_slots: int | None = None) -> None:
     """Read a run's model and rows, and print what it would do.
@@ -52,7 +54,7 @@ def _run(config: RunConfig, progress: Progress) -> Iterator[Text]:
     prepared = prepare(config, progress)
     yield from _rows(config, prepared)
     yield from _cost(config, prepared)
-    yield from _as_asked(config, prepared, prepared.rows.train[0])
+    yield from _as_asked(config, prepared, prepared.rows.train)
 
 
 def _tenants(config: RunConfig, num_slots: int, progress: Progress) -> Iterator[Text]:
@@ -68,22 +70,24 @@ def _tenants(config: RunConfig, num_slots: int, progress: Progress) -> Iterator[
         tokens = sum(len(row.input_ids) for row in rows.train)
         yield Text(
             f"{name}: {num_of(len(rows.train), 'row')} to train on ({num_of(tokens, 'token')}), {len(rows.held_out):,} "
-            f"to score; {num_of(tenant.num_steps, 'step')}."
+            f"to score; {num_of(tenant.num_steps, 'step')}. {rows.reading.in_words if rows.reading else ''}".rstrip()
         )
     if (adapted := _adapted(config, prepared)) is not None:
         yield Text(f"{config.method}: {num_of(values_at_once(adapted), 'trained value')} each.")
-    yield from _as_asked(config, prepared, next(iter(own.values())).rows.train[0])
+    yield from _as_asked(config, prepared, next(iter(own.values())).rows.train)
 
 
-def _as_asked(config: RunConfig, prepared: PreparedRun, row: TokenRow) -> Iterator[Text]:
+def _as_asked(config: RunConfig, prepared: PreparedRun, rows: Sequence[TokenRow]) -> Iterator[Text]:
     yield Text("\nThe options that differ from the defaults, as a file for --config", style="bold")
     yield Text(as_flags(config, exclude_defaults=True).rstrip())
-    yield Text("\nThe first training row (the marked part carries the loss)", style="bold")
-    decode, starts = prepared.encoder.tokenizer.decode, [0, *(stop for _, stop in row.loss_spans)]
-    for last, (start, stop) in zip(starts, row.loss_spans, strict=False):
-        yield marked(decode(row.input_ids[last:start]), decode(row.input_ids[start:stop]))
-    if isinstance(row, PreferenceRow):
-        yield marked("Rejected: ", decode(row.rejected_ids))
+    decode = prepared.encoder.tokenizer.decode
+    for row in rows[:SHOWN]:
+        yield Text(f"\nTraining row {row.id} (the marked part carries the loss)", style="bold")
+        starts = [0, *(stop for _, stop in row.loss_spans)]
+        for last, (start, stop) in zip(starts, row.loss_spans, strict=False):
+            yield marked(decode(row.input_ids[last:start]), decode(row.input_ids[start:stop]))
+        if isinstance(row, PreferenceRow):
+            yield marked("Rejected: ", decode(row.rejected_ids))
 
 
 def _rows(config: RunConfig, prepared: PreparedRun) -> Iterator[Text]:

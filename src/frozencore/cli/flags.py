@@ -34,8 +34,9 @@ OF_ONE_TRAINING = AloneConfig.model_fields.keys() | FurtherScoresConfig.model_fi
 OF_TRAINING = (RecipeConfig.model_fields.keys() | OF_ONE_TRAINING | {"basis", "patience"}) - {"seed"}
 """Options that only training reads."""
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the run that is in --output.")]
+Out = Annotated[Path | None, typer.Option("--output", "--out", help="New folder for adapters and records.")]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Write nothing: say what the run would read and need, show its first row.")
+    bool, typer.Option("--dry-run", help="Write nothing: say what the run would read and need, show its first rows.")
 ]
 _TYPES_OF_TYPER = (bool, int, float, str, Path)
 
@@ -238,3 +239,10 @@ def _kinds(option: Option) -> list[Any]:
 
 def _parts(kind: Any) -> tuple[Any, ...]:
     return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+
+
+def require_out(output: Path | None) -> Path:
+    """The folder of a run that writes one."""
+    if output is None:
+        raise ConfigError("A run needs a new folder, but none is named. Give --out DIR, or --dry-run to write nothing.")
+    return output

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from frozencore.cli.console import console
 from frozencore.cli.flag_file import as_flags
-from frozencore.cli.flags import DryRun, Resume, TakesOptions, read_choices
+from frozencore.cli.flags import DryRun, Out, Resume, TakesOptions, read_choices, require_out
 from frozencore.files.hub import require_upload, upload
 from frozencore.tune.run.config import SWEPT, RunConfig
 from frozencore.tune.run.processes import is_first, joined, refuse_several
@@ -32,7 +32,7 @@ RATE = "learning_rate"
 
 def _tune(
     config: RunConfig,
-    output: Annotated[Path, typer.Option("--output", "--out", help="New folder for the adapter and its record.")],
+    output: Out = None,
     moments: Annotated[
         Path | None, typer.Option(help="A moments file of `frozencore calibrate`, in place of a new calibration pass.")
     ] = None,
@@ -58,6 +58,7 @@ def _tune(
 
         print_dry_run(config)
         return
+    output = require_out(output)
     refuse_used(output, resume=resume)
     if push_to_hub is not None:
         require_upload(push_to_hub)

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from frozencore.cli.console import console
-from frozencore.cli.flags import OF_ONE_TRAINING, DryRun, Resume, TakesOptions
+from frozencore.cli.flags import OF_ONE_TRAINING, DryRun, Out, Resume, TakesOptions, require_out
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.many.tenants import find_tenants, refuse_tenants_early
 from frozencore.tune.run.processes import is_first, joined, refuse_several
@@ -31,7 +31,7 @@ TENANTS = "Folder with a row file (as for `tune --data`) for each tenant, named 
 
 def _tune_many(
     config: RunConfig,
-    output: Annotated[Path, typer.Option("--output", "--out", help="New folder: NAME/adapter, NAME/result.json.")],
+    output: Out = None,
     slots: Annotated[
         int, typer.Option(min=1, help="Tenants that train at once in a process; the others wait for a slot.")
     ] = 64,
@@ -39,14 +39,14 @@ def _tune_many(
     dry_run: DryRun = False,
 ) -> None:
     refuse_tenants_early(config)
-    if not dry_run:
-        refuse_finished(output, find_tenants(Path(config.learns)), resume=resume)
     if dry_run:
         refuse_several("--dry-run")
         from frozencore.cli.dry_run import print_dry_run
 
         print_dry_run(config, slots)
         return
+    output = require_out(output)
+    refuse_finished(output, find_tenants(Path(config.learns)), resume=resume)
     from frozencore.cli.display import StageDisplay, resume_line
 
     if resume:

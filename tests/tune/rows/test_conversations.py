@@ -1,4 +1,4 @@
-"""Loss on all of the assistant's turns, against the mask of a template that marks them and against each prompt."""
+"""The assistant's turns in a conversation's text, against transformers' mask for the same template with marks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from chat_templates import SPECIAL, TEMPLATES, marked, plain
 from frozencore.errors import DataError
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
@@ -35,6 +38,104 @@ TURNS = [
     {"role": "user", "content": "And of Italy?"},
     {"role": "assistant", "content": "Rome, of course"},
 ]
+
+
+CALL = {"type": "function", "function": {"name": "capital", "arguments": {"of": "France"}}}
+TOOLS = [{"type": "function", "function": {"name": "capital", "parameters": {}}}]
+ASKED, SAID = TURNS[0], {"role": "assistant", "content": "Paris"}
+THOUGHT, BESIDE = {**SAID, "content": "<think>a</think>Paris"}, {**SAID, "reasoning_content": "b"}
+FOUND = {"role": "tool", "content": "Paris"}
+FORMS: dict[str, tuple[list[dict[str, Any]], Any]] = {
+    "a question": ([ASKED, SAID], None),
+    "two questions": ([{"role": "system", "content": "Be brief."}, *TURNS], None),
+    "a call first": ([ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}, FOUND, SAID], TOOLS),
+    "a call last": ([ASKED, {"role": "assistant", "content": "Looking.", "tool_calls": [CALL]}], TOOLS),
+    "a call alone": ([*TURNS, TURNS[0], {"role": "assistant", "content": None, "tool_calls": [CALL]}], TOOLS),
+    "thoughts in the content": ([ASKED, THOUGHT, ASKED, THOUGHT], None),
+    "thoughts beside it": ([ASKED, BESIDE, ASKED, BESIDE], None),
+    "two answers": ([ASKED, SAID, SAID], None),
+    "space at both ends": ([ASKED, {"role": "assistant", "content": "    return x\n"}, ASKED, SAID], None),
+}  # fmt: skip
+
+
+def talk_encoder(byte_tokenizer: Callable[..., Any], template: str, loss_on: Any, **options: Any) -> PromptEncoder:
+    tokenizer = byte_tokenizer(special=SPECIAL, **options)
+    tokenizer.chat_template = template
+    return PromptEncoder(tokenizer, loss_on=loss_on, max_length=100_000)
+
+
+def require_the_templates_own(
+    byte_tokenizer: Callable[..., Any], template: str, with_marks: bool, turns: list[dict[str, Any]], tools: Any
+) -> TokenRow:
+    """Compare a conversation's rows with the text and the mask of ``apply_chat_template``."""
+    written = marked(template) if with_marks else plain(template)
+    encoder = talk_encoder(byte_tokenizer, written, "all")
+    text = encoder.render_messages(turns, "row-1", tools)
+    (row,) = encoder.training_rows([text])
+    ids = row.input_ids if text.ended else row.input_ids[:-1]
+    as_given = [{**turn, "content": turn["content"] or ""} for turn in turns]
+    if "arguments }}" in template:  # it takes them as text
+        called = {"type": "function", "function": {"name": "capital", "arguments": '{"of": "France"}'}}
+        as_given = [{**turn, "tool_calls": [called]} if turn.get("tool_calls") else turn for turn in as_given]
+    theirs = talk_encoder(byte_tokenizer, marked(template), "all").tokenizer.apply_chat_template(
+        as_given, tools=tools, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert ids == theirs["input_ids"][: len(ids)]
+    mask = [int(label != -100) for label in labels_of(row)]
+    assert mask[: len(ids)] == theirs["assistant_masks"][: len(ids)]
+    assert not any(theirs["assistant_masks"][len(ids) :])
+    if not text.ended:
+        assert row.input_ids[-1] == encoder.eos_id
+        assert mask[-1]
+    last = talk_encoder(byte_tokenizer, written, "last")
+    (of_last,) = last.training_rows([last.render_messages(turns, "row-1", tools)])
+    assert of_last.input_ids == row.input_ids
+    *_, (start, stop) = row.loss_spans
+    assert start <= of_last.num_context
+    assert (of_last.num_context == start) or turns[-2]["role"] == "assistant"  # two turns may touch
+    assert (of_last.loss_spans[-1][1], stop) == (len(of_last.input_ids), len(row.input_ids))
+    return row
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("name", "with_marks"),
+    [(name, marks) for name in TEMPLATES for marks in (True, False) if marks or "mark" not in name],
+)
+def test_a_conversation_is_the_templates_own_text_and_its_loss_is_on_the_templates_answers(
+    name: str, form: str, with_marks: bool, byte_tokenizer: Callable[..., Any]
+) -> None:
+    require_the_templates_own(byte_tokenizer, TEMPLATES[name], with_marks, *FORMS[form])
+
+
+WORDS = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)  # the special tokens are longer than chance
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> tuple[list[dict[str, Any]], Any]:
+    turns: list[dict[str, Any]] = [{"role": "system", "content": draw(WORDS)}] * draw(st.booleans())
+    for _ in range(draw(st.integers(1, 4))):
+        turns.append({"role": "user", "content": draw(WORDS) * draw(st.sampled_from((1, 1, 99)))})
+        if draw(st.booleans()):
+            called = {"name": "capital", "arguments": {draw(WORDS): draw(WORDS)}}
+            turns.append({"role": "assistant", "content": draw(WORDS), "tool_calls": [{"function": called}]})
+            turns.append({"role": "tool", "content": draw(WORDS)})
+        turns.append(
+            {"role": "assistant", "content": draw(WORDS) + "."}
+        )  # transformers' mask loses a last character's bytes
+    return turns, draw(st.sampled_from((None, TOOLS)))
+
+
+NOT_AS_TEXT = [name for name, template in TEMPLATES.items() if "arguments }}" not in template]
+
+
+@pytest.mark.parametrize("name", NOT_AS_TEXT)
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(drawn=conversations(), with_marks=st.booleans())
+def test_any_conversation_is_the_templates_own_text(
+    drawn: tuple[list[dict[str, Any]], Any], with_marks: bool, name: str, byte_tokenizer: Callable[..., Any]
+) -> None:
+    require_the_templates_own(byte_tokenizer, TEMPLATES[name], with_marks or "mark" in name, *drawn)
 
 
 @pytest.fixture
@@ -138,6 +239,45 @@ def test_the_last_turn_is_what_is_generated_and_compared(
     encoder = encoder_of(PLAIN)
     ((found,), _) = complete(byte_model, encoder, [row_of(encoder)], max_new_tokens=3)
     assert found.gold == "Rome, of course"
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+@pytest.mark.parametrize("flag", [{"weight": 0}, {"train": False}, {"weight": 0.0, "train": None}])
+def test_a_message_without_weight_has_no_loss(
+    template: str, flag: dict[str, Any], encoder_of: Callable[..., PromptEncoder]
+) -> None:
+    encoder = encoder_of(template)
+    first, last = (
+        [{**turn, **flag} if i == at else {**turn, "weight": 1} for i, turn in enumerate(TURNS)] for at in (1, 3)
+    )
+    assert with_loss(encoder, row_of(encoder, first)) == ["Rome, of course</s>"]
+    assert with_loss(encoder, row_of(encoder, last)) == ["Paris</s>"]
+    assert row_of(encoder, first) == row_of(encoder_of(template, "last"), first)
+
+
+def test_labels_that_are_special_tokens_are_compared(byte_tokenizer: Callable[..., Any], byte_model: nn.Module) -> None:
+    encoder = talk_encoder(byte_tokenizer, PLAIN, "last")
+    encoder.tokenizer.add_special_tokens({"additional_special_tokens": ["<pos>", "<neg>"]})
+    rows = encoder.training_rows([encoder.render_messages([ASKED, {**SAID, "content": "<pos>"}], "row-1")])
+    ((found,), _) = complete(byte_model, encoder, rows, max_new_tokens=3)
+    assert (found.gold, found.correct) == ("<pos>", False)
+    wrong = encoder.tokenizer.convert_tokens_to_ids("<neg>")
+    head = byte_model.lm_head
+    with torch.no_grad():
+        head.weight.zero_()  # all logits are equal but for the bias
+    head.bias = nn.Parameter(torch.zeros(head.out_features).index_fill(0, torch.tensor([wrong]), 9.0))
+    ((found,), _) = complete(byte_model, encoder, rows, max_new_tokens=1)
+    assert (found.text, found.correct) == ("<neg>", False)
+
+
+def test_generation_ends_at_the_templates_own_end(byte_tokenizer: Callable[..., Any]) -> None:
+    for name, ends in (
+        ("another end", {"</s>", "<end_of_turn>"}),
+        ("an end after the last", {"</s>", "<|end|>"}),
+        ("no end", {"</s>"}),
+    ):
+        encoder = talk_encoder(byte_tokenizer, plain(TEMPLATES[name]), "last")
+        assert {*encoder.tokenizer.convert_ids_to_tokens(encoder.end_ids)} == ends
 
 
 def test_many_turns_keep_their_order(encoder_of: Callable[..., PromptEncoder]) -> None:

@@ -88,11 +88,88 @@ def test_who_calls_a_tool_need_not_speak_and_the_template_is_told_the_tools(
     encoder.tokenizer.chat_template = (
         "{% for t in tools %}[{{ t.function.name }}]{% endfor %}{% for m in messages %}{{ m.role + m.content }}"
         "{% for c in m.tool_calls %}({{ c.function.name }}){% endfor %};{% endfor %}"
+        "{% if add_generation_prompt %}assistant{% endif %}"
     )
     row = {"messages": turns, "tools": json.dumps(tools) if as_text else tools}
     (text,) = read_rows(write(tmp_path / "rows.jsonl", [row]), encoder).texts
-    assert text.context == "[capital]userCapital?;assistant(capital);toolParis;"
-    assert text.completion == "It is Paris."
+    assert text.context == "[capital]userCapital?;assistant(capital);toolParis;assistant"
+    assert text.completion == "It is Paris.;"
+
+
+CALL = {"type": "function", "function": {"name": "capital", "arguments": {"of": "France"}}}
+
+
+@pytest.mark.parametrize("column", ["messages", "conversations"])
+def test_arguments_of_calls_as_json_text_are_the_object(
+    tmp_path: Path, column: str, byte_tokenizer: Callable[..., Any]
+) -> None:
+    encoder = PromptEncoder(byte_tokenizer(chat=True))
+    encoder.tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}{% for c in m.tool_calls %}"
+        "{{ c.function.arguments|tojson }}{% endfor %}</s>{% endfor %}"
+    )
+    asked, answered = ("human", "gpt") if column == "conversations" else ("user", "assistant")
+    role, content = ("from", "value") if column == "conversations" else ("role", "content")
+    for given, wanted in (({"of": "France"}, '{"of": "France"}'), ('{"of": "France"}', '{"of": "France"}'), ("", "{}")):
+        call = {**CALL, "function": {"name": "capital", "arguments": given}}
+        turns = [{role: asked, content: "Hi"}, {role: answered, content: "capital", "tool_calls": [call]}]
+        (text,) = read_rows(write(tmp_path / "rows.jsonl", [{column: turns}]), encoder).texts
+        assert text.context + text.completion == f"user:Hi</s>assistant:capital{wanted}</s>"
+
+
+def test_columns_beside_the_form_are_read_and_all_others_are_named(
+    tmp_path: Path, byte_tokenizer: Callable[..., Any]
+) -> None:
+    beside = {"system": "Be brief.", "history": [["Hi", "Hello"]], "score": 3}
+    chat = PromptEncoder(byte_tokenizer(chat=True))
+    before = "<s>system\nBe brief.</s>\n<s>user\nHi</s>\n<s>assistant\nHello</s>\n<s>user\n"
+    for row in (PAIR, MESSAGES, CONVERSATIONAL, SHAREGPT, ALPACA):
+        read = read_rows(write(tmp_path / "rows.jsonl", [row, row | beside]), chat)
+        first, second = read.texts
+        assert second.context == before + first.context.removeprefix("<s>user\n")
+        assert second.completion == first.completion
+        assert read.unused == ("score",)
+    plain = PromptEncoder(byte_tokenizer())
+    read = read_rows(write(tmp_path / "rows.jsonl", [ALPACA | beside]), plain)
+    assert read.texts[0].context.startswith(
+        "Be brief.\n\n### Instruction:\nHi\n\n### Response:\nHello\n\n### Instruction:\nName the capital."
+    )
+    assert read.unused == ("score",)
+    assert read_rows(write(tmp_path / "rows.jsonl", [PAIR | beside]), plain).unused == tuple(beside)
+    named = read_rows(write(tmp_path / "rows.jsonl", [{"q": "a", "completion": "b", "prompt": "c"}]), plain, "prompt=q")
+    assert (named.texts[0].context, named.unused) == ("a", ("prompt",))
+    twice = {"messages": [{"role": "system", "content": "Be long."}, *MESSAGES["messages"]], "system": "Be brief."}
+    with pytest.raises(DataError, match="Row row-1: column 'system' and the first turn must be the same"):
+        read_rows(write(tmp_path / "rows.jsonl", [twice]), chat)
+
+
+def test_indentation_stays_and_only_a_separating_space_goes(tmp_path: Path, byte_tokenizer: Callable[..., Any]) -> None:
+    encoder = PromptEncoder(byte_tokenizer(chat=True))
+    for given, wanted in ((" Paris", "Paris"), ("    return x", "    return x"), ("\n  x", "\n  x"), ("x ", "x ")):
+        rows = [{"prompt": "Go", "completion": given}, {"instruction": "Go", "output": given}]
+        turns = [{"from": "human", "value": "Go"}, {"from": "gpt", "value": given}]
+        pair, alpaca = (read_rows(write(tmp_path / "rows.jsonl", [row]), encoder).texts[0] for row in rows)
+        (talk,) = read_rows(write(tmp_path / "rows.jsonl", [{"conversations": turns}]), encoder).texts
+        assert pair.completion == f"{wanted}</s>"
+        assert alpaca.completion == talk.completion == f"{given}</s>"
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_start_and_end_tokens_in_a_text_are_written_once_and_counted(
+    tmp_path: Path, chat: bool, byte_tokenizer: Callable[..., Any]
+) -> None:
+    encoder = PromptEncoder(byte_tokenizer(adds_start=True, chat=chat))
+    encoder.tokenizer.chat_template = chat and "<s>{% for m in messages %}{{ m.content }}{% endfor %}</s>"
+    for row, wanted in (
+        ({"prompt": "<s>Hi", "completion": "you</s>"}, "<s>Hiyou</s>"),
+        ({"prompt": "Hi", "completion": "you</s>\n"}, "<s>Hiyou</s>"),
+        ({"text": "<s>Hi</s>"}, "<s>Hi</s>"),
+        ({"prompt": "Hi", "completion": "you"}, "<s>Hiyou</s>"),
+    ):
+        (text,) = read_rows(write(tmp_path / "rows.jsonl", [row]), encoder).texts
+        (tokens,) = encoder.training_rows([text])
+        assert encoder.tokenizer.decode(tokens.input_ids) == wanted
+        assert [what.split()[0] for what in text.changed] == [t for t in ("<s>", "</s>") if t in "".join(row.values())]
 
 
 def test_columns_of_other_names_are_named(tmp_path: Path, byte_tokenizer: Callable[..., Any]) -> None:
@@ -137,6 +214,30 @@ def test_plain_pairs_keep_their_own_separator(tmp_path: Path, byte_tokenizer: Ca
         ),
         ([CONVERSATIONAL | {"completion": "Paris"}], r"Row row-1: column 'completion' must hold a list of turns"),
         ([{"conversations": [{"from": "bing", "value": "a"}]}], r"a turn of 'conversations' is from human, .*'bing'"),
+        (
+            [{"messages": [*MESSAGES["messages"], MESSAGES["messages"][0], {**MESSAGES["messages"][1], "weight": 0}]}],
+            r"Row row-1: no turn to learn is left, as messages have weight 0 or train false",
+        ),
+        (
+            [{"messages": [MESSAGES["messages"][0], {**MESSAGES["messages"][1], "weight": 0.5}]}],
+            r"Row row-1: a message's weight must be 0 or 1 and its train a truth value, got \[0.5\]",
+        ),
+        ([MESSAGES | {"history": [["a"]]}], r"Row row-1: column 'history' must hold pairs"),
+        (
+            [
+                {
+                    "messages": [
+                        MESSAGES["messages"][0],
+                        {**MESSAGES["messages"][1], "tool_calls": [CALL | {"function": {"arguments": "{"}}]},
+                    ]
+                }
+            ],
+            r"Row row-1: 'arguments' of a tool call must hold an object",
+        ),
+        (
+            [{"messages": [MESSAGES["messages"][0], {**MESSAGES["messages"][1], "tool_calls": [CALL]}]}],
+            r"Row row-1: the chat template does not write the call of 'capital' of turn 2, the assistant's",
+        ),
         ([MESSAGES | {"tools": "{"}], r"Row row-1: column 'tools' must hold a list"),
         ([MESSAGES | {"tools": "[" * 100_000}], r"Row row-1: column 'tools' must hold a list"),
         ([PAIR, {"completion": "a"}], r"Row row-2: column 'prompt' must hold text, but holds nothing"),

@@ -76,7 +76,7 @@ def test_the_fixed_date_stands_where_the_template_puts_the_days(
 ) -> None:
     """On that very day the tokenizer itself gives the same text, to the byte."""
     on(5)
-    dated.chat_template = template
+    dated.chat_template = template if template == BOTH else template + MESSAGES
     plain = dated.apply_chat_template(HELLO, tokenize=False, add_generation_prompt=True)
     assert "2031" in plain
     assert PromptEncoder(dated, today=date(2031, 1, 5)).render(EXAMPLE).context == plain

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, BloomConfig, Gemma3Config, GPT2Config, MptConfig
 
 from frozencore.errors import ConfigError, DataError, ModelError
 from frozencore.tune.rows import Example, TextRow, TokenRow
-from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.rows.prompts import PromptEncoder, context_limit
 from frozencore.tune.rows.token_batches import PaddingCollator, group_rows, make_batches
+from frozencore.tune.scoring.score import held_out_loss
 from frozencore.tune.suite import find_task
 from frozencore.tune.tasks.splits import split_task
+from tiny import tiny_qwen2
 
 EXAMPLE = Example("row-1", "Is it?", " yes", (" yes", " no"))
 
@@ -45,7 +49,7 @@ def test_training_choices_and_generation_see_the_same_context(byte_tokenizer: Ca
 def test_chat_rows_go_through_the_template_with_one_start_token(byte_tokenizer: Callable[..., Any]) -> None:
     encoder = PromptEncoder(byte_tokenizer(adds_start=True, chat=True))
     text = encoder.render(EXAMPLE)
-    assert (text.context, text.completion) == ("<s>user\nIs it?</s>\n<s>assistant\n", "yes")
+    assert (text.context, text.completion) == ("<s>user\nIs it?</s>\n<s>assistant\n", "yes</s>")
     assert text.choices == ("yes", "no")
     (row,) = encoder.training_rows([text])
     assert encoder.tokenizer.decode(row.input_ids) == "<s>user\nIs it?</s>\n<s>assistant\nyes</s>"
@@ -60,15 +64,91 @@ def test_space_at_the_end_of_a_prompt_moves_to_the_completion(byte_tokenizer: Ca
     assert (text.context, text.completion, text.choices) == ("Is it?", " yes", (" yes", " no"))
 
 
-def test_a_token_over_the_boundary_is_cut_where_generation_cuts_it(byte_tokenizer: Callable[..., Any]) -> None:
-    encoder = PromptEncoder(byte_tokenizer(merges=(("b", "c"),)))
-    row = TextRow("row-1", "ab", "cd", ("cd", "d"))
-    assert encoder.tokenizer("abcd")["input_ids"][:2] != encoder.tokenizer("ab")["input_ids"]
+@pytest.mark.parametrize("kind", ["bytes", "bytes with a space", "pieces", "pieces of an old tokenizer"])
+def test_tokens_are_those_of_the_whole_text_and_one_over_the_boundary_is_learned(
+    kind: str, byte_tokenizer: Callable[..., Any]
+) -> None:
+    encoder = PromptEncoder(joining_tokenizer(kind, byte_tokenizer))
+    row = TextRow("row-1", "print(", "'hi')", ("'hi')", ")", "x"))
+    whole, alone = (encoder.tokenizer(text)["input_ids"] for text in ("print('hi')", "print("))
+    assert whole[: len(alone)] != alone
     (tokens,) = encoder.training_rows([row])
-    assert encoder.tokenizer.convert_ids_to_tokens(tokens.input_ids) == ["a", "b", "c", "d", "</s>"]
-    assert tokens.num_context == 2
+    assert tokens.input_ids == [*whole, encoder.eos_id]
+    assert tokens.num_context == len(alone) - 1
+    assert encoder.tokenizer.decode(tokens.input_ids).lstrip() == "print('hi')</s>"
+    assert encoder.context_rows([row]) == [alone[:-1]]
     (choices,) = encoder.choice_rows([row])
-    assert [encoder.tokenizer.decode(ids) for ids in choices.choice_ids] == ["cd", "d"]
+    for choice, ids in zip(row.choices, choices.choice_ids, strict=True):
+        assert choices.context_ids + ids == encoder.tokenizer(f"print({choice}")["input_ids"]
+
+
+def joining_tokenizer(kind: str, byte_tokenizer: Callable[..., Any]) -> Any:
+    """A tokenizer that joins a bracket and a quote, over bytes or in SentencePiece's manner."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    if kind.startswith("bytes"):
+        made = byte_tokenizer(merges=(("(", "'"),))
+        made.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
+            add_prefix_space="space" in kind, use_regex=False
+        )
+        return made
+    pieces = ["<unk>", "▁", *sorted(set("print('hi')x")), "('"]
+    tokenizer = Tokenizer(
+        models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[("(", "'")], unk_token="<unk>")
+    )
+    if kind == "pieces":
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+        tokenizer.decoder = decoders.Metaspace(prepend_scheme="always", split=False)
+    else:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer.add_special_tokens([AddedToken("</s>", special=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", model_max_length=512)
+
+
+def test_a_tokenizer_without_places_is_used_where_its_tokens_part(byte_tokenizer: Callable[..., Any]) -> None:
+    fast = byte_tokenizer(merges=(("b", "c"),))
+
+    class Slow:
+        is_fast = False
+
+        def __init__(self) -> None:
+            vars(self).update(eos_token_id=fast.eos_token_id, eos_token="</s>", bos_token="<s>", chat_template=None)
+
+        def __call__(self, text: Any, return_offsets_mapping: bool = False, **options: Any) -> Any:
+            assert not return_offsets_mapping
+            return fast(text, **options)
+
+    encoder = PromptEncoder(Slow())
+    rows = [TextRow("row-1", "ab", "xd"), TextRow("row-2", "ab", "cd")]
+    assert encoder.training_rows(rows[:1]) == PromptEncoder(fast).training_rows(rows[:1])
+    with pytest.raises(DataError, match="Row row-2: its tokenizer joins characters across the place where the loss"):
+        encoder.training_rows(rows)
+
+
+def test_the_limit_is_the_text_models_and_no_stated_limit_is_none(byte_tokenizer: Callable[..., Any]) -> None:
+    tokenizer = byte_tokenizer()
+    for config, own, limit in (
+        (Gemma3Config(text_config={"max_position_embeddings": 2048}), 1e30, 2048),
+        (Gemma3Config(text_config={"max_position_embeddings": 2048}), 512, 512),
+        (GPT2Config(n_positions=77), 1e30, 77),
+        (MptConfig(max_seq_len=99), 1e30, 99),
+        (BloomConfig(), 1e30, sys.maxsize),
+    ):
+        tokenizer.model_max_length = own
+        assert context_limit(SimpleNamespace(config=config), tokenizer) == limit
+
+
+def test_padding_needs_no_embedding_of_its_own(byte_tokenizer: Callable[..., Any]) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    encoder, model = PromptEncoder(tokenizer), tiny_qwen2(vocab_size=258)
+    assert tokenizer.pad_token_id == 258
+    rows = encoder.training_rows([TextRow("row-1", "a", "b"), TextRow("row-2", "aa", "bb")])
+    both = held_out_loss(model, rows, pad_id=encoder.pad_id)
+    alone = [held_out_loss(model, [row], pad_id=encoder.pad_id) for row in rows]
+    assert both == pytest.approx((2 * alone[0] + 3 * alone[1]) / 5, abs=1e-5)
 
 
 def test_a_merge_inside_the_completion_is_kept(byte_tokenizer: Callable[..., Any]) -> None:

@@ -13,7 +13,7 @@ from frozencore.errors import DataError, NoRowsError
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.run.config import RunConfig, make_config
 from frozencore.tune.run.make_record import _used_rows
-from frozencore.tune.run.prepare import _told
+from frozencore.tune.run.prepare import told_of_rows
 from frozencore.tune.run.read_rows import prepare_rows
 from frozencore.tune.run.row_sets import RowCache
 from small_task import write_task
@@ -127,7 +127,7 @@ def test_rows_of_a_task_that_are_also_evaluated_are_counted_on_the_screen_and_in
     with (tmp_path / "train.jsonl").open("a") as file:
         file.write((tmp_path / "evaluation.jsonl").read_text())
     rows = prepare_rows(config, encoder)
-    assert _told(rows).endswith("3 left out: also evaluation rows")
+    assert told_of_rows(rows).endswith("3 left out: also evaluation rows")
     assert _used_rows(config, rows).content()["left_out"] == {"also evaluation rows": 3}
 
 

@@ -38,8 +38,12 @@ class TextRow:
     """A row as exact text.
 
     Attributes:
-        templated: Whether the context contains the special tokens of the chat template.
-        turns: The completion of a conversation in pieces, alternately with and without loss.
+        choices: Texts that may follow the context, without an end.
+        templated: Whether the chat template wrote the text, with its own start token.
+        turns: The spans of a conversation's completion with loss, as beginnings and ends; empty for all of it.
+        rest: The text of the template after the completion. It has no loss and is not read.
+        ended: Whether the completion has an end token of its own; no other is added.
+        changed: What was changed in the row, for a person.
     """
 
     id: str
@@ -47,7 +51,10 @@ class TextRow:
     completion: str
     choices: tuple[str, ...] = ()
     templated: bool = False
-    turns: tuple[str, ...] = ()
+    turns: tuple[tuple[int, int], ...] = ()
+    rest: str = ""
+    ended: bool = False
+    changed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,76 +1,31 @@
 """Render conversations with the chat template, and find the assistant's turns, which carry the loss.
 
-A template may mark the turns itself (``{% generation %}``). Otherwise a turn is the text that the template adds to the
-turn's prompt, including its end token. This needs a template that writes a turn the same way, whatever follows it.
+The template writes a conversation once, as a whole; a turn is a span of that text. A template may mark the spans itself
+(``{% generation %}``). Otherwise a turn begins where the prompt of its answer ends, and ends where the template ends
+the conversation up to it. A template may write a turn differently if other turns follow (earlier reasoning is dropped,
+the prompt opens a thought). Then the turn is found by writing two other answers in its place: what stays the same
+before and after them is not the answer. A row whose turn cannot be found exactly is refused.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
-from itertools import pairwise
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Literal, TypeVar
 
 from frozencore.errors import ConfigError, DataError
 from frozencore.tune.rows import TextRow
 
-Messages = Sequence[Mapping[str, Any]]
+Message = Mapping[str, Any]
+Messages = Sequence[Message]
+LossOn = Literal["last", "all"]
+Span = tuple[int, int]
+Text = TypeVar("Text", str, list[int])
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
-def render_chat(
-    tokenizer: Any,
-    messages: Messages,
-    row_id: str,
-    tools: Sequence[Any] | None = None,
-    *,
-    asks: bool = True,
-    marked: bool = False,
-) -> Any:
-    """Render messages as text.
-
-    Args:
-        asks: Append the prompt of the assistant's next turn.
-        marked: Return tokens with offsets and a mask of the assistant's turns instead.
-
-    Raises:
-        ConfigError: The tokenizer has no chat template.
-        DataError: The template refuses the messages.
-    """
-    if not tokenizer.chat_template:
-        raise ConfigError(
-            "Chat messages need a chat template, but this tokenizer has none. Use prompt/completion rows."
-        )
-    options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": asks}
-    if marked:
-        offsets = {"return_offsets_mapping": True}
-        options = {"return_dict": True, "return_assistant_tokens_mask": True, "tokenizer_kwargs": offsets}
-    try:
-        return tokenizer.apply_chat_template(list(messages), tools=tools, **options)
-    except Exception as error:  # templates are programs and may raise any error
-        raise DataError(f"Row {row_id}: the tokenizer's chat template refuses it: {error}") from error
-
-
-def every_turn(tokenizer: Any, messages: Messages, row_id: str, tools: Sequence[Any] | None = None) -> TextRow:
-    """The text of a conversation, divided into pieces with and without loss.
-
-    Raises:
-        DataError: The template writes a turn differently if another turn follows, or marks none.
-    """
-    chat = partial(render_chat, tokenizer, row_id=row_id, tools=tools)
-    whole = chat(messages, asks=False)
-    spans = _marked(chat(messages, marked=True)) if _marks(tokenizer) else _rendered(messages, row_id, whole, chat)
-    if not spans:
-        raise DataError(f"Row {row_id}: the chat template marks none of the assistant's turns. Use --loss-on last.")
-    cuts = [place for span in spans for place in span]
-    pieces = [whole[start:stop] for start, stop in pairwise(cuts)]
-    pieces[-1] = pieces[-1].removesuffix(tokenizer.eos_token)  # added to every row later
-    return TextRow(row_id, whole[: cuts[0]], "".join(pieces), templated=True, turns=tuple(pieces))
-
-
-def _marks(tokenizer: Any) -> bool:
-    return any(map(_MARKS.search, templates_of(tokenizer)))
+_THOUGHT = re.compile(r"(?:</?think>\s*)+$")
+_FLAGS = ("weight", "train")
 
 
 def templates_of(tokenizer: Any) -> Collection[str]:
@@ -79,29 +34,314 @@ def templates_of(tokenizer: Any) -> Collection[str]:
     return templates.values() if isinstance(templates, dict) else [templates]
 
 
-def _rendered(messages: Messages, row_id: str, whole: str, chat: Callable[..., Any]) -> list[tuple[int, int]]:
-    """The beginning and end of each of the assistant's turns: the text that the template adds to the turn's prompt."""
-    spans = []
-    for number, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        prompt, turn = chat(messages[:number]), chat(messages[: number + 1], asks=False).rstrip()
-        said = turn[len(prompt) :]
-        if not (turn.startswith(prompt) and whole.startswith(turn) and message["content"].strip() in said):
-            raise DataError(
-                f"Row {row_id}: the chat template writes turn {number + 1}, the assistant's, otherwise than after its "
-                "prompt, so the loss of all turns cannot be placed. Use --loss-on last."
+class Conversation:
+    """Messages in the form that the tokenizer's chat template takes.
+
+    Arguments of tool calls that are JSON text become objects. If a template refuses a message without content, or
+    arguments that are objects, it gets empty content and JSON text.
+
+    Args:
+        messages: Each has a role and a content; ``weight`` 0 or ``train`` false takes the loss from the assistant's
+            message.
+        tools: The tools that the assistant may call.
+
+    Raises:
+        ConfigError: The tokenizer has no chat template.
+        DataError: The template refuses the messages.
+    """
+
+    def __init__(self, tokenizer: Any, messages: Messages, row_id: str, tools: Sequence[Any] | None = None) -> None:
+        if not tokenizer.chat_template:
+            raise ConfigError(
+                "Chat messages need a chat template, but this tokenizer has none. Use prompt/completion rows."
             )
-        spans.append((len(prompt), len(turn)))
-    return spans
+        self.tokenizer, self.row_id, self.tools = tokenizer, row_id, tools
+        self.has_loss = [self._flag(message) for message in messages]
+        given = [_with_objects(message, row_id) for message in messages]
+        calls = any(message.get("tool_calls") for message in given)
+        forms = [given, [_with_content(message) for message in given]] if calls else [given]
+        forms += [[_with_text(message) for message in form] for form in forms] if calls else []
+        for number, self.messages in enumerate(forms, start=1):
+            try:
+                self.prompt(len(given))
+                return
+            except DataError:
+                if number == len(forms):
+                    self.messages = given
+                    self.prompt(len(given))  # raises the template's reason for the messages as they are
+
+    def prompt(self, count: int) -> str:
+        """The text of the first messages, and of the prompt of the assistant's next turn."""
+        return self._write(self.messages[:count], asks=True)[0]
+
+    def row(self, loss_on: LossOn = "last") -> TextRow:
+        """The conversation as a row: the loss is on the assistant's last turn, or on all its turns.
+
+        Raises:
+            DataError: A turn cannot be found, or no turn has loss.
+        """
+        asked = [number for number, message in enumerate(self.messages) if message["role"] == "assistant"]
+        last = asked[-1]
+        wanted = [number for number in (asked if loss_on == "all" else [last]) if self.has_loss[number]]
+        if not wanted:
+            raise DataError(f"Row {self.row_id}: no turn to learn is left, as messages have weight 0 or train false.")
+        whole, turns = self._marked(asked) if self._marks else self._found(wanted)
+        spans: list[Span] = []
+        for number in wanted:
+            self._require_written(number, "".join(whole[start:stop] for start, stop in turns[number]))
+            for start, stop in turns[number]:
+                joined = bool(spans) and spans[-1][1] == start
+                spans[-1:] = [(spans[-1][0], stop)] if joined else [*spans[-1:], (start, stop)]
+        if not spans:
+            raise DataError(f"Row {self.row_id}: the chat template writes nothing of the assistant's turns.")
+        start, stop = spans[0][0], spans[-1][1]
+        ended = self._is_ended(wanted[-1], whole[turns[wanted[-1]][0][0] : stop]) or wanted[-1] != last
+        relative = tuple((first - start, end - start) for first, end in spans)
+        return TextRow(
+            self.row_id,
+            whole[:start],
+            whole[start:stop],
+            templated=True,
+            turns=relative if loss_on == "all" else (),
+            rest=whole[stop:] if ended else "",
+            ended=ended,
+        )
+
+    def end_of_content(self, said: str) -> int:
+        """The end of the last message's content in what the template wrote for its turn."""
+        return self._end_of_content(self.messages[-1], said) or 0
+
+    @property
+    def _marks(self) -> bool:
+        return bool(_MARKS.search(self._template))
+
+    @property
+    def _template(self) -> str:
+        template: str = self.tokenizer.get_chat_template(None, self.tools)
+        return template
+
+    def _write(self, messages: Messages, *, asks: bool = False, marked: bool = False) -> tuple[str, list[Span]]:
+        """The template's text, and the spans that it marks."""
+        from transformers.utils.chat_template_utils import render_jinja_template  # the import takes a second
+
+        if not messages:
+            return "", []
+        try:
+            texts, marks = render_jinja_template(
+                conversations=[messages],
+                tools=self.tools,
+                chat_template=self._template,
+                return_assistant_tokens_mask=marked,
+                add_generation_prompt=asks,
+                **self.tokenizer.special_tokens_map,
+            )
+        except Exception as error:  # templates are programs and may raise any error
+            raise DataError(f"Row {self.row_id}: the tokenizer's chat template refuses it: {error}") from error
+        return texts[0], [tuple(mark) for mark in marks[0]] if marked else []
+
+    def _flag(self, message: Message) -> bool:
+        given = [message.get(name) for name in _FLAGS if message.get(name) is not None]
+        if any(not isinstance(value, int | float) or value not in (0, 1) for value in given):
+            raise DataError(
+                f"Row {self.row_id}: a message's weight must be 0 or 1 and its train a truth value, got {given}."
+            )
+        return all(given)
+
+    def _marked(self, asked: Sequence[int]) -> tuple[str, dict[int, list[Span]]]:
+        """The whole text, and for each of the assistant's messages the spans that the template marks."""
+        whole, marks = self._write(self.messages, marked=True)
+        if not any(stop > start for start, stop in marks):
+            raise DataError(f"Row {self.row_id}: the chat template marks none of the assistant's turns.")
+        if len(marks) == len(asked):
+            turns = {number: [mark] for number, mark in zip(asked, marks, strict=True)}
+        else:  # a turn may have several marks: they end after the prompt of its answer
+            begins = {number: len(shared_beginning([self.prompt(number), whole])) for number in asked}
+            turns = {number: [] for number in asked}
+            for mark in marks:
+                owners = [number for number in asked if begins[number] < mark[1]]
+                turns[owners[-1] if owners else asked[0]].append(mark)
+        turns = {number: [(start, stop) for start, stop in spans if stop > start] for number, spans in turns.items()}
+        behind = whole[turns[asked[-1]][-1][1] :] if turns[asked[-1]] else ""
+        end = self._first_token(behind)  # a turn's end behind the mark: generation needs it
+        for spans in turns.values():
+            if end and spans and whole[spans[-1][1] :].lstrip().startswith(end):
+                stop = whole.index(end, spans[-1][1]) + len(end)
+                spans[-1] = (spans[-1][0], stop)
+        return whole, turns
+
+    def _found(self, wanted: Sequence[int]) -> tuple[str, dict[int, list[Span]]]:
+        """The whole text, and the span of each wanted message in it."""
+        whole, _ = self._write(self.messages)
+        return whole, {number: [self._turn(number, whole)] for number in wanted}
+
+    def _turn(self, number: int, whole: str) -> Span:
+        prompt, is_last = self.prompt(number), number == len(self.messages) - 1
+        turn = whole if is_last else self._write(self.messages[: number + 1])[0]
+        stop = self._without_space(number, turn)
+        if not whole.startswith(prompt):
+            prompt = _THOUGHT.sub("", prompt)  # that the prompt opens or closes, and the template does not write
+        begins, ends = number > 0 and whole.startswith(prompt), whole.startswith(turn[:stop])
+        if begins and ends and len(prompt) < stop:
+            return len(prompt), stop
+        before, after = self._around(self.messages, number)
+        short_before, short_after = self._around(self.messages[: number + 1], number)
+        start = self._start(number, prompt, before, short_before)
+        start = len(prompt) if begins else start
+        end = len(whole) - len(after)
+        if start is None or not whole.startswith(before[:start]) or not whole.endswith(after):
+            raise self._lost(number)
+        if is_last:
+            return start, stop
+        length = self._length_of_end(after, short_after)
+        if length is None or end + length <= start:
+            raise self._lost(number)
+        return start, end + length
+
+    def _around(self, messages: Messages, number: int) -> tuple[str, str]:
+        """What the template writes before and after the content of a message, whatever the content is."""
+        texts = []
+        for content in "AB":
+            changed = [*messages[:number], {**messages[number], "content": content}, *messages[number + 1 :]]
+            texts.append(self._write(changed)[0])
+        if texts[0] == texts[1]:
+            raise self._lost(number)
+        before, after = shared_beginning(texts), shared_beginning([text[::-1] for text in texts])[::-1]
+        return before, after
+
+    def _start(self, number: int, prompt: str, before: str, short_before: str) -> int | None:
+        """The place in the whole text that the prompt of the answer leads to; None if it is unknown."""
+        asked = self._asking(number or len(self.messages) - 1)
+        for header in (asked, _THOUGHT.sub("", asked)):
+            if header and header in before:
+                return before.rindex(header) + len(header)
+        if number and prompt.startswith(short_before):  # what the prompt opens, the template does not write
+            return len(before)
+        if not number or not short_before.startswith(prompt):
+            return None
+        written = short_before[len(prompt) :]  # by the template, at the beginning of every answer
+        return len(before) - len(written) * before.endswith(written)
+
+    def _asking(self, number: int) -> str:
+        """The text that asks for a message's answer, or nothing if it does not follow the messages before it."""
+        asked, said = self.prompt(number), self._write(self.messages[:number])[0]
+        return asked.removeprefix(said) if asked.startswith(said) else ""
+
+    def _length_of_end(self, after: str, short_after: str) -> int | None:
+        """The length of a turn's end, if other messages follow; None if it is unknown.
+
+        The last turn of a conversation may end with another token, or with one more.
+        """
+        common = shared_beginning([after, short_after])
+        if common == short_after:
+            return len(common.rstrip())
+        places = range(len(common), -1, -1)
+        tails = ((place, after[place:], short_after[place:]) for place in places)
+        place = next((at for at, *both in tails if all(tail.startswith(self._tokens) for tail in both)), None)
+        if place is None:
+            return None
+        same = after[:place].rstrip()
+        return len(same) if same.endswith(self._tokens) else place + len(self._first_token(after[place:]) or "")
+
+    def _without_space(self, number: int, turn: str) -> int:
+        """The length of a text that ends with a message, without the white space that the template wrote."""
+        content = self.messages[number].get("content") or ""
+        return max(len(turn.rstrip()), turn.rfind(content) + len(content) if content.strip() else 0)
+
+    def _require_written(self, number: int, said: str) -> None:
+        message = self.messages[number]
+        calls = [call for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
+        names = [str((call.get("function") or call).get("name")) for call in calls]
+        lost = [name for name in names if name not in said]
+        if lost or (self._end_of_content(message, said) is None and (message.get("content") or "").strip()):
+            what = f"the call of {lost[0]!r}" if lost else "the content"
+            raise DataError(
+                f"Row {self.row_id}: the chat template does not write {what} of turn {number + 1}, the assistant's."
+            )
+
+    def _end_of_content(self, message: Message, said: str) -> int | None:
+        content = message.get("content") or ""
+        for written in (content, content.strip(), content.rpartition("</think>")[2].strip()):
+            if written and written in said:
+                return said.rindex(written) + len(written)
+        return None
+
+    def _is_ended(self, number: int, said: str) -> bool:
+        """Whether the template ends the turn with a token, at which generation can stop."""
+        behind = said[self._end_of_content(self.messages[number], said) or 0 :].rstrip()
+        return behind.endswith(self._tokens)
+
+    def _first_token(self, text: str) -> str | None:
+        """The added token that a text begins with, after white space."""
+        found = [token for token in self._tokens if text.lstrip().startswith(token)]
+        return max(found, key=len, default=None)
+
+    @property
+    def _tokens(self) -> tuple[str, ...]:
+        return added_tokens(self.tokenizer)
+
+    def _lost(self, number: int) -> DataError:
+        return DataError(
+            f"Row {self.row_id}: the chat template writes turn {number + 1}, the assistant's, otherwise than after its "
+            "prompt, so the tokens with loss cannot be placed. "
+            + ("Leave it out." if number == len(self.messages) - 1 else "Use --loss-on last.")
+        )
 
 
-def _marked(encoded: Any) -> list[tuple[int, int]]:
-    """The beginning and end of each run of marked tokens, in characters."""
-    spans: list[tuple[int, int]] = []
-    last_end, was_marked = 0, False
-    for (_, end), marked in zip(encoded["offset_mapping"], encoded["assistant_masks"], strict=True):
-        if marked:
-            spans = [*spans[:-1], (spans[-1][0], end)] if was_marked else [*spans, (last_end, end)]
-        last_end, was_marked = end, bool(marked)
-    return spans
+def shared_beginning(sequences: Sequence[Text]) -> Text:
+    """The longest beginning that all sequences have."""
+    low, high = min(sequences), max(sequences)
+    places = range(min(len(low), len(high)))
+    return low[: next((i for i in places if low[i] != high[i]), len(places))]
+
+
+def added_tokens(tokenizer: Any) -> tuple[str, ...]:
+    """The texts of special tokens and of tokens added to the vocabulary, which no other token can be merged with."""
+    return _added_tokens(tuple(tokenizer.get_added_vocab()), tuple(map(str, tokenizer.all_special_tokens)))
+
+
+@lru_cache
+def _added_tokens(added: tuple[str, ...], special: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(token for token in dict.fromkeys((*special, *added)) if token.strip())
+
+
+def _with_objects(message: Message, row_id: str) -> Message:
+    """The message without empty keys and flags of loss; arguments of tool calls that are JSON text become objects."""
+    kept = {key: value for key, value in message.items() if value is not None and key not in _FLAGS}
+    if kept.get("tool_calls"):
+        kept["tool_calls"] = [_each_call(call, lambda given: _object(given, row_id)) for call in kept["tool_calls"]]
+    return kept
+
+
+def _with_content(message: Message) -> Message:
+    return {"content": "", **message}
+
+
+def _with_text(message: Message) -> Message:
+    if not message.get("tool_calls"):
+        return message
+
+    def text(given: Any) -> str:
+        return json.dumps(given, ensure_ascii=False)
+
+    return {**message, "tool_calls": [_each_call(call, text) for call in message["tool_calls"]]}
+
+
+def _each_call(call: Any, change: Any) -> Any:
+    """A tool call with changed arguments."""
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _each_call(call["function"], change)}
+    return {**call, "arguments": change(call["arguments"])} if call.get("arguments") is not None else dict(call)
+
+
+def _object(given: Any, row_id: str) -> Any:
+    if not isinstance(given, str):
+        return given
+    try:
+        found = json.loads(given or "{}")
+    except (ValueError, RecursionError):
+        found = given
+    if not isinstance(found, dict):
+        raise DataError(f"Row {row_id}: 'arguments' of a tool call must hold an object, or that as JSON.")
+    return found

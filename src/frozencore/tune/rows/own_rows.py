@@ -10,7 +10,8 @@
 
 Preferences may be chats too: ``chosen`` and ``rejected`` are then lists of turns, which follow those of ``prompt`` if
 it is a list. The loss is on the completion, the output, the assistant's last turn, or the whole text. Turns may call
-tools, listed in the column ``tools``; the ``content`` of such a turn may be null.
+tools, listed in the column ``tools``; the ``content`` of such a turn may be null. The column ``system`` holds the first
+message of a conversation, and ``history`` pairs of a question and an answer before the last question.
 """
 
 from __future__ import annotations
@@ -41,11 +42,13 @@ class OwnRows:
     Attributes:
         columns: The columns of the form, such as ``("prompt", "completion")``.
         bad: The number of rows left out, by reason.
+        unused: The columns of the source that are not read.
     """
 
     texts: list[TextRow]
     columns: tuple[str, ...]
     bad: Mapping[str, int]
+    unused: tuple[str, ...] = ()
 
     @property
     def num_read(self) -> int:
@@ -68,9 +71,13 @@ def read_rows(
             number.
     """
     rows, origin = read_source(data), "The standard input" if data == STANDARD_INPUT else data
+    given = list(dict.fromkeys(column for row in rows for column in row))
+    named: Mapping[str, str] = {}
     if columns is not None:
-        rows = _renamed(rows, columns, origin)
+        named = _names(columns, rows[0], origin)
+        rows = _renamed(rows, named)
     form = _form_of(rows, origin, encoder)
+    used = {named.get(column, column) for column in (*form, *_beside(form, encoder, rows))}
     texts: list[TextRow] = []
     bad: Counter[str] = Counter()
     for number, row in enumerate(rows, start=1):
@@ -83,7 +90,7 @@ def read_rows(
             bad[why.partition(", but")[0].rstrip(".")] += 1  # without the value
     if not texts:
         raise NoRowsError(f"--skip-bad left none of {len(rows)} rows of {origin}: {next(iter(bad))}.")
-    return OwnRows(texts, form, bad)
+    return OwnRows(texts, form, bad, tuple(column for column in given if column not in used))
 
 
 def render_rows(rows: Sequence[Row], origin: str, encoder: PromptEncoder) -> list[TextRow]:
@@ -94,7 +101,8 @@ def render_rows(rows: Sequence[Row], origin: str, encoder: PromptEncoder) -> lis
     return [render(row, f"row-{number}", encoder) for number, row in enumerate(rows, start=1)]
 
 
-def _renamed(rows: Sequence[Row], columns: str, origin: str) -> list[Row]:
+def _names(columns: str, row: Row, origin: str) -> dict[str, str]:
+    """The source's name of each of our columns that ``columns`` names."""
     pairs = [part.strip().partition("=") for part in columns.split(",")]
     theirs = {ours.strip(): own.strip() for ours, _, own in pairs}
     if len(theirs) < len(pairs) or not theirs.keys() <= KNOWN or not all(theirs.values()):
@@ -102,14 +110,28 @@ def _renamed(rows: Sequence[Row], columns: str, origin: str) -> list[Row]:
             f"--columns says which column is which, as prompt=question,completion=answer, of "
             f"{', '.join(sorted(KNOWN))}, but {columns!r} came."
         )
-    if absent := [own for own in theirs.values() if own not in rows[0]]:
-        raise DataError(f"{origin} has no column {absent[0]!r} (--columns); row 1 has {', '.join(rows[0]) or 'none'}.")
+    if absent := [own for own in theirs.values() if own not in row]:
+        raise DataError(f"{origin} has no column {absent[0]!r} (--columns); row 1 has {', '.join(row) or 'none'}.")
+    return theirs
+
+
+def _renamed(rows: Sequence[Row], theirs: Mapping[str, str]) -> list[Row]:
     taken = {*theirs, *theirs.values()}
     return [
         {name: value for name, value in row.items() if name not in taken}
         | {ours: row.get(own) for ours, own in theirs.items()}
         for row in rows
     ]
+
+
+def _beside(form: tuple[str, ...], encoder: PromptEncoder, rows: Sequence[Row]) -> tuple[str, ...]:
+    """The columns that are read beside those of a form."""
+    if form == ALPACA_FORM:
+        return ("input", *_BESIDE) if encoder.is_chat else ("input", "system", "history")
+    if form == PREFERENCES:
+        return ("prompt", *(_BESIDE if isinstance(rows[0]["chosen"], list) else ()))
+    is_talk = form in (("messages",), ("conversations",)) or isinstance(rows[0].get("prompt"), list)
+    return _BESIDE if is_talk or (form == PAIR and encoder.is_chat) else ()
 
 
 def _form_of(rows: Sequence[Row], origin: str, encoder: PromptEncoder) -> tuple[str, ...]:
@@ -135,11 +157,13 @@ def _form_of(rows: Sequence[Row], origin: str, encoder: PromptEncoder) -> tuple[
 
 def _render_pair(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
     if isinstance(row.get("prompt"), list):
-        prompt, completion = (_turns(row, column, row_id) for column in ("prompt", "completion"))
+        prompt, completion = (_turns(row, column, row_id) for column in PAIR)
         return _render_turns([*prompt, *completion], "completion", row, row_id, encoder)
-    for column in ("prompt", "completion"):
+    for column in PAIR:
         text_field(row, column, row_id)
-    return encoder.render(Example(row_id, row["prompt"], row["completion"]))
+    before = _before(row, row_id) if encoder.is_chat else []
+    tools = _tools(row, row_id) if encoder.is_chat else None
+    return encoder.render(Example(row_id, row["prompt"], row["completion"]), before, tools)
 
 
 def _render_messages(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
@@ -148,12 +172,18 @@ def _render_messages(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
 
 def _render_instruction(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
     """Render an instruction: as a user's turn for a chat model, else with Alpaca's headings."""
-    has_input = bool(str(row.get("input") or "").strip())
-    asked = {"instruction": text_field(row, "instruction", row_id)}
-    asked["input"] = text_field(row, "input", row_id) if has_input else ""
-    headings = ALPACA if asked["input"] else ALPACA_WITHOUT_INPUT
-    prompt = "\n\n".join(filter(None, asked.values())) if encoder.is_chat else headings.format(**asked)
-    return encoder.render(Example(row_id, prompt, text_field(row, "output", row_id)))
+    for column in ALPACA_FORM:
+        text_field(row, column, row_id)
+    further = row["input"] if str(row.get("input") or "").strip() and text_field(row, "input", row_id) else ""
+    before = _before(row, row_id)
+    if encoder.is_chat:
+        asked = {"role": "user", "content": "\n\n".join(filter(None, (row["instruction"], further)))}
+        answered = {"role": "assistant", "content": row["output"]}
+        return encoder.render_messages([*before, asked, answered], row_id, _tools(row, row_id))
+    headings = {"system": "{}\n\n", "user": ALPACA_WITHOUT_INPUT, "assistant": "{}\n\n"}
+    said = "".join(headings[turn["role"]].replace("{instruction}", "{}").format(turn["content"]) for turn in before)
+    prompt = (ALPACA if further else ALPACA_WITHOUT_INPUT).format(instruction=row["instruction"], input=further)
+    return encoder.render(Example(row_id, said + prompt, row["output"]))
 
 
 def _render_conversation(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
@@ -162,13 +192,15 @@ def _render_conversation(row: Row, row_id: str, encoder: PromptEncoder) -> TextR
         if turn["from"] not in SHAREGPT_ROLES:
             known = ", ".join(SHAREGPT_ROLES)
             raise DataError(f"Row {row_id}: a turn of 'conversations' is from {known}, but {turn['from']!r:.60} came.")
-        turns.append({"role": SHAREGPT_ROLES[turn["from"]], "content": text_field(turn, "value", row_id)})
+        text_field(turn, "value", row_id)
+        rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
+        turns.append({**rest, "role": SHAREGPT_ROLES[turn["from"]], "content": turn["value"]})
     return _render_turns(turns, "conversations", row, row_id, encoder)
 
 
 def _render_text(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
     text_field(row, "text", row_id)
-    return TextRow(row_id, context="", completion=row["text"])
+    return encoder.plain(row_id, row["text"])
 
 
 def _render_preference(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
@@ -187,7 +219,8 @@ def _render_preference(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow
         return replace(chosen, choices=(chosen.completion, rejected.completion))
     for column in ("prompt", *PREFERENCES):
         text_field(row, column, row_id)
-    return encoder.render(Example(row_id, row["prompt"], row["chosen"], (row["chosen"], row["rejected"])))
+    chosen, rejected = (encoder.render(Example(row_id, row["prompt"], row[column])) for column in PREFERENCES)
+    return replace(chosen, choices=(chosen.completion, rejected.completion))
 
 
 def _turns(row: Row, column: str, row_id: str, role: str = "role") -> list[dict[str, Any]]:
@@ -200,16 +233,34 @@ def _turns(row: Row, column: str, row_id: str, role: str = "role") -> list[dict[
 
 
 def _render_turns(turns: list[dict[str, Any]], column: str, row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
-    for number, turn in enumerate(turns, start=1):
-        if turn.get("tool_calls") and not turn.get("content") and number < len(turns):
-            turn["content"] = ""  # a turn that calls a tool may have no text; templates concatenate
-        else:
+    for turn in turns:
+        if turn.get("content") != "" and (turn.get("content") is not None or not turn.get("tool_calls")):
             text_field(turn, "content", row_id)
     if len(turns) < 2 or turns[-1]["role"] != "assistant":
         raise DataError(
             f"Row {row_id}: {column!r} must end with the assistant's turn after another one: it is the label."
         )
-    return encoder.render_messages(turns, row_id, tools=_tools(row, row_id))
+    if not turns[-1].get("tool_calls"):
+        text_field(turns[-1], "content", row_id)
+    before = _before(row, row_id)
+    if before and turns[0]["role"] == "system":
+        if before[0]["role"] == "system" and before[0]["content"] != turns[0]["content"]:
+            raise DataError(f"Row {row_id}: column 'system' and the first turn must be the same, but they differ.")
+        before, turns = [turns[0], *(turn for turn in before if turn["role"] != "system")], turns[1:]
+    return encoder.render_messages([*before, *turns], row_id, tools=_tools(row, row_id))
+
+
+def _before(row: Row, row_id: str) -> list[dict[str, Any]]:
+    """The messages of the columns ``system`` and ``history``."""
+    found = []
+    if row.get("system"):
+        text_field(row, "system", row_id)
+        found.append({"role": "system", "content": row["system"]})
+    for pair in row.get("history") or ():
+        if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            raise DataError(f"Row {row_id}: column 'history' must hold pairs of a question and an answer.")
+        found += [{"role": role, "content": text} for role, text in zip(("user", "assistant"), pair, strict=True)]
+    return found
 
 
 def _tools(row: Row, row_id: str) -> list[Any] | None:
@@ -221,16 +272,18 @@ def _tools(row: Row, row_id: str) -> list[Any] | None:
         tools = given
     if tools is not None and not isinstance(tools, list):
         raise DataError(f"Row {row_id}: column 'tools' must hold a list of tools, or that as JSON.")
-    return tools
+    return tools or None
 
 
+PAIR, ALPACA_FORM = ("prompt", "completion"), ("instruction", "output")
+_BESIDE = ("system", "history", "tools")
 _FORMS: dict[tuple[str, ...], Callable[[Row, str, PromptEncoder], TextRow]] = {
-    ("prompt", "completion"): _render_pair,
+    PAIR: _render_pair,
     ("messages",): _render_messages,
-    ("instruction", "output"): _render_instruction,
+    ALPACA_FORM: _render_instruction,
     ("conversations",): _render_conversation,
     ("text",): _render_text,
 }
 PREFERENCES = ("chosen", "rejected")
 _RENDER = _FORMS | {PREFERENCES: _render_preference}
-KNOWN = {column for columns in _RENDER for column in columns} | {"input", "tools"}
+KNOWN = {column for columns in _RENDER for column in columns} | {"input", *_BESIDE}

@@ -1,26 +1,28 @@
 """Turn rows into exact text and tokens, the same for calibration, training and scoring.
 
-The boundary between prompt and completion follows lm-evaluation-harness: white space at the end of a plain prompt moves
-to the completion, and both are tokenised together. If the tokenizer merges tokens across the boundary, the completion
-is tokenised alone, because generation continues from the prompt's own tokens. The harness would score tokens that do
-not spell the text.
+A row is one text, tokenised as a whole. Context and label are a split of its tokens: a token that holds any character
+of the label belongs to the label, as in transformers' mask of the assistant's tokens. White space at the end of a plain
+prompt moves to the completion, as in lm-evaluation-harness.
 """
 
 from __future__ import annotations
 
+import sys
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import date
+from functools import cached_property
 from typing import Any, Literal
 
 from frozencore.errors import ConfigError, DataError, ModelError
 from frozencore.tune.rows import ChoiceTokens, Example, PreferenceRow, TextRow, TokenRow, TurnsRow
-from frozencore.tune.rows.conversations import Messages, every_turn, render_chat
+from frozencore.tune.rows.conversations import Conversation, LossOn, Messages, added_tokens, shared_beginning
 from frozencore.tune.rows.prompt_date import PROMPT_DATE, with_fixed_date
 
 PromptStyle = Literal["auto", "chat", "plain"]
 TooLong = Literal["refuse", "truncate"]
-LossOn = Literal["last", "all"]
 Fit = Literal["whole", "cut", "too long"]
 PROTOCOL_MAX_LENGTH = 512
 
@@ -70,35 +72,100 @@ class PromptEncoder:
         self.loss_on = loss_on
         self.preferences = preferences
         self.eos_id: int = tokenizer.eos_token_id
-        self.pad_id: int = self.eos_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        self.pad_id = self.eos_id  # padding is masked, and a model may have no embedding of its tokenizer's own
         self._start_ids = _start_tokens(tokenizer)
 
-    def render(self, example: Example) -> TextRow:
+    def render(self, example: Example, before: Messages = (), tools: Sequence[Any] | None = None) -> TextRow:
         """Render an example as text; an example without a prompt is plain text in either style.
 
-        In chat style the separating space of a completion is removed.
+        In chat style the completion is the content of the assistant's message. One space that only separates it from
+        the prompt is removed.
+
+        Args:
+            before: The messages before the prompt in chat style.
+            tools: The tools that the assistant may call.
         """
         if self.is_chat and example.prompt:
-            context: str = render_chat(self.tokenizer, [{"role": "user", "content": example.prompt}], example.id)
-            choices = tuple(choice.lstrip() for choice in example.choices)
-            return TextRow(example.id, context, example.completion.lstrip(), choices, templated=True)
+            row = self._answered(example, example.completion, before, tools)
+            wrong = {*example.choices} - {example.completion}
+            others = {choice: self._answered(example, choice, before, tools) for choice in wrong}
+            return replace(row, choices=tuple(others.get(choice, row).choices[0] for choice in example.choices))
         context = example.prompt.rstrip()
         space = example.prompt[len(context) :]
         choices = tuple(space + choice for choice in example.choices)
-        return TextRow(example.id, context, space + example.completion, choices)
+        return self._once(TextRow(example.id, context, space + example.completion, choices))
+
+    def _answered(self, example: Example, answer: str, before: Messages, tools: Sequence[Any] | None) -> TextRow:
+        """An example with one answer, which is its only choice."""
+        answer = answer[1:] if answer[:1] == " " and not answer[1:2].isspace() else answer
+        messages = [*before, {"role": "user", "content": example.prompt}, {"role": "assistant", "content": answer}]
+        talk, changed = self._conversation(messages, example.id, tools)
+        row = talk.row()
+        return replace(row, choices=(row.completion[: talk.end_of_content(row.completion)],), changed=changed)
 
     def render_messages(self, messages: Messages, row_id: str, tools: Sequence[Any] | None = None) -> TextRow:
-        """Render a conversation that ends with the assistant's turn, which is the completion.
-
-        With ``loss_on="all"`` the completion begins at the assistant's first turn.
+        """Render a conversation that ends with the assistant's turn.
 
         Args:
             tools: The tools that the assistant may call, in the chat template's form.
         """
-        if self.loss_on == "all":
-            return every_turn(self.tokenizer, messages, row_id, tools)
-        context = render_chat(self.tokenizer, messages[:-1], row_id, tools)
-        return TextRow(row_id, context, messages[-1]["content"], templated=True)
+        talk, changed = self._conversation(messages, row_id, tools)
+        return replace(talk.row(self.loss_on), changed=changed)
+
+    def ask(self, messages: Messages, row_id: str) -> TextRow:
+        """Render a conversation that ends with the prompt of the assistant's next turn."""
+        talk = Conversation(self.tokenizer, messages, row_id)
+        return TextRow(row_id, talk.prompt(len(messages)), "", templated=True)
+
+    def _conversation(
+        self, messages: Messages, row_id: str, tools: Sequence[Any] | None = None
+    ) -> tuple[Conversation, tuple[str, ...]]:
+        """Start and end tokens that messages hold at their ends are left to the template."""
+        changed: dict[str, None] = {}
+        ends = tuple(filter(None, map(self.tokenizer.convert_ids_to_tokens, self.end_ids)))
+        once = []
+        for message in messages:
+            content = message.get("content")
+            if isinstance(content, str):
+                start = self.tokenizer.bos_token
+                if start and content.startswith(start):
+                    content, _ = content.removeprefix(start), changed.setdefault(_written_once(start))
+                for end in ends if message.get("role") == "assistant" else ():
+                    if content.rstrip().endswith(end):
+                        content, _ = content.rstrip().removesuffix(end), changed.setdefault(_written_once(end))
+                message = {**message, "content": content}
+            once.append(message)
+        return Conversation(self.tokenizer, once, row_id, tools), tuple(changed)
+
+    def _once(self, row: TextRow) -> TextRow:
+        """A plain row without the start and end tokens that every row gets."""
+        start, end, changed = self.tokenizer.bos_token, self.tokenizer.eos_token, []
+        first = "context" if row.context else "completion"
+        if start and self._start_ids == [self.tokenizer.bos_token_id] and getattr(row, first).startswith(start):
+            row = replace(row, **{first: getattr(row, first).removeprefix(start)})
+            changed.append(_written_once(start))
+        if row.completion.rstrip().endswith(end):
+            row = replace(row, completion=row.completion.rstrip().removesuffix(end))
+            changed.append(_written_once(end))
+        return replace(row, changed=tuple(changed))
+
+    def plain(self, row_id: str, text: str) -> TextRow:
+        """Text without a prompt, with loss on all of it."""
+        return self._once(TextRow(row_id, "", text))
+
+    @cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer: the tokenizer's end token, and the first token after a chat's answer."""
+        probe = [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}]
+        ids = {self.eos_id}
+        if self.tokenizer.chat_template:
+            with suppress(DataError):
+                talk = Conversation(self.tokenizer, probe, "")
+                said = talk.row().completion
+                behind = said[talk.end_of_content(said) :].lstrip()
+                found = [token for token in added_tokens(self.tokenizer) if behind.startswith(token)]
+                ids |= {self.tokenizer.convert_tokens_to_ids(max(found, key=len))} if found else set()
+        return tuple(sorted(ids))
 
     def training_rows(self, rows: Sequence[TextRow]) -> list[TokenRow]:
         """The tokens of context, completion and end token.
@@ -127,26 +194,26 @@ class PromptEncoder:
 
     def whole_rows(self, rows: Sequence[TextRow]) -> list[TokenRow]:
         """The tokens as in :meth:`training_rows`, for rows of any length."""
-        pairs = self._pairs(rows, [row.turns[0] if row.turns else row.completion for row in rows])
-        return [
-            self._with_turns(row, context, completion)
-            if len(row.turns) > 1
-            else TokenRow(row.id, [*context, *completion, self.eos_id], len(context))
-            for row, (context, completion) in zip(rows, pairs, strict=True)
-        ]
+        cuts = []
+        for row in rows:
+            start, end = len(row.context), len(row.context) + len(row.completion)
+            turns = [(start + first, start + stop) for first, stop in row.turns] or [(start, end)]
+            turns[0], turns[-1] = (start, turns[0][1]), (turns[-1][0], end)
+            cuts.append(turns)
+        split = self._split(rows, [row.context + row.completion + row.rest for row in rows], cuts)
+        return [self._token_row(row, *found) for row, found in zip(rows, split, strict=True)]
 
-    def _with_turns(self, row: TextRow, context: list[int], first: list[int]) -> TurnsRow:
-        """Append the further pieces of a conversation, each as the tokens it adds to the preceding text."""
-        ids, turns = [*context, *first], [(0, len(first))]
-        text = row.context + row.turns[0]
-        for number, piece in enumerate(row.turns[1:], start=1):
-            text += piece
-            start, (whole,) = len(ids), self._tokenise([text])
-            ids = whole if whole[:start] == ids else ids + self._tokenise([piece])[0]
-            if number % 2 == 0:
-                turns.append((start - len(context), len(ids) - len(context)))
-        turns[-1] = (turns[-1][0], turns[-1][1] + 1)
-        return TurnsRow(row.id, [*ids, self.eos_id], len(context), tuple(turns))
+    def _token_row(self, row: TextRow, ids: list[int], spans: list[tuple[int, int]]) -> TokenRow:
+        start, stop = spans[0][0], spans[-1][1]
+        if any(first >= last for first, last in spans):
+            raise DataError(f"Row {row.id}: a completion must hold at least one token, got {row.completion!r}.")
+        first = [] if row.templated else self._start_ids
+        ids = [*first, *ids[:stop], *([] if row.ended else [self.eos_id])]
+        if len(spans) == 1:
+            return TokenRow(row.id, ids, len(first) + start)
+        turns = [(first - start, last - start) for first, last in spans]
+        turns[-1] = (turns[-1][0], turns[-1][1] + (not row.ended))
+        return TurnsRow(row.id, ids, len(first) + start, tuple(turns))
 
     def fits(self, rows: Sequence[TextRow]) -> list[Fit]:
         """Say for each row, with its completion and every choice, whether it fits, fits if cut, or does not fit."""
@@ -181,29 +248,55 @@ class PromptEncoder:
         contexts = self._contexts([row for row in rows if not row.choices])
         return sum(length > self.max_length for length in (*map(_longest, choices), *map(len, contexts)))
 
-    def _tokenise(self, texts: Sequence[str]) -> list[list[int]]:
+    def _split(
+        self, rows: Sequence[TextRow], texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]
+    ) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """The tokens of each text, and its spans of characters as spans of the tokens that hold any of them.
+
+        Raises:
+            DataError: The tokenizer does not say which characters a token holds, and joins some across a boundary.
+        """
         if not texts:
             return []
-        unique = list(dict.fromkeys(texts))  # choices share their prompt
-        ids = self.tokenizer(unique, add_special_tokens=False, verbose=False)["input_ids"]
-        of_text: dict[str, list[int]] = dict(zip(unique, ids, strict=True))
-        return [of_text[text] for text in texts]
+        tokenise, with_places = self.tokenizer, self.tokenizer.is_fast
+        unique = list(dict.fromkeys(texts))
+        found = tokenise(unique, add_special_tokens=False, verbose=False, return_offsets_mapping=with_places)
+        ids_of: dict[str, list[int]] = dict(zip(unique, found["input_ids"], strict=True))
+        split = []
+        if with_places:
+            places = dict(zip(unique, found["offset_mapping"], strict=True))
+            for text, cuts in zip(texts, spans, strict=True):
+                starts, stops = zip(*places[text], strict=True) if places[text] else ((), ())
+                split.append(
+                    (
+                        ids_of[text],
+                        [
+                            (bisect_right(stops, a), len(starts) if b == len(text) else bisect_left(starts, b))
+                            for a, b in cuts
+                        ],
+                    )
+                )
+            return split
+        for row, text, cuts in zip(rows, texts, spans, strict=True):
+            before = {cut: text[:cut] for span in cuts for cut in span}
+            parts = {cut: tokenise(part, add_special_tokens=False)["input_ids"] for cut, part in before.items()}
+            if any(ids_of[text][: len(part)] != part for part in parts.values()):
+                raise DataError(
+                    f"Row {row.id}: its tokenizer joins characters across the place where the loss begins or ends. "
+                    "Use the model's fast tokenizer."
+                )
+            split.append((ids_of[text], [(len(parts[a]), len(parts[b])) for a, b in cuts]))
+        return split
 
     def _contexts(self, rows: Sequence[TextRow]) -> list[list[int]]:
-        encoded = self._tokenise([row.context for row in rows])
-        return [ids if row.templated else self._start_ids + ids for row, ids in zip(rows, encoded, strict=True)]
-
-    def _pairs(self, rows: Sequence[TextRow], completions: Sequence[str]) -> list[tuple[list[int], list[int]]]:
-        contexts = self._tokenise([row.context for row in rows])
-        wholes = self._tokenise([row.context + text for row, text in zip(rows, completions, strict=True)])
-        pairs = []
-        for row, text, context, whole in zip(rows, completions, contexts, wholes, strict=True):
-            joint = whole[: len(context)] == context
-            completion = whole[len(context) :] if joint else self._tokenise([text])[0]
-            if not completion:
-                raise DataError(f"Row {row.id}: a completion must hold at least one token, got {text!r}.")
-            pairs.append((context if row.templated else self._start_ids + context, completion))
-        return pairs
+        texts = [row.context + row.completion + row.rest for row in rows]
+        split = self._split(
+            rows, texts, [[(len(row.context), len(text))] for row, text in zip(rows, texts, strict=True)]
+        )
+        return [
+            [*([] if row.templated else self._start_ids), *ids[: spans[0][0]]]
+            for row, (ids, spans) in zip(rows, split, strict=True)
+        ]
 
     def _encoded_choices(self, rows: Sequence[TextRow]) -> list[ChoiceTokens]:
         for row in rows:
@@ -211,11 +304,18 @@ class PromptEncoder:
                 raise DataError(
                     f"Row {row.id}: scoring by choice needs a prompt and choices, and one of them is empty."
                 )
-        pairs = iter(self._pairs([row for row in rows for _ in row.choices], [c for row in rows for c in row.choices]))
+        flat = [(row, row.context + choice) for row in rows for choice in row.choices]
+        cuts = [[(len(row.context), len(text))] for row, text in flat]
+        split = iter(self._split([row for row, _ in flat], [text for _, text in flat], cuts))
         encoded = []
         for row in rows:
-            own = [next(pairs) for _ in row.choices]
-            encoded.append(ChoiceTokens(row.id, own[0][0], [choice for _, choice in own]))
+            own = [next(split) for _ in row.choices]
+            if any(spans[0][0] >= len(ids) for ids, spans in own):
+                raise DataError(f"Row {row.id}: a completion must hold at least one token, got {row.choices}.")
+            # a token across the end of the prompt may differ between choices, and is scored with them
+            common = shared_beginning([ids[: spans[0][0]] for ids, spans in own])
+            start = [] if row.templated else self._start_ids
+            encoded.append(ChoiceTokens(row.id, [*start, *common], [ids[len(common) :] for ids, _ in own]))
         return encoded
 
     def _fit(self, has_prompt: bool, num_context: int, num_rest: int) -> Fit:
@@ -272,15 +372,20 @@ class PromptEncoder:
         return start + ids[len(ids) - kept :]
 
 
+def _written_once(token: str) -> str:
+    return f"{token} stood in a text where it is written anyway, and is written once"
+
+
 def _longest(row: ChoiceTokens) -> int:
     return len(row.context_ids) + max(map(len, row.choice_ids))
 
 
 def context_limit(model: Any, tokenizer: Any) -> int:
-    """The largest number of tokens for model and tokenizer; 512 if neither has a limit."""
-    stated = [getattr(model.config, "max_position_embeddings", None), tokenizer.model_max_length]
-    limits = [int(limit) for limit in stated if isinstance(limit, int | float) and 0 < limit < 1e9]
-    return min(limits, default=PROTOCOL_MAX_LENGTH)
+    """The largest number of tokens for the language model and its tokenizer; no stated limit is no limit."""
+    config = model.config.get_text_config()
+    stated = [getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len")]
+    limits = [int(limit) for limit in (*stated, tokenizer.model_max_length) if isinstance(limit, int | float)]
+    return min((limit for limit in limits if 0 < limit < 1e9), default=sys.maxsize)
 
 
 def _start_tokens(tokenizer: Any) -> list[int]:

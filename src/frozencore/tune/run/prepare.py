@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from frozencore.calibration.batches import Batch
-from frozencore.errors import ConfigError
+from frozencore.errors import ConfigError, ModelError
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.prompts import PROTOCOL_MAX_LENGTH, PromptEncoder, context_limit
 from frozencore.tune.rows.token_batches import make_batches
@@ -79,11 +79,24 @@ def prepare(
     if encoder.max_length > limit:
         raise ConfigError(f"--max-length {encoder.max_length} is beyond the model's context of {limit} tokens.")
     rows = prepare_rows(config, encoder, row_cache)
-    progress("load", 1, 1, _told(rows))
+    _require_embedded(base, (*rows.train, *rows.held_out, *rows.calibration))
+    progress("load", 1, 1, told_of_rows(rows))
     return PreparedRun(base.model, encoder, rows)
 
 
-def _told(rows: RunRows) -> str:
+def _require_embedded(base: Base, rows: Iterable[TokenRow]) -> None:
+    size = base.model.get_input_embeddings().weight.shape[0]
+    largest = max((max(row.input_ids) for row in rows), default=0)
+    if largest >= size:
+        token = base.tokenizer.convert_ids_to_tokens(largest)
+        raise ModelError(
+            f"Rows hold the token {token!r} ({largest}), but the model has embeddings of {size} tokens only. Use the "
+            "model's own tokenizer, or add the embeddings first (resize_token_embeddings)."
+        )
+
+
+def told_of_rows(rows: RunRows) -> str:
+    """What was read, and what of it was left out, cut, changed or not used, on one line."""
     said = [f"{num_of(len(rows.train), 'row')} to train on, {len(rows.held_out):,} to score"]
     if rows.num_cut:
         said.append(f"{num_of(rows.num_cut, 'prompt')} cut")
@@ -91,6 +104,7 @@ def _told(rows: RunRows) -> str:
         said.append(f"{num_of(rows.num_skipped, 'row')} skipped as too long")
     if rows.reading:
         said += [f"{count:,} left out: {why}" for why, count in rows.reading.left_out.items() if why != TOO_LONG]
+        said += rows.reading.not_as_given
     return ", ".join(said)
 
 

@@ -146,7 +146,8 @@ def _own_rows(config: RunConfig, data: Data, encoder: PromptEncoder) -> RunRows:
     given = None
     if config.eval_data is not None:
         given = read_rows(config.eval_data, encoder, config.columns, skip_bad=config.skip_bad)
-    forms = {own.columns for own in (*(own for _, own in read), *([] if given is None else [given]))}
+    every = [*(own for _, own in read), *([] if given is None else [given])]
+    forms = {own.columns for own in every}
     if config.packing and forms != {("text",)}:
         others = " and ".join(dict.fromkeys(column for form in forms for column in form if form != ("text",)))
         raise ConfigError(
@@ -214,6 +215,8 @@ def _own_rows(config: RunConfig, data: Data, encoder: PromptEncoder) -> RunRows:
         read=sum(own.num_read for _, own in read),
         columns=tuple(dict.fromkeys(column for _, own in read for column in own.columns)),
         left_out={why: count for why, count in unused.items() if count},
+        unused_columns=tuple(dict.fromkeys(column for own in every for column in own.unused)),
+        changed=Counter(what for own in every for text in own.texts for what in text.changed),
         packed=len(rows) if config.packing else None,
         sources=tuple(several) if len(several) > 1 else (),
         held_out_from=None if config.eval_data is None else named(config.eval_data),

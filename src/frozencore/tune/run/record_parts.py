@@ -86,6 +86,8 @@ class ReadRows(Part):
 
     Attributes:
         read, columns, left_out: The number of rows, the columns, and the number of unused rows by reason.
+        unused_columns: The columns that are not read.
+        changed: The number of rows whose text was changed, by what was changed.
         packed: The number of rows that training texts were packed into; missing without packing.
         sources: The result of each of several sources.
         held_out_from: The source of the held-out rows (``eval_data``); missing if they are a part of ``read``.
@@ -94,6 +96,8 @@ class ReadRows(Part):
     read: Count | None = None
     columns: tuple[str, ...] = ()
     left_out: dict[str, Count] = {}
+    unused_columns: tuple[str, ...] = ()
+    changed: dict[str, Count] = {}
     packed: Count | None = None
     sources: tuple[SourceRows, ...] = ()
     held_out_from: str | None = None
@@ -108,7 +112,14 @@ class ReadRows(Part):
         said = f"Read {num_of(self.read, 'row')} by {columns}; {why or 'none left out'}{packed}."
         each = "; ".join(f"{one.source}: {one.drawn:,} of {num_of(one.read, 'row')}" for one in self.sources)
         other = "" if self.held_out_from is None else f" Held-out rows are those of {self.held_out_from}."
-        return f"{said}{f' {each}.' if each else ''}{other}"
+        return f"{said}{f' {each}.' if each else ''}{''.join(f' {line}.' for line in self.not_as_given)}{other}"
+
+    @property
+    def not_as_given(self) -> list[str]:
+        """What of the rows in use was not read, or was changed."""
+        unused = " and ".join(self.unused_columns)
+        lines = [f"{num_of(len(self.unused_columns), 'column')} not used: {unused}"] if unused else []
+        return [*lines, *(f"{num_of(count, 'row')} changed: {what}" for what, count in self.changed.items())]
 
 
 class UsedRows(ReadRows):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import GenerationConfig, TextStreamer
 
 from frozencore.attributes import with_attributes
@@ -78,15 +78,16 @@ def complete(
 ) -> tuple[list[Prediction], int]:
     """Complete each row, and count the completions that reached the length limit.
 
-    A completion is right if it equals the row's own, except for surrounding white space. Rows without a prompt are
-    continued from their first half.
+    A completion is right if it equals the row's own up to the first end token, except for surrounding white space; all
+    other special tokens count. Rows without a prompt are continued from their first half.
     """
     starts = [row.answer_start or max(1, len(row.input_ids) // 2) for row in rows]
     contexts = [row.input_ids[:start] for row, start in zip(rows, starts, strict=True)]
     found = generate_greedily(model, contexts, encoder=encoder, max_new_tokens=max_new_tokens, progress=progress)
     predictions = []
+    end_ids = _end_tokens(base_of(model), encoder)
     for row, start, one in zip(rows, starts, found, strict=True):
-        gold = encoder.tokenizer.decode(row.input_ids[start:], skip_special_tokens=True).strip()
+        gold = _until_end(row.input_ids[start:], end_ids, encoder.tokenizer).text.strip()
         said = one.text.strip()
         predictions.append(Prediction(row.id, said, gold, said == gold and not one.truncated, text=one.text))
     return predictions, sum(one.truncated for one in found)
@@ -112,7 +113,7 @@ def generate_greedily(
         ModelError: Logits are not finite.
     """
     base, device = base_of(model), next(model.parameters()).device
-    end_ids = _end_tokens(base, encoder.eos_id)
+    end_ids = _end_tokens(base, encoder)
     window = context_limit(base, encoder.tokenizer)
     limits = [max(1, min(max_new_tokens, window - len(context))) for context in contexts]
     rope = rope_limit(model) or math.inf
@@ -149,17 +150,22 @@ def stream_greedily(
     Raises:
         ModelError: Logits are not finite.
     """
+    base, device = base_of(model), next(model.parameters()).device
+    end_ids = _end_tokens(base, encoder)
 
     class Words(TextStreamer):
+        def put(self, value: Tensor) -> None:
+            if self.next_tokens_are_prompt or int(value.flatten()[-1]) not in end_ids:
+                super().put(value)
+
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
             tell(text)
 
-    base, device = base_of(model), next(model.parameters()).device
     (context,) = encoder.context_rows([row])
     tokens, mask = (t.to(device) for t in pad([context], encoder.pad_id, side="left"))
-    words = Words(encoder.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    words = Words(encoder.tokenizer, skip_prompt=True)
     generating: Any = base
-    with scoring_mode(model), _greedy_settings(base, _end_tokens(base, encoder.eos_id), encoder.pad_id):
+    with scoring_mode(model), _greedy_settings(base, end_ids, encoder.pad_id):
         generating.generate(
             input_ids=tokens, attention_mask=mask, max_new_tokens=max_new_tokens, streamer=words,
             logits_processor=[RequireFinite()],
@@ -168,13 +174,13 @@ def stream_greedily(
 
 def _until_end(ids: list[int], end_ids: list[int], tokenizer: Any) -> Generation:
     end = next((i for i, token in enumerate(ids) if token in end_ids), None)
-    return Generation(tokenizer.decode(ids[:end], skip_special_tokens=True), truncated=end is None)
+    return Generation(tokenizer.decode(ids[:end]), truncated=end is None)
 
 
-def _end_tokens(base: Any, eos_id: int) -> list[int]:
+def _end_tokens(base: Any, encoder: PromptEncoder) -> list[int]:
     stated = base.generation_config.eos_token_id
     stated = [] if stated is None else [stated] if isinstance(stated, int) else list(stated)
-    return sorted({eos_id, *stated})
+    return sorted({*encoder.end_ids, *stated})
 
 
 def _greedy_settings(base: Any, end_ids: list[int], pad_id: int) -> AbstractContextManager[None]:

@@ -15,7 +15,7 @@ from frozencore.tune.run.adapt import on_named_basis
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.many.tenants import find_tenants
 from frozencore.tune.run.models import load_model
-from frozencore.tune.run.prepare import Base, PreparedRun, prepare
+from frozencore.tune.run.prepare import Base, PreparedRun, prepare, told_of_rows
 from frozencore.tune.run.row_sets import RunRows
 from frozencore.tune.run.run_folder import CHECKPOINTS
 from frozencore.words import Progress, num_of
@@ -77,7 +77,7 @@ def read_each(
         with told_of(f"{name!r}, {file}"):
             prepared = prepare(config_here, lambda *_: None, base)
         own[name] = TenantRows(config_here, prepared.rows)
-        progress("load", number, len(files), f"{len(prepared.rows.train)} training rows of {name}")
+        progress("load", number, len(files), f"{name}: {told_of_rows(prepared.rows)}")
     return prepared, own
 
 
