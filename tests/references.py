@@ -314,14 +314,3 @@ REFERENCE_FACTORS: dict[str, Callable[[Evidence, int], tuple[Array, Array]]] = {
     "milora": milora_factors,
     "eva": eva_factors,
 }
-
-
-# ------------------------------------------------------------------------------------------------- refreshing
-
-
-def sum_of_rounds(W: Array, rounds: list[tuple[Array, Array, Array]], s: float, x: Array) -> Array:
-    """``W x + s·Σ_j P_j R_j Q_jᵀ x`` for tokens as rows of x: each round's (P, R, Q) a term of its own."""
-    y = x @ W.T
-    for P, R, Q in rounds:
-        y = y + s * (x @ Q) @ R.T @ P.T
-    return y

@@ -6,7 +6,6 @@ from frozencore.adapter.bank import CoreBank
 from frozencore.adapter.bases.access import get_bases, save_basis, set_bases
 from frozencore.adapter.bases.calibrate import Calibration, calibrate
 from frozencore.adapter.bases.grow import grow_basis
-from frozencore.adapter.bases.refresh import Refresh
 from frozencore.adapter.config import FrozenCoreConfig, register_constructor
 from frozencore.adapter.export.base_model import export_merged
 from frozencore.adapter.export.basis_model import export_basis_model
@@ -57,7 +56,6 @@ __all__ = [
     "LayerEvidence",
     "LayerMoments",
     "PrivateTraining",
-    "Refresh",
     "SavedBasis",
     "Whitening",
     "build_basis",

@@ -47,7 +47,7 @@ def test_rawgrad_holds_the_most_gradient() -> None:
 def test_a_basis_on_single_coordinates_is_fully_coherent() -> None:
     report = report_basis(torch.eye(12)[:, :4], torch.eye(20)[:, :4], torch.zeros(4, 4))
     assert (report.output_coherence, report.input_coherence) == (pytest.approx(3), pytest.approx(5))
-    assert (report.values_at_once, report.basis_bytes, report.core_norm) == (16, 4 * 4 * 32, 0)
+    assert (report.num_values, report.basis_bytes, report.core_norm) == (16, 4 * 4 * 32, 0)
 
 
 def test_angles_are_one_to_itself_in_other_coordinates_and_zero_to_the_complement(factors: Factors) -> None:

@@ -291,15 +291,6 @@ def merged(model: PeftModel) -> PeftModel:
     return model
 
 
-def in_rounds(model: PeftModel) -> PeftModel:
-    from frozencore.maths.basis import Basis
-
-    for layer in cores_of(model):
-        P, Q, _ = layer.factors("default")
-        layer.begin_round("default", Basis(P, Q, torch.ones(P.shape[1]), 3))
-    return model
-
-
 def two_active(model: PeftModel) -> PeftModel:
     model.add_adapter("other", FrozenCoreConfig(r=2, constructor="random"))
     model.base_model.set_adapter(["default", "other"])
@@ -311,7 +302,6 @@ def two_active(model: PeftModel) -> PeftModel:
     [
         (lambda: tiny_qwen2(), ConfigError, "has none"),
         (lambda: merged(adapted(trained=True)), ConfigError, "unmerge_adapter"),
-        (lambda: in_rounds(adapted(trained=True)), ConfigError, "rounds"),
         (lambda: two_active(adapted(trained=True)), ConfigError, "has 2 \\(default, other\\)"),
         (lambda: adapted(calibrated=False), CalibrationError, "needs a basis"),
     ],

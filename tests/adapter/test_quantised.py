@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 from adapted import BATCHES, DATA_DRIVEN, EXAMPLES, adapted, cores_of, logits, train_at_random
 from forked import ended
-from frozencore import CONSTRUCTORS, FrozenCoreConfig, Refresh, calibrate, export_lora, export_merged
+from frozencore import CONSTRUCTORS, FrozenCoreConfig, calibrate, export_lora, export_merged
 from frozencore.adapter.layer import FrozenCoreLayer
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import collect_moments
@@ -279,29 +279,6 @@ def test_a_trainer_takes_every_quantised_base(folder: Path, quantiser: str) -> N
     assert losses[-1] < 0.9 * losses[0]
     assert fingerprint_model(model) == before
     assert not getattr(model.get_base_model(), "_hf_peft_config_loaded", False)
-
-
-@EVERY_QUANTISER
-def test_the_sum_of_a_refreshed_adapter_stays_beside_a_quantised_base(
-    folder: Path, quantiser: str, tmp_path: Path
-) -> None:
-    model = adapted(model=load(folder, quantiser), dtype=None)
-    before = fingerprint_model(model.get_base_model())
-    for number in range(2):
-        train_at_random(model, seed=number, size=0.1)
-        expected = logits(model)
-        refresh = Refresh(model, 9)
-        refresh.gather()
-        model.train()(**BATCHES[number]).loss.backward()
-        model.eval().zero_grad()
-        refresh.next_round(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]))
-        refresh.close()
-        torch.testing.assert_close(logits(model), expected, atol=0.05, rtol=0.05)
-    assert fingerprint_model(model.get_base_model()) == before
-    assert {layer.rank("default") for layer in cores_of(model)} == {9}
-    model.save_pretrained(tmp_path)
-    loaded = PeftModel.from_pretrained(load(folder, quantiser), tmp_path).eval()
-    assert torch.equal(logits(loaded), logits(model))
 
 
 @EVERY_QUANTISER

@@ -27,7 +27,7 @@ from trl import (
 )
 
 from adapted import cores_of
-from frozencore import FrozenCoreConfig, Refresh, calibrate, get_bases, save_basis, set_bases
+from frozencore import FrozenCoreConfig, calibrate, get_bases, save_basis, set_bases
 from frozencore.errors import CalibrationError
 from frozencore.tune.pocket import pocket_model_path
 
@@ -119,25 +119,6 @@ def test_only_cores_train_the_loss_falls_and_the_adapter_reloads_equal(
     trainer.save_model(str(tmp_path / "adapter"))
     reloaded = PeftModel.from_pretrained(base_model(), tmp_path / "adapter")
     assert torch.equal(logits(reloaded), logits(model.eval()))
-
-
-@pytest.mark.parametrize(
-    "data", ["prompt and completion", pytest.param("prompt and completion in bf16", marks=pytest.mark.slow)]
-)
-def test_a_core_is_refreshed_under_trl_with_its_checkpointing(
-    data: str, sft: Callable[..., SFTTrainer], tmp_path: Path
-) -> None:
-    model = adapted()
-    trainer = sft(model, data, callbacks=[Refresh(model, 3)])
-    calibrate(model, trainer.get_train_dataloader(), progress=False)
-    trainer.train()
-    assert {layer.rank("default") for layer in cores_of(model)} == {12}
-    losses = losses_of(trainer)
-    assert sum(losses[-4:]) < 0.95 * sum(losses[:4])
-    trainer.save_model(str(tmp_path / "adapter"))
-    reloaded = PeftModel.from_pretrained(base_model(), tmp_path / "adapter")
-    for mine, theirs in zip(cores_of(model), cores_of(reloaded), strict=True):
-        assert all(map(torch.equal, mine.factors("default"), theirs.factors("default")))
 
 
 def test_calibration_sees_the_completions_that_the_trainer_trains_on(sft: Callable[..., SFTTrainer]) -> None:

@@ -31,7 +31,6 @@ from calibration.two_ranks import (
     costs,
     grouped,
     main,
-    refreshed,
     spent,
     streamed_bases,
 )
@@ -180,16 +179,6 @@ def test_a_step_together_is_a_step_on_the_whole_batch(how: str, reports: list[di
         assert all(torch.equal(reports[0][how][name], report[how][name]) for report in reports)
         torch.testing.assert_close(reports[0][how][name], core, rtol=1e-3, atol=1e-5)
         assert core.any()
-
-
-@pytest.mark.parametrize("sketched", [False, True])
-def test_refreshes_give_all_ranks_the_bases_of_one_process(sketched: bool, reports: list[dict[str, Any]]) -> None:
-    """The bases after two rounds; kept sums of the first round count once."""
-    single, key = refreshed(EXAMPLES, OTHERS, 1, sketched=sketched), f"refreshed, sketched {sketched}"
-    assert len(single) == 16
-    for name, basis in single.items():
-        assert all(torch.equal(reports[0][key][name], report[key][name]) for report in reports)
-        assert principal_cosines(reports[0][key][name], basis).min() > 0.999
 
 
 def test_the_bases_are_not_broadcast_at_every_step(reports: list[dict[str, Any]]) -> None:

@@ -15,12 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from frozencore import CalibrationOptions, FrozenCoreConfig, Refresh, calibrate, frozen_core_layers, grow_basis
+from frozencore import CalibrationOptions, FrozenCoreConfig, calibrate, frozen_core_layers, grow_basis
 from frozencore.adapter.bases.passes import BasisWork
 from frozencore.calibration.budget import PassPlan
 from frozencore.calibration.layer_owners import assign_owners
 from frozencore.calibration.taps import CalibrationPass
-from frozencore.calibration.training_moments import SketchedMoments
 from frozencore.errors import CalibrationError
 from frozencore.ranks import own_rank
 from tiny import Example, batches_of, draw_examples, tiny_qwen2
@@ -65,23 +64,6 @@ def spent(examples: list[Example], *, streaming: bool) -> dict[str, Any]:
     finally:
         BasisWork.plan = plan  # type: ignore[method-assign]
     return {"ranks": model.peft_config["default"].rank_pattern, "bases": bases(model)}
-
-
-def refreshed(examples: list[Example], others: list[Example], ranks: int, *, sketched: bool) -> dict[str, torch.Tensor]:
-    """The bases of a third round, of a batch of others and half of what one of examples left."""
-    model = adapted("fcca")
-    calibrate(model, batches_of(examples, 2), progress=False)
-    refresh, wrapped = Refresh(model, 3), DistributedDataParallel(model) if ranks > 1 else model
-    refresh.widths = {layer.name: 8 for layer in refresh.layers.values()} if sketched else None
-    refresh.gather()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    if isinstance(refresh._sums, SketchedMoments):
-        cores_after_a_step(wrapped, batches_of(examples, len(examples))[0], rate=0.0)
-        refresh._sums.set_metric()
-    for batch in (examples, others):
-        cores_after_a_step(wrapped, batches_of(batch, len(batch))[0], rate=0.0)
-        refresh.next_round(optimizer)
-    return {name: buffer[:, -4:] for name, buffer in bases(model).items() if "past" not in name}
 
 
 def cores_after_a_step(
@@ -185,9 +167,6 @@ def main(out: Path) -> None:
     report["bases"] = len(own)
     report["broadcast bases"] = sum(buffer.data_ptr() in own for buffer in wrapped.modules_buffers)
     report["step"] = cores_after_a_step(wrapped, batches_of(share, len(share))[0])
-
-    for sketched in (False, True):
-        report[f"refreshed, sketched {sketched}"] = refreshed(share, OTHERS[rank::size], size, sketched=sketched)
 
     report["fsdp step"] = fsdp_step(batches_of(share, len(share))[0], batches_of(share, 2))
 

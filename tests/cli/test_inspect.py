@@ -21,7 +21,7 @@ from frozencore.tune.run.models import load_model
 from frozencore.words import counted
 
 Command = Callable[..., tuple[int, str, str]]
-BASIS = BasisReport((8, 6), 2, 4, 4, 112, 3e-8, 1.25, 2.5, 0.75)
+BASIS = BasisReport((8, 6), 2, 4, 112, 3e-8, 1.25, 2.5, 0.75)
 CAPTURE = CaptureReport(3.0, 0.4, 5.0, 0.9, (2.0, 1.5), 2, 7.0, 9.0)
 ANGLES = AngleReport(0.875, 0.625)
 

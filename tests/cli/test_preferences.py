@@ -56,7 +56,6 @@ def test_a_dry_run_shows_both_answers(command: Command, preferences: Path, tmp_p
 CANNOT: dict[str, Any] = {
     "task": {"task": "sst2", "data": None},
     "packing": {"packing": True},
-    "refresh": {"refresh": 2},
     "private-epsilon": {"private_epsilon": 8.0, "private_delta": 1e-5},
     "padding-free": {"padding_free": True},
     "calibration-task": {"calibration_task": "sst2"},

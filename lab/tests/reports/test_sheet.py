@@ -33,5 +33,5 @@ def test_on_a_narrow_screen_tasks_and_their_mean_are_columns() -> None:
 
 
 def test_a_variant_is_called_by_the_label_of_its_method() -> None:
-    names = ("eva", "fcca-in-rounds", "lora-r1", "lora")
-    assert [column_label(name) for name in names] == ["EVA-core", "FCCA in rounds", "LoRA r1", "LoRA"]
+    names = ("eva", "lora-r1", "lora")
+    assert [column_label(name) for name in names] == ["EVA-core", "LoRA r1", "LoRA"]

@@ -64,7 +64,6 @@ class CoreBank:
         if not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 1:
             raise ConfigError(f"A bank holds at least one core, but a capacity of {capacity!r} came.")
         configs: Any = model.peft_config
-        configs[adapter_name].require_one_round("A bank")
         if configs[adapter_name].trains_modules:
             raise ConfigError(
                 f"A bank holds cores alone, so that other rows are the base model's, but the adapter {adapter_name!r} "

@@ -29,8 +29,6 @@ from frozencore.maths.moments import MomentName
 from frozencore.maths.whitening import Whitening
 from frozencore.options import options_of, without_lists
 
-MOST_ROUNDS = 1000
-
 
 class FrozenCoreType(str, Enum):  # noqa: UP042 - PEFT formats the type with str(), which StrEnum changes
     """The name of the method for PEFT. PEFT's own enum cannot be extended, but accepts a str enum as a member."""
@@ -96,8 +94,6 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
             checks (:mod:`frozencore.adapter.saved.seal`).
         basis: A saved basis to use: the folder of :func:`frozencore.save_basis`, or a hub id (with
             ``basis_revision``). It determines rank, targets, scale and constructor. The adapter is saved as cores only.
-        rounds: Written by training with :class:`frozencore.Refresh`: the number of bases side by side in P and Q of
-            each layer, each with its own core. The layers have rank ``rounds * r``.
         basis_id: Written by ``save_pretrained``: the identity of the basis that the cores belong to.
         scale_rank: Written by :func:`frozencore.grow_basis`: the first rank of a basis that grew. Alpha is still
             divided by it, so that cores of the narrower basis keep their meaning.
@@ -125,7 +121,6 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
     calibration_tokens: int | None = None
     load_bases: bool = False
     seal: dict[str, Any] | None = None
-    rounds: int = 1
     basis: str | None = None
     basis_revision: str | None = None
     basis_id: str | None = None
@@ -142,11 +137,6 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
         self._expressions: dict[str, tuple[Any, Any]] = {}  # fields as given, and as layer names
         if self.basis is not None and self.basis_id is None:
             self._take_from_basis(self.basis)
-        several = isinstance(self.rounds, int) and 1 < self.rounds <= MOST_ROUNDS and self.basis_id is None
-        if self.rounds != 1 and not (several and self.load_bases):
-            raise ConfigError(
-                f"rounds is written by training that refreshes, but rounds={self.rounds!r:.50} came. Leave it out."
-            )
         if self.scale_rank is not None and not (type(self.scale_rank) is int and 0 < self.scale_rank < self.r):
             raise ConfigError(f"scale_rank is written by grow_basis, but {self.scale_rank!r:.50} came. Leave it out.")
         if self.seal is not None:
@@ -261,18 +251,6 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
             return 1.0
         return (AUTO_ALPHA if alpha == "auto" else alpha) / (self.scale_rank or self.rank_of(layer))
 
-    def require_one_round(self, what: str) -> None:
-        """Refuse an adapter of several rounds.
-
-        Args:
-            what: The operation that takes one basis, as the beginning of a sentence.
-        """
-        if self.rounds > 1:
-            raise ConfigError(
-                f"{what} takes an adapter on one basis, but this one is a sum of {self.rounds} rounds, each on a basis "
-                "of its own. Export or merge it, or train without refresh."
-            )
-
     def find_basis(self, origin: str) -> SavedBasis:
         """Read the named basis: in or beside the adapter's folder, or from ``basis``.
 
@@ -284,7 +262,6 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
 
     def name_basis(self, identity: str | None, place: str | None = None, revision: str | None = None) -> None:
         """Record that the adapter uses a saved basis and is saved as cores only; None: it has a basis of its own."""
-        self.rounds = 1
         self.basis, self.basis_revision, self.basis_id, self._folder = place, revision, identity, None
         self._grown_from = None
 

@@ -31,15 +31,13 @@ class BasisReport:
     Attributes:
         output_coherence, input_coherence: Largest leverage of a row of P and of Q over the mean; 1 means evenly spread,
             m/r (or n/r) means single coordinates only.
-        values_at_once, values_in_all: r², and r² of every round together.
-        orthonormality_error: The error of the worst round.
+        num_values: r².
         core_norm: ``‖R‖_F``, the distance that training moved the core.
     """
 
     shape: tuple[int, int]
     rank: int
-    values_at_once: int
-    values_in_all: int
+    num_values: int
     basis_bytes: int
     orthonormality_error: float
     output_coherence: float
@@ -103,25 +101,23 @@ def inspect_adapter(
     for name, own in sorted(layers.items(), key=lambda item: counted(item[0])):
         measured, peer = _same_layer(moments, name, "moments file"), _same_layer(other, name, "other adapter")
         reports[name] = LayerReport(
-            basis=report_basis(own.P, own.Q, own.R, config.rounds),
+            basis=report_basis(own.P, own.Q, own.R),
             capture=report_capture(own.P, own.Q, measured, damping) if measured else None,
             angles=report_angles(own.P, own.Q, peer.P, peer.Q) if peer else None,
         )
     return reports
 
 
-def report_basis(P: Tensor, Q: Tensor, R: Tensor, rounds: int = 1) -> BasisReport:
-    """Report on a basis alone: P (m x r), Q (n x r), core R (r x r); several rounds are side by side."""
+def report_basis(P: Tensor, Q: Tensor, R: Tensor) -> BasisReport:
+    """Report on a basis alone: P (m x r), Q (n x r), core R (r x r)."""
     basis = known_basis(P.float(), Q.float())
-    of_rounds = zip(P.float().chunk(rounds, dim=1), Q.float().chunk(rounds, dim=1), strict=True)
     orthonormal = [torch.linalg.qr(X.float()).Q for X in (P, Q)]
     return BasisReport(
         shape=(P.shape[0], Q.shape[0]),
         rank=basis.rank,
-        values_at_once=R.numel() // rounds**2,
-        values_in_all=R.numel() // rounds,
+        num_values=R.numel(),
         basis_bytes=sum(X.numel() * X.element_size() for X in (P, Q)),
-        orthonormality_error=max(known_basis(*pair).orthonormality_error() for pair in of_rounds),
+        orthonormality_error=basis.orthonormality_error(),
         output_coherence=coherence(orthonormal[0]),
         input_coherence=coherence(orthonormal[1]),
         core_norm=float(R.norm()),

@@ -12,14 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from peft.utils import resolve_quantization_backend
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from frozencore.adapter.packed_rows import PackedRows
-from frozencore.adapter.rounds import AdapterRounds
 from frozencore.adapter.saved.same_base import sample_weight
 from frozencore.adapter.saved.tensors import warn_of_lost_core
 from frozencore.adapter.shared_factors import SharedFactors
@@ -45,18 +43,16 @@ class RowCores:
     further: tuple[RowCores, ...] = ()
 
 
-class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
+class FrozenCoreLayer(BaseTunerLayer):
     """State and arithmetic of the adapters on one base layer with n inputs and m outputs.
 
     ``frozencore_scale``: s. ``frozencore_ready``: whether a basis was set; None if that must be looked up.
     ``awaits_core``: adapters whose core is not loaded yet. ``warned``: adapters without a basis that a warning named,
-    one set for all layers. ``refreshed``: adapters that train in rounds.
+    one set for all layers.
     """
 
     adapter_layer_names = ("frozencore_R",)
-    other_param_names = (
-        "frozencore_P", "frozencore_Q", "frozencore_past", "frozencore_scale", "frozencore_ready",
-    )  # fmt: skip
+    other_param_names = ("frozencore_P", "frozencore_Q", "frozencore_scale", "frozencore_ready")
 
     def __init__(
         self,
@@ -78,13 +74,11 @@ class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
         self.frozencore_P = SharedFactors()
         self.frozencore_Q = SharedFactors()
         self.frozencore_R = nn.ModuleDict()
-        self.frozencore_past = BufferDict({}, persistent=True)
         self.frozencore_scale: dict[str, float] = {}
         self.frozencore_ready: dict[str, bool | None] = {}
         self.warned = set() if warned is None else warned
         self.row_cores: RowCores | None = None
         self.awaits_core: set[str] = set()
-        self.refreshed: set[str] = set()
         self._disable_adapters = False
         self.merged_adapters: list[str] = []
         self.out_features, self.in_features = layer_shape(self.get_base_layer())
@@ -115,12 +109,18 @@ class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
         now = self._weight_version()
         return now[0] == since[0] and now != since
 
-    def update_layer(
-        self, adapter_name: str, rank: int, scale: float, *, rounds: int = 1, inference_mode: bool
-    ) -> None:
+    def core(self, adapter_name: str) -> Tensor:
+        """The core that trains: R (r x r)."""
+        linear: Any = self.frozencore_R[adapter_name]
+        return linear.weight
+
+    def factors(self, adapter_name: str) -> tuple[Tensor, Tensor, Tensor]:
+        """P (m x r), Q (n x r) and R (r x r) of an adapter."""
+        return self.frozencore_P[adapter_name], self.frozencore_Q[adapter_name], self.core(adapter_name)
+
+    def update_layer(self, adapter_name: str, rank: int, scale: float, *, inference_mode: bool) -> None:
         """Add an adapter without a basis: zero P, Q and R."""
         self._add_zeros(adapter_name, rank, scale, self._device_and_dtype()[0])
-        self.set_rounds(adapter_name, rounds)
         self.set_adapter(self.active_adapters, inference_mode=inference_mode)
 
     def resize(self, adapter_name: str, rank: int, scale: float, *, trains: bool) -> None:
@@ -163,7 +163,6 @@ class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
         """Fix P and Q, and reset the core to zero, to ``start_core``, or to random values."""
         self.require_fit(adapter_name, basis)
         R = self.core(adapter_name)
-        self.set_rounds(adapter_name, 1)
         with torch.no_grad():
             self.frozencore_P.fill(adapter_name, basis.P)
             self.frozencore_Q.fill(adapter_name, basis.Q)
@@ -300,7 +299,6 @@ class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
         _, dtype = self._device_and_dtype()
         kept = torch.promote_types(dtype, torch.float32) if widened else dtype
         self.frozencore_R[adapter_name].to(kept)
-        self.move_past(adapter_name, kept)
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
         """Move an adapter; PEFT's method would round R to the base layer's dtype with ``low_cpu_mem_usage``."""
@@ -314,7 +312,6 @@ class FrozenCoreLayer(AdapterRounds, BaseTunerLayer):
                 factors[adapter_name] = moved
                 factors.share(adapter_name)
         self.frozencore_R[adapter_name].to(target)
-        self.move_past(adapter_name, target)
 
     def make_room_for(self, state_dict: Mapping[str, Any], prefix: str) -> None:
         """Prepare to load this layer's part of a model's state dict, in which each basis may stand once."""

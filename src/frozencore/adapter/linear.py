@@ -62,9 +62,9 @@ class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
 
     def _plus_core(self, y: Tensor, x: Tensor, adapter_name: str) -> Tensor:
         """Add an adapter's part to the base layer's output."""
-        P, Q, R = self._trained_factors(adapter_name)
-        through: Any = R if adapter_name in self.frozencore_past else self.frozencore_R[adapter_name]
-        return self._plus(y, x, P, Q, through, self.frozencore_scale[adapter_name])
+        P, Q, _ = self._trained_factors(adapter_name)
+        core: Any = self.frozencore_R[adapter_name]
+        return self._plus(y, x, P, Q, core, self.frozencore_scale[adapter_name])
 
     def _plus(self, y: Tensor, x: Tensor, P: Tensor, Q: Tensor, R: nn.Linear | Tensor, scale: float) -> Tensor:
         own: Any = self

@@ -100,7 +100,6 @@ class FrozenCoreModel(BaseTuner):
             adapter_name,
             rank,
             peft_config.scale_of(current_key),
-            rounds=peft_config.rounds,
             inference_mode=peft_config.inference_mode,
         )
         if layer is not target:

@@ -52,8 +52,8 @@ def per_example_gradients(
         Rows x Σr², layer by layer in the order of ``model.named_modules()``; R of a layer row by row.
 
     Raises:
-        ConfigError: The model does not have exactly one active frozen-core adapter, the adapter is merged or has
-            several rounds, or ``loss_fn`` does not return a loss for each row.
+        ConfigError: The model does not have exactly one active frozen-core adapter, the adapter is merged, or
+            ``loss_fn`` does not return a loss for each row.
         CalibrationError: The adapter has no basis yet.
         DataError: The batch has no labels, or has rows end to end without marking their beginnings.
     """
@@ -70,7 +70,7 @@ def losses_and_gradients(
     num_rows = num_examples_of(batch) if packed is None else packed.num_rows
     if num_rows == 0:
         raise DataError("Gradients of each row need a batch with rows, but this batch holds no tensor with a row.")
-    ranks = {str(number): layer.rank(name) for number, layer in enumerate(layers)}
+    ranks = {str(number): len(layer.core(name)) for number, layer in enumerate(layers)}
     found = torch.zeros(num_rows, sum(r * r for r in ranks.values()), device=layers[0].core(name).device)
     parts = by_layer(found, ranks).values()
     with ExitStack() as undo:
@@ -87,7 +87,7 @@ def losses_and_gradients(
 
 
 def cores_in_use(model: nn.Module) -> tuple[str, list[FrozenCoreLayer]]:
-    """The one active frozen-core adapter and its layers; refuses several, merged or refreshed adapters."""
+    """The one active frozen-core adapter and its layers; refuses several or merged adapters."""
     all_layers = [module for module in model.modules() if isinstance(module, FrozenCoreLayer)]
     names = {name for layer in all_layers for name in layer.active_adapters if name in layer.frozencore_R}
     if len(names) != 1 or any(layer.disable_adapters for layer in all_layers):
@@ -103,11 +103,6 @@ def cores_in_use(model: nn.Module) -> tuple[str, list[FrozenCoreLayer]]:
             raise ConfigError(
                 f"Gradients of each row need unmerged adapters, but layer {layer.name!r} has merged ones. Call "
                 "unmerge_adapter() first."
-            )
-        if name in layer.frozencore_past:
-            raise ConfigError(
-                f"Gradients of each row need cores on one basis, but adapter {name!r} was trained in rounds. Train it "
-                "with refresh=1."
             )
         layer.require_basis(name)
     return name, layers

@@ -92,11 +92,10 @@ def prepare_swap(
     if not layers:
         raise ConfigError(f"swap_core needs a frozen-core adapter, but the model has none called {adapter_name!r}.")
     configs: Any = model.peft_config
-    configs[adapter_name].require_one_round("A swap of cores")
     flat = read_cores(source, layers, adapter_name, configs[adapter_name])
     for dtype in {layer.core(adapter_name).dtype for layer in layers.values()}:
         require_finite_in("the core", flat, dtype)
-    new = split_cores(str(source), flat, {name: layer.rank(adapter_name) for name, layer in layers.items()})
+    new = split_cores(str(source), flat, {name: len(layer.core(adapter_name)) for name, layer in layers.items()})
     cores = []
     for name, layer in layers.items():
         R = layer.factors(adapter_name)[2]
@@ -151,7 +150,7 @@ def read_cores(
             f"Cores are a folder that save_pretrained wrote, a state dict, or R by layer name, but a "
             f"{type(source).__name__} came."
         )
-    ranks = {name: layer.rank(adapter_name) for name, layer in sorted(layers.items())}
+    ranks = {name: len(layer.core(adapter_name)) for name, layer in sorted(layers.items())}
     factors: dict[str, Factors] = {}
     if by_name := bool(tensors.keys() & layers.keys()):
         _require_same_layers(tensors, layers)

@@ -56,15 +56,6 @@ MemoryBudget = Annotated[
 ]
 
 
-RefreshMemory = Annotated[
-    Annotated[int | str, BeforeValidator(_size)] | None,
-    Field(
-        description="Memory for the moments of --refresh, such as 512MB, or a number of bytes: exact sums where they "
-        "fit, else sketches. Default: 128MB, or the size of the narrowest sketches."
-    ),
-]
-
-
 @dataclass(frozen=True)
 class CalibrationOptions:
     """Options of one pass; the options that change the sums are part of a moments file's fingerprint.

@@ -14,7 +14,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from frozencore.calibration.running_sketch import RunningSketch
 from frozencore.errors import CalibrationError
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.maths.sums import add_outer, finite, outer, projected, square_sum, sum_dtype
@@ -43,15 +42,15 @@ class ReadInput:
 
     Attributes:
         values: The counted rows of x.
-        finite: Whether the values are finite; None if not checked.
+        finite: Whether the values are finite.
     """
 
     values: Float[Tensor, "N n"]
     sums: dict[MomentName, Tensor]
-    finite: Tensor | None
+    finite: Tensor
 
     @classmethod
-    def of(cls, values: Float[Tensor, "N n"], needs: frozenset[MomentName], *, checks: bool = True) -> ReadInput:
+    def of(cls, values: Float[Tensor, "N n"], needs: frozenset[MomentName]) -> ReadInput:
         sums: dict[MomentName, Tensor] = {}
         if "input_square" in needs:
             sums["input_square"] = square_sum(values)
@@ -59,34 +58,28 @@ class ReadInput:
             sums["input_outer"] = outer(values, values)
         if "input_total" in needs:
             sums["input_total"] = values.sum(0, dtype=sum_dtype(values))
-        return cls(values, sums, finite(values) if checks else None)
+        return cls(values, sums, finite(values))
 
 
 class LayerRecorder:
     """The sums of one layer, and whether all values since :meth:`forget_flags` were finite.
 
     Attributes:
-        input_finite, error_finite: None if there were no calls, or values are not checked.
-        sketch: Replaces the cross moment if given.
+        input_finite, error_finite: None if there were no calls.
     """
 
-    def __init__(
-        self, name: str, projection: Projection | None, stats_device: torch.device | None, *, checks: bool = True
-    ) -> None:
+    def __init__(self, name: str, projection: Projection | None, stats_device: torch.device | None) -> None:
         self.name = name
-        self._checks = checks
         self.num_tokens = 0
         self.totals: dict[MomentName, Tensor] = {}
         self.input_finite: Tensor | None = None
         self.error_finite: Tensor | None = None
-        self.sketch: RunningSketch | None = None
         self._projection = projection or Projection()
         self._stats_device = stats_device
 
     def add_input(self, read: ReadInput) -> None:
         """Count the tokens of an input and add it to the sums."""
-        if read.finite is not None:
-            self.input_finite = read.finite if self.input_finite is None else self.input_finite & read.finite
+        self.input_finite = read.finite if self.input_finite is None else self.input_finite & read.finite
         self.num_tokens += len(read.values)
         for name, value in read.sums.items():
             self._add(name, value)
@@ -95,9 +88,8 @@ class LayerRecorder:
         self, error: Float[Tensor, "N m"], values: Float[Tensor, "N n"] | None, needs: frozenset[MomentName]
     ) -> None:
         """Add output errors; ``values`` are the inputs of the same tokens, for the cross moment."""
-        if self._checks:
-            is_finite = finite(error)
-            self.error_finite = is_finite if self.error_finite is None else self.error_finite & is_finite
+        is_finite = finite(error)
+        self.error_finite = is_finite if self.error_finite is None else self.error_finite & is_finite
         if "cross" in needs:
             assert values is not None
             self._add_cross(error, values)
@@ -121,9 +113,6 @@ class LayerRecorder:
         return LayerMoments(num_tokens=self.num_tokens, **totals)
 
     def _add_cross(self, error: Float[Tensor, "N m"], values: Float[Tensor, "N n"]) -> None:
-        if self.sketch is not None:
-            self.sketch.add(error, values)
-            return
         self._add_product("cross", projected(error, self._projection.left), projected(values, self._projection.right))
 
     def _add(self, name: MomentName, value: Tensor) -> None:

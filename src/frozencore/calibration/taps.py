@@ -37,14 +37,12 @@ class Taps:
 
     Attributes:
         projections: The projection of the cross products before summing, by layer name.
-        checks: Check each batch for NaN and Inf.
     """
 
     layers: Mapping[str, nn.Module]
     needs: frozenset[MomentName]
     options: CalibrationOptions = field(default_factory=CalibrationOptions)
     projections: Mapping[str, Projection] = field(default_factory=dict)
-    checks: bool = True
 
     @cached_property
     def backward_passes(self) -> tuple[Backward, ...]:
@@ -53,9 +51,7 @@ class Taps:
     def recorders(self) -> dict[str, LayerRecorder]:
         """Make new recorders without sums."""
         device = find_device(self.options.stats_device) if self.options.stats_device else None
-        return {
-            name: LayerRecorder(name, self.projections.get(name), device, checks=self.checks) for name in self.layers
-        }
+        return {name: LayerRecorder(name, self.projections.get(name), device) for name in self.layers}
 
 
 class _Tap(torch.autograd.Function):
@@ -149,7 +145,7 @@ class CalibrationPass:
         """The input-side sums of one call, computed once for successive layers that read the same tensor."""
         if self._latest is None or self.tokens.only_nonzero_delta or not self._latest.is_of(x):
             values = select(x.reshape(-1, x.shape[-1]), rows)
-            self._latest = _Latest(x, ReadInput.of(values, self.backward.needs, checks=self.taps.checks))
+            self._latest = _Latest(x, ReadInput.of(values, self.backward.needs))
         return self._latest.read
 
     def forget_batch(self) -> None:

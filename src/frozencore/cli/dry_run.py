@@ -10,12 +10,10 @@ import torch
 from rich.text import Text
 from torch import nn
 
-from frozencore.adapter.bases.refresh import Refresh
-from frozencore.adapter.bases.refresh_plan import rounds_for
 from frozencore.cli.console import console
 from frozencore.cli.display import StageDisplay
 from frozencore.cli.flag_file import as_flags
-from frozencore.cli.run_summary import recipe_in_words, values_in_words
+from frozencore.cli.run_summary import recipe_in_words
 from frozencore.cli.tasks import marked
 from frozencore.tune.rows import PreferenceRow, TokenRow
 from frozencore.tune.run.adapt import on_named_basis
@@ -121,19 +119,7 @@ def _cost(config: RunConfig, prepared: PreparedRun) -> Iterator[Text]:
     values = ""
     if (adapted := _adapted(config, prepared)) is not None:
         at_once = values_at_once(adapted)
-        state = training_state_bytes(at_once)
-        rounds = 1
-        if recipe.refresh != 1 and config.method_entry.has_bases:
-            refresh = Refresh(adapted, recipe.refresh, cost=recipe.refresh_cost, memory_budget=recipe.refresh_memory)
-            steps = recipe.num_steps(num_rows)
-            rounds = (
-                rounds_for(config.rows_a_step * steps, steps, refresh.share)
-                if recipe.refresh == "auto"
-                else refresh.rounds
-            )
-            state += refresh.foreseen_bytes(rounds)
-        about = "about " if rounds > 1 else ""
-        values = f"{values_in_words(at_once, rounds * at_once)} ({about}{state:,} bytes of state held while training), "
+        values = f"{at_once:,} trained values ({training_state_bytes(at_once):,} bytes of state held while training), "
     yield Text(f"{config.method}: {values}about {bytes_in_words(memory)} of memory with the model.")
 
 

@@ -203,19 +203,17 @@ def inspection_table(
     Args:
         orthonormal: Whether the coordinates promise orthonormal bases; their error is then shown.
     """
-    from frozencore.cli.run_summary import values_in_words
 
     columns, names = _columns(list(reports.values())), list(reports)
     shapes = [f"{report.basis.shape[0]} x {report.basis.shape[1]}" for report in reports.values()]
-    at_once = sum(report.basis.values_at_once for report in reports.values())
-    in_all = sum(report.basis.values_in_all for report in reports.values())
+    num_values = sum(report.basis.num_values for report in reports.values())
     basis_bytes = sum(report.basis.basis_bytes for report in reports.values())
     worst = max(report.basis.orthonormality_error for report in reports.values())
     return Group(
         by_layer("Bases", names, columns, shapes) if every_layer else spread("Bases", names, columns),
         legend([*(["m x n"] if every_layer else []), *columns]),
         Text(
-            f"{len(reports)} layers; {values_in_words(at_once, in_all)} ({4 * in_all:,} bytes), "
+            f"{len(reports)} layers; {num_of(num_values, 'trained value')} ({4 * num_values:,} bytes), "
             f"bases {basis_bytes:,} bytes{f'; largest |PᵀP - I| {worst:.1e}' if orthonormal else ''}"
         ),
     )

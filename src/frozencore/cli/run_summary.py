@@ -83,12 +83,6 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f}"
 
 
-def values_in_words(at_once: int, in_all: int) -> str:
-    """The number of values that train at once, and of all rounds together if it differs."""
-    said = num_of(at_once, "trained value")
-    return said if in_all == at_once else f"{said} at once, {in_all:,} in all"
-
-
 def _rows_read(record: TunedRecord) -> Iterator[str]:
     found = record.rows
     if found is not None and (found.read is not None or found.left_out):
@@ -122,7 +116,7 @@ def _recipe(record: TunedRecord) -> Iterator[str]:
 
 
 def recipe_in_words(num_steps: int, recipe: Mapping[str, Any], num_epochs: int | None = None) -> str:
-    """Describe a training in one line: steps, rows of a step, rounds, learning rate and warm-up.
+    """Describe a training in one line: steps, rows of a step, learning rate and warm-up.
 
     Args:
         recipe: The recipe in the form of a record.
@@ -132,10 +126,8 @@ def recipe_in_words(num_steps: int, recipe: Mapping[str, Any], num_epochs: int |
     epochs = "" if num_epochs is None else f" in {num_of(num_epochs, 'epoch')}"
     at_once, rows = recipe["batch_size"], recipe["batch_size"] * recipe["accumulation"]
     batches = "" if at_once == rows else f", {at_once} at a time"
-    rounds = recipe.get("refresh", 1)
-    in_rounds = {1: "", "auto": ", in as many rounds as pay"}.get(rounds, f", in {rounds} rounds")
     return (
-        f"{num_of(num_steps, 'step')} of {num_of(rows, 'row')}{batches}{layout}{epochs}{in_rounds}; learning rate "
+        f"{num_of(num_steps, 'step')} of {num_of(rows, 'row')}{batches}{layout}{epochs}; learning rate "
         f"{recipe['learning_rate']:g}, warm-up {recipe['warmup']:g} of them."
     )
 
@@ -192,7 +184,7 @@ def _kept_step(record: TunedRecord) -> Iterator[str]:
 
 def _cost(record: TunedRecord) -> Iterator[str]:
     yield (
-        f"{values_in_words(record.values_at_once, record.values_in_all)}; "
+        f"{num_of(record.values_at_once, 'trained value')}; "
         f"{bytes_in_words(record.state_held_bytes)} of state held while training; "
         f"saved in {bytes_in_words(record.saved_bytes)}, the base model has {bytes_in_words(record.model_bytes)}"
     )
@@ -229,7 +221,7 @@ def size_lines(adapter: Path) -> Iterator[str]:
     as_lora = bytes_in_words(VALUE_BYTES * (values["P"] + values["Q"]))
     if not values["R"]:
         yield f"Size: {stored}, cores alone on their basis." if FLAT in shapes else f"Size: {stored}."
-    elif config.get("rounds", 1) > 1 or config.get("initial_step"):  # its bases cannot be shared
+    elif config.get("initial_step"):  # its bases cannot be shared
         yield f"Size: {stored} with its bases, {as_lora} as LoRA."
     else:
         yield (

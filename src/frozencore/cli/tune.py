@@ -143,8 +143,7 @@ def write_learning(record: TunedRecord, out: Path) -> None:
 
 
 def _figure(record: TunedRecord) -> Figure:
-    """Draw the loss of each step, smoothed too, the held-out loss before and after, scores, and where rounds begin."""
-    from frozencore.adapter.bases.in_rounds import round_ends
+    """Draw the loss of each step, smoothed too, the held-out loss before and after, and scores."""
     from frozencore.tune.figure_style import BLACK, GREY, NAVY, ORANGE, POINTS, binned, plt
 
     figure, axes = plt.subplots(figsize=(6.4, 3.6))
@@ -163,9 +162,6 @@ def _figure(record: TunedRecord) -> Figure:
         scored = [(score.step, score.held_out_loss) for score in record.selection.scores]
         axes.plot(*zip(*scored, strict=True), "o-", color=ORANGE, ms=4, lw=1.2, label="validation rows")
         axes.axvline(kept_step, color=GREY, ls=":", lw=1, label="kept")
-    if record.resolved and record.values_in_all > record.values_at_once:
-        for number, step in enumerate(round_ends(record.training.num_steps, record.resolved.recipe["refresh"])):
-            axes.axvline(step, color=GREY, lw=0.6, alpha=0.6, zorder=0, label="" if number else "a new round begins")
     axes.margins(y=0.12)  # the number above the highest point stays below the title
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("optimiser step")

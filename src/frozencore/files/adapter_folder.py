@@ -19,7 +19,7 @@ IN_A_RUN = "adapter"  # the adapter's folder inside a run's
 PEFT_TYPE = "FROZENCORE"
 LARGEST_CONFIG = 2**24
 LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
-SEAL_FORMAT, BASIS_FORMAT = 3, 2
+SEAL_FORMAT, BASIS_FORMAT = 3, 2  # a seal of format 3 is of an adapter in rounds, which is refused
 WIDENED_FORMAT = 2  # of a basis that grew from another one; other bases have format 1
 
 

@@ -41,10 +41,9 @@ from transformers import (
 )
 
 import frozencore_basis_model
-from adapted import BATCHES, adapted, cores_of, logits
+from adapted import BATCHES, adapted, logits
 from frozencore import check_lora_directory, export_basis_model, export_tenant, save_basis, tenant_weights
 from frozencore.errors import ArtifactError, ConfigError, ModelError
-from frozencore.maths.basis import known_basis
 from frozencore_basis_model import LinearOnBasis
 from places import ROOT
 from tiny import VOCABULARY, tiny_gpt2, tiny_llama, tiny_qwen2
@@ -292,17 +291,7 @@ def test_a_tenant_of_another_basis_is_refused_in_one_line(plain: Case, tmp_path:
     assert not (tmp_path / "tenant").exists()
 
 
-def refreshed() -> PeftModel:
-    model = adapted("random", trained=True)
-    for layer in cores_of(model):
-        P, Q, _ = layer.factors("default")
-        layer.begin_round("default", known_basis(P.clone(), Q.clone()))
-    model.peft_config["default"].rounds = 2
-    return model
-
-
 REFUSED = {
-    "several rounds": (refreshed, ConfigError, "a sum of 2 rounds"),
     "no basis yet": (lambda: adapted("fcca", calibrated=False), ConfigError, "has no basis yet"),
     "the head": (
         lambda: adapted("random", model=tiny_llama(), target_modules=["lm_head"]), ModelError, "below the head",

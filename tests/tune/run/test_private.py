@@ -107,7 +107,6 @@ def test_bases_of_another_tasks_rows_are_public_and_the_card_names_that_task(tmp
     [
         ({"method": "fcca"}, "calibrates its bases on the private rows"),
         ({"method": "lora"}, "Private training is for cores"),
-        ({"refresh": 2, "method": "fcca"}, "--refresh chooses bases"),
         ({"rank_budget": 500, "rank": 16}, "--rank-budget chooses ranks"),
         ({"select_checkpoint": "epoch"}, "--select-checkpoint chooses a step"),
         ({"report_to": ("tensorboard",)}, "--report-to reports losses"),

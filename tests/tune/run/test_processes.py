@@ -40,21 +40,11 @@ def of(run: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return load_file(run / "adapter" / "adapter_model.safetensors"), json.loads((run / "result.json").read_text())
 
 
-def updates(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The update of each weight: rounding in the first round rotates P and Q of the second, but not their spans."""
-    layers = {key.partition(".frozencore_")[0] for key in tensors}
-    parts = {layer: [tensors[f"{layer}.frozencore_{name}"] for name in ("P", "R.weight", "Q")] for layer in layers}
-    return {layer: P @ R @ Q.mT for layer, (P, R, Q) in parts.items()}
-
-
-def same_to_rounding(one_run: Path, other_run: Path, *, refreshed: bool) -> None:
+def same_to_rounding(one_run: Path, other_run: Path) -> None:
     (one, alone), (two, together) = of(one_run), of(other_run)
     assert one.keys() == two.keys()
-    if not refreshed:
-        assert max(float((two[name] - one[name]).abs().max()) for name in one) < 2e-4
-    before, after = updates(one), updates(two)
-    assert max(float((after[name] - before[name]).norm() / before[name].norm()) for name in before) < 2e-2
-    assert min(float(update.norm()) for update in before.values()) > 0.01
+    assert max(float((two[name] - one[name]).abs().max()) for name in one) < 2e-4
+    assert any(bool(tensor.any()) for name, tensor in one.items() if "frozencore_R" in name)
     assert together["training"]["num_steps"] == alone["training"]["num_steps"]
     assert together["training"]["losses"] == pytest.approx(alone["training"]["losses"], rel=1e-3)
     assert together["held_out_loss"] == pytest.approx(alone["held_out_loss"], rel=1e-3)
@@ -66,15 +56,12 @@ def same_to_rounding(one_run: Path, other_run: Path, *, refreshed: bool) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [(), ("--refresh", "2")], ids=["one basis", "refreshed"])
-def test_two_processes_give_the_adapter_and_the_losses_of_one_to_rounding_and_say_it_once(
-    more: tuple[str, ...], tmp_path: Path
-) -> None:
-    tune(PYTHON, tmp_path / "one", *more)
-    printed = tune(TWO, tmp_path / "two", *more)
+def test_two_processes_give_the_adapter_and_the_losses_of_one_to_rounding_and_say_it_once(tmp_path: Path) -> None:
+    tune(PYTHON, tmp_path / "one")
+    printed = tune(TWO, tmp_path / "two")
     assert printed.count("Adapter: ") == 1
     assert printed.count("Calibrate: ") == 1
-    same_to_rounding(tmp_path / "one", tmp_path / "two", refreshed="--refresh" in more)
+    same_to_rounding(tmp_path / "one", tmp_path / "two")
 
 
 @pytest.mark.slow

@@ -9,14 +9,12 @@ from pathlib import Path
 import pytest
 from peft import PeftModel
 
-from frozencore.adapter.layer import frozen_core_layers
 from frozencore.errors import ConfigError
 from frozencore.maths.allocation import num_values
 from frozencore.tune.run.adapt import adapt_from_data
 from frozencore.tune.run.calibrate_only import execute_calibration
 from frozencore.tune.run.execute import execute
 from frozencore.tune.run.prepare import prepare
-from frozencore.tune.run.scores import score_rows
 from frozencore_lab.campaign.job import make_job
 from tune.run.test_execute import config_of, silent
 
@@ -53,18 +51,6 @@ def test_a_run_on_a_basis_has_the_ranks_that_its_budget_bought(calibrated: Path,
     assert record.allocation.budget == own["rank_budget"] == 500
     with pytest.raises(ConfigError, match="has rank-budget 500, but 300 came. Leave --rank-budget out"):
         execute(config_of(rank=16, rank_budget=300, basis=str(calibrated / "basis"), **few), tmp_path / "other", silent)
-
-
-def test_a_run_with_a_budget_is_refreshed_at_the_ranks_that_it_bought(tmp_path: Path) -> None:
-    config = config_of(**{**FEW, "num_train": 32}, refresh=2)
-    record = execute(config, tmp_path / "run", silent)
-    assert record.values_at_once == num_values(record.allocation.ranks) <= 500
-    prepared = prepare(config, silent)
-    model = PeftModel.from_pretrained(prepared.model, tmp_path / "run" / "adapter")
-    sums = {name: layer.factors("default")[2].shape[0] for name, layer in frozen_core_layers(model, "default").items()}
-    assert sums == {name: 2 * rank for name, rank in record.allocation.ranks.items() if rank}
-    loss = score_rows(model, prepared, prepared.rows.scored, silent).held_out_loss
-    assert loss == pytest.approx(record.held_out_loss, abs=1e-5)
 
 
 def test_inspect_says_it_too(calibrated: Path, command: Callable) -> None:

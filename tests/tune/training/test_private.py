@@ -112,7 +112,7 @@ def test_what_would_choose_by_rows_is_refused() -> None:
     chosen = Selection("epoch", lambda *_: (0.0, None), "rows")
     with pytest.raises(ConfigError, match="not scores that choose a checkpoint"):
         train(adapted("random"), ROWS, RECIPE, pad_id=0, selection=chosen)
-    for changes in ({"refresh": 2}, {"pass_tokens": 8}):
+    for changes in ({"pass_tokens": 8},):
         with pytest.raises(ConfigError, match="private excludes"):
             replace(RECIPE, **changes)
 

@@ -251,51 +251,6 @@ def test_after_divergence_the_cores_are_those_whose_loss_was_last_finite() -> No
     assert_same_weights(kept, good)
 
 
-def test_new_bases_are_of_as_many_steps_as_their_cost_allows() -> None:
-    """At a hundredth of the products of the first step of a round alone; from a half on of all of them."""
-
-    def cores(cost: float) -> dict[str, torch.Tensor]:
-        model = adapted()
-        train(model, ROWS, replace(RECIPE, refresh=2, refresh_cost=cost), pad_id=0)
-        return {name: value for name, value in model.state_dict().items() if "frozencore_R" in name}
-
-    sparing, whole, more = cores(0.01), cores(0.5), cores(5.0)
-    assert all(torch.equal(whole[name], more[name]) for name in whole)
-    assert any(not torch.equal(whole[name], sparing[name]) for name in whole)
-
-
-def test_after_divergence_at_the_start_of_a_round_the_round_before_is_back() -> None:
-    """The fifth of eight steps begins the second round; what the fourth made of the core has no finite loss."""
-    recipe = replace(RECIPE, refresh=2)
-
-    def factors_in(model: nn.Module) -> dict[str, torch.Tensor]:
-        return {name: value for name, value in model.state_dict().items() if "frozencore_" in name}
-
-    seen: dict[str, dict[str, torch.Tensor]] = {}
-
-    def trained(until: int) -> nn.Module:
-        model = adapted()
-
-        def progress(_: str, done: int, *__: object) -> None:
-            if done == until - 1:
-                seen["before"] = {
-                    name: value.clone() for name, value in model.state_dict().items() if "frozenc" in name
-                }
-            if done == until:
-                model.model.model.norm.weight.data[0] = torch.nan
-
-        with pytest.raises(DivergenceError, match=f"at step {until + 1} of 8"):
-            train(model, ROWS, recipe, pad_id=0, progress=progress)
-        return model
-
-    model = trained(4)
-    assert model.peft_config["default"].rounds == 1
-    assert_same_weights(
-        {name: value for name, value in model.state_dict().items() if "frozenc" in name}, seen["before"]
-    )
-    assert trained(5).peft_config["default"].rounds == 2
-
-
 def test_a_nan_in_the_model_is_told_from_divergence() -> None:
     model = tiny_qwen2()
     model.model.norm.weight.data[0] = torch.nan

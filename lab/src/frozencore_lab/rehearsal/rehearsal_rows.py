@@ -56,7 +56,7 @@ class RehearsalPlace(Place):
     is_quick: bool = False
 
     def put(self, config: RunConfig) -> RunConfig:
-        """The run with fewer rows, epochs, rounds, calibration examples and generated tokens."""
+        """The run with fewer rows, epochs, calibration examples and generated tokens."""
         assert config.task is not None
         task = find_task(config.task)
         changes: dict[str, Any] = {
@@ -64,7 +64,6 @@ class RehearsalPlace(Place):
             "num_evaluation": min(EVALUATED, config.num_evaluation or task.num_evaluation),
             "calibration_size": max(fewest_calibrated(config), min(CALIBRATED, config.calibration_size)),
             "epochs": epochs_of(task, config),
-            "refresh": STEPS if config.refresh == "auto" else min(STEPS, config.refresh),
             "max_new_tokens": min(MOST_NEW_TOKENS, config.max_new_tokens or task.max_new_tokens),
         }
         if config.model in self.stand_ins and not config.truncate:

@@ -168,11 +168,11 @@ def _state(axis: Axes, pivot: Pivot) -> None:
     for i, (column, mean) in enumerate(column_averages(pivot).items()):
         if mean.value is not None and column in trained:
             name, marker = pivot.column_name(column), MARKERS[i % len(MARKERS)]
-            axis.plot(trained[column][1], mean.value, marker, color=colours[column], label=name, ms=8)
+            axis.plot(trained[column], mean.value, marker, color=colours[column], label=name, ms=8)
     axis.set_xscale("log")
     plain_ticks(axis.xaxis)
     axis.margins(x=0.1, y=0.15)
-    axis.set_xlabel("values trained in all")
+    axis.set_xlabel("trained values")
     axis.set_ylabel(f"mean {pivot.measure.title}".replace(", nats", ",\nnats"))
     shared_legend(axis.figure, [axis])
 

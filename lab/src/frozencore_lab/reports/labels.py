@@ -31,7 +31,7 @@ def axis_name(axis: str) -> str:
 def column_label(name: str) -> str:
     """A value of the axis ``method``: a method's label, or a variant's name with its method's label first.
 
-    ``fcca-in-rounds`` is shown as ``FCCA in rounds``.
+    ``lora-r1`` is shown as ``LoRA r1``.
     """
     if name in METHODS:
         return method_name(name)

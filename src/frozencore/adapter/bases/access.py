@@ -57,8 +57,7 @@ def get_bases(model: nn.Module, adapter_name: str | None = None) -> dict[str, Te
         ConfigError: The model has no such frozen-core adapter.
         CalibrationError: It has no bases yet.
     """
-    adapter_name, config = find_adapter(model, adapter_name)
-    config.require_one_round("A basis to take along")
+    adapter_name, _ = find_adapter(model, adapter_name)
     bases: dict[str, Tensor] = {}
     for name, layer in frozen_core_layers(model, adapter_name).items():
         P, Q, _ = layer.factors(adapter_name)

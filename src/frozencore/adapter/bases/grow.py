@@ -96,7 +96,6 @@ def grow_basis(
 def _widened_rank(config: FrozenCoreConfig, layers: Mapping[str, FrozenCoreLayer], adapter_name: str, by: int) -> int:
     if type(by) is not int or by < 1:
         raise ConfigError(f"A basis grows by one direction at least, but by={by!r:.20} came.")
-    config.require_one_round("Growing")
     if config.coordinates not in GROWING_COORDINATES:
         raise ConfigError(
             f"A basis grows in the coordinates {', '.join(sorted(GROWING_COORDINATES))}, but this one has "

@@ -148,7 +148,6 @@ def _read_basis(directory: Path) -> _Basis:
         older = [identity_of(one.layers) for one in saved.older]
         return _Basis(str(directory), saved.layers, saved.base, saved.base_model, False, older)
     config, factors = read_adapter(directory)
-    config.require_one_round("A basis model")
     require_bases(factors)
     recorded, older = (config.seal or {}).get("base"), []
     if config.basis_id is not None:

@@ -71,7 +71,7 @@ def export_lora(
         base: The base model or its folder; needed only with a folder, for the shapes of layers that engines pack with
         adapted ones. By default the folder that the adapter names, if it exists.
         dtype: The dtype of the factors. Half precision halves the files; bfloat16 costs about 0.2 % of the update.
-        rank: A lower rank than the adapter's; a refreshed adapter has the sum of the ranks of its rounds. The result's
+        rank: A lower rank than the adapter's; The result's
         ``error`` tells the loss.
         overwrite: Replace an existing adapter folder.
 

@@ -64,7 +64,7 @@ def export_tenant(
 
     Raises:
         ArtifactError: The adapter is damaged, ``out`` exists, or the basis model has another basis.
-        ConfigError: The adapter does not exist, has no basis or several rounds, or trains more than its cores.
+        ConfigError: The adapter does not exist, has no basis, or trains more than its cores.
     """
     adapter = _one_round_of(model_or_directory, adapter_name, dtype)
     identity = identity_of(_bases(adapter))
@@ -100,7 +100,7 @@ def tenant_weights(
         adapter_name: Which adapter of the model; the active one by default.
 
     Raises:
-        ConfigError: The adapter does not exist, has no basis or several rounds, or trains more than its cores.
+        ConfigError: The adapter does not exist, has no basis, or trains more than its cores.
         ArtifactError: A core has values that are not finite in ``dtype``.
     """
     adapter = _one_round_of(model, adapter_name, dtype)
@@ -113,7 +113,6 @@ def _one_round_of(
 ) -> ExportSource:
     require_dtype(dtype)
     adapter = export_source(model_or_directory, adapter_name)
-    adapter.config.require_one_round("A tenant")
     return adapter
 
 

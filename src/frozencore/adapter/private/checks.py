@@ -12,7 +12,6 @@ from transformers import EarlyStoppingCallback
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_utils import SaveStrategy
 
-from frozencore.adapter.bases.refresh import Refresh
 from frozencore.adapter.model import find_adapter
 from frozencore.adapter.per_example import cores_in_use
 from frozencore.adapter.trainable import require_own_parameters
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 BY_SCORES = ("reduce_lr_on_plateau", "greedy")  # schedulers of transformers by option
 CLASSES_BY_SCORES = {"ReduceLROnPlateau", "GreedyLR"}  # and by the name of their class
-LOOK_AT_ROWS = (EarlyStoppingCallback, Refresh, *INTEGRATION_TO_CALLBACK.values())
+LOOK_AT_ROWS = (EarlyStoppingCallback, *INTEGRATION_TO_CALLBACK.values())
 FAR = 100.0  # a clipping length this many times a row's typical gradient hides that gradient in noise
 
 

@@ -95,14 +95,13 @@ def _lines(
 ) -> list[str]:
     is_lora = config["peft_type"] == "LORA"
     base = config.get("base_model_name_or_path")
-    rounds = config.get("rounds", 1)
     place = _code(base) if _is_hub_id(base) else f"a local folder, {_code(Path(base or '').name)}"
     own = "LoRA, exported exactly from a frozen core" if is_lora else f"frozen core, {_code(config['constructor'])}"
     facts = {
         "Base model": place if base else None,
         "Method": own,
-        "Rank": _ranks(config) if rounds == 1 else f"{_ranks(config)}, in each of {rounds} rounds",
-        "Trained values": None if is_lora else _trained_values(directory / WEIGHTS_FILE, rounds),
+        "Rank": _ranks(config),
+        "Trained values": None if is_lora else _trained_values(directory / WEIGHTS_FILE),
         "Saved in": _size(directory / WEIGHTS_FILE),
         "Layers": _targets(config["target_modules"]),
         "Calibrated on": calibration or num_tokens(config.get("calibration_tokens")),
@@ -127,15 +126,14 @@ def _loading(base: str | None, is_lora: bool) -> list[str]:
     ]
 
 
-def _trained_values(weights: Path, rounds: int) -> str | None:
-    """The number of values of all cores in a file, from its header; rounds are blocks of one matrix a layer."""
+def _trained_values(weights: Path) -> str | None:
+    """The number of values of all cores in a file, from its header."""
     if not weights.is_file():
         return None
     with safe_open(weights, framework="np") as stored:
         cores = [key for key in stored.keys() if key.endswith((f"{PREFIX}R.weight", f"{PREFIX}cores"))]  # noqa: SIM118
         sizes = [math.prod(stored.get_slice(key).get_shape()) for key in cores]
-    in_all = sum(sizes) // rounds
-    return f"{in_all:,}" if rounds == 1 else f"{in_all // rounds:,} at once, {in_all:,} in all"
+    return f"{sum(sizes):,}"
 
 
 def _size(weights: Path) -> str | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from frozencore.adapter.config_names import is_searched, plain_key
 from frozencore.adapter.saved.card import CARD_FILE, write_model_card
-from frozencore.adapter.saved.seal import ROUNDS_FORMAT, require_loadable, seal_file, seal_tensors
+from frozencore.adapter.saved.seal import refuse_rounds, require_loadable, seal_file, seal_tensors
 from frozencore.adapter.saved.tensors import holds_no_basis, warn_of_uncalibrated
 from frozencore.constructors import constructor_options
 from frozencore.errors import ArtifactError, FrozenCoreError
@@ -33,7 +33,6 @@ class SavedConfig(PeftConfig):
         basis: str | None
         basis_id: str | None
         rank_budget: int | str | None
-        rounds: int
         scale_rank: int | None
         own_options: dict[str, Any]
         _seal_to_write: dict[str, Any] | None
@@ -66,6 +65,7 @@ class SavedConfig(PeftConfig):
         values = super().from_json_file(path_json_file, **kwargs)
         values = {name: value for name, value in values.items() if name != "allow_other_base"}
         if values.get("peft_type") == PEFT_TYPE:
+            refuse_rounds(str(Path(path_json_file).parent), values)
             cls.require_types(Path(path_json_file).parent, values)
             refuse_expressions(str(Path(path_json_file).parent), values, WRITE_NAMES)
         return values
@@ -88,8 +88,6 @@ class SavedConfig(PeftConfig):
     def prepare_seal(self, tensors: Mapping[str, Tensor], base: Mapping[str, str] | None) -> None:
         """Record the hashes of the tensors to save, and the base model that they belong to."""
         self._seal_to_write = {**seal_tensors(tensors), "base": None if base is None else dict(base)}
-        if self.rounds > 1:
-            self._seal_to_write["format"] = ROUNDS_FORMAT
 
     def to_dict(self) -> dict[str, Any]:
         """The values of the file: PEFT's, with sorted sets, flat options, and a mark that the bases are saved too."""
@@ -99,7 +97,6 @@ class SavedConfig(PeftConfig):
         unsaid = {"allow_other_base"}  # set by the caller who loads the adapter, not by the adapter
         unsaid |= {"basis", "basis_revision", "basis_id"} if self.basis_id is None else set()
         unsaid |= {"rank_budget"} if self.rank_budget is None else set()
-        unsaid |= {"rounds"} if self.rounds == 1 else set()
         unsaid |= {"scale_rank"} if self.scale_rank is None else set()
         return {
             name: sorted(value) if isinstance(value, set) else value

@@ -77,7 +77,6 @@ def add_weighted_sum(tuner: Any, adapters: Sequence[str], weights: Sequence[floa
             f"The adapters of a sum must be loaded ({', '.join(tuner.peft_config)}), but {missing or 'none'} came."
         )
     for adapter in adapters:
-        tuner.peft_config[adapter].require_one_round("A sum")
         if tuner.peft_config[adapter].trains_modules:
             raise ConfigError(f"Only cores are summed, but the adapter {adapter!r} trained other modules too.")
     layers, first = {adapter: frozen_core_layers(tuner, adapter) for adapter in adapters}, adapters[0]
@@ -113,7 +112,6 @@ def _bases_in_model(layers: Mapping[str, FrozenCoreLayer], adapter: str) -> dict
 
 def _read(folder: Path) -> tuple[FrozenCoreConfig, Mapping[str, Factors]]:
     config, tensors = read_tensors(folder)
-    config.require_one_round("A sum")
     if config.trains_modules:
         raise ArtifactError(
             f"Only cores are summed, but the adapter in {folder} trained other modules too (modules_to_save or "
@@ -158,7 +156,6 @@ def pack_adapter(
     config, tensors = read_tensors(adapter)
     if config.basis_id is not None:
         raise ArtifactError(f"{adapter} holds cores alone already, on the basis {config.basis_id[:12]}.")
-    config.require_one_round("Packing")
     factors = layer_factors(str(adapter), tensors)
     if basis is None:
         basis = Path(out).parent / "basis"

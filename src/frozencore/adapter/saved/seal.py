@@ -46,7 +46,6 @@ from frozencore.files.whole_file import allow_as_umask
 from frozencore.maths.basis import ORTHONORMAL_COORDINATES, known_basis
 
 CORES_FORMAT = 2  # cores only
-ROUNDS_FORMAT = 3  # several rounds, each with an orthonormal basis
 ORTHONORMALITY = 2 * torch.finfo(torch.bfloat16).eps  # a basis may have been rounded to bfloat16 before
 CLASSIFIERS = ("classifier", "score")  # PEFT lists both for every classifier, which has one of them
 _NAME = re.compile(r"[^/\\\x00-\x1f\x7f]+")
@@ -71,11 +70,12 @@ def read_folder(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if values.get("peft_type") != PEFT_TYPE:
         require_finite(origin, tensors, _TRAIN_AGAIN)
         return values, tensors
+    refuse_rounds(origin, values)
     seal = read_seal(origin, values.get("seal"))
     if FLAT in tensors:
         require_sound_cores(origin, tensors, values.get("basis_id"))
     else:
-        require_sound(origin, tensors, values.get("coordinates", "qr"), values.get("rounds", 1))
+        require_sound(origin, tensors, values.get("coordinates", "qr"))
     require_modules(origin, values.get("modules_to_save"), values.get("trainable_token_indices"), tensors)
     recorded, came = seal.get("weights_sha256"), hashlib.sha256(content).hexdigest()
     if recorded not in (None, came):
@@ -85,6 +85,15 @@ def read_folder(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         )
     require_sealed(origin, seal, tensors)
     return values, tensors
+
+
+def refuse_rounds(origin: str, values: Mapping[str, Any]) -> None:
+    """Refuse an adapter that an earlier version trained in rounds: its P and Q hold several bases."""
+    if values.get("rounds", 1) != 1:
+        raise ArtifactError(
+            f"An adapter has one basis, but that in {origin} is a sum of rounds={values['rounds']!r:.20}, each on a "
+            "basis of its own, which this version does not read. Export it as a LoRA with frozencore 0.1."
+        )
 
 
 def require_loadable(directory: Path) -> None:
@@ -146,11 +155,8 @@ def require_sealed(origin: str, seal: Mapping[str, Any], tensors: Mapping[str, T
             )
 
 
-def require_sound(origin: str, tensors: Mapping[str, Tensor], coordinates: Any, rounds: Any = 1) -> dict[str, Factors]:
+def require_sound(origin: str, tensors: Mapping[str, Tensor], coordinates: Any) -> dict[str, Factors]:
     """Refuse tensors that are not finite or badly named, and bases that are not orthonormal although they should be.
-
-    Args:
-        rounds: The number of bases side by side in P and Q.
 
     Returns:
         The factors by layer. Zero bases belong to an adapter that was never calibrated.
@@ -158,15 +164,7 @@ def require_sound(origin: str, tensors: Mapping[str, Tensor], coordinates: Any, 
     _require_names(origin, tensors)
     factors = layer_factors(origin, tensors)
     require_finite(origin, tensors, _TRAIN_AGAIN)
-    for layer, f in factors.items():
-        k = f.P.shape[1]
-        if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 1 or k % rounds:
-            raise ArtifactError(
-                f"Layer {layer!r} of {origin} has {k} columns for {rounds!r:.20} rounds. Save or download it again."
-            )
-    blocks = {layer: [X.chunk(rounds, dim=1) for X in (f.P, f.Q)] for layer, f in factors.items()}
-    for j in range(rounds):
-        require_orthonormal(origin, {layer: (P[j], Q[j]) for layer, (P, Q) in blocks.items()}, coordinates)
+    require_orthonormal(origin, {layer: (f.P, f.Q) for layer, f in factors.items()}, coordinates)
     return factors
 
 

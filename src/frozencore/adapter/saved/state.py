@@ -1,9 +1,6 @@
 """Convert the state of an adapter between a model and a file.
 
-A file holds P, Q and R of each layer, or on a named basis all cores in one vector. In a file the cores of several
-rounds are one matrix; in a model only the last core trains.
-
-Shapes: P m x k, Q n x k, R k x k in a file; k = r times the rounds.
+A file holds P, Q and R of each layer, or on a named basis all cores in one vector.
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ from torch import Tensor, nn
 
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
-from frozencore.adapter.rounds import with_last_core, without_last_core
 from frozencore.adapter.saved.same_base import differing_layer, record_base
 from frozencore.adapter.saved.saved_basis import SavedBasis
 from frozencore.adapter.saved.seal import (
@@ -45,7 +41,7 @@ from frozencore.words import one_line
 
 Layers = Mapping[str, FrozenCoreLayer]
 _COMPILED = "_orig_mod"  # torch.compile's name for the module that it wraps
-_PAST, _CORE = f".{PREFIX}past", f".{PREFIX}R"
+_CORE = f".{PREFIX}R"
 
 
 def state_to_save(
@@ -60,7 +56,7 @@ def state_to_save(
     Args:
         whole: The model's state dict, which holds trained modules too.
     """
-    found = _with_whole_cores(_with_bases(model, adapter_name, found))
+    found = _with_bases(model, adapter_name, found)
     if config.basis_id is not None:
         found = cores_alone(flatten_cores(_cores_in(found)), config.basis_id)
     modules = {key: value for key, value in whole.items() if f".modules_to_save.{adapter_name}." in key}
@@ -77,7 +73,6 @@ def state_to_load(
 ) -> dict[str, Tensor]:
     """Turn the tensors of a file into PEFT's state dict, with all checks before the model changes."""
     origin, layers = f"the adapter {adapter_name!r}", frozen_core_layers(model, adapter_name)
-    _resize_for_rounds(config, layers, adapter_name, state_dict)
     own = {name: layer.factors(adapter_name) for name, layer in layers.items()}
     seal = config.take_seal()
     require_modules(origin, config.modules_to_save, config.trainable_token_indices, state_dict)
@@ -92,14 +87,13 @@ def state_to_load(
         bases = config.find_basis(origin).layers if on_meta else {name: (P, Q) for name, (P, Q, _) in own.items()}
         state_dict = with_factors(origin, state_dict, bases)
     else:
-        factors = require_sound(origin, state_dict, config.coordinates, config.rounds)
+        factors = require_sound(origin, state_dict, config.coordinates)
         require_sealed(origin, seal, state_dict)
         _require_fit(origin, own, factors, config.base_model_name_or_path)
         if holds_no_basis(state_dict):
             warn_of_uncalibrated(f"The adapter {adapter_name!r}", "before it is trained or used")
         if config.basis_id is not None and not _same_bases(own, factors):
             config.name_basis(None)  # the loaded bases are not the named basis
-    state_dict = _with_last_cores(state_dict, layers, adapter_name)
     for layer in layers.values():
         layer.awaits_core.discard(adapter_name)
     return state_dict
@@ -122,41 +116,6 @@ def _with_bases(model: nn.Module, adapter_name: str, found: Mapping[str, Tensor]
             for side, X in (("P", P), ("Q", Q)):
                 whole.setdefault(f"{prefix}.{PREFIX}{side}.{adapter_name}", X)
     return whole
-
-
-def _with_whole_cores(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Join the earlier cores and the last one of each layer under the name of R."""
-    joined = dict(tensors)
-    for key in tensors:
-        layer, found, adapter = key.partition(_PAST)
-        if found:
-            name = f"{layer}{_CORE}{adapter}.weight"
-            joined[name] = with_last_core(joined.pop(key), joined[name])
-    return joined
-
-
-def _with_last_cores(tensors: Mapping[str, Tensor], layers: Layers, adapter_name: str) -> dict[str, Tensor]:
-    """Split R of each layer of several rounds into the earlier cores and the last one."""
-    split = dict(tensors)
-    for name, layer in layers.items():
-        r = len(layer.core(adapter_name))
-        if layer.rank(adapter_name) == r:
-            continue
-        key = next(key for key in tensors if key.removeprefix(BASE) == f"{name}{_CORE}.weight")
-        split[key.removesuffix(f"{_CORE}.weight") + _PAST], split[key] = without_last_core(tensors[key], r)
-    return split
-
-
-def _resize_for_rounds(
-    config: FrozenCoreConfig, layers: Layers, adapter_name: str, tensors: Mapping[str, Tensor]
-) -> None:
-    """Let an adapter that is being refreshed load a checkpoint with other rounds."""
-    found = {key.removeprefix(BASE): tensor for key, tensor in tensors.items()}
-    for name, layer in layers.items():
-        P, r = found.get(f"{name}.{PREFIX}P"), len(layer.core(adapter_name))
-        if adapter_name in layer.refreshed and P is not None and P.ndim == 2 and r and P.shape[1] % r == 0:
-            config.rounds = P.shape[1] // r
-            layer.set_rounds(adapter_name, config.rounds)
 
 
 def _require_fit(
@@ -246,7 +205,7 @@ def require_basis_fits(
         for X, own in zip(basis.layers[name], layer.factors(adapter_name), strict=False):
             require_finite_in(f"layer {name!r} of the basis of {origin}", X, own.dtype)
         (P, Q), scale, (m, n) = basis.layers[name], basis.scales[name], layer.shape
-        r, own_scale = layer.rank(adapter_name), layer.frozencore_scale[adapter_name]
+        r, own_scale = len(layer.core(adapter_name)), layer.frozencore_scale[adapter_name]
         if (P.shape, Q.shape, scale) != ((m, r), (n, r), own_scale):
             raise ArtifactError(
                 f"Layer {name!r} is {m} x {n} at rank {r} and scale {own_scale:g} in this model, but the basis of "

@@ -56,13 +56,6 @@ class LoRA(FromPEFT):
     use_dora: bool = False
     initialisation: ClassVar[Literal[True, "pissa"]] = True
 
-    unread: ClassVar[tuple[str, ...]] = ("refresh_cost", "refresh_memory")
-
-    @property
-    def adds_up(self) -> bool:
-        """True for plain factors: their sum is a LoRA of higher rank (:mod:`frozencore.tune.training.lora_rounds`)."""
-        return not self.use_dora and self.initialisation is True
-
     def config(self, options: AdapterOptions, model: nn.Module) -> PeftConfig:
         from peft import LoraConfig
 

@@ -77,11 +77,6 @@ class Method(ABC):
     budget: ClassVar[bool] = False
 
     @property
-    def adds_up(self) -> bool:
-        """Return whether the sum of several rounds is an adapter of the same kind, so that it can train in rounds."""
-        return False
-
-    @property
     def initialises(self) -> bool:
         """Return whether a phase before training reads the data or the base weights."""
         return self.has_bases or self.changes_base

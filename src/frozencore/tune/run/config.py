@@ -32,7 +32,6 @@ from frozencore.tune.training.recipe_config import AloneConfig, PrivateConfig, R
 from frozencore.words import flag_of, one_line
 
 UNCOUNTED = {
-    "refresh": "chooses bases from the training rows",
     "rank_budget": "chooses ranks from the rows",
     "select_checkpoint": "chooses a step from the rows",
     "report_to": "reports losses without noise",
@@ -45,7 +44,6 @@ UNPAIRED = {
     "packing": "is for rows of text",
     "loss_on": "says which turns of a conversation have the loss",
     "calibration_task": "names rows of completions",
-    "refresh": "chooses new bases by the loss on completions",
     "private_epsilon": "bounds what a completion adds to the training",
 }
 """Why DPO refuses an option."""
@@ -119,8 +117,6 @@ class RunConfig(PlaceConfig, ScoringConfig, RecipeConfig, CalibrationConfig, Bas
             raise ConfigError("--patience counts scores on validation rows: give --select-checkpoint epoch as well.")
         self._require_groups()
         self._require_preferences()
-        if self.refresh != 1:
-            self._require_rounds()
         self._require_counted()
         return self
 
@@ -148,26 +144,6 @@ class RunConfig(PlaceConfig, ScoringConfig, RecipeConfig, CalibrationConfig, Bas
             raise ConfigError(
                 f"DPO compares with the model without its adapter, which the method {self.method!r} does not allow. "
                 "Use a constructor, lora or dora."
-            )
-
-    def _require_rounds(self) -> None:
-        """Refuse options that a training in rounds cannot have."""
-        if self.basis is not None:
-            raise ConfigError("A refreshed adapter cannot share a basis with others: give either --basis or --refresh.")
-        method = self.method_entry
-        if self.refresh == "auto" and method.adds_up:
-            raise ConfigError(
-                f"auto counts the rounds of a core, but {self.method!r} has none: give --refresh a number."
-            )
-        if not method.adds_up and not self.moments_needed:
-            raise ConfigError(
-                f"--refresh chooses bases from the training data, but the method {self.method!r} does not read them. "
-                "Use a method that does, such as fcca, or lora; or leave --refresh out."
-            )
-        if self.select_checkpoint != "none":
-            raise ConfigError(
-                "A training in rounds keeps its last step: earlier steps belong to earlier rounds. Give "
-                "--select-checkpoint none or leave --refresh out."
             )
 
     def _require_counted(self) -> None:

@@ -56,7 +56,7 @@ def make_record(outcome: Outcome, score: Score, hashes: Mapping[str, str]) -> Tu
     recipe = outcome.recipe.content()
     assert prepared.before is not None
     at_once = report.values_at_once or values_at_once(run.model)
-    can_be_made_again = config.method_entry.frozen_can_be_made_again and recipe["refresh"] == 1
+    can_be_made_again = config.method_entry.frozen_can_be_made_again
     saved = sum(file.stat().st_size for file in (run.folder / ADAPTER).glob("*.safetensors"))
     return TunedRecord(
         format=RECORD_FORMAT,
@@ -69,7 +69,6 @@ def make_record(outcome: Outcome, score: Score, hashes: Mapping[str, str]) -> Tu
         held_out_loss=finite_or_none(score.held_out_loss),
         **_accuracies(prepared.before, score),
         values_at_once=at_once,
-        values_in_all=at_once + report.earlier_values,
         state_held_bytes=report.state_held_bytes,
         saved_bytes=saved,
         model_bytes=model_bytes(run.model),

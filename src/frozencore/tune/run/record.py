@@ -115,7 +115,6 @@ class TunedRecord(RunRecord):
         basis_fit: Missing without a saved basis (``--basis``), and for private rows and preferences.
         forgetting: The loss on the texts of other tasks, by task; missing if not scored.
         values_at_once: The number of values that train at the same time.
-        values_in_all: The number of values trained and saved; each round of a training in rounds adds new values.
         state_held_bytes: The peak of the training state (:mod:`frozencore.tune.training.callbacks`) in one process; for
             runs that train together, the run's share.
         saved_bytes: Size of the adapter's tensor files.
@@ -135,7 +134,6 @@ class TunedRecord(RunRecord):
     accuracy: float | None = None
     score: AccuracyDetails | None = None
     values_at_once: Count
-    values_in_all: Count
     state_held_bytes: Count
     saved_bytes: Count
     model_bytes: Count

@@ -9,7 +9,7 @@ length (:mod:`frozencore.tune.training.batching`) if less padding is worth anoth
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from warnings import WarningMessage
@@ -18,7 +18,6 @@ from peft import PeftModel
 from torch import nn
 
 from frozencore.adapter.bases.calibrate import Calibration
-from frozencore.adapter.bases.refresh_plan import COST
 from frozencore.device import memory_of
 from frozencore.maths.capture import Capture
 from frozencore.tune.methods import Targets
@@ -57,9 +56,6 @@ def recipe_of(config: RunConfig, rows: RunRows, model: nn.Module) -> Recipe:
         batch_size=batch_size,
         accumulation=accumulation,
         seed=config.seed,
-        refresh=config.refresh,
-        refresh_cost=config.refresh_cost or COST,
-        refresh_memory=config.refresh_memory,
         pass_tokens=pass_tokens,
         padding_free=laid_out,
         private=config.private_budget,
@@ -147,10 +143,8 @@ class Outcome:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe with the actual number of rounds."""
-        config, prepared = self.training.config, self.training.prepared
-        recipe = recipe_of(config, prepared.rows, prepared.model)
-        return replace(recipe, refresh=self.report.rounds) if config.refresh == "auto" else recipe
+        prepared = self.training.prepared
+        return recipe_of(self.training.config, prepared.rows, prepared.model)
 
 
 Train = Callable[[Training], Outcome]

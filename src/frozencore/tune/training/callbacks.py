@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from frozencore.adapter.bases.in_rounds import InRounds
 from frozencore.errors import DivergenceError
 from frozencore.ranks import largest_over_ranks, wait_for_all
 from frozencore.tune.training.checkpoints import Stop, seal_checkpoint
@@ -28,7 +27,6 @@ class LossMonitor(TrainerCallback):
 
     Args:
         kept: Parameters whose last values with finite loss and gradient are kept for :meth:`put_back`.
-        rounds: The callback that ends rounds.
         paused_s: Seconds so far outside of steps.
         tokens_a_step: The mean number of tokens of a step, without padding.
     """
@@ -37,13 +35,11 @@ class LossMonitor(TrainerCallback):
         self,
         progress: Progress | None,
         kept: Sequence[Tensor] = (),
-        rounds: InRounds | None = None,
         paused_s: Callable[[], float] = lambda: 0.0,
         tokens_a_step: float = 0.0,
     ) -> None:
         self.progress = progress
         self.tokens_a_step = tokens_a_step
-        self.rounds = rounds
         self.paused_s = paused_s
         self.step_ends: list[float] = []
         self._parameters = kept
@@ -87,10 +83,8 @@ class LossMonitor(TrainerCallback):
             rate = f"rate {logs['learning_rate']:.1e}"
             self.progress("train", *self._told, f"loss {loss:.3f}, {rate}{spent}{self._speed()}")
 
-    def put_back(self, step: int) -> None:
+    def put_back(self) -> None:
         """Restore the parameters' last good values after a step that diverged."""
-        if self.rounds is not None:
-            self.rounds.take_back(step)
         if self._kept:
             torch._foreach_copy_(self._kept, self._good)
 
@@ -146,27 +140,20 @@ class StopWhenAsked(TrainerCallback):
             control.should_save = False  # avoids writing the same checkpoint again
 
 
-DEPTH = 4  # nesting depth of containers and objects in an optimizer's states
-
-
 class StateHeld(TrainerCallback, ExportableState):
     """Measure the peak of the state that a training holds between steps, in bytes of live tensors.
 
-    Counted: gradients, the optimizer's states, and the tensors of
-    training in rounds (sums or sketches of moments, factors of earlier rounds, copies of weights). Not counted: the
-    base model, the trained values and their basis, activations, step counters, and the kept copies of trained values
-    (the last good and the best ones).
+    Counted: gradients and the optimizer's states. Not counted: the base model, the trained values and their basis,
+    activations, step counters, and the kept copies of trained values (the last good and the best ones).
 
-    The state is measured right after an optimizer step, before gradients are freed: after the first step, the last
-    step of each round, and the last step. Within a round nothing is freed, so its last step holds the most. Memory for
-    choosing new bases is temporary; it is in the record's memory of each phase.
+    The state is measured right after the first and the last optimizer step, before gradients are freed.
 
     Attributes:
         peak_bytes: The peak so far, including that of a resumed checkpoint.
     """
 
-    def __init__(self, model: nn.Module, rounds: InRounds | None = None) -> None:
-        self.model, self.rounds = model, rounds
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
         self.peak_bytes = 0
         self._looks_at: set[int] = set()
 
@@ -178,15 +165,13 @@ class StateHeld(TrainerCallback, ExportableState):
         kept: Any = (state.stateful_callbacks or {}).get(type(self).__name__)
         if isinstance(kept, dict):
             self.peak_bytes = max(self.peak_bytes, int(kept["attributes"]["peak_bytes"]))
-        ends = self.rounds.round_ends(state.max_steps) if self.rounds is not None else ()
-        self._looks_at = {state.global_step + 1, *ends, state.max_steps}
+        self._looks_at = {state.global_step + 1, state.max_steps}
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if state.global_step + 1 in self._looks_at:
-            held = self.rounds.state_tensors() if self.rounds is not None else ()
-            now = total_bytes([*gradients_of(self.model), *states_of(kwargs["optimizer"]), *held])
+            now = total_bytes([*gradients_of(self.model), *states_of(kwargs["optimizer"])])
             self.peak_bytes = max(self.peak_bytes, now)
 
 
@@ -201,20 +186,5 @@ def gradients_of(model: nn.Module) -> Iterator[Tensor]:
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """The tensors of an optimizer's states, also inside its own objects."""
-    return _tensors_in(list(optimizer.state.values()), DEPTH)
-
-
-def _tensors_in(value: object, depth: int) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif depth:
-        inside: Iterable[object] = ()
-        if isinstance(value, Mapping):
-            inside = value.values()
-        elif isinstance(value, list | tuple):
-            inside = value
-        elif hasattr(value, "__dict__"):
-            inside = vars(value).values()
-        for part in inside:
-            yield from _tensors_in(part, depth - 1)
+    """The tensors of an optimizer's states."""
+    return (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))

@@ -6,14 +6,13 @@ import math
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from accelerate import DistributedType
 from torch import nn
 from transformers import TrainingArguments
 
-from frozencore.adapter.bases.refresh_plan import COST
 from frozencore.errors import ConfigError
 from frozencore.privacy import PrivateBudget
 from frozencore.tune.training.recipe_config import RecipeConfig
@@ -21,13 +20,6 @@ from frozencore.tune.training.reporting import ReportedArguments
 
 UNSAID = RecipeConfig()
 """The default options of a run; their values are the recipe's defaults."""
-
-UNREFRESHED = (
-    ("refresh", 1),
-    ("refresh_cost", COST),
-    ("refresh_memory", None),
-)  # left out of checkpoints, so that older ones stay valid
-
 
 STEPS_VERSION = {"version of the steps": 2}
 """Part of a checkpoint's identity. It changes with the order of rows or the schedule, because a resumed training must
@@ -51,9 +43,6 @@ class Recipe:
         batch_size: Examples in one forward pass.
         accumulation: Forward passes in one optimizer step.
         seed: Seed of the row order.
-        refresh: The number of rounds, each on new bases; 1 keeps the first bases, ``auto`` chooses a useful number.
-        refresh_cost: Extra products for the moments of new bases, as a share of the training's.
-        refresh_memory: The memory for these moments; see :class:`frozencore.Refresh`.
         pass_tokens: The fixed cost of a pass in tokens. The rows of a step are then grouped by length, each group with
             at most the tokens of ``batch_size`` longest rows. None, or several processes: ``batch_size`` rows in order.
         padding_free: Join the rows of a forward pass end to end (:mod:`frozencore.tune.training.batching`); not
@@ -71,27 +60,23 @@ class Recipe:
     max_grad_norm: float = 1.0
     weight_decay: float = 0.0
     seed: int = UNSAID.seed
-    refresh: int | Literal["auto"] = UNSAID.refresh
-    refresh_cost: float = COST
-    refresh_memory: int | str | None = None
     pass_tokens: int | None = None
     padding_free: bool = UNSAID.padding_free
     private: PrivateBudget | None = None
     beta: float | None = None
 
     def __post_init__(self) -> None:
-        fewest = min(self.epochs, self.batch_size, self.accumulation, 1 if self.refresh == "auto" else self.refresh)
+        fewest = min(self.epochs, self.batch_size, self.accumulation)
         rules = {
             "pass_tokens must not be negative": (self.pass_tokens or 0) >= 0,
             "pass_tokens and padding_free exclude each other": self.pass_tokens is None or not self.padding_free,
             "learning_rate must be positive": self.learning_rate > 0,
             "warmup is a share from 0 to 1": 0 <= self.warmup <= 1,
-            "epochs, batch_size, accumulation and refresh must be at least 1": fewest >= 1,
+            "epochs, batch_size and accumulation must be at least 1": fewest >= 1,
             "max_grad_norm must be positive": self.max_grad_norm > 0,
             "weight_decay must not be negative": self.weight_decay >= 0,
-            "refresh_cost must be positive": self.refresh_cost > 0,
-            "private excludes refresh, pass_tokens and beta": self.private is None
-            or (self.refresh == 1 and self.pass_tokens is None and self.beta is None),
+            "private excludes pass_tokens and beta": self.private is None
+            or (self.pass_tokens is None and self.beta is None),
         }
         for rule, kept in rules.items():
             if not kept:

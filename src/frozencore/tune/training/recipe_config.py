@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
-from frozencore.calibration.calibration_options import RefreshMemory
 from frozencore.options import FrozenOptions
 from frozencore.privacy import CLIP, PrivateBudget
 
@@ -73,23 +72,6 @@ class AloneConfig(FrozenOptions):
             "Faster with attention kernels that know the rows' lengths, and for few short rows."
         ),
     ] = False
-    refresh: Annotated[
-        PositiveInt | Literal["auto"],
-        Field(
-            description="Train in this many rounds. Each round takes new bases from the moments of the batches so far, "
-            "and adds a core (LoRA: new factors). 1: keep the first bases. auto: at most sixteen rounds, each with "
-            "at least six steps, a hundred training rows and forty summed rows.",
-        ),
-    ] = 1
-    refresh_cost: Annotated[
-        float | None,
-        Field(
-            gt=0,
-            description="Extra computation for the moments of --refresh, as a share of the training's. It decides in "
-            "how many steps moments are summed. Default: 0.09; 0.5: in every step.",
-        ),
-    ] = None
-    refresh_memory: RefreshMemory = None
     report_to: Annotated[
         tuple[Literal["tensorboard", "trackio", "wandb"], ...] | None,
         Field(description="Report losses and scores to tensorboard (in logs/), trackio or wandb."),

@@ -24,9 +24,6 @@ from typing import Any
 from torch import nn
 from transformers import PrinterCallback, Trainer
 
-from frozencore.adapter.bases.in_rounds import InRounds
-from frozencore.adapter.bases.refresh import Refresh
-from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.private.private_training import PrivateTraining
 from frozencore.adapter.trainable import require_float32, require_own_parameters
 from frozencore.calibration.batches import on_one_side, rope_limit
@@ -43,10 +40,8 @@ from frozencore.tune.training.batching import (
 )
 from frozencore.tune.training.callbacks import LossMonitor, Seal, StateHeld, StopWhenAsked
 from frozencore.tune.training.checkpoints import Stop, defer_stop, explain_disk_errors, starting_point
-from frozencore.tune.training.lora_rounds import LoRARounds
 from frozencore.tune.training.recipe import (
     STEPS_VERSION,
-    UNREFRESHED,
     Recipe,
     training_arguments,
 )
@@ -73,8 +68,6 @@ class TrainingReport:
         resumed_from: The resumed checkpoint.
         selected: The chosen step and its scores; None if no choice was requested.
         side_by_side: The number of trainings that ran together, and how many at once; None for a training alone.
-        rounds: The number of rounds; each round trains new values.
-        earlier_values: The number of values of earlier rounds, which are saved but no longer train; 0 for one round.
         state_held_bytes: The peak of the training state (:mod:`frozencore.tune.training.callbacks`).
         values_at_once: The number of values that train at the same time; None if trained together with others.
         schedule: Steps and noise of a private training; None otherwise.
@@ -87,8 +80,6 @@ class TrainingReport:
     resumed_from: Path | None
     selected: Selected | None = None
     side_by_side: tuple[int, int] | None = None
-    rounds: int = 1
-    earlier_values: int = 0
     values_at_once: int | None = None
     schedule: Schedule | None = None
     state_held_bytes: int = 0
@@ -162,10 +153,9 @@ def train(
     if selection is not None:
         identity |= {"scored every": selection.every, "validation rows": selection.identity}
         identity |= {} if selection.patience is None else {"patience": selection.patience}
-    rounds = _rounds_of(model, recipe, selection)
     values_at_once = sum(p.numel() for p in model.parameters() if p.requires_grad)
     resumed_from = starting_point(checkpoint_dir, resume, identity)
-    held = StateHeld(model, rounds)
+    held = StateHeld(model)
     if recipe.beta is not None and num_ranks() > 1:
         raise ConfigError(f"DPO trains in one process, but there are {num_ranks()}. Start one.")
     start = time.perf_counter()
@@ -173,7 +163,6 @@ def train(
     monitor = LossMonitor(
         progress,
         kept,
-        rounds,
         paused_s=lambda: selector.time_s if selector else 0.0,
         tokens_a_step=sum(row.num_tokens for row in rows) * recipe.epochs / recipe.num_steps(len(rows)),
     )
@@ -194,9 +183,7 @@ def train(
                 resumed_from=resumed_from,
                 reporters=told,
             )
-        if rounds is not None:
-            restored.callback(rounds.close)
-        watching = [monitor, *filter(None, [selector, rounds]), held]
+        watching = [monitor, *filter(None, [selector]), held]
         make: Any = GroupingTrainer if grouped else CompletionTrainer
         if recipe.beta is not None:
             from frozencore.tune.training.preferences import PreferenceTrainer, as_before  # imports TRL
@@ -220,7 +207,7 @@ def train(
             try:
                 trainer.train(resume_from_checkpoint=None if resumed_from is None else str(resumed_from))
             except DivergenceError:
-                monitor.put_back(trainer.state.global_step)
+                monitor.put_back()
                 raise
     stopped = selector is not None and selector.stopped
     if trainer.state.global_step < trainer.state.max_steps and not stopped:  # the signal's own handler has returned
@@ -239,8 +226,6 @@ def train(
         step_s=median(b - a for a, b in pairwise(monitor.step_ends)) if len(monitor.step_ends) > 1 else None,
         resumed_from=resumed_from,
         selected=selected,
-        rounds=1 if rounds is None else rounds.round_now,
-        earlier_values=0 if rounds is None else rounds.earlier_values,
         state_held_bytes=held.peak_bytes,
         values_at_once=values_at_once,
         schedule=None if private is None else private.schedule,
@@ -262,29 +247,12 @@ def _made_private(
     return PrivateTraining(trainer, epsilon=budget.epsilon, delta=budget.delta, clip=budget.clip, basis_is_public=True)
 
 
-def _rounds_of(model: nn.Module, recipe: Recipe, selection: Selection | None) -> InRounds | None:
-    """The callback that ends rounds; None for a single round, and for an optimizer with its own rounds."""
-    if recipe.refresh == 1:
-        return None
-    if selection is not None:
-        raise ConfigError(
-            "A training in rounds keeps its last step, because earlier ones used other bases. Leave select_checkpoint "
-            "or refresh out."
-        )
-    config = getattr(model, "peft_config", {}).get("default")
-    if config is None or isinstance(config, FrozenCoreConfig):
-        return Refresh(model, recipe.refresh, cost=recipe.refresh_cost, memory_budget=recipe.refresh_memory)
-    if recipe.refresh == "auto":
-        raise ConfigError("auto counts the rounds of a core. Give a LoRA a number of rounds.")
-    return LoRARounds(model, recipe.refresh)
-
-
 def _identity(model: nn.Module, recipe: Recipe, rows: Sequence[TokenRow]) -> dict[str, Any]:
     """The inputs that a checkpoint must share with the run that resumes it: parameters, recipe and rows."""
     shapes = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     return {
         **STEPS_VERSION,
-        **{name: value for name, value in recipe.content().items() if (name, value) not in UNREFRESHED},
+        **recipe.content(),
         "rows": _hash_of([row.trained_on for row in rows]),
         "trainable parameters": _hash_of(shapes),
     }

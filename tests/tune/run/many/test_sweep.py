@@ -92,7 +92,6 @@ def test_what_cannot_be_swept_is_refused(tmp_path: Path) -> None:
     for options in (
         {"padding_free": True},
         {"report_to": ("tensorboard",)},
-        {"refresh": 2, "select_checkpoint": "none"},
     ):
         flag = "--" + next(iter(options)).replace("_", "-")
         with pytest.raises(ConfigError, match=f"^{flag} is for a run that trains alone, but the runs of a sweep"):

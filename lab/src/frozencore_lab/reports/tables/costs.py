@@ -20,10 +20,7 @@ from frozencore_lab.reports.labels import column_name, titled
 from frozencore_lab.reports.sheet import Sheet, SheetCell, label, missing, number
 from frozencore_lab.reports.tables.pivot import by_axes, varied_axes
 
-HELD = (
-    "State held while training, at its peak: gradients, optimiser states, and what rounds hold (sums of moments, "
-    "earlier factors, copies of weights)."
-)
+HELD = "State held while training, at its peak: gradients and optimiser states."
 
 
 @dataclass(frozen=True)
@@ -152,8 +149,7 @@ def state_sheet(costs: Costs, name: str) -> Sheet:
         first = cost.records[0]
         lines.append({
             "method": label(cost.name),
-            "at once": number(first.values_at_once, 0),
-            "in all": number(first.values_in_all, 0),
+            "values": number(first.values_at_once, 0),
             **{kind: number(cost.kinds.get(kind, 0), 0, reason=unknown) for kind in kinds},
             "state held": bytes_cell(largest(cost.records, "state_held_bytes")),
             "saved": bytes_cell(largest(cost.records, "saved_bytes")),

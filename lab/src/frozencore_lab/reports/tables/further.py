@@ -74,12 +74,10 @@ def tradeoff_sheet(pivot: Pivot, name: str) -> Sheet:
     best = ranked_printed({column: mean.value for column, mean in means.items()}, measure)[0]
     reference, lines = pivot.reference, []
     for column, own in means.items():
-        at_once, in_all = counts.get(column, (None, None))
         line = {
             ", ".join(map(axis_name, pivot.column_axes)): label(pivot.column_name(column)),
             "mean": average_cell(own, measure.decimals, best=column in best),
-            "values at once": number(at_once, 0, reason="no run is done"),
-            "values in all": number(in_all, 0, reason="no run is done"),
+            "values": number(counts.get(column), 0, reason="no run is done"),
         }
         if reference is not None:
             base = means[reference]
@@ -94,10 +92,10 @@ def tradeoff_sheet(pivot: Pivot, name: str) -> Sheet:
     return Sheet.of(name, title, note, lines)
 
 
-def counted_values(pivot: Pivot) -> dict[Key, tuple[int, int]]:
-    """The number of values that each column trains at once and in all."""
+def counted_values(pivot: Pivot) -> dict[Key, int]:
+    """The number of values that each column trains."""
     return {
-        column: (one.run.record.values_at_once, one.run.record.values_in_all)
+        column: one.run.record.values_at_once
         for (_, column), cell in pivot.cells.items()
         for one in cell.runs
         if isinstance(one.run.record, TunedRecord)

@@ -83,7 +83,7 @@ def hyper_parameter_sheet(results: CampaignResults) -> Sheet:
             names = ", ".join(value_name("method", method) for method in methods)
             shown = {"study": study.name, "methods": names, **dict(zip(texts, own, strict=True))}
             cells = {heading: label(text) for heading, text in shown.items()}
-            lines.append(cells | {"values in all": _trained(study, methods)})
+            lines.append(cells | {"values": _trained(study, methods)})
     recipe = {field.name: field.default for field in fields(Recipe)}
     note = (
         "{a, b}: chosen by the search on validation rows; a · b: varied. The same for all: AdamW with weight decay "
@@ -144,9 +144,9 @@ def _selection(study: Study, grid: Mapping[str, tuple[Any, ...]]) -> str:
 
 
 def _trained(study: StudyResults, methods: list[str]) -> SheetCell:
-    """A cell with the number of values that these methods train in all, from the records."""
+    """A cell with the number of values that these methods train, from the records."""
     ended = [(run.axes, run.record) for run in study.runs if isinstance(run.record, TunedRecord)]
-    counts = sorted({one.values_in_all for axes, one in ended if str(axes.get("method", one.method)) in methods})
+    counts = sorted({one.values_at_once for axes, one in ended if str(axes.get("method", one.method)) in methods})
     if not counts:
         return SheetCell("-", hint="nothing was trained", is_undefined=True)
     return SheetCell(f"{counts[0]:,}" + (f" to {counts[-1]:,}" if len(counts) > 1 else ""), value=counts[0])

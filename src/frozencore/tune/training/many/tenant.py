@@ -65,8 +65,6 @@ class Tenant:
             raise DataError("Training needs at least one row, got none.")
         if self.recipe.private is not None and self.validation is not None:
             raise ConfigError("The privacy budget does not cover scores: leave private or validation out.")
-        if self.recipe.refresh != 1:
-            raise ConfigError("Tenants share one basis, but refreshing changes it. Train alone, or with refresh=1.")
         if (budget := self.recipe.private) is not None:
             rows_a_step = self.recipe.batch_size * self.recipe.accumulation
             schedule = Schedule.of(budget, len(self.rows), rows_a_step, self.num_steps)
