@@ -101,6 +101,16 @@ def test_cutting_a_step_into_batches_does_not_change_it() -> None:
         assert report.num_steps == RECIPE.num_steps(len(ROWS)) == 8
 
 
+def test_a_model_that_averages_each_batch_by_itself_trains_to_the_mean_over_the_tokens_of_a_step() -> None:
+    """As Gemma 3n, which takes no number of tokens."""
+    expected = train(tiny_qwen2(), ROWS, RECIPE, pad_id=0).losses
+    for size, accumulation, pass_tokens in ((1, 6, None), (2, 3, None), (6, 1, None), (2, 3, 1)):
+        model = tiny_qwen2()
+        model.accepts_loss_kwargs = False
+        recipe = replace(RECIPE, batch_size=size, accumulation=accumulation, pass_tokens=pass_tokens)
+        assert train(model, ROWS, recipe, pad_id=0).losses == pytest.approx(expected, abs=1e-4)
+
+
 def test_dropout_is_off_and_comes_back() -> None:
     rows, recipe = ROWS[:4], Recipe(learning_rate=5e-3, warmup=0.03, batch_size=4, accumulation=1)
     model = with_lora(tiny_gpt2())

@@ -16,6 +16,7 @@ from transformers import Trainer
 from frozencore.adapter.saved.card import begin_model_card
 from frozencore.attributes import with_attributes
 from frozencore.calibration.counted_tokens import IGNORED
+from frozencore.ranks import num_ranks, sum_over_ranks
 from frozencore.tune.scoring.forward import base_of, forward_accepts
 from frozencore.tune.training.batching import GROUPS, RowOrder
 from frozencore.tune.training.recipe import Recipe
@@ -50,7 +51,12 @@ class RecipeTrainer(Trainer):
 
 
 class CompletionTrainer(RecipeTrainer):
-    """Compute logits only at tokens with loss, because the prompt's logits over a large vocabulary are expensive."""
+    """Compute logits only at tokens with loss, because the prompt's logits over a large vocabulary are expensive.
+
+    The loss is the mean over the tokens of a step, however it is split into batches.
+    """
+
+    _tokens_of_step = 1.0
 
     def compute_loss(
         self,
@@ -66,7 +72,20 @@ class CompletionTrainer(RecipeTrainer):
                 "logits_to_keep": kept,
                 "shift_labels": targets[:, kept],
             }
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if num_items_in_batch is not None:
+            return found
+        # the model averages over the batch, and the Trainer then over the batches: weigh each by its tokens
+        share = _num_targets(inputs) * self.current_gradient_accumulation_steps / self._tokens_of_step
+        return (found[0] * share, found[1]) if return_outputs else found * share
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | int | None:
+        """Count the tokens with loss of a step; None for a model that does not take their number."""
+        counted = super()._get_num_items_in_batch(batch_samples, device)
+        if counted is None and all("labels" in batch for batch in batch_samples):
+            own = torch.tensor(sum(map(_num_targets, batch_samples)), device=device)
+            self._tokens_of_step = max(1.0, float(sum_over_ranks(own)) / num_ranks())
+        return counted
 
     @cached_property
     def _can_skip_logits(self) -> bool:
@@ -76,28 +95,13 @@ class CompletionTrainer(RecipeTrainer):
 class GroupingTrainer(CompletionTrainer):
     """Run the batches of a step in sequence and add up their gradients."""
 
-    _own = 1
-
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
         groups: list[dict[str, Tensor]] = inputs[GROUPS]
         counted = self._get_num_items_in_batch(groups, self.args.device)
-        if counted is None:
-            self._own = sum(map(_num_targets, groups))
         losses = [super(GroupingTrainer, self).training_step(model, group, counted) for group in groups]
         return torch.stack(losses).sum()
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Tensor],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
-        """Compute a batch's loss; for a model that averages over the batch, weighted by its share of the tokens."""
-        loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        return loss if num_items_in_batch is not None else loss * (_num_targets(inputs) / self._own)
 
 
 def _num_targets(batch: dict[str, Tensor]) -> int:
