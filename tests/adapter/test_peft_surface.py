@@ -56,6 +56,19 @@ def test_each_row_of_a_mixed_batch_is_its_adapters_own() -> None:
         torch.testing.assert_close(mixed[row], alone[row], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["v1.5", ".", "", "train", "items"])
+def test_a_name_that_no_module_can_have_is_one_line_and_leaves_the_model(name: str) -> None:
+    config = FrozenCoreConfig(r=2, constructor="random", target_modules=["q_proj"])
+    with pytest.raises(ConfigError, match=r"An adapter's name has no dot and .* Choose another name\.") as refused:
+        get_peft_model(tiny_qwen2(), config, adapter_name=name)
+    assert "\n" not in str(refused.value)
+    model = two_adapters()
+    before = logits(model)
+    with pytest.raises(ConfigError, match="An adapter's name"):
+        model.add_adapter(name, config)
+    assert (list(model.peft_config), torch.equal(logits(model), before)) == (["default", "other"], True)
+
+
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_generation_keeps_the_rows_apart(num_beams: int) -> None:
     model = two_adapters()

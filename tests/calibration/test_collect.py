@@ -285,6 +285,16 @@ def test_take_examples_stops_at_the_number_and_asks_for_no_batch_more(num_exampl
     assert asked == min(-(-num_examples // 3), 3)
 
 
+@pytest.mark.parametrize("patches", [1, 4, 2048])
+def test_take_examples_cuts_rows_and_no_patches(patches: int) -> None:
+    """Patches of all images are one tensor, as in the vision models of transformers."""
+    batch = {"pixel_values": torch.ones(patches, 8), "input_ids": torch.ones(3, 5), "labels": torch.ones(3, 5)}
+    for num_examples, expected in ((128, 3), (3, 3), (2, 3)):
+        (taken,) = take_examples([batch], num_examples)
+        assert (len(taken["pixel_values"]), len(taken["input_ids"])) == (patches, expected)
+    assert sum(len(taken["input_ids"]) for taken in take_examples([batch] * 5, 6)) == 6
+
+
 @pytest.mark.parametrize("group_size", [3, 999])
 def test_progress_counts_examples_over_all_groups(group_size: int, qwen2: nn.Module) -> None:
     names = attention_names(qwen2)[:6]

@@ -57,8 +57,13 @@ class FrozenCoreModel(BaseTuner):
 
         Raises:
             ArtifactError: A saved adapter was made on another base model, unless its configuration allows that.
-            ConfigError: No layer matches the configuration.
+            ConfigError: No layer matches the configuration, or the adapter cannot have this name.
         """
+        if "." in adapter_name or not adapter_name or hasattr(nn.ModuleDict(), adapter_name):
+            raise ConfigError(
+                "An adapter's name has no dot and is no word that torch's modules use (such as 'train', 'keys'), but "
+                f"{adapter_name!r:.60} came. Choose another name."
+            )
         name_layers(self.peft_config[adapter_name], model)
         require_tokens(self.peft_config[adapter_name].trainable_token_indices, model)
         keep_weights(model)

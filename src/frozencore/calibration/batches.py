@@ -63,7 +63,11 @@ def require_batch(batch: Any, index: int, *, any_form: bool = False) -> None:
 
 
 def num_examples_of(batch: Any) -> int:
-    """The number of rows of a batch's first tensor."""
+    """The number of rows of a batch's tokens, or of its first tensor if it is no dictionary with tokens."""
+    if isinstance(batch, Mapping):
+        for name in ("input_ids", "attention_mask", "labels"):  # the first tensor may hold patches of all images
+            if isinstance(tensor := batch.get(name), Tensor) and tensor.ndim:
+                return tensor.shape[0]
     return next((tensor.shape[0] for tensor in tensors_of(batch) if tensor.ndim), 0)
 
 
@@ -81,14 +85,19 @@ def total_examples(batches: Iterable[Batch], *, any_form: bool = False) -> int |
 
 
 def take_examples(batches: Iterable[Batch], num_examples: int, *, any_form: bool = False) -> Iterable[Batch]:
-    """Yield batches until ``num_examples`` are reached; the last batch is cut."""
+    """Yield batches until ``num_examples`` are reached; the last batch is cut.
+
+    A batch is whole if one of its tensors has another number of rows (patches of images): which to cut is unknown.
+    """
     if num_examples < 1:
         raise ConfigError(f"The number of calibration examples must be at least 1, but {num_examples} came.")
     left = num_examples
     for index, batch in enumerate(batches):
         require_batch(batch, index, any_form=any_form)
-        yield mapped(batch, partial(_first, left))
-        left -= num_examples_of(batch)
+        rows = num_examples_of(batch)
+        can_be_cut = all(len(tensor) == rows for tensor in tensors_of(batch) if tensor.ndim)
+        yield mapped(batch, partial(_first, left if can_be_cut else None))
+        left -= rows
         if left <= 0:  # stop before the loader makes a batch that is not needed
             return
 
@@ -166,5 +175,5 @@ def _every_other(batch: Batch, first: int) -> Batch:
     return mapped(batch, lambda tensor: tensor[first::2] if tensor.ndim else tensor)
 
 
-def _first(count: int, tensor: Tensor) -> Tensor:
+def _first(count: int | None, tensor: Tensor) -> Tensor:
     return tensor[:count] if tensor.ndim else tensor

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 from frozencore.errors import ArtifactError
@@ -20,10 +21,10 @@ _MARKS = ("adapter_config.json", "config.json", "basis.json")
 def whole_file(path: Path) -> Iterator[Path]:
     """Yield a temporary name, which is renamed to ``path`` if the block ends without an error.
 
-    A process killed in the block leaves the file ``.NAME.PID.tmp``; see :func:`remove_left`.
+    A process killed in the block leaves the file ``.NAME.RANDOM.tmp``; see :func:`remove_left`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    aside = _temporary(path)
     try:
         yield aside
         with aside.open("rb") as written:
@@ -56,7 +57,7 @@ def whole_folder(out: Path, *, overwrite: bool | None, reads: Path | None = None
         ArtifactError: ``out`` exists, holds something else, is the folder that is read, or cannot be written.
     """
     require_free(out, overwrite=overwrite, reads=reads)
-    aside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    aside = _temporary(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         aside.mkdir()
@@ -65,13 +66,32 @@ def whole_folder(out: Path, *, overwrite: bool | None, reads: Path | None = None
             for file in aside.iterdir():
                 if file.is_file():
                     allow_as_umask(file)
-            if out.is_dir():
-                shutil.rmtree(out)
-            aside.rename(out)
+            require_free(out, overwrite=overwrite, reads=reads)  # another process may have written it meanwhile
+            _put_in_place(aside, out)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
     except OSError as error:
         raise ArtifactError(f"{out} cannot be written: {error.strerror}. Check folder and free space.") from error
+
+
+def _temporary(path: Path) -> Path:
+    """A name beside a path, random because a killed process with the same id may have left its own."""
+    return path.with_name(f".{path.name}.{token_hex(4)}.tmp")
+
+
+def _put_in_place(new: Path, out: Path) -> None:
+    """Rename a folder; a folder that it replaces is removed only after that, or gets its place back."""
+    if not out.is_dir():
+        new.rename(out)
+        return
+    old = new.with_suffix(".old")
+    out.rename(old)
+    try:
+        new.rename(out)
+    except BaseException:
+        old.rename(out)
+        raise
+    old.unlink() if old.is_symlink() else shutil.rmtree(old)
 
 
 def require_free(out: Path, *, overwrite: bool | None, reads: Path | None = None) -> None:

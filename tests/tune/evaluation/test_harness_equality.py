@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,18 @@ def test_the_harness_leaves_the_random_states_as_they_were(
     assert random.getstate() == before[0]
     assert np.random.get_state()[1].tolist() == before[1]  # type: ignore[union-attr]
     assert torch.equal(torch.get_rng_state(), before[2])
+
+
+def test_a_group_counts_the_examples_of_each_task(models: dict[str, Any], exported: Path, tmp_path: Path) -> None:
+    """The harness numbers the examples of each task from 0."""
+    names = [f"{PREFIX}pocket-entailment", f"{PREFIX}pocket-sentiment"]
+    shutil.copytree(exported, tmp_path / "tasks")
+    metric = "[{metric: acc, aggregation: mean}]"
+    (tmp_path / "tasks" / "both.yaml").write_text(f"group: both\ntask: {names}\naggregate_metric_list: {metric}\n")
+    model, tokenizer = models["pocket"]
+    encoder = PromptEncoder(tokenizer, max_length=512, too_long="truncate")
+    score, samples = harness_score(model, encoder, "both", include_path=tmp_path / "tasks")
+    assert score["num_examples"] == len(samples) == 2 * NUM_ROWS
 
 
 def test_an_unknown_harness_task_and_a_folder_in_use_are_one_line(

@@ -198,6 +198,21 @@ def test_an_interrupted_run_goes_on_to_the_same_end(interrupted: Path, tmp_path:
     assert first.read_bytes() == second.read_bytes()
 
 
+def test_a_run_whose_record_could_not_be_written_goes_on_from_its_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ArtifactError("no space")
+
+    with monkeypatch.context() as patched, pytest.raises(ArtifactError, match="no space"):  # noqa: PT012
+        patched.setattr("frozencore.tune.run.execute.write_json", refuse)
+        execute(config_of(), tmp_path / "run", silent)
+    stages: set[str] = set()
+    execute(config_of(), tmp_path / "run", lambda stage, *_: stages.add(stage), resume=True)
+    assert "calibration" not in stages
+    assert sorted(path.name for path in (tmp_path / "run").iterdir() if path.is_dir()) == ["adapter"]
+
+
 def bytes_in(folder: Path) -> dict[Path, bytes]:
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from frozencore.errors import ArtifactError
-from frozencore.files.whole_file import require_writable, write_json, write_lines
+from frozencore.files.whole_file import require_writable, whole_folder, write_json, write_lines
 from frozencore.tune.run.provenance import provenance, source_commit
 from frozencore.tune.run.record import Failure, StabilityRecord, read_failure, read_record
 from frozencore.tune.run.record_parts import Provenance
@@ -41,6 +41,43 @@ def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
         require_writable(tmp_path / "file" / "below")
     require_writable(tmp_path / "new" / "newer")
     assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_that_a_killed_process_left_is_in_nobodys_way(tmp_path: Path) -> None:
+    (tmp_path / f".out.{os.getpid()}.tmp").mkdir()
+    with whole_folder(tmp_path / "out", overwrite=None) as aside:
+        (aside / "a").touch()
+    assert (tmp_path / "out" / "a").exists()
+
+
+def test_a_folder_that_is_overwritten_is_there_until_the_new_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+
+    def write(text: str, overwrite: bool) -> None:
+        with whole_folder(out, overwrite=overwrite) as aside:
+            (aside / "config.json").write_text(text)
+
+    write("old", overwrite=False)
+    rename = Path.rename
+
+    def refuse(path: Path, target: Path) -> Path:
+        if path.name.endswith(".tmp"):
+            raise OSError(28, "No space left on device")
+        return rename(path, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", refuse)
+        with pytest.raises(ArtifactError, match="No space left"):
+            write("new", overwrite=True)
+    assert ((out / "config.json").read_text(), os.listdir(tmp_path)) == ("old", ["out"])
+    write("new", overwrite=True)
+    assert ((out / "config.json").read_text(), os.listdir(tmp_path)) == ("new", ["out"])
+    (tmp_path / "late").mkdir()
+    with pytest.raises(ArtifactError, match="is there already"), whole_folder(tmp_path / "late", overwrite=False):
+        (tmp_path / "late" / "config.json").write_text("another's")
+    assert (tmp_path / "late" / "config.json").read_text() == "another's"
 
 
 def test_lines_are_one_object_each(tmp_path: Path) -> None:

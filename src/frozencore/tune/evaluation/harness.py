@@ -83,7 +83,7 @@ def harness_score(
         "task": task,
         "accuracy": float(metrics[metric]),
         "standard_error": error_of if isinstance(error_of, float) else None,
-        "num_examples": len({sample["doc_id"] for sample in samples}),
+        "num_examples": sum(len({row["doc_id"] for row in of_task}) for of_task in results["samples"].values()),
         "metric": metric,
         "metrics": dict(metrics),
     }

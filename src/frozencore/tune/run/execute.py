@@ -203,7 +203,7 @@ def finish(outcome: Outcome) -> TunedRecord:
     assert prepared.before is not None
     if after.samples:
         write_lines(out / SAMPLES, samples_of(prepared, prepared.before.samples, after.samples))
-    for left in (CHECKPOINTS, CACHE, "start"):
-        shutil.rmtree(out / left, ignore_errors=True)
     write_json(out / RECORD, record.content())
+    for left in (CHECKPOINTS, CACHE, "start"):  # not needed once the record is written
+        shutil.rmtree(out / left, ignore_errors=True)
     return record

@@ -185,6 +185,9 @@ def test_what_a_tenant_is_called_and_where_its_rows_are_is_checked(tenants: Path
         ("- a", "one line each"),
         ("checkpoints: a.jsonl", "not basis or checkpoints"),
         ("a/b: c.jsonl", "Rename"),
+        ("Basis: c.jsonl", "not basis or checkpoints"),
+        ("Anna: a.jsonl\nanna: b.jsonl", "'Anna' and 'anna' would share a folder"),
+        ("É: a.jsonl\né: b.jsonl", "would share a folder"),
         ("-rf: c.jsonl", "not '.' or '-' first"),
     ):
         listed.write_text(content)

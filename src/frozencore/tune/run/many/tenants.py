@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from unicodedata import normalize
 
 from frozencore.errors import ConfigError, DataError
 from frozencore.files.strict_yaml import read_yaml
@@ -45,13 +46,22 @@ def find_tenants(path: Path) -> dict[str, Path]:
     else:
         raise DataError(f"--tenants must name a folder of row files or a YAML file, but {path} is neither.")
     tenants: dict[str, Path] = {}
+    known = {name: name for name in RESERVED}  # by the name on a disk that ignores case
     for name, file in named:
-        if not _NAME.fullmatch(name) or name in RESERVED:
+        if not _NAME.fullmatch(name) or _on_disk(name) in RESERVED:
             raise ConfigError(
                 f"A tenant's name becomes a folder's: at most 100 letters, digits, '.', '_' and '-' (not '.' or '-' "
                 f"first), and not {' or '.join(RESERVED)}, but {one_line(name, 60)!r} came. Rename {file.name}."
             )
         if name in tenants:
             raise ConfigError(f"Each tenant has one row file, but {name!r} has {tenants[name].name} and {file.name}.")
+        if (other := known.setdefault(_on_disk(name), name)) != name:
+            raise ConfigError(
+                f"The tenants {other!r} and {name!r} would share a folder on a disk that ignores case. Rename one."
+            )
         tenants[name] = file
     return tenants
+
+
+def _on_disk(name: str) -> str:
+    return normalize("NFC", name).casefold()
