@@ -7,7 +7,7 @@ ENGINES := .engines
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo demo-smollm2 docs test rehearse test-slow coverage mutants bench conformance engines federated lint format pocket smollm2 constraints clean
+.PHONY: demo demo-smollm2 docs test test-newest test-oldest rehearse test-slow coverage mutants bench conformance engines federated lint format pocket smollm2 constraints clean
 
 demo: $(VENV)/.installed
 	$(BIN)/frozencore demo --output runs/demo
@@ -19,6 +19,11 @@ demo-smollm2: smollm2
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2
+
+# The fast tests with the newest packages that pip finds, and with the lower bounds that pyproject.toml names; torch is that of
+# constraints.txt in both. Each has an environment of its own.
+test-newest test-oldest: test-%: .%/.installed
+	.$*/bin/python -m pytest -n 2
 
 # Every shipped campaign on a tiny model: no cell of its report may be empty.
 rehearse: $(VENV)/.installed-dev
@@ -83,7 +88,7 @@ constraints: docs
 	mv constraints.new constraints.txt
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) .newest .oldest runs
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -95,6 +100,18 @@ $(VENV)/.installed: pyproject.toml lab/pyproject.toml constraints.txt | $(VENV)/
 $(VENV)/.installed-dev: pyproject.toml lab/pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/pip install --quiet --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]" -e ./lab
 	touch $(VENV)/.installed $@
+
+.newest/versions.txt: constraints.txt
+	$(PYTHON) -m venv .newest
+	grep '^torch==' $^ > $@
+
+.oldest/versions.txt: constraints.txt pyproject.toml lab/pyproject.toml
+	$(PYTHON) -m venv .oldest
+	(grep '^torch==' $<; grep -hoE '^[^#]*' $(filter %.toml,$^) | grep -oE '"[a-z-]+>=[0-9.]+' | sed 's/"//; s/>=/==/' | grep -v '^torch==' | sort -u) > $@
+
+.%/.installed: .%/versions.txt
+	.$*/bin/pip install --quiet --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager -c $< -e ".[test]" -e ./lab
+	touch $@
 
 $(ENGINES)/vllm/.installed: engines/vllm.txt
 	rm -rf $(@D)

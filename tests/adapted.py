@@ -6,7 +6,11 @@ import copy
 import json
 from functools import lru_cache
 
+import peft
+import pytest
 import torch
+import transformers.integrations.peft
+from packaging import version
 from peft import PeftModel, get_peft_model
 from torch import Tensor, nn
 
@@ -65,3 +69,9 @@ def train_at_random(model: nn.Module, adapter_name: str = "default", size: float
 def logits(model: nn.Module) -> Tensor:
     batch = BATCHES[0]
     return model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+
+
+needs_own_integration = pytest.mark.skipif(
+    version.parse(peft.__version__) < version.parse(transformers.integrations.peft.MIN_PEFT_VERSION),
+    reason="this transformers refuses this PEFT in its own add_adapter and load_adapter",
+)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import forked
-from adapted import BATCHES, adapted, cores_of, logits, train_at_random
+from adapted import BATCHES, adapted, cores_of, logits, needs_own_integration, train_at_random
 from frozencore import CONSTRUCTORS, FrozenCoreConfig, calibrate, export_merged
 from frozencore.errors import ArtifactError, CalibrationError
 from tiny import tiny_qwen2
@@ -196,6 +196,7 @@ def test_a_layer_compiles_without_a_graph_break() -> None:
     assert torch.equal(torch.compile(layer, backend="eager", fullgraph=True)(x), layer(x))
 
 
+@needs_own_integration
 def test_a_core_on_a_model_of_transformers_own_integration_can_be_calibrated() -> None:
     model = tiny_qwen2()
     model.add_adapter(FrozenCoreConfig(r=3, coordinates="qr"))

@@ -22,7 +22,7 @@ from peft import (
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from adapted import BATCHES, adapted, cores_of, logits, train_at_random
+from adapted import BATCHES, adapted, cores_of, logits, needs_own_integration, train_at_random
 from frozencore import FrozenCoreConfig, calibrate, prepare_swap, swap_core
 from frozencore.errors import ArtifactError, CalibrationError, ConfigError, ModelError
 from tiny import tiny_gpt2, tiny_qwen2
@@ -245,6 +245,7 @@ def test_the_auto_class_finds_base_model_and_adapter(tmp_path: Path) -> None:
     assert torch.equal(logits(loaded), logits(model))
 
 
+@needs_own_integration
 def test_transformers_own_integration_saves_and_loads_the_adapter(tmp_path: Path) -> None:
     model = tiny_qwen2()
     model.add_adapter(FrozenCoreConfig(r=3), adapter_name="mine")
