@@ -272,7 +272,7 @@ def test_a_deleted_adapter_leaves_nothing_behind() -> None:
         for name in layer.adapter_layer_names + layer.other_param_names
     )
     model.add_adapter("other", FrozenCoreConfig(r=4, constructor="vera"))
-    assert cores_of(model, "other")[0].rank("other") == 4
+    assert len(cores_of(model, "other")[0].core("other")) == 4
 
 
 def test_adapters_are_saved_and_loaded_each_by_its_name(tmp_path: Path) -> None:

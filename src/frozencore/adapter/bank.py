@@ -222,7 +222,7 @@ class _Batch:
         self.cores = {
             name: layer.factors(adapter_name)[2].detach().new_zeros(0, rank, rank)
             for name, layer in layers.items()
-            for rank in [layer.rank(adapter_name)]
+            for rank in [len(layer.core(adapter_name))]
         }
         self.parts = {name: [R.new_zeros(0, r, r) for r in older_ranks] for name, R in self.cores.items()}
 
