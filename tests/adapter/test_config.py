@@ -44,7 +44,8 @@ pytestmark = pytest.mark.usefixtures("as_a_user")
         ({"fisher": "block"}, "fisher must be one of diagonal, dense, but 'block' came"),
         ({"shrinkage": 0.5}, "needs fisher='dense'"),
         ({"shrinkage": 2, "fisher": "dense"}, "shrinkage must be a number from 0 to 1"),
-        ({"coordinates": "lu"}, "coordinates must be one of fisher, qr, raw, scaled_raw, polar, but 'lu' came"),
+        ({"coordinates": "polar"}, "coordinates must be one of fisher, qr, raw, scaled_raw, but 'polar' came"),
+        ({"coordinates": "lu"}, "coordinates must be one of fisher, qr, raw, scaled_raw, but 'lu' came"),
         ({"svd_method": "fast"}, "svd_method must be one of"),
         ({"constructor": "filora", "filora_fisher": "none"}, "filora_fisher must be one of"),
         ({"constructor": "eva", "eva_output": "none"}, "eva_output must be one of"),
@@ -64,7 +65,7 @@ def test_bad_values_are_refused_in_one_line(options: dict, message: str) -> None
 def test_a_configuration_survives_its_file(tmp_path: Path) -> None:
     config = FrozenCoreConfig(
         r=5, target_modules=["q_proj", "v_proj"], constructor="fcca", alpha=7.0, whiten="input", fisher="dense",
-        shrinkage=0.25, damping=[1e-3, 0.1], coordinates="polar", svd_method="full", seed=4,
+        shrinkage=0.25, damping=[1e-3, 0.1], coordinates="raw", svd_method="full", seed=4,
         rank_pattern={"v_proj": 2}, alpha_pattern={"v_proj": 3.0}, exclude_modules=["layers.0.self_attn.q_proj"],
     )  # fmt: skip
     config.save_pretrained(str(tmp_path))

@@ -89,7 +89,7 @@ def streaming(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("streaming")
 @pytest.mark.parametrize(
     ("constructor", "options"),
-    [("fcca", {}), ("fcca", {"whiten": "input"}), ("fcca", {"coordinates": "polar"}), ("rawgrad", {})],
+    [("fcca", {}), ("fcca", {"whiten": "input"}), ("fcca", {"coordinates": "qr"}), ("rawgrad", {})],
 )
 def test_where_a_sketch_spans_the_layer_streaming_is_exact(constructor: str, options: dict) -> None:
     """Rank 4: 8r = 32 is the width of the layers."""

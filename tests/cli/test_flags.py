@@ -63,7 +63,7 @@ def test_without_flags_a_run_is_the_run_of_the_defaults(command: Command, given:
         (["--fisher", "dense", "--shrinkage", "0.5"], "core", {"fisher": "dense", "shrinkage": 0.5}),
         (["--alpha", "8", "--svd-method", "full"], "core", {"alpha": 8.0, "svd_method": "full"}),
         (["--alpha", "none"], "core", {"alpha": None}),
-        (["--whiten", "input", "--coordinates", "polar"], "core", {"whiten": "input", "coordinates": "polar"}),
+        (["--whiten", "input", "--coordinates", "qr"], "core", {"whiten": "input", "coordinates": "qr"}),
         (["--method", "eva", "--eva-center"], "core", {"eva_center": True}),
         (["--method", "eva", "--eva-output", "random"], "core", {"eva_output": "random"}),
         (["--method", "filora", "--filora-fisher", "diagonal"], "core", {"filora_fisher": "diagonal"}),

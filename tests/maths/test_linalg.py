@@ -19,7 +19,6 @@ from frozencore.maths.linalg import (
     effective_rank,
     energy_rank,
     inverse_root,
-    polar_factor,
     principal_cosines,
     seeded_generator,
     thin_qr,
@@ -177,12 +176,6 @@ def test_thin_qr_reproduces_its_matrix_with_a_positive_triangular_factor(m: int,
     torch.testing.assert_close(Q.mT @ Q, torch.eye(r, dtype=Q.dtype), atol=1e-12, rtol=0)
     assert bool((T.diagonal() > 0).all())
     assert torch.equal(T, T.triu())
-
-
-def test_the_polar_factor_is_x_times_its_inverse_root() -> None:
-    X = random_matrix(11, 4)
-    expected = ref.numpy_of(X) @ ref.power(ref.numpy_of(X.mT @ X), -0.5)
-    np.testing.assert_allclose(ref.numpy_of(polar_factor(X)), expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("k", [0, 1, 3, 8])

@@ -71,7 +71,7 @@ class BasisOptions:
         Field(
             description="How P and Q are written in their spans. fisher: scaled by the data's second moments, so that "
             "a step is equally long for all constructors (orthonormal without moments); qr: orthonormal, as in the "
-            "paper; polar; raw and scaled_raw: for ablations."
+            "paper; raw and scaled_raw: for ablations."
         ),
     ] = "fisher"
     svd_method: Annotated[SvdMethod, Field(description="How truncated SVDs are computed.")] = "auto"

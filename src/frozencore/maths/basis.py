@@ -23,12 +23,12 @@ from typing import Literal, get_args
 from jaxtyping import Float
 
 from frozencore.errors import CalibrationError, ConfigError
-from frozencore.maths.linalg import complete_orthonormal, inverse_root, polar_factor, seeded_generator, thin_qr
+from frozencore.maths.linalg import complete_orthonormal, inverse_root, seeded_generator, thin_qr
 from frozencore.torch_later import torch
 
-Coordinates = Literal["fisher", "qr", "raw", "scaled_raw", "polar"]
+Coordinates = Literal["fisher", "qr", "raw", "scaled_raw"]
 COORDINATES: tuple[str, ...] = get_args(Coordinates)
-ORTHONORMAL_COORDINATES: frozenset[str] = frozenset({"qr", "polar"})
+ORTHONORMAL_COORDINATES: frozenset[str] = frozenset({"qr"})
 Energies = tuple["torch.Tensor | None", "torch.Tensor | None"]
 """The diagonal second moments of a layer's output errors (m) and inputs (n); None if the constructor reads none."""
 GROWING_COORDINATES: frozenset[str] = ORTHONORMAL_COORDINATES | {"fisher"}
@@ -40,7 +40,7 @@ class Basis:
     """Frozen factors of one layer.
 
     Attributes:
-        P: Output-side factor, m x r. Columns are orthonormal in ``qr`` and ``polar`` coordinates; in ``fisher``
+        P: Output-side factor, m x r. Columns are orthonormal in ``qr`` coordinates; in ``fisher``
             coordinates they are orthonormal in the metric of the moments.
         Q: Input-side factor, n x r.
         spectrum: The constructor's singular values or eigenvalues, largest first; empty if it has none.
@@ -89,7 +89,7 @@ def basis_from_factors(
         energies: Returns the diagonals d and a for ``fisher`` coordinates. A side without a diagonal, or with an
             all-zero one, uses ``qr`` coordinates.
         beside: A basis that grows. Its columns are the first of the ``rank`` columns of the result; the raw factors
-            hold new directions. The coordinates are ``fisher``, ``qr`` or ``polar``.
+            hold new directions. The coordinates are ``fisher`` or ``qr``.
     """
     for side, factor in (("P", P0), ("Q", Q0)):
         if not torch.isfinite(factor).all():
@@ -146,8 +146,6 @@ def _write_in(X: torch.Tensor, coordinates: Coordinates) -> torch.Tensor:
         return X
     if coordinates in ("qr", "fisher"):
         return thin_qr(X)[0]
-    if coordinates == "polar":
-        return polar_factor(X)
     if coordinates == "scaled_raw":  # scale to the Frobenius norm of an orthonormal factor
         return X * (X.shape[1] ** 0.5 / X.norm())
     raise ConfigError(f"coordinates must be one of {', '.join(COORDINATES)}, but {coordinates!r} came.")

@@ -190,12 +190,6 @@ def thin_qr(X: Float[torch.Tensor, "m r"]) -> tuple[Float[torch.Tensor, "m r"], 
     return Q * signs, T * signs[:, None]
 
 
-def polar_factor(X: Float[torch.Tensor, "m r"]) -> Float[torch.Tensor, "m r"]:
-    """The orthonormal matrix nearest to ``X``: ``X (XᵀX)^-1/2`` at full rank."""
-    U, _, Vh = torch.linalg.svd(X, full_matrices=False)
-    return U @ Vh
-
-
 def complete_orthonormal(
     X: Float[torch.Tensor, "m k"], rank: int, generator: torch.Generator
 ) -> Float[torch.Tensor, "m r"]:

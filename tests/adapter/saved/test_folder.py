@@ -19,13 +19,13 @@ from tiny import tiny_qwen2
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    config = FrozenCoreConfig(r=4, target_modules=["q_proj", "v_proj"], constructor="random", coordinates="polar")
+    config = FrozenCoreConfig(r=4, target_modules=["q_proj", "v_proj"], constructor="random", coordinates="qr")
     get_peft_model(tiny_qwen2(), config).save_pretrained(tmp_path / "adapter")
     return tmp_path / "adapter"
 
 
 def test_factors_are_those_of_the_model(saved: Path) -> None:
-    config = FrozenCoreConfig(r=4, target_modules=["q_proj", "v_proj"], constructor="random", coordinates="polar")
+    config = FrozenCoreConfig(r=4, target_modules=["q_proj", "v_proj"], constructor="random", coordinates="qr")
     model = get_peft_model(tiny_qwen2(), config)
     read, factors = read_adapter(saved)
     layers = frozen_core_layers(model, "default")
@@ -35,7 +35,7 @@ def test_factors_are_those_of_the_model(saved: Path) -> None:
             (factors[name].P, factors[name].Q, factors[name].R), layer.factors("default"), strict=True
         ):
             assert torch.equal(mine, theirs)
-    assert (read.r, read.constructor, read.coordinates) == (4, "random", "polar")
+    assert (read.r, read.constructor, read.coordinates) == (4, "random", "qr")
 
 
 @pytest.mark.parametrize("missing", ["adapter_config.json", "adapter_model.safetensors"])
