@@ -202,9 +202,8 @@ def run_code(code: str, page: str, names: dict[str, Any], given: dict[str, Any])
     given |= given_to(page)
     names |= given | mine
     code = code.replace(HUB_ID, POCKET).replace('"DIR"', repr(POCKET))
-    code = code.replace(
-        'SFTConfig("out", ', 'SFTConfig("out", max_steps=4, use_cpu=True, bf16=False, report_to="none", '
-    )
+    few = 'max_steps=2, use_cpu=True, bf16=False, report_to="none", '
+    code = re.sub(r'(?<=TConfig\(|OConfig\()("\w+", )', rf"\1{few}", code)
     exec(compile(code, f"{page}.md", "exec"), names)
 
 

@@ -31,7 +31,7 @@ from transformers import (
     ViTImageProcessorPil,
 )
 
-from adapted import cores_of
+from adapted import cores_of, train_at_random
 from engine_process import environment_of
 from frozencore import FrozenCoreConfig, export_basis_model, save_basis
 from frozencore.tune.pocket import pocket_model_path
@@ -79,9 +79,17 @@ def next_token_shares(model: nn.Module, tokenizer: Any, prompt: str) -> torch.Te
 
 
 @pytest.mark.slow
-def test_dpo_moves_the_chosen_above_the_rejected(run: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("start", ["base model", "trained adapter"])
+def test_dpo_moves_the_chosen_above_the_rejected(start: str, run: Callable[..., Path], tmp_path: Path) -> None:
     rows = [{"prompt": f"Tom has {i} cats .", "chosen": " two cats", "rejected": " no dogs"} for i in range(32)]
-    adapter = run("dpo.py", pocket_model_path(), rows)
+    words: list[str] = []
+    if start == "trained adapter":
+        core = FrozenCoreConfig(r=4, constructor="random", task_type="CAUSAL_LM")
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(pocket_model_path()), core)
+        train_at_random(model, size=0.1)
+        model.save_pretrained(tmp_path / "start")
+        words = ["--adapter", str(tmp_path / "start"), "--learning-rate", "0.1"]
+    adapter = run("dpo.py", pocket_model_path(), rows, *words)
     assert losses(adapter)[0] == pytest.approx(0.6931, abs=1e-3)  # ln 2: the reference is the policy
     assert losses(adapter)[-1] < 0.6
     has_learned(AutoModelForCausalLM.from_pretrained(pocket_model_path()), adapter)
