@@ -5,19 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from opacus import PrivacyEngine
 from opacus.grad_sample import wrap_model
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from adapted import EXAMPLES, adapted, cores_of, logits
+from forked import as_ranks, ended
 from frozencore import FrozenCoreConfig, calibrate, get_bases, set_bases
 from frozencore.errors import CalibrationError
 from tiny import batch_of, tiny_gpt2, tiny_qwen2
@@ -220,3 +227,41 @@ def test_opacus_makes_a_private_step_of_clipped_rows(method: str, mode: str) -> 
     for old, new, each in zip(before, trained, rows, strict=True):
         clipped = torch.einsum("b,b...->...", (0.1 / lengths).clamp(max=1), each) / len(labels)
         torch.testing.assert_close(old - new, clipped, rtol=1e-3, atol=1e-6)
+
+
+def shard_by_accelerate(method: str, out: Path) -> None:
+    """As ``accelerate launch`` with TRL's fsdp2.yaml: the model goes to the meta device, and comes back sharded."""
+    dist.init_process_group("gloo")
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, cpu_ram_efficient_loading=True, auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Qwen2DecoderLayer"],
+    )  # fmt: skip
+    accelerator = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin), mixed_precision="no", is_main_process=True,
+        torch_device_mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("shard",)), device=torch.device("cpu"),
+        parallelism_config=SimpleNamespace(fsdp_dim_names=("shard",)),
+    )  # fmt: skip
+    if method == "lora":
+        model = get_peft_model(tiny_qwen2(), LoraConfig(r=3, init_lora_weights=False))
+    else:
+        model = adapted("fcca", trained=True)
+        model.add_adapter("ref", model.peft_config["default"])
+    batch = batch_of(EXAMPLES[:4])
+    expected, names = model.train()(**batch).loss, model.state_dict().keys()
+    sharded = fsdp2_prepare_model(accelerator, model)
+    loss = sharded(**batch).loss
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    state = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True))
+    assert state.keys() == names
+    set_model_state_dict(sharded, state, options=StateDictOptions(full_state_dict=True))
+    torch.testing.assert_close(sharded(**batch).loss, expected)
+    out.write_text("done")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("method", ["lora", "core"])
+def test_accelerates_fsdp2_shards_a_model_that_waits_on_the_meta_device(method: str, tmp_path: Path) -> None:
+    done = ended(lambda: as_ranks(1, lambda _: shard_by_accelerate(method, tmp_path / "done")), tmp_path, timeout_s=120)
+    assert done.status == 0, done.err[-2000:]
+    assert (tmp_path / "done").exists()

@@ -2,12 +2,16 @@
 
 The buffer has the name of one adapter; the others refer to it. So a state dict holds each basis once, and libraries
 that copy, save or load tensors never meet one tensor under two names. They are buffers and not frozen parameters,
-because trainers count, cast, shard and leave out parameters (ZeRO-3 saves without frozen ones).
+because trainers count, cast, shard and leave out parameters (ZeRO-3 saves without frozen ones). accelerate's FSDP2
+takes a module to the meta device and back, and expects that all of a state dict is sharded by then. It keeps buffers
+that torch counts as not persistent; so do we, and write and read them here, except on the meta device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,16 +46,16 @@ class SharedFactors(nn.Module):
         """Give an adapter a tensor of its own."""
         if name in self._owners:
             del self[name]
-        self.register_buffer(name, tensor)
+        self.register_buffer(name, tensor, persistent=False)
         self._owners[name] = name
 
     def __delitem__(self, name: str) -> None:
         held = self[name]
         owner = self._owners.pop(name)
         if owner == name:
-            del self._buffers[name]
+            delattr(self, name)
             if heirs := [other for other, its in self._owners.items() if its == name]:
-                self.register_buffer(heirs[0], held)
+                self.register_buffer(heirs[0], held, persistent=False)
                 self._owners |= dict.fromkeys(heirs, heirs[0])
 
     def join(self, name: str, other: str) -> None:
@@ -84,6 +88,24 @@ class SharedFactors(nn.Module):
                 for one in self.joined(name):
                     self.join(one, other)
                 return
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        with self._persistent({name for name, held in self.named_buffers() if not held.is_meta}):
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        with self._persistent({n for n, held in self.named_buffers() if not held.is_meta or prefix + n in state_dict}):
+            super()._load_from_state_dict(state_dict, prefix, *args)
+
+    @contextmanager
+    def _persistent(self, names: set[str]) -> Iterator[None]:
+        """Let torch count these buffers as persistent inside."""
+        before = self._non_persistent_buffers_set
+        self._non_persistent_buffers_set = before - names
+        try:
+            yield
+        finally:
+            self._non_persistent_buffers_set = before
 
     def make_room(self, came: list[str], cores: list[str]) -> None:
         """Prepare to load tensors, each into a buffer of its own.
