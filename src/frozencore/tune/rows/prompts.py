@@ -97,6 +97,8 @@ class PromptEncoder:
 
     def _answered(self, example: Example, answer: str, before: Messages, tools: Sequence[Any] | None) -> TextRow:
         """An example with one answer, which is its only choice."""
+        if not answer.strip():
+            raise DataError(f"Row {example.id}: a completion must hold at least one token, got {answer!r}.")
         answer = answer[1:] if answer[:1] == " " and not answer[1:2].isspace() else answer
         messages = [*before, {"role": "user", "content": example.prompt}, {"role": "assistant", "content": answer}]
         talk, changed = self._conversation(messages, example.id, tools)
