@@ -102,11 +102,78 @@ def test_shared_inputs_are_squared_once_per_block(monkeypatch: pytest.MonkeyPatc
     assert len(calls) == 2 * (2 + 4)
 
 
-def test_an_output_that_is_changed_in_place_is_an_error_and_not_a_wrong_sum() -> None:
+@pytest.mark.parametrize("view", [False, True])
+def test_an_output_that_the_model_changes_in_place_has_its_error_from_before(view: bool) -> None:
     layer = nn.Linear(4, 4).double()
-    model = Features(lambda x: torch.relu_(layer(x)).square().sum(), layer=layer)
-    with pytest.raises(RuntimeError, match="modified inplace"):
-        collect_moments(model, [features(6, 4)], ["layers.layer"])
+    layer.register_forward_hook(lambda _, args, y: y.split([6, 0])[0] if view else None)  # a view of several
+    model = Features(lambda x: torch.relu_(layer(x[0])).square().sum(), layer=layer)
+    batch = features(6, 4)
+    moments = collect_moments(model, [batch], ["layers.layer"], needs=EVERYTHING)["layers.layer"]
+    y = layer(batch["inputs_embeds"][0])
+    y.relu().square().sum().backward()
+    torch.testing.assert_close(moments.cross, layer.weight.grad, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(moments.output_total, y.detach().sum(0), rtol=1e-12, atol=1e-12)
+
+
+class Ordered(nn.Module):
+    """A model whose layer reads its tokens in some order; 9 is the padding."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 4).double()
+        self.layer = nn.Linear(4, 4, bias=False).double()
+        self.order = order
+        self.positions = nn.Parameter(torch.arange(24.0).reshape(6, 4).double().sin())
+        self.config = SimpleNamespace(is_encoder_decoder=False)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> SimpleNamespace:
+        x, y = self.embed(input_ids), 0.0
+        if self.order.startswith("tokens first"):
+            x = x.transpose(0, 1)
+            attention_mask = attention_mask.T
+        if self.order.endswith("flat"):
+            x, attention_mask = x.reshape(-1, 4), attention_mask.reshape(-1)
+        if self.order == "positions too":
+            y = self.layer(self.positions[None]).sin().sum()
+        if self.order == "expert":  # as many rows as tokens, but other ones
+            x = x.reshape(-1, 4)[torch.randperm(x.shape[0] * x.shape[1], generator=torch.Generator().manual_seed(0))]
+            return SimpleNamespace(loss=self.layer(x).sin().sum() / len(input_ids))
+        y = y * len(input_ids) + (self.layer(x).sin().sum(-1) * attention_mask).sum()
+        return SimpleNamespace(loss=y / len(input_ids))
+
+
+SHAPES = {"wide": (3, 6), "square": (4, 4), "alone": (1, 6)}
+
+
+@pytest.mark.parametrize("with_loss_fn", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "order", ["examples first", "examples first, flat", "tokens first", "tokens first, flat", "positions too"]
+)
+def test_padding_is_left_out_in_any_order_of_the_rows(order: str, shape: str, with_loss_fn: bool) -> None:
+    torch.manual_seed(0)
+    model = Ordered(order)
+    b, t = SHAPES[shape]
+    ids = torch.randint(0, 9, (b, t))
+    mask = torch.ones(b, t, dtype=torch.long)
+    ids[-1, t // 2 :], mask[-1, t // 2 :] = 9, 0
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": torch.zeros(b)}
+    loss_fn = (lambda m, batch: m(**batch).loss) if with_loss_fn else None
+    found = collect_moments(model, [batch, batch], ["layer"], loss_fn=loss_fn)["layer"]
+    rows = torch.cat([model.embed(ids)[mask.bool()], *([model.positions] if order == "positions too" else [])])
+    torch.testing.assert_close(found.input_square, 2 * rows.detach().square().sum(0))
+    (2 * b * model(**batch).loss).backward()
+    torch.testing.assert_close(found.cross, model.layer.weight.grad)
+
+
+@pytest.mark.parametrize("shape", [(3, 6), (4, 4)])
+def test_equal_numbers_of_rows_prove_no_order(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    mask = torch.ones(shape, dtype=torch.long)
+    mask[-1, 2:] = 0
+    batch = {"input_ids": torch.randint(0, 9, shape), "attention_mask": mask, "labels": torch.zeros(shape[0])}
+    with pytest.raises(CalibrationError, match="unknown order"):
+        collect_moments(Ordered("expert"), [batch], ["layer"])
 
 
 def test_an_input_given_by_keyword_is_found() -> None:

@@ -12,21 +12,23 @@ from peft import NoMatchingPeftModuleError
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.lora import LoraModel
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
-from peft.utils import (
-    TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING,
-    AuxiliaryTrainingWrapper,
-    get_quantization_kwargs,
-    resolve_quantization_backend,
-)
+from peft.utils import AuxiliaryTrainingWrapper, get_quantization_kwargs, resolve_quantization_backend
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from frozencore.adapter.config import FrozenCoreConfig, FrozenCoreType
-from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
+from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers, is_linear
 from frozencore.adapter.layer_ranks import spread_evenly
 from frozencore.adapter.linear import FrozenCoreLinear, FrozenCoreQuantisedLinear
 from frozencore.adapter.mixed_batch import adapter_of_each_row
-from frozencore.adapter.named_layers import name_layers, no_match, require_tokens
+from frozencore.adapter.named_layers import (
+    attention_projections,
+    exclude_routers,
+    gives_rows,
+    name_layers,
+    no_match,
+    require_tokens,
+)
 from frozencore.adapter.saved.on_one_basis import add_weighted_sum
 from frozencore.adapter.saved.state import require_same_base, set_named_basis, state_to_load, state_to_save
 from frozencore.adapter.saved.tensors import PREFIX, warn_of_uncalibrated
@@ -36,19 +38,13 @@ from frozencore.constructors import LayerEvidence, build_basis
 from frozencore.errors import ArtifactError, ConfigError, ModelError
 from frozencore.ranks import enter_together
 
-ATTENTION_PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "out_proj"]
-
 
 class FrozenCoreModel(BaseTuner):
     """Frozen cores on a base model; made by ``peft.get_peft_model(base, FrozenCoreConfig(...))``."""
 
     prefix = PREFIX
     tuner_layer_cls = FrozenCoreLayer
-    # The paper adapts every attention projection; LoRA's default is q and v.
-    target_module_mapping = {  # noqa: RUF012 - PEFT reads it from the class
-        model_type: ATTENTION_PROJECTIONS if {"q_proj", "v_proj"} <= set(targets) else targets
-        for model_type, targets in TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.items()
-    }
+    target_module_mapping: dict[str, list[str]] = {}  # noqa: RUF012 - PEFT reads it; defaults are found by structure
 
     _add_modules_to_save_to_tie = LoraModel._add_modules_to_save_to_tie  # concerns embeddings, not LoRA
 
@@ -64,7 +60,10 @@ class FrozenCoreModel(BaseTuner):
                 "An adapter's name has no dot and is no word that torch's modules use (such as 'train', 'keys'), but "
                 f"{adapter_name!r:.60} came. Choose another name."
             )
+        if self.peft_config[adapter_name].target_modules is None:
+            self.peft_config[adapter_name].target_modules = set(attention_projections(model))
         name_layers(self.peft_config[adapter_name], model)
+        exclude_routers(self.peft_config[adapter_name], model)
         require_tokens(self.peft_config[adapter_name].trainable_token_indices, model)
         keep_weights(model)
         try:
@@ -151,10 +150,10 @@ class FrozenCoreModel(BaseTuner):
         base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
         backend = resolve_quantization_backend(base, **get_quantization_kwargs(self))
         is_linear = isinstance(base, nn.Linear | Conv1D) or (backend is not None and backend.layer_type == "linear")
-        if not is_linear:
+        if not is_linear or not gives_rows(base):
             raise ModelError(
-                f"A frozen core sits on a linear layer, but target {name!r} is a {type(base).__name__}. "
-                "Name linear layers in target_modules; fused experts, embeddings and convolutions are not supported."
+                f"A frozen core sits on a linear layer, but target {name!r} is a {type(base).__name__}. Name linear "
+                "layers in target_modules; fused experts, routers, embeddings and convolutions are not supported."
             )
         dtype = getattr(self.model, "dtype", torch.float32)
         kind = FrozenCoreLinear if backend is None else FrozenCoreQuantisedLinear
@@ -249,8 +248,22 @@ class FrozenCoreModel(BaseTuner):
             P = next((layer.frozencore_P[name] for layer in frozen_core_layers(self.model, name).values()), None)
             if P is not None and not P.is_meta and not P.any():  # all layers get their bases together, so one is enough
                 warn_of_uncalibrated(f"The adapter {name!r} that is merged", "before it is merged")
-
+            self._require_own_weights(name)
         self._untie_head()
+
+    def _require_own_weights(self, adapter_name: str) -> None:
+        """Refuse to merge into a weight that two linear layers share: both would get the updates of either."""
+        owners: dict[int, list[str]] = {}
+        for name, module in self.model.named_modules():
+            if is_linear(module):
+                owners.setdefault(id(getattr(module, "weight", module)), []).append(name)
+        for name, layer in frozen_core_layers(self.model, adapter_name).items():
+            shared = owners.get(id(getattr(layer.get_base_layer(), "weight", None)), ())
+            if len(shared) > 1:
+                raise ModelError(
+                    f"Layer {name!r} shares its weight with {len(shared) - 1} other(s), so a merged update would "
+                    "change them too. Keep the adapter unmerged, or export it as a LoRA."
+                )
 
     def _untie_head(self) -> None:
         """Give an adapted output layer a weight of its own, so that merging does not change the input embedding."""

@@ -1,17 +1,20 @@
-"""Replace the regular expressions of a configuration by the names of a model's layers.
+"""The names of a model's layers in a configuration: the default ones, and those that expressions match.
 
 PEFT would search every name with every expression, without a time limit. So PEFT gets names, and names are saved.
 """
 
 from __future__ import annotations
 
+import copy
+import re
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.constants import DUMMY_TARGET_MODULES
-from torch import nn
+from torch import Tensor, nn
 
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.config_names import Clock, is_all_linear, is_end_of, is_expression, matcher, plain_key, searcher
@@ -21,6 +24,107 @@ from frozencore.words import nearest_name
 
 MODULES, PATTERNS = ("target_modules", "exclude_modules"), ("rank_pattern", "alpha_pattern")
 NAMES_ALONE = ("layers_pattern", "modules_to_save", "feedforward_modules")
+
+
+_ATTENTION = re.compile(r"(attention|attn)\d?", re.IGNORECASE)
+"""The end of the class name of an attention module, or of its name in the block (``linear_attn``)."""
+
+
+def attention_projections(model: nn.Module) -> list[str]:
+    """The shortest names that match exactly the linear layers of the attention modules, fused ones too.
+
+    Of a model of images or sound that writes text, only the language model's.
+
+    Raises:
+        ConfigError: No attention module has a linear layer.
+    """
+    modules = _modules(model)
+    attention = {
+        name
+        for name, module in modules.items()
+        if _ends_as_attention(type(module).__name__) or (_ends_as_attention(_last(name)) and not _carries(module))
+    }
+    inside = [
+        name for name, module in modules.items() if _is_target(module) and not _parents(name).isdisjoint(attention)
+    ]
+    text = _language_model(model, modules)
+    found = [name for name in inside if text is None or name.startswith(f"{text}.")] or inside
+    if not found:
+        raise ConfigError(
+            f"No attention projection was found in this {type(model).__name__}. Name its layers in target_modules "
+            f"(--targets), or give 'all-linear'. It has: {', '.join(linear_names(model))}."
+        )
+    return shortest_names(found, modules)
+
+
+def shortest_names(layers: Collection[str], modules: Iterable[str]) -> list[str]:
+    """The shortest ends of names that match exactly these layers among all modules of a model, in their order."""
+    wanted = set(layers)
+    taken = {end for name in modules if name not in wanted for end in _ends(name)}
+    return list(dict.fromkeys(next((end for end in _ends(name) if end not in taken), name) for name in layers))
+
+
+def linear_names(model: nn.Module) -> list[str]:
+    """The last parts of the names of all linear layers."""
+    return sorted({_last(name) for name, module in _modules(model).items() if _carries(module)})
+
+
+def gives_rows(layer: nn.Module) -> bool:
+    """Return whether a layer gives one output for each input row; a router gives a tuple.
+
+    A subclass of ``nn.Linear`` with a forward of its own is tried on the meta device.
+    """
+    if not isinstance(layer, nn.Linear) or type(layer).forward is nn.Linear.forward or layer.weight.ndim != 2:
+        return True
+    if not type(layer).__module__.startswith("transformers.models."):  # quantised layers and the user's own
+        return True
+    try:
+        y = copy.deepcopy(layer, {id(p): nn.Parameter(p.to("meta")) for p in layer.parameters()}).eval()(
+            torch.empty(2, layer.in_features, dtype=layer.weight.dtype, device="meta")
+        )
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    return isinstance(y, Tensor) and y.shape == (2, layer.out_features)
+
+
+def exclude_routers(config: Any, model: nn.Module) -> None:
+    """Exclude layers that are no plain linear layers from ``all-linear``, as PEFT excludes experts."""
+    found = {name for name, module in _modules(model).items() if _carries(module) and not _is_target(module)}
+    if found and is_all_linear(config.target_modules):
+        config.exclude_modules = {*(config.exclude_modules or ()), *found}
+
+
+def _is_target(module: nn.Module) -> bool:
+    return _carries(module) and gives_rows(module)
+
+
+def _language_model(model: Any, modules: Mapping[str, nn.Module]) -> str | None:
+    """The name of the decoder of a model with parts for images or sound; None for others."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config") or config.get_text_config() is config or config.is_encoder_decoder:
+        return None
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    return next((name for name, module in modules.items() if module is decoder), None)
+
+
+def _ends_as_attention(name: str) -> bool:
+    found = list(_ATTENTION.finditer(name))
+    return bool(found) and found[-1].end() == len(name)
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _parents(name: str) -> set[str]:
+    parts = name.split(".")
+    return {".".join(parts[:end]) for end in range(1, len(parts))}
+
+
+def _ends(name: str) -> list[str]:
+    """The ends of a name, the shortest first."""
+    parts = name.split(".")
+    return [".".join(parts[start:]) for start in reversed(range(len(parts)))]
 
 
 def name_layers(config: FrozenCoreConfig, model: nn.Module) -> None:
@@ -104,8 +208,7 @@ def _name_targets(config: Any, matches: Any, names: Mapping[str, nn.Module]) -> 
 
 def _is_among(name: str, ends: Collection[str]) -> bool:
     """Return whether a name, or one of its ends, is in ``ends``."""
-    parts = name.split(".")
-    return any(".".join(parts[start:]) in ends for start in range(len(parts)))
+    return any(end in ends for end in _ends(name))
 
 
 def _carries(module: nn.Module) -> bool:
@@ -156,7 +259,7 @@ def no_match(config: FrozenCoreConfig, model: nn.Module) -> ConfigError:
     """The error for targets that match no layer, with the names of the layers."""
     came = config.target_modules
     targets = [came] if isinstance(came, str) else sorted(came or ())
-    there = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)})
+    there = linear_names(model)
     near = next((found for target in targets if (found := nearest_name(target, there))), None)
     guess = f"Did you mean {near!r}? " if near else ""
     return ConfigError(

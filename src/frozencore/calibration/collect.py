@@ -8,13 +8,13 @@ so the device is not synchronised in between.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from peft import PeftModel
-from torch import nn
+from torch import Tensor, nn
 
 from frozencore.calibration.batches import (
     Batch,
@@ -27,10 +27,12 @@ from frozencore.calibration.batches import (
 )
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.counted_tokens import (
+    IGNORED,
     CountedTokens,
     counted_source_tokens,
     counted_target_tokens,
     counted_tokens,
+    has_target_tokens,
     watching_encoder,
 )
 from frozencore.calibration.loss import LossFn, loss_fn_of, losses, with_loss
@@ -157,12 +159,13 @@ def _run_batch(model: nn.Module, batch: Batch, capture: CalibrationPass, generat
     loss_fn = loss_fn_of(taps.options)
     if loss_fn is None:
         count_tokens(as_it_came, capture, device)
+        offer_example(capture, num_examples_of(batch), lambda alone: model(**_inputs(alone(batch), capture)))
     if not taps.backward_passes:
         with torch.no_grad():  # an encoder-decoder needs labels: it makes the decoder's input of them
             if loss_fn is not None:
                 loss_fn(model, batch)
             else:
-                model(**{key: value for key, value in batch.items() if key != "labels" or capture.encoder is not None})
+                model(**_inputs(batch, capture))
         return
     coming = losses(model, batch, as_it_came, taps, generator)
     for number, backward in enumerate(taps.backward_passes, start=1):
@@ -177,22 +180,62 @@ def _run_batch(model: nn.Module, batch: Batch, capture: CalibrationPass, generat
         del loss
 
 
+def _inputs(batch: Batch, capture: CalibrationPass) -> Batch:
+    """The inputs of a forward pass without a loss; an encoder-decoder makes the decoder's input of the labels."""
+    return {key: value for key, value in batch.items() if key != "labels" or capture.encoder is not None}
+
+
+def offer_example(capture: CalibrationPass, b: int, run: Callable[[Callable[[Any], Any]], object]) -> None:
+    """Let a layer with rows of unknown order run one example of the current batch alone.
+
+    Args:
+        b: The number of examples of the batch.
+        run: Runs the model on what a function makes of the batch's tensors.
+    """
+    orders, tokens = capture.orders, capture.tokens
+    if tokens.shape is None or tokens.shape[0] != b:
+        return
+
+    def alone(tensor: Tensor) -> Tensor:
+        dim = next((dim for dim, size in enumerate(tensor.shape) if size == b), None)
+        if dim is None:
+            return tensor
+        return tensor.narrow(dim, orders.example, 1) if b > 1 else torch.cat([tensor, tensor], dim)
+
+    def run_alone() -> None:
+        orders.example = max(reversed(range(b)), key=lambda i: len(tokens.positions(i)))
+        orders.copies, orders.looks = 1 if b > 1 else 2, True
+        try:
+            with torch.no_grad(), capture.encoder.kept() if capture.encoder else nullcontext():
+                run(lambda batch: mapped(batch, alone))
+        except Exception:  # what the model cannot do with one example it may do with the batch
+            orders.forget()
+        finally:
+            orders.looks = False
+
+    orders.run_alone = run_alone
+
+
 def count_tokens(batch: Batch, capture: CalibrationPass, device: torch.device | None = None) -> None:
     """Tell a pass which tokens of the next batch count, as indices on the model's device."""
     options = capture.taps.options
     only_nonzero = options.tokens == "nonzero_delta"
-    if not {"input_ids", "inputs_embeds"} & batch.keys():  # images, sound: the layers' rows are not the batch's rows
+    of_text = bool({"input_ids", "inputs_embeds"} & batch.keys())
+    counted = None
+    if not of_text:  # images, sound: the layers' rows are not the batch's rows
         mask = batch.get("attention_mask")
         capture.tokens = CountedTokens.of_call(mask, only_nonzero_delta=only_nonzero, device=device)
         capture.source_tokens = capture.tokens
-        return
-    if capture.encoder is None:
+        if capture.encoder is not None and has_target_tokens(batch):
+            counted = counted_target_tokens(batch, options)
+    elif capture.encoder is None:
         counted = counted_tokens(batch, options)
     else:
         counted = counted_target_tokens(batch, options)
         source = counted_source_tokens(batch, options)
         capture.source_tokens = CountedTokens.from_mask(source, only_nonzero_delta=only_nonzero, device=device)
-    capture.tokens = CountedTokens.from_mask(counted, only_nonzero_delta=only_nonzero, device=device)
+    if counted is not None:
+        capture.tokens = CountedTokens.from_mask(counted, only_nonzero_delta=only_nonzero, device=device)
 
 
 @contextmanager
@@ -206,13 +249,20 @@ def _watching_calls(model: nn.Module, capture: CalibrationPass) -> Iterator[None
     only_nonzero = capture.taps.options.tokens == "nonzero_delta"
 
     def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if capture.orders.looks:
+            return
         given = _arguments(module, args, kwargs)
         mask = CountedTokens.of_call(given.get("attention_mask"), only_nonzero_delta=only_nonzero)
-        if capture.encoder is None:
-            capture.tokens = mask
-            return
-        capture.source_tokens = mask
-        capture.tokens = CountedTokens.of_call(given.get("decoder_attention_mask"), only_nonzero_delta=only_nonzero)
+        capture.tokens = mask
+        if capture.encoder is not None:
+            capture.source_tokens = mask
+            labels, of_target = given.get("labels"), given.get("decoder_attention_mask")
+            if of_target is None and isinstance(labels, Tensor) and labels.ndim == 2:
+                of_target = labels.ne(IGNORED)
+            capture.tokens = CountedTokens.of_call(of_target, only_nonzero_delta=only_nonzero)
+        if capture.tokens.shape is not None:
+            b = capture.tokens.shape[0]
+            offer_example(capture, b, lambda alone: module(*alone(args), **alone(kwargs)))
 
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     with ExitStack() as undo:

@@ -193,12 +193,13 @@ def _part(model: nn.Module, output: Any, name: str) -> Tensor:
 
 
 def _needs_all_logits(model: nn.Module, taps: Taps) -> bool:
-    """Return whether all positions need logits: the output layer is captured, or the model cannot leave any out.
+    """Return whether all positions need logits: a layer of the head is captured, or the model cannot leave any out.
 
     Without the other positions, a pass takes a seventh less time (benchmarks/calibration.py).
     """
     base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-    output_layer = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    backbone = getattr(base, getattr(base, "base_model_prefix", ""), base)
+    below_head = {id(module) for module in backbone.modules()}
     return "logits_to_keep" not in inspect.signature(base.forward).parameters or any(
-        layer is output_layer for layer in taps.layers.values()
+        id(layer) not in below_head or layer is base.get_output_embeddings() for layer in taps.layers.values()
     )

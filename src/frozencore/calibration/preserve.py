@@ -97,6 +97,7 @@ def plain_passes(model: nn.Module) -> Iterator[None]:
             is_module_of_torch = isinstance(owner, nn.modules.dropout._DropoutNd)
             for name, value in list(vars(owner).items()):
                 is_rate = any(part in name for part in RATES) or (is_module_of_torch and name == "p")
+                is_rate = is_rate and name != "router_jitter_noise"  # PhiMoE masks experts by it in evaluation too
                 if is_rate and isinstance(value, int | float) and not isinstance(value, bool) and value:
                     undo.enter_context(with_attributes(owner, **{name: 0.0}))
                 elif name == "output_router_logits" and value is True:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from frozencore.calibration.calibration_options import Backward, CalibrationOptions, backward_passes
-from frozencore.calibration.counted_tokens import CountedTokens, EncoderSide
+from frozencore.calibration.counted_tokens import CountedTokens, EncoderSide, RowOrders
 from frozencore.calibration.recorder import FiniteBatches, LayerRecorder, Projection, ReadInput
 from frozencore.device import find_device
 from frozencore.errors import CalibrationError
@@ -55,14 +55,18 @@ class Taps:
 
 
 class _Tap(torch.autograd.Function):
-    """Identity on y. ``anchor`` is a scalar that requires a gradient, so the backward pass reaches every layer."""
+    """Identity on y. ``anchor`` is a scalar that requires a gradient, so the backward pass reaches every layer.
+
+    y is marked as changed in place: a model may then go on and change it in place, and the error is that of y before.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, y: Tensor, x: Tensor, anchor: Tensor, record: Callable[..., None], keeps_output: bool
     ) -> Tensor:
         ctx.record = record
-        ctx.save_for_backward(x, *([y] if keeps_output else []))
+        ctx.save_for_backward(x, *([y.clone()] if keeps_output else []))
+        ctx.mark_dirty(y)
         return y
 
     @staticmethod
@@ -99,16 +103,39 @@ class CalibrationPass:
         self.taps = taps
         self.encoder = encoder
         self.recorders = taps.recorders()
-        self.tokens = self.source_tokens = CountedTokens(0, None)
+        self.tokens = self.source_tokens = CountedTokens(None, None)
+        self.orders = RowOrders()
         self.backward = next(iter(taps.backward_passes), Backward("empirical", taps.needs))
         self.listens = True
         self._finite = FiniteBatches()
         self._latest: _Latest | None = None
 
     def tokens_of(self, layer: nn.Module, x: Tensor) -> CountedTokens:
-        """The counted tokens among the rows of a call's input."""
+        """The counted tokens of the side that a call reads, the encoder's or the other."""
         reads_source = self.encoder is not None and self.encoder.reads_source(layer, x)
         return self.source_tokens if reads_source else self.tokens
+
+    def rows_of(self, name: str, x: Tensor, tokens: CountedTokens) -> CountedTokens:
+        """The counted rows of a layer's input.
+
+        Raises:
+            CalibrationError: It is not known which token each row belongs to.
+        """
+        num_rows = x.numel() // x.shape[-1]
+        if tokens.rows is None and (tokens.or_all or num_rows == tokens.num_rows):  # every row counts, in any order
+            return tokens
+        order = self.orders.of(name, x, tokens) if not tokens.or_all or num_rows == tokens.num_rows else "no tokens"
+        if order == "examples first":
+            return tokens
+        if order == "tokens first":
+            return tokens.tokens_first()
+        if order == "no tokens":
+            return replace(tokens, rows=None)
+        raise CalibrationError(
+            f"Layer {name!r} saw {num_rows} rows where the batch has {tokens.num_rows} tokens, "
+            f"{'in an unknown order, ' if num_rows == tokens.num_rows else ''}so padding cannot be told from text. "
+            "Routed experts and pooled layers cannot be calibrated; leave them out of target_modules."
+        )
 
     def record(
         self,
@@ -118,16 +145,11 @@ class CalibrationPass:
         delta: Tensor | None = None,
         y: Tensor | None = None,
     ) -> None:
-        """Add one call: input x (..., n), output error (..., m) and, if asked, output y (..., m)."""
-        num_rows = x.numel() // x.shape[-1]
-        if num_rows != tokens.num_rows and tokens.or_all:
-            tokens = replace(tokens, num_rows=num_rows, rows=None)
-        if num_rows != tokens.num_rows:
-            raise CalibrationError(
-                f"Layer {recorder.name!r} saw {num_rows} rows where the batch has {tokens.num_rows} tokens, so "
-                "padding cannot be told from text. Routed experts and pooled layers cannot be calibrated; "
-                "leave them out of target_modules."
-            )
+        """Add one call: input x (..., n), output error (..., m) and, if asked, output y (..., m).
+
+        Args:
+            tokens: The counted rows of x.
+        """
         needs, rows, read = self.backward.needs, tokens.rows, None
         error = None if delta is None else delta.reshape(-1, delta.shape[-1])
         if self.backward.counts:  # in the other pass only errors are summed, and zero errors add nothing
@@ -151,6 +173,7 @@ class CalibrationPass:
     def forget_batch(self) -> None:
         """Release the tensors of the latest batch."""
         self._latest = None
+        self.orders.forget()
         if self.encoder is not None:
             self.encoder.forget()
 
@@ -184,11 +207,16 @@ def capturing(taps: Taps, encoder: EncoderSide | None = None) -> Iterator[Calibr
         if not capture.listens:
             return None
         x = args[0] if args else next(iter(kwargs.values()))
-        record = partial(capture.record, recorder, capture.tokens_of(layer, x))
+        tokens = capture.tokens_of(layer, x)
+        if capture.orders.looks:
+            capture.orders.see(recorder.name, x, tokens)
+            return None
+        record = partial(capture.record, recorder, capture.rows_of(recorder.name, x, tokens))
         if not taps.backward_passes:
             record(x.detach(), y=y.detach() if keeps_output else None)
             return None
         anchor = anchors.setdefault(y.device, torch.zeros((), device=y.device, requires_grad=True))
+        y = y.clone() if y._is_view() else y  # autograd forbids changes of some views
         return _Tap.apply(y, x.detach(), anchor, record, keeps_output)
 
     try:

@@ -76,12 +76,12 @@ def check(
     directory: Annotated[Path, typer.Argument(help="Any LoRA directory: adapter_config.json and its weights.")],
 ) -> None:
     read_config(directory)  # a wrong path is refused before torch is imported
-    from frozencore.adapter.export.serving import ENGINES, check_lora_directory
+    from frozencore.adapter.export.serving import check_lora_directory
 
     report = check_lora_directory(directory)
     for line in _serving(report):
         console.print(line)
-    raise typer.Exit(0 if report.engines == ENGINES else 1)
+    raise typer.Exit(1 if report.problems else 0)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from adapted import BATCHES, adapted
+from families import make
 from frozencore import calibrate, export_lora, export_merged
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.files.hub import safe_loading
@@ -33,13 +34,12 @@ def test_without_names_the_attention_projections_that_the_model_has_are_adapted(
 ) -> None:
     unnamed = make_config(model="any", task="sst2")
     assert resolve_targets(unnamed, qwen2) == ("q_proj", "k_proj", "v_proj", "o_proj")
-    assert resolve_targets(unnamed, gpt2) == ("c_attn",)
+    assert resolve_targets(unnamed, gpt2) == ("c_attn", "attn.c_proj")
 
 
-def test_an_architecture_that_is_not_known_must_be_told_its_layers_and_they_are_listed(qwen2: nn.Module) -> None:
-    qwen2.config.model_type = "mystery"
-    with pytest.raises(ConfigError, match=r"of a 'mystery' model are not known .*--targets all-linear.*has: .*q_proj"):
-        resolve_targets(make_config(model="any", task="sst2"), qwen2)
+def test_a_model_without_attention_must_be_told_its_layers_and_they_are_listed() -> None:
+    with pytest.raises(ConfigError, match=r"No attention projection .*'all-linear'.*has: dt_proj, in_proj, lm_head,"):
+        resolve_targets(make_config(model="any", task="sst2"), make("mamba"))
 
 
 @pytest.mark.parametrize("targets", ["all-linear", None, ("q_proj", "down_proj"), ("model.layers.1.mlp.up_proj",)])

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import AutoConfig
 from transformers.pytorch_utils import Conv1D
 
+from frozencore.adapter.export.in_peft import without_weights
 from frozencore.adapter.layer import is_linear, layer_shape
 from frozencore.adapter.saved.folder import read_adapter
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError, ModelError
@@ -27,10 +27,11 @@ _TOKENIZER = "tokenizer_config.json"
 
 @dataclass(frozen=True)
 class BaseLayers:
-    """The linear layers of a base model, (m, n) by name, and which of them are ``Conv1D``."""
+    """The linear layers of a base model, (m, n) by name, which are ``Conv1D``, and the model without weights."""
 
     shapes: Mapping[str, tuple[int, int]]
     conv1d: frozenset[str]
+    model: nn.Module
 
     def require_layer(self, name: str, shape: tuple[int, int]) -> None:
         """Refuse a layer of an adapter that this base model does not have in that shape."""
@@ -45,16 +46,12 @@ def layers_of(base: nn.Module | str | Path) -> BaseLayers:
     """The linear layers of a model, or of the architecture in a folder or GGUF file; its weights are not read."""
     model = base if isinstance(base, nn.Module) else _architecture(base)
     model = model.get_base_model() if isinstance(model, PeftModel) else model
-    inside = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, BaseTunerLayer))
-    plain = {
-        name: module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
-        for name, module in model.named_modules()
-        if not name.startswith(inside)
-    }
-    linear = {name: module for name, module in plain.items() if is_linear(module)}
+    model = without_weights(model)
+    linear = {name: module for name, module in model.named_modules() if is_linear(module)}
     return BaseLayers(
         shapes={name: layer_shape(module) for name, module in linear.items()},
         conv1d=frozenset(name for name, module in linear.items() if isinstance(module, Conv1D)),
+        model=model,
     )
 
 

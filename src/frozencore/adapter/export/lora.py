@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.export.base_model import BaseLayers
+from frozencore.adapter.export.in_peft import targets_for_peft
 from frozencore.adapter.export.source import ExportSource, export_source, in_dtype, require_dtype
 from frozencore.adapter.saved.card import num_tokens, write_model_card
 from frozencore.adapter.saved.tensors import BASE, Factors
@@ -77,7 +78,8 @@ def export_lora(
 
     Raises:
         ArtifactError: The adapter is damaged or of another base model, or ``out`` exists.
-        ConfigError: The rank is below 1, the adapter does not exist, has no basis, or trains more than its cores.
+        ConfigError: The rank is below 1, the adapter does not exist, has no basis, or trains more than its cores. Or
+            PEFT would not load its layers right onto the base model.
     """
     require_dtype(dtype)
     adapter = export_source(model_or_directory, adapter_name, base)
@@ -86,8 +88,11 @@ def export_lora(
     adapter, rank, error = to_rank(adapter, rank)
     conv1d = adapter.base is not None and not adapter.base.conv1d.isdisjoint(adapter.factors)
     with whole_folder(Path(out), overwrite=overwrite, reads=adapter.folder) as aside:
-        save_file(_lora_tensors(adapter, named, rank, dtype), aside / WEIGHTS_FILE, metadata={"format": "pt"})
+        tensors = _lora_tensors(adapter, named, rank, dtype)
+        save_file(tensors, aside / WEIGHTS_FILE, metadata={"format": "pt"})
         config = lora_config(adapter.config, rank, target_modules(named, adapter.base), fan_in_fan_out=conv1d)
+        if adapter.base is not None:
+            config = _as_peft_loads(config, tensors, adapter.base)
         (aside / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
         write_model_card(aside, calibration=num_tokens(adapter.config.calibration_tokens))
     return LoraExport(
@@ -98,6 +103,17 @@ def export_lora(
         fan_in_fan_out=conv1d,
         error=error,
     )
+
+
+def _as_peft_loads(config: dict[str, Any], tensors: Mapping[str, Tensor], base: BaseLayers) -> dict[str, Any]:
+    """The configuration with which PEFT loads the LoRA; refuses layers that PEFT cannot load right."""
+    config, reason = targets_for_peft(config, tensors, base.model)
+    if reason is not None:
+        raise ConfigError(
+            f"As a LoRA this adapter would be another one: {reason}. Merge it into its model instead (frozencore "
+            "export --to merged), or train without these layers."
+        )
+    return config
 
 
 def to_rank(adapter: ExportSource, rank: int | None) -> tuple[ExportSource, int, float | None]:
@@ -176,10 +192,15 @@ def layers_to_name(adapted: Mapping[str, tuple[int, int]], base: BaseLayers | No
 
 
 def target_modules(named: Iterable[str], base: BaseLayers | None) -> list[str]:
-    """Names for ``target_modules`` that match exactly the layers of the directory: last parts of names if possible."""
+    """Names for ``target_modules`` that match exactly the layers of the directory: last parts of names if possible.
+
+    Modules of any kind count, because PEFT matches them all: ``0`` is the end of ``layers.0`` too.
+    """
     layers = set(named)
     last_parts = {_last(name) for name in layers}
-    if base is not None and {name for name in base.shapes if _last(name) in last_parts} != layers:
+    if base is None:
+        return sorted(layers if any(part.isdigit() for part in last_parts) else last_parts)
+    if {name for name, _ in base.model.named_modules() if _last(name) in last_parts} != layers:
         return sorted(layers)
     return sorted(last_parts)
 

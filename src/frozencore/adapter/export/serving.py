@@ -16,7 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors.torch import load_file
+
 from frozencore.adapter.export.lora_directory import LoraDirectory, read_lora_directory
+from frozencore.errors import ModelError
+from frozencore.files.adapter_folder import WEIGHTS_FILE
 
 VLLM, SGLANG, LLAMA_CPP = "vLLM", "SGLang", "llama.cpp"
 ENGINES = (VLLM, SGLANG, LLAMA_CPP)
@@ -93,7 +97,8 @@ class LoraReport:
 def check_lora_directory(directory: str | Path) -> LoraReport:
     """Check whether vLLM, SGLang and llama.cpp can serve a LoRA directory, made by frozencore or not.
 
-    Whether an engine supports the base model at all is not checked.
+    If the base model that it names lies on this machine, PEFT's own loading is checked too. Whether an engine supports
+    the base model at all is not checked.
 
     Raises:
         ArtifactError: The files are missing or damaged.
@@ -101,9 +106,28 @@ def check_lora_directory(directory: str | Path) -> LoraReport:
     lora = read_lora_directory(directory)
     found = [(rule, rule.broken(lora)) for rule in RULES]
     problems = tuple(Problem(rule.name, rule.engines, what, rule.remedy) for rule, what in found if what is not None)
+    problems += _problems_in_peft(Path(directory), lora)
     rank = lora.config.get("r")
     rank = rank if isinstance(rank, int) and rank > 0 else None
     return LoraReport(rank, vllm_max_rank(lora.largest_rank), problems, lora.is_tenant)
+
+
+def _problems_in_peft(directory: Path, lora: LoraDirectory) -> tuple[Problem, ...]:
+    """What PEFT would load otherwise; nothing if it loads the LoRA right, or the base model is not here."""
+    base = lora.config.get("base_model_name_or_path")
+    is_lora = str(lora.config.get("peft_type")).upper() == "LORA" and lora.factors and not lora.is_tenant
+    if not is_lora or not isinstance(base, str) or not base or not Path(base).exists():
+        return ()
+    from frozencore.adapter.export.base_model import layers_of
+    from frozencore.adapter.export.in_peft import lost_in_peft
+
+    try:
+        model = layers_of(base).model
+    except ModelError:
+        return ()
+    _, reason = lost_in_peft(lora.config, load_file(directory / WEIGHTS_FILE), model)
+    again = "export it again with its base model, or " + _MERGE
+    return () if reason is None else (Problem("loads_in_peft", ("PEFT",), reason, again),)
 
 
 def vllm_max_rank(rank: int | None) -> int | None:

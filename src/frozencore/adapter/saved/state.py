@@ -15,6 +15,7 @@ from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
 from frozencore.adapter.saved.same_base import differing_layer, record_base
 from frozencore.adapter.saved.saved_basis import SavedBasis
 from frozencore.adapter.saved.seal import (
+    CLASSIFIERS,
     require_modules,
     require_orthonormal,
     require_sealed,
@@ -56,6 +57,7 @@ def state_to_save(
     Args:
         whole: The model's state dict, which holds trained modules too.
     """
+    config.modules_to_save = _heads_there(config, model)
     found = _with_bases(model, adapter_name, found)
     if config.basis_id is not None:
         found = cores_alone(flatten_cores(_cores_in(found)), config.basis_id)
@@ -68,6 +70,14 @@ def state_to_save(
     return found
 
 
+def _heads_there(config: FrozenCoreConfig, model: nn.Module) -> list[str] | None:
+    """``modules_to_save`` without the names that PEFT adds for every classifier, if the model has neither head."""
+    there = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    if there.isdisjoint(CLASSIFIERS):
+        return [name for name in config.modules_to_save or () if name not in CLASSIFIERS] or None
+    return config.modules_to_save
+
+
 def state_to_load(
     model: nn.Module, config: FrozenCoreConfig, adapter_name: str, state_dict: dict[str, Tensor]
 ) -> dict[str, Tensor]:
@@ -75,7 +85,7 @@ def state_to_load(
     origin, layers = f"the adapter {adapter_name!r}", frozen_core_layers(model, adapter_name)
     own = {name: layer.factors(adapter_name) for name, layer in layers.items()}
     seal = config.take_seal()
-    require_modules(origin, config.modules_to_save, config.trainable_token_indices, state_dict)
+    require_modules(origin, _heads_there(config, model), config.trainable_token_indices, state_dict)
     if FLAT in state_dict:
         require_sound_cores(origin, state_dict, config.basis_id)
         require_marked(origin, state_dict, config.basis_id)

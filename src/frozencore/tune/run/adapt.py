@@ -10,7 +10,6 @@ from peft import PeftModel
 
 from frozencore.adapter.bases.calibrate import Calibration, calibrate
 from frozencore.adapter.bases.rank_budget import spends_by_spectrum
-from frozencore.adapter.model import ATTENTION_PROJECTIONS
 from frozencore.adapter.saved.saved_basis import read_header
 from frozencore.calibration.batches import Batch
 from frozencore.calibration.calibration_options import options_of_sums
@@ -23,6 +22,7 @@ from frozencore.tune.run.prepare import CALIBRATION_BATCH, PreparedRun, calibrat
 from frozencore.tune.scoring.preferences import first_loss
 from frozencore.words import Progress, flag_of
 
+OLD_DEFAULT = {"q_proj", "k_proj", "v_proj", "o_proj", "out_proj"}  # of bases that were saved before names were found
 DECIDED = {"method": "constructor", "rank": "r", "rank_budget": "rank_budget", "targets": "target_modules"}
 
 
@@ -40,7 +40,7 @@ def on_named_basis(config: RunConfig) -> RunConfig:
     decided = {own: options.get(theirs) for own, theirs in DECIDED.items()}
     if isinstance(decided["targets"], str) and decided["targets"] != "all-linear":
         decided["targets"] = None  # may be a regular expression, which only the basis can name
-    elif set(decided["targets"] or ()) == set(ATTENTION_PROJECTIONS):
+    elif set(decided["targets"] or ()) == OLD_DEFAULT:
         decided["targets"] = None  # the default in Python, which names projections that this model may not have
     asked = {name: getattr(config, name) for name in DECIDED} | config.core.model_dump(mode="json")
     for name, value in {**decided, **core}.items():

@@ -11,10 +11,9 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from frozencore.adapter.layer import layer_shape
-from frozencore.adapter.model import FrozenCoreModel
+from frozencore.adapter.named_layers import attention_projections, linear_names
 from frozencore.device import find_device
 from frozencore.errors import ConfigError, ModelError
 from frozencore.files.gguf_model import read_tokenizer, read_weights, why_unreadable
@@ -128,7 +127,7 @@ def resolve_targets(config: BasesConfig, model: PreTrainedModel) -> Targets:
         ConfigError: A name matches no layer, the architecture is unknown and no names were given, or the model has
             fewer blocks than requested.
     """
-    targets = config.targets or config.method_entry.default_targets(model) or _attention_projections(model)
+    targets = config.targets or config.method_entry.default_targets(model) or tuple(attention_projections(model))
     if targets != "all-linear":
         _require_each(model, targets)
     return targets if config.layers is None else _in_last_blocks(model, targets, config.layers)
@@ -144,24 +143,12 @@ def _in_last_blocks(model: PreTrainedModel, targets: Targets, num_blocks: int) -
 
 
 def attention_shapes(model: PreTrainedModel) -> tuple[tuple[int, int], ...]:
-    """(m, n) of every attention projection; empty for an unknown architecture."""
-    names = FrozenCoreModel.target_module_mapping.get(model.config.model_type, [])
-    return tuple(
-        layer_shape(module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and name.rpartition(".")[2] in names
-    )
-
-
-def _attention_projections(model: PreTrainedModel) -> tuple[str, ...]:
-    names = FrozenCoreModel.target_module_mapping.get(model.config.model_type)
-    if names is None:
-        raise ConfigError(
-            f"The attention projections of a {model.config.model_type!r} model are not known here. "
-            f"Name its layers with --targets, or use --targets all-linear. It has: {', '.join(_linear_names(model))}."
-        )
-    present = _linear_names(model)
-    return tuple(name for name in names if name in present)
+    """(m, n) of every attention projection; empty where none is found."""
+    try:
+        names = targeted_layers(model, tuple(attention_projections(model)))
+    except ConfigError:
+        return ()
+    return tuple(layer_shape(model.get_submodule(name)) for name in names)
 
 
 def _require_each(model: nn.Module, targets: Sequence[str]) -> None:
@@ -171,13 +158,8 @@ def _require_each(model: nn.Module, targets: Sequence[str]) -> None:
         if not any(name == target or name.endswith(f".{target}") for name in present):
             raise ConfigError(
                 f"--targets {target!r} matches no layer of this model. Its linear layers are called "
-                f"{', '.join(_linear_names(model))}; or use all-linear."
+                f"{', '.join(linear_names(model))}; or use all-linear."
             )
-
-
-def _linear_names(model: nn.Module) -> list[str]:
-    linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D))
-    return sorted({name.rpartition(".")[2] for name in linear})
 
 
 TOKENS_A_ROW = 128  # if the rows cannot be read
