@@ -20,7 +20,7 @@ OFFERED = {
     "tune --task pocket-m": {"pocket-math"},
     "tune --dtype b": {"bfloat16"},
     "campaign st": {"status"},
-    "tasks ": {"list", "show", "export"},
+    "tasks ": {"list", "show"},
 }
 
 

@@ -73,7 +73,7 @@ FLAG_GROUPS = (
     Group(
         "Steps",
         ("learning_rate", "epochs", "batch_size", "accumulation", "warmup", "seed", "sweep", "slots"),
-        ("padding_free", "refresh_cost", "refresh_memory"),
+        ("padding_free",),
     ),
     Group("Privacy", ("private_epsilon", "private_delta"), ("private_clip",)),
     Group(

@@ -17,7 +17,6 @@ from frozencore.tune.rows import Example
 from frozencore.tune.rows.prompts import PromptEncoder, PromptStyle
 from frozencore.tune.tasks import Task
 from frozencore.tune.tasks.hub_rows import HubDataset
-from frozencore.words import unknown_name
 
 MARKS = "⟦", "⟧"
 
@@ -60,27 +59,6 @@ def _show(
 
 tasks_app.command("show", help="Print a real example as the model sees it; the part in ⟦ ⟧ carries the loss.")(
     TakesOptions(_show)
-)
-
-
-def _export(
-    folder: Annotated[Path, typer.Argument(help="New folder for the task files.")],
-    to: Annotated[str, typer.Option(help="lm-eval: files for lm_eval --include_path.")] = "lm-eval",
-    task: Annotated[str, typer.Option(help="all, or names separated by commas.")] = "all",
-    data_root: Path | None = None,
-    num_evaluation: Annotated[int | None, "Rows of a task. Default: the protocol's."] = None,
-) -> None:
-    from frozencore.tune.evaluation.harness import export_tasks
-    from frozencore.tune.suite import find_tasks
-
-    if to != "lm-eval":
-        raise ConfigError(unknown_name("export", to, ("lm-eval",)))
-    names = export_tasks(find_tasks(task), folder, data_root=data_root, num_evaluation=num_evaluation)
-    console.print(f"lm_eval --include_path {folder} --tasks {','.join(names)}", soft_wrap=True)
-
-
-tasks_app.command("export", help="Write tasks, with their evaluation rows, in a form that another evaluator runs.")(
-    TakesOptions(_export)
 )
 
 

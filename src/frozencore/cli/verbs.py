@@ -79,7 +79,7 @@ VERBS = (
         "check", ".export:check",
         "Say which serving engines can load a LoRA directory. Exit status 1 if one of them cannot.",
     ),
-    Verb("tasks", ".tasks:tasks_app", "List the tasks, show one as a model sees it, or export them."),
+    Verb("tasks", ".tasks:tasks_app", "List the tasks, or show one as a model sees it."),
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from frozencore.errors import ArtifactError, ConfigError
+from frozencore.errors import ConfigError
 from frozencore.tune.pocket import POCKET_TASKS, pocket_model_path
 from frozencore.tune.rows.prompts import PromptEncoder, context_limit
 from frozencore.tune.run.models import load_model
@@ -22,11 +22,12 @@ from frozencore.tune.scoring.score import score_task
 from frozencore.tune.suite import PAPER_TASKS
 from frozencore.tune.tasks import Task
 from frozencore.tune.tasks.splits import evaluation_rows
+from harness_tasks import PREFIX, export_tasks
 from hub_folders import ROWS, write_hub_folder
 from places import SHARED
 
 pytest.importorskip("lm_eval")
-from frozencore.tune.evaluation.harness import PREFIX, export_tasks, harness_score
+from frozencore.tune.evaluation.harness import harness_score
 
 NUM_ROWS = 5
 # tiny1m has room for 256 tokens in all
@@ -160,12 +161,7 @@ def test_a_group_counts_the_examples_of_each_task(models: dict[str, Any], export
     assert score["num_examples"] == len(samples) == 2 * NUM_ROWS
 
 
-def test_an_unknown_harness_task_and_a_folder_in_use_are_one_line(
-    models: dict[str, Any], exported: Path, tmp_path: Path
-) -> None:
+def test_an_unknown_harness_task_is_one_line(models: dict[str, Any], exported: Path) -> None:
     model, tokenizer = models["pocket"]
     with pytest.raises(ConfigError, match="There is no task 'nothing' in "):
         harness_score(model, PromptEncoder(tokenizer), "nothing", include_path=exported)
-    (tmp_path / "other.yaml").write_text("a: 1\n")
-    with pytest.raises(ArtifactError, match="holds other files"):
-        export_tasks([TASKS["pocket-math"]], tmp_path)
