@@ -116,8 +116,6 @@ def lay_out(place: Path) -> None:
     (place / "rows").mkdir()
     for name in ("everybody", "train", "rows", "public", "private", "anna", "ben", "dora", "rows/anna", "rows/ben"):
         (place / f"{name}.jsonl").write_text("".join(rows))
-    preferred = [{"prompt": f"How many is {a} and {b}?", "chosen": f" {a + b}", "rejected": " many"} for a, b in sums]
-    (place / "preferences.jsonl").write_text("".join(json.dumps(row) + "\n" for row in preferred))
     write_hub_folders(
         place / "DATA",
         {

@@ -156,8 +156,3 @@ def test_the_schema_says_of_every_option_what_it_allows_its_default_and_its_help
 def test_a_run_of_a_campaign_reads_no_pipe(rows: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="the standard input can be read once"):
         make_job("tune", {"model": "pocket", "seed": 42, **rows})
-
-
-def test_a_run_of_a_campaign_learns_no_preferences() -> None:
-    with pytest.raises(ConfigError, match="loss: a campaign's runs share the moments of completions"):
-        make_job("tune", {"model": "pocket", "seed": 42, "data": "a.jsonl", "loss": "dpo"})

@@ -15,7 +15,7 @@ from frozencore.cli.display import StageDisplay
 from frozencore.cli.flag_file import as_flags
 from frozencore.cli.run_summary import recipe_in_words
 from frozencore.cli.tasks import marked
-from frozencore.tune.rows import PreferenceRow, TokenRow
+from frozencore.tune.rows import TokenRow
 from frozencore.tune.run.adapt import on_named_basis
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.costs import training_state_bytes, values_at_once
@@ -84,8 +84,6 @@ def _as_asked(config: RunConfig, prepared: PreparedRun, rows: Sequence[TokenRow]
         starts = [0, *(stop for _, stop in row.loss_spans)]
         for last, (start, stop) in zip(starts, row.loss_spans, strict=False):
             yield marked(decode(row.input_ids[last:start]), decode(row.input_ids[start:stop]))
-        if isinstance(row, PreferenceRow):
-            yield marked("Rejected: ", decode(row.rejected_ids))
 
 
 def _rows(config: RunConfig, prepared: PreparedRun) -> Iterator[Text]:

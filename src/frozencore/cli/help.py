@@ -66,8 +66,8 @@ FLAG_GROUPS = (
     ),
     Group(
         "Method",
-        ("method", "loss", "rank", "targets", "rank_budget", "alpha", "basis", "dtype", "device"),
-        ("layers", "dpo_beta"),
+        ("method", "rank", "targets", "rank_budget", "alpha", "basis", "dtype", "device"),
+        ("layers",),
     ),
     Group("Bases", ("calibration_size", "grow", "by", "damping", "memory_budget", "moments"), ("calibration_task",)),
     Group(

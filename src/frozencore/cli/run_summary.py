@@ -43,8 +43,7 @@ def run_summary(record: TunedRecord) -> Group:
         table.add_row(label, percent(before), f"{percent(after)} ({low} to {high})")
         words = [verdict(after, before, score.majority_class, rows.scored)]
     unit = ", nats/token"
-    of_rows = "held-out DPO loss" if record.config.loss == "dpo" else f"held-out loss{unit}"
-    losses = {of_rows: (record.held_out_loss_before, record.held_out_loss)}
+    losses = {f"held-out loss{unit}": (record.held_out_loss_before, record.held_out_loss)}
     losses |= {
         f"loss on texts of {name}{unit}": (one.loss_before, one.loss) for name, one in (record.forgetting or {}).items()
     }

@@ -201,6 +201,7 @@ def test_plain_pairs_keep_their_own_separator(tmp_path: Path, byte_tokenizer: Ca
             [{"question": "a"}],
             "needs the columns prompt and completion, .* or text, but row 1 has question",
         ),
+        ([{"prompt": "a", "chosen": "b", "rejected": "c"}], r"holds preferences .* examples/dpo.py"),
         ([PAIR, {"prompt": "a"}], r"Row row-2: column 'completion' must hold text, but holds nothing"),
         ([PAIR, PAIR, {"prompt": "a", "completion": ""}], r"Row row-3: column 'completion'"),
         ([{"text": 3}], r"Row row-1: column 'text' must hold text, but holds 3"),

@@ -103,23 +103,6 @@ class TurnsRow(TokenRow):
 
 
 @dataclass(frozen=True)
-class PreferenceRow(TokenRow):
-    """A prompt with the chosen answer, and the tokens of the rejected one."""
-
-    rejected_ids: list[int]
-
-    @property
-    def rejected(self) -> TokenRow:
-        """The prompt with the rejected answer."""
-        return TokenRow(self.id, [*self.input_ids[: self.num_context], *self.rejected_ids], self.num_context)
-
-    @property
-    def num_tokens(self) -> int:
-        """The number of tokens that the model reads; the prompt counts twice."""
-        return len(self.input_ids) + len(self.rejected.input_ids)
-
-
-@dataclass(frozen=True)
 class ChoiceTokens:
     """The tokens of a prompt and of each choice."""
 

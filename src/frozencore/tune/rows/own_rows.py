@@ -6,10 +6,8 @@
     {"instruction": "Name the capital.", "input": "France", "output": "Paris"}            (Alpaca)
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}   (ShareGPT)
     {"text": "Paris is the capital of France."}
-    {"prompt": "Capital of France?", "chosen": " Paris", "rejected": " Lyon"}             (preferences, for DPO)
 
-Preferences may be chats too: ``chosen`` and ``rejected`` are then lists of turns, which follow those of ``prompt`` if
-it is a list. The loss is on the completion, the output, the assistant's last turn, or the whole text. Turns may call
+The loss is on the completion, the output, the assistant's last turn, or the whole text. Turns may call
 tools, listed in the column ``tools``; the ``content`` of such a turn may be null. The column ``system`` holds the first
 message of a conversation, and ``history`` pairs of a question and an answer before the last question.
 """
@@ -19,7 +17,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from frozencore.errors import ConfigError, DataError, NoRowsError
@@ -76,13 +74,13 @@ def read_rows(
     if columns is not None:
         named = _names(columns, rows[0], origin)
         rows = _renamed(rows, named)
-    form = _form_of(rows, origin, encoder)
+    form = _form_of(rows, origin)
     used = {named.get(column, column) for column in (*form, *_beside(form, encoder, rows))}
     texts: list[TextRow] = []
     bad: Counter[str] = Counter()
     for number, row in enumerate(rows, start=1):
         try:
-            texts.append(_RENDER[form](row, f"{prefix}row-{number}", encoder))
+            texts.append(_FORMS[form](row, f"{prefix}row-{number}", encoder))
         except DataError as error:
             if not skip_bad:
                 raise
@@ -97,7 +95,7 @@ def render_rows(rows: Sequence[Row], origin: str, encoder: PromptEncoder) -> lis
     """Render rows in memory; a bad row raises an error, in which ``origin`` names the rows."""
     if not rows:
         raise DataError(f"{origin} holds no rows. Give at least one.")
-    render = _RENDER[_form_of(rows, origin, encoder)]
+    render = _FORMS[_form_of(rows, origin)]
     return [render(row, f"row-{number}", encoder) for number, row in enumerate(rows, start=1)]
 
 
@@ -128,27 +126,20 @@ def _beside(form: tuple[str, ...], encoder: PromptEncoder, rows: Sequence[Row]) 
     """The columns that are read beside those of a form."""
     if form == ALPACA_FORM:
         return ("input", *_BESIDE) if encoder.is_chat else ("input", "system", "history")
-    if form == PREFERENCES:
-        return ("prompt", *(_BESIDE if isinstance(rows[0]["chosen"], list) else ()))
     is_talk = form in (("messages",), ("conversations",)) or isinstance(rows[0].get("prompt"), list)
     return _BESIDE if is_talk or (form == PAIR and encoder.is_chat) else ()
 
 
-def _form_of(rows: Sequence[Row], origin: str, encoder: PromptEncoder) -> tuple[str, ...]:
+def _form_of(rows: Sequence[Row], origin: str) -> tuple[str, ...]:
     """The first form whose columns the first row has; all rows must have this form."""
-    has_preferences = all(column in rows[0] for column in PREFERENCES)
-    if encoder.preferences and not has_preferences:
-        raise DataError(
-            f"--loss dpo needs the columns prompt, chosen and rejected, but row 1 of {origin} has "
-            f"{', '.join(rows[0]) or 'none'}. Columns of other names: --columns."
-        )
-    if encoder.preferences:
-        return PREFERENCES
     for columns in _FORMS:
         if all(column in rows[0] for column in columns):
             return columns
-    if has_preferences:
-        raise DataError(f"{origin} holds preferences (chosen and rejected): train on them with tune --loss dpo.")
+    if {"chosen", "rejected"} <= rows[0].keys():
+        raise DataError(
+            f"{origin} holds preferences (chosen and rejected), which `tune` does not learn: train a core on them with "
+            "TRL, as examples/dpo.py does."
+        )
     raise DataError(
         f"{origin} needs the columns prompt and completion, or messages, or instruction and output, or conversations, "
         f"or text, but row 1 has {', '.join(rows[0]) or 'none'}. Columns of other names: --columns."
@@ -201,26 +192,6 @@ def _render_conversation(row: Row, row_id: str, encoder: PromptEncoder) -> TextR
 def _render_text(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
     text_field(row, "text", row_id)
     return encoder.plain(row_id, row["text"])
-
-
-def _render_preference(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
-    """Render the chosen answer, with both answers as choices."""
-    if PREFERENCES[0] in row and row["chosen"] == row.get("rejected"):
-        raise DataError(f"Row {row_id}: the chosen and the rejected answer must differ, but they are the same.")
-    if isinstance(row.get("chosen"), list):
-        prompt = _turns(row, "prompt", row_id) if isinstance(row.get("prompt"), list) else []
-        both = [_turns(row, column, row_id) for column in PREFERENCES]
-        if both[0][:-1] != both[1][:-1]:
-            raise DataError(f"Row {row_id}: 'chosen' and 'rejected' must differ in their last turn alone.")
-        chosen, rejected = (
-            _render_turns([*prompt, *turns], column, row, row_id, encoder)
-            for column, turns in zip(PREFERENCES, both, strict=True)
-        )
-        return replace(chosen, choices=(chosen.completion, rejected.completion))
-    for column in ("prompt", *PREFERENCES):
-        text_field(row, column, row_id)
-    chosen, rejected = (encoder.render(Example(row_id, row["prompt"], row[column])) for column in PREFERENCES)
-    return replace(chosen, choices=(chosen.completion, rejected.completion))
 
 
 def _turns(row: Row, column: str, row_id: str, role: str = "role") -> list[dict[str, Any]]:
@@ -284,6 +255,4 @@ _FORMS: dict[tuple[str, ...], Callable[[Row, str, PromptEncoder], TextRow]] = {
     ("conversations",): _render_conversation,
     ("text",): _render_text,
 }
-PREFERENCES = ("chosen", "rejected")
-_RENDER = _FORMS | {PREFERENCES: _render_preference}
-KNOWN = {column for columns in _RENDER for column in columns} | {"input", *_BESIDE}
+KNOWN = {column for columns in _FORMS for column in columns} | {"input", *_BESIDE}

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from frozencore.errors import ConfigError, DataError, ModelError
-from frozencore.tune.rows import ChoiceTokens, Example, PreferenceRow, TextRow, TokenRow, TurnsRow
+from frozencore.tune.rows import ChoiceTokens, Example, TextRow, TokenRow, TurnsRow
 from frozencore.tune.rows.conversations import Conversation, LossOn, Messages, added_tokens, shared_beginning
 from frozencore.tune.rows.prompt_date import PROMPT_DATE, with_fixed_date
 
@@ -39,7 +39,6 @@ class PromptEncoder:
             one that leaves no space for its prompt is an error.
         today: The date for a chat template that asks for it.
         loss_on: The assistant's turns with loss: the last one, or all.
-        preferences: Rows are pairs of a chosen and a rejected answer.
 
     Raises:
         ConfigError: ``chat`` without a template, or a limit below two tokens.
@@ -55,7 +54,6 @@ class PromptEncoder:
         too_long: TooLong = "refuse",
         today: date = PROMPT_DATE,
         loss_on: LossOn = "last",
-        preferences: bool = False,
     ) -> None:
         if style == "chat" and not tokenizer.chat_template:
             raise ConfigError(
@@ -70,7 +68,6 @@ class PromptEncoder:
         self.max_length = max_length
         self.too_long = too_long
         self.loss_on = loss_on
-        self.preferences = preferences
         self.eos_id: int = tokenizer.eos_token_id
         self.pad_id = self.eos_id  # padding is masked, and a model may have no embedding of its tokenizer's own
         self._start_ids = _start_tokens(tokenizer)
@@ -180,20 +177,6 @@ class PromptEncoder:
         self._refuse_long_completions(rows, encoded)
         return [self._truncate_training(row) for row in encoded]
 
-    def preference_rows(self, rows: Sequence[TextRow]) -> list[PreferenceRow]:
-        """The tokens of context, chosen answer and rejected answer; the choices of a row are the two answers.
-
-        Raises:
-            DataError: As in :meth:`training_rows`, for either answer.
-        """
-        both = [self.training_rows([replace(row, completion=row.choices[side]) for row in rows]) for side in (0, 1)]
-        found = []
-        for chosen, rejected in zip(*both, strict=True):
-            context = min((row.input_ids[: row.num_context] for row in (chosen, rejected)), key=len)  # both may be cut
-            answers = (row.input_ids[row.num_context :] for row in (chosen, rejected))
-            found.append(PreferenceRow(chosen.id, context + next(answers), len(context), next(answers)))
-        return found
-
     def whole_rows(self, rows: Sequence[TextRow]) -> list[TokenRow]:
         """The tokens as in :meth:`training_rows`, for rows of any length."""
         cuts = []
@@ -224,7 +207,7 @@ class PromptEncoder:
         for row, tokens in zip(rows, self.whole_rows(rows), strict=True):
             num_completion = len(tokens.input_ids) - tokens.num_context
             lengths = map(len, next(choices).choice_ids if row.choices else ())
-            rest = [num_completion, *(length + self.preferences for length in lengths)]  # an end token for each answer
+            rest = [num_completion, *lengths]
             found.append(self._fit(bool(row.context), tokens.num_context, max(rest)))
         return found
 

@@ -16,7 +16,7 @@ from frozencore.calibration.batches import on_one_side
 from frozencore.calibration.counted_tokens import IGNORED
 from frozencore.device import fits
 from frozencore.errors import ModelError
-from frozencore.tune.rows import PreferenceRow, TokenRow
+from frozencore.tune.rows import TokenRow
 from frozencore.words import Progress
 
 LOGITS_BUDGET = 2**26  # values held at once: 256 MiB of float32
@@ -26,14 +26,12 @@ LOGITS_BUDGET = 2**26  # values held at once: 256 MiB of float32
 class PaddingCollator:
     """Stack token rows: ``input_ids``, ``attention_mask``, ``labels``, each (rows, longest row), padded right.
 
-    Labels are -100 on prompts and padding, even if the padding token is the end token. A batch of preferences holds the
-    chosen answers in its first half and the rejected ones, in the same order, in its second half.
+    Labels are -100 on prompts and padding, even if the padding token is the end token.
     """
 
     pad_id: int
 
     def __call__(self, rows: Sequence[TokenRow]) -> dict[str, Tensor]:
-        rows = [*rows, *(row.rejected for row in rows if isinstance(row, PreferenceRow))]
         input_ids, attention_mask = pad([row.input_ids for row in rows], self.pad_id, side="right")
         labels, _ = pad([labels_of(row) for row in rows], IGNORED, side="right")
         return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}

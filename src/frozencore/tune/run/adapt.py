@@ -19,7 +19,6 @@ from frozencore.ranks import num_ranks, own_rank
 from frozencore.tune.methods import Targets
 from frozencore.tune.run.config import RunConfig, make_config
 from frozencore.tune.run.prepare import CALIBRATION_BATCH, PreparedRun, calibration_batches
-from frozencore.tune.scoring.preferences import first_loss
 from frozencore.words import Progress, flag_of
 
 OLD_DEFAULT = {"q_proj", "k_proj", "v_proj", "o_proj", "out_proj"}  # of bases that were saved before names were found
@@ -85,11 +84,6 @@ def adapt_from_data(
             "A rank budget compares two halves of the calibration rows, but a moments file holds the sum over all of "
             "them: leave --moments out."
         )
-    if moments_file and config.beta is not None:
-        raise ConfigError(
-            "DPO calibrates with its own loss, but a moments file was calibrated with the loss of completions: leave "
-            "--moments out."
-        )
     if config.has_groups:
         if moments_file:
             raise ConfigError("A moments file holds one sum, but --calibration-task names groups: leave --moments out.")
@@ -108,7 +102,6 @@ def adapt_from_data(
         batches,
         options=config.calibration_options,
         moments=moments,
-        loss_fn=None if config.beta is None else first_loss(config.beta),
         progress=progress,
     )
 
@@ -139,7 +132,6 @@ def adapter_of(config: RunConfig, targets: Targets, hashes: Mapping[str, str]) -
         "memory_budget": config.memory_budget,
         **config.core.model_dump(mode="json"),
         **options_of_sums(config.calibration.model_dump()),
-        **({} if config.beta is None else {"loss": config.loss}),
         **({} if config.rank_budget is None else {"rank_budget": config.rank_budget}),
         **({} if config.basis is None else {"basis": read_header(config.basis)["identity"]}),
     }

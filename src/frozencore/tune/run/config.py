@@ -39,15 +39,6 @@ UNCOUNTED = {
 }
 """Options that a private training refuses, with the reason: they reveal the rows outside the privacy budget."""
 
-UNPAIRED = {
-    "padding_free": "lays completions end to end",
-    "packing": "is for rows of text",
-    "loss_on": "says which turns of a conversation have the loss",
-    "calibration_task": "names rows of completions",
-    "private_epsilon": "bounds what a completion adds to the training",
-}
-"""Why DPO refuses an option."""
-
 
 class PlaceConfig(FrozenOptions):
     """Options of the machine; they do not change the results."""
@@ -116,7 +107,6 @@ class RunConfig(PlaceConfig, ScoringConfig, RecipeConfig, CalibrationConfig, Bas
         if self.patience is not None and self.select_checkpoint == "none":
             raise ConfigError("--patience counts scores on validation rows: give --select-checkpoint epoch as well.")
         self._require_groups()
-        self._require_preferences()
         self._require_counted()
         return self
 
@@ -127,23 +117,6 @@ class RunConfig(PlaceConfig, ScoringConfig, RecipeConfig, CalibrationConfig, Bas
             raise ConfigError(
                 f"Several calibration tasks are groups, but the method {self.method!r} with these options has no basis "
                 "for groups. Use fcca with diagonal moments or rawgrad, or give one calibration task."
-            )
-
-    def _require_preferences(self) -> None:
-        """Refuse what DPO cannot do, and its options without it."""
-        if self.beta is None:
-            if self.dpo_beta is not None:
-                raise ConfigError("--dpo-beta needs --loss dpo: give both or leave it out.")
-            return
-        if self.data is None:
-            raise ConfigError("--loss dpo learns from preferences of your own: give --data in place of --task.")
-        for name in self.given(UNPAIRED):
-            raise ConfigError(f"{flag_of(name)} {UNPAIRED[name]}, but --loss dpo came. Leave one out.")
-        method = self.method_entry
-        if method.changes_base:
-            raise ConfigError(
-                f"DPO compares with the model without its adapter, which the method {self.method!r} does not allow. "
-                "Use a constructor, lora or dora."
             )
 
     def _require_counted(self) -> None:

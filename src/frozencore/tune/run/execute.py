@@ -164,7 +164,6 @@ def train_once(training: Training) -> Outcome:
         prepared.rows.train,
         recipe_of(config, prepared.rows, prepared.model),
         pad_id=prepared.encoder.pad_id,
-        tokenizer=prepared.encoder.tokenizer,
         checkpoint_dir=training.folder / CHECKPOINTS,
         checkpoint_steps=config.save_steps,
         resume=training.resume,
@@ -197,7 +196,7 @@ def finish(outcome: Outcome) -> TunedRecord:
     record = make_record(outcome, after, {**training.hashes, **basis})
     if method.has_bases:
         said = calibrated_on(config, prepared, training.calibration)
-        write_model_card(out / ADAPTER, calibration=said, scores=headline(after, config.beta))
+        write_model_card(out / ADAPTER, calibration=said, scores=headline(after))
     if after.task is not None and config.private_budget is None:  # predictions contain held-out texts
         write_lines(out / PREDICTIONS, map(asdict, after.task.predictions))
     assert prepared.before is not None

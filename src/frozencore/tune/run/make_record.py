@@ -145,11 +145,10 @@ def _used_rows(config: RunConfig, rows: RunRows) -> UsedRows:
     )
 
 
-def headline(score: Score, beta: float | None = None) -> dict[str, float]:
+def headline(score: Score) -> dict[str, float]:
     """The scores that the model card shows."""
     accuracy = {"accuracy": score.task.accuracy} if score.task else {}
-    loss = "held-out nats per token" if beta is None else "held-out DPO loss"
-    return {**accuracy, loss: score.held_out_loss}
+    return {**accuracy, "held-out nats per token": score.held_out_loss}
 
 
 def calibrated_on(config: RunConfig, prepared: PreparedRun, calibration: Calibration | None) -> str | None:

@@ -74,7 +74,6 @@ def prepare(
         max_length=config.max_length or min(PROTOCOL_MAX_LENGTH, limit),
         too_long="truncate" if config.truncate else "refuse",
         loss_on=config.loss_on,
-        preferences=config.loss == "dpo",
     )
     if encoder.max_length > limit:
         raise ConfigError(f"--max-length {encoder.max_length} is beyond the model's context of {limit} tokens.")

@@ -6,12 +6,11 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 
 from frozencore.errors import ConfigError, NoRowsError
 from frozencore.tune.rows import Example, TextRow, TokenRow
 from frozencore.tune.rows.mixture import Data, draw, read_sources
-from frozencore.tune.rows.own_rows import PREFERENCES, read_rows
+from frozencore.tune.rows.own_rows import read_rows
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.rows.row_sources import named
 from frozencore.tune.rows.token_batches import pack
@@ -137,8 +136,6 @@ def _other_texts(config: RunConfig, encoder: PromptEncoder, kept: RowCache) -> d
 
 
 def _own_rows(config: RunConfig, data: Data, encoder: PromptEncoder) -> RunRows:
-    if config.beta is not None and find_spec("trl") is None:
-        raise ConfigError("--loss dpo takes TRL, which is not installed here: pip install frozencore[dpo].")
     fitting, read = _Fitting(config, encoder), read_sources(data, encoder, config.columns, skip_bad=config.skip_bad)
     parts = [own.texts if config.packing else fitting.texts(own.texts) for _, own in read]
     drawn = draw(parts, [source.weight for source, _ in read])
@@ -158,8 +155,6 @@ def _own_rows(config: RunConfig, data: Data, encoder: PromptEncoder) -> RunRows:
         raise ConfigError(f"--loss-on all is about conversations, but {config.learns} holds none. Leave it out.")
 
     def encode(rows: Sequence[TextRow]) -> list[TokenRow]:
-        if config.loss == "dpo":
-            return list(encoder.preference_rows(rows))
         return pack(encoder.whole_rows(rows), encoder.max_length) if config.packing else encoder.training_rows(rows)
 
     unused: Counter[str] = Counter()
@@ -223,8 +218,8 @@ def _own_rows(config: RunConfig, data: Data, encoder: PromptEncoder) -> RunRows:
     )
     return RunRows(
         None, (), rows, calibrate, scored, "10% of train" if validated else "none", validation, num_cut=fitting.num_cut,
-        num_skipped=fitting.num_skipped, exact_match=compares and forms.isdisjoint({("text",), PREFERENCES}),
-        reading=reading, beta=config.beta, groups=groups,
+        num_skipped=fitting.num_skipped, exact_match=compares and ("text",) not in forms,
+        reading=reading, groups=groups,
     )  # fmt: skip
 
 

@@ -37,7 +37,6 @@ class RunRows:
             configuration does not allow it.
         reading: A summary of reading own rows; None for a task.
         exact_match: Whether completions of own rows are generated and compared.
-        beta: The beta of DPO's loss on preferences; None if completions are learned.
         others: Plain texts of other tasks by task; their loss before and after training shows what the run forgets.
     """
 
@@ -52,7 +51,6 @@ class RunRows:
     num_skipped: int = 0
     reading: ReadRows | None = None
     exact_match: bool = False
-    beta: float | None = None
     others: Mapping[str, list[TokenRow]] = field(default_factory=dict)
     groups: Mapping[str, list[TokenRow]] = field(default_factory=dict)
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import nn
 
-from frozencore.tune.rows import PreferenceRow
 from frozencore.tune.run.prepare import PreparedRun, Score
 from frozencore.tune.run.record_parts import SelectedCheckpoint, StepScored
 from frozencore.tune.run.row_sets import ScoredRows
 from frozencore.tune.scoring import Prediction
 from frozencore.tune.scoring.exact_match import complete
-from frozencore.tune.scoring.preferences import score_preferences
 from frozencore.tune.scoring.score import held_out_loss, score_completions, score_task
 from frozencore.tune.scoring.scoring_config import ScoringConfig, SelectionMetric
 from frozencore.tune.training.selection import Selection
@@ -41,19 +38,12 @@ def score_rows(
         samples: The number of own rows to complete, with at most ``max_new_tokens``.
     """
     task = prepared.rows.task
-    if prepared.rows.beta is not None:
-        pairs = [row for row in rows.tokens if isinstance(row, PreferenceRow)]
-        matched = score_preferences(model, pairs, prepared.rows.beta, pad_id=prepared.encoder.pad_id, progress=progress)
-        loss = math.log(2) if matched is None else matched.held_out_loss
-        if by == "held_out_loss":
-            matched = None
-    elif task is None:
+    if task is None:
         loss = held_out_loss(model, rows.tokens, pad_id=prepared.encoder.pad_id, progress=with_note(progress, "loss"))
         matched = None
         if prepared.rows.exact_match and by == "accuracy":
             told = with_note(progress, "completions")
             matched = score_completions(model, prepared.encoder, rows.tokens, held_out_loss=loss, progress=told)
-    if task is None:
         said, _ = complete(
             model, prepared.encoder, rows.tokens[:samples], max_new_tokens=max_new_tokens or SAMPLE_TOKENS,
             progress=with_note(progress, "samples"),

@@ -44,7 +44,7 @@ def recipe_of(config: RunConfig, rows: RunRows, model: nn.Module) -> Recipe:
     laid_out = config.padding_free
     if batch_size == "auto":
         longest = max(row.num_tokens for row in rows.train)
-        pass_tokens = None if laid_out or config.beta else pass_tokens_of(model)
+        pass_tokens = None if laid_out else pass_tokens_of(model)
         if config.private_budget is not None:  # the recorded batch size must not reveal the rows' lengths
             longest, pass_tokens = config.max_length or PROTOCOL_MAX_LENGTH, None
         batch_size = rows_at_once(config.rows_a_step, longest, model, padding_free=laid_out)
@@ -59,7 +59,6 @@ def recipe_of(config: RunConfig, rows: RunRows, model: nn.Module) -> Recipe:
         pass_tokens=pass_tokens,
         padding_free=laid_out,
         private=config.private_budget,
-        beta=config.beta,
     )
 
 

@@ -49,7 +49,6 @@ class Recipe:
             together with ``pass_tokens``.
         private: The privacy budget; rows are then drawn for each step, and each row's gradient is clipped instead of
             the step's. None for a training that is not private.
-        beta: The beta of DPO's loss on preferences; None for the loss on completions.
     """
 
     learning_rate: float
@@ -63,7 +62,6 @@ class Recipe:
     pass_tokens: int | None = None
     padding_free: bool = UNSAID.padding_free
     private: PrivateBudget | None = None
-    beta: float | None = None
 
     def __post_init__(self) -> None:
         fewest = min(self.epochs, self.batch_size, self.accumulation)
@@ -75,8 +73,7 @@ class Recipe:
             "epochs, batch_size and accumulation must be at least 1": fewest >= 1,
             "max_grad_norm must be positive": self.max_grad_norm > 0,
             "weight_decay must not be negative": self.weight_decay >= 0,
-            "private excludes pass_tokens and beta": self.private is None
-            or (self.pass_tokens is None and self.beta is None),
+            "private excludes pass_tokens": self.private is None or self.pass_tokens is None,
         }
         for rule, kept in rules.items():
             if not kept:
@@ -100,7 +97,7 @@ class Recipe:
 
     def content(self) -> dict[str, Any]:
         """The recipe as JSON values by name, for records and checkpoints; unused padding options are left out."""
-        unsaid = (("pass_tokens", None), ("padding_free", False), ("private", None), ("beta", None))
+        unsaid = (("pass_tokens", None), ("padding_free", False), ("private", None))
         return {name: value for name, value in asdict(self).items() if (name, value) not in unsaid}
 
     def rate(self, step: int, num_steps: int) -> float:
@@ -140,13 +137,7 @@ def training_arguments(
         own: The recipe of this process.
         folder: Folder of checkpoints if ``saves``, every ``checkpoint_steps`` or after each epoch.
     """
-    make: type[ReportedArguments] = ReportedArguments
-    further: dict[str, Any] = {}
-    if recipe.beta is not None:
-        from frozencore.tune.training.preferences import PreferenceArguments  # imports TRL
-
-        make, further = PreferenceArguments, {"beta": recipe.beta}
-    arguments = make(
+    arguments = ReportedArguments(
         output_dir=str(folder),
         learning_rate=recipe.learning_rate,
         num_train_epochs=recipe.epochs,
@@ -168,7 +159,6 @@ def training_arguments(
         ddp_find_unused_parameters=False,
         use_cpu=next(model.parameters()).device.type == "cpu",
         optim="adamw_torch_fused",
-        **further,
     )
     if arguments.n_gpu > 1:
         arguments._n_gpu = 1  # several devices go through accelerate; DataParallel would multiply the batch

@@ -9,8 +9,6 @@ from pydantic import Field, PositiveInt
 from frozencore.options import FrozenOptions
 from frozencore.privacy import CLIP, PrivateBudget
 
-BETA = 0.1
-
 
 class StepsConfig(FrozenOptions):
     """Options of the optimizer's steps. Runs that train side by side may differ in these."""
@@ -54,17 +52,6 @@ class StepsConfig(FrozenOptions):
 class AloneConfig(FrozenOptions):
     """Options that only a run that trains alone can have."""
 
-    loss: Annotated[
-        Literal["sft", "dpo"],
-        Field(
-            description="sft: the loss on completions. dpo: TRL's DPO on rows with prompt, chosen and rejected; the "
-            "model without its adapter is the reference."
-        ),
-    ] = "sft"
-    dpo_beta: Annotated[
-        float | None,
-        Field(gt=0, description="How strongly DPO holds the model to the reference. Default: 0.1, TRL's."),
-    ] = None
     padding_free: Annotated[
         bool,
         Field(
@@ -76,11 +63,6 @@ class AloneConfig(FrozenOptions):
         tuple[Literal["tensorboard", "trackio", "wandb"], ...] | None,
         Field(description="Report losses and scores to tensorboard (in logs/), trackio or wandb."),
     ] = None
-
-    @property
-    def beta(self) -> float | None:
-        """The beta of DPO; None for the loss on completions."""
-        return None if self.loss == "sft" else self.dpo_beta or BETA
 
 
 class PrivateConfig(FrozenOptions):

@@ -14,7 +14,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -97,7 +96,6 @@ def train(
     recipe: Recipe,
     *,
     pad_id: int,
-    tokenizer: Any = None,
     checkpoint_dir: Path | None = None,
     checkpoint_steps: int | None = None,
     resume: bool = False,
@@ -112,7 +110,6 @@ def train(
     Ctrl-C take effect at the end of the current step, after its checkpoint; a second Ctrl-C takes effect at once.
 
     Args:
-        tokenizer: TRL's trainer asks for it; other trainings need none.
         checkpoint_dir: The folder of checkpoints; ``None`` writes none.
         checkpoint_steps: Optimizer steps between checkpoints; ``None`` writes one after each epoch.
         resume: Continue from the newest complete checkpoint, on a CPU with the same bits as without interruption; from
@@ -156,8 +153,6 @@ def train(
     values_at_once = sum(p.numel() for p in model.parameters() if p.requires_grad)
     resumed_from = starting_point(checkpoint_dir, resume, identity)
     held = StateHeld(model)
-    if recipe.beta is not None and num_ranks() > 1:
-        raise ConfigError(f"DPO trains in one process, but there are {num_ranks()}. Start one.")
     start = time.perf_counter()
     selector: Selector | None = None
     monitor = LossMonitor(
@@ -185,11 +180,6 @@ def train(
             )
         watching = [monitor, *filter(None, [selector]), held]
         make: Any = GroupingTrainer if grouped else CompletionTrainer
-        if recipe.beta is not None:
-            from frozencore.tune.training.preferences import PreferenceTrainer, as_before  # imports TRL
-
-            restored.enter_context(as_before(model, tokenizer))
-            make = partial(PreferenceTrainer, processing_class=tokenizer)
         with adapters_known(model):
             trainer = make(
                 recipe,
