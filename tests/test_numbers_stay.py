@@ -94,7 +94,8 @@ def test_a_run_gives_the_numbers_that_it_gave(name: str, tmp_path: Path) -> None
         assert (was[which] is None) == (now[which] is None)
         if was[which]:
             assert now[which]["sums"] == pytest.approx(was[which]["sums"], abs=2e-3), which
-    close = {"abs": 2e-3, "rel": 2e-3} if "bfloat16" not in RUNS[name] else {"abs": 0.02, "rel": 0.02}
+    rough = "bfloat16" in RUNS[name] or "raw" in RUNS[name]  # raw coordinates: loss 6 to 2, where rounding grows
+    close = {"abs": 0.02, "rel": 0.02} if rough else {"abs": 2e-3, "rel": 2e-3}
     assert now["losses"] == pytest.approx(was["losses"], **close)
     for key in ("held_out_loss_before", "held_out_loss"):
         assert now[key] == pytest.approx(was[key], **close), key
