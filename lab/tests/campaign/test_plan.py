@@ -15,14 +15,12 @@ import pytest
 from frozencore.errors import ConfigError
 from frozencore.tune.run.record import Failure
 from frozencore_lab.campaign.estimate import (
-    EFFICIENCY,
     OVERHEAD_S,
     START_S,
+    TOKENS_A_ROW,
     ModelSize,
     estimate_lines,
-    num_choices,
     run_seconds,
-    shared_bytes,
 )
 from frozencore_lab.campaign.job import Job, make_job
 from frozencore_lab.campaign.plan import Ended, Outcomes, Planned, choices, most_further_trials, plan
@@ -432,25 +430,18 @@ studies:
     assert line.startswith(f"No estimate: Model {tmp_path / 'gone'}: there is no such folder.")
 
 
-def test_an_estimate_counts_the_start_of_the_worker_and_of_every_profile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_estimate_counts_the_start_of_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = """
 name: starts
 models: {pocket: pocket}
 studies:
   a: {title: a, axes: {model: [pocket], task: [pocket-math], method: [random], seed: [42, 43]}}
 """
-    axes = "{model: [pocket], task: [pocket-math], method: [random, lora], seed: [42]}"
-    profiled = f"{text}  b: {{title: b, kind: profile, axes: {axes}}}\n"
     monkeypatch.setattr("frozencore_lab.campaign.estimate.run_seconds", lambda *_, **__: 4.0)
-    for spec, num_runs, starts in ((text, 2, 1), (profiled, 4, 3)):
-        runs = plan(read_campaign(write_spec(tmp_path, spec)), unknown)
-        store: Any = SimpleNamespace(outcome=unknown)
-        (line,) = estimate_lines(runs, store, Place())
-        seconds = 4 * num_runs + starts * START_S
-        assert line.startswith(f"Estimate for the {num_runs} runs left: {seconds:.0f} s on one worker, ")
-        assert f" {starts * START_S:.0f} s of it until " in line
+    runs = plan(read_campaign(write_spec(tmp_path, text)), unknown)
+    store: Any = SimpleNamespace(outcome=unknown)
+    (line,) = estimate_lines(runs, store, Place())
+    assert line.startswith(f"Estimate for the 2 runs left: {4 * 2 + START_S:.0f} s on one worker ")
 
 
 def test_a_finished_campaign_needs_no_estimate(campaign: Campaign) -> None:
@@ -460,36 +451,10 @@ def test_a_finished_campaign_needs_no_estimate(campaign: Campaign) -> None:
 
 
 def test_a_stability_run_is_estimated_at_its_calibration_alone() -> None:
-    size, speed, row_tokens = ModelSize(1_000_000, ((8, 8),)), 1e9, 10.0
+    size, speed = ModelSize(1_000_000, ((8, 8),)), 1e9
     options = {**OPTIONS, "num_train": 50, "num_evaluation": 20, "epochs": 1, "calibration_size": 30}
-    stability = run_seconds(make_job("stability", options, 64), size, row_tokens, speed)
-    tuned = run_seconds(make_job("tune", options), size, row_tokens, speed)
-    operations = row_tokens * size.num_parameters
-    assert stability == pytest.approx(OVERHEAD_S + operations * 4 * 30 / (speed * EFFICIENCY))
-    assert tuned - stability == pytest.approx(operations * (4 * 50 + 2 * 2 * 20) / (speed * EFFICIENCY))
-
-
-def test_scores_that_choose_a_step_are_estimated_as_well() -> None:
-    options = {**OPTIONS, "num_train": 50, "num_evaluation": 20, "epochs": 3, "batch_size": 2, "accumulation": 4}
-    choices = {"none": 0, "epoch": 3, 10: 3, 21: 1, 4: 6}  # of 3 epochs of 7 steps
-    for every, scores in choices.items():
-        assert num_choices(make_job("tune", {**options, "select_checkpoint": every})) == scores
-    size, speed, row_tokens = ModelSize(1_000_000, ((8, 8),)), 1e9, 10.0
-    seconds = [
-        run_seconds(make_job("tune", {**options, "select_checkpoint": every}), size, row_tokens, speed)
-        for every in ("none", "epoch")
-    ]
-    scored = row_tokens * size.num_parameters * 2 * 3 * 20
-    assert seconds[1] - seconds[0] == pytest.approx(scored / (speed * EFFICIENCY))
-
-
-def test_the_disk_holds_the_bases_of_a_weight_once_for_all_tasks_and_seeds() -> None:
-    size = ModelSize(1000, ((8, 6), (6, 6)))
-    jobs = [
-        make_job("tune", {**OPTIONS, "method": "lora_xs", "rank": 4, **other})
-        for other in ({}, {"seed": 43}, {"task": "pocket-sentiment"})
-    ]
-    once = 4 * 4 * (8 + 6 + 6 + 6)  # float32 values of P and Q at rank 4
-    assert shared_bytes(jobs, {"pocket": size}) == once
-    jobs.append(make_job("tune", {**OPTIONS, "method": "random"}))  # drawn from a seed, kept nowhere
-    assert shared_bytes(jobs, {"pocket": size}) == once
+    stability = run_seconds(make_job("stability", options, 64), size, speed)
+    tuned = run_seconds(make_job("tune", options), size, speed)
+    operations = TOKENS_A_ROW * size.num_parameters
+    assert stability == pytest.approx(OVERHEAD_S + operations * 4 * 30 / speed)
+    assert tuned - stability == pytest.approx(operations * (4 * 50 + 2 * 2 * 20) / speed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,14 +63,6 @@ def test_plan_run_status_and_report(num_workers: str, call: Call, tmp_path: Path
     assert "one-study: 4 done, 0 running, 0 failed, 0 left" in call("status", folder)
     assert "is finished already" in call("one", ids[0], "--out", folder)
     assert "4 of 4 final runs have a result" in call("report", folder)
-    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
-    specification = copy / "campaign.json"
-    specification.write_text(specification.read_text().replace('"name": "one-study"', '"name": "copied"'))
-    assert "8 of 8 final runs have a result" in call("report", folder, str(copy))
-    means = (tmp_path / "across" / "tables" / "main-means.md").read_text()
-    assert "| pocket (one-study) |" in means
-    assert "| pocket (copied) |" in means
-    assert "'one-study' comes twice" in call("report", folder, folder, status=2)
     page = Path(folder, "report", "index.html").read_text(encoding="utf-8")
     assert "Two methods" in page
     assert "http" not in page.split("<body", 1)[-1].split("src=", 1)[0]

@@ -79,7 +79,7 @@ def test_every_table_comes_in_three_formats_each_study_with_its_figure_and_twice
         assert path.read_bytes() == (report / path.relative_to(tmp_path / "again")).read_bytes()
     names = {path.relative_to(tmp_path / "again").as_posix() for path in written}
     for table in (
-        "budget-small", "budget-large-loss", "budget-means", "budget-small-significance", "budget-small-time",
+        "budget-small", "budget-large-loss", "budget-small-significance", "budget-small-time",
         "sides", "sizes-loss", "stability-cos-p", "stability-cos-q", "state-state",
     ):  # fmt: skip
         assert {f"tables/{table}.{ending}" for ending in ("md", "tex", "csv")} <= names

@@ -87,7 +87,7 @@ def test_a_run_cannot_forget_the_task_that_it_learns():
         config_of(forgetting=("pocket-sentiment",))
 
 
-# The others' bases are built and read back in the tests of the adapter, and every campaign's rehearsal runs them.
+# The others' bases are built and read back in the tests of the adapter.
 RUN_AT_ONCE = ("fcca", "lora", "pissa")
 
 

@@ -1,36 +1,29 @@
 """Estimate a campaign's needs before it starts: rows of the searches, time, memory, disk.
 
-Operations are counted from shapes: a training token takes a forward and a backward pass through frozen weights, 4
-operations a weight; a scored token takes 2. The machine's speed is measured on a short matrix product. Finished runs
-give the time of other runs of their kind. ``EFFICIENCY`` is an assumption.
+Operations are counted from shapes, and the speed is measured on a short matrix product. Finished runs give the
+time of the others. ``EFFICIENCY`` and the tokens of a row are assumptions.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from statistics import mean
 
 import torch
 
-from frozencore.errors import DataError, FrozenCoreError, ModelError, NoRowsError
-from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.errors import DataError, ModelError, NoRowsError
 from frozencore.tune.run.config import RunConfig
-from frozencore.tune.run.costs import basis_bytes
 from frozencore.tune.run.models import (
     TOKENS_A_ROW,
     ModelSize,
     load_config,
-    load_tokenizer,
     memory_bytes,
     moment_bytes,
     size_of,
 )
 from frozencore.tune.run.read_rows import task_splits
-from frozencore.tune.suite import find_task
 from frozencore.words import bytes_in_words, num_of, time_in_words
 from frozencore_lab.campaign.job import Job
 from frozencore_lab.campaign.plan import Planned
@@ -88,9 +81,7 @@ def _rows_of_trials(config: RunConfig, studies: Sequence[str]) -> SearchRows:
     return SearchRows(task, tuple(studies), len(splits.train), len(splits.validation), splits.validation_from)
 
 
-SAMPLED_ROWS = 32
 EFFICIENCY = 0.3  # share of a matrix product's speed that small batches reach, including Python
-
 START_S = 15.0  # processor time of a worker's imports (torch, transformers, PEFT), before loading the model
 OVERHEAD_S = 2.0  # per run: rows, checkpoints, records
 OWN_DATA = {"epochs": 1, "num_train": 1000, "num_evaluation": 500}  # assumed, because a user's file is not read
@@ -98,36 +89,27 @@ RECORD_BYTES = 100_000  # record and predictions
 
 
 def estimate_lines(planned: Sequence[Planned], store: Store, place: Place) -> Iterator[str]:
-    """Describe the time, memory and disk of the remaining runs."""
+    """Estimate the time, memory and disk of the runs that are left."""
     jobs = {run.job.id: run.job for run in planned if run.job and store.outcome(run.job.id) is None}
-    left = tally(planned, store).left
     if not jobs:
         return
-    configs = {job.config.model: place.put(job.config) for job in jobs.values()}
     try:
-        sizes = {name: size_of(load_config(config.model)) for name, config in configs.items()}
+        models = {job.config.model: place.put(job.config).model for job in jobs.values()}
+        sizes = {name: size_of(load_config(model)) for name, model in models.items()}
     except ModelError as error:
         yield f"No estimate: {error}"
         return
-    speed = operations_per_s(place.device)
-    tasks = {(job.config.model, job.config.task): place.put(job.config) for job in jobs.values()}
-    tokens = {key: tokens_a_row(config) for key, config in tasks.items()}
-    seconds = [
-        run_seconds(job, sizes[job.config.model], tokens[job.config.model, job.config.task], speed)
-        for job in jobs.values()
-    ]
-    measured = measured_seconds(planned, store)
-    each = mean(measured) if measured else mean(seconds)
-    basis = f"as {len(measured)} finished runs took" if measured else f"at {speed * EFFICIENCY / 1e9:.0f} Gop/s"
+    left, measured = tally(planned, store).left, measured_seconds(planned, store)
+    speed = operations_per_s(place.device) * EFFICIENCY
+    each = mean(measured or [run_seconds(job, sizes[job.config.model], speed) for job in jobs.values()])
+    basis = f"as {len(measured)} finished runs took" if measured else f"at {speed / 1e9:.0f} Gop/s"
+    moments = {moments_key(job.config): job.config for job in jobs.values() if job.config.moments_needed}
+    shared = sum(moment_bytes(config, sizes[config.model]) for config in moments.values())
     memory = max(memory_bytes(job.config, sizes[job.config.model]) for job in jobs.values())
-    disk = shared_bytes(jobs.values(), sizes) + left * RECORD_BYTES
-    starts = 1 + sum(job.kind.is_alone for job in jobs.values())  # each alone in a new process
-    started = "it has started" if starts == 1 else f"its {starts} processes have started"
     yield (
-        f"Estimate for the {num_of(left, 'run')} left: {time_in_words(each * left + START_S * starts)} on one worker, "
-        f"{time_in_words(START_S * starts)} of it until {started} "
-        f"({basis}, {mean(tokens.values()):.0f} tokens a row), {bytes_in_words(memory)} of memory a worker, "
-        f"{bytes_in_words(disk)} of disk."
+        f"Estimate for the {num_of(left, 'run')} left: {time_in_words(each * left + START_S)} on one worker "
+        f"({basis}, {TOKENS_A_ROW} tokens a row), {bytes_in_words(memory)} of memory a worker, "
+        f"{bytes_in_words(shared + left * RECORD_BYTES)} of disk."
     )
 
 
@@ -144,49 +126,11 @@ def operations_per_s(device: str) -> float:
     return 2 * size**3 * rounds / (time.perf_counter() - started)
 
 
-def tokens_a_row(config: RunConfig) -> float:
-    """Mean tokens of a task's first training rows; ``TOKENS_A_ROW`` if they cannot be read here."""
-    try:
-        tokenizer = load_tokenizer(config.model)
-        encoder = PromptEncoder(tokenizer, style=config.prompt_style, too_long="truncate", today=config.prompt_date)
-        task = find_task(config.task or "")
-        rows = islice(iter(task.source.rows("train", config.data_root)), SAMPLED_ROWS)
-        texts = [encoder.render(task.to_example(row, str(index))) for index, row in enumerate(rows)]
-        short = [text for text, fit in zip(texts, encoder.fits(texts), strict=True) if fit != "too long"]
-        return mean(len(row.input_ids) for row in encoder.training_rows(short)) if short else TOKENS_A_ROW
-    except FrozenCoreError:
-        return TOKENS_A_ROW
-
-
-def run_seconds(job: Job, size: ModelSize, row_tokens: float, speed: float) -> float:
-    """Seconds of one run from its operations."""
-    config = job.config
+def run_seconds(job: Job, size: ModelSize, speed: float) -> float:
+    """Seconds of one run: 4 operations a weight and token of a frozen model's training pass, 2 of a scoring pass."""
     rows = OWN_DATA | job.resolved
-    trained, scored = rows["num_train"] * rows["epochs"], (2 + num_choices(job)) * rows["num_evaluation"]
-    if not job.kind.trains:
-        trained = scored = 0
-    calibrated = config.calibration_size if config.moments_needed else 0
-    operations = row_tokens * size.num_parameters * (4 * (trained + calibrated) + 2 * scored)
-    return OVERHEAD_S + operations / (speed * EFFICIENCY)
-
-
-def num_choices(job: Job) -> int:
-    """The number of times that validation rows are scored; each takes about as long as the evaluation."""
-    every, rows = job.config.select_checkpoint, OWN_DATA | job.resolved
-    if every in ("none", "epoch"):
-        return rows["epochs"] if every == "epoch" else 0
-    steps_an_epoch = math.ceil(rows["num_train"] / job.config.rows_a_step)
-    return math.ceil(rows["epochs"] * steps_an_epoch / int(every))
-
-
-def shared_bytes(jobs: Iterable[Job], sizes: Mapping[str, ModelSize]) -> int:
-    """Bytes of the moments and bases that runs share."""
-    files: dict[str, int] = {}
-    for job in jobs:
-        size = sizes[job.config.model]
-        if job.config.moments_needed:
-            key = moments_key(job.config)
-            files[key] = max(files.get(key, 0), moment_bytes(job.config, size))
-        elif job.config.method_entry.weights_only:
-            files[f"{job.config.model} {job.config.method}"] = basis_bytes(size.shapes, job.config.rank, torch.float32)
-    return sum(files.values())
+    trained = rows["num_train"] * rows["epochs"] if job.kind.trains else 0
+    scored = 2 * rows["num_evaluation"] if job.kind.trains else 0
+    calibrated = job.config.calibration_size if job.config.moments_needed else 0
+    tokens = TOKENS_A_ROW * (4 * (trained + calibrated) + 2 * scored)
+    return OVERHEAD_S + tokens * size.num_parameters / speed

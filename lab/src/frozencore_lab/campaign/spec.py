@@ -186,11 +186,7 @@ class Study(_Strict):
 
 
 class Campaign(_Strict):
-    """A whole campaign; see the head of this file.
-
-    Attributes:
-        frontier: Studies drawn together, held-out loss against trained values; the first is compared with the others.
-    """
+    """A whole campaign; see the head of this file."""
 
     name: Name
     about: str = ""
@@ -198,7 +194,6 @@ class Campaign(_Strict):
     base: Fixed = {}
     keep_adapters: bool = False
     studies: Annotated[dict[Name, Study], Field(min_length=1)]
-    frontier: tuple[Name, ...] = ()
 
     def options_of(self, study: Study, axes: Mapping[str, Value]) -> dict[str, Value]:
         """The options of a study's runs with these values of its axes.
@@ -221,11 +216,6 @@ class Campaign(_Strict):
             for model in study.axes["model"]:
                 if model not in self.models:
                     raise ConfigError(unknown_name("model", str(model), tuple(self.models)))
-        for name in self.frontier:
-            if name not in self.studies:
-                raise ConfigError(unknown_name("study", name, tuple(self.studies)))
-            if not (kind := self.studies[name].kind).trains:
-                raise ConfigError(f"A {kind.name} study trains nothing: {name} has no place in frontier.")
         return self
 
 

@@ -90,21 +90,14 @@ def rehearse_(
         ),
     ] = None,
     data_root: DataRoot = None,
-    model_path: Annotated[
-        list[str] | None,
-        typer.Option("--model-path", help="NAME=FOLDER: a small model in place of a model of the campaign."),
-    ] = None,
     workers: Annotated[
         int | None, typer.Option(min=0, help="Processes; 0: only this one. Default: one per core, at most 4.")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="One axis at a time, instead of all combinations.")] = False,
 ) -> None:
-    """Run a whole campaign on tiny models and a few rows, and check its report. Status 1 if a cell is empty."""
-    from frozencore_lab.cli.rehearsal_lines import rehearsal_screen, run_rehearsal
+    """Make a campaign's runs on the pocket model and few rows, and check its report. Status 1 if a cell is empty."""
+    from frozencore_lab.cli.campaign_lines import rehearsal_screen, run_rehearsal
 
-    found = run_rehearsal(
-        spec, output, console, data_root=data_root, models=_models(model_path), num_workers=workers, quick=quick
-    )
+    found = run_rehearsal(spec, output, console, data_root=data_root, num_workers=workers)
     for part in rehearsal_screen(found):
         console.print(part, highlight=False)
     raise typer.Exit(1 if found.lacks else 0)
@@ -140,15 +133,13 @@ def status(folder: Folder) -> None:
 
 @campaign_app.command()
 def report(
-    folders: Annotated[
-        list[Path] | None, typer.Argument(help="Folder of a campaign; several give one common report.")
-    ] = None,
+    folder: Annotated[Path | None, typer.Argument(help="Folder of a campaign.")] = None,
     output: Annotated[
         Path | None,
         typer.Option(
             "--output",
             "--out",
-            help="Folder of the report. Default: report/ in the campaign's folder, or across/ beside several.",
+            help="Folder of the report. Default: report/ in the campaign's folder.",
         ),
     ] = None,
     table: Annotated[
@@ -162,19 +153,18 @@ def report(
         Path | None, typer.Option("--json", help="With --table: write the analysis there too.")
     ] = None,
 ) -> None:
-    """Write a campaign's tables, figures and HTML page from its records; or compare several campaigns, model beside
-    model; or analyse a table of task means."""
+    """Write a campaign's tables, figures and HTML page from its records, or analyse a table of task means."""
     from frozencore_lab.cli.campaign_lines import report_on_table, write_campaign_report
 
-    if folders and table is None:
-        for part in write_campaign_report(folders, output):
+    if folder is not None and table is None:
+        for part in write_campaign_report(folder, output):
             console.print(part, highlight=False)
-    elif table is not None and not folders:
+    elif table is not None and folder is None:
         if reference is None:
             raise ConfigError("--table needs --reference NAME: the method that the others are compared with.")
         console.print(report_on_table(table, reference, json_file))
     else:
-        raise ConfigError("A report reads campaigns' folders or --table FILE.csv: give one of them.")
+        raise ConfigError("A report reads a campaign's folder or --table FILE.csv: give one of them.")
 
 
 def schema() -> None:

@@ -6,15 +6,18 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from frozencore.errors import ConfigError, TrainingError
 from frozencore.tune.run.record import Failure, RunRecord
-from frozencore.words import Progress, num_of
+from frozencore.words import Progress, num_of, time_in_words
 from frozencore_lab.campaign.driver import drive
 from frozencore_lab.campaign.estimate import SearchRows, search_rows
 from frozencore_lab.campaign.plan import Planned, most_further_trials, plan
@@ -26,7 +29,12 @@ from frozencore_lab.campaign.worker import Place, Worker
 from frozencore_lab.campaign.worker_pool import LocalPool, OwnProcess, WorkerPool
 from frozencore_lab.cli.board import Board
 
+if TYPE_CHECKING:
+    from frozencore_lab.rehearsal import Rehearsal
+
 MOST_WORKERS = 8  # by default, on a machine without GPUs
+MOST_REHEARSING = 4
+MOST_REASONS = 10
 
 
 def run_campaign(
@@ -167,27 +175,20 @@ def _search_table(rows: Sequence[SearchRows]) -> Table:
     return table
 
 
-def write_campaign_report(folders: Sequence[Path], output: Path | None) -> Iterator[RenderableType]:
-    """Write the tables, figures and page of one or several campaigns, and list the files.
+def write_campaign_report(folder: Path, output: Path | None) -> Iterator[RenderableType]:
+    """Write the tables, figures and page of a campaign, and count the files.
 
     Args:
-        output: Default: ``report/`` in the campaign's folder; ``across/`` beside the folders of several campaigns.
+        output: Default: ``report/`` in the campaign's folder.
     """
     from frozencore_lab.campaign.results import load_results
-    from frozencore_lab.reports.across import across_document
     from frozencore_lab.reports.campaign import campaign_document
     from frozencore_lab.reports.writing import write_document
 
-    campaigns = [load_results(folder) for folder in folders]
-    if len(campaigns) == 1:
-        output, document = output or folders[0] / "report", campaign_document(campaigns[0])
-    else:
-        output = output or Path(os.path.commonpath([folder.absolute().parent for folder in folders])) / "across"
-        document = across_document(campaigns)
-    files = write_document(document, output)
-    studies = [study for results in campaigns for study in results.studies]
-    missing = sum(len(study.missing) for study in studies)
-    num_runs = sum(len(study.runs) for study in studies)
+    results, output = load_results(folder), output or folder / "report"
+    files = write_document(campaign_document(results), output)
+    missing = sum(len(study.missing) for study in results.studies)
+    num_runs = sum(len(study.runs) for study in results.studies)
     has = f"{num_runs - missing} of {num_runs} final runs have a result"
     yield f"{has}; {len(files)} files. Open {output / 'index.html'}"
 
@@ -202,6 +203,52 @@ def report_on_table(table: Path, reference: str, json_file: Path | None) -> Rend
     if json_file is not None:
         write_json(json_file, asdict(comparison))
     return comparison_view(comparison)
+
+
+def run_rehearsal(
+    spec: Path, output: Path | None, console: Console, *, data_root: Path | None, num_workers: int | None
+) -> Rehearsal:
+    """Rehearse a specification.
+
+    Raises:
+        ConfigError: The specification is wrong.
+        ArtifactError: The output folder holds something else.
+    """
+    from frozencore_lab.rehearsal import rehearse
+
+    campaign = read_campaign(spec)
+
+    def start_pool(worker: Worker) -> WorkerPool:
+        size = min(MOST_REHEARSING, os.cpu_count() or 1) if num_workers is None else num_workers
+        return LocalPool(size, worker, devices=("cpu",)) if size else OwnProcess(worker)
+
+    folder = output or default_folder(campaign).with_name(f"{campaign.name}-rehearsal")
+    watch = partial(Board, console, line_every=100)
+    return rehearse(campaign, folder, data_root, start_pool=start_pool, watch=watch)
+
+
+def rehearsal_screen(found: Rehearsal) -> Iterator[RenderableType]:
+    """Yield one screen: filled and empty cells of each study, each reason once, and the report's page."""
+    runs = num_of(found.num_runs, "run")
+    yield Text(
+        f"Rehearsal of {found.campaign}: {runs}, {found.num_failed} failed, {time_in_words(found.time_s)}", "bold"
+    )
+    table = Table()
+    for heading in ("study", "tables", "figures", "cells filled", "empty"):
+        table.add_column(heading, justify="left" if heading == "study" else "right")
+    for one in found.studies:
+        lacking = Text(str(len(one.lacks)), "red" if one.lacks else "green")
+        table.add_row(one.name, str(one.num_tables), str(one.num_figures), str(one.filled), lacking)
+    yield table
+    reasons: dict[str, list[str]] = {}
+    for lack in found.lacks:
+        reasons.setdefault(lack.why, []).append(f"{lack.study}, {lack.where}")
+    for why, places in list(reasons.items())[:MOST_REASONS]:
+        more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+        yield Text(f"Empty: {places[0]}{more}: {why}", "red")
+    if len(reasons) > MOST_REASONS:
+        yield Text(f"and {len(reasons) - MOST_REASONS} more reasons: see rehearsal.json.", "red")
+    yield f"{len(found.files)} files: {found.folder}/report"
 
 
 def default_folder(campaign: Campaign) -> Path:

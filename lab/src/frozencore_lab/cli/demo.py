@@ -35,7 +35,7 @@ def demo(
         campaign, output, console, data_root=None, models={}, num_workers=workers, device="cpu", ray_address=None,
         retry_failed=True,
     )  # fmt: skip
-    for part in write_campaign_report([output], output / "report"):
+    for part in write_campaign_report(output, output / "report"):
         console.print(part, highlight=False)
     for study in load_results(output).studies:
         for table in study_section(study).tables:

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from frozencore_lab.campaign.results import CampaignResults, StudyResults
-from frozencore_lab.reports.across import means_across
-from frozencore_lab.reports.criterion import criterion_section
 from frozencore_lab.reports.document import Document, Section, Table, make_document
 from frozencore_lab.reports.figures import study_drawings
-from frozencore_lab.reports.frontier import frontier_section
-from frozencore_lab.reports.labels import axis_name, slug, value_name
+from frozencore_lab.reports.labels import slug
 from frozencore_lab.reports.tables.averages import averages, column_averages
 from frozencore_lab.reports.tables.costs import memory_sheet, state_sheet, study_costs, time_sheet
 from frozencore_lab.reports.tables.further import FURTHER, search_sheet
-from frozencore_lab.reports.tables.items import item_gains, item_sheet, items_by_task_sheet
 from frozencore_lab.reports.tables.pivot import Pivot, measures_of, pivots
 from frozencore_lab.reports.tables.pivot_sheet import pivot_sheet
 from frozencore_lab.reports.tables.setup import data_sheet, hyper_parameter_sheet, information_sheet
@@ -22,16 +18,8 @@ from frozencore_lab.reports.tables.significance import compare, comparison_sheet
 
 
 def campaign_document(results: CampaignResults) -> Document:
-    """Make the report as a document: loss against trained values, the studies, the criterion, and the setup."""
-    campaign = results.campaign
-    sections = [
-        frontier_section(results),
-        *map(study_section, results.studies),
-        criterion_section(results),
-        setup_section(results),
-    ]
-    found = [section for section in sections if section is not None]
-    return make_document(campaign.name, campaign.about, (results,), found)
+    """Make the report as a document: the studies and the setup."""
+    return make_document(results, [*map(study_section, results.studies), setup_section(results)])
 
 
 def setup_section(results: CampaignResults) -> Section:
@@ -49,16 +37,9 @@ def study_section(results: StudyResults) -> Section:
     study = results.study
     for i, measure in enumerate(measures_of(results)):
         first = details if i and measure.ranked else main
-        tables = pivots(results, measure)
-        for pivot in tables:
-            shown, further = _pivot_tables(pivot, pivot.name + measure.suffix)
-            first += shown
-            details += further
+        for pivot in pivots(results, measure):
+            first += _pivot_tables(pivot, pivot.name + measure.suffix)
             headlines += [] if i else _headline(pivot)
-        named = {tuple(value_name(*item) for item in pivot.group.items()): pivot for pivot in tables}
-        headings = [axis_name(axis) for axis in tables[0].group]
-        across = means_across(named, headings, f"{results.name}-means{measure.suffix}", study.title)
-        first += [] if across is None else [Table(across)]
     for costs in study_costs(results):
         name, alone = f"{results.name}{slug(costs.group)}", study.kind.is_alone
         memory = memory_sheet(costs, f"{name}-memory") if alone else None
@@ -72,22 +53,18 @@ def study_section(results: StudyResults) -> Section:
     )
 
 
-def _pivot_tables(pivot: Pivot, name: str) -> tuple[list[Table], list[Table]]:
-    """The tables of a pivot: those to show, and those to fold away."""
+def _pivot_tables(pivot: Pivot, name: str) -> list[Table]:
+    """A pivot's own table, further ones, and its comparison with the reference."""
     comparison, remark = compare(pivot)
-    main, details = [Table(pivot_sheet(pivot, name), pivot, "" if comparison else remark)], []
-    main += [Table(kind.sheet(pivot, f"{name}-{end}")) for end, kind in FURTHER.items() if kind.asked(pivot.report)]
-    gains, absent = item_gains(pivot)
+    tables = [Table(pivot_sheet(pivot, name), pivot, "" if comparison else remark)]
+    tables += [Table(kind.sheet(pivot, f"{name}-{end}")) for end, kind in FURTHER.items() if kind.asked(pivot.report)]
     if comparison is not None:
         sheet = comparison_sheet(
             comparison, name=f"{name}-significance", title=f"{pivot.title}: significance", note=remark,
             decimals=pivot.measure.decimals + 1, names=names_of(pivot),
         )  # fmt: skip
-        main.append(Table(sheet, remark=absent))
-    if gains is not None:
-        main.append(Table(item_sheet(pivot, gains, comparison, f"{name}-items")))
-        details.append(Table(items_by_task_sheet(pivot, gains, f"{name}-items-by-task")))
-    return main, details
+        tables.append(Table(sheet))
+    return tables
 
 
 def _headline(pivot: Pivot) -> Iterator[str]:

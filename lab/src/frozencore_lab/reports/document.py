@@ -74,12 +74,12 @@ class Document:
 
     name: str
     about: str
-    campaigns: tuple[CampaignResults, ...]
+    results: CampaignResults
     sections: tuple[Section, ...]
 
     @property
     def runs(self) -> tuple[FinalRun, ...]:
-        return tuple(run for campaign in self.campaigns for study in campaign.studies for run in study.runs)
+        return tuple(run for study in self.results.studies for run in study.runs)
 
 
 class RunCounts(NamedTuple):
@@ -101,9 +101,7 @@ def count_runs(runs: tuple[FinalRun, ...]) -> RunCounts:
     return RunCounts(done, failed, len(different) - done - failed)
 
 
-def make_document(
-    name: str, about: str, campaigns: tuple[CampaignResults, ...], sections: Iterable[Section]
-) -> Document:
+def make_document(results: CampaignResults, sections: Iterable[Section]) -> Document:
     """Make a document whose tables and figures have unique names; a repeated name is made longer.
 
     Otherwise the study ``a-time`` and the times of the study ``a`` would share a file.
@@ -129,4 +127,4 @@ def make_document(
         )
         for section in sections
     )
-    return Document(name, about, campaigns, named)
+    return Document(results.campaign.name, results.campaign.about, results, named)

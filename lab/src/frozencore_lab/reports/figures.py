@@ -82,7 +82,7 @@ def _alone(pivot: Pivot, *, draw: Callable[[Axes, Pivot], None]) -> Figure:
     return figure
 
 
-def draw_ranking(axis: Axes, pivot: Pivot) -> None:
+def _ranking(axis: Axes, pivot: Pivot) -> None:
     """Draw columns by their mean over the rows, best first, with the standard deviation of the seeds' means."""
     averages, colours = column_averages(pivot), column_colours(pivot)
     found = {column: average.value for column, average in averages.items() if average.value is not None}
@@ -227,19 +227,8 @@ def _learning_curves(pivot: Pivot) -> Figure:
     return figure
 
 
-@styled
-def ranking_panels(tables: Sequence[tuple[str, Pivot]]) -> Figure:
-    """Draw a panel for each table: its columns by macro-average, best first, with its own order and scale."""
-    tallest = max(len(pivot.columns) for _, pivot in tables)
-    figure, axes = panels(len(tables), max(2.4, 0.9 + 0.3 * tallest), most=2)
-    for axis, (name, pivot) in zip(axes, tables, strict=True):
-        draw_ranking(axis, pivot)
-        axis.set_title(name)
-    return figure
-
-
 DRAWN: dict[str, FigureKind] = {
-    "ranking": FigureKind(partial(_alone, draw=draw_ranking), of_averages=True),
+    "ranking": FigureKind(partial(_alone, draw=_ranking), of_averages=True),
     "gains": FigureKind(partial(_alone, draw=_gains)),
     "lines": FigureKind(partial(_alone, draw=_lines)),
     "state": FigureKind(partial(_alone, draw=_state), against=", by the values that train", of_averages=True),

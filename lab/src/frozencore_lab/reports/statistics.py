@@ -2,11 +2,6 @@
 
 Differences over tasks are ``reference - other``, rounded to the 12th digit of the larger value. So differences that are
 equal in print (95.1 - 94.8 and 85.9 - 85.6) are ties.
-
-Resampling estimates the uncertainty of a mean difference from its evaluation rows, seeds and tasks. A gain is an array
-(seeds, items, others): the reference's score on an item minus each other method's score on the same item under the same
-seed. The statistic is the mean over tasks of the means over seeds and items. All other methods share the draws, so that
-their intervals can be compared.
 """
 
 from __future__ import annotations
@@ -16,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy import stats
 
 from frozencore.errors import DataError
@@ -149,56 +143,3 @@ def mean_ranks(columns: Mapping[str, Sequence[float]], *, lower_is_better: bool 
     sign = 1 if lower_is_better else -1
     ranks = stats.rankdata(sign * np.array(list(columns.values())), axis=0)
     return {name: float(row.mean()) for name, row in zip(columns, ranks, strict=True)}
-
-
-NUM_ITEM_RESAMPLES = 5_000
-Gains = NDArray[np.float64]
-"""(seeds, items, others)"""
-
-
-def item_means(
-    gains: Sequence[Gains], *, num_resamples: int = NUM_ITEM_RESAMPLES, seed: int = 0
-) -> NDArray[np.float64]:
-    """Resample items: statistics (resamples, others).
-
-    Items are drawn with replacement within each task; tasks and seeds are fixed.
-    """
-    generator = np.random.default_rng(seed)
-    total = np.zeros((num_resamples, gains[0].shape[2]))
-    for gain in gains:
-        by_item = gain.mean(axis=0)
-        total += _draws(generator, num_resamples, len(by_item)) @ by_item
-    return total / len(gains)
-
-
-def hierarchical_means(
-    gains: Sequence[Gains], *, num_resamples: int = NUM_ITEM_RESAMPLES, seed: int = 0
-) -> NDArray[np.float64]:
-    """Resample tasks, seeds and items: statistics (resamples, others).
-
-    Tasks are drawn with replacement. For each drawn task, seeds and items are drawn independently of each other,
-    because every seed scores the same items.
-    """
-    generator = np.random.default_rng(seed)
-    drawn = generator.integers(len(gains), size=(num_resamples, len(gains)))
-    total = np.zeros((num_resamples, gains[0].shape[2]))
-    for task, gain in enumerate(gains):
-        resample, _ = np.nonzero(drawn == task)  # repeated as often as the task was drawn
-        seeds = _draws(generator, len(resample), gain.shape[0])
-        items = _draws(generator, len(resample), gain.shape[1])
-        means = sum(seeds[:, s, None] * (items @ gain[s]) for s in range(gain.shape[0]))
-        np.add.at(total, resample, means)
-    return total / len(gains)
-
-
-def percentiles(means: NDArray[np.float64]) -> list[tuple[float, float]]:
-    """The percentile interval (95 %) of each column of resampled statistics."""
-    low, high = np.quantile(means, [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2], axis=0)
-    return list(zip(low.tolist(), high.tolist(), strict=True))
-
-
-def _draws(generator: np.random.Generator, num_resamples: int, size: int) -> NDArray[np.float64]:
-    """(resamples, size): the share of each of ``size`` things in a draw of ``size`` with replacement."""
-    drawn = generator.integers(size, size=(num_resamples, size))
-    drawn += size * np.arange(num_resamples)[:, None]
-    return np.bincount(drawn.ravel(), minlength=num_resamples * size).reshape(num_resamples, size) / size

@@ -70,9 +70,7 @@ def report_text(document: Document) -> str:
         parts += [f"![{markdown_text(drawing.alt)}](figures/{drawing.name}.png)" for drawing in section.drawings]
         for table in section.tables:
             parts += [markdown(table.sheet).rstrip("\n"), table.remark]
-    for results in document.campaigns:
-        title = "Protocol" if len(document.campaigns) == 1 else f"Protocol of {results.campaign.name}"
-        parts += [f"## {markdown_text(title)}", _fenced(protocol_yaml(results.campaign))]
+    parts += ["## Protocol", _fenced(protocol_yaml(document.results.campaign))]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from frozencore_lab.reports.campaign import study_section
 from frozencore_lab.reports.tables.costs import Phases, memory_sheet, state_sheet, study_costs, time_sheet
+from made_up import criterion_content
 
 PAPER = {  # initialisation s, step s, peak GB, trained values
     "fcca": (35, 0.81, 6.92, 36_864),
@@ -188,3 +189,23 @@ def test_a_profile_of_records_that_tell_no_phases_apart_has_no_such_table_and_sa
 
     (costs,) = study_costs(study(TWO_SEEDS, half))
     assert memory_sheet(costs, "m") is None
+
+
+def test_the_norm_of_the_cores_gradient_is_a_column_where_runs_have_measured_it(study, make_record):
+    yaml = """
+  s:
+    title: S
+    axes: {model: [small], task: [svamp], method: [fcca, lora], seed: [42, 43]}
+"""
+    norms = {42: 2.0, 43: 3.0}
+
+    def record(axes):
+        measured = {**criterion_content(0.5), "gradient": norms[axes["seed"]]}
+        return make_record(axes, criterion=measured if axes["method"] == "fcca" else None)
+
+    (costs,) = study_costs(study(yaml, record))
+    sheet = state_sheet(costs, "s")
+    assert sheet.headings[-1] == "‖PᵀGQ‖"
+    assert {line[0].text: (line[-1].text, line[-1].is_empty) for line in sheet.rows} == {
+        "FCCA": ("2.5", False), "LoRA": ("n/a", False),
+    }  # fmt: skip

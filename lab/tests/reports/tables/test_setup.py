@@ -132,7 +132,7 @@ def test_where_ranks_are_chosen_the_budget_stands_in_their_place(results):
 
 
 def test_generated_rows_and_own_files_have_an_origin_too(tmp_path):
-    assert column(sheets("pocket")["data-sets"], "data set") == ["generated"] * 4
+    assert column(sheets("demo")["data-sets"], "data set") == ["generated"] * 4
     (tmp_path / "rows.jsonl").write_text('{"q": "a", "n": "1"}\n')
     task = tmp_path / "own.yaml"
     task.write_text('name: own\nscoring: exact_match\nevaluation: rows.jsonl\nprompt: "{q}"\nanswer: n\n')

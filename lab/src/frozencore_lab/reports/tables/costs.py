@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 
 from frozencore.tune.methods import METHODS
 from frozencore.tune.run.config import RunConfig
@@ -145,6 +145,7 @@ def state_sheet(costs: Costs, name: str) -> Sheet:
     """A sheet of values at once, in all and by kind, the training state, saved bytes, and the model's size."""
     kinds = dict.fromkeys(("core", "factors", "magnitudes", *(kind for cost in costs.costs for kind in cost.kinds)))
     unknown, lines = "the record does not tell them apart", []
+    measured = any(record.criterion is not None for cost in costs.costs for record in cost.records)
     for cost in costs.costs:
         first = cost.records[0]
         lines.append({
@@ -155,13 +156,23 @@ def state_sheet(costs: Costs, name: str) -> Sheet:
             "saved": bytes_cell(largest(cost.records, "saved_bytes")),
             "without bases": bytes_cell((first.resources or Resources()).saved_bytes_without_bases),
             "base model": bytes_cell(first.model_bytes),
+            **({"‖PᵀGQ‖": _gradient_cell(cost.records)} if measured else {}),
         })  # fmt: skip
     note = (
         f"Values that train at once, also by kind, and values trained in all. {HELD} Saved: the adapter's files, also "
         "without bases that can be made again from the base model and the calibration rows, and the base model's own "
         "weights beside them."
     )
+    if measured:
+        note += " ‖PᵀGQ‖: the norm of the cores' gradient on the calibration rows, before training; the mean over runs."
     return Sheet.of(name, f"{costs.title}: trained, held and saved", note, lines)
+
+
+def _gradient_cell(records: Sequence[TunedRecord]) -> SheetCell:
+    found = [record.criterion.gradient for record in records if record.criterion is not None]
+    if len(found) < len(records):
+        return missing("no bases, or bases that were made without the gradient G", is_undefined=True)
+    return SheetCell(f"{fmean(found):.3g}", value=fmean(found))
 
 
 def time_sheet(costs: Costs, name: str, *, alone: bool) -> Sheet:

@@ -1,1 +1,0 @@
-"""Rehearse a whole campaign on tiny models, from specification to report, before the real one."""

@@ -1,0 +1,115 @@
+"""A rehearsal from specification to screen: of sound campaigns, and of campaigns with a planted fault."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from frozencore_lab.campaign.plan import plan
+from frozencore_lab.campaign.spec import read_campaign
+from places import LAB, SHARED
+
+Command = Callable[..., tuple[int, str, str]]
+
+HEAD = """
+name: faulty
+models: {qwen: Qwen/Qwen2.5-3B-Instruct}
+base: {batch_size: 1, accumulation: 8, warmup: 0.1, dtype: bfloat16, paper_steps: true}
+studies:
+"""
+SOUND = """
+  comparison:
+    title: Two methods with search, one without
+    axes: {model: [qwen], task: [pocket-sentiment, pocket-math], method: [fcca, lora, random], seed: [42, 43, 44]}
+    search:
+      grids:
+        - {for: [fcca], warmup: [0.03, 0.1]}
+        - {for: [lora], learning_rate: [1e-4, 2e-4]}
+    report: {rows: [task], columns: [method], reference: fcca, figure: ranking}
+  stability:
+    title: Nearness of the bases
+    kind: stability
+    reference_size: 512
+    axes: {model: [qwen], task: [pocket-math], calibration_size: [64, 512], seed: [42]}
+    report: {columns: [calibration_size], mean: false}
+"""
+
+
+def rehearse(command: Command, folder: Path, studies: str, *words: str | Path) -> tuple[int, str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "spec.yaml").write_text(HEAD + studies)
+    own = ("--output", folder / "out", "--workers", 0)
+    status, out, err = command("campaign", "rehearse", folder / "spec.yaml", *own, *words)
+    assert not err, err
+    return status, " ".join(out.split())
+
+
+def test_a_sound_campaign_fills_every_cell_of_the_report_that_it_would_have(command: Command, tmp_path: Path) -> None:
+    status, out = rehearse(command, tmp_path, SOUND)
+    assert status == 0, out
+    found = json.loads((tmp_path / "out" / "rehearsal.json").read_text())
+    assert (found["campaign"], found["num_failed"]) == ("faulty", 0)
+    assert all(study["filled"] and not study["lacks"] for study in found["studies"])
+    written = {str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out" / "report").rglob("*") if p.is_file()}
+    assert written == set(found["files"])
+    assert {"report/tables/comparison-significance.tex", "report/figures/comparison.png"} <= written
+    made = {path.name for path in (tmp_path / "out" / "runs").iterdir()}
+    campaign = read_campaign(tmp_path / "spec.yaml")
+    assert made & {run.job.id for run in plan(campaign, lambda _: None) if run.job} == {
+        run.job.id for run in plan(campaign, lambda _: None) if run.job and run.job.config.seed != 44
+    }
+
+
+FAULTS = {
+    "a rate that no model survives": (
+        "axes: {model: [qwen], task: [pocket-math], method: [lora], seed: [42]}, "
+        "search: {grids: [{learning_rate: [1e-3, 1e30]}]}",
+        "trial: task pocket-math, method lora, learning_rate 1e+30: diverged: Training diverged",
+    ),
+    "a name that matches no layer": (
+        "axes: {model: [qwen], task: [pocket-math], targets: [[q_proj], [no_such_proj]], seed: [42]}, "
+        "report: {columns: [targets]}",
+        "'no_such_proj' matches no layer of this model",
+    ),
+    "a reference that is no column": (
+        "axes: {model: [qwen], task: [pocket-math, pocket-sentiment], method: [random, vera], seed: [42]}, "
+        "report: {reference: k_proj}",
+        "k_proj",
+    ),
+    "a task whose rows are not here": (
+        "axes: {model: [qwen], task: [svamp], method: [random], seed: [42]}",
+        "ChilleD/SVAMP",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_a_planted_fault_is_named_with_the_cell_that_it_empties(case: str, command: Command, tmp_path: Path) -> None:
+    study, said = FAULTS[case]
+    (tmp_path / "no-data").mkdir()
+    status, out = rehearse(command, tmp_path, f"  s: {{title: S, {study}}}\n", "--data-root", tmp_path / "no-data")
+    assert status == 1
+    assert said in out
+
+
+def test_a_folder_of_something_else_stays_as_it_is(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("do not remove")
+    (tmp_path / "spec.yaml").write_text(HEAD + SOUND)
+    status, _, err = command("campaign", "rehearse", tmp_path / "spec.yaml", "--output", tmp_path / "full")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "holds something that is no rehearsal" in err
+    assert (tmp_path / "full" / "thesis.tex").read_text() == "do not remove"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["demo", "demo-smollm2", "smollm2", "smollm2-ablations"])
+def test_campaigns_whose_data_are_here_fill_every_cell(name: str, command: Command, tmp_path: Path) -> None:
+    if not (SHARED / "data").is_dir():
+        pytest.skip("needs the public data sets")
+    words = ("--data-root", SHARED / "data", "--output", tmp_path / "out", "--workers", 2)
+    status, out, _ = command("campaign", "rehearse", LAB / "campaigns" / f"{name}.yaml", *words)
+    assert status == 0, out[-3000:]
