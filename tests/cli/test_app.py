@@ -156,7 +156,8 @@ def test_a_dry_run_says_what_would_be_read_and_taken_and_writes_nothing(command,
     assert f"{max(lengths)} at most (limit 512)" in out
     assert "2 rows to score: " in out
     assert "6 steps of 6 rows, 3 at a time in 2 epochs; learning rate 0.01" in out
-    assert "fcca: 256 trained values (3,072 bytes of state held while training), about " in out
+    places = "q_proj, k_proj, v_proj, o_proj"
+    assert f"fcca: 256 trained values in {places} (3,072 bytes of state held while training), about " in out
     uncounted = command(*words, "--out", tmp_path / "run", "--dry-run", "--method", "dora")
     assert "dora: " in uncounted[1]
     assert re.fullmatch(r"Tom has \d+ cats \.⟦ two cats<\|endoftext\|>⟧", out.splitlines()[-1])

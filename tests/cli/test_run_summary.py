@@ -104,7 +104,7 @@ def test_a_run_says_how_it_trained_and_what_it_holds() -> None:
     resolved = {"targets": "all-linear", "max_length": 512, "recipe": recipe}
     text = shown(run_summary(made_up_record({"task": "svamp"}, resolved=resolved)))
     assert "262 steps of 8 rows, 1 at a time; learning rate" in text
-    assert "36,864 trained values; 442.4 KB of state held while training; saved in 29.6 MB" in text
+    assert "36,864 trained values in all-linear; 442.4 KB of state held while training; saved in 29.6 MB" in text
 
 
 def test_a_run_says_which_step_it_kept_and_why() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from frozencore.cli.console import console
 from frozencore.cli.display import StageDisplay
 from frozencore.cli.flag_file import as_flags
-from frozencore.cli.run_summary import recipe_in_words
+from frozencore.cli.run_summary import places_in_words, recipe_in_words
 from frozencore.cli.tasks import marked
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.run.adapt import on_named_basis
@@ -117,7 +117,9 @@ def _cost(config: RunConfig, prepared: PreparedRun) -> Iterator[Text]:
     values = ""
     if (adapted := _adapted(config, prepared)) is not None:
         at_once = values_at_once(adapted)
-        values = f"{at_once:,} trained values ({training_state_bytes(at_once):,} bytes of state held while training), "
+        places = places_in_words(resolve_targets(config, prepared.model))
+        state = f"{training_state_bytes(at_once):,} bytes of state held while training"
+        values = f"{at_once:,} trained values{places} ({state}), "
     yield Text(f"{config.method}: {values}about {bytes_in_words(memory)} of memory with the model.")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod, sqrt
 from pathlib import Path
 from statistics import mean, variance
@@ -181,9 +181,20 @@ def _kept_step(record: TunedRecord) -> Iterator[str]:
     )
 
 
+MOST_PLACES = 8
+
+
+def places_in_words(targets: Sequence[str] | str | None) -> str:
+    """Name the adapted layers, as ``" in q_proj, v_proj"``; empty if every weight is trained."""
+    names = targets.split() if isinstance(targets, str) else targets or ()
+    rest = f" and {len(names) - MOST_PLACES} more" if len(names) > MOST_PLACES else ""
+    return f" in {', '.join(names[:MOST_PLACES])}{rest}" if names else ""
+
+
 def _cost(record: TunedRecord) -> Iterator[str]:
+    places = places_in_words(record.resolved.targets if record.resolved else None)
     yield (
-        f"{num_of(record.values_at_once, 'trained value')}; "
+        f"{num_of(record.values_at_once, 'trained value')}{places}; "
         f"{bytes_in_words(record.state_held_bytes)} of state held while training; "
         f"saved in {bytes_in_words(record.saved_bytes)}, the base model has {bytes_in_words(record.model_bytes)}"
     )
