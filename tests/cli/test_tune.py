@@ -1,4 +1,4 @@
-"""The files that ``tune`` writes beside a run, and the table of a sweep."""
+"""The files that ``tune`` writes beside a run, and the figure of its training."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from typing import ClassVar
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from rich.console import Console
 
-from frozencore.cli.tune import sweep_summary, write_learning
+from frozencore.cli.tune import write_learning
 from frozencore.tune import figure_style
-from frozencore.tune.run.record import Sweep, SweptRun
 from made_up import made_up_record
 
 Command = Callable[..., tuple[int, str, str]]
@@ -79,32 +77,6 @@ def test_the_figure_has_the_held_out_loss_before_and_after(
     upright = [line.get_xdata()[0] for line in axes.lines if line.get_color() == figure_style.GREY]
     assert upright == ([last] if selection else [])
     assert "mean of a twentieth" not in curves
-
-
-@pytest.mark.parametrize(
-    ("losses", "is_marked"),
-    [([3.0, 2.0, 1.0], True), ([1.0, 2.0, 3.0], True), ([2.0, 1.0, 3.0], False), ([2.0, 1.0, None], False)],
-)
-def test_a_sweep_says_that_its_best_rate_is_an_end_of_those_tried(
-    losses: list[float | None], is_marked: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A rate beyond it that diverges makes it no end."""
-    runs = [
-        SweptRun(options={"learning_rate": 10.0**-power, "seed": seed}, held_out_loss=loss and loss + seed)
-        for power, loss in zip((4, 3, 2), losses, strict=True)
-        for seed in (0, 1)
-    ]
-    ended = {number: run.held_out_loss for number, run in enumerate(runs) if run.held_out_loss is not None}
-    sweep = Sweep(rows=8, runs=tuple(runs), best=min(ended, key=ended.__getitem__))
-    Console(width=100).print(sweep_summary(sweep))
-    shown = " ".join(capsys.readouterr().out.split())
-    assert ("best †" in shown, "a better one may lie outside" in shown) == (is_marked, is_marked)
-
-
-def test_a_sweep_of_seeds_has_no_rates_to_mark(capsys: pytest.CaptureFixture[str]) -> None:
-    runs = tuple(SweptRun(options={"seed": seed}, held_out_loss=float(seed)) for seed in (1, 2))
-    Console(width=100).print(sweep_summary(Sweep(rows=8, runs=runs, best=0)))
-    assert "†" not in capsys.readouterr().out
 
 
 FEW = (

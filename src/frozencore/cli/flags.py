@@ -194,31 +194,6 @@ def _read_value(option: Option, given: Any) -> Any:
     raise refused or ConfigError(f"{flag_of(option.name)} must be {rule}, but {given!r} came.")
 
 
-def read_choices(words: Sequence[str], among: Sequence[str]) -> dict[str, tuple[Any, ...]]:
-    """Read the values to try of each option, from words such as ``lr=1e-3,3e-3``.
-
-    Args:
-        among: The allowed options.
-
-    Raises:
-        ConfigError: A word is not allowed; the message names it and what is allowed.
-    """
-    known = run_options()
-    by_flag = {flag.removeprefix("--"): name for name in among for flag in (*SPELLED.get(name, ()), flag_of(name))}
-    choices: dict[str, tuple[Any, ...]] = {}
-    for word in words:
-        flag, _, values = word.partition("=")
-        name = by_flag.get(flag.strip().replace("_", "-"))
-        given = [value.strip() for value in values.split(",") if value.strip()]
-        if name is None or not given or name in choices:
-            raise ConfigError(
-                f"A sweep is one of {', '.join(sorted(by_flag))} with its values, once each, such as lr=1e-3,3e-3, but "
-                f"{word!r} came."
-            )
-        choices[name] = tuple(dict.fromkeys(_read_value(known[name], value) for value in given))
-    return choices
-
-
 def _takes_several(option: Option) -> bool:
     return any(get_origin(kind) is tuple for kind in _kinds(option))
 

@@ -72,7 +72,7 @@ FLAG_GROUPS = (
     Group("Bases", ("calibration_size", "grow", "by", "damping", "memory_budget", "moments"), ("calibration_task",)),
     Group(
         "Steps",
-        ("learning_rate", "epochs", "batch_size", "accumulation", "warmup", "seed", "sweep", "slots"),
+        ("learning_rate", "epochs", "batch_size", "accumulation", "warmup", "seed", "slots"),
         ("padding_free",),
     ),
     Group("Privacy", ("private_epsilon", "private_delta"), ("private_clip",)),

@@ -9,25 +9,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Group
-from rich.table import Table
 
 from frozencore.cli.console import console
 from frozencore.cli.flag_file import as_flags
-from frozencore.cli.flags import DryRun, Out, Resume, TakesOptions, read_choices, require_out
+from frozencore.cli.flags import DryRun, Out, Resume, TakesOptions, require_out
 from frozencore.files.hub import require_upload, upload
-from frozencore.tune.run.config import SWEPT, RunConfig
+from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.processes import is_first, joined, refuse_several
 from frozencore.tune.run.refuse_early import refuse_early
 from frozencore.tune.run.run_folder import ADAPTER, ASKED, RECORD, SAMPLES, kept_of, refuse_used
-from frozencore.words import num_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from frozencore.tune.run.record import Sweep, TunedRecord
+    from frozencore.tune.run.record import TunedRecord
 
 HISTORY, FIGURE = "history.csv", "training.png"
-RATE = "learning_rate"
 
 
 def _tune(
@@ -36,22 +33,14 @@ def _tune(
     moments: Annotated[
         Path | None, typer.Option(help="A moments file of `frozencore calibrate`, in place of a new calibration pass.")
     ] = None,
-    sweep: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=V,V,...",
-            help="Train with each of these values, together on one basis, and keep the run that is best on "
-            "validation rows: lr, warmup, epochs, batch-size, accumulation, seed (of the row order). May be repeated.",
-        ),
-    ] = None,
     push_to_hub: Annotated[
         str | None, typer.Option(metavar="OWNER/NAME", help="Upload the adapter; a new repository is private.")
     ] = None,
     resume: Resume = False,
     dry_run: DryRun = False,
 ) -> None:
-    if dry_run or sweep:
-        refuse_several("--dry-run" if dry_run else "A sweep")
+    if dry_run:
+        refuse_several("--dry-run")
     refuse_early(config, moments)
     if dry_run:
         from frozencore.cli.dry_run import print_dry_run
@@ -62,29 +51,21 @@ def _tune(
     refuse_used(output, resume=resume)
     if push_to_hub is not None:
         require_upload(push_to_hub)
-    choices = read_choices(sweep or [], SWEPT)
     from frozencore.cli.display import StageDisplay, resume_line
 
     if resume:
         console.print(resume_line(output))
-    swept = None
     with joined(), StageDisplay(console) as progress:
         from frozencore.cli.run_summary import run_summary, sample_lines, size_lines
         from frozencore.files.whole_file import write_text
         from frozencore.tune.run.execute import execute
-        from frozencore.tune.run.many.sweep import execute_sweep
 
         progress.started()
-        if choices:
-            record, swept = execute_sweep(config, choices, output, progress, resume=resume, moments_file=moments)
-        else:
-            record = execute(config, output, progress, resume=resume, moments_file=moments)
+        record = execute(config, output, progress, resume=resume, moments_file=moments)
     if not is_first():
         return
     for warning in record.warnings:
         console.print(f"Warning: {warning}", style="yellow")
-    if swept is not None:
-        console.print(sweep_summary(swept))
     console.print(run_summary(record))
     if (output / SAMPLES).is_file():
         console.print(Group(*sample_lines(output / SAMPLES)))
@@ -98,32 +79,6 @@ def _tune(
     console.print(f"Adapter: {output / ADAPTER}   Record: {output / RECORD}{curve}")
     if push_to_hub is not None:
         console.print(f"Uploaded: {upload(output / ADAPTER, push_to_hub)}")
-
-
-def sweep_summary(sweep: Sweep) -> Table:
-    """Show the score of each run of a sweep on validation rows."""
-    names = list(sweep.runs[0].options)
-    title = f"{num_of(len(sweep.runs), 'run')} on one basis, {num_of(sweep.rows, 'validation row')}"
-    table = Table(title=title, title_justify="left")
-    for heading in (*names, "loss, nats/token", "kept step", ""):
-        table.add_column(heading.replace("_", " "), justify="right")
-    for number, run in enumerate(sweep.runs):
-        loss = "diverged" if run.held_out_loss is None else f"{run.held_out_loss:.4f}"
-        step = "" if run.kept_step is None else str(run.kept_step)
-        mark = "" if number != sweep.best else "best †" if _at_end(sweep) else "best"
-        table.add_row(*(f"{run.options[name]:g}" for name in names), loss, step, mark)
-    if _at_end(sweep):
-        table.caption = "† The best learning rate is the largest or smallest tried: a better one may lie outside."
-    return table
-
-
-def _at_end(sweep: Sweep) -> bool:
-    """Return whether the best run has the largest or smallest of several learning rates."""
-    best = sweep.runs[sweep.best].options
-    if RATE not in best:
-        return False
-    rates = [run.options[RATE] for run in sweep.runs if {**run.options, RATE: best[RATE]} == best]
-    return len(rates) > 1 and best[RATE] in (min(rates), max(rates))
 
 
 def write_learning(record: TunedRecord, out: Path) -> None:

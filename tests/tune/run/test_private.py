@@ -14,7 +14,6 @@ from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.run.calibrate_only import execute_calibration
 from frozencore.tune.run.config import RunConfig, make_config
 from frozencore.tune.run.execute import execute
-from frozencore.tune.run.many.sweep import execute_sweep
 from frozencore.tune.run.prepare import prepare
 from frozencore.tune.run.training_port import recipe_of
 
@@ -125,11 +124,6 @@ def test_what_leaks_or_is_half_said_is_refused_in_one_line(options: dict[str, An
 def test_packed_texts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="splits a text over several rows"):
         config_of(task=None, data=str(own_rows(tmp_path)), packing=True)
-
-
-def test_runs_side_by_side_have_no_budget_of_their_own(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--private-epsilon is for a run that trains alone"):
-        execute_sweep(config_of(), {"learning_rate": [1e-3, 1e-2]}, tmp_path, silent)
 
 
 def test_the_batch_size_that_is_chosen_does_not_tell_how_long_rows_are(tmp_path: Path) -> None:

@@ -109,14 +109,14 @@ def test_processes_are_several_where_a_launcher_says_so(monkeypatch: pytest.Monk
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WORLD_SIZE", "4")  # a scheduler's, of something else
     assert (num_started(), is_first()) == (1, True)
-    refuse_several("A sweep")
+    refuse_several("This")
     with joined():
         assert not torch.distributed.is_initialized()
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("RANK", "3")
     assert (num_started(), is_first()) == (4, False)
-    with pytest.raises(ConfigError, match="A sweep is done by one process, but 4 were started"):
-        refuse_several("A sweep")
+    with pytest.raises(ConfigError, match="This is done by one process, but 4 were started"):
+        refuse_several("This")
 
 
 def test_other_verbs_are_for_one_process_and_the_first_of_several_says_so(
@@ -127,7 +127,7 @@ def test_other_verbs_are_for_one_process_and_the_first_of_several_says_so(
     said = "is done by one process, but 2 were started. Start it without torchrun.\n"
     assert command("calibrate", "--model", "x") == (2, "", f"frozencore: frozencore calibrate {said}")
     row = ("tune", "--model", "pocket", "--task", "pocket-math", "--out", "x")
-    assert command(*row, "--sweep", "lr=1e-3") == (2, "", f"frozencore: A sweep {said}")
+    assert command(*row, "--dry-run") == (2, "", f"frozencore: --dry-run {said}")
     monkeypatch.setenv("RANK", "1")
     assert command("campaign", "status", "x") == (2, "", "")
     assert command(*row, "--dry-run") == (2, "", "")

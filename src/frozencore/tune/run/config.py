@@ -28,7 +28,7 @@ from frozencore.tune.methods.bases_config import GROUPS, BasesConfig, read_group
 from frozencore.tune.rows.rows_config import RowsConfig
 from frozencore.tune.scoring.scoring_config import ScoringConfig
 from frozencore.tune.suite import find_task
-from frozencore.tune.training.recipe_config import AloneConfig, PrivateConfig, RecipeConfig, StepsConfig
+from frozencore.tune.training.recipe_config import AloneConfig, RecipeConfig
 from frozencore.words import flag_of, one_line
 
 UNCOUNTED = {
@@ -146,19 +146,15 @@ class RunConfig(PlaceConfig, ScoringConfig, RecipeConfig, CalibrationConfig, Bas
                 "lora_xs."
             )
 
-    def refuse_alone(self, these: str, *, may_be_private: bool = False) -> None:
-        """Refuse options that runs training side by side cannot have.
-
-        Args:
-            these: The name of such runs in the message.
-            may_be_private: Each run has its own rows, and so its own privacy budget.
+    def refuse_alone(self) -> None:
+        """Refuse options that tenants, which train side by side, cannot have.
 
         Raises:
             ConfigError: Such an option was given; the message names the first one.
         """
-        for name in self.given(AloneConfig.model_fields | ({} if may_be_private else PrivateConfig.model_fields)):
+        for name in self.given(AloneConfig.model_fields):
             raise ConfigError(
-                f"{flag_of(name)} is for a run that trains alone, but {these} train side by side, on one basis and in "
+                f"{flag_of(name)} is for a run that trains alone, but tenants train side by side, on one basis and in "
                 "common batches. Leave one out."
             )
 
@@ -211,10 +207,6 @@ def make_config(**values: Any) -> RunConfig:
         place = [part for part in first["loc"] if part not in GROUPS] or first["loc"]
         option = one_line(flag_of(str(place[0])))
         raise ConfigError(f"{option}: {first['msg'].lower()}, but {first['input']!r:.200} came.") from error
-
-
-SWEPT = tuple(StepsConfig.model_fields)
-"""Options that may differ between runs on one basis."""
 
 
 def run_options() -> dict[str, Option]:

@@ -40,10 +40,10 @@ from frozencore.tune.run.run_folder import (
     refuse_used,
 )
 from frozencore.tune.run.scores import samples_of, score_run, selection_of
-from frozencore.tune.run.training_port import Outcome, Train, Training, recipe_of
+from frozencore.tune.run.training_port import Outcome, Training, recipe_of
 from frozencore.tune.scoring.scoring_config import ScoringConfig, StepChoiceConfig
 from frozencore.tune.training.reporting import reporting, require_reporters
-from frozencore.tune.training.train import train as train_alone
+from frozencore.tune.training.train import train
 from frozencore.words import Progress, as_stage
 
 LAST_GOOD = "last-good-adapter"  # beside the checkpoints of a training that diverged
@@ -62,7 +62,6 @@ def execute(
     moments_file: Path | None = None,
     adapt: Adapt | None = None,
     measure: MeasureBases | None = None,
-    train: Train | None = None,
 ) -> TunedRecord:
     """Run a configuration and write ``out/``: the adapter, predictions, and last of all ``result.json``.
 
@@ -72,7 +71,6 @@ def execute(
         moments_file: See :func:`adapt_from_data`.
         adapt: Makes the adapter and its bases; by default :func:`adapt_from_data`, whose result is stored for resuming.
         measure: Measures the captures of a method without calibration; its time is not counted.
-        train: Trains; by default once, by the configured recipe.
 
     Returns:
         The written record.
@@ -137,7 +135,7 @@ def execute(
         )  # fmt: skip
         try:
             with memory.phase("training"):
-                outcome = (train or train_once)(training)
+                outcome = train_alone(training)
         except DivergenceError as error:
             if not (method.has_bases and is_first):
                 raise
@@ -156,10 +154,10 @@ def scored_as(config: RunConfig, hashes: Mapping[str, str]) -> dict[str, Any]:
     return {**asked, "base model": hashes["model"], "evaluation": hashes["evaluation"], "others": hashes.get("others")}
 
 
-def train_once(training: Training) -> Outcome:
+def train_alone(training: Training) -> Outcome:
     """Train an adapter alone, by the configured recipe."""
     config, prepared = training.config, training.prepared
-    report = train_alone(
+    report = train(
         training.model,
         prepared.rows.train,
         recipe_of(config, prepared.rows, prepared.model),

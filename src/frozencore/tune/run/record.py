@@ -194,27 +194,6 @@ class StabilityRecord(RunRecord):
     reference_size: Count | None = None
 
 
-class SweptRun(Part):
-    """One run of a sweep: its options, and the validation loss of its kept step.
-
-    Attributes:
-        diverged: The reason if it diverged; it then has no loss.
-    """
-
-    options: dict[str, int | float]
-    held_out_loss: float | None = None
-    kept_step: Count | None = None
-    diverged: str | None = None
-
-
-class Sweep(Part):
-    """The content of ``sweep.json``: every run in order, the number of validation rows, and the best run."""
-
-    rows: Count
-    runs: tuple[SweptRun, ...]
-    best: Count
-
-
 class Failure(Part):
     """The reason why a run has no record."""
 

@@ -1,6 +1,6 @@
 """The interface of training: a :class:`Training` goes in, an :class:`Outcome` comes out; and the recipe.
 
-Single runs, sweeps, tenants and campaigns use it. Training on eight rows at once was 1.4 to 3.6 times as fast as on one
+Single runs, tenants and campaigns use it. Training on eight rows at once was 1.4 to 3.6 times as fast as on one
 row at a time (a CPU core, models of a million parameters, rows of 10 to 60 tokens, of one or many lengths). The step is
 the same except for rounding: its loss is the mean over the completion tokens of all its rows. Rows are grouped by
 length (:mod:`frozencore.tune.training.batching`) if less padding is worth another pass.
@@ -8,7 +8,7 @@ length (:mod:`frozencore.tune.training.batching`) if less padding is worth anoth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -131,11 +131,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a training.
-
-    Attributes:
-        training: The training, with its configuration; for a sweep, the best run's.
-    """
+    """The result of a training."""
 
     training: Training
     report: TrainingReport
@@ -144,6 +140,3 @@ class Outcome:
     def recipe(self) -> Recipe:
         prepared = self.training.prepared
         return recipe_of(self.training.config, prepared.rows, prepared.model)
-
-
-Train = Callable[[Training], Outcome]

@@ -10,45 +10,6 @@ from frozencore.options import FrozenOptions
 from frozencore.privacy import CLIP, PrivateBudget
 
 
-class StepsConfig(FrozenOptions):
-    """Options of the optimizer's steps. Runs that train side by side may differ in these."""
-
-    learning_rate: Annotated[
-        float | None, Field(gt=0, description="Peak learning rate. Default: the method's own, 1e-2 for cores.")
-    ] = None
-    warmup: Annotated[
-        float | None,
-        Field(
-            ge=0, le=1, description="Share of the steps in which the learning rate rises. Default: the method's own."
-        ),
-    ] = None
-    epochs: Annotated[
-        int | None,
-        Field(
-            ge=1,
-            description="Passes over the training rows. Default: the task's number; for your own data 1, and up to 8 "
-            "if there are few rows.",
-        ),
-    ] = None
-    batch_size: Annotated[
-        Literal["auto"] | PositiveInt,
-        Field(
-            description="Rows in one forward pass. auto: as many rows as fit; --accumulation is then the number of "
-            "rows in one optimizer step, grouped by length if that is faster."
-        ),
-    ] = 1
-    accumulation: Annotated[int, Field(ge=1, description="Forward passes in one optimizer step.")] = 8
-    seed: Annotated[
-        int,
-        Field(ge=0, lt=2**32, description="Seed of calibration rows, row order, drawn labels and random directions."),
-    ] = 42
-
-    @property
-    def rows_a_step(self) -> int:
-        """Training rows of one optimizer step, for any batch size."""
-        return self.accumulation * (1 if self.batch_size == "auto" else self.batch_size)
-
-
 class AloneConfig(FrozenOptions):
     """Options that only a run that trains alone can have."""
 
@@ -97,9 +58,38 @@ class PrivateConfig(FrozenOptions):
         return PrivateBudget(self.private_epsilon, self.private_delta, self.private_clip or CLIP)
 
 
-class RecipeConfig(StepsConfig, AloneConfig, PrivateConfig):
+class RecipeConfig(AloneConfig, PrivateConfig):
     """All options of training."""
 
+    learning_rate: Annotated[
+        float | None, Field(gt=0, description="Peak learning rate. Default: the method's own, 1e-2 for cores.")
+    ] = None
+    warmup: Annotated[
+        float | None,
+        Field(
+            ge=0, le=1, description="Share of the steps in which the learning rate rises. Default: the method's own."
+        ),
+    ] = None
+    epochs: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            description="Passes over the training rows. Default: the task's number; for your own data 1, and up to 8 "
+            "if there are few rows.",
+        ),
+    ] = None
+    batch_size: Annotated[
+        Literal["auto"] | PositiveInt,
+        Field(
+            description="Rows in one forward pass. auto: as many rows as fit; --accumulation is then the number of "
+            "rows in one optimizer step, grouped by length if that is faster."
+        ),
+    ] = 1
+    accumulation: Annotated[int, Field(ge=1, description="Forward passes in one optimizer step.")] = 8
+    seed: Annotated[
+        int,
+        Field(ge=0, lt=2**32, description="Seed of calibration rows, row order, drawn labels and random directions."),
+    ] = 42
     save_steps: Annotated[
         int | None,
         Field(
@@ -107,3 +97,8 @@ class RecipeConfig(StepsConfig, AloneConfig, PrivateConfig):
             description="Optimizer steps between checkpoints. Default: a checkpoint after each epoch, and at Ctrl-C.",
         ),
     ] = None
+
+    @property
+    def rows_a_step(self) -> int:
+        """Training rows of one optimizer step, for any batch size."""
+        return self.accumulation * (1 if self.batch_size == "auto" else self.batch_size)

@@ -36,7 +36,7 @@ def tenants_of(config: RunConfig) -> tuple[RunConfig, dict[str, Path]]:
         ConfigError: An option cannot be used with many tenants, or the method has no cores.
         DataError: There are no row files.
     """
-    config.refuse_alone("tenants", may_be_private=True)
+    config.refuse_alone()
     config = on_named_basis(config)
     if config.data is None or not config.method_entry.has_bases:
         raise ConfigError(
