@@ -143,30 +143,6 @@ def outliers() -> str:
     return table(["held-out loss at a spread of", *sorted(next(iter(found.values())))], rows)
 
 
-def private() -> str:
-    """Accuracy and loss of private trainings on SST-2, by method and epsilon, beside plain ones."""
-    names = {
-        "public": "core, basis of public rows", "random": "core, random basis", "lora-1": "LoRA, r = 1",
-        "lora-16": "LoRA, r = 16",
-    }  # fmt: skip
-    lines = [line for line in lines_of(RESULTS / "private.jsonl") if line["task"] == "sst2"]
-    found: dict[tuple[str, float | None], list[Found]] = defaultdict(list)
-    for line in lines:
-        if line["phase"] == "final":
-            found[line["arm"], line["epsilon"]].append(line)
-    base = next(line for line in lines if line["phase"] == "base")
-    epsilons = sorted({epsilon for _, epsilon in found}, key=lambda epsilon: -(epsilon or math.inf))
-    rows = [["base model", "", *(f"{100 * base['accuracy']:.1f} / {base['loss']:.3f}" for _ in epsilons)]]
-    for arm, name in names.items():
-        cells = []
-        for runs in (found[arm, epsilon] for epsilon in epsilons):
-            accuracy = spread([run["accuracy"] for run in runs], 1, 100)
-            cells.append(f"{accuracy} / {spread([run['loss'] for run in runs], 3)}")
-        rows.append([name, f"{found[arm, None][0]['values']:,}", *cells])
-    privacy = ["not private" if epsilon is None else f"ε = {epsilon:g}" for epsilon in epsilons]
-    return table(["SST-2: accuracy, % / loss", "values", *privacy], rows)
-
-
 def stability() -> str:
     """Mean cosines of the principal angles between bases of few and of many calibration rows, by the number of few."""
     found: dict[int, list[Found]] = defaultdict(list)
@@ -191,7 +167,6 @@ def pages() -> Iterator[tuple[Path, dict[str, str]]]:
     tasks = {f"smollm2-{task}": of_task(methods) for task, methods in final_runs().items()}
     study, in_vllm = tenants_quality.Tenants().table(), found_in("served")
     yield README, {"smollm2-sst2": tasks["smollm2-sst2"], "tenants": study, "served": served.most_tenants(in_vllm)}
-    yield DOCS / "private.md", {"private": private()}
     yield DOCS / "outliers.md", {"outliers": outliers()}
     cost = {name: module.table_of(found_in(name)) for name, module in (("step", step), ("calibration", calibration))}
     yield DOCS / "cost.md", cost | {"gpu": gpu.table_of(found_in("gpu"))}

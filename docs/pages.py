@@ -24,7 +24,7 @@ IN_SITE = {**OF_THE_ROOT, NOTEBOOK: "first-hour.md"}
 BY_TASK = {
     "Adapt a model": (
         "calibrate", "FrozenCoreConfig", "Calibration", "CalibrationOptions", "frozen_core_layers", "FrozenCoreModel",
-        "PrivateTraining", "per_example_gradients", "FrozenCoreError",
+        "FrozenCoreError",
     ),
     "Export an adapter": (
         "export_lora", "export_merged", "check_lora_directory", "write_model_card",

@@ -114,7 +114,7 @@ def lay_out(place: Path) -> None:
     sums = [(drawn.randrange(30), drawn.randrange(30)) for _ in range(60)]
     rows = [json.dumps({"prompt": f"How many is {a} and {b}?", "completion": f" {a + b}"}) + "\n" for a, b in sums]
     (place / "rows").mkdir()
-    for name in ("everybody", "train", "rows", "public", "private", "anna", "ben", "dora", "rows/anna", "rows/ben"):
+    for name in ("everybody", "train", "rows", "public", "anna", "ben", "dora", "rows/anna", "rows/ben"):
         (place / f"{name}.jsonl").write_text("".join(rows))
     write_hub_folders(
         place / "DATA",

@@ -216,6 +216,35 @@ def test_own_rows_are_learned_by_the_trainer(tmp_path: Path) -> None:
     has_learned(AutoModelForCausalLM.from_pretrained(pocket_model_path()), tmp_path / "out" / "adapter")
 
 
+def test_a_core_learns_from_private_rows_within_the_budget_that_it_prints(
+    run: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All 36 steps count, also those that draw no row: two of 24 rows are drawn on average."""
+    accountants = pytest.importorskip("opacus.accountants")
+    monkeypatch.setattr("secrets.randbits", lambda _: 7)  # the same rows and noise each time
+    rows = [{"prompt": f"Tom has {i} cats .", "completion": " two cats"} for i in range(24)]
+    (tmp_path / "public.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:4]))
+    own = {"--rows-a-step": "2", "--epochs": "3", "--epsilon": "8", "--public": str(tmp_path / "public.jsonl")}
+    words = [word for pair in own.items() for word in pair]
+    with pytest.raises(SystemExit, match="below one over the number of rows, 1/24, but 0.1 came"):
+        run("private.py", pocket_model_path(), rows, *words, "--delta", "0.1")
+    adapter = run("private.py", pocket_model_path(), rows, *words, "--delta", "0.01")
+
+    said = capsys.readouterr().out
+    accountant = accountants.RDPAccountant()
+    accountant.history = [(float(re.search(r"noise multiplier ([\d.]+)", said)[1]), 2 / 24, 36)]  # type: ignore[index]
+    spent = [float(one) for one in re.findall(r"epsilon ([\d.]+) of 8 spent", said)]
+    assert len(spent) == 3
+    assert spent[-1] <= 8
+    assert spent[-1] == pytest.approx(accountant.get_epsilon(0.01), rel=0.02)  # the multiplier has three digits
+    model = has_learned(AutoModelForCausalLM.from_pretrained(pocket_model_path()), adapter)
+    tokenizer = AutoTokenizer.from_pretrained(pocket_model_path())
+    (token, *_) = tokenizer(" two", add_special_tokens=False)["input_ids"]
+    after = next_token_shares(model, tokenizer, "Tom has 30 cats .")[token]
+    with model.disable_adapter():
+        assert after > 2 * next_token_shares(model, tokenizer, "Tom has 30 cats .")[token]
+
+
 FEDERATED = """
 from pathlib import Path
 

@@ -14,8 +14,6 @@ from frozencore.adapter.export.serving import check_lora_directory
 from frozencore.adapter.export.tenant import export_tenant, tenant_weights
 from frozencore.adapter.layer import frozen_core_layers
 from frozencore.adapter.model import FrozenCoreModel
-from frozencore.adapter.per_example import per_example_gradients
-from frozencore.adapter.private.private_training import PrivateTraining
 from frozencore.adapter.saved.card import write_model_card
 from frozencore.adapter.saved.on_one_basis import merge_adapters, pack_adapter, unpack_adapter
 from frozencore.adapter.saved.saved_basis import SavedBasis, load_basis
@@ -55,7 +53,6 @@ __all__ = [
     "FrozenCoreModel",
     "LayerEvidence",
     "LayerMoments",
-    "PrivateTraining",
     "SavedBasis",
     "Whitening",
     "build_basis",
@@ -78,7 +75,6 @@ __all__ = [
     "merge_adapters",
     "milora_basis",
     "pack_adapter",
-    "per_example_gradients",
     "prepare_swap",
     "random_basis",
     "rawgrad_basis",

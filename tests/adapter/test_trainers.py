@@ -207,7 +207,7 @@ def test_opacus_gives_each_rows_gradient_of_a_core(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost"])
 @pytest.mark.parametrize("method", ["lora", "core"])
-def test_opacus_makes_a_private_step_of_clipped_rows(method: str, mode: str) -> None:
+def test_opacus_makes_a_step_of_clipped_rows(method: str, mode: str) -> None:
     """Without noise, the mean of the rows' gradients, each at most 0.1 long over all trained values."""
     lora = get_peft_model(tiny_qwen2(), LoraConfig(r=3, init_lora_weights=False)) if method == "lora" else None
     model = LastToken((lora or adapted("fcca", trained=True)).train())
@@ -216,13 +216,13 @@ def test_opacus_makes_a_private_step_of_clipped_rows(method: str, mode: str) -> 
     inputs, labels = rows_for_opacus()
     data = DataLoader(TensorDataset(*inputs, labels), batch_size=len(labels))
     trained = [p for p in model.parameters() if p.requires_grad]
-    private, optimizer, *rest, _ = PrivacyEngine().make_private(
+    wrapped, optimizer, *rest, _ = PrivacyEngine().make_private(
         module=model, optimizer=torch.optim.SGD(trained, lr=1.0), data_loader=data, noise_multiplier=0.0,
         max_grad_norm=0.1, poisson_sampling=False, grad_sample_mode=mode,
         **({"criterion": nn.CrossEntropyLoss()} if mode == "ghost" else {}),
     )  # fmt: skip
     before = [p.detach().clone() for p in trained]
-    (rest[0] if rest else cross_entropy)(private(*inputs), labels).backward()
+    (rest[0] if rest else cross_entropy)(wrapped(*inputs), labels).backward()
     optimizer.step()
     for old, new, each in zip(before, trained, rows, strict=True):
         clipped = torch.einsum("b,b...->...", (0.1 / lengths).clamp(max=1), each) / len(labels)

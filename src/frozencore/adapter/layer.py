@@ -17,7 +17,6 @@ from peft.utils import resolve_quantization_backend
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from frozencore.adapter.packed_rows import PackedRows
 from frozencore.adapter.saved.same_base import sample_weight
 from frozencore.adapter.saved.tensors import warn_of_lost_core
 from frozencore.adapter.shared_factors import SharedFactors
@@ -33,13 +32,11 @@ class RowCores:
         basis: P, Q and s of all cores; None if no row has a core in this layer.
         R: rows x r x r, the core of each row; zeros for a row without a core. Its values may change between two calls
             of a compiled model. Rows of one token are fastest if the transposes are contiguous.
-        packed: The places of rows that are packed into sequences; None if each row is an input of its own.
         further: If the basis grew, the rest of each core; zeros for a row with a narrower core.
     """
 
     basis: tuple[Tensor, Tensor, float] | None
     R: Tensor
-    packed: PackedRows | None = None
     further: tuple[RowCores, ...] = ()
 
 
@@ -202,10 +199,10 @@ class FrozenCoreLayer(BaseTunerLayer):
                 "Use the rank of the adapter, and moments of this layer."
             )
 
-    def row_cores_of(self, adapter_name: str, R: Tensor, packed: PackedRows | None = None) -> RowCores:
-        """Put cores (rows x r x r) on an adapter's basis, for separate or packed rows."""
+    def row_cores_of(self, adapter_name: str, R: Tensor) -> RowCores:
+        """Put cores (rows x r x r) on an adapter's basis."""
         P, Q, _ = self._trained_factors(adapter_name)
-        return RowCores((P, Q, self.frozencore_scale[adapter_name]), R, packed)
+        return RowCores((P, Q, self.frozencore_scale[adapter_name]), R)
 
     def dense_weight(self) -> Tensor:
         """W as m x n in floating point: dequantised if needed, Conv1D transposed. The stored weight is not changed."""

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from frozencore.adapter.layer import FrozenCoreLayer, RowCores
-from frozencore.adapter.packed_rows import packed_core_output
 from frozencore.calibration.preserve import refuse_rewritten
 from frozencore.errors import ModelError
 
@@ -72,7 +71,7 @@ class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
 
     def _forward_rows(self, rows: RowCores, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Compute each row with its own core, on one common basis."""
-        if rows.packed is None and x.shape[0] != rows.R.shape[0]:
+        if x.shape[0] != rows.R.shape[0]:
             raise ValueError(
                 "Length of `adapter_names` should be the same as the number of inputs, but got "
                 f"{len(rows.R)} and {len(x)} respectively. Each row must be one input of layer {self.name!r}."
@@ -81,8 +80,6 @@ class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
         if rows.basis is None:
             return result
         P, Q, scale = rows.basis
-        if rows.packed is not None:
-            return result + packed_core_output(x, P, Q, rows.R, scale, rows.packed).to(result.dtype)
         result = self._plus(result, x, P, Q, rows.R, scale)
         for rest in rows.further:
             if rest.basis is not None:

@@ -75,7 +75,6 @@ FLAG_GROUPS = (
         ("learning_rate", "epochs", "batch_size", "accumulation", "warmup", "seed", "slots"),
         ("padding_free",),
     ),
-    Group("Privacy", ("private_epsilon", "private_delta"), ("private_clip",)),
     Group(
         "Scoring",
         ("select_checkpoint", "patience", "samples", "exact_match"),

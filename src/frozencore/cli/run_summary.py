@@ -49,7 +49,7 @@ def run_summary(record: TunedRecord) -> Group:
     }
     for name, pair in losses.items():
         table.add_row(name, *("" if loss is None else f"{loss:.3f}" for loss in pair))
-    parts = (_rows_read, _few_rows, _ranks, _recipe, _still_falling, _private, _too_long, _kept_step, _cost)
+    parts = (_rows_read, _few_rows, _ranks, _recipe, _still_falling, _too_long, _kept_step, _cost)
     return Group(table, *(Text(line) for line in [*words, *(line for part in parts for line in part(record))]))
 
 
@@ -144,14 +144,6 @@ def _still_falling(record: TunedRecord) -> Iterator[str]:
         yield (
             f"The training loss was still falling: {mean(last):.3f} in the last quarter of the steps, "
             f"{mean(before):.3f} in the one before. Try --epochs {2 * epochs} or a larger --lr."
-        )
-
-
-def _private(record: TunedRecord) -> Iterator[str]:
-    if (own := record.private) is not None:
-        yield (
-            f"Private: epsilon {own.spent:.3f} of {own.epsilon:g} spent at delta {own.delta:g}, for the rows trained "
-            "on. Held-out rows are scored without noise, and no samples of them are kept."
         )
 
 

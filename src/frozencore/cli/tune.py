@@ -72,11 +72,8 @@ def _tune(
     for line in size_lines(output / ADAPTER):
         console.print(line, soft_wrap=True)
     write_text(output / ASKED, as_flags(config))
-    curve = ""
-    if record.training.losses:  # a private training records none
-        write_learning(record, output)
-        curve = f"   Curve: {output / FIGURE}"
-    console.print(f"Adapter: {output / ADAPTER}   Record: {output / RECORD}{curve}")
+    write_learning(record, output)
+    console.print(f"Adapter: {output / ADAPTER}   Record: {output / RECORD}   Curve: {output / FIGURE}")
     if push_to_hub is not None:
         console.print(f"Uploaded: {upload(output / ADAPTER, push_to_hub)}")
 

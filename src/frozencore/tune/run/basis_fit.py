@@ -104,9 +104,9 @@ def check_basis(
     """Compare the configured basis with at most 64 calibration rows, in at most 16 layers spread over the model.
 
     Returns:
-        None without a saved basis, for private rows, which a share would tell about, and for rows without a gradient.
+        None without a saved basis, and for rows without a gradient.
     """
-    if config.basis is None or config.private_budget is not None or not rows.calibration:
+    if config.basis is None or not rows.calibration:
         return None
     names = list(frozen_core_layers(model, "default"))
     count = min(CHECKED_LAYERS, len(names))

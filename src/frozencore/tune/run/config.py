@@ -31,14 +31,6 @@ from frozencore.tune.suite import find_task
 from frozencore.tune.training.recipe_config import AloneConfig, RecipeConfig
 from frozencore.words import flag_of, one_line
 
-UNCOUNTED = {
-    "rank_budget": "chooses ranks from the rows",
-    "select_checkpoint": "chooses a step from the rows",
-    "report_to": "reports losses without noise",
-    "packing": "splits a text over several rows, and the privacy bound is for one row",
-}
-"""Options that a private training refuses, with the reason: they reveal the rows outside the privacy budget."""
-
 
 class PlaceConfig(FrozenOptions):
     """Options of the machine; they do not change the results."""
@@ -107,7 +99,6 @@ class RunConfig(PlaceConfig, ScoringConfig, RecipeConfig, CalibrationConfig, Bas
         if self.patience is not None and self.select_checkpoint == "none":
             raise ConfigError("--patience counts scores on validation rows: give --select-checkpoint epoch as well.")
         self._require_groups()
-        self._require_counted()
         return self
 
     def _require_groups(self) -> None:
@@ -117,33 +108,6 @@ class RunConfig(PlaceConfig, ScoringConfig, RecipeConfig, CalibrationConfig, Bas
             raise ConfigError(
                 f"Several calibration tasks are groups, but the method {self.method!r} with these options has no basis "
                 "for groups. Use fcca with diagonal moments or rawgrad, or give one calibration task."
-            )
-
-    def _require_counted(self) -> None:
-        """Refuse half a privacy budget, and options outside the budget."""
-        if self.private_epsilon is None or self.private_delta is None:
-            for name in self.given(["private_epsilon", "private_delta", "private_clip"]):
-                raise ConfigError(
-                    f"A private training needs an epsilon and a delta, but {flag_of(name)} came without both. Give "
-                    "--private-epsilon 8 --private-delta 1e-5, for instance."
-                )
-            return
-        assert self.private_budget  # creating it checks its bounds
-        if not self.method_entry.has_bases:
-            raise ConfigError(
-                f"Private training is for cores, but the method {self.method!r} has none. Use one that has, such as "
-                "random or lora_xs, or --basis with a basis of public rows."
-            )
-        for name in self.given(UNCOUNTED):
-            raise ConfigError(
-                f"{flag_of(name)} {UNCOUNTED[name]}, which the privacy budget does not cover. Leave "
-                f"{flag_of(name)} out."
-            )
-        if self.basis is None and self.calibration_task is None and self.moments_needed:
-            raise ConfigError(
-                f"The method {self.method!r} calibrates its bases on the private rows, which the privacy budget does "
-                "not cover. Give --basis with a basis of public rows, --calibration-task, or --method random or "
-                "lora_xs."
             )
 
     def refuse_alone(self) -> None:

@@ -82,8 +82,6 @@ def execute(
         refuse_used(out, resume=resume)
         require_reporters(config.report_to or ())
         config = on_named_basis(config)
-        if config.private_budget is not None:  # held-out rows may be of the same people
-            config = config.model_copy(update={"samples": 0})
         started, is_first = time.perf_counter(), own_rank() == 0
         prepared = prepared or prepare(config, progress)
         recipe_of(config, prepared.rows, prepared.model).of_each(
@@ -114,9 +112,8 @@ def execute(
             else:
                 own = partial(adapt_from_data, config, prepared, targets, progress, moments_file)
                 model, calibration, calibration_s = cache.load_or_build_adapter(identity, prepared, method, own, caught)
-        measures = measure if config.private_budget is None else None  # it would read private rows
         captures = (
-            calibration.captures if calibration else measures(config, prepared, model, progress) if measures else {}
+            calibration.captures if calibration else measure(config, prepared, model, progress) if measure else {}
         )
         fit = None
         if adapt is None and measure is None and is_first:
@@ -195,7 +192,7 @@ def finish(outcome: Outcome) -> TunedRecord:
     if method.has_bases:
         said = calibrated_on(config, prepared, training.calibration)
         write_model_card(out / ADAPTER, calibration=said, scores=headline(after))
-    if after.task is not None and config.private_budget is None:  # predictions contain held-out texts
+    if after.task is not None:
         write_lines(out / PREDICTIONS, map(asdict, after.task.predictions))
     assert prepared.before is not None
     if after.samples:

@@ -29,7 +29,6 @@ from frozencore.tune.run.record_parts import (
     CompanySize,
     Hashes,
     OtherTask,
-    PrivateSpending,
     Provenance,
     RecordedConfig,
     Resolved,
@@ -41,7 +40,6 @@ from frozencore.tune.run.row_sets import RunRows
 from frozencore.tune.run.run_folder import ADAPTER
 from frozencore.tune.run.scores import selected_checkpoint
 from frozencore.tune.run.training_port import Outcome
-from frozencore.tune.training.train import TrainingReport
 
 
 def make_record(outcome: Outcome, score: Score, hashes: Mapping[str, str]) -> TunedRecord:
@@ -85,9 +83,8 @@ def make_record(outcome: Outcome, score: Score, hashes: Mapping[str, str]) -> Tu
             peak_memory_bytes=run.memory.largest,
             peaks=run.memory.peaks if report.side_by_side is None else None,  # its training was shared
         ),
-        training=_training(report),
+        training=TrainedSteps(num_steps=report.num_steps, final_loss=report.final_loss, losses=report.losses),
         **_if_any(
-            private=_spending(report),
             selection=selected_checkpoint(config, prepared, report),
             allocation=_allocation(config, run.model),
             company=CompanySize(tenants=beside[0], slots=beside[1]) if (beside := report.side_by_side) else None,
@@ -98,31 +95,10 @@ def make_record(outcome: Outcome, score: Score, hashes: Mapping[str, str]) -> Tu
         resolved=Resolved(targets=run.targets, recipe=recipe, max_length=prepared.encoder.max_length),
         calibration=_calibration_summary(run.calibration),
         criterion=criterion_of(run.captures),
-        hashes=_told(config, hashes),
+        hashes=Hashes(**hashes),
         warnings=tuple(sorted({str(one.message) for one in run.warned if one.category is UserWarning})),
         provenance=Provenance.here(next(run.model.parameters()).device),
     )
-
-
-def _training(report: TrainingReport) -> TrainedSteps:
-    """Record the training, without the losses of private rows, which would reveal the rows."""
-    if report.schedule is not None:
-        return TrainedSteps(num_steps=report.num_steps)
-    return TrainedSteps(num_steps=report.num_steps, final_loss=report.final_loss, losses=report.losses)
-
-
-def _spending(report: TrainingReport) -> PrivateSpending | None:
-    if report.schedule is None:
-        return None
-    return PrivateSpending(**report.schedule.content(), spent=report.schedule.spent(report.num_steps))
-
-
-def _told(config: RunConfig, hashes: Mapping[str, str]) -> Hashes:
-    """Record the hashes, without those of private rows, which would allow testing for a row."""
-    untold = set() if config.private_budget is None else {"train"}
-    if untold and config.calibration_task is None:
-        untold.add("calibration")
-    return Hashes(**{name: digest for name, digest in hashes.items() if name not in untold})
 
 
 def _if_any(**parts: Any) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from frozencore.tune.run.record_parts import (
     Hashes,
     OtherTask,
     Part,
-    PrivateSpending,
     Provenance,
     RecordedConfig,
     Resolved,
@@ -109,10 +108,9 @@ class TunedRecord(RunRecord):
     Attributes:
         accuracy, score: Missing for plain text.
         held_out_loss: Nats per completion token.
-        private: Missing if the training was not private.
         selection: Missing if no step was chosen and the last was kept.
         company: Missing if the run trained alone.
-        basis_fit: Missing without a saved basis (``--basis``), and for private rows and preferences.
+        basis_fit: Missing without a saved basis (``--basis``), and for preferences.
         forgetting: The loss on the texts of other tasks, by task; missing if not scored.
         values_at_once: The number of values that train at the same time.
         state_held_bytes: The peak of the training state (:mod:`frozencore.tune.training.callbacks`) in one process; for
@@ -143,7 +141,6 @@ class TunedRecord(RunRecord):
     peak_memory_bytes: Count
     resources: Resources | None = None
     training: TrainedSteps
-    private: PrivateSpending | None = None
     selection: SelectedCheckpoint | None = None
     company: CompanySize | None = None
     basis_fit: BasisFit | None = None

@@ -151,30 +151,11 @@ class AccuracyDetails(Part):
 
 
 class TrainedSteps(Part):
-    """Optimizer steps, and their losses in nats per completion token; a private training records no losses."""
+    """Optimizer steps, and their losses in nats per completion token."""
 
     num_steps: Count
     final_loss: float | None = None
     losses: tuple[float | None, ...] = ()
-
-
-class PrivateSpending(Part):
-    """The budget of a private training, its noise, and the spent epsilon.
-
-    Attributes:
-        epsilon, delta, clip: See :class:`frozencore.privacy.PrivateBudget`.
-        num_rows, rows_a_step, num_steps, noise_multiplier: See :class:`frozencore.privacy.Schedule`.
-        spent: The epsilon of the completed steps.
-    """
-
-    epsilon: float
-    delta: float
-    clip: float
-    num_rows: Count
-    rows_a_step: Count
-    num_steps: Count
-    noise_multiplier: float
-    spent: float
 
 
 class OtherTask(Part):

@@ -21,7 +21,6 @@ from frozencore.adapter.bases.calibrate import Calibration
 from frozencore.device import memory_of
 from frozencore.maths.capture import Capture
 from frozencore.tune.methods import Targets
-from frozencore.tune.rows.prompts import PROTOCOL_MAX_LENGTH
 from frozencore.tune.run.basis_fit import RowShares
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.costs import PeakMemory
@@ -45,8 +44,6 @@ def recipe_of(config: RunConfig, rows: RunRows, model: nn.Module) -> Recipe:
     if batch_size == "auto":
         longest = max(row.num_tokens for row in rows.train)
         pass_tokens = None if laid_out else pass_tokens_of(model)
-        if config.private_budget is not None:  # the recorded batch size must not reveal the rows' lengths
-            longest, pass_tokens = config.max_length or PROTOCOL_MAX_LENGTH, None
         batch_size = rows_at_once(config.rows_a_step, longest, model, padding_free=laid_out)
         accumulation = config.rows_a_step // batch_size
     return Recipe(
@@ -58,7 +55,6 @@ def recipe_of(config: RunConfig, rows: RunRows, model: nn.Module) -> Recipe:
         seed=config.seed,
         pass_tokens=pass_tokens,
         padding_free=laid_out,
-        private=config.private_budget,
     )
 
 

@@ -70,18 +70,15 @@ class LossMonitor(TrainerCallback):
             return
         self.step_ends.append(time.perf_counter() - self.paused_s())
         loss, gradient_norm = logs["loss"], logs.get("grad_norm", 0.0)
-        # a private step leaves out rows that are not finite, so one of them must not end it
-        is_private = "epsilon" in logs
-        if not (math.isfinite(loss) or is_private) or not math.isfinite(gradient_norm):
+        if not math.isfinite(loss) or not math.isfinite(gradient_norm):
             raise DivergenceError(
                 divergence(state.global_step, state.max_steps, loss, gradient_norm, args.learning_rate)
             )
         self._good, self._tried = self._tried, self._good
         if self.progress is not None:
             self._told = state.global_step, state.max_steps
-            spent = f", epsilon {logs['epsilon']:.3f}" if "epsilon" in logs else ""
             rate = f"rate {logs['learning_rate']:.1e}"
-            self.progress("train", *self._told, f"loss {loss:.3f}, {rate}{spent}{self._speed()}")
+            self.progress("train", *self._told, f"loss {loss:.3f}, {rate}{self._speed()}")
 
     def put_back(self) -> None:
         """Restore the parameters' last good values after a step that diverged."""

@@ -14,7 +14,6 @@ from torch import nn
 from transformers import TrainingArguments
 
 from frozencore.errors import ConfigError
-from frozencore.privacy import PrivateBudget
 from frozencore.tune.training.recipe_config import RecipeConfig
 from frozencore.tune.training.reporting import ReportedArguments
 
@@ -47,8 +46,6 @@ class Recipe:
             at most the tokens of ``batch_size`` longest rows. None, or several processes: ``batch_size`` rows in order.
         padding_free: Join the rows of a forward pass end to end (:mod:`frozencore.tune.training.batching`); not
             together with ``pass_tokens``.
-        private: The privacy budget; rows are then drawn for each step, and each row's gradient is clipped instead of
-            the step's. None for a training that is not private.
     """
 
     learning_rate: float
@@ -61,7 +58,6 @@ class Recipe:
     seed: int = UNSAID.seed
     pass_tokens: int | None = None
     padding_free: bool = UNSAID.padding_free
-    private: PrivateBudget | None = None
 
     def __post_init__(self) -> None:
         fewest = min(self.epochs, self.batch_size, self.accumulation)
@@ -73,7 +69,6 @@ class Recipe:
             "epochs, batch_size and accumulation must be at least 1": fewest >= 1,
             "max_grad_norm must be positive": self.max_grad_norm > 0,
             "weight_decay must not be negative": self.weight_decay >= 0,
-            "private excludes pass_tokens": self.private is None or self.pass_tokens is None,
         }
         for rule, kept in rules.items():
             if not kept:
@@ -97,7 +92,7 @@ class Recipe:
 
     def content(self) -> dict[str, Any]:
         """The recipe as JSON values by name, for records and checkpoints; unused padding options are left out."""
-        unsaid = (("pass_tokens", None), ("padding_free", False), ("private", None))
+        unsaid = (("pass_tokens", None), ("padding_free", False))
         return {name: value for name, value in asdict(self).items() if (name, value) not in unsaid}
 
     def rate(self, step: int, num_steps: int) -> float:
@@ -143,7 +138,7 @@ def training_arguments(
         num_train_epochs=recipe.epochs,
         per_device_train_batch_size=own.batch_size,
         gradient_accumulation_steps=own.accumulation,
-        max_grad_norm=recipe.max_grad_norm if recipe.private is None else 0.0,  # each row's gradient is clipped instead
+        max_grad_norm=recipe.max_grad_norm,
         weight_decay=recipe.weight_decay,
         seed=recipe.seed,
         data_seed=recipe.seed,

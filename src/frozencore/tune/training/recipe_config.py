@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt
 
 from frozencore.options import FrozenOptions
-from frozencore.privacy import CLIP, PrivateBudget
 
 
 class AloneConfig(FrozenOptions):
@@ -26,39 +25,7 @@ class AloneConfig(FrozenOptions):
     ] = None
 
 
-class PrivateConfig(FrozenOptions):
-    """The privacy budget of a training."""
-
-    private_epsilon: Annotated[
-        float | None,
-        Field(
-            gt=0,
-            description="Train with differential privacy and this epsilon, which bounds what the cores reveal about "
-            "any one row. Usual: 1 to 8. Needs --private-delta.",
-        ),
-    ] = None
-    private_delta: Annotated[
-        float | None,
-        Field(
-            gt=0,
-            lt=1,
-            description="Probability that the privacy bound fails; less than one over the number of training rows, "
-            "such as 1e-5.",
-        ),
-    ] = None
-    private_clip: Annotated[
-        float | None, Field(gt=0, description=f"Norm to which the gradient of each row is clipped. Default: {CLIP:g}.")
-    ] = None
-
-    @property
-    def private_budget(self) -> PrivateBudget | None:
-        """The privacy budget; None for a training that is not private."""
-        if self.private_epsilon is None or self.private_delta is None:
-            return None
-        return PrivateBudget(self.private_epsilon, self.private_delta, self.private_clip or CLIP)
-
-
-class RecipeConfig(AloneConfig, PrivateConfig):
+class RecipeConfig(AloneConfig):
     """All options of training."""
 
     learning_rate: Annotated[

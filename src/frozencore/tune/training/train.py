@@ -21,14 +21,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import nn
-from transformers import PrinterCallback, Trainer
+from transformers import PrinterCallback
 
-from frozencore.adapter.private.private_training import PrivateTraining
 from frozencore.adapter.trainable import require_float32, require_own_parameters
 from frozencore.calibration.batches import on_one_side, rope_limit
 from frozencore.calibration.preserve import own_random_state, plain_passes
 from frozencore.errors import ConfigError, DataError, DivergenceError, TrainingError
-from frozencore.privacy import Schedule
 from frozencore.ranks import num_ranks
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.training.batching import (
@@ -69,7 +67,6 @@ class TrainingReport:
         side_by_side: The number of trainings that ran together, and how many at once; None for a training alone.
         state_held_bytes: The peak of the training state (:mod:`frozencore.tune.training.callbacks`).
         values_at_once: The number of values that train at the same time; None if trained together with others.
-        schedule: Steps and noise of a private training; None otherwise.
     """
 
     num_steps: int
@@ -80,7 +77,6 @@ class TrainingReport:
     selected: Selected | None = None
     side_by_side: tuple[int, int] | None = None
     values_at_once: int | None = None
-    schedule: Schedule | None = None
     state_held_bytes: int = 0
 
     @property
@@ -192,7 +188,6 @@ def train(
                 callbacks=[*watching, Seal(identity, asked), StopWhenAsked(asked), *told],
             )
         trainer.remove_callback(PrinterCallback)
-        private = _made_private(trainer, recipe, selection, reports)
         with explain_disk_errors(checkpoint_dir), suppress(NoBetterError):
             try:
                 trainer.train(resume_from_checkpoint=None if resumed_from is None else str(resumed_from))
@@ -218,23 +213,7 @@ def train(
         selected=selected,
         state_held_bytes=held.peak_bytes,
         values_at_once=values_at_once,
-        schedule=None if private is None else private.schedule,
     )
-
-
-def _made_private(
-    trainer: Trainer, recipe: Recipe, selection: Selection | None, reports: Reports | None
-) -> PrivateTraining | None:
-    """Make the training private if it has a budget. The caller must know that the bases do not read private rows."""
-    if recipe.private is None:
-        return None
-    if selection is not None or reports is not None:
-        raise ConfigError(
-            "The privacy budget covers the training steps only: not scores that choose a checkpoint, nor the exact "
-            "losses that a reporter gets. Leave select_checkpoint and report_to out."
-        )
-    budget = recipe.private
-    return PrivateTraining(trainer, epsilon=budget.epsilon, delta=budget.delta, clip=budget.clip, basis_is_public=True)
 
 
 def _identity(model: nn.Module, recipe: Recipe, rows: Sequence[TokenRow]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from typing import Any
 
 from peft import PeftModel
 
-from frozencore.adapter.private.checks import refuse_private_basis
 from frozencore.tune.rows import Row
 from frozencore.tune.rows.own_rows import render_rows
 from frozencore.tune.rows.prompts import PROTOCOL_MAX_LENGTH, PromptEncoder, context_limit
@@ -29,7 +28,6 @@ def tune_many(
     num_slots: int = SLOTS,
     checkpoint_dir: Path | None = None,
     resume: bool = False,
-    basis_is_public: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, Trained]:
     """Train a core for each tenant, all at once, on the basis of the adapter "default", whose own core stays.
@@ -40,15 +38,12 @@ def tune_many(
     Args:
         rows: Rows by tenant, in the forms of a file of own rows: prompt and completion, messages, or text.
         recipe: The recipe of every tenant.
-        basis_is_public: See :class:`frozencore.PrivateTraining`; for a recipe with a privacy budget.
         num_slots, checkpoint_dir, resume: See :func:`frozencore.tune.training.many.train.train_many`.
 
     Raises:
         DataError: A row is missing, malformed or too long; the message names the tenant.
         ConfigError, TrainingError: As in :func:`train_many`.
     """
-    if recipe.private is not None:
-        refuse_private_basis(model, "default", basis_is_public=basis_is_public)
     limit = context_limit(base_of(model), tokenizer)
     encoder = PromptEncoder(tokenizer, max_length=min(PROTOCOL_MAX_LENGTH, limit))
     tenants = {}

@@ -10,12 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from frozencore.adapter.private.checks import Guard
-from frozencore.adapter.private.private_training import add_noise, clipped_sum
-from frozencore.adapter.private.sampling import new_secret
 from frozencore.calibration.batches import on_one_side, rope_limit
 from frozencore.device import fits
-from frozencore.errors import TrainingError
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator, row_costs
 from frozencore.tune.training.batching import group_by_length, pass_tokens_of
@@ -30,9 +26,6 @@ class ActiveTenants:
 
     Args:
         tokens_per_batch: Tokens of one forward pass; None fills the device.
-
-    Attributes:
-        secrets: The secret of each waiting private tenant, which draws the rows and the noise of its steps.
     """
 
     def __init__(
@@ -49,7 +42,6 @@ class ActiveTenants:
         self.states: list[TenantState] = []
         self.waiting = sorted(tenants, key=lambda name: -tenants[name].num_steps)  # longest trainings first
         self.num_steps = 0
-        self.secrets = {name: new_secret() for name, tenant in tenants.items() if tenant.recipe.private}
         self._shrink, self._pass_tokens = 1, pass_tokens_of(model)
 
     def fill(self) -> bool:
@@ -57,16 +49,16 @@ class ActiveTenants:
         while self.waiting and len(self.states) < len(self.slots):
             name = self.waiting.pop(0)
             self.slots.clear(len(self.states))
-            self.states.append(TenantState(name, self.tenants[name], secret=self.secrets.pop(name, None)))
+            self.states.append(TenantState(name, self.tenants[name]))
         return bool(self.states)
 
     def step(self) -> list[tuple[TenantState, Tensor]]:
         """Make one optimizer step for every tenant in a slot; return the tenants that ended, with their kept cores."""
         started = time.perf_counter()
-        rows = [state.step_rows() for state in self.states]
+        rows = [state.tenant.step_rows(state.step) for state in self.states]
         losses, norms = self._gradients(rows)
         for state, loss, norm in zip(self.states, losses.tolist(), norms.tolist(), strict=True):
-            if not (math.isfinite(loss) or state.secret) or not math.isfinite(norm):  # as in a run alone (LossMonitor)
+            if not math.isfinite(loss) or not math.isfinite(norm):  # as in a run alone (LossMonitor)
                 state.diverged = divergence(
                     state.step + 1, state.tenant.num_steps, loss, norm, state.tenant.recipe.learning_rate
                 )
@@ -74,25 +66,16 @@ class ActiveTenants:
             state.name: self.slots.sound[slot].clone() for slot, state in enumerate(self.states) if state.diverged
         }
         recipes = [state.tenant.recipe for state in self.states]
-        rates = [state.tenant.recipe.rate(state.step, state.tenant.num_steps) for state in self.states]
-        guards = {slot: guard for slot, state in enumerate(self.states) if (guard := self._guard(state)) is not None}
-        for slot, guard in guards.items():
-            guard.before_step(self._cores(slot), rates[slot])
         self.slots.step(
             norms,
-            rates=rates,
+            rates=[state.tenant.recipe.rate(state.step, state.tenant.num_steps) for state in self.states],
             counts=[state.step + 1 for state in self.states],
-            largest_norms=[math.inf if recipe.private else recipe.max_grad_norm for recipe in recipes],
+            largest_norms=[recipe.max_grad_norm for recipe in recipes],
             decays=[recipe.weight_decay for recipe in recipes],
         )
-        for slot, guard in guards.items():
-            try:
-                guard.after_step(self._cores(slot))
-            except TrainingError as error:
-                self.states[slot].diverged = self.states[slot].diverged or str(error)
         self.num_steps += 1
         sizes = [sum(len(row.input_ids) for row in of_tenant) for of_tenant in rows]
-        share_s = (time.perf_counter() - started) / max(1, sum(sizes))
+        share_s = (time.perf_counter() - started) / sum(sizes)
         for state, loss, size in zip(self.states, losses.tolist(), sizes, strict=True):
             if not state.diverged:
                 state.losses.append(loss)
@@ -100,46 +83,27 @@ class ActiveTenants:
         self._score()
         return self._leave(last_good)
 
-    def _cores(self, slot: int) -> dict[str, Tensor]:
-        return self.slots.by_layer(self.slots.values[slot])
-
-    def _guard(self, state: TenantState) -> Guard | None:
-        """The checks of a private training."""
-        if state.guard is None and (budget := state.tenant.recipe.private) is not None:
-            sizes = {name: rank * rank for name, rank in self.slots.ranks.items()}
-            state.guard = Guard(sizes, budget.clip, resumed=state.step > 0)
-        return state.guard
-
     def _gradients(self, rows: list[list[TokenRow]]) -> tuple[Tensor, Tensor]:
         """Compute the loss of each tenant and leave its gradient in its slot; return losses and gradient norms."""
         flat = [row for of_tenant in rows for row in of_tenant]
         slot_of = [slot for slot, of_tenant in enumerate(rows) for _ in of_tenant]
         losses = torch.zeros(len(rows), device=self.slots.device)
         costs, most = row_costs(row_sizes(self.model, flat), self.slots.device, self.tokens_per_batch)
-        weights = [
-            weight for state, of_tenant in zip(self.states, rows, strict=True) for weight in _weights(state, of_tenant)
-        ]
+        counts = [sum(row.num_targets for row in of_tenant) for of_tenant in rows]
+        weights = [1 / counts[slot] if counts[slot] else math.nan for slot in slot_of]  # a step's loss is a mean
         lengths, limit = [len(row.input_ids) for row in flat], rope_limit(self.model)
-        while flat:  # a private step may have no rows
+        while True:
             groups = group_by_length(costs, most // self._shrink, self._pass_tokens)
             groups = on_one_side(groups, lengths, limit)
             work = partial(self._passes, groups, flat, slot_of, weights, losses)
             if all(len(group) == 1 for group in groups):
                 work()
-            elif not fits(work):
-                self.slots.gradients.zero_()
-                losses.zero_()
-                for state in self.states:
-                    if state.guard is not None:
-                        state.guard.drop_step()
-                self._shrink *= 2
-                continue
-            break
-        for slot, state in enumerate(self.states):
-            if (schedule := state.tenant.schedule) is not None:
-                assert state.secret is not None
-                losses[slot] /= max(1, len(rows[slot]))
-                add_noise(self.slots.gradients[slot], state.secret, state.step, schedule)
+                break
+            if fits(work):
+                break
+            self.slots.gradients.zero_()
+            losses.zero_()
+            self._shrink *= 2
         return losses, self.slots.gradient_norms(len(rows))
 
     def _passes(
@@ -155,23 +119,9 @@ class ActiveTenants:
             batch = {name: tensor.to(device) for name, tensor in collate([rows[i] for i in group]).items()}
             slots, factors = [slot_of[i] for i in group], torch.tensor([weights[i] for i in group], device=device)
             means, gradients = self.slots.row_gradients(slots, partial(_weighted_losses, self.model, batch, factors))
-            self._add(slots, gradients)
-            losses.index_add_(0, torch.tensor(slots, device=device), means)
-
-    def _add(self, slots: list[int], gradients: Tensor) -> None:
-        """Add the gradients of rows (rows x Σr²) to their slots; clip those of a private training."""
-        rows_of: dict[int, list[int]] = {}
-        plain: list[int] = []
-        for row, slot in enumerate(slots):
-            is_private = self.states[slot].tenant.recipe.private is not None
-            (rows_of.setdefault(slot, []) if is_private else plain).append(row)
-        if plain:
-            self.slots.gradients.index_add_(0, torch.tensor(slots, device=gradients.device)[plain], gradients[plain])
-        for slot, own in rows_of.items():
-            if (budget := self.states[slot].tenant.recipe.private) and (guard := self._guard(self.states[slot])):
-                total, norms = clipped_sum(gradients[own], budget.clip)
-                guard.record(gradients[own], norms)
-                self.slots.gradients[slot].add_(total)
+            places = torch.tensor(slots, device=device)
+            self.slots.gradients.index_add_(0, places, gradients)
+            losses.index_add_(0, places, means)
 
     def _score(self) -> None:
         """Score the tenants that are due on their validation rows."""
@@ -216,14 +166,6 @@ class ActiveTenants:
                     self.states[slot] = self.states[-1]
                 self.states.pop()
         return gone[::-1]
-
-
-def _weights(state: TenantState, rows: list[TokenRow]) -> list[float]:
-    """The weight of each row's loss: one over the tokens of the step, or over its own tokens if it is clipped."""
-    if state.tenant.recipe.private is not None:
-        return [1 / max(1, row.num_targets) for row in rows]
-    num_tokens = sum(row.num_targets for row in rows)
-    return [1 / num_tokens if num_tokens else math.nan] * len(rows)
 
 
 def _weighted_losses(model: nn.Module, batch: dict[str, Tensor], weights: Tensor) -> Tensor:

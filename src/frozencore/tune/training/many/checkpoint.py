@@ -79,7 +79,7 @@ class Checkpoints:
         tensors = {name: held[: len(states)].cpu() for name, held in active.slots.state().items()}
         tensors |= {f"best.{i}": state.best.cpu() for i, state in enumerate(states) if state.best is not None}
         save_file(tensors, folder / VALUES)
-        content = {"seats": [state.to_json() for state in states], "waiting": active.waiting, "secrets": active.secrets}
+        content = {"seats": [state.to_json() for state in states], "waiting": active.waiting}
         (folder / TENANT_STATES).write_text(json.dumps(content))
         seal_checkpoint(folder, self.identity)
         for old in sorted(checkpoints(self.out), key=step_of)[:-NUM_KEPT]:
@@ -89,7 +89,6 @@ class Checkpoints:
         """Restore the training tenants from a checkpoint, and return the tenants that had ended."""
         content, tensors = json.loads((folder / TENANT_STATES).read_text()), load_file(folder / VALUES)
         active.states, active.waiting, active.num_steps = [], content["waiting"], step_of(folder)
-        active.secrets = content.get("secrets", active.secrets)  # so that a tenant that starts again repeats its noise
         for i, state in enumerate(content["seats"]):
             best = tensors.get(f"best.{i}")
             tenant = active.tenants[state["name"]]

@@ -10,10 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from frozencore.adapter.private.checks import Guard
-from frozencore.adapter.private.sampling import drawn_rows
-from frozencore.errors import ConfigError, DataError
-from frozencore.privacy import Schedule
+from frozencore.errors import DataError
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.selection import (
@@ -49,26 +46,15 @@ class Validation:
 
 @dataclass(frozen=True)
 class Tenant:
-    """The rows and the recipe of one core, which determine its steps.
-
-    Attributes:
-        schedule: The steps and the noise of a private training; None otherwise.
-    """
+    """The rows and the recipe of one core, which determine its steps."""
 
     rows: Sequence[TokenRow]
     recipe: Recipe
     validation: Validation | None = None
-    schedule: Schedule | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         if not self.rows:
             raise DataError("Training needs at least one row, got none.")
-        if self.recipe.private is not None and self.validation is not None:
-            raise ConfigError("The privacy budget does not cover scores: leave private or validation out.")
-        if (budget := self.recipe.private) is not None:
-            rows_a_step = self.recipe.batch_size * self.recipe.accumulation
-            schedule = Schedule.of(budget, len(self.rows), rows_a_step, self.num_steps)
-            object.__setattr__(self, "schedule", schedule)
 
     @property
     def num_steps(self) -> int:
@@ -113,8 +99,6 @@ class TenantState:
     Attributes:
         best: The best cores so far, Σr² values, if validation rows choose.
         steps_s: The tenant's share of each step's seconds.
-        secret: See :attr:`ActiveTenants.secrets`; None if the training is not private.
-        guard: Checks the steps of a private training.
     """
 
     name: str
@@ -125,8 +109,6 @@ class TenantState:
     steps_s: list[float] = field(default_factory=list)
     scoring_s: float = 0.0
     diverged: str | None = None
-    secret: str | None = None
-    guard: Guard | None = None
 
     @property
     def step(self) -> int:
@@ -138,14 +120,6 @@ class TenantState:
         chosen = self.tenant.validation
         is_stale = chosen is not None and is_patience_lost(self.scores, chosen.patience)
         return self.diverged is not None or self.step == self.tenant.num_steps or is_stale
-
-    def step_rows(self) -> list[TokenRow]:
-        """The rows of the next step; a private training draws each row independently, and there may be none."""
-        if (schedule := self.tenant.schedule) is None:
-            return self.tenant.step_rows(self.step)
-        assert self.secret is not None
-        drawn = drawn_rows(self.secret, self.step, len(self.tenant.rows), schedule.sample_rate)
-        return [self.tenant.rows[i] for i in drawn]
 
     def scored(self, loss: float, values: Tensor) -> None:
         """Record the score of the current values, and keep them if they are the best so far."""
@@ -165,7 +139,6 @@ class TenantState:
             step_s=median(self.steps_s) if self.steps_s else None,
             resumed_from=resumed_from,
             selected=chosen,
-            schedule=self.tenant.schedule,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -177,7 +150,6 @@ class TenantState:
             "steps_s": self.steps_s,
             "scoring_s": self.scoring_s,
             "diverged": self.diverged,
-            "secret": self.secret,
         }
 
     @classmethod
