@@ -1,4 +1,4 @@
-"""Own rows on the command line: several files with weights, rows to evaluate on from a file, loss on every turn."""
+"""Own rows on the command line: several files, rows to evaluate on from a file, loss on every turn."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ def pairs(kind: str, count: int) -> list[dict[str, str]]:
     return [{"prompt": f"Tom has {i} {kind} .", "completion": f" {i} {kind}"} for i in range(count)]
 
 
-def test_several_files_with_weights_and_a_file_to_evaluate_on_are_in_the_record(command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_several_files_and_a_file_to_evaluate_on_are_in_the_record(command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     cats, dogs = write(tmp_path / "cats.jsonl", pairs("cats", 40)), write(tmp_path / "dogs.jsonl", pairs("dogs", 8))
     held = write(tmp_path / "held.jsonl", [*pairs("cups", 5), *pairs("dogs", 2)])
-    data = ["--data", f"{cats}=2", "--data", dogs, "--eval-data", held]
+    data = ["--data", cats, "--data", dogs, "--eval-data", held]
     status, out, err = command(*WORDS, *data, "--out", tmp_path / "run")
     assert (status, err) == (0, "")
     said = " ".join(out.split())
-    assert f"{cats}: 16 of 40 rows; {dogs}: 8 of 8 rows. Held-out rows are those of held.jsonl." in said
+    assert f"{cats}: 40 of 40 rows; {dogs}: 8 of 8 rows. Held-out rows are those of held.jsonl." in said
     record = json.loads((tmp_path / "run" / "result.json").read_text())
     used = record["rows"]
-    assert (used["read"], used["trained"], used["scored"], used["held_out_from"]) == (48, 22, 7, "held.jsonl")
-    assert used["left_out"] == {"beyond the weights": 24, "also in --eval-data": 2}
+    assert (used["read"], used["trained"], used["scored"], used["held_out_from"]) == (48, 46, 7, "held.jsonl")
+    assert used["left_out"] == {"also in --eval-data": 2}
     assert used["sources"] == [
-        {"source": str(cats), "weight": 2.0, "read": 40, "drawn": 16},
-        {"source": str(dogs), "weight": 1.0, "read": 8, "drawn": 8},
+        {"source": str(cats), "read": 40, "drawn": 40},
+        {"source": str(dogs), "read": 8, "drawn": 8},
     ]
-    assert (record["config"]["data"], record["config"]["eval_data"]) == ([f"{cats}=2", str(dogs)], str(held))
+    assert (record["config"]["data"], record["config"]["eval_data"]) == ([str(cats), str(dogs)], str(held))
     assert RunRecord.model_validate_json((tmp_path / "run" / "result.json").read_text()).content() == record
     status, _, err = command("tune", "--config", tmp_path / "run" / "run.yaml", "--out", tmp_path / "again")
     assert (status, err) == (0, "")
@@ -52,7 +52,7 @@ def test_several_files_with_weights_and_a_file_to_evaluate_on_are_in_the_record(
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (("--data", "a.jsonl", "--data", "none.jsonl=2"), "there is no file none.jsonl"),
+        (("--data", "a.jsonl", "--data", "a.jsonl=2"), "there is no file a.jsonl=2"),
         (("--data", "a.jsonl", "--eval-data", "none.jsonl"), "--eval-data must name .* there is no file none.jsonl"),
         (("--data", "a.jsonl", "--data", "a.jsonl"), "a.jsonl comes twice"),
         (("--task", "sst2", "--eval-data", "a.jsonl"), "--eval-data is for your own rows"),

@@ -18,9 +18,9 @@ from frozencore.cli.flags import TakesOptions
 from frozencore.errors import ConfigError
 from frozencore.files.adapter_folder import adapter_in
 from frozencore.files.whole_file import require_writable
-from frozencore.tune.rows.mixture import sources_of
 from frozencore.tune.rows.prompt_date import PROMPT_DATE
 from frozencore.tune.rows.prompts import PromptStyle
+from frozencore.tune.rows.row_sources import require_source, sources_of
 from frozencore.tune.run.run_folder import RECORD
 
 COUNTS = {"num_truncated": "truncated", "num_unanswered": "no answer", "num_ties": "ties"}
@@ -60,7 +60,6 @@ def _evaluate(
 ) -> None:
     if task is None and lm_eval is None and data is None:
         raise ConfigError("There is nothing to score: give --data FILE, --task all, --task NAME or --lm-eval NAME.")
-    from frozencore.tune.rows.row_sources import require_source
     from frozencore.tune.run.refuse_early import require_data_root, require_model
     from frozencore.tune.suite import find_tasks
 
@@ -114,7 +113,7 @@ def runs_trained_on(data: str | None, adapters: Sequence[Path]) -> list[Path]:
     for run in (adapter.parent for adapter in adapters):
         with suppress(OSError, ValueError):  # a run without a sound record tells nothing
             read = read_record((run / RECORD).read_text(encoding="utf-8")).config.data
-            if read is not None and Path(data).resolve() in [Path(one.name).resolve() for one in sources_of(read)]:
+            if read is not None and Path(data).resolve() in [Path(one).resolve() for one in sources_of(read)]:
                 found.append(run)
     return found
 

@@ -1,21 +1,22 @@
-"""Rows of a run: of its own task, or of another one to calibrate on."""
+"""Rows of a run: of its own task, of files of the user, or of another task to calibrate on."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from frozencore.errors import DataError, NoRowsError
+from frozencore.errors import ConfigError, DataError, NoRowsError
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.run.config import RunConfig, make_config
 from frozencore.tune.run.make_record import _used_rows
 from frozencore.tune.run.prepare import told_of_rows
 from frozencore.tune.run.read_rows import prepare_rows
-from frozencore.tune.run.row_sets import RowCache
+from frozencore.tune.run.row_sets import RowCache, RunRows
 from small_task import write_task
 
 
@@ -209,3 +210,104 @@ def test_each_row_of_a_task_is_rendered_once_and_calibration_takes_tokens_that_a
     trained = {id(row) for row in rows.train}
     assert len(rows.calibration) == 5
     assert all(id(row) in trained for row in rows.calibration)
+
+
+def write(path: Path, count: int, kind: str = "cats") -> str:
+    rows = [{"prompt": f"{i} {kind}?", "completion": f" {i}"} for i in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[str, str]:
+    return write(tmp_path / "a.jsonl", 300), write(tmp_path / "b.jsonl", 50, "dogs")
+
+
+def rows_of(encoder: PromptEncoder, data: Any, **options: Any) -> RunRows:
+    return prepare_rows(make_config(model="any", data=data, **options), encoder)
+
+
+def kinds(encoder: PromptEncoder, rows: RunRows) -> Counter[str]:
+    texts = [encoder.tokenizer.decode(row.input_ids) for row in (*rows.train, *rows.held_out)]
+    return Counter("cats" if "cats" in text else "dogs" for text in texts)
+
+
+def test_all_rows_of_all_files_are_taken_and_the_rows_of_each_are_reported(
+    files: tuple[str, str], encoder: PromptEncoder
+) -> None:
+    rows = rows_of(encoder, list(files))
+    assert kinds(encoder, rows) == {"cats": 300, "dogs": 50}
+    assert len(rows.held_out) == 35
+    assert len({row.id for row in (*rows.train, *rows.held_out)}) == 350
+    assert rows.reading is not None
+    assert [one.content() for one in rows.reading.sources] == [
+        {"source": files[0], "read": 300, "drawn": 300},
+        {"source": files[1], "read": 50, "drawn": 50},
+    ]
+    assert rows.reading.in_words == (
+        "Read 350 rows by prompt and completion; none left out. "
+        f"{files[0]}: 300 of 300 rows; {files[1]}: 50 of 50 rows."
+    )
+
+
+def test_one_file_in_a_list_is_the_file(files: tuple[str, str], encoder: PromptEncoder) -> None:
+    assert make_config(model="any", data=[files[0]]) == make_config(model="any", data=files[0])
+    assert rows_of(encoder, [files[0]]).fingerprints == rows_of(encoder, files[0]).fingerprints
+
+
+def test_each_file_has_its_own_form_and_an_error_names_the_file(
+    tmp_path: Path, files: tuple[str, str], encoder: PromptEncoder
+) -> None:
+    (tmp_path / "t.jsonl").write_text('{"text": "plain"}\n')
+    reading = rows_of(encoder, (files[0], str(tmp_path / "t.jsonl"))).reading
+    assert reading is not None
+    assert reading.columns == ("prompt", "completion", "text")
+    (tmp_path / "bad.jsonl").write_text('{"text": "plain"}\n{"text": 3}\n')
+    with pytest.raises(DataError, match=r"Row 2:bad.jsonl:row-2: column 'text' must hold text, but holds 3"):
+        rows_of(encoder, (files[0], str(tmp_path / "bad.jsonl")))
+
+
+def test_a_name_with_an_equals_sign_is_a_file_like_any_other(tmp_path: Path, encoder: PromptEncoder) -> None:
+    odd = write(tmp_path / "a=2.jsonl", 20)
+    assert len(rows_of(encoder, odd).train) == 18
+    for data in (f"{odd}=2", (f"{odd}=2", odd)):
+        with pytest.raises(DataError, match=r"^--data must name .* file, but there is no file .*=2\.jsonl=2\.$"):
+            rows_of(encoder, data)
+    with pytest.raises(ConfigError, match="Each --data is another source, but a.jsonl comes twice. Leave one out"):
+        make_config(model="any", data=("a.jsonl", "a.jsonl"))
+
+
+def test_rows_to_evaluate_on_come_from_a_file_of_their_own_and_are_never_trained_on(
+    tmp_path: Path, files: tuple[str, str], encoder: PromptEncoder
+) -> None:
+    held = write(tmp_path / "held.jsonl", 20)  # read like the first 20 of a.jsonl
+    rows = rows_of(encoder, files[0], eval_data=held)
+    assert (len(rows.train), len(rows.held_out)) == (280, 20)
+    trained = {tuple(row.input_ids) for row in rows.train}
+    assert not trained & {tuple(row.input_ids) for row in rows.held_out}
+    assert rows.reading is not None
+    assert rows.reading.left_out == {"also in --eval-data": 20}
+    assert rows.reading.held_out_from == "held.jsonl"
+    assert rows.reading.in_words.endswith("Held-out rows are those of held.jsonl.")
+    assert len(rows_of(encoder, files[0], eval_data=held, num_evaluation=5).held_out) == 5
+
+
+def test_options_are_chosen_on_training_rows_not_on_the_file_of_held_out_rows(
+    tmp_path: Path, files: tuple[str, str], encoder: PromptEncoder
+) -> None:
+    held = write(tmp_path / "held.jsonl", 20, "dogs")
+    rows = rows_of(encoder, files[0], eval_data=held, evaluate_on="validation")
+    assert (len(rows.train), len(rows.held_out)) == (270, 30)
+    assert kinds(encoder, rows) == {"cats": 300}
+
+
+def test_a_task_has_rows_to_evaluate_on_of_its_own() -> None:
+    for option in ({"eval_data": "held.jsonl"}, {"loss_on": "all"}):
+        with pytest.raises(ConfigError, match="is for your own rows"):
+            make_config(model="any", task="sst2", **option)
+
+
+def test_loss_on_all_turns_takes_conversations(files: tuple[str, str], byte_tokenizer: Callable[..., Any]) -> None:
+    encoder = PromptEncoder(byte_tokenizer(chat=True), loss_on="all")
+    with pytest.raises(ConfigError, match="--loss-on all is about conversations, but .*a.jsonl holds none"):
+        rows_of(encoder, files[0], loss_on="all")

@@ -17,9 +17,28 @@ from frozencore.tune.rows import Row
 from frozencore.tune.rows.row_files import KINDS, parse_jsonl, read_file, require_file
 from frozencore.words import one_line
 
+Data = str | tuple[str, ...]
+"""One source, or several."""
 STANDARD_INPUT = "-"
 _SPLIT = re.compile(r"(?P<name>[^:]+)(:(?P<config>[^:\[\]]+))?:(?P<split>\w[\w.-]*(\[[^\]]*\])?)")
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
+
+def in_words(data: Data | None) -> str:
+    """The sources as given."""
+    return data if isinstance(data, str) else " and ".join(data or ())
+
+
+def sources_of(data: Data) -> tuple[str, ...]:
+    """The sources that ``--data`` names.
+
+    Raises:
+        ConfigError: A source comes twice.
+    """
+    names = (data,) if isinstance(data, str) else data
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"Each --data is another source, but {', '.join(sorted(twice))} comes twice. Leave one out.")
+    return names
 
 
 def read_source(data: str) -> list[Row]:

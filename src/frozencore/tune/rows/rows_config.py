@@ -10,9 +10,9 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from frozencore.errors import ConfigError
 from frozencore.options import FrozenOptions
-from frozencore.tune.rows.mixture import in_words, sources_of
 from frozencore.tune.rows.prompt_date import PROMPT_DATE
 from frozencore.tune.rows.prompts import LossOn, PromptStyle
+from frozencore.tune.rows.row_sources import in_words, sources_of
 from frozencore.words import flag_of
 
 
@@ -67,7 +67,7 @@ class RowsConfig(OwnRowsConfig):
             description="Your own rows: a JSONL, JSON, CSV, TSV, Parquet or Arrow file, a split of a data set on the "
             "hub or in a folder (OWNER/NAME:train), or - (JSONL from a pipe). Columns: prompt and completion, "
             "messages, instruction and output (Alpaca), conversations (ShareGPT), or text. May be repeated for several "
-            "sources; a.jsonl=2 with b.jsonl draws two rows of the first for each row of the second."
+            "sources."
         ),
     ] = None
     num_train: Annotated[int | None, Field(ge=1, description="Number of training rows. Default: the task's.")] = None

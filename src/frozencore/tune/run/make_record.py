@@ -14,8 +14,7 @@ from frozencore.adapter.bases.calibrate import Calibration
 from frozencore.adapter.saved.saved_basis import read_header
 from frozencore.constructors.basis_options import trained_values
 from frozencore.ranks import num_ranks
-from frozencore.tune.rows.mixture import sources_of
-from frozencore.tune.rows.row_sources import named
+from frozencore.tune.rows.row_sources import named, sources_of
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.costs import FLOAT32_BYTES, model_bytes, values_at_once
 from frozencore.tune.run.prepare import PreparedRun, Score
@@ -134,7 +133,7 @@ def calibrated_on(config: RunConfig, prepared: PreparedRun, calibration: Calibra
         return said
     if calibration is None:
         return None
-    sources = " and ".join(named(source.name) for source in sources_of(config.data)) if config.data else ""
+    sources = " and ".join(named(source) for source in sources_of(config.data)) if config.data else ""
     source = " and ".join(config.calibration_tasks) or config.task or sources or "rows of the user"
     num_tokens = next(iter(calibration.layers.values())).num_tokens
     return f"{len(prepared.rows.calibration)} rows of {source}, {num_tokens:,} tokens"

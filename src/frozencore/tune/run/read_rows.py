@@ -9,10 +9,9 @@ from dataclasses import replace
 
 from frozencore.errors import ConfigError, NoRowsError
 from frozencore.tune.rows import Example, TextRow, TokenRow
-from frozencore.tune.rows.mixture import Data, draw, read_sources
 from frozencore.tune.rows.own_rows import read_rows
 from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.rows.row_sources import named
+from frozencore.tune.rows.row_sources import Data, named, sources_of
 from frozencore.tune.rows.token_batches import pack
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.record_parts import ReadRows, SourceRows
@@ -136,14 +135,18 @@ def _other_texts(config: RunConfig, encoder: PromptEncoder, kept: RowCache) -> d
 
 
 def _own_rows(config: RunConfig, data: Data, encoder: PromptEncoder) -> RunRows:
-    fitting, read = _Fitting(config, encoder), read_sources(data, encoder, config.columns, skip_bad=config.skip_bad)
-    parts = [own.texts if config.packing else fitting.texts(own.texts) for _, own in read]
-    drawn = draw(parts, [source.weight for source, _ in read])
-    texts = [text for part in drawn for text in part]
+    fitting, sources = _Fitting(config, encoder), sources_of(data)
+    prefixes = [f"{i}:{named(source)}:" for i, source in enumerate(sources, start=1)] if len(sources) > 1 else [""]
+    read = [
+        read_rows(source, encoder, config.columns, skip_bad=config.skip_bad, prefix=prefix)
+        for source, prefix in zip(sources, prefixes, strict=True)
+    ]
+    parts = [own.texts if config.packing else fitting.texts(own.texts) for own in read]
+    texts = [text for part in parts for text in part]
     given = None
     if config.eval_data is not None:
         given = read_rows(config.eval_data, encoder, config.columns, skip_bad=config.skip_bad)
-    every = [*(own for _, own in read), *([] if given is None else [given])]
+    every = [*read, *([] if given is None else [given])]
     forms = {own.columns for own in every}
     if config.packing and forms != {("text",)}:
         others = " and ".join(dict.fromkeys(column for form in forms for column in form if form != ("text",)))
@@ -158,9 +161,9 @@ def _own_rows(config: RunConfig, data: Data, encoder: PromptEncoder) -> RunRows:
         return pack(encoder.whole_rows(rows), encoder.max_length) if config.packing else encoder.training_rows(rows)
 
     unused: Counter[str] = Counter()
-    for _, own in read:
+    for own in read:
         unused.update(own.bad)
-    unused |= {TOO_LONG: fitting.num_skipped, "beyond the weights": sum(map(len, parts)) - len(texts)}
+    unused[TOO_LONG] = fitting.num_skipped
     if given is None:
         train, held_out = _hold_out(texts, config.num_evaluation or _share_of(texts))
     else:
@@ -198,17 +201,12 @@ def _own_rows(config: RunConfig, data: Data, encoder: PromptEncoder) -> RunRows:
     compares = config.exact_match == "yes" or (config.exact_match == "auto" and are_short(scored))
     validation = ScoredRows((), encode(validated)) if chooses else None
     several = [
-        SourceRows(
-            source=source.name,
-            read=own.num_read,
-            drawn=len(part),
-            **({} if source.weight is None else {"weight": source.weight}),
-        )
-        for (source, own), part in zip(read, drawn, strict=True)
+        SourceRows(source=source, read=own.num_read, drawn=len(part))
+        for source, own, part in zip(sources, read, parts, strict=True)
     ]
     reading = ReadRows(
-        read=sum(own.num_read for _, own in read),
-        columns=tuple(dict.fromkeys(column for _, own in read for column in own.columns)),
+        read=sum(own.num_read for own in read),
+        columns=tuple(dict.fromkeys(column for own in read for column in own.columns)),
         left_out={why: count for why, count in unused.items() if count},
         unused_columns=tuple(dict.fromkeys(column for own in every for column in own.unused)),
         changed=Counter(what for own in every for text in own.texts for what in text.changed),

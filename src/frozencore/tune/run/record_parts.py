@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from frozencore.tune.rows.mixture import in_words
+from frozencore.tune.rows.row_sources import in_words
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.provenance import provenance
 from frozencore.words import num_of
@@ -73,10 +73,9 @@ class Hashes(Part):
 
 
 class SourceRows(Part):
-    """One of several sources of own rows; ``weight`` is missing if all rows of all sources were taken."""
+    """One of several sources of own rows: how many rows were read, and how many of them are used."""
 
     source: str
-    weight: float | None = None
     read: Count
     drawn: Count
 

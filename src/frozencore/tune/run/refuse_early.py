@@ -9,8 +9,7 @@ from frozencore.errors import ArtifactError, DataError, ModelError
 from frozencore.files.adapter_folder import FACTORS_FILE, HEADER_FILE
 from frozencore.files.hub import is_hub_id, safe_loading
 from frozencore.tune.pocket import POCKET_MODEL, pocket_model_path
-from frozencore.tune.rows.mixture import sources_of
-from frozencore.tune.rows.row_sources import require_source
+from frozencore.tune.rows.row_sources import require_source, sources_of
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.smollm2 import SMOLLM2, smollm2_path
 from frozencore.words import nearest_name
@@ -39,7 +38,7 @@ def refuse_early(config: RunConfig, moments_file: Path | None = None) -> None:
     require_model(config.model)
     if config.data is not None:
         for source in sources_of(config.data):
-            require_source(source.name)
+            require_source(source)
     if config.eval_data is not None:
         require_source(config.eval_data, option="--eval-data")
     require_data_root(config.data_root)
