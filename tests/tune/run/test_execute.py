@@ -278,11 +278,11 @@ def test_own_rows_that_all_read_alike_leave_nothing_to_train_on(tmp_path: Path) 
     assert not (tmp_path / "run").exists()
 
 
-def test_no_held_out_text_of_own_rows_is_trained_or_calibrated_on_however_it_is_spelled(tmp_path: Path) -> None:
+def test_no_held_out_text_of_own_rows_is_trained_or_calibrated_on_however_it_is_spaced(tmp_path: Path) -> None:
     texts = [f"Tom has {i} cats ." for i in range(20)]
     path = tmp_path / "rows.jsonl"
     path.write_text(
-        "".join(json.dumps({"text": text}) + "\n" for t in texts for text in (t, f"  {t.upper()}!", t[:-2]))
+        "".join(json.dumps({"text": text}) + "\n" for t in texts for text in (t, f"  {t} ", t.replace(" ", "\u2003")))
     )
     config = config_of(task=None, data=path, num_train=None, num_evaluation=9, calibration_size=1000)
     prepared = prepare(config, silent)
