@@ -152,8 +152,6 @@ def test_a_day_of_forty_steps(model: str, tmp_path: Path) -> None:
     day.do(f"tune --model pocket --data rows.jsonl {few} --method lora --out runs/lora", "lora on rows.jsonl")
     patient = f"{few} --epochs 9 --select-checkpoint 2 --patience 1"
     day.do(f"tune --model pocket --data rows.jsonl {patient} --out runs/patient", r"Kept step \d+ of \d+")
-    budget = "--targets all-linear --rank-budget 2000 --epochs 2 --calibration-size 16"
-    day.do(f"tune --model pocket --data rows.jsonl {budget} --out runs/budget", "Ranks")
     day.do(f"tune --model pocket --data rows.jsonl {few} --method lora --damping 1 --out runs/x", "damping", status=2)
 
     # One basis, several tenants

@@ -207,7 +207,6 @@ def sides(diff: str) -> list[str]:
 NOT_RUN_HERE = {
     "serving": "tests/engines/test_serving_page.py",  # it needs the engines
     "federated": "tests/test_examples.py",  # lines of examples/federated.py
-    "rank-budget": "",
 }  # fmt: skip
 ALONE = ("index", "from-lora", "in-python", "memory", "quantisation")  # pages whose code needs no command before it
 

@@ -31,7 +31,6 @@ from calibration.two_ranks import (
     costs,
     grouped,
     main,
-    spent,
     streamed_bases,
 )
 from forked import as_ranks, ended
@@ -86,19 +85,6 @@ def test_all_ranks_hold_the_same_bytes(constructor: str, reports: list[dict[str,
         assert all(torch.equal(first[name], other[name]) for name in first)
     tokens = [report[f"{constructor} tokens"] for report in reports]
     assert all(count == tokens[0] for count in tokens)
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_all_ranks_spend_a_budget_as_one_process_does(streaming: bool, reports: list[dict[str, Any]]) -> None:
-    alone = spent(EXAMPLES, streaming=streaming)
-    first, *others = (report["spent on sketches" if streaming else "spent"] for report in reports)
-    assert first["ranks"] == alone["ranks"]
-    assert len(set(first["ranks"].values())) > 1
-    for other in others:
-        assert other["ranks"] == first["ranks"]
-        assert all(torch.equal(other["bases"][name], basis) for name, basis in first["bases"].items())
-    for name, basis in alone["bases"].items():
-        assert principal_cosines(first["bases"][name], basis).min() > 0.999
 
 
 @pytest.mark.parametrize("constructor", CONSTRUCTORS)

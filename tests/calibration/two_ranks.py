@@ -52,20 +52,6 @@ def streamed_bases(examples: list[Example]) -> dict[str, torch.Tensor]:
     return bases(model)
 
 
-def spent(examples: list[Example], *, streaming: bool) -> dict[str, Any]:
-    """The ranks that a budget buys, and bases, of batches whose halves are the same."""
-    batches = [batch for batch in batches_of(examples, 2) for _ in range(2)]
-    config = FrozenCoreConfig(rank_budget=20, target_modules=["v_proj", "o_proj"])
-    model, plan = get_peft_model(tiny_qwen2(), config), BasisWork.plan
-    if streaming:
-        BasisWork.plan = lambda work, *_: PassPlan((tuple(work.layers),), streaming=True)  # type: ignore[method-assign]
-    try:
-        calibrate(model, batches, progress=False)
-    finally:
-        BasisWork.plan = plan  # type: ignore[method-assign]
-    return {"ranks": model.peft_config["default"].rank_pattern, "bases": bases(model)}
-
-
 def cores_after_a_step(
     model: torch.nn.Module, batch: dict[str, torch.Tensor], rate: float = 0.1
 ) -> dict[str, torch.Tensor]:
@@ -157,7 +143,6 @@ def main(out: Path) -> None:
 
     report["costs"] = costs(batches_of(share, 1 + rank))
     report["streamed"] = streamed_bases(share)
-    report["spent"], report["spent on sketches"] = (spent(share, streaming=streaming) for streaming in (False, True))
     report["little room"] = bases_where_one_rank_has_little_room(share)
 
     model = adapted("fcca")

@@ -55,15 +55,6 @@ def test_a_basis_of_tenants_says_what_it_holds_of_each_and_carries_their_cores(
     assert sorted(bank) == ["anna", "ben"]
 
 
-def test_a_basis_of_tenants_spends_a_rank_budget(command: Command, tenants: Path, tmp_path: Path) -> None:
-    words = [*FEW[:2], "--calibration-size", 4, "--rank-budget", 40, "--tenants", tenants]
-    status, out, err = command("calibrate", *words, "--output", tmp_path / "shop")
-    assert status == 0, err
-    assert re.search(r"Ranks .* budget of 40", " ".join(out.split())), out
-    saved = load_basis(tmp_path / "shop" / "basis")
-    assert len({P.shape[1] for P, _ in saved.layers.values()}) > 1
-
-
 def in_one_file(tenants: Path, *more: dict) -> Path:
     """All rows in one file, with the name of the tenant as a column."""
     rows = [

@@ -10,7 +10,7 @@ import pytest
 
 from frozencore.errors import ConfigError
 from frozencore_lab.campaign.job import make_job
-from frozencore_lab.campaign.kinds import KINDS, Work
+from frozencore_lab.campaign.kinds import KINDS
 from frozencore_lab.campaign.spec import Campaign, read_campaign
 from places import LAB, ROOT
 from small_campaign import write_spec
@@ -38,10 +38,3 @@ def test_a_specification_is_written_with_the_names_and_read_with_the_kinds(tmp_p
 def test_an_unknown_kind_is_one_line() -> None:
     with pytest.raises(ConfigError, match=r"There is no kind of study 'tine'\. Did you mean 'tune'\?"):
         make_job("tine", OPTIONS)
-
-
-def test_bases_of_two_calibrations_are_not_compared_at_ranks_that_each_chooses(tmp_path: Path) -> None:
-    config = make_job("stability", {**OPTIONS, "rank_budget": "2KB"}, 32).config
-    work: Any = None
-    with pytest.raises(ConfigError, match="give rank in place of rank_budget"):
-        KINDS["stability"].run(Work(config, config, tmp_path, work, work, work))

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from frozencore.adapter.config_names import key_for, refuse_foreign_names, require_names
-from frozencore.adapter.saved.config_file import SavedConfig, refuse_expressions
+from frozencore.adapter.saved.config_file import NOT_READ, SavedConfig, refuse_expressions
 from frozencore.adapter.saved.saved_basis import SavedBasis, find_header, read_header, read_version, versions
+from frozencore.adapter.saved.seal import refuse_gone
 from frozencore.constructors import (
     CONSTRUCTORS,
     BasisOptions,
@@ -22,7 +23,7 @@ from frozencore.constructors import (
     find_constructor,
     refuse_unread,
 )
-from frozencore.constructors.basis_options import AUTO_ALPHA, Alpha, RankBudget, ScaleOptions, trained_values
+from frozencore.constructors.basis_options import AUTO_ALPHA, Alpha, ScaleOptions
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.adapter_folder import LARGEST_FLOAT32, PEFT_TYPE, read_seal
 from frozencore.maths.moments import MomentName
@@ -79,9 +80,6 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
         alpha: The scale is ``s = alpha / r``. ``"auto"`` is 16, with which one learning rate fits many ranks; None
             means ``s = 1``, as in the paper.
         seed: Seed of random directions.
-        rank_budget: Trained values of all cores together, in place of a rank: a number, or their size as float32
-            (``"150KB"``). ``calibrate`` gives higher ranks to layers that gain more, and writes the ranks into
-            ``rank_pattern``. Constructors without a spectrum get equal ranks. See docs/rank-budget.md.
         rank_pattern: Ranks of layers whose name matches a key; a layer of rank 0 is not adapted.
         alpha_pattern: Alphas of layers whose name matches a key.
         exclude_modules: As in ``LoraConfig``; so are ``layers_to_transform``, ``layers_pattern``, ``modules_to_save``,
@@ -109,7 +107,6 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
     constructor: str = "fcca"
     alpha: Alpha = ScaleOptions.alpha
     seed: int = BasisOptions.seed
-    rank_budget: RankBudget = None
     rank_pattern: dict[str, int] = field(default_factory=dict)
     alpha_pattern: dict[str, float] = field(default_factory=dict)
     layers_to_transform: list[int] | int | None = None
@@ -157,26 +154,18 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
         adapted = (rank for rank in self.rank_pattern.values() if type(rank) is not int or rank != 0)
         for rank in (self.r, *adapted):
             self.basis_options(rank)  # refuses bad values now instead of during calibration
-        if self.rank_budget is not None:
-            self._check_rank_budget()
-
-    def _check_rank_budget(self) -> None:
-        self.rank_budget = trained_values(self.rank_budget)
-        if self.basis_id is not None and not self.rank_pattern:
-            raise ConfigError(f"The basis in {self.basis} has its ranks already. Leave rank_budget out.")
-        decided = self.load_bases or self.basis_id is not None
-        if not decided and (self.r != BasisOptions.rank or self.rank_pattern):
-            given = f"r={self.r}" if self.r != BasisOptions.rank else "rank_pattern"
-            raise ConfigError(f"rank_budget chooses the ranks, but {given} came too. Leave one of them out.")
 
     def _take_from_basis(self, place: str | Path) -> None:
         """Take rank, targets, scale and constructor from a saved basis if they are at their defaults."""
         if self.load_bases:
             raise ConfigError("The adapter holds a basis of its own: leave basis out, or `frozencore adapter pack` it.")
         header = read_header(place, self.basis_revision)
+        refuse_gone(f"the basis {place}", header["options"])
         refuse_expressions(f"the basis {place}", header["options"], "Save the basis again.")
         known, defaults = options_of_basis(), {each.name: each.default for each in fields(self)}
         for name, value in header["options"].items():
+            if name in NOT_READ:
+                continue
             if name not in known:
                 raise ArtifactError(
                     f"The basis in {place} has an option {name!r:.50} that this frozencore does not know."
@@ -198,11 +187,6 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
     def trains_modules(self) -> bool:
         """Return whether anything besides cores is trained and saved."""
         return bool(self.modules_to_save or self.trainable_token_indices)
-
-    @property
-    def awaits_ranks(self) -> bool:
-        """Return whether the ranks of a rank budget are not chosen yet."""
-        return self.rank_budget is not None and not self.rank_pattern
 
     @property
     def constructor_entry(self) -> Constructor[Any]:
@@ -238,8 +222,6 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
 
     def rank_of(self, layer: str) -> int:
         """The configured rank of a layer; 0 for a layer that is not adapted."""
-        if self.rank_budget is not None:  # an allocation has full names, and one may be the end of another
-            return self.rank_pattern.get(layer, self.r)
         key = key_for(self.rank_pattern, layer, "rank_pattern")
         return self.r if key is None else self.rank_pattern[key]
 
@@ -294,7 +276,7 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
 def options_of_basis() -> frozenset[str]:
     """The fields that a saved basis records: how P and Q were made, and their layers."""
     own = ("r", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "constructor", "alpha",
-           "seed", "rank_budget", "rank_pattern", "alpha_pattern", "calibration_tokens", "scale_rank")  # fmt: skip
+           "seed", "rank_pattern", "alpha_pattern", "calibration_tokens", "scale_rank")  # fmt: skip
     return frozenset({*own, *constructor_options()}) - {"initial_step"}
 
 

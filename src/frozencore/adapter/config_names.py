@@ -138,7 +138,6 @@ USUAL_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("method", "init", "initialization"), "constructor"),
     **dict.fromkeys(("rank", "lora_r", "r_core"), "r"),
     **dict.fromkeys(("targets", "target", "modules", "lora_target_modules"), "target_modules"),
-    **dict.fromkeys(("budget", "num_values"), "rank_budget"),
     **dict.fromkeys(("scale", "scaling"), "alpha"),
 }
 """frozencore's names of options that other libraries call differently."""

@@ -18,7 +18,6 @@ from transformers.pytorch_utils import Conv1D
 
 from frozencore.adapter.config import FrozenCoreConfig, FrozenCoreType
 from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers, is_linear
-from frozencore.adapter.layer_ranks import spread_evenly
 from frozencore.adapter.linear import FrozenCoreLinear, FrozenCoreQuantisedLinear
 from frozencore.adapter.mixed_batch import adapter_of_each_row
 from frozencore.adapter.named_layers import (
@@ -79,7 +78,7 @@ class FrozenCoreModel(BaseTuner):
             self._take_back(adapter_name)
             raise
         narrow = [name for name, layer in layers.items() if len(layer.core(adapter_name)) < config.rank_of(name)]
-        if narrow and not config.load_bases and not config.awaits_ranks:
+        if narrow and not config.load_bases:
             warnings.warn(
                 f"{len(narrow)} of {len(layers)} layers are narrower than the rank and got the rank that fits (first: "
                 f"{narrow[0]}, {len(layers[narrow[0]].core(adapter_name))} instead of {config.rank_of(narrow[0])}).",
@@ -115,8 +114,6 @@ class FrozenCoreModel(BaseTuner):
         """Set the bases of an adapter of the same kind, or those that need no data; check the base model of a file."""
         if any(its is config for other, its in self.peft_config.items() if other != adapter_name):
             config.awaits_file = False  # the file was the other adapter's
-        if config.awaits_ranks:
-            spread_evenly(adapter_name, config, layers)
         if config.basis_id is not None:
             set_named_basis(self.peft_config, adapter_name, self.model)
             return

@@ -10,7 +10,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 
-from frozencore.errors import CalibrationError, ConfigError, DataError
+from frozencore.errors import ConfigError, DataError
 
 Batch = Any
 """A dictionary of tensors with one row per example; with a loss of the user's own, any object that holds tensors."""
@@ -102,27 +102,6 @@ def take_examples(batches: Iterable[Batch], num_examples: int, *, any_form: bool
             return
 
 
-def in_halves(batches: Iterable[Batch]) -> tuple[list[Batch], list[Batch]]:
-    """Split batches into two halves, alternately by batch; a single batch is split alternately by row.
-
-    Raises:
-        CalibrationError: There is only one example.
-        DataError: The data are not batches.
-    """
-    held = list(batches)
-    for index, batch in enumerate(held):
-        require_batch(batch, index, any_form=True)
-    if len(held) > 1:
-        return held[::2], held[1::2]
-    num_rows = num_examples_of(held[0]) if held else 0
-    if num_rows < 2:
-        raise CalibrationError(
-            f"A rank budget compares two halves of the calibration examples, but there is {num_rows or 'no'} example "
-            "here. Give more."
-        )
-    return [_every_other(held[0], 0)], [_every_other(held[0], 1)]
-
-
 def rope_limit(model: Any) -> int | None:
     """The length beyond which LongRoPE uses other frequencies; None for a model without it.
 
@@ -169,10 +148,6 @@ def _part(rows: list[int], columns: slice, shape: torch.Size, tensor: Tensor) ->
     if tensor.shape[:2] == shape:
         return tensor[rows][:, columns]
     return tensor[rows] if tensor.ndim and len(tensor) == shape[0] else tensor
-
-
-def _every_other(batch: Batch, first: int) -> Batch:
-    return mapped(batch, lambda tensor: tensor[first::2] if tensor.ndim else tensor)
 
 
 def _first(count: int | None, tensor: Tensor) -> Tensor:

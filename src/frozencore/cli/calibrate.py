@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Group
-from rich.text import Text
 
 from frozencore.cli.console import console
 from frozencore.cli.flags import OF_TRAINING, TakesOptions
@@ -101,7 +100,6 @@ def _calibrate(
 def calibration_summary(calibration: Calibration, *, every_layer: bool = False) -> Group:
     """Show the result of calibration: the spread over the layers, or a line for each layer."""
     from frozencore.cli.inspect import by_layer, legend, spread
-    from frozencore.cli.run_summary import allocation_line
 
     found = calibration.layers
     ends = [(layer.spectrum[0], layer.spectrum[-1]) if layer.spectrum else (None, None) for layer in found.values()]
@@ -115,12 +113,8 @@ def calibration_summary(calibration: Calibration, *, every_layer: bool = False) 
         "max/med d": [layer.error_spread for layer in found.values()],
     }
     title = f"Calibration, {calibration.time_s:.1f} s"
-    lines = []
-    if calibration.rank_budget is not None:
-        ranks = {name: layer.rank for name, layer in found.items()}
-        lines = [Text(allocation_line(calibration.rank_budget, ranks | dict.fromkeys(calibration.not_adapted, 0)))]
     table = by_layer(title, list(found), columns) if every_layer else spread(title, list(found), columns)
-    return Group(table, *lines, legend(columns))
+    return Group(table, legend(columns))
 
 
 calibrate = TakesOptions(_calibrate, without=OF_TRAINING, instead={"tenants": "data"})

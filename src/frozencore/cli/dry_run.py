@@ -125,7 +125,7 @@ def _cost(config: RunConfig, prepared: PreparedRun) -> Iterator[Text]:
 
 def _adapted(config: RunConfig, prepared: PreparedRun) -> nn.Module | None:
     """Build the adapted model without its weights' values; None if the method's adapter depends on them."""
-    if config.method_entry.changes_base or config.rank_budget is not None:
+    if config.method_entry.changes_base:
         return None
     with torch.device("meta"), suppress(NotImplementedError):
         model = without_weights(prepared.model.config)

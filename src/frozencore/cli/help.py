@@ -66,7 +66,7 @@ FLAG_GROUPS = (
     ),
     Group(
         "Method",
-        ("method", "rank", "targets", "rank_budget", "alpha", "basis", "dtype", "device"),
+        ("method", "rank", "targets", "alpha", "basis", "dtype", "device"),
         ("layers",),
     ),
     Group("Bases", ("calibration_size", "grow", "by", "damping", "memory_budget", "moments"), ("calibration_task",)),

@@ -104,8 +104,6 @@ def inspect(
     from frozencore.adapter.inspection import inspect_adapter
     from frozencore.adapter.saved.folder import read_adapter_or_basis
     from frozencore.calibration.moments_file import load_moments
-    from frozencore.cli.run_summary import allocation_line
-    from frozencore.constructors.basis_options import trained_values
     from frozencore.maths.basis import ORTHONORMAL_COORDINATES
 
     config, layers = read_adapter_or_basis(folder)
@@ -126,8 +124,6 @@ def inspect(
         console.print(*inside, sep="\n", soft_wrap=True)
     orthonormal = config.coordinates in ORTHONORMAL_COORDINATES
     console.print(inspection_table(reports, every_layer=all_layers, orthonormal=orthonormal))
-    if config.rank_budget is not None:
-        console.print(allocation_line(trained_values(config.rank_budget), config.rank_pattern))
     saved = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     console.print(f"Saved in {saved:,} bytes.")
     if held is not None:

@@ -15,7 +15,6 @@ from rich.table import Table
 from rich.text import Text
 from safetensors import safe_open
 
-from frozencore.adapter.saved.card import allocation_in_words
 from frozencore.adapter.saved.tensors import FLAT, PREFIX
 from frozencore.files.adapter_folder import WEIGHTS_FILE, read_config
 from frozencore.files.whole_file import read_lines
@@ -49,7 +48,7 @@ def run_summary(record: TunedRecord) -> Group:
     }
     for name, pair in losses.items():
         table.add_row(name, *("" if loss is None else f"{loss:.3f}" for loss in pair))
-    parts = (_rows_read, _few_rows, _ranks, _recipe, _still_falling, _too_long, _kept_step, _cost)
+    parts = (_rows_read, _few_rows, _recipe, _still_falling, _too_long, _kept_step, _cost)
     return Group(table, *(Text(line) for line in [*words, *(line for part in parts for line in part(record))]))
 
 
@@ -94,19 +93,6 @@ def _few_rows(record: TunedRecord) -> Iterator[str]:
             f"Few training rows ({record.rows.trained}): the adapter may only repeat them, and answer other prompts "
             "with nonsense. Give more rows, 128 or more if you can."
         )
-
-
-def _ranks(record: TunedRecord) -> Iterator[str]:
-    if record.allocation is not None:
-        yield allocation_line(record.allocation.budget, record.allocation.ranks)
-
-
-def allocation_line(budget: int, ranks: Mapping[str, int]) -> str:
-    """Say which ranks a rank budget gave, and which layers got none."""
-    without = [name for name, rank in ranks.items() if not rank]
-    more = f" and {len(without) - 2} more" if len(without) > 2 else ""
-    unadapted = f"; not adapted: {', '.join(without[:2])}{more}" if without else ""
-    return f"Ranks {allocation_in_words(budget, ranks)}{unadapted}."
 
 
 def _recipe(record: TunedRecord) -> Iterator[str]:

@@ -5,50 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from frozencore.errors import ConfigError
 from frozencore.maths.basis import Coordinates
 from frozencore.maths.linalg import SvdMethod
 from frozencore.maths.whitening import Positive
 from frozencore.options import check_options
-from frozencore.words import read_size
 
 MOST_RANK = 100_000  # no layer is as wide
 Rank = Annotated[int, Field(ge=1, le=MOST_RANK, description="Rank r of the bases; a core holds r x r values.")]
-VALUE_BYTES = 4  # a core is float32
-
-
-def trained_values(budget: object) -> int:
-    """Read a rank budget: a number of trained values, or their size in bytes as float32.
-
-    Raises:
-        ConfigError: ``budget`` is neither, or not positive.
-    """
-    found = read_size(budget)
-    number = found[0] // (VALUE_BYTES if found[1] else 1) if found else 0
-    if number < 1:
-        raise ConfigError(
-            "A rank budget is a number of trained values such as 36864, or their size as float32 such as "
-            f'"150KB", but {budget!r} came.'
-        )
-    return number
-
-
-RankBudget = Annotated[
-    Annotated[int | str, BeforeValidator(trained_values)] | None,
-    Field(
-        description="Number of trained values of all cores together, such as 36864, or their size as float32 (150KB). "
-        "It replaces the rank: calibration gives higher ranks to layers that gain more (docs/rank-budget.md). Also for "
-        "methods that can train any number of values."
-    ),
-]
 AUTO_ALPHA = 16.0  # the paper's scale at the paper's rank
 Alpha = Annotated[
     Positive | Literal["auto"] | None,
     Field(
         description="Scale of the cores' update, s = alpha / r. auto: 16, with which one learning rate fits many ranks "
-        "(docs/rank-budget.md); none: s = 1, as in the paper."
+        "(docs/tune.md); none: s = 1, as in the paper."
     ),
 ]
 

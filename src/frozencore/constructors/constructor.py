@@ -1,7 +1,7 @@
 """A constructor: a class that names the moments it needs and builds the basis of a layer from them.
 
 Your own constructor is a subclass with ``needs`` and ``build``, added by :func:`frozencore.register_constructor`.
-The other methods are optional: they build from a sketch, share a rank budget, or start from a core.
+The other methods are optional: they build from a sketch, or start from a core.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import ClassVar, Generic, Literal, TypeVar
 
 from frozencore.constructors.basis_options import BasisOptions
 from frozencore.errors import CalibrationError
-from frozencore.maths.allocation import agreed_gains
 from frozencore.maths.basis import Basis
 from frozencore.maths.groups import SharedSpans
 from frozencore.maths.linalg import TruncatedSVD, seeded_generator
@@ -61,13 +60,11 @@ class Constructor(ABC, Generic[Options]):
     Attributes:
         options: The class of its options.
         weights_only: The basis depends only on the layer's weight, not on data or seed.
-        has_gains: A rank budget is shared by the gain of each direction; other constructors get equal ranks.
         label, colour: Name and colour in reports; by default the key in the table, in grey.
     """
 
     options: type[Options] = BasisOptions  # type: ignore[assignment]  # of a subclass with no options of its own
     weights_only: ClassVar[bool] = False
-    has_gains: ClassVar[bool] = False
     label: ClassVar[str] = ""
     colour: ClassVar[Colour] = "grey"
 
@@ -99,17 +96,6 @@ class Constructor(ABC, Generic[Options]):
             beside: A basis that grows; its spans are the first directions of ``spans``.
         """
         raise NotImplementedError(f"{type(self).__name__} has no metric, so it cannot build for groups.")
-
-    def matrix(self, moments: LayerMoments, options: Options) -> torch.Tensor:
-        """The matrix (m x n) whose leading singular directions are the basis, if the constructor ``has_gains``."""
-        raise NotImplementedError(f"{type(self).__name__} takes the singular directions of no matrix.")
-
-    def gains(
-        self, halves: tuple[LayerMoments, LayerMoments], layer: LayerEvidence, count: int, options: Options
-    ) -> torch.Tensor:
-        """The gain of each of the ``count`` leading directions, as far as two halves of the examples agree on it."""
-        T1, T2 = (self.matrix(half, options) for half in halves)
-        return agreed_gains(T1, T2, count, svd_method=options.svd_method, seed=layer.seed(options.seed))
 
     def start_core(self, basis: Basis, options: Options, scale: float) -> torch.Tensor | None:
         """The core (r x r) at the start of training, for an adapter of this scale; None for a zero core."""

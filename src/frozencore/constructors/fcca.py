@@ -180,8 +180,6 @@ def _unwhitened(
 class WhitenedCrossMoment(Constructor[Options]):
     """A constructor that takes the leading singular directions of the cross moment in some metric."""
 
-    has_gains = True
-
     @abstractmethod
     def whitening(self, options: Options) -> Whitening:
         """The metric."""
@@ -212,9 +210,6 @@ class WhitenedCrossMoment(Constructor[Options]):
             spans, layer.data, options.rank, whitening=self.whitening(options), coordinates=options.coordinates,
             seed=layer.seed(options.seed), beside=beside,
         )  # fmt: skip
-
-    def matrix(self, moments: LayerMoments, options: Options) -> torch.Tensor:
-        return whitened_cross_moment(moments, self.whitening(options))
 
 
 class FCCA(WhitenedCrossMoment[FCCAOptions]):

@@ -62,7 +62,6 @@ def signgrad_basis(
 
 class SignGrad(Constructor[SignGradOptions]):
     options = SignGradOptions
-    has_gains = True
     label = "SignGrad"
 
     def needs(self, options: SignGradOptions) -> frozenset[MomentName]:
@@ -73,9 +72,6 @@ class SignGrad(Constructor[SignGradOptions]):
             layer.data, options.rank, coordinates=options.coordinates, svd_method=options.svd_method,
             seed=layer.seed(options.seed),
         )  # fmt: skip
-
-    def matrix(self, moments: LayerMoments, options: SignGradOptions) -> torch.Tensor:
-        return moments.G.sign()
 
     def start_core(self, basis: Basis, options: SignGradOptions, scale: float) -> torch.Tensor | None:
         if not options.initial_step or basis.initial_core is None:

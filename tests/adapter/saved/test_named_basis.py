@@ -30,6 +30,7 @@ from frozencore import (
 from frozencore.adapter.export.base_model import export_merged
 from frozencore.adapter.saved.folder import read_adapter
 from frozencore.adapter.saved.on_one_basis import pack_adapter, unpack_adapter
+from frozencore.adapter.saved.saved_basis import write_basis
 from frozencore.errors import ArtifactError, CalibrationError, ConfigError, FrozenCoreError
 from tiny import tiny_qwen2
 
@@ -105,6 +106,43 @@ def test_loading_finds_the_basis_where_the_caller_says(model: PeftModel, saved: 
     shutil.move(tmp_path / "basis", tmp_path / "elsewhere")
     loaded = PeftModel.from_pretrained(tiny_qwen2(), str(far), basis=str(tmp_path / "elsewhere"))
     assert torch.equal(logits(loaded.eval()), logits(model))
+
+
+def test_the_ranks_that_a_rank_budget_chose_load_as_a_rank_pattern(tmp_path: Path) -> None:
+    """An earlier version chose ranks for a budget, and wrote both: here into an adapter, a basis and cores on it."""
+    own = adapted("fcca", rank_pattern={"q_proj": 0, "v_proj": 3, "o_proj": 1}, trained=True)
+    expected = logits(own)
+    own.save_pretrained(tmp_path / "whole")
+    save_basis(own, tmp_path / "new")
+    new = load_basis(tmp_path / "new")
+    options = {**new.options, "rank_budget": 28}
+    write_basis(
+        tmp_path / "basis", new.tensors, scales=new.scales, options=options, calibrated_on=None, base=new.base,
+        base_model=None,
+    )  # fmt: skip
+    pack_adapter(tmp_path / "whole", tmp_path / "basis", tmp_path / "cores")
+    for name in ("whole", "cores"):
+        values = json.loads((tmp_path / name / CONFIG).read_text())
+        (tmp_path / name / CONFIG).write_text(json.dumps({**values, "rank_budget": 28}))
+        loaded = PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path / name)).eval()
+        assert torch.equal(logits(loaded), expected)
+        assert len(cores_of(loaded)) == len(cores_of(own)) == 6  # rank 0 leaves a layer as it is
+    assert "rank_budget" not in loaded.peft_config["default"].to_dict()
+    bank = CoreBank(get_peft_model(tiny_qwen2(), FrozenCoreConfig(basis=str(tmp_path / "basis"))).eval(), 2)
+    bank.put("anna", tmp_path / "cores")
+    prompt = {key: BATCHES[0][key] for key in ("input_ids", "attention_mask")}
+    with torch.no_grad(), bank.rows(["anna"] * len(prompt["input_ids"])):
+        torch.testing.assert_close(bank.model(**prompt).logits, own(**prompt).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_a_basis_of_a_rank_budget_without_ranks_is_refused_in_one_line(model: PeftModel, tmp_path: Path) -> None:
+    old = load_basis(tmp_path / "basis")
+    write_basis(
+        tmp_path / "old", old.tensors, scales=old.scales, options={**old.options, "rank_budget": 28},
+        calibrated_on=None, base=None, base_model=None,
+    )  # fmt: skip
+    with pytest.raises(ArtifactError, match="has rank_budget=28 and no ranks yet"):
+        FrozenCoreConfig(basis=str(tmp_path / "old"))
 
 
 def test_without_the_basis_one_line_says_what_to_get(saved: Path, tmp_path: Path) -> None:

@@ -172,6 +172,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "written while read": (write_half, "just being written"),
     "a newer format": (lambda f: edit_config(f, seal={"format": 99}), "has format 99"),
     "a malformed seal": (lambda f: edit_config(f, seal=[1]), "seal .* is malformed"),
+    "a rank budget that was never spent": (lambda f: edit_config(f, rank_budget=12, rank_pattern={}), "no ranks yet"),
     "a value of a wrong type": (lambda f: edit_config(f, alpha_pattern=7), "wrong type|names to numbers"),
     "NaN": (lambda f: edit_tensors(f, lambda t: t[first(t, "R")].fill_(torch.nan)), "holds NaN or Inf"),
     "Inf": (lambda f: edit_tensors(f, lambda t: t[first(t, "Q")][0].fill_(torch.inf)), "holds NaN or Inf"),

@@ -99,11 +99,7 @@ class Stability(StudyKind):
     has_reference = True
 
     def run(self, work: Work) -> None:
-        """Record the mean principal-angle cosines of P and of Q, over directions and then over layers.
-
-        Raises:
-            ConfigError: The run has a rank budget, with which the two bases may differ in layers and ranks.
-        """
+        """Record the mean principal-angle cosines of P and of Q, over directions and then over layers."""
         from frozencore.adapter.bases.access import get_bases
         from frozencore.files.whole_file import write_json
         from frozencore.maths.linalg import principal_cosines
@@ -113,8 +109,6 @@ class Stability(StudyKind):
         from frozencore.tune.run.run_folder import RECORD
 
         assert work.reference is not None
-        if work.config.rank_budget is not None:
-            raise ConfigError("Bases are compared at one rank in every layer: give rank in place of rank_budget.")
         configs = (work.config, work.reference)
         prepared_runs = [work.prepare(config) for config in configs]
         targets = resolve_targets(work.config, prepared_runs[0].model)  # of one model for both

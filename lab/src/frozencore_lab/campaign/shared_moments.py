@@ -81,13 +81,8 @@ def needs_of(jobs: Iterable[Job]) -> Needs:
 
 
 def _shares_moments(config: RunConfig) -> bool:
-    """Return whether a run shares moments.
-
-    A memory budget allows no file, a rank budget needs sums of two halves, and groups need a sum for each.
-    """
-    if config.has_groups or config.memory_budget is not None:
-        return False
-    return config.rank_budget is None or not config.moments_needed
+    """Return whether a run shares moments: a memory budget allows no file, and groups need a sum for each."""
+    return not config.has_groups and config.memory_budget is None
 
 
 def calibrating(job: Job) -> list[RunConfig]:

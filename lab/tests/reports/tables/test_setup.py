@@ -120,17 +120,6 @@ def test_a_variant_has_a_line_of_its_own_options_and_values(results, make_record
     assert column(sheet, "further") == ["-", "damping 0.1"]
 
 
-def test_where_ranks_are_chosen_the_budget_stands_in_their_place(results):
-    yaml = (
-        "  a:\n    title: A\n    fixed: {rank_budget: 4096}\n"
-        "    axes: {model: [small], task: [svamp], method: [fcca], seed: [42]}\n"
-    )
-    document = campaign_document(results(yaml, lambda axes: None))
-    sheet = next(table.sheet for table in document.sections[-1].tables if table.sheet.name == "hyper-parameters")
-    assert column(sheet, "rank") == ["budget 4096"]
-    assert column(sheet, "further") == ["-"]
-
-
 def test_generated_rows_and_own_files_have_an_origin_too(tmp_path):
     assert column(sheets("demo")["data-sets"], "data set") == ["generated"] * 4
     (tmp_path / "rows.jsonl").write_text('{"q": "a", "n": "1"}\n')

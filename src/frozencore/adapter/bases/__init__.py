@@ -1,1 +1,1 @@
-"""The bases of a model: calibration, rank budgets, and saved bases."""
+"""The bases of a model: calibration, and saved bases."""

@@ -103,45 +103,6 @@ class GroupWork(BasisWork):
         return found
 
 
-@dataclass
-class GroupGainWork(GroupWork):
-    """Layers whose gains for groups are being computed; ``ranks`` holds the number of directions of each layer.
-
-    The gain of rank r in a layer is a product of two means over the groups. The first is the share of the group's
-    whitened moment that the leading r directions of the layer's spans hold. The second is the layer's share of the
-    group's squared whitened gradient in all layers. For one group the gains are proportional to the squared singular
-    values, which FCCA's rank budget reads. The examples are not halved, so noise is not taken from the gains.
-
-    Attributes:
-        held: For each direction, the share that it adds, for the layers that this rank owns.
-        energies: The squared whitened gradient of each group, for the same layers.
-    """
-
-    held: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    energies: dict[str, dict[str, float]] = field(default_factory=dict)
-
-    def all_gains(self) -> dict[str, tuple[float, ...]]:
-        """The gains of every layer, on every rank, in the order of the layers."""
-        held, energies = gathered(self.held), gathered(self.energies)
-        whole = {group: sum(own.get(group, 0.0) for own in energies.values()) for group in self.groups}
-        parts = {
-            name: sum(self.weights[group] * energy / whole[group] for group, energy in energies[name].items())
-            for name in self.layers
-        }
-        return {name: tuple(parts[name] * share for share in held[name]) for name in self.layers}
-
-    def _sum(
-        self, group: Iterable[str], batches: Iterable[Batch], options: CalibrationOptions, progress: Progress | None
-    ) -> None:
-        for name, layer in self._collected(group, options, progress).items():
-            if layer.spans is not None:
-                reached = sum(self.weights[group] for group in layer.energies)
-                self.held[name] = tuple((layer.spans.gains / max(reached, 1e-300)).tolist())
-                self.energies[name] = layer.energies
-                mine = sum(owner == own_rank() for owner in self.owners.values())
-                self.progress("ranks", len(self.held), mine)
-
-
 def require_groups(
     groups: Mapping[str, object], config: FrozenCoreConfig, weights: Mapping[str, float] | None
 ) -> dict[str, float]:

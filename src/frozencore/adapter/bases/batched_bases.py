@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from frozencore.constructors import BasisOptions, LayerEvidence, build_basis, find_constructor
+from frozencore.constructors.fcca import whitened_cross_moment
 from frozencore.errors import CalibrationError
 from frozencore.maths.basis import Basis
 from frozencore.maths.batched_svd import truncated_svds
@@ -51,7 +52,9 @@ def build_batch(constructor: str, layers: Sequence[LayerEvidence], options: Sequ
     row, whitened = find_constructor(constructor), []
     for layer, own in zip(layers, options, strict=True):
         try:
-            whitened.append(row.matrix(layer.data, own))
+            metric = row.metric(own)
+            assert metric is not None
+            whitened.append(whitened_cross_moment(layer.data, metric))
         except CalibrationError as error:
             raise CalibrationError(f"Layer {layer.name!r}: {error}") from error
     T = torch.stack(whitened)

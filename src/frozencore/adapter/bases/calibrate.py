@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,13 +18,11 @@ from tqdm.auto import tqdm
 from frozencore.adapter.bases.access import adapter_for_new_bases
 from frozencore.adapter.bases.bases_of_groups import GroupWork, require_groups
 from frozencore.adapter.bases.passes import BasisWork
-from frozencore.adapter.bases.rank_budget import BasisSource, GivenMoments, spend_budget, spends_by_spectrum
-from frozencore.adapter.layer_ranks import give_ranks, layers_to_share
+from frozencore.calibration.batches import Batch
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.examples import Collator, batches_from
 from frozencore.calibration.layer_owners import assign_owners, require_same_bases, share_bases
 from frozencore.calibration.loss import LossFn, with_loss
-from frozencore.constructors.basis_options import trained_values
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.basis import Basis
 from frozencore.maths.capture import Capture
@@ -58,8 +56,6 @@ class Calibration:
     """The result of a calibration: per layer, and the seconds that the pass and the bases took.
 
     Attributes:
-        rank_budget: The budget of trained values; None if ranks were given.
-        not_adapted: Layers that got rank 0.
         shares: The share of each group's whitened moments that the bases hold, averaged over layers; empty without
             groups.
     """
@@ -67,8 +63,6 @@ class Calibration:
     layers: dict[str, LayerCalibration]
     collect_s: float
     build_s: float
-    rank_budget: int | None = None
-    not_adapted: tuple[str, ...] = ()
     shares: dict[str, Share] = field(default_factory=dict)
 
     @property
@@ -91,7 +85,7 @@ def calibrate(
     num_examples: int | None = None,
     options: CalibrationOptions | None = None,
     memory_budget: int | str | None = None,
-    moments: Mapping[str, LayerMoments] | Sequence[Mapping[str, LayerMoments]] | None = None,
+    moments: Mapping[str, LayerMoments] | None = None,
     loss_fn: LossFn | None = None,
     groups: Mapping[str, Any] | None = None,
     weights: Mapping[str, float] | None = None,
@@ -113,8 +107,7 @@ def calibrate(
         memory_budget: The memory beyond a plain forward and backward pass, such as ``"8GB"``, or a number of bytes.
             It decides the number of passes, the device of the sums, and whether they are sketches (see
             docs/memory.md). Also an option of ``options``.
-        moments: Moments collected before, by layer name, in place of ``data``. A rank budget needs two sets, from two
-            halves of the examples.
+        moments: Moments collected before, by layer name, in place of ``data``.
         loss_fn: ``loss_fn(model, batch) -> loss`` instead of the model's own loss: one number, the mean over the
             batch's examples, weighed by their number (the length of the batch's first tensor). A batch is then any
             dictionary, list or tuple with tensors in it. An ``attention_mask`` (b x t) of a call of the model decides
@@ -132,8 +125,6 @@ def calibrate(
     In a process group (``torchrun``, ``accelerate launch``) every rank calls this with its own share of the examples,
     before the model is wrapped; all ranks then hold the same bases.
 
-    A ``rank_budget`` changes the ranks of the cores here, so create the optimizer afterwards.
-
     Returns:
         The result in each layer. The model's weights, modes, hooks, gradients and RNG are as before.
 
@@ -149,8 +140,6 @@ def calibrate(
     options = with_loss(options, loss_fn)
     if memory_budget is not None:
         options = replace(options, memory_budget=memory_budget)
-    if by_spectrum := spends_by_spectrum(config):
-        layers = layers_to_share(model, adapter_name, config)
     if groups is not None:
         weights = require_groups(groups, config, weights)
         if data is not None or moments is not None:
@@ -163,7 +152,7 @@ def calibrate(
     started = time.perf_counter()
     with reporting(progress) as tell:
         work = BasisWork(model, adapter_name, config, layers, owners, tell)
-        source: BasisSource = GivenMoments.of(moments)
+        batches: Iterable[Batch] | None = None
         read = partial(
             batches_from, collator=collator, batch_size=batch_size, num_examples=num_examples,
             any_form=loss_fn is not None,
@@ -172,23 +161,19 @@ def calibrate(
             with all_ranks_or_none():
                 of_groups = {name: list(read(rows)) for name, rows in groups.items()}
             work = GroupWork(model, adapter_name, config, layers, owners, tell, groups=of_groups, weights=weights or {})
-            source = [batch for batches in of_groups.values() for batch in batches]
+            batches = [batch for own in of_groups.values() for batch in own]
         elif config.needs and moments is None:
             if data is None:
                 raise CalibrationError(f"{config.constructor} reads data: call calibrate(model, dataloader).")
             with all_ranks_or_none():
-                source = read(data)
-        if by_spectrum:
-            work, source = spend_budget(work, source, options)
-        if isinstance(source, GivenMoments):
-            work.build(work.layers, source.taken())
+                batches = read(data)
+        if batches is None:
+            work.build(layers, dict(moments or {}))
         else:
-            work.read(source, options)
+            work.read(batches, options)
     bases = share_bases(work.bases, owners, {name: work.like_factors(name) for name in work.layers})
     require_same_bases({name: (basis.P, basis.Q) for name, basis in bases.items()})
     captures = gathered(work.captures)
-    if by_spectrum:
-        give_ranks(adapter_name, config, layers, work.ranks)
     for name, layer in work.layers.items():
         scale = layer.frozencore_scale[adapter_name]
         start = config.constructor_entry.start_core(bases[name], config.basis_options(), scale)
@@ -201,8 +186,6 @@ def calibrate(
         layers={name: describe(bases[name], work.diagonals.get(name), captures.get(name)) for name in work.layers},
         collect_s=work.collect_s,
         build_s=time.perf_counter() - started - work.collect_s,
-        rank_budget=None if config.rank_budget is None else trained_values(config.rank_budget),
-        not_adapted=tuple(name for name in layers if name not in work.layers),
         shares=work.share_of_groups() if isinstance(work, GroupWork) else {},
     )
 

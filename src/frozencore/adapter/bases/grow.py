@@ -101,10 +101,10 @@ def _widened_rank(config: FrozenCoreConfig, layers: Mapping[str, FrozenCoreLayer
             f"A basis grows in the coordinates {', '.join(sorted(GROWING_COORDINATES))}, but this one has "
             f"{config.coordinates!r}. Calibrate a new one."
         )
-    if config.rank_budget is not None or config.rank_pattern:
+    if config.rank_pattern:
         raise ConfigError(
-            "A basis grows by as much in every layer, but this one has ranks of its own in some (rank_budget or "
-            "rank_pattern). Calibrate a new one for all groups."
+            "A basis grows by as much in every layer, but this one has ranks of its own in some "
+            "(rank_pattern). Calibrate a new one for all groups."
         )
     rank = config.r + by
     for name, layer in layers.items():

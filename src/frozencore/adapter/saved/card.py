@@ -100,7 +100,7 @@ def _lines(
     facts = {
         "Base model": place if base else None,
         "Method": own,
-        "Rank": _ranks(config),
+        "Rank": str(config["r"]),
         "Trained values": None if is_lora else _trained_values(directory / WEIGHTS_FILE),
         "Saved in": _size(directory / WEIGHTS_FILE),
         "Layers": _targets(config["target_modules"]),
@@ -138,24 +138,6 @@ def _trained_values(weights: Path) -> str | None:
 
 def _size(weights: Path) -> str | None:
     return bytes_in_words(weights.stat().st_size) if weights.is_file() else None
-
-
-def _ranks(config: Mapping[str, Any]) -> str:
-    if config.get("rank_budget") is None:
-        return str(config["r"])
-    return allocation_in_words(config["rank_budget"], config["rank_pattern"])
-
-
-def allocation_in_words(budget: int, ranks: Mapping[str, int]) -> str:
-    """Describe the ranks of a rank budget in one line."""
-    adapted = [rank for rank in ranks.values() if rank]
-    if not adapted:
-        return f"a budget of {budget:,} values, not spent yet"
-    values = sum(rank * rank for rank in adapted)
-    return (
-        f"{min(adapted)} to {max(adapted)} in {len(adapted)} of {len(ranks)} layers: {values:,} trained values of a "
-        f"budget of {budget:,}"
-    )
 
 
 def _is_hub_id(name: str | None) -> bool:

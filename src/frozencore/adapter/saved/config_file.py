@@ -15,13 +15,14 @@ from torch import Tensor
 
 from frozencore.adapter.config_names import is_searched, plain_key
 from frozencore.adapter.saved.card import CARD_FILE, write_model_card
-from frozencore.adapter.saved.seal import refuse_rounds, require_loadable, seal_file, seal_tensors
+from frozencore.adapter.saved.seal import refuse_gone, require_loadable, seal_file, seal_tensors
 from frozencore.adapter.saved.tensors import holds_no_basis, warn_of_uncalibrated
 from frozencore.constructors import constructor_options
 from frozencore.errors import ArtifactError, FrozenCoreError
 from frozencore.files.adapter_folder import CONFIG_FILE, PEFT_TYPE, WEIGHTS_FILE, read_config
 from frozencore.words import one_line
 
+NOT_READ = ("allow_other_base", "rank_budget")  # the caller's own, and an option whose ranks rank_pattern holds
 WRITE_NAMES = f"Write the layers' full names into {CONFIG_FILE} in its place."
 
 
@@ -32,7 +33,6 @@ class SavedConfig(PeftConfig):
         seal: dict[str, Any] | None
         basis: str | None
         basis_id: str | None
-        rank_budget: int | str | None
         scale_rank: int | None
         own_options: dict[str, Any]
         _seal_to_write: dict[str, Any] | None
@@ -63,9 +63,9 @@ class SavedConfig(PeftConfig):
     def from_json_file(cls, path_json_file: str, **kwargs: Any) -> dict[str, Any]:
         """Read the values of a file as PEFT does, without those that a file may not set."""
         values = super().from_json_file(path_json_file, **kwargs)
-        values = {name: value for name, value in values.items() if name != "allow_other_base"}
         if values.get("peft_type") == PEFT_TYPE:
-            refuse_rounds(str(Path(path_json_file).parent), values)
+            refuse_gone(str(Path(path_json_file).parent), values)
+            values = {name: value for name, value in values.items() if name not in NOT_READ}
             cls.require_types(Path(path_json_file).parent, values)
             refuse_expressions(str(Path(path_json_file).parent), values, WRITE_NAMES)
         return values
@@ -96,7 +96,6 @@ class SavedConfig(PeftConfig):
         saved |= options | saved.pop("own_options")
         unsaid = {"allow_other_base"}  # set by the caller who loads the adapter, not by the adapter
         unsaid |= {"basis", "basis_revision", "basis_id"} if self.basis_id is None else set()
-        unsaid |= {"rank_budget"} if self.rank_budget is None else set()
         unsaid |= {"scale_rank"} if self.scale_rank is None else set()
         return {
             name: sorted(value) if isinstance(value, set) else value

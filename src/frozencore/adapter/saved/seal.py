@@ -70,7 +70,7 @@ def read_folder(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if values.get("peft_type") != PEFT_TYPE:
         require_finite(origin, tensors, _TRAIN_AGAIN)
         return values, tensors
-    refuse_rounds(origin, values)
+    refuse_gone(origin, values)
     seal = read_seal(origin, values.get("seal"))
     if FLAT in tensors:
         require_sound_cores(origin, tensors, values.get("basis_id"))
@@ -87,8 +87,13 @@ def read_folder(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return values, tensors
 
 
-def refuse_rounds(origin: str, values: Mapping[str, Any]) -> None:
-    """Refuse an adapter that an earlier version trained in rounds: its P and Q hold several bases."""
+def refuse_gone(origin: str, values: Mapping[str, Any]) -> None:
+    """Refuse the options of earlier versions: training in rounds, and a rank budget whose ranks are not chosen yet."""
+    if values.get("rank_budget") is not None and not values.get("rank_pattern"):
+        raise ArtifactError(
+            f"A rank or a rank_pattern gives the ranks, but {origin} has rank_budget={values['rank_budget']!r:.30} and "
+            "no ranks yet, which this version does not read. Calibrate with r=... or rank_pattern={...}."
+        )
     if values.get("rounds", 1) != 1:
         raise ArtifactError(
             f"An adapter has one basis, but that in {origin} is a sum of rounds={values['rounds']!r:.20}, each on a "

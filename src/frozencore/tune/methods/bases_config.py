@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, create_m
 
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.constructors import CONSTRUCTORS, BasisOptions, constructor_options, refuse_unread
-from frozencore.constructors.basis_options import Rank, RankBudget, ScaleOptions
+from frozencore.constructors.basis_options import Rank, ScaleOptions
 from frozencore.errors import ConfigError
 from frozencore.options import FrozenOptions, Option, options_of
 from frozencore.tune.methods import Method, Targets, find_method
@@ -61,7 +61,6 @@ class BasesConfig(FrozenOptions):
     ] = "auto"
     method: Annotated[str, Field(description="What to train.")] = "fcca"
     rank: Rank = BasisOptions.rank
-    rank_budget: RankBudget = None
     targets: Annotated[
         Targets | None,
         Field(

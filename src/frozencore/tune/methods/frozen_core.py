@@ -28,7 +28,6 @@ class FrozenCore(Method):
     constructor: str
     has_bases: ClassVar[bool] = True
     frozen_can_be_made_again: ClassVar[bool] = True
-    budget: ClassVar[bool] = True
 
     def add(self, model: nn.Module, options: AdapterOptions, bases: Mapping[str, Tensor] | None = None) -> PeftModel:
         from peft import get_peft_model
@@ -70,7 +69,6 @@ class FrozenCore(Method):
             target_modules=options.targets if isinstance(options.targets, str) else list(options.targets),
             constructor=self.constructor,
             seed=options.seed,
-            rank_budget=options.rank_budget,
             task_type="CAUSAL_LM",
             load_bases=load_bases,
             **options.core,

@@ -32,7 +32,6 @@ class AdapterOptions:
         seed: Seed of random values.
         core: Options of frozen cores by name, for :class:`frozencore.FrozenCoreConfig`.
         basis: The folder or hub id of a saved basis, which determines rank and targets.
-        rank_budget: Trained values of all cores together.
     """
 
     rank: int
@@ -40,7 +39,6 @@ class AdapterOptions:
     seed: int
     core: Mapping[str, Any]
     basis: str | None = None
-    rank_budget: int | str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +59,6 @@ class Method(ABC):
         frozen_can_be_made_again: The untrained part is a function of the base model, the data and the seed, so only
             the trained values must be stored.
         unread: Options of other methods, which this method refuses.
-        budget: Whether the method accepts a number of trained values in place of the rank.
     """
 
     label: str
@@ -74,7 +71,6 @@ class Method(ABC):
     has_bases: ClassVar[bool] = False
     frozen_can_be_made_again: ClassVar[bool] = False
     unread: ClassVar[tuple[str, ...]] = ()
-    budget: ClassVar[bool] = False
 
     @property
     def initialises(self) -> bool:

@@ -9,7 +9,6 @@ from typing import Any
 from peft import PeftModel
 
 from frozencore.adapter.bases.calibrate import Calibration, calibrate
-from frozencore.adapter.bases.rank_budget import spends_by_spectrum
 from frozencore.adapter.saved.saved_basis import read_header
 from frozencore.calibration.batches import Batch
 from frozencore.calibration.calibration_options import options_of_sums
@@ -22,7 +21,7 @@ from frozencore.tune.run.prepare import CALIBRATION_BATCH, PreparedRun, calibrat
 from frozencore.words import Progress, flag_of
 
 OLD_DEFAULT = {"q_proj", "k_proj", "v_proj", "o_proj", "out_proj"}  # of bases that were saved before names were found
-DECIDED = {"method": "constructor", "rank": "r", "rank_budget": "rank_budget", "targets": "target_modules"}
+DECIDED = {"method": "constructor", "rank": "r", "targets": "target_modules"}
 
 
 def on_named_basis(config: RunConfig) -> RunConfig:
@@ -79,11 +78,6 @@ def adapt_from_data(
             what = f"the method {config.method!r}, which reads no data" if config.basis is None else "a saved basis"
             raise ConfigError(f"--moments is of no use to {what}: leave it out.")
         return model, None
-    if moments_file and spends_by_spectrum(model.peft_config["default"]):
-        raise ConfigError(
-            "A rank budget compares two halves of the calibration rows, but a moments file holds the sum over all of "
-            "them: leave --moments out."
-        )
     if config.has_groups:
         if moments_file:
             raise ConfigError("A moments file holds one sum, but --calibration-task names groups: leave --moments out.")
@@ -132,6 +126,5 @@ def adapter_of(config: RunConfig, targets: Targets, hashes: Mapping[str, str]) -
         "memory_budget": config.memory_budget,
         **config.core.model_dump(mode="json"),
         **options_of_sums(config.calibration.model_dump()),
-        **({} if config.rank_budget is None else {"rank_budget": config.rank_budget}),
         **({} if config.basis is None else {"basis": read_header(config.basis)["identity"]}),
     }

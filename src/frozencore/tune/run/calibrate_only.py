@@ -12,9 +12,8 @@ from peft import PeftModel
 from frozencore.adapter.bases.access import save_basis
 from frozencore.adapter.bases.calibrate import Calibration, calibrate
 from frozencore.adapter.bases.grow import grow_basis
-from frozencore.adapter.bases.rank_budget import GivenMoments
 from frozencore.adapter.saved.saved_basis import read_header
-from frozencore.calibration.batches import Batch, in_halves
+from frozencore.calibration.batches import Batch
 from frozencore.calibration.moments_file import MomentsFingerprint, save_moments
 from frozencore.errors import ConfigError, DataError
 from frozencore.maths.capture import CAPTURE_NEEDS
@@ -59,17 +58,15 @@ def execute_calibration(config: RunConfig, out: Path, progress: Progress) -> Cal
     model = config.method_entry.add(prepared.model, config.adapter_options(targets))
     needs = config.moments_needed | CAPTURE_NEEDS  # inspect reads G, a and d
     started = time.perf_counter()
-    parts = None
+    moments = None
     if config.memory_budget is None:
-        sets = [batches] if config.rank_budget is None else in_halves(batches)
-        parts = [collect_for(config, model, some, needs, progress) for some in sets]
+        moments = collect_for(config, model, batches, needs, progress)
     collect_s = time.perf_counter() - started
-    calibration = calibrate(model, batches, options=config.calibration_options, moments=parts, progress=progress)
+    calibration = calibrate(model, batches, options=config.calibration_options, moments=moments, progress=progress)
     calibration = replace(calibration, collect_s=calibration.collect_s + collect_s)
     _write(config, model, out, calibrated_on(config, prepared, calibration))
-    if parts is not None:
-        # last, because it marks a complete folder
-        save_moments(out / MOMENTS_FILE, GivenMoments(parts).taken(), fingerprint)
+    if moments is not None:
+        save_moments(out / MOMENTS_FILE, moments, fingerprint)  # last, because it marks a complete folder
     return calibration
 
 

@@ -92,10 +92,6 @@ class RunConfig(PlaceConfig, ScoringConfig, RecipeConfig, CalibrationConfig, Bas
             )
         for name in self.given(self.method_entry.unread):
             raise ConfigError(f"The method {self.method!r} does not read {name}. Leave {flag_of(name)} out.")
-        if self.rank_budget is not None and not self.method_entry.budget:
-            raise ConfigError(f"A rank budget needs cores, but {self.method!r} has none: give --rank instead.")
-        if self.rank_budget is not None and self.given(["rank"]):
-            raise ConfigError(f"--rank-budget chooses the ranks, but --rank {self.rank} came too. Leave one out.")
         if self.patience is not None and self.select_checkpoint == "none":
             raise ConfigError("--patience counts scores on validation rows: give --select-checkpoint epoch as well.")
         self._require_groups()
@@ -153,7 +149,7 @@ class RunConfig(PlaceConfig, ScoringConfig, RecipeConfig, CalibrationConfig, Bas
 
     def adapter_options(self, targets: Targets) -> AdapterOptions:
         """The method's options for its adapter, on the model's actual layers."""
-        return AdapterOptions(self.rank, targets, self.seed, self.core.model_dump(), self.basis, self.rank_budget)
+        return AdapterOptions(self.rank, targets, self.seed, self.core.model_dump(), self.basis)
 
 
 def make_config(**values: Any) -> RunConfig:

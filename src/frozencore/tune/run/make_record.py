@@ -5,14 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from statistics import median
-from typing import Any, cast
-
-from peft import PeftModel
-from torch import nn
+from typing import Any
 
 from frozencore.adapter.bases.calibrate import Calibration
 from frozencore.adapter.saved.saved_basis import read_header
-from frozencore.constructors.basis_options import trained_values
 from frozencore.ranks import num_ranks
 from frozencore.tune.rows.row_sources import named, sources_of
 from frozencore.tune.run.config import RunConfig
@@ -22,7 +18,6 @@ from frozencore.tune.run.record import RECORD_FORMAT, TunedRecord
 from frozencore.tune.run.record_criterion import criterion_of, finite_or_none
 from frozencore.tune.run.record_parts import (
     AccuracyDetails,
-    Allocation,
     BasisFit,
     CalibrationSummary,
     CompanySize,
@@ -85,7 +80,6 @@ def make_record(outcome: Outcome, score: Score, hashes: Mapping[str, str]) -> Tu
         training=TrainedSteps(num_steps=report.num_steps, final_loss=report.final_loss, losses=report.losses),
         **_if_any(
             selection=selected_checkpoint(config, prepared, report),
-            allocation=_allocation(config, run.model),
             company=CompanySize(tenants=beside[0], slots=beside[1]) if (beside := report.side_by_side) else None,
             basis_fit=BasisFit(**vars(fit.mean), rows=fit.num_rows, layers=len(fit.layers)) if fit else None,
             forgetting=_forgetting(prepared.before, score),
@@ -160,13 +154,6 @@ def _forgetting(before: Score, after: Score) -> dict[str, OtherTask] | None:
         for task, loss in after.others.items()
     }
     return rows or None
-
-
-def _allocation(config: RunConfig, model: nn.Module) -> Allocation | None:
-    if config.rank_budget is None or not config.method_entry.has_bases:
-        return None
-    chosen = cast(PeftModel, model).peft_config["default"]
-    return Allocation(budget=trained_values(config.rank_budget), ranks=chosen.rank_pattern)
 
 
 def _calibration_summary(calibration: Calibration | None) -> CalibrationSummary | None:

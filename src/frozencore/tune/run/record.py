@@ -13,7 +13,6 @@ from pydantic_core import from_json
 
 from frozencore.tune.run.record_parts import (
     AccuracyDetails,
-    Allocation,
     BasisFit,
     CalibrationSummary,
     CompanySize,
@@ -118,7 +117,6 @@ class TunedRecord(RunRecord):
         saved_bytes: Size of the adapter's tensor files.
         model_bytes: Size of the base model's loaded weights.
         processes: The number of processes; missing if one.
-        allocation: Missing if ranks were given.
         criterion: None for methods without bases, and if G, a and d were not available.
     """
 
@@ -147,7 +145,6 @@ class TunedRecord(RunRecord):
     forgetting: dict[str, OtherTask] | None = None
     processes: Count | None = None
     resolved: Resolved | None = None
-    allocation: Allocation | None = None
     calibration: CalibrationSummary | None = None
     criterion: Criterion | None = None
     warnings: tuple[str, ...] = ()

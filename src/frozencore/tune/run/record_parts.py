@@ -261,13 +261,6 @@ class Resolved(Part):
     max_length: Count
 
 
-class Allocation(Part):
-    """A rank budget in trained values, and the rank of each layer; 0 means not adapted."""
-
-    budget: Count
-    ranks: dict[str, Count]
-
-
 class CalibrationSummary(Part):
     """The calibration over all layers; a median that is not finite is None."""
 

@@ -33,7 +33,7 @@ LETTERS: dict[MomentName, str] = {
 INPUT: frozenset[MomentName] = frozenset({"input_square", "input_outer"})
 OUTPUT: frozenset[MomentName] = frozenset({"error_square", "error_outer", "output_outer"})
 SHOWN_APART = (
-    "model", "task", "method", "seed", "rank", "rank_budget", "targets", "dtype", "batch_size", "accumulation",
+    "model", "task", "method", "seed", "rank", "targets", "dtype", "batch_size", "accumulation",
     "learning_rate", "warmup", "calibration_size",
 )  # fmt: skip
 """Options with their own column here or in another table."""
@@ -121,7 +121,7 @@ def _options(campaign: Campaign, study: Study, name: str) -> dict[str, str]:
     further = [option for option in dict.fromkeys((*given, *study.axes, *grid)) if option not in SHOWN_APART]
     trains = study.kind.trains
     return {
-        "rank": text("rank") if values("rank_budget") == (None,) else f"budget {text('rank_budget')}",
+        "rank": text("rank"),
         "modules": "attention" if values("targets") == (None,) else text("targets"),
         "precision": text("dtype"),
         "batch": batch if trains else "-",
