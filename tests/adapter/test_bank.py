@@ -166,18 +166,23 @@ def test_a_batch_inside_another_has_its_own_rows_and_the_outer_one_goes_on(
     assert torch.equal(logits(model), own)
 
 
-def test_rows_of_a_bank_are_the_base_models_where_only_another_adapter_is() -> None:
+@pytest.mark.parametrize("modules", [None, ["lm_head"]])
+def test_rows_of_a_bank_are_the_base_models_where_only_another_adapter_is(modules: list[str] | None) -> None:
     model = adapted("random", target_modules=["q_proj"]).eval()
     bank = filled(model, {"a": trained_cores(model, 1)})
     with bank.rows(["a", None, "a", None]):
         expected = logits(model)
     options = {"r": 3, "constructor": "random", "target_modules": ["q_proj", "v_proj"]}
-    model.add_adapter("wide", FrozenCoreConfig(**options))
+    model.add_adapter("wide", FrozenCoreConfig(**options, modules_to_save=modules))
     train_at_random(model, "wide", seed=3)
+    for copy in (p for name, p in model.named_parameters() if "modules_to_save.wide" in name):
+        copy.data.add_(1)
     model.set_adapter("wide")
-    assert not torch.equal(logits(model), expected)
+    wide = logits(model)
+    assert not torch.equal(wide, expected)
     with bank.rows(["a", None, "a", None]):
         assert torch.equal(logits(model), expected)
+    assert torch.equal(logits(model), wide)
 
 
 def test_a_batch_that_runs_keeps_the_cores_it_began_with(model: PeftModel, tenants: dict[str, Cores]) -> None:

@@ -56,7 +56,7 @@ def test_each_row_of_a_mixed_batch_is_its_adapters_own() -> None:
         torch.testing.assert_close(mixed[row], alone[row], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["v1.5", ".", "", "train", "items"])
+@pytest.mark.parametrize("name", ["v1.5", ".", "", "train", "items", "share", "join"])
 def test_a_name_that_no_module_can_have_is_one_line_and_leaves_the_model(name: str) -> None:
     config = FrozenCoreConfig(r=2, constructor="random", target_modules=["q_proj"])
     with pytest.raises(ConfigError, match=r"An adapter's name has no dot and .* Choose another name\.") as refused:
@@ -348,6 +348,10 @@ def test_a_model_of_inference_tensors_is_built_and_used_but_not_calibrated() -> 
     with torch.inference_mode():
         base = tiny_qwen2()
         expected = logits(base)
+        made_here = get_peft_model(base, FrozenCoreConfig(r=3, constructor="random")).eval()
+        swap_core(made_here, {layer.name: torch.ones(3, 3) for layer in cores_of(made_here)})
+        assert not torch.equal(logits(made_here), expected)
+        base = made_here.unload()
     lora = get_peft_model(base, LoraConfig(r=3))
     assert torch.equal(logits(lora.unload()), expected)
     model = get_peft_model(base, FrozenCoreConfig(r=3))

@@ -19,6 +19,7 @@ from adapted import BATCHES, EXAMPLES, adapted, cores_of, logits, train_at_rando
 from frozencore import FrozenCoreConfig, calibrate, get_bases, set_bases
 from frozencore.adapter.layer import frozen_core_layers
 from frozencore.adapter.saved.tensors import UncalibratedWarning
+from frozencore.adapter.shared_factors import SharedFactors
 from tiny import batch_of, tiny_qwen2
 
 PROMPT = {key: BATCHES[0][key] for key in ("input_ids", "attention_mask")}
@@ -263,6 +264,16 @@ def test_a_state_dict_with_a_basis_for_each_adapter_loads_too() -> None:
     other = fresh()
     other.load_state_dict(model.state_dict())
     assert same_outputs(model, other, "default", "ref")
+
+
+def test_a_state_that_cannot_be_loaded_leaves_a_shared_basis_as_it_was() -> None:
+    shared = SharedFactors()
+    shared["one"], shared["two"] = torch.ones(3, 2), torch.ones(3, 2)
+    shared.share("two")
+    shared.make_room(["one"], ["one"])
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        shared.load_state_dict({"one": torch.ones(4, 2)}, strict=False)
+    assert all(torch.equal(shared[name], torch.ones(3, 2)) for name in ("one", "two"))
 
 
 def test_a_basis_that_cannot_be_known_is_missing_and_never_guessed() -> None:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.layer import FrozenCoreLayer, RowCores, frozen_core_layers
-from frozencore.adapter.mixed_batch import encoder_modules, rows_through
+from frozencore.adapter.mixed_batch import base_rows, encoder_modules, other_modules, rows_through
 from frozencore.adapter.saved.tensors import by_layer, require_finite_in
 from frozencore.adapter.swap import held_bases, read_cores, require_unmoved
 from frozencore.attributes import with_attributes
@@ -171,9 +171,10 @@ class CoreBank:
                         first, *others = (RowCores(*part) for part in zip(self._older[name], parts, strict=True))
                         rows = replace(first, further=(*others, rows))
                     undo.enter_context(rows_through(layer, rows))
-                for layer in self._other_layers():
-                    num_rows = len(slots) * (1 if id(layer) in in_encoder else num_beams)
-                    undo.enter_context(rows_through(layer, RowCores(None, torch.empty(num_rows, 0, 0))))
+                others = other_modules(self.model, self.layers) if self._has_others() else ()
+                undo.enter_context(
+                    base_rows(others, lambda one: len(slots) * (1 if id(one) in in_encoder else num_beams))
+                )
                 yield
 
     def _require_own_basis(self) -> None:
@@ -197,11 +198,9 @@ class CoreBank:
             by_device[bank.device].append(part)
         return {device: torch.cat(parts) for device, parts in by_device.items()}
 
-    def _other_layers(self) -> list[FrozenCoreLayer]:
-        """The layers that only other adapters have, where every row is the base model's."""
+    def _has_others(self) -> bool:
         configs: Any = self.model.peft_config
-        layers = self.model.modules() if len(configs) > 1 else ()
-        return [one for one in layers if isinstance(one, FrozenCoreLayer) and one.name not in self.layers]
+        return len(configs) > 1
 
     def _batch(self) -> _Batch:
         """The buffers of a batch at this depth of nesting."""

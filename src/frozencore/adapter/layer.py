@@ -99,7 +99,7 @@ class FrozenCoreLayer(BaseTunerLayer):
     def _weight_version(self) -> tuple[int, int]:
         """The base weight and its number of changes in place; setting its data, as merging does, is none."""
         weight = self.get_base_layer().weight
-        return id(weight), 0 if weight.is_inference() else weight._version
+        return id(weight), version_of(weight)
 
     def _was_changed(self, since: tuple[int, int]) -> bool:
         """Whether the base weight was changed in place; a copy of it counts as unchanged."""
@@ -329,6 +329,11 @@ class FrozenCoreLayer(BaseTunerLayer):
         device, dtype = self._get_base_layer_device_and_dtype(self.get_base_layer())
         usable = dtype if dtype is not None and dtype.is_floating_point and dtype.itemsize > 1 else self.model_dtype
         return device if device is not None else torch.device("cpu"), usable
+
+
+def version_of(tensor: Tensor) -> int:
+    """The number of changes of a tensor in place; 0 for an inference tensor, which counts none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def layer_shape(layer: Any) -> tuple[int, int]:

@@ -7,7 +7,7 @@ forward hooks pass them to the layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -69,6 +69,30 @@ def rows_through(layer: FrozenCoreLayer, rows: RowCores) -> Iterator[None]:
         yield
 
 
+def other_modules(model: nn.Module, own: Container[str]) -> list[FrozenCoreLayer | AuxiliaryTrainingWrapper]:
+    """What other adapters change in a model: layers besides those named ``own``, and trained copies of modules."""
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, AuxiliaryTrainingWrapper)
+        or (isinstance(module, FrozenCoreLayer) and module.name not in own)
+    ]
+
+
+@contextmanager
+def base_rows(
+    others: Iterable[FrozenCoreLayer | AuxiliaryTrainingWrapper], num_rows: Callable[[nn.Module], int]
+) -> Iterator[None]:
+    """Use the base model for every row in the modules of other adapters, whichever is active."""
+    with ExitStack() as undo:
+        for module in others:
+            if isinstance(module, FrozenCoreLayer):
+                undo.enter_context(rows_through(module, RowCores(None, torch.empty(num_rows(module), 0, 0))))
+            else:
+                undo.enter_context(with_attributes(module, _disable_adapters=True))
+        yield
+
+
 def _on_one_basis(layer: FrozenCoreLayer, names: Sequence[str]) -> bool:
     here = [name for name in names if name in layer.frozencore_R]
     kinds = {
@@ -82,7 +106,7 @@ def _row_cores(layer: FrozenCoreLayer, wanted: Sequence[str], names: Sequence[st
     here = [name for name in wanted if name in layer.frozencore_R]
     if not here:
         return RowCores(None, torch.empty(len(names), 0, 0))
-    cores = [layer.factors(name)[2] for name in here]
+    cores = [layer._trained_factors(name)[2] for name in here]
     slot: Mapping[str, int] = {name: i for i, name in enumerate(here, start=1)}
     slots = torch.tensor([slot.get(name, 0) for name in names], device=cores[0].device)
     transposed = torch.stack([torch.zeros_like(cores[0]), *(R.mT for R in cores)]).index_select(0, slots)

@@ -31,6 +31,7 @@ from frozencore.adapter.named_layers import (
 from frozencore.adapter.saved.on_one_basis import add_weighted_sum
 from frozencore.adapter.saved.state import require_same_base, set_named_basis, state_to_load, state_to_save
 from frozencore.adapter.saved.tensors import PREFIX, warn_of_uncalibrated
+from frozencore.adapter.shared_factors import SharedFactors
 from frozencore.calibration.layer_owners import require_same_bases
 from frozencore.calibration.preserve import keep_weights
 from frozencore.constructors import LayerEvidence, build_basis
@@ -54,7 +55,8 @@ class FrozenCoreModel(BaseTuner):
             ArtifactError: A saved adapter was made on another base model, unless its configuration allows that.
             ConfigError: No layer matches the configuration, or the adapter cannot have this name.
         """
-        if "." in adapter_name or not adapter_name or hasattr(nn.ModuleDict(), adapter_name):
+        taken = any(hasattr(holder, adapter_name) for holder in (nn.ModuleDict(), SharedFactors()))
+        if "." in adapter_name or not adapter_name or taken:
             raise ConfigError(
                 "An adapter's name has no dot and is no word that torch's modules use (such as 'train', 'keys'), but "
                 f"{adapter_name!r:.60} came. Choose another name."

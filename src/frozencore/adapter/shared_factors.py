@@ -123,7 +123,7 @@ class SharedFactors(nn.Module):
                     groups[possible[0]].append(name)
         for name, group in groups.items():
             own = self[name]
-            self[name] = own if set(self.joined(name)) <= set(group) else torch.empty_like(own)
+            self[name] = own if set(self.joined(name)) <= set(group) else own.clone()
             for follower in group[1:]:
                 self.join(follower, name)
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from frozencore.adapter.config import FrozenCoreConfig
-from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
-from frozencore.adapter.saved.folder import read_tensors
+from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers, version_of
+from frozencore.adapter.saved.folder import config_of, read_tensors
 from frozencore.adapter.saved.seal import read_folder
 from frozencore.adapter.saved.tensors import (
     BASE,
@@ -67,6 +67,8 @@ class ReadyCore:
         targets = [layer.factors(self.adapter_name)[2] for layer in self.layers]
         with torch.no_grad():
             torch._foreach_copy_(targets, list(self.cores))
+        for layer in self.layers:
+            layer.awaits_core.discard(self.adapter_name)
 
 
 def swap_core(model: nn.Module, source: str | Path | Mapping[str, Tensor], *, adapter_name: str = "default") -> None:
@@ -107,14 +109,14 @@ def prepare_swap(
 def held_bases(layers: Iterable[FrozenCoreLayer], adapter_name: str) -> HeldBases:
     """P and Q of an adapter as they are now."""
     factors = (layer.factors(adapter_name) for layer in layers)
-    return tuple((P, P._version, Q, Q._version) for P, Q, _ in factors)
+    return tuple((P, version_of(P), Q, version_of(Q)) for P, Q, _ in factors)
 
 
 def require_unmoved(layers: Iterable[FrozenCoreLayer], adapter_name: str, held: HeldBases, way_out: str) -> None:
     """Refuse cores that were made for bases which an adapter no longer has."""
     for layer, old in zip(layers, held, strict=True):
         P, Q, _ = layer.factors(adapter_name)
-        if P is not old[0] or Q is not old[2] or (P._version, Q._version) != (old[1], old[3]):
+        if P is not old[0] or Q is not old[2] or (version_of(P), version_of(Q)) != (old[1], old[3]):
             raise ConfigError(
                 f"A core works on its own basis only, but the basis of layer {layer.name!r} of the adapter "
                 f"{adapter_name!r} was set, widened or moved since. {way_out}"
@@ -197,10 +199,12 @@ def _read_folder(
 ) -> Mapping[str, Tensor]:
     named = read_config(folder).get("basis_id")
     if named is not None and (named == config.basis_id or (config.scale_rank and named in config.older_ranks())):
-        return read_folder(folder)[1]
-    theirs_config, tensors = read_tensors(folder)
-    held = {key.removeprefix(BASE).partition(f".{PREFIX}")[0] for key in tensors}
-    for name in held & layers.keys():
+        values, tensors = read_folder(folder)
+        theirs_config, held = config_of(folder, values), layers.keys()
+    else:
+        theirs_config, tensors = read_tensors(folder)
+        held = layers.keys() & {key.removeprefix(BASE).partition(f".{PREFIX}")[0] for key in tensors}
+    for name in held:
         mine, theirs = layers[name].frozencore_scale[adapter_name], theirs_config.scale_of(name)
         if mine != theirs:
             raise ArtifactError(

@@ -28,6 +28,7 @@ from frozencore import (
     swap_core,
 )
 from frozencore.adapter.export.base_model import export_merged
+from frozencore.adapter.mixed_batch import adapter_of_each_row
 from frozencore.adapter.saved.folder import read_adapter
 from frozencore.adapter.saved.on_one_basis import pack_adapter, unpack_adapter
 from frozencore.adapter.saved.saved_basis import write_basis
@@ -166,6 +167,20 @@ def test_another_base_model_is_refused_unless_allowed(saved: Path) -> None:
     with pytest.raises(ArtifactError, match="another base model"):
         PeftModel.from_pretrained(tiny_qwen2(seed=1), str(saved))
     PeftModel.from_pretrained(tiny_qwen2(seed=1), str(saved), allow_other_base=True)
+
+
+def test_cores_at_another_scale_than_the_basis_are_refused_by_every_reader(saved: Path) -> None:
+    loaded = PeftModel.from_pretrained(tiny_qwen2(), str(saved))
+    values = json.loads((saved / CONFIG).read_text())
+    (saved / CONFIG).write_text(json.dumps({**values, "alpha": 30.0}))
+    for read in (
+        lambda: PeftModel.from_pretrained(tiny_qwen2(), str(saved)),
+        lambda: loaded.load_adapter(str(saved), adapter_name="second"),
+        lambda: swap_core(loaded, saved),
+        lambda: CoreBank(loaded, 1).put("anna", saved),
+    ):
+        with pytest.raises(ArtifactError, match="scale 10"):
+            read()
 
 
 def test_a_new_adapter_takes_everything_from_the_basis(model: PeftModel, tmp_path: Path) -> None:
@@ -368,6 +383,19 @@ def test_transformers_own_loading_is_refused_before_it_computes(saved: Path, tmp
     model.load_adapter(str(saved))
     with pytest.raises(ArtifactError, match="were not loaded"):
         logits(model)
+    swap_core(model, saved)  # this reads the cores alone
+    assert torch.equal(logits(model), logits(PeftModel.from_pretrained(tiny_qwen2(), str(saved)).eval()))
+
+
+def test_a_row_of_an_adapter_without_its_core_is_refused_in_every_place_of_a_batch(saved: Path) -> None:
+    model = tiny_qwen2()
+    for name in ("first", "second"):
+        model.load_adapter(str(saved), adapter_name=name)
+    swap_core(model, saved, adapter_name="first")
+    for names in (["first", "second"], ["second", "first"]):
+        refused = pytest.raises(ArtifactError, match="cores of the adapter 'second' were not loaded")
+        with refused, adapter_of_each_row(model.eval(), names * 2):
+            logits(model)
 
 
 def damaged_header(folder: Path) -> None:

@@ -54,19 +54,24 @@ def read_tensors(
     if kind != PEFT_TYPE:
         raise ArtifactError(f"{directory} holds a {one_line(kind, 40)} adapter, not a frozen core. Read it with PEFT.")
     values, tensors = read_folder(directory)
-    FrozenCoreConfig.require_types(directory, values)
-    refuse_expressions(str(directory), values, WRITE_NAMES)
-    known = {field.name for field in fields(FrozenCoreConfig)} | constructor_options().keys()
-    try:
-        config = FrozenCoreConfig(**{key: value for key, value in values.items() if key in known})
-    except FrozenCoreError:
-        raise
-    except Exception as error:  # values of any type may reach PEFT's code and ours here
-        raise wrong_type(directory, one_line(error, 200)) from error
+    config = config_of(directory, values)
     if FLAT not in tensors:
         return config, tensors
     config._folder, config.basis = directory, config.basis if basis is None else str(basis)
     return config, with_factors(str(directory), tensors, config.find_basis(str(directory)).layers)
+
+
+def config_of(directory: Path, values: Mapping[str, Any]) -> FrozenCoreConfig:
+    """The configuration with the values of a folder's file, checked as values of a stranger."""
+    FrozenCoreConfig.require_types(directory, values)
+    refuse_expressions(str(directory), values, WRITE_NAMES)
+    known = {field.name for field in fields(FrozenCoreConfig)} | constructor_options().keys()
+    try:
+        return FrozenCoreConfig(**{key: value for key, value in values.items() if key in known})
+    except FrozenCoreError:
+        raise
+    except Exception as error:  # values of any type may reach PEFT's code and ours here
+        raise wrong_type(directory, one_line(error, 200)) from error
 
 
 def write_adapter(

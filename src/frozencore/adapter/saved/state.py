@@ -176,13 +176,11 @@ def set_named_basis(configs: Mapping[str, FrozenCoreConfig], adapter_name: str, 
     """
     config, layers = configs[adapter_name], frozen_core_layers(model, adapter_name)
     origin = f"the adapter {adapter_name!r}"
-    bases = _basis_in_model(configs, adapter_name, model)
+    bases = _basis_in_model(configs, adapter_name, model, layers)
     if bases is None:
         basis = config.find_basis(origin)
         require_basis_fits(origin, basis, config, layers, adapter_name)
         bases = basis.layers
-    elif bases.keys() != layers.keys():
-        raise ArtifactError(f"The basis of {origin} has other layers than its target_modules. Save it again.")
     for name, layer in layers.items():
         if not layer.frozencore_P[adapter_name].is_meta:
             layer.set_basis(adapter_name, known_basis(*bases[name]), random_core=not config.init_weights)
@@ -191,13 +189,20 @@ def set_named_basis(configs: Mapping[str, FrozenCoreConfig], adapter_name: str, 
 
 
 def _basis_in_model(
-    configs: Mapping[str, FrozenCoreConfig], adapter_name: str, model: nn.Module
+    configs: Mapping[str, FrozenCoreConfig], adapter_name: str, model: nn.Module, layers: Layers
 ) -> dict[str, tuple[Tensor, Tensor]] | None:
+    """P and Q of another adapter on the same basis, with the same layers and scales; None if there is none."""
     for other, config in configs.items():
-        if other != adapter_name and config.basis_id == configs[adapter_name].basis_id:
-            bases = {name: layer.factors(other)[:2] for name, layer in frozen_core_layers(model, other).items()}
-            if not any(X.is_meta for pair in bases.values() for X in pair):
-                return bases
+        if other == adapter_name or config.basis_id != configs[adapter_name].basis_id:
+            continue
+        if frozen_core_layers(model, other).keys() != layers.keys():
+            continue
+        scales = (layer.frozencore_scale for layer in layers.values())
+        bases = {name: layer.factors(other)[:2] for name, layer in layers.items()}
+        if all(scale[other] == scale[adapter_name] for scale in scales) and not any(
+            X.is_meta for pair in bases.values() for X in pair
+        ):
+            return bases
     return None
 
 

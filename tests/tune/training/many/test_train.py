@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from adapted import adapted, cores_of
+from adapted import adapted, cores_of, train_at_random
 from forked import FORK
+from frozencore import FrozenCoreConfig
 from frozencore.errors import CalibrationError, ConfigError, DataError, DivergenceError, TrainingError
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator
@@ -128,6 +129,18 @@ def test_each_tenant_starts_from_the_core_of_the_adapter_which_stays() -> None:
     assert all(torch.equal(R, before[name]) for name, R in cores_by_name(model).items())
     cores, _ = alone(expected, TENANTS["anna"])
     assert difference(trained["anna"].cores, cores) < 1e-5
+
+
+def test_another_adapter_that_is_active_does_not_reach_a_tenant() -> None:
+    model = adapted("random", target_modules=["q_proj"])
+    expected = trained_at_once(model, TWO)
+    options = {"r": 3, "constructor": "random", "target_modules": ["q_proj", "v_proj"]}
+    model.add_adapter("wide", FrozenCoreConfig(**options))
+    train_at_random(model, "wide")
+    model.set_adapter("wide")
+    trained = trained_at_once(model, TWO)
+    assert all(trained[name].report.losses == expected[name].report.losses for name in TWO)
+    assert all(difference(trained[name].cores, expected[name].cores) == 0 for name in TWO)
 
 
 def test_a_16_bit_base_trains_float32_cores() -> None:

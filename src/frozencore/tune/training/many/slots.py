@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from frozencore.adapter.layer import frozen_core_layers
-from frozencore.adapter.mixed_batch import rows_through
+from frozencore.adapter.mixed_batch import base_rows, other_modules, rows_through
 from frozencore.adapter.saved.tensors import by_layer
 from frozencore.errors import ConfigError
 from frozencore.tune.training.callbacks import total_bytes
@@ -35,6 +35,7 @@ class CoreStack:
         self.layers = frozen_core_layers(model, adapter_name)
         if not self.layers:
             raise ConfigError(f"Many cores need a frozen-core adapter, but the model has none called {adapter_name!r}.")
+        self.others = other_modules(model, self.layers)
         own = {name: layer.factors(adapter_name)[2].detach() for name, layer in self.layers.items()}
         for layer in self.layers.values():
             layer.require_basis(adapter_name)
@@ -73,6 +74,8 @@ class CoreStack:
         with ExitStack() as undo:
             for name, layer in self.layers.items():
                 undo.enter_context(rows_through(layer, layer.row_cores_of(self.adapter_name, cores[name])))
+            num_rows = len(next(iter(cores.values())))
+            undo.enter_context(base_rows(self.others, lambda _: num_rows))
             yield
 
 
