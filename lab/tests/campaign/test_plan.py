@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from frozencore.errors import ConfigError
 from frozencore.tune.run.record import Failure
@@ -20,6 +21,7 @@ from frozencore_lab.campaign.estimate import (
     TOKENS_A_ROW,
     ModelSize,
     estimate_lines,
+    operations_per_s,
     run_seconds,
 )
 from frozencore_lab.campaign.job import Job, make_job
@@ -442,6 +444,19 @@ studies:
     store: Any = SimpleNamespace(outcome=unknown)
     (line,) = estimate_lines(runs, store, Place())
     assert line.startswith(f"Estimate for the 2 runs left: {4 * 2 + START_S:.0f} s on one worker ")
+
+
+@pytest.mark.parametrize(
+    ("device", "measured"), [("cpu", "cpu"), ("meta", "meta"), ("meta,cpu", "meta"), ("cuda:7", "cpu"), ("auto", "cpu")]
+)
+def test_the_speed_is_that_of_the_device_of_the_runs(
+    device: str, measured: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places, ones = [], torch.ones
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch, "ones", lambda *size, device, dtype: places.append(str(device)) or ones(2, 2))
+    assert operations_per_s(device) > 0
+    assert places == [measured]
 
 
 def test_a_finished_campaign_needs_no_estimate(campaign: Campaign) -> None:

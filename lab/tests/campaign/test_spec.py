@@ -60,6 +60,14 @@ def read(tmp_path: Path, text: str) -> object:
         (HEAD + WITH_VARIANT + "    variants: {small: {rank: 4}}\n", "variant small does not say which method it is"),
         (HEAD + WITH_VARIANT + "    variants: {small: {method: fcca, seed: 1}}\n", "gives seed, which is an axis"),
         (HEAD + WITH_VARIANT + "    variants: {small: {method: fcca, rnak: 4}}\n", "line 7.*Did you mean 'rank'"),
+        (
+            HEAD + AXES + "    search: {grids: [{for: [fcaa], rank: [4, 8]}]}\n",
+            "no method of this study 'fcaa'",
+        ),
+        (
+            HEAD + AXES + "    search: {grids: [{for: [fcca], rank: [4, 8]}, {for: [fcca], warmup: [0.1, 0.2]}]}\n",
+            "A method has one grid of its search, but 2 are for fcca",
+        ),
         ("- a\n- b\n", "must hold a campaign"),
         (HEAD + AXES + "    fixed: {warmup: !!python/object/apply:os.getcwd []}\n", "line 7: could not determine"),
     ],

@@ -92,6 +92,22 @@ def test_a_failure_says_what_kind_it_is_also_where_another_error_hides_it(
     assert outcome.message
 
 
+def test_a_failure_is_recorded_before_another_process_may_make_the_run(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, fail, made_now = job_of("random"), Store.fail, []
+
+    def watched(self: Store, *of: Any) -> None:
+        made_now.extend(Store(self.folder).running_now())
+        fail(self, *of)
+
+    monkeypatch.setattr(Store, "fail", watched)
+    assert not Worker(store, Place(models={"pocket": str(store.folder / "nowhere")})).run(job, {}, silent)
+    assert made_now == [job.id]
+    assert isinstance(store.outcome(job.id), Failure)
+    assert not list(store.runs.glob(".*.partial"))
+
+
 def test_after_pissa_which_changes_the_base_model_the_next_run_is_as_if_alone(store: Store, tmp_path: Path) -> None:
     first, second = job_of("pissa"), job_of("lora_xs")
     worker = Worker(store, Place(), keep_adapters=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import date
@@ -163,8 +164,12 @@ def _means(scores: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _notes(record: Mapping[str, Any]) -> list[str]:
+    from frozencore.tune.run.record_parts import ReadRows
+
     metrics = {score["task"]: score["metric"] for score in record["scores"] if "metric" in score}
+    readings = [ReadRows.model_validate_json(json.dumps(one)) for one in record.get("reading", {}).values()]
     return [
+        *(reading.in_words for reading in readings),
         *(f"{task}: the harness's {metric}" for task, metric in metrics.items()),
         *(f"{task} was not scored: {reason}" for task, reason in record["failed"].items()),
     ]

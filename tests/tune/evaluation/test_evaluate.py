@@ -11,7 +11,8 @@ import torch
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 
 from frozencore import FrozenCoreConfig
-from frozencore.errors import ArtifactError, ConfigError, DataError
+from frozencore.cli.evaluate import _notes
+from frozencore.errors import ArtifactError, ConfigError, DataError, ModelError
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.tune.evaluation import evaluate as module
 from frozencore.tune.evaluation.adapters import BaseWithAdapter, adapter_names
@@ -122,6 +123,34 @@ def test_a_task_without_data_is_reported_and_the_others_go_on(tmp_path: Path) ->
     assert "nyu-mll/glue" in record["failed"]["sst2"]
     with pytest.raises(DataError, match="nyu-mll/glue"):
         evaluate(evaluation(tasks=tasks[:1], data_root=tmp_path), tmp_path / "f", silent)
+
+
+def test_own_rows_are_read_as_tune_reads_them(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"Is {i} a number?", "completion": " yes", "source": "me"} for i in range(3)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    told = []
+    own = evaluation(tasks=(), data=str(file), num_evaluation=2)
+    record = evaluate(own, tmp_path / "out", lambda *said: told.append(said[-1]))
+    assert record["reading"]["rows.jsonl"]["unused_columns"] == ["source"]
+    assert record["reading"]["rows.jsonl"]["left_out"] == {"beyond --num-evaluation": 1}
+    assert any("1 column not used: source" in note for note in told)
+    assert "1 column not used: source" in "".join(_notes(record))
+
+
+def test_a_token_without_an_embedding_is_refused_before_any_score(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def narrower(*given: Any, **options: Any) -> Any:
+        model, tokenizer = load_model(*given, **options)
+        model.resize_token_embeddings(8)
+        return model, tokenizer
+
+    monkeypatch.setattr(module, "load_model", narrower)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Is 1 a number?", "completion": " yes"}\n')
+    with pytest.raises(ModelError, match="but the model has embeddings of 8 tokens only"):
+        evaluate(evaluation(tasks=(), data=str(tmp_path / "rows.jsonl")), tmp_path / "out", silent)
+    assert not (tmp_path / "out").exists()
 
 
 def test_prompts_beyond_the_limit_are_refused_or_counted(tmp_path: Path) -> None:

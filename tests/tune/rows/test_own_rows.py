@@ -99,6 +99,38 @@ def test_who_calls_a_tool_need_not_speak_and_the_template_is_told_the_tools(
 CALL = {"type": "function", "function": {"name": "capital", "arguments": {"of": "France"}}}
 
 
+@pytest.mark.parametrize("kind", [".parquet", ".arrow", "split"])
+def test_keys_that_arrow_fills_with_null_do_not_reach_the_template(
+    kind: str, tmp_path: Path, byte_tokenizer: Callable[..., Any]
+) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{{ tools|tojson }}{% for m in messages %}{{ m.role }}{% for c in m.tool_calls %}{{ c|tojson }}{% endfor %}"
+        "{{ m.keys()|list }};{% endfor %}"
+    )
+
+    def row(name: str, arguments: dict[str, Any], properties: dict[str, Any]) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        tool = {"type": "function", "function": {"name": name, "parameters": {"properties": properties}}}
+        turns = [{"role": "user", "content": "Go."}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        return {"messages": turns, "tools": [tool]}
+
+    rows = [
+        row("capital", {"of": "France", "where": {"part": 1}}, {"of": {"type": "string", "enum": ["France"]}}),
+        row("sum", {"where": {"base": 10}, "terms": [1, 2]}, {"terms": {"type": "array"}, "where": {"type": "object"}}),
+    ]
+    encoder = PromptEncoder(tokenizer)
+    expected = read_rows(write(tmp_path / "rows.jsonl", rows), encoder).texts
+    if kind == "split":
+        (tmp_path / "few").mkdir()
+        write(tmp_path / "few" / "train.jsonl", rows)
+        found = read_rows(f"{tmp_path}/few:train", encoder).texts
+    else:
+        found = read_rows(write(tmp_path / f"rows{kind}", rows), encoder).texts
+    assert "null" not in expected[0].context
+    assert [text.context + text.completion for text in found] == [one.context + one.completion for one in expected]
+
+
 @pytest.mark.parametrize("column", ["messages", "conversations"])
 def test_arguments_of_calls_as_json_text_are_the_object(
     tmp_path: Path, column: str, byte_tokenizer: Callable[..., Any]

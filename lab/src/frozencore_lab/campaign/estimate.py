@@ -13,7 +13,8 @@ from statistics import mean
 
 import torch
 
-from frozencore.errors import DataError, ModelError, NoRowsError
+from frozencore.device import place_of
+from frozencore.errors import ConfigError, DataError, ModelError, NoRowsError
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.models import (
     TOKENS_A_ROW,
@@ -114,8 +115,15 @@ def estimate_lines(planned: Sequence[Planned], store: Store, place: Place) -> It
 
 
 def operations_per_s(device: str) -> float:
-    """Floating-point operations a second of a matrix product, measured for a tenth of a second."""
-    place = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+    """Floating-point operations a second of a matrix product, measured for a tenth of a second.
+
+    Args:
+        device: As ``--device``; of several the first. If only other machines have it, the CPU is measured.
+    """
+    try:
+        place = place_of(device.split(",")[0])
+    except ConfigError:
+        place = torch.device("cpu")
     size, rounds = (4096 if place.type == "cuda" else 512), 0
     a = torch.ones(size, size, device=place, dtype=torch.bfloat16 if place.type == "cuda" else torch.float32)
     float((a @ a)[0, 0])

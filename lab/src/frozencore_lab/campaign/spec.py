@@ -146,6 +146,7 @@ class Study(_Strict):
                 raise ConfigError(unknown_name("axis of this study", name, tuple(self.axes)))
         self._require_differences()
         self._require_variants()
+        self._require_grids()
         if self.kind.has_reference != (self.reference_size is not None):
             with_reference = " or ".join(f"'kind: {name}'" for name, kind in KINDS.items() if kind.has_reference)
             raise ConfigError(f"reference_size belongs to {with_reference}, and that kind needs it.")
@@ -172,6 +173,17 @@ class Study(_Strict):
             for axis in self.axes:
                 if axis != "method" and axis in options:
                     raise ConfigError(f"The variant {name} gives {axis}, which is an axis of the study. Leave one out.")
+
+    def _require_grids(self) -> None:
+        """Refuse a grid for a method that the study does not have, and two for one: they would not be tried."""
+        methods = tuple(map(str, self.axes.get("method", METHODS)))
+        grids = self.search.grids if self.search else ()
+        named = [str(name) for grid in grids for name in grid.get(METHODS_OF_GRID, ())]
+        for name in named:
+            if name not in methods:
+                raise ConfigError(unknown_name("method of this study", name, methods))
+            if named.count(name) > 1:
+                raise ConfigError(f"A method has one grid of its search, but {named.count(name)} are for {name}.")
 
     def _require_differences(self) -> None:
         report = self.report

@@ -55,6 +55,10 @@ class Place:
         return config.model_copy(update={"data_root": self.data_root, "device": self.device, "model": model})
 
 
+class _UnwritableError(ArtifactError):
+    """The campaign's folder cannot be written."""
+
+
 @dataclass
 class Worker:
     """Run jobs in sequence; jobs with the same base model share one loaded model. It can be pickled.
@@ -82,22 +86,31 @@ class Worker:
         """
         try:
             with self.store.running(job.id) as folder:
-                if folder is not None:
-                    with (folder / LOG).open("a", encoding="utf-8", buffering=1) as log:  # by line: outlives a kill
-                        self._make(job, folder, needs, _logged(log, progress))
-        except Exception as error:
-            self._base = self._adapted = None  # the model may have half an adapter
-            message = one_line(error) or type(error).__name__
-            if _cannot_write(error):
-                raise ArtifactError(
-                    f"{self.store.folder} cannot be written: {message} Make room and give the same command again: "
-                    "finished runs are kept."
-                ) from error
-            here = Provenance.here(self.place.device)
-            failure = Failure(reason=_reason(error), message=message, config=job.resolved, provenance=here)
-            self.store.fail(job.id, failure, traceback.format_exc())
+                try:
+                    if folder is not None:
+                        with (folder / LOG).open("a", encoding="utf-8", buffering=1) as log:  # by line: outlives a kill
+                            self._make(job, folder, needs, _logged(log, progress))
+                except Exception as error:  # recorded under the run's lock, for which another process may wait
+                    self._fail(job, error)
+                    return False
+        except _UnwritableError:
+            raise
+        except Exception as error:  # of the run's folder itself
+            self._fail(job, error)
             return False
         return True
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        self._base = self._adapted = None  # the model may have half an adapter
+        message = one_line(error) or type(error).__name__
+        if _cannot_write(error):
+            raise _UnwritableError(
+                f"{self.store.folder} cannot be written: {message} Make room and give the same command again: "
+                "finished runs are kept."
+            ) from error
+        here = Provenance.here(self.place.device)
+        failure = Failure(reason=_reason(error), message=message, config=job.resolved, provenance=here)
+        self.store.fail(job.id, failure, "".join(traceback.format_exception(error)))
 
     def _make(self, job: Job, folder: Path, needs: Needs, progress: Progress) -> None:
         asked = calibrating(job)

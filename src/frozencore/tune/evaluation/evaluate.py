@@ -82,8 +82,10 @@ def evaluate(evaluation: Evaluation, out: Path, progress: Progress) -> dict[str,
     progress("load", 0, None, evaluation.model)
     model, tokenizer = load_model(evaluation.model, dtype=evaluation.dtype, device=evaluation.device)
     encoder = _encoder(evaluation, model, tokenizer)
-    scorers, failed = _scorers(evaluation, encoder)
-    progress("load", 1, 1, num_of(len(scorers), "task"))
+    scorers, failed = _scorers(evaluation, encoder, model)
+    readings = {scorer.name: scorer.reading for scorer in scorers if scorer.reading is not None}
+    said = [line for reading in readings.values() for line in reading.not_as_given]
+    progress("load", 1, 1, ", ".join([num_of(len(scorers), "task"), *said]))
 
     common = {
         "model": fingerprint_model(model),
@@ -110,6 +112,7 @@ def evaluate(evaluation: Evaluation, out: Path, progress: Progress) -> dict[str,
         "adapters": {subject: folder for subject, folder in subjects.items() if folder is not None},
         "length_normalised": evaluation.length_normalised,
         "scores": scores,
+        **({"reading": {name: reading.content() for name, reading in readings.items()}} if readings else {}),
         "failed": failed,
         "hashes": {"model": common["model"]},
         "provenance": provenance(next(model.parameters()).device),
@@ -137,7 +140,7 @@ def _encoder(evaluation: Evaluation, model: Any, tokenizer: Any) -> PromptEncode
     )
 
 
-def _scorers(evaluation: Evaluation, encoder: PromptEncoder) -> tuple[list[TaskScorer], dict[str, str]]:
+def _scorers(evaluation: Evaluation, encoder: PromptEncoder, model: Any) -> tuple[list[TaskScorer], dict[str, str]]:
     """Make a scorer for every task whose rows can be read, and a one-line reason for every other task."""
     num_rows, scorers, failed = evaluation.num_evaluation, [], {}
     for task in evaluation.tasks:
@@ -147,7 +150,7 @@ def _scorers(evaluation: Evaluation, encoder: PromptEncoder) -> tuple[list[TaskS
         except DataError as error:
             failed[task.name] = str(error)
     if evaluation.data is not None:
-        scorers.append(own_scorer(evaluation.data, evaluation.columns, encoder, num_rows=num_rows))
+        scorers.append(own_scorer(evaluation.data, evaluation.columns, encoder, model, num_rows=num_rows))
     for name in evaluation.harness_tasks:
         scorers.append(harness_scorer(name, encoder, include_path=evaluation.include_path, limit=num_rows))
     return scorers, failed

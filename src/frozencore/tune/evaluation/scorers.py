@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -17,6 +18,8 @@ from frozencore.tune.evaluation.harness import harness_score, harness_version
 from frozencore.tune.rows.own_rows import read_rows
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.rows.row_sources import named
+from frozencore.tune.run.prepare import require_embedded
+from frozencore.tune.run.record_parts import ReadRows
 from frozencore.tune.scoring import TaskScore
 from frozencore.tune.scoring.exact_match import are_short
 from frozencore.tune.scoring.score import held_out_loss, score_completions, score_task
@@ -35,11 +38,13 @@ class TaskScorer:
     Attributes:
         identity: The inputs of the score beside the model and the common options.
         score: Scores a model; raises ``DataError`` if the rows do not suit it.
+        reading: A summary of reading own rows.
     """
 
     name: str
     identity: Mapping[str, Any]
     score: Callable[[nn.Module, Progress], Scored]
+    reading: ReadRows | None = None
 
 
 def suite_scorer(
@@ -61,7 +66,9 @@ def suite_scorer(
     return TaskScorer(task.name, identity, score)
 
 
-def own_scorer(data: str, columns: str | None, encoder: PromptEncoder, *, num_rows: int | None) -> TaskScorer:
+def own_scorer(
+    data: str, columns: str | None, encoder: PromptEncoder, model: nn.Module, *, num_rows: int | None
+) -> TaskScorer:
     """Score the loss on the user's own rows, and, if all completions are short, the share that is exactly right.
 
     Args:
@@ -70,11 +77,22 @@ def own_scorer(data: str, columns: str | None, encoder: PromptEncoder, *, num_ro
     Raises:
         ConfigError: ``num_rows`` is not positive.
         DataError: The rows cannot be read.
+        ModelError: A row holds a token that the model has no embedding of.
     """
     if num_rows is not None and num_rows < 1:
         raise ConfigError(f"Row counts must be positive, but {num_rows} came.")
     own = read_rows(data, encoder, columns)
-    rows = encoder.training_rows(own.texts[:num_rows])
+    texts = own.texts[:num_rows]
+    rows = encoder.training_rows(texts)
+    require_embedded(model, encoder.tokenizer, rows)
+    num_beyond = len(own.texts) - len(texts)
+    reading = ReadRows(
+        read=own.num_read,
+        columns=own.columns,
+        left_out={"beyond --num-evaluation": num_beyond} if num_beyond else {},
+        unused_columns=own.unused,
+        changed=Counter(what for text in texts for what in text.changed),
+    )
     compares = own.columns != ("text",) and are_short(rows)
     name = re.sub(r"[^\w.-]+", "-", named(data))  # becomes a folder's name
 
@@ -86,7 +104,7 @@ def own_scorer(data: str, columns: str | None, encoder: PromptEncoder, *, num_ro
         summary, predictions = _scored(score_completions(model, encoder, rows, held_out_loss=loss, progress=told))
         return {**summary, "task": name}, predictions
 
-    return TaskScorer(name, {"rows": fingerprint_options({"rows": [asdict(row) for row in rows]})}, score)
+    return TaskScorer(name, {"rows": fingerprint_options({"rows": [asdict(row) for row in rows]})}, score, reading)
 
 
 def harness_scorer(name: str, encoder: PromptEncoder, *, include_path: Path | None, limit: int | None) -> TaskScorer:

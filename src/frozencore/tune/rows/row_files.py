@@ -118,11 +118,26 @@ def _read_arrow(path: Path) -> Sequence[Row]:
             opened = ipc.open_file(content) if content.startswith(b"ARROW1") else ipc.open_stream(content)
             table = opened.read_all()
         require_once(table.column_names, "column")
-        rows: list[Row] = table.to_pylist()
+        rows = [without_fillers(row) for row in table.to_pylist()]
     except (ArrowException, OSError, ValueError) as error:  # OSError from Thrift, ValueError from invalid UTF-8
         kind = path.suffix[1:].capitalize()
         raise DataError(f"{path} cannot be read as {kind}: {one_line(error, 200)} Write it again.") from error
     return rows
+
+
+def without_fillers(row: Row) -> Row:
+    """A row of Arrow without keys that are null inside its columns.
+
+    Arrow gives each object of a column the keys of all others, with null in them, and a template would write these. A
+    null of the row's own looks the same, so it goes too, as with TRL's ``remove_none_values``.
+    """
+
+    def told(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: told(item) for key, item in value.items() if item is not None}
+        return [told(item) for item in value] if isinstance(value, list) else value
+
+    return {column: told(value) for column, value in row.items()}
 
 
 READERS: dict[str, Callable[[Path], Iterator[Row] | Sequence[Row]]] = {

@@ -14,7 +14,7 @@ from frozencore.attributes import with_attributes
 from frozencore.errors import ConfigError, DataError
 from frozencore.files.hub import hub_answers
 from frozencore.tune.rows import Row
-from frozencore.tune.rows.row_files import KINDS, parse_jsonl, read_file, require_file
+from frozencore.tune.rows.row_files import KINDS, parse_jsonl, read_file, require_file, without_fillers
 from frozencore.words import one_line
 
 Data = str | tuple[str, ...]
@@ -158,7 +158,7 @@ def _read_split(name: str, config: str | None, split: str) -> list[Row]:
     if folder is not None:
         way_out = "Give a configuration and a split that it has, and files of a kind that datasets reads."
     rows: list[Row] = load_split(name, config, split, folder=folder, way_out=way_out).to_list()
-    return rows  # not empty, because datasets refuses an empty split
+    return list(map(without_fillers, rows))  # not empty, because datasets refuses an empty split
 
 
 def _hub_has(name: str, title: str, way_out: str) -> bool:

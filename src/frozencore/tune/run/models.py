@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from frozencore.adapter.layer import layer_shape
 from frozencore.adapter.named_layers import attention_projections, linear_names
-from frozencore.device import find_device
+from frozencore.device import place_of
 from frozencore.errors import ConfigError, ModelError
 from frozencore.files.gguf_model import read_tokenizer, read_weights, why_unreadable
 from frozencore.files.hub import safe_loading
@@ -46,7 +46,7 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> tuple
         raise ConfigError(
             f"Each of several processes has a GPU of its own, but --device {device} came for {num_ranks()}. Use cuda."
         )
-    place = find_device(device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+    place = place_of(device)
     refusal = "cannot be read as a causal language model with its tokenizer"
     with quiet_loading():
         tokenizer, model = _loaded(name, lambda loading: (_tokenizer(loading), _weights(loading, dtype)), refusal)

@@ -78,16 +78,17 @@ def prepare(
     if encoder.max_length > limit:
         raise ConfigError(f"--max-length {encoder.max_length} is beyond the model's context of {limit} tokens.")
     rows = prepare_rows(config, encoder, row_cache)
-    _require_embedded(base, (*rows.train, *rows.held_out, *rows.calibration))
+    require_embedded(base.model, base.tokenizer, (*rows.train, *rows.held_out, *rows.calibration))
     progress("load", 1, 1, told_of_rows(rows))
     return PreparedRun(base.model, encoder, rows)
 
 
-def _require_embedded(base: Base, rows: Iterable[TokenRow]) -> None:
-    size = base.model.get_input_embeddings().weight.shape[0]
+def require_embedded(model: Any, tokenizer: Any, rows: Iterable[TokenRow]) -> None:
+    """Raise a ``ModelError`` for a token that the model has no embedding of."""
+    size = model.get_input_embeddings().weight.shape[0]
     largest = max((max(row.input_ids) for row in rows), default=0)
     if largest >= size:
-        token = base.tokenizer.convert_ids_to_tokens(largest)
+        token = tokenizer.convert_ids_to_tokens(largest)
         raise ModelError(
             f"Rows hold the token {token!r} ({largest}), but the model has embeddings of {size} tokens only. Use the "
             "model's own tokenizer, or add the embeddings first (resize_token_embeddings)."
