@@ -171,9 +171,9 @@ class CoreBank:
                         first, *others = (RowCores(*part) for part in zip(self._older[name], parts, strict=True))
                         rows = replace(first, further=(*others, rows))
                     undo.enter_context(rows_through(layer, rows))
-                others = other_modules(self.model, self.layers) if self._has_others() else ()
+                elsewhere = other_modules(self.model, self.layers) if self._has_others() else []
                 undo.enter_context(
-                    base_rows(others, lambda one: len(slots) * (1 if id(one) in in_encoder else num_beams))
+                    base_rows(elsewhere, lambda one: len(slots) * (1 if id(one) in in_encoder else num_beams))
                 )
                 yield
 

@@ -200,7 +200,7 @@ def _read_folder(
     named = read_config(folder).get("basis_id")
     if named is not None and (named == config.basis_id or (config.scale_rank and named in config.older_ranks())):
         values, tensors = read_folder(folder)
-        theirs_config, held = config_of(folder, values), layers.keys()
+        theirs_config, held = config_of(folder, values), set(layers)
     else:
         theirs_config, tensors = read_tensors(folder)
         held = layers.keys() & {key.removeprefix(BASE).partition(f".{PREFIX}")[0] for key in tensors}
