@@ -31,7 +31,7 @@ BY_TASK = {
     ),
     "Keep many adapters on one basis": (
         "save_basis", "load_basis", "SavedBasis", "CoreBank", "swap_core", "prepare_swap", "merge_adapters",
-        "pack_adapter", "unpack_adapter", "grow_basis", "export_basis_model", "export_tenant",
+        "pack_adapter", "unpack_adapter", "export_basis_model", "export_tenant",
         "tenant_weights",
     ),
     "Compute moments once, bases many times": (

@@ -333,9 +333,8 @@ def _require_basis(weights: bytes, entry: dict[str, Any]) -> None:
     start = 8  # bytes of the header's length
     header = json.loads(weights[start : start + int.from_bytes(weights[:start], "little")])
     identity = header.get("__metadata__", {}).get(ENTRY)
-    known = (entry["identity"], *entry.get("older", ()))
-    if identity not in known:
+    if identity != entry["identity"]:
         raise ValueError(
-            f"The tenant belongs to the basis {str(identity)[:12]}, but this model has {known[0][:12]}. "
+            f"The tenant belongs to the basis {str(identity)[:12]}, but this model has {entry['identity'][:12]}. "
             "A core works on its own basis only."
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from frozencore.adapter.bank import CoreBank
 from frozencore.adapter.bases.access import get_bases, save_basis, set_bases
 from frozencore.adapter.bases.calibrate import Calibration, calibrate
-from frozencore.adapter.bases.grow import grow_basis
 from frozencore.adapter.config import FrozenCoreConfig, register_constructor
 from frozencore.adapter.export.base_model import export_merged
 from frozencore.adapter.export.basis_model import export_basis_model
@@ -68,7 +67,6 @@ __all__ = [
     "filora_basis",
     "frozen_core_layers",
     "get_bases",
-    "grow_basis",
     "load_basis",
     "load_moments",
     "lora_xs_basis",

@@ -71,6 +71,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "a constructor that is a mapping": {"constructor": {}},
     "rounds of 400 digits": {"rounds": HUGE},
     "rounds of 64 bits": {"rounds": 2**63},
+    "a basis that grew": {"scale_rank": 2},
     "a rank budget of 64 bits": {"rank_budget": 2**63},
     "a rank of 400 digits for one layer": {"rank_pattern": {"q_proj": HUGE}},
     "a rank pattern that is a list": {"rank_pattern": [1]},

@@ -23,13 +23,10 @@ from calibration.two_ranks import (
     CONSTRUCTORS,
     DRAWN,
     EXAMPLES,
-    MORE,
-    OTHERS,
     adapted,
     bases,
     cores_after_a_step,
     costs,
-    grouped,
     main,
     streamed_bases,
 )
@@ -101,29 +98,6 @@ def test_the_bases_are_those_of_one_process_on_all_examples(constructor: str, re
         assert {name: J for name, J in report[f"{constructor} J"].items() if J} == pytest.approx(captured, rel=1e-4)
     tokens = {name: layer.num_tokens for name, layer in calibration.layers.items()}
     assert reports[0][f"{constructor} tokens"] == tokens
-
-
-def test_a_basis_for_groups_is_that_of_one_process_on_all_rows_of_each(reports: list[dict[str, Any]]) -> None:
-    alone = grouped(EXAMPLES, OTHERS, MORE)
-    first, *others = (report["groups"] for report in reports)
-    for other in others:
-        assert other["shares"] == first["shares"]
-        assert all(torch.equal(other[kind][name], X) for kind in ("bases", "grown") for name, X in first[kind].items())
-    for kind in ("bases", "grown"):
-        for name, X in alone[kind].items():
-            torch.testing.assert_close(first[kind][name], X, rtol=0, atol=1e-3)
-            assert principal_cosines(first[kind][name], X).min() > 0.9999
-    for mine, theirs in zip(first["shares"], alone["shares"], strict=True):
-        assert mine.keys() == theirs.keys()
-        for name, share in theirs.items():
-            assert mine[name] == pytest.approx(share, rel=1e-3)
-
-
-def test_a_group_that_fails_on_a_rank_or_has_another_name_there_is_told_by_all(reports: list[dict[str, Any]]) -> None:
-    for rank, report in enumerate(reports):
-        told = "" if rank == 1 else "Rank 1 failed: "
-        assert report["group failure"].startswith(f"{told}Group 'ben': ")
-        assert "All ranks must name the same groups in the same order" in report["other groups"]
 
 
 def test_each_rank_draws_labels_of_its_own_and_true_ones_give_the_cross_moment(

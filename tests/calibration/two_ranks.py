@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from frozencore import CalibrationOptions, FrozenCoreConfig, calibrate, frozen_core_layers, grow_basis
+from frozencore import CalibrationOptions, FrozenCoreConfig, calibrate, frozen_core_layers
 from frozencore.adapter.bases.passes import BasisWork
 from frozencore.calibration.budget import PassPlan
 from frozencore.calibration.layer_owners import assign_owners
@@ -25,8 +25,6 @@ from frozencore.ranks import own_rank
 from tiny import Example, batches_of, draw_examples, tiny_qwen2
 
 EXAMPLES = draw_examples(num_examples=12, seed=5)
-OTHERS = draw_examples(num_examples=12, seed=6)
-MORE = draw_examples(num_examples=12, seed=7)
 CONSTRUCTORS = ("fcca", "rawgrad", "signgrad", "filora", "eva", "lora_xs", "random")
 
 
@@ -76,16 +74,6 @@ def fsdp_step(batch: dict[str, torch.Tensor], calibration: list[dict[str, torch.
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return {name: core.full_tensor() for name, core in cores_after_a_step(model, batch).items()}
-
-
-def grouped(share: list[Example], others: list[Example], more: list[Example]) -> dict[str, Any]:
-    """Two groups of different weights, and a third one for which the bases then grow."""
-    model, groups = adapted("fcca", coordinates="qr"), {"anna": batches_of(share, 2), "ben": batches_of(others, 2)}
-    found = calibrate(model, groups=groups, weights={"ben": 2}, progress=False)
-    chosen = bases(model)
-    wider = grow_basis(model, {"cleo": batches_of(more, 2)}, by=2, progress=False)
-    told = [{name: astuple(share) for name, share in one.shares.items()} for one in (found, wider)]
-    return {"bases": chosen, "grown": bases(model), "shares": told}
 
 
 def bases_where_one_rank_has_little_room(share: list[Example]) -> dict[str, torch.Tensor]:
@@ -155,15 +143,10 @@ def main(out: Path) -> None:
 
     report["fsdp step"] = fsdp_step(batches_of(share, len(share))[0], batches_of(share, 2))
 
-    report["groups"] = grouped(share, OTHERS[rank::size], MORE[rank::size])
     bad = batches_of(share, 2)
     if rank == 1:
         bad[0]["labels"].fill_(-100)
     report["failure"] = failure(lambda: calibrate(adapted("fcca"), bad, progress=False))
-    halves = {"anna": batches_of(share, 2), "ben": bad}
-    report["group failure"] = failure(lambda: calibrate(adapted("fcca"), groups=halves, progress=False))
-    named = {"anna": batches_of(share, 2), f"ben {rank}": batches_of(share, 2)}
-    report["other groups"] = failure(lambda: calibrate(adapted("fcca"), groups=named, progress=False))
     report["owner share"] = sum(
         owner == own_rank() for owner in assign_owners({f"l{i}": (8, 8) for i in range(8)}).values()
     )

@@ -8,10 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 
-from frozencore import FrozenCoreConfig, save_basis
 from frozencore.tune.pocket import pocket_model_path
 
 Command = Callable[..., tuple[int, str, str]]
@@ -40,35 +38,6 @@ def test_tune_on_a_basis_takes_everything_from_it_and_saves_cores_alone(
     status, out, err = command("inspect", basis, "--against", adapter, "--json")
     assert status == 0, err
     assert all(layer["angles"]["output_cosine"] == pytest.approx(1) for layer in json.loads(out).values())
-
-
-def test_a_basis_that_holds_little_of_the_rows_is_a_warning_and_one_of_their_own_is_none(
-    command: Command, basis: Path, tmp_path: Path
-) -> None:
-    config = FrozenCoreConfig(r=4, constructor="random", task_type="CAUSAL_LM")  # Python's default targets
-    save_basis(get_peft_model(AutoModelForCausalLM.from_pretrained(pocket_model_path()), config), tmp_path / "random")
-    fits, outs = {}, {}
-    for name, place in (("own", basis), ("random", tmp_path / "random")):
-        status, outs[name], err = command("tune", *SHORT, "--basis", place, "--output", tmp_path / f"on-{name}")
-        assert status == 0, err
-        record = json.loads((tmp_path / f"on-{name}" / "result.json").read_text())
-        fits[name], said = record["basis_fit"], " ".join(record["warnings"])
-        for words in ("Widen it with `frozencore calibrate --grow`", "No study has measured whether growing"):
-            assert (words in said) == (name == "random")
-    assert "Warning: A basis should hold at least half" in " ".join(outs["random"].split())
-    assert fits["random"]["held"] < 3 * fits["random"]["random"] < fits["own"]["held"] <= fits["own"]["own"]
-    (tmp_path / "rows").mkdir()
-    for name in ("anna", "ben"):
-        rows = [{"prompt": f"{name} {number}?", "completion": f" {number}"} for number in range(12)]
-        (tmp_path / "rows" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    many = ["--tenants", tmp_path / "rows", "--basis", tmp_path / "random", "--epochs", 1]
-    status, out, err = command("tune-many", *FEW[:2], *many, "--output", tmp_path / "many")
-    assert status == 0, err
-    assert "less than half of what a basis of their own would of 2 tenants: anna (" in " ".join(out.split())
-    record = json.loads((tmp_path / "many" / "ben" / "result.json").read_text())
-    assert record["basis_fit"]["held"] < record["basis_fit"]["own"]
-    assert sum("of the whitened moment of" in said for said in record["warnings"]) == 1
-    assert (fits["own"]["rows"], fits["own"]["layers"]) == (16, 16)
 
 
 @pytest.mark.parametrize(

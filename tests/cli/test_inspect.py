@@ -1,4 +1,4 @@
-"""Tables of layers, on reports whose numbers are known; and a basis beside rows that it may not know."""
+"""Tables of layers, on reports whose numbers are known."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from peft import get_peft_model
 from rich.console import Console
 
-from frozencore import FrozenCoreConfig, load_basis, save_basis
 from frozencore.adapter.inspection import AngleReport, BasisReport, CaptureReport, LayerReport
 from frozencore.cli.inspect import inspection_table
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.run.models import load_model
 from frozencore.words import counted
 
 Command = Callable[..., tuple[int, str, str]]
@@ -93,35 +90,6 @@ def calibrated(command: Command, known: Path, tmp_path: Path) -> Path:
     return tmp_path / "c"
 
 
-def test_a_basis_holds_the_best_share_of_the_rows_that_it_was_calibrated_on_and_less_of_others(
-    command: Command, known: Path, calibrated: Path, tmp_path: Path
-) -> None:
-    other = write_sums(tmp_path / "other.jsonl", 1, "The dog has")
-    shares = {}
-    for rows in (known, other):
-        words = ("inspect", calibrated / "basis", "--model", pocket_model_path(), "--data", rows)
-        status, out, err = command(*words, "--json")
-        assert status == 0, err
-        shares[rows] = {name: layer["share"] for name, layer in json.loads(out).items()}
-        assert shares[rows].keys() == load_basis(calibrated / "basis").layers.keys()
-    for name, share in shares[known].items():
-        assert share["held"] == pytest.approx(share["own"], abs=1e-4)  # theorem 1: FCCA is the best
-        assert shares[other][name]["random"] < shares[other][name]["held"] < shares[other][name]["own"]
-    status, out, _ = command(*words)
-    assert "own best" in out
-    assert "Share of the whitened moment of 18 rows, averaged over layers: the basis holds" in " ".join(out.split())
-
-
-def test_a_random_basis_is_said_to_hold_little(command: Command, known: Path, tmp_path: Path) -> None:
-    model = get_peft_model(
-        load_model("pocket", device="cpu")[0], FrozenCoreConfig(r=4, constructor="random", task_type="CAUSAL_LM")
-    )
-    save_basis(model, tmp_path / "basis")
-    status, out, err = command("inspect", tmp_path / "basis", "--model", "pocket", "--data", known)
-    assert status == 0, err
-    assert "less than half of the way from a random basis to the best one" in " ".join(out.split())
-
-
 def test_a_folder_is_said_to_hold_what_the_commands_wrote(command: Command, calibrated: Path) -> None:
     status, out, err = command("inspect", calibrated)
     assert (status, err) == (0, "")
@@ -137,22 +105,3 @@ def test_a_folder_is_said_to_hold_what_the_commands_wrote(command: Command, cali
     assert "[red]first/result.json: a record, but not of a run, or damaged\n" in out
     assert "with --resume continues" in out
     assert command("inspect", run.parent)[1] == f"{run.parent}: 1 folder with a record: [red]first\n"
-
-
-@pytest.mark.parametrize(
-    ("folder", "words", "message"),
-    [
-        ("basis", ["--model", "pocket"], "give --model and --data together"),
-        ("basis", ["--data", "known.jsonl"], "give --model and --data together"),
-        ("adapter", ["--model", "pocket", "--data", "known.jsonl"], "holds an adapter. Give its basis"),
-        ("basis", ["--model", "pocket", "--data", "none.jsonl"], "none.jsonl"),
-        ("basis", ["--model", "none/at/all", "--data", "known.jsonl"], "none/at/all"),
-    ],
-)
-def test_rows_that_cannot_be_compared_are_one_line(
-    folder: str, words: list[str], message: str, command: Command, calibrated: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(calibrated.parent)
-    status, _, err = command("inspect", calibrated / folder, *words)
-    assert (status, err.count("\n")) == (2, 1)
-    assert message in err

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from peft import PeftModel, get_peft_model
 
 from adapted import train_at_random
 from engine_process import environment_of
-from frozencore import FrozenCoreConfig, calibrate, export_basis_model, grow_basis, save_basis, tenant_weights
+from frozencore import FrozenCoreConfig, export_basis_model, tenant_weights
 from places import ROOT
 from served_adapters import Referee, load_base
 
@@ -98,23 +96,3 @@ def test_a_tenant_of_another_basis_is_refused_and_said_in_one_line(
 ) -> None:
     with pytest.raises(SystemExit, match="The tenant belongs to the basis 000000000000, but this model has"):
         engine.say("put", files=[weights_of(native, 3, "0" * 64, folder)])
-
-
-def test_a_core_of_the_basis_before_it_grew_enters_from_memory_and_answers_as_before(
-    base: Path, tmp_path: Path
-) -> None:
-    old, new = ([{"input_ids": ids, "labels": ids}] for ids in torch.arange(1, 81).view(2, 1, 40))
-    config = FrozenCoreConfig(task_type="CAUSAL_LM", r=RANK, constructor="fcca", target_modules="all-linear")
-    model = get_peft_model(load_base(base), config).eval()
-    calibrate(model, old, progress=False)
-    save_basis(model, tmp_path / "narrow")
-    older = export_basis_model(tmp_path / "narrow", tmp_path / "narrow-model", base=base).identity
-    weights = weights_of(model, 0, older, tmp_path)
-    referee = Referee(deepcopy(model))
-    grow_basis(model, {"new": new}, by=8, progress=False)
-    save_basis(model, tmp_path / "wide")
-    export_basis_model(tmp_path / "wide", tmp_path / "model", base=base)
-    with started(tmp_path / "model", RANK + 8) as driven:
-        driven.say("put", files=[weights])
-        answer = driven.say("generate", prompts=PROMPTS, num_tokens=NUM_TOKENS, tenants=1)
-    assert answer["tokens"] == [referee.greedy(*pair) for pair in zip(PROMPTS, answer["tokens"], strict=True)]

@@ -8,8 +8,7 @@ import torch
 
 import references as ref
 from frozencore.errors import CalibrationError, ConfigError
-from frozencore.maths.basis import COORDINATES, Basis, Energies, basis_from_factors, known_basis
-from frozencore.maths.linalg import principal_cosines
+from frozencore.maths.basis import COORDINATES, Basis, Energies, basis_from_factors
 from frozencore.maths.objective import closed_form_core, core_gradient
 from references import numpy_of
 
@@ -113,30 +112,6 @@ def test_in_fisher_coordinates_each_direction_reads_as_much_as_a_random_one() ->
     basis = basis_from_factors(P0, Q0, rank=4, spectrum=torch.ones(4), coordinates="fisher", energies=lambda: (d, a))
     for X, second in ((numpy_of(basis.P), numpy_of(d)), (numpy_of(basis.Q), numpy_of(a))):
         np.testing.assert_allclose(X.T @ (second[:, None] * X), second.mean() * np.eye(4), atol=1e-4 * second.mean())
-
-
-@pytest.mark.parametrize("coordinates", ["fisher", "qr"])
-@pytest.mark.parametrize("num_found", [3, 1])
-def test_a_widened_basis_keeps_its_columns_and_the_new_ones_are_orthogonal_to_them(
-    coordinates: str, num_found: int
-) -> None:
-    """In the metric of the coordinates; one of three new directions was found in the data, or all."""
-    a, d = uneven(9, 3), uneven(12, 4)
-    before = known_basis(anisotropic(12, 4, 0).float(), anisotropic(9, 4, 1).float())
-    P0, Q0 = anisotropic(12, num_found, 5), anisotropic(9, num_found, 6)
-    wide = basis_from_factors(
-        P0, Q0, rank=7, spectrum=torch.ones(7), coordinates=coordinates, energies=lambda: (d, a), beside=before
-    )
-    assert wide.effective_rank == 4 + num_found
-    sides = ((wide.P, before.P, P0, d), (wide.Q, before.Q, Q0, a))
-    for X, first, raw, second in sides:
-        assert torch.equal(X[:, :4], first)
-        M = numpy_of(second) / float(second.mean()) if coordinates == "fisher" else np.ones(len(X))
-        new = numpy_of(X)[:, 4:]
-        np.testing.assert_allclose(new.T @ (M[:, None] * new), np.eye(3), atol=1e-4)
-        np.testing.assert_allclose(numpy_of(first).T @ (M[:, None] * new), 0, atol=1e-4 * float(first.norm()))
-        together = torch.cat([first, raw], dim=1)  # seeded directions stand beside them where some are missing
-        assert principal_cosines(together, X)[: 4 + num_found].min() > 1 - 1e-4
 
 
 def test_a_direction_that_the_data_hardly_reach_is_lengthened_within_bounds() -> None:

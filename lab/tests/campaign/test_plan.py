@@ -157,50 +157,9 @@ studies:
     assert found["pocket-sentiment"] is None
 
 
-def test_an_axis_of_calibration_tasks_compares_one_task_with_groups(tmp_path: Path) -> None:
-    text = """
-name: shared
-models: {pocket: pocket}
-studies:
-  shared:
-    title: a
-    axes:
-      model: [pocket]
-      task: [pocket-math]
-      calibration_task: [pocket-math, [pocket-math], [pocket-math, pocket-sentiment], [pocket-sentiment]]
-      seed: [42]
-    report: {columns: [calibration_task]}
-"""
-    campaign = read_campaign(write_spec(tmp_path, text))
-    own, same, groups, other = (run.job for run in plan(campaign, unknown))
-    assert own == same
-    assert own is not None
-    assert groups is not None
-    assert other is not None
-    assert [job.config.calibration_task for job in (own, groups, other)] == [
-        None, ("pocket-math", "pocket-sentiment"), "pocket-sentiment",
-    ]  # fmt: skip
-    assert groups.resolved["calibration_task"] == ["pocket-math", "pocket-sentiment"]
-    assert len({own.id, groups.id, other.id}) == 3
-    assert needs_of([groups]) == {}
-
-
-@pytest.mark.parametrize(
-    ("changes", "kind", "message"),
-    [
-        ({"method": "eva"}, "tune", "the method 'eva' with these options has no basis for groups"),
-        ({"method": "fcca", "fisher": "dense"}, "tune", "the method 'fcca' with these options has no basis for groups"),
-        ({"method": "lora"}, "tune", "the method 'lora' with these options has no basis for groups"),
-        ({"calibration_task": ["pocket-math", "pocket-math"]}, "tune", "names each task once, but pocket-math, pocket"),
-        ({"calibration_task": []}, "tune", "names each task once, but none came"),
-        ({"calibration_task": ["pocket-math", "pocket-maths"]}, "tune", "Did you mean 'pocket-math'"),
-        ({}, "stability", "a list makes groups, which need 'kind: tune'"),
-    ],
-)
-def test_groups_that_a_run_cannot_have_are_refused_in_one_line(changes: dict, kind: str, message: str) -> None:
-    options = {**OPTIONS, "calibration_task": ["pocket-math", "pocket-sentiment"], **changes}
-    with pytest.raises(ConfigError, match=message) as caught:
-        make_job(kind, options, 16 if kind == "stability" else None)
+def test_a_list_of_calibration_tasks_is_refused_in_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"calibration_task: input should be a valid string, but \['sst2'") as caught:
+        make_job("tune", {**OPTIONS, "calibration_task": ["sst2", "cola"]})
     assert "\n" not in str(caught.value)
 
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from peft import get_peft_model
-from safetensors.torch import load_file
 
-from frozencore import FrozenCoreConfig, calibrate
+from frozencore import FrozenCoreConfig
 from frozencore.adapter.layer import frozen_core_layers
 from frozencore.calibration.collect import collect_moments
 from frozencore.calibration.moments_file import load_moments
@@ -170,28 +169,6 @@ def test_a_first_run_collects_for_all_also_where_the_model_lies_elsewhere(store:
         (file,) = (store.shared / "moments").glob("*.safetensors")
         files.append((file.stat().st_ino, file.stat().st_mtime_ns))
     assert files[0] == files[1]
-
-
-def test_a_run_of_several_calibration_tasks_has_their_groups_bases_and_shares_no_sums(store: Store) -> None:
-    tasks = ("pocket-sentiment", "pocket-comparison")
-    job = job_of("fcca", rank=4, calibration_task=tasks)
-    assert Worker(store, Place(), keep_adapters=True).run(job, needs_of([job]), silent)
-    assert not (store.shared / "moments").exists()
-    record = record_of(store, job)
-    assert record.config.content()["calibration_task"] == list(tasks)
-    groups = {}
-    for task in tasks:
-        prepared = prepare(job_of("fcca", task=task, num_train=None).config, silent)
-        groups[task] = calibration_batches(prepared.rows.calibration, prepared.encoder.pad_id)
-    prepared = prepare(job.config, silent)
-    assert len(prepared.rows.calibration) == 16
-    model = get_peft_model(prepared.model, FrozenCoreConfig(r=4, seed=42, task_type="CAUSAL_LM"))
-    calibrate(model, groups=groups, progress=False)
-    found = load_file(store.folder / "runs" / job.id / "adapter" / "adapter_model.safetensors")
-    for name, layer in frozen_core_layers(model, "default").items():
-        for X, letter in zip(layer.factors("default")[:2], "PQ", strict=True):
-            (saved,) = (value for key, value in found.items() if key.endswith(f"{name}.frozencore_{letter}"))
-            assert torch.equal(saved, X)
 
 
 def test_a_run_with_a_memory_budget_shares_no_sums(store: Store) -> None:

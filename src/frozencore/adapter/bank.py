@@ -5,12 +5,6 @@
 The cores of a slot are contiguous (Σr² values), so that one copy adds a tenant. The cores of a batch's rows are
 gathered once, when the batch begins. Slot 0 is zero and stands for the base model. Batches of all sizes use the memory
 of the largest one so far. Until a larger one comes the rows' cores stay at their addresses, so CUDA graphs stay valid.
-
-On a basis that grew the product has two parts, the narrower version of the basis first:
-
-    y += s·P₀ R₀₀ Q₀ᵀ x,   y += s·P (R - R₀₀) Qᵀ x
-
-So a core of the narrower basis gives the same bits as before: its second part adds zeros.
 """
 
 from __future__ import annotations
@@ -18,15 +12,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from frozencore.adapter.config import FrozenCoreConfig
-from frozencore.adapter.layer import FrozenCoreLayer, RowCores, frozen_core_layers
+from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
 from frozencore.adapter.mixed_batch import base_rows, encoder_modules, other_modules, rows_through
 from frozencore.adapter.saved.tensors import by_layer, require_finite_in
 from frozencore.adapter.swap import held_bases, read_cores, require_unmoved
@@ -73,7 +65,6 @@ class CoreBank:
             raise ConfigError(f"A bank keeps cores in float32, bfloat16 or float16, but {dtype} came.")
         for layer in self.layers.values():
             layer.require_basis(adapter_name)
-        self._older = _older_bases(self.layers, adapter_name, configs[adapter_name])
         self._bases = held_bases(self.layers.values(), adapter_name)
         self._values, self._cores = _allocate(self.layers, adapter_name, capacity + 1, dtype)
         self._slot_of: dict[str, int] = {}
@@ -95,12 +86,11 @@ class CoreBank:
         """Store a core under a name; it replaces a core of that name.
 
         Args:
-            source: See :func:`frozencore.swap_core`. The basis of R by layer name is not checked. Cores of a narrower
-                version of a widened basis are filled up with zeros.
+            source: See :func:`frozencore.swap_core`. The basis of R by layer name is not checked.
 
         Raises:
-            ConfigError: The name is no text, the bank is full, or the adapter with the basis was merged, calibrated
-                again or widened.
+            ConfigError: The name is no text, the bank is full, or the adapter with the basis was merged or calibrated
+                again.
             ArtifactError: Other layers, ranks, scales or bases. The bank is as it was.
         """
         if not isinstance(name, str):
@@ -151,7 +141,7 @@ class CoreBank:
             num_beams: The beams of ``generate``, which repeats each row so often (behind the encoder, if there is one).
 
         Raises:
-            ConfigError: A name has no core, there are no names, or the adapter's basis was replaced or widened.
+            ConfigError: A name has no core, there are no names, or the adapter's basis was replaced.
             ValueError: An adapter is merged into the weights.
         """
         if not names:
@@ -164,13 +154,9 @@ class CoreBank:
                 times = {name: 1 if id(one) in in_encoder else num_beams for name, one in self.layers.items()}
                 gathered = self._batch().gather(self._cores, slots, times)
             with ExitStack() as undo, with_attributes(self, _depth=self._depth + 1):
-                for name, (R, parts) in gathered.items():
+                for name, R in gathered.items():
                     layer = self.layers[name]
-                    rows = layer.row_cores_of(self.adapter_name, R)
-                    if parts:
-                        first, *others = (RowCores(*part) for part in zip(self._older[name], parts, strict=True))
-                        rows = replace(first, further=(*others, rows))
-                    undo.enter_context(rows_through(layer, rows))
+                    undo.enter_context(rows_through(layer, layer.row_cores_of(self.adapter_name, R)))
                 elsewhere = other_modules(self.model, self.layers) if self._has_others() else []
                 undo.enter_context(
                     base_rows(elsewhere, lambda one: len(slots) * (1 if id(one) in in_encoder else num_beams))
@@ -205,29 +191,21 @@ class CoreBank:
     def _batch(self) -> _Batch:
         """The buffers of a batch at this depth of nesting."""
         if self._depth == len(self._batches):
-            older = next(iter(self._older.values()))
-            self._batches.append(_Batch(self.layers, self.adapter_name, [P.shape[1] for P, _, _ in older]))
+            self._batches.append(_Batch(self.layers, self.adapter_name))
         return self._batches[self._depth]
 
 
 class _Batch:
-    """The gathered cores of a batch's rows in each layer, in buffers of the largest batch so far.
+    """The gathered cores of a batch's rows in each layer, in buffers of the largest batch so far."""
 
-    On a widened basis ``parts`` hold the blocks of each core that its narrower versions multiply, and ``cores`` the
-    rest of it.
-    """
-
-    def __init__(self, layers: Mapping[str, FrozenCoreLayer], adapter_name: str, older_ranks: Sequence[int]) -> None:
+    def __init__(self, layers: Mapping[str, FrozenCoreLayer], adapter_name: str) -> None:
         self.cores = {
             name: layer.factors(adapter_name)[2].detach().new_zeros(0, rank, rank)
             for name, layer in layers.items()
             for rank in [len(layer.core(adapter_name))]
         }
-        self.parts = {name: [R.new_zeros(0, r, r) for r in older_ranks] for name, R in self.cores.items()}
 
-    def gather(
-        self, cores: Mapping[str, Tensor], slots: Sequence[int], times: Mapping[str, int]
-    ) -> dict[str, tuple[Tensor, list[Tensor]]]:
+    def gather(self, cores: Mapping[str, Tensor], slots: Sequence[int], times: Mapping[str, int]) -> dict[str, Tensor]:
         """Copy the cores of those slots, each so often, from slots x r x r of each layer."""
         places: dict[tuple[torch.device, int], Tensor] = {}
         gathered = {}
@@ -238,31 +216,9 @@ class _Batch:
             num_rows = len(places[kind])
             if num_rows > len(buffer):
                 self.cores[name] = buffer.new_zeros(num_rows, *buffer.shape[1:]).mT
-                self.parts[name] = [part.new_zeros(num_rows, *part.shape[1:]).mT for part in self.parts[name]]
-            R, parts = self.cores[name][:num_rows], [part[:num_rows] for part in self.parts[name]]
-            R.copy_(cores[name].index_select(0, places[kind]))
-            before = 0
-            for part in (*parts, R):
-                r = part.shape[-1]
-                if part is not R:
-                    part.copy_(R[:, :r, :r])
-                part[:, :before, :before] = 0
-                before = r
-            gathered[name] = (R, parts)
+            gathered[name] = self.cores[name][:num_rows]
+            gathered[name].copy_(cores[name].index_select(0, places[kind]))
         return gathered
-
-
-def _older_bases(
-    layers: Mapping[str, FrozenCoreLayer], adapter_name: str, config: FrozenCoreConfig
-) -> dict[str, list[tuple[Tensor, Tensor, float]]]:
-    """P, Q and s of each narrower version of a widened basis by layer, the narrowest first; copies of columns."""
-    ranks = sorted(config.older_ranks().values())
-    older = {}
-    for name, layer in layers.items():
-        P, Q, _ = layer.factors(adapter_name)
-        scale = layer.frozencore_scale[adapter_name]
-        older[name] = [(P[:, :r].contiguous(), Q[:, :r].contiguous(), scale) for r in ranks]
-    return older
 
 
 def _allocate(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from frozencore.adapter.config_names import key_for, refuse_foreign_names, require_names
 from frozencore.adapter.saved.config_file import NOT_READ, SavedConfig, refuse_expressions
-from frozencore.adapter.saved.saved_basis import SavedBasis, find_header, read_header, read_version, versions
+from frozencore.adapter.saved.saved_basis import SavedBasis, find_basis, read_header
 from frozencore.adapter.saved.seal import refuse_gone
 from frozencore.constructors import (
     CONSTRUCTORS,
@@ -93,8 +93,6 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
         basis: A saved basis to use: the folder of :func:`frozencore.save_basis`, or a hub id (with
             ``basis_revision``). It determines rank, targets, scale and constructor. The adapter is saved as cores only.
         basis_id: Written by ``save_pretrained``: the identity of the basis that the cores belong to.
-        scale_rank: Written by :func:`frozencore.grow_basis`: the first rank of a basis that grew. Alpha is still
-            divided by it, so that cores of the narrower basis keep their meaning.
         allow_other_base: Load onto a base model with other weights than the adapter's. Never saved:
             ``PeftModel.from_pretrained(base, folder, allow_other_base=True)``.
         own_options: Options of a registered constructor (:func:`frozencore.register_constructor`), which may also be
@@ -121,7 +119,6 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
     basis: str | None = None
     basis_revision: str | None = None
     basis_id: str | None = None
-    scale_rank: int | None = None
     allow_other_base: bool = False
     own_options: dict[str, Any] = field(default_factory=dict)
 
@@ -130,12 +127,9 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
         self._seal_to_write: dict[str, Any] | None = None
         self.awaits_file = self.load_bases  # the tensors of a file come after the layers
         self._folder: Path | None = None  # the folder that the adapter was read from
-        self._grown_from: dict[str, Any] | None = None  # the header of the basis before this one grew
         self._expressions: dict[str, tuple[Any, Any]] = {}  # fields as given, and as layer names
         if self.basis is not None and self.basis_id is None:
             self._take_from_basis(self.basis)
-        if self.scale_rank is not None and not (type(self.scale_rank) is int and 0 < self.scale_rank < self.r):
-            raise ConfigError(f"scale_rank is written by grow_basis, but {self.scale_rank!r:.50} came. Leave it out.")
         if self.seal is not None:
             self.seal = read_seal("this configuration", self.seal)
         self.peft_type = FrozenCoreType.FROZENCORE
@@ -226,12 +220,12 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
         return self.r if key is None else self.rank_pattern[key]
 
     def scale_of(self, layer: str) -> float:
-        """The scale s of a layer: alpha over the configured rank, the first one if the basis grew; or 1."""
+        """The scale s of a layer: alpha over the configured rank, or 1."""
         key = key_for(self.alpha_pattern, layer, "alpha_pattern")
         alpha = self.alpha if key is None else self.alpha_pattern[key]
         if alpha is None:
             return 1.0
-        return (AUTO_ALPHA if alpha == "auto" else alpha) / (self.scale_rank or self.rank_of(layer))
+        return (AUTO_ALPHA if alpha == "auto" else alpha) / self.rank_of(layer)
 
     def find_basis(self, origin: str) -> SavedBasis:
         """Read the named basis: in or beside the adapter's folder, or from ``basis``.
@@ -240,43 +234,17 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
             ArtifactError: The basis is missing, is another one, or is damaged.
         """
         assert self.basis_id is not None
-        return read_version(*self.find_header(origin), self.basis_id)
+        return find_basis(origin, self.basis_id, beside=self._folder, named=self.basis, revision=self.basis_revision)
 
     def name_basis(self, identity: str | None, place: str | None = None, revision: str | None = None) -> None:
         """Record that the adapter uses a saved basis and is saved as cores only; None: it has a basis of its own."""
         self.basis, self.basis_revision, self.basis_id, self._folder = place, revision, identity, None
-        self._grown_from = None
-
-    def find_header(self, origin: str) -> tuple[str | Path, str | None, dict[str, Any]]:
-        """The place, revision and header of the named basis, or of one that grew from it; as :meth:`find_basis`."""
-        assert self.basis_id is not None
-        return find_header(origin, self.basis_id, beside=self._folder, named=self.basis, revision=self.basis_revision)
-
-    def own_header(self) -> dict[str, Any] | None:
-        """The header of the basis; None for one that was never saved.
-
-        Raises:
-            ArtifactError: As :meth:`find_basis`.
-        """
-        if self.basis_id is None:
-            return None
-        found = self.find_header("The adapter")[2]
-        return next(dict(one) for one in versions(found) if one["identity"] == self.basis_id)
-
-    def grown_from(self) -> dict[str, Any] | None:
-        """The header of the basis before this one was widened; None for one that was not."""
-        own = self.own_header() if self.scale_rank is not None else None
-        return self._grown_from if own is None else own.get("grown_from")
-
-    def older_ranks(self) -> dict[str, int]:
-        """The rank of each narrower version of the basis, by its identity."""
-        return {one["identity"]: one["options"]["r"] for one in versions(self.grown_from())}
 
 
 def options_of_basis() -> frozenset[str]:
     """The fields that a saved basis records: how P and Q were made, and their layers."""
     own = ("r", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "constructor", "alpha",
-           "seed", "rank_pattern", "alpha_pattern", "calibration_tokens", "scale_rank")  # fmt: skip
+           "seed", "rank_pattern", "alpha_pattern", "calibration_tokens")  # fmt: skip
     return frozenset({*own, *constructor_options()}) - {"initial_step"}
 
 

@@ -32,12 +32,10 @@ class RowCores:
         basis: P, Q and s of all cores; None if no row has a core in this layer.
         R: rows x r x r, the core of each row; zeros for a row without a core. Its values may change between two calls
             of a compiled model. Rows of one token are fastest if the transposes are contiguous.
-        further: If the basis grew, the rest of each core; zeros for a row with a narrower core.
     """
 
     basis: tuple[Tensor, Tensor, float] | None
     R: Tensor
-    further: tuple[RowCores, ...] = ()
 
 
 class FrozenCoreLayer(BaseTunerLayer):

@@ -80,12 +80,7 @@ class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
         if rows.basis is None:
             return result
         P, Q, scale = rows.basis
-        result = self._plus(result, x, P, Q, rows.R, scale)
-        for rest in rows.further:
-            if rest.basis is not None:
-                P, Q, scale = rest.basis
-                result = self._plus(result, x, P, Q, rest.R, scale)
-        return result
+        return self._plus(result, x, P, Q, rows.R, scale)
 
     def _check_forward_args(self, x: Tensor, adapter_names: list[str]) -> None:
         if len(x) != len(adapter_names):

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers, version_of
@@ -25,7 +24,6 @@ from frozencore.adapter.saved.tensors import (
     MARK,
     PREFIX,
     Factors,
-    by_layer,
     flatten_cores,
     layer_factors,
     require_finite,
@@ -119,7 +117,7 @@ def require_unmoved(layers: Iterable[FrozenCoreLayer], adapter_name: str, held: 
         if P is not old[0] or Q is not old[2] or (version_of(P), version_of(Q)) != (old[1], old[3]):
             raise ConfigError(
                 f"A core works on its own basis only, but the basis of layer {layer.name!r} of the adapter "
-                f"{adapter_name!r} was set, widened or moved since. {way_out}"
+                f"{adapter_name!r} was set or moved since. {way_out}"
             )
 
 
@@ -131,8 +129,7 @@ def read_cores(
 ) -> Tensor:
     """Read all cores of a saved adapter, a state dict of PEFT's, or R by layer name, for a loaded adapter.
 
-    If the saved adapter names the loaded adapter's basis, its basis is not read. Cores of a basis from which the loaded
-    one grew are filled up with zeros.
+    If the saved adapter names the loaded adapter's basis, its basis is not read.
 
     Args:
         layers: The layers of the loaded adapter, with the required basis.
@@ -164,41 +161,25 @@ def read_cores(
         )
     elif FLAT in tensors:
         require_finite(origin, tensors, "Train it again.")
-        require_marked(origin, tensors, config.basis_id, *(config.older_ranks() if config.scale_rank else ()))
+        require_marked(origin, tensors, config.basis_id)
         flat = tensors[FLAT]
     else:
         factors = layer_factors(origin, tensors)
         _require_same_layers(factors, layers)
         flat = flatten_cores({name: factors[name].R for name in layers})
-    own = _ranks_of(flat, ranks, config)
     for name in tensors if by_name else ():
-        _require_core(name, tensors[name], own[name])
+        _require_core(name, tensors[name], ranks[name])
     for name in factors:
-        _require_same_basis(layers[name], adapter_name, factors[name], own[name])
-    require_size(origin, flat, sum(r * r for r in own.values()))
-    return flat if own == ranks else filled_up(flat, own, ranks)
-
-
-def filled_up(flat: Tensor, own: Mapping[str, int], ranks: Mapping[str, int]) -> Tensor:
-    """Cores of the ranks ``own``, Σr² values, with zeros up to larger ranks."""
-    parts = zip(by_layer(flat, own).values(), own.values(), ranks.values(), strict=True)
-    return torch.cat([pad(R, (0, wide - r, 0, wide - r)).reshape(-1) for R, r, wide in parts])
-
-
-def _ranks_of(flat: Tensor, ranks: Mapping[str, int], config: FrozenCoreConfig) -> dict[str, int]:
-    """The ranks of the cores: those of the loaded adapter, or of the narrower version of its basis with as many."""
-    if config.scale_rank is not None and flat.numel() != sum(r * r for r in ranks.values()):
-        for r in config.older_ranks().values():
-            if flat.shape == (len(ranks) * r * r,):
-                return dict.fromkeys(ranks, r)
-    return dict(ranks)
+        _require_same_basis(layers[name], adapter_name, factors[name])
+    require_size(origin, flat, sum(r * r for r in ranks.values()))
+    return flat
 
 
 def _read_folder(
     folder: Path, layers: Mapping[str, FrozenCoreLayer], adapter_name: str, config: FrozenCoreConfig
 ) -> Mapping[str, Tensor]:
     named = read_config(folder).get("basis_id")
-    if named is not None and (named == config.basis_id or (config.scale_rank and named in config.older_ranks())):
+    if named is not None and named == config.basis_id:
         values, tensors = read_folder(folder)
         theirs_config, held = config_of(folder, values), set(layers)
     else:
@@ -236,9 +217,9 @@ def _require_same_layers(came: Mapping[str, object], layers: Mapping[str, Frozen
         )
 
 
-def _require_same_basis(layer: FrozenCoreLayer, adapter_name: str, new: Factors, rank: int) -> None:
+def _require_same_basis(layer: FrozenCoreLayer, adapter_name: str, new: Factors) -> None:
     P, Q, _ = layer.factors(adapter_name)
-    for mine, theirs in ((P[:, :rank], new.P), (Q[:, :rank], new.Q)):
+    for mine, theirs in ((P, new.P), (Q, new.Q)):
         if mine.shape != theirs.shape or not torch.equal(mine, theirs.to(mine.device, mine.dtype)):
             raise ArtifactError(
                 f"A core works on its own basis only, but layer {layer.name!r} of the adapter {adapter_name!r} has "

@@ -12,7 +12,6 @@ from rich.console import Group
 from frozencore.cli.console import console
 from frozencore.cli.flags import OF_TRAINING, TakesOptions
 from frozencore.cli.tune_many import TENANTS
-from frozencore.errors import ConfigError
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.many.tenants import refuse_tenants_early
 from frozencore.tune.run.refuse_early import refuse_early
@@ -36,63 +35,24 @@ def _calibrate(
     tenants: Annotated[
         Path | None,
         typer.Option(
-            help=f"{TENANTS} In place of --data: choose one basis that fits all tenants as well as possible, from "
-            "--calibration-size rows of each."
+            help=f"{TENANTS} In place of --data: calibrate one basis on --calibration-size rows of each tenant."
         ),
     ] = None,
-    group_by: Annotated[
-        str | None,
-        typer.Option(
-            metavar="COLUMN",
-            help="As --tenants, but the groups are the rows of --data with the same value in this column.",
-        ),
-    ] = None,
-    grow: Annotated[
-        str | None,
-        typer.Option(
-            metavar="BASIS",
-            help="A saved basis to widen for the rows, in place of a new one. Adapters on it keep their outputs.",
-        ),
-    ] = None,
-    by: Annotated[int, typer.Option(help="With --grow: new directions on each side.")] = 8,
     all_layers: Annotated[bool, typer.Option("--all-layers", help="Print a line for each layer.")] = False,
-    all_tenants: Annotated[bool, typer.Option("--all-tenants", help="Print a line for each tenant.")] = False,
 ) -> None:
-    if group_by is not None and (tenants is not None or grow is not None):
-        other = "--tenants" if tenants is not None else "--grow"
-        raise ConfigError(
-            f"--group-by makes the groups of a new basis from a column, but {other} came too. Leave one out."
-        )
-    if grow is not None:
-        config = config.model_copy(update={"basis": grow})
     (refuse_early if tenants is None else refuse_tenants_early)(config)
-    has_groups = tenants is not None or group_by is not None
-    has_moments = config.memory_budget is None and not has_groups and grow is None
-    require_new(output, RECORD, MOMENTS_FILE if has_moments else ADAPTER)
+    require_new(output, RECORD, MOMENTS_FILE if config.memory_budget is None else ADAPTER)
     from frozencore.cli.display import StageDisplay
 
     with warnings.catch_warnings(record=True) as caught, StageDisplay(console) as progress:
-        from frozencore.tune.run.calibrate_only import (
-            execute_calibration,
-            execute_calibration_of_groups,
-            execute_growth,
-        )
+        from frozencore.tune.run.calibrate_only import execute_calibration
 
         progress.started()
         warnings.simplefilter("always")
-        if grow is not None:
-            calibration = execute_growth(config, output, progress, by=by, of_tenants=tenants is not None)
-        elif has_groups:
-            calibration = execute_calibration_of_groups(config, output, progress, group_by=group_by)
-        else:
-            calibration = execute_calibration(config, output, progress)
+        calibration = execute_calibration(config, output, progress, of_tenants=tenants is not None)
     for told in sorted({str(one.message) for one in caught if one.category is UserWarning}):
         console.print(f"Warning: {told}", style="yellow")
     console.print(calibration_summary(calibration, every_layer=all_layers))
-    if calibration.shares:
-        from frozencore.cli.shares import shares_table
-
-        console.print(shares_table(calibration.shares, every_tenant=all_tenants))
     moments = f"   Moments: {output / MOMENTS_FILE}" if (output / MOMENTS_FILE).exists() else ""
     console.print(f"Basis: {output / BASIS}   Adapter: {output / ADAPTER}{moments}")
 

@@ -62,14 +62,14 @@ FLAG_GROUPS = (
             "skip_long",
             "num_train",
         ),
-        ("group_by", "num_evaluation", "loss_on", "data_root", "skip_bad", "packing", "prompt_style", "prompt_date"),
+        ("num_evaluation", "loss_on", "data_root", "skip_bad", "packing", "prompt_style", "prompt_date"),
     ),
     Group(
         "Method",
         ("method", "rank", "targets", "alpha", "basis", "dtype", "device"),
         ("layers",),
     ),
-    Group("Bases", ("calibration_size", "grow", "by", "damping", "memory_budget", "moments"), ("calibration_task",)),
+    Group("Bases", ("calibration_size", "damping", "memory_budget", "moments"), ("calibration_task",)),
     Group(
         "Steps",
         ("learning_rate", "epochs", "batch_size", "accumulation", "warmup", "seed", "slots"),
@@ -82,7 +82,7 @@ FLAG_GROUPS = (
     ),
     Group(
         "Output",
-        ("output", "resume", "dry_run", "report_to", "push_to_hub", "all_layers", "all_tenants", "config_file"),
+        ("output", "resume", "dry_run", "report_to", "push_to_hub", "all_layers", "config_file"),
         ("save_steps",),
     ),
 )

@@ -17,10 +17,7 @@ from rich.text import Text
 
 from frozencore.calibration.moments_file import require_moments
 from frozencore.cli.console import console
-from frozencore.errors import ConfigError
 from frozencore.files.adapter_folder import CONFIG_FILE, HEADER_FILE, PEFT_TYPE, adapter_in, read_config
-from frozencore.tune.run.config import RunConfig, make_config
-from frozencore.tune.run.refuse_early import refuse_early
 from frozencore.tune.run.run_folder import (
     ADAPTER,
     ASKED,
@@ -36,7 +33,6 @@ from frozencore.words import num_of, one_line
 
 if TYPE_CHECKING:
     from frozencore.adapter.inspection import LayerReport
-    from frozencore.tune.run.basis_fit import RowShares
 
 PARTS = {
     RECORD: "the record",
@@ -66,14 +62,12 @@ LEGEND = {
     "of best": "J over the largest J of any basis of this rank",
     "max/med a": "largest over median second moment of the inputs: outlier channels",
     "max/med d": "the same for the output errors",
-    "held": "share of the rows' whitened moment that the basis holds",
-    "own best": "share that the best basis of this rank for these rows holds",
     "cos P": "mean cosine of the angles between the two P; 1 is the same span",
     "cos Q": "the same for Q",
 }
-SMALL_IS_WORST = ("effective", "of ‖G‖", "of best", "held", "cos P", "cos Q")
+SMALL_IS_WORST = ("effective", "of ‖G‖", "of best", "cos P", "cos Q")
 LARGE_IS_WORST = ("coher. P", "coher. Q", "max/med a", "max/med d")
-SHARES, COSINES = ("of ‖G‖", "of best", "held", "own best"), ("cos P", "cos Q")
+SHARES, COSINES = ("of ‖G‖", "of best"), ("cos P", "cos Q")
 Column = Sequence[float | None]
 
 
@@ -85,11 +79,6 @@ def inspect(
     against: Annotated[
         Path | None, typer.Option(help="Another adapter or basis: show the principal angles between the bases.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="With --data: the base model, as for `tune`.")] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(help="Rows, as for `tune --data`: show how well the basis fits them."),
-    ] = None,
     all_layers: Annotated[bool, typer.Option("--all-layers", help="Print a line for each layer.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
@@ -98,7 +87,6 @@ def inspect(
         console.print(*inside, sep="\n", soft_wrap=True)
         return
     folder, other = adapter_in(adapter), None if against is None else adapter_in(against)
-    on_rows = _on_rows(folder, model, data)
     if moments is not None:
         require_moments(moments)
     from frozencore.adapter.inspection import inspect_adapter
@@ -113,11 +101,8 @@ def inspect(
         moments=load_moments(moments) if moments else None,
         other=None if other is None else read_adapter_or_basis(other)[1],
     )
-    held = None if on_rows is None else _shares(on_rows, silent=as_json)
     if as_json:
         found = {name: asdict(report) for name, report in reports.items()}
-        for name, share in {} if held is None else held.layers.items():
-            found[name]["share"] = asdict(share)
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
         return
     if inside:
@@ -126,16 +111,6 @@ def inspect(
     console.print(inspection_table(reports, every_layer=all_layers, orthonormal=orthonormal))
     saved = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     console.print(f"Saved in {saved:,} bytes.")
-    if held is not None:
-        from frozencore.cli.shares import served_in_words
-
-        columns = {
-            "held": [share.held for share in held.layers.values()],
-            "own best": [share.own for share in held.layers.values()],
-        }
-        table = by_layer if all_layers else spread
-        console.print(table("The rows", list(held.layers), columns), legend(columns))
-        console.print(served_in_words(held.mean, held.num_rows))
 
 
 def contents(folder: Path) -> Iterator[Text]:
@@ -160,35 +135,6 @@ def _of_record(file: Path) -> str:
         return "how near two bases are"
     scored = f", accuracy {record.accuracy:.4f}" if record.has("accuracy") else ""
     return f"the record of {record.method} on {record.task or record.config.sources}{scored}"
-
-
-def _on_rows(folder: Path, model: str | None, data: Path | None) -> RunConfig | None:
-    """Make the configuration of the rows to compare the basis with; None without rows.
-
-    Raises:
-        ConfigError: Only one of model and data was given, or the folder holds no basis.
-        FrozenCoreError: The model or the rows do not exist.
-    """
-    if model is None and data is None:
-        return None
-    if model is None or data is None:
-        raise ConfigError("--data needs the model that reads the rows: give --model and --data together, or neither.")
-    if not (folder / HEADER_FILE).is_file():
-        raise ConfigError(f"--data compares rows with a basis folder, but {folder} holds an adapter. Give its basis.")
-    config = make_config(model=model, data=data, basis=str(folder))
-    refuse_early(config)
-    return config
-
-
-def _shares(config: RunConfig, *, silent: bool) -> RowShares:
-    from frozencore.cli.display import StageDisplay
-    from frozencore.tune.run.basis_fit import shares_of_rows
-
-    if silent:
-        return shares_of_rows(config, lambda *_: None)
-    with StageDisplay(console) as progress:
-        progress.started()
-        return shares_of_rows(config, progress)
 
 
 def inspection_table(

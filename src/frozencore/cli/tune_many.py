@@ -18,7 +18,7 @@ from frozencore.tune.run.many.tenants import find_tenants, refuse_tenants_early
 from frozencore.tune.run.processes import is_first, joined, refuse_several
 from frozencore.tune.run.run_folder import kept_of, refuse_finished
 from frozencore.tune.scoring.scoring_config import ScoringConfig
-from frozencore.words import bytes_in_words, num_of
+from frozencore.words import bytes_in_words
 
 if TYPE_CHECKING:
     from frozencore.tune.run.record import Failure, TunedRecord
@@ -69,9 +69,6 @@ def _tune_many(
 
 def _summary(records: Mapping[str, TunedRecord], failures: Mapping[str, Failure]) -> Group:
     """Show the gain of each tenant, and their cost together."""
-    from frozencore.maths.groups import Share
-    from frozencore.tune.run.basis_fit import GROWING, HALF
-
     table = Table(title=f"{len(records) + len(failures)} tenants on one basis", title_justify="left")
     for heading in ("tenant", "rows", "steps", "held-out loss before", "after", "share, s"):
         table.add_column(heading, justify="left" if heading == "tenant" else "right")
@@ -87,20 +84,6 @@ def _summary(records: Mapping[str, TunedRecord], failures: Mapping[str, Failure]
     for name, failure in failures.items():
         table.add_row(name, "", "", "", failure.reason, "")
     lines = [Text(f"{name}: {failure.message}") for name, failure in failures.items()]
-    poor = [
-        f"{name} ({fit.held:.0%}, own best {fit.own:.0%})"
-        for name, record in records.items()
-        if (fit := record.basis_fit) is not None and Share(fit.held, fit.own, fit.random).way < HALF
-    ]
-    if poor:
-        lines.append(
-            Text(
-                "Warning: the basis holds less than half of what a basis of their own would of "
-                f"{num_of(len(poor), 'tenant')}: {', '.join(poor[:5])}{', ...' if poor[5:] else ''}. Widen it with "
-                f"`frozencore calibrate --grow`. {GROWING}",
-                style="yellow",
-            )
-        )
     if records:
         first, *_ = records.values()
         lines.append(

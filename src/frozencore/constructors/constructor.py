@@ -14,7 +14,6 @@ from typing import ClassVar, Generic, Literal, TypeVar
 from frozencore.constructors.basis_options import BasisOptions
 from frozencore.errors import CalibrationError
 from frozencore.maths.basis import Basis
-from frozencore.maths.groups import SharedSpans
 from frozencore.maths.linalg import TruncatedSVD, seeded_generator
 from frozencore.maths.moments import DIAGONAL_OF, DIAGONALS, LayerMoments, MomentName
 from frozencore.maths.whitening import Whitening
@@ -79,23 +78,13 @@ class Constructor(ABC, Generic[Options]):
     def metric(self, options: Options) -> Whitening | None:
         """The diagonal metric, if the basis needs only the leading singular triples of the cross moment whitened in it.
 
-        Such a basis can be built from a sketch and for groups of rows. None if the constructor reads more.
+        Such a basis can be built from a sketch. None if the constructor reads more.
         """
         return None
 
     def build_streamed(self, layer: LayerEvidence, svd: TruncatedSVD, options: Options) -> Basis:
         """Build the basis from singular triples in the metric, and from moments without matrices."""
         raise NotImplementedError(f"{type(self).__name__} has no metric, so it cannot build from a sketch.")
-
-    def build_grouped(
-        self, layer: LayerEvidence, spans: SharedSpans, options: Options, beside: Basis | None = None
-    ) -> Basis:
-        """Build the basis from spans of groups of rows in the metric, and from pooled moments without matrices.
-
-        Args:
-            beside: A basis that grows; its spans are the first directions of ``spans``.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no metric, so it cannot build for groups.")
 
     def start_core(self, basis: Basis, options: Options, scale: float) -> torch.Tensor | None:
         """The core (r x r) at the start of training, for an adapter of this scale; None for a zero core."""

@@ -17,8 +17,7 @@ from pydantic import Field
 from frozencore.constructors.basis_options import BasisOptions
 from frozencore.constructors.constructor import Constructor, LayerEvidence, Options, with_cross
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
-from frozencore.maths.groups import SharedSpans
-from frozencore.maths.linalg import RANK_TOLERANCE, SvdMethod, TruncatedSVD, effective_rank, truncated_svd
+from frozencore.maths.linalg import SvdMethod, TruncatedSVD, effective_rank, truncated_svd
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.maths.whitening import Damping, Fisher, Fraction, InverseRoot, Sides, Whitening, identity
 from frozencore.torch_later import torch
@@ -102,45 +101,6 @@ def fcca_basis_of_svd(
     return _unwhitened(svd, *roots, diagonals, whitening, rank=rank, coordinates=coordinates, seed=seed)
 
 
-def fcca_basis_of_groups(
-    spans: SharedSpans,
-    diagonals: LayerMoments,
-    rank: int,
-    *,
-    whitening: Whitening,
-    coordinates: Coordinates = "qr",
-    seed: int = 0,
-    beside: Basis | None = None,
-) -> Basis:
-    """Build the basis from the spans that hold most of the whitened cross moments of several groups of rows.
-
-    Args:
-        spans: U (m x r) and V (n x r) from :func:`frozencore.maths.groups.shared_spans`.
-        diagonals: a and d, pooled over the groups.
-        beside: A basis that is widened; its spans are the first directions of U and V.
-
-    Returns:
-        A basis whose spectrum holds, for each direction of U, the root of its energy over all groups' moments.
-    """
-    left, right = spans.left_energy.sqrt(), spans.right_energy.sqrt()
-    given = 0 if beside is None else beside.rank
-    P0, Q0 = (
-        X[:, given : given + _num_above_rounding(energy, given)].double()
-        for X, energy in ((spans.U, left), (spans.V, right))
-    )
-    if P0.shape[1]:  # without a gradient the layer's second moments may be zero
-        P0, Q0 = whitening.output_root(diagonals)(P0), whitening.input_root(diagonals)(Q0)
-    return basis_from_factors(
-        P0, Q0, rank=min(rank, len(P0), len(Q0)), spectrum=left, coordinates=coordinates, seed=seed, beside=beside,
-        energies=lambda: diagonals.energies(whitening.needs()),
-    )  # fmt: skip
-
-
-def _num_above_rounding(energy: torch.Tensor, given: int) -> int:
-    """The number of directions behind the given ones that hold more than rounding."""
-    return int((energy[given:] > RANK_TOLERANCE * energy.max()).sum()) if len(energy) else 0
-
-
 def whitened_cross_moment(moments: LayerMoments, whitening: Whitening) -> Float[torch.Tensor, "m n"]:
     """``T = D^-1/2 G A^-1/2``; zero where G is.
 
@@ -201,14 +161,6 @@ class WhitenedCrossMoment(Constructor[Options]):
         return fcca_basis_of_svd(
             svd, layer.data, options.rank, whitening=self.whitening(options), coordinates=options.coordinates,
             seed=layer.seed(options.seed),
-        )  # fmt: skip
-
-    def build_grouped(
-        self, layer: LayerEvidence, spans: SharedSpans, options: Options, beside: Basis | None = None
-    ) -> Basis:
-        return fcca_basis_of_groups(
-            spans, layer.data, options.rank, whitening=self.whitening(options), coordinates=options.coordinates,
-            seed=layer.seed(options.seed), beside=beside,
         )  # fmt: skip
 
 

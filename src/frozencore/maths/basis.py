@@ -9,9 +9,6 @@ of the layer's inputs and output errors,
     QᵀAQ = mean(a)·I,   PᵀDP = mean(d)·I
 
 so every column of Q has the input energy of a random unit direction, whichever constructor chose the span.
-
-A basis that grows keeps its columns, bit for bit: P' = [P, P₁], Q' = [Q, Q₁]. P₁ is orthogonal to P in the metric of
-the coordinates. In Fisher coordinates that is the metric of the new data, ``PᵀDP₁ = 0``. The same holds for Q₁.
 """
 
 from __future__ import annotations
@@ -31,7 +28,6 @@ COORDINATES: tuple[str, ...] = get_args(Coordinates)
 ORTHONORMAL_COORDINATES: frozenset[str] = frozenset({"qr"})
 Energies = tuple["torch.Tensor | None", "torch.Tensor | None"]
 """The diagonal second moments of a layer's output errors (m) and inputs (n); None if the constructor reads none."""
-GROWING_COORDINATES: frozenset[str] = ORTHONORMAL_COORDINATES | {"fisher"}
 LEAST_ENERGY = 1e-3  # relative to the mean channel's: no column is longer than 32
 
 
@@ -78,7 +74,6 @@ def basis_from_factors(
     coordinates: Coordinates,
     energies: Callable[[], Energies] | None = None,
     seed: int = 0,
-    beside: Basis | None = None,
 ) -> Basis:
     """Write the spans of two raw factors in the chosen coordinates and fill missing directions.
 
@@ -88,44 +83,20 @@ def basis_from_factors(
         rank: Columns of the result, at most ``min(m, n)``.
         energies: Returns the diagonals d and a for ``fisher`` coordinates. A side without a diagonal, or with an
             all-zero one, uses ``qr`` coordinates.
-        beside: A basis that grows. Its columns are the first of the ``rank`` columns of the result; the raw factors
-            hold new directions. The coordinates are ``fisher`` or ``qr``.
     """
     for side, factor in (("P", P0), ("Q", Q0)):
         if not torch.isfinite(factor).all():
             raise CalibrationError(f"Raw basis {side} holds NaN or Inf. Check the moments it was made from.")
     read = energies() if coordinates == "fisher" and energies is not None else (None, None)
     P, Q = (
-        _completed(X.double(), before, rank, coordinates, energy, seeded_generator(seed, "complete", side))
-        for side, X, before, energy in zip(
-            "PQ", (P0, Q0), (None, None) if beside is None else (beside.P, beside.Q), read, strict=True
+        fisher_orthonormal(
+            complete_orthonormal(_write_in(X.double(), coordinates), rank, seeded_generator(seed, "complete", side)),
+            energy,
         )
+        for side, X, energy in zip("PQ", (P0, Q0), read, strict=True)
     )
-    num_given = 0 if beside is None else beside.effective_rank
-    found = num_given + min(P0.shape[1], Q0.shape[1])
+    found = min(P0.shape[1], Q0.shape[1])
     return Basis(P=P.float(), Q=Q.float(), spectrum=spectrum.float(), effective_rank=found)
-
-
-def _completed(
-    X: Float[torch.Tensor, "m p"],
-    before: Float[torch.Tensor, "m k"] | None,
-    rank: int,
-    coordinates: Coordinates,
-    energy: Float[torch.Tensor, " m"] | None,
-    generator: torch.Generator,
-) -> Float[torch.Tensor, "m rank"]:
-    """One side in its coordinates, with seeded directions where some are missing, behind the columns that it has."""
-    if before is None:
-        return fisher_orthonormal(complete_orthonormal(_write_in(X, coordinates), rank, generator), energy)
-    before = before.to(X.device, X.dtype)
-    span = thin_qr(before)[0]
-    for _ in range(2):  # one pass of Gram-Schmidt leaves round-off along the span, a second one removes it
-        X = X - span @ (span.mT @ X)
-    X = complete_orthonormal(torch.cat([span, _write_in(X, coordinates)], dim=1), rank, generator)[:, span.shape[1] :]
-    if energy is not None and energy.any():
-        weighted = energy.double()[:, None] * before
-        X = X - before @ torch.linalg.solve(before.mT @ weighted, weighted.mT @ X)
-    return torch.cat([before, fisher_orthonormal(X, energy)], dim=1)
 
 
 def fisher_orthonormal(

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from frozencore.errors import CalibrationError
 from frozencore.maths.basis import Basis
-from frozencore.maths.groups import Share
-from frozencore.maths.linalg import effective_rank, truncated_svd
+from frozencore.maths.linalg import effective_rank
 from frozencore.maths.moments import LayerMoments, MomentName, spread
 from frozencore.maths.objective import core_gradient, whitened_core
 from frozencore.maths.whitening import Whitening, damped
@@ -87,23 +86,6 @@ def capture(moments: LayerMoments, basis: Basis, metric: Whitening = METRIC) -> 
         input_spread=spreads[0],
         error_spread=spreads[1],
     )
-
-
-def share_held(moments: LayerMoments, basis: Basis) -> Share:
-    """The share of a tenant's whitened moment that a basis holds, and the best share possible at its rank.
-
-    Raises:
-        CalibrationError: A moment is missing or not finite, or no gradient reached the layer.
-        torch.linalg.LinAlgError: The columns of P or Q depend on one another.
-    """
-    found = capture(moments, basis)
-    if not found.energy:
-        raise CalibrationError("The gradient must reach this layer, but it is zero everywhere. Check the labels.")
-    A, D = (damped(moment, c) for moment, c in zip((moments.a, moments.d), METRIC.damping_by_side, strict=True))
-    T = moments.G
-    T = T.mul_(D.rsqrt()[:, None].to(T.dtype)).mul_(A.rsqrt().to(T.dtype))
-    own = float(truncated_svd(T, basis.rank).S.double().square().sum()) / found.energy
-    return Share(min(1.0, found.J / found.energy), min(1.0, own), basis.rank**2 / T.numel())
 
 
 def capture_if_whole(moments: LayerMoments | None, basis: Basis) -> Capture | None:

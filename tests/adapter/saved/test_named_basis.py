@@ -462,3 +462,12 @@ def test_damaged_cores_meet_one_line(damage: Callable[[Path], None], model: Peft
             read()
         assert "\n" not in str(caught.value)
     assert all(torch.equal(X, before[name]) for name, X in get_peft_model_state_dict(model).items())
+
+
+def test_a_basis_that_grew_from_another_one_is_refused_in_one_line(saved: Path, tmp_path: Path) -> None:
+    header = json.loads((tmp_path / "basis" / "basis.json").read_text())
+    (tmp_path / "basis" / "basis.json").write_text(json.dumps(header | {"format": 2, "grown_from": header}))
+    for read in (load_basis, lambda place: FrozenCoreConfig(basis=str(place)), lambda _: read_adapter(saved)):
+        with pytest.raises(ArtifactError, match="grew from another one, which this version does not read") as caught:
+            read(tmp_path / "basis")
+        assert "\n" not in str(caught.value)

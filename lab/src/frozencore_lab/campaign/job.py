@@ -84,6 +84,4 @@ def make_job(kind: str, options: dict[str, Any], reference_size: int | None = No
             raise refused from error
         name = next((str(part) for part in first["loc"] if part not in GROUPS), "a run")
         raise ConfigError(f"{name}: {first['msg'].lower()}, but {first['input']!r} came.") from error
-    if config.has_groups and not find_kind(kind).trains:
-        raise ConfigError(f"calibration_task: a list makes groups, which need 'kind: tune', but {kind!r} came.")
     return Job(find_kind(kind), config, reference_size)

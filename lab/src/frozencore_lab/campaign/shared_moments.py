@@ -25,7 +25,7 @@ from frozencore.tune.methods import Targets
 from frozencore.tune.methods.bases_config import BasesConfig
 from frozencore.tune.rows.rows_config import OwnRowsConfig, RowsConfig
 from frozencore.tune.run.adapt import Adapted, adapt_from_data
-from frozencore.tune.run.basis_fit import collect_for
+from frozencore.tune.run.calibrate_only import collect_for
 from frozencore.tune.run.config import CalibrationConfig, RunConfig
 from frozencore.tune.run.prepare import PreparedRun, calibration_batches
 from frozencore.tune.run.row_sets import RunRows
@@ -81,8 +81,8 @@ def needs_of(jobs: Iterable[Job]) -> Needs:
 
 
 def _shares_moments(config: RunConfig) -> bool:
-    """Return whether a run shares moments: a memory budget allows no file, and groups need a sum for each."""
-    return not config.has_groups and config.memory_budget is None
+    """Return whether a run shares moments: a memory budget allows no file."""
+    return config.memory_budget is None
 
 
 def calibrating(job: Job) -> list[RunConfig]:

@@ -143,7 +143,6 @@ def save_basis(
         calibrated_on=calibrated_on or num_tokens(config.calibration_tokens),
         base=record_base({name: layer.base_samples for name, layer in layers.items()}),
         base_model=config.base_model_name_or_path,
-        grown_from=config.grown_from(),
         overwrite=overwrite,
     )
     config.name_basis(identity, str(folder))

@@ -6,8 +6,7 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,17 +15,15 @@ from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
 from frozencore.adapter.bases.access import adapter_for_new_bases
-from frozencore.adapter.bases.bases_of_groups import GroupWork, require_groups
 from frozencore.adapter.bases.passes import BasisWork
 from frozencore.calibration.batches import Batch
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.examples import Collator, batches_from
 from frozencore.calibration.layer_owners import assign_owners, require_same_bases, share_bases
 from frozencore.calibration.loss import LossFn, with_loss
-from frozencore.errors import CalibrationError, ConfigError
+from frozencore.errors import CalibrationError
 from frozencore.maths.basis import Basis
 from frozencore.maths.capture import Capture
-from frozencore.maths.groups import Share
 from frozencore.maths.moments import LayerMoments, spread
 from frozencore.ranks import all_ranks_or_none, enter_together, gathered
 from frozencore.words import Progress
@@ -56,14 +53,11 @@ class Calibration:
     """The result of a calibration: per layer, and the seconds that the pass and the bases took.
 
     Attributes:
-        shares: The share of each group's whitened moments that the bases hold, averaged over layers; empty without
-            groups.
     """
 
     layers: dict[str, LayerCalibration]
     collect_s: float
     build_s: float
-    shares: dict[str, Share] = field(default_factory=dict)
 
     @property
     def time_s(self) -> float:
@@ -87,8 +81,6 @@ def calibrate(
     memory_budget: int | str | None = None,
     moments: Mapping[str, LayerMoments] | None = None,
     loss_fn: LossFn | None = None,
-    groups: Mapping[str, Any] | None = None,
-    weights: Mapping[str, float] | None = None,
     reset: bool = False,
     progress: bool | Progress = True,
 ) -> Calibration:
@@ -113,12 +105,6 @@ def calibrate(
             dictionary, list or tuple with tensors in it. An ``attention_mask`` (b x t) of a call of the model decides
             which tokens count, in layers with a row for each token; in other layers every row counts, an image's
             patches for instance. Tokens that the loss masks have no error, and add nothing to G and d.
-        groups: The data of each group of rows (a tenant, a task) by name, in place of ``data``. The basis then fits
-            each group as well as possible, where a plain calibration fits the mean of all rows, in which opposite
-            gradients cancel (docs/maths.md). It takes three passes over the rows, four if the groups are
-            many.
-        weights: A positive number by group: how much the group counts in the sum that the basis maximises. A group of
-            weight 2 counts as the same group twice. A group that is left out has the weight 1.
         reset: Allow a new basis under a core that has been trained (the core is lost).
         progress: True shows a bar, False nothing; a function is called with ``(stage, done, total, note="")``.
 
@@ -132,7 +118,7 @@ def calibrate(
         CalibrationError: Nothing to calibrate, a trained core without ``reset``, merged adapters, bad moments, no
             memory for a single layer, or a rank that failed or is gone. No basis is changed then.
         ConfigError: The memory budget is not a size, or is too small for a single layer; the message names the
-            smallest budget that works. Or the groups or their weights are wrong.
+            smallest budget that works.
         DataError: The data are not batches, or rows that the collator cannot read.
     """
     enter_together("frozencore.calibrate")
@@ -140,33 +126,19 @@ def calibrate(
     options = with_loss(options, loss_fn)
     if memory_budget is not None:
         options = replace(options, memory_budget=memory_budget)
-    if groups is not None:
-        weights = require_groups(groups, config, weights)
-        if data is not None or moments is not None:
-            raise CalibrationError("groups hold all rows, but data or moments came too. Leave them out.")
-        if len(groups) == 1:
-            (data,), groups = groups.values(), None
-    elif weights is not None:
-        raise ConfigError("weights are for groups, but no groups came. Give groups, or leave weights out.")
     owners = assign_owners({name: layer.shape for name, layer in layers.items()})
     started = time.perf_counter()
     with reporting(progress) as tell:
         work = BasisWork(model, adapter_name, config, layers, owners, tell)
         batches: Iterable[Batch] | None = None
-        read = partial(
-            batches_from, collator=collator, batch_size=batch_size, num_examples=num_examples,
-            any_form=loss_fn is not None,
-        )  # fmt: skip
-        if groups is not None:
-            with all_ranks_or_none():
-                of_groups = {name: list(read(rows)) for name, rows in groups.items()}
-            work = GroupWork(model, adapter_name, config, layers, owners, tell, groups=of_groups, weights=weights or {})
-            batches = [batch for own in of_groups.values() for batch in own]
-        elif config.needs and moments is None:
+        if config.needs and moments is None:
             if data is None:
                 raise CalibrationError(f"{config.constructor} reads data: call calibrate(model, dataloader).")
             with all_ranks_or_none():
-                batches = read(data)
+                batches = batches_from(
+                    data, collator=collator, batch_size=batch_size, num_examples=num_examples,
+                    any_form=loss_fn is not None,
+                )  # fmt: skip
         if batches is None:
             work.build(layers, dict(moments or {}))
         else:
@@ -186,7 +158,6 @@ def calibrate(
         layers={name: describe(bases[name], work.diagonals.get(name), captures.get(name)) for name in work.layers},
         collect_s=work.collect_s,
         build_s=time.perf_counter() - started - work.collect_s,
-        shares=work.share_of_groups() if isinstance(work, GroupWork) else {},
     )
 
 

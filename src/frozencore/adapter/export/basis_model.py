@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,6 @@ class _Basis:
     recorded: Mapping[str, Any] | None
     base_model: str | None
     allow_other_base: bool
-    older: Sequence[str] = ()  # identities of the narrower versions
 
 
 def export_basis_model(
@@ -93,7 +92,7 @@ def export_basis_model(
     loading = safe_loading(base)
     identity = identity_of(basis.layers)
     ranks = {name: P.shape[1] for name, (P, _) in sorted(basis.layers.items())}
-    entry = {"ranks": ranks, "identity": identity, **({"older": basis.older} if basis.older else {})}
+    entry = {"ranks": ranks, "identity": identity}
     with whole_folder(out, overwrite=overwrite, reads=directory) as aside:
         model = load_base_model(base, dtype, loading, "a basis stands beside plain weights")
         _require_fits(basis, model, base)
@@ -121,7 +120,7 @@ def read_entry(folder: str | Path) -> dict[str, Any]:
     """Read the entry of the basis in ``config.json`` of a basis model.
 
     Returns:
-        ``ranks`` by layer name, ``identity``, and ``older``: the identities of the bases that this one grew from.
+        ``ranks`` by layer name, and ``identity``.
     """
     path = Path(folder) / MODEL_CONFIG
     try:
@@ -134,7 +133,7 @@ def read_entry(folder: str | Path) -> dict[str, Any]:
     entry = said if isinstance(said, dict) else {}
     ranks = entry.get("ranks")
     fine = isinstance(ranks, dict) and all(type(rank) is int and rank > 0 for rank in ranks.values())
-    if not fine or not isinstance(entry.get("identity"), str) or not isinstance(entry.setdefault("older", []), list):
+    if not fine or not isinstance(entry.get("identity"), str):
         raise ArtifactError(
             f"{folder} holds no basis model: its config.json has no sound {ENTRY!r}. "
             "Write one with frozencore export --to basis-model."
@@ -145,16 +144,14 @@ def read_entry(folder: str | Path) -> dict[str, Any]:
 def _read_basis(directory: Path) -> _Basis:
     if (directory / HEADER_FILE).is_file():
         saved = load_basis(directory)
-        older = [identity_of(one.layers) for one in saved.older]
-        return _Basis(str(directory), saved.layers, saved.base, saved.base_model, False, older)
+        return _Basis(str(directory), saved.layers, saved.base, saved.base_model, False)
     config, factors = read_adapter(directory)
     require_bases(factors)
-    recorded, older = (config.seal or {}).get("base"), []
+    recorded = (config.seal or {}).get("base")
     if config.basis_id is not None:
-        saved = config.find_basis(str(directory))
-        recorded, older = saved.base, [identity_of(one.layers) for one in saved.older]
+        recorded = config.find_basis(str(directory)).base
     layers = {name: (f.P, f.Q) for name, f in factors.items()}
-    return _Basis(str(directory), layers, recorded, config.base_model_name_or_path, config.allow_other_base, older)
+    return _Basis(str(directory), layers, recorded, config.base_model_name_or_path, config.allow_other_base)
 
 
 def _require_fits(basis: _Basis, model: Any, base: str) -> None:

@@ -1,7 +1,7 @@
 """A frozen core as a LoRA on the ``core`` layers of its basis model: ``A = I``, ``B = s·R``, so that ``B A = s·R``.
 
 Shapes: r rank of a layer, k the largest rank of a core; ``lora_A.weight`` is k x r and ``lora_B.weight`` r x k, padded
-with zeros, because engines need one rank for all layers. A core of a narrower version of a widened basis is padded too.
+with zeros, because engines need one rank for all layers.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def export_tenant(
     identity = identity_of(_bases(adapter))
     ranks = {name: len(f.R) for name, f in adapter.factors.items()}
     if basis_model is not None:
-        identity, ranks = _basis_of(str(adapter.folder or "this adapter"), identity, str(basis_model))
+        _require_basis(str(adapter.folder or "this adapter"), identity, str(basis_model))
     rank = max(len(f.R) for f in adapter.factors.values())
     with whole_folder(Path(out), overwrite=overwrite, reads=adapter.folder) as aside:
         cores = _cores(adapter, ranks, rank, dtype)
@@ -90,8 +90,7 @@ def tenant_weights(
 ) -> bytes:
     """Return the cores as the weights file of a tenant, for an engine that takes them from memory.
 
-    They are what :func:`export_tenant` writes for a basis of the same ranks, without the identity matrices A; an engine
-    whose basis grew from it takes them too, and fills up with zeros. On the engine's side
+    They are what :func:`export_tenant` writes, without the identity matrices A. On the engine's side
     :class:`frozencore_basis_model.TenantWorker` reads them, and refuses those of another basis.
 
     Args:
@@ -127,16 +126,14 @@ def _bases(adapter: ExportSource) -> Bases:
     return {name: (f.P, f.Q) for name, f in adapter.factors.items()}
 
 
-def _basis_of(origin: str, identity: str, basis_model: str) -> tuple[str, dict[str, int]]:
-    """The identity and the ranks of a basis model's basis. It must be the adapter's basis, or one grown from it."""
-    entry = read_entry(basis_model)
-    theirs = entry["identity"]
-    if identity not in (theirs, *entry["older"]):
+def _require_basis(origin: str, identity: str, basis_model: str) -> None:
+    """Check that a basis model has the adapter's basis."""
+    theirs = read_entry(basis_model)["identity"]
+    if identity != theirs:
         raise ArtifactError(
             f"{origin} was trained on the basis {identity[:12]}, but {basis_model} has the basis {theirs[:12]}. A core "
             "works on its own basis only. Name the basis model that was made from it."
         )
-    return theirs, entry["ranks"]
 
 
 def _cores(adapter: ExportSource, ranks: Mapping[str, int], rank: int, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -33,7 +33,6 @@ class SavedConfig(PeftConfig):
         seal: dict[str, Any] | None
         basis: str | None
         basis_id: str | None
-        scale_rank: int | None
         own_options: dict[str, Any]
         _seal_to_write: dict[str, Any] | None
         _folder: Path | None
@@ -96,7 +95,6 @@ class SavedConfig(PeftConfig):
         saved |= options | saved.pop("own_options")
         unsaid = {"allow_other_base"}  # set by the caller who loads the adapter, not by the adapter
         unsaid |= {"basis", "basis_revision", "basis_id"} if self.basis_id is None else set()
-        unsaid |= {"scale_rank"} if self.scale_rank is None else set()
         return {
             name: sorted(value) if isinstance(value, set) else value
             for name, value in saved.items()

@@ -144,7 +144,7 @@ def pack_adapter(
     """Write an adapter without its basis, as cores only.
 
     Args:
-        adapter: Folder of an adapter whose P and Q are exactly those of the basis, or of one that it grew from.
+        adapter: Folder of an adapter whose P and Q are exactly those of the basis.
         basis: Folder of the basis, or a hub id. None: the folder ``basis`` beside ``out``, written from the adapter if
             missing.
         out: New folder.
@@ -161,7 +161,7 @@ def pack_adapter(
         basis = Path(out).parent / "basis"
         if not basis.exists():
             _write_own_basis(adapter, config, factors, basis)
-    saved = _version_for(factors, load_basis(basis))
+    saved = load_basis(basis)
     _require_same_basis(str(adapter), config, factors, str(basis), saved)
     cores = flatten_cores({name: f.R for name, f in factors.items()})
     others = {key: tensor for key, tensor in tensors.items() if f".{PREFIX}" not in key}
@@ -188,13 +188,6 @@ def unpack_adapter(adapter: str | Path, out: str | Path, *, basis: str | Path | 
     base = config.find_basis(str(adapter)).base
     changes = {"basis": None, "basis_revision": None, "basis_id": None, "base": base}
     return write_adapter(Path(out), tensors, like=Path(adapter), changes=changes)
-
-
-def _version_for(factors: Mapping[str, Factors], basis: SavedBasis) -> SavedBasis:
-    """The version of a basis that has the ranks of an adapter, or the basis itself."""
-    ranks = {name: len(f.R) for name, f in factors.items()}
-    versions = (basis, *basis.older)
-    return next((one for one in versions if {name: P.shape[1] for name, (P, _) in one.layers.items()} == ranks), basis)
 
 
 def _write_own_basis(adapter: str | Path, config: FrozenCoreConfig, factors: Mapping[str, Factors], out: Path) -> None:

@@ -5,16 +5,13 @@
 
 The identity is the SHA-256 of everything else in the two files. Adapters of cores only name their basis by it, so the
 folder may be anywhere.
-
-A basis that grew holds the header of the basis before it under ``grown_from``, which may hold another one in turn. The
-first columns of P and Q are exactly those of the basis before. So one folder holds every version of the basis.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,9 +25,9 @@ from torch import Tensor
 from frozencore.adapter.saved.tensors import is_usable_float
 from frozencore.errors import ArtifactError
 from frozencore.files.adapter_folder import (
+    BASIS_FORMAT,
     FACTORS_FILE,
     HEADER_FILE,
-    WIDENED_FORMAT,
     basis_header,
     is_folder,
     places_of_a_basis,
@@ -57,7 +54,6 @@ class SavedBasis:
         base: Values of the base model's weights (:mod:`frozencore.adapter.saved.same_base`); None if unknown.
         base_model: The name of the base model.
         place, revision: The folder or hub id that the basis was read from.
-        grown_from: The header of the basis before, if this one grew.
     """
 
     identity: str
@@ -69,12 +65,6 @@ class SavedBasis:
     base_model: str | None = None
     place: str | None = None
     revision: str | None = None
-    grown_from: dict[str, Any] | None = None
-
-    @property
-    def older(self) -> list[SavedBasis]:
-        """The narrower versions of this basis, the widest first."""
-        return [_version_of(self, header) for header in versions(self.grown_from)]
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -93,14 +83,12 @@ def write_basis(
     calibrated_on: str | None,
     base: Mapping[str, str] | None,
     base_model: str | None,
-    grown_from: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> str:
     """Write the folder of a basis atomically.
 
     Args:
         factors: P and Q under ``<layer>.P`` and ``<layer>.Q``, on the CPU.
-        grown_from: The header of the basis whose columns are the first of these.
 
     Returns:
         The identity.
@@ -110,14 +98,13 @@ def write_basis(
             {name: X.contiguous() for name, X in factors.items()}, aside / FACTORS_FILE, metadata={"format": "pt"}
         )
         header = {
-            "format": 1 if grown_from is None else WIDENED_FORMAT,
+            "format": BASIS_FORMAT,
             "factors_sha256": hashlib.sha256((aside / FACTORS_FILE).read_bytes()).hexdigest(),
             "options": dict(options),
             "scales": {name: scales[name] for name in sorted(scales)},
             "calibrated_on": calibrated_on,
             "base": None if base is None else dict(base),
             "base_model": base_model,
-            **({} if grown_from is None else {"grown_from": dict(grown_from)}),
         }
         identity = fingerprint_options(header)
         text = json.dumps({"identity": identity, **header}, indent=1, ensure_ascii=False)
@@ -135,10 +122,7 @@ def load_basis(place: str | Path, revision: str | None = None) -> SavedBasis:
     Raises:
         ArtifactError: There is no basis, it is damaged or changed, or it has a newer format.
     """
-    return _with_factors(place, revision, read_header(place, revision))
-
-
-def _with_factors(place: str | Path, revision: str | None, header: Mapping[str, Any]) -> SavedBasis:
+    header = read_header(place, revision)
     path = _file(place, revision, FACTORS_FILE)
     try:
         content = path.read_bytes()
@@ -155,37 +139,8 @@ def _with_factors(place: str | Path, revision: str | None, header: Mapping[str, 
         plain = is_usable_float(P) and is_usable_float(Q) and P.ndim == Q.ndim == 2 and P.shape[1] == Q.shape[1] > 0
         if not plain or not len(P) or not len(Q) or not all(all_finite(X.float()) for X in (P, Q)):
             raise _damaged(place, f"P and Q of layer {name!r} are not finite matrices of one rank")
-    if "grown_from" in header and any(P.shape[1] != header["options"]["r"] for P, _ in layers.values()):
-        raise _damaged(place, "P and Q have other ranks than a widened basis has")
-    return _saved(header, layers, str(place), revision)
-
-
-def _saved(
-    header: Mapping[str, Any], layers: dict[str, tuple[Tensor, Tensor]], place: str | None, revision: str | None
-) -> SavedBasis:
     said = {name: header[name] for name in ("scales", "options", "calibrated_on", "base", "base_model")}
-    return SavedBasis(header["identity"], layers, **said, place=place, revision=revision,
-                      grown_from=header.get("grown_from"))  # fmt: skip
-
-
-def versions(header: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
-    """A header, and those of the bases that it grew from."""
-    while header is not None:
-        yield header
-        header = header.get("grown_from")
-
-
-def _version_of(basis: SavedBasis, header: Mapping[str, Any]) -> SavedBasis:
-    """A narrower version of a basis: its first columns."""
-    r = header["options"]["r"]
-    layers = {name: (P[:, :r].contiguous(), Q[:, :r].contiguous()) for name, (P, Q) in basis.layers.items()}
-    return _saved(header, layers, basis.place, basis.revision)
-
-
-def read_version(place: str | Path, revision: str | None, header: Mapping[str, Any], identity: str) -> SavedBasis:
-    """The basis of a checked header, or the one of that identity that it grew from."""
-    whole = _with_factors(place, revision, header)
-    return whole if whole.identity == identity else next(one for one in whole.older if one.identity == identity)
+    return SavedBasis(header["identity"], layers, **said, place=str(place), revision=revision)
 
 
 def read_header(place: str | Path, revision: str | None = None) -> dict[str, Any]:
@@ -201,10 +156,10 @@ def read_header(place: str | Path, revision: str | None = None) -> dict[str, Any
         raise _damaged(place, error) from error
 
 
-def find_header(
+def find_basis(
     origin: str, identity: str, *, beside: Path | None, named: str | None, revision: str | None
-) -> tuple[str | Path, str | None, dict[str, Any]]:
-    """Find the basis with this identity, or one that grew from it: its place, revision and header.
+) -> SavedBasis:
+    """Find the basis with this identity, and read it.
 
     Args:
         beside: The adapter's folder. First this folder and the two folders above are searched, each with its folder
@@ -212,8 +167,8 @@ def find_header(
         named: The folder or hub id in the configuration, searched last.
     """
     for folder in places_of_a_basis(beside):
-        if (folder / HEADER_FILE).is_file() and _is_or_grew_from(header := read_header(folder), identity):
-            return folder, None, header
+        if (folder / HEADER_FILE).is_file() and read_header(folder)["identity"] == identity:
+            return load_basis(folder)
     short = identity[:12]
     if named is None:
         raise ArtifactError(
@@ -226,16 +181,12 @@ def find_header(
             "that basis folder and put it beside the adapter as 'basis', or pass basis=FOLDER."
         )
     header = read_header(named, revision)
-    if not _is_or_grew_from(header, identity):
+    if header["identity"] != identity:
         raise ArtifactError(
             f"{origin} holds cores on the basis {short}, but {named} is the basis {header['identity'][:12]}: on "
             "another basis they mean nothing. Get the basis that they were trained on."
         )
-    return named, revision, header
-
-
-def _is_or_grew_from(header: Mapping[str, Any], identity: str) -> bool:
-    return any(version["identity"] == identity for version in versions(header))
+    return load_basis(named, revision)
 
 
 def _file(place: str | Path, revision: str | None, name: str) -> Path:

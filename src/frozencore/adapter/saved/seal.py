@@ -88,7 +88,12 @@ def read_folder(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def refuse_gone(origin: str, values: Mapping[str, Any]) -> None:
-    """Refuse the options of earlier versions: training in rounds, and a rank budget whose ranks are not chosen yet."""
+    """Refuse the options of earlier versions: rounds, a basis that grew, and a rank budget without ranks yet."""
+    if values.get("scale_rank") is not None:
+        raise ArtifactError(
+            f"An adapter's scale is alpha over its rank, but that in {origin} is on a basis that grew from rank "
+            f"{values['scale_rank']!r:.20}, which this version does not read. Export it as a LoRA with frozencore 0.1."
+        )
     if values.get("rank_budget") is not None and not values.get("rank_pattern"):
         raise ArtifactError(
             f"A rank or a rank_pattern gives the ranks, but {origin} has rank_budget={values['rank_budget']!r:.30} and "

@@ -81,19 +81,18 @@ def cores_alone(flat: Tensor, basis_id: str) -> dict[str, Tensor]:
     return {FLAT: flat, MARK: _mark_of(basis_id).to(flat.device)}
 
 
-def require_marked(origin: str, tensors: Mapping[str, Tensor], *basis_ids: str | None) -> None:
-    """Refuse cores whose mark is not that of one of these bases; cores without a mark pass.
+def require_marked(origin: str, tensors: Mapping[str, Tensor], basis_id: str | None) -> None:
+    """Refuse cores whose mark is not that of this basis; cores without a mark pass.
 
     Sums and averages of adapters on one basis keep its mark up to a factor.
     """
     if MARK not in tensors:
         return
     came = tensors[MARK].detach().cpu().double()
-    for basis_id in basis_ids:
-        if basis_id is not None and came.shape == (own := _mark_of(basis_id).double()).shape:
-            factor = float(came @ own / (own @ own))
-            if float((came - factor * own).abs().max()) <= max(2 * abs(factor), 1e-3):  # rounded to bfloat16
-                return
+    if basis_id is not None and came.shape == (own := _mark_of(basis_id).double()).shape:
+        factor = float(came @ own / (own @ own))
+        if float((came - factor * own).abs().max()) <= max(2 * abs(factor), 1e-3):  # rounded to bfloat16
+            return
     raise ArtifactError(
         f"A core works on its own basis only, but {origin} holds cores of another saved basis than this adapter's. "
         "Load its folder with model.load_adapter instead."

@@ -46,9 +46,6 @@ class FrozenCore(Method):
     def needs(self, options: AdapterOptions) -> frozenset[MomentName]:
         return frozenset() if options.basis is not None else CONSTRUCTORS[self.constructor].needs(self._read(options))
 
-    def takes_groups(self, options: AdapterOptions) -> bool:
-        return CONSTRUCTORS[self.constructor].metric(self._read(options)) is not None
-
     def _read(self, options: AdapterOptions) -> BasisOptions:
         """The constructor's own options."""
         of_row = CONSTRUCTORS[self.constructor].options

@@ -81,10 +81,6 @@ class Method(ABC):
         """The default layers; None means the attention projections."""
         return None
 
-    def takes_groups(self, options: AdapterOptions) -> bool:
-        """Return whether the bases can be chosen for groups of rows."""
-        return False
-
     @abstractmethod
     def add(self, model: nn.Module, options: AdapterOptions, bases: Mapping[str, Tensor] | None = None) -> PeftModel:
         """Add the adapter without calibration; the model's output does not change.

@@ -78,14 +78,6 @@ def adapt_from_data(
             what = f"the method {config.method!r}, which reads no data" if config.basis is None else "a saved basis"
             raise ConfigError(f"--moments is of no use to {what}: leave it out.")
         return model, None
-    if config.has_groups:
-        if moments_file:
-            raise ConfigError("A moments file holds one sum, but --calibration-task names groups: leave --moments out.")
-        groups = {
-            task: own_share(calibration_batches(rows, prepared.encoder.pad_id))
-            for task, rows in prepared.rows.groups.items()
-        }
-        return model, calibrate(model, groups=groups, options=config.calibration_options, progress=progress)
     batches = calibration_batches(prepared.rows.calibration, prepared.encoder.pad_id)
     fingerprint = MomentsFingerprint.of(model, batches, config.calibration_options)
     moments = load_moments(moments_file, fingerprint) if moments_file else None
@@ -119,7 +111,6 @@ def adapter_of(config: RunConfig, targets: Targets, hashes: Mapping[str, str]) -
     return {
         "base model": hashes["model"],
         "calibration rows": hashes["calibration"],
-        **({"groups": list(config.calibration_tasks)} if config.has_groups else {}),
         "method": config.method,
         "rank": config.rank,
         "targets": targets if isinstance(targets, str) else list(targets),

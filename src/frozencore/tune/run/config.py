@@ -47,14 +47,12 @@ class CalibrationConfig(FrozenOptions):
     calibration: Annotated[SerializeAsAny[BaseModel], BeforeValidator(partial(read_group, group="calibration"))] = (
         Field(default_factory=partial(read_group, {}, "calibration"))
     )
-    calibration_size: Annotated[int, Field(ge=1, description="Training rows that the calibration pass reads.")] = 128
+    calibration_size: Annotated[
+        int, Field(ge=1, description="Training rows that the calibration pass reads, of each tenant.")
+    ] = 128
     memory_budget: MemoryBudget = None
     calibration_task: Annotated[
-        str | tuple[str, ...] | None,
-        Field(
-            description="Task of the calibration rows. Default: the task to learn. May be repeated: each task is then "
-            "a group of --calibration-size rows, and the bases fit every group."
-        ),
+        str | None, Field(description="Task of the calibration rows. Default: the task to learn.")
     ] = None
 
 
@@ -70,20 +68,13 @@ class RunConfig(PlaceConfig, ScoringConfig, RecipeConfig, CalibrationConfig, Bas
 
     @field_validator("calibration_task")
     @classmethod
-    def _is_another(cls, given: str | tuple[str, ...] | None, before: ValidationInfo) -> str | tuple[str, ...] | None:
-        """Drop a calibration task equal to the task, so that the run has the same id as the plain run.
-
-        A list of one task becomes that task, for the same reason.
-        """
-        if isinstance(given, tuple):
-            if not given or len(set(given)) < len(given):
-                raise ConfigError(f"--calibration-task names each task once, but {', '.join(given) or 'none'} came.")
-            given = given if len(given) > 1 else given[0]
+    def _is_another(cls, given: str | None, before: ValidationInfo) -> str | None:
+        """Drop a calibration task equal to the task, so that the run has the same id as the plain run."""
         return None if given == before.data.get("task") else given
 
     @model_validator(mode="after")
     def _parts_go_together(self) -> RunConfig:
-        for name in (self.task, *self.calibration_tasks, *(self.forgetting or ())):
+        for name in (self.task, self.calibration_task, *(self.forgetting or ())):
             if name is not None:
                 find_task(name)
         if self.task in (self.forgetting or ()):
@@ -94,17 +85,7 @@ class RunConfig(PlaceConfig, ScoringConfig, RecipeConfig, CalibrationConfig, Bas
             raise ConfigError(f"The method {self.method!r} does not read {name}. Leave {flag_of(name)} out.")
         if self.patience is not None and self.select_checkpoint == "none":
             raise ConfigError("--patience counts scores on validation rows: give --select-checkpoint epoch as well.")
-        self._require_groups()
         return self
-
-    def _require_groups(self) -> None:
-        """Refuse several calibration tasks for a method without bases for groups."""
-        several = self.has_groups and self.basis is None
-        if several and not self.method_entry.takes_groups(self.adapter_options(())):
-            raise ConfigError(
-                f"Several calibration tasks are groups, but the method {self.method!r} with these options has no basis "
-                "for groups. Use fcca with diagonal moments or rawgrad, or give one calibration task."
-            )
 
     def refuse_alone(self) -> None:
         """Refuse options that tenants, which train side by side, cannot have.
@@ -117,17 +98,6 @@ class RunConfig(PlaceConfig, ScoringConfig, RecipeConfig, CalibrationConfig, Bas
                 f"{flag_of(name)} is for a run that trains alone, but tenants train side by side, on one basis and in "
                 "common batches. Leave one out."
             )
-
-    @property
-    def calibration_tasks(self) -> tuple[str, ...]:
-        """The tasks of the calibration rows; empty if the rows are those of the run."""
-        given = self.calibration_task
-        return () if given is None else (given,) if isinstance(given, str) else given
-
-    @property
-    def has_groups(self) -> bool:
-        """Whether the calibration rows come in groups, one a task."""
-        return len(self.calibration_tasks) > 1
 
     @property
     def calibration_options(self) -> CalibrationOptions:

@@ -21,7 +21,6 @@ from frozencore.files.whole_file import write_json, write_lines
 from frozencore.maths.capture import Capture
 from frozencore.ranks import all_ranks_or_none, from_first, num_ranks, own_rank
 from frozencore.tune.run.adapt import Adapt, adapt_from_data, adapter_of, on_named_basis
-from frozencore.tune.run.basis_fit import check_basis
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.costs import PeakMemory
 from frozencore.tune.run.make_record import calibrated_on, headline, make_record
@@ -115,20 +114,13 @@ def execute(
         captures = (
             calibration.captures if calibration else measure(config, prepared, model, progress) if measure else {}
         )
-        fit = None
-        if adapt is None and measure is None and is_first:
-            rows, pad_id = prepared.rows, prepared.encoder.pad_id
-            fit = check_basis(config, model, rows, pad_id, as_stage(progress, "check basis"))
-            if fit is not None and (poor := fit.poor_fit(str(config.basis))) is not None:
-                progress("check basis", 1, 1, poor)
-                warnings.warn(poor, stacklevel=2)
     if is_first:
         out.mkdir(parents=True, exist_ok=True)
         method.keep_start(model, out / "start")
     with reporting(config.report_to or (), out, config.model_dump(mode="json")) as reports:
         training = Training(
             config, prepared, model, targets, out, hashes, memory, started, progress, identity, calibration,
-            calibration_s, captures, caught, resume, reports, fit,
+            calibration_s, captures, caught, resume, reports,
         )  # fmt: skip
         try:
             with memory.phase("training"):

@@ -18,7 +18,6 @@ from frozencore.tune.run.record import RECORD_FORMAT, TunedRecord
 from frozencore.tune.run.record_criterion import criterion_of, finite_or_none
 from frozencore.tune.run.record_parts import (
     AccuracyDetails,
-    BasisFit,
     CalibrationSummary,
     CompanySize,
     Hashes,
@@ -43,7 +42,7 @@ def make_record(outcome: Outcome, score: Score, hashes: Mapping[str, str]) -> Tu
         score: The score of the trained model.
         hashes: SHA-256 of the base model, of the rows and of the bases, by name.
     """
-    run, report, fit = outcome.training, outcome.report, outcome.training.fit
+    run, report = outcome.training, outcome.report
     config, prepared = run.config, run.prepared
     recipe = outcome.recipe.content()
     assert prepared.before is not None
@@ -81,7 +80,6 @@ def make_record(outcome: Outcome, score: Score, hashes: Mapping[str, str]) -> Tu
         **_if_any(
             selection=selected_checkpoint(config, prepared, report),
             company=CompanySize(tenants=beside[0], slots=beside[1]) if (beside := report.side_by_side) else None,
-            basis_fit=BasisFit(**vars(fit.mean), rows=fit.num_rows, layers=len(fit.layers)) if fit else None,
             forgetting=_forgetting(prepared.before, score),
             processes=num_ranks() if num_ranks() > 1 else None,
         ),
@@ -128,7 +126,7 @@ def calibrated_on(config: RunConfig, prepared: PreparedRun, calibration: Calibra
     if calibration is None:
         return None
     sources = " and ".join(named(source) for source in sources_of(config.data)) if config.data else ""
-    source = " and ".join(config.calibration_tasks) or config.task or sources or "rows of the user"
+    source = config.calibration_task or config.task or sources or "rows of the user"
     num_tokens = next(iter(calibration.layers.values())).num_tokens
     return f"{len(prepared.rows.calibration)} rows of {source}, {num_tokens:,} tokens"
 

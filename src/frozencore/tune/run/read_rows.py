@@ -85,10 +85,8 @@ def _task_rows(config: RunConfig, task: Task, encoder: PromptEncoder, kept: RowC
     evaluation = splits.evaluation if config.evaluate_on == "evaluation" else splits.validation
     of_training, evaluation = fitting.examples(splits.train), fitting.examples(evaluation)
     train, held_out = (_tokens(config, examples, encoder, kept) for examples in (of_training, evaluation))
-    groups = _calibration_groups(config, encoder, kept)
-    if groups:
-        calibration = [row for rows in groups.values() for row in rows]
-    else:
+    calibration = _rows_of_calibration_task(config, encoder, kept)
+    if calibration is None:
         tokens_of = dict(zip(of_training, train, strict=True))
         drawn = calibration_rows(of_training, config.calibration_size, seed=config.seed)
         calibration = [tokens_of[example] for example in drawn]
@@ -98,19 +96,17 @@ def _task_rows(config: RunConfig, task: Task, encoder: PromptEncoder, kept: RowC
         validation = ScoredRows(chosen_on, _tokens(config, chosen_on, encoder, kept))
     return RunRows(
         task, evaluation, train, calibration, held_out, splits.validation_from, validation,
-        num_cut=fitting.num_cut, num_skipped=fitting.num_skipped, groups=groups,
+        num_cut=fitting.num_cut, num_skipped=fitting.num_skipped,
         reading=ReadRows(left_out=dict(splits.left_out)) if splits.left_out else None,
     )  # fmt: skip
 
 
-def _calibration_groups(config: RunConfig, encoder: PromptEncoder, kept: RowCache) -> dict[str, list[TokenRow]]:
-    """The calibration rows of each calibration task; empty if the run names none."""
-    found = {}
-    for task in config.calibration_tasks:
-        train = _Fitting(config, encoder).examples(_splits_of(config, task, kept).train)
-        drawn = calibration_rows(train, config.calibration_size, seed=config.seed)
-        found[task] = _tokens(config, drawn, encoder, kept)
-    return found
+def _rows_of_calibration_task(config: RunConfig, encoder: PromptEncoder, kept: RowCache) -> list[TokenRow] | None:
+    """The calibration rows of the calibration task; None if the run names none."""
+    if config.calibration_task is None:
+        return None
+    train = _Fitting(config, encoder).examples(_splits_of(config, config.calibration_task, kept).train)
+    return _tokens(config, calibration_rows(train, config.calibration_size, seed=config.seed), encoder, kept)
 
 
 def _tokens(config: RunConfig, examples: Sequence[Example], encoder: PromptEncoder, kept: RowCache) -> list[TokenRow]:
@@ -188,10 +184,8 @@ def _own_rows(config: RunConfig, data: Data, encoder: PromptEncoder) -> RunRows:
     unused["beyond --num-train"] = max(0, len(train) - (config.num_train or len(train)))
     train = train[: config.num_train]
     rows, scored = encode(train), encode(held_out)
-    groups = _calibration_groups(config, encoder, RowCache())
-    if groups:
-        calibrate = [row for of_task in groups.values() for row in of_task]
-    else:
+    calibrate = _rows_of_calibration_task(config, encoder, RowCache())
+    if calibrate is None:
         among: Sequence[TextRow | TokenRow] = rows if config.packing else train
         chosen = sorted(range(len(among)), key=lambda i: draw_rank(among[i], config.seed + 1))[
             : config.calibration_size
@@ -217,7 +211,7 @@ def _own_rows(config: RunConfig, data: Data, encoder: PromptEncoder) -> RunRows:
     return RunRows(
         None, (), rows, calibrate, scored, "10% of train" if validated else "none", validation, num_cut=fitting.num_cut,
         num_skipped=fitting.num_skipped, exact_match=compares and ("text",) not in forms,
-        reading=reading, groups=groups,
+        reading=reading,
     )  # fmt: skip
 
 

@@ -13,7 +13,6 @@ from pydantic_core import from_json
 
 from frozencore.tune.run.record_parts import (
     AccuracyDetails,
-    BasisFit,
     CalibrationSummary,
     CompanySize,
     Count,
@@ -109,7 +108,6 @@ class TunedRecord(RunRecord):
         held_out_loss: Nats per completion token.
         selection: Missing if no step was chosen and the last was kept.
         company: Missing if the run trained alone.
-        basis_fit: Missing without a saved basis (``--basis``), and for preferences.
         forgetting: The loss on the texts of other tasks, by task; missing if not scored.
         values_at_once: The number of values that train at the same time.
         state_held_bytes: The peak of the training state (:mod:`frozencore.tune.training.callbacks`) in one process; for
@@ -141,7 +139,6 @@ class TunedRecord(RunRecord):
     training: TrainedSteps
     selection: SelectedCheckpoint | None = None
     company: CompanySize | None = None
-    basis_fit: BasisFit | None = None
     forgetting: dict[str, OtherTask] | None = None
     processes: Count | None = None
     resolved: Resolved | None = None

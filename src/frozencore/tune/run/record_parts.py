@@ -164,21 +164,6 @@ class OtherTask(Part):
     loss: float | None
 
 
-class BasisFit(Part):
-    """The share of the rows' whitened moment that a saved basis holds before training, averaged over layers.
-
-    Attributes:
-        own, random: The shares of the best basis of its rank and of a random one.
-        rows, layers: The number of rows and layers that were compared.
-    """
-
-    held: float
-    own: float
-    random: float
-    rows: Count
-    layers: Count
-
-
 class StepScored(Part):
     """The validation scores after a step; no accuracy if only the loss was requested."""
 

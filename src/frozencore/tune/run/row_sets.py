@@ -30,7 +30,6 @@ class RunRows:
         task, evaluation: None and empty for own data, which is scored by held-out loss alone.
         train, calibration, held_out: Token rows. Calibration rows are drawn by the run's seed from the training rows,
             or from those of ``calibration_task``. The held-out rows are scored.
-        groups: The calibration rows of each calibration task; empty if the rows are those of the run.
         validation_from: The source of validation rows, also if they are not used.
         validation: The rows that choose a step; None if no step is chosen or no row is left.
         num_cut, num_skipped: The number of rows with a cut prompt, and of rows left out as too long; 0 if the
@@ -52,7 +51,6 @@ class RunRows:
     reading: ReadRows | None = None
     exact_match: bool = False
     others: Mapping[str, list[TokenRow]] = field(default_factory=dict)
-    groups: Mapping[str, list[TokenRow]] = field(default_factory=dict)
 
     @property
     def scored(self) -> ScoredRows:

@@ -21,7 +21,6 @@ from frozencore.adapter.bases.calibrate import Calibration
 from frozencore.device import memory_of
 from frozencore.maths.capture import Capture
 from frozencore.tune.methods import Targets
-from frozencore.tune.run.basis_fit import RowShares
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.costs import PeakMemory
 from frozencore.tune.run.prepare import PreparedRun
@@ -102,7 +101,6 @@ class Training:
         memory: Measures the phases of the run.
         warned: The run's warnings so far.
         started: ``time.perf_counter()`` when the run began.
-        fit: The share of the rows' moments that a saved basis holds; None if it was not measured.
         identity: Values that a checkpoint must share with this run.
     """
 
@@ -122,7 +120,6 @@ class Training:
     warned: Sequence[WarningMessage] = ()
     resume: bool = False
     reports: Reports | None = None
-    fit: RowShares | None = None
 
 
 @dataclass(frozen=True)

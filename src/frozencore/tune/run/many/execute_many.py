@@ -6,7 +6,6 @@ import shutil
 import time
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from warnings import WarningMessage
@@ -21,7 +20,6 @@ from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.ranks import each_by_itself, first_before_others, from_first, gathered, own_rank
 from frozencore.tune.run.adapt import adapt_from_data, adapter_of
-from frozencore.tune.run.basis_fit import RowShares, check_basis
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.costs import PeakMemory
 from frozencore.tune.run.make_record import calibrated_on
@@ -95,19 +93,12 @@ def execute_many(
     model, calibration, calibration_s = first_before_others(adapt)
     basis = _common_basis(model, out)
     folders.make()
-    fits: dict[str, RowShares] = {}
-    for number, (name, one) in enumerate(own.items()):
-        rows = replace(one.rows, calibration=one.rows.train)
-        fit = check_basis(config, model, rows, prepared.encoder.pad_id, lambda *_: None)
-        if fit is not None:
-            fits[name] = fit
-            progress("check basis", number + 1, len(own), fit.poor_fit(f"({name}) {config.basis}") or "")
     common = Training(
         config, prepared, model, targets, out, {"model": model_hash, "basis": basis}, memory, started, progress,
         calibration=calibration, calibration_s=calibration_s,
         captures=calibration.captures if calibration else {}, warned=caught,
     )  # fmt: skip
-    finisher = Finisher(common, own, before, side_by_side=(len(own), min(num_slots, len(own))), fits=fits)
+    finisher = Finisher(common, own, before, side_by_side=(len(own), min(num_slots, len(own))))
     each_by_itself(
         lambda: train_many(
             model,

@@ -6,14 +6,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from warnings import WarningMessage
 
 from torch import Tensor
 
 from frozencore.adapter.saved.card import write_model_card
 from frozencore.adapter.swap import swap_core
 from frozencore.files.whole_file import write_json
-from frozencore.tune.run.basis_fit import RowShares
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.execute import LAST_GOOD
 from frozencore.tune.run.make_record import calibrated_on, headline, make_record
@@ -40,14 +38,12 @@ class Finisher:
             base model and the basis. The core of its model is replaced by each saved tenant's in turn.
         before: Held-out loss of the base model on each tenant's rows.
         side_by_side: The number of tenants, and how many train at once.
-        fits: The share of each tenant's moment that a saved basis holds, as far as it was measured.
     """
 
     common: Training
     own: Mapping[str, TenantRows]
     before: Mapping[str, float]
     side_by_side: tuple[int, int]
-    fits: Mapping[str, RowShares]
     outcomes: dict[str, TenantOutcome] = field(default_factory=dict)
 
     def __call__(self, ended: Mapping[str, Trained]) -> None:
@@ -77,17 +73,15 @@ class Finisher:
         return dict(zip(cores, losses, strict=True))
 
     def _record(self, name: str, trained: Trained, loss: float) -> TunedRecord:
-        common, own, folder, fit = self.common, self.own[name], self.common.folder / name, self.fits.get(name)
+        common, own, folder = self.common, self.own[name], self.common.folder / name
         self._save(own.config, trained, folder / ADAPTER)
-        poor = None if fit is None else fit.poor_fit(str(common.config.basis))
+        calibrated = common.prepared.rows.fingerprints["calibration"]  # rows of every tenant
         training = replace(
             common,
             config=own.config,
             prepared=replace(common.prepared, rows=own.rows, before=Score(self.before[name])),
             folder=folder,
-            hashes={**own.rows.fingerprints, **common.hashes},
-            warned=[*common.warned, *([] if poor is None else [WarningMessage(poor, UserWarning, __file__, 1)])],
-            fit=fit,
+            hashes={**own.rows.fingerprints, "calibration": calibrated, **common.hashes},
         )
         outcome, score = Outcome(training, replace(trained.report, side_by_side=self.side_by_side)), Score(loss)
         record = make_record(outcome, score, training.hashes)

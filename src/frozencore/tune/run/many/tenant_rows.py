@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from hashlib import sha256
 from pathlib import Path
 
 from frozencore.errors import ConfigError, FrozenCoreError, TrainingError
 from frozencore.ranks import num_ranks, own_rank, spread
-from frozencore.tune.rows import TokenRow
 from frozencore.tune.run.adapt import on_named_basis
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.many.tenants import find_tenants
@@ -48,27 +46,24 @@ def tenants_of(config: RunConfig) -> tuple[RunConfig, dict[str, Path]]:
 def read_tenants(
     config: RunConfig, files: Mapping[str, Path], progress: Progress
 ) -> tuple[PreparedRun, dict[str, TenantRows]]:
-    """Prepare a run for the basis, with rows of all tenants, and each tenant's own rows.
+    """Prepare a run for the basis, and each tenant's own rows.
 
-    Raises:
-        FrozenCoreError: As in :func:`read_each`.
-    """
-    prepared, own = read_each(config, files, progress)
-    calibration = _calibration_rows(config, own)
-    own = {name: replace(one, rows=replace(one.rows, calibration=calibration)) for name, one in own.items()}
-    every_row = [row for one in own.values() for row in one.rows.train]
-    groups = prepared.rows.groups  # of the calibration tasks, equal for all tenants
-    return replace(prepared, rows=RunRows(None, (), every_row, calibration, [], "none", groups=groups)), own
-
-
-def read_each(
-    config: RunConfig, files: Mapping[str, Path], progress: Progress
-) -> tuple[PreparedRun, dict[str, TenantRows]]:
-    """Prepare a run with the rows of the last tenant, and each tenant's own rows, with calibration rows.
+    The basis is calibrated on ``calibration_size`` rows of each tenant, or of the calibration task if one is named.
 
     Raises:
         FrozenCoreError: A tenant's file cannot be read, split or tokenised; the message names the tenant.
     """
+    prepared, own = _read_each(config, files, progress)
+    sets = [one.rows.calibration for one in own.values()]
+    calibration = sets[0] if config.calibration_task is not None else [row for rows in sets for row in rows]
+    every_row = [row for one in own.values() for row in one.rows.train]
+    return replace(prepared, rows=RunRows(None, (), every_row, calibration, [], "none")), own
+
+
+def _read_each(
+    config: RunConfig, files: Mapping[str, Path], progress: Progress
+) -> tuple[PreparedRun, dict[str, TenantRows]]:
+    """Prepare a run with the rows of the last tenant, and each tenant's own rows, with calibration rows."""
     progress("load", 0, len(files), config.model)
     base = Base(*load_model(config.model, dtype=config.dtype, device=config.device))
     own: dict[str, TenantRows] = {}
@@ -88,19 +83,6 @@ def told_of(tenant: str) -> Iterator[None]:
         yield
     except FrozenCoreError as error:
         raise type(error)(f"Tenant {tenant}: {error}") from error
-
-
-def _calibration_rows(config: RunConfig, own: Mapping[str, TenantRows]) -> list[TokenRow]:
-    """Draw calibration rows from all tenants, as many as for one run; or from the calibration task if one is named."""
-    if config.calibration_task is not None:
-        return next(iter(own.values())).rows.calibration
-
-    def place(drawn: tuple[str, TokenRow]) -> bytes:
-        name, row = drawn
-        return sha256(f"{config.seed + 1}:{name}:{row.id}".encode()).digest()
-
-    every = [(name, row) for name, one in own.items() for row in one.rows.train]
-    return [row for _, row in sorted(every, key=place)[: config.calibration_size]]
 
 
 def own_tenants(tenants: Mapping[str, TenantRows]) -> dict[str, TenantRows]:
