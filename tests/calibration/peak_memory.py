@@ -1,4 +1,4 @@
-"""Calibrate a random model under a budget in a process of its own; prints passes, algorithm and bytes taken as JSON."""
+"""Calibrate a random model under a budget in a process of its own; prints passes and bytes taken as JSON."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def main(constructor: str, budget: str, labels: FisherLabels, hidden: int, inter
     options = CalibrationOptions(memory_budget=budget, fisher_labels=labels)
     calibrate(model, batches, options=options, progress=False)
     taken = resident("VmHWM") - before
-    print(json.dumps({"passes": plans[0].num_passes, "streaming": plans[0].streaming, "taken": taken}))
+    print(json.dumps({"passes": plans[0].num_passes, "taken": taken}))
 
 
 if __name__ == "__main__":

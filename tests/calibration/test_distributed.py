@@ -28,7 +28,6 @@ from calibration.two_ranks import (
     cores_after_a_step,
     costs,
     main,
-    streamed_bases,
 )
 from forked import as_ranks, ended
 from frozencore import calibrate, collect_moments, ranks
@@ -114,12 +113,6 @@ def test_each_rank_draws_labels_of_its_own_and_true_ones_give_the_cross_moment(
     for name, single in bases(model).items():
         assert all(torch.equal(reports[0]["drawn"][name], report["drawn"][name]) for report in reports)
         torch.testing.assert_close(reports[0]["drawn"][name], single, rtol=0, atol=2e-4)
-
-
-def test_sketches_are_added_up_over_the_ranks(reports: list[dict[str, Any]]) -> None:
-    for name, single in streamed_bases(EXAMPLES).items():
-        assert all(torch.equal(reports[0]["streamed"][name], report["streamed"][name]) for report in reports)
-        torch.testing.assert_close(reports[0]["streamed"][name], single, rtol=0, atol=2e-4)
 
 
 def test_a_budget_counts_the_largest_batch_of_all_ranks_on_each_of_them(reports: list[dict[str, Any]]) -> None:

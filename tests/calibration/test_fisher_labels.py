@@ -12,8 +12,6 @@ from torch import Tensor, nn
 import references as ref
 from adapted import BATCHES, adapted, cores_of
 from frozencore import CalibrationOptions, calibrate
-from frozencore.adapter.bases.passes import BasisWork
-from frozencore.calibration.budget import PassPlan
 from frozencore.calibration.collect import collect_moments
 from frozencore.calibration.loss import Predictions
 from frozencore.maths.linalg import seeded_generator
@@ -193,24 +191,13 @@ def test_certain_and_impossible_tokens_are_drawn_always_and_never() -> None:
 
 
 @pytest.mark.parametrize("constructor", ["fcca", "filora"])
-def test_sketches_and_groups_give_the_bases_of_one_exact_pass(
-    constructor: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rank 4: a sketch of 8r = 32 columns spans the layers."""
+def test_groups_give_the_bases_of_one_pass(constructor: str) -> None:
     options = drawn()
     model, grouped = (adapted(constructor, r=4, calibrated=False) for _ in range(2))
     calibrate(model, BATCHES, options=options, progress=False)
     calibrate(grouped, BATCHES, options=drawn(group_size=3), progress=False)
     for one, other in zip(cores_of(model), cores_of(grouped), strict=True):
         assert all(torch.equal(X, Y) for X, Y in zip(one.factors("default"), other.factors("default"), strict=True))
-    if constructor == "filora":  # reads dense moments, which no sketch gives
-        return
-    monkeypatch.setattr(BasisWork, "plan", lambda work, *_: PassPlan((tuple(work.layers),), streaming=True))
-    streamed = adapted(constructor, r=4, calibrated=False)
-    calibrate(streamed, BATCHES, options=options, progress=False)
-    for one, other in zip(cores_of(model), cores_of(streamed), strict=True):
-        for X, Y in zip(one.factors("default")[:2], other.factors("default")[:2], strict=True):
-            torch.testing.assert_close(X, Y, rtol=0, atol=1e-3)
 
 
 def test_rawgrad_which_reads_g_alone_is_the_same_under_drawn_labels() -> None:

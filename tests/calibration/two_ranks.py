@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from frozencore import CalibrationOptions, FrozenCoreConfig, calibrate, frozen_core_layers
 from frozencore.adapter.bases.passes import BasisWork
-from frozencore.calibration.budget import PassPlan
 from frozencore.calibration.layer_owners import assign_owners
 from frozencore.calibration.taps import CalibrationPass
 from frozencore.errors import CalibrationError
@@ -37,17 +36,6 @@ def adapted(constructor: str, **options: Any) -> torch.nn.Module:
 
 def bases(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.named_buffers() if "frozencore_" in name}
-
-
-def streamed_bases(examples: list[Example]) -> dict[str, torch.Tensor]:
-    """With a plan of sketches, which no budget asks for in so small a model."""
-    model, plan = adapted("fcca"), BasisWork.plan
-    BasisWork.plan = lambda work, *_: PassPlan((tuple(work.layers),), streaming=True)  # type: ignore[method-assign]
-    try:
-        calibrate(model, batches_of(examples, 2), progress=False)
-    finally:
-        BasisWork.plan = plan  # type: ignore[method-assign]
-    return bases(model)
 
 
 def cores_after_a_step(
@@ -130,7 +118,6 @@ def main(out: Path) -> None:
     report["drawn"] = bases(model)
 
     report["costs"] = costs(batches_of(share, 1 + rank))
-    report["streamed"] = streamed_bases(share)
     report["little room"] = bases_where_one_rank_has_little_room(share)
 
     model = adapted("fcca")

@@ -351,7 +351,7 @@ def test_a_streamed_basis_is_that_of_the_whole_moment(constructor: str, drawn: D
     layer = drawn.evidence()
     options = CONSTRUCTORS[constructor].options(4, coordinates, seed=3, **own)
     slim = dataclasses.replace(layer, moments=layer.data.without_matrices())
-    found = CONSTRUCTORS[constructor].build_streamed(slim, truncated_svd(T, 4), options)
+    found = CONSTRUCTORS[constructor].build_of_svd(slim, truncated_svd(T, 4), options)
     expected = build_basis(constructor, layer, options)
     assert found.effective_rank == expected.effective_rank
     torch.testing.assert_close(found.spectrum, expected.spectrum, atol=1e-5 * float(expected.spectrum[0]), rtol=0)
@@ -368,7 +368,7 @@ def test_a_streamed_layer_without_gradient_gets_the_basis_of_a_whole_one(
     silent = dataclasses.replace(layer, E=0 * layer.E).evidence()
     nothing = TruncatedSVD(torch.zeros(shape[0], 0), torch.zeros(0), torch.zeros(shape[1], 0))
     found, expected = (
-        CONSTRUCTORS[constructor].build_streamed(silent, nothing, options),
+        CONSTRUCTORS[constructor].build_of_svd(silent, nothing, options),
         build_basis(constructor, silent, options),
     )
     for X, Y in ((found.P, expected.P), (found.Q, expected.Q), (found.spectrum, expected.spectrum)):

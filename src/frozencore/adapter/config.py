@@ -199,7 +199,7 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
 
     @property
     def metric(self) -> Whitening | None:
-        """The metric of a constructor that can build from sketches; None for other constructors."""
+        """The metric of a constructor that needs singular triples alone; None for other constructors."""
         return self.constructor_entry.metric(self.basis_options())
 
     def basis_options(self, rank: int | None = None) -> BasisOptions:

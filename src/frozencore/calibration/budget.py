@@ -1,4 +1,4 @@
-"""Plan calibration passes for a memory budget: which layers are summed together, and exactly or as sketches.
+"""Plan calibration passes for a memory budget: which layers are summed together.
 
 The budget is the memory that calibration takes beyond a plain forward and backward pass over the same batches. It
 covers the sums, the inputs kept for the backward pass, the temporaries of one layer, and the finished bases.
@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.linalg import GRAM_LIMIT, KRYLOV_BLOCKS, KRYLOV_WIDTH, Shape
 from frozencore.maths.moments import MomentName
 from frozencore.words import at_least, bytes_in_words, read_size
-
-SKETCH_WIDTH, KEPT_WIDTH = 8, 2  # times the rank: columns of a sketch, and columns kept from its first round
-SKETCH_PASSES = 4
 
 
 def memory_bytes(size: object) -> int:
@@ -44,7 +41,6 @@ class LayerCost:
         passing: Held briefly while products are summed.
         building: Held while the basis is built.
         basis: P and Q, held to the end.
-        sketch, sketch_building: The same as ``sums`` and ``building`` for a sketch; None if the basis needs exact sums.
     """
 
     sums: int
@@ -52,13 +48,6 @@ class LayerCost:
     passing: int
     building: int
     basis: int
-    sketch: int | None = None
-    sketch_building: int = 0
-
-    def sketched(self) -> LayerCost:
-        """The costs with a sketch instead of exact sums."""
-        assert self.sketch is not None
-        return replace(self, sums=self.sketch, building=self.sketch_building)
 
 
 @dataclass(frozen=True)
@@ -66,63 +55,45 @@ class PassPlan:
     """Groups of layers that are calibrated one after the other, each with its own passes over the data.
 
     Attributes:
-        streaming: Sums are sketches, and each group takes four passes instead of one.
         peak_bytes: An upper bound of calibration's memory; 0 if no budget was given.
     """
 
     groups: tuple[tuple[str, ...], ...]
-    streaming: bool = False
     peak_bytes: int = 0
 
     @property
     def num_passes(self) -> int:
-        return len(self.groups) * (SKETCH_PASSES if self.streaming else 1)
-
-    def num_runs(self, num_backward: int) -> int:
-        """Count the runs of the model over the data, forward or backward.
-
-        Args:
-            num_backward: Backward passes for all moments of a batch. Only a sketch's first pass takes as many; its
-                other passes take one.
-        """
-        return 2 * self.num_passes + len(self.groups) * (num_backward - 1)
+        return len(self.groups)
 
 
-def plan_passes(
-    costs: Mapping[str, LayerCost], budget: int, *, group_size: int = 999, num_backward: int = 1
-) -> PassPlan:
-    """Find the plan with the fewest runs over the data within a budget; exact sums unless sketches need fewer.
+def plan_passes(costs: Mapping[str, LayerCost], budget: int, *, group_size: int = 999) -> PassPlan:
+    """Find the plan with the fewest passes over the data within a budget.
 
     Args:
         costs: By layer name, in the order in which layers run, because neighbours share inputs.
         group_size: The most layers in a group.
-        num_backward: Backward passes for all moments of a batch.
 
     Raises:
         ConfigError: Some layer does not fit; the message names the smallest budget that works.
     """
-    plans = [_packed(costs, budget, group_size)]
-    if all(cost.sketch is not None for cost in costs.values()):
-        sketches = {name: cost.sketched() for name, cost in costs.items()}
-        plan = _packed(sketches, budget, group_size)
-        plans.append(plan and replace(plan, streaming=True))
-    possible = [plan for plan in plans if plan is not None]
-    if not possible:
-        smallest = smallest_budget(costs)
-        raise ConfigError(
-            f"A memory budget of {bytes_in_words(budget)} is too small for these layers, even one at a time: the "
-            f'smallest that works is "{at_least(smallest)}". Smaller batches or fewer target modules need less.'
-        )
-    return min(possible, key=lambda plan: plan.num_runs(num_backward))  # a tie goes to exact sums
+    groups: list[list[str]] = []
+    for name in costs:
+        if groups and len(groups[-1]) < group_size and _peak(costs, [*groups[-1], name]) <= budget:
+            groups[-1].append(name)
+        elif _peak(costs, [name]) <= budget:
+            groups.append([name])
+        else:
+            raise ConfigError(
+                f"A memory budget of {bytes_in_words(budget)} is too small for these layers, even one at a time: the "
+                f'smallest that works is "{at_least(smallest_budget(costs))}". Smaller batches or fewer target modules '
+                "need less."
+            )
+    return PassPlan(tuple(map(tuple, groups)), peak_bytes=max(_peak(costs, group) for group in groups))
 
 
 def smallest_budget(costs: Mapping[str, LayerCost]) -> int:
     """The bytes needed to calibrate the layers one at a time."""
-    exact = _peak(costs, [max(costs, key=lambda name: _alone(costs[name]))])
-    if any(cost.sketch is None for cost in costs.values()):
-        return exact
-    sketches = {name: cost.sketched() for name, cost in costs.items()}
-    return min(exact, _peak(sketches, [max(sketches, key=lambda name: _alone(sketches[name]))]))
+    return _peak(costs, [max(costs, key=lambda name: _alone(costs[name]))])
 
 
 def layer_cost(
@@ -132,7 +103,7 @@ def layer_cost(
     *,
     num_rows: int,
     itemsize: int = 4,
-    streams: bool = False,
+    in_place: bool = False,
     keeps_graph: bool = False,
 ) -> LayerCost:
     """Compute upper bounds of one layer's memory.
@@ -141,7 +112,7 @@ def layer_cost(
         needs: The moments that the basis is built from.
         num_rows: Tokens of the largest batch, padding included.
         itemsize: Bytes of a number in the model; a number in a sum takes at least four.
-        streams: The basis can be built from a sketch of the cross moment.
+        in_place: The cross moment is whitened in its own memory.
         keeps_graph: A second backward pass follows, so the first one frees nothing. The gradients of the
             block's residual and of layers beside this one then need memory that a plain pass would have freed.
     """
@@ -150,16 +121,12 @@ def layer_cost(
     sides: dict[MomentName, int] = {"cross": m * n, "input_outer": n * n, "error_outer": m * m, "output_outer": m * m}
     matrices = {name: size for name, size in sides.items() if name in needs}
     vectors = 2 * (m + n)
-    k = min(SKETCH_WIDTH * r, m, n)
-    kept = min(KEPT_WIDTH * r, k)
     return LayerCost(
         sums=e * (sum(matrices.values()) + vectors),
         waiting=num_rows * n * itemsize,
         passing=2 * (e + itemsize * keeps_graph) * num_rows * (m + n) + e * matrices.get("input_outer", 0),
-        building=_building(shape, matrices, r, e) + (0 if streams else e * m * n) + 64 * r * (m + n),
+        building=_building(shape, matrices, r, e) + (0 if in_place else e * m * n) + 64 * r * (m + n),
         basis=4 * r * (m + n),
-        sketch=e * ((k + kept) * (m + n) + vectors) if streams else None,
-        sketch_building=4 * e * (k + kept) * max(m, n) + 64 * r * (m + n),
     )
 
 
@@ -175,18 +142,6 @@ def _building(shape: Shape, matrices: Mapping[MomentName, int], rank: int, e: in
     if squares:
         work += 40 * max(squares) + 8 * sum(squares) + 24 * m * n  # float64: eigenvectors, roots, W or G
     return work
-
-
-def _packed(costs: Mapping[str, LayerCost], budget: int, group_size: int) -> PassPlan | None:
-    groups: list[list[str]] = []
-    for name in costs:
-        if groups and len(groups[-1]) < group_size and _peak(costs, [*groups[-1], name]) <= budget:
-            groups[-1].append(name)
-        elif _peak(costs, [name]) <= budget:
-            groups.append([name])
-        else:
-            return None
-    return PassPlan(tuple(map(tuple, groups)), peak_bytes=max(_peak(costs, group) for group in groups))
 
 
 def _peak(costs: Mapping[str, LayerCost], group: list[str]) -> int:

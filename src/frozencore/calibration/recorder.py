@@ -2,7 +2,7 @@
 
 Products are added in place (``addmm``), so there is no second m x n matrix.
 
-Shapes: a call's counted tokens N, m out features, n in features, k columns of a projection.
+Shapes: a call's counted tokens N, m out features, n in features.
 """
 
 from __future__ import annotations
@@ -16,24 +16,13 @@ from torch import Tensor
 
 from frozencore.errors import CalibrationError
 from frozencore.maths.moments import LayerMoments, MomentName
-from frozencore.maths.sums import add_outer, finite, outer, projected, square_sum, sum_dtype
+from frozencore.maths.sums import add_outer, finite, outer, square_sum, sum_dtype
 
 INPUT_SIDE: frozenset[MomentName] = frozenset({"input_square", "input_outer", "input_total"})
 STRIP = 2**24  # entries of a product that are moved to another device at a time
 SIDES = (("input", "input_finite", 0), ("output error", "error_finite", -1))
 """Each side, its flag, and the index of the layer where NaN started: bad inputs spread from the first layer, bad output
 errors from the last."""
-
-
-@dataclass(frozen=True)
-class Projection:
-    """The factors of a projected cross product, ``leftᵀ (Σ δxᵀ) right``, summed without the m x n matrix.
-
-    δ is multiplied with ``left`` (m x k) and x with ``right`` (n x k) first; None is the identity.
-    """
-
-    left: Tensor | None = None
-    right: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -68,13 +57,12 @@ class LayerRecorder:
         input_finite, error_finite: None if there were no calls.
     """
 
-    def __init__(self, name: str, projection: Projection | None, stats_device: torch.device | None) -> None:
+    def __init__(self, name: str, stats_device: torch.device | None) -> None:
         self.name = name
         self.num_tokens = 0
         self.totals: dict[MomentName, Tensor] = {}
         self.input_finite: Tensor | None = None
         self.error_finite: Tensor | None = None
-        self._projection = projection or Projection()
         self._stats_device = stats_device
 
     def add_input(self, read: ReadInput) -> None:
@@ -92,7 +80,7 @@ class LayerRecorder:
         self.error_finite = is_finite if self.error_finite is None else self.error_finite & is_finite
         if "cross" in needs:
             assert values is not None
-            self._add_cross(error, values)
+            self._add_product("cross", error, values)
         if "error_square" in needs:
             self._add("error_square", square_sum(error))
         if "error_outer" in needs:
@@ -111,9 +99,6 @@ class LayerRecorder:
         """Hand over the sums; the recorder keeps no reference to them."""
         totals, self.totals = self.totals, {}
         return LayerMoments(num_tokens=self.num_tokens, **totals)
-
-    def _add_cross(self, error: Float[Tensor, "N m"], values: Float[Tensor, "N n"]) -> None:
-        self._add_product("cross", projected(error, self._projection.left), projected(values, self._projection.right))
 
     def _add(self, name: MomentName, value: Tensor) -> None:
         value = value.to(self._stats_device or value.device)

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from frozencore.calibration.calibration_options import Backward, CalibrationOptions, backward_passes
 from frozencore.calibration.counted_tokens import CountedTokens, EncoderSide, RowOrders
-from frozencore.calibration.recorder import FiniteBatches, LayerRecorder, Projection, ReadInput
+from frozencore.calibration.recorder import FiniteBatches, LayerRecorder, ReadInput
 from frozencore.device import find_device
 from frozencore.errors import CalibrationError
 from frozencore.maths.moments import MomentName
@@ -33,16 +33,11 @@ OUTPUT_SIDE: frozenset[MomentName] = frozenset({"output_outer", "output_total"})
 
 @dataclass(frozen=True)
 class Taps:
-    """The layers of one pass, and the sums to collect.
-
-    Attributes:
-        projections: The projection of the cross products before summing, by layer name.
-    """
+    """The layers of one pass, and the sums to collect."""
 
     layers: Mapping[str, nn.Module]
     needs: frozenset[MomentName]
     options: CalibrationOptions = field(default_factory=CalibrationOptions)
-    projections: Mapping[str, Projection] = field(default_factory=dict)
 
     @cached_property
     def backward_passes(self) -> tuple[Backward, ...]:
@@ -51,7 +46,7 @@ class Taps:
     def recorders(self) -> dict[str, LayerRecorder]:
         """Make new recorders without sums."""
         device = find_device(self.options.stats_device) if self.options.stats_device else None
-        return {name: LayerRecorder(name, self.projections.get(name), device) for name in self.layers}
+        return {name: LayerRecorder(name, device) for name in self.layers}
 
 
 class _Tap(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """A constructor: a class that names the moments it needs and builds the basis of a layer from them.
 
 Your own constructor is a subclass with ``needs`` and ``build``, added by :func:`frozencore.register_constructor`.
-The other methods are optional: they build from a sketch, or start from a core.
+The other methods are optional: they build from singular triples, or start from a core.
 """
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ class Constructor(ABC, Generic[Options]):
     def metric(self, options: Options) -> Whitening | None:
         """The diagonal metric, if the basis needs only the leading singular triples of the cross moment whitened in it.
 
-        Such a basis can be built from a sketch. None if the constructor reads more.
+        Layers of one shape can then be decomposed in one batch. None if the constructor reads more.
         """
         return None
 
-    def build_streamed(self, layer: LayerEvidence, svd: TruncatedSVD, options: Options) -> Basis:
+    def build_of_svd(self, layer: LayerEvidence, svd: TruncatedSVD, options: Options) -> Basis:
         """Build the basis from singular triples in the metric, and from moments without matrices."""
-        raise NotImplementedError(f"{type(self).__name__} has no metric, so it cannot build from a sketch.")
+        raise NotImplementedError(f"{type(self).__name__} has no metric, so it cannot build from singular triples.")
 
     def start_core(self, basis: Basis, options: Options, scale: float) -> torch.Tensor | None:
         """The core (r x r) at the start of training, for an adapter of this scale; None for a zero core."""

@@ -157,7 +157,7 @@ class WhitenedCrossMoment(Constructor[Options]):
         whitening = self.whitening(options)
         return whitening if whitening.fisher == "diagonal" else None
 
-    def build_streamed(self, layer: LayerEvidence, svd: TruncatedSVD, options: Options) -> Basis:
+    def build_of_svd(self, layer: LayerEvidence, svd: TruncatedSVD, options: Options) -> Basis:
         return fcca_basis_of_svd(
             svd, layer.data, options.rank, whitening=self.whitening(options), coordinates=options.coordinates,
             seed=layer.seed(options.seed),

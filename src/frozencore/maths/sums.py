@@ -1,6 +1,6 @@
 """Sums over tokens of vectors and of their products, in float32 or wider.
 
-Shapes: N counted tokens, p and q features, k columns of a projection.
+Shapes: N counted tokens, p and q features.
 """
 
 from __future__ import annotations
@@ -84,13 +84,6 @@ def _splits() -> bool:
     found, exact = torch.zeros(64, 64), values.double().mT @ values.double()
     _add_blocks(found, values, values.clone(), splits=True)
     return float((found - exact).abs().max()) < 1e-4 * float(exact.abs().max())
-
-
-def projected(values: Float[Tensor, "N p"], projection: Float[Tensor, "p k"] | None) -> Tensor:
-    """``values projection`` (N x k) in float32 or wider; a None projection returns the values."""
-    if projection is None:
-        return values
-    return values.to(sum_dtype(values)) @ projection.to(values.device, sum_dtype(values))
 
 
 def finite(values: Tensor) -> Bool[Tensor, ""]:

@@ -13,8 +13,6 @@ from torch.utils.data import DataLoader
 from adapted import BATCHES, DATA_DRIVEN, EXAMPLES, adapted
 from frozencore import CalibrationOptions, calibrate
 from frozencore.adapter.bases import batched_bases
-from frozencore.adapter.bases.passes import BasisWork
-from frozencore.calibration.budget import PassPlan
 from frozencore.calibration.taps import CalibrationPass
 from frozencore.errors import CalibrationError
 from tiny import batch_of
@@ -94,13 +92,6 @@ def test_options_of_the_pass_stay_as_they_are(options: CalibrationOptions, room:
     expected = bases_of(BATCHES, options=options)
     room(2)
     assert_equal(bases_of(BATCHES, options=options), expected)
-
-
-def test_sketches_of_smaller_groups_are_the_same_bytes(room: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BasisWork, "plan", lambda work, *_: PassPlan((tuple(work.layers),), streaming=True))
-    expected = bases_of(BATCHES)
-    room(3)
-    assert_equal(bases_of(BATCHES), expected)
 
 
 def test_memory_that_runs_out_over_a_basis_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

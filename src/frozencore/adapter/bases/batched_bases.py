@@ -64,7 +64,7 @@ def build_batch(constructor: str, layers: Sequence[LayerEvidence], options: Sequ
     has_signal = T.flatten(1).any(1).tolist()
     nothing = [TruncatedSVD(svd.U[:, :0], svd.S[:0], svd.V[:, :0]) for svd in svds]  # given to layers without gradient
     svds = [svd if some else none for svd, none, some in zip(svds, nothing, has_signal, strict=True)]
-    return [row.build_streamed(layer, svd, own) for layer, svd, own in zip(layers, svds, options, strict=True)]
+    return [row.build_of_svd(layer, svd, own) for layer, svd, own in zip(layers, svds, options, strict=True)]
 
 
 def _is_on_gpu(moments: LayerMoments | None) -> bool:

@@ -29,14 +29,12 @@ from frozencore.calibration.calibration_options import CalibrationOptions, backw
 from frozencore.calibration.collect import collect_moments, share_of
 from frozencore.calibration.examples import CachedBatches
 from frozencore.calibration.layer_owners import reduce_moments
-from frozencore.calibration.sketch import Sketch, SketchTarget, stream_whitened_svds
 from frozencore.constructors import BasisOptions, LayerEvidence
 from frozencore.device import fits
 from frozencore.errors import CalibrationError
 from frozencore.maths.basis import Basis
 from frozencore.maths.capture import CAPTURE_NEEDS, Capture, capture_if_whole
 from frozencore.maths.moments import LayerMoments, MomentName
-from frozencore.maths.whitening import Whitening
 from frozencore.ranks import all_ranks_or_none, largest_over_ranks, own_rank
 from frozencore.words import Progress
 
@@ -86,11 +84,10 @@ class BasisWork:
         self.batches_layers = options.memory_budget is None
         device = _sums_device(self.model, plan, options.stats_device)
         options = replace(options, group_size=999, memory_budget=None, stats_device=device)
-        make = self._stream if plan.streaming else self._sum
         done, left = 0, list(plan.groups)
         while left:
             progress = share_of(self.progress, done, done + len(left))
-            if fits(partial(make, left[0], batches, options, progress)):
+            if fits(partial(self._sum, left[0], batches, options, progress)):
                 done, left = done + 1, left[1:]
             else:
                 left = halved(left)
@@ -105,7 +102,6 @@ class BasisWork:
             self.costs(batches, options),
             memory_bytes(options.memory_budget),
             group_size=options.group_size,
-            num_backward=len(backward_passes(self._needs(options), options)),
         )
 
     def costs(self, batches: Iterable[Batch], of_the_pass: CalibrationOptions) -> dict[str, LayerCost]:
@@ -113,11 +109,11 @@ class BasisWork:
         needs = self._needs(of_the_pass)
         num_rows = largest_over_ranks(max(map(_num_rows, batches), default=0))
         itemsize = max((p.element_size() for p in self.model.parameters() if p.is_floating_point()), default=4)
-        streams = self.config.metric is not None
+        in_place = self.config.metric is not None
         keeps_graph = len(backward_passes(needs, of_the_pass)) > 1
         costs = {
             name: layer_cost(
-                layer.shape, needs, self._rank(name), num_rows=num_rows, itemsize=itemsize, streams=streams,
+                layer.shape, needs, self._rank(name), num_rows=num_rows, itemsize=itemsize, in_place=in_place,
                 keeps_graph=keeps_graph,
             )
             for name, layer in self.layers.items()
@@ -148,17 +144,6 @@ class BasisWork:
                         self.captures[layer.name] = found
         self.build_s += time.perf_counter() - started
 
-    def build_streamed(self, sketches: Iterable[tuple[str, Sketch]]) -> None:
-        """Build the bases from sketches by layer name; every rank has all sketches."""
-        started = time.perf_counter()
-        with all_ranks_or_none():
-            for name, sketch in sketches:
-                evidence = self._evidence(name, sketch.diagonals)
-                if self.owners[name] == own_rank():
-                    basis = self.config.constructor_entry.build_streamed(evidence, sketch.svd, self._options_of(name))
-                    self._keep(name, basis)
-        self.build_s += time.perf_counter() - started
-
     def like_factors(self, name: str) -> tuple[Tensor, Tensor]:
         """Empty tensors with the shapes of a layer's P and Q."""
         layer, rank = self.layers[name], self._rank(name)
@@ -183,32 +168,6 @@ class BasisWork:
         moments.clear()
         self.collect_s += time.perf_counter() - started
         return reduced
-
-    def _stream(
-        self, group: Iterable[str], batches: Iterable[Batch], options: CalibrationOptions, progress: Progress | None
-    ) -> None:
-        started = time.perf_counter()
-        sketches = self._sketches(group, batches, options, progress)
-        self.collect_s += time.perf_counter() - started
-        self.build_streamed(sketches.items())
-
-    def _sketches(
-        self, group: Iterable[str], batches: Iterable[Batch], options: CalibrationOptions, progress: Progress | None
-    ) -> dict[str, Sketch]:
-        targets = {}
-        for name in group:
-            layer = self.layers[name]
-            targets[name] = SketchTarget(layer.get_base_layer(), layer.shape, self._rank(name))
-        with adapters_off(self.model):
-            return stream_whitened_svds(
-                self.model, batches, targets, whitening=self._metric, options=options, progress=progress
-            )
-
-    @property
-    def _metric(self) -> Whitening:
-        """The metric of a constructor that can build from sketches."""
-        assert self.config.metric is not None
-        return self.config.metric
 
     def _needs(self, options: CalibrationOptions) -> frozenset[MomentName]:
         """The moments that the constructor reads; with G also a and d, which the captures need."""
