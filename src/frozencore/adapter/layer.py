@@ -118,27 +118,6 @@ class FrozenCoreLayer(BaseTunerLayer):
         self._add_zeros(adapter_name, rank, scale, self._device_and_dtype()[0])
         self.set_adapter(self.active_adapters, inference_mode=inference_mode)
 
-    def resize(self, adapter_name: str, rank: int, scale: float, *, trains: bool) -> None:
-        """Give an adapter another rank, with P, Q and R of zeros; rank 0 removes it from this layer.
-
-        Args:
-            trains: Whether the core trains in a layer that is new to the adapter.
-        """
-        if adapter_name not in self.frozencore_R:
-            device, own_dtype = self._device_and_dtype()
-            core_dtype = torch.promote_types(own_dtype, torch.float32)
-        else:
-            R = self.core(adapter_name)
-            if len(R) == rank and scale == self.frozencore_scale[adapter_name]:
-                return
-            device, core_dtype, trains = R.device, R.dtype, R.requires_grad
-            for attribute in (*self.adapter_layer_names, *self.other_param_names):
-                if adapter_name in (held := getattr(self, attribute)):
-                    del held[adapter_name]
-        if rank:
-            self._add_zeros(adapter_name, rank, scale, device)
-            self.frozencore_R[adapter_name].to(core_dtype).requires_grad_(trains)
-
     def _add_zeros(self, adapter_name: str, rank: int, scale: float, device: torch.device) -> None:
         rank = min(rank, self.in_features, self.out_features)
         dtype = self._device_and_dtype()[1]

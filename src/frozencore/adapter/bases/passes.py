@@ -47,7 +47,6 @@ class BasisWork:
 
     Attributes:
         owners: The rank that builds each layer's basis.
-        ranks: New ranks, for layers whose rank changes.
         bases: Finished bases of the layers that this rank owns.
         diagonals: Token count, a and d of every layer with data.
         captures: The capture of each basis, if G, a and d were all summed.
@@ -62,7 +61,6 @@ class BasisWork:
     layers: Mapping[str, FrozenCoreLayer]
     owners: Mapping[str, int]
     progress: Progress
-    ranks: Mapping[str, int] = field(default_factory=dict)
     bases: dict[str, Basis] = field(default_factory=dict)
     diagonals: dict[str, LayerMoments] = field(default_factory=dict)
     captures: dict[str, Capture] = field(default_factory=dict)
@@ -177,7 +175,7 @@ class BasisWork:
         return whole if "cross" in needs and as_many else needs
 
     def _rank(self, name: str) -> int:
-        return self.ranks[name] if name in self.ranks else len(self.layers[name].core(self.adapter_name))
+        return len(self.layers[name].core(self.adapter_name))
 
     def _options_of(self, name: str) -> BasisOptions:
         return self.config.basis_options(self._rank(name))
