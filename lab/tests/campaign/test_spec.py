@@ -62,7 +62,7 @@ def read(tmp_path: Path, text: str) -> object:
         (HEAD + WITH_VARIANT + "    variants: {small: {method: fcca, rnak: 4}}\n", "line 7.*Did you mean 'rank'"),
         (
             HEAD + AXES + "    search: {grids: [{for: [fcaa], rank: [4, 8]}]}\n",
-            "no method of this study 'fcaa'",
+            "no method 'fcaa'. Did you mean 'fcca'",
         ),
         (
             HEAD + AXES + "    search: {grids: [{for: [fcca], rank: [4, 8]}, {for: [fcca], warmup: [0.1, 0.2]}]}\n",

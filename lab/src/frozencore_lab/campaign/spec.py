@@ -175,13 +175,13 @@ class Study(_Strict):
                     raise ConfigError(f"The variant {name} gives {axis}, which is an axis of the study. Leave one out.")
 
     def _require_grids(self) -> None:
-        """Refuse a grid for a method that the study does not have, and two for one: they would not be tried."""
-        methods = tuple(map(str, self.axes.get("method", METHODS)))
+        """Refuse a grid for an unknown method, and two for one: they would not be tried."""
+        methods = tuple(dict.fromkeys((*map(str, self.axes.get("method", ())), *METHODS)))
         grids = self.search.grids if self.search else ()
         named = [str(name) for grid in grids for name in grid.get(METHODS_OF_GRID, ())]
         for name in named:
             if name not in methods:
-                raise ConfigError(unknown_name("method of this study", name, methods))
+                raise ConfigError(unknown_name("method", name, methods))
             if named.count(name) > 1:
                 raise ConfigError(f"A method has one grid of its search, but {named.count(name)} are for {name}.")
 
