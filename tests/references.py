@@ -59,32 +59,23 @@ def reference_moments(
     *,
     token_sum: bool = False,
     counts: Callable[[int, int, int, Array], bool] = lambda t, length, num_prompt, delta: True,
-    chances: Iterable[float] | None = None,
 ) -> dict[str, ReferenceMoments]:
     """Moments from a float64 copy of the model, one unpadded example at a time and one token at a time.
 
     Args:
         counts: Whether token t of an example of that length and prompt, with that output error, counts.
-        chances: Numbers in [0, 1), one a completion token: the error's own moments are of labels drawn with them.
     """
     model = copy.deepcopy(model).double().eval()
     sums: dict[str, ReferenceMoments] = {}
-    coming = None if chances is None else iter(chances)
     for ids, num_prompt in examples:
         logits, seen = _run(model, list(ids), layer_names)
         completion_loss(logits, list(ids), num_prompt, token_sum).backward()
-        fisher = seen
-        if coming is not None:
-            logits, fisher = _run(model, list(ids), layer_names)
-            labels = [i if t < num_prompt else _drawn(logits[t - 1], next(coming)) for t, i in enumerate(ids)]
-            completion_loss(logits, labels, num_prompt, token_sum).backward()
         for name in layer_names:
-            for x, y, again in zip(seen[name].inputs, seen[name].outputs, fisher[name].outputs, strict=True):
+            for x, y in zip(seen[name].inputs, seen[name].outputs, strict=True):
                 for t in range(len(ids)):
                     delta = y.grad[0, t].numpy()
                     if counts(t, len(ids), num_prompt, delta):
-                        drawn = again.grad[0, t].numpy()
-                        add_token(sums, name, x[0, t].detach().numpy(), delta, y[0, t].detach().numpy(), drawn)
+                        add_token(sums, name, x[0, t].detach().numpy(), delta, y[0, t].detach().numpy())
     return sums
 
 
@@ -98,16 +89,6 @@ def _run(model: nn.Module, ids: list[int], layer_names: list[str]) -> tuple[torc
     return logits, seen
 
 
-def _drawn(logits: torch.Tensor, chance: float) -> int:
-    """The first token up to which the probabilities add up to more than ``chance``."""
-    total = 0.0
-    for token, p in enumerate(torch.softmax(logits.detach(), dim=0).tolist()):
-        total += p
-        if total > chance:
-            return token
-    raise AssertionError("chance is below 1")
-
-
 def _remember(seen: _Seen) -> Callable[..., None]:
     def hook(_: nn.Module, args: tuple[torch.Tensor, ...], y: torch.Tensor) -> None:
         y.retain_grad()
@@ -117,22 +98,15 @@ def _remember(seen: _Seen) -> Callable[..., None]:
     return hook
 
 
-def add_token(
-    sums: dict[str, ReferenceMoments], name: str, x: Array, delta: Array, y: Array, drawn: Array | None = None
-) -> None:
-    """Add one token's input, output error and output to the sums of a layer.
-
-    Args:
-        drawn: The output error against labels of the model's own, where the Fisher moments are of it.
-    """
-    fisher = delta if drawn is None else drawn
+def add_token(sums: dict[str, ReferenceMoments], name: str, x: Array, delta: Array, y: Array) -> None:
+    """Add one token's input, output error and output to the sums of a layer."""
     new = ReferenceMoments(
         num_tokens=1,
         cross=np.outer(delta, x),
         input_square=x * x,
-        error_square=fisher * fisher,
+        error_square=delta * delta,
         input_outer=np.outer(x, x),
-        error_outer=np.outer(fisher, fisher),
+        error_outer=np.outer(delta, delta),
         input_total=x.copy(),
         output_outer=np.outer(y, y),
         output_total=y.copy(),

@@ -13,7 +13,6 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from frozencore import CalibrationOptions, FrozenCoreConfig, calibrate
 from frozencore.adapter.bases.passes import BasisWork
 from frozencore.calibration.budget import PassPlan
-from frozencore.calibration.calibration_options import FisherLabels
 from frozencore.maths.linalg import truncated_svd
 from tiny import batches_of, draw_examples, tiny_qwen2
 
@@ -23,7 +22,7 @@ def resident(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def main(constructor: str, budget: str, labels: FisherLabels, hidden: int, intermediate: int, num_layers: int) -> None:
+def main(constructor: str, budget: str, hidden: int, intermediate: int, num_layers: int) -> None:
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=64, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=num_layers,
@@ -39,20 +38,18 @@ def main(constructor: str, budget: str, labels: FisherLabels, hidden: int, inter
         with model.disable_adapter():
             model(inputs_embeds=embeds, attention_mask=batch["attention_mask"], labels=batch["labels"]).loss.backward()
     warm = get_peft_model(tiny_qwen2(), FrozenCoreConfig(r=4, constructor=constructor))
-    calibrate(
-        warm, batches, options=CalibrationOptions(fisher_labels=labels), progress=False
-    )  # library code that is paged in is no sum
+    calibrate(warm, batches, progress=False)  # library code that is paged in is no sum
     truncated_svd(torch.randn(600, 600), 16)
     plans: list[PassPlan] = []
     plan = BasisWork.plan
     BasisWork.plan = lambda *args: plans.append(plan(*args)) or plans[-1]
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
     before = resident("VmRSS")
-    options = CalibrationOptions(memory_budget=budget, fisher_labels=labels)
+    options = CalibrationOptions(memory_budget=budget)
     calibrate(model, batches, options=options, progress=False)
     taken = resident("VmHWM") - before
     print(json.dumps({"passes": plans[0].num_passes, "taken": taken}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], *map(int, sys.argv[4:]))
+    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))

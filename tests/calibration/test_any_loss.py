@@ -212,7 +212,6 @@ def test_a_model_that_gives_a_dictionary_is_read_as_well() -> None:
         ({"loss_fn": lambda *_: torch.tensor(0.5)}, CalibrationError, "loss does not depend on layer"),
         ({"options": CalibrationOptions(tokens="completion")}, ConfigError, "option tokens is about completion tokens"),
         ({"options": CalibrationOptions(weighting="token")}, ConfigError, "option weighting is about completion"),
-        ({"options": CalibrationOptions(fisher_labels="mc")}, ConfigError, "option fisher_labels is about completion"),
         ({"data": [("a", 1)]}, DataError, "number 0 is tuple"),
     ],
 )

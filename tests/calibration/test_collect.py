@@ -243,13 +243,22 @@ def test_forward_moments_take_neither_labels_nor_a_backward_pass(needs: frozense
     assert not backwards
 
 
+@pytest.mark.parametrize("needs", [frozenset(MOMENT_NAMES), frozenset({"error_square"})])
+def test_a_batch_takes_one_forward_and_one_backward_pass_whatever_is_summed(needs: frozenset) -> None:
+    model, passes = tiny_qwen2(), []
+    model.model.norm.register_forward_hook(lambda *_: passes.append("forward"))
+    model.model.norm.register_full_backward_hook(lambda *_: passes.append("backward"))
+    found = collect_moments(model, batches_of(EXAMPLES, 4), layer_names(model), needs=needs)
+    assert passes == ["forward", "backward"] * 2
+    assert all(set(layer.names()) == needs for layer in found.values())
+
+
 @pytest.mark.usefixtures("as_a_user")
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"tokens": "all"}, "tokens must be one of nonpad, completion, nonzero_delta, but 'all' came"),
         ({"weighting": "sum"}, "weighting must be one of"),
-        ({"fisher_labels": "true"}, "fisher_labels must be one of"),
         ({"skip_first": -1}, "skip_first must be a whole number of at least 0, but -1 came"),
         ({"group_size": 0}, "group_size must be a whole number of at least 1, but 0 came"),
         ({"stats_device": "abacus"}, "stats_device must be a device such as cpu or cuda:1, but 'abacus' came"),

@@ -7,8 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from functools import reduce
-from operator import add
 from pathlib import Path
 from signal import SIGKILL, SIGSTOP, Signals
 from typing import Any
@@ -21,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from calibration.lost_rank import lose_a_rank
 from calibration.two_ranks import (
     CONSTRUCTORS,
-    DRAWN,
     EXAMPLES,
     adapted,
     bases,
@@ -30,13 +27,12 @@ from calibration.two_ranks import (
     main,
 )
 from forked import as_ranks, ended
-from frozencore import calibrate, collect_moments, ranks
-from frozencore.calibration import collect
+from frozencore import calibrate, ranks
 from frozencore.calibration.layer_owners import assign_owners
 from frozencore.errors import RankError
 from frozencore.maths.linalg import principal_cosines
 from places import SOURCES, TESTS
-from tiny import attention_names, batches_of, tiny_qwen2
+from tiny import batches_of
 
 ENVIRONMENT = os.environ | {
     "PYTHONPATH": f"{SOURCES}{os.pathsep}{TESTS}",
@@ -97,22 +93,6 @@ def test_the_bases_are_those_of_one_process_on_all_examples(constructor: str, re
         assert {name: J for name, J in report[f"{constructor} J"].items() if J} == pytest.approx(captured, rel=1e-4)
     tokens = {name: layer.num_tokens for name, layer in calibration.layers.items()}
     assert reports[0][f"{constructor} tokens"] == tokens
-
-
-def test_each_rank_draws_labels_of_its_own_and_true_ones_give_the_cross_moment(
-    reports: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Against the sums of the shares, one after the other in one process that says it is that rank."""
-    size, names = len(reports), attention_names(tiny_qwen2())
-    shares = []
-    for rank in range(size):
-        monkeypatch.setattr(collect, "own_rank", lambda rank=rank: rank)
-        shares.append(collect_moments(tiny_qwen2(), batches_of(EXAMPLES[rank::size], 2), names, options=DRAWN))
-    model = adapted("fcca")
-    calibrate(model, moments={name: reduce(add, (s[name] for s in shares)) for name in names}, progress=False)
-    for name, single in bases(model).items():
-        assert all(torch.equal(reports[0]["drawn"][name], report["drawn"][name]) for report in reports)
-        torch.testing.assert_close(reports[0]["drawn"][name], single, rtol=0, atol=2e-4)
 
 
 def test_a_budget_counts_the_largest_batch_of_all_ranks_on_each_of_them(reports: list[dict[str, Any]]) -> None:

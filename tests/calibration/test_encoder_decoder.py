@@ -79,31 +79,6 @@ def test_padding_on_either_side_changes_no_moment(make: Callable[[], nn.Module],
     assert_same(padded, single)
 
 
-@pytest.mark.parametrize("checkpointing", [None, False, True], ids=["plain", "non-reentrant", "reentrant"])
-@pytest.mark.parametrize("make", [tiny_bart, tiny_t5])
-def test_drawn_labels_change_the_fisher_moments_of_both_sides_alone(
-    make: Callable[[], nn.Module], checkpointing: bool | None
-) -> None:
-    model = make()
-    if checkpointing is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
-    layers = linear_layers(model)
-    drawn, one_by_one, true = (
-        collect_moments(model, batches, layers, needs=NEEDS, options=CalibrationOptions(fisher_labels=labels))
-        for labels, batches in (
-            ("mc", [batch_of(EXAMPLES)]),
-            ("mc", [batch_of([example]) for example in EXAMPLES]),
-            ("empirical", [batch_of(EXAMPLES)]),
-        )
-    )
-    assert_same(drawn, one_by_one)
-    for name in layers:
-        assert drawn[name].num_tokens == true[name].num_tokens
-        assert torch.equal(drawn[name].cross, true[name].cross)
-        assert torch.equal(drawn[name].input_square, true[name].input_square)
-        assert not torch.allclose(drawn[name].error_square, true[name].error_square)
-
-
 @pytest.mark.parametrize("make", [tiny_bart, tiny_t5])
 def test_each_layer_counts_the_tokens_of_its_own_side(make: Callable[[], nn.Module]) -> None:
     model = make()
@@ -196,7 +171,7 @@ def test_options_about_completions_are_refused_of_a_model_that_completes_nothing
     model, batch = BertForTokenClassification(config), batch_of(EXAMPLES)
     batch["labels"] = torch.where(batch["attention_mask"].bool(), batch["input_ids"] % 3, -100)
     layers = ["bert.encoder.layer.0.attention.self.query"]
-    for options in ({"tokens": "completion"}, {"weighting": "token_sum"}, {"fisher_labels": "mc"}):
+    for options in ({"tokens": "completion"}, {"weighting": "token_sum"}):
         with pytest.raises(ConfigError, match="this BertForTokenClassification is no language model") as caught:
             collect_moments(model, [batch], layers, options=CalibrationOptions(**options))
         assert "\n" not in str(caught.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,22 @@ def test_moments_of_something_else_are_refused(part: str, message: str, written:
     with pytest.raises(ArtifactError, match=message) as caught:
         load_moments(path, MomentsFingerprint.of(model, batches, options))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("labels", ["empirical", "mc"])
+def test_a_file_that_names_the_labels_of_the_fisher_loads_if_they_are_the_datas(labels: str, tmp_path: Path) -> None:
+    """Earlier versions wrote these two options, and their files still load."""
+    model, path = tiny_qwen2(), tmp_path / "moments.safetensors"
+    moments = collect_moments(model, BATCHES, attention_names(model))
+    now = MomentsFingerprint.of(model, BATCHES)
+    save_moments(path, moments, replace(now, options={**now.options, "fisher_labels": labels, "seed": 42}))
+    if labels == "empirical":
+        assert load_moments(path, now).keys() == moments.keys()
+        return
+    for expected in (None, now):
+        with pytest.raises(ArtifactError, match="Moments are of the data's labels, but .* fisher_labels 'mc'") as error:
+            load_moments(path, expected)
+        assert "\n" not in str(error.value)
 
 
 def test_a_weighting_by_its_short_name_is_the_same_moments() -> None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import collect_moments
 from frozencore.calibration.preserve import plain_passes
 from tiny import attention_names, batches_of, draw_examples, tiny_gpt2, tiny_qwen2
@@ -128,12 +127,11 @@ def test_everything_is_as_before(make: Callable[[], nn.Module], ending: str, che
     state, values, states = snapshot(model), tensors(model), random_states()
     data, error = ENDINGS[ending]
     batches = data(model)
-    options = CalibrationOptions(fisher_labels="mc")
     if error is None:
-        collect_moments(model, batches, names, options=options)
+        collect_moments(model, batches, names)
     else:
         with pytest.raises(error, match="in the middle"):
-            collect_moments(model, batches, names, options=options)
+            collect_moments(model, batches, names)
         batches.close()
     after = random_states()
     assert after[0] == states[0]

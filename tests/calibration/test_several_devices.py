@@ -63,7 +63,6 @@ def test_bases_are_those_of_one_device(
     [
         lambda: {"memory_budget": "1MiB"},
         lambda: {"options": CalibrationOptions("completion")},
-        lambda: {"options": CalibrationOptions(fisher_labels="mc")},
     ],
 )
 def test_budgets_and_options_work_on_several_devices(make: Callable[[], dict], device: str) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from frozencore import CalibrationOptions, FrozenCoreConfig, calibrate, frozen_core_layers
+from frozencore import FrozenCoreConfig, calibrate, frozen_core_layers
 from frozencore.adapter.bases.passes import BasisWork
 from frozencore.calibration.layer_owners import assign_owners
 from frozencore.calibration.taps import CalibrationPass
@@ -25,9 +25,6 @@ from tiny import Example, batches_of, draw_examples, tiny_qwen2
 
 EXAMPLES = draw_examples(num_examples=12, seed=5)
 CONSTRUCTORS = ("fcca", "rawgrad", "signgrad", "filora", "eva", "lora_xs", "random")
-
-
-DRAWN = CalibrationOptions(fisher_labels="mc", seed=3)
 
 
 def adapted(constructor: str, **options: Any) -> torch.nn.Module:
@@ -87,7 +84,7 @@ def costs(batches: list[dict[str, torch.Tensor]]) -> dict[str, tuple[Any, ...]]:
     model = adapted("fcca")
     layers = frozen_core_layers(model, "default")
     work = BasisWork(model, "default", model.peft_config["default"], layers, {}, lambda *_: None)
-    return {name: astuple(cost) for name, cost in work.costs(batches, CalibrationOptions()).items()}
+    return {name: astuple(cost) for name, cost in work.costs(batches).items()}
 
 
 def failure(work: Any) -> str:
@@ -112,10 +109,6 @@ def main(out: Path) -> None:
         report[f"{constructor} tokens"] = {name: layer.num_tokens for name, layer in calibration.layers.items()}
         captured = {name: layer.capture for name, layer in calibration.layers.items()}
         report[f"{constructor} J"] = {name: found and found.J for name, found in captured.items()}
-
-    model = adapted("fcca")
-    calibrate(model, batches_of(share, 2), options=DRAWN, progress=False)
-    report["drawn"] = bases(model)
 
     report["costs"] = costs(batches_of(share, 1 + rank))
     report["little room"] = bases_where_one_rank_has_little_room(share)

@@ -70,7 +70,6 @@ def test_without_flags_a_run_is_the_run_of_the_defaults(command: Command, given:
         (["--method", "signgrad", "--initial-step", "0.5"], "core", {"initial_step": 0.5}),
         (["--tokens", "completion", "--skip-first", "2"], "calibration", {"tokens": "completion", "skip_first": 2}),
         (["--weighting", "token"], "calibration", {"weighting": "token_sum"}),
-        (["--fisher-labels", "mc"], "calibration", {"fisher_labels": "mc"}),
         (["--group-size", "5", "--stats-device", "cpu"], "calibration", {"group_size": 5, "stats_device": "cpu"}),
     ],
 )  # fmt: skip

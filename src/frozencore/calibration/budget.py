@@ -104,7 +104,6 @@ def layer_cost(
     num_rows: int,
     itemsize: int = 4,
     in_place: bool = False,
-    keeps_graph: bool = False,
 ) -> LayerCost:
     """Compute upper bounds of one layer's memory.
 
@@ -113,8 +112,6 @@ def layer_cost(
         num_rows: Tokens of the largest batch, padding included.
         itemsize: Bytes of a number in the model; a number in a sum takes at least four.
         in_place: The cross moment is whitened in its own memory.
-        keeps_graph: A second backward pass follows, so the first one frees nothing. The gradients of the
-            block's residual and of layers beside this one then need memory that a plain pass would have freed.
     """
     m, n = shape
     r, e = min(rank, m, n), max(4, itemsize)
@@ -124,7 +121,7 @@ def layer_cost(
     return LayerCost(
         sums=e * (sum(matrices.values()) + vectors),
         waiting=num_rows * n * itemsize,
-        passing=2 * (e + itemsize * keeps_graph) * num_rows * (m + n) + e * matrices.get("input_outer", 0),
+        passing=2 * e * num_rows * (m + n) + e * matrices.get("input_outer", 0),
         building=_building(shape, matrices, r, e) + (0 if in_place else e * m * n) + 64 * r * (m + n),
         basis=4 * r * (m + n),
     )

@@ -1,8 +1,8 @@
 """Collect the moments of a model's layers, with one pass over the examples for each group of layers.
 
-Each batch takes one forward pass, and one backward pass for each kind of labels that the moments need: none, one or
-two. The host finds the counted tokens before the batch goes to the device, and checks for NaN and Inf after the pass,
-so the device is not synchronised in between.
+Each batch takes one forward pass, and one backward pass if a moment needs output errors. The host finds the counted
+tokens before the batch goes to the device, and checks for NaN and Inf after the pass, so the device is not synchronised
+in between.
 """
 
 from __future__ import annotations
@@ -35,16 +35,14 @@ from frozencore.calibration.counted_tokens import (
     has_target_tokens,
     watching_encoder,
 )
-from frozencore.calibration.loss import LossFn, loss_fn_of, losses, with_loss
+from frozencore.calibration.loss import LossFn, loss_fn_of, loss_of, with_loss
 from frozencore.calibration.preserve import preserved
 from frozencore.calibration.recorder import LayerRecorder
 from frozencore.calibration.taps import CalibrationPass, Taps, capturing
 from frozencore.device import sent
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.capture import CAPTURE_NEEDS
-from frozencore.maths.linalg import seeded_generator
 from frozencore.maths.moments import MOMENT_NAMES, LayerMoments, MomentName
-from frozencore.ranks import own_rank
 from frozencore.words import Progress, unknown_name
 
 
@@ -69,8 +67,7 @@ def collect_moments(
             any other input of a model that returns ``loss``.
         layers: Modules with an input (..., n) and an output (..., m): names in ``model``, or a mapping from names
             of your own to modules.
-        needs: The moments to sum. Each batch takes a forward pass; G, d and D also take a backward pass. G together
-            with d or D takes two under ``fisher_labels="mc"``, because G always uses the data's labels.
+        needs: The moments to sum. Each batch takes a forward pass; G, d and D also take a backward pass.
         loss_fn: Replaces the model's own loss; see :func:`frozencore.calibrate`.
 
     Returns:
@@ -131,8 +128,6 @@ def run_pass(
     model: nn.Module, batches: Iterable[Batch], taps: Taps, progress: Progress | None
 ) -> dict[str, LayerRecorder]:
     """Sum over all batches; :func:`frozencore.calibration.preserve.preserved` must have prepared the model."""
-    # Each rank draws labels for its own examples; each pass draws the same labels, so that groups of layers agree.
-    generator = seeded_generator(taps.options.seed, "fisher labels", own_rank())
     any_form = loss_fn_of(taps.options) is not None
     num_examples, total = 0, total_examples(batches, any_form=any_form)
     with watching_encoder(model) as encoder, capturing(taps, encoder) as capture, ExitStack() as watched:
@@ -141,7 +136,7 @@ def run_pass(
         for index, batch in enumerate(batches):
             require_batch(batch, index, any_form=any_form)
             for part in on_each_side(batch, None if any_form else rope_limit(model)):
-                _run_batch(model, part, capture, generator)
+                _run_batch(model, part, capture)
                 capture.finish_batch(index)
             num_examples += num_examples_of(batch)
             if progress:
@@ -152,7 +147,7 @@ def run_pass(
         return capture.recorders
 
 
-def _run_batch(model: nn.Module, batch: Batch, capture: CalibrationPass, generator: torch.Generator) -> None:
+def _run_batch(model: nn.Module, batch: Batch, capture: CalibrationPass) -> None:
     device = next(model.parameters()).device
     as_it_came, batch = batch, mapped(batch, lambda tensor: sent(tensor, device))
     taps = capture.taps
@@ -160,24 +155,20 @@ def _run_batch(model: nn.Module, batch: Batch, capture: CalibrationPass, generat
     if loss_fn is None:
         count_tokens(as_it_came, capture, device)
         offer_example(capture, num_examples_of(batch), lambda alone: model(**_inputs(alone(batch), capture)))
-    if not taps.backward_passes:
+    if not taps.read_errors:
         with torch.no_grad():  # an encoder-decoder needs labels: it makes the decoder's input of them
             if loss_fn is not None:
                 loss_fn(model, batch)
             else:
                 model(**_inputs(batch, capture))
         return
-    coming = losses(model, batch, as_it_came, taps, generator)
-    for number, backward in enumerate(taps.backward_passes, start=1):
-        capture.backward = backward
-        loss = next(coming)
-        if not loss.requires_grad:
-            unused = list(taps.layers)
-            raise CalibrationError(
-                f"The loss does not depend on layer {unused[0]!r} ({len(unused)} in all): the model does not use it."
-            )
-        loss.backward(retain_graph=number < len(taps.backward_passes))
-        del loss
+    loss = loss_of(model, batch, as_it_came, taps)
+    if not loss.requires_grad:
+        unused = list(taps.layers)
+        raise CalibrationError(
+            f"The loss does not depend on layer {unused[0]!r} ({len(unused)} in all): the model does not use it."
+        )
+    loss.backward()
 
 
 def _inputs(batch: Batch, capture: CalibrationPass) -> Batch:

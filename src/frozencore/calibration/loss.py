@@ -1,4 +1,4 @@
-"""The loss of calibration: with the data's labels, with labels drawn from the model, or the user's own.
+"""The loss of calibration, with the data's labels, or the user's own.
 
 Example e with completion tokens C_e:  L = Σ_e (1/|C_e|) Σ_{t ∈ C_e} -log p(token t | tokens before t).
 """
@@ -6,7 +6,7 @@ Example e with completion tokens C_e:  L = Σ_e (1/|C_e|) Σ_{t ∈ C_e} -log p(
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import log_softmax, nll_loss
 
 from frozencore.calibration.batches import Batch, num_examples_of
-from frozencore.calibration.calibration_options import CalibrationOptions, FisherLabels
+from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.counted_tokens import IGNORED, is_encoder_decoder, labels_of, predicted
 from frozencore.calibration.taps import Taps
 from frozencore.device import sent
@@ -25,7 +25,7 @@ from frozencore.errors import CalibrationError, ConfigError
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 """``loss_fn(model, batch)``: one number with a gradient, the mean over the batch's examples."""
-_OF_COMPLETIONS = {"weighting": "example_mean", "fisher_labels": "empirical", "skip_first": 0}
+_OF_COMPLETIONS = {"weighting": "example_mean", "skip_first": 0}
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,7 @@ class Predictions:
     """A model's predictions of the completion tokens of a batch.
 
     Attributes:
-        log_p: Log-probabilities (N x v), in float32 or wider. Two losses share them, because they are the largest
-            tensor of a pass if the vocabulary is large.
+        log_p: Log-probabilities (N x v), in float32 or wider.
         labels: The N tokens of the data.
         num_in_example: The number of completion tokens of each token's example (N).
     """
@@ -67,27 +66,10 @@ class Predictions:
         log_p = log_softmax(logits[rows, positions].to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
         return cls(log_p=log_p, labels=labels, num_in_example=num_in_example)
 
-    def parts(self, count: int) -> list[Predictions]:
-        """Split into equal parts; all parts of the batch have the same labels."""
-        columns = (self.log_p.chunk(count), self.labels.chunk(count), self.num_in_example.chunk(count))
-        return [Predictions(*part) for part in zip(*columns, strict=True)]
-
-    def loss(self, kind: FisherLabels, options: CalibrationOptions, generator: torch.Generator) -> Float[Tensor, ""]:
-        """The loss summed over the batch's examples, with the data's labels or with drawn ones."""
-        labels = self.sampled_labels(generator) if kind == "mc" else self.labels
-        loss_of_token = nll_loss(self.log_p, labels, reduction="none")
+    def loss(self, options: CalibrationOptions) -> Float[Tensor, ""]:
+        """The loss summed over the batch's examples."""
+        loss_of_token = nll_loss(self.log_p, self.labels, reduction="none")
         return (loss_of_token if options.weighting == "token_sum" else loss_of_token / self.num_in_example).sum()
-
-    def sampled_labels(self, generator: torch.Generator) -> Int[Tensor, " N"]:
-        """Draw a label for each prediction from the model's own distribution.
-
-        Random numbers come from the generator on the CPU, so a seed gives the same labels on every device.
-        """
-        cumulated = self.log_p.detach().exp().cumsum_(-1)
-        chance = torch.rand(len(cumulated), 1, generator=generator, dtype=torch.float64)
-        thresholds = chance.to(cumulated.device, cumulated.dtype) * cumulated[:, -1:]
-        found = torch.searchsorted(cumulated, thresholds, right=True).squeeze(1)
-        return found.clamp_max_(cumulated.shape[1] - 1)
 
 
 @dataclass(frozen=True)
@@ -126,10 +108,8 @@ def is_language_model(model: Any) -> bool:
     return can_generate is not None and can_generate()
 
 
-def losses(
-    model: nn.Module, batch: Batch, as_it_came: Batch, taps: Taps, generator: torch.Generator
-) -> Iterator[Tensor]:
-    """Run one forward pass over a batch and yield the loss of each backward pass, summed over the examples.
+def loss_of(model: nn.Module, batch: Batch, as_it_came: Batch, taps: Taps) -> Tensor:
+    """Run one forward pass over a batch and compute its loss, summed over the examples.
 
     Args:
         as_it_came: The batch on its original device.
@@ -145,17 +125,10 @@ def losses(
             raise CalibrationError(
                 f"loss_fn(model, batch) gives one number, the mean over the batch's examples, but {came} came."
             )
-        yield loss.reshape(()) * num_examples_of(batch)
-        return
+        return loss.reshape(()) * num_examples_of(batch)
     if not is_language_model(model):
-        yield _own_loss(model, batch, taps.options)
-        return
-    found = predictions(model, batch, labels_of(as_it_came), taps)
-    for backward in taps.backward_passes[:-1]:
-        yield found.loss(backward.labels, taps.options, generator)
-    last = found.loss(taps.backward_passes[-1].labels, taps.options, generator)
-    del found  # frees the other tensors before the last backward pass
-    yield last
+        return _own_loss(model, batch, taps.options)
+    return predictions(model, batch, labels_of(as_it_came), taps).loss(taps.options)
 
 
 def predictions(model: nn.Module, batch: Batch, labels: Tensor, taps: Taps) -> Predictions:
@@ -172,9 +145,9 @@ def predictions(model: nn.Module, batch: Batch, labels: Tensor, taps: Taps) -> P
 
 
 def _own_loss(model: nn.Module, batch: Batch, options: CalibrationOptions) -> Tensor:
-    if (options.tokens, options.weighting, options.fisher_labels) != ("nonpad", "example_mean", "empirical"):
+    if (options.tokens, options.weighting) != ("nonpad", "example_mean"):
         raise ConfigError(
-            "The calibration options tokens, weighting and fisher_labels are about completion tokens, and this "
+            "The calibration options tokens and weighting are about completion tokens, and this "
             f"{type(model).__name__} is no language model: its own loss is used. Leave them at their defaults."
         )
     labels_of(batch)  # raises a clear error if there are none

@@ -73,13 +73,12 @@ class LayerRecorder:
             self._add(name, value)
 
     def add_error(
-        self, error: Float[Tensor, "N m"], values: Float[Tensor, "N n"] | None, needs: frozenset[MomentName]
+        self, error: Float[Tensor, "N m"], values: Float[Tensor, "N n"], needs: frozenset[MomentName]
     ) -> None:
         """Add output errors; ``values`` are the inputs of the same tokens, for the cross moment."""
         is_finite = finite(error)
         self.error_finite = is_finite if self.error_finite is None else self.error_finite & is_finite
         if "cross" in needs:
-            assert values is not None
             self._add_product("cross", error, values)
         if "error_square" in needs:
             self._add("error_square", square_sum(error))

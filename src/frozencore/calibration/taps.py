@@ -13,19 +13,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from frozencore.calibration.calibration_options import Backward, CalibrationOptions, backward_passes
+from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.counted_tokens import CountedTokens, EncoderSide, RowOrders
 from frozencore.calibration.recorder import FiniteBatches, LayerRecorder, ReadInput
 from frozencore.device import find_device
 from frozencore.errors import CalibrationError
-from frozencore.maths.moments import MomentName
+from frozencore.maths.moments import BACKWARD_MOMENTS, MomentName
 from frozencore.maths.sums import select
 
 OUTPUT_SIDE: frozenset[MomentName] = frozenset({"output_outer", "output_total"})
@@ -39,9 +39,10 @@ class Taps:
     needs: frozenset[MomentName]
     options: CalibrationOptions = field(default_factory=CalibrationOptions)
 
-    @cached_property
-    def backward_passes(self) -> tuple[Backward, ...]:
-        return backward_passes(self.needs, self.options)
+    @property
+    def read_errors(self) -> bool:
+        """Whether a batch takes a backward pass after its forward pass."""
+        return self.options.tokens == "nonzero_delta" or not self.needs.isdisjoint(BACKWARD_MOMENTS)
 
     def recorders(self) -> dict[str, LayerRecorder]:
         """Make new recorders without sums."""
@@ -90,7 +91,6 @@ class CalibrationPass:
 
     Attributes:
         tokens, source_tokens: The counted tokens of the current batch, and the encoder's if the model has one.
-        backward: The current backward pass.
         listens: Whether calls are recorded.
     """
 
@@ -100,7 +100,6 @@ class CalibrationPass:
         self.recorders = taps.recorders()
         self.tokens = self.source_tokens = CountedTokens(None, None)
         self.orders = RowOrders()
-        self.backward = next(iter(taps.backward_passes), Backward("empirical", taps.needs))
         self.listens = True
         self._finite = FiniteBatches()
         self._latest: _Latest | None = None
@@ -145,24 +144,23 @@ class CalibrationPass:
         Args:
             tokens: The counted rows of x.
         """
-        needs, rows, read = self.backward.needs, tokens.rows, None
+        needs, rows = self.taps.needs, tokens.rows
         error = None if delta is None else delta.reshape(-1, delta.shape[-1])
-        if self.backward.counts:  # in the other pass only errors are summed, and zero errors add nothing
-            if tokens.only_nonzero_delta and error is not None:
-                nonzero = error.ne(0).any(1)
-                rows = nonzero.nonzero().squeeze(1) if rows is None else rows[nonzero[rows]]
-            read = self._read_input(x, rows)
-            recorder.add_input(read)
-            if y is not None:
-                recorder.add_output(select(y.reshape(-1, y.shape[-1]), rows), needs)
+        if tokens.only_nonzero_delta and error is not None:
+            nonzero = error.ne(0).any(1)
+            rows = nonzero.nonzero().squeeze(1) if rows is None else rows[nonzero[rows]]
+        read = self._read_input(x, rows)
+        recorder.add_input(read)
+        if y is not None:
+            recorder.add_output(select(y.reshape(-1, y.shape[-1]), rows), needs)
         if error is not None:
-            recorder.add_error(select(error, rows), None if read is None else read.values, needs)
+            recorder.add_error(select(error, rows), read.values, needs)
 
     def _read_input(self, x: Tensor, rows: Tensor | None) -> ReadInput:
         """The input-side sums of one call, computed once for successive layers that read the same tensor."""
         if self._latest is None or self.tokens.only_nonzero_delta or not self._latest.is_of(x):
             values = select(x.reshape(-1, x.shape[-1]), rows)
-            self._latest = _Latest(x, ReadInput.of(values, self.backward.needs))
+            self._latest = _Latest(x, ReadInput.of(values, self.taps.needs))
         return self._latest.read
 
     def forget_batch(self) -> None:
@@ -207,7 +205,7 @@ def capturing(taps: Taps, encoder: EncoderSide | None = None) -> Iterator[Calibr
             capture.orders.see(recorder.name, x, tokens)
             return None
         record = partial(capture.record, recorder, capture.rows_of(recorder.name, x, tokens))
-        if not taps.backward_passes:
+        if not taps.read_errors:
             record(x.detach(), y=y.detach() if keeps_output else None)
             return None
         anchor = anchors.setdefault(y.device, torch.zeros((), device=y.device, requires_grad=True))

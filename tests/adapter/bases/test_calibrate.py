@@ -91,7 +91,7 @@ def test_creating_and_calibrating_leave_every_rng_alone(constructor: str) -> Non
     base = tiny_qwen2()
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
     model = adapted(constructor, model=base, svd_method="randomized")
-    calibrate(model, BATCHES, progress=False, options=CalibrationOptions(fisher_labels="mc"))
+    calibrate(model, BATCHES, progress=False)
     assert random.getstate() == states[0]
     assert np.random.get_state()[1].tolist() == states[1]
     assert torch.equal(torch.get_rng_state(), states[2])

@@ -11,8 +11,7 @@ import torch
 
 import references as ref
 from adapted import BATCHES, EXAMPLES, adapted, cores_of
-from frozencore import CONSTRUCTORS, CalibrationOptions, calibrate
-from frozencore.calibration.calibration_options import FisherLabels
+from frozencore import CONSTRUCTORS, calibrate
 from frozencore.calibration.collect import collect_moments
 from frozencore.maths.moments import MOMENT_NAMES, LayerMoments
 from references import Array, numpy_of
@@ -61,18 +60,11 @@ def test_of_all_constructors_fcca_captures_most(everything: dict[str, LayerMomen
     assert max(total, key=total.__getitem__) == "fcca"
 
 
-@pytest.mark.parametrize("labels", ["empirical", "mc"])
 @pytest.mark.parametrize("constructor", CONSTRUCTORS)
-def test_a_pass_of_its_own_says_it_where_it_sums_g_and_a_and_d_take_no_further_one(
-    constructor: str, labels: FisherLabels
-) -> None:
-    """RawGrad's G is of the data's labels; a d of drawn ones would be a second backward pass for a remark."""
-    options = CalibrationOptions(fisher_labels=labels)
-    calibration = calibrate(
-        adapted(constructor, coordinates="qr", calibrated=False), BATCHES, options=options, progress=False
-    )
-    said = constructor == "fcca" or (constructor in ("rawgrad", "signgrad") and labels == "empirical")
-    assert {layer.capture is not None for layer in calibration.layers.values()} == {said}
+def test_a_pass_that_sums_g_measures_the_captures_too(constructor: str) -> None:
+    calibration = calibrate(adapted(constructor, coordinates="qr", calibrated=False), BATCHES, progress=False)
+    measured = constructor in ("fcca", "rawgrad", "signgrad")
+    assert {layer.capture is not None for layer in calibration.layers.values()} == {measured}
 
 
 def test_a_moment_that_the_constructor_does_not_read_and_nobody_can_fails_no_calibration(

@@ -25,7 +25,7 @@ from frozencore.calibration.budget import (
     memory_bytes,
     plan_passes,
 )
-from frozencore.calibration.calibration_options import CalibrationOptions, backward_passes
+from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import collect_moments, share_of
 from frozencore.calibration.examples import CachedBatches
 from frozencore.calibration.layer_owners import reduce_moments
@@ -97,22 +97,19 @@ class BasisWork:
             size = options.group_size
             return PassPlan(tuple(tuple(names[i : i + size]) for i in range(0, len(names), size)))
         return plan_passes(
-            self.costs(batches, options),
+            self.costs(batches),
             memory_bytes(options.memory_budget),
             group_size=options.group_size,
         )
 
-    def costs(self, batches: Iterable[Batch], of_the_pass: CalibrationOptions) -> dict[str, LayerCost]:
+    def costs(self, batches: Iterable[Batch]) -> dict[str, LayerCost]:
         """The bytes of each layer, equal on all ranks."""
-        needs = self._needs(of_the_pass)
         num_rows = largest_over_ranks(max(map(_num_rows, batches), default=0))
         itemsize = max((p.element_size() for p in self.model.parameters() if p.is_floating_point()), default=4)
         in_place = self.config.metric is not None
-        keeps_graph = len(backward_passes(needs, of_the_pass)) > 1
         costs = {
             name: layer_cost(
-                layer.shape, needs, self._rank(name), num_rows=num_rows, itemsize=itemsize, in_place=in_place,
-                keeps_graph=keeps_graph,
+                layer.shape, self._needs, self._rank(name), num_rows=num_rows, itemsize=itemsize, in_place=in_place
             )
             for name, layer in self.layers.items()
         }  # fmt: skip
@@ -160,19 +157,19 @@ class BasisWork:
         started = time.perf_counter()
         with all_ranks_or_none(), adapters_off(self.model):
             layers = {name: self.layers[name].get_base_layer() for name in group}
-            needs = self._needs(options)
-            moments = collect_moments(self.model, batches, layers, needs=needs, options=options, progress=progress)
+            moments = collect_moments(
+                self.model, batches, layers, needs=self._needs, options=options, progress=progress
+            )
         reduced = reduce_moments(moments, self.owners)
         moments.clear()
         self.collect_s += time.perf_counter() - started
         return reduced
 
-    def _needs(self, options: CalibrationOptions) -> frozenset[MomentName]:
+    @property
+    def _needs(self) -> frozenset[MomentName]:
         """The moments that the constructor reads; with G also a and d, which the captures need."""
         needs = self.config.needs
-        whole = needs | CAPTURE_NEEDS
-        as_many = len(backward_passes(needs, options)) == len(backward_passes(whole, options))
-        return whole if "cross" in needs and as_many else needs
+        return needs | CAPTURE_NEEDS if "cross" in needs else needs
 
     def _rank(self, name: str) -> int:
         return len(self.layers[name].core(self.adapter_name))

@@ -101,8 +101,8 @@ class RunConfig(PlaceConfig, ScoringConfig, RecipeConfig, CalibrationConfig, Bas
 
     @property
     def calibration_options(self) -> CalibrationOptions:
-        """The options of the calibration pass; sampled labels use the run's seed."""
-        return CalibrationOptions(**self.calibration.model_dump(), seed=self.seed, memory_budget=self.memory_budget)
+        """The options of the calibration pass."""
+        return CalibrationOptions(**self.calibration.model_dump(), memory_budget=self.memory_budget)
 
     @property
     def moments_needed(self) -> frozenset[MomentName]:

@@ -55,7 +55,7 @@ class RecipeConfig(AloneConfig):
     accumulation: Annotated[int, Field(ge=1, description="Forward passes in one optimizer step.")] = 8
     seed: Annotated[
         int,
-        Field(ge=0, lt=2**32, description="Seed of calibration rows, row order, drawn labels and random directions."),
+        Field(ge=0, lt=2**32, description="Seed of calibration rows, row order and random directions."),
     ] = 42
     save_steps: Annotated[
         int | None,
