@@ -73,7 +73,6 @@ FLAG_GROUPS = (
     Group(
         "Steps",
         ("learning_rate", "epochs", "batch_size", "accumulation", "warmup", "seed", "slots"),
-        ("padding_free",),
     ),
     Group(
         "Scoring",

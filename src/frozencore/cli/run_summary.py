@@ -107,12 +107,11 @@ def recipe_in_words(num_steps: int, recipe: Mapping[str, Any], num_epochs: int |
         recipe: The recipe in the form of a record.
         num_epochs: The number of epochs to print; None prints none.
     """
-    layout = " without padding" if recipe.get("padding_free") else ""
     epochs = "" if num_epochs is None else f" in {num_of(num_epochs, 'epoch')}"
     at_once, rows = recipe["batch_size"], recipe["batch_size"] * recipe["accumulation"]
     batches = "" if at_once == rows else f", {at_once} at a time"
     return (
-        f"{num_of(num_steps, 'step')} of {num_of(rows, 'row')}{batches}{layout}{epochs}; learning rate "
+        f"{num_of(num_steps, 'step')} of {num_of(rows, 'row')}{batches}{epochs}; learning rate "
         f"{recipe['learning_rate']:g}, warm-up {recipe['warmup']:g} of them."
     )
 

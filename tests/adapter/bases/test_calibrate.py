@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers import DataCollatorWithFlattening
 
 import references as ref
 from adapted import BATCHES, DATA_DRIVEN, EXAMPLES, adapted, cores_of, logits
@@ -408,3 +409,20 @@ def test_the_objective_functions_agree_with_what_was_set(evidence: dict) -> None
     J = captured_correlation(torch.tensor(e.G), torch.tensor(A), torch.tensor(D), basis)
     assert pytest.approx((ref.svd(ref.whitened(e.G, A, D))[1][:3] ** 2).sum(), rel=1e-5) == J
     assert projected_gradient_norm(torch.tensor(e.G), basis) <= np.linalg.norm(ref.svd(e.G)[1][:3])
+
+
+def test_rows_without_padding_give_the_bases_of_the_padded_rows() -> None:
+    """Three rows of different lengths, end to end, as TRL's ``padding_free`` collates them; each token counts alike."""
+    options = CalibrationOptions(weighting="token_sum")
+    padded = batch_of(EXAMPLES[:3])
+    rows = [
+        {name: padded[name][i][padded["attention_mask"][i].bool()].tolist() for name in ("input_ids", "labels")}
+        for i in range(3)
+    ]
+    whole, flat = (adapted("fcca", calibrated=False) for _ in range(2))
+    calibrate(whole, [padded], options=options, progress=False)
+    calibrate(flat, [dict(DataCollatorWithFlattening()(rows))], options=options, progress=False)
+    for one, other in zip(cores_of(whole), cores_of(flat), strict=True):
+        for X, Y in zip(one.factors("default")[:2], other.factors("default")[:2], strict=True):
+            left, right = (torch.linalg.qr(factor.double())[0] for factor in (X, Y))
+            assert float((left @ left.mT - right @ right.mT).norm()) < 1e-4

@@ -20,7 +20,6 @@ from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.rows.token_batches import PaddingCollator, labels_of
 from frozencore.tune.scoring.exact_match import complete
 from frozencore.tune.scoring.score import held_out_loss
-from frozencore.tune.training.batching import lay_end_to_end
 
 PLAIN = (
     "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>\n{% endfor %}"
@@ -230,7 +229,6 @@ def test_loss_and_batches_count_the_turns_alone(
     batch = PaddingCollator(encoder.pad_id)([row, TokenRow("short", [1, 2], 1)])
     assert batch["labels"][0].tolist() == labels[0].tolist()
     assert int((batch["labels"][:, 1:] != -100).sum()) == row.num_targets + 1
-    assert lay_end_to_end([row])["labels"].tolist() == labels.tolist()
 
 
 def test_the_last_turn_is_what_is_generated_and_compared(

@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig
 
 from adapted import adapted
 from frozencore.adapter.layer import FrozenCoreLayer
-from frozencore.errors import ConfigError
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.run.config import RunConfig, make_config
 from frozencore.tune.run.execute import execute
@@ -65,7 +63,6 @@ def test_as_many_go_at_once_as_fit_and_divide_a_step(
     there = int(weights + 2 * room * row_bytes(20, model)) + 1
     monkeypatch.setattr("frozencore.tune.run.training_port.memory_of", lambda device: there)
     assert rows_at_once(rows, 20, model) == at_once
-    assert rows_at_once(rows, 20, model, padding_free=True) <= at_once  # attention runs over all of them
 
 
 def few(**options: object) -> RunConfig:
@@ -86,24 +83,10 @@ def cores(folder: Path) -> dict[str, Tensor]:
 def test_a_run_cut_as_it_fits_is_the_run_of_one_row_after_the_other(tmp_path: Path) -> None:
     fitted = execute(few(batch_size="auto"), tmp_path / "fitted", silent)
     alone = execute(few(), tmp_path / "alone", silent)
-    unpadded = execute(few(batch_size="auto", padding_free=True), tmp_path / "unpadded", silent)
-    for record, batch_size, accumulation in ((fitted, 8, 1), (alone, 1, 8), (unpadded, 8, 1)):
+    for record, batch_size, accumulation in ((fitted, 8, 1), (alone, 1, 8)):
         assert record.resolved is not None
         assert record.resolved.recipe.items() >= {"batch_size": batch_size, "accumulation": accumulation}.items()
-    told = [record.resolved.recipe.get("padding_free") for record in (fitted, alone, unpadded) if record.resolved]
-    assert told == [None, None, True]
     expected = cores(tmp_path / "alone")
-    for record, folder in ((fitted, "fitted"), (unpadded, "unpadded")):
-        assert record.training.losses == pytest.approx(alone.training.losses, rel=1e-5)
-        for name, core in cores(tmp_path / folder).items():
-            torch.testing.assert_close(core, expected[name], rtol=1e-3, atol=1e-5)
-
-
-def test_a_model_that_does_not_keep_rows_apart_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_config(BloomConfig(vocab_size=869, hidden_size=16, n_layer=1, n_head=2))
-    model.save_pretrained(tmp_path / "bloom")
-    AutoTokenizer.from_pretrained(pocket_model_path()).save_pretrained(tmp_path / "bloom")
-    config = few(padding_free=True).model_copy(update={"model": str(tmp_path / "bloom")})
-    with pytest.raises(ConfigError, match="Leave --padding-free out"):
-        execute(config, tmp_path / "run", silent)
-    assert not (tmp_path / "run").exists()
+    assert fitted.training.losses == pytest.approx(alone.training.losses, rel=1e-5)
+    for name, core in cores(tmp_path / "fitted").items():
+        torch.testing.assert_close(core, expected[name], rtol=1e-3, atol=1e-5)

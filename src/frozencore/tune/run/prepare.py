@@ -18,7 +18,6 @@ from frozencore.tune.run.models import load_model
 from frozencore.tune.run.read_rows import TOO_LONG, prepare_rows
 from frozencore.tune.run.row_sets import RowCache, RunRows
 from frozencore.tune.scoring import Prediction, TaskScore
-from frozencore.tune.training.batching import require_rows_apart
 from frozencore.words import Progress, num_of
 
 CALIBRATION_BATCH = 8
@@ -64,8 +63,6 @@ def prepare(
     """
     progress("load", 0, None, config.model)
     base = base or Base(*load_model(config.model, dtype=config.dtype, device=config.device))
-    if config.padding_free:
-        require_rows_apart(base.model)
     limit = context_limit(base.model, base.tokenizer)
     encoder = PromptEncoder(
         base.tokenizer,

@@ -39,11 +39,10 @@ def recipe_of(config: RunConfig, rows: RunRows, model: nn.Module) -> Recipe:
         model: Determines how many rows fit at once, if the batch size is ``auto``.
     """
     batch_size, accumulation, pass_tokens = config.batch_size, config.accumulation, None
-    laid_out = config.padding_free
     if batch_size == "auto":
         longest = max(row.num_tokens for row in rows.train)
-        pass_tokens = None if laid_out else pass_tokens_of(model)
-        batch_size = rows_at_once(config.rows_a_step, longest, model, padding_free=laid_out)
+        pass_tokens = pass_tokens_of(model)
+        batch_size = rows_at_once(config.rows_a_step, longest, model)
         accumulation = config.rows_a_step // batch_size
     return Recipe(
         learning_rate=config.resolved_learning_rate,
@@ -53,7 +52,6 @@ def recipe_of(config: RunConfig, rows: RunRows, model: nn.Module) -> Recipe:
         accumulation=accumulation,
         seed=config.seed,
         pass_tokens=pass_tokens,
-        padding_free=laid_out,
     )
 
 
@@ -61,7 +59,7 @@ SHARE_OF_MEMORY = 0.5  # of the memory beside the weights; the rest is for fragm
 LOGIT_BYTES = 12  # per token and vocabulary entry: logits, in float32, and their gradient
 
 
-def rows_at_once(rows_a_step: int, longest: int, model: Any, *, padding_free: bool = False) -> int:
+def rows_at_once(rows_a_step: int, longest: int, model: Any) -> int:
     """The largest divisor of a step's rows that fits into the memory of the model's device, if all are the longest row.
 
     It uses the device's total memory, not the free memory, so that a resumed run splits its steps as before.
@@ -69,15 +67,11 @@ def rows_at_once(rows_a_step: int, longest: int, model: Any, *, padding_free: bo
     Args:
         longest: Tokens of the longest training row.
         model: A model of transformers, adapted or not.
-        padding_free: The rows are joined end to end into one row, with attention over all of it.
     """
     weights = sum(parameter.nbytes for parameter in model.parameters())
     there = SHARE_OF_MEMORY * (memory_of(next(model.parameters()).device) - weights)
-
-    def of(rows: int) -> int:
-        return row_bytes(rows * longest, model) if padding_free else rows * row_bytes(longest, model)
-
-    return next((n for n in range(rows_a_step, 1, -1) if rows_a_step % n == 0 and of(n) <= there), 1)
+    fitting = there // row_bytes(longest, model)
+    return next((n for n in range(rows_a_step, 1, -1) if rows_a_step % n == 0 and n <= fitting), 1)
 
 
 def row_bytes(length: int, model: Any) -> int:

@@ -1,4 +1,4 @@
-"""Make batches of training rows: grouped by length, joined end to end, or filled up for several processes.
+"""Make batches of training rows: grouped by length, or filled up for several processes.
 
 A step is the same except for rounding: the same rows, and the mean loss over all their completion tokens.
 """
@@ -7,21 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
-import torch
-from torch import nn
 from torch.utils.data import Sampler
 
-from frozencore.adapter.packed_rows import keeps_rows_apart
 from frozencore.calibration.batches import on_one_side
-from frozencore.calibration.counted_tokens import IGNORED
-from frozencore.errors import ConfigError
 from frozencore.ranks import num_ranks
 from frozencore.tune.rows import TokenRow
-from frozencore.tune.rows.token_batches import PaddingCollator, labels_of
-from frozencore.tune.scoring.forward import forward_accepts
+from frozencore.tune.rows.token_batches import PaddingCollator
 from frozencore.tune.training.recipe import Recipe
 
 WITHOUT_LOSS = TokenRow("", [0], 1)
@@ -59,35 +53,6 @@ class RowOrder(Sampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """Called before each epoch."""
         self._epoch = epoch
-
-
-def lay_end_to_end(rows: Sequence[TokenRow]) -> dict[str, Any]:
-    """Join rows into ``input_ids``, ``position_ids`` and ``labels``, each (1, tokens of all rows).
-
-    The cache is off, because with it transformers ignores the positions. Labels are -100 on prompts and on each row's
-    first token, which nothing predicts.
-    """
-    labels = ([IGNORED, *labels_of(row)[1:]] for row in rows)
-    return {
-        "input_ids": torch.tensor([list(chain.from_iterable(row.input_ids for row in rows))]),
-        "position_ids": torch.tensor([list(chain.from_iterable(range(len(row.input_ids)) for row in rows))]),
-        "labels": torch.tensor([list(chain.from_iterable(labels))]),
-        "use_cache": False,
-    }
-
-
-def require_rows_apart(model: nn.Module) -> None:
-    """Check that the model computes rows joined end to end as if each came alone.
-
-    Raises:
-        ConfigError: It does not.
-    """
-    knows = forward_accepts(model, "position_ids", "use_cache")
-    if not knows or not keeps_rows_apart(model):
-        raise ConfigError(
-            "padding_free needs a model that keeps rows apart by their position_ids, but in this one rows see one "
-            "another, or it counts positions by itself. Leave --padding-free out."
-        )
 
 
 GROUPS = "groups"
@@ -156,6 +121,6 @@ def collator_of(
 ) -> RowCollator:
     """The function that makes rows a batch, or cuts a step into groups no larger than the recipe's batches."""
     if not grouped:
-        return lay_end_to_end if recipe.padding_free else PaddingCollator(pad_id)
+        return PaddingCollator(pad_id)
     most_tokens = recipe.batch_size * max(len(row.input_ids) for row in rows)
     return GroupingCollator(pad_id, most_tokens, recipe.pass_tokens or 0, limit)

@@ -44,8 +44,6 @@ class Recipe:
         seed: Seed of the row order.
         pass_tokens: The fixed cost of a pass in tokens. The rows of a step are then grouped by length, each group with
             at most the tokens of ``batch_size`` longest rows. None, or several processes: ``batch_size`` rows in order.
-        padding_free: Join the rows of a forward pass end to end (:mod:`frozencore.tune.training.batching`); not
-            together with ``pass_tokens``.
     """
 
     learning_rate: float
@@ -57,13 +55,11 @@ class Recipe:
     weight_decay: float = 0.0
     seed: int = UNSAID.seed
     pass_tokens: int | None = None
-    padding_free: bool = UNSAID.padding_free
 
     def __post_init__(self) -> None:
         fewest = min(self.epochs, self.batch_size, self.accumulation)
         rules = {
             "pass_tokens must not be negative": (self.pass_tokens or 0) >= 0,
-            "pass_tokens and padding_free exclude each other": self.pass_tokens is None or not self.padding_free,
             "learning_rate must be positive": self.learning_rate > 0,
             "warmup is a share from 0 to 1": 0 <= self.warmup <= 1,
             "epochs, batch_size and accumulation must be at least 1": fewest >= 1,
@@ -91,9 +87,8 @@ class Recipe:
         return replace(self, batch_size=batch_size, accumulation=own // batch_size)
 
     def content(self) -> dict[str, Any]:
-        """The recipe as JSON values by name, for records and checkpoints; unused padding options are left out."""
-        unsaid = (("pass_tokens", None), ("padding_free", False))
-        return {name: value for name, value in asdict(self).items() if (name, value) not in unsaid}
+        """The recipe as JSON values by name, for records and checkpoints; ``pass_tokens`` is left out if it is None."""
+        return {name: value for name, value in asdict(self).items() if (name, value) != ("pass_tokens", None)}
 
     def rate(self, step: int, num_steps: int) -> float:
         """The learning rate of a step, counted from 0: a linear rise, then a cosine to zero. It is never zero."""

@@ -12,13 +12,6 @@ from frozencore.options import FrozenOptions
 class AloneConfig(FrozenOptions):
     """Options that only a run that trains alone can have."""
 
-    padding_free: Annotated[
-        bool,
-        Field(
-            description="Join the rows of a forward pass end to end instead of padding them; no row sees another. "
-            "Faster with attention kernels that know the rows' lengths, and for few short rows."
-        ),
-    ] = False
     report_to: Annotated[
         tuple[Literal["tensorboard", "trackio", "wandb"], ...] | None,
         Field(description="Report losses and scores to tensorboard (in logs/), trackio or wandb."),

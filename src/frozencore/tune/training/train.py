@@ -32,7 +32,6 @@ from frozencore.tune.rows import TokenRow
 from frozencore.tune.training.batching import (
     collator_of,
     filled_up,
-    require_rows_apart,
     without_fillers,
 )
 from frozencore.tune.training.callbacks import LossMonitor, Seal, StateHeld, StopWhenAsked
@@ -126,8 +125,6 @@ def train(
     if not rows:
         raise DataError("Training needs at least one row, got none.")
     require_float32(model)
-    if recipe.padding_free:
-        require_rows_apart(model)
     kept = require_own_parameters(model)
     if checkpoint_steps is not None and checkpoint_steps < 1:
         raise ConfigError(

@@ -204,8 +204,8 @@ def test_what_a_tenant_is_called_and_where_its_rows_are_is_checked(tenants: Path
 def test_options_that_make_no_sense_for_tenants_are_refused(tenants: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'lora' trains others"):
         execute_many(config_of(tenants, method="lora"), tmp_path, silent)
-    with pytest.raises(ConfigError, match="^--padding-free is for a run that trains alone, but tenants"):
-        execute_many(config_of(tenants, padding_free=True), tmp_path, silent)
+    with pytest.raises(ConfigError, match="^--report-to is for a run that trains alone, but tenants"):
+        execute_many(config_of(tenants, report_to=("tensorboard",)), tmp_path, silent)
 
 
 def test_one_that_diverges_is_said_to_and_the_others_end(command, tenants: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
