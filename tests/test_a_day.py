@@ -144,10 +144,6 @@ def test_a_day_of_forty_steps(model: str, tmp_path: Path) -> None:
     day.do(f"tune --model pocket --data cats:train {few} --out runs/split", "must hold text", status=2)
     day.do(f"tune --model pocket --data cats:train --skip-bad {few} --out runs/split", "1 left out")
 
-    day.write("texts.jsonl", [{"text": f"Tom has {i} cats . " * (1 + i % 5)} for i in range(60)])
-    day.do(f"tune --model pocket --data texts.jsonl {few} --packing --max-length 32 --out runs/texts", "are packed to")
-    day.do(f"tune --model pocket --data rows.jsonl {few} --packing --out runs/x", "is for rows of text", status=2)
-
     # Other ways to train
     day.do(f"tune --model pocket --data rows.jsonl {few} --method lora --out runs/lora", "lora on rows.jsonl")
     patient = f"{few} --epochs 9 --select-checkpoint 2 --patience 1"

@@ -62,7 +62,7 @@ FLAG_GROUPS = (
             "skip_long",
             "num_train",
         ),
-        ("num_evaluation", "loss_on", "data_root", "skip_bad", "packing", "prompt_style", "prompt_date"),
+        ("num_evaluation", "loss_on", "data_root", "skip_bad", "prompt_style", "prompt_date"),
     ),
     Group(
         "Method",

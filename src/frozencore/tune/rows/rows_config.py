@@ -47,13 +47,6 @@ class OwnRowsConfig(FrozenOptions):
             description="Leave out rows of --data with a missing or empty column; print their number and the reason."
         ),
     ] = False
-    packing: Annotated[
-        bool,
-        Field(
-            description="Concatenate texts, each with its end token, to rows of --max-length tokens. Texts in a row "
-            "see one another, and a text may continue in the next row."
-        ),
-    ] = False
 
 
 class RowsConfig(OwnRowsConfig):
@@ -107,8 +100,6 @@ class RowsConfig(OwnRowsConfig):
         if self.task is not None:
             for name in self.given(OwnRowsConfig.model_fields):
                 raise ConfigError(f"{flag_of(name)} is for your own rows (--data), but a task came. Leave one out.")
-        if self.packing and (self.truncate or self.skip_long):
-            raise ConfigError("Packed texts may be of any length: leave --truncate and --skip-long out.")
         if self.data is not None:
             sources_of(self.data)
         return self

@@ -1,11 +1,10 @@
-"""Arrange token rows in padded batches, in groups that fit in memory, or packed into rows of one length."""
+"""Arrange token rows in padded batches, in groups that fit in memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Literal
 
 import torch
@@ -56,18 +55,6 @@ def pad(sequences: Sequence[Sequence[int]], pad_id: int, *, side: Literal["left"
     tokens = [torch.tensor(ids, dtype=torch.long) for ids in sequences]
     padded = pad_sequence(tokens, batch_first=True, padding_value=pad_id, padding_side=side)
     return padded, pad_sequence([torch.ones_like(ids) for ids in tokens], batch_first=True, padding_side=side)
-
-
-def pack(documents: Sequence[TokenRow], length: int) -> list[TokenRow]:
-    """Concatenate documents, each with its start and end tokens, and cut them to rows of ``length`` tokens.
-
-    There is no padding; only a single last token is left out. A document may continue in the next row, and the
-    documents of a row see one another. The loss is on every token after the first of its row. Ids are ``packed-1``,
-    ``packed-2``, ...
-    """
-    stream = list(chain.from_iterable(document.input_ids for document in documents))
-    cut = [stream[start : start + length] for start in range(0, len(stream), length)]
-    return [TokenRow(f"packed-{number}", ids, 0) for number, ids in enumerate(cut, start=1) if len(ids) > 1]
 
 
 def score_in_groups(

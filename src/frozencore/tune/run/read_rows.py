@@ -12,7 +12,6 @@ from frozencore.tune.rows import Example, TextRow, TokenRow
 from frozencore.tune.rows.own_rows import read_rows
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.rows.row_sources import Data, named, sources_of
-from frozencore.tune.rows.token_batches import pack
 from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.record_parts import ReadRows, SourceRows
 from frozencore.tune.run.row_sets import RowCache, RunRows, ScoredRows
@@ -137,24 +136,15 @@ def _own_rows(config: RunConfig, data: Data, encoder: PromptEncoder) -> RunRows:
         read_rows(source, encoder, config.columns, skip_bad=config.skip_bad, prefix=prefix)
         for source, prefix in zip(sources, prefixes, strict=True)
     ]
-    parts = [own.texts if config.packing else fitting.texts(own.texts) for own in read]
+    parts = [fitting.texts(own.texts) for own in read]
     texts = [text for part in parts for text in part]
     given = None
     if config.eval_data is not None:
         given = read_rows(config.eval_data, encoder, config.columns, skip_bad=config.skip_bad)
     every = [*read, *([] if given is None else [given])]
     forms = {own.columns for own in every}
-    if config.packing and forms != {("text",)}:
-        others = " and ".join(dict.fromkeys(column for form in forms for column in form if form != ("text",)))
-        raise ConfigError(
-            f"--packing is for rows of text, but {config.learns} has {others}: a prompt would be trained on. "
-            "Leave it out."
-        )
     if config.loss_on == "all" and not any(text.turns for text in texts):
         raise ConfigError(f"--loss-on all is about conversations, but {config.learns} holds none. Leave it out.")
-
-    def encode(rows: Sequence[TextRow]) -> list[TokenRow]:
-        return pack(encoder.whole_rows(rows), encoder.max_length) if config.packing else encoder.training_rows(rows)
 
     unused: Counter[str] = Counter()
     for own in read:
@@ -163,7 +153,7 @@ def _own_rows(config: RunConfig, data: Data, encoder: PromptEncoder) -> RunRows:
     if given is None:
         train, held_out = _hold_out(texts, config.num_evaluation or _share_of(texts))
     else:
-        fitting_too = given.texts if config.packing else fitting.texts(given.texts)
+        fitting_too = fitting.texts(given.texts)
         held_out = fitting_too[: config.num_evaluation]
         unused |= {f"{why} (--eval-data)": count for why, count in given.bad.items()}
         unused["too long (--eval-data)"] = len(given.texts) - len(fitting_too)
@@ -183,17 +173,14 @@ def _own_rows(config: RunConfig, data: Data, encoder: PromptEncoder) -> RunRows:
         )
     unused["beyond --num-train"] = max(0, len(train) - (config.num_train or len(train)))
     train = train[: config.num_train]
-    rows, scored = encode(train), encode(held_out)
+    rows, scored = encoder.training_rows(train), encoder.training_rows(held_out)
     calibrate = _rows_of_calibration_task(config, encoder, RowCache())
     if calibrate is None:
-        among: Sequence[TextRow | TokenRow] = rows if config.packing else train
-        chosen = sorted(range(len(among)), key=lambda i: draw_rank(among[i], config.seed + 1))[
-            : config.calibration_size
-        ]
-        calibrate = [rows[i] for i in chosen]
+        drawn = sorted(range(len(train)), key=lambda i: draw_rank(train[i], config.seed + 1))
+        calibrate = [rows[i] for i in drawn[: config.calibration_size]]
     chooses = config.select_checkpoint != "none"
     compares = config.exact_match == "yes" or (config.exact_match == "auto" and are_short(scored))
-    validation = ScoredRows((), encode(validated)) if chooses else None
+    validation = ScoredRows((), encoder.training_rows(validated)) if chooses else None
     several = [
         SourceRows(source=source, read=own.num_read, drawn=len(part))
         for source, own, part in zip(sources, read, parts, strict=True)
@@ -204,7 +191,6 @@ def _own_rows(config: RunConfig, data: Data, encoder: PromptEncoder) -> RunRows:
         left_out={why: count for why, count in unused.items() if count},
         unused_columns=tuple(dict.fromkeys(column for own in every for column in own.unused)),
         changed=Counter(what for own in every for text in own.texts for what in text.changed),
-        packed=len(rows) if config.packing else None,
         sources=tuple(several) if len(several) > 1 else (),
         held_out_from=None if config.eval_data is None else named(config.eval_data),
     )

@@ -87,7 +87,6 @@ class ReadRows(Part):
         read, columns, left_out: The number of rows, the columns, and the number of unused rows by reason.
         unused_columns: The columns that are not read.
         changed: The number of rows whose text was changed, by what was changed.
-        packed: The number of rows that training texts were packed into; missing without packing.
         sources: The result of each of several sources.
         held_out_from: The source of the held-out rows (``eval_data``); missing if they are a part of ``read``.
     """
@@ -97,7 +96,6 @@ class ReadRows(Part):
     left_out: dict[str, Count] = {}
     unused_columns: tuple[str, ...] = ()
     changed: dict[str, Count] = {}
-    packed: Count | None = None
     sources: tuple[SourceRows, ...] = ()
     held_out_from: str | None = None
 
@@ -107,8 +105,7 @@ class ReadRows(Part):
         if self.read is None:
             return f"Rows of the task: {why}."
         columns = " and ".join(self.columns)
-        packed = "" if self.packed is None else f"; those to train on are packed to {self.packed:,}"
-        said = f"Read {num_of(self.read, 'row')} by {columns}; {why or 'none left out'}{packed}."
+        said = f"Read {num_of(self.read, 'row')} by {columns}; {why or 'none left out'}."
         each = "; ".join(f"{one.source}: {one.drawn:,} of {num_of(one.read, 'row')}" for one in self.sources)
         other = "" if self.held_out_from is None else f" Held-out rows are those of {self.held_out_from}."
         return f"{said}{f' {each}.' if each else ''}{''.join(f' {line}.' for line in self.not_as_given)}{other}"
