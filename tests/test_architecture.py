@@ -15,14 +15,15 @@ MOST_FLOORS = 9
 
 
 def room_of(module: str) -> str:
-    """The folder of a module. Single files are the ground floor, except the public names and the command's start."""
+    """The folder of a module; single files of the library are the ground floor, except its names and its command."""
     package, *inside = module.split(".")
     if not inside or inside[0] == "public":
         return f"{package}: public names"
     if inside[0] == "__main__":
         return f"{package}.cli"
     source = next(source for source in SOURCES if source.name == package)
-    return f"{package}.{inside[0]}" if (source / inside[0]).is_dir() else "ground floor"
+    is_room = (source / inside[0]).is_dir() or source != SOURCES[0]
+    return f"{package}.{inside[0]}" if is_room else "ground floor"
 
 
 def imports_of(file: Path) -> Iterator[str]:
