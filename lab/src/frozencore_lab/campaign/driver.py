@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from frozencore.errors import ArtifactError
@@ -121,8 +122,14 @@ class _Driver:
 
     def _record_death(self, job: Job, known: str) -> None:
         self.deaths[job.id] += 1
-        if self.deaths[job.id] >= MOST_DEATHS:
-            message = f"{MOST_DEATHS} workers died in this run: killed from outside, or out of memory"
+        if self.deaths[job.id] < MOST_DEATHS:
+            return
+        message = f"{MOST_DEATHS} workers died in this run: killed from outside, or out of memory"
+        with ExitStack() as held:
+            try:
+                held.enter_context(self.store.locked(f"run-{job.id}", wait=False))
+            except ArtifactError:
+                return  # another process makes this run now, in the folder that a failure removes
             self.store.fail(job.id, Failure(reason="worker died", message=message, config=job.resolved), known)
 
 

@@ -223,6 +223,9 @@ def test_one_that_diverges_is_said_to_and_the_others_end(command, tenants: Path,
         assert (tmp_path / "out" / name / "last-good-adapter" / "adapter_model.safetensors").is_file()
         assert f"{name}: Training diverged" in out
     assert isinstance(Failure.model_validate(failure), Failure)
+    assert tune_many("--method", "random")[0] == 0
+    for name in SIZES:  # nothing of the failure stays beside the record
+        assert {path.name for path in (tmp_path / "out" / name).iterdir()} == {"adapter", "result.json"}
 
 
 def test_the_command_shows_what_each_tenant_was_worth(command, tenants: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

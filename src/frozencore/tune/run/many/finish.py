@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -88,6 +89,8 @@ class Finisher:
         calibration = calibrated_on(common.config, common.prepared, common.calibration)
         write_model_card(folder / ADAPTER, calibration=calibration, scores=headline(score))
         write_json(folder / RECORD, record.content())
+        (folder / FAILURE).unlink(missing_ok=True)  # of an earlier run into this folder
+        shutil.rmtree(folder / LAST_GOOD, ignore_errors=True)
         return record
 
     def _fail(self, name: str, trained: Trained, why: str) -> Failure:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from frozencore.errors import ConfigError, FrozenCoreError, TrainingError
+from frozencore.files.whole_file import whole_folder
 from frozencore.ranks import num_ranks, own_rank, spread
 from frozencore.tune.run.adapt import on_named_basis
 from frozencore.tune.run.config import RunConfig
@@ -126,10 +127,12 @@ class ShareFolders:
 
     def make(self) -> None:
         """Make all folders in the first process, so that their number is known from the start."""
-        if self._rank > 0:
+        begun = self._out / CHECKPOINTS
+        if self._rank > 0 or self._size == 1 or begun.is_dir():
             return
-        for rank in range(1, self._size):
-            self._of(rank).mkdir(parents=True, exist_ok=True)
+        with whole_folder(begun, overwrite=None) as folder:  # a kill leaves all of them or none
+            for rank in range(1, self._size):
+                (folder / self._of(rank).name).mkdir()
 
     @property
     def own(self) -> Path:
