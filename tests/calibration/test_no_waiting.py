@@ -47,7 +47,7 @@ def test_flags_that_wait_name_the_first_batch_and_the_layer_that_met_it_first() 
     """As they would on a device, where they are looked at together."""
 
     def recorder(name: str, fine: bool) -> LayerRecorder:
-        found = LayerRecorder(name, None, None)
+        found = LayerRecorder(name, None)
         found.input_finite, found.error_finite = torch.tensor(fine), torch.tensor(True)
         return found
 

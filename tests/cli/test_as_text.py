@@ -8,6 +8,8 @@ import html.parser
 import io
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from rich.console import Console, Group, RenderableType
@@ -20,6 +22,7 @@ from frozencore.cli import console as our_console
 from frozencore.cli.console import PlainConsole
 from frozencore.cli.display import StageDisplay
 from frozencore_lab.campaign.results import FinalRun
+from frozencore_lab.campaign.spec import Campaign
 from frozencore_lab.reports.document import Document, Section
 from frozencore_lab.reports.document import Table as ReportTable
 from frozencore_lab.reports.sheet import (
@@ -37,6 +40,7 @@ from frozencore_lab.reports.sheet import (
 from frozencore_lab.reports.tables.comparison import read_task_means
 from frozencore_lab.reports.writing import document_page
 
+NO_RESULTS = cast(Any, SimpleNamespace(studies=(), campaign=Campaign.model_construct()))
 PACKAGES = [Path(package.__file__).parent for package in (frozencore, frozencore_lab)]
 HOSTILE = [
     "[/x]",
@@ -163,7 +167,7 @@ def test_a_text_in_html_makes_no_tag(text: str) -> None:
     for page, value in ((plain, "x"), (hostile, text)):
         table = ReportTable(sheet_of(value), remark=value)
         section = Section("section", value, value, (), (table,), (table,), headlines=(value,))
-        page.feed(document_page(Document(value, value, (), (section,)), Path()))
+        page.feed(document_page(Document(value, value, NO_RESULTS, (section,)), Path()))
     assert hostile.tags == plain.tags
     assert text in hostile.data
 

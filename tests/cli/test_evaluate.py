@@ -12,6 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from frozencore.tune.pocket import pocket_model_path
+from frozencore.tune.suite import find_task
+from harness_tasks import export_tasks
 
 POCKET = ["--model", str(pocket_model_path())]
 
@@ -136,19 +138,9 @@ def test_tasks_are_listed_and_shown_with_what_carries_loss(command) -> None:  # 
     assert "must be from 0 to" in command("tasks", "show", "pocket-math", "--row", "99999")[2]
 
 
-def test_tasks_are_exported_for_the_harness(command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    words = ["tasks", "export", tmp_path / "t", "--task", "pocket-math", "--num-evaluation", "3"]
-    status, out, _ = command(*words, "--to", "lm-eval")
-    assert status == 0
-    assert "--tasks frozencore_pocket-math" in out
-    names = sorted(path.name for path in (tmp_path / "t").iterdir())
-    assert names == ["frozencore_tasks.py", "pocket-math.jsonl", "pocket-math.yaml"]
-    assert command(*words, "--to", "openai")[0] == 2
-
-
 def test_harness_tasks_stand_in_the_same_table(command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     pytest.importorskip("lm_eval")
-    command("tasks", "export", tmp_path / "t", "--task", "pocket-entailment", "--num-evaluation", "6")
+    export_tasks([find_task("pocket-entailment")], tmp_path / "t", num_evaluation=6)
     words = ["--lm-eval", "frozencore_pocket-entailment", "--include-path", tmp_path / "t", "--num-evaluation", "6"]
     status, out, _ = command("evaluate", *POCKET, *words, "--task", "pocket-entailment", "--out", tmp_path / "e")
     assert status == 0

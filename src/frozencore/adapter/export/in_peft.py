@@ -30,9 +30,10 @@ def without_weights(model: nn.Module) -> nn.Module:
     tensors = [*model.parameters(), *model.buffers()]
     memo: dict[int, Any] = {id(X): nn.Parameter(X.detach().to("meta"), requires_grad=False) for X in tensors}
     copied = copy.deepcopy(model, memo)
-    for name, module in list(copied.named_modules()):
-        base = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
-        if is_linear(base) and not isinstance(base, nn.Linear | Conv1D):
+    for (name, module), own in zip(list(copied.named_modules()), model.modules(), strict=True):
+        base, of_model = (one.get_base_layer() if isinstance(one, BaseTunerLayer) else one for one in (module, own))
+        is_plain = isinstance(base, nn.Linear | Conv1D) and type(of_model.weight) is nn.Parameter  # 4-bit: a subclass
+        if is_linear(base) and not is_plain:
             m, n = layer_shape(base)
             base = nn.Linear(n, m, device="meta")
         if base is not module:
