@@ -26,7 +26,7 @@ test-newest test-oldest: test-%: .%/.installed
 	.$*/bin/python -m pytest -n 2
 
 # The shipped campaigns whose tasks need no data, on the pocket model: no cell of their reports may be empty.
-rehearse: $(VENV)/.installed
+rehearse: $(VENV)/.installed-dev
 	$(BIN)/frozencore campaign rehearse lab/campaigns/demo.yaml
 
 test-slow: $(VENV)/.installed-dev
