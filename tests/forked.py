@@ -93,6 +93,8 @@ def script(path: Path, *words: object) -> Callable[[], object]:
     def run() -> None:
         sys.argv = [str(path), *map(str, words)]
         sys.path.insert(0, str(path.parent))
+        for neighbour in path.parent.glob("*.py"):  # a folder of tests may bear the name of a module beside the script
+            sys.modules.pop(neighbour.stem, None)
         runpy.run_path(str(path), run_name="__main__")
 
     return run
