@@ -56,7 +56,7 @@ def read(tmp_path: Path, text: str) -> object:
         ),
         (HEAD + AXES + "    report: {rows: [rank]}\n", "no axis of this study 'rank'"),
         (HEAD + AXES + "    variants: {small: {method: fcca, rank: 4}}\n", "small is no value of the axis method"),
-        (HEAD + AXES + "    variants: {fcca: {method: fcca}}\n", "A variant cannot be called fcca, which is a method"),
+        (HEAD + AXES + "    variants: {fcca: {method: eva}}\n", "variant fcca is of eva, but fcca is a method"),
         (HEAD + WITH_VARIANT + "    variants: {small: {rank: 4}}\n", "variant small does not say which method it is"),
         (HEAD + WITH_VARIANT + "    variants: {small: {method: fcca, seed: 1}}\n", "gives seed, which is an axis"),
         (HEAD + WITH_VARIANT + "    variants: {small: {method: fcca, rnak: 4}}\n", "line 7.*Did you mean 'rank'"),

@@ -77,7 +77,7 @@ FLAG_GROUPS = (
     Group(
         "Scoring",
         ("select_checkpoint", "patience", "samples", "exact_match"),
-        ("evaluate_on", "select_by", "max_new_tokens", "forgetting", "paper_steps"),
+        ("evaluate_on", "select_by", "max_new_tokens", "forgetting", "paper_steps", "rows_by_seed"),
     ),
     Group(
         "Output",

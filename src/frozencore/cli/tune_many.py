@@ -23,7 +23,7 @@ from frozencore.words import bytes_in_words
 if TYPE_CHECKING:
     from frozencore.tune.run.record import Failure, TunedRecord
 
-_OF_TASKS = {"task", "data_root", "paper_steps"}
+_OF_TASKS = {"task", "data_root", "paper_steps", "rows_by_seed"}
 _CHOOSES_A_STEP = {"select_checkpoint", "patience"}
 NOT_OF_MANY = (ScoringConfig.model_fields.keys() - _CHOOSES_A_STEP) | OF_ONE_TRAINING | _OF_TASKS
 TENANTS = "Folder with a row file (as for `tune --data`) for each tenant, named after it; or a YAML file 'name: file'."

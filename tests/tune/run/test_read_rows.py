@@ -43,6 +43,17 @@ def test_trials_hold_out_a_tenth_where_final_runs_train_on_all_rows(encoder: Pro
     assert prepare_rows(trial, encoder).fingerprints == prepare_rows(plain, encoder).fingerprints
 
 
+def test_rows_by_seed_vary_with_the_seed_and_are_otherwise_the_same(encoder: PromptEncoder, tmp_path: Path) -> None:
+    task = write_task(tmp_path, num_train=40)
+    few = {"task": task, "num_train": 8, "num_evaluation": 2}
+    fixed = [prepare_rows(config_of(**few, seed=seed), encoder).fingerprints for seed in (1, 2)]
+    drawn = [prepare_rows(config_of(**few, seed=seed, rows_by_seed=True), encoder).fingerprints for seed in (1, 2, 2)]
+    assert (fixed[0]["train"], fixed[0]["evaluation"]) == (fixed[1]["train"], fixed[1]["evaluation"])
+    assert drawn[0]["train"] != drawn[1]["train"]
+    assert drawn[0]["evaluation"] != drawn[1]["evaluation"]
+    assert drawn[1] == drawn[2]
+
+
 def test_a_task_without_a_row_to_validate_on_says_so(encoder: PromptEncoder, tmp_path: Path) -> None:
     one_row = config_of(task=write_task(tmp_path, num_train=1), evaluate_on="validation")
     with pytest.raises(NoRowsError, match=r"leaves no validation rows beside its 1 to train on\. Give it more"):

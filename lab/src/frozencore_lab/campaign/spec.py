@@ -166,10 +166,10 @@ class Study(_Strict):
         for name, options in self.variants.items():
             if name not in self.axes.get("method", ()):
                 raise ConfigError(f"The variant {name} is no value of the axis method. Name it there too.")
-            if name in METHODS:
-                raise ConfigError(f"A variant cannot be called {name}, which is a method. Give it another name.")
             if "method" not in options:
                 raise ConfigError(f"The variant {name} does not say which method it is: add method: to it.")
+            if name in METHODS and options["method"] != name:
+                raise ConfigError(f"The variant {name} is of {options['method']}, but {name} is a method. Rename it.")
             for axis in self.axes:
                 if axis != "method" and axis in options:
                     raise ConfigError(f"The variant {name} gives {axis}, which is an axis of the study. Leave one out.")

@@ -75,6 +75,13 @@ class RowsConfig(OwnRowsConfig):
             "none, unless the run is scored on validation rows."
         ),
     ] = False
+    rows_by_seed: Annotated[
+        bool,
+        Field(
+            description="Draw a task's training and evaluation rows by --seed, so that seeds differ in their rows too. "
+            "Default: the same rows for every seed."
+        ),
+    ] = False
     max_length: Annotated[
         int | None, Field(ge=2, description="The most tokens of a row. Default: 512, or the model's context if less.")
     ] = None

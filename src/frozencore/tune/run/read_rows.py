@@ -18,7 +18,7 @@ from frozencore.tune.run.row_sets import RowCache, RunRows, ScoredRows
 from frozencore.tune.scoring.exact_match import are_short
 from frozencore.tune.suite import find_task
 from frozencore.tune.tasks import Task
-from frozencore.tune.tasks.splits import TaskSplits, calibration_rows, normalised, split_task
+from frozencore.tune.tasks.splits import SPLIT_SEED, TaskSplits, calibration_rows, normalised, split_task
 
 HELD_OUT_SHARE, HELD_OUT_MOST = 0.1, 500
 TOO_LONG = "too long"
@@ -66,14 +66,16 @@ def _splits_of(
     config: RunConfig, task: str, kept: RowCache, num_train: int | None = None, num_evaluation: int | None = None
 ) -> TaskSplits:
     train_on_all = config.paper_steps and config.evaluate_on == "evaluation"
+    seed = config.seed if config.rows_by_seed else SPLIT_SEED
     return kept.get(
-        (task, num_train, num_evaluation, config.data_root, train_on_all),
+        (task, num_train, num_evaluation, config.data_root, train_on_all, seed),
         lambda: split_task(
             find_task(task),
             config.data_root,
             num_train=num_train,
             num_evaluation=num_evaluation,
             train_on_all=train_on_all,
+            seed=seed,
         ),
         lambda splits: len(splits.train) + len(splits.validation) + len(splits.evaluation),
     )
