@@ -12,7 +12,7 @@ from torch import nn
 from all_logits import tiny_all_logits
 from frozencore.errors import DataError, ModelError
 from frozencore.tune.rows import TokenRow
-from frozencore.tune.scoring.score import held_out_loss
+from frozencore.tune.scoring.score import held_out_loss, row_losses
 from tiny import draw_examples, tiny_gpt2, tiny_qwen2
 
 ROWS = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(9, seed=5))]
@@ -26,13 +26,17 @@ def test_the_loss_is_the_mean_over_completion_tokens(
     model = make_model().train()
     reference = copy.deepcopy(model).double().eval()
     total, count = 0.0, 0
+    by_row = []
     for row in ROWS:
         logprobs = reference(torch.tensor([row.input_ids])).logits[0].detach().log_softmax(-1)
         for position in range(max(1, row.num_context), len(row.input_ids)):
             total -= float(logprobs[position - 1, row.input_ids[position]])
             count += 1
-    actual = held_out_loss(model, ROWS, pad_id=0, tokens_per_batch=tokens_per_batch)
-    assert actual == pytest.approx(total / count, abs=1e-5)
+        by_row.append((total - sum(nats for nats, _ in by_row), count - sum(tokens for _, tokens in by_row)))
+    actual = row_losses(model, ROWS, pad_id=0, tokens_per_batch=tokens_per_batch)
+    assert actual.mean == pytest.approx(total / count, abs=1e-5)
+    assert actual.nats == pytest.approx([nats for nats, _ in by_row], abs=1e-4)
+    assert list(actual.tokens) == [tokens for _, tokens in by_row]
     assert model.training
 
 

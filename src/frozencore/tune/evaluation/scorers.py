@@ -137,5 +137,5 @@ def _fingerprint_files(folder: Path) -> str:
 
 
 def _scored(found: TaskScore) -> Scored:
-    summary = {key: value for key, value in vars(found).items() if key != "predictions"}
+    summary = {key: value for key, value in vars(found).items() if key not in ("predictions", "row_losses")}
     return summary, map(asdict, found.predictions)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -33,6 +34,7 @@ from frozencore.tune.run.row_sets import RunRows
 from frozencore.tune.run.run_folder import ADAPTER
 from frozencore.tune.run.scores import selected_checkpoint
 from frozencore.tune.run.training_port import Outcome
+from frozencore.tune.scoring import RowLosses
 
 
 def make_record(outcome: Outcome, score: Score, hashes: Mapping[str, str]) -> TunedRecord:
@@ -81,6 +83,7 @@ def make_record(outcome: Outcome, score: Score, hashes: Mapping[str, str]) -> Tu
             selection=selected_checkpoint(config, prepared, report),
             company=CompanySize(tenants=beside[0], slots=beside[1]) if (beside := report.side_by_side) else None,
             forgetting=_forgetting(prepared.before, score),
+            row_losses=_rounded(score.row_losses),
             processes=num_ranks() if num_ranks() > 1 else None,
         ),
         resolved=Resolved(targets=run.targets, recipe=recipe, max_length=prepared.encoder.max_length),
@@ -136,7 +139,7 @@ def _accuracies(before: Score, after: Score) -> dict[str, Any]:
     if after.task is None:
         return {}
     at_first = before.task.accuracy if before.task else after.task.chance
-    details = {name: value for name, value in vars(after.task).items() if name != "predictions"}
+    details = {name: value for name, value in vars(after.task).items() if name not in ("predictions", "row_losses")}
     details["held_out_loss"] = finite_or_none(after.task.held_out_loss)
     details["correct"] = "".join("01"[prediction.correct] for prediction in after.task.predictions)
     return {
@@ -144,6 +147,11 @@ def _accuracies(before: Score, after: Score) -> dict[str, Any]:
         "accuracy": after.task.accuracy,
         "score": AccuracyDetails(**details),
     }
+
+
+def _rounded(losses: RowLosses | None) -> RowLosses | None:
+    """Six digits, so that a record stays small."""
+    return losses and replace(losses, nats=tuple(float(f"{nats:.6g}") for nats in losses.nats))
 
 
 def _forgetting(before: Score, after: Score) -> dict[str, OtherTask] | None:

@@ -17,7 +17,7 @@ from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.models import load_model
 from frozencore.tune.run.read_rows import TOO_LONG, prepare_rows
 from frozencore.tune.run.row_sets import RowCache, RunRows
-from frozencore.tune.scoring import Prediction, TaskScore
+from frozencore.tune.scoring import Prediction, RowLosses, TaskScore
 from frozencore.words import Progress, num_of
 
 CALIBRATION_BATCH = 8
@@ -26,12 +26,13 @@ CALIBRATION_BATCH = 8
 @dataclass(frozen=True)
 class Score:
     """The scores of a model on the evaluation rows: nats per completion token, the task's accuracy if it has one,
-    sample completions if requested, and the loss on the texts of other tasks by name."""
+    sample completions if requested, the loss on the texts of other tasks by name, and the held-out loss by row."""
 
     held_out_loss: float
     task: TaskScore | None = None
     samples: tuple[Prediction, ...] = ()
     others: Mapping[str, float] = field(default_factory=dict)
+    row_losses: RowLosses | None = None
 
 
 @dataclass(frozen=True)

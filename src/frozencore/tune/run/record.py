@@ -27,6 +27,7 @@ from frozencore.tune.run.record_parts import (
     TrainedSteps,
     UsedRows,
 )
+from frozencore.tune.scoring import RowLosses
 from frozencore.words import one_line
 
 RECORD_FORMAT: Final = 1
@@ -109,6 +110,7 @@ class TunedRecord(RunRecord):
         selection: Missing if no step was chosen and the last was kept.
         company: Missing if the run trained alone.
         forgetting: The loss on the texts of other tasks, by task; missing if not scored.
+        row_losses: The held-out loss of each scored row, in order, to six digits; missing in older records.
         values_at_once: The number of values that train at the same time.
         state_held_bytes: The peak of the training state (:mod:`frozencore.tune.training.callbacks`) in one process; for
             runs that train together, the run's share.
@@ -140,6 +142,7 @@ class TunedRecord(RunRecord):
     selection: SelectedCheckpoint | None = None
     company: CompanySize | None = None
     forgetting: dict[str, OtherTask] | None = None
+    row_losses: RowLosses | None = None
     processes: Count | None = None
     resolved: Resolved | None = None
     calibration: CalibrationSummary | None = None

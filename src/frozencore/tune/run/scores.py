@@ -12,7 +12,7 @@ from frozencore.tune.run.record_parts import SelectedCheckpoint, StepScored
 from frozencore.tune.run.row_sets import ScoredRows
 from frozencore.tune.scoring import Prediction
 from frozencore.tune.scoring.exact_match import complete
-from frozencore.tune.scoring.score import held_out_loss, score_completions, score_task
+from frozencore.tune.scoring.score import held_out_loss, row_losses, score_completions, score_task
 from frozencore.tune.scoring.scoring_config import ScoringConfig, SelectionMetric
 from frozencore.tune.training.selection import Selection
 from frozencore.tune.training.train import TrainingReport
@@ -39,20 +39,21 @@ def score_rows(
     """
     task = prepared.rows.task
     if task is None:
-        loss = held_out_loss(model, rows.tokens, pad_id=prepared.encoder.pad_id, progress=with_note(progress, "loss"))
+        losses = row_losses(model, rows.tokens, pad_id=prepared.encoder.pad_id, progress=with_note(progress, "loss"))
         matched = None
         if prepared.rows.exact_match and by == "accuracy":
             told = with_note(progress, "completions")
-            matched = score_completions(model, prepared.encoder, rows.tokens, held_out_loss=loss, progress=told)
+            matched = score_completions(model, prepared.encoder, rows.tokens, held_out_loss=losses.mean, progress=told)
         said, _ = complete(
             model, prepared.encoder, rows.tokens[:samples], max_new_tokens=max_new_tokens or SAMPLE_TOKENS,
             progress=with_note(progress, "samples"),
         )  # fmt: skip
-        return Score(loss, matched, tuple(said))
+        return Score(losses.mean, matched, tuple(said), row_losses=losses)
     if task.scoring == "text" or by == "held_out_loss":
-        return Score(held_out_loss(model, rows.tokens, pad_id=prepared.encoder.pad_id, progress=progress))
+        losses = row_losses(model, rows.tokens, pad_id=prepared.encoder.pad_id, progress=progress)
+        return Score(losses.mean, row_losses=losses)
     score = score_task(model, prepared.encoder, task, rows.examples, progress=progress)
-    return Score(score.held_out_loss, task=score)
+    return Score(score.held_out_loss, task=score, row_losses=score.row_losses)
 
 
 def score_run(config: ScoringConfig, model: nn.Module, prepared: PreparedRun, progress: Progress) -> Score:

@@ -25,6 +25,19 @@ class Prediction:
 
 
 @dataclass(frozen=True)
+class RowLosses:
+    """The held-out loss row by row: the summed nats of each row's completion, and the number of its tokens."""
+
+    nats: tuple[float, ...]
+    tokens: tuple[int, ...]
+
+    @property
+    def mean(self) -> float:
+        """Nats per token over all rows."""
+        return math.fsum(self.nats) / sum(self.tokens)
+
+
+@dataclass(frozen=True)
 class TaskScore:
     """A task's score over its evaluation rows.
 
@@ -40,6 +53,7 @@ class TaskScore:
         majority_class: Accuracy of always choosing the most frequent position; ``None`` for generated answers.
         held_out_loss: Nats per completion token, including the end token.
         time_s: Wall time of scoring, including the held-out loss.
+        row_losses: The held-out loss by row; None if only its mean is known.
     """
 
     task: str
@@ -53,6 +67,7 @@ class TaskScore:
     num_cut: int = 0
     num_truncated: int = 0
     num_unanswered: int = 0
+    row_losses: RowLosses | None = None
     num_examples: int = field(init=False)
     accuracy: float = field(init=False)
     standard_error: float = field(init=False)

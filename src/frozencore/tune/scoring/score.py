@@ -14,7 +14,7 @@ from frozencore.errors import ConfigError, DataError, ModelError
 from frozencore.tune.rows import Example, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.rows.token_batches import PaddingCollator, score_in_groups
-from frozencore.tune.scoring import TaskScore
+from frozencore.tune.scoring import RowLosses, TaskScore
 from frozencore.tune.scoring.choice import predict_choices
 from frozencore.tune.scoring.exact_match import SHORT, complete, predict_numbers
 from frozencore.tune.scoring.forward import NOT_FINITE, completion_logprobs, scoring_mode, vocabulary_of
@@ -58,12 +58,12 @@ def score_task(
         )
         num_unanswered = sum(p.prediction is None for p in predictions)
     texts = [encoder.render(example) for example in examples]
-    loss = held_out_loss(
+    losses = row_losses(
         model, encoder.training_rows(texts), pad_id=encoder.pad_id, progress=progress and with_note(progress, "loss")
     )
     return TaskScore(
         task=task.name,
-        held_out_loss=loss,
+        held_out_loss=losses.mean,
         predictions=tuple(predictions),
         time_s=time.perf_counter() - start,
         chance=chance,
@@ -73,6 +73,7 @@ def score_task(
         num_cut=encoder.count_too_long(texts),
         num_truncated=num_truncated,
         num_unanswered=num_unanswered,
+        row_losses=losses,
     )
 
 
@@ -109,7 +110,19 @@ def held_out_loss(
     tokens_per_batch: int | None = None,
     progress: Progress | None = None,
 ) -> float:
-    """The mean negative log-probability over all completion tokens, including end tokens.
+    """The mean negative log-probability over all completion tokens; the arguments of :func:`row_losses`."""
+    return row_losses(model, rows, pad_id=pad_id, tokens_per_batch=tokens_per_batch, progress=progress).mean
+
+
+def row_losses(
+    model: nn.Module,
+    rows: Sequence[TokenRow],
+    *,
+    pad_id: int,
+    tokens_per_batch: int | None = None,
+    progress: Progress | None = None,
+) -> RowLosses:
+    """The negative log-probability of each row's completion tokens, including the end token, in the rows' order.
 
     Raises:
         DataError: No row has a token to predict.
@@ -119,12 +132,13 @@ def held_out_loss(
     collate = PaddingCollator(pad_id)
     vocabulary = vocabulary_of(model)
     sizes = [(len(row.input_ids), (len(row.input_ids) - row.num_context) * vocabulary) for row in rows]
-    losses: list[tuple[float, int]] = []
+    losses: dict[int, tuple[float, int]] = {}
 
     def score(group: list[int]) -> None:
         batch = {name: tensor.to(device) for name, tensor in collate([rows[i] for i in group]).items()}
         logprobs, counted = completion_logprobs(model, batch)
-        losses.append((-float(logprobs.sum()), int(counted.sum())))
+        sums, counts = -logprobs.cpu().double().sum(-1), counted.sum(-1)
+        losses.update(zip(group, zip(sums.tolist(), counts.tolist(), strict=True), strict=True))
 
     with scoring_mode(model):
         score_in_groups(
@@ -136,9 +150,9 @@ def held_out_loss(
             tokens_per_batch=tokens_per_batch,
             progress=progress,
         )
-    total, num_tokens = sum(loss for loss, _ in losses), sum(counted for _, counted in losses)
-    if num_tokens == 0:
+    nats, tokens = zip(*(losses[i] for i in range(len(rows))), strict=True) if rows else ((), ())
+    if sum(tokens) == 0:
         raise DataError("A held-out loss needs rows with at least one completion token after another token.")
-    if not math.isfinite(total):
+    if not all(map(math.isfinite, nats)):
         raise ModelError(f"The model's log-probabilities on held-out rows {NOT_FINITE}")
-    return total / num_tokens
+    return RowLosses(nats, tokens)
