@@ -115,8 +115,10 @@ def test_every_method_runs_and_its_adapter_reloads_to_the_same_score(method: str
     assert [line["prediction"] for line in lines] == [p.prediction for p in score.predictions]
     assert record.score is not None
     assert record.score.correct == "".join(str(int(line["correct"])) for line in lines)
-    assert record.row_losses is not None and len(record.row_losses.nats) == len(lines)
-    assert record.row_losses.mean == pytest.approx(record.held_out_loss, rel=1e-5)
+    by_row = record.row_losses
+    assert by_row is not None
+    assert [f"evaluation-{number}" for number in by_row.numbers] == [line["id"] for line in lines]
+    assert sum(by_row.nats) / sum(by_row.tokens) == pytest.approx(record.held_out_loss, rel=1e-5)
 
 
 def test_the_record_holds_what_is_needed_to_trust_it(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -27,6 +26,7 @@ from frozencore.tune.run.record_parts import (
     RecordedConfig,
     Resolved,
     Resources,
+    RowLosses,
     TrainedSteps,
     UsedRows,
 )
@@ -34,7 +34,6 @@ from frozencore.tune.run.row_sets import RunRows
 from frozencore.tune.run.run_folder import ADAPTER
 from frozencore.tune.run.scores import selected_checkpoint
 from frozencore.tune.run.training_port import Outcome
-from frozencore.tune.scoring import RowLosses
 
 
 def make_record(outcome: Outcome, score: Score, hashes: Mapping[str, str]) -> TunedRecord:
@@ -83,7 +82,7 @@ def make_record(outcome: Outcome, score: Score, hashes: Mapping[str, str]) -> Tu
             selection=selected_checkpoint(config, prepared, report),
             company=CompanySize(tenants=beside[0], slots=beside[1]) if (beside := report.side_by_side) else None,
             forgetting=_forgetting(prepared.before, score),
-            row_losses=_rounded(score.row_losses),
+            row_losses=_row_losses(score),
             processes=num_ranks() if num_ranks() > 1 else None,
         ),
         resolved=Resolved(targets=run.targets, recipe=recipe, max_length=prepared.encoder.max_length),
@@ -149,9 +148,17 @@ def _accuracies(before: Score, after: Score) -> dict[str, Any]:
     }
 
 
-def _rounded(losses: RowLosses | None) -> RowLosses | None:
-    """Six digits, so that a record stays small."""
-    return losses and replace(losses, nats=tuple(float(f"{nats:.6g}") for nats in losses.nats))
+def _row_losses(score: Score) -> RowLosses | None:
+    """The losses by row; None if the rows' ids are not a split's name and a number."""
+    found = score.row_losses
+    ids = [row.rpartition("-") for row in found.ids] if found else []
+    if found is None or len({split for split, *_ in ids}) > 1 or not all(number.isdecimal() for *_, number in ids):
+        return None
+    return RowLosses(
+        numbers=tuple(int(number) for *_, number in ids),
+        nats=tuple(float(f"{nats:.6g}") for nats in found.nats),
+        tokens=found.tokens,
+    )
 
 
 def _forgetting(before: Score, after: Score) -> dict[str, OtherTask] | None:

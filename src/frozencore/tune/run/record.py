@@ -23,11 +23,11 @@ from frozencore.tune.run.record_parts import (
     RecordedConfig,
     Resolved,
     Resources,
+    RowLosses,
     SelectedCheckpoint,
     TrainedSteps,
     UsedRows,
 )
-from frozencore.tune.scoring import RowLosses
 from frozencore.words import one_line
 
 RECORD_FORMAT: Final = 1
@@ -110,7 +110,7 @@ class TunedRecord(RunRecord):
         selection: Missing if no step was chosen and the last was kept.
         company: Missing if the run trained alone.
         forgetting: The loss on the texts of other tasks, by task; missing if not scored.
-        row_losses: The held-out loss of each scored row, in order, to six digits; missing in older records.
+        row_losses: The held-out loss of each scored row, in order, missing in older records.
         values_at_once: The number of values that train at the same time.
         state_held_bytes: The peak of the training state (:mod:`frozencore.tune.training.callbacks`) in one process; for
             runs that train together, the run's share.

@@ -146,6 +146,18 @@ class AccuracyDetails(Part):
     correct: Annotated[str, Field(pattern="^[01]+$")] | None = None
 
 
+class RowLosses(Part):
+    """The held-out loss of each scored row, in order: summed nats to six digits, and tokens.
+
+    Attributes:
+        numbers: The number of each row in its split, which tells the rows that several runs share.
+    """
+
+    numbers: tuple[Count, ...]
+    nats: tuple[float, ...]
+    tokens: tuple[Count, ...]
+
+
 class TrainedSteps(Part):
     """Optimizer steps, and their losses in nats per completion token."""
 

@@ -26,8 +26,9 @@ class Prediction:
 
 @dataclass(frozen=True)
 class RowLosses:
-    """The held-out loss row by row: the summed nats of each row's completion, and the number of its tokens."""
+    """The held-out loss row by row: the row's id, the summed nats of its completion, and the number of its tokens."""
 
+    ids: tuple[str, ...]
     nats: tuple[float, ...]
     tokens: tuple[int, ...]
 

@@ -155,4 +155,4 @@ def row_losses(
         raise DataError("A held-out loss needs rows with at least one completion token after another token.")
     if not all(map(math.isfinite, nats)):
         raise ModelError(f"The model's log-probabilities on held-out rows {NOT_FINITE}")
-    return RowLosses(nats, tokens)
+    return RowLosses(tuple(row.id for row in rows), nats, tokens)
