@@ -128,7 +128,7 @@ FAMILIES: dict[str, Family] = {
         **MOE, "intermediate_size_mlp": 24, "moe_layers": [1], "attention_chunk_size": 64,
     }),
     "phimoe": Family("Phimoe" + LM, MOE),
-    "mamba": Family("Mamba" + LM, SSM, ("dt_proj",)),
+    "mamba": Family("Mamba" + LM, SSM),
     "mamba2": Family("Mamba2" + LM, SSM),
     "falcon_h1": Family("FalconH1" + LM, SSM),
     "nemotron_h": Family("NemotronH" + LM, {
@@ -139,6 +139,16 @@ FAMILIES: dict[str, Family] = {
         "n_mamba_heads": 2, "mamba_dt_rank": 4, "mamba_d_conv": 4, "attention_hidden_size": 32,
         "attention_head_dim": 16, "num_key_value_heads": 2,
     }),
+    "zamba2": Family("Zamba2" + LM, {
+        **SSM, "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "mamba_ngroups": 1,
+        "n_mamba_heads": 4, "mamba_expand": 2, "mamba_headdim": 8, "num_mem_blocks": 1, "adapter_rank": 4,
+        "num_key_value_heads": 2,
+    }, tuple(f"layers.{i}.shared_transformer.feed_forward.gate_up_proj_adapter_list.{j}.{k}"
+             for i, j in ((1, 1), (3, 0)) for k in (0, 1))),
+    "qwen2_vl": Family("Qwen2VL" + SEQ2SEQ, {
+        "text_config": {**SIZES, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
+        "vision_config": {"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "patch_size": 2},
+    }, ("qkv", "proj", "fc1", "fc2", "mlp.0", "mlp.2")),
     "bert": Family("Bert" + CLASSIFIER, left_out=POOLED),
     "roberta": Family("Roberta" + CLASSIFIER, left_out=("classifier.dense", "classifier.out_proj")),
     "modernbert": Family("ModernBert" + CLASSIFIER, {"cls_token_id": 1, "sep_token_id": 2},

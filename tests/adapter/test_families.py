@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
+from torch import nn
+from transformers.pytorch_utils import Conv1D
 
-from families import FAMILIES, make, outcome, row_on_page, rows_on_page
-from frozencore import FrozenCoreConfig, check_lora_directory, export_lora
+from families import FAMILIES, batch_for, make, outcome, row_on_page, rows_on_page
+from frozencore import FrozenCoreConfig, calibrate, check_lora_directory, export_lora, frozen_core_layers
 from frozencore.errors import ConfigError, ModelError
 
 LARGEST_ERROR = 2e-5  # float32
 REFUSED = {
-    "merge": {"zamba"},  # two blocks share their weights
+    "merge": {"zamba", "zamba2"},  # two blocks share their weights
     "export": {"mamba", "mamba2", "falcon_h1", "nemotron_h"},  # PEFT refuses out_proj of these
 }
 
@@ -27,6 +30,29 @@ def test_a_family_is_calibrated_trained_saved_merged_and_exported_as_the_plain_m
     assert {step for step, names in REFUSED.items() if name in names} == found.refusals.keys(), found.refusals
     assert all(error < LARGEST_ERROR for error in found.errors.values()), found.errors
     assert found.row(name) == row_on_page(name), "python tests/families.py writes the table"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_without_names_the_attention_projections_on_the_page_are_adapted_and_calibrated(name: str) -> None:
+    base = make(name)
+    linear = [layer for layer, module in base.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    targets = tuple(f".{target}" for target in re.findall("`([^`]*)`", row_on_page(name).split("|")[2]))
+    if not targets:
+        with pytest.raises(ConfigError, match="No attention projection was found"):
+            get_peft_model(base, FrozenCoreConfig(r=2))
+        return
+    model = get_peft_model(base, FrozenCoreConfig(r=2))
+    adapted = frozen_core_layers(model, "default")
+    assert list(adapted) == [layer for layer in linear if layer.endswith(targets)]
+    assert all(re.search("(?i)att|mixer|block.0|h.0.attn", layer) for layer in adapted)
+    calibrate(model, [batch_for(base)], progress=False)
+    assert all(layer.factors("default")[0].any() for layer in adapted.values())
+
+
+def test_the_vision_tower_of_a_model_that_writes_text_is_no_default_target() -> None:
+    adapted = frozen_core_layers(get_peft_model(make("qwen2_vl"), FrozenCoreConfig(r=2)), "default")
+    assert all(layer.startswith("model.language_model.layers.0.self_attn.") for layer in adapted)
+    assert len(adapted) == 4
 
 
 def test_the_table_has_a_row_for_each_family() -> None:
@@ -44,6 +70,14 @@ def test_a_classifier_whose_head_has_another_name_than_pefts_reloads(tmp_path: P
 def test_a_router_is_no_target() -> None:
     with pytest.raises(ModelError, match="'model.layers.0.*router' is a .*Router.*routers"):
         get_peft_model(make("phimoe"), FrozenCoreConfig(target_modules=["router"]))
+
+
+def test_a_layer_that_its_block_does_not_call_is_no_target() -> None:
+    with pytest.raises(ModelError, match="MambaMixer computes with the weight of '.*mixer.dt_proj' .* no effect"):
+        get_peft_model(make("mamba"), FrozenCoreConfig(constructor="random", target_modules=["dt_proj"]))
+    attention = nn.Sequential(nn.MultiheadAttention(8, 2))
+    with pytest.raises(ModelError, match="MultiheadAttention computes with the weight of '0.out_proj'"):
+        get_peft_model(attention, FrozenCoreConfig(constructor="random", target_modules=["out_proj"]))
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED["export"]))

@@ -22,8 +22,9 @@ from frozencore.adapter.linear import FrozenCoreLinear, FrozenCoreQuantisedLinea
 from frozencore.adapter.mixed_batch import adapter_of_each_row
 from frozencore.adapter.named_layers import (
     attention_projections,
-    exclude_routers,
+    exclude_unusable,
     gives_rows,
+    is_called,
     name_layers,
     no_match,
     require_tokens,
@@ -64,7 +65,7 @@ class FrozenCoreModel(BaseTuner):
         if self.peft_config[adapter_name].target_modules is None:
             self.peft_config[adapter_name].target_modules = set(attention_projections(model))
         name_layers(self.peft_config[adapter_name], model)
-        exclude_routers(self.peft_config[adapter_name], model)
+        exclude_unusable(self.peft_config[adapter_name], model)
         require_tokens(self.peft_config[adapter_name].trainable_token_indices, model)
         keep_weights(model)
         try:
@@ -100,6 +101,11 @@ class FrozenCoreModel(BaseTuner):
         rank = peft_config.rank_of(current_key)
         if rank == 0:
             return
+        if not is_called(target_name, parent):
+            raise ModelError(
+                f"{type(parent).__name__} computes with the weight of {current_key!r} and does not call the "
+                "layer, so a core on it would have no effect. Leave it out of target_modules."
+            )
         layer = target if isinstance(target, FrozenCoreLayer) else self._new_layer(target, adapter_name, current_key)
         layer.update_layer(
             adapter_name,

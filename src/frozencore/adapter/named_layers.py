@@ -6,9 +6,11 @@ PEFT would search every name with every expression, without a time limit. So PEF
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 import warnings
 from collections.abc import Collection, Iterable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,6 +30,8 @@ NAMES_ALONE = ("layers_pattern", "modules_to_save", "feedforward_modules")
 
 _ATTENTION = re.compile(r"(attention|attn)\d?", re.IGNORECASE)
 """The end of the class name of an attention module, or of its name in the block (``linear_attn``)."""
+_FEW_TOKENS = "_global"
+"""The end of the names of Longformer's and LED's projections of the tokens with global attention: few, or none."""
 
 
 def attention_projections(model: nn.Module) -> list[str]:
@@ -45,7 +49,9 @@ def attention_projections(model: nn.Module) -> list[str]:
         if _ends_as_attention(type(module).__name__) or (_ends_as_attention(_last(name)) and not _carries(module))
     }
     inside = [
-        name for name, module in modules.items() if _is_target(module) and not _parents(name).isdisjoint(attention)
+        name
+        for name in modules
+        if _is_target(name, modules) and not name.endswith(_FEW_TOKENS) and not _parents(name).isdisjoint(attention)
     ]
     text = _language_model(model, modules)
     found = [name for name in inside if text is None or name.startswith(f"{text}.")] or inside
@@ -65,8 +71,9 @@ def shortest_names(layers: Collection[str], modules: Iterable[str]) -> list[str]
 
 
 def linear_names(model: nn.Module) -> list[str]:
-    """The last parts of the names of all linear layers."""
-    return sorted({_last(name) for name, module in _modules(model).items() if _carries(module)})
+    """The last parts of the names of all linear layers that can be adapted."""
+    modules = _modules(model)
+    return sorted({_last(name) for name in modules if _is_target(name, modules)})
 
 
 def gives_rows(layer: nn.Module) -> bool:
@@ -87,15 +94,39 @@ def gives_rows(layer: nn.Module) -> bool:
     return isinstance(y, Tensor) and y.shape == (2, layer.out_features)
 
 
-def exclude_routers(config: Any, model: nn.Module) -> None:
-    """Exclude layers that are no plain linear layers from ``all-linear``, as PEFT excludes experts."""
-    found = {name for name, module in _modules(model).items() if _carries(module) and not _is_target(module)}
+def is_called(name: str, block: nn.Module) -> bool:
+    """Return whether a block calls its layer; Mamba's blocks multiply by the weight of ``dt_proj`` themselves.
+
+    A core on a layer that is not called would not be trained, and merging it would change the outputs.
+    """
+    source, weight = _source(type(block)), rf"\bself\.{re.escape(_last(name))}\.weight\b"
+    if not re.search(weight, source):
+        return True
+    return bool(re.search(rf"\bself\.{re.escape(_last(name))}\(", source)) and not re.search(rf"{weight} @", source)
+
+
+@cache
+def _source(kind: type) -> str:
+    """The source of a class of transformers or torch, with its base classes."""
+    known = [one for one in kind.__mro__ if one.__module__.startswith(("transformers.models.", "torch.nn.modules."))]
+    try:
+        return "\n".join(inspect.getsource(one) for one in known)
+    except (OSError, TypeError):  # compiled, or made at run time
+        return ""
+
+
+def exclude_unusable(config: Any, model: nn.Module) -> None:
+    """Exclude routers and layers that are not called from ``all-linear``, as PEFT excludes experts."""
+    modules = _modules(model)
+    found = {name for name, module in modules.items() if _carries(module) and not _is_target(name, modules)}
     if found and is_all_linear(config.target_modules):
         config.exclude_modules = {*(config.exclude_modules or ()), *found}
 
 
-def _is_target(module: nn.Module) -> bool:
-    return _carries(module) and gives_rows(module)
+def _is_target(name: str, modules: Mapping[str, nn.Module]) -> bool:
+    """Return whether a core on this layer would act on its output."""
+    block = modules.get(name.rpartition(".")[0])
+    return _carries(modules[name]) and gives_rows(modules[name]) and (block is None or is_called(name, block))
 
 
 def _language_model(model: Any, modules: Mapping[str, nn.Module]) -> str | None:

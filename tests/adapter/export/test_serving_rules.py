@@ -63,6 +63,7 @@ BROKEN: dict[str, Change] = {
     "plain_start": lambda config, tensors: config.update(init_lora_weights="pissa_niter_4"),
     "targets_listed": lambda config, tensors: config.update(target_modules=".*_proj"),
     "targets_known_to_sglang": lambda config, tensors: config["target_modules"].append("fc1"),
+    "targets_name_all": lambda config, tensors: _name_as_parameters(config),
     "no_variant": lambda config, tensors: config.update(layer_replication=[[0, 2], [1, 2]]),
     "no_activation": lambda config, tensors: config.update(alora_invocation_tokens=[5]),
     "no_conv1d": lambda config, tensors: config.update(fan_in_fan_out=True),
@@ -81,6 +82,12 @@ BROKEN: dict[str, Change] = {
 }
 # These cannot be broken alone: no file has zero rows in every factor, and one rule is about a file beside them.
 SPECIAL = {"rank_is_positive", "no_added_tokens"}
+
+
+def _name_as_parameters(config: dict[str, Any]) -> None:
+    """As an export names layers that PEFT takes for fused experts."""
+    config["target_modules"].remove("down_proj")
+    config["target_parameters"] = [f"model.layers.{i}.mlp.down_proj.weight" for i in range(2)]
 
 
 def _move_to_cores(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:

@@ -177,6 +177,15 @@ def _unknown_to_sglang(lora: LoraDirectory) -> str | None:
     return f"target_modules names {', '.join(unknown)}" if unknown else None
 
 
+def _not_listed(lora: LoraDirectory) -> str | None:
+    targets = lora.config.get("target_modules")
+    if not isinstance(targets, list):
+        return None
+    listed = {str(name).rpartition(".")[2] for name in targets}
+    others = sorted(module for module in lora.factors if module.rpartition(".")[2] not in listed)
+    return f"target_modules does not list {others[0]!r} ({len(others)} in all)" if others else None
+
+
 def _missing_beside(these: tuple[str, ...], needed: tuple[str, ...]) -> Callable[[LoraDirectory], str | None]:
     def broken(lora: LoraDirectory) -> str | None:
         for module in lora.factors:
@@ -217,6 +226,8 @@ RULES = (
          "get_normalized_target_modules takes a list, 'all' or 'all-linear', no regular expression."),
     Rule("targets_known_to_sglang", (SGLANG,), _unknown_to_sglang,
          "check the model class for get_hidden_dim, or " + _MERGE, "get_default_hidden_dim raises for other names."),
+    Rule("targets_name_all", (SGLANG,), _not_listed, _MERGE,
+         "LoRAMemoryPool.load_lora_weight_to_buffer finds no place for other layers; target_parameters is not read."),
     Rule("no_variant", ENGINES,
          lambda d: f"{', '.join(found)} set" if (found := [name for name in _VARIANTS if d.config.get(name)]) else None,
          _MERGE, "vLLM refuses these but arrow_config (read, not run); the others ignore them."),
