@@ -52,7 +52,7 @@ from contestants import (
 )
 from frozencore import prepare_swap, swap_core
 from frozencore.tune.run.costs import values_at_once
-from frozencore.tune.training.callbacks import states_of, total_bytes
+from frozencore.tune.training.callbacks import training_state_held
 from harness import cpu_s, medians, parser_of, ratios, table, take_turns, with_quartiles, write_found
 
 
@@ -98,9 +98,8 @@ def training_state_bytes(stepper: Stepper, batch: Batch) -> int:
     if stepper.optimizer is None:
         return 0
     stepper.accumulate(batch)
-    gradients = sum(p.grad.nbytes for p in stepper.trained if p.grad is not None)
     stepper.update()
-    return gradients + total_bytes(states_of(stepper.optimizer))
+    return training_state_held(stepper.optimizer)
 
 
 def saved_bytes(model: Any, batch: Batch) -> int:

@@ -23,7 +23,6 @@ from frozencore.tune.scoring.forward import take_off
 from frozencore.tune.scoring.score import held_out_loss
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
-from resumed import require_bit_equal_resume
 from tiny import ATTENTION, VOCABULARY, draw_examples, tiny_llama, tiny_qwen2
 
 ROWS = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(8, seed=5))]
@@ -114,10 +113,6 @@ def test_on_a_16_bit_base_its_weights_are_float32(kind: str, options: dict[str, 
     assert held_out_loss(model, ROWS, pad_id=0) < loss_before
     after = [p for p in model.parameters() if p.requires_grad]
     assert not any(torch.equal(*pair) for pair in zip(after, before, strict=True))
-
-
-def test_a_resumed_training_is_bit_equal_to_an_uninterrupted_one(tmp_path: Path) -> None:
-    require_bit_equal_resume(lambda: adapted(tied_llama()), ROWS, RECIPE, tmp_path)
 
 
 def test_quantised_weights_and_a_rank_are_refused_in_a_line() -> None:

@@ -7,7 +7,7 @@ from peft import get_peft_model
 
 from frozencore import FrozenCoreConfig
 from frozencore.tune.run.costs import basis_bytes, training_state_bytes, values_at_once
-from frozencore.tune.training.callbacks import gradients_of, states_of, total_bytes
+from frozencore.tune.training.callbacks import training_state_held
 from tiny import tiny_qwen2
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -22,8 +22,7 @@ def test_gradients_and_adam_take_twelve_bytes_a_value() -> None:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     model(torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]])).loss.backward()
     optimizer.step()
-    held = total_bytes([*gradients_of(model), *states_of(optimizer)])
-    assert held == training_state_bytes(values_at_once(model)) == 12 * 8 * 4**2
+    assert training_state_held(optimizer) == training_state_bytes(values_at_once(model)) == 12 * 8 * 4**2
 
 
 def test_basis_bytes_are_those_of_the_buffers() -> None:

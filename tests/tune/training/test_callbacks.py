@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from adapted import adapted
-from frozencore.errors import TrainingError
 from frozencore.tune.methods import METHODS, AdapterOptions
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.run.costs import model_bytes
@@ -39,23 +36,6 @@ def test_whole_models_are_counted_in_the_same_way_and_tied_weights_once() -> Non
     tied = {id(parameter): parameter for parameter in model.parameters()}
     report = train(model, ROWS, RECIPE, pad_id=0)
     assert report.state_held_bytes == 12 * sum(parameter.numel() for parameter in tied.values())
-
-
-def test_a_resumed_training_has_held_what_the_whole_one_held(tmp_path: Path) -> None:
-    recipe = RECIPE
-    whole = train(adapted(), ROWS, recipe, pad_id=0)
-
-    def stop(stage: str, done: int, total: int | None, note: str = "") -> None:
-        if done == 10:
-            raise KeyboardInterrupt
-
-    options: dict[str, Any] = {"pad_id": 0, "checkpoint_dir": tmp_path, "checkpoint_steps": 1}
-    with pytest.raises((KeyboardInterrupt, TrainingError)):
-        train(adapted(), ROWS, recipe, progress=stop, **options)
-    resumed = train(adapted(), ROWS, recipe, resume=True, **options)
-    assert resumed.resumed_from is not None
-    assert int(resumed.resumed_from.name.removeprefix("checkpoint-")) > 6
-    assert resumed.state_held_bytes == whole.state_held_bytes
 
 
 def test_a_tenant_in_company_holds_what_it_would_alone() -> None:

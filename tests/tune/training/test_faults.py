@@ -116,7 +116,7 @@ def test_of_several_processes_one_seals_a_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint-3"
     folder.mkdir()
     (folder / "weights").write_text("w")
-    seal, arguments = Seal({"seed": 1}, Stop()), TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    seal, arguments = Seal({"seed": 1}, Stop(), None, None), TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     for is_first in (False, True):
         seal.on_save(arguments, TrainerState(global_step=3, is_world_process_zero=is_first), TrainerControl())
         assert is_complete(folder) == is_first

@@ -7,7 +7,6 @@ import json
 import math
 import random
 import re
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from frozencore.errors import ConfigError, DataError, DivergenceError, TrainingE
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator
 from frozencore.tune.training.recipe import Recipe, epochs_for
-from frozencore.tune.training.train import TrainingReport, train
+from frozencore.tune.training.train import train
 from tiny import draw_examples, tiny_gpt2, tiny_qwen2
 
 ROWS = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(20, seed=5))]
@@ -155,66 +154,11 @@ class StoppedError(Exception):
     pass
 
 
-def train_until(step: int | None, model: nn.Module, folder: Path | None, *, resume: bool = False) -> TrainingReport:
-    def progress(stage: str, done: int, total: int | None, note: str = "") -> None:
-        assert (stage, total) == ("train", 8)
-        assert re.fullmatch(r"loss \d+\.\d{3}, rate \d\.\de[-+]\d\d(, [\d,]+ tokens/s)?", note)
-        if done == step:
-            raise StoppedError
-
-    return train(
-        model, ROWS, RECIPE, pad_id=0, checkpoint_dir=folder, checkpoint_steps=2, resume=resume, progress=progress
-    )
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["alone", "with LoRA"])
-def stopped(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Callable[[], nn.Module], TrainingReport, nn.Module, Path]:
-    """A maker of a model, a whole training of it, and the checkpoints of a training stopped at step 7."""
-
-    def make_model() -> nn.Module:
-        return with_lora(tiny_gpt2()) if request.param else tiny_gpt2()
-
-    whole, folder = make_model(), tmp_path_factory.mktemp("stopped")
-    expected = train_until(None, whole, None)
-    with pytest.raises(StoppedError):
-        train_until(7, make_model(), folder)
-    return make_model, expected, whole, folder
-
-
-@pytest.mark.parametrize("damage", ["none", "truncated", "unsealed", "empty"])
-def test_a_resumed_training_is_bit_equal_to_an_uninterrupted_one(
-    tmp_path: Path, stopped: tuple[Callable[[], nn.Module], TrainingReport, nn.Module, Path], damage: str
-) -> None:
-    make_model, expected, whole, checkpoints = stopped
-    shutil.copytree(checkpoints, tmp_path, dirs_exist_ok=True)
-    newest = tmp_path / "checkpoint-6"
-    if damage == "truncated":
-        file = next(newest.glob("*.safetensors"))
-        file.write_bytes(file.read_bytes()[:-9])
-    elif damage == "unsealed":
-        (newest / "complete.json").unlink()
-    elif damage == "empty":
-        (tmp_path / "checkpoint-7").mkdir()
-
-    resumed = make_model()
-    report = train_until(None, resumed, tmp_path, resume=True)
-    assert report.resumed_from == tmp_path / ("checkpoint-6" if damage in ("none", "empty") else "checkpoint-4")
-    assert report.losses == expected.losses
-    assert_same_weights(weights(resumed), weights(whole))
-
-
-def test_a_finished_training_resumes_to_its_end(tmp_path: Path) -> None:
-    model, again = tiny_qwen2(), tiny_qwen2()
-    expected = train_until(None, model, tmp_path)
-    report = train_until(None, again, tmp_path, resume=True)
-    assert (report.num_steps, report.losses) == (8, expected.losses)
-    assert_same_weights(weights(again), weights(model))
-
-
-def test_resuming_without_checkpoints_starts_from_the_start(tmp_path: Path) -> None:
-    assert train_until(None, tiny_qwen2(), tmp_path / "new", resume=True).resumed_from is None
+def test_progress_has_loss_rate_and_speed() -> None:
+    notes = list[str]()
+    train(tiny_qwen2(), ROWS, RECIPE, pad_id=0, progress=lambda _, __, ___, note="": notes.append(note))
+    assert len(notes) == 8
+    assert all(re.fullmatch(r"loss \d+\.\d{3}, rate \d\.\de[-+]\d\d(, [\d,]+ tokens/s)?", note) for note in notes)
 
 
 def test_checkpoints_of_another_run_are_refused(tmp_path: Path) -> None:

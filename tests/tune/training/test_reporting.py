@@ -117,7 +117,7 @@ def test_a_reporter_that_cannot_end_hides_no_error(tmp_path: Path, monkeypatch: 
 def test_tensorboard_has_every_steps_loss_and_rate_and_every_score(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     scores = iter([3.0, 2.0, 2.5])
-    chosen = Selection("epoch", lambda *_: (next(scores), 0.5), identity="some rows")
+    chosen = Selection("epoch", lambda _: (next(scores), 0.5), identity="some rows")
     with reporting.reporting(("tensorboard",), tmp_path, {"rank": 3}) as told:
         report = train(adapted("random"), ROWS, RECIPE, pad_id=0, selection=chosen, reports=told)
         told.tell({"loss": 1.5, "loss_before": 4.0})

@@ -16,7 +16,7 @@ from frozencore.tune.scoring.score import held_out_loss, row_losses, score_compl
 from frozencore.tune.scoring.scoring_config import ScoringConfig, SelectionMetric
 from frozencore.tune.training.selection import Selection
 from frozencore.tune.training.train import TrainingReport
-from frozencore.words import Progress, with_note
+from frozencore.words import Progress, as_stage, with_note
 
 SAMPLE_TOKENS = 64
 
@@ -87,12 +87,8 @@ def selection_of(config: ScoringConfig, prepared: PreparedRun, progress: Progres
     if config.select_checkpoint == "none" or rows is None:
         return None
 
-    def score(model: nn.Module, go_on: Progress) -> tuple[float, float | None]:
-        def told(stage: str, done: int, total: int | None, note: str = "") -> None:
-            go_on(stage, done, total, note)
-            progress("validate", done, total, note)
-
-        found = score_rows(model, prepared, rows, told, by=config.select_by)
+    def score(model: nn.Module) -> tuple[float, float | None]:
+        found = score_rows(model, prepared, rows, as_stage(progress, "validate"), by=config.select_by)
         return found.held_out_loss, found.task.accuracy if found.task else None
 
     identity = f"{prepared.rows.fingerprints['validation']} by {config.select_by}"

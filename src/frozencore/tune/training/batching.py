@@ -114,13 +114,3 @@ class GroupingCollator:
         lengths = [len(row.input_ids) for row in rows]
         groups = on_one_side(group_by_length(lengths, self.most_tokens, self.pass_tokens), lengths, self.limit)
         return {GROUPS: [PaddingCollator(self.pad_id)([rows[i] for i in group]) for group in groups]}
-
-
-def collator_of(
-    recipe: Recipe, rows: Sequence[TokenRow], pad_id: int, *, grouped: bool, limit: int | None = None
-) -> RowCollator:
-    """The function that makes rows a batch, or cuts a step into groups no larger than the recipe's batches."""
-    if not grouped:
-        return PaddingCollator(pad_id)
-    most_tokens = recipe.batch_size * max(len(row.input_ids) for row in rows)
-    return GroupingCollator(pad_id, most_tokens, recipe.pass_tokens or 0, limit)

@@ -1,4 +1,4 @@
-"""Checkpoints with a seal that shows whether they are complete and which run they belong to.
+"""Checkpoints with a seal that shows whether they are complete and which run they belong to; signals that ask to stop.
 
 The Trainer writes a checkpoint file by file. A seal, written last, lists every file's hash and the inputs of the run. A
 folder without a seal, or with a file that does not match it, is incomplete and ignored.
@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,69 +35,6 @@ def seal_checkpoint(folder: Path, identity: Mapping[str, Any]) -> None:
     os.replace(unsealed, folder / SEAL)
 
 
-def starting_point(checkpoint_dir: Path | None, resume: bool, identity: Mapping[str, Any]) -> Path | None:
-    """The checkpoint to resume from; None for a training that starts at the beginning.
-
-    Raises:
-        ConfigError: There is no folder to resume from.
-        TrainingError: The folder holds checkpoints of another run, or ``resume`` is off.
-    """
-    if checkpoint_dir is None:
-        if resume:
-            raise ConfigError("To resume, training needs the folder of its checkpoints: give checkpoint_dir.")
-        return None
-    if resume:
-        return newest_complete_checkpoint(checkpoint_dir, identity)
-    if checkpoints(checkpoint_dir):
-        raise TrainingError(
-            f"A new training needs a folder without checkpoints, but {checkpoint_dir} holds some. "
-            f"Resume from them, remove them, or choose another folder."
-        )
-    return None
-
-
-def newest_complete_checkpoint(out_dir: Path, identity: Mapping[str, Any]) -> Path | None:
-    """The complete checkpoint with the most steps, or ``None``.
-
-    Args:
-        identity: The inputs of the run that resumes, as JSON values by name.
-
-    Raises:
-        TrainingError: The checkpoint belongs to a run with another recipe, other rows or other parameters.
-    """
-    folder = newest_complete(out_dir)
-    seal = None if folder is None else _read_seal(folder)
-    if seal is None:
-        return None
-    odd = [name for name in {**seal, **identity} if seal.get(name) != identity.get(name)]
-    if odd:
-        differences = ", ".join(
-            f"{one_line(name, 40)} {one_line(seal.get(name), 12)} (now {one_line(identity.get(name), 12)})"
-            for name in odd
-        )
-        raise TrainingError(
-            f"To resume, recipe, rows and adapter must be the checkpoint's, but {folder} was made with others: "
-            f"{differences}. Resume with the same options, or train into another folder."
-        )
-    return folder
-
-
-def newest_complete(out_dir: Path) -> Path | None:
-    """The complete checkpoint with the most steps, of any run; None if there is none."""
-    newest_first = sorted(checkpoints(out_dir), key=step_of, reverse=True)
-    return next((folder for folder in newest_first if is_complete(folder)), None)
-
-
-def checkpoints(out_dir: Path) -> list[Path]:
-    """Every checkpoint folder, complete or not."""
-    return [path for path in out_dir.glob("checkpoint-*") if path.is_dir() and path.name.split("-")[1].isdecimal()]
-
-
-def is_complete(folder: Path) -> bool:
-    """Return whether a checkpoint has a seal and every file matches it."""
-    return _read_seal(folder) is not None
-
-
 def _read_seal(folder: Path) -> dict[str, Any] | None:
     """The inputs of a checkpoint's run; None if a file does not match the seal."""
     try:
@@ -107,14 +45,72 @@ def _read_seal(folder: Path) -> dict[str, Any] | None:
         return None
 
 
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def is_complete(folder: Path) -> bool:
+    """Return whether a checkpoint has a seal and every file matches it."""
+    return _read_seal(folder) is not None
+
+
+def checkpoints(out_dir: Path) -> list[Path]:
+    """Every checkpoint folder, complete or not, by its number of steps."""
+    folders = (path for path in out_dir.glob("checkpoint-*") if path.is_dir())
+    return sorted((path for path in folders if path.name.split("-")[1].isdecimal()), key=step_of)
+
+
 def step_of(checkpoint: Path) -> int:
     """The number of steps done at a checkpoint."""
     return int(checkpoint.name.split("-")[1])
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def newest_complete(out_dir: Path) -> Path | None:
+    """The complete checkpoint with the most steps, of any run; None if there is none."""
+    return next(filter(is_complete, reversed(checkpoints(out_dir))), None)
+
+
+def starting_point(checkpoint_dir: Path | None, resume: bool, identity: Mapping[str, Any]) -> Path | None:
+    """The newest complete checkpoint to resume from; None for a training that starts at the beginning.
+
+    Warns of newer checkpoints that are damaged.
+
+    Args:
+        identity: The inputs of the run that starts, as JSON values by name.
+
+    Raises:
+        ConfigError: There is no folder to resume from.
+        TrainingError: The checkpoint belongs to a run with another recipe, other rows or other parameters; or the
+            folder holds checkpoints, and ``resume`` is off.
+    """
+    if checkpoint_dir is None:
+        if resume:
+            raise ConfigError("To resume, training needs the folder of its checkpoints: give checkpoint_dir.")
+        return None
+    if not resume:
+        if checkpoints(checkpoint_dir):
+            raise TrainingError(
+                f"A new training needs a folder without checkpoints, but {checkpoint_dir} holds some. "
+                f"Resume from them, remove them, or choose another folder."
+            )
+        return None
+    for folder in reversed(checkpoints(checkpoint_dir)):
+        if (seal := _read_seal(folder)) is None:
+            warnings.warn(f"{folder} is not complete, so training continues from an earlier step.", stacklevel=2)
+            continue
+        odd = [name for name in {**seal, **identity} if seal.get(name) != identity.get(name)]
+        if odd:
+            differences = ", ".join(
+                f"{one_line(name, 40)} {one_line(seal.get(name), 12)} (now {one_line(identity.get(name), 12)})"
+                for name in odd
+            )
+            raise TrainingError(
+                f"To resume, recipe, rows and adapter must be the checkpoint's, but {folder} was made with others: "
+                f"{differences}. Resume with the same options, or train into another folder."
+            )
+        return folder
+    return None
 
 
 @contextmanager
@@ -148,16 +144,19 @@ class Stop:
 
 
 @contextmanager
-def defer_stop(told: Callable[[], None] = lambda: None) -> Iterator[Stop]:
+def defer_stop(confirm: Callable[[], None] = lambda: None) -> Iterator[Stop]:
     """Delay SIGTERM and Ctrl-C: inside the context they only set the yielded request; at its end they take effect.
 
     Their exception gets a note on what was saved. A second Ctrl-C takes effect at once. Nothing changes in a thread,
     where handlers cannot be set, and for a signal that is ignored.
 
     Args:
-        told: Called from the handler at the first Ctrl-C.
+        confirm: Called from the handler at the first Ctrl-C.
     """
-    stop, before = Stop(), _handlers()
+    stop, before = Stop(), dict[int, Any]()
+    if threading.current_thread() is threading.main_thread():
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        before = {number: handler for number, handler in handlers.items() if handler not in (None, signal.SIG_IGN)}
 
     def hold_back(number: int, _: FrameType | None) -> None:
         if number == signal.SIGINT and number in stop.signals:
@@ -166,7 +165,7 @@ def defer_stop(told: Callable[[], None] = lambda: None) -> Iterator[Stop]:
             signal.raise_signal(number)
         stop.signals.append(number)
         if number == signal.SIGINT:
-            told()
+            confirm()
 
     try:
         for number in before:
@@ -176,21 +175,9 @@ def defer_stop(told: Callable[[], None] = lambda: None) -> Iterator[Stop]:
         for number, handler in before.items():
             signal.signal(number, handler)
         if stop.signals:
-            _raise(stop)
-
-
-def _handlers() -> dict[int, Any]:
-    """The current handlers of the signals that can be delayed."""
-    if threading.current_thread() is not threading.main_thread():
-        return {}
-    handlers: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    return {number: handler for number, handler in handlers.items() if handler not in (None, signal.SIG_IGN)}
-
-
-def _raise(stop: Stop) -> None:
-    try:
-        signal.raise_signal(stop.signals[0])
-    except BaseException as end:
-        if stop.saved is not None:
-            end.add_note(stop.saved)
-        raise
+            try:
+                signal.raise_signal(stop.signals[0])
+            except BaseException as end:
+                if stop.saved is not None:
+                    end.add_note(stop.saved)
+                raise

@@ -25,6 +25,7 @@ STEPS_VERSION = {"version of the steps": 2}
 go on with those it began with."""
 
 FEWEST_STEPS, MOST_EPOCHS = 32, 8
+LEADS = "eval_leads"  # the metric by which the Trainer keeps a step
 
 
 def epochs_for(num_rows: int, rows_a_step: int) -> int:
@@ -113,20 +114,18 @@ class Recipe:
 
 
 def training_arguments(
-    model: nn.Module,
-    recipe: Recipe,
-    own: Recipe,
-    num_rows: int,
-    folder: Path,
-    saves: bool,
-    checkpoint_steps: int | None,
+    model: nn.Module, recipe: Recipe, own: Recipe, folder: Path, *, save_steps: int | None, score_steps: int | None
 ) -> TrainingArguments:
     """The recipe as transformers' arguments.
 
     Args:
         own: The recipe of this process.
-        folder: Folder of checkpoints if ``saves``, every ``checkpoint_steps`` or after each epoch.
+        folder: The folder of checkpoints.
+        save_steps: Steps between checkpoints; None saves nothing to resume from.
+        score_steps: Steps between scores on validation rows, which choose the step to keep; None for no choice. Each
+            scored step has a checkpoint.
     """
+    saves = score_steps or save_steps
     arguments = ReportedArguments(
         output_dir=str(folder),
         learning_rate=recipe.learning_rate,
@@ -137,9 +136,15 @@ def training_arguments(
         weight_decay=recipe.weight_decay,
         seed=recipe.seed,
         data_seed=recipe.seed,
-        save_strategy="no" if not saves else "epoch" if checkpoint_steps is None else "steps",
-        save_steps=checkpoint_steps or 1,
-        save_total_limit=2,  # the newest may be incomplete
+        save_strategy="no" if saves is None else "steps",
+        save_steps=saves or 1,
+        save_only_model=save_steps is None,
+        save_total_limit=2 if score_steps is None else 3,  # the newest may be incomplete, another one the best
+        eval_strategy="no" if score_steps is None else "steps",
+        eval_steps=score_steps,
+        load_best_model_at_end=score_steps is not None,
+        metric_for_best_model=None if score_steps is None else LEADS,
+        greater_is_better=None if score_steps is None else True,
         logging_steps=1,
         logging_nan_inf_filter=False,
         report_to="none",
@@ -147,6 +152,7 @@ def training_arguments(
         remove_unused_columns=False,
         dataloader_pin_memory=False,
         ddp_find_unused_parameters=False,
+        restore_callback_states_from_checkpoint=True,
         use_cpu=next(model.parameters()).device.type == "cpu",
         optim="adamw_torch_fused",
     )

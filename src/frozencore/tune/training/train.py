@@ -12,7 +12,7 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,34 +21,22 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import nn
-from transformers import PrinterCallback
+from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
 
 from frozencore.adapter.trainable import require_float32, require_own_parameters
 from frozencore.calibration.batches import on_one_side, rope_limit
 from frozencore.calibration.preserve import own_random_state, plain_passes
 from frozencore.errors import ConfigError, DataError, DivergenceError, TrainingError
-from frozencore.ranks import num_ranks
+from frozencore.ranks import from_first, num_ranks
 from frozencore.tune.rows import TokenRow
-from frozencore.tune.training.batching import (
-    collator_of,
-    filled_up,
-    without_fillers,
-)
-from frozencore.tune.training.callbacks import LossMonitor, Seal, StateHeld, StopWhenAsked
+from frozencore.tune.rows.token_batches import PaddingCollator
+from frozencore.tune.training.batching import GroupingCollator, RowCollator, filled_up, without_fillers
+from frozencore.tune.training.callbacks import EndedEarly, LossMonitor, Seal, training_state_held
 from frozencore.tune.training.checkpoints import Stop, defer_stop, explain_disk_errors, starting_point
-from frozencore.tune.training.recipe import (
-    STEPS_VERSION,
-    Recipe,
-    training_arguments,
-)
+from frozencore.tune.training.recipe import STEPS_VERSION, Recipe, training_arguments
 from frozencore.tune.training.reporting import Reports
-from frozencore.tune.training.selection import NoBetterError, Selected, Selection, Selector
-from frozencore.tune.training.trainer import (
-    CompletionTrainer,
-    GroupingTrainer,
-    adapters_known,
-    own_use_cache,
-)
+from frozencore.tune.training.selection import Selected, Selection, is_patience_lost, leader, scores_in
+from frozencore.tune.training.trainer import CompletionTrainer, adapters_known, own_use_cache
 from frozencore.words import Progress
 
 
@@ -64,7 +52,7 @@ class TrainingReport:
         resumed_from: The resumed checkpoint.
         selected: The chosen step and its scores; None if no choice was requested.
         side_by_side: The number of trainings that ran together, and how many at once; None for a training alone.
-        state_held_bytes: The peak of the training state (:mod:`frozencore.tune.training.callbacks`).
+        state_held_bytes: The training state (:func:`frozencore.tune.training.callbacks.training_state_held`).
         values_at_once: The number of values that train at the same time; None if trained together with others.
     """
 
@@ -130,97 +118,108 @@ def train(
         raise ConfigError(
             f"Between checkpoints there must be at least one step, got checkpoint_steps={checkpoint_steps}."
         )
-    own = recipe.of_each(num_ranks())
-    limit = rope_limit(model)
-    mixed = len(on_one_side([range(len(rows))], [len(row.input_ids) for row in rows], limit)) > 1
-    # all processes need the same number of passes
-    grouped = (recipe.pass_tokens is not None or mixed) and num_ranks() == 1
-    if mixed and not grouped:
-        own = replace(own, batch_size=1, accumulation=own.batch_size * own.accumulation)
-    if grouped:
-        own = replace(own, batch_size=own.batch_size * own.accumulation, accumulation=1)
-    identity = {**(identity or {}), **_identity(model, recipe, rows)}
-    if selection is not None:
-        identity |= {"scored every": selection.every, "validation rows": selection.identity}
-        identity |= {} if selection.patience is None else {"patience": selection.patience}
+    own, collate = _batches(model, rows, recipe, pad_id)
+    identity = {**(identity or {}), **_identity(model, recipe, rows, selection)}
     values_at_once = sum(p.numel() for p in model.parameters() if p.requires_grad)
     resumed_from = starting_point(checkpoint_dir, resume, identity)
-    held = StateHeld(model)
+    steps_an_epoch = recipe.num_steps(len(rows)) // recipe.epochs
+    score_steps = None
+    if selection is not None:
+        score_steps = steps_an_epoch if selection.every == "epoch" else selection.every
     start = time.perf_counter()
-    selector: Selector | None = None
     monitor = LossMonitor(
         progress,
         kept,
-        paused_s=lambda: selector.time_s if selector else 0.0,
-        tokens_a_step=sum(row.num_tokens for row in rows) * recipe.epochs / recipe.num_steps(len(rows)),
+        paused_s=lambda: trainer.scoring_s,
+        tokens_a_step=sum(row.num_tokens for row in rows) / steps_an_epoch,
     )
     with ExitStack() as restored:
-        asked = restored.enter_context(defer_stop(monitor.say_it_stops)) if checkpoint_dir else Stop()
+        stop = restored.enter_context(defer_stop(monitor.say_it_stops)) if checkpoint_dir else Stop()
         restored.enter_context(own_random_state())
         restored.enter_context(plain_passes(model))
         restored.enter_context(own_use_cache(model))
-        told = [reports] if reports else []
-        folder = checkpoint_dir or Path(restored.enter_context(TemporaryDirectory()))
-        if selection is not None:
-            steps_an_epoch = recipe.num_steps(len(rows)) // recipe.epochs
-            selector = Selector(
-                selection,
-                model,
-                steps_an_epoch=steps_an_epoch,
-                asked=asked,
-                resumed_from=resumed_from,
-                reporters=told,
-            )
-        watching = [monitor, *filter(None, [selector]), held]
-        make: Any = GroupingTrainer if grouped else CompletionTrainer
+        aside = restored.enter_context(TemporaryDirectory())
+        folder = checkpoint_dir or Path(from_first(lambda: aside))  # one folder for all processes
+        callbacks: list[TrainerCallback] = [
+            monitor,
+            Seal(identity, stop, selection, every=checkpoint_steps if selection else None),
+            *([EarlyStoppingCallback(selection.patience)] if selection and selection.patience else []),
+            *([reports] if reports else []),
+        ]
+        save_steps = None if checkpoint_dir is None else checkpoint_steps or steps_an_epoch
         with adapters_known(model):
-            trainer = make(
+            trainer = CompletionTrainer(
                 recipe,
+                selection,
                 model=model,
-                args=training_arguments(
-                    model, recipe, own, len(rows), folder, checkpoint_dir is not None, checkpoint_steps
-                ),
-                data_collator=without_fillers(collator_of(recipe, rows, pad_id, grouped=grouped, limit=limit)),
+                args=training_arguments(model, recipe, own, folder, save_steps=save_steps, score_steps=score_steps),
+                data_collator=without_fillers(collate),
                 train_dataset=filled_up(rows, own.batch_size * num_ranks()),
-                callbacks=[*watching, Seal(identity, asked), StopWhenAsked(asked), *told],
+                eval_dataset=[],  # the trainer scores by its selection
+                callbacks=callbacks,
             )
         trainer.remove_callback(PrinterCallback)
-        with explain_disk_errors(checkpoint_dir), suppress(NoBetterError):
+        with explain_disk_errors(checkpoint_dir):
             try:
                 trainer.train(resume_from_checkpoint=None if resumed_from is None else str(resumed_from))
+            except EndedEarly:
+                trainer._load_best_model()
             except DivergenceError:
                 monitor.put_back()
                 raise
-    stopped = selector is not None and selector.stopped
-    if trainer.state.global_step < trainer.state.max_steps and not stopped:  # the signal's own handler has returned
-        raise TrainingError(
-            f"Training was told to stop at step {trainer.state.global_step} of {trainer.state.max_steps}. "
+    state, scores = trainer.state, scores_in(trainer.state.log_history)
+    is_early = state.global_step < state.max_steps
+    if is_early and not (selection and is_patience_lost(scores, selection.patience)):
+        raise TrainingError(  # the signal's own handler has returned
+            f"Training was told to stop at step {state.global_step} of {state.max_steps}. "
             "Its checkpoint is whole: resume it."
         )
     model.eval()
-    selected = selector.put_back() if selector else None
-    losses = tuple(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
-    beside_s = (selected.time_s if selected else 0.0) + (reports.begin_s if reports else 0.0)
+    selected = None
+    if selection is not None:
+        selected = Selected(tuple(scores), leader(scores).step, trainer.scoring_s, is_early)
+    beside_s = trainer.scoring_s + (reports.begin_s if reports else 0.0)
     return TrainingReport(
-        num_steps=trainer.state.global_step,
-        losses=losses,
+        num_steps=state.global_step,
+        losses=tuple(entry["loss"] for entry in state.log_history if "loss" in entry),
         time_s=time.perf_counter() - start - beside_s,
         step_s=median(b - a for a, b in pairwise(monitor.step_ends)) if len(monitor.step_ends) > 1 else None,
         resumed_from=resumed_from,
         selected=selected,
-        state_held_bytes=held.peak_bytes,
+        state_held_bytes=training_state_held(trainer.optimizer),
         values_at_once=values_at_once,
     )
 
 
-def _identity(model: nn.Module, recipe: Recipe, rows: Sequence[TokenRow]) -> dict[str, Any]:
-    """The inputs that a checkpoint must share with the run that resumes it: parameters, recipe and rows."""
+def _batches(model: nn.Module, rows: Sequence[TokenRow], recipe: Recipe, pad_id: int) -> tuple[Recipe, RowCollator]:
+    """This process's share of the recipe, and the function that makes rows a batch or the groups of a step."""
+    own, limit = recipe.of_each(num_ranks()), rope_limit(model)
+    mixed = len(on_one_side([range(len(rows))], [len(row.input_ids) for row in rows], limit)) > 1
+    # all processes need the same number of passes
+    if (recipe.pass_tokens is not None or mixed) and num_ranks() == 1:
+        most_tokens = recipe.batch_size * max(len(row.input_ids) for row in rows)
+        own = replace(own, batch_size=own.batch_size * own.accumulation, accumulation=1)
+        return own, GroupingCollator(pad_id, most_tokens, recipe.pass_tokens or 0, limit)
+    if mixed:
+        own = replace(own, batch_size=1, accumulation=own.batch_size * own.accumulation)
+    return own, PaddingCollator(pad_id)
+
+
+def _identity(
+    model: nn.Module, recipe: Recipe, rows: Sequence[TokenRow], selection: Selection | None
+) -> dict[str, Any]:
+    """The inputs that a checkpoint must share with the run that resumes it: parameters, recipe, rows and selection."""
+    chosen: dict[str, Any] = {}
+    if selection is not None:
+        chosen = {"scored every": selection.every, "scores of": selection.identity}
+        chosen |= {} if selection.patience is None else {"patience": selection.patience}
     shapes = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     return {
         **STEPS_VERSION,
         **recipe.content(),
         "rows": _hash_of([row.trained_on for row in rows]),
         "trainable parameters": _hash_of(shapes),
+        **chosen,
     }
 
 

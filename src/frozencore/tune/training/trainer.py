@@ -1,7 +1,8 @@
-"""transformers' ``Trainer`` for completions: no logits on prompts, no silent NaN, and the model is restored."""
+"""transformers' ``Trainer`` for completions: no logits on prompts, rows grouped by length in a step, our scores."""
 
 from __future__ import annotations
 
+import time
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
@@ -16,19 +17,31 @@ from transformers import Trainer
 from frozencore.adapter.saved.card import begin_model_card
 from frozencore.attributes import with_attributes
 from frozencore.calibration.counted_tokens import IGNORED
+from frozencore.calibration.preserve import own_random_state
+from frozencore.errors import DivergenceError, ModelError
 from frozencore.ranks import num_ranks, sum_over_ranks
 from frozencore.tune.scoring.forward import base_of, forward_accepts
 from frozencore.tune.training.batching import GROUPS, RowOrder
-from frozencore.tune.training.recipe import Recipe
+from frozencore.tune.training.recipe import LEADS, Recipe
+from frozencore.tune.training.selection import Selection, leader, scores_in
 
 ADAPTERS_LOADED = "_hf_peft_config_loaded"  # transformers' own name
 
 
-class RecipeTrainer(Trainer):
-    """Takes rows and learning rates in the order of the recipe, and writes checkpoints without a model card."""
+class CompletionTrainer(Trainer):
+    """Train by the recipe's order of rows and learning rates, with logits only at tokens with loss.
 
-    def __init__(self, recipe: Recipe, **trainer: Any) -> None:
-        self.recipe = recipe
+    The prompt's logits over a large vocabulary are expensive. The loss is the mean over the tokens of a step, however
+    it is split into batches; a batch of groups (:class:`GroupingCollator`) is run group by group.
+
+    Attributes:
+        scoring_s: Seconds of scoring validation rows so far.
+    """
+
+    _tokens_of_step = 1.0
+
+    def __init__(self, recipe: Recipe, selection: Selection | None, **trainer: Any) -> None:
+        self.recipe, self.selection, self.scoring_s = recipe, selection, 0.0
         super().__init__(**trainer)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
@@ -48,15 +61,6 @@ class RecipeTrainer(Trainer):
     def floating_point_ops(self, inputs: dict[str, Tensor]) -> int:
         """Return 0, because counting would take a tenth of a small model's step."""
         return 0
-
-
-class CompletionTrainer(RecipeTrainer):
-    """Compute logits only at tokens with loss, because the prompt's logits over a large vocabulary are expensive.
-
-    The loss is the mean over the tokens of a step, however it is split into batches.
-    """
-
-    _tokens_of_step = 1.0
 
     def compute_loss(
         self,
@@ -91,17 +95,38 @@ class CompletionTrainer(RecipeTrainer):
     def _can_skip_logits(self) -> bool:
         return bool(self.model_accepts_loss_kwargs) and forward_accepts(self.model, "logits_to_keep")
 
-
-class GroupingTrainer(CompletionTrainer):
-    """Run the batches of a step in sequence and add up their gradients."""
-
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
+        if GROUPS not in inputs:
+            return super().training_step(model, inputs, num_items_in_batch)
         groups: list[dict[str, Tensor]] = inputs[GROUPS]
         counted = self._get_num_items_in_batch(groups, self.args.device)
-        losses = [super(GroupingTrainer, self).training_step(model, group, counted) for group in groups]
+        losses = [super(CompletionTrainer, self).training_step(model, group, counted) for group in groups]
         return torch.stack(losses).sum()
+
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+        """Score the model on validation rows, and report the scores.
+
+        The Trainer keeps the step with the largest :data:`LEADS`: the number of the step if it is better than all
+        before, else 0. So accuracy decides, then the loss, and of equal steps the first.
+        """
+        assert self.selection is not None
+        started, step = time.perf_counter(), self.state.global_step
+        try:
+            with own_random_state():
+                loss, accuracy = self.selection.score(self.model)
+        except ModelError as error:
+            raise DivergenceError(f"Training diverged at step {step} of {self.state.max_steps}: {error}") from error
+        self.log({"eval_loss": loss} | ({} if accuracy is None else {"eval_accuracy": accuracy}))
+        metrics = {LEADS: float(step if leader(scores_in(self.state.log_history)).step == step else 0)}
+        self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)  # changes its control
+        self.scoring_s += time.perf_counter() - started
+        return metrics
+
+    def _load_best_model(self) -> None:
+        """Load the step to keep as a resumed step is loaded; the Trainer's own way misses adapters with a name."""
+        self._load_from_checkpoint(str(self.state.best_model_checkpoint))
 
 
 def _num_targets(batch: dict[str, Tensor]) -> int:

@@ -82,7 +82,7 @@ class Checkpoints:
         content = {"seats": [state.to_json() for state in states], "waiting": active.waiting}
         (folder / TENANT_STATES).write_text(json.dumps(content))
         seal_checkpoint(folder, self.identity)
-        for old in sorted(checkpoints(self.out), key=step_of)[:-NUM_KEPT]:
+        for old in checkpoints(self.out)[:-NUM_KEPT]:
             shutil.rmtree(old)
 
     def read(self, folder: Path, active: ActiveTenants) -> dict[str, Trained]:
