@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -124,24 +125,38 @@ def test_runs_of_one_model_in_two_dtypes_stand_beside_one_another(done: tuple[Pa
     assert not load_results(tmp_path).studies[0].missing
 
 
-def test_runs_on_different_weights_under_one_name_are_refused(done: tuple[Path, Tally], tmp_path: Path) -> None:
-    (tmp_path / "campaign.json").write_bytes((done[0] / "campaign.json").read_bytes())
-    first, *others = (done[0] / "records.jsonl").read_text().splitlines()
-    record = json.loads(first)
-    record["hashes"] = {**record.get("hashes", {}), "model": "0" * 64}
-    (tmp_path / "records.jsonl").write_text("\n".join([json.dumps(record), *others]) + "\n", encoding="utf-8")
-    with pytest.raises(ArtifactError, match="made on different weights"):
-        load_results(tmp_path)
+DIFFERENT: dict[str, tuple[tuple[str, ...], Any, str]] = {
+    "weights": (("hashes", "model"), "0" * 64, "the weights of"),
+    "train": (("hashes", "train"), "0" * 64, "the train rows"),
+    "evaluation": (("hashes", "evaluation"), "0" * 64, "the evaluation rows"),
+    "steps": (("provenance", "steps_version"), 1, "the version of the training's steps"),
+    "default": (("config", "prompt_style"), "plain", "the default of prompt_style"),
+    "default of a group": (("config", "calibration", "weighting"), "token_sum", "the default of calibration.weighting"),
+}
 
 
-@pytest.mark.parametrize("rows", ["train", "evaluation"])
-def test_runs_on_different_rows_under_one_name_are_refused(rows: str, done: tuple[Path, Tally], tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_runs_that_do_not_differ_by_their_axes_alone_are_refused(
+    what: str, done: tuple[Path, Tally], tmp_path: Path
+) -> None:
     (tmp_path / "campaign.json").write_bytes((done[0] / "campaign.json").read_bytes())
+    *path, name = DIFFERENT[what][0]
     records = [json.loads(line) for line in (done[0] / "records.jsonl").read_text().splitlines()]
-    next(one for one in records if (one.get("hashes") or {}).get(rows))["hashes"][rows] = "0" * 64
+    parts = [reduce(lambda part, key: (part or {}).get(key), path, record) for record in records]
+    next(part for part in parts if part and part.get(name))[name] = DIFFERENT[what][1]
     (tmp_path / "records.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records), encoding="utf-8")
-    with pytest.raises(ArtifactError, match=rf"name the same {rows} rows but were made on different rows.*Remove"):
+    with pytest.raises(ArtifactError, match=rf"differ in {DIFFERENT[what][2]}.*Remove"):
         load_results(tmp_path)
+
+
+def test_a_campaign_does_not_add_runs_to_those_of_a_version_with_other_numbers(
+    done: tuple[Path, Tally], tmp_path: Path
+) -> None:
+    records = [json.loads(line) for line in (done[0] / "records.jsonl").read_text().splitlines()]
+    del records[0]["provenance"]["steps_version"]  # as before it was recorded
+    (tmp_path / "records.jsonl").write_text(json.dumps(records[0]) + "\n", encoding="utf-8")
+    with pytest.raises(ArtifactError, match=r"differ in the version of the training's steps.*another --output"):
+        run_small(tmp_path, write_spec(tmp_path))
 
 
 def test_a_run_that_was_removed_is_gone_from_the_index_and_one_made_elsewhere_is_not(

@@ -11,7 +11,7 @@ from frozencore.errors import ArtifactError
 from frozencore.tune.run.record import Failure
 from frozencore_lab.campaign.job import Job
 from frozencore_lab.campaign.plan import Planned, plan
-from frozencore_lab.campaign.results import Tally, tally
+from frozencore_lab.campaign.results import Tally, require_comparable, tally
 from frozencore_lab.campaign.shared_moments import Needs, needs_of
 from frozencore_lab.campaign.spec import Campaign
 from frozencore_lab.campaign.store import Store
@@ -29,7 +29,8 @@ def drive(campaign: Campaign, store: Store, pool: WorkerPool, watch: Watch, *, r
     """Run everything that neither finished nor failed. It can be interrupted at any time and resumed.
 
     Raises:
-        ArtifactError: Another process drives the campaign, or its folder cannot be written.
+        ArtifactError: Another process drives the campaign, its folder cannot be written, or it holds runs of another
+            version whose numbers differ.
     """
     with store.locked("driver", wait=False):
         store.open(campaign)
@@ -58,7 +59,7 @@ class _Driver:
     is_stale: bool = False
 
     def run(self) -> Tally:
-        self._plan()
+        require_comparable(self._plan(), self.store, with_missing=True)
         while True:
             self._start_jobs()
             self.watch(self.counts, self.running, None)
@@ -67,7 +68,7 @@ class _Driver:
             for event in self.pool.events(WAIT_S):
                 self._handle(event)
 
-    def _plan(self) -> None:
+    def _plan(self) -> list[Planned]:
         self.is_stale = False
         planned = plan(self.campaign, self.store.outcome)
         self.needs = needs_of(run.job for run in planned if run.job)
@@ -76,6 +77,7 @@ class _Driver:
         self.trials = {run.job.id for run in planned if run.job and run.phase == "search"}
         jobs = {run.job.id: run.job for run in sorted(planned, key=_order) if run.job}
         self.queue = [job for job in jobs.values() if job.id not in busy and self.store.outcome(job.id) is None]
+        return planned
 
     def _start_jobs(self) -> None:
         for worker in range(self.pool.size):

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 from frozencore.errors import ArtifactError
 from frozencore.files.fingerprint import fingerprint_options
 from frozencore.tune.rows.rows_config import RowsConfig
 from frozencore.tune.run.record import Failure, RunRecord, TunedRecord
+from frozencore.tune.training.recipe import STEPS_VERSION
 from frozencore.words import time_in_words
+from frozencore_lab.campaign.job import Job
 from frozencore_lab.campaign.plan import Axes, Choice, Planned, choices, plan
 from frozencore_lab.campaign.spec import Campaign, Study
 from frozencore_lab.campaign.store import Store
+from frozencore_lab.campaign.study_options import PLACES
 
 _DECIDES_ROWS = {*RowsConfig.model_fields, "model", "evaluate_on"}
 
@@ -91,12 +95,12 @@ def load_results(folder: Path) -> CampaignResults:
     """The results in a campaign's folder.
 
     Raises:
-        ArtifactError: It is not a campaign folder, or runs that name one model or the same rows were made on others.
+        ArtifactError: It is not a campaign folder, or its runs cannot be compared (:func:`require_comparable`).
     """
     store = Store(folder)
     campaign = store.campaign()
     planned, chosen = plan(campaign, store.outcome), choices(campaign, store.outcome)
-    _require_same_inputs(planned, store)
+    require_comparable(planned, store)
     studies = tuple(
         StudyResults(
             name,
@@ -109,29 +113,58 @@ def load_results(folder: Path) -> CampaignResults:
     return CampaignResults(campaign, studies)
 
 
-def _require_same_inputs(planned: list[Planned], store: Store) -> None:
-    """Refuse to compare runs that name the same model and dtype, or the same rows, but were made on different ones."""
+def require_comparable(planned: Sequence[Planned], store: Store, *, with_missing: bool = False) -> None:
+    """Check that runs of several versions can be compared: an id holds neither inputs' content nor defaults.
+
+    Args:
+        with_missing: Include the runs that this version is going to make.
+
+    Raises:
+        ArtifactError: Runs that name the same model and dtype, or the same rows, were made on different ones; or a
+            default or the steps of training differ.
+    """
     found: dict[tuple[str, str], dict[str, str]] = {}
     for run in planned:
         end = store.outcome(run.job.id) if run.job else None
-        if not (run.job and isinstance(end, RunRecord) and end.hashes):
+        if run.job is None or isinstance(end, Failure) or (end is None and not with_missing):
             continue
+        steps = STEPS_VERSION["version of the steps"] if end is None else end.provenance.steps_version
+        traits = {("the version of the training's steps", ""): str(steps or 1), **_defaults(run.job, end)}
         model, rows = run.job.config.model, run.job.config.model_dump(mode="json", include=_DECIDES_ROWS)
         rows["validates"] = run.job.config.select_checkpoint != "none"
-        named = {name: f"{model!r}, {fingerprint_options(rows)}" for name in ("train", "evaluation", "validation")}
-        named["model"] = f"{model!r}, {end.config.dtype}"
-        for what, name in named.items():
-            if (made_on := getattr(end.hashes, what)) is not None:
-                found.setdefault((what, name), {}).setdefault(made_on, run.job.id)
-    for (what, name), runs in found.items():
+        if end is not None and end.hashes:
+            traits |= {
+                (f"the {name} rows", fingerprint_options(rows)): made_on
+                for name in ("train", "evaluation", "validation")
+                if (made_on := getattr(end.hashes, name)) is not None
+            }
+            traits[f"the weights of {model!r}", str(end.config.dtype)] = end.hashes.model
+        for trait, value in traits.items():
+            found.setdefault(trait, {}).setdefault(value, run.job.id)
+    for (trait, _), runs in found.items():
         if len(runs) > 1:
             first, other = list(runs.values())[:2]
-            same = f"the model {name.split(', ')[0]}" if what == "model" else f"the same {what} rows"
-            wrong = "weights" if what == "model" else "rows"
             raise ArtifactError(
-                f"The runs {first} and {other} name {same} but were made on different {wrong}, "
-                f"so they cannot be compared. Remove the runs on the wrong {wrong} and run the campaign again."
+                f"The runs {first} and {other} differ in {trait}, which is no axis of the campaign, so they cannot be "
+                "compared. Remove the wrong runs and run the campaign again, or choose another --output."
             )
+
+
+def _defaults(job: Job, end: RunRecord | None) -> dict[tuple[str, str], str]:
+    """The values of the options that a run leaves at their defaults, by name."""
+    config = job.config.model_dump(mode="json")
+    given = _flat(job.config.model_dump(mode="json", exclude_defaults=True)).keys() | PLACES | {"dtype"}
+    made_with = _flat(config if end is None else end.config.content())
+    left = [name for name in _flat(config) if name not in given and name in made_with]
+    return {(f"the default of {name}", ""): repr(made_with[name]) for name in left}
+
+
+def _flat(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options by name, those of a group under the group's name and their own."""
+    flat: dict[str, Any] = {}
+    for name, value in options.items():
+        flat |= {f"{name}.{own}": its for own, its in value.items()} if isinstance(value, dict) else {name: value}
+    return flat
 
 
 def _final(run: Planned, store: Store) -> FinalRun:

@@ -22,10 +22,13 @@ def provenance(device: object = "auto") -> dict[str, Any]:
     """
     import torch
 
+    from frozencore.tune.training.recipe import STEPS_VERSION  # the import takes seconds
+
     return {
         "versions": dict(_versions()),
         "python": platform.python_version(),
         "commit": source_commit(),
+        "steps_version": STEPS_VERSION["version of the steps"],
         "platform": platform.platform(),
         "device": _hardware_name(str(device)),
         "num_threads": torch.get_num_threads(),

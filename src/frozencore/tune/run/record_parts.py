@@ -45,11 +45,16 @@ class RecordedConfig(Part):
 
 
 class Provenance(Part):
-    """The result of :func:`frozencore.tune.run.provenance.provenance`."""
+    """The result of :func:`frozencore.tune.run.provenance.provenance`.
+
+    Attributes:
+        steps_version: Runs with another number train on rows in another order, or with another schedule.
+    """
 
     versions: dict[str, str] = {}
     python: str | None = None
     commit: str | None = None
+    steps_version: Count | None = None
     platform: str | None = None
     device: str | None = None
     num_threads: Count | None = None
