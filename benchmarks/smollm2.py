@@ -28,7 +28,7 @@ from torch import nn
 
 from contestants import FLOOR, LABELS, UNCALIBRATED, Stepper, adapter_config, completions_only, with_adapter
 from frozencore import calibrate
-from frozencore.tune.run.config import make_config
+from frozencore.tune.config import make_config
 from frozencore.tune.run.prepare import PreparedRun, calibration_batches, prepare
 from frozencore.tune.scoring.choice import predict_choices
 from harness import load_average, medians, memory_of, parser_of, ratios, table, take_turns, with_quartiles, write_found

@@ -15,9 +15,9 @@ from adapted import cores_of
 from frozencore import CalibrationOptions, FrozenCoreConfig, calibrate, collect_moments
 from frozencore.adapter.linear import plus_core
 from frozencore.calibration.recorder import FiniteBatches
+from frozencore.tune.config import RunConfig, make_config
 from frozencore.tune.methods import METHODS
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.run.config import RunConfig, make_config
 from frozencore.tune.run.execute import execute
 from tiny import ATTENTION, batches_of, draw_examples, tiny_qwen2
 

@@ -59,7 +59,7 @@ def test_a_sound_campaign_fills_every_cell_of_the_report_that_it_would_have(comm
     made = {path.name for path in (tmp_path / "out" / "runs").iterdir()}
     campaign = read_campaign(tmp_path / "spec.yaml")
     assert made & {run.job.id for run in plan(campaign, lambda _: None) if run.job} == {
-        run.job.id for run in plan(campaign, lambda _: None) if run.job and run.job.config.seed != 44
+        run.job.id for run in plan(campaign, lambda _: None) if run.job and run.job.config.rows.seed != 44
     }
 
 

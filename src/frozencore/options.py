@@ -1,21 +1,21 @@
-"""Options: dataclass fields whose type gives the allowed values, and whose description is the help.
+"""Options: fields whose type gives the allowed values, and whose description is the help.
 
     damping: Annotated[Damping, Field(description="Damping relative to the mean second moment.")] = 1e-3
 
-An option is defined once, in the dataclass of the code that reads it. Configurations, schemas, flags and help are
-derived from it.
+An option is defined once, in the dataclass or pydantic model of the code that reads it. Configurations, schemas, flags
+and help are derived from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from datetime import date
 from functools import cache, cached_property
 from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from frozencore.errors import ConfigError, own_refusal
@@ -70,25 +70,20 @@ class Option:
             ) from error
 
 
-class FrozenOptions(BaseModel):
-    """Options that are checked once and do not change."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    def given(self, names: Iterable[str]) -> list[str]:
-        """The named options that are not at their defaults."""
-        return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
-
-
 def options_of(holder: type) -> Mapping[str, Option]:
-    """The options of a dataclass, by name, in order."""
+    """The options of a dataclass or of a pydantic model, by name, in order."""
     return _read(holder)
 
 
 @cache
-def _read(holder: type) -> Mapping[str, Option]:
+def _read(holder: Any) -> Mapping[str, Option]:
     full, plain = get_type_hints(holder, include_extras=True), get_type_hints(holder)
-    return MappingProxyType({f.name: Option(f.name, full[f.name], plain[f.name], f.default) for f in fields(holder)})
+    if issubclass(holder, BaseModel):
+        defaults = {name: MISSING if f.is_required() else f.default for name, f in holder.model_fields.items()}
+    else:
+        defaults = {f.name: f.default for f in fields(holder)}
+    found = {name: Option(name, full[name], plain[name], default) for name, default in defaults.items()}
+    return MappingProxyType(found)
 
 
 def check_options(holder: Any) -> None:

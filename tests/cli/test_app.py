@@ -18,8 +18,8 @@ from rich.console import Console, Group
 from frozencore.cli import app as cli
 from frozencore.cli.run_summary import recipe_in_words, sample_lines
 from frozencore.errors import ArtifactError
+from frozencore.tune.config import make_config
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.run.config import make_config
 from frozencore.tune.run.prepare import prepare
 from frozencore.tune.training.trainer import CompletionTrainer
 from frozencore.words import counted

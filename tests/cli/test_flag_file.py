@@ -11,7 +11,7 @@ import yaml
 
 from frozencore.cli.flag_file import as_flags
 from frozencore.cli.flags import TakesOptions
-from frozencore.tune.run.config import RunConfig, make_config
+from frozencore.tune.config import RunConfig, make_config
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -55,10 +55,10 @@ def test_a_file_of_flags_asks_for_what_the_flags_ask_for(asked: Callable[..., Ru
 
 def test_the_command_line_has_the_last_word(asked: Callable[..., RunConfig]) -> None:
     config = asked(FILE, "--lr", "5e-3", "--model", "another")
-    assert config == CONFIG.model_copy(update={"learning_rate": 5e-3, "model": "another"})
+    assert config == CONFIG.replaced(learning_rate=5e-3, model="another")
 
 
-@pytest.mark.parametrize("dumped", [{}, {"exclude_defaults": True}])
+@pytest.mark.parametrize("dumped", [{}, {"changed": True}])
 def test_what_is_written_asks_for_the_same_again(asked: Callable[..., RunConfig], dumped: dict[str, bool]) -> None:
     assert asked(as_flags(CONFIG, **dumped)) == CONFIG
     assert asked(as_flags(asked(as_flags(CONFIG)))) == CONFIG

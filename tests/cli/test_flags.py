@@ -14,14 +14,14 @@ import torch
 from safetensors.torch import load_file
 
 from frozencore.calibration.calibration_options import CalibrationOptions
-from frozencore.cli.calibrate import calibrate
-from frozencore.cli.flags import OF_TRAINING, TakesOptions
+from frozencore.cli.calibrate import OF_TRAINING, calibrate
+from frozencore.cli.flags import TakesOptions
 from frozencore.cli.tune import tune
 from frozencore.constructors import CONSTRUCTORS
 from frozencore.files.adapter_folder import WEIGHTS_FILE
 from frozencore.options import options_of
+from frozencore.tune.config import RunConfig, make_config
 from frozencore.tune.methods import METHODS
-from frozencore.tune.run.config import RunConfig, make_config
 
 Command = Callable[..., tuple[int, str, str]]
 RUN = ("--model", "pocket", "--task", "pocket-sentiment", "--rank", "4", "--calibration-size", "16")
@@ -51,15 +51,15 @@ def help_of(command: Command, verb: str, monkeypatch: pytest.MonkeyPatch) -> str
 def test_without_flags_a_run_is_the_run_of_the_defaults(command: Command, given: Callable[..., RunConfig]) -> None:
     expected = make_config(model="pocket", task="pocket-sentiment", rank=4, calibration_size=16)
     assert given(command) == expected
-    assert given(command).model_dump(exclude_defaults=True) == expected.model_dump(exclude_defaults=True)
+    assert given(command).content(changed=True) == expected.content(changed=True)
 
 
 @pytest.mark.parametrize(
     ("words", "group", "options"),
     [
         (["--damping", "0.1"], "core", {"damping": 0.1}),
-        (["--damping", "0.1,0.01"], "core", {"damping": (0.1, 0.01)}),
-        (["--damping", " 0.1 , 1 "], "core", {"damping": (0.1, 1.0)}),
+        (["--damping", "0.1,0.01"], "core", {"damping": [0.1, 0.01]}),
+        (["--damping", " 0.1 , 1 "], "core", {"damping": [0.1, 1.0]}),
         (["--fisher", "dense", "--shrinkage", "0.5"], "core", {"fisher": "dense", "shrinkage": 0.5}),
         (["--alpha", "8", "--svd-method", "full"], "core", {"alpha": 8.0, "svd_method": "full"}),
         (["--alpha", "none"], "core", {"alpha": None}),
@@ -76,15 +76,19 @@ def test_without_flags_a_run_is_the_run_of_the_defaults(command: Command, given:
 def test_a_flag_is_the_option_of_that_name(
     command: Command, given: Callable[..., RunConfig], words: list[str], group: str, options: dict[str, Any]
 ) -> None:
-    assert getattr(given(command, *words), group).model_dump(exclude_defaults=True) == options
+    assert given(command, *words).content(changed=True)[group] == options
 
 
 def test_a_memory_budget_and_targets_are_read_as_they_are_meant(
     command: Command, given: Callable[..., RunConfig]
 ) -> None:
     config = given(command, "--memory-budget", "8GiB", "--targets", "q_proj, v_proj", "--lr", "1e-3")
-    assert (config.memory_budget, config.targets, config.learning_rate) == ("8GiB", ("q_proj", "v_proj"), 1e-3)
-    assert given(command, "--targets", "all-linear").targets == "all-linear"
+    assert (config.method.calibration.memory_budget, config.method.targets, config.training.learning_rate) == (
+        "8GiB",
+        ("q_proj", "v_proj"),
+        1e-3,
+    )
+    assert given(command, "--targets", "all-linear").method.targets == "all-linear"
 
 
 def test_every_option_of_a_constructor_and_of_the_pass_is_a_flag_with_its_help(

@@ -12,7 +12,7 @@ from typer.main import get_command
 from frozencore.cli.app import program
 from frozencore.cli.help import FLAG_GROUPS
 from frozencore.cli.verbs import all_verbs
-from frozencore.tune.run.config import run_options
+from frozencore.tune.config import run_options
 
 Command = Callable[..., tuple[int, str, str]]
 IN_SIGHT = 10

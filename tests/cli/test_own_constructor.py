@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from frozencore.errors import ConfigError
-from frozencore.tune.run.config import make_config
+from frozencore.tune.config import make_config
 from frozencore_lab.campaign.job import make_job
 from frozencore_lab.campaign.plan import plan
 from frozencore_lab.campaign.spec import read_campaign
@@ -71,7 +71,7 @@ def test_it_is_trained_by_tune(command: Command, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("toy")
 def test_its_option_is_a_key_of_a_campaign_as_axis_and_in_a_search(tmp_path: Path) -> None:
     planned = plan(read_campaign(specification(tmp_path)), lambda _: None)
-    tried = [run.job.config.core.model_dump()["toy_offset"] for run in planned if run.job]
+    tried = [run.job.config.method.core["toy_offset"] for run in planned if run.job]
     assert tried == [0, 3, 1, 2]
     assert len({run.job.id for run in planned if run.job}) == 4
 
@@ -100,7 +100,7 @@ def test_its_option_is_refused_for_every_other_method(tmp_path: Path, command: C
         assert (status, f"'{method}' does not read toy_offset (it is for toy)" in errors) == (2, True)
         with pytest.raises(ConfigError, match="does not read toy_offset"):
             make_config(**OPTIONS, method=method, core={"toy_offset": 1})
-    with pytest.raises(ConfigError, match="toy_offset: input should be less than or equal to 8, but 9 came"):
+    with pytest.raises(ConfigError, match="toy_offset must be a whole number from 0 to 8, but 9 came"):
         make_job("tune", {**OPTIONS, "method": "toy", "toy_offset": 9})
 
 

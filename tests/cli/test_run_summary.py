@@ -18,7 +18,7 @@ from frozencore import export_lora
 from frozencore.cli.run_summary import run_summary, sample_lines, size_lines, verdict, wilson
 from frozencore.files.adapter_folder import WEIGHTS_FILE
 from frozencore.files.whole_file import read_lines, write_lines
-from frozencore.tune.run.config import make_config
+from frozencore.tune.config import make_config
 from made_up import made_up_record
 from tiny import tiny_qwen2
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from frozencore.errors import ArtifactError
 from frozencore.files.whole_file import require_writable, write_json
+from frozencore.tune.config import RunConfig
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.record import Failure
 from frozencore.tune.suite import find_task
 from frozencore_lab.campaign.driver import Watch, drive
@@ -50,17 +50,18 @@ class RehearsalPlace(Place):
 
     def put(self, config: RunConfig) -> RunConfig:
         placed = super().put(config)
-        task = find_task(placed.task or "")
-        epochs = min(STEPS, config.epochs or task.epochs)
-        calibrated = max(math.ceil(config.rank / TOKENS_OF_A_ROW), min(CALIBRATED, config.calibration_size))
+        task = find_task(placed.rows.task or "")
+        epochs = min(STEPS, config.training.epochs or task.epochs)
+        calibrated = max(math.ceil(config.method.rank / TOKENS_OF_A_ROW), min(CALIBRATED, config.rows.calibration_size))
         steps_an_epoch = math.ceil(STEPS / epochs)
         changes: dict[str, Any] = {
             "model": str(pocket_model_path()), "dtype": "float32", "epochs": epochs,
-            "num_train": max(calibrated, (steps_an_epoch - 1) * config.rows_a_step + 1), "num_evaluation": EVALUATED,
-            "calibration_size": calibrated, "max_new_tokens": MOST_NEW_TOKENS, "max_length": None, "truncate": True,
+            "num_train": max(calibrated, (steps_an_epoch - 1) * config.training.rows_a_step + 1),
+            "num_evaluation": EVALUATED, "calibration_size": calibrated, "max_new_tokens": MOST_NEW_TOKENS,
+            "max_length": None, "truncate": True,
             "skip_long": False,
         }  # fmt: skip
-        return placed.model_copy(update=changes)
+        return placed.replaced(**changes)
 
 
 @dataclass(frozen=True)

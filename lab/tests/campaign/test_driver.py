@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from frozencore.errors import ArtifactError
-from frozencore.tune.run.config import RunConfig
+from frozencore.tune.config import make_config
 from frozencore.tune.run.execute import execute
 from frozencore.tune.run.record import StabilityRecord, TunedRecord
 from frozencore_lab.campaign.driver import MOST_DEATHS, _Driver, drive
@@ -60,10 +60,10 @@ def test_a_campaigns_run_is_the_run_that_tune_makes(results: CampaignResults, tm
     """Shared moments, a base model that other runs have used, and shared weight bases change nothing."""
     for run in results.studies[0].runs[1::2]:
         assert isinstance(run.record, TunedRecord)
-        config = RunConfig.model_validate(run.record.config.content())
-        alone = execute(config, tmp_path / config.method, lambda *_: None)
+        config = make_config(**run.record.config.content())
+        alone = execute(config, tmp_path / config.method.name, lambda *_: None)
         for key in ("hashes", "accuracy", "held_out_loss", "held_out_loss_before"):
-            assert getattr(run.record, key) == getattr(alone, key), (config.method, key)
+            assert getattr(run.record, key) == getattr(alone, key), (config.method.name, key)
         assert run.record.training.losses == alone.training.losses
 
 

@@ -62,7 +62,7 @@ def planned() -> list[Planned]:
 def jobs_of(name: str) -> tuple[Job, Job]:
     """A trial of a paper campaign on that task, and a final run."""
     trial = next(run.job for run in planned() if run.job and run.axes["task"] == name)
-    return trial, Job(trial.kind, trial.config.model_copy(update={"evaluate_on": "evaluation"}))
+    return trial, Job(trial.kind, trial.config.replaced(evaluate_on="evaluation"))
 
 
 def test_the_table_holds_the_papers_tasks() -> None:

@@ -10,7 +10,7 @@ from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.constructors import CONSTRUCTORS
 from frozencore.errors import ConfigError
 from frozencore.options import options_of
-from frozencore.tune.run.config import run_options
+from frozencore.tune.config import run_options
 from frozencore_lab.campaign.job import make_job
 from frozencore_lab.campaign.plan import plan
 from frozencore_lab.campaign.spec import Campaign, read_campaign
@@ -84,7 +84,7 @@ def test_a_wrong_specification_gets_one_line_with_its_place(tmp_path: Path, text
         ('learning_rate: "1e-3"', "learning_rate: input should be a valid number, but '1e-3' came"),
         ("rank: 8.5", "rank: input should be a valid integer"),
         ("rank: 0", "rank: input should be greater than or equal to 1"),
-        ("whiten: sideways", "whiten: input should be 'both'"),
+        ("whiten: sideways", "whiten must be one of both, input"),
     ],
 )
 def test_an_option_that_no_run_takes_is_refused_before_any_run(tmp_path: Path, option: str, message: str) -> None:
@@ -97,7 +97,7 @@ def test_a_number_in_scientific_notation_is_a_number(tmp_path: Path) -> None:
     campaign = read(tmp_path, HEAD + AXES + "    fixed: {learning_rate: 1e-3}\n")
     (run,) = plan(campaign, lambda _: None)  # type: ignore[arg-type]
     assert run.job is not None
-    assert run.job.config.learning_rate == 1e-3
+    assert run.job.config.training.learning_rate == 1e-3
 
 
 def test_aliases_that_expand_without_end_are_refused(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ import typer
 from rich.console import Group
 
 from frozencore.cli.console import console
-from frozencore.cli.flags import OF_TRAINING, TakesOptions
+from frozencore.cli.flags import TakesOptions
 from frozencore.cli.tune_many import TENANTS
-from frozencore.tune.run.config import RunConfig
+from frozencore.tune.config import RunConfig
 from frozencore.tune.run.many.tenants import refuse_tenants_early
 from frozencore.tune.run.refuse_early import refuse_early
 from frozencore.tune.run.run_folder import ADAPTER, BASIS, MOMENTS_FILE, RECORD, require_new
@@ -41,7 +41,7 @@ def _calibrate(
     all_layers: Annotated[bool, typer.Option("--all-layers", help="Print a line for each layer.")] = False,
 ) -> None:
     (refuse_early if tenants is None else refuse_tenants_early)(config)
-    require_new(output, RECORD, MOMENTS_FILE if config.memory_budget is None else ADAPTER)
+    require_new(output, RECORD, MOMENTS_FILE if config.method.calibration.memory_budget is None else ADAPTER)
     from frozencore.cli.display import StageDisplay
 
     with warnings.catch_warnings(record=True) as caught, StageDisplay(console) as progress:
@@ -77,4 +77,8 @@ def calibration_summary(calibration: Calibration, *, every_layer: bool = False) 
     return Group(table, legend(columns))
 
 
+OF_TRAINING = (
+    "basis", "learning_rate", "warmup", "epochs", "batch_size", "accumulation", "save_steps", "report_to", "patience",
+    "samples", "exact_match", "forgetting",
+)  # fmt: skip
 calibrate = TakesOptions(_calibrate, without=OF_TRAINING, instead={"tenants": "data"})

@@ -15,9 +15,9 @@ from frozencore.cli.display import StageDisplay
 from frozencore.cli.flag_file import as_flags
 from frozencore.cli.run_summary import places_in_words, recipe_in_words
 from frozencore.cli.tasks import marked
+from frozencore.tune.config import RunConfig
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.run.adapt import on_named_basis
-from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.costs import training_state_bytes, values_at_once
 from frozencore.tune.run.many.execute_many import tenant_of
 from frozencore.tune.run.many.tenant_rows import read_tenants, tenants_of
@@ -47,7 +47,7 @@ def print_dry_run(config: RunConfig, num_slots: int | None = None) -> None:
 
 
 def _run(config: RunConfig, progress: Progress) -> Iterator[Text]:
-    require_reporters(config.report_to or ())
+    require_reporters(config.training.report_to or ())
     config = on_named_basis(config)
     prepared = prepare(config, progress)
     yield from _rows(config, prepared)
@@ -60,7 +60,9 @@ def _tenants(config: RunConfig, num_slots: int, progress: Progress) -> Iterator[
     prepared, own = read_tenants(config, files, progress)
     at_once = min(num_slots, len(own))
     basis = (
-        f"the basis {config.basis}" if config.basis else f"a basis of {num_of(len(prepared.rows.calibration), 'row')}"
+        f"the basis {config.method.basis}"
+        if config.method.basis
+        else f"a basis of {num_of(len(prepared.rows.calibration), 'row')}"
     )
     yield Text(f"{num_of(len(own), 'tenant')} on {basis}, {at_once} at a time.")
     for name, one in own.items():
@@ -71,13 +73,13 @@ def _tenants(config: RunConfig, num_slots: int, progress: Progress) -> Iterator[
             f"to score; {num_of(tenant.num_steps, 'step')}. {rows.reading.in_words if rows.reading else ''}".rstrip()
         )
     if (adapted := _adapted(config, prepared)) is not None:
-        yield Text(f"{config.method}: {num_of(values_at_once(adapted), 'trained value')} each.")
+        yield Text(f"{config.method.name}: {num_of(values_at_once(adapted), 'trained value')} each.")
     yield from _as_asked(config, prepared, next(iter(own.values())).rows.train)
 
 
 def _as_asked(config: RunConfig, prepared: PreparedRun, rows: Sequence[TokenRow]) -> Iterator[Text]:
     yield Text("\nThe options that differ from the defaults, as a file for --config", style="bold")
-    yield Text(as_flags(config, exclude_defaults=True).rstrip())
+    yield Text(as_flags(config, changed=True).rstrip())
     decode = prepared.encoder.tokenizer.decode
     for row in rows[:SHOWN]:
         yield Text(f"\nTraining row {row.id} (the marked part carries the loss)", style="bold")
@@ -93,7 +95,7 @@ def _rows(config: RunConfig, prepared: PreparedRun) -> Iterator[Text]:
     sets = {
         "train on": rows.train,
         "score": rows.held_out,
-        **({"calibrate on": rows.calibration} if config.moments_needed else {}),
+        **({"calibrate on": rows.calibration} if config.method.moments_needed else {}),
         **({} if rows.validation is None else {"choose a step by": rows.validation.tokens}),
     }
     for use, tokens in sets.items():
@@ -117,17 +119,19 @@ def _cost(config: RunConfig, prepared: PreparedRun) -> Iterator[Text]:
     values = ""
     if (adapted := _adapted(config, prepared)) is not None:
         at_once = values_at_once(adapted)
-        places = places_in_words(resolve_targets(config, prepared.model))
+        places = places_in_words(resolve_targets(config.method, prepared.model))
         state = f"{training_state_bytes(at_once):,} bytes of state held while training"
         values = f"{at_once:,} trained values{places} ({state}), "
-    yield Text(f"{config.method}: {values}about {bytes_in_words(memory)} of memory with the model.")
+    yield Text(f"{config.method.name}: {values}about {bytes_in_words(memory)} of memory with the model.")
 
 
 def _adapted(config: RunConfig, prepared: PreparedRun) -> nn.Module | None:
     """Build the adapted model without its weights' values; None if the method's adapter depends on them."""
-    if config.method_entry.changes_base:
+    if config.method.entry.changes_base:
         return None
     with torch.device("meta"), suppress(NotImplementedError):
         model = without_weights(prepared.model.config)
-        return config.method_entry.add(model, config.adapter_options(resolve_targets(config, prepared.model)))
+        return config.method.entry.add(
+            model, config.method.adapter_options(resolve_targets(config.method, prepared.model))
+        )
     return None

@@ -14,8 +14,7 @@ import yaml
 from frozencore.cli.help import FLAGS_ELSEWHERE
 from frozencore.errors import ConfigError
 from frozencore.files.strict_yaml import read_yaml
-from frozencore.tune.methods.bases_config import GROUPS
-from frozencore.tune.run.config import RunConfig
+from frozencore.tune.config import GROUPS, RunConfig
 from frozencore.words import nearest_name
 
 
@@ -82,13 +81,14 @@ def _as_typed(value: Any, where: str, *, several: bool) -> Any:
     return list(map(str, parts)) if several else ",".join(map(str, parts))
 
 
-def as_flags(config: RunConfig, **dumped: Any) -> str:
+def as_flags(config: RunConfig, *, changed: bool = False) -> str:
     """Write a configuration as the text of such a file, with every option that has a value.
 
     Args:
-        dumped: Options of pydantic's ``model_dump``.
+        changed: Leave out options that are at their defaults.
     """
-    values = config.model_dump(mode="json", exclude_none=True, **dumped)
+    values = config.content(changed=changed)
     for group in GROUPS:
         values |= values.pop(group, {})
-    return yaml.safe_dump({name.replace("_", "-"): value for name, value in values.items()}, sort_keys=False)
+    given = {name.replace("_", "-"): value for name, value in values.items() if value is not None}
+    return yaml.safe_dump(given, sort_keys=False)

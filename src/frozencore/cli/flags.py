@@ -20,19 +20,13 @@ from frozencore.cli.verbs import NOTHING_KEPT
 from frozencore.constructors import described
 from frozencore.errors import ConfigError, own_refusal
 from frozencore.options import Option
+from frozencore.tune.config import make_config, run_options
 from frozencore.tune.methods import METHODS
-from frozencore.tune.run.config import in_groups, make_config, run_options
-from frozencore.tune.scoring.scoring_config import FurtherScoresConfig
 from frozencore.tune.suite import TASKS
-from frozencore.tune.training.recipe_config import AloneConfig, RecipeConfig
 from frozencore.words import flag_of
 
 CONFIG = "config"
 SPELLED = {"learning_rate": ("--lr", "--learning-rate")}
-OF_ONE_TRAINING = AloneConfig.model_fields.keys() | FurtherScoresConfig.model_fields.keys()
-"""Options that only a training of one adapter reads."""
-OF_TRAINING = (RecipeConfig.model_fields.keys() | OF_ONE_TRAINING | {"basis", "patience"}) - {"seed"}
-"""Options that only training reads."""
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the run that is in --output.")]
 Out = Annotated[Path | None, typer.Option("--output", "--out", help="New folder for adapters and records.")]
 DryRun = Annotated[
@@ -101,7 +95,7 @@ class TakesOptions:
                 raise ConfigError(f"{flag_of(name)} and {flag_of(option)} name the same thing. Leave one out.")
             values[option] = own[name]
         if CONFIG in parameters:
-            values = {CONFIG: make_config(**in_groups(values))}
+            values = {CONFIG: make_config(**values)}
         try:
             self._verb(**values, **own)
         except (KeyboardInterrupt, SystemExit) as end:

@@ -14,7 +14,7 @@ from frozencore.cli.console import console
 from frozencore.cli.flag_file import as_flags
 from frozencore.cli.flags import DryRun, Out, Resume, TakesOptions, require_out
 from frozencore.files.hub import require_upload, upload
-from frozencore.tune.run.config import RunConfig
+from frozencore.tune.config import RunConfig
 from frozencore.tune.run.processes import is_first, joined, refuse_several
 from frozencore.tune.run.refuse_early import refuse_early
 from frozencore.tune.run.run_folder import ADAPTER, ASKED, RECORD, SAMPLES, kept_of, refuse_used

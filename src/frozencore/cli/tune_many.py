@@ -12,20 +12,20 @@ from rich.table import Table
 from rich.text import Text
 
 from frozencore.cli.console import console
-from frozencore.cli.flags import OF_ONE_TRAINING, DryRun, Out, Resume, TakesOptions, require_out
-from frozencore.tune.run.config import RunConfig
+from frozencore.cli.flags import DryRun, Out, Resume, TakesOptions, require_out
+from frozencore.tune.config import RunConfig
 from frozencore.tune.run.many.tenants import find_tenants, refuse_tenants_early
 from frozencore.tune.run.processes import is_first, joined, refuse_several
 from frozencore.tune.run.run_folder import kept_of, refuse_finished
-from frozencore.tune.scoring.scoring_config import ScoringConfig
 from frozencore.words import bytes_in_words
 
 if TYPE_CHECKING:
     from frozencore.tune.run.record import Failure, TunedRecord
 
-_OF_TASKS = {"task", "data_root", "paper_steps", "rows_by_seed"}
-_CHOOSES_A_STEP = {"select_checkpoint", "patience"}
-NOT_OF_MANY = (ScoringConfig.model_fields.keys() - _CHOOSES_A_STEP) | OF_ONE_TRAINING | _OF_TASKS
+NOT_OF_MANY = (
+    "task", "data_root", "paper_steps", "rows_by_seed", "report_to", "select_by", "samples", "exact_match",
+    "max_new_tokens", "forgetting", "evaluate_on",
+)  # fmt: skip
 TENANTS = "Folder with a row file (as for `tune --data`) for each tenant, named after it; or a YAML file 'name: file'."
 
 
@@ -46,7 +46,7 @@ def _tune_many(
         print_dry_run(config, slots)
         return
     output = require_out(output)
-    refuse_finished(output, find_tenants(Path(config.learns)), resume=resume)
+    refuse_finished(output, find_tenants(Path(config.rows.learns)), resume=resume)
     from frozencore.cli.display import StageDisplay, resume_line
 
     if resume:

@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from frozencore.errors import ConfigError
+from frozencore.tune.config import make_config
 from frozencore.tune.methods import METHODS, AdapterOptions
 from frozencore.tune.rows import TokenRow
-from frozencore.tune.run.config import make_config
 from frozencore.tune.run.costs import values_at_once
 from frozencore.tune.run.models import resolve_targets
 from frozencore.tune.scoring.forward import take_off
@@ -49,7 +49,7 @@ EVERY = pytest.mark.parametrize("kind", MODELS)
 
 def adapted(model: Any, **options: Any) -> PeftModel:
     config = make_config(model="pocket", task="pocket-math", method="full", **options)
-    return FULL.add(model, AdapterOptions(16, resolve_targets(config, model), 3, {}))
+    return FULL.add(model, AdapterOptions(16, resolve_targets(config.method, model), 3, {}))
 
 
 @EVERY

@@ -12,12 +12,12 @@ import pytest
 import transformers.utils.chat_template_utils as chat_template_utils
 
 from frozencore.errors import ArtifactError, ConfigError
+from frozencore.tune.config import make_config
 from frozencore.tune.evaluation.evaluate import Evaluation, evaluate
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.rows import Example
 from frozencore.tune.rows.prompt_date import PROMPT_DATE, with_fixed_date
 from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.run.config import make_config
 from frozencore.tune.run.prepare import prepare
 from frozencore.tune.suite import find_task
 
@@ -136,7 +136,7 @@ def test_a_run_says_its_date_and_has_its_rows(dated_model: Path) -> None:
     default, same, other = (
         make_config(**options, **date) for date in ({}, {"prompt_date": "2024-07-26"}, {"prompt_date": "2025-01-01"})
     )
-    assert default.model_dump(mode="json")["prompt_date"] == "2024-07-26"
+    assert default.content()["prompt_date"] == "2024-07-26"
     assert default == same
     rows = [prepare(config, lambda *_: None).rows.fingerprints for config in (default, other)]
     assert rows[0] != rows[1]

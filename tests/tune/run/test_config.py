@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from frozencore.errors import ConfigError
+from frozencore.tune.config import make_config
 from frozencore.tune.methods import METHODS
-from frozencore.tune.run.config import make_config
 
 GOOD: dict[str, Any] = {"model": "somewhere", "task": "svamp"}
 
@@ -26,10 +26,11 @@ GOOD: dict[str, Any] = {"model": "somewhere", "task": "svamp"}
         ({"learning_rate": float("nan")}, "--learning-rate"),
         ({"calibration_size": 0}, "--calibration-size"),
         ({"prompt_style": "latin"}, "--prompt-style"),
-        ({"unheard_of": 1}, "--unheard-of"),
-        ({"core": {"whitening": "both"}}, "--whitening"),
-        ({"core": {"whiten": "sideways"}}, "--whiten: input should be 'both', 'input', 'output' or 'none'"),
-        ({"core": {"damping": 0}}, "--damping"),
+        ({"unheard_of": 1}, "There is no option 'unheard_of'"),
+        ({"core": {"whitening": "both"}}, "Did you mean 'whiten'?"),
+        ({"core": 3}, "core must hold options by name"),
+        ({"core": {"whiten": "sideways"}}, "^whiten must be one of both, input, output, none"),
+        ({"core": {"damping": 0}}, "^damping must be a number above 0"),
         ({"seed": -1}, "--seed"),
         ({"seed": 2**32}, "--seed"),
         ({"targets": ()}, "--targets"),
@@ -47,7 +48,7 @@ def test_what_cannot_run_is_refused_in_one_line(values: dict[str, Any], message:
 @pytest.mark.parametrize("method", METHODS)
 def test_a_recipe_is_the_methods_own_where_a_run_does_not_say(method: str) -> None:
     own, said = make_config(**GOOD, method=method), make_config(**GOOD, method=method, learning_rate=1e-4, warmup=0.0)
-    assert (own.learning_rate, own.warmup) == (None, None)
+    assert (own.training.learning_rate, own.training.warmup) == (None, None)
     assert own.resolved_learning_rate == METHODS[method].learning_rate > 0
     assert own.resolved_warmup == METHODS[method].warmup == 0.1
     assert (said.resolved_learning_rate, said.resolved_warmup) == (1e-4, 0.0)

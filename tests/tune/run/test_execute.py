@@ -28,11 +28,11 @@ from frozencore.errors import (
     TrainingError,
 )
 from frozencore.files.fingerprint import fingerprint_model
+from frozencore.tune.config import RunConfig, make_config, run_options
 from frozencore.tune.methods import METHODS
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.run.calibrate_only import execute_calibration
-from frozencore.tune.run.config import RunConfig, make_config
 from frozencore.tune.run.execute import execute
 from frozencore.tune.run.models import load_model
 from frozencore.tune.run.prepare import prepare
@@ -97,7 +97,7 @@ RUN_AT_ONCE = ("fcca", "lora", "pissa")
 def test_every_method_runs_and_its_adapter_reloads_to_the_same_score(method: str, tmp_path: Path) -> None:
     if package := getattr(METHODS[method], "package", None):
         pytest.importorskip(package)
-    unsaid = {name: RunConfig.model_fields[name].default for name in METHODS[method].unread}
+    unsaid = {name: run_options()[name].default for name in METHODS[method].unread}
     config = config_of(method=method, **unsaid)
     record = execute(config, tmp_path / "run", silent)
     assert json.loads((tmp_path / "run" / "result.json").read_text())["accuracy"] == record.accuracy

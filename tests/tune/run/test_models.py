@@ -17,38 +17,38 @@ from families import make
 from frozencore import calibrate, export_lora, export_merged
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.files.hub import safe_loading
+from frozencore.tune.config import make_config
 from frozencore.tune.methods import Targets, find_method
 from frozencore.tune.run import models
-from frozencore.tune.run.config import make_config
 from frozencore.tune.run.models import load_model, resolve_targets
 from tiny import ATTENTION
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "down_proj"), ("model.layers.1.mlp.up_proj",)])
 def test_layers_that_are_named_and_there_are_adapted_as_they_were_named(targets: Targets, qwen2: nn.Module) -> None:
-    assert resolve_targets(make_config(model="any", task="sst2", targets=targets), qwen2) == targets
+    assert resolve_targets(make_config(model="any", task="sst2", targets=targets).method, qwen2) == targets
 
 
 def test_without_names_the_attention_projections_that_the_model_has_are_adapted(
     qwen2: nn.Module, gpt2: nn.Module
 ) -> None:
     unnamed = make_config(model="any", task="sst2")
-    assert resolve_targets(unnamed, qwen2) == ("q_proj", "k_proj", "v_proj", "o_proj")
-    assert resolve_targets(unnamed, gpt2) == ("c_attn", "attn.c_proj")
+    assert resolve_targets(unnamed.method, qwen2) == ("q_proj", "k_proj", "v_proj", "o_proj")
+    assert resolve_targets(unnamed.method, gpt2) == ("c_attn", "attn.c_proj")
 
 
 def test_a_model_without_attention_must_be_told_its_layers_and_they_are_listed() -> None:
     with pytest.raises(ConfigError, match=r"No attention projection .*'all-linear'.*has: in_proj, lm_head,"):
-        resolve_targets(make_config(model="any", task="sst2"), make("mamba"))
+        resolve_targets(make_config(model="any", task="sst2").method, make("mamba"))
 
 
 @pytest.mark.parametrize("targets", ["all-linear", None, ("q_proj", "down_proj"), ("model.layers.1.mlp.up_proj",)])
 def test_the_last_blocks_alone_are_adapted_in_full_names(targets: Targets | None, qwen2: nn.Module) -> None:
     everywhere = make_config(model="any", task="sst2", method="lora", targets=targets)
-    last = everywhere.model_copy(update={"layers": 1})
-    found = resolve_targets(last, qwen2)
+    last = everywhere.replaced(layers=1)
+    found = resolve_targets(last.method, qwen2)
     assert all(name.startswith("model.layers.1.") for name in found)
-    every = find_method("lora").add(qwen2, everywhere.adapter_options(resolve_targets(everywhere, qwen2)))
+    every = find_method("lora").add(qwen2, everywhere.method.adapter_options(resolve_targets(everywhere.method, qwen2)))
     adapted = {name for name, module in every.get_base_model().named_modules() if hasattr(module, "lora_A")}
     assert set(found) == {name for name in adapted if ".1." in name}
 
@@ -62,7 +62,7 @@ def test_several_processes_on_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatc
 def test_more_blocks_than_there_are_is_one_line(qwen2: nn.Module) -> None:
     config = make_config(model="any", task="sst2", layers=3)
     with pytest.raises(ConfigError, match="--layers 3 is more than the 2 blocks of this model"):
-        resolve_targets(config, qwen2)
+        resolve_targets(config.method, qwen2)
 
 
 TEXT = {

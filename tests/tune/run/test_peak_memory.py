@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import nn
 
+from frozencore.tune.config import make_config
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.run import costs as peak_memory
-from frozencore.tune.run.config import make_config
 from frozencore.tune.run.costs import PeakMemory, process_peak_bytes
 from frozencore.tune.run.execute import execute
 from frozencore.tune.run.record_parts import PhasePeaks

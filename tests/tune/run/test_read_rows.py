@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from frozencore.errors import ConfigError, DataError, NoRowsError
+from frozencore.tune.config import RunConfig, make_config
 from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.run.config import RunConfig, make_config
 from frozencore.tune.run.make_record import _used_rows
 from frozencore.tune.run.prepare import told_of_rows
 from frozencore.tune.run.read_rows import prepare_rows
@@ -36,10 +36,10 @@ def counts(config: RunConfig, encoder: PromptEncoder) -> tuple[int, int, str]:
 
 def test_trials_hold_out_a_tenth_where_final_runs_train_on_all_rows(encoder: PromptEncoder, tmp_path: Path) -> None:
     final = config_of(task=write_task(tmp_path, num_train=20), paper_steps=True)
-    trial = final.model_copy(update={"evaluate_on": "validation"})
+    trial = final.replaced(evaluate_on="validation")
     assert counts(final, encoder) == (20, 3, "none")
     assert counts(trial, encoder) == (18, 2, "10% of train")
-    plain = trial.model_copy(update={"paper_steps": False})
+    plain = trial.replaced(paper_steps=False)
     assert prepare_rows(trial, encoder).fingerprints == prepare_rows(plain, encoder).fingerprints
 
 
@@ -174,7 +174,7 @@ def test_rows_that_are_kept_are_those_that_would_be_read_and_are_read_once(
 ) -> None:
     final = config_of(task=write_task(tmp_path, num_train=20), paper_steps=True)
     runs = [
-        final.model_copy(update=changes)
+        final.replaced(**changes)
         for changes in ({}, {"evaluate_on": "validation"}, {"seed": 7}, {"calibration_size": 3}, {"num_train": 10})
     ]
 
@@ -205,7 +205,7 @@ def test_what_was_not_asked_for_the_longest_makes_room() -> None:
 
 def test_a_run_may_answer_in_fewer_tokens_than_its_task_allows(encoder: PromptEncoder, tmp_path: Path) -> None:
     config = config_of(task=write_task(tmp_path, num_train=5))
-    few = config.model_copy(update={"max_new_tokens": 2})
+    few = config.replaced(max_new_tokens=2)
     tokens = [rows.task.max_new_tokens for rows in (prepare_rows(run, encoder) for run in (config, few)) if rows.task]
     assert tokens == [8, 2]
 

@@ -11,9 +11,9 @@ import pytest
 from peft import PeftModel
 
 from frozencore.errors import ConfigError
+from frozencore.tune.config import RunConfig, make_config
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.run.config import RunConfig, make_config
 from frozencore.tune.run.execute import execute
 from frozencore.tune.run.prepare import prepare
 from frozencore.tune.run.read_rows import prepare_rows
@@ -163,5 +163,5 @@ def test_the_choice_is_part_of_a_runs_identity_unless_it_is_the_default() -> Non
 @pytest.mark.parametrize("name", ["paper-1.5b", "paper-3b", "paper-3b-ablations", "paper-7b", "paper-llama-1b"])
 def test_the_papers_campaigns_choose_their_checkpoints(name: str) -> None:
     jobs = [run.job for run in plan(read_campaign(LAB / "campaigns" / f"{name}.yaml"), lambda _: None) if run.job]
-    assert {job.config.select_checkpoint for job in jobs if job.kind.name == "tune"} == {"epoch"}
-    assert {job.config.select_checkpoint for job in jobs if job.kind.name == "profile"} <= {"none"}
+    assert {job.config.scoring.select_checkpoint for job in jobs if job.kind.name == "tune"} == {"epoch"}
+    assert {job.config.scoring.select_checkpoint for job in jobs if job.kind.name == "profile"} <= {"none"}

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from adapted import adapted
 from frozencore.adapter.layer import FrozenCoreLayer
+from frozencore.tune.config import RunConfig, make_config
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.run.config import RunConfig, make_config
 from frozencore.tune.run.execute import execute
 from frozencore.tune.run.models import load_model
 from frozencore.tune.run.training_port import row_bytes, rows_at_once

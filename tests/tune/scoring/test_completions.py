@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from frozencore.tune.config import RunConfig, make_config
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.rows import TextRow, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.run.config import RunConfig, make_config
 from frozencore.tune.run.execute import execute
 from frozencore.tune.run.models import load_model
 from frozencore.tune.run.prepare import PreparedRun, prepare

@@ -90,7 +90,7 @@ class _Driver:
             if job is not None:
                 self.queue.remove(job)
                 self.running[worker] = job
-                self.last_model[worker] = job.config.model
+                self.last_model[worker] = job.config.model.name
                 self.pool.start(worker, job, self.needs)
 
     def _next(self, worker: int) -> Job | None:
@@ -101,7 +101,7 @@ class _Driver:
         shareable = [job for job in self.queue if not job.kind.is_alone]
         if not shareable:
             return self.queue[0] if self.queue and not self.running else None
-        return next((job for job in shareable if job.config.model == self.last_model.get(worker)), shareable[0])
+        return next((job for job in shareable if job.config.model.name == self.last_model.get(worker)), shareable[0])
 
     def _handle(self, event: Event) -> None:
         if event.kind != "stage":

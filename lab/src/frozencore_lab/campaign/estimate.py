@@ -15,7 +15,7 @@ import torch
 
 from frozencore.device import place_of
 from frozencore.errors import ConfigError, DataError, ModelError, NoRowsError
-from frozencore.tune.run.config import RunConfig
+from frozencore.tune.config import RunConfig
 from frozencore.tune.run.models import (
     TOKENS_A_ROW,
     ModelSize,
@@ -32,8 +32,6 @@ from frozencore_lab.campaign.results import measured_seconds, tally
 from frozencore_lab.campaign.shared_moments import moments_key
 from frozencore_lab.campaign.store import Store
 from frozencore_lab.campaign.worker import Place
-
-_DECIDES_SPLITS = ("task", "num_train", "num_evaluation")
 
 
 @dataclass(frozen=True)
@@ -63,16 +61,16 @@ def search_rows(planned: Iterable[Planned], place: Place) -> list[SearchRows]:
     studies: dict[tuple[object, ...], list[str]] = {}
     configs: dict[tuple[object, ...], RunConfig] = {}
     for run in planned:
-        if run.phase == "search" and run.job and run.job.config.task is not None:
+        if run.phase == "search" and run.job and run.job.config.rows.task is not None:
             config = place.put(run.job.config)
-            key = tuple(getattr(config, name) for name in _DECIDES_SPLITS)
+            key = (config.rows.task, config.rows.num_train, config.rows.num_evaluation)
             configs.setdefault(key, config)
             studies.setdefault(key, []).append(run.study)
     return [_rows_of_trials(config, tuple(dict.fromkeys(studies[key]))) for key, config in configs.items()]
 
 
 def _rows_of_trials(config: RunConfig, studies: Sequence[str]) -> SearchRows:
-    task = str(config.task)
+    task = str(config.rows.task)
     try:
         splits = task_splits(config)
     except NoRowsError as error:
@@ -95,18 +93,18 @@ def estimate_lines(planned: Sequence[Planned], store: Store, place: Place) -> It
     if not jobs:
         return
     try:
-        models = {job.config.model: place.put(job.config).model for job in jobs.values()}
+        models = {job.config.model.name: place.put(job.config).model.name for job in jobs.values()}
         sizes = {name: size_of(load_config(model)) for name, model in models.items()}
     except ModelError as error:
         yield f"No estimate: {error}"
         return
     left, measured = tally(planned, store).left, measured_seconds(planned, store)
     speed = operations_per_s(place.device) * EFFICIENCY
-    each = mean(measured or [run_seconds(job, sizes[job.config.model], speed) for job in jobs.values()])
+    each = mean(measured or [run_seconds(job, sizes[job.config.model.name], speed) for job in jobs.values()])
     basis = f"as {len(measured)} finished runs took" if measured else f"at {speed / 1e9:.0f} Gop/s"
-    moments = {moments_key(job.config): job.config for job in jobs.values() if job.config.moments_needed}
-    shared = sum(moment_bytes(config, sizes[config.model]) for config in moments.values())
-    memory = max(memory_bytes(job.config, sizes[job.config.model]) for job in jobs.values())
+    moments = {moments_key(job.config): job.config for job in jobs.values() if job.config.method.moments_needed}
+    shared = sum(moment_bytes(config, sizes[config.model.name]) for config in moments.values())
+    memory = max(memory_bytes(job.config, sizes[job.config.model.name]) for job in jobs.values())
     yield (
         f"Estimate for the {num_of(left, 'run')} left: {time_in_words(each * left + START_S)} on one worker "
         f"({basis}, {TOKENS_A_ROW} tokens a row), {bytes_in_words(memory)} of memory a worker, "
@@ -139,6 +137,6 @@ def run_seconds(job: Job, size: ModelSize, speed: float) -> float:
     rows = OWN_DATA | job.resolved
     trained = rows["num_train"] * rows["epochs"] if job.kind.trains else 0
     scored = 2 * rows["num_evaluation"] if job.kind.trains else 0
-    calibrated = job.config.calibration_size if job.config.moments_needed else 0
+    calibrated = job.config.rows.calibration_size if job.config.method.moments_needed else 0
     tokens = TOKENS_A_ROW * (4 * (trained + calibrated) + 2 * scored)
     return OVERHEAD_S + tokens * size.num_parameters / speed

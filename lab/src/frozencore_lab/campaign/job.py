@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic_core import to_jsonable_python
 
 from frozencore.constructors import readers
-from frozencore.errors import ConfigError, most_telling, own_refusal
+from frozencore.errors import ConfigError
 from frozencore.files.fingerprint import fingerprint_options
-from frozencore.tune.methods.bases_config import GROUPS
+from frozencore.tune.config import PLACES, RunConfig, core_options, make_config
 from frozencore.tune.rows.row_sources import STANDARD_INPUT
-from frozencore.tune.run.config import RunConfig, in_groups
 from frozencore.tune.suite import find_task
 from frozencore_lab.campaign.kinds import StudyKind, find_kind
-from frozencore_lab.campaign.study_options import PLACES
 
 ID_DIGITS = 16
 PAPERS_CORES = {"coordinates": "qr", "alpha": None}
@@ -42,23 +39,26 @@ class Job:
 
         A new option of a later version does not change it.
         """
-        values = self.config.model_dump(mode="json", exclude={*PLACES, "core"}, exclude_defaults=True)
+        given = self.config.content(changed=True)
+        values = {name: value for name, value in given.items() if name not in (*PLACES, "core")}
         if core := self._core_options():
             values["core"] = core
         values["learning_rate"] = self.config.resolved_learning_rate
         values["warmup"] = self.config.resolved_warmup
-        if self.config.task is not None:
-            task = find_task(self.config.task)
+        if self.config.rows.task is not None:
+            task = find_task(self.config.rows.task)
             protocol = {name: getattr(task, name) for name in ("epochs", "num_train", "num_evaluation")}
             values = protocol | values
         return {"kind": self.kind.name, "reference_size": self.reference_size, **values}
 
     def _core_options(self) -> dict[str, Any]:
         """The core options that the method reads and that belong to the id."""
-        given = self.config.core.model_dump(mode="json")
-        default = type(self.config.core)().model_dump(mode="json") | PAPERS_CORES
-        changed = {name: value for name, value in given.items() if value != default[name]}
-        return {name: value for name, value in changed.items() if self.config.method in readers(name)}
+        default = {name: option.default for name, option in core_options().items()} | PAPERS_CORES
+        return {
+            name: to_jsonable_python(value)
+            for name, value in self.config.method.core.items()
+            if value != default[name] and self.config.method.name in readers(name)
+        }
 
     @cached_property
     def id(self) -> str:
@@ -76,12 +76,4 @@ def make_job(kind: str, options: dict[str, Any], reference_size: int | None = No
     sources = {data} if isinstance(data, str) else {*data}
     if STANDARD_INPUT in {*sources, options.get("eval_data")}:
         raise ConfigError("data: the standard input can be read once, but each run reads its rows. Give a file.")
-    try:  # through JSON, in which a list may become a tuple and text never becomes a number
-        config = RunConfig.model_validate_json(json.dumps(in_groups(options)), strict=True)
-    except ValidationError as error:
-        first = most_telling(error)
-        if (refused := own_refusal(first)) is not None:
-            raise refused from error
-        name = next((str(part) for part in first["loc"] if part not in GROUPS), "a run")
-        raise ConfigError(f"{name}: {first['msg'].lower()}, but {first['input']!r} came.") from error
-    return Job(find_kind(kind), config, reference_size)
+    return Job(find_kind(kind), make_config(strict=True, **options), reference_size)

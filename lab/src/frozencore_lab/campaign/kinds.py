@@ -15,7 +15,7 @@ from pydantic import GetPydanticSchema
 from pydantic_core import core_schema
 
 from frozencore.errors import ConfigError
-from frozencore.tune.run.config import RunConfig
+from frozencore.tune.config import RunConfig
 from frozencore.words import Progress, unknown_name
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class Stability(StudyKind):
         assert work.reference is not None
         configs = (work.config, work.reference)
         prepared_runs = [work.prepare(config) for config in configs]
-        targets = resolve_targets(work.config, prepared_runs[0].model)  # of one model for both
+        targets = resolve_targets(work.config.method, prepared_runs[0].model)  # of one model for both
         adapted = (work.adapt(*one, targets, work.progress)[0] for one in zip(configs, prepared_runs, strict=True))
         few, many = (get_bases(model) for model in adapted)
         cosines: dict[str, dict[str, float]] = {"P": {}, "Q": {}}
@@ -128,7 +128,7 @@ class Stability(StudyKind):
                 name: len(prepared.rows.calibration)
                 for name, prepared in zip(("basis", "reference"), prepared_runs, strict=True)
             },
-            reference_size=work.reference.calibration_size,
+            reference_size=work.reference.rows.calibration_size,
             provenance=Provenance.here(next(prepared_runs[0].model.parameters()).device),
         )
         write_json(work.folder / RECORD, record.content())

@@ -10,7 +10,7 @@ from typing import Any
 
 from frozencore.errors import ArtifactError
 from frozencore.files.fingerprint import fingerprint_options
-from frozencore.tune.rows.rows_config import RowsConfig
+from frozencore.tune.config import PLACES, RowsConfig
 from frozencore.tune.run.record import Failure, RunRecord, TunedRecord
 from frozencore.tune.training.recipe import STEPS_VERSION
 from frozencore.words import time_in_words
@@ -18,9 +18,10 @@ from frozencore_lab.campaign.job import Job
 from frozencore_lab.campaign.plan import Axes, Choice, Planned, choices, plan
 from frozencore_lab.campaign.spec import Campaign, Study
 from frozencore_lab.campaign.store import Store
-from frozencore_lab.campaign.study_options import PLACES
 
-_DECIDES_ROWS = {*RowsConfig.model_fields, "model", "evaluate_on"}
+# no row that trains or scores depends on these options of the rows
+_NOT_ROWS = ("data_root", "calibration_size", "calibration_task", "seed")
+_DECIDE_ROWS = (*(name for name in RowsConfig.model_fields if name not in _NOT_ROWS), "model", "evaluate_on")
 
 
 @dataclass(frozen=True)
@@ -130,8 +131,10 @@ def require_comparable(planned: Sequence[Planned], store: Store, *, with_missing
             continue
         steps = STEPS_VERSION["version of the steps"] if end is None else end.provenance.steps_version
         traits = {("the version of the training's steps", ""): str(steps or 1), **_defaults(run.job, end)}
-        model, rows = run.job.config.model, run.job.config.model_dump(mode="json", include=_DECIDES_ROWS)
-        rows["validates"] = run.job.config.select_checkpoint != "none"
+        model, content = run.job.config.model.name, run.job.config.content()
+        rows = {option: content[option] for option in _DECIDE_ROWS}
+        rows["seed"] = run.job.config.rows.seed if run.job.config.rows.rows_by_seed else None
+        rows["validates"] = run.job.config.scoring.select_checkpoint != "none"
         if end is not None and end.hashes:
             traits |= {
                 (f"the {name} rows", fingerprint_options(rows)): made_on
@@ -152,8 +155,8 @@ def require_comparable(planned: Sequence[Planned], store: Store, *, with_missing
 
 def _defaults(job: Job, end: RunRecord | None) -> dict[tuple[str, str], str]:
     """The values of the options that a run leaves at their defaults, by name."""
-    config = job.config.model_dump(mode="json")
-    given = _flat(job.config.model_dump(mode="json", exclude_defaults=True)).keys() | PLACES | {"dtype"}
+    config = job.config.content()
+    given = {*_flat(job.config.content(changed=True)), *PLACES, "dtype"}
     made_with = _flat(config if end is None else end.config.content())
     left = [name for name in _flat(config) if name not in given and name in made_with]
     return {(f"the default of {name}", ""): repr(made_with[name]) for name in left}

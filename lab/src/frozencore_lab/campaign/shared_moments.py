@@ -21,23 +21,22 @@ from frozencore.files.whole_file import remove_left, whole_file
 from frozencore.maths.basis import known_basis
 from frozencore.maths.capture import CAPTURE_NEEDS, Capture, capture_if_whole
 from frozencore.maths.moments import LayerMoments, MomentName
+from frozencore.tune.config import RunConfig
 from frozencore.tune.methods import Targets
-from frozencore.tune.methods.bases_config import BasesConfig
-from frozencore.tune.rows.rows_config import OwnRowsConfig, RowsConfig
 from frozencore.tune.run.adapt import Adapted, adapt_from_data
 from frozencore.tune.run.calibrate_only import collect_for
-from frozencore.tune.run.config import CalibrationConfig, RunConfig
 from frozencore.tune.run.prepare import PreparedRun, calibration_batches
 from frozencore.tune.run.row_sets import RunRows
 from frozencore.words import Progress
 from frozencore_lab.campaign.job import Job
 from frozencore_lab.campaign.store import Store
 
-_SEEN_IN_ROWS = OwnRowsConfig.model_fields.keys() | {"skip_long", "prompt_date", "memory_budget"}
-_DECIDES_MOMENTS = {
-    *RowsConfig.model_fields, *CalibrationConfig.model_fields, "model", "dtype", "targets", "layers", "seed",
-} - _SEEN_IN_ROWS  # fmt: skip
-_DECIDES_WEIGHT_BASES = BasesConfig.model_fields.keys() - {"model", "basis"}
+_DECIDE_MOMENTS = (
+    "model", "dtype", "targets", "layers", "seed", "task", "data", "num_train", "num_evaluation", "paper_steps",
+    "rows_by_seed", "max_length", "truncate", "prompt_style", "calibration_size", "calibration",
+)  # fmt: skip
+"""Options that decide the moments, beside what the hash of the calibration rows holds."""
+_DECIDE_WEIGHT_BASES = ("dtype", "method", "rank", "targets", "layers", "core")
 
 Needs = Mapping[str, frozenset[MomentName]]
 """The moments that all runs together need, by the key of the moments file."""
@@ -45,11 +44,12 @@ Needs = Mapping[str, frozenset[MomentName]]
 
 def moments_key(config: RunConfig) -> str:
     """The key of the moments that runs share, from their options; see :func:`moments_file`."""
-    values = config.model_dump(mode="json", include=_DECIDES_MOMENTS)
+    content = config.content()
+    values = {name: content[name] for name in _DECIDE_MOMENTS}
     values["calibration"] = options_of_sums(values["calibration"])
-    if config.calibration_task is not None:  # its rows do not depend on the learned task
-        values |= {"task": config.calibration_task, "data": None, "num_train": None, "num_evaluation": None}
-    return fingerprint_options({name: values[name] for name in values if name != "calibration_task"})[:16]
+    if config.rows.calibration_task is not None:  # its rows do not depend on the learned task
+        values |= {"task": config.rows.calibration_task, "data": None, "num_train": None, "num_evaluation": None}
+    return fingerprint_options(values)[:16]
 
 
 def moments_file(config: RunConfig, rows: RunRows) -> str:
@@ -68,11 +68,11 @@ def needs_of(jobs: Iterable[Job]) -> Needs:
     each run records how much its bases capture, whether or not its method reads G, and in any order of runs.
     """
     sharing = [job for job in jobs if not job.kind.is_alone and _shares_moments(job.config)]
-    measured = {job.config.model for job in sharing if "cross" in job.config.moments_needed}
+    measured = {job.config.model.name for job in sharing if "cross" in job.config.method.moments_needed}
     needs: dict[str, frozenset[MomentName]] = {}
     for job in sharing:
-        wanted = job.config.moments_needed
-        if job.kind.trains and job.config.model in measured and job.config.method_entry.has_bases:
+        wanted = job.config.method.moments_needed
+        if job.kind.trains and job.config.model.name in measured and job.config.method.entry.has_bases:
             wanted |= CAPTURE_NEEDS
         for config in calibrating(job) if wanted else ():
             key = moments_key(config)
@@ -82,13 +82,13 @@ def needs_of(jobs: Iterable[Job]) -> Needs:
 
 def _shares_moments(config: RunConfig) -> bool:
     """Return whether a run shares moments: a memory budget allows no file."""
-    return config.memory_budget is None
+    return config.method.calibration.memory_budget is None
 
 
 def calibrating(job: Job) -> list[RunConfig]:
     """The configuration of a job, and if it has a reference, the same with the reference's number of examples."""
     sizes = [job.reference_size] if job.reference_size else []
-    return [job.config, *(job.config.model_copy(update={"calibration_size": size}) for size in sizes)]
+    return [job.config, *(job.config.replaced(calibration_size=size) for size in sizes)]
 
 
 @dataclass(frozen=True)
@@ -102,10 +102,10 @@ class SharedWork:
         """Run :func:`frozencore.tune.run.adapt.adapt_from_data` with shared moments and weights-only bases."""
         if not _shares_moments(config):
             return adapt_from_data(config, prepared, targets, progress)
-        if config.method_entry.weights_only:
+        if config.method.entry.weights_only:
             return self._with_weight_bases(config, prepared, targets), None
-        model = config.method_entry.add(prepared.model, config.adapter_options(targets))
-        if not config.moments_needed:
+        model = config.method.entry.add(prepared.model, config.method.adapter_options(targets))
+        if not config.method.moments_needed:
             return model, None
         moments = self.moments(config, model, prepared, progress)
         return model, calibrate(model, moments=moments, progress=progress)
@@ -114,10 +114,10 @@ class SharedWork:
         self, config: RunConfig, model: PeftModel, prepared: PreparedRun, progress: Progress
     ) -> dict[str, LayerMoments]:
         """The moments of a run's calibration rows: from the file, or collected for all runs that need them."""
-        needs = self.needs.get(moments_key(config), frozenset()) | config.moments_needed
+        needs = self.needs.get(moments_key(config), frozenset()) | config.method.moments_needed
         file = self.store.shared / "moments" / moments_file(config, prepared.rows)
         batches = calibration_batches(prepared.rows.calibration, prepared.encoder.pad_id)
-        fingerprint = MomentsFingerprint.of(model, batches, config.calibration_options)
+        fingerprint = MomentsFingerprint.of(model, batches, config.method.calibration)
         with self.store.locked(f"moments-{file.stem}"):
             if file.exists():
                 there = load_moments(file, fingerprint)
@@ -135,7 +135,7 @@ class SharedWork:
     ) -> dict[str, Capture]:
         """Measure how much of the shared moments a run's bases capture; empty if the campaign needs no G, a and d."""
         shared = _shares_moments(config) and self.needs.get(moments_key(config), frozenset()) >= CAPTURE_NEEDS
-        if not (shared and config.method_entry.has_bases):
+        if not (shared and config.method.entry.has_bases):
             return {}
         moments = self.moments(config, model, prepared, progress)
         layers = frozen_core_layers(model, "default")
@@ -144,10 +144,11 @@ class SharedWork:
         return {name: captured for name, captured in found.items() if captured is not None}
 
     def _with_weight_bases(self, config: RunConfig, prepared: PreparedRun, targets: Targets) -> PeftModel:
-        decides = config.model_dump(mode="json", include=set(_DECIDES_WEIGHT_BASES))
+        content = config.content()
+        decides = {name: content[name] for name in _DECIDE_WEIGHT_BASES}
         key = fingerprint_options({**decides, "weights": fingerprint_model(prepared.model)})[:16]
         file = self.store.shared / "weight-bases" / f"{key}.safetensors"
-        method, options = config.method_entry, config.adapter_options(targets)
+        method, options = config.method.entry, config.method.adapter_options(targets)
         with self.store.locked(f"weight-{key}"):
             if file.exists():
                 return method.add(prepared.model, options, load_file(file))

@@ -32,10 +32,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from frozencore.constructors import readers
 from frozencore.errors import ConfigError
 from frozencore.files.strict_yaml import read_typed
+from frozencore.tune.config import MethodConfig, SelectionMetric, core_options
 from frozencore.tune.methods import METHODS
-from frozencore.tune.methods.bases_config import GROUPS
-from frozencore.tune.run.config import RunConfig
-from frozencore.tune.scoring.scoring_config import SelectionMetric
 from frozencore.words import unknown_name
 from frozencore_lab.campaign.kinds import KINDS, NamedKind
 from frozencore_lab.campaign.study_options import METHODS_OF_GRID, Fixed, Grid, StudyAxes, Value
@@ -214,8 +212,8 @@ class Campaign(_Strict):
         """
         own = study.options_of(axes)
         options = {**self.base, **own}
-        method = str(options.get("method", RunConfig.model_fields["method"].default))
-        of_cores = GROUPS["core"]()
+        method = str(options.get("method", MethodConfig.model_fields["name"].default))
+        of_cores = core_options()
         return {
             name: value
             for name, value in options.items()

@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass
-from functools import cache
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, GetJsonSchemaHandler
 from pydantic_core import CoreSchema
 
-from frozencore.constructors import CONSTRUCTORS, described
+from frozencore.constructors import described
 from frozencore.errors import ConfigError
 from frozencore.options import Option
-from frozencore.tune.run.config import PlaceConfig, run_options
+from frozencore.tune.config import PLACES, run_options
 from frozencore.words import unknown_name
 
 Value = bool | int | float | str | tuple[str, ...] | tuple[float, ...] | None
 Values = Annotated[tuple[Value, ...], Field(min_length=1)]
 
-PLACES = PlaceConfig.model_fields.keys()
-"""Options of the machine, which only the command line sets."""
 METHODS_OF_GRID = "for"
 
 
 def _options() -> dict[str, Option]:
-    return _of_table(tuple(row.options for row in CONSTRUCTORS.values()))
-
-
-@cache
-def _of_table(_table: tuple[type, ...]) -> dict[str, Option]:
-    """The options with this table of constructors; cached, because every key of a specification asks for them."""
+    """The options that a campaign may set: those of the machine are the command line's."""
     return {name: option for name, option in run_options().items() if name not in PLACES}
 
 

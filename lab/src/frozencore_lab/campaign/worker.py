@@ -17,9 +17,9 @@ from peft import PeftModel
 
 from frozencore.device import is_out_of_memory
 from frozencore.errors import ArtifactError, DivergenceError, FrozenCoreError
+from frozencore.tune.config import RunConfig
 from frozencore.tune.methods import Method, Targets
 from frozencore.tune.run.adapt import Adapt, Adapted, adapt_from_data
-from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.execute import scored_as
 from frozencore.tune.run.models import load_model
 from frozencore.tune.run.prepare import Base, PreparedRun, Score, prepare
@@ -51,8 +51,8 @@ class Place:
 
     def put(self, config: RunConfig) -> RunConfig:
         """The configuration for this machine."""
-        model = self.models.get(config.model, config.model)
-        return config.model_copy(update={"data_root": self.data_root, "device": self.device, "model": model})
+        model = self.models.get(config.model.name, config.model.name)
+        return config.replaced(data_root=self.data_root, device=self.device, model=model)
 
 
 class _UnwritableError(ArtifactError):
@@ -131,15 +131,15 @@ class Worker:
         )
         job.kind.run(work)
         self._take_off()
-        if not self.keep_adapters or config.evaluate_on == "validation":
+        if not self.keep_adapters or config.scoring.evaluate_on == "validation":
             shutil.rmtree(folder / ADAPTER, ignore_errors=True)
 
     def _prepare(self, progress: Progress, config: RunConfig) -> PreparedRun:
         """Load the model and rows of a run, with the base model's score if another run has computed it."""
-        key = (config.model, config.dtype, config.device)
+        key = (config.model.name, config.model.dtype, config.model.device)
         if self._base is None or self._base[0] != key:
             self._base = None  # freed before loading the next, because two may not fit
-            self._base = key, Base(*load_model(config.model, dtype=config.dtype, device=config.device))
+            self._base = key, Base(*load_model(config.model.name, dtype=config.model.dtype, device=config.model.device))
         prepared = prepare(config, progress, self._base[1], row_cache=self._rows)
         prepared.before = self._scores.get(_score_key(config, prepared))
         return prepared
@@ -151,7 +151,7 @@ class Worker:
         if prepared.before is not None:
             self._scores[_score_key(config, prepared)] = prepared.before
         model, calibration = adapt(config, prepared, targets, progress)
-        self._adapted = config.method_entry, model
+        self._adapted = config.method.entry, model
         return model, calibration
 
     def _take_off(self) -> None:
@@ -167,7 +167,7 @@ class Worker:
 
 
 def _score_key(config: RunConfig, prepared: PreparedRun) -> str:
-    hashes = {"model": f"{config.model} {config.dtype}", **prepared.rows.fingerprints}
+    hashes = {"model": f"{config.model.name} {config.model.dtype}", **prepared.rows.fingerprints}
     return json.dumps(scored_as(config, hashes))
 
 

@@ -80,8 +80,8 @@ class Board:
         for worker, job in sorted(self.running.items()):
             config = job.config
             table.add_row(
-                f"worker {worker}", config.learns, config.method, f"seed {config.seed}",
-                "search" if config.evaluate_on == "validation" else "",
+                f"worker {worker}", config.rows.learns, config.method.name, f"seed {config.rows.seed}",
+                "search" if config.scoring.evaluate_on == "validation" else "",
                 self.stages.get(worker, "starts"),
             )  # fmt: skip
         return Group(self.progress, table)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from peft import PeftModel
+from pydantic_core import to_jsonable_python
 
 from frozencore.adapter.bases.calibrate import Calibration, calibrate
 from frozencore.adapter.saved.saved_basis import read_header
@@ -14,9 +15,10 @@ from frozencore.calibration.batches import Batch
 from frozencore.calibration.calibration_options import options_of_sums
 from frozencore.calibration.moments_file import MomentsFingerprint, load_moments
 from frozencore.errors import ConfigError
+from frozencore.options import without_lists
 from frozencore.ranks import num_ranks, own_rank
+from frozencore.tune.config import RunConfig, make_config, run_options
 from frozencore.tune.methods import Targets
-from frozencore.tune.run.config import RunConfig, make_config
 from frozencore.tune.run.prepare import CALIBRATION_BATCH, PreparedRun, calibration_batches
 from frozencore.words import Progress, flag_of
 
@@ -31,32 +33,23 @@ def on_named_basis(config: RunConfig) -> RunConfig:
         ConfigError: The configuration has another method, rank or option than the basis.
         ArtifactError: There is no such basis, or it is damaged.
     """
-    if config.basis is None:
+    if config.method.basis is None:
         return config
-    options = read_header(config.basis)["options"]
-    core = {name: options.get(name, value) for name, value in config.core.model_dump(mode="json").items()}
+    options = read_header(config.method.basis)["options"]
+    asked = config.values()
+    core = {name: options.get(name, value) for name, value in config.method.core.items()}
     decided = {own: options.get(theirs) for own, theirs in DECIDED.items()}
     if isinstance(decided["targets"], str) and decided["targets"] != "all-linear":
         decided["targets"] = None  # may be a regular expression, which only the basis can name
     elif set(decided["targets"] or ()) == OLD_DEFAULT:
         decided["targets"] = None  # the default in Python, which names projections that this model may not have
-    asked = {name: getattr(config, name) for name in DECIDED} | config.core.model_dump(mode="json")
     for name, value in {**decided, **core}.items():
-        if asked[name] not in (_default(config, name), value, _as_asked(value)):
+        if asked[name] not in (run_options()[name].default, value, without_lists(value)):
             raise ConfigError(
-                f"The basis in {config.basis} has {name.replace('_', '-')} {value}, but {asked[name]} came. Leave "
-                f"{flag_of(name)} out."
+                f"The basis in {config.method.basis} has {name.replace('_', '-')} {value}, but {asked[name]} came. "
+                f"Leave {flag_of(name)} out."
             )
-    return make_config(**{**config.model_dump(exclude={"core"}), **decided, "core": core})
-
-
-def _default(config: RunConfig, name: str) -> Any:
-    fields = RunConfig.model_fields if name in DECIDED else type(config.core).model_fields
-    return fields[name].default
-
-
-def _as_asked(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    return make_config(**{**asked, **decided, **core})
 
 
 Adapted = tuple[PeftModel, Calibration | None]
@@ -72,21 +65,25 @@ def adapt_from_data(
     Args:
         moments_file: Moments of ``frozencore calibrate`` in place of a new pass; they must match the run.
     """
-    model = config.method_entry.add(prepared.model, config.adapter_options(targets))
-    if not config.moments_needed:
+    model = config.method.entry.add(prepared.model, config.method.adapter_options(targets))
+    if not config.method.moments_needed:
         if moments_file:
-            what = f"the method {config.method!r}, which reads no data" if config.basis is None else "a saved basis"
+            what = (
+                f"the method {config.method.name!r}, which reads no data"
+                if config.method.basis is None
+                else "a saved basis"
+            )
             raise ConfigError(f"--moments is of no use to {what}: leave it out.")
         return model, None
     batches = calibration_batches(prepared.rows.calibration, prepared.encoder.pad_id)
-    fingerprint = MomentsFingerprint.of(model, batches, config.calibration_options)
+    fingerprint = MomentsFingerprint.of(model, batches, config.method.calibration)
     moments = load_moments(moments_file, fingerprint) if moments_file else None
     if moments is None:
         batches = own_share(batches)
     return model, calibrate(
         model,
         batches,
-        options=config.calibration_options,
+        options=config.method.calibration,
         moments=moments,
         progress=progress,
     )
@@ -111,11 +108,11 @@ def adapter_of(config: RunConfig, targets: Targets, hashes: Mapping[str, str]) -
     return {
         "base model": hashes["model"],
         "calibration rows": hashes["calibration"],
-        "method": config.method,
-        "rank": config.rank,
+        "method": config.method.name,
+        "rank": config.method.rank,
         "targets": targets if isinstance(targets, str) else list(targets),
-        "memory_budget": config.memory_budget,
-        **config.core.model_dump(mode="json"),
-        **options_of_sums(config.calibration.model_dump()),
-        **({} if config.basis is None else {"basis": read_header(config.basis)["identity"]}),
+        "memory_budget": config.method.calibration.memory_budget,
+        **to_jsonable_python(config.method.core),
+        **options_of_sums(vars(config.method.calibration)),
+        **({} if config.method.basis is None else {"basis": read_header(config.method.basis)["identity"]}),
     }

@@ -17,7 +17,7 @@ from frozencore.calibration.moments_file import MomentsFingerprint, save_moments
 from frozencore.errors import ConfigError
 from frozencore.maths.capture import CAPTURE_NEEDS
 from frozencore.maths.moments import LayerMoments, MomentName
-from frozencore.tune.run.config import RunConfig
+from frozencore.tune.config import RunConfig
 from frozencore.tune.run.make_record import calibrated_on
 from frozencore.tune.run.many.tenant_rows import read_tenants
 from frozencore.tune.run.many.tenants import find_tenants
@@ -40,26 +40,28 @@ def execute_calibration(config: RunConfig, out: Path, progress: Progress, *, of_
         DataError: There are no tenants, or the file of one has bad rows.
         ArtifactError: ``out`` holds a finished run or a calibration already.
     """
-    if not config.moments_needed:
-        raise ConfigError(f"The method {config.method!r} reads no calibration data: `frozencore tune` is all it needs.")
-    if of_tenants and config.calibration_task is not None:
+    if not config.method.moments_needed:
+        raise ConfigError(
+            f"The method {config.method.name!r} reads no calibration data: `frozencore tune` is all it needs."
+        )
+    if of_tenants and config.rows.calibration_task is not None:
         raise ConfigError("--tenants calibrates on rows of each tenant: leave --calibration-task out.")
-    require_new(out, RECORD, MOMENTS_FILE if config.memory_budget is None else ADAPTER)
+    require_new(out, RECORD, MOMENTS_FILE if config.method.calibration.memory_budget is None else ADAPTER)
     if of_tenants:
-        prepared, _ = read_tenants(config, find_tenants(Path(config.learns)), progress)
+        prepared, _ = read_tenants(config, find_tenants(Path(config.rows.learns)), progress)
     else:
         prepared = prepare(config, progress)
-    targets = resolve_targets(config, prepared.model)
+    targets = resolve_targets(config.method, prepared.model)
     batches = calibration_batches(prepared.rows.calibration, prepared.encoder.pad_id)
-    fingerprint = MomentsFingerprint.of(prepared.model, batches, config.calibration_options)
-    model = config.method_entry.add(prepared.model, config.adapter_options(targets))
-    needs = config.moments_needed | CAPTURE_NEEDS  # inspect reads G, a and d
+    fingerprint = MomentsFingerprint.of(prepared.model, batches, config.method.calibration)
+    model = config.method.entry.add(prepared.model, config.method.adapter_options(targets))
+    needs = config.method.moments_needed | CAPTURE_NEEDS  # inspect reads G, a and d
     started = time.perf_counter()
     moments = None
-    if config.memory_budget is None:
+    if config.method.calibration.memory_budget is None:
         moments = collect_for(config, model, batches, needs, progress)
     collect_s = time.perf_counter() - started
-    calibration = calibrate(model, batches, options=config.calibration_options, moments=moments, progress=progress)
+    calibration = calibrate(model, batches, options=config.method.calibration, moments=moments, progress=progress)
     calibration = replace(calibration, collect_s=calibration.collect_s + collect_s)
     _write(config, model, out, calibrated_on(config, prepared, calibration))
     if moments is not None:
@@ -72,12 +74,12 @@ def collect_for(
 ) -> dict[str, LayerMoments]:
     """Collect moments of the adapted layers; the adapter is still zero."""
     layers = {name: layer.get_base_layer() for name, layer in frozen_core_layers(model, "default").items()}
-    base, options = model.get_base_model(), config.calibration_options
+    base, options = model.get_base_model(), config.method.calibration
     return collect_moments(base, batches, layers, needs=needs, options=options, progress=progress)
 
 
 def _write(config: RunConfig, model: PeftModel, out: Path, rows: str | None) -> None:
     """Write the adapter and its basis, which names the rows that it was calibrated on."""
     out.mkdir(parents=True, exist_ok=True)
-    config.method_entry.save(model, out / ADAPTER, out)
+    config.method.entry.save(model, out / ADAPTER, out)
     save_basis(model, out / BASIS, calibrated_on=rows)

@@ -20,8 +20,8 @@ from frozencore.files.fingerprint import fingerprint_model
 from frozencore.files.whole_file import write_json, write_lines
 from frozencore.maths.capture import Capture
 from frozencore.ranks import all_ranks_or_none, from_first, num_ranks, own_rank
+from frozencore.tune.config import RunConfig
 from frozencore.tune.run.adapt import Adapt, adapt_from_data, adapter_of, on_named_basis
-from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.costs import PeakMemory
 from frozencore.tune.run.make_record import calibrated_on, headline, make_record
 from frozencore.tune.run.models import resolve_targets
@@ -40,11 +40,11 @@ from frozencore.tune.run.run_folder import (
 )
 from frozencore.tune.run.scores import samples_of, score_run, selection_of
 from frozencore.tune.run.training_port import Outcome, Training, recipe_of
-from frozencore.tune.scoring.scoring_config import ScoringConfig, StepChoiceConfig
 from frozencore.tune.training.reporting import reporting, require_reporters
 from frozencore.tune.training.train import train
 from frozencore.words import Progress, as_stage
 
+DECIDE_SCORE = ("task", "max_length", "evaluate_on", "max_new_tokens", "samples", "exact_match", "forgetting")
 LAST_GOOD = "last-good-adapter"  # beside the checkpoints of a training that diverged
 
 MeasureBases = Callable[[RunConfig, PreparedRun, PeftModel, Progress], Mapping[str, Capture]]
@@ -79,14 +79,14 @@ def execute(
     """
     with all_ranks_or_none():  # no process writes before all have checked
         refuse_used(out, resume=resume)
-        require_reporters(config.report_to or ())
+        require_reporters(config.training.report_to or ())
         config = on_named_basis(config)
         started, is_first = time.perf_counter(), own_rank() == 0
         prepared = prepared or prepare(config, progress)
         recipe_of(config, prepared.rows, prepared.model).of_each(
             num_ranks()
         )  # refuses a step that cannot be shared evenly
-    targets = resolve_targets(config, prepared.model)
+    targets = resolve_targets(config.method, prepared.model)
     progress("hash", 0, 1)
     hashes = {"model": fingerprint_model(prepared.model), **prepared.rows.fingerprints}
     progress("hash", 1, 1)
@@ -96,14 +96,14 @@ def execute(
             BASE_SCORE,
             Score,
             scored_as(config, hashes),
-            lambda: score_run(config, prepared.model, prepared, as_stage(progress, "score base")),
+            lambda: score_run(config.scoring, prepared.model, prepared, as_stage(progress, "score base")),
         )
     )
     memory = PeakMemory(prepared.model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with memory.phase("calibration"), cache.removed_if_refused():
-            method, identity = config.method_entry, adapter_of(config, targets, hashes)
+            method, identity = config.method.entry, adapter_of(config, targets, hashes)
             adapting = time.perf_counter()
             if adapt is not None:
                 model, calibration = adapt(config, prepared, targets, progress)
@@ -117,7 +117,7 @@ def execute(
     if is_first:
         out.mkdir(parents=True, exist_ok=True)
         method.keep_start(model, out / "start")
-    with reporting(config.report_to or (), out, config.model_dump(mode="json")) as reports:
+    with reporting(config.training.report_to or (), out, config.content()) as reports:
         training = Training(
             config, prepared, model, targets, out, hashes, memory, started, progress, identity, calibration,
             calibration_s, captures, caught, resume, reports,
@@ -138,9 +138,13 @@ def execute(
 
 def scored_as(config: RunConfig, hashes: Mapping[str, str]) -> dict[str, Any]:
     """The inputs that determine a base model's score, as JSON values by name."""
-    of_scores = ScoringConfig.model_fields.keys() - StepChoiceConfig.model_fields.keys()
-    asked = config.model_dump(mode="json", include={"task", "max_length", *of_scores})
-    return {**asked, "base model": hashes["model"], "evaluation": hashes["evaluation"], "others": hashes.get("others")}
+    asked = config.content()
+    return {
+        **{name: asked[name] for name in DECIDE_SCORE},
+        "base model": hashes["model"],
+        "evaluation": hashes["evaluation"],
+        "others": hashes.get("others"),
+    }
 
 
 def train_alone(training: Training) -> Outcome:
@@ -152,10 +156,10 @@ def train_alone(training: Training) -> Outcome:
         recipe_of(config, prepared.rows, prepared.model),
         pad_id=prepared.encoder.pad_id,
         checkpoint_dir=training.folder / CHECKPOINTS,
-        checkpoint_steps=config.save_steps,
+        checkpoint_steps=config.training.save_steps,
         resume=training.resume,
         identity=training.identity,
-        selection=selection_of(config, prepared, training.progress),
+        selection=selection_of(config.scoring, prepared, training.progress),
         reports=training.reports,
         progress=training.progress,
     )
@@ -170,10 +174,10 @@ def finish(outcome: Outcome) -> TunedRecord:
     """
     training = outcome.training
     config, prepared, out, model = training.config, training.prepared, training.folder, training.model
-    method = config.method_entry
+    method = config.method.entry
     try:
         with training.memory.phase("scoring"):
-            after = score_run(config, model, prepared, as_stage(training.progress, "score"))
+            after = score_run(config.scoring, model, prepared, as_stage(training.progress, "score"))
     except ModelError as error:  # the same rows were scored before training
         raise DivergenceError(
             f"Training diverged: {error} Lower the learning rate ({config.resolved_learning_rate})."

@@ -10,8 +10,8 @@ from typing import Any
 from frozencore.adapter.bases.calibrate import Calibration
 from frozencore.adapter.saved.saved_basis import read_header
 from frozencore.ranks import num_ranks
+from frozencore.tune.config import RunConfig
 from frozencore.tune.rows.row_sources import named, sources_of
-from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.costs import FLOAT32_BYTES, model_bytes, values_at_once
 from frozencore.tune.run.prepare import PreparedRun, Score
 from frozencore.tune.run.record import RECORD_FORMAT, TunedRecord
@@ -48,14 +48,14 @@ def make_record(outcome: Outcome, score: Score, hashes: Mapping[str, str]) -> Tu
     recipe = outcome.recipe.content()
     assert prepared.before is not None
     at_once = report.values_at_once or values_at_once(run.model)
-    can_be_made_again = config.method_entry.frozen_can_be_made_again
+    can_be_made_again = config.method.entry.frozen_can_be_made_again
     saved = sum(file.stat().st_size for file in (run.folder / ADAPTER).glob("*.safetensors"))
     return TunedRecord(
         format=RECORD_FORMAT,
         config=RecordedConfig.of(config),
-        task=config.task,
-        method=config.method,
-        seed=config.seed,
+        task=config.rows.task,
+        method=config.method.name,
+        seed=config.rows.seed,
         rows=_used_rows(config, prepared.rows),
         held_out_loss_before=finite_or_none(prepared.before.held_out_loss),
         held_out_loss=finite_or_none(score.held_out_loss),
@@ -79,7 +79,7 @@ def make_record(outcome: Outcome, score: Score, hashes: Mapping[str, str]) -> Tu
         ),
         training=TrainedSteps(num_steps=report.num_steps, final_loss=report.final_loss, losses=report.losses),
         **_if_any(
-            selection=selected_checkpoint(config, prepared, report),
+            selection=selected_checkpoint(config.scoring, prepared, report),
             company=CompanySize(tenants=beside[0], slots=beside[1]) if (beside := report.side_by_side) else None,
             forgetting=_forgetting(prepared.before, score),
             row_losses=_row_losses(score),
@@ -101,14 +101,14 @@ def _if_any(**parts: Any) -> dict[str, Any]:
 
 def _used_rows(config: RunConfig, rows: RunRows) -> UsedRows:
     further = _if_any(**dict(rows.reading or ()))
-    if config.truncate:
+    if config.rows.truncate:
         further["cut"] = rows.num_cut
-    if config.skip_long:
+    if config.rows.skip_long:
         further["skipped"] = rows.num_skipped
     return UsedRows(
         trained=len(rows.train),
         scored=len(rows.held_out),
-        scored_on=config.evaluate_on,
+        scored_on=config.scoring.evaluate_on,
         validation_from=rows.validation_from,
         **further,
     )
@@ -122,13 +122,13 @@ def headline(score: Score) -> dict[str, float]:
 
 def calibrated_on(config: RunConfig, prepared: PreparedRun, calibration: Calibration | None) -> str | None:
     """Describe the calibration data for the model card; None if no data were read."""
-    if config.basis is not None:
-        said: str | None = read_header(config.basis)["calibrated_on"]
+    if config.method.basis is not None:
+        said: str | None = read_header(config.method.basis)["calibrated_on"]
         return said
     if calibration is None:
         return None
-    sources = " and ".join(named(source) for source in sources_of(config.data)) if config.data else ""
-    source = config.calibration_task or config.task or sources or "rows of the user"
+    sources = " and ".join(named(source) for source in sources_of(config.rows.data)) if config.rows.data else ""
+    source = config.rows.calibration_task or config.rows.task or sources or "rows of the user"
     num_tokens = next(iter(calibration.layers.values())).num_tokens
     return f"{len(prepared.rows.calibration)} rows of {source}, {num_tokens:,} tokens"
 

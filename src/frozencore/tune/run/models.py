@@ -20,10 +20,9 @@ from frozencore.files.gguf_model import read_tokenizer, read_weights, why_unread
 from frozencore.files.hub import safe_loading
 from frozencore.quiet import quiet_loading
 from frozencore.ranks import num_ranks
+from frozencore.tune.config import MethodConfig, RunConfig
 from frozencore.tune.methods import Targets
-from frozencore.tune.methods.bases_config import BasesConfig
 from frozencore.tune.methods.method import targeted_layers
-from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.refuse_early import model_location
 from frozencore.words import num_of
 
@@ -120,14 +119,14 @@ def _tokenizer(loading: dict[str, Any]) -> Any:
 _BLOCK = re.compile(r"\.(\d+)\.")
 
 
-def resolve_targets(config: BasesConfig, model: PreTrainedModel) -> Targets:
+def resolve_targets(config: MethodConfig, model: PreTrainedModel) -> Targets:
     """The layers to adapt: the configured ones, or the method's default, mostly the attention projections.
 
     Raises:
         ConfigError: A name matches no layer, the architecture is unknown and no names were given, or the model has
             fewer blocks than requested.
     """
-    targets = config.targets or config.method_entry.default_targets(model) or tuple(attention_projections(model))
+    targets = config.targets or config.entry.default_targets(model) or tuple(attention_projections(model))
     if targets != "all-linear":
         _require_each(model, targets)
     return targets if config.layers is None else _in_last_blocks(model, targets, config.layers)
@@ -181,15 +180,15 @@ def size_of(config: PretrainedConfig) -> ModelSize:
 
 def memory_bytes(config: RunConfig, size: ModelSize) -> int:
     """Estimate the bytes of weights, moments and activations of a run."""
-    weight_bytes = 4 if config.dtype == "float32" else 2
-    at_once = config.rows_a_step if config.batch_size == "auto" else config.batch_size
+    weight_bytes = 4 if config.model.dtype == "float32" else 2
+    at_once = config.training.rows_a_step if config.training.batch_size == "auto" else config.training.batch_size
     activations = 34 * TOKENS_A_ROW * at_once * int(size.num_parameters**0.5) * weight_bytes
     return size.num_parameters * weight_bytes + moment_bytes(config, size) + activations
 
 
 def moment_bytes(config: RunConfig, size: ModelSize) -> int:
     """Bytes of the moments for a run's bases."""
-    needs = config.moments_needed
+    needs = config.method.moments_needed
     values = 0
     for m, n in size.shapes:
         values += m * n * ("cross" in needs) + n * n * ("input_outer" in needs) + m * m * ("error_outer" in needs)

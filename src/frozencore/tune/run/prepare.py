@@ -10,10 +10,10 @@ from transformers import PreTrainedModel
 
 from frozencore.calibration.batches import Batch
 from frozencore.errors import ConfigError, ModelError
+from frozencore.tune.config import RunConfig
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.prompts import PROTOCOL_MAX_LENGTH, PromptEncoder, context_limit
 from frozencore.tune.rows.token_batches import make_batches
-from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.models import load_model
 from frozencore.tune.run.read_rows import TOO_LONG, prepare_rows
 from frozencore.tune.run.row_sets import RowCache, RunRows
@@ -62,16 +62,16 @@ def prepare(
         base: The configured model, loaded before.
         row_cache: Holds rows that earlier runs have read and tokenised.
     """
-    progress("load", 0, None, config.model)
-    base = base or Base(*load_model(config.model, dtype=config.dtype, device=config.device))
+    progress("load", 0, None, config.model.name)
+    base = base or Base(*load_model(config.model.name, dtype=config.model.dtype, device=config.model.device))
     limit = context_limit(base.model, base.tokenizer)
     encoder = PromptEncoder(
         base.tokenizer,
-        style=config.prompt_style,
-        today=config.prompt_date,
-        max_length=config.max_length or min(PROTOCOL_MAX_LENGTH, limit),
-        too_long="truncate" if config.truncate else "refuse",
-        loss_on=config.loss_on,
+        style=config.rows.prompt_style,
+        today=config.rows.prompt_date,
+        max_length=config.rows.max_length or min(PROTOCOL_MAX_LENGTH, limit),
+        too_long="truncate" if config.rows.truncate else "refuse",
+        loss_on=config.rows.loss_on,
     )
     if encoder.max_length > limit:
         raise ConfigError(f"--max-length {encoder.max_length} is beyond the model's context of {limit} tokens.")

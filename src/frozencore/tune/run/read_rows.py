@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from frozencore.errors import ConfigError, NoRowsError
+from frozencore.tune.config import RunConfig
 from frozencore.tune.rows import Example, TextRow, TokenRow
 from frozencore.tune.rows.own_rows import read_rows
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.rows.row_sources import Data, named, sources_of
-from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.record_parts import ReadRows, SourceRows
 from frozencore.tune.run.row_sets import RowCache, RunRows, ScoredRows
 from frozencore.tune.scoring.exact_match import are_short
@@ -34,14 +34,14 @@ def prepare_rows(config: RunConfig, encoder: PromptEncoder, kept: RowCache | Non
     Raises:
         DataError, ConfigError: Rows are missing, malformed, empty or too long.
     """
-    if config.task is not None:
-        task = find_task(config.task)
-        if config.max_new_tokens is not None:
-            task = replace(task, max_new_tokens=config.max_new_tokens)
+    if config.rows.task is not None:
+        task = find_task(config.rows.task)
+        if config.scoring.max_new_tokens is not None:
+            task = replace(task, max_new_tokens=config.scoring.max_new_tokens)
         rows = _task_rows(config, task, encoder, kept or RowCache())
     else:
-        assert config.data is not None
-        rows = _own_rows(config, config.data, encoder)
+        assert config.rows.data is not None
+        rows = _own_rows(config, config.rows.data, encoder)
     return replace(rows, others=_other_texts(config, encoder, kept or RowCache()))
 
 
@@ -52,11 +52,11 @@ def task_splits(config: RunConfig, kept: RowCache | None = None) -> TaskSplits:
         DataError: The task's rows cannot be read.
         NoRowsError: No row is left for training or for scoring.
     """
-    assert config.task is not None
-    splits = _splits_of(config, config.task, kept or RowCache(), config.num_train, config.num_evaluation)
-    if config.evaluate_on == "validation" and not splits.validation:
+    assert config.rows.task is not None
+    splits = _splits_of(config, config.rows.task, kept or RowCache(), config.rows.num_train, config.rows.num_evaluation)
+    if config.scoring.evaluate_on == "validation" and not splits.validation:
         raise NoRowsError(
-            f"Task {config.task!r} leaves no validation rows beside its {len(splits.train)} to train on. "
+            f"Task {config.rows.task!r} leaves no validation rows beside its {len(splits.train)} to train on. "
             "Give it more rows, or leave out what is to be chosen on them."
         )
     return splits
@@ -65,13 +65,13 @@ def task_splits(config: RunConfig, kept: RowCache | None = None) -> TaskSplits:
 def _splits_of(
     config: RunConfig, task: str, kept: RowCache, num_train: int | None = None, num_evaluation: int | None = None
 ) -> TaskSplits:
-    train_on_all = config.paper_steps and config.evaluate_on == "evaluation"
-    seed = config.seed if config.rows_by_seed else SPLIT_SEED
+    train_on_all = config.rows.paper_steps and config.scoring.evaluate_on == "evaluation"
+    seed = config.rows.seed if config.rows.rows_by_seed else SPLIT_SEED
     return kept.get(
-        (task, num_train, num_evaluation, config.data_root, train_on_all, seed),
+        (task, num_train, num_evaluation, config.rows.data_root, train_on_all, seed),
         lambda: split_task(
             find_task(task),
-            config.data_root,
+            config.rows.data_root,
             num_train=num_train,
             num_evaluation=num_evaluation,
             train_on_all=train_on_all,
@@ -83,16 +83,16 @@ def _splits_of(
 
 def _task_rows(config: RunConfig, task: Task, encoder: PromptEncoder, kept: RowCache) -> RunRows:
     splits, fitting = task_splits(config, kept), _Fitting(config, encoder)
-    evaluation = splits.evaluation if config.evaluate_on == "evaluation" else splits.validation
+    evaluation = splits.evaluation if config.scoring.evaluate_on == "evaluation" else splits.validation
     of_training, evaluation = fitting.examples(splits.train), fitting.examples(evaluation)
     train, held_out = (_tokens(config, examples, encoder, kept) for examples in (of_training, evaluation))
     calibration = _rows_of_calibration_task(config, encoder, kept)
     if calibration is None:
         tokens_of = dict(zip(of_training, train, strict=True))
-        drawn = calibration_rows(of_training, config.calibration_size, seed=config.seed)
+        drawn = calibration_rows(of_training, config.rows.calibration_size, seed=config.rows.seed)
         calibration = [tokens_of[example] for example in drawn]
     validation = None
-    if config.select_checkpoint != "none" and splits.validation:
+    if config.scoring.select_checkpoint != "none" and splits.validation:
         chosen_on = fitting.examples(splits.validation)
         validation = ScoredRows(chosen_on, _tokens(config, chosen_on, encoder, kept))
     return RunRows(
@@ -104,14 +104,20 @@ def _task_rows(config: RunConfig, task: Task, encoder: PromptEncoder, kept: RowC
 
 def _rows_of_calibration_task(config: RunConfig, encoder: PromptEncoder, kept: RowCache) -> list[TokenRow] | None:
     """The calibration rows of the calibration task; None if the run names none."""
-    if config.calibration_task is None:
+    if config.rows.calibration_task is None:
         return None
-    train = _Fitting(config, encoder).examples(_splits_of(config, config.calibration_task, kept).train)
-    return _tokens(config, calibration_rows(train, config.calibration_size, seed=config.seed), encoder, kept)
+    train = _Fitting(config, encoder).examples(_splits_of(config, config.rows.calibration_task, kept).train)
+    return _tokens(config, calibration_rows(train, config.rows.calibration_size, seed=config.rows.seed), encoder, kept)
 
 
 def _tokens(config: RunConfig, examples: Sequence[Example], encoder: PromptEncoder, kept: RowCache) -> list[TokenRow]:
-    encoded_by = (config.model, config.max_length, config.truncate, config.prompt_style, config.prompt_date)
+    encoded_by = (
+        config.model.name,
+        config.rows.max_length,
+        config.rows.truncate,
+        config.rows.prompt_style,
+        config.rows.prompt_date,
+    )
     return kept.get(
         (tuple(examples), encoded_by),
         lambda: encoder.training_rows([encoder.render(example) for example in examples]),
@@ -121,10 +127,10 @@ def _tokens(config: RunConfig, examples: Sequence[Example], encoder: PromptEncod
 
 def _other_texts(config: RunConfig, encoder: PromptEncoder, kept: RowCache) -> dict[str, list[TokenRow]]:
     """The first evaluation rows of each other task that fit, as plain text; none for a run that validates options."""
-    if config.evaluate_on == "validation":
+    if config.scoring.evaluate_on == "validation":
         return {}
     found = {}
-    for task in config.forgetting or ():
+    for task in config.scoring.forgetting or ():
         examples = _splits_of(config, task, kept).evaluation
         rows = encoder.whole_rows([TextRow(row.id, "", row.prompt + row.completion) for row in examples])
         found[task] = [row for row in rows if len(row.input_ids) <= encoder.max_length][:OTHER_ROWS]
@@ -135,28 +141,28 @@ def _own_rows(config: RunConfig, data: Data, encoder: PromptEncoder) -> RunRows:
     fitting, sources = _Fitting(config, encoder), sources_of(data)
     prefixes = [f"{i}:{named(source)}:" for i, source in enumerate(sources, start=1)] if len(sources) > 1 else [""]
     read = [
-        read_rows(source, encoder, config.columns, skip_bad=config.skip_bad, prefix=prefix)
+        read_rows(source, encoder, config.rows.columns, skip_bad=config.rows.skip_bad, prefix=prefix)
         for source, prefix in zip(sources, prefixes, strict=True)
     ]
     parts = [fitting.texts(own.texts) for own in read]
     texts = [text for part in parts for text in part]
     given = None
-    if config.eval_data is not None:
-        given = read_rows(config.eval_data, encoder, config.columns, skip_bad=config.skip_bad)
+    if config.rows.eval_data is not None:
+        given = read_rows(config.rows.eval_data, encoder, config.rows.columns, skip_bad=config.rows.skip_bad)
     every = [*read, *([] if given is None else [given])]
     forms = {own.columns for own in every}
-    if config.loss_on == "all" and not any(text.turns for text in texts):
-        raise ConfigError(f"--loss-on all is about conversations, but {config.learns} holds none. Leave it out.")
+    if config.rows.loss_on == "all" and not any(text.turns for text in texts):
+        raise ConfigError(f"--loss-on all is about conversations, but {config.rows.learns} holds none. Leave it out.")
 
     unused: Counter[str] = Counter()
     for own in read:
         unused.update(own.bad)
     unused[TOO_LONG] = fitting.num_skipped
     if given is None:
-        train, held_out = _hold_out(texts, config.num_evaluation or _share_of(texts))
+        train, held_out = _hold_out(texts, config.rows.num_evaluation or _share_of(texts))
     else:
         fitting_too = fitting.texts(given.texts)
-        held_out = fitting_too[: config.num_evaluation]
+        held_out = fitting_too[: config.rows.num_evaluation]
         unused |= {f"{why} (--eval-data)": count for why, count in given.bad.items()}
         unused["too long (--eval-data)"] = len(given.texts) - len(fitting_too)
         unused["beyond --num-evaluation"] = len(fitting_too) - len(held_out)
@@ -164,24 +170,24 @@ def _own_rows(config: RunConfig, data: Data, encoder: PromptEncoder) -> RunRows:
         train = [text for text in texts if _read_as(text) not in known]
         unused["also in --eval-data"] = len(texts) - len(train)
     validated: list[TextRow] = []
-    if config.evaluate_on == "validation" or config.select_checkpoint != "none":
+    if config.scoring.evaluate_on == "validation" or config.scoring.select_checkpoint != "none":
         train, validated = _hold_out(train, _share_of(train))
-    if config.evaluate_on == "validation":
+    if config.scoring.evaluate_on == "validation":
         unused["kept to evaluate on"] = len(held_out) if given is None else 0
         held_out = validated
     if not train:
         raise NoRowsError(
-            f"{config.learns} needs rows to train on beside those held out, but its {len(texts)} rows read alike."
+            f"{config.rows.learns} needs rows to train on beside those held out, but its {len(texts)} rows read alike."
         )
-    unused["beyond --num-train"] = max(0, len(train) - (config.num_train or len(train)))
-    train = train[: config.num_train]
+    unused["beyond --num-train"] = max(0, len(train) - (config.rows.num_train or len(train)))
+    train = train[: config.rows.num_train]
     rows, scored = encoder.training_rows(train), encoder.training_rows(held_out)
     calibrate = _rows_of_calibration_task(config, encoder, RowCache())
     if calibrate is None:
-        drawn = sorted(range(len(train)), key=lambda i: draw_rank(train[i], config.seed + 1))
-        calibrate = [rows[i] for i in drawn[: config.calibration_size]]
-    chooses = config.select_checkpoint != "none"
-    compares = config.exact_match == "yes" or (config.exact_match == "auto" and are_short(scored))
+        drawn = sorted(range(len(train)), key=lambda i: draw_rank(train[i], config.rows.seed + 1))
+        calibrate = [rows[i] for i in drawn[: config.rows.calibration_size]]
+    chooses = config.scoring.select_checkpoint != "none"
+    compares = config.scoring.exact_match == "yes" or (config.scoring.exact_match == "auto" and are_short(scored))
     validation = ScoredRows((), encoder.training_rows(validated)) if chooses else None
     several = [
         SourceRows(source=source, read=own.num_read, drawn=len(part))
@@ -194,7 +200,7 @@ def _own_rows(config: RunConfig, data: Data, encoder: PromptEncoder) -> RunRows:
         unused_columns=tuple(dict.fromkeys(column for own in every for column in own.unused)),
         changed=Counter(what for own in every for text in own.texts for what in text.changed),
         sources=tuple(several) if len(several) > 1 else (),
-        held_out_from=None if config.eval_data is None else named(config.eval_data),
+        held_out_from=None if config.rows.eval_data is None else named(config.rows.eval_data),
     )
     return RunRows(
         None, (), rows, calibrate, scored, "10% of train" if validated else "none", validation, num_cut=fitting.num_cut,
@@ -208,7 +214,7 @@ class _Fitting:
 
     def __init__(self, config: RunConfig, encoder: PromptEncoder) -> None:
         self._config, self._encoder = config, encoder
-        self._may_drop = config.truncate or config.skip_long
+        self._may_drop = config.rows.truncate or config.rows.skip_long
         self.num_cut = self.num_skipped = 0
 
     def texts(self, rows: list[TextRow]) -> list[TextRow]:
@@ -224,7 +230,7 @@ class _Fitting:
         if not self._may_drop:
             return [True] * len(rows)
         found = self._encoder.fits(rows)
-        skipped = found.count("too long") if self._config.skip_long else 0
+        skipped = found.count("too long") if self._config.rows.skip_long else 0
         if rows and skipped == len(rows):
             raise NoRowsError(
                 f"--skip-long left none of {len(rows)} rows: all are longer than {self._encoder.max_length} tokens. "
@@ -232,7 +238,7 @@ class _Fitting:
             )
         self.num_cut += found.count("cut")
         self.num_skipped += skipped
-        return [fit != "too long" or not self._config.skip_long for fit in found]
+        return [fit != "too long" or not self._config.rows.skip_long for fit in found]
 
 
 def _share_of(rows: Sequence[TextRow]) -> int:

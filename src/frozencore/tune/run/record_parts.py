@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from frozencore.tune.config import RunConfig
 from frozencore.tune.rows.row_sources import in_words
-from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.provenance import provenance
 from frozencore.words import num_of
 
@@ -41,7 +42,7 @@ class RecordedConfig(Part):
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
-        return cls.model_validate_json(config.model_dump_json())
+        return cls.model_validate_json(json.dumps(config.content()))
 
 
 class Provenance(Part):

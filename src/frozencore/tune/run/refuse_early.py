@@ -8,9 +8,9 @@ from frozencore.calibration.moments_file import require_moments
 from frozencore.errors import ArtifactError, DataError, ModelError
 from frozencore.files.adapter_folder import FACTORS_FILE, HEADER_FILE
 from frozencore.files.hub import is_hub_id, safe_loading
+from frozencore.tune.config import RunConfig
 from frozencore.tune.pocket import POCKET_MODEL, pocket_model_path
 from frozencore.tune.rows.row_sources import require_source, sources_of
-from frozencore.tune.run.config import RunConfig
 from frozencore.tune.smollm2 import SMOLLM2, smollm2_path
 from frozencore.words import nearest_name
 
@@ -35,15 +35,15 @@ def refuse_early(config: RunConfig, moments_file: Path | None = None) -> None:
     Raises:
         FrozenCoreError: Something is missing; the message names it.
     """
-    require_model(config.model)
-    if config.data is not None:
-        for source in sources_of(config.data):
+    require_model(config.model.name)
+    if config.rows.data is not None:
+        for source in sources_of(config.rows.data):
             require_source(source)
-    if config.eval_data is not None:
-        require_source(config.eval_data, option="--eval-data")
-    require_data_root(config.data_root)
-    if config.basis is not None:
-        require_basis(config.basis)
+    if config.rows.eval_data is not None:
+        require_source(config.rows.eval_data, option="--eval-data")
+    require_data_root(config.rows.data_root)
+    if config.method.basis is not None:
+        require_basis(config.method.basis)
     if moments_file is not None:
         require_moments(moments_file)
 

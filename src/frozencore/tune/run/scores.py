@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from torch import nn
 
+from frozencore.tune.config import ScoringConfig, SelectionMetric
 from frozencore.tune.run.prepare import PreparedRun, Score
 from frozencore.tune.run.record_parts import SelectedCheckpoint, StepScored
 from frozencore.tune.run.row_sets import ScoredRows
 from frozencore.tune.scoring import Prediction
 from frozencore.tune.scoring.exact_match import complete
 from frozencore.tune.scoring.score import held_out_loss, row_losses, score_completions, score_task
-from frozencore.tune.scoring.scoring_config import ScoringConfig, SelectionMetric
 from frozencore.tune.training.selection import Selection
 from frozencore.tune.training.train import TrainingReport
 from frozencore.words import Progress, as_stage, with_note

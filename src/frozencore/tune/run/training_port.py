@@ -20,8 +20,8 @@ from torch import nn
 from frozencore.adapter.bases.calibrate import Calibration
 from frozencore.device import memory_of
 from frozencore.maths.capture import Capture
+from frozencore.tune.config import RunConfig
 from frozencore.tune.methods import Targets
-from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.costs import PeakMemory
 from frozencore.tune.run.prepare import PreparedRun
 from frozencore.tune.run.row_sets import RunRows
@@ -38,19 +38,20 @@ def recipe_of(config: RunConfig, rows: RunRows, model: nn.Module) -> Recipe:
     Args:
         model: Determines how many rows fit at once, if the batch size is ``auto``.
     """
-    batch_size, accumulation, pass_tokens = config.batch_size, config.accumulation, None
+    batch_size, accumulation, pass_tokens = config.training.batch_size, config.training.accumulation, None
     if batch_size == "auto":
         longest = max(row.num_tokens for row in rows.train)
         pass_tokens = pass_tokens_of(model)
-        batch_size = rows_at_once(config.rows_a_step, longest, model)
-        accumulation = config.rows_a_step // batch_size
+        batch_size = rows_at_once(config.training.rows_a_step, longest, model)
+        accumulation = config.training.rows_a_step // batch_size
     return Recipe(
         learning_rate=config.resolved_learning_rate,
         warmup=config.resolved_warmup,
-        epochs=config.epochs or (rows.task.epochs if rows.task else epochs_for(len(rows.train), config.rows_a_step)),
+        epochs=config.training.epochs
+        or (rows.task.epochs if rows.task else epochs_for(len(rows.train), config.training.rows_a_step)),
         batch_size=batch_size,
         accumulation=accumulation,
-        seed=config.seed,
+        seed=config.training.seed,
         pass_tokens=pass_tokens,
     )
 

@@ -14,10 +14,10 @@ from torch import nn
 from transformers import TrainingArguments
 
 from frozencore.errors import ConfigError
-from frozencore.tune.training.recipe_config import RecipeConfig
+from frozencore.tune.config import TrainingConfig
 from frozencore.tune.training.reporting import ReportedArguments
 
-UNSAID = RecipeConfig()
+DEFAULTS = TrainingConfig()
 """The default options of a run; their values are the recipe's defaults."""
 
 STEPS_VERSION = {"version of the steps": 2}
@@ -51,10 +51,10 @@ class Recipe:
     warmup: float
     epochs: int = 1
     batch_size: int = 1
-    accumulation: int = UNSAID.accumulation
+    accumulation: int = DEFAULTS.accumulation
     max_grad_norm: float = 1.0
     weight_decay: float = 0.0
-    seed: int = UNSAID.seed
+    seed: int = DEFAULTS.seed
     pass_tokens: int | None = None
 
     def __post_init__(self) -> None:

@@ -32,7 +32,7 @@ def test_the_basis_is_a_plain_calibration_on_the_rows_that_a_run_of_each_tenant_
     rows = [row for one in alone for row in one.rows.calibration]
     model = get_peft_model(alone[0].model, FrozenCoreConfig(r=4, task_type="CAUSAL_LM"))
     batches = calibration_batches(rows, alone[0].encoder.pad_id)
-    calibrate(model, batches, options=config.calibration_options, progress=False)
+    calibrate(model, batches, options=config.method.calibration, progress=False)
     saved = load_basis(tmp_path / "out" / "basis")
     for name, layer in frozen_core_layers(model, "default").items():
         assert all(torch.equal(X, Y) for X, Y in zip(saved.layers[name], layer.factors("default")[:2], strict=True))

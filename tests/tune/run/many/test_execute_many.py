@@ -16,9 +16,9 @@ from forked import start
 from frozencore import load_basis, set_bases
 from frozencore.adapter.bases.access import basis_fingerprint
 from frozencore.errors import ArtifactError, ConfigError, DataError, FrozenCoreError, TrainingError
+from frozencore.tune.config import RunConfig, make_config
 from frozencore.tune.methods import Targets
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.run.config import RunConfig, make_config
 from frozencore.tune.run.execute import execute
 from frozencore.tune.run.many.execute_many import execute_many
 from frozencore.tune.run.many.finish import TenantOutcome
@@ -37,7 +37,7 @@ def test_a_tenant_of_tune_many_is_that_of_tune_on_the_same_basis(
     shared = load_basis(out / "basis")
 
     def same_basis(config: RunConfig, prepared: PreparedRun, targets: Targets, _: Progress) -> tuple[PeftModel, None]:
-        model = config.method_entry.add(prepared.model, config.adapter_options(targets))
+        model = config.method.entry.add(prepared.model, config.method.adapter_options(targets))
         set_bases(model, shared)
         return model, None
 

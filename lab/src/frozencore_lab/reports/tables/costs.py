@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
+from frozencore.tune.config import MethodConfig
 from frozencore.tune.methods import METHODS
-from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.record import TunedRecord
 from frozencore.tune.run.record_parts import Resources
 from frozencore_lab.campaign.plan import Axes
@@ -107,7 +107,7 @@ def study_costs(results: StudyResults) -> list[Costs]:
     """
     apart, names = ("model", "task") if results.study.kind.is_alone else ("model",), varied_axes(results)
     report, axes = results.study.report, results.study.axes
-    wanted = report.reference or str(RunConfig.model_fields["method"].default)
+    wanted = report.reference or str(MethodConfig.model_fields["name"].default)
     tuned = [run for run in results.runs if isinstance(run.record, TunedRecord)]
     found = []
     for (key,), runs in by_axes(tuned, apart).items():

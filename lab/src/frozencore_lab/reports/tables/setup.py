@@ -9,8 +9,8 @@ from typing import Any
 
 from frozencore.constructors import CONSTRUCTORS
 from frozencore.maths.moments import MomentName
+from frozencore.tune.config import run_options
 from frozencore.tune.methods import AdapterOptions, find_method, method_name
-from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.record import TunedRecord
 from frozencore.tune.suite import find_task
 from frozencore.tune.tasks import Scoring, Split
@@ -95,7 +95,7 @@ def hyper_parameter_sheet(results: CampaignResults) -> Sheet:
 
 def _methods_of(campaign: Campaign, study: Study) -> list[str]:
     """The methods of a study, from its axis, its fixed options, or the default."""
-    default = RunConfig.model_fields["method"].default
+    default = run_options()["method"].default
     fixed = study.fixed.get("method", campaign.base.get("method", default))
     return [str(method) for method in study.axes.get("method", (fixed,))]
 
@@ -105,7 +105,7 @@ def _options(campaign: Campaign, study: Study, name: str) -> dict[str, str]:
     row = find_method(study.method_of(name))
     given: Mapping[str, Any] = campaign.options_of(study, {"method": name})
     grid: Mapping[str, tuple[Any, ...]] = study.search.grid(name) if study.search else {}
-    defaults = {option: field.default for option, field in RunConfig.model_fields.items()}
+    defaults = {name: option.default for name, option in run_options().items()}
     defaults |= {"learning_rate": row.learning_rate, "warmup": row.warmup}
 
     def values(option: str) -> tuple[Any, ...]:

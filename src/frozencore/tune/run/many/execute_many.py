@@ -19,8 +19,8 @@ from frozencore.adapter.saved.saved_basis import load_basis
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.ranks import each_by_itself, first_before_others, from_first, gathered, own_rank
+from frozencore.tune.config import RunConfig
 from frozencore.tune.run.adapt import adapt_from_data, adapter_of
-from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.costs import PeakMemory
 from frozencore.tune.run.make_record import calibrated_on
 from frozencore.tune.run.many.finish import Finisher, TenantOutcome
@@ -52,7 +52,7 @@ def execute_many(
     num_slots: int = SLOTS,
     resume: bool = False,
 ) -> dict[str, TenantOutcome]:
-    """Train every tenant of ``config.data``, and write a folder ``out/NAME`` for each when it ends.
+    """Train every tenant of ``config.rows.data``, and write a folder ``out/NAME`` for each when it ends.
 
     The basis is the configured one, or ``out/basis``, calibrated on rows of all tenants. Several processes share the
     tenants among them; the first computes the basis and the others read it.
@@ -70,7 +70,7 @@ def execute_many(
     """
     started, folders = time.perf_counter(), ShareFolders(out)
     config, prepared, every = each_by_itself(partial(_read, config, out, folders, progress, resume=resume))
-    targets, model_hash = resolve_targets(config, prepared.model), fingerprint_model(prepared.model)
+    targets, model_hash = resolve_targets(config.method, prepared.model), fingerprint_model(prepared.model)
     own, cache = own_tenants(every), RunCache(out, reads_only=own_rank() > 0)
     before = _score_base(every, own, cache, prepared, model_hash, progress)
     memory = PeakMemory(prepared.model)
@@ -82,7 +82,7 @@ def execute_many(
             model, calibration, calibration_s = cache.load_or_build_adapter(
                 adapter_of(config, targets, {"model": model_hash, **prepared.rows.fingerprints}),
                 prepared,
-                config.method_entry,
+                config.method.entry,
                 lambda: adapt_from_data(config, prepared, targets, progress),
                 heard,
             )
@@ -106,7 +106,7 @@ def execute_many(
             pad_id=prepared.encoder.pad_id,
             num_slots=num_slots,
             checkpoint_dir=folders.own,
-            checkpoint_steps=config.save_steps,
+            checkpoint_steps=config.training.save_steps,
             resume=resume,
             identity={"base model": model_hash},
             on_end=finisher,
@@ -199,7 +199,7 @@ def _name_basis(model: PeftModel, folder: Path, calibrated_on: str | None) -> No
 
 def tenant_of(own: TenantRows, model: nn.Module) -> Tenant:
     """Make the training of a tenant."""
-    rows, every, validation = own.rows.validation, own.config.select_checkpoint, None
+    rows, every, validation = own.rows.validation, own.config.scoring.select_checkpoint, None
     if rows is not None and every != "none":
-        validation = Validation(rows.tokens, every, own.config.patience)
+        validation = Validation(rows.tokens, every, own.config.scoring.patience)
     return Tenant(own.rows.train, recipe_of(own.config, own.rows, model), validation)

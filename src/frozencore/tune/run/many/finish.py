@@ -13,7 +13,7 @@ from torch import Tensor
 from frozencore.adapter.saved.card import write_model_card
 from frozencore.adapter.swap import swap_core
 from frozencore.files.whole_file import write_json
-from frozencore.tune.run.config import RunConfig
+from frozencore.tune.config import RunConfig
 from frozencore.tune.run.execute import LAST_GOOD
 from frozencore.tune.run.make_record import calibrated_on, headline, make_record
 from frozencore.tune.run.many.tenant_rows import TenantRows
@@ -99,7 +99,7 @@ class Finisher:
         failure = Failure(
             reason="diverged",
             message=f"{why} The last good core is in {folder / LAST_GOOD}.",
-            config=config.model_dump(mode="json"),
+            config=config.content(),
             provenance=Provenance.here(next(self.common.model.parameters()).device),
         )
         write_json(folder / FAILURE, failure.content())
@@ -107,4 +107,4 @@ class Finisher:
 
     def _save(self, config: RunConfig, trained: Trained, folder: Path) -> None:
         swap_core(self.common.model, trained.cores)
-        config.method_entry.save(self.common.model, folder, folder.parent / "start")
+        config.method.entry.save(self.common.model, folder, folder.parent / "start")

@@ -10,8 +10,8 @@ from pathlib import Path
 from frozencore.errors import ConfigError, FrozenCoreError, TrainingError
 from frozencore.files.whole_file import whole_folder
 from frozencore.ranks import num_ranks, own_rank, spread
+from frozencore.tune.config import RunConfig
 from frozencore.tune.run.adapt import on_named_basis
-from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.many.tenants import find_tenants
 from frozencore.tune.run.models import load_model
 from frozencore.tune.run.prepare import Base, PreparedRun, prepare, told_of_rows
@@ -35,13 +35,17 @@ def tenants_of(config: RunConfig) -> tuple[RunConfig, dict[str, Path]]:
         ConfigError: An option cannot be used with many tenants, or the method has no cores.
         DataError: There are no row files.
     """
-    config.refuse_alone()
-    config = on_named_basis(config)
-    if config.data is None or not config.method_entry.has_bases:
+    if config.training.report_to is not None:
         raise ConfigError(
-            f"Tenants have a row file and a core each, on one basis, but {config.method!r} trains others."
+            "--report-to is for a run that trains alone, but tenants train side by side, on one basis and in common "
+            "batches. Leave one out."
         )
-    return config, find_tenants(Path(config.learns))
+    config = on_named_basis(config)
+    if config.rows.data is None or not config.method.entry.has_bases:
+        raise ConfigError(
+            f"Tenants have a row file and a core each, on one basis, but {config.method.name!r} trains others."
+        )
+    return config, find_tenants(Path(config.rows.learns))
 
 
 def read_tenants(
@@ -56,7 +60,7 @@ def read_tenants(
     """
     prepared, own = _read_each(config, files, progress)
     sets = [one.rows.calibration for one in own.values()]
-    calibration = sets[0] if config.calibration_task is not None else [row for rows in sets for row in rows]
+    calibration = sets[0] if config.rows.calibration_task is not None else [row for rows in sets for row in rows]
     every_row = [row for one in own.values() for row in one.rows.train]
     return replace(prepared, rows=RunRows(None, (), every_row, calibration, [], "none")), own
 
@@ -65,11 +69,11 @@ def _read_each(
     config: RunConfig, files: Mapping[str, Path], progress: Progress
 ) -> tuple[PreparedRun, dict[str, TenantRows]]:
     """Prepare a run with the rows of the last tenant, and each tenant's own rows, with calibration rows."""
-    progress("load", 0, len(files), config.model)
-    base = Base(*load_model(config.model, dtype=config.dtype, device=config.device))
+    progress("load", 0, len(files), config.model.name)
+    base = Base(*load_model(config.model.name, dtype=config.model.dtype, device=config.model.device))
     own: dict[str, TenantRows] = {}
     for number, (name, file) in enumerate(files.items(), start=1):
-        config_here = config.model_copy(update={"data": str(file)})
+        config_here = config.replaced(data=str(file))
         with told_of(f"{name!r}, {file}"):
             prepared = prepare(config_here, lambda *_: None, base)
         own[name] = TenantRows(config_here, prepared.rows)

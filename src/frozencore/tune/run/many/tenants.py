@@ -8,9 +8,9 @@ from unicodedata import normalize
 
 from frozencore.errors import ConfigError, DataError
 from frozencore.files.strict_yaml import read_yaml
+from frozencore.tune.config import RunConfig
 from frozencore.tune.rows.row_files import KINDS, READERS
 from frozencore.tune.rows.row_sources import require_source
-from frozencore.tune.run.config import RunConfig
 from frozencore.tune.run.refuse_early import refuse_early
 from frozencore.tune.run.run_folder import BASIS, CHECKPOINTS
 from frozencore.words import one_line
@@ -21,8 +21,8 @@ _NAME = re.compile(r"\w[\w.-]{0,99}")
 
 def refuse_tenants_early(config: RunConfig) -> None:
     """Check a configuration of many tenants before torch is imported."""
-    refuse_early(config.model_copy(update={"data": None}))
-    for file in find_tenants(Path(config.learns)).values():
+    refuse_early(config.replaced(data=None))
+    for file in find_tenants(Path(config.rows.learns)).values():
         require_source(str(file))
 
 
