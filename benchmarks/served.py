@@ -332,15 +332,6 @@ def sync(found: Mapping[str, Any]) -> str:
     return table(["new weights at each step", "out of the trainer", "into the engine", "and to the first token"], rows)
 
 
-def most_tenants(found: Mapping[str, Any]) -> str:
-    """Tokens a second in vLLM with the most tenants in a batch, and the share of the base model's."""
-    most = max(found["plan"]["tenants"])
-    rates = {(row["engine"], row["tenants"]): row["tokens_per_s"] for row in found["rows"]}
-    rows = [[BASE, f"{rates[BASE, 0]:.0f}", ""]]
-    rows += [[f"{who}s", f"{rates[who, most]:.0f}", share(found, who, most)] for who in (BASIS, LORA)]
-    return table([f"{most} tenants in a batch", "tokens a second", f"share of the {BASE}'s"], rows)
-
-
 def share(found: Mapping[str, Any], engine: str, count: int) -> str:
     rows = (row["of_base"] for row in found["rows"] if (row["engine"], row["tenants"]) == (engine, count))
     return with_quartiles(next(rows), ".0%")

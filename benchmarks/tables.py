@@ -1,9 +1,10 @@
-"""The generated parts of the pages, from the files in results/ and the records of the campaigns.
+"""The generated parts of the pages and their pictures, from the files in results/ and the records of the campaigns.
 
-    python benchmarks/tables.py            # rewrites all, figures too;  --check says whether the pages are up to date
+    python benchmarks/tables.py            # rewrites all, pictures too;  --check says whether they are up to date
 
-A page holds a block between ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->``. Cells with ± are means over seeds and
-their standard deviation; differences are paired by seed (of tenants: by tenant and seed), with 95 % intervals.
+A page holds a block between ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->``; the block's last line names its source.
+Cells with ± are means over seeds and their standard deviation; differences are paired by seed (of tenants: by tenant
+and seed), with 95 % intervals.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 from scipy.stats import t
 
 import calibration
+import figures
 import gpu
 import many_training
 import served
@@ -78,11 +80,17 @@ def risen(record: Found) -> float:
     return fmean(other["loss"] - other["loss_before"] for other in record["forgetting"].values())
 
 
-def difference(runs: Sequence[Found], others: Sequence[Found], value: Callable[[Found], float] = held_out_loss) -> str:
-    """The mean difference of a value, seed by seed, with half of the 95 % interval of Student's t."""
+def paired(
+    runs: Sequence[Found], others: Sequence[Found], value: Callable[[Found], float] = held_out_loss
+) -> tuple[float, float]:
+    """The mean difference of a value, seed by seed, and half of the 95 % interval of Student's t."""
     found = [value(one) - value(other) for one, other in zip(runs, others, strict=True)]
-    half = float(t.ppf(0.975, len(found) - 1)) * stdev(found) / math.sqrt(len(found))
-    return f"{fmean(found):+.3f} ± {half:.3f}"
+    return fmean(found), float(t.ppf(0.975, len(found) - 1)) * stdev(found) / math.sqrt(len(found))
+
+
+def difference(runs: Sequence[Found], others: Sequence[Found], value: Callable[[Found], float] = held_out_loss) -> str:
+    middle, half = paired(runs, others, value)
+    return f"{middle:+.3f} ± {half:.3f}"
 
 
 def by_loss(methods: Mapping[str, list[Found]]) -> list[tuple[str, list[Found]]]:
@@ -155,6 +163,29 @@ def stability() -> str:
     return table(["calibration rows", "P", "Q"], [[str(size), *sides[size]] for size in sorted(sides)])
 
 
+def private() -> str:
+    """Accuracies and losses of trainings within a budget, by arm and epsilon."""
+    lines = lines_of(RESULTS / "private.jsonl")
+    (base,) = (line for line in lines if line["phase"] == "base")
+    found: dict[str, dict[float | None, list[Found]]] = defaultdict(lambda: defaultdict(list))
+    for line in lines:
+        if line["phase"] == "final":
+            found[line["arm"]][line["epsilon"]].append(line)
+    names = {
+        "public": "core, basis of public rows", "random": "core, random basis", "lora-1": "LoRA, r = 1",
+        "lora-16": "LoRA, r = 16",
+    }  # fmt: skip
+    rows = [["base model", "", *4 * [f"{100 * base['accuracy']:.1f} / {base['loss']:.3f}"]]]
+    for arm, name in names.items():
+        runs = [found[arm][epsilon] for epsilon in (None, 8.0, 3.0, 1.0)]
+        scores = [
+            f"{spread([one['accuracy'] for one in of], 1, 100)} / {spread([one['loss'] for one in of], 3)}"
+            for of in runs
+        ]
+        rows.append([name, f"{runs[0][0]['values']:,}", *scores])
+    return table(["SST-2: accuracy, % / loss", "values", "not private", "ε = 8", "ε = 3", "ε = 1"], rows)
+
+
 # ------------------------------------------------------------------------------------------------------------ the pages
 
 
@@ -162,21 +193,153 @@ def found_in(name: str) -> Found:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def pages() -> Iterator[tuple[Path, dict[str, str]]]:
+def at_a_glance(of_endings: Mapping[str, list[Found]], study: tenants_quality.Tenants, in_vllm: Found) -> str:
+    """A frozen core beside LoRA, six facts; bold where LoRA is ahead and the interval of the difference has no zero."""
+    everyone, shared = list(study.tenants), ("pooled", 16)
+    arms = {"core": shared, "r = 1": ("lora", 1), "r = 16": ("lora", 16)}
+    some = {name: next(iter(next(iter(study.arms[arm].values())).values())) for name, arm in arms.items()}
+    loras = ("r = 1", "r = 16")
+    rates = {(row["engine"], row["tenants"]): row["tokens_per_s"] for row in in_vllm["rows"]}
+    speeds = [f"{rates[served.BASIS, 64]:.0f}", "", f"{rates[served.LORA, 64]:.0f}"]
+    slots = {name: 1e9 // one["slot_bytes"] for name, one in in_vllm["adapter"].items()}
+    accuracy = {name: f"{study.values(arm, 'accuracy', everyone).mean():.1f}" for name, arm in arms.items()}
+    loss = {"core": f"{fmean(map(held_out_loss, of_endings['FCCA'])):.3f}"}
+    for name in loras:
+        low = study.difference(arms[name], "accuracy", everyone, shared)[1]
+        accuracy[name] = bold(accuracy[name], low > 0)
+        runs = of_endings[f"LoRA, {name}"]
+        middle, half = paired(runs, of_endings["FCCA"])
+        loss[name] = bold(f"{fmean(map(held_out_loss, runs)):.3f}", middle + half < 0)
+    return table(
+        ["SmolLM2-135M-Instruct", "frozen core, r = 16", *(f"LoRA, {name}" for name in loras)],
+        [
+            ["trained values", *(f"{some[name]['values']:,}" for name in arms)],
+            ["bytes of a tenant on disk", *(f"{some[name]['disk_bytes']:,}" for name in arms)],
+            ["64 tenants in vLLM, tokens a second", *speeds],
+            ["tenants that fit 1 GB in vLLM", f"{slots[served.BASIS]:,.0f}", "", f"{slots[served.LORA]:,.0f}"],
+            ["mean accuracy of 24 tenants, %", *accuracy.values()],
+            ["held-out loss on HellaSwag, nats a token", *loss.values()],
+        ],
+    )  # fmt: skip
+
+
+def bold(text: str, is_ahead: bool) -> str:
+    return f"**{text}**" if is_ahead else text
+
+
+SHOWN = ("FCCA", "RawGrad", "SignGrad", "EVA", "LoRA-XS", "Random", "LoRA, r = 1", "LoRA, r = 16")
+"""The methods of the README's table and figure, in the order of every legend."""
+
+
+def on_two_tasks(tasks: Mapping[str, Mapping[str, list[Found]]]) -> str:
+    """Eight methods on both tasks: losses and accuracies, empty where a method was not run."""
+    rows = []
+    for name in SHOWN:
+        found = [methods.get(name) for methods in (tasks["sst2"], tasks["hellaswag"])]
+        cells = [f"{(found[0] or found[1] or [])[0]['values_at_once']:,}"]
+        for runs in found:
+            cells += (
+                [spread([*map(held_out_loss, runs)], 3), spread([one["accuracy"] for one in runs], 1, 100)]
+                if runs
+                else ["", ""]
+            )
+        rows.append([name, *cells])
+    return table(["method", "values", "SST-2: loss", "accuracy, %", "HellaSwag: loss", "accuracy, %"], rows)
+
+
+def pictures(study: tenants_quality.Tenants, in_vllm: Found) -> Iterator[tuple[str, str]]:
+    """Every picture of the pages, by the name of its file."""
+    yield "idea", figures.idea()
+    yield "calibration", figures.calibration()
+    tasks = final_runs()
+    panels = []
+    for title, task in (("SST-2", "sst2"), ("HellaSwag", "hellaswag")):
+        points = [point_of([*map(held_out_loss, tasks[task][name])]) if name in tasks[task] else None for name in SHOWN]
+        panels.append(figures.Panel(f"loss on {title}", points, 3))
+    colours = [figures.NAVY if name.startswith("LoRA, ") else figures.ORANGE for name in SHOWN]
+    about = "Held-out losses of eight methods on two tasks; the numbers are in the table."
+    note = "SmolLM2-135M-Instruct; nats a token, lower is better; mean and standard deviation of three seeds."
+    yield "smollm2", figures.chart(SHOWN, colours, panels, about, note)
+    arms = [("pooled", 16), ("own", 8), ("own", 32), ("lora", 1), ("lora", 16)]
+    labels = ["shared basis, r = 16", "own basis, r = 8", "own basis, r = 32", "LoRA, r = 1", "LoRA, r = 16"]
+    panels = [
+        figures.Panel(
+            heading, [figures.Point(*study.difference(arm, measure, list(study.tenants))) for arm in arms], digits, True
+        )
+        for heading, measure, digits in (("accuracy, points", "accuracy", 1), ("loss, nats a token", "loss", 3))
+    ]
+    colours = [figures.NAVY if arm == "lora" else figures.ORANGE for arm, _ in arms]
+    about = "Differences of 24 tenants from cores on own bases of rank 16; the numbers are in the table."
+    note = "Minus a core of rank 16 on the tenant's own basis; 24 tenants, three seeds, 95 % intervals."
+    yield "tenants", figures.chart(labels, colours, panels, about, note)
+    rates = {row["engine"]: row["tokens_per_s"] for row in in_vllm["rows"] if row["tenants"] in (0, 64)}
+    slots = {name: 1e9 // one["slot_bytes"] for name, one in in_vllm["adapter"].items()}
+    order = {served.BASIS: figures.ORANGE, served.LORA: figures.NAVY, served.BASE: figures.GREY}
+    both = (("tokens a second, 64 tenants", rates), ("tenants that fit 1 GB", slots))
+    panels = [
+        figures.Panel(heading, [figures.Point(*3 * [found[who]]) if who in found else None for who in order], 0)
+        for heading, found in both
+    ]
+    about = "Tokens a second and slots in a gigabyte in vLLM; the numbers are in the table."
+    note = "SmolLM2-135M-Instruct in vLLM on two CPU cores, adapters of rank 16, float32."
+    yield (
+        "served",
+        figures.bars(["cores on a basis model", "LoRAs", "base model alone"], [*order.values()], panels, about, note),
+    )
+
+
+def point_of(values: Sequence[float]) -> figures.Point:
+    """The mean of the seeds, and the standard deviation to both sides."""
+    return figures.Point(fmean(values), fmean(values) - stdev(values), fmean(values) + stdev(values))
+
+
+def from_(block: str, source: str) -> str:
+    """A block with a line that says what it was made from."""
+    return f"{block}\nFrom {source}.\n"
+
+
+def pages(study: tenants_quality.Tenants, in_vllm: Found) -> Iterator[tuple[Path, dict[str, str]]]:
     """Every page with its blocks by name."""
-    tasks = {f"smollm2-{task}": of_task(methods) for task, methods in final_runs().items()}
-    study, in_vllm = tenants_quality.Tenants().table(), found_in("served")
-    yield README, {"smollm2-sst2": tasks["smollm2-sst2"], "tenants": study, "served": served.most_tenants(in_vllm)}
-    yield DOCS / "outliers.md", {"outliers": outliers()}
-    cost = {name: module.table_of(found_in(name)) for name, module in (("step", step), ("calibration", calibration))}
-    yield DOCS / "cost.md", cost | {"gpu": gpu.table_of(found_in("gpu"))}
-    speed = {"smollm2-speed": smollm2.table_of(found_in("smollm2"))}
-    yield DOCS / "smollm2.md", {**tasks, "smollm2-ablations": ablations(), "smollm2-stability": stability(), **speed}
-    many = {"tenants": study, "tenants-keep": tenants.keep_table(found_in("tenants"))}
-    many["tenants-batch"] = tenants.batch_table(found_in("tenants"), found_in("tenants-smollm2"))
-    many["many-training"] = many_training.table_of(found_in("many_training"))
-    yield DOCS / "many-cores.md", many
-    yield DOCS / "serving.md", {"served": served.table_of(in_vllm)}
+    tasks = final_runs()
+    runs, changed, files = "`lab/results/smollm2`", "`lab/results/smollm2-ablations`", "`benchmarks/results/{}.json`"
+    many, vllm = "`benchmarks/results/tenants-quality.jsonl`", files.format("served")
+    yield (
+        README,
+        {
+            "at-a-glance": from_(at_a_glance(tasks["hellaswag"], study, in_vllm), f"{many}, {vllm}, {runs}"),
+            "two-tasks": from_(on_two_tasks(tasks), f"{runs}: means and standard deviations of three seeds"),
+        },
+    )
+    step_s, calibration_s = (
+        from_(module.table_of(found_in(name)), files.format(name))
+        for name, module in (("step", step), ("calibration", calibration))
+    )
+    yield (
+        DOCS / "results.md",
+        {
+            "smollm2-sst2": from_(of_task(tasks["sst2"]), runs),
+            "smollm2-hellaswag": from_(of_task(tasks["hellaswag"]), runs),
+            "smollm2-ablations": from_(ablations(), changed),
+            "smollm2-stability": from_(stability(), changed),
+            "smollm2-speed": from_(smollm2.table_of(found_in("smollm2")), files.format("smollm2")),
+            "outliers": from_(outliers(), "`lab/results/outliers`"),
+            "step": step_s,
+            "calibration": calibration_s,
+            "private": from_(private(), "`benchmarks/results/private.jsonl`"),
+            "gpu": from_(gpu.table_of(found_in("gpu")), files.format("gpu")),
+        },
+    )
+    batches = tenants.batch_table(found_in("tenants"), found_in("tenants-smollm2"))
+    yield (
+        DOCS / "many-tenants.md",
+        {
+            "tenants": from_(study.table(), many),
+            "tenants-keep": from_(tenants.keep_table(found_in("tenants")), files.format("tenants")),
+            "tenants-batch": from_(batches, f"{files.format('tenants')} and {files.format('tenants-smollm2')}"),
+            "many-training": from_(many_training.table_of(found_in("many_training")), files.format("many_training")),
+        },
+    )
+    yield DOCS / "serving.md", {"served": from_(served.table_of(in_vllm), vllm)}
 
 
 def rewritten(page: str, blocks: Mapping[str, str]) -> str:
@@ -192,10 +355,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="Write nothing; the status is 1 where a page differs.")
     options = parser.parse_args()
-    different = []
-    for page, blocks in pages():
-        text = page.read_text(encoding="utf-8")
-        wanted = rewritten(text, blocks)
+    different, study, in_vllm = [], tenants_quality.Tenants(), found_in("served")
+    found = [(page, rewritten(page.read_text(encoding="utf-8"), blocks)) for page, blocks in pages(study, in_vllm)]
+    found += [(DOCS / "figures" / f"{name}.svg", picture) for name, picture in pictures(study, in_vllm)]
+    for page, wanted in found:
+        text = page.read_text(encoding="utf-8") if page.exists() else ""
         if wanted != text:
             different.append(page.name)
             if not options.check:

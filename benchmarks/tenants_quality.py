@@ -315,16 +315,23 @@ class Tenants:
         times = 100.0 if measure == "accuracy" else 1.0
         return times * np.array([[of[name][measure] for of in self.arms[arm].values()] for name in names])
 
-    def apart(self, arm: tuple[str, int], measure: str, names: Sequence[str]) -> str:
-        """The mean difference from own bases of rank 16; the interval resamples tenants, and seeds for all of them."""
-        if arm == ("own", 16):
-            return ""
-        found = self.values(arm, measure, names) - self.values(("own", 16), measure, names)
+    def difference(
+        self, arm: Arm, measure: str, names: Sequence[str], other: Arm = ("own", RANK)
+    ) -> tuple[float, float, float]:
+        """The mean difference from another arm and its interval, which resamples tenants, and seeds for all."""
+        found = self.values(arm, measure, names) - self.values(other, measure, names)
         draw, (num_tenants, num_seeds) = np.random.default_rng(0), found.shape
         tenants = draw.integers(num_tenants, size=(10_000, num_tenants))
         seeds = draw.integers(num_seeds, size=(10_000, num_seeds))
         means = found[tenants[:, :, None], seeds[:, None, :]].mean(axis=(1, 2))
-        middle, low, high = found.mean(), *np.quantile(means, [0.025, 0.975])
+        low, high = np.quantile(means, [0.025, 0.975])
+        return float(found.mean()), float(low), float(high)
+
+    def apart(self, arm: Arm, measure: str, names: Sequence[str]) -> str:
+        """The difference from own bases of rank 16, for a table."""
+        if arm == ("own", RANK):
+            return ""
+        middle, low, high = self.difference(arm, measure, names)
         digits = 1 if measure == "accuracy" else 3
         return f"{middle:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})"
 

@@ -1,8 +1,7 @@
-"""Pages of the site that stand elsewhere or are made: README and its like, the notebook, reference, and llms.txt."""
+"""Pages of the site that stand elsewhere or are made: the lab's README, the reference, and llms.txt."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from importlib.metadata import metadata
@@ -18,9 +17,7 @@ from frozencore.cli.verbs import all_verbs
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-OF_THE_ROOT = {"README.md": "overview.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
-NOTEBOOK = "examples/first_hour.ipynb"
-IN_SITE = {**OF_THE_ROOT, NOTEBOOK: "first-hour.md"}
+IN_SITE = {"lab/README.md": "campaigns.md", "docs/python.md": "reference/python.md"}
 BY_TASK = {
     "Adapt a model": (
         "calibrate", "FrozenCoreConfig", "Calibration", "CalibrationOptions", "frozen_core_layers", "FrozenCoreModel",
@@ -43,26 +40,25 @@ BY_TASK = {
     ),
     "Add a constructor": ("register_constructor", "CONSTRUCTORS", "build_basis", "BasisOptions", "LayerEvidence"),
 }  # fmt: skip
-ELSEWHERE = re.compile(r"(?m)^(?:\[?!\[[^\]]*\]\(https?:[^)]*\)(?:\]\([^)]*\))?\s*)+$")
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
 
 
 def in_site(text: str, folder: Path) -> str:
-    """A page with its links as they are in the site, and without pictures of other hosts (badges).
+    """A page with its links as they are in the site.
 
     A link to a file that is not in the site becomes its words and the place of the file.
     """
 
     def moved(found: re.Match[str]) -> str:
         words, target, anchor = found[1], (folder / found[2]).resolve(), found[3] or ""
-        if target.parent == DOCS and target.suffix == ".md":
-            return f"[{words}]({target.name}{anchor})"
         place = target.relative_to(ROOT).as_posix()
         if place in IN_SITE:
             return f"[{words}]({IN_SITE[place]}{anchor})"
+        if target.parent == DOCS and target.suffix == ".md":
+            return f"[{words}]({target.name}{anchor})"
         return words if place in words else f"{words} (`{place}`)"
 
-    return LINK.sub(moved, ELSEWHERE.sub("", text)).replace("](docs/figures/", "](figures/")
+    return LINK.sub(moved, text)
 
 
 def write(name: str, text: str) -> None:
@@ -74,7 +70,8 @@ def python_reference() -> Iterator[str]:
     """Every public name, from its docstring, below the task that it serves."""
     if different := set(frozencore.__all__) ^ {name for names in BY_TASK.values() for name in names}:
         raise ValueError(f"BY_TASK must hold each public name of frozencore, but differs in {sorted(different)}.")
-    yield "# Python\n\nEverything that `import frozencore` offers, by task. Deeper modules may move.\n"
+    yield in_site((DOCS / "python.md").read_text(encoding="utf-8"), DOCS).replace("](", "](../")
+    yield "Below is everything that `import frozencore` offers, by task. Deeper modules may move.\n"
     for task, names in BY_TASK.items():
         yield f"## {task}\n"
         for name in names:
@@ -112,17 +109,6 @@ def _flags(command: Any) -> Iterator[str]:
         yield "\n".join([f"| {panel or 'Options'} | what it does |", "|---|---|", *rows, ""])
 
 
-def notebook(path: Path) -> Iterator[str]:
-    """Its words, its code, what that printed, and where it is."""
-    for i, cell in enumerate(json.loads(path.read_text(encoding="utf-8"))["cells"]):
-        source = "".join(cell["source"])
-        yield f"```python\n{source}\n```\n" if cell["cell_type"] == "code" else f"{source}\n"
-        if printed := "".join("".join(output["text"]) for output in cell.get("outputs", ())):
-            yield f"```\n{printed.rstrip()}\n```\n"
-        if i == 0:
-            yield f"As a notebook: `{path.relative_to(ROOT).as_posix()}`. A test runs it.\n"
-
-
 def index_for_machines(pages: dict[str, str]) -> Iterator[str]:
     """llms.txt: every page with its first sentence."""
     yield f"# frozencore\n\n> {metadata('frozencore')['Summary']}\n\n## Pages\n"
@@ -139,9 +125,12 @@ def in_words(markdown: str) -> str:
 
 
 PAGES = {
-    **{mine: in_site((ROOT / name).read_text(encoding="utf-8"), ROOT) for name, mine in OF_THE_ROOT.items()},
-    **{page.name: in_site(page.read_text(encoding="utf-8"), DOCS) for page in sorted(DOCS.glob("*.md"))},
-    "first-hour.md": "\n".join(notebook(ROOT / NOTEBOOK)),
+    **{
+        page.name: in_site(page.read_text(encoding="utf-8"), DOCS)
+        for page in sorted(DOCS.glob("*.md"))
+        if f"docs/{page.name}" not in IN_SITE
+    },
+    "campaigns.md": in_site((ROOT / "lab" / "README.md").read_text(encoding="utf-8"), ROOT / "lab"),
     "reference/python.md": "\n".join(python_reference()),
     "reference/command-line.md": "\n".join(command_reference()),
 }

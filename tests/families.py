@@ -1,6 +1,6 @@
 """Tiny random models of the families of transformers, and what frozen cores can do on each.
 
-``python tests/families.py`` writes the table of docs/from-lora.md; tests/adapter/test_families.py checks each row.
+``python tests/families.py`` writes the table of docs/models.md; tests/adapter/test_families.py checks each row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from frozencore.adapter.named_layers import attention_projections
 from frozencore.errors import ConfigError, ModelError
 from places import ROOT
 
-PAGE = ROOT / "docs" / "from-lora.md"
+PAGE = ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- families:begin -->\n", "<!-- families:end -->"
 HEAD = ("| family | attention projections | also adapted | calibrate | train | merge | export |", "|---" * 7 + "|")
 LM, CLASSIFIER, SEQ2SEQ = "ForCausalLM", "ForSequenceClassification", "ForConditionalGeneration"

@@ -1,4 +1,4 @@
-"""Slow, obvious float64 versions of everything, from the paper and docs/maths.md; nothing of frozencore is used here.
+"""Slow, obvious float64 versions of everything, from the paper and docs/method.md; nothing of frozencore is used here.
 
 NumPy, full SVDs, loops over tokens. Letters as in the paper: G, A, D, T, P, Q, R.
 """

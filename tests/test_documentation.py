@@ -39,12 +39,16 @@ from frozencore.tune.tasks.hub_rows import write_hub_folders
 from gguf_files import tiny_model, write_gguf
 from places import LAB, PAPER_TABLES, ROOT
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "lab" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 HUB_ID, POCKET = "Qwen/Qwen2.5-0.5B-Instruct", str(pocket_model_path())
 STARTED = re.compile(r"^(?:frozencore|(?:torchrun|accelerate launch) .*?(?:-m frozencore|examples/\S+)) ")
 MADE_BEFORE = re.compile(r"^make smollm2 && \.venv/bin/(?=frozencore )")
 AS_HERE = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", flags=re.DOTALL | re.MULTILINE)
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).with_suffix("").as_posix()
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
@@ -85,7 +89,7 @@ def flags_of(line: str, verbs: Any) -> tuple[set[str], set[str]]:
     return {word.partition("=")[0] for word in words if word.startswith("--")}, known
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_verbs_and_flags_of_the_pages_are_the_programs(page: Path, verbs: Any) -> None:
     for line in [*(line for line in command_lines(page) if "frozencore" in line), *in_sentences(page)]:
         given, known = flags_of(line, verbs)
@@ -101,7 +105,7 @@ RUN_ELSEWHERE = {
 FEW = {"--num-train": "64", "--num-evaluation": "8", "--epochs": "1", "--calibration-size": "16"}
 SAID_AS = {
     r"(?<=--model )(Qwen/Qwen2.5-0.5B-Instruct|tiny1m|smollm2)": "pocket",
-    r"(?:(?<=--model )|(?<=--base ))(DIR|MODEL)": str(pocket_model_path()),
+    r"(?:(?<=--model )|(?<=--base ))(DIR|MODEL|\$MODEL|\$BASE)(?= )": str(pocket_model_path()),
     r"(?<=--data-root )(DIR|DATA|\.\./shared/data)": "DATA",
     r"(?<=--tenants )ROWS": "rows",
     r"(?<=--adapter )LORA": "runs/mine/adapter",
@@ -135,13 +139,14 @@ def lay_out(place: Path) -> None:
 
 
 def run_command(line: str, verbs: Any, command: Callable[..., tuple[int, str, str]]) -> None:
-    """Run a line of a page on the pocket model and few rows."""
+    """Run a line of a page on the pocket model; a task gets few rows."""
     said = line
     for written, stands_for in SAID_AS.items():
         said = re.sub(written, stands_for, said)
     if "frozencore" in line:
-        _, known = flags_of(line, verbs)
-        said += "".join(f" {flag} {few}" for flag, few in FEW.items() if flag in known and flag not in said)
+        if "--task" in said:  # the data sets that lay_out makes are small
+            _, known = flags_of(line, verbs)
+            said += "".join(f" {flag} {few}" for flag, few in FEW.items() if flag in known and flag not in said)
         if "--task" in said and "--task pocket" not in said and "--data-root" not in said:
             said += " --data-root DATA"
     if line.startswith("frozencore"):
@@ -181,7 +186,7 @@ def given_to(page: str) -> dict[str, Any]:
             name: [{"prompt": f"{name} and {i}", "completion": f" {i}"} for i in range(8)] for name in ("anna", "ben")
         },
     }  # fmt: skip
-    if page == "in-python":  # it makes a model where it needs one
+    if page == "docs/python":  # it makes a model where it needs one
         pocket().save_pretrained("base")
         return common | {"base": pocket, "another_base": lambda: pocket(other=True)}
     models = {name: get_peft_model(pocket(), config) for name in ("model", "other_model")}
@@ -193,7 +198,8 @@ def run_code(code: str, page: str, names: dict[str, Any], given: dict[str, Any])
     mine = {name: value for name, value in names.items() if name not in given or given[name] is not value}
     given |= given_to(page)
     names |= given | mine
-    code = code.replace(HUB_ID, POCKET).replace('"DIR"', repr(POCKET))
+    for written in (f'"{HUB_ID}"', '"DIR"', '"../shared/models/tiny1m"'):
+        code = code.replace(written, repr(POCKET))
     few = 'max_steps=2, use_cpu=True, bf16=False, report_to="none", '
     code = re.sub(r'(?<=TConfig\(|OConfig\()("\w+", )', rf"\1{few}", code)
     exec(compile(code, f"{page}.md", "exec"), names)
@@ -204,11 +210,8 @@ def sides(diff: str) -> list[str]:
     return ["\n".join(line[1:] for line in diff.splitlines() if line[:1] in (" ", sign)) for sign in "-+"]
 
 
-NOT_RUN_HERE = {
-    "serving": "tests/engines/test_serving_page.py",  # it needs the engines
-    "federated": "tests/test_examples.py",  # lines of examples/federated.py
-}  # fmt: skip
-ALONE = ("index", "from-lora", "in-python", "memory", "quantisation")  # pages whose code needs no command before it
+IN_AN_ENGINE = "LLM("  # code that tests/engines/test_vllm_memory.py runs in vLLM
+ALONE = ("docs/index", "docs/from-lora", "docs/python")  # pages of code, without long commands
 
 
 @pytest.fixture
@@ -224,9 +227,9 @@ def _same_constructors() -> Iterator[None]:
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, id=page.stem, marks=[] if page.stem in ALONE else [pytest.mark.slow])
+        pytest.param(page, id=name_of(page), marks=[] if name_of(page) in ALONE else [pytest.mark.slow])
         for page in PAGES
-        if blocks(page) and page.stem not in NOT_RUN_HERE
+        if blocks(page)
     ],
 )
 def test_commands_and_code_of_a_page_do_their_work_one_after_the_other(  # type: ignore[no-untyped-def]
@@ -240,13 +243,13 @@ def test_commands_and_code_of_a_page_do_their_work_one_after_the_other(  # type:
     diffs = [sides(block) for language, block in blocks(page) if language == "diff"]
     for side in zip(*diffs, strict=True):
         for script in side:
-            run_code(script, page.stem, {}, {})
+            run_code(script, name_of(page), {}, {})
     for language, block in blocks(page):
         for line in commands_in(language, block):
             if not any(re.search(said, line) for said in RUN_ELSEWHERE):
                 run_command(line, verbs, command)
-        if language == "python":
-            run_code(block, page.stem, names, given)
+        if language == "python" and IN_AN_ENGINE not in block:
+            run_code(block, name_of(page), names, given)
 
 
 @pytest.mark.usefixtures("as_a_user")
@@ -286,7 +289,11 @@ def test_every_public_name_has_one_place_in_the_reference() -> None:
     assert sorted(names) == sorted(frozencore.__all__)
 
 
-@pytest.mark.parametrize("page", [*PAGES, *(ROOT / name for name in ("SECURITY.md", "CONTRIBUTING.md"))], ids=str)
+@pytest.mark.parametrize(
+    "page",
+    [*PAGES, *(ROOT / name for name in ("SECURITY.md", "CONTRIBUTING.md", "tests/README.md", "examples/README.md"))],
+    ids=name_of,
+)
 def test_files_and_functions_that_a_page_names_are_there(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     files = re.findall(r"(?<![\w/])(?:src|lab|tests|benchmarks|docs)/[\w./-]+\.(?:py|md|json|jsonl|yaml)\b", text)

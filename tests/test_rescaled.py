@@ -1,4 +1,4 @@
-"""benchmarks/rescale.py: uneven channels of the same function; what whitening makes of them (docs/maths.md)."""
+"""benchmarks/rescale.py: uneven channels of the same function; what whitening makes of them (docs/method.md)."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_the_site_is_built_without_a_warning_and_holds_every_page_name_and_verb(site: Path) -> None:
     for page in (ROOT / "docs").glob("*.md"):
-        assert (site / page.with_suffix(".html").name).exists()
-    assert "export_lora" in (site / "first-hour.html").read_text()
+        assert (site / page.with_suffix(".html").name).exists() or page.stem == "python"
+    assert "campaign rehearse" in (site / "campaigns.html").read_text()
     python = (site / "reference" / "python.html").read_text()
     for name in frozencore.__all__:
         assert re.search(rf'<h3 id="[\w.]*\b{name}"', python), name
@@ -41,7 +41,7 @@ def test_the_site_is_built_without_a_warning_and_holds_every_page_name_and_verb(
     verbs = (site / "reference" / "command-line.html").read_text()
     assert all(f'id="frozencore-{verb.name}"' in verbs for verb in all_verbs())
     assert "--learning-rate" in verbs
-    assert "many-cores.md" in (site / "llms.txt").read_text()
+    assert "many-tenants.md" in (site / "llms.txt").read_text()
 
 
 @pytest.mark.slow
@@ -55,7 +55,7 @@ def test_no_page_links_to_what_is_not_there(site: Path) -> None:
 @pytest.mark.slow
 def test_no_page_loads_a_script_a_style_a_font_or_an_image_from_another_host(site: Path) -> None:
     pages, styles = list(site.rglob("*.html")), list(site.rglob("*.css"))
-    assert len(pages) > 20
+    assert len(pages) > 10
     assert styles
     for page in pages:
         loaded = re.findall(r"<(?:script|img|iframe|source)\b[^>]*>|<link\b[^>]*>", page.read_text())

@@ -1,4 +1,4 @@
-"""Every family of transformers against plain autograd, stock PEFT, and the table of docs/from-lora.md."""
+"""Every family of transformers against plain autograd, stock PEFT, and the table of docs/models.md."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def test_a_direction_that_the_data_hardly_reach_is_lengthened_within_bounds() ->
 
 
 def test_in_fisher_coordinates_the_closed_form_core_is_the_gradient_itself() -> None:
-    """R* = -(PᵀDP)^-1 PᵀGQ (QᵀAQ)^-1 (docs/maths.md) needs no division there: steepest descent is Newton's step."""
+    """R* = -(PᵀDP)^-1 PᵀGQ (QᵀAQ)^-1 (docs/method.md) needs no division there: steepest descent is Newton's step."""
     a, d = uneven(9, 3), uneven(12, 4)
     G = torch.randn(12, 9, generator=torch.Generator().manual_seed(5))
     basis = basis_from_factors(

@@ -71,7 +71,7 @@ def test_dense_factors_shrunk_all_the_way_are_the_diagonal_ones() -> None:
 
 @pytest.mark.parametrize("fisher", ["diagonal", "dense"])
 def test_t_ignores_loss_scale_and_sums_against_means(fisher: str) -> None:
-    """ε is relative to the mean of each diagonal (docs/maths.md)."""
+    """ε is relative to the mean of each diagonal (docs/method.md)."""
     layer = drawn_layer()
     expected = whitened(Whitening(fisher=fisher), layer.moments())
     louder = dataclasses.replace(layer, E=1e4 * layer.E).moments()

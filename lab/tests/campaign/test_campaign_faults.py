@@ -257,7 +257,7 @@ def with_little_memory(spec: Path, out: Path, *words: str) -> None:
 
 @pytest.mark.slow
 def test_two_arrays_of_single_runs_make_the_campaign(command: Command, tmp_path: Path) -> None:
-    """Run a campaign as docs/campaign.md does it with Slurm."""
+    """Run a campaign as lab/README.md does it with Slurm."""
     spec = specification(tmp_path, ONE_METHOD.replace("for: [fcca]", "for: [lora_xs]"))
     one_by_one, driven = tmp_path / "one-by-one", tmp_path / "driven"
     counts = []

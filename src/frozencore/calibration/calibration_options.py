@@ -1,4 +1,4 @@
-"""The options of a calibration pass (docs/maths.md says why the defaults)."""
+"""The options of a calibration pass (docs/method.md says why the defaults)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MemoryBudget = Annotated[
     Annotated[int | str, BeforeValidator(_size)] | None,
     Field(
         description="Memory of calibration beyond a plain forward and backward pass, such as 8GB, or a number of "
-        "bytes. Calibration then chooses groups of layers and the sums' device (docs/memory.md). Default: no limit."
+        "bytes. Calibration then chooses groups of layers and the sums' device (docs/large-models.md). Default: no limit."
     ),
 ]
 
@@ -67,7 +67,7 @@ class CalibrationOptions:
         Field(
             description="Weights in the loss. example_mean: every example has the same weight, whatever its number of "
             "completion tokens. token_sum (or token): every completion token has the same weight, as in training. "
-            "docs/maths.md compares both."
+            "docs/method.md compares both."
         ),
     ] = "example_mean"
     group_size: Annotated[

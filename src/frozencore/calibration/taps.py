@@ -1,4 +1,4 @@
-"""The inputs and output errors of layers, summed while the model runs (paper, Algorithm 1; docs/maths.md).
+"""The inputs and output errors of layers, summed while the model runs (paper, Algorithm 1; docs/method.md).
 
 An identity autograd function is added to the layer's output. Its forward saves the input x; its backward receives the
 output error δ and adds ``δᵀx``, ``Σ x²``, ``Σ δ²``. Each call is counted once, with or without gradient checkpointing

@@ -19,7 +19,7 @@ Alpha = Annotated[
     Positive | Literal["auto"] | None,
     Field(
         description="Scale of the cores' update, s = alpha / r. auto: 16, with which one learning rate fits many ranks "
-        "(docs/tune.md); none: s = 1, as in the paper."
+        "(docs/quickstart.md); none: s = 1, as in the paper."
     ),
 ]
 

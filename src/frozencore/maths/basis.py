@@ -3,7 +3,7 @@
 A constructor chooses the spans and returns raw factors P₀, Q₀. Coordinates do not change a span, but they change the
 core R that gives an update (paper, section 3.3): ``P₀ Z Q₀ᵀ = P (T_P Z T_Qᵀ) Qᵀ`` for ``P₀ = P T_P``, ``Q₀ = Q T_Q``.
 
-Fisher coordinates are orthonormal in the metric of the data (docs/maths.md). With A and D the diagonal second moments
+Fisher coordinates are orthonormal in the metric of the data (docs/method.md). With A and D the diagonal second moments
 of the layer's inputs and output errors,
 
     QᵀAQ = mean(a)·I,   PᵀDP = mean(d)·I

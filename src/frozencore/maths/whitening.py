@@ -1,7 +1,7 @@
 """The local Fisher metric of a layer: ``A^-1/2`` and ``D^-1/2`` (paper, section 3.1 and appendix A.4).
 
 ``A = diag(a) + ε_A I`` with ``ε_A = c·mean(a)``; D is made of d in the same way. Damping is relative to the mean, so
-whitening is the same for sums and means and at any scale of the loss (docs/maths.md).
+whitening is the same for sums and means and at any scale of the loss (docs/method.md).
 """
 
 from __future__ import annotations

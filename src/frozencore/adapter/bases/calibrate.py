@@ -97,7 +97,7 @@ def calibrate(
         num_examples: Stop after this number of examples; required for endless data and streams.
         options: Options of the pass, see :class:`frozencore.calibration.calibration_options.CalibrationOptions`.
         memory_budget: The memory beyond a plain forward and backward pass, such as ``"8GB"``, or a number of bytes.
-            It decides the number of passes and the device of the sums (docs/memory.md). Also in ``options``.
+            It decides the number of passes and the device of the sums (docs/large-models.md). Also in ``options``.
         moments: Moments collected before, by layer name, in place of ``data``.
         loss_fn: ``loss_fn(model, batch) -> loss`` instead of the model's own loss: one number, the mean over the
             batch's examples, weighed by their number (the length of the batch's first tensor). A batch is then any

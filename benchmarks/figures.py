@@ -1,0 +1,187 @@
+"""The pictures of README and docs as SVG: two diagrams, and three charts of committed results.
+
+``benchmarks/tables.py`` writes them with the tables. A picture is text, the same bytes each time, on a white card that
+can be read on a light and on a dark page. One colour a method: cores orange, LoRA navy, the base model grey.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from xml.sax.saxutils import escape
+
+ORANGE, BLUE, NAVY, GREY, INK, LIGHT = "#E69F00", "#56B4E9", "#0072B2", "#999999", "#222222", "#dddddd"
+LINE = 26  # of a chart, in pixels
+
+
+@dataclass(frozen=True)
+class Point:
+    """A value with its interval, None where a method was not run."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A heading, and a value for each row of the chart; ``zero`` draws a line at no difference."""
+
+    heading: str
+    points: Sequence[Point | None]
+    digits: int
+    zero: bool = False
+
+
+# ----------------------------------------------------------------------------------------------------------- the pieces
+
+
+def card(width: int, height: int, about: str, parts: Iterable[str]) -> str:
+    """A whole picture on its white card; ``about`` is for those who cannot see it."""
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'role="img" aria-label="{escape(about)}" font-family="Helvetica, Arial, sans-serif" font-size="14">'
+    )
+    arrow = (
+        '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
+        f'<path d="M0 0 L8 4 L0 8 z" fill="{INK}"/></marker></defs>'
+    )
+    return "\n".join([head, arrow, box(0, 0, width, height, "#ffffff", radius=8), *parts, "</svg>", ""])
+
+
+def box(x: float, y: float, width: float, height: float, fill: str, *, edge: str = "none", radius: int = 2) -> str:
+    return (
+        f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius}" fill="{fill}" stroke="{edge}"/>'
+    )
+
+
+def words(
+    x: float, y: float, text: str, *, at: str = "start", colour: str = INK, size: int = 14, bold: bool = False
+) -> str:
+    weight = ' font-weight="bold"' if bold else ""
+    return (
+        f'<text x="{x:g}" y="{y:g}" text-anchor="{at}" fill="{colour}" font-size="{size}"{weight}>{escape(text)}</text>'
+    )
+
+
+def line(
+    x: float, y: float, to_x: float, to_y: float, colour: str = INK, *, width: float = 1.5, arrow: bool = False
+) -> str:
+    tip = ' marker-end="url(#tip)"' if arrow else ""
+    return f'<line x1="{x:g}" y1="{y:g}" x2="{to_x:g}" y2="{to_y:g}" stroke="{colour}" stroke-width="{width:g}"{tip}/>'
+
+
+# ----------------------------------------------------------------------------------------------------------- the charts
+
+
+def chart(labels: Sequence[str], colours: Sequence[str], panels: Sequence[Panel], about: str, note: str) -> str:
+    """A row a method, beside each other a panel a measure: a dot with its interval and its number."""
+    left, wide, gap = 215, 255, 32
+    width = left + len(panels) * (wide + gap)
+    top, bottom = 44, 44 + LINE * len(labels)
+    parts = [
+        words(left - 14, top + LINE * row + 18, label, at="end", colour=INK if colour != GREY else "#666666")
+        for row, (label, colour) in enumerate(zip(labels, colours, strict=True))
+    ]
+    for number, panel in enumerate(panels):
+        x0 = left + number * (wide + gap)
+        parts += [words(x0, 26, panel.heading, bold=True), *_dots(panel, colours, x0, wide - 62, top, bottom)]
+    parts.append(words(16, bottom + 26, note, size=12, colour="#666666"))
+    return card(width, bottom + 40, about, parts)
+
+
+def _dots(panel: Panel, colours: Sequence[str], x0: float, wide: float, top: float, bottom: float) -> Iterable[str]:
+    found = [point for point in panel.points if point]
+    least = min([point.low for point in found] + [0.0] * panel.zero)
+    most = max([point.high for point in found] + [0.0] * panel.zero)
+
+    def place(value: float) -> float:
+        return round(x0 + wide * (0.03 + 0.94 * (value - least) / (most - least)), 1)
+
+    for row in range(len(panel.points)):
+        yield line(x0, top + LINE * row + 13, x0 + wide, top + LINE * row + 13, "#eeeeee", width=1)
+    if panel.zero:
+        yield line(place(0), top, place(0), bottom, GREY, width=1)
+    for row, (point, colour) in enumerate(zip(panel.points, colours, strict=True)):
+        y = top + LINE * row + 13
+        if point is None:
+            yield words(x0 + wide + 8, y + 5, "not run", colour=GREY, size=12)
+            continue
+        number = f"{point.value:{'+' if panel.zero else ''}.{panel.digits}f}"
+        yield line(place(point.low), y, place(point.high), y, colour, width=2.5)
+        yield f'<circle cx="{place(point.value):g}" cy="{y:g}" r="5" fill="{colour}"/>'
+        yield words(x0 + wide + 8, y + 5, number.replace("-", "−"), colour=INK, size=13)
+
+
+def bars(labels: Sequence[str], colours: Sequence[str], panels: Sequence[Panel], about: str, note: str) -> str:
+    """A row a way of serving, beside each other a panel a measure: a bar from zero with its number."""
+    left, wide, gap = 215, 255, 32
+    top, bottom = 44, 44 + 34 * len(labels)
+    parts = [words(left - 14, top + 34 * row + 21, label, at="end") for row, label in enumerate(labels)]
+    for number, panel in enumerate(panels):
+        x0, most = left + number * (wide + gap), max(point.high for point in panel.points if point)
+        parts.append(words(x0, 26, panel.heading, bold=True))
+        for row, (point, colour) in enumerate(zip(panel.points, colours, strict=True)):
+            y = top + 34 * row
+            if point is None:
+                parts.append(words(x0, y + 21, "has no slots", colour="#666666", size=12))
+                continue
+            length = max(2.0, round((wide - 62) * point.value / most, 1))
+            parts += [
+                box(x0, y + 5, length, 22, colour),
+                words(x0 + length + 8, y + 21, f"{point.value:,.0f}", size=13),
+            ]
+    parts.append(words(16, bottom + 26, note, size=12, colour="#666666"))
+    return card(left + len(panels) * (wide + gap), bottom + 40, about, parts)
+
+
+# --------------------------------------------------------------------------------------------------------- the diagrams
+
+
+def idea() -> str:
+    """One W, P and Q for all tenants, and a small R for each."""
+    about = "W, P and Q are frozen and shared by all tenants. Each tenant has an R of r x r values between P and Q."
+    parts = [
+        words(24, 34, "frozen, stored once for all tenants", colour="#666666"),
+        box(24, 48, 150, 150, LIGHT, edge=GREY), words(99, 130, "W", at="middle", size=24, bold=True),
+        words(99, 218, "m × n", at="middle", size=12, colour="#666666"),
+        words(197, 132, "+  s ·", at="middle", size=18),
+        box(230, 48, 30, 150, BLUE), words(245, 130, "P", at="middle", size=20, bold=True),
+        words(245, 218, "m × r", at="middle", size=12, colour="#666666"),
+        box(284, 108, 30, 30, "#ffffff", edge=ORANGE), words(299, 130, "R", at="middle", size=20, bold=True),
+        box(338, 108, 150, 30, BLUE), words(413, 130, "Qᵀ", at="middle", size=20, bold=True),
+        words(413, 160, "r × n", at="middle", size=12, colour="#666666"),
+        words(572, 34, "trained: r × r values a layer, one R a tenant", colour="#666666"),
+    ]  # fmt: skip
+    for number, tenant in enumerate(("anna", "ben", "cem", "dora", "emil", "fay", "gao")):
+        x, y = 572 + 70 * (number % 4), 52 + 70 * (number // 4)
+        parts += [box(x, y, 30, 30, ORANGE), words(x + 15, y + 21, "R", at="middle", size=16, bold=True)]
+        parts.append(words(x + 15, y + 48, tenant, at="middle", size=12, colour="#666666"))
+    parts += [
+        words(797, 146, "…", at="middle", size=24),
+        f'<path d="M 560 178 C 490 236, 330 236, 301 146" fill="none" stroke="{INK}" stroke-width="1.5" '
+        'marker-end="url(#tip)"/>',
+        words(572, 218, "each row of a batch takes its own tenant's R", size=13),
+    ]
+    return card(880, 238, about, parts)
+
+
+def calibration() -> str:
+    """From rows to the core, in five boxes."""
+    about = "Rows give moments, moments the whitened matrix T, its singular directions P and Q; then only R trains."
+    steps = [
+        ("rows", "about 128, with", "labels", LIGHT),
+        ("moments", "one pass: G = E[δxᵀ],", "a = E[x²], d = E[δ²]", LIGHT),
+        ("whitening", "T = D⁻½ G A⁻½", "A = diag a, D = diag d", LIGHT),
+        ("bases", "T ≈ U Σ Vᵀ: P from", "D⁻½ U, Q from A⁻½ V", BLUE),
+        ("core", "R = 0 at first;", "only R trains", ORANGE),
+    ]
+    parts = []
+    for number, (name, first, second, colour) in enumerate(steps):
+        x = 16 + 178 * number
+        parts += [box(x, 20, 152, 84, colour if colour != LIGHT else "#f3f3f3", edge=GREY, radius=6)]
+        parts += [words(x + 76, 44, name, at="middle", bold=True), words(x + 76, 68, first, at="middle", size=12)]
+        parts.append(words(x + 76, 88, second, at="middle", size=12))
+        if number:
+            parts.append(line(x - 25, 62, x - 2, 62, arrow=True))
+    return card(896, 124, about, parts)
