@@ -42,7 +42,7 @@ MemoryBudget = Annotated[
     Annotated[int | str, BeforeValidator(_size)] | None,
     Field(
         description="Memory of calibration beyond a plain forward and backward pass, such as 8GB, or a number of "
-        "bytes. Calibration then chooses groups of layers and the sums' device (docs/large-models.md). Default: no limit."
+        "bytes. Calibration then chooses groups of layers and the sums' device (docs/large-models.md). Default: none."
     ),
 ]
 
