@@ -62,6 +62,7 @@ def test_adapters_that_were_loaded_share_too(low_memory: bool, tmp_path: Path) -
     )
     loaded.load_adapter(str(tmp_path / "b"), adapter_name="b", low_cpu_mem_usage=low_memory)
     assert all(len(held) == 1 for held in holders(loaded, "a", "b"))
+    assert loaded.state_dict().keys() == model.state_dict().keys()
     for name in ("a", "b"):
         model.set_adapter(name)
         loaded.set_adapter(name)

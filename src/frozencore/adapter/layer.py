@@ -296,7 +296,7 @@ class FrozenCoreLayer(BaseTunerLayer):
 
     def look_again(self) -> None:
         """After tensors were loaded: share equal bases, and look whether there is a basis."""
-        for name in self.frozencore_R:
+        for name in reversed(list(self.frozencore_R)):  # a later adapter joins an earlier one, as when it was added
             self.frozencore_P.share(name)
             self.frozencore_Q.share(name)
             P = self.frozencore_P[name]
