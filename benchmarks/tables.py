@@ -4,22 +4,19 @@
 
 A page holds a block between ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->``; the block's last line names its source.
 Cells with ± are means over seeds and their standard deviation; differences are paired by seed (of tenants: by tenant
-and seed), with 95 % intervals.
+and seed), with 95 % intervals, which are those of ``frozencore campaign report``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
-
-from scipy.stats import t
 
 import calibration
 import figures
@@ -30,6 +27,8 @@ import smollm2
 import step
 import tenants
 import tenants_quality
+from frozencore.tune.run.record import read_record
+from frozencore_lab.reports.statistics import Scored, adjusted, paired_difference, scored
 from harness import RESULTS, ROOT, lines_of, table
 
 DOCS, README, LAB_RESULTS = ROOT / "docs", ROOT / "README.md", ROOT / "lab" / "results"
@@ -80,17 +79,17 @@ def risen(record: Found) -> float:
     return fmean(other["loss"] - other["loss_before"] for other in record["forgetting"].values())
 
 
-def paired(
-    runs: Sequence[Found], others: Sequence[Found], value: Callable[[Found], float] = held_out_loss
-) -> tuple[float, float]:
-    """The mean difference of a value, seed by seed, and half of the 95 % interval of Student's t."""
-    found = [value(one) - value(other) for one, other in zip(runs, others, strict=True)]
-    return fmean(found), float(t.ppf(0.975, len(found) - 1)) * stdev(found) / math.sqrt(len(found))
+def scores_by_row(runs: Sequence[Found], key: str) -> list[Scored]:
+    """The scores of runs by row, where the records hold them."""
+    return [found for one in runs if (found := scored(read_record(json.dumps(one)), key)) is not None]
 
 
-def difference(runs: Sequence[Found], others: Sequence[Found], value: Callable[[Found], float] = held_out_loss) -> str:
-    middle, half = paired(runs, others, value)
-    return f"{middle:+.3f} ± {half:.3f}"
+def differences(others: Sequence[Sequence[Found]], runs: Sequence[Found], key: str) -> list[str]:
+    """The differences of several methods' runs from one method's; a star marks p < .05 after Holm over all of them."""
+    own = scores_by_row(runs, key)
+    found = adjusted([paired_difference(scores_by_row(other, key), own) for other in others])
+    stars = ["" if one.holm is None or one.holm >= 0.05 else " *" for one in found]
+    return [f"{one.mean:+.3f} ± {one.half:.3f}{star}" for one, star in zip(found, stars, strict=True)]
 
 
 def by_loss(methods: Mapping[str, list[Found]]) -> list[tuple[str, list[Found]]]:
@@ -103,12 +102,15 @@ def of_task(methods: Mapping[str, list[Found]]) -> str:
     some, fcca = next(iter(methods.values()))[0], methods["FCCA"]
     rows = [["base model", "", "", f"{100 * some['accuracy_before']:.1f}", f"{some['held_out_loss_before']:.3f}"]]
     rows[0] += ["", "", ""]
+    others = [(name, runs) for name, runs in by_loss(methods) if runs is not fcca]
+    losses, rises = (differences([runs for _, runs in others], fcca, key) for key in ("held_out_loss", "forgotten"))
+    apart = {name: both for (name, _), *both in zip(others, losses, rises, strict=True)}
     for name, runs in by_loss(methods):
         scores = spread([run["accuracy"] for run in runs], 1, 100), spread([*map(held_out_loss, runs)], 3)
-        apart = [""] * 2 if runs is fcca else [difference(runs, fcca), difference(runs, fcca, risen)]
         rate = f"{runs[0]['resolved']['recipe']['learning_rate']:g}"
-        rises = spread([*map(risen, runs)], 2)
-        rows.append([name, rate, f"{runs[0]['values_at_once']:,}", *scores, apart[0], rises, apart[1]])
+        loss, rise = apart.get(name, ["", ""])
+        risen_by = spread([*map(risen, runs)], 2)
+        rows.append([name, rate, f"{runs[0]['values_at_once']:,}", *scores, loss, risen_by, rise])
     heads = ["method", "learning rate", "values", "accuracy, %", "held-out loss", "minus FCCA's"]
     return table([*heads, "rise on other texts", "rise minus FCCA's"], rows)
 
@@ -125,12 +127,12 @@ def ablations() -> str:
         found[tuple(changes)].append(record)
     default, names = found.pop(()), list(DEFAULTS)
     changed = sorted(found.items(), key=lambda one: [(names.index(name), len(value), value) for name, value in one[0]])
+    apart = ["", *differences([runs for _, runs in changed], default, "held_out_loss")]
     rows = []
-    for changes, runs in [((("", "default"),), default), *changed]:
+    for (changes, runs), less in zip([((("", "default"),), default), *changed], apart, strict=True):
         what = ", ".join(f"{name} {value}".strip() for name, value in changes).replace("alpha none", "scale 1")
         scores = spread([run["accuracy"] for run in runs], 1, 100), spread([*map(held_out_loss, runs)], 3)
-        apart = "" if runs is default else difference(runs, default)
-        rows.append([what, f"{runs[0]['values_at_once']:,}", *scores, apart])
+        rows.append([what, f"{runs[0]['values_at_once']:,}", *scores, less])
     return table(["changed", "values", "accuracy, %", "held-out loss", "minus the default's"], rows)
 
 
@@ -208,8 +210,8 @@ def at_a_glance(of_endings: Mapping[str, list[Found]], study: tenants_quality.Te
         low = study.difference(arms[name], "accuracy", everyone, shared)[1]
         accuracy[name] = bold(accuracy[name], low > 0)
         runs = of_endings[f"LoRA, {name}"]
-        middle, half = paired(runs, of_endings["FCCA"])
-        loss[name] = bold(f"{fmean(map(held_out_loss, runs)):.3f}", middle + half < 0)
+        apart = paired_difference(*(scores_by_row(of, "held_out_loss") for of in (runs, of_endings["FCCA"])))
+        loss[name] = bold(f"{fmean(map(held_out_loss, runs)):.3f}", apart.mean + (apart.half or 0.0) < 0)
     return table(
         ["SmolLM2-135M-Instruct", "frozen core, r = 16", *(f"LoRA, {name}" for name in loras)],
         [

@@ -14,11 +14,14 @@ from scipy import stats
 from frozencore.errors import DataError
 from frozencore_lab.reports.statistics import (
     REAL_COVERAGE,
+    Scored,
+    adjusted,
     bootstrap_interval,
     differences,
     holm,
     mean,
     mean_ranks,
+    paired_difference,
     paired_t,
     sample_std,
     signed_rank,
@@ -128,3 +131,45 @@ def test_the_interval_of_few_tasks_holds_the_mean_as_often_as_the_report_says(nu
         low, high = np.quantile(means, [0.025, 0.975])
         held += bool(low <= 0 <= high)
     assert held / 1500 == pytest.approx(REAL_COVERAGE[num_tasks], abs=0.03)
+
+
+def drawn_runs(draw, seeds, rows, pool, *, seed_sd):
+    """Runs of two methods whose true difference is 0: effects of seeds, of rows (shared), and of seeds on rows."""
+    of_row, runs, others = draw.normal(size=pool), [], []
+    for _ in range(seeds):
+        own = draw.choice(pool, rows, replace=False) if pool > rows else np.arange(rows)
+        tokens, nats = draw.integers(1, 6, rows), draw.normal(3, 1, rows)
+        apart = of_row[own] + draw.normal(size=rows) + draw.normal(0, seed_sd)
+        for found, by_row in ((runs, nats + apart), (others, nats)):
+            sums = (by_row * tokens).tolist()
+            found.append(Scored(math.fsum(sums) / int(tokens.sum()), own.tolist(), sums, tokens.tolist()))
+    return runs, others
+
+
+@pytest.mark.parametrize(
+    ("seeds", "pool", "seed_sd"), [(1, 50, 0.0), (3, 50, 0.1), (3, 10_000, 0.0), (10, 50, 0.1), (10, 90, 0.3)]
+)
+def test_the_interval_over_seeds_and_rows_holds_the_true_difference(seeds, pool, seed_sd):
+    draw = np.random.default_rng(0)
+    found = [paired_difference(*drawn_runs(draw, seeds, 50, pool, seed_sd=seed_sd), draws=100) for _ in range(200)]
+    held = sum(abs(one.mean) <= one.half for one in found) / len(found)
+    assert 0.89 <= held <= 0.99
+    assert held == sum(one.p >= 0.05 for one in found) / len(found)
+
+
+def test_shared_rows_widen_the_interval_and_scores_alone_give_students_t():
+    runs, others = drawn_runs(np.random.default_rng(0), 5, 50, 50, seed_sd=0.0)
+    counted = paired_difference(runs, others)
+    alone = paired_difference([Scored(run.value) for run in runs], others)
+    assert (counted.over, alone.over) == ("seeds and rows", "seeds")
+    assert counted.half > 1.5 * alone.half
+    theirs = stats.ttest_rel([run.value for run in runs], [run.value for run in others])
+    assert alone.p == pytest.approx(theirs.pvalue)
+    assert alone.mean + alone.half == pytest.approx(theirs.confidence_interval(0.95).high)
+    assert adjusted([counted, alone])[1].holm == min(holm([counted.p, alone.p])[1], 1.0)
+
+
+def test_what_nothing_repeats_or_is_all_equal_has_no_p():
+    assert paired_difference([Scored(1.0)], [Scored(0.5)]).half is None
+    same = Scored(0.5, [1, 2], [0, 1], [1, 1])
+    assert (paired_difference([same] * 2, [same] * 2).half, paired_difference([same] * 2, [same] * 2).p) == (0.0, None)

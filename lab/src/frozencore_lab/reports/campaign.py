@@ -14,7 +14,7 @@ from frozencore_lab.reports.tables.further import FURTHER, search_sheet
 from frozencore_lab.reports.tables.pivot import Pivot, measures_of, pivots
 from frozencore_lab.reports.tables.pivot_sheet import pivot_sheet
 from frozencore_lab.reports.tables.setup import data_sheet, hyper_parameter_sheet, information_sheet
-from frozencore_lab.reports.tables.significance import compare, comparison_sheet, names_of
+from frozencore_lab.reports.tables.significance import compare, comparison_sheet, differences_sheet, names_of
 
 
 def campaign_document(results: CampaignResults) -> Document:
@@ -40,6 +40,8 @@ def study_section(results: StudyResults) -> Section:
         for pivot in pivots(results, measure):
             first += _pivot_tables(pivot, pivot.name + measure.suffix)
             headlines += [] if i else _headline(pivot)
+            if (apart := differences_sheet(pivot, f"{pivot.name}{measure.suffix}-differences")) is not None:
+                (first if len(pivot.rows) == 1 and not study.kind.is_alone else details).append(Table(apart))
     for costs in study_costs(results):
         name, alone = f"{results.name}{slug(costs.group)}", study.kind.is_alone
         memory = memory_sheet(costs, f"{name}-memory") if alone else None

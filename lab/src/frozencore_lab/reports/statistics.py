@@ -1,24 +1,28 @@
-"""Statistics over seeds and over tasks (paper, "Statistical reporting"): the task is the unit of replication.
+"""Statistics over tasks (paper, "Statistical reporting"), and over seeds and evaluation rows of one task.
 
-Differences over tasks are ``reference - other``, rounded to the 12th digit of the larger value. So differences that are
-equal in print (95.1 - 94.8 and 85.9 - 85.6) are ties.
+Over tasks, the task is the unit of replication. Differences over tasks are ``reference - other``, rounded to the 12th
+digit of the larger value. So differences that are equal in print (95.1 - 94.8 and 85.9 - 85.6) are ties.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 from scipy import stats
 
 from frozencore.errors import DataError
+from frozencore.tune.run.record import RunRecord, TunedRecord
 
 DIGITS = 12
 MOST_EXACT = 100
 """The most nonzero differences for the exact signed-rank distribution; above, the normal approximation is used."""
 NUM_RESAMPLES = 10_000
+ROW_DRAWS = 2_000
+Over = Literal["seeds and rows", "seeds", "rows"]
 COVERAGE = 0.95
 REAL_COVERAGE = {2: 0.50, 3: 0.74, 4: 0.79, 5: 0.83, 6: 0.86, 7: 0.87, 8: 0.89, 9: 0.90, 10: 0.90, 11: 0.90}
 """The coverage of the bootstrap interval for few normal differences, by simulation."""
@@ -125,6 +129,109 @@ def bootstrap_interval(differences: Sequence[float]) -> tuple[float, float]:
     drawn = np.random.default_rng(0).choice(np.asarray(differences), size=(NUM_RESAMPLES, len(differences)))
     low, high = np.quantile(drawn.mean(axis=1), [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2])
     return float(low), float(high)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One run's score, and its parts by evaluation row: the score is the sum of ``sums`` over the sum of ``counts``.
+
+    For an accuracy a row's sum is 0 or 1 and its count 1; for a held-out loss they are nats and tokens.
+
+    Attributes:
+        rows: A key for each row, equal for the same row in another run; empty if only the score is known.
+    """
+
+    value: float
+    rows: Sequence[Hashable] = ()
+    sums: Sequence[float] = ()
+    counts: Sequence[float] = ()
+
+
+def scored(record: RunRecord, key: str, *, scale: float = 1.0) -> Scored | None:
+    """A record's score by its key, and its rows if the record has them; None without a finite score."""
+    value = getattr(record, key, None)
+    if value is None:
+        return None
+    if isinstance(record, TunedRecord) and record.hashes is not None:
+        losses, answers = record.row_losses, record.score.correct if record.score else None
+        numbers = losses.numbers if losses else [(record.hashes.evaluation, i) for i in range(len(answers or ""))]
+        if key == "held_out_loss" and losses is not None:
+            return Scored(value, numbers, losses.nats, losses.tokens)
+        if key == "accuracy" and answers is not None and len(answers) == len(numbers):
+            return Scored(scale * value, numbers, [scale * int(answer) for answer in answers], [1.0] * len(answers))
+    return Scored(scale * value)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A mean difference between two methods: 95 % interval and two-sided p.
+
+    Attributes:
+        half: Half the interval's width; None if neither seeds nor rows repeat.
+        p: None without an interval, or if all differences are equal.
+        over: What the interval counts.
+        holm: p after Holm's adjustment over all comparisons with the same reference; see :func:`adjusted`.
+    """
+
+    mean: float
+    half: float | None
+    p: float | None
+    over: Over
+    holm: float | None = None
+
+
+def paired_difference(runs: Sequence[Scored], others: Sequence[Scored], *, draws: int = ROW_DRAWS) -> Difference:
+    """The mean over seeds of ``run - other``, by a paired bootstrap over seeds and rows; the runs are paired by seed.
+
+    Rows are drawn with replacement, jointly for both methods and for all seeds that evaluate a row. The difference's
+    variance has two parts. The bootstrap over seeds of a mean has the closed form ``s²/n``; it holds the chance of each
+    seed's own rows too. Rows that several seeds share move these seeds together: their part is the mean covariance of
+    two seeds' differences under the drawn rows. Student's t has Satterthwaite's degrees of freedom of the two parts.
+    If a run has no rows, or rows other than its partner's, the interval is over seeds alone.
+    """
+    apart = np.array([run.value - other.value for run, other in zip(runs, others, strict=True)])
+    num_seeds, drawn = len(apart), _drawn_differences(runs, others, draws)
+    of_seeds = float(apart.var(ddof=1)) / num_seeds if num_seeds > 1 else 0.0
+    of_rows, num_rows = 0.0, 2
+    if drawn is not None:
+        covariance = np.cov(drawn[0], rowvar=False).reshape(num_seeds, num_seeds)
+        num_rows, total = drawn[1], float(covariance.sum())
+        pairs = num_seeds * (num_seeds - 1)
+        of_rows = max(0.0, (total - float(covariance.trace())) / pairs) if pairs else total
+    over: Over = "seeds" if drawn is None else "seeds and rows" if num_seeds > 1 else "rows"
+    mean, variance = float(apart.mean()), of_seeds + of_rows
+    if variance == 0:
+        return Difference(mean, 0.0 if num_seeds > 1 or drawn else None, None, over)
+    freedom = variance**2 / (of_seeds**2 / max(1, num_seeds - 1) + of_rows**2 / max(1, num_rows - 1))
+    error = math.sqrt(variance)
+    half = float(stats.t.ppf((1 + COVERAGE) / 2, freedom)) * error
+    return Difference(mean, half, float(2 * stats.t.sf(abs(mean) / error, freedom)), over)
+
+
+def adjusted(differences: Sequence[Difference]) -> list[Difference]:
+    """The same differences with Holm's adjustment over all of them."""
+    return [replace(one, holm=p) for one, p in zip(differences, holm([one.p for one in differences]), strict=True)]
+
+
+def _drawn_differences(
+    runs: Sequence[Scored], others: Sequence[Scored], draws: int
+) -> tuple[np.ndarray[tuple[int, int], np.dtype[np.float64]], int] | None:
+    """Each seed's difference under drawn rows, (draws, seeds), and the number of distinct rows; None without rows."""
+    pairs = list(zip(runs, others, strict=True))
+    if any(not run.rows or list(run.rows) != list(other.rows) for run, other in pairs):
+        return None
+    places = {row: place for place, row in enumerate(dict.fromkeys(row for run in runs for row in run.rows))}
+    parts = np.zeros((4, len(places), len(pairs)))
+    for seed, (run, other) in enumerate(pairs):
+        rows = [places[row] for row in run.rows]
+        parts[:, rows, seed] = run.sums, run.counts, other.sums, other.counts
+    # Poisson weights: each row's number of draws, independent of the other rows'
+    weights = np.random.default_rng(0).poisson(1.0, (draws, len(places))).astype(np.float64)
+    own_sums, own_counts, sums, counts = (weights @ part for part in parts)
+    whole = (own_counts > 0).all(1)  # a draw may hold no row of a seed with few rows
+    if whole.sum() < 2:
+        return None
+    return own_sums[whole] / own_counts[whole] - sums[whole] / counts[whole], len(places)
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:

@@ -14,7 +14,7 @@ from frozencore_lab.campaign.spec import Report, column_key
 from frozencore_lab.campaign.study_options import Value
 from frozencore_lab.reports.labels import column_name, slug, titled
 from frozencore_lab.reports.sheet import SeedValue, Status, csv_lines
-from frozencore_lab.reports.statistics import sample_std
+from frozencore_lab.reports.statistics import Scored, sample_std, scored
 
 Key = tuple[Value, ...]
 
@@ -102,6 +102,13 @@ class PivotCell:
     @property
     def std(self) -> float | None:
         return None if self.mean is None else sample_std(self.known)
+
+    def scored(self, measure: Measure) -> dict[object, Scored] | None:
+        """Each seed's score with its rows; None if a seed has none, or a diverged run is counted."""
+        records = {one.seed: one.run.record for one in self.runs if one.status == "done"}
+        found = {seed: scored(record, measure.key, scale=measure.scale) for seed, record in records.items() if record}
+        known = {seed: one for seed, one in found.items() if one is not None}
+        return known if known and len(known) == len(self.runs) else None
 
     @property
     def status(self) -> Status:

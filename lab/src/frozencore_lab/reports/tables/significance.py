@@ -10,8 +10,9 @@ from rich.console import Group
 from frozencore.errors import DataError
 from frozencore.tune.methods import method_name
 from frozencore_lab.campaign.spec import column_key
-from frozencore_lab.reports.sheet import Sheet, SheetCell, interval, label, missing, number, rich_table
-from frozencore_lab.reports.statistics import REAL_COVERAGE
+from frozencore_lab.reports.labels import axis_name, sentence, value_name
+from frozencore_lab.reports.sheet import Sheet, SheetCell, interval, label, missing, number, rich_table, signed
+from frozencore_lab.reports.statistics import REAL_COVERAGE, adjusted, paired_difference
 from frozencore_lab.reports.tables.comparison import Comparison, Pair, TaskTable, analyse
 from frozencore_lab.reports.tables.pivot import Pivot
 
@@ -96,6 +97,49 @@ def _tests(pair: Pair | None, decimals: int) -> dict[str, SheetCell]:
     counts = (number(count, 0) for count in (pair.wins, pair.ties, pair.losses))
     tests = map(p_cell, (pair.wilcoxon_p, pair.wilcoxon_holm, pair.t_p, pair.t_holm))
     return dict(zip(headings, (difference, interval(*pair.interval, decimals), *counts, *tests), strict=True))
+
+
+def differences_sheet(pivot: Pivot, name: str) -> Sheet | None:
+    """A line for each row and column beside the reference, over seeds and rows; None without anything to compare.
+
+    Holm's adjustment is over the columns of one row.
+    """
+    lines, over = [], set[str]()
+    if pivot.reference is None or not pivot.measure.ranked:
+        return None
+    decimals = pivot.measure.decimals + 1
+    for row in pivot.rows:
+        own = {column: pivot.cells[row, column].scored(pivot.measure) for column in pivot.columns}
+        base = own.pop(pivot.reference)
+        whole = {column: runs for column, runs in own.items() if runs and base and runs.keys() == base.keys()}
+        found = adjusted([paired_difference([*runs.values()], [*(base or {}).values()]) for runs in whole.values()])
+        labels = {
+            axis_name(axis): label(value_name(axis, value)) for axis, value in zip(pivot.row_axes, row, strict=True)
+        }
+        for column, one in zip(whole, found, strict=True):
+            if one.half is None:
+                continue
+            over.add(one.over)
+            lines.append({
+                **labels,
+                "column": label(pivot.column_name(column)),
+                "Δ": signed(one.mean, decimals),
+                "95 % interval": interval(one.mean - one.half, one.mean + one.half, decimals),
+                "p": p_cell(one.p),
+                "Holm": p_cell(one.holm),
+            })  # fmt: skip
+    if not lines:
+        return None
+    reference = pivot.column_name(pivot.reference)
+    note = (
+        f"{sentence(pivot.measure.title)}: each column less {reference}, paired by seed; bootstrap over "
+        f"{' or '.join(sorted(over))}, with Student's t for few seeds; Holm over the columns of a line's row."
+    )
+    if "seeds" in over:
+        note += " Scores that a record does not hold by row are compared over seeds alone."
+    return Sheet.of(
+        name, f"{pivot.title}: differences from {reference}", note, lines, num_labels=len(pivot.row_axes) + 1
+    )
 
 
 def family_sheet(comparison: Comparison, *, decimals: int = 2) -> Sheet | None:
