@@ -144,11 +144,11 @@ def require_comparable(planned: Sequence[Planned], store: Store, *, with_missing
             traits[f"the weights of {model!r}", str(end.config.dtype)] = end.hashes.model
         for trait, value in traits.items():
             found.setdefault(trait, {}).setdefault(value, run.job.id)
-    for (trait, _), runs in found.items():
+    for (what, _), runs in found.items():
         if len(runs) > 1:
             first, other = list(runs.values())[:2]
             raise ArtifactError(
-                f"The runs {first} and {other} differ in {trait}, which is no axis of the campaign, so they cannot be "
+                f"The runs {first} and {other} differ in {what}, which is no axis of the campaign, so they cannot be "
                 "compared. Remove the wrong runs and run the campaign again, or choose another --output."
             )
 

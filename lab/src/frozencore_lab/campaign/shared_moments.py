@@ -33,7 +33,7 @@ from frozencore_lab.campaign.store import Store
 
 _DECIDE_MOMENTS = (
     "model", "dtype", "targets", "layers", "seed", "task", "data", "num_train", "num_evaluation", "paper_steps",
-    "rows_by_seed", "max_length", "truncate", "prompt_style", "calibration_size", "calibration",
+    "max_length", "truncate", "prompt_style", "calibration_size", "calibration",
 )  # fmt: skip
 """Options that decide the moments, beside what the hash of the calibration rows holds."""
 _DECIDE_WEIGHT_BASES = ("dtype", "method", "rank", "targets", "layers", "core")
