@@ -36,7 +36,7 @@ from transformers import PreTrainedModel
 
 from contestants import ATTENTION, batches_by_length
 from frozencore import calibrate, frozen_core_layers, save_basis, swap_core
-from frozencore.adapter.bases.access import basis_fingerprint, get_bases
+from frozencore.adapter.bases import basis_fingerprint, get_bases
 from frozencore.calibration.batches import Batch
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import collect_moments

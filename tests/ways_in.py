@@ -22,11 +22,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from frozencore import CoreBank, FrozenCoreConfig, export_lora, load_basis, save_basis, set_bases, swap_core
 from frozencore.adapter.export.base_model import export_merged
-from frozencore.adapter.export.basis_model import export_basis_model
-from frozencore.adapter.export.tenant import export_tenant
+from frozencore.adapter.export.basis_model import export_basis_model, export_tenant
+from frozencore.adapter.folders import merge_adapters, pack_adapter, read_adapter, read_adapter_or_basis, unpack_adapter
 from frozencore.adapter.inspection import inspect_adapter
-from frozencore.adapter.saved.folder import read_adapter, read_adapter_or_basis
-from frozencore.adapter.saved.on_one_basis import merge_adapters, pack_adapter, unpack_adapter
 from frozencore.files.fingerprint import fingerprint_options
 from frozencore.tune.evaluation.adapters import BaseWithAdapter
 

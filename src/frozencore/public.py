@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from frozencore.adapter.bank import CoreBank
-from frozencore.adapter.bases.access import get_bases, save_basis, set_bases
-from frozencore.adapter.bases.calibrate import Calibration, calibrate
+from frozencore.adapter.bases import get_bases, save_basis, set_bases
+from frozencore.adapter.calibrate import Calibration, calibrate
 from frozencore.adapter.config import FrozenCoreConfig, register_constructor
 from frozencore.adapter.export.base_model import export_merged
-from frozencore.adapter.export.basis_model import export_basis_model
+from frozencore.adapter.export.basis_model import export_basis_model, export_tenant, tenant_weights
 from frozencore.adapter.export.lora import export_lora
 from frozencore.adapter.export.serving import check_lora_directory
-from frozencore.adapter.export.tenant import export_tenant, tenant_weights
+from frozencore.adapter.folders import merge_adapters, pack_adapter, unpack_adapter
 from frozencore.adapter.layer import frozen_core_layers
 from frozencore.adapter.model import FrozenCoreModel
+from frozencore.adapter.saved.basis import SavedBasis, load_basis
 from frozencore.adapter.saved.card import write_model_card
-from frozencore.adapter.saved.on_one_basis import merge_adapters, pack_adapter, unpack_adapter
-from frozencore.adapter.saved.saved_basis import SavedBasis, load_basis
 from frozencore.adapter.swap import prepare_swap, swap_core
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import collect_moments

@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 
 from adapted import adapted, cores_of, logits
 from frozencore import FrozenCoreConfig
-from frozencore.adapter.config_names import INSTEAD_OF_LORA
+from frozencore.adapter.config import INSTEAD_OF_LORA
 from frozencore.errors import ArtifactError, ConfigError
 from tiny import tiny_llama, tiny_qwen2
 

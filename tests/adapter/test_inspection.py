@@ -10,8 +10,8 @@ import torch
 from drawn import drawn_layer
 from frozencore import Basis, LayerMoments, fcca_basis, random_basis, rawgrad_basis
 from frozencore.adapter.config import FrozenCoreConfig
+from frozencore.adapter.folders import Factors
 from frozencore.adapter.inspection import inspect_adapter, report_angles, report_basis, report_capture
-from frozencore.adapter.saved.folder import Factors
 from frozencore.errors import ArtifactError
 
 DAMPING = (1e-3, 1e-3)

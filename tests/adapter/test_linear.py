@@ -13,7 +13,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.modules.module import register_module_forward_hook
 
 from adapted import BATCHES, adapted, cores_of
-from frozencore.adapter.linear import FrozenCoreLinear, plus_core
+from frozencore.adapter.layer import FrozenCoreLinear, plus_core
 from tiny import tiny_qwen2
 
 SCALE = 1.5

@@ -18,7 +18,7 @@ from transformers import Trainer, TrainingArguments
 from adapted import BATCHES, EXAMPLES, adapted, cores_of, logits, train_at_random
 from frozencore import FrozenCoreConfig, calibrate, get_bases, set_bases
 from frozencore.adapter.layer import frozen_core_layers
-from frozencore.adapter.saved.tensors import UncalibratedWarning
+from frozencore.adapter.saved.state import UncalibratedWarning
 from frozencore.adapter.shared_factors import SharedFactors
 from tiny import batch_of, tiny_qwen2
 

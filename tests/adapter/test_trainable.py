@@ -11,7 +11,7 @@ from torch import nn
 
 from adapted import adapted
 from frozencore import FrozenCoreConfig
-from frozencore.adapter.trainable import require_own_parameters
+from frozencore.adapter.layer import require_own_parameters
 from frozencore.errors import ConfigError
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.run.costs import values_at_once

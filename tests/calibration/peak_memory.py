@@ -11,7 +11,7 @@ from peft import get_peft_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from frozencore import CalibrationOptions, FrozenCoreConfig, calibrate
-from frozencore.adapter.bases.passes import BasisWork
+from frozencore.adapter import calibrate as calibration
 from frozencore.calibration.budget import PassPlan
 from frozencore.maths.linalg import truncated_svd
 from tiny import batches_of, draw_examples, tiny_qwen2
@@ -41,8 +41,8 @@ def main(constructor: str, budget: str, hidden: int, intermediate: int, num_laye
     calibrate(warm, batches, progress=False)  # library code that is paged in is no sum
     truncated_svd(torch.randn(600, 600), 16)
     plans: list[PassPlan] = []
-    plan = BasisWork.plan
-    BasisWork.plan = lambda *args: plans.append(plan(*args)) or plans[-1]
+    plan = calibration.plan_passes
+    calibration.plan_passes = lambda *args, **options: plans.append(plan(*args, **options)) or plans[-1]
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
     before = resident("VmRSS")
     options = CalibrationOptions(memory_budget=budget)

@@ -13,7 +13,7 @@ from peft import PeftModel
 
 from adapted import BATCHES, DATA_DRIVEN, adapted, cores_of
 from frozencore import CalibrationOptions, calibrate
-from frozencore.adapter.bases.passes import BasisWork
+from frozencore.adapter.calibrate import layer_costs
 from frozencore.calibration.budget import LayerCost, PassPlan, memory_bytes, plan_passes, smallest_budget
 from frozencore.errors import ConfigError, DataError
 from places import SOURCES, TESTS
@@ -75,7 +75,8 @@ def test_an_impossible_budget_names_the_smallest_that_works() -> None:
 
 def costs_of(model: PeftModel) -> dict[str, LayerCost]:
     layers = {layer.name: layer for layer in cores_of(model)}
-    return BasisWork(model, "default", model.peft_config["default"], layers, {}, lambda *_: None).costs(BATCHES)
+    ranks = {name: len(layer.core("default")) for name, layer in layers.items()}
+    return layer_costs(model, model.peft_config["default"], layers, ranks, BATCHES)
 
 
 @pytest.mark.parametrize("constructor", DATA_DRIVEN)

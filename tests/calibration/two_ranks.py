@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from frozencore import FrozenCoreConfig, calibrate, frozen_core_layers
-from frozencore.adapter.bases.passes import BasisWork
+from frozencore.adapter.calibrate import BasisWork
 from frozencore.calibration.layer_owners import assign_owners
 from frozencore.calibration.taps import CalibrationPass
 from frozencore.errors import CalibrationError

@@ -271,8 +271,8 @@ def test_ctrl_c_in_a_verb_that_keeps_nothing_does_not_say_that_it_goes_on(  # ty
     (tmp_path / "tune").mkdir()  # an adapter that is called as a verb
     (tmp_path / "tune" / "adapter_config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("frozencore.adapter.saved.on_one_basis.merge_adapters", stop)
-    monkeypatch.setattr("frozencore.adapter.saved.on_one_basis.unpack_adapter", stop)
+    monkeypatch.setattr("frozencore.adapter.folders.merge_adapters", stop)
+    monkeypatch.setattr("frozencore.adapter.folders.unpack_adapter", stop)
     for words in (("merge", "tune", "--output", "run"), ("adapter", "unpack", "tune", "--output", "run")):
         status, _, err = command(*words)
         assert status == 130

@@ -214,7 +214,7 @@ def test_what_the_hub_says_of_a_basis_is_told_to_its_end(monkeypatch: pytest.Mon
     def refuse(*_: object, **__: object) -> None:
         raise OSError("It is not there, " * 20 + "and that is all")
 
-    monkeypatch.setattr("frozencore.adapter.saved.saved_basis.hub_answers", lambda *_: False)
-    monkeypatch.setattr("frozencore.adapter.saved.saved_basis.hf_hub_download", refuse)
+    monkeypatch.setattr("frozencore.adapter.saved.basis.hub_answers", lambda *_: False)
+    monkeypatch.setattr("frozencore.adapter.saved.basis.hf_hub_download", refuse)
     with pytest.raises(ArtifactError, match=r"and that is all\). Give the folder of a saved basis"):
         load_basis("org/absent")

@@ -1,19 +1,33 @@
-"""The configuration of a frozen-core adapter: the fields of ``FrozenCoreConfig`` and the options of constructors."""
+"""The configuration of a frozen-core adapter: the fields of ``FrozenCoreConfig``, their checks, and the saved file."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
 from enum import Enum
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, get_type_hints
 
-from frozencore.adapter.config_names import key_for, refuse_foreign_names, require_names
-from frozencore.adapter.saved.config_file import NOT_READ, SavedConfig, refuse_expressions
-from frozencore.adapter.saved.saved_basis import SavedBasis, find_basis, read_header
-from frozencore.adapter.saved.seal import refuse_gone
+from peft import PeftConfig
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor, nn
+
+from frozencore.adapter.named_layers import key_for, refuse_expressions, require_names
+from frozencore.adapter.saved.basis import LARGEST_FLOAT32, SavedBasis, find_basis, read_header
+from frozencore.adapter.saved.card import CARD_FILE, write_model_card
+from frozencore.adapter.saved.state import (
+    holds_no_basis,
+    read_seal,
+    refuse_gone,
+    require_loadable,
+    seal_file,
+    seal_tensors,
+    warn_of_uncalibrated,
+)
 from frozencore.constructors import (
     CONSTRUCTORS,
     BasisOptions,
@@ -24,11 +38,54 @@ from frozencore.constructors import (
     refuse_unread,
 )
 from frozencore.constructors.basis_options import AUTO_ALPHA, Alpha, ScaleOptions
-from frozencore.errors import ArtifactError, ConfigError
-from frozencore.files.adapter_folder import LARGEST_FLOAT32, PEFT_TYPE, read_seal
+from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
+from frozencore.files.adapter_folder import CONFIG_FILE, PEFT_TYPE, WEIGHTS_FILE, read_config
 from frozencore.maths.moments import MomentName
 from frozencore.maths.whitening import Whitening
 from frozencore.options import options_of, without_lists
+from frozencore.words import nearest_name, one_line
+
+NOT_READ = ("allow_other_base", "rank_budget")  # the caller's own, and an option whose ranks rank_pattern holds
+WRITE_NAMES = f"Write the layers' full names into {CONFIG_FILE} in its place."
+
+
+INSTEAD_OF_LORA: Mapping[str, str] = {
+    "lora_alpha": "the scale is alpha / r (16 / r by default, 1 with alpha=None): give alpha instead",
+    "use_rslora": "the scale is alpha / r: choose alpha",
+    "lora_dropout": "a core is trained without dropout: leave it out",
+    "init_lora_weights": "constructor chooses the bases (fcca, eva, ...), and cores start at zero: give constructor",
+    "use_dora": "there are no magnitudes beside a core: leave it out",
+    "bias": "only cores are trained: leave it out, or name modules in modules_to_save",
+    "lora_bias": "a core has no bias: leave it out",
+    "fan_in_fan_out": "a layer says itself how its weight lies: leave it out",
+    "eva_config": "constructor='eva' and its options are fields of their own: give these instead",
+    "corda_config": "constructor='fcca' reads inputs and output errors: give constructor and its options instead",
+    "loftq_config": "bases are computed of the weights as they are: quantise the model when it is loaded",
+}
+"""What to do instead of each option of ``LoraConfig``."""
+USUAL_NAMES: Mapping[str, str] = {
+    **dict.fromkeys(("method", "init", "initialization"), "constructor"),
+    **dict.fromkeys(("rank", "lora_r", "r_core"), "r"),
+    **dict.fromkeys(("targets", "target", "modules", "lora_target_modules"), "target_modules"),
+    **dict.fromkeys(("scale", "scaling"), "alpha"),
+}
+"""frozencore's names of options that other libraries call differently."""
+
+
+class ForeignNameError(ConfigError, TypeError):
+    """An unknown keyword argument of a configuration. Python's own error is a ``TypeError``, which PEFT catches."""
+
+
+def refuse_foreign_names(given: Iterable[str], known: Collection[str]) -> None:
+    """Refuse keyword arguments that ``FrozenCoreConfig`` does not have, and name the right one."""
+    for name in given:
+        if name in INSTEAD_OF_LORA:
+            raise ForeignNameError(f"FrozenCoreConfig has no {name!r}, which is LoraConfig's: {INSTEAD_OF_LORA[name]}.")
+        if name not in known:
+            near = USUAL_NAMES.get(name) or nearest_name(name, known)
+            meant = f"Give {near} instead." if near else "help(frozencore.FrozenCoreConfig) says what it takes."
+            # PEFT knows these words: it then leaves out fields of a later version's file
+            raise ForeignNameError(f"FrozenCoreConfig got an unexpected keyword argument {name!r}. {meant}")
 
 
 class FrozenCoreType(str, Enum):  # noqa: UP042 - PEFT formats the type with str(), which StrEnum changes
@@ -67,7 +124,7 @@ def _with_named_options(config: type) -> type:
 
 @_with_named_options
 @dataclass
-class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # frozen it is for type checkers alone
+class FrozenCoreConfig(PeftConfig, EveryOption):  # type: ignore[misc]  # frozen it is for type checkers alone
     """Configuration of a frozen-core adapter: ``y = (W + s·P R Qᵀ) x`` with only R (r x r) trained.
 
     Every option of a constructor is a field too, under its own name (:mod:`frozencore.constructors`). An option that
@@ -89,7 +146,7 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
         calibration_tokens: Written by ``calibrate``: the number of tokens that the bases were computed from.
         load_bases: Written by ``save_pretrained``: P and Q are in the file and are not built.
         seal: Written by ``save_pretrained``: hashes of the weights and some values of the base model, which loading
-            checks (:mod:`frozencore.adapter.saved.seal`).
+            checks (:mod:`frozencore.adapter.saved.state`).
         basis: A saved basis to use: the folder of :func:`frozencore.save_basis`, or a hub id (with
             ``basis_revision``). It determines rank, targets, scale and constructor. The adapter is saved as cores only.
         basis_id: Written by ``save_pretrained``: the identity of the basis that the cores belong to.
@@ -240,6 +297,99 @@ class FrozenCoreConfig(SavedConfig, EveryOption):  # type: ignore[misc]  # froze
         """Record that the adapter uses a saved basis and is saved as cores only; None: it has a basis of its own."""
         self.basis, self.basis_revision, self.basis_id, self._folder = place, revision, identity, None
 
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | Path, subfolder: str | None = None, **kwargs: Any
+    ) -> PeftConfig:
+        """Read a configuration as PEFT does; a local folder is checked as a whole first."""
+        folder = Path(pretrained_model_name_or_path, subfolder or "")
+        ours = (folder / CONFIG_FILE).exists() and read_config(folder).get("peft_type") == PEFT_TYPE
+        if ours:
+            require_loadable(folder)
+        try:
+            config = super().from_pretrained(str(pretrained_model_name_or_path), subfolder=subfolder, **kwargs)
+            if isinstance(config, FrozenCoreConfig) and config.basis_id is not None:
+                config._folder = folder if ours else None
+                config.basis = str(kwargs.get("basis") or config.basis or "") or None  # PEFT prefers the file's
+            return config
+        except (TypeError, AttributeError, KeyError, ValueError, ArithmeticError) as error:
+            if isinstance(error, FrozenCoreError) or not ours:
+                raise
+            raise _wrong_type(folder, one_line(error, 200)) from error
+
+    @classmethod
+    def from_json_file(cls, path_json_file: str, **kwargs: Any) -> dict[str, Any]:
+        """Read the values of a file as PEFT does, without those that a file may not set."""
+        values = super().from_json_file(path_json_file, **kwargs)
+        if values.get("peft_type") != PEFT_TYPE:
+            return values
+        return cls._checked(Path(path_json_file).parent, values)
+
+    @classmethod
+    def of_file(cls, folder: Path, values: Mapping[str, Any]) -> FrozenCoreConfig:
+        """The configuration with the values of a folder's file, checked as values of a stranger."""
+        known = {each.name for each in fields(cls)} | constructor_options().keys()
+        try:
+            return cls(**{key: value for key, value in cls._checked(folder, values).items() if key in known})
+        except FrozenCoreError:
+            raise
+        except Exception as error:  # values of any type may reach PEFT's code and ours here
+            raise _wrong_type(folder, one_line(error, 200)) from error
+
+    @classmethod
+    def _checked(cls, folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The values that a file may set; refuses other types than the fields', which PEFT would meet much later."""
+        refuse_gone(str(folder), values)
+        values = {name: value for name, value in values.items() if name not in NOT_READ}
+        for name, wanted in get_type_hints(cls).items():
+            try:
+                if name in values:
+                    TypeAdapter(wanted).validate_json(json.dumps(values[name]), strict=True)
+            except ValidationError as error:
+                raise _wrong_type(folder, f"{name}: {error.errors()[0]['msg'].lower()}") from error
+        refuse_expressions(str(folder), values, WRITE_NAMES)
+        return values
+
+    def take_seal(self) -> dict[str, Any]:
+        """Return the file's seal once, because other weights may be loaded later."""
+        seal, self.seal, self.awaits_file = self.seal, None, False
+        return seal or {}
+
+    def prepare_seal(self, tensors: Mapping[str, Tensor], base: Mapping[str, str] | None) -> None:
+        """Record the hashes of the tensors to save, and the base model that they belong to."""
+        self._seal_to_write = {**seal_tensors(tensors), "base": None if base is None else dict(base)}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The values of the file: PEFT's, with sorted sets, flat options, and a mark that the bases are saved too."""
+        saved = {**super().to_dict(), "load_bases": True, "seal": self._seal_to_write or self.seal}
+        options = {name: saved.pop(name, option.default) for name, option in constructor_options().items()}
+        saved |= options | saved.pop("own_options")
+        unsaid = {"allow_other_base"}  # set by the caller who loads the adapter, not by the adapter
+        unsaid |= {"basis", "basis_revision", "basis_id"} if self.basis_id is None else set()
+        return {
+            name: sorted(value) if isinstance(value, set) else value
+            for name, value in saved.items()
+            if name not in unsaid
+        }
+
+    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
+        """Write the file as PEFT does, but atomically, with the hash of the weights, which are written first.
+
+        An empty card of PEFT is filled in. Warns of an adapter that was never calibrated.
+        """
+        folder = Path(save_directory)
+        if folder.is_file():
+            raise AssertionError(f"Provided path ({folder}) should be a directory, not a file")
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = seal_file(folder / WEIGHTS_FILE, self._seal_to_write)
+        with TemporaryDirectory(prefix=f".{CONFIG_FILE}.", dir=folder) as aside:
+            super().save_pretrained(aside, **kwargs)
+            os.replace(Path(aside) / CONFIG_FILE, folder / CONFIG_FILE)
+        if holds_no_basis(tensors):
+            warn_of_uncalibrated(f"The adapter saved in {save_directory}", "and save it again")
+        if (folder / CARD_FILE).exists():
+            write_model_card(save_directory)
+
 
 def options_of_basis() -> frozenset[str]:
     """The fields that a saved basis records: how P and Q were made, and their layers."""
@@ -273,3 +423,28 @@ def register_constructor(name: str, row: Constructor[Any]) -> None:
             f"A constructor and its options have names of their own, but {(taken or [name])[0]!r} is taken. Rename it."
         )
     CONSTRUCTORS[name] = row
+
+
+def find_adapter(model: nn.Module, adapter_name: str | None) -> tuple[str, FrozenCoreConfig]:
+    """The name and configuration of a frozen-core adapter; by default the active one, or the only one."""
+    configs: dict[str, Any] = getattr(model, "peft_config", {})
+    known = [name for name, config in configs.items() if isinstance(config, FrozenCoreConfig)]
+    if not known:
+        raise ConfigError(
+            "Bases belong to a frozen-core adapter, but this model has none. "
+            "Call peft.get_peft_model(model, FrozenCoreConfig(...)) first."
+        )
+    if adapter_name is None:
+        active: Any = getattr(model, "active_adapters", None) if len(known) > 1 else known
+        adapter_name = next(iter((active() if callable(active) else active) or known))  # transformers has a method
+    if adapter_name not in known:
+        raise ConfigError(
+            f"{adapter_name!r} is no frozen-core adapter of this model, which has {', '.join(map(repr, known))}. "
+            "Give one of these as adapter_name."
+        )
+    return adapter_name, configs[adapter_name]
+
+
+def _wrong_type(folder: Path, reason: str) -> ArtifactError:
+    """The error for a configuration with a value of a wrong type."""
+    return ArtifactError(f"{folder / CONFIG_FILE} holds a value of a wrong type ({reason}). Save or download it again.")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from frozencore.adapter.config import FrozenCoreConfig
-from frozencore.adapter.saved.tensors import Factors
+from frozencore.adapter.saved.state import Factors
 from frozencore.errors import ArtifactError
 from frozencore.maths.basis import known_basis
 from frozencore.maths.capture import capture

@@ -1,11 +1,18 @@
-"""The adapters on one linear layer: their factors, and merging them into its weight.
+"""A linear layer with frozen cores, plain or quantised: ``y = W x + b + s·P R Qᵀ x``.
 
 P (m x r) and Q (n x r) are buffers in the base layer's dtype; R (r x r) is a trained float32 parameter. Until a basis
 is set, P and Q are zero, so the layer computes the same as its base layer.
+
+The base layer and R are called as modules, so that hooks, FSDP and Opacus see them. Between them stand two products:
+
+    z = x Q,    u = R(z),    y = W x + b + s·u Pᵀ
+
+For the backward pass autograd keeps z, r values a token in the dtype of R.
 """
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,14 +20,17 @@ from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
-from peft.utils import resolve_quantization_backend
+from peft.utils import quantization_extra_repr, resolve_quantization_backend
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
-from frozencore.adapter.saved.same_base import sample_weight
-from frozencore.adapter.saved.tensors import warn_of_lost_core
+from frozencore.adapter.saved.basis import sample_weight
+from frozencore.adapter.saved.state import UncalibratedWarning
 from frozencore.adapter.shared_factors import SharedFactors
-from frozencore.errors import ArtifactError, CalibrationError
+from frozencore.calibration.preserve import refuse_rewritten
+from frozencore.errors import ArtifactError, CalibrationError, ConfigError, ModelError
 from frozencore.maths.basis import Basis
 
 
@@ -257,7 +267,13 @@ class FrozenCoreLayer(BaseTunerLayer):
         self.frozencore_ready[adapter_name] = bool(P.any())
         if not P.any() and bool(R.any()) and adapter_name not in self.warned:
             self.warned.add(adapter_name)
-            warn_of_lost_core(adapter_name)
+            warnings.warn(
+                f"A core works on the basis that it was trained on, but the adapter {adapter_name!r} has a trained "
+                "core and no basis, so it acts as the base model. Load the whole adapter, or give it its basis with "
+                "frozencore.set_bases(model, bases) and load the core again.",
+                UncalibratedWarning,
+                stacklevel=2,
+            )
 
     def require_basis(self, adapter_name: str) -> None:
         """Raise an error if the basis is zero: it was never set and cannot be trained on."""
@@ -308,6 +324,193 @@ class FrozenCoreLayer(BaseTunerLayer):
         return device if device is not None else torch.device("cpu"), usable
 
 
+class FrozenCoreLinear(nn.Module, FrozenCoreLayer):
+    """Frozen cores on ``nn.Linear`` or ``Conv1D``."""
+
+    def __init__(self, base_layer: nn.Module, adapter_name: str, name: str, **kwargs: Any) -> None:
+        super().__init__()
+        FrozenCoreLayer.__init__(self, base_layer, name, **kwargs)
+        self._active_adapter = adapter_name
+        self.register_load_state_dict_post_hook(_look_again)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        self.make_room_for(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def forward(self, x: Tensor, *args: Any, adapter_names: list[str] | None = None, **kwargs: Any) -> Tensor:
+        """
+        Args:
+            adapter_names: The adapter of each row of x, in place of the active ones; ``"__base__"`` means none.
+        """
+        if adapter_names is not None:
+            self._check_forward_args(x, adapter_names)
+        if self.disable_adapters or self.merged:
+            if self.disable_adapters and self.merged:
+                self.unmerge()
+            return self.base_layer(x, *args, **kwargs)
+        if adapter_names is not None:
+            return self._add_rows(self.base_layer(x, *args, **kwargs), x, adapter_names)
+        if self.row_cores is not None:
+            return self._forward_rows(self.row_cores, x, *args, **kwargs)
+        result = self.base_layer(x, *args, **kwargs)
+        active: Any = self.active_adapters
+        for adapter_name in active:
+            if adapter_name in self.frozencore_R:
+                result = self._plus_core(result, x, adapter_name)
+        return result
+
+    def _plus_core(self, y: Tensor, x: Tensor, adapter_name: str) -> Tensor:
+        """Add an adapter's part to the base layer's output."""
+        P, Q, _ = self._trained_factors(adapter_name)
+        core: Any = self.frozencore_R[adapter_name]
+        return self._plus(y, x, P, Q, core, self.frozencore_scale[adapter_name])
+
+    def _plus(self, y: Tensor, x: Tensor, P: Tensor, Q: Tensor, R: nn.Linear | Tensor, scale: float) -> Tensor:
+        own: Any = self
+        return plus_core(y, own._cast_input_dtype(x, Q.dtype), P, Q, R, scale)
+
+    def _forward_rows(self, rows: RowCores, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute each row with its own core, on one common basis."""
+        if x.shape[0] != rows.R.shape[0]:
+            raise ValueError(
+                "Length of `adapter_names` should be the same as the number of inputs, but got "
+                f"{len(rows.R)} and {len(x)} respectively. Each row must be one input of layer {self.name!r}."
+            )
+        result = self.base_layer(x, *args, **kwargs)
+        if rows.basis is None:
+            return result
+        P, Q, scale = rows.basis
+        return self._plus(result, x, P, Q, rows.R, scale)
+
+    def _check_forward_args(self, x: Tensor, adapter_names: list[str]) -> None:
+        if len(x) != len(adapter_names):
+            raise ValueError(
+                "Length of `adapter_names` should be the same as the number of inputs, but got "
+                f"{len(adapter_names)} and {len(x)} respectively."
+            )
+        if self.merged:
+            raise ValueError(
+                "Cannot pass `adapter_names` when there are merged adapters, please call `unmerge_adapter` first."
+            )
+
+    def _add_rows(self, result: Tensor, x: Tensor, adapter_names: list[str]) -> Tensor:
+        """The base layer's output with each row's own update added."""
+        for adapter_name in dict.fromkeys(adapter_names):
+            if adapter_name in self.frozencore_R:
+                mine = [row for row, name in enumerate(adapter_names) if name == adapter_name]
+                rows = torch.tensor(mine, device=x.device)
+                result = result.index_copy(0, rows, self._plus_core(result[rows], x[rows], adapter_name))
+        return result
+
+    def extra_repr(self) -> str:
+        return quantization_extra_repr(self)
+
+    def __repr__(self) -> str:
+        return "frozencore." + super().__repr__()
+
+
+class FrozenCoreQuantisedLinear(FrozenCoreLinear):
+    """Frozen cores on a linear layer with a quantisation backend of PEFT's.
+
+    Its weight can be read and trained on only as it was loaded. Merging changes a copy, because subtraction does not
+    restore a rounded weight.
+    """
+
+    def __init__(self, base_layer: nn.Module, adapter_name: str, name: str, **kwargs: Any) -> None:
+        super().__init__(base_layer, adapter_name, name, **kwargs)
+        self._unmerged: list[nn.Module] = []  # in a list, so that torch does not register it as a submodule
+
+    def forward(self, x: Tensor, *args: Any, adapter_names: list[str] | None = None, **kwargs: Any) -> Tensor:
+        """Compute as for a plain layer; refuse to train on a weight that was rewritten for inference."""
+        if torch.is_grad_enabled():
+            self._require_as_loaded()
+        return super().forward(x, *args, adapter_names=adapter_names, **kwargs)
+
+    def get_base_weight(self) -> Tensor:
+        """The base weight. PEFT's method would read noise from a weight that was rewritten for inference."""
+        self._require_as_loaded()
+        return super().get_base_weight()
+
+    def _require_as_loaded(self) -> None:
+        own: Any = self
+        refuse_rewritten(own.get_base_layer(), self.name)
+
+    def dense_weight(self) -> Tensor:
+        """W dequantised, m x n."""
+        try:
+            return super().dense_weight()
+        except (TypeError, NotImplementedError) as error:
+            raise ModelError(
+                f"The quantised weight of layer {self.name!r} cannot be read: {error} "
+                "Use a constructor that does not look at weights, such as fcca, or an unquantised base model."
+            ) from error
+
+    def unmerge(self) -> None:
+        """Restore the original quantised layer."""
+        if self._unmerged:
+            _owner(self).base_layer = self._unmerged.pop()
+            self.merged_adapters.clear()
+        else:
+            super().unmerge()
+
+    def _set_aside(self) -> None:
+        """Replace the quantised layer by a copy to merge into."""
+        backend = self.quantization_backend
+        if not backend.supports_merge:
+            raise ModelError(
+                f"A weight quantised by {backend.backend_name} cannot take a merged update. "
+                "Keep the adapter unmerged, or load the base model without quantisation."
+            )
+        warnings.warn(
+            f"Merging rounds the sum to the grid of {backend.backend_name} weights, which changes what the model "
+            "says. Measure the merged model, or keep the adapter unmerged.",
+            stacklevel=3,
+        )
+        owner = _owner(self)
+        self._unmerged = [owner.base_layer]
+        owner.base_layer = copy.deepcopy(owner.base_layer)
+
+
+def _look_again(layer: Any, _: Any) -> None:
+    layer.look_again()
+
+
+def _owner(layer: Any) -> Any:
+    """The adapter layer that holds the plain layer: this one, or one nested in it."""
+    while isinstance(layer.base_layer, BaseTunerLayer):
+        layer = layer.base_layer
+    return layer
+
+
+def plus_core(y: Tensor, x: Tensor, P: Tensor, Q: Tensor, R: nn.Linear | Tensor, scale: float) -> Tensor:
+    """``y + s·P R Qᵀ x`` in the dtype of y.
+
+    The product with R is in the dtype of R, the others are in that of P and Q.
+
+    Args:
+        y: The base layer's output (..., m).
+        x: Its input (..., n), in the dtype of Q.
+        R: A linear layer r -> r; or r x r; or rows x r x r, a core for each row of x.
+    """
+    z = x @ Q
+    u = _through(z.to(R.dtype), R) if isinstance(R, Tensor) else R(z.to(R.weight.dtype))
+    u = u.to(P.dtype)
+    if y.dtype == P.dtype == z.dtype:  # z has another dtype under autocast, which would round a wider y
+        m, r = P.shape
+        return torch.addmm(y.reshape(-1, m), u.reshape(-1, r), P.mT, alpha=scale).view(y.shape)
+    return y + ((u * scale) @ P.mT).to(y.dtype)
+
+
+def _through(z: Tensor, R: Tensor) -> Tensor:
+    """``z Rᵀ`` with one core, or with each row's own: z (..., r) with the tokens of a row contiguous."""
+    if R.ndim == 2:
+        return linear(z, R)
+    rows, r, _ = R.shape
+    if z.numel() == rows * r:  # one token a row, as in generation: bmm takes 2 to 5 times as long
+        return (R.mT * z.reshape(rows, r, 1)).sum(1).view(z.shape)
+    return torch.bmm(z.reshape(rows, -1, r), R.mT).view(z.shape)
+
+
 def version_of(tensor: Tensor) -> int:
     """The number of changes of a tensor in place; 0 for an inference tensor, which counts none."""
     return 0 if tensor.is_inference() else tensor._version
@@ -328,3 +531,47 @@ def frozen_core_layers(model: nn.Module, adapter_name: str) -> dict[str, FrozenC
     """The layers that have an adapter, by their name in the base model."""
     layers = (module for module in model.modules() if isinstance(module, FrozenCoreLayer))
     return {layer.name: layer for layer in layers if adapter_name in layer.frozencore_R}
+
+
+def require_own_parameters(model: nn.Module) -> list[Tensor]:
+    """The parameters that the active frozen-core adapters train; refuses frozen cores and other trained parameters."""
+    cores: list[Tensor] = []
+    named: list[Tensor] = []
+    for module in model.modules():
+        if isinstance(module, FrozenCoreLayer):
+            cores += [module.core(name) for name in module.active_adapters if name in module.frozencore_R]
+        elif isinstance(module, AuxiliaryTrainingWrapper):
+            parameters = module.named_parameters()
+            named += [p for name, p in parameters if not set(name.split(".")).isdisjoint(module.active_adapters)]
+    if not cores:
+        return []
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    frozen = [names[id(core)] for core in cores if not core.requires_grad]
+    if frozen:
+        raise ConfigError(
+            f"Every core of an active adapter trains, but {frozen[0]!r} is frozen ({len(frozen)} of {len(cores)}). "
+            "Call set_adapter(name) on the model, or load the adapter with is_trainable=True."
+        )
+    own = {id(parameter) for parameter in [*cores, *named]}
+    foreign = [parameter for parameter in model.parameters() if parameter.requires_grad and id(parameter) not in own]
+    if foreign:
+        raise ConfigError(
+            f"A frozen-core adapter trains its cores, {sum(core.numel() for core in cores):,} values, but "
+            f"{names[id(foreign[0])]!r} trains as well ({len(foreign)} parameters of "
+            f"{sum(p.numel() for p in foreign):,} values in all). Freeze it with requires_grad_(False), or name its "
+            "module in modules_to_save."
+        )
+    return [parameter for parameter in [*cores, *named] if parameter.requires_grad]
+
+
+def require_float32(model: nn.Module) -> None:
+    """Refuse a model without trainable parameters, or with some that are not float32."""
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trainable:
+        raise ConfigError("Training needs trainable parameters, but this model has none. Add an adapter first.")
+    for name, parameter in trainable.items():
+        if parameter.dtype != torch.float32:
+            raise ConfigError(
+                f"Trainable parameters must be float32 (the frozen ones need not be), but {name!r} is "
+                f"{parameter.dtype}. Add the adapter with autocast_adapter_dtype=True, or load the model in float32."
+            )

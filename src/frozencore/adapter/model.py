@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,9 +17,16 @@ from peft.utils import AuxiliaryTrainingWrapper, get_quantization_kwargs, resolv
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from frozencore.adapter.bases import require_same_base, set_named_basis
 from frozencore.adapter.config import FrozenCoreConfig, FrozenCoreType
-from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers, is_linear
-from frozencore.adapter.linear import FrozenCoreLinear, FrozenCoreQuantisedLinear
+from frozencore.adapter.folders import require_one_basis
+from frozencore.adapter.layer import (
+    FrozenCoreLayer,
+    FrozenCoreLinear,
+    FrozenCoreQuantisedLinear,
+    frozen_core_layers,
+    is_linear,
+)
 from frozencore.adapter.mixed_batch import adapter_of_each_row
 from frozencore.adapter.named_layers import (
     attention_projections,
@@ -29,15 +37,34 @@ from frozencore.adapter.named_layers import (
     no_match,
     require_tokens,
 )
-from frozencore.adapter.saved.on_one_basis import add_weighted_sum
-from frozencore.adapter.saved.state import require_same_base, set_named_basis, state_to_load, state_to_save
-from frozencore.adapter.saved.tensors import PREFIX, warn_of_uncalibrated
+from frozencore.adapter.saved.basis import record_base
+from frozencore.adapter.saved.state import (
+    BASE,
+    CLASSIFIERS,
+    FLAT,
+    PREFIX,
+    Factors,
+    cores_alone,
+    flatten_cores,
+    holds_no_basis,
+    require_finite,
+    require_finite_in,
+    require_marked,
+    require_modules,
+    require_sealed,
+    require_sound,
+    warn_of_uncalibrated,
+    with_factors,
+)
 from frozencore.adapter.shared_factors import SharedFactors
 from frozencore.calibration.layer_owners import require_same_bases
 from frozencore.calibration.preserve import keep_weights
 from frozencore.constructors import LayerEvidence, build_basis
 from frozencore.errors import ArtifactError, ConfigError, ModelError
+from frozencore.maths.basis import known_basis
+from frozencore.maths.linalg import weighted_sum
 from frozencore.ranks import enter_together
+from frozencore.words import one_line
 
 
 class FrozenCoreModel(BaseTuner):
@@ -232,8 +259,33 @@ class FrozenCoreModel(BaseTuner):
             raise ConfigError(
                 f"Cores on one basis are summed exactly by combination_type='linear', without options, but {came} came."
             )
-        if adapter_name not in self.peft_config:
-            add_weighted_sum(self, adapters, weights, adapter_name)
+        if adapter_name in self.peft_config:
+            return
+        missing = [adapter for adapter in adapters if adapter not in self.peft_config]
+        if missing or not adapters:
+            raise ConfigError(
+                f"The adapters of a sum must be loaded ({', '.join(self.peft_config)}), but {missing or 'none'} came."
+            )
+        first, layers, bases = adapters[0], {}, {}
+        for adapter in adapters:
+            if self.peft_config[adapter].trains_modules:
+                raise ConfigError(f"Only cores are summed, but the adapter {adapter!r} trained other modules too.")
+            layers[adapter] = frozen_core_layers(self.model, adapter)
+            bases[adapter] = {
+                name: (*layer.factors(adapter)[:2], layer.frozencore_scale[adapter])
+                for name, layer in layers[adapter].items()
+            }
+            require_one_basis(repr(first), bases[first], repr(adapter), bases[adapter])
+        cores = {
+            name: weighted_sum([layer.core(adapter) for adapter in adapters], weights)
+            for name, layer in layers[first].items()
+        }
+        self.peft_config[adapter_name] = copy.deepcopy(self.peft_config[first])
+        self.inject_adapter(self.model, adapter_name)
+        for name, layer in layers[first].items():
+            layer.set_basis(adapter_name, known_basis(*bases[first][name][:2]))
+            with torch.no_grad():
+                layer.core(adapter_name).copy_(cores[name])
 
     def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
         """Merge as PEFT does; warn of an adapter that was never calibrated, and untie an adapted head."""
@@ -328,21 +380,104 @@ def register_with_peft() -> None:
     PEFT_TYPE_TO_PREFIX_MAPPING[kind] = PREFIX
 
 
-def find_adapter(model: nn.Module, adapter_name: str | None) -> tuple[str, FrozenCoreConfig]:
-    """The name and configuration of a frozen-core adapter; by default the active one, or the only one."""
-    configs: dict[str, Any] = getattr(model, "peft_config", {})
-    known = [name for name, config in configs.items() if isinstance(config, FrozenCoreConfig)]
-    if not known:
-        raise ConfigError(
-            "Bases belong to a frozen-core adapter, but this model has none. "
-            "Call peft.get_peft_model(model, FrozenCoreConfig(...)) first."
+def state_to_save(
+    model: nn.Module,
+    config: FrozenCoreConfig,
+    adapter_name: str,
+    found: dict[str, Tensor],
+    whole: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    """Turn PEFT's state dict of an adapter into the tensors of a file, and record their hashes in the configuration.
+
+    Args:
+        whole: The model's state dict, which holds trained modules too.
+    """
+    config.modules_to_save = _heads_there(config, model)
+    layers = frozen_core_layers(model, adapter_name)
+    found = dict(found)
+    cores = {layer: found[key] for key in found for layer, is_core, _ in [key.partition(f".{PREFIX}R.")] if is_core}
+    if config.basis_id is not None:
+        found = cores_alone(flatten_cores({key.removeprefix(BASE): R for key, R in cores.items()}), config.basis_id)
+    else:  # P and Q may be in the state dict under the name of another adapter
+        for key in cores:
+            if (layer := layers.get(key.removeprefix(BASE))) is not None:
+                for side, X in zip("PQ", layer.factors(adapter_name), strict=False):
+                    found.setdefault(f"{key}.{PREFIX}{side}.{adapter_name}", X)
+    modules = {key: value for key, value in whole.items() if f".modules_to_save.{adapter_name}." in key}
+    plain = {key: value for key, value in (found | modules).items() if not value.is_meta}
+    require_finite(f"the adapter {adapter_name!r}", plain, "It is not saved. Lower the learning rate.")
+    if len(plain) == len(found | modules):
+        samples = {name: layer.base_samples for name, layer in layers.items()}
+        config.prepare_seal(found, record_base(samples) if config.basis_id is None else None)
+    return found
+
+
+def _heads_there(config: FrozenCoreConfig, model: nn.Module) -> list[str] | None:
+    """``modules_to_save`` without the names that PEFT adds for every classifier, if the model has neither head."""
+    there = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    if there.isdisjoint(CLASSIFIERS):
+        return [name for name in config.modules_to_save or () if name not in CLASSIFIERS] or None
+    return config.modules_to_save
+
+
+def state_to_load(
+    model: nn.Module, config: FrozenCoreConfig, adapter_name: str, state_dict: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Turn the tensors of a file into PEFT's state dict, with all checks before the model changes."""
+    origin, layers = f"the adapter {adapter_name!r}", frozen_core_layers(model, adapter_name)
+    own = {name: layer.factors(adapter_name) for name, layer in layers.items()}
+    seal = config.take_seal()
+    require_modules(origin, _heads_there(config, model), config.trainable_token_indices, state_dict)
+    factors = require_sound(origin, state_dict, coordinates=config.coordinates, basis_id=config.basis_id)
+    if factors is None:
+        require_marked(origin, state_dict, config.basis_id)
+        require_sealed(origin, seal, state_dict)
+        on_meta = any(P.is_meta or Q.is_meta for P, Q, _ in own.values())
+        for core_dtype in {R.dtype for _, _, R in own.values()}:
+            require_finite_in(origin, state_dict[FLAT], core_dtype)
+        # the bases of a model were checked when they were set
+        bases = config.find_basis(origin).layers if on_meta else {name: (P, Q) for name, (P, Q, _) in own.items()}
+        state_dict = with_factors(origin, state_dict, bases)
+    else:
+        require_sealed(origin, seal, state_dict)
+        _require_fit(origin, own, factors, config.base_model_name_or_path)
+        if holds_no_basis(state_dict):
+            warn_of_uncalibrated(f"The adapter {adapter_name!r}", "before it is trained or used")
+        if config.basis_id is not None:
+            pairs = ((mine, X) for name, f in factors.items() for mine, X in zip(own[name], (f.P, f.Q), strict=False))
+            if not all(mine.is_meta or torch.equal(mine, X.to(mine.device, mine.dtype)) for mine, X in pairs):
+                config.name_basis(None)  # the loaded bases are not the named basis
+    for layer in layers.values():
+        layer.awaits_core.discard(adapter_name)
+    return state_dict
+
+
+def _require_fit(
+    origin: str, layers: Mapping[str, tuple[Tensor, Tensor, Tensor]], came: Mapping[str, Factors], base: str | None
+) -> None:
+    """Refuse factors whose layers or shapes differ from the model's P, Q and R."""
+    way_out = f"Load the base model that it was trained on{f': {one_line(base, 200)}' if base else ''}."
+    if any("_orig_mod" in name for name in came.keys() ^ layers.keys()):
+        way_out = (
+            "The adapter was added to a compiled model, there or here, so its layers have other names. Call "
+            "torch.compile on the model with its adapter, or load a base that is compiled in the same places."
         )
-    if adapter_name is None:
-        active: Any = getattr(model, "active_adapters", None) if len(known) > 1 else known
-        adapter_name = next(iter((active() if callable(active) else active) or known))  # transformers has a method
-    if adapter_name not in known:
-        raise ConfigError(
-            f"{adapter_name!r} is no frozen-core adapter of this model, which has {', '.join(map(repr, known))}. "
-            "Give one of these as adapter_name."
-        )
-    return adapter_name, configs[adapter_name]
+    for odd, what in (
+        (came.keys() - layers.keys(), "the base model lacks"),
+        (layers.keys() - came.keys(), "it has nothing for"),
+    ):
+        if odd:
+            raise ArtifactError(
+                f"An adapter fits its base model layer by layer, but {what} {len(odd)} of the layers of {origin} "
+                f"(first: {min(odd)!r}). {way_out}"
+            )
+    for name, own in layers.items():
+        theirs = (came[name].P, came[name].Q, came[name].R)
+        for mine, other in zip(own, theirs, strict=True):
+            require_finite_in(f"layer {name!r} of {origin}", other, mine.dtype)
+        if any(mine.shape != other.shape for mine, other in zip(own, theirs, strict=True)):
+            m, n, r = own[0].shape[0], own[1].shape[0], own[2].shape[0]
+            raise ArtifactError(
+                f"Layer {name!r} is {m} x {n} at rank {r} in this model, but P {tuple(theirs[0].shape)} and Q "
+                f"{tuple(theirs[1].shape)} came with {origin}. {way_out}"
+            )

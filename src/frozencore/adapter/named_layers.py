@@ -1,15 +1,20 @@
-"""The names of a model's layers in a configuration: the default ones, and those that expressions match.
+"""The names of a model's layers in a configuration: the default ones, and those that an expression matches.
 
-PEFT would search every name with every expression, without a time limit. So PEFT gets names, and names are saved.
+A name is a layer's full name or its end, as in PEFT: ``q_proj``, ``layers.0.self_attn.q_proj``. A key of a pattern may
+also be written as in PEFT's documentation, ``^model\\.layers\\.0\\.q_proj$``. Any other text is a regular expression.
+
+Expressions are replaced by names before PEFT sees them, so that a saved adapter holds names alone. A saved expression
+is refused: a stranger's could take any time to search.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import json
 import re
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -18,20 +23,133 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from torch import Tensor, nn
 
-from frozencore.adapter.config import FrozenCoreConfig
-from frozencore.adapter.config_names import Clock, is_all_linear, is_end_of, is_expression, matcher, plain_key, searcher
 from frozencore.adapter.layer import is_linear
-from frozencore.errors import ConfigError
+from frozencore.errors import ArtifactError, ConfigError
 from frozencore.words import nearest_name
 
+ALL_LINEAR = "all-linear"
 MODULES, PATTERNS = ("target_modules", "exclude_modules"), ("rank_pattern", "alpha_pattern")
-NAMES_ALONE = ("layers_pattern", "modules_to_save", "feedforward_modules")
-
-
+_SPECIAL = frozenset("\\^$*+?{}[]|()")
 _ATTENTION = re.compile(r"(attention|attn)\d?", re.IGNORECASE)
 """The end of the class name of an attention module, or of its name in the block (``linear_attn``)."""
 _FEW_TOKENS = "_global"
 """The end of the names of Longformer's and LED's projections of the tokens with global attention: few, or none."""
+
+
+def is_expression(text: str) -> bool:
+    """Whether a text is a regular expression rather than the name of a layer."""
+    return not _SPECIAL.isdisjoint(text)
+
+
+def is_searched(value: object) -> bool:
+    """Whether PEFT searches the value of ``target_modules`` or ``exclude_modules`` as an expression."""
+    return isinstance(value, str) and value != DUMMY_TARGET_MODULES and not is_all_linear(value)
+
+
+def is_all_linear(targets: object) -> bool:
+    """Return whether ``target_modules`` is PEFT's word for every linear layer."""
+    return isinstance(targets, str) and targets.lower() == ALL_LINEAR
+
+
+def plain_key(key: str) -> tuple[str, bool] | None:
+    """The name in a key of a pattern, and whether it is a full name; None for an expression."""
+    name = key.removeprefix("^").removesuffix("$").replace("\\.", ".")
+    return None if is_expression(name) else (name, key.startswith("^"))
+
+
+def compiled(option: str, expression: str) -> re.Pattern[str]:
+    """Compile the expression of an option; refuse a malformed one."""
+    try:
+        return re.compile(expression)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ConfigError(
+            f"{option} is a regular expression or names of layers, but {expression!r:.60} came ({error}). "
+            "Correct the expression, or name the layers in a list."
+        ) from error
+
+
+def matcher(option: str, key: str) -> Callable[[str], bool]:
+    """A function that tells whether a key of a pattern names or matches a layer."""
+    plain = plain_key(key)
+    if plain is None:
+        expression = compiled(option, rf"(?:.*\.)?(?:{key})")
+        return lambda layer: expression.fullmatch(layer) is not None
+    name, is_whole = plain
+    return (lambda layer: layer == name) if is_whole else (lambda layer: _is_end_of(name, layer))
+
+
+def key_for(keys: Mapping[str, object], layer: str, option: str) -> str | None:
+    """The key of a pattern for a layer: its full name, else the first key that names or matches it."""
+    return layer if layer in keys else next((key for key in keys if matcher(option, key)(layer)), None)
+
+
+def _is_end_of(name: str, layer: str) -> bool:
+    return layer == name or layer.endswith(f".{name}")
+
+
+def require_names(config: Any) -> None:
+    """Refuse fields that do not name modules: numbers, mappings, empty texts, malformed expressions.
+
+    PEFT would fail on them much later.
+    """
+    way_out = "Give a list of names such as ['q_proj', 'v_proj']"
+    for option in (*MODULES, "layers_pattern", "modules_to_save"):
+        value = getattr(config, option)
+        texts = value if isinstance(value, list | tuple | set | frozenset) else () if value is None else (value,)
+        if value == "" or not all(isinstance(text, str) and text for text in texts):
+            raise ConfigError(f"{option} names modules, but {value!r:.100} came. {way_out}.")
+        if option in MODULES:
+            if is_searched(value):
+                compiled(option, value)
+        elif expression := next(filter(is_expression, texts), None):
+            raise ConfigError(f"{option} names modules, but the expression {expression!r:.60} came. {way_out}.")
+    if config.target_modules is not None and not config.target_modules:
+        raise ConfigError(f"target_modules names the layers to adapt, but none is in it. {way_out}, or leave it out.")
+    for option in PATTERNS:
+        pattern = getattr(config, option)
+        if not isinstance(pattern, dict) or not all(isinstance(key, str) and key for key in pattern):
+            raise ConfigError(f"{option} maps layer names to numbers, but {pattern!r:.100} came.")
+        for key in pattern:
+            if plain_key(key) is None:
+                compiled(option, key)
+    for option in ("layers_to_transform", "layers_pattern"):
+        if isinstance(config.target_modules, str) and getattr(config, option) is not None:
+            raise ConfigError(
+                f"`{option}` cannot be used when `target_modules` is a str. Pass a list of module names, or put the "
+                "layers into the regular expression."
+            )
+    if config.layers_pattern and config.layers_to_transform is None:
+        raise ConfigError(
+            "When `layers_pattern` is specified, `layers_to_transform` must also be specified. "
+            "It says which of the layers that the pattern counts are adapted."
+        )
+    numbers = config.layers_to_transform
+    listed = numbers if isinstance(numbers, list | tuple | set | range) else () if numbers is None else (numbers,)
+    if any(type(number) is not int for number in listed):
+        raise ConfigError(f"layers_to_transform holds numbers of layers, but {numbers!r:.100} came.")
+    indices = config.trainable_token_indices
+    for tokens in () if indices is None else indices.values() if isinstance(indices, dict) else (indices,):
+        is_list = isinstance(tokens, list | tuple) and tokens
+        if not is_list or any(type(token) is not int or token < 0 for token in tokens):
+            raise ConfigError(
+                f"trainable_token_indices holds numbers of tokens, or such lists by module, but {indices!r:.100} came."
+            )
+
+
+def refuse_expressions(origin: str, values: Mapping[str, Any], way_out: str) -> None:
+    """Refuse the values of a file that hold expressions in place of layer names."""
+    texts = {option: text for option in MODULES if isinstance(text := values.get(option), str) and is_searched(text)}
+    odd = [(option, text) for option, text in texts.items() if is_expression(text)]
+    for option in PATTERNS:
+        pattern = values.get(option)
+        keys = pattern if isinstance(pattern, dict) else ()  # another type is refused by the configuration
+        odd += [(option, key) for key in keys if plain_key(key) is None]
+    if odd:
+        option, expression = odd[0]
+        raise ArtifactError(
+            f"A saved adapter names its layers, but {option} of {origin} holds the expression "
+            f"{json.dumps(expression)[:80]}, which could take any time to search. {way_out}"
+        )
 
 
 def attention_projections(model: nn.Module) -> list[str]:
@@ -158,43 +276,24 @@ def _ends(name: str) -> list[str]:
     return [".".join(parts[start:]) for start in reversed(range(len(parts)))]
 
 
-def name_layers(config: FrozenCoreConfig, model: nn.Module) -> None:
-    """Replace the expressions of a configuration; a second model starts from the original expressions again."""
-    for field, (said, named) in config._expressions.items():
+def name_layers(config: Any, model: nn.Module) -> None:
+    """Replace the expressions of a configuration by names; a second model starts from the expressions again."""
+    for field, (given, named) in config._expressions.items():
         if getattr(config, field) == named:
-            setattr(config, field, said)
-    before = {field: getattr(config, field) for field in (*MODULES, *PATTERNS)}
-    name_layers_of(config, model)
-    config._expressions = {
-        field: (said, getattr(config, field)) for field, said in before.items() if getattr(config, field) != said
-    }
-
-
-def name_layers_of(config: Any, model: nn.Module) -> None:
-    """Replace the expressions in the configuration of any PEFT method."""
-    for field in NAMES_ALONE:
-        value = getattr(config, field, None)
-        for name in value if isinstance(value, list | set | tuple) else [value]:
-            if isinstance(name, str) and is_expression(name):
-                raise ConfigError(f"{field} names modules, but the expression {name!r:.60} came. List their names.")
-    said: dict[str, Any] = {field: getattr(config, field, None) for field in (*MODULES, *PATTERNS)}
-    fields = [field for field in MODULES if _is_searched(said[field])]
-    fields += [field for field in PATTERNS if any(plain_key(key) is None for key in said[field] or ())]
-    if not fields:
-        return
-    names, clock = _modules(model), Clock()
-    if "exclude_modules" in fields:
-        _name_excluded(config, searcher("exclude_modules", said["exclude_modules"], clock), names)
-    if "target_modules" in fields:
-        _name_targets(config, searcher("target_modules", said["target_modules"], clock), names)
-    targeted = _targeted(config, [name for name, module in names.items() if _carries(module)])
+            setattr(config, field, given)
+    before: dict[str, Any] = {field: getattr(config, field) for field in (*MODULES, *PATTERNS)}
+    names = _modules(model)
+    if is_searched(config.exclude_modules):
+        _name_excluded(config, compiled("exclude_modules", config.exclude_modules), names)
+    if is_searched(config.target_modules):
+        _name_targets(config, compiled("target_modules", config.target_modules), names)
     for field in PATTERNS:
-        if field in fields:
-            setattr(config, field, _by_name(field, said[field], targeted, clock))
-
-
-def _is_searched(value: Any) -> bool:
-    return isinstance(value, str) and value != DUMMY_TARGET_MODULES and not is_all_linear(value)
+        if any(plain_key(key) is None for key in before[field]):
+            targeted = _targeted(config, [name for name, module in names.items() if _carries(module)])
+            setattr(config, field, _by_name(field, before[field], targeted))
+    config._expressions = {
+        field: (given, getattr(config, field)) for field, given in before.items() if getattr(config, field) != given
+    }
 
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -209,11 +308,11 @@ def _modules(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def _name_excluded(config: Any, matches: Any, names: Mapping[str, nn.Module]) -> None:
+def _name_excluded(config: Any, expression: re.Pattern[str], names: Mapping[str, nn.Module]) -> None:
     targets: Any = config.target_modules
     every = targets is None or isinstance(targets, str)
     wanted = [name for name, module in names.items() if (_carries(module) if every else _is_among(name, targets))]
-    found = {name for name in wanted if matches(name)}
+    found = {name for name in wanted if expression.fullmatch(name)}
     if not found:
         warnings.warn(
             f"exclude_modules={config.exclude_modules!r:.100} excludes no layer that is adapted.", stacklevel=6
@@ -221,10 +320,10 @@ def _name_excluded(config: Any, matches: Any, names: Mapping[str, nn.Module]) ->
     config.exclude_modules = found or None
 
 
-def _name_targets(config: Any, matches: Any, names: Mapping[str, nn.Module]) -> None:
+def _name_targets(config: Any, expression: re.Pattern[str], names: Mapping[str, nn.Module]) -> None:
     wanted = config.target_modules
-    excluded: Collection[str] = getattr(config, "exclude_modules", None) or ()
-    found = {name for name in names if matches(name) and not _is_among(name, excluded)}
+    excluded: Collection[str] = config.exclude_modules or ()
+    found = {name for name in names if expression.fullmatch(name) and not _is_among(name, excluded)}
     if not found:
         raise ConfigError(
             f"target_modules={wanted!r:.100} matches no layer of this model that is not excluded. Name layers that it "
@@ -250,13 +349,13 @@ def _targeted(config: Any, linear: Iterable[str]) -> list[str]:
     """The linear layers that a configuration adapts."""
     targets: Any = config.target_modules
     every = targets is None or isinstance(targets, str)
-    excluded = getattr(config, "exclude_modules", None) or ()
+    excluded = config.exclude_modules or ()
     return [name for name in linear if (every or _is_among(name, targets)) and not _is_among(name, excluded)]
 
 
-def _by_name(option: str, pattern: Mapping[str, Any], layers: Iterable[str], clock: Clock) -> dict[str, Any]:
+def _by_name(option: str, pattern: Mapping[str, Any], layers: Iterable[str]) -> dict[str, Any]:
     """A pattern with the full names of the matched layers as keys."""
-    keys = {key: matcher(option, key, clock) for key in pattern}
+    keys = {key: matcher(option, key) for key in pattern}
     found = {}
     for layer in layers:
         key = layer if layer in pattern else next((key for key in keys if keys[key](layer)), None)
@@ -275,7 +374,7 @@ def require_tokens(indices: Any, model: nn.Module) -> None:
     by_name = indices if isinstance(indices, dict) else {None: indices}
     for name, tokens in by_name.items():
         for module_name, module in model.named_modules():
-            found = isinstance(module, nn.Embedding) if name is None else is_end_of(name, module_name)
+            found = isinstance(module, nn.Embedding) if name is None else _is_end_of(name, module_name)
             weight: Any = getattr(module, "weight", None)
             if found and weight is not None and tokens and max(tokens) >= len(weight):
                 raise ConfigError(
@@ -286,7 +385,7 @@ def require_tokens(indices: Any, model: nn.Module) -> None:
                 break
 
 
-def no_match(config: FrozenCoreConfig, model: nn.Module) -> ConfigError:
+def no_match(config: Any, model: nn.Module) -> ConfigError:
     """The error for targets that match no layer, with the names of the layers."""
     came = config.target_modules
     targets = [came] if isinstance(came, str) else sorted(came or ())

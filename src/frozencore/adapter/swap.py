@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from frozencore.adapter.config import FrozenCoreConfig
+from frozencore.adapter.folders import read_tensors
 from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers, version_of
-from frozencore.adapter.saved.folder import config_of, read_tensors
-from frozencore.adapter.saved.seal import read_folder
-from frozencore.adapter.saved.tensors import (
+from frozencore.adapter.saved.state import (
     BASE,
     FLAT,
     MARK,
@@ -26,6 +25,7 @@ from frozencore.adapter.saved.tensors import (
     Factors,
     flatten_cores,
     layer_factors,
+    read_folder,
     require_finite,
     require_finite_in,
     require_marked,
@@ -160,7 +160,7 @@ def read_cores(
             "model.load_adapter or peft.set_peft_model_state_dict instead."
         )
     elif FLAT in tensors:
-        require_finite(origin, tensors, "Train it again.")
+        require_finite(origin, tensors)
         require_marked(origin, tensors, config.basis_id)
         flat = tensors[FLAT]
     else:
@@ -181,7 +181,7 @@ def _read_folder(
     named = read_config(folder).get("basis_id")
     if named is not None and named == config.basis_id:
         values, tensors = read_folder(folder)
-        theirs_config, held = config_of(folder, values), set(layers)
+        theirs_config, held = FrozenCoreConfig.of_file(folder, values), set(layers)
     else:
         theirs_config, tensors = read_tensors(folder)
         held = layers.keys() & {key.removeprefix(BASE).partition(f".{PREFIX}")[0] for key in tensors}

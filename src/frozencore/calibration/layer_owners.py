@@ -75,24 +75,23 @@ def sent_by(owner: int, tensor: Tensor | None) -> Tensor:
 
 
 def share_bases(
-    own: Mapping[str, Basis], owners: Mapping[str, int], factors: Mapping[str, tuple[Tensor, Tensor]]
+    own: Mapping[str, Basis], owners: Mapping[str, int], shapes: Mapping[str, tuple[int, int, int]]
 ) -> dict[str, Basis]:
     """Send every layer's basis from its owner to all ranks.
 
     Args:
         own: The bases that this rank built.
-        factors: P and Q of the layers, for their shapes, in the same order on all ranks.
+        shapes: (m, n, r) of the layers, in the same order on all ranks.
     """
     if num_ranks() == 1:
         return dict(own)
-    return {name: _share(own.get(name), owners[name], P.shape, Q.shape) for name, (P, Q) in factors.items()}
+    return {name: _share(own.get(name), owners[name], *shape) for name, shape in shapes.items()}
 
 
-def _share(basis: Basis | None, owner: int, P_shape: torch.Size, Q_shape: torch.Size) -> Basis:
+def _share(basis: Basis | None, owner: int, m: int, n: int, r: int) -> Basis:
     head = torch.zeros(3, dtype=torch.long)
     if basis is not None:
         head = torch.tensor([len(basis.spectrum), basis.effective_rank, int(basis.initial_core is not None)])
-    r = P_shape[1]
 
     def shared(tensor: Tensor | None, *size: int) -> Tensor:
         whole = torch.empty(size) if tensor is None else tensor
@@ -102,8 +101,8 @@ def _share(basis: Basis | None, owner: int, P_shape: torch.Size, Q_shape: torch.
 
     spectrum_length, effective, has_core = shared(head, 3).tolist()
     return Basis(
-        P=shared(basis.P if basis else None, *P_shape),
-        Q=shared(basis.Q if basis else None, *Q_shape),
+        P=shared(basis.P if basis else None, m, r),
+        Q=shared(basis.Q if basis else None, n, r),
         spectrum=shared(basis.spectrum if basis else None, spectrum_length),
         effective_rank=effective,
         initial_core=shared(basis.initial_core if basis else None, r, r) if has_core else None,

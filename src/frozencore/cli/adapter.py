@@ -36,7 +36,7 @@ def _pack(
     _require_places(folder, basis, output)
     import torch
 
-    from frozencore.adapter.saved.on_one_basis import pack_adapter
+    from frozencore.adapter.folders import pack_adapter
 
     pack_adapter(folder, basis, output, dtype=None if dtype == "auto" else getattr(torch, dtype))
     _print_size("Adapter", output)
@@ -60,7 +60,7 @@ def unpack(
     """Write an adapter of cores only as one that includes its basis."""
     folder = adapter_in(adapter)
     _require_places(folder, basis, output)
-    from frozencore.adapter.saved.on_one_basis import unpack_adapter
+    from frozencore.adapter.folders import unpack_adapter
 
     unpack_adapter(folder, output, basis=basis)
     _print_size("Adapter", output)
@@ -79,7 +79,7 @@ def merge(
         raise ConfigError(f"--weights are numbers separated by commas, but {weights!r} came.") from error
     folders = [adapter_in(adapter) for adapter in adapters]
     _require_places(folders[0], None, output)
-    from frozencore.adapter.saved.on_one_basis import merge_adapters
+    from frozencore.adapter.folders import merge_adapters
 
     merge_adapters(folders, output, weights=shares)
     _print_size("Adapter", output)

@@ -18,7 +18,7 @@ from frozencore.tune.run.refuse_early import refuse_early
 from frozencore.tune.run.run_folder import ADAPTER, BASIS, MOMENTS_FILE, RECORD, require_new
 
 if TYPE_CHECKING:
-    from frozencore.adapter.bases.calibrate import Calibration
+    from frozencore.adapter.calibrate import Calibration
     from frozencore.cli.inspect import Column
 
 

@@ -156,8 +156,8 @@ def _basis_model(asked: Asked) -> Iterator[str]:
 
 
 def _tenant(asked: Asked) -> Iterator[str]:
+    from frozencore.adapter.export.basis_model import export_tenant
     from frozencore.adapter.export.serving import check_lora_directory
-    from frozencore.adapter.export.tenant import export_tenant
 
     tenant = export_tenant(
         asked.adapter, asked.output, basis_model=asked.base, dtype=asked.dtype_of_factors, overwrite=asked.overwrite

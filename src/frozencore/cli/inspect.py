@@ -89,8 +89,8 @@ def inspect(
     folder, other = adapter_in(adapter), None if against is None else adapter_in(against)
     if moments is not None:
         require_moments(moments)
+    from frozencore.adapter.folders import read_adapter_or_basis
     from frozencore.adapter.inspection import inspect_adapter
-    from frozencore.adapter.saved.folder import read_adapter_or_basis
     from frozencore.calibration.moments_file import load_moments
     from frozencore.maths.basis import ORTHONORMAL_COORDINATES
 

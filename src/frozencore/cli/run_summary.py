@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 from safetensors import safe_open
 
-from frozencore.adapter.saved.tensors import FLAT, PREFIX
+from frozencore.adapter.saved.state import FLAT, PREFIX
 from frozencore.files.adapter_folder import WEIGHTS_FILE, read_config
 from frozencore.files.whole_file import read_lines
 from frozencore.tune.run.record import TunedRecord

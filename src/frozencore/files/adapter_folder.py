@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from frozencore.errors import ArtifactError
-from frozencore.files.fingerprint import fingerprint_options
 from frozencore.files.hub import hub_answers, is_hub_id, why_not_given
 from frozencore.words import one_line
 
@@ -18,8 +16,6 @@ MODEL_CONFIG, BASIS_MODEL_TYPE = "config.json", "frozencore_basis_model"
 IN_A_RUN = "adapter"  # the adapter's folder inside a run's
 PEFT_TYPE = "FROZENCORE"
 LARGEST_CONFIG = 2**24
-LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
-SEAL_FORMAT, BASIS_FORMAT = 3, 1  # a seal of format 3 is of an adapter in rounds, which is refused
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -42,18 +38,6 @@ def read_config(directory: Path) -> dict[str, Any]:
     return values
 
 
-def bytes_of(path: Path) -> bytes:
-    """Read a whole file of an adapter folder.
-
-    Raises:
-        ArtifactError: It cannot be read.
-    """
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise damaged(path.parent, error) from error
-
-
 def missing(directory: Path, name: str) -> str:
     """The error message for a missing file."""
     if name == WEIGHTS_FILE and (directory / PICKLE_FILE).exists():
@@ -73,68 +57,6 @@ def damaged(directory: Path, error: Exception) -> ArtifactError:
     return ArtifactError(f"The adapter in {directory} is damaged ({reason}). Save or download it again.")
 
 
-def read_seal(origin: str, seal: Any) -> dict[str, Any]:
-    """Check that this version understands a seal; None gives an empty seal.
-
-    Raises:
-        ArtifactError: It is malformed or of a newer format.
-    """
-    if seal is None:
-        return {}
-    number = seal.get("format") if isinstance(seal, dict) else None
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise ArtifactError(f"The seal of the adapter in {origin} is malformed. Save or download it again.")
-    if number > SEAL_FORMAT:
-        raise ArtifactError(
-            f"The adapter in {origin} has format {number}, and this frozencore reads up to {SEAL_FORMAT}. "
-            "Run: pip install -U frozencore"
-        )
-    return dict(seal)
-
-
-def basis_header(place: str, text: str) -> dict[str, Any]:
-    """Read the content of ``basis.json`` and check the identity in it.
-
-    Raises:
-        ArtifactError: It is of a newer format.
-        ValueError, KeyError, TypeError, AttributeError: It is damaged.
-    """
-    header = json.loads(text)
-    _require_sound(place, header)
-    return dict(header)
-
-
-def _require_sound(place: str, header: Mapping[str, Any]) -> None:
-    """Check a header against its identity."""
-    rest = {key: value for key, value in header.items() if key != "identity"}
-    number = header["format"]
-    if "grown_from" in header:
-        raise ArtifactError(
-            f"A basis has the columns of one calibration, but that in {place} grew from another one, which this "
-            "version does not read. Calibrate a new one."
-        )
-    if isinstance(number, int) and number > BASIS_FORMAT:
-        raise ArtifactError(
-            f"The basis in {place} has format {number}, and this frozencore reads up to {BASIS_FORMAT}. "
-            "Run: pip install -U frozencore"
-        )
-    if fingerprint_options(rest) != header["identity"]:
-        raise ValueError(f"{HEADER_FILE} was changed since it was written")
-    _require_header_types(header)
-
-
-def _require_header_types(header: Mapping[str, Any]) -> None:
-    scales, base = header["scales"], header["base"]
-    fine = (
-        isinstance(scales, dict) and scales and isinstance(header["options"], dict)
-        and all(type(s) in (int, float) and abs(s) <= LARGEST_FLOAT32 for s in scales.values())
-        and (base is None or isinstance(base, dict))
-        and all(isinstance(header[name], str | None) for name in ("calibrated_on", "base_model"))
-    )  # fmt: skip
-    if not fine:
-        raise ValueError(f"{HEADER_FILE} holds a value of a wrong type")
-
-
 def adapter_in(folder: Path) -> Path:
     """The folder of an adapter or a basis: the folder itself, or ``adapter`` in the folder of a run.
 
@@ -145,13 +67,6 @@ def adapter_in(folder: Path) -> Path:
         if any((place / name).is_file() for name in (CONFIG_FILE, HEADER_FILE)):
             return place
     raise ArtifactError(missing(folder, CONFIG_FILE))
-
-
-def places_of_a_basis(adapter: Path | None) -> Iterator[Path]:
-    """The folders that may hold the basis of an adapter of cores only: its own folder and the two above it."""
-    if adapter is not None:
-        for place in (adapter, *adapter.absolute().parents[:2]):
-            yield from (place / "basis", place)
 
 
 def is_folder(place: str | Path) -> bool:

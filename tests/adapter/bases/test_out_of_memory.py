@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from adapted import BATCHES, DATA_DRIVEN, EXAMPLES, adapted
 from frozencore import CalibrationOptions, calibrate
-from frozencore.adapter.bases import batched_bases
+from frozencore.adapter import calibrate as batched_bases
 from frozencore.calibration.taps import CalibrationPass
 from frozencore.errors import CalibrationError
 from tiny import batch_of

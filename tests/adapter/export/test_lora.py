@@ -189,7 +189,7 @@ def test_layers_that_engines_pack_are_there_and_zero(served: dict[str, Case]) ->
 
 def test_the_factors_multiply_to_the_update_exactly() -> None:
     from frozencore.adapter.export.lora import lora_factors
-    from frozencore.adapter.saved.folder import Factors
+    from frozencore.adapter.folders import Factors
 
     P, R, Q = torch.randn(7, 3).double(), torch.randn(3, 3).double(), torch.randn(5, 3).double()
     A, B = lora_factors(Factors(P, Q, R), 0.7, 8)

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from frozencore import FrozenCoreConfig, frozen_core_layers
-from frozencore.adapter.saved.folder import read_adapter
+from frozencore.adapter.folders import read_adapter
 from frozencore.errors import ArtifactError
 from frozencore.files.adapter_folder import LARGEST_CONFIG
 from tiny import tiny_qwen2

@@ -28,10 +28,9 @@ from frozencore import (
     swap_core,
 )
 from frozencore.adapter.export.base_model import export_merged
+from frozencore.adapter.folders import pack_adapter, read_adapter, unpack_adapter
 from frozencore.adapter.mixed_batch import adapter_of_each_row
-from frozencore.adapter.saved.folder import read_adapter
-from frozencore.adapter.saved.on_one_basis import pack_adapter, unpack_adapter
-from frozencore.adapter.saved.saved_basis import write_basis
+from frozencore.adapter.saved.basis import write_basis
 from frozencore.errors import ArtifactError, CalibrationError, ConfigError, FrozenCoreError
 from tiny import tiny_qwen2
 

@@ -24,9 +24,9 @@ from transformers import AutoModelForCausalLM
 from adapted import adapted, cores_of, logits, train_at_random
 from frozencore import FrozenCoreConfig, export_lora, save_basis, swap_core
 from frozencore.adapter.export.base_model import export_merged
-from frozencore.adapter.saved.folder import read_adapter
-from frozencore.adapter.saved.same_base import differing_layer, record_base, sample_weight
-from frozencore.adapter.saved.tensors import require_finite
+from frozencore.adapter.folders import read_adapter
+from frozencore.adapter.saved.basis import differing_layer, record_base, sample_weight
+from frozencore.adapter.saved.state import require_finite
 from frozencore.errors import ArtifactError, FrozenCoreError
 from frozencore.tune.evaluation.adapters import BaseWithAdapter
 from tiny import tiny_qwen2

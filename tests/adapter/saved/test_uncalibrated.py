@@ -9,7 +9,7 @@ import pytest
 from peft import PeftModel
 
 from adapted import adapted
-from frozencore.adapter.saved.tensors import UncalibratedWarning
+from frozencore.adapter.saved.state import UncalibratedWarning
 from frozencore.tune.evaluation.adapters import BaseWithAdapter
 from tiny import tiny_qwen2
 

@@ -14,8 +14,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from frozencore.adapter.bases.access import basis_fingerprint
-from frozencore.adapter.bases.calibrate import calibrate
+from frozencore.adapter.bases import basis_fingerprint
+from frozencore.adapter.calibrate import calibrate
 from frozencore.calibration.collect import collect_moments
 from frozencore.errors import (
     ArtifactError,

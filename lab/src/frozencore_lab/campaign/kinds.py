@@ -100,7 +100,7 @@ class Stability(StudyKind):
 
     def run(self, work: Work) -> None:
         """Record the mean principal-angle cosines of P and of Q, over directions and then over layers."""
-        from frozencore.adapter.bases.access import get_bases
+        from frozencore.adapter.bases import get_bases
         from frozencore.files.whole_file import write_json
         from frozencore.maths.linalg import principal_cosines
         from frozencore.tune.run.models import resolve_targets

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
-from frozencore.adapter.bases.access import get_bases
-from frozencore.adapter.bases.calibrate import calibrate
+from frozencore.adapter.bases import get_bases
+from frozencore.adapter.calibrate import calibrate
 from frozencore.adapter.layer import frozen_core_layers
 from frozencore.calibration.calibration_options import options_of_sums
 from frozencore.calibration.moments_file import MomentsFingerprint, load_moments, save_moments

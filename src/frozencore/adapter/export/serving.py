@@ -11,16 +11,22 @@ llama.cpp   ``convert_lora_to_gguf.py``, ``src/llama-adapter.h`` (scales by alph
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
-from frozencore.adapter.export.lora_directory import LoraDirectory, read_lora_directory
-from frozencore.errors import ModelError
-from frozencore.files.adapter_folder import WEIGHTS_FILE
+from frozencore.adapter.export.base_model import layers_of, lost_in_peft
+from frozencore.adapter.saved.state import BASE
+from frozencore.errors import ArtifactError, ModelError
+from frozencore.files.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
+from frozencore.words import one_line
 
 VLLM, SGLANG, LLAMA_CPP = "vLLM", "SGLang", "llama.cpp"
 ENGINES = (VLLM, SGLANG, LLAMA_CPP)
@@ -42,6 +48,91 @@ _VARIANTS = ("layer_replication", "use_qalora", "use_bdlora", "arrow_config", "l
 _MERGE = "merge it into the base model"
 _PAD = "fill the missing ones with zero factors"
 _REFACTOR = "fold the scale into B, pad to one rank, and set lora_alpha = r"
+_SIDES = {
+    ".lora_A.weight": "A", ".lora_B.weight": "B", ".lora_embedding_A": "A", ".lora_embedding_B": "B"
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """Shape, dtype and soundness of a stored tensor, without its values."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    finite: bool
+
+
+@dataclass(frozen=True)
+class LoraDirectory:
+    """Configuration, tensors by key, and the names of all files.
+
+    Attributes:
+        factors: The facts of ``"A"`` and ``"B"`` by module; either may be missing.
+        others: Keys of tensors that are no LoRA factors.
+    """
+
+    config: Mapping[str, Any]
+    tensors: Mapping[str, TensorFacts]
+    files: frozenset[str]
+    factors: Mapping[str, Mapping[str, TensorFacts]]
+    others: tuple[str, ...]
+
+    @property
+    def is_tenant(self) -> bool:
+        """True if all factors are on ``core`` layers, which only basis models have."""
+        return bool(self.factors) and all(module.endswith(".core") for module in self.factors)
+
+    @property
+    def pairs(self) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+        """Module, shape of A and shape of B, of modules that have both."""
+        return [(m, s["A"].shape, s["B"].shape) for m, s in self.factors.items() if s.keys() == {"A", "B"}]
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        """A field of the configuration if it is a mapping, else an empty one."""
+        value = self.config.get(name)
+        return value if isinstance(value, dict) else {}
+
+    @property
+    def ranks(self) -> list[Any]:
+        """r and the values of ``rank_pattern``."""
+        return [self.config.get("r"), *self.mapping("rank_pattern").values()]
+
+    @property
+    def largest_rank(self) -> int | None:
+        """The largest rank; None where a rank is no positive number."""
+        numbers = [rank for rank in self.ranks if isinstance(rank, int) and rank > 0]
+        return max(numbers) if len(numbers) == len(self.ranks) else None
+
+
+def read_lora_directory(directory: str | Path) -> LoraDirectory:
+    """Read a directory that may be of any PEFT method."""
+    directory = Path(directory)
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (directory / name).is_file():
+            raise ArtifactError(f"A LoRA directory holds {CONFIG_FILE} and {WEIGHTS_FILE}; {directory} has no {name}.")
+    try:
+        config = json.loads((directory / CONFIG_FILE).read_text())
+        with safe_open(directory / WEIGHTS_FILE, framework="pt") as file:
+            tensors = {key: _facts(file.get_tensor(key)) for key in file.keys()}  # noqa: SIM118 - not a mapping
+    except (ValueError, OSError, SafetensorError, RecursionError, RuntimeError) as error:
+        raise ArtifactError(f"{directory} is damaged ({one_line(error, 200)}). Save or download it again.") from error
+    if not isinstance(config, dict):
+        raise ArtifactError(f"{directory / CONFIG_FILE} holds no JSON object. Save or download it again.")
+    factors: dict[str, dict[str, TensorFacts]] = {}
+    others = []
+    for key, facts in tensors.items():
+        ending = next((ending for ending in _SIDES if key.startswith(BASE) and key.endswith(ending)), None)
+        if ending is None:
+            others.append(key)
+        else:
+            factors.setdefault(key.removeprefix(BASE).removesuffix(ending), {})[_SIDES[ending]] = facts
+    files = frozenset(path.name for path in directory.iterdir())
+    return LoraDirectory(config, tensors, files, factors, tuple(others))
+
+
+def _facts(tensor: torch.Tensor) -> TensorFacts:
+    finite = bool(torch.isfinite(tensor.float()).all()) if tensor.dtype.is_floating_point else True
+    return TensorFacts(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), finite)
 
 
 @dataclass(frozen=True)
@@ -118,9 +209,6 @@ def _problems_in_peft(directory: Path, lora: LoraDirectory) -> tuple[Problem, ..
     is_lora = str(lora.config.get("peft_type")).upper() == "LORA" and lora.factors and not lora.is_tenant
     if not is_lora or not isinstance(base, str) or not base or not Path(base).exists():
         return ()
-    from frozencore.adapter.export.base_model import layers_of
-    from frozencore.adapter.export.in_peft import lost_in_peft
-
     try:
         model = layers_of(base).model
     except ModelError:

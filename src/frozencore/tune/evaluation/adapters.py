@@ -10,9 +10,7 @@ from peft import PeftConfig, PeftModel, PeftModelForCausalLM
 from torch import nn
 
 from frozencore.adapter.config import FrozenCoreConfig
-from frozencore.adapter.named_layers import name_layers_of
-from frozencore.adapter.saved.seal import read_folder
-from frozencore.adapter.saved.tensors import UncalibratedWarning
+from frozencore.adapter.saved.state import UncalibratedWarning, read_folder
 from frozencore.errors import ArtifactError
 from frozencore.tune.scoring.forward import take_off
 from frozencore.words import one_line
@@ -50,7 +48,7 @@ class BaseWithAdapter:
                 warnings.simplefilter("ignore")  # missing tensors raise an error below
                 warnings.simplefilter("always", UncalibratedWarning)
                 base = self.without_adapter()
-                config = _read_config(folder, base)
+                config = _read_config(folder)
                 if config.is_prompt_learning:  # it shifts every position
                     raise ArtifactError(
                         f"--adapter {folder} holds virtual tokens ({config.peft_type}), which are not scored here. "
@@ -92,12 +90,10 @@ def adapter_names(folders: list[Path]) -> list[str]:
     raise ArtifactError("Two --adapter options name the same folder, or differ in case only. Give each once.")
 
 
-def _read_config(folder: Path, base: nn.Module) -> PeftConfig:
-    """Read the configuration, with expressions replaced by layer names, so that PEFT runs no foreign expression."""
+def _read_config(folder: Path) -> PeftConfig:
+    """Read the configuration; a local frozen core is checked as a whole first."""
     config = PeftConfig.from_pretrained(str(folder))
     if isinstance(config, FrozenCoreConfig):
         config = FrozenCoreConfig.from_pretrained(str(folder))
-    else:
-        name_layers_of(config, base)
     config.inference_mode = True
     return config

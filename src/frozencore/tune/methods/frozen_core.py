@@ -32,7 +32,7 @@ class FrozenCore(Method):
     def add(self, model: nn.Module, options: AdapterOptions, bases: Mapping[str, Tensor] | None = None) -> PeftModel:
         from peft import get_peft_model
 
-        from frozencore.adapter.bases.access import set_bases
+        from frozencore.adapter.bases import set_bases
         from frozencore.adapter.model import FrozenCoreConfig
 
         if options.basis is not None:

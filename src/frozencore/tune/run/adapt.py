@@ -9,8 +9,8 @@ from typing import Any
 from peft import PeftModel
 from pydantic_core import to_jsonable_python
 
-from frozencore.adapter.bases.calibrate import Calibration, calibrate
-from frozencore.adapter.saved.saved_basis import read_header
+from frozencore.adapter.calibrate import Calibration, calibrate
+from frozencore.adapter.saved.basis import read_header
 from frozencore.calibration.batches import Batch
 from frozencore.calibration.calibration_options import options_of_sums
 from frozencore.calibration.moments_file import MomentsFingerprint, load_moments

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from peft import PeftModel
 
-from frozencore.adapter.bases.access import save_basis
-from frozencore.adapter.bases.calibrate import Calibration, calibrate
+from frozencore.adapter.bases import save_basis
+from frozencore.adapter.calibrate import Calibration, calibrate
 from frozencore.adapter.layer import frozen_core_layers
 from frozencore.calibration.batches import Batch
 from frozencore.calibration.collect import collect_moments

@@ -13,7 +13,7 @@ from typing import Any
 
 from peft import PeftModel
 
-from frozencore.adapter.bases.access import basis_fingerprint
+from frozencore.adapter.bases import basis_fingerprint
 from frozencore.adapter.saved.card import write_model_card
 from frozencore.errors import DivergenceError, ModelError
 from frozencore.files.fingerprint import fingerprint_model

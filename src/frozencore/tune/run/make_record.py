@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import Any
 
-from frozencore.adapter.bases.calibrate import Calibration
-from frozencore.adapter.saved.saved_basis import read_header
+from frozencore.adapter.calibrate import Calibration
+from frozencore.adapter.saved.basis import read_header
 from frozencore.ranks import num_ranks
 from frozencore.tune.config import RunConfig
 from frozencore.tune.rows.row_sources import named, sources_of

@@ -19,7 +19,7 @@ from warnings import WarningMessage
 from peft import PeftModel
 from pydantic import TypeAdapter, ValidationError
 
-from frozencore.adapter.bases.calibrate import Calibration
+from frozencore.adapter.calibrate import Calibration
 from frozencore.errors import ArtifactError, FrozenCoreError
 from frozencore.files.whole_file import write_text
 from frozencore.tune.methods import Method

@@ -17,7 +17,7 @@ from warnings import WarningMessage
 from peft import PeftModel
 from torch import nn
 
-from frozencore.adapter.bases.calibrate import Calibration
+from frozencore.adapter.calibrate import Calibration
 from frozencore.device import memory_of
 from frozencore.maths.capture import Capture
 from frozencore.tune.config import RunConfig

@@ -23,7 +23,7 @@ from typing import Any
 from torch import nn
 from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
 
-from frozencore.adapter.trainable import require_float32, require_own_parameters
+from frozencore.adapter.layer import require_float32, require_own_parameters
 from frozencore.calibration.batches import on_one_side, rope_limit
 from frozencore.calibration.preserve import own_random_state, plain_passes
 from frozencore.errors import ConfigError, DataError, DivergenceError, TrainingError

@@ -14,7 +14,7 @@ from peft import PeftModel
 
 from forked import start
 from frozencore import load_basis, set_bases
-from frozencore.adapter.bases.access import basis_fingerprint
+from frozencore.adapter.bases import basis_fingerprint
 from frozencore.errors import ArtifactError, ConfigError, DataError, FrozenCoreError, TrainingError
 from frozencore.tune.config import RunConfig, make_config
 from frozencore.tune.methods import Targets

@@ -13,9 +13,9 @@ from warnings import WarningMessage
 from peft import PeftModel
 from torch import nn
 
-from frozencore.adapter.bases.access import basis_fingerprint, save_basis, set_bases
-from frozencore.adapter.bases.calibrate import Calibration
-from frozencore.adapter.saved.saved_basis import load_basis
+from frozencore.adapter.bases import basis_fingerprint, save_basis, set_bases
+from frozencore.adapter.calibrate import Calibration
+from frozencore.adapter.saved.basis import load_basis
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.ranks import each_by_itself, first_before_others, from_first, gathered, own_rank

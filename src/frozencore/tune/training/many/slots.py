@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from frozencore.adapter.layer import frozen_core_layers
 from frozencore.adapter.mixed_batch import base_rows, other_modules, rows_through
-from frozencore.adapter.saved.tensors import by_layer
+from frozencore.adapter.saved.state import by_layer
 from frozencore.errors import ConfigError
 from frozencore.tune.training.callbacks import total_bytes
 

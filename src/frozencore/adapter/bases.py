@@ -10,14 +10,12 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from frozencore.adapter.config import FrozenCoreConfig, options_of_basis
+from frozencore.adapter.config import FrozenCoreConfig, find_adapter, options_of_basis
 from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
-from frozencore.adapter.model import find_adapter
+from frozencore.adapter.saved.basis import SavedBasis, differing_layer, other_base, record_base, write_basis
 from frozencore.adapter.saved.card import num_tokens
-from frozencore.adapter.saved.same_base import record_base
-from frozencore.adapter.saved.saved_basis import SavedBasis, write_basis
-from frozencore.adapter.saved.state import require_basis_fits
-from frozencore.errors import CalibrationError, ConfigError
+from frozencore.adapter.saved.state import require_finite_in, require_orthonormal
+from frozencore.errors import ArtifactError, CalibrationError, ConfigError
 from frozencore.files.fingerprint import fingerprint_tensors
 from frozencore.maths.basis import ORTHONORMAL_COORDINATES, Basis, known_basis
 
@@ -187,3 +185,77 @@ def basis_fingerprint(model: nn.Module) -> str:
     return fingerprint_tensors(
         (f"{name}.{side}", X) for name, pair in factors.items() for side, X in zip("PQ", pair, strict=True)
     )
+
+
+def set_named_basis(configs: Mapping[str, FrozenCoreConfig], adapter_name: str, model: nn.Module) -> None:
+    """Set P and Q of a new adapter to its named basis, from another adapter of the model or from the basis's folder.
+
+    Args:
+        configs: The configurations of all adapters of the model.
+    """
+    config, layers = configs[adapter_name], frozen_core_layers(model, adapter_name)
+    origin = f"the adapter {adapter_name!r}"
+    bases = _basis_in_model(configs, adapter_name, model, layers)
+    if bases is None:
+        basis = config.find_basis(origin)
+        require_basis_fits(origin, basis, config, layers, adapter_name)
+        bases = basis.layers
+    for name, layer in layers.items():
+        if not layer.frozencore_P[adapter_name].is_meta:
+            layer.set_basis(adapter_name, known_basis(*bases[name]), random_core=not config.init_weights)
+        if config.awaits_file:
+            layer.awaits_core.add(adapter_name)
+
+
+def _basis_in_model(
+    configs: Mapping[str, FrozenCoreConfig], adapter_name: str, model: nn.Module, layers: Mapping[str, FrozenCoreLayer]
+) -> dict[str, tuple[Tensor, Tensor]] | None:
+    """P and Q of another adapter on the same basis, with the same layers and scales; None if there is none."""
+    for other, config in configs.items():
+        if other == adapter_name or config.basis_id != configs[adapter_name].basis_id:
+            continue
+        if frozen_core_layers(model, other).keys() != layers.keys():
+            continue
+        scales = (layer.frozencore_scale for layer in layers.values())
+        bases = {name: layer.factors(other)[:2] for name, layer in layers.items()}
+        if all(scale[other] == scale[adapter_name] for scale in scales) and not any(
+            X.is_meta for pair in bases.values() for X in pair
+        ):
+            return bases
+    return None
+
+
+def require_basis_fits(
+    origin: str, basis: SavedBasis, config: FrozenCoreConfig, layers: Mapping[str, FrozenCoreLayer], adapter_name: str
+) -> None:
+    """Refuse a basis whose layers, ranks, scales or base model differ from the adapter's."""
+    if basis.layers.keys() != layers.keys():
+        odd = sorted(basis.layers.keys() ^ layers.keys())
+        raise ArtifactError(
+            f"The basis of {origin} has {len(basis.layers)} layers and the model {len(layers)} to adapt ({odd[0]!r} in "
+            "one of them alone). Load the base model that it was calibrated on."
+        )
+    for name, layer in layers.items():
+        for X, own in zip(basis.layers[name], layer.factors(adapter_name), strict=False):
+            require_finite_in(f"layer {name!r} of the basis of {origin}", X, own.dtype)
+        (P, Q), scale, (m, n) = basis.layers[name], basis.scales[name], layer.shape
+        r, own_scale = len(layer.core(adapter_name)), layer.frozencore_scale[adapter_name]
+        if (P.shape, Q.shape, scale) != ((m, r), (n, r), own_scale):
+            raise ArtifactError(
+                f"Layer {name!r} is {m} x {n} at rank {r} and scale {own_scale:g} in this model, but the basis of "
+                f"{origin} has P {tuple(P.shape)}, Q {tuple(Q.shape)} and scale {scale:g} there. Leave rank, scale and "
+                "targets to the basis, and load the base model that it was calibrated on."
+            )
+    require_orthonormal(f"the basis of {origin}", basis.layers, config.coordinates)
+    require_same_base(f"The basis of {origin}", basis.base, config, layers)
+
+
+def require_same_base(
+    what: str, recorded: Mapping[str, str] | None, config: FrozenCoreConfig, layers: Mapping[str, FrozenCoreLayer]
+) -> None:
+    """Refuse a base model whose weights differ from the record, unless the configuration allows it."""
+    if recorded is None or config.allow_other_base:
+        return
+    odd = differing_layer(recorded, {name: layer.base_samples for name, layer in layers.items()})
+    if odd is not None:
+        raise other_base(what, odd)

@@ -1,11 +1,10 @@
-"""The naming of layers: PEFT's own matching is the reference, and no expression runs without end."""
+"""The naming of layers: PEFT's own matching is the reference, and a saved expression is refused."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,8 +16,8 @@ from peft.utils.other import get_pattern_key
 
 from adapted import adapted, cores_of, logits
 from frozencore import CoreBank, FrozenCoreConfig, export_lora, load_basis, save_basis, swap_core
-from frozencore.adapter.config_names import Clock, key_for, searcher
-from frozencore.adapter.saved.folder import read_adapter
+from frozencore.adapter.folders import read_adapter
+from frozencore.adapter.named_layers import key_for
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
 from frozencore.files.fingerprint import fingerprint_options
 from frozencore.tune.evaluation.adapters import BaseWithAdapter
@@ -85,34 +84,7 @@ def test_a_layer_that_only_ends_like_a_chosen_one_is_not_adapted() -> None:
     assert list(names) == ["model.layers.0.self_attn.q_proj"]
 
 
-@pytest.mark.parametrize("field", FIELDS)
-def test_a_users_endless_expression_ends_in_one_line(field: str) -> None:
-    options = {"target_modules": ["q_proj"], field: FIELDS[field]}
-    started = time.process_time()
-    with pytest.raises(ConfigError) if field == "target_modules" else warnings.catch_warnings(record=True):
-        get_peft_model(tiny_qwen2(), FrozenCoreConfig(r=2, constructor="random", **options))
-    assert time.process_time() - started < 20
-
-
-SLOW = r"(?:(?:\w{1,10}\.?){1,10}){1,10}\d"  # slow for the matcher with a bound, too
-HANGING = [SLOW, "(a+)+$", "((((((((a?)+)*)+)*)+)*)+)*b", "(.*)*(.*)*(.*)*(.*)*(.*)*x", "(x{1,9}y?)*z"]
-
-
-def test_a_search_that_takes_too_long_is_stopped_and_said() -> None:
-    matches = searcher("target_modules", SLOW, Clock(0.3))
-    with pytest.raises(ConfigError, match="needs more than"):
-        matches("model.layers.0.self_attn.q_proj" * 4)
-
-
-@pytest.mark.parametrize("expression", HANGING)
-def test_expressions_that_are_known_to_hang_end(expression: str) -> None:
-    started = time.process_time()
-    with pytest.raises(ConfigError):
-        get_peft_model(tiny_qwen2(), FrozenCoreConfig(r=2, constructor="random", target_modules=expression))
-    assert time.process_time() - started < 20
-
-
-@pytest.mark.parametrize("expression", ["(", "a{99999}", "(a{100}){100}", "x" * 30_000 + "*", "(" * 9000 + ")" * 9000])
+@pytest.mark.parametrize("expression", ["(", "a{99999999999}", "(" * 9000 + ")" * 9000])
 def test_malformed_and_huge_expressions_are_refused_when_they_are_given(expression: str) -> None:
     for options in ({"target_modules": expression}, {"rank_pattern": {expression: 2}}):
         with pytest.raises(ConfigError) as refused:
@@ -203,11 +175,5 @@ def test_evaluation_names_the_layers_of_any_adapter_that_peft_loads(saved_adapte
     for folder in (tmp_path / "lora", saved_adapter, tmp_path / "lora"):
         worn = logits(base.with_adapter(folder))
         assert worn.equal(want) == (folder != saved_adapter)
-    hostile = {"target_modules": ENDLESS, "exclude_modules": ENDLESS}
-    started = time.process_time()
-    for folder in (saved_adapter, tmp_path / "lora"):
-        with pytest.raises(ArtifactError):
-            base.with_adapter(edited(folder, tmp_path / f"hostile-{folder.name}", **hostile))
     with pytest.raises(ArtifactError, match="expression"):
-        base.with_adapter(edited(tmp_path / "lora", tmp_path / "c", modules_to_save=[ENDLESS]))
-    assert time.process_time() - started < 20
+        base.with_adapter(edited(saved_adapter, tmp_path / "hostile", target_modules=ENDLESS))

@@ -1,1 +1,0 @@
-"""The bases of a model: calibration, and saved bases."""

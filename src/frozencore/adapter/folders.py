@@ -1,0 +1,237 @@
+"""Folders of adapters without a model: read and write them, sum them, pack them beside a named basis.
+
+On one basis ``Σ wᵢ·P Rᵢ Qᵀ = P (Σ wᵢ Rᵢ) Qᵀ`` holds exactly, with a core of the same size. So adapters are averaged,
+added and subtracted by their cores.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from frozencore.adapter.config import FrozenCoreConfig, options_of_basis
+from frozencore.adapter.saved.basis import load_basis, write_basis
+from frozencore.adapter.saved.card import CARD_FILE, num_tokens
+from frozencore.adapter.saved.state import (
+    FLAT,
+    PREFIX,
+    Factors,
+    cores_alone,
+    flatten_cores,
+    layer_factors,
+    read_folder,
+    seal_tensors,
+    with_factors,
+)
+from frozencore.errors import ArtifactError, ConfigError
+from frozencore.files.adapter_folder import CONFIG_FILE, HEADER_FILE, PEFT_TYPE, WEIGHTS_FILE, read_config
+from frozencore.files.whole_file import whole_folder
+from frozencore.maths.linalg import weighted_sum
+from frozencore.words import one_line
+
+ScaledBasis = tuple[Tensor, Tensor, float]
+"""P, Q and the scale of a layer."""
+
+
+def read_adapter(directory: str | Path) -> tuple[FrozenCoreConfig, dict[str, Factors]]:
+    """Read the configuration, and the factors by layer name, of a folder that ``save_pretrained`` wrote."""
+    config, tensors = read_tensors(directory)
+    return config, layer_factors(str(directory), tensors)
+
+
+def read_adapter_or_basis(directory: str | Path) -> tuple[FrozenCoreConfig, dict[str, Factors]]:
+    """Read an adapter, or a saved basis as an adapter with zero cores."""
+    if not (Path(directory) / HEADER_FILE).is_file():
+        return read_adapter(directory)
+    layers = load_basis(directory).layers
+    config = FrozenCoreConfig(basis=str(directory))
+    return config, {name: Factors(P, Q, P.new_zeros(P.shape[1], P.shape[1])) for name, (P, Q) in layers.items()}
+
+
+def read_tensors(
+    directory: str | Path, *, basis: str | Path | None = None
+) -> tuple[FrozenCoreConfig, dict[str, Tensor]]:
+    """Read the configuration, and P, Q, R and trained modules under the names of a file that holds them all.
+
+    Args:
+        basis: The basis of an adapter of cores alone, if not in the folder, beside it or where it says.
+    """
+    directory = Path(directory)
+    kind = read_config(directory).get("peft_type")
+    if kind != PEFT_TYPE:
+        raise ArtifactError(f"{directory} holds a {one_line(kind, 40)} adapter, not a frozen core. Read it with PEFT.")
+    values, tensors = read_folder(directory)
+    config = FrozenCoreConfig.of_file(directory, values)
+    if FLAT not in tensors:
+        return config, tensors
+    config._folder, config.basis = directory, config.basis if basis is None else str(basis)
+    return config, with_factors(str(directory), tensors, config.find_basis(str(directory)).layers)
+
+
+def write_adapter(
+    out: Path, tensors: Mapping[str, Tensor], *, like: Path, changes: Mapping[str, Any] | None = None
+) -> Path:
+    """Write a new adapter folder with the configuration and the card of another.
+
+    Args:
+        tensors: The tensors by their names in an adapter file.
+        like: The folder of the other adapter.
+        changes: New values of the configuration; None removes a value. ``base`` is the seal's record of the base model.
+    """
+    values = read_config(like)
+    changes = {"base": (values.get("seal") or {}).get("base"), **(changes or {})}
+    values |= {name: value for name, value in changes.items() if name != "base"}
+    for name in changes:
+        if values.get(name, ...) is None:
+            del values[name]
+    with whole_folder(out, overwrite=None, reads=like) as aside:
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, aside / WEIGHTS_FILE, {"format": "pt"})
+        seal = {**seal_tensors(tensors), "base": changes["base"]}
+        seal["weights_sha256"] = hashlib.sha256((aside / WEIGHTS_FILE).read_bytes()).hexdigest()
+        text = json.dumps({**values, "seal": seal}, indent=2, sort_keys=True)  # as PEFT writes it
+        (aside / CONFIG_FILE).write_text(text, encoding="utf-8")
+        if (like / CARD_FILE).is_file():
+            shutil.copyfile(like / CARD_FILE, aside / CARD_FILE)
+    return out
+
+
+def merge_adapters(adapters: Sequence[str | Path], out: str | Path, *, weights: Sequence[float] | None = None) -> Path:
+    """Write the weighted sum of saved adapters on one basis, in the form of the first.
+
+    Args:
+        adapters: Folders of the adapters.
+        out: New folder.
+        weights: A weight for each adapter; by default 1/K, the mean.
+
+    Raises:
+        ConfigError: There is no adapter, or the number of finite weights is wrong.
+        ArtifactError: Layers, bases, ranks or scales differ, modules besides cores were trained, or a folder cannot be
+            read or written.
+    """
+    if not adapters:
+        raise ConfigError("A sum needs an adapter, but none was named.")
+    weights = [1 / len(adapters)] * len(adapters) if weights is None else weights
+    read = [read_adapter(folder) for folder in adapters]
+    for folder, (config, _) in zip(adapters, read, strict=True):
+        if config.trains_modules:
+            raise ArtifactError(
+                f"Only cores are summed, but the adapter in {folder} trained other modules too (modules_to_save or "
+                "trainable_token_indices)."
+            )
+    (config, first), bases = read[0], [_bases_of(*one) for one in read]
+    for folder, own in zip(adapters, bases, strict=True):
+        require_one_basis(str(adapters[0]), bases[0], str(folder), own)
+    flat = flatten_cores({name: weighted_sum([factors[name].R for _, factors in read], weights) for name in first})
+    if config.basis_id is None:
+        tensors = with_factors(str(out), {FLAT: flat}, {name: (f.P, f.Q) for name, f in first.items()})
+    else:
+        tensors = cores_alone(flat, config.basis_id)
+    return write_adapter(Path(out), tensors, like=Path(adapters[0]))
+
+
+def _bases_of(config: FrozenCoreConfig, factors: Mapping[str, Factors]) -> dict[str, ScaledBasis]:
+    return {name: (f.P, f.Q, config.scale_of(name)) for name, f in factors.items()}
+
+
+def require_one_basis(
+    first: str, one: Mapping[str, ScaledBasis], second: str, other: Mapping[str, ScaledBasis]
+) -> None:
+    """Refuse to sum two adapters whose bases, ranks or scales differ; the first differing layer is named."""
+    layer = _differing_basis(one, other)
+    if layer is not None:
+        raise ArtifactError(
+            f"Cores are summed on one basis, but the adapters {first} and {second} differ in basis, rank or scale at "
+            f"layer {layer!r}. Sum adapters that were trained on the same saved basis."
+        )
+
+
+def _differing_basis(one: Mapping[str, ScaledBasis], other: Mapping[str, ScaledBasis]) -> str | None:
+    """The first layer, by name, whose basis or scale differs or is missing on one side; None if all are equal."""
+    for name in sorted(one.keys() | other.keys()):
+        if name not in one or name not in other or one[name][2] != other[name][2]:
+            return name
+        for X, Y in zip(one[name][:2], other[name][:2], strict=True):
+            if X.shape != Y.shape or X.dtype != Y.dtype or not torch.equal(X, Y):
+                return name
+    return None
+
+
+def pack_adapter(
+    adapter: str | Path, basis: str | Path | None, out: str | Path, *, dtype: torch.dtype | None = None
+) -> Path:
+    """Write an adapter without its basis, as cores only.
+
+    Args:
+        adapter: Folder of an adapter whose P and Q are exactly those of the basis.
+        basis: Folder of the basis, or a hub id. None: the folder ``basis`` beside ``out``, written from the adapter if
+            missing.
+        out: New folder.
+        dtype: The dtype of the cores; by default the saved one. Cores in 16 bits are rounded.
+
+    Raises:
+        ArtifactError: The adapter has another basis or already holds cores only, or a folder cannot be read or written.
+    """
+    config, tensors = read_tensors(adapter)
+    if config.basis_id is not None:
+        raise ArtifactError(f"{adapter} holds cores alone already, on the basis {config.basis_id[:12]}.")
+    factors = layer_factors(str(adapter), tensors)
+    if basis is None:
+        basis = Path(out).parent / "basis"
+        if not basis.exists():
+            _write_own_basis(adapter, config, factors, basis)
+    saved = load_basis(basis)
+    theirs = {name: (P, Q, saved.scales[name]) for name, (P, Q) in saved.layers.items()}
+    layer = _differing_basis(_bases_of(config, factors), theirs)
+    if layer is not None:
+        raise ArtifactError(
+            f"An adapter is packed beside its own basis, but P, Q or the scale of layer {layer!r} of {adapter} are "
+            f"not those of {basis}. Name the basis that it was trained on."
+        )
+    cores = flatten_cores({name: f.R for name, f in factors.items()})
+    others = {key: tensor for key, tensor in tensors.items() if f".{PREFIX}" not in key}
+    changes = {"basis": str(basis), "basis_id": saved.identity, "base": None}
+    packed = cores_alone(cores if dtype is None else cores.to(dtype), saved.identity) | others
+    return write_adapter(Path(out), packed, like=Path(adapter), changes=changes)
+
+
+def _write_own_basis(adapter: str | Path, config: FrozenCoreConfig, factors: Mapping[str, Factors], out: Path) -> None:
+    if config.initial_step:
+        raise ArtifactError(f"The cores in {adapter} began with an initial step, which no basis holds: keep it whole.")
+    known = options_of_basis()
+    write_basis(
+        out,
+        {f"{name}.{side}": X for name, f in factors.items() for side, X in (("P", f.P), ("Q", f.Q))},
+        scales={name: config.scale_of(name) for name in factors},
+        options={name: value for name, value in config.to_dict().items() if name in known},
+        calibrated_on=num_tokens(config.calibration_tokens),
+        base=(config.seal or {}).get("base"),
+        base_model=config.base_model_name_or_path,
+    )
+
+
+def unpack_adapter(adapter: str | Path, out: str | Path, *, basis: str | Path | None = None) -> Path:
+    """Write an adapter of cores only as one that includes its basis.
+
+    Args:
+        adapter: Folder of an adapter of cores only.
+        out: New folder.
+        basis: Its basis, if it is not in the folder, beside it or at the place it names.
+
+    Raises:
+        ArtifactError: The adapter already holds its basis, the basis is not found, or a folder cannot be read or
+            written.
+    """
+    config, tensors = read_tensors(adapter, basis=basis)
+    if config.basis_id is None:
+        raise ArtifactError(f"{adapter} holds its basis already.")
+    base = config.find_basis(str(adapter)).base
+    changes = {"basis": None, "basis_revision": None, "basis_id": None, "base": base}
+    return write_adapter(Path(out), tensors, like=Path(adapter), changes=changes)

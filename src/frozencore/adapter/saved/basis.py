@@ -1,0 +1,311 @@
+"""A basis that many adapters share, in a folder of its own, and the record of the base model that it was made on.
+
+    basis.safetensors   ``<layer>.P`` (m x r) and ``<layer>.Q`` (n x r)
+    basis.json          options, scales, calibration data, values of the base model, and the identity
+
+The identity is the SHA-256 of everything else in the two files. Adapters of cores only name their basis by it, so the
+folder may be anywhere.
+
+The record of a base model holds a few values of each adapted weight. Values are stored instead of a hash, because a
+model may be loaded in another dtype, and float32 -> float16 -> bfloat16 does not round like float32 -> bfloat16. In the
+same dtype values must be equal; between two dtypes they may differ by the rounding of both. A quantised, sharded or
+empty (meta) weight has no values, so nothing is recorded or compared.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError
+from safetensors.torch import load, save_file
+from torch import Tensor, nn
+
+from frozencore.errors import ArtifactError
+from frozencore.files.adapter_folder import FACTORS_FILE, HEADER_FILE, LARGEST_CONFIG, is_folder
+from frozencore.files.fingerprint import fingerprint_options
+from frozencore.files.hub import hub_answers, is_hub_id, why_not_given
+from frozencore.files.whole_file import whole_folder
+from frozencore.maths.linalg import all_finite
+from frozencore.words import one_line
+
+FORMAT = 1
+LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
+NUM_SAMPLES = 8  # per weight, evenly spaced from the first to the last value
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SavedBasis:
+    """P and Q of every layer, and their origin.
+
+    Attributes:
+        identity: SHA-256 of the content; 64 hexadecimal digits.
+        layers: P (m x r) and Q (n x r) by layer name.
+        scales: s by layer name.
+        options: Fields of :class:`frozencore.FrozenCoreConfig`: the constructor with its options, ranks, targets.
+        calibrated_on: A description of the calibration data; None if unknown.
+        base: The record of the base model (:func:`record_base`); None if unknown.
+        base_model: The name of the base model.
+        place, revision: The folder or hub id that the basis was read from.
+    """
+
+    identity: str
+    layers: dict[str, tuple[Tensor, Tensor]]
+    scales: dict[str, float]
+    options: dict[str, Any]
+    calibrated_on: str | None = None
+    base: dict[str, str] | None = None
+    base_model: str | None = None
+    place: str | None = None
+    revision: str | None = None
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """P and Q in the form of :func:`frozencore.set_bases`."""
+        return {
+            f"{name}.{side}": X for name, factors in self.layers.items() for side, X in zip("PQ", factors, strict=True)
+        }
+
+
+def write_basis(
+    folder: Path,
+    factors: Mapping[str, Tensor],
+    *,
+    scales: Mapping[str, float],
+    options: Mapping[str, Any],
+    calibrated_on: str | None,
+    base: Mapping[str, str] | None,
+    base_model: str | None,
+    overwrite: bool = False,
+) -> str:
+    """Write the folder of a basis atomically.
+
+    Args:
+        factors: P and Q under ``<layer>.P`` and ``<layer>.Q``, on the CPU.
+
+    Returns:
+        The identity.
+    """
+    with whole_folder(folder, overwrite=overwrite) as aside:
+        save_file(
+            {name: X.contiguous() for name, X in factors.items()}, aside / FACTORS_FILE, metadata={"format": "pt"}
+        )
+        header = {
+            "format": FORMAT,
+            "factors_sha256": hashlib.sha256((aside / FACTORS_FILE).read_bytes()).hexdigest(),
+            "options": dict(options),
+            "scales": {name: scales[name] for name in sorted(scales)},
+            "calibrated_on": calibrated_on,
+            "base": None if base is None else dict(base),
+            "base_model": base_model,
+        }
+        identity = fingerprint_options(header)
+        text = json.dumps({"identity": identity, **header}, indent=1, ensure_ascii=False)
+        (aside / HEADER_FILE).write_text(text + "\n", encoding="utf-8")
+    return identity
+
+
+def load_basis(place: str | Path, revision: str | None = None) -> SavedBasis:
+    """Read a basis that :func:`frozencore.save_basis` wrote.
+
+    Args:
+        place: A folder, or a hub id.
+        revision: The revision of the hub id.
+
+    Raises:
+        ArtifactError: There is no basis, it is damaged or changed, or it has a newer format.
+    """
+    header = read_header(place, revision)
+    path = _file(place, revision, FACTORS_FILE)
+    try:
+        content = path.read_bytes()
+        tensors = load(content)
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError, OverflowError) as error:
+        raise _damaged(place, error) from error
+    if hashlib.sha256(content).hexdigest() != header["factors_sha256"]:
+        raise _damaged(place, f"{FACTORS_FILE} is not the file that {HEADER_FILE} was written for")
+    names = sorted(header["scales"])
+    if tensors.keys() != {f"{name}.{side}" for name in names for side in "PQ"}:
+        raise _damaged(place, f"{FACTORS_FILE} has other layers than {HEADER_FILE}")
+    layers = {name: (tensors[f"{name}.P"], tensors[f"{name}.Q"]) for name in names}
+    for name, (P, Q) in layers.items():
+        plain = is_usable_float(P) and is_usable_float(Q) and P.ndim == Q.ndim == 2 and P.shape[1] == Q.shape[1] > 0
+        if not plain or not len(P) or not len(Q) or not all(all_finite(X.float()) for X in (P, Q)):
+            raise _damaged(place, f"P and Q of layer {name!r} are not finite matrices of one rank")
+    fields = {name: header[name] for name in ("scales", "options", "calibrated_on", "base", "base_model")}
+    return SavedBasis(header["identity"], layers, **fields, place=str(place), revision=revision)
+
+
+def read_header(place: str | Path, revision: str | None = None) -> dict[str, Any]:
+    """Read ``basis.json`` and check the identity in it; raises the errors of :func:`load_basis`."""
+    path = _file(place, revision, HEADER_FILE)
+    try:
+        if path.stat().st_size > LARGEST_CONFIG:
+            raise ValueError(f"{HEADER_FILE} is larger than {LARGEST_CONFIG:,} bytes")
+        header = dict(json.loads(path.read_text(encoding="utf-8")))
+        _require_sound(place, header)
+        return header
+    except ArtifactError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _damaged(place, error) from error
+
+
+def _require_sound(place: str | Path, header: Mapping[str, Any]) -> None:
+    """Check the format, the identity and the types of a header."""
+    number = header["format"]
+    if "grown_from" in header:
+        raise ArtifactError(
+            f"A basis has the columns of one calibration, but that in {place} grew from another one, which this "
+            "version does not read. Calibrate a new one."
+        )
+    if isinstance(number, int) and number > FORMAT:
+        raise ArtifactError(
+            f"The basis in {place} has format {number}, and this frozencore reads up to {FORMAT}. "
+            "Run: pip install -U frozencore"
+        )
+    if fingerprint_options({key: value for key, value in header.items() if key != "identity"}) != header["identity"]:
+        raise ValueError(f"{HEADER_FILE} was changed since it was written")
+    scales, base = header["scales"], header["base"]
+    fine = (
+        isinstance(scales, dict) and scales and isinstance(header["options"], dict)
+        and all(type(s) in (int, float) and abs(s) <= LARGEST_FLOAT32 for s in scales.values())
+        and (base is None or isinstance(base, dict))
+        and all(isinstance(header[name], str | None) for name in ("calibrated_on", "base_model"))
+    )  # fmt: skip
+    if not fine:
+        raise ValueError(f"{HEADER_FILE} holds a value of a wrong type")
+
+
+def find_basis(
+    origin: str, identity: str, *, beside: Path | None, named: str | None, revision: str | None
+) -> SavedBasis:
+    """Find the basis with this identity, and read it.
+
+    Args:
+        beside: The adapter's folder. First this folder and the two folders above are searched, each with its folder
+            ``basis``.
+        named: The folder or hub id in the configuration, searched last.
+    """
+    above = () if beside is None else (beside, *beside.absolute().parents[:2])
+    for folder in (place for parent in above for place in (parent / "basis", parent)):
+        if (folder / HEADER_FILE).is_file() and read_header(folder)["identity"] == identity:
+            return load_basis(folder)
+    holds = f"{origin} holds cores alone, on the basis {identity[:12]}, which is"
+    if named is None:
+        raise ArtifactError(
+            f"{holds} not beside it. Get that basis folder and put it there as 'basis', or pass basis=FOLDER."
+        )
+    if not (is_folder(named) or is_hub_id(named)):
+        raise ArtifactError(
+            f"{holds} neither beside it nor at {named[:300]}. Get that basis folder and put it beside the adapter as "
+            "'basis', or pass basis=FOLDER."
+        )
+    theirs = read_header(named, revision)["identity"]
+    if theirs != identity:
+        raise ArtifactError(
+            f"{origin} holds cores on the basis {identity[:12]}, but {named} is the basis {theirs[:12]}: on "
+            "another basis they mean nothing. Get the basis that they were trained on."
+        )
+    return load_basis(named, revision)
+
+
+def _file(place: str | Path, revision: str | None, name: str) -> Path:
+    folder, is_local = Path(place), is_folder(place)
+    if is_local and (folder / name).is_file():
+        return folder / name
+    if is_local or not is_hub_id(str(place)):
+        raise ArtifactError(
+            f"A basis is a folder with {HEADER_FILE} and {FACTORS_FILE}, but {str(place)[:300]} has no {name}. Point "
+            "at one that save_basis or `frozencore calibrate` wrote, or at a hub id."
+        )
+    try:
+        only_here = not hub_answers("model", str(place))
+        return Path(hf_hub_download(str(place), name, revision=revision, local_files_only=only_here))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ArtifactError(
+            f"No basis at {place}: it is neither a folder nor in the offline cache, and "
+            f"{why_not_given(error)}. Give the folder of a saved basis."
+        ) from error
+
+
+def _damaged(place: str | Path, error: Exception | str) -> ArtifactError:
+    return ArtifactError(f"The basis in {place} is damaged ({one_line(error, 200)}). Save or download it again.")
+
+
+def is_usable_float(tensor: Tensor) -> bool:
+    """Return whether torch can compute with a tensor's floats; 8-bit floats can only be stored."""
+    return tensor.is_floating_point() and tensor.dtype.itemsize > 1
+
+
+def sample_weight(weight: Any) -> Tensor | None:
+    """Read some values of a plain weight, in its dtype; None for a quantised, sharded or missing weight."""
+    if type(weight) not in (Tensor, nn.Parameter) or weight.is_meta or weight.dtype not in _DTYPES.values():
+        return None
+    if weight.numel() < NUM_SAMPLES:
+        return None
+    positions = [i * (weight.numel() - 1) // (NUM_SAMPLES - 1) for i in range(NUM_SAMPLES)]
+    return weight.detach().flatten()[positions]
+
+
+def record_base(samples: Mapping[str, Tensor | None]) -> dict[str, str] | None:
+    """Make the record of a base model from the samples by layer name; None if a layer has no sample."""
+    found = [samples[name] for name in sorted(samples)]
+    plain = [sample for sample in found if sample is not None]
+    if not plain or len(plain) < len(found):
+        return None
+    values = torch.cat([sample.float().cpu() for sample in plain]).numpy().astype("<f4")
+    coarsest = max((sample.dtype for sample in plain), key=lambda dtype: torch.finfo(dtype).eps)
+    return {
+        "dtype": str(coarsest).removeprefix("torch."),
+        "values": base64.b64encode(values.tobytes()).decode("ascii"),
+    }
+
+
+def differing_layer(recorded: Mapping[str, Any], samples: Mapping[str, Tensor | None]) -> str | None:
+    """The first layer whose weight differs from the record; None if all agree or cannot be compared."""
+    present = record_base(samples)
+    if present is None:
+        return None
+    (theirs, their_dtype), (mine, my_dtype) = _values(recorded), _values(present)
+    if theirs.shape != mine.shape:
+        return None  # layers differ; their names are checked elsewhere
+    tolerance: Any = 0.0
+    if their_dtype != my_dtype:
+        kinds = [torch.finfo(dtype) for dtype in (their_dtype, my_dtype)]
+        smallest = max(kind.smallest_normal * kind.eps for kind in kinds)
+        tolerance = sum(kind.eps for kind in kinds) / 2 * np.maximum(np.abs(theirs), np.abs(mine)) + smallest
+    bad = np.flatnonzero(~(np.abs(theirs - mine) <= tolerance))
+    return sorted(samples)[bad[0] // NUM_SAMPLES] if len(bad) else None
+
+
+def _values(recorded: Mapping[str, Any]) -> tuple[Any, torch.dtype]:
+    try:
+        values = np.frombuffer(base64.b64decode(recorded["values"], validate=True), dtype="<f4").astype(np.float64)
+        return values, _DTYPES[recorded["dtype"]]
+    except (KeyError, TypeError, ValueError, binascii.Error) as error:
+        raise ArtifactError(
+            f"The adapter's record of its base model is malformed ({error}). Save or download it again."
+        ) from error
+
+
+def other_base(what: str, layer: str) -> ArtifactError:
+    """The error for a layer whose weight differs from the record."""
+    return ArtifactError(
+        f"{what} was made on another base model: the weight of layer {layer!r} differs. Load that model, or "
+        "pass allow_other_base=True to PeftModel.from_pretrained to use it on this one."
+    )
