@@ -1,14 +1,36 @@
-"""Devices: find one by name, get its memory, and detect work that does not fit into it."""
+"""torch, imported at its first use, and its devices: find one by name, get its memory, detect work that does not fit.
+
+The command line reads every option to check flags and print help, without tensors, and importing torch takes seconds.
+A module of options writes ``from frozencore.device import torch`` in place of ``import torch``; ``sys.modules`` is
+unchanged.
+"""
 
 from __future__ import annotations
 
 import gc
 import os
 from collections.abc import Callable
-
-import torch
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from frozencore.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch as torch
+else:
+
+    class _AtFirstUse:
+        """A module that is imported at the first use of an attribute."""
+
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def __getattr__(self, name: str) -> Any:
+            found = getattr(import_module(self._name), name)
+            self.__dict__[name] = found  # the next access finds it here
+            return found
+
+    torch = _AtFirstUse("torch")
 
 
 def find_device(name: str) -> torch.device:

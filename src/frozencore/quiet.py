@@ -1,4 +1,4 @@
-"""Hide warnings of other libraries that do not concern our users."""
+"""Change other libraries for a while: hide warnings that do not concern our users, set attributes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 # The beginning of a warning by the logger that says it. PEFT and transformers import torchao and bitsandbytes wherever
 # they are installed; the warnings are about binaries for other machines, about enums, and about a kernel for 4-bit
@@ -59,3 +60,20 @@ def quiet_loading() -> Iterator[None]:
         of_transformers.set_verbosity(verbosity)
         if draws_bars:
             of_transformers.enable_progress_bar()
+
+
+@contextmanager
+def with_attributes(owner: Any, **values: Any) -> Iterator[None]:
+    """Set attributes inside, and restore them afterwards, also after an error; attributes that are new are removed."""
+    absent = object()
+    before = {name: getattr(owner, name, absent) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            if value is absent:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)

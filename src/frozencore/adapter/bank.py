@@ -22,8 +22,8 @@ from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
 from frozencore.adapter.mixed_batch import base_rows, encoder_modules, other_modules, rows_through
 from frozencore.adapter.saved.state import by_layer, require_finite_in
 from frozencore.adapter.swap import held_bases, read_cores, require_unmoved
-from frozencore.attributes import with_attributes
 from frozencore.errors import ConfigError
+from frozencore.quiet import with_attributes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

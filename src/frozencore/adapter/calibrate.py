@@ -24,7 +24,6 @@ from tqdm.auto import tqdm
 from frozencore.adapter.bases import adapter_for_new_bases
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.layer import FrozenCoreLayer
-from frozencore.attributes import with_attributes
 from frozencore.calibration.batches import Batch, is_batch
 from frozencore.calibration.budget import LayerCost, PassPlan, halved, layer_cost, memory_bytes, plan_passes
 from frozencore.calibration.calibration_options import CalibrationOptions
@@ -41,6 +40,7 @@ from frozencore.maths.batched_svd import truncated_svds
 from frozencore.maths.capture import CAPTURE_NEEDS, Capture, capture_if_whole
 from frozencore.maths.linalg import TruncatedSVD
 from frozencore.maths.moments import LayerMoments, MomentName, spread
+from frozencore.quiet import with_attributes
 from frozencore.ranks import all_ranks_or_none, enter_together, gathered, largest_over_ranks, own_rank
 from frozencore.words import Progress
 

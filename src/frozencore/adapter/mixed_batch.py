@@ -16,7 +16,7 @@ from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
 
 from frozencore.adapter.layer import FrozenCoreLayer, RowCores
-from frozencore.attributes import with_attributes
+from frozencore.quiet import with_attributes
 
 BASE_ROW = "__base__"  # PEFT's name for "no adapter"
 

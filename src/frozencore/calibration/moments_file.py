@@ -19,12 +19,12 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from frozencore.calibration.calibration_options import CalibrationOptions, options_of_sums
+from frozencore.device import torch
 from frozencore.errors import ArtifactError
 from frozencore.files.fingerprint import fingerprint_batches, fingerprint_model, fingerprint_tensors
 from frozencore.files.whole_file import whole_file
 from frozencore.maths.linalg import all_finite
 from frozencore.maths.moments import MOMENT_NAMES, LayerMoments
-from frozencore.torch_later import torch
 from frozencore.words import one_line
 
 FORMAT, KEY = 2, "frozencore-moments"

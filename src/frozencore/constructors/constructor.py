@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import ClassVar, Generic, Literal, TypeVar
 
 from frozencore.constructors.basis_options import BasisOptions
+from frozencore.device import torch
 from frozencore.errors import CalibrationError
 from frozencore.maths.basis import Basis
 from frozencore.maths.linalg import TruncatedSVD, seeded_generator
 from frozencore.maths.moments import DIAGONAL_OF, DIAGONALS, LayerMoments, MomentName
 from frozencore.maths.whitening import Whitening
-from frozencore.torch_later import torch
 
 Colour = Literal["orange", "blue", "navy", "grey", "black"]
 Options = TypeVar("Options", bound=BasisOptions)

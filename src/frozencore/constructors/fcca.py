@@ -16,11 +16,11 @@ from pydantic import Field
 
 from frozencore.constructors.basis_options import BasisOptions
 from frozencore.constructors.constructor import Constructor, LayerEvidence, Options, with_cross
+from frozencore.device import torch
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.linalg import SvdMethod, TruncatedSVD, effective_rank, truncated_svd
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.maths.whitening import Damping, Fisher, Fraction, InverseRoot, Sides, Whitening, identity
-from frozencore.torch_later import torch
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from jaxtyping import Float
 
 from frozencore.constructors.basis_options import BasisOptions
 from frozencore.constructors.constructor import Constructor, LayerEvidence
+from frozencore.device import torch
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.linalg import SvdMethod, effective_rank, truncated_svd
 from frozencore.maths.moments import MomentName
-from frozencore.torch_later import torch
 
 
 def lora_xs_basis(

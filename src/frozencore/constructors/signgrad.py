@@ -14,10 +14,10 @@ from pydantic import Field
 
 from frozencore.constructors.basis_options import BasisOptions
 from frozencore.constructors.constructor import Constructor, LayerEvidence, with_cross
+from frozencore.device import torch
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.linalg import SvdMethod, effective_rank, truncated_svd
 from frozencore.maths.moments import LayerMoments, MomentName
-from frozencore.torch_later import torch
 
 
 @dataclass(frozen=True)

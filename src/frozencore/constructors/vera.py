@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from frozencore.constructors.basis_options import BasisOptions
 from frozencore.constructors.constructor import Constructor, LayerEvidence
+from frozencore.device import torch
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.linalg import seeded_generator
 from frozencore.maths.moments import MomentName
-from frozencore.torch_later import torch
 
 BLOCK_ROWS = 1024
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from frozencore.torch_later import torch
+from frozencore.device import torch
 
 
 def fingerprint_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:

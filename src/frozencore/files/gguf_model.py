@@ -12,8 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from frozencore.attributes import with_attributes
 from frozencore.errors import ModelError
+from frozencore.quiet import with_attributes
 from frozencore.words import one_line
 
 _MAGIC = b"GGUF"

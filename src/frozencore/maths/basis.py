@@ -19,9 +19,9 @@ from typing import Literal, get_args
 
 from jaxtyping import Float
 
+from frozencore.device import torch
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.linalg import complete_orthonormal, inverse_root, seeded_generator, thin_qr
-from frozencore.torch_later import torch
 
 Coordinates = Literal["fisher", "qr", "raw", "scaled_raw"]
 COORDINATES: tuple[str, ...] = get_args(Coordinates)

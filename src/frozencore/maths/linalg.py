@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple, get_args
 
 from jaxtyping import Float
 
+from frozencore.device import torch
 from frozencore.errors import CalibrationError, ConfigError
-from frozencore.torch_later import torch
 
 SvdMethod = Literal["auto", "gram", "randomized", "full"]
 SVD_METHODS: tuple[str, ...] = get_args(SvdMethod)

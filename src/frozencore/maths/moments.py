@@ -12,9 +12,9 @@ from typing import Literal, get_args
 
 from jaxtyping import Float
 
+from frozencore.device import torch
 from frozencore.errors import CalibrationError
 from frozencore.maths.linalg import all_finite, top_eigenvectors
-from frozencore.torch_later import torch
 
 MomentName = Literal[
     "cross", "input_square", "error_square", "input_outer", "error_outer", "input_total", "output_outer",

@@ -13,11 +13,11 @@ from typing import Annotated, Literal
 from jaxtyping import Float
 from pydantic import Field
 
+from frozencore.device import torch
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.linalg import Shape, inverse_root
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.options import check_options
-from frozencore.torch_later import torch
 
 Sides = Literal["both", "input", "output", "none"]
 Fisher = Literal["diagonal", "dense"]

@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from frozencore.device import torch
 from frozencore.errors import ArtifactError
 from frozencore.quiet import ignore_known_warnings
-from frozencore.torch_later import torch
 from frozencore.words import Progress
 
 if TYPE_CHECKING:

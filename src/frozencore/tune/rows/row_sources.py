@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from frozencore.attributes import with_attributes
 from frozencore.errors import ConfigError, DataError
 from frozencore.files.hub import hub_answers
+from frozencore.quiet import with_attributes
 from frozencore.tune.rows import Row
 from frozencore.tune.rows.row_files import KINDS, parse_jsonl, read_file, require_file, without_fillers
 from frozencore.words import one_line

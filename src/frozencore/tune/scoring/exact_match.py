@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import GenerationConfig, TextStreamer
 
-from frozencore.attributes import with_attributes
 from frozencore.calibration.batches import rope_limit
 from frozencore.errors import DataError
+from frozencore.quiet import with_attributes
 from frozencore.tune.rows import Example, TextRow, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder, context_limit
 from frozencore.tune.rows.token_batches import pad, score_in_groups

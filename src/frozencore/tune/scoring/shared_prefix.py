@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from frozencore.attributes import with_attributes
+from frozencore.quiet import with_attributes
 from frozencore.tune.rows import ChoiceTokens
 from frozencore.tune.rows.token_batches import pad
 from frozencore.tune.scoring.forward import base_of, forward_accepts, scoring_mode, token_logprobs, vocabulary_of

@@ -15,10 +15,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer
 
 from frozencore.adapter.saved.card import begin_model_card
-from frozencore.attributes import with_attributes
 from frozencore.calibration.counted_tokens import IGNORED
 from frozencore.calibration.preserve import own_random_state
 from frozencore.errors import DivergenceError, ModelError
+from frozencore.quiet import with_attributes
 from frozencore.ranks import num_ranks, sum_over_ranks
 from frozencore.tune.scoring.forward import base_of, forward_accepts
 from frozencore.tune.training.batching import GROUPS, RowOrder
