@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from frozencore import CalibrationOptions, collect_moments
-from frozencore.calibration.recorder import FiniteBatches, LayerRecorder
+from frozencore.calibration.taps import FiniteBatches, LayerRecorder
 from frozencore.errors import CalibrationError
 from frozencore.maths.moments import MOMENT_NAMES
 from tiny import ATTENTION, batches_of, draw_examples, tiny_qwen2

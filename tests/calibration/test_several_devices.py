@@ -12,7 +12,7 @@ from torch import nn
 
 from adapted import BATCHES, DATA_DRIVEN, adapted, cores_of
 from frozencore import CalibrationOptions, calibrate
-from frozencore.calibration.recorder import LayerRecorder
+from frozencore.calibration.taps import LayerRecorder
 from tiny import tiny_qwen2
 
 ON_CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import frozencore.calibration.recorder
+import frozencore.calibration.taps
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import collect_moments
 from frozencore.calibration.counted_tokens import CountedTokens
@@ -93,10 +93,8 @@ def test_bf16_squares_are_not_rounded_before_they_are_summed() -> None:
 def test_shared_inputs_are_squared_once_per_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """q, k and v read one tensor: with o that is two input squares and four error squares a block."""
     calls: list[int] = []
-    square_sum = frozencore.calibration.recorder.square_sum
-    monkeypatch.setattr(
-        frozencore.calibration.recorder, "square_sum", lambda values: calls.append(1) or square_sum(values)
-    )
+    square_sum = frozencore.calibration.taps.square_sum
+    monkeypatch.setattr(frozencore.calibration.taps, "square_sum", lambda values: calls.append(1) or square_sum(values))
     model = tiny_qwen2()
     collect_moments(model, [batch_of(draw_examples(3, seed=0))], attention_names(model))
     assert len(calls) == 2 * (2 + 4)
@@ -241,7 +239,7 @@ def test_sums_that_are_held_elsewhere_are_added_strip_by_strip_to_the_same(
     strip: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``cpu:0`` is another name for where the layers are: nothing else is needed to go through the strips."""
-    monkeypatch.setattr(frozencore.calibration.recorder, "STRIP", strip)
+    monkeypatch.setattr(frozencore.calibration.taps, "STRIP", strip)
     model, batches = tiny_qwen2().double(), [batch_of(draw_examples(num_examples=4, seed=2))]
     here, elsewhere = (
         collect_moments(

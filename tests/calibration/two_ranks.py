@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from frozencore import FrozenCoreConfig, calibrate, frozen_core_layers
-from frozencore.adapter.calibrate import BasisWork
+from frozencore.adapter.calibrate import layer_costs
 from frozencore.calibration.layer_owners import assign_owners
 from frozencore.calibration.taps import CalibrationPass
 from frozencore.errors import CalibrationError
@@ -83,8 +83,9 @@ def costs(batches: list[dict[str, torch.Tensor]]) -> dict[str, tuple[Any, ...]]:
     """The costs of each layer for a memory budget."""
     model = adapted("fcca")
     layers = frozen_core_layers(model, "default")
-    work = BasisWork(model, "default", model.peft_config["default"], layers, {}, lambda *_: None)
-    return {name: astuple(cost) for name, cost in work.costs(batches).items()}
+    ranks = {name: len(layer.core("default")) for name, layer in layers.items()}
+    found = layer_costs(model, model.peft_config["default"], layers, ranks, batches)
+    return {name: astuple(cost) for name, cost in found.items()}
 
 
 def failure(work: Any) -> str:

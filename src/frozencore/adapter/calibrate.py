@@ -24,13 +24,13 @@ from tqdm.auto import tqdm
 from frozencore.adapter.bases import adapter_for_new_bases
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.layer import FrozenCoreLayer
-from frozencore.calibration.batches import Batch, is_batch
+from frozencore.calibration.batches import Batch, CachedBatches, Collator, batches_from, is_batch
 from frozencore.calibration.budget import LayerCost, PassPlan, halved, layer_cost, memory_bytes, plan_passes
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import collect_moments, share_of
-from frozencore.calibration.examples import CachedBatches, Collator, batches_from
 from frozencore.calibration.layer_owners import assign_owners, reduce_moments, require_same_bases, share_bases
-from frozencore.calibration.loss import LossFn, with_loss
+from frozencore.calibration.loss import require_options_fit
+from frozencore.calibration.taps import LossFn
 from frozencore.constructors import BasisOptions, LayerEvidence, build_basis, find_constructor
 from frozencore.constructors.fcca import whitened_cross_moment
 from frozencore.device import fits
@@ -142,7 +142,8 @@ def calibrate(
     adapter_name, config, layers = adapter_for_new_bases(model, adapter_name, reset=reset)
     ranks = {name: len(layer.core(adapter_name)) for name, layer in layers.items()}
     owners = assign_owners({name: layer.shape for name, layer in layers.items()})
-    options = with_loss(options, loss_fn)
+    options = options or CalibrationOptions()
+    require_options_fit(options, loss_fn)
     if memory_budget is not None:
         options = replace(options, memory_budget=memory_budget)
     built: dict[str, BuiltLayer] = {}
@@ -155,7 +156,7 @@ def calibrate(
                     data, collator=collator, batch_size=batch_size, num_examples=num_examples,
                     any_form=loss_fn is not None,
                 )  # fmt: skip
-            collect_s = _collect_and_build(model, config, layers, ranks, owners, batches, options, built, tell)
+            collect_s = _collect_and_build(model, config, layers, ranks, owners, batches, options, loss_fn, built, tell)
         else:
             _build(config, layers, ranks, owners, dict(moments or {}), built, tell)
     bases = share_bases(
@@ -205,6 +206,7 @@ def _collect_and_build(
     owners: Mapping[str, int],
     batches: Iterable[Batch],
     options: CalibrationOptions,
+    loss_fn: LossFn | None,
     built: dict[str, BuiltLayer],
     tell: Progress,
 ) -> float:
@@ -230,7 +232,9 @@ def _collect_and_build(
         with all_ranks_or_none(), _adapters_off(model):
             base_layers = {name: layer.get_base_layer() for name, layer in group.items()}
             progress = share_of(tell, done, done + len(left))
-            own = collect_moments(model, batches, base_layers, needs=needs, options=options, progress=progress)
+            own = collect_moments(
+                model, batches, base_layers, needs=needs, options=options, loss_fn=loss_fn, progress=progress
+            )
         moments = reduce_moments(own, owners)
         own.clear()
         collect_s += time.perf_counter() - started

@@ -35,10 +35,9 @@ from frozencore.calibration.counted_tokens import (
     has_target_tokens,
     watching_encoder,
 )
-from frozencore.calibration.loss import LossFn, loss_fn_of, loss_of, with_loss
+from frozencore.calibration.loss import loss_of, require_options_fit
 from frozencore.calibration.preserve import preserved
-from frozencore.calibration.recorder import LayerRecorder
-from frozencore.calibration.taps import CalibrationPass, Taps, capturing
+from frozencore.calibration.taps import CalibrationPass, LayerRecorder, LossFn, Taps, capturing
 from frozencore.device import sent
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.capture import CAPTURE_NEEDS
@@ -78,7 +77,8 @@ def collect_moments(
         CalibrationError: No examples, no labels, NaN or Inf (the message names batch and layer), or a layer without
             counted tokens.
     """
-    options = options if loss_fn is None and options is not None else with_loss(options, loss_fn)
+    options = options or CalibrationOptions()
+    require_options_fit(options, loss_fn)
     modules = dict(layers) if isinstance(layers, Mapping) else {name: model.get_submodule(name) for name in layers}
     if not modules:
         raise CalibrationError("Calibration needs at least one layer, but none was named.")
@@ -91,7 +91,7 @@ def collect_moments(
     moments: dict[str, LayerMoments] = {}
     with preserved(model):
         for index, group in enumerate(groups):
-            taps = Taps({name: modules[name] for name in group}, needs, options)
+            taps = Taps({name: modules[name] for name in group}, needs, options, loss_fn)
             recorders = run_pass(model, batches, taps, share_of(progress, index, len(groups)))
             moments |= {name: recorder.moments() for name, recorder in recorders.items()}
     refuse_unreached({name: layer.num_tokens for name, layer in moments.items()})
@@ -128,7 +128,7 @@ def run_pass(
     model: nn.Module, batches: Iterable[Batch], taps: Taps, progress: Progress | None
 ) -> dict[str, LayerRecorder]:
     """Sum over all batches; :func:`frozencore.calibration.preserve.preserved` must have prepared the model."""
-    any_form = loss_fn_of(taps.options) is not None
+    any_form = taps.loss_fn is not None
     num_examples, total = 0, total_examples(batches, any_form=any_form)
     with watching_encoder(model) as encoder, capturing(taps, encoder) as capture, ExitStack() as watched:
         if any_form:
@@ -151,14 +151,13 @@ def _run_batch(model: nn.Module, batch: Batch, capture: CalibrationPass) -> None
     device = next(model.parameters()).device
     as_it_came, batch = batch, mapped(batch, lambda tensor: sent(tensor, device))
     taps = capture.taps
-    loss_fn = loss_fn_of(taps.options)
-    if loss_fn is None:
+    if taps.loss_fn is None:
         count_tokens(as_it_came, capture, device)
         offer_example(capture, num_examples_of(batch), lambda alone: model(**_inputs(alone(batch), capture)))
     if not taps.read_errors:
         with torch.no_grad():  # an encoder-decoder needs labels: it makes the decoder's input of them
-            if loss_fn is not None:
-                loss_fn(model, batch)
+            if taps.loss_fn is not None:
+                taps.loss_fn(model, batch)
             else:
                 model(**_inputs(batch, capture))
         return

@@ -57,23 +57,6 @@ def _reduce(layer: LayerMoments, owner: int) -> LayerMoments:
     return LayerMoments(num_tokens=int(sum_over_ranks(torch.tensor(layer.num_tokens))), **sums)
 
 
-def sent_by(owner: int, tensor: Tensor | None) -> Tensor:
-    """Return the owner's tensor on every rank.
-
-    Args:
-        tensor: The owner's tensor; the other ranks' are not read.
-    """
-    if num_ranks() > 1:
-        kind = of_every_rank(None if tensor is None else (tensor.shape, tensor.dtype))[owner]
-        assert kind is not None
-        if owner != own_rank() or tensor is None:
-            tensor = torch.empty(kind[0], dtype=kind[1])
-        tensor = tensor.to(exchange_device()).contiguous()
-        call_collective(partial(dist.broadcast, tensor, src=owner))
-    assert tensor is not None
-    return tensor
-
-
 def share_bases(
     own: Mapping[str, Basis], owners: Mapping[str, int], shapes: Mapping[str, tuple[int, int, int]]
 ) -> dict[str, Basis]:

@@ -6,8 +6,8 @@ Example e with completion tokens C_e:  L = Σ_e (1/|C_e|) Σ_{t ∈ C_e} -log p(
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,12 +19,10 @@ from torch.nn.functional import log_softmax, nll_loss
 from frozencore.calibration.batches import Batch, num_examples_of
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.counted_tokens import IGNORED, is_encoder_decoder, labels_of, predicted
-from frozencore.calibration.taps import Taps
+from frozencore.calibration.taps import LossFn, Taps
 from frozencore.device import sent
 from frozencore.errors import CalibrationError, ConfigError
 
-LossFn = Callable[[nn.Module, Any], Tensor]
-"""``loss_fn(model, batch)``: one number with a gradient, the mean over the batch's examples."""
 _OF_COMPLETIONS = {"weighting": "example_mean", "skip_first": 0}
 
 
@@ -72,34 +70,18 @@ class Predictions:
         return (loss_of_token if options.weighting == "token_sum" else loss_of_token / self.num_in_example).sum()
 
 
-@dataclass(frozen=True)
-class OptionsWithLoss(CalibrationOptions):
-    """Options of a pass with the user's own loss."""
-
-    loss_fn: LossFn | None = None
-
-
-def with_loss(options: CalibrationOptions | None, loss_fn: LossFn | None) -> CalibrationOptions:
-    """Add a loss of the user's own to the options of a pass.
+def require_options_fit(options: CalibrationOptions, loss_fn: LossFn | None) -> None:
+    """Refuse options about completion tokens beside a loss of the user's own.
 
     Raises:
-        ConfigError: An option that concerns completion tokens is not at its default.
+        ConfigError: Such an option is not at its default.
     """
-    options = options or CalibrationOptions()
-    if loss_fn is None:
-        return options
     odd = [name for name, default in _OF_COMPLETIONS.items() if getattr(options, name) != default]
-    if odd or options.tokens == "completion":
+    if loss_fn is not None and (odd or options.tokens == "completion"):
         raise ConfigError(
             f"The calibration option {(odd or ['tokens'])[0]} is about completion tokens, but a loss_fn does not "
             "tell them apart. Leave it at its default."
         )
-    return OptionsWithLoss(**asdict(options), loss_fn=loss_fn)
-
-
-def loss_fn_of(options: CalibrationOptions) -> LossFn | None:
-    """The user's own loss, or None."""
-    return options.loss_fn if isinstance(options, OptionsWithLoss) else None
 
 
 def is_language_model(model: Any) -> bool:
@@ -117,9 +99,8 @@ def loss_of(model: nn.Module, batch: Batch, as_it_came: Batch, taps: Taps) -> Te
     Raises:
         CalibrationError: The loss is not a single number, or the model returns none.
     """
-    loss_fn = loss_fn_of(taps.options)
-    if loss_fn is not None:
-        loss = loss_fn(model, batch)
+    if taps.loss_fn is not None:
+        loss = taps.loss_fn(model, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             came = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise CalibrationError(
@@ -128,20 +109,16 @@ def loss_of(model: nn.Module, batch: Batch, as_it_came: Batch, taps: Taps) -> Te
         return loss.reshape(()) * num_examples_of(batch)
     if not is_language_model(model):
         return _own_loss(model, batch, taps.options)
-    return predictions(model, batch, labels_of(as_it_came), taps).loss(taps.options)
-
-
-def predictions(model: nn.Module, batch: Batch, labels: Tensor, taps: Taps) -> Predictions:
-    """A language model's predictions of a batch's labels."""
+    labels = labels_of(as_it_came)
     if is_encoder_decoder(model):
-        return Predictions.of(_part(model, model(**batch), "logits"), labels)
+        return Predictions.of(_part(model, model(**batch), "logits"), labels).loss(taps.options)
     targets = predicted(labels)
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     if not _needs_all_logits(model, taps):
         kept = targets.ne(IGNORED).any(0).nonzero().squeeze(1)
         targets = targets[:, kept]
         inputs["logits_to_keep"] = sent(kept, inputs["input_ids"].device) if "input_ids" in inputs else kept
-    return Predictions.of(_part(model, model(**inputs), "logits"), targets)
+    return Predictions.of(_part(model, model(**inputs), "logits"), targets).loss(taps.options)
 
 
 def _own_loss(model: nn.Module, batch: Batch, options: CalibrationOptions) -> Tensor:

@@ -5,9 +5,6 @@ The client is imported when it is used, because the import takes a fifth of a se
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,23 +13,10 @@ from frozencore.files.gguf_model import find_gguf
 from frozencore.words import one_line
 
 HUB_TIMEOUT_S = 10.0
-_left_alone: ContextVar[bool] = ContextVar("hub_left_alone", default=False)
-
-
-@contextmanager
-def without_hub() -> Iterator[None]:
-    """Use only folders and the offline cache inside, not the hub."""
-    token = _left_alone.set(True)
-    try:
-        yield
-    finally:
-        _left_alone.reset(token)
 
 
 def hub_answers(kind: Literal["model", "dataset"], name: str, *, timeout_s: float = HUB_TIMEOUT_S) -> bool:
     """Return whether the hub answers a request about a repository, with any answer."""
-    if _left_alone.get():
-        return False
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 

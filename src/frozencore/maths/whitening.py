@@ -15,7 +15,7 @@ from pydantic import Field
 
 from frozencore.device import torch
 from frozencore.errors import CalibrationError, ConfigError
-from frozencore.maths.linalg import Shape, inverse_root
+from frozencore.maths.linalg import inverse_root
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.options import check_options
 
@@ -78,25 +78,6 @@ class Whitening:
             return identity
         second_moment = moments.d if self.fisher == "diagonal" else moments.D
         return damped_inverse_root(second_moment, self.damping_by_side[1], self.shrinkage)
-
-    def unit(self, moments: LayerMoments) -> float:
-        """The product of the mean diagonals of the whitened sides.
-
-        With diagonals that are divided by their means, ``‖D^-1/2 G A^-1/2‖²`` is this many times as large.
-        """
-        of_inputs = float(moments.a.mean()) if self.sides in ("both", "input") else 1.0
-        return of_inputs * (float(moments.d.mean()) if self.sides in ("both", "output") else 1.0)
-
-    def diagonal_roots(
-        self, moments: LayerMoments, shape: Shape, like: torch.Tensor
-    ) -> tuple[Float[torch.Tensor, "m 1"], Float[torch.Tensor, "n 1"]]:
-        """The diagonals of ``D^-1/2`` and ``A^-1/2``; ones where a side is not whitened or its moment is zero."""
-        ones = [like.new_ones(size, 1) for size in shape]
-        errors, inputs = (total is None or bool(total.any()) for total in (moments.error_square, moments.input_square))
-        return (
-            self.output_root(moments)(ones[0]) if errors else ones[0],
-            self.input_root(moments)(ones[1]) if inputs else ones[1],
-        )
 
 
 def damped(
