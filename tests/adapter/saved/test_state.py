@@ -1,14 +1,11 @@
-"""A damaged, changed or foreign adapter meets one line, on every way in; a sound one is the same bytes each time."""
+"""A saved adapter is the same bytes each time, and fits its base model; crafted ones are in ``test_crafted.py``."""
 
 from __future__ import annotations
 
 import json
 import os
-import pickle
-import re
-import shutil
 import threading
-from collections.abc import Callable
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,73 +13,29 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from adapted import adapted, cores_of, logits, train_at_random
-from frozencore import FrozenCoreConfig, export_lora, save_basis, swap_core
-from frozencore.adapter.export.base_model import export_merged
+from frozencore import CoreBank, FrozenCoreConfig, export_lora, load_basis, save_basis, swap_core
 from frozencore.adapter.folders import read_adapter
 from frozencore.adapter.saved.basis import differing_layer, record_base, sample_weight
-from frozencore.adapter.saved.state import require_finite
-from frozencore.errors import ArtifactError, FrozenCoreError
+from frozencore.adapter.saved.state import UncalibratedWarning, require_finite
+from frozencore.errors import ArtifactError, ModelError
 from frozencore.tune.evaluation.adapters import BaseWithAdapter
+from frozencore.tune.rows import TokenRow
+from frozencore.tune.scoring.score import held_out_loss
 from tiny import tiny_qwen2
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base model and a trained adapter that names it."""
-    folder = tmp_path_factory.mktemp("made")
-    tiny_qwen2().save_pretrained(folder / "base")
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-        model = AutoModelForCausalLM.from_pretrained(folder / "base")
-        adapted("random", model=model, trained=True, coordinates="qr", task_type="CAUSAL_LM").save_pretrained(
-            str(folder / "adapter")
-        )
-    return folder
-
-
 @pytest.fixture
-def base(made: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(made / "base", tmp_path / "base"))
-
-
-@pytest.fixture
-def saved(made: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A trained adapter that names its base model."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    adapter = Path(shutil.copytree(made / "adapter", tmp_path / "adapter"))
-    config = (adapter / CONFIG).read_text()
-    (adapter / CONFIG).write_text(config.replace(str(made / "base"), str(base)))
-    return adapter
-
-
-def loaded_beside(folder: Path) -> None:
-    model = adapted("lora_xs")
-    model.load_adapter(str(folder), "second")
-
-
-def swapped(folder: Path) -> None:
-    swap_core(adapted("random", trained=True), folder)
-
-
-WAYS_IN: dict[str, Callable[[Path], object]] = {
-    "PeftModel.from_pretrained": lambda folder: PeftModel.from_pretrained(tiny_qwen2(), str(folder)),
-    "model.load_adapter": loaded_beside,
-    "AutoPeftModel": lambda folder: AutoPeftModelForCausalLM.from_pretrained(str(folder)),
-    "read_adapter": read_adapter,
-    "export_lora": lambda folder: export_lora(folder, folder.parent / "lora"),
-    "export_merged": lambda folder: export_merged(folder, folder.parent / "merged", base=folder.parent / "base"),
-    "swap_core": swapped,
-    "evaluate": lambda folder: BaseWithAdapter(tiny_qwen2()).with_adapter(folder),
-}
-OURS = ("read_adapter", "export_lora", "export_merged", "swap_core", "evaluate")
+def saved(tmp_path: Path) -> Path:
+    """A trained adapter."""
+    adapted("random", trained=True, coordinates="qr").save_pretrained(str(tmp_path / "adapter"))
+    return tmp_path / "adapter"
 
 
 def edit_config(folder: Path, **values: Any) -> None:
@@ -90,153 +43,27 @@ def edit_config(folder: Path, **values: Any) -> None:
     (folder / CONFIG).write_text(json.dumps(content | values))
 
 
-def edit_tensors(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
-    """Change tensors as someone who does not know of the seal, or takes it out."""
-    tensors = load_file(folder / WEIGHTS)
-    edit(tensors)
-    edit_config(folder, seal=None)
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-
-
 def first(tensors: dict[str, Tensor], part: str) -> str:
     return next(key for key in tensors if f"frozencore_{part}" in key)
 
 
-def flip_a_bit(folder: Path) -> None:
-    content = bytearray((folder / WEIGHTS).read_bytes())
-    content[-5] ^= 1
-    (folder / WEIGHTS).write_bytes(content)
+def test_a_folder_holds_the_factors_and_options_of_the_model(saved: Path) -> None:
+    config, factors = read_adapter(saved)
+    assert (config.r, config.constructor, config.coordinates) == (3, "random", "qr")
+    for layer in cores_of(adapted("random", trained=True, coordinates="qr")):
+        own = factors[layer.name]
+        assert all(torch.equal(X, Y) for X, Y in zip((own.P, own.Q, own.R), layer.factors("default"), strict=True))
 
 
-def claim_terabytes(folder: Path) -> None:
-    header = json.dumps({"x": {"dtype": "F32", "shape": [2**38], "data_offsets": [0, 2**40]}}).encode()
-    (folder / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+def test_unknown_options_of_a_later_version_do_not_stop_reading(saved: Path) -> None:
+    edit_config(saved, of_tomorrow=1)
+    assert read_adapter(saved)[0].r == 3
 
 
-def leave_a_pickle(folder: Path) -> None:
-    class Bomb:
-        def __reduce__(self) -> Any:
-            return os.mkdir, (str(folder / "opened"),)
-
-    (folder / WEIGHTS).unlink()
-    (folder / "adapter_model.bin").write_bytes(pickle.dumps(Bomb()))
-
-
-def link_to_itself(folder: Path) -> None:
-    (folder / WEIGHTS).unlink()
-    (folder / WEIGHTS).symlink_to(WEIGHTS)
-
-
-def link_to_nothing(folder: Path) -> None:
-    (folder / WEIGHTS).unlink()
-    (folder / WEIGHTS).symlink_to("elsewhere")
-
-
-def put_a_pipe(folder: Path) -> None:
-    (folder / WEIGHTS).unlink()
-    os.mkfifo(folder / WEIGHTS)
-
-
-def climb_out(tensors: dict[str, Tensor]) -> None:
-    for part in "PQR":
-        key = first(tensors, part)
-        tensors["base_model.model.../../etc/passwd" + key[key.index(".frozencore") :]] = tensors.pop(key)
-
-
-def put_another_basis(folder: Path) -> None:
-    """Orthonormal too, and said to be as it was saved but for the hash of the whole file."""
-    tensors = load_file(folder / WEIGHTS)
-    key = first(tensors, "P")
-    save_file(tensors | {key: tensors[key].flip(0)}, folder / WEIGHTS, metadata={"format": "pt"})
-    seal = json.loads((folder / CONFIG).read_text())["seal"]
-    edit_config(folder, seal=seal | {"weights_sha256": None})
-
-
-def write_half(folder: Path) -> None:
-    """A newer adapter's weights are there, its configuration is not yet."""
-    before = (folder / CONFIG).read_bytes()
-    adapted("random", trained=True, seed=3, task_type="CAUSAL_LM").save_pretrained(str(folder))
-    (folder / CONFIG).write_bytes(before)
-
-
-FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "truncated": (lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-100]), "is damaged"),
-    "empty": (lambda f: (f / WEIGHTS).write_bytes(b""), "is damaged"),
-    "garbage": (lambda f: (f / WEIGHTS).write_bytes(bytes(range(256)) * 40), "is damaged"),
-    "a flipped bit": (flip_a_bit, "is not the file that was saved"),
-    "a header that claims terabytes": (claim_terabytes, "is damaged"),
-    "a pickle": (leave_a_pickle, "never opened"),
-    "a link to itself": (link_to_itself, f"has no {WEIGHTS}"),
-    "a link to nothing": (link_to_nothing, f"has no {WEIGHTS}"),
-    "a pipe": (put_a_pipe, f"has no {WEIGHTS}"),
-    "written while read": (write_half, "just being written"),
-    "a newer format": (lambda f: edit_config(f, seal={"format": 99}), "has format 99"),
-    "a malformed seal": (lambda f: edit_config(f, seal=[1]), "seal .* is malformed"),
-    "a rank budget that was never spent": (lambda f: edit_config(f, rank_budget=12, rank_pattern={}), "no ranks yet"),
-    "a value of a wrong type": (lambda f: edit_config(f, alpha_pattern=7), "wrong type|names to numbers"),
-    "NaN": (lambda f: edit_tensors(f, lambda t: t[first(t, "R")].fill_(torch.nan)), "holds NaN or Inf"),
-    "Inf": (lambda f: edit_tensors(f, lambda t: t[first(t, "Q")][0].fill_(torch.inf)), "holds NaN or Inf"),
-    "P not orthonormal": (lambda f: edit_tensors(f, lambda t: t[first(t, "P")].mul_(1.02)), "orthonormal"),
-    "Q not orthonormal": (lambda f: edit_tensors(f, lambda t: t[first(t, "Q")][:, 1].zero_()), "orthonormal"),
-    "another basis under the cores": (put_another_basis, "bases in .* are not those that were saved"),
-    "no core": (lambda f: edit_tensors(f, lambda t: t.pop(first(t, "R"))), "where P, Q and R are needed"),
-    "a vector": (lambda f: edit_tensors(f, lambda t: t.update({first(t, "P"): torch.ones(3)})), "must hold floats"),
-    "names with ../": (lambda f: edit_tensors(f, climb_out), "named like a module"),
-}
-READ_BY_PEFT_BEFORE_US: dict[str, tuple[Callable[[Path], object], str]] = {
-    "truncated JSON": (lambda f: (f / CONFIG).write_text((f / CONFIG).read_text()[:40]), "is damaged"),
-    "nested JSON": (lambda f: (f / CONFIG).write_text("[" * 100_000), "is damaged"),
-    "no object": (lambda f: (f / CONFIG).write_text("[1]"), "no JSON object"),
-    "unknown type": (lambda f: edit_config(f, peft_type="OF_TOMORROW"), "OF_TOMORROW"),
-    "no weights": (lambda f: (f / WEIGHTS).unlink(), f"has no {WEIGHTS}"),
-}
-
-
-def refuse(folder: Path, load: Callable[[Path], object], message: str) -> None:
-    with pytest.raises(FrozenCoreError, match=f"(?s){message}") as caught:
-        load(folder)
-    assert "\n" not in str(caught.value)
-    assert not (folder / "opened").exists()
-
-
-@pytest.mark.usefixtures("as_a_user")
-@pytest.mark.parametrize("way", WAYS_IN)
-@pytest.mark.parametrize("fault", FAULTS)
-def test_every_way_in_refuses_every_fault_in_one_line(fault: str, way: str, saved: Path) -> None:
-    inject, message = FAULTS[fault]
-    inject(saved)
-    refuse(saved, WAYS_IN[way], message)
-
-
-@pytest.mark.usefixtures("as_a_user")
-@pytest.mark.parametrize("way", OURS)
-@pytest.mark.parametrize("fault", READ_BY_PEFT_BEFORE_US)
-def test_our_own_ways_in_refuse_what_peft_reads_before_us(fault: str, way: str, saved: Path) -> None:
-    inject, message = READ_BY_PEFT_BEFORE_US[fault]
-    inject(saved)
-    refuse(saved, WAYS_IN[way], message)
-
-
-@pytest.mark.usefixtures("as_a_user")
-@pytest.mark.parametrize("fault", FAULTS | READ_BY_PEFT_BEFORE_US)
-def test_on_the_command_line_every_fault_is_one_line_and_an_earlier_export_stays(
-    fault: str, command: Callable[..., tuple[int, str, str]], base: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inject, message = (FAULTS | READ_BY_PEFT_BEFORE_US)[fault]
-    out = saved.parent / "out"
-    over = [saved, "--base", base, "--out", out, "--overwrite"]
-    assert command("export", *over)[0] == 0
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
-    inject(saved)
-    for words in (["inspect", saved], ["export", *over], ["export", "--to", "merged", *over]):
-        status, _, errors = command(*words)
-        assert (status, errors.count("\n"), errors[:12]) == (2, 1, "frozencore: ")
-        assert re.search(message, errors)
-        assert "Traceback" not in errors
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-    monkeypatch.setenv("FROZENCORE_DEBUG", "")  # the option sets it
-    with pytest.raises(FrozenCoreError, match=message):  # what Python shows with its traceback
-        command("--debug", "inspect", saved)
+def test_a_lora_is_refused_by_its_type(tmp_path: Path) -> None:
+    get_peft_model(tiny_qwen2(), LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path)
+    with pytest.raises(ArtifactError, match="LORA adapter"):
+        read_adapter(tmp_path)
 
 
 def test_a_reader_beside_a_writer_gets_one_whole_adapter_or_one_line(tmp_path: Path) -> None:
@@ -271,17 +98,12 @@ def test_a_reader_beside_a_writer_gets_one_whole_adapter_or_one_line(tmp_path: P
     assert not any("\n" in line for line in refused)
 
 
-@pytest.mark.parametrize("way", WAYS_IN)
-def test_every_way_in_takes_a_sound_adapter(way: str, saved: Path) -> None:
-    WAYS_IN[way](saved)
-
-
 def test_an_adapter_of_an_earlier_version_has_no_seal_and_loads(saved: Path) -> None:
     content = json.loads((saved / CONFIG).read_text())
     del content["seal"]
     (saved / CONFIG).write_text(json.dumps(content))
     loaded = PeftModel.from_pretrained(tiny_qwen2(), str(saved))
-    assert torch.equal(logits(loaded), logits(adapted("random", trained=True)))
+    assert torch.equal(logits(loaded), logits(adapted("random", trained=True, coordinates="qr")))
 
 
 def test_the_hub_cache_links_its_files_and_loads(saved: Path, tmp_path: Path) -> None:
@@ -440,11 +262,13 @@ def test_a_quantised_base_is_neither_recorded_nor_compared() -> None:
 def test_a_lora_that_is_a_pickle_or_not_finite_is_not_scored(tmp_path: Path) -> None:
     model = get_peft_model(tiny_qwen2(), LoraConfig(target_modules=["q_proj"]))
     model.save_pretrained(str(tmp_path / "pickle"), safe_serialization=False)
-    refuse(tmp_path / "pickle", WAYS_IN["evaluate"], "never opened")
+    with pytest.raises(ArtifactError, match="never opened"):
+        BaseWithAdapter(tiny_qwen2()).with_adapter(tmp_path / "pickle")
     with torch.no_grad():
         next(p for name, p in model.named_parameters() if "lora_B" in name).fill_(torch.nan)
     model.save_pretrained(str(tmp_path / "nan"))
-    refuse(tmp_path / "nan", WAYS_IN["evaluate"], "holds NaN or Inf")
+    with pytest.raises(ArtifactError, match="holds NaN or Inf"):
+        BaseWithAdapter(tiny_qwen2()).with_adapter(tmp_path / "nan")
 
 
 def test_a_weight_of_few_values_and_a_base_of_other_layers_are_not_compared() -> None:
@@ -488,3 +312,95 @@ def test_who_may_read_an_adapter_is_the_users_umask(umask: int, mode: int, tmp_p
     for folder in ("adapter", "basis", "lora"):
         modes = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / folder).iterdir()}
         assert set(modes.values()) == {mode}, modes
+
+
+# ----------------------------------------------------------------------------------- finite in the dtype of its use
+
+BEYOND_FLOAT16 = 1e5
+
+
+def scaled(model: nn.Module, side: str, value: float) -> nn.Module:
+    with torch.no_grad():
+        for layer in cores_of(model):
+            getattr(layer, f"frozencore_{side}")["default"].mul_(value)
+    return model
+
+
+@pytest.mark.parametrize("side", ["P", "Q"])
+def test_bases_that_a_narrow_model_cannot_hold_are_refused_when_they_are_loaded(side: str, tmp_path: Path) -> None:
+    model = scaled(adapted("random", coordinates="raw", trained=True), side, BEYOND_FLOAT16)
+    model.save_pretrained(str(tmp_path / "own"))
+    save_basis(model, tmp_path / "basis")
+    model.save_pretrained(str(tmp_path / "cores"))
+    PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path / "own"))
+    for name in ("own", "cores"):
+        with pytest.raises(ArtifactError, match=r"torch\.float16 does not"):
+            PeftModel.from_pretrained(tiny_qwen2().half(), str(tmp_path / name), allow_other_base=True)
+    with pytest.raises(ArtifactError, match=r"torch\.float16 does not"):
+        adapted(basis=str(tmp_path / "basis"), model=tiny_qwen2(), dtype=torch.float16, r=FrozenCoreConfig.r,
+                constructor=FrozenCoreConfig.constructor, calibrated=False)  # fmt: skip
+    assert load_basis(tmp_path / "basis").layers
+
+
+def test_cores_that_a_bank_in_half_precision_cannot_hold_are_refused(tmp_path: Path) -> None:
+    model = adapted("random")
+    train_at_random(model, size=BEYOND_FLOAT16)
+    model.save_pretrained(str(tmp_path))
+    CoreBank(adapted("random"), 1).put("a", tmp_path)
+    with pytest.raises(ArtifactError, match=r"torch\.float16 does not"):
+        CoreBank(adapted("random"), 1, dtype=torch.float16).put("a", tmp_path)
+
+
+@pytest.mark.parametrize("value", [1e300, 3.5e38])
+def test_cores_of_a_state_dict_that_no_float32_holds_are_refused(value: float) -> None:
+    model = adapted("random")
+    cores = {layer.name: torch.full((3, 3), value, dtype=torch.float64) for layer in cores_of(model)}
+    for enter in (lambda: swap_core(model, cores), lambda: CoreBank(model, 1).put("a", cores)):
+        with pytest.raises(ArtifactError):
+            enter()
+    state = {
+        f"base_model.model.{layer.name}.frozencore_{side}": getattr(layer, f"frozencore_{side}")["default"]
+        for layer in cores_of(model) for side in "PQ"
+    } | {f"base_model.model.{name}.frozencore_R.weight": core for name, core in cores.items()}  # fmt: skip
+    with pytest.raises(ArtifactError, match="no float32 holds"):
+        set_peft_model_state_dict(model, state)
+
+
+def test_a_finite_core_that_makes_logits_that_are_not_is_said_where_it_is_scored(tmp_path: Path) -> None:
+    model = adapted("random", trained=True)
+    with torch.no_grad():
+        for layer in cores_of(model):
+            layer.core("default").fill_(3e38)
+    model.save_pretrained(str(tmp_path / "adapter"))
+    worn = BaseWithAdapter(tiny_qwen2()).with_adapter(tmp_path / "adapter")
+    with pytest.raises(ModelError, match="not finite.*a core that is too large"):
+        held_out_loss(worn, [TokenRow("row-1", list(range(2, 8)), 3)], pad_id=0)
+
+
+# ------------------------------------------------------------------------------------------ never calibrated
+
+
+def test_an_adapter_that_was_never_calibrated_is_named_wherever_it_comes_or_leaves(tmp_path: Path) -> None:
+    def said() -> Any:
+        return pytest.warns(UncalibratedWarning, match="was never calibrated: its bases are zero.*frozencore.calibrate")
+
+    with said():
+        adapted("fcca", calibrated=False).save_pretrained(str(tmp_path))
+    with said():
+        model = PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path))
+    with said():
+        model.load_adapter(str(tmp_path), adapter_name="second")
+    with said():
+        BaseWithAdapter(tiny_qwen2()).with_adapter(tmp_path)
+    for way in ("merge_adapter", "merge_and_unload"):
+        with said():
+            getattr(adapted("fcca", calibrated=False), way)()
+
+
+def test_nothing_is_said_of_a_calibrated_adapter(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UncalibratedWarning)
+        for constructor in ("fcca", "random"):
+            adapted(constructor).save_pretrained(str(tmp_path))
+            PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path)).merge_and_unload()
+        adapted("fcca", calibrated=False).unload()
