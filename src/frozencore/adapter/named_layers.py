@@ -217,7 +217,8 @@ def is_called(name: str, block: nn.Module) -> bool:
 
     A core on a layer that is not called would not be trained, and merging it would change the outputs.
     """
-    source, weight = _source(type(block)), rf"\bself\.{re.escape(_last(name))}\.weight\b"
+    kind: Any = type(block)
+    source, weight = _source(kind), rf"\bself\.{re.escape(_last(name))}\.weight\b"
     if not re.search(weight, source):
         return True
     return bool(re.search(rf"\bself\.{re.escape(_last(name))}\(", source)) and not re.search(rf"{weight} @", source)
