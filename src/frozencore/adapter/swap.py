@@ -22,7 +22,6 @@ from frozencore.adapter.saved.state import (
     FLAT,
     MARK,
     PREFIX,
-    Factors,
     flatten_cores,
     layer_factors,
     read_folder,
@@ -149,10 +148,16 @@ def read_cores(
             f"Cores are a folder that save_pretrained wrote, a state dict, or R by layer name, but a "
             f"{type(source).__name__} came."
         )
-    ranks = {name: len(layer.core(adapter_name)) for name, layer in sorted(layers.items())}
-    factors: dict[str, Factors] = {}
-    if by_name := bool(tensors.keys() & layers.keys()):
+    size = sum(len(layer.core(adapter_name)) ** 2 for layer in layers.values())
+    if tensors.keys() & layers.keys():  # R by layer name
         _require_same_layers(tensors, layers)
+        for name, R in tensors.items():
+            r = len(layers[name].core(adapter_name))
+            if R.shape != (r, r) or not torch.isfinite(R.float()).all():
+                raise ArtifactError(
+                    f"The core of layer {name!r} is {r} x {r} and finite here, but one of shape {tuple(R.shape)} came, "
+                    "or one with NaN or Inf."
+                )
         flat = flatten_cores(tensors)
     elif others := [key for key in tensors if f".{PREFIX}" not in key and key not in (FLAT, MARK)]:
         raise ArtifactError(
@@ -166,12 +171,15 @@ def read_cores(
     else:
         factors = layer_factors(origin, tensors)
         _require_same_layers(factors, layers)
+        for name, layer in layers.items():
+            for mine, theirs in zip(layer.factors(adapter_name), (factors[name].P, factors[name].Q), strict=False):
+                if mine.shape != theirs.shape or not torch.equal(mine, theirs.to(mine.device, mine.dtype)):
+                    raise ArtifactError(
+                        f"A core works on its own basis only, but layer {name!r} of the adapter {adapter_name!r} has "
+                        "another one. Load the adapter with model.load_adapter instead."
+                    )
         flat = flatten_cores({name: factors[name].R for name in layers})
-    for name in tensors if by_name else ():
-        _require_core(name, tensors[name], ranks[name])
-    for name in factors:
-        _require_same_basis(layers[name], adapter_name, factors[name])
-    require_size(origin, flat, sum(r * r for r in ranks.values()))
+    require_size(origin, flat, size)
     return flat
 
 
@@ -200,14 +208,6 @@ def _require_unmerged(layer: FrozenCoreLayer) -> None:
         raise ConfigError(f"Layer {layer.name!r} has merged adapters. Call unmerge_adapter() before swapping cores.")
 
 
-def _require_core(name: str, core: Tensor, r: int) -> None:
-    if core.shape != (r, r) or not torch.isfinite(core.float()).all():
-        raise ArtifactError(
-            f"The core of layer {name!r} is {r} x {r} and finite here, but one of shape {tuple(core.shape)} came, or "
-            "one with NaN or Inf."
-        )
-
-
 def _require_same_layers(came: Mapping[str, object], layers: Mapping[str, FrozenCoreLayer]) -> None:
     if came.keys() != layers.keys():
         odd = sorted(came.keys() ^ layers.keys())
@@ -215,13 +215,3 @@ def _require_same_layers(came: Mapping[str, object], layers: Mapping[str, Frozen
             f"Cores can be swapped between adapters of the same layers, but {odd[0]!r} ({len(odd)} in all) has a core "
             "on one side only. Load the adapter with model.load_adapter instead."
         )
-
-
-def _require_same_basis(layer: FrozenCoreLayer, adapter_name: str, new: Factors) -> None:
-    P, Q, _ = layer.factors(adapter_name)
-    for mine, theirs in ((P, new.P), (Q, new.Q)):
-        if mine.shape != theirs.shape or not torch.equal(mine, theirs.to(mine.device, mine.dtype)):
-            raise ArtifactError(
-                f"A core works on its own basis only, but layer {layer.name!r} of the adapter {adapter_name!r} has "
-                "another one. Load the adapter with model.load_adapter instead."
-            )

@@ -93,37 +93,33 @@ def _lines(
     scores: Mapping[str, float] | None,
     license: str | None,
 ) -> list[str]:
-    is_lora = config["peft_type"] == "LORA"
-    base = config.get("base_model_name_or_path")
+    is_lora, weights = config["peft_type"] == "LORA", directory / WEIGHTS_FILE
+    base, targets = config.get("base_model_name_or_path"), config["target_modules"]
     place = _code(base) if _is_hub_id(base) else f"a local folder, {_code(Path(base or '').name)}"
     own = "LoRA, exported exactly from a frozen core" if is_lora else f"frozen core, {_code(config['constructor'])}"
     facts = {
         "Base model": place if base else None,
         "Method": own,
         "Rank": str(config["r"]),
-        "Trained values": None if is_lora else _trained_values(directory / WEIGHTS_FILE),
-        "Saved in": _size(directory / WEIGHTS_FILE),
-        "Layers": _targets(config["target_modules"]),
+        "Trained values": None if is_lora else _trained_values(weights),
+        "Saved in": bytes_in_words(weights.stat().st_size) if weights.is_file() else None,
+        "Layers": ", ".join(map(_code, [targets] if isinstance(targets, str) else sorted(targets or []))),
         "Calibrated on": calibration or num_tokens(config.get("calibration_tokens")),
         "Scores": ", ".join(f"{name} {value:.4g}" for name, value in (scores or {}).items()) or None,
         "Licence": f"{license}; the base model's terms apply besides" if license else "not stated; ask the author",
     }
     table = [f"- {name}: {value}" for name, value in facts.items() if value is not None]
     title = "# LoRA export of a frozen core" if is_lora else "# Frozen-core adapter"
-    return [title, "", *table, "", "```python", *_loading(base, is_lora), "```", "", f"- PEFT {peft.__version__}"]
-
-
-def _loading(base: str | None, is_lora: bool) -> list[str]:
-    own = [] if is_lora else ["import frozencore  # registers the method with PEFT"]
-    named = base if base and _is_hub_id(base) else "BASE_MODEL"
-    return [
-        *own,
+    own_import = [] if is_lora else ["import frozencore  # registers the method with PEFT"]
+    loading = [
+        *own_import,
         "from peft import PeftModel",
         "from transformers import AutoModelForCausalLM",
         "",
-        f'base = AutoModelForCausalLM.from_pretrained("{named}")',
+        f'base = AutoModelForCausalLM.from_pretrained("{base if _is_hub_id(base) else "BASE_MODEL"}")',
         'model = PeftModel.from_pretrained(base, "THIS_FOLDER")',
     ]
+    return [title, "", *table, "", "```python", *loading, "```", "", f"- PEFT {peft.__version__}"]
 
 
 def _trained_values(weights: Path) -> str | None:
@@ -136,20 +132,12 @@ def _trained_values(weights: Path) -> str | None:
     return f"{sum(sizes):,}"
 
 
-def _size(weights: Path) -> str | None:
-    return bytes_in_words(weights.stat().st_size) if weights.is_file() else None
-
-
 def _is_hub_id(name: str | None) -> bool:
     try:
         validate_repo_id(name or "")
     except HFValidationError:
         return False
     return True
-
-
-def _targets(targets: Any) -> str:
-    return _code(targets) if isinstance(targets, str) else ", ".join(map(_code, sorted(targets or [])))
 
 
 def _code(text: object) -> str:
@@ -163,19 +151,15 @@ def num_tokens(count: int | None) -> str | None:
 
 
 def _placed(text: str, section: str) -> str:
+    """A card with our section: in place of an earlier one, of an unchanged template, or at the end."""
     if _BEGIN in text and _END in text:
         before, _, rest = text.partition(_BEGIN)
         return before + section + rest.partition(_END)[2]
-    return section + "\n" if _is_unfilled(text) else f"{text.rstrip()}\n\n{section}\n"
-
-
-def _is_unfilled(text: str) -> bool:
-    """Return whether a card is an unchanged template."""
-    if text.strip() in ("", _UNFILLED):
-        return True
-    return _UNFILLED in text and all(
-        line.strip() in _template_lines() or _GENERATED.fullmatch(line.strip()) for line in text.split("\n")
-    )
+    lines = {line.strip() for line in text.split("\n")}
+    is_template = _UNFILLED in text and all(one in _template_lines() or _GENERATED.fullmatch(one) for one in lines)
+    if text.strip() in ("", _UNFILLED) or is_template:
+        return section + "\n"
+    return f"{text.rstrip()}\n\n{section}\n"
 
 
 @cache
