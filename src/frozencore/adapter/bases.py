@@ -95,7 +95,13 @@ def set_bases(
     if isinstance(bases, SavedBasis):
         require_basis_fits(str(bases.place), bases, config, layers, adapter_name)
         bases = bases.tensors
-    _require_same_layers(bases, layers)
+    expected = {f"{name}.{side}" for name in layers for side in "PQ"}
+    for odd, what in ((expected - bases.keys(), "are missing"), (bases.keys() - expected, "fit no layer")):
+        if odd:
+            raise CalibrationError(
+                f"{len(odd)} of {len(expected)} bases {what} (first: {min(odd)!r}). "
+                "Use bases that get_bases took from an adapter with the same target_modules."
+            )
     checked = {name: _checked(name, bases, layer, adapter_name, config) for name, layer in layers.items()}
     for name, layer in layers.items():
         layer.set_basis(adapter_name, checked[name], random_core=not config.init_weights)
@@ -145,16 +151,6 @@ def save_basis(
     )
     config.name_basis(identity, str(folder))
     return identity
-
-
-def _require_same_layers(bases: Mapping[str, Tensor], layers: Mapping[str, FrozenCoreLayer]) -> None:
-    expected = {f"{name}.{side}" for name in layers for side in "PQ"}
-    for odd, what in ((expected - bases.keys(), "are missing"), (bases.keys() - expected, "fit no layer")):
-        if odd:
-            raise CalibrationError(
-                f"{len(odd)} of {len(expected)} bases {what} (first: {min(odd)!r}). "
-                "Use bases that get_bases took from an adapter with the same target_modules."
-            )
 
 
 def _checked(

@@ -34,7 +34,7 @@ from frozencore.adapter.export.lora import (
     require_dtype,
 )
 from frozencore.adapter.folders import read_adapter
-from frozencore.adapter.saved.basis import differing_layer, load_basis, other_base, sample_weight
+from frozencore.adapter.saved.basis import SavedBasis, differing_layer, load_basis, other_base, sample_weight
 from frozencore.adapter.saved.card import CARD_FILE
 from frozencore.adapter.saved.state import BASE
 from frozencore.errors import ArtifactError, ModelError
@@ -63,15 +63,6 @@ class BasisModelExport:
     directory: Path
     ranks: dict[str, int]
     identity: str
-
-
-@dataclass(frozen=True)
-class _Basis:
-    origin: str
-    layers: Bases
-    recorded: Mapping[str, Any] | None
-    base_model: str | None
-    allow_other_base: bool
 
 
 def export_basis_model(
@@ -107,11 +98,14 @@ def export_basis_model(
     with whole_folder(out, overwrite=overwrite, reads=directory) as aside:
         model = load_base_model(base, dtype, loading, "a basis stands beside plain weights")
         _require_fits(basis, model, base)
-        made = _with_basis(model, basis.layers, entry)
-        made.save_pretrained(aside, save_original_format=False)
-        _name_architecture(aside / MODEL_CONFIG, with_code=with_code)
+        _with_basis(model, basis.layers, entry).save_pretrained(aside, save_original_format=False)
+        values = json.loads((aside / MODEL_CONFIG).read_text(encoding="utf-8"))
+        values["architectures"] = [ARCHITECTURE]
         if with_code:
+            values["auto_map"] = {"AutoConfig": f"{Path(CODE_FILE).stem}.BasisModelConfig"}
             (aside / CODE_FILE).write_bytes(Path(frozencore_basis_model.__file__).read_bytes())
+        text = json.dumps(values, indent=2, sort_keys=True) + "\n"
+        (aside / MODEL_CONFIG).write_text(text, encoding="utf-8")
         save_tokenizer(directory, aside, loading)
         (aside / CARD_FILE).write_text(_card(base, ranks, identity), encoding="utf-8")
     return BasisModelExport(out, ranks, identity)
@@ -152,20 +146,20 @@ def read_entry(folder: str | Path) -> dict[str, Any]:
     return dict(entry)
 
 
-def _read_basis(directory: Path) -> _Basis:
+def _read_basis(directory: Path) -> SavedBasis:
+    """A basis, or that of an adapter."""
     if (directory / HEADER_FILE).is_file():
-        saved = load_basis(directory)
-        return _Basis(str(directory), saved.layers, saved.base, saved.base_model, False)
+        return load_basis(directory)
     config, factors = read_adapter(directory)
     require_bases(factors)
     recorded = (config.seal or {}).get("base")
     if config.basis_id is not None:
         recorded = config.find_basis(str(directory)).base
-    layers = {name: (f.P, f.Q) for name, f in factors.items()}
-    return _Basis(str(directory), layers, recorded, config.base_model_name_or_path, config.allow_other_base)
+    layers, name = {name: (f.P, f.Q) for name, f in factors.items()}, config.base_model_name_or_path
+    return SavedBasis("", layers, {}, {}, base=recorded, base_model=name, place=str(directory))
 
 
-def _require_fits(basis: _Basis, model: Any, base: str) -> None:
+def _require_fits(basis: SavedBasis, model: Any, base: str) -> None:
     known = AutoModelForCausalLM._model_mapping
     if type(model.config) not in known or type(model) is not known[type(model.config)]:
         raise ModelError(
@@ -176,20 +170,18 @@ def _require_fits(basis: _Basis, model: Any, base: str) -> None:
     for name, (P, Q) in basis.layers.items():
         if shapes.get(name) != (len(P), len(Q)):
             raise ArtifactError(
-                f"{basis.origin} is of another base model: its layer {name!r} is {len(P)} x {len(Q)}, {base} has "
+                f"{basis.place} is of another base model: its layer {name!r} is {len(P)} x {len(Q)}, {base} has "
                 f"{shapes.get(name, 'none')}. Name the model that it was made on with base= (--base)."
             )
         if not name.startswith(f"{model.base_model_prefix}."):
             raise ModelError(
-                f"A basis stands in the layers below the head, but {basis.origin} has one on {name!r}, which engines "
+                f"A basis stands in the layers below the head, but {basis.place} has one on {name!r}, which engines "
                 "compute apart. Export a LoRA, or merge."
             )
-    if basis.recorded is not None and not basis.allow_other_base:
-        odd = differing_layer(
-            basis.recorded, {name: sample_weight(model.get_submodule(name).weight) for name in basis.layers}
-        )
-        if odd is not None:
-            raise other_base(f"The basis of {basis.origin}", odd)
+    if basis.base is not None:
+        samples = {name: sample_weight(model.get_submodule(name).weight) for name in basis.layers}
+        if (odd := differing_layer(basis.base, samples)) is not None:
+            raise other_base(f"The basis of {basis.place}", odd)
 
 
 def _with_basis(model: Any, bases: Bases, entry: dict[str, Any]) -> Any:
@@ -208,14 +200,6 @@ def _with_basis(model: Any, bases: Bases, entry: dict[str, Any]) -> Any:
     made.tie_weights()
     made.generation_config = model.generation_config
     return made
-
-
-def _name_architecture(path: Path, *, with_code: bool) -> None:
-    values = json.loads(path.read_text(encoding="utf-8"))
-    values["architectures"] = [ARCHITECTURE]
-    if with_code:
-        values["auto_map"] = {"AutoConfig": f"{Path(CODE_FILE).stem}.BasisModelConfig"}
-    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _card(base: str, ranks: Mapping[str, int], identity: str) -> str:

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -53,8 +53,7 @@ _SIDES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class TensorFacts:
+class TensorFacts(NamedTuple):
     """Shape, dtype and soundness of a stored tensor, without its values."""
 
     shape: tuple[int, ...]
