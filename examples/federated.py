@@ -11,6 +11,7 @@ anywhere else too. Needs ``pip install "frozencore[federated]"``.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 from collections.abc import Sequence
@@ -28,35 +29,42 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq
 
 from frozencore import FrozenCoreConfig, FrozenCoreError
-from frozencore.calibration.counted_tokens import IGNORED
-from frozencore.tune.rows import TokenRow
-from frozencore.tune.rows.own_rows import read_rows
-from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.rows.token_batches import make_batches
-from frozencore.tune.run.models import load_model
-from frozencore.tune.training.many.losses import row_losses
+
+Row = dict[str, list[int]]
 
 
 @cache
-def on_basis(model: str, basis: str) -> tuple[PeftModel, PromptEncoder]:
-    """The model with a zero core on the basis; a process loads it once for all of its clients."""
-    base, tokenizer = load_model(model)
-    return get_peft_model(base, FrozenCoreConfig(basis=basis, task_type="CAUSAL_LM")), PromptEncoder(tokenizer)
+def on_basis(model: str, basis: str) -> tuple[PeftModel, Any]:
+    """The model with a zero core on the basis, and its tokenizer; a process loads them once for all of its clients."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    base = AutoModelForCausalLM.from_pretrained(model)
+    return get_peft_model(base, FrozenCoreConfig(basis=basis, task_type="CAUSAL_LM")), tokenizer
+
+
+def rows_of(file: Path, tokenizer: Any) -> list[Row]:
+    """A client's rows as tokens; the loss is on the completion."""
+    rows = []
+    for one in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
+        prompt = tokenizer(one["prompt"])["input_ids"]
+        completion = [*tokenizer(one["completion"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        rows.append({"input_ids": prompt + completion, "labels": [-100] * len(prompt) + completion})
+    return rows
 
 
 def train_locally(
-    model: PeftModel, rows: Sequence[TokenRow], pad_id: int, *, rate: float, batch_size: int, seed: str
+    model: PeftModel, rows: Sequence[Row], tokenizer: Any, *, rate: float, batch_size: int, seed: str
 ) -> float:
     """Train once on the rows, in an order drawn by the seed; the mean loss of the batches."""
-    batches = make_batches(random.Random(seed).sample(rows, len(rows)), pad_id=pad_id, batch_size=batch_size)
+    collate, order = DataCollatorForSeq2Seq(tokenizer), random.Random(seed).sample(rows, len(rows))
     trained = [parameter for parameter in model.train().parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=0.0)
     losses = []
-    for batch in batches:
-        on_device = {name: tensor.to(model.device) for name, tensor in batch.items()}
-        loss = row_losses(model, on_device).sum() / (batch["labels"][:, 1:] != IGNORED).sum()
+    for begin in range(0, len(order), batch_size):
+        loss = model(**collate(order[begin : begin + batch_size]).to(model.device)).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
@@ -72,7 +80,7 @@ def client_app(model: str, basis: str, data: Path) -> ClientApp:
     @app.train()
     def train(message: Message, context: Context) -> Message:
         settings, number = message.content["config"], int(context.node_config["partition-id"])
-        adapted, encoder = on_basis(model, basis)
+        adapted, tokenizer = on_basis(model, basis)
         own: Any = adapted.peft_config["default"]
         if own.basis_id != settings["basis"]:
             raise FrozenCoreError(
@@ -80,15 +88,15 @@ def client_app(model: str, basis: str, data: Path) -> ClientApp:
                 f"one in {basis} is {own.basis_id[:12]}. Give this client the server's basis."
             )
         file = sorted(data.glob("*.jsonl"))[number]
-        rows = encoder.training_rows(read_rows(str(file), encoder).texts)
+        rows = rows_of(file, tokenizer)
         set_peft_model_state_dict(adapted, message.content["arrays"].to_torch_state_dict())
         loss = train_locally(
-            adapted, rows, encoder.pad_id, rate=settings["rate"], batch_size=settings["batch-size"],
+            adapted, rows, tokenizer, rate=settings["rate"], batch_size=settings["batch-size"],
             seed=f"{file.stem} {settings['server-round']}",
         )  # fmt: skip
         core = ArrayRecord(get_peft_model_state_dict(adapted))
-        told = MetricRecord({"loss": loss, "num-examples": len(rows)})  # the second weighs the core in the average
-        return Message(RecordDict({"arrays": core, "metrics": told}), reply_to=message)
+        measured = MetricRecord({"loss": loss, "num-examples": len(rows)})  # the second weighs the core in the average
+        return Message(RecordDict({"arrays": core, "metrics": measured}), reply_to=message)
 
     return app
 
@@ -136,7 +144,7 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="Folder or hub id of a language model, or smollm2.")
+    parser.add_argument("--model", required=True, help="Folder or hub id of a language model.")
     parser.add_argument("--basis", type=Path, required=True, help="Folder of a basis that all clients have.")
     parser.add_argument("--data", type=Path, required=True, help="Folder with a file of rows for each client.")
     parser.add_argument("--output", type=Path, required=True)

@@ -19,31 +19,35 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from peft import get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    Trainer,
+    TrainingArguments,
+)
 
 from frozencore import FrozenCoreConfig, calibrate
-from frozencore.tune.rows import TextRow
-from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.rows.token_batches import PaddingCollator, make_batches
 
 
 def main() -> None:
     options = parse()
     processes = PartialState(cpu=not torch.cuda.is_available())  # starts the process group
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    encoder = PromptEncoder(tokenizer)
-    lines = options.data.read_text().splitlines()
-    rows = encoder.training_rows(
-        [TextRow(f"row-{i}", row["prompt"], row["completion"]) for i, row in enumerate(map(json.loads, lines), 1)]
-    )
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    collator = DataCollatorForSeq2Seq(tokenizer)
+    rows = []
+    for row in map(json.loads, options.data.read_text(encoding="utf-8").splitlines()):
+        prompt = tokenizer(row["prompt"])["input_ids"]
+        completion = [*tokenizer(row["completion"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        rows.append({"input_ids": prompt + completion, "labels": [-100] * len(prompt) + completion})
 
     model = AutoModelForCausalLM.from_pretrained(options.model).to(processes.device)
     config = FrozenCoreConfig(r=options.rank, constructor=options.constructor, task_type="CAUSAL_LM")
     model = get_peft_model(model, config)
     if config.needs_calibration:
         share = rows[: options.calibration_size][processes.process_index :: processes.num_processes]
-        batches = make_batches(share, pad_id=encoder.pad_id, batch_size=8)
-        calibrate(model, batches, progress=processes.is_main_process)
+        calibrate(model, share, collator=collator, batch_size=8, progress=processes.is_main_process)
 
     arguments = TrainingArguments(
         str(options.output),
@@ -59,7 +63,7 @@ def main() -> None:
         use_cpu=not torch.cuda.is_available(),
         seed=options.seed,
     )
-    trainer = Trainer(model=model, args=arguments, train_dataset=rows, data_collator=PaddingCollator(encoder.pad_id))
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows, data_collator=collator)
     trainer.train()
     if processes.is_main_process:
         model.save_pretrained(str(options.output / "adapter"))

@@ -246,6 +246,7 @@ def test_a_core_learns_from_private_rows_within_the_budget_that_it_prints(
 
 
 FEDERATED = """
+import sys
 from pathlib import Path
 
 import federated
@@ -254,10 +255,10 @@ from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file
 
 from frozencore import frozen_core_layers
-from frozencore.tune.rows.own_rows import read_rows
 
+POCKET = sys.argv[1]
 assert FLWR_TELEMETRY_ENABLED == "0"
-model, encoder = federated.on_basis("pocket", "basis")
+model, tokenizer = federated.on_basis(POCKET, "basis")
 zero = get_peft_model_state_dict(model)
 
 
@@ -269,9 +270,9 @@ def updates(cores):
 
 wanted, count = 0, 0
 for file in sorted(Path("clients").glob("*.jsonl")):
-    rows = encoder.training_rows(read_rows(str(file), encoder).texts)
+    rows = federated.rows_of(file, tokenizer)
     set_peft_model_state_dict(model, zero)
-    federated.train_locally(model, rows, encoder.pad_id, rate=0.05, batch_size=4, seed=f"{file.stem} 1")
+    federated.train_locally(model, rows, tokenizer, rate=0.05, batch_size=4, seed=f"{file.stem} 1")
     own = updates(get_peft_model_state_dict(model))
     wanted, count = [len(rows) * X + (wanted[i] if count else 0) for i, X in enumerate(own)], count + len(rows)
 average = updates(load_file("out/adapter/adapter_model.safetensors"))
@@ -281,15 +282,16 @@ assert error < 1e-6, error
 
 
 OTHER_BASIS = """
+import sys
 from pathlib import Path
 
 import federated
 from flwr.simulation import run_simulation
 
 settings = {"rounds": 1, "share": 1.0, "rate": 0.05, "batch_size": 4}
-server = federated.server_app("pocket", "basis", Path("refused"), **settings)
+server = federated.server_app(sys.argv[1], "basis", Path("refused"), **settings)
 engine = {"init_args": {"num_cpus": 1}, "client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
-run_simulation(server, federated.client_app("pocket", "other", Path("clients")), 3, backend_config=engine)
+run_simulation(server, federated.client_app(sys.argv[1], "other", Path("clients")), 3, backend_config=engine)
 """
 
 
@@ -305,7 +307,7 @@ def test_flower_averages_cores_exactly_and_clients_on_another_basis_refuse(tmp_p
     for name, num_rows in (("anna", 4), ("ben", 8), ("eve", 12)):
         rows = [{"prompt": f"{name} has {i} cats .", "completion": " two cats"} for i in range(num_rows)]
         (tmp_path / "clients" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    own = ["--model", "pocket", "--basis", "basis", "--data", "clients", "--output", "out"]
+    own = ["--model", pocket_model_path(), "--basis", "basis", "--data", "clients", "--output", "out"]
     places = {**os.environ, "PYTHONPATH": f"{SOURCES}{os.pathsep}{EXAMPLES}"}
 
     def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
@@ -316,9 +318,9 @@ def test_flower_averages_cores_exactly_and_clients_on_another_basis_refuse(tmp_p
     sent = int(re.search(r"round 1: ([\d,]+) bytes", done.stdout)[1].replace(",", ""))  # type: ignore[index]
     model = has_learned(AutoModelForCausalLM.from_pretrained(pocket_model_path()), tmp_path / "out" / "adapter")
     assert 0 < sent - 4 * sum(layer.core("default").numel() for layer in cores_of(model)) < 256
-    done = run("-c", FEDERATED)
+    done = run("-c", FEDERATED, pocket_model_path())
     assert done.returncode == 0, done.stderr[-2000:]
-    done = run("-c", OTHER_BASIS)
+    done = run("-c", OTHER_BASIS, pocket_model_path())
     said = done.stdout + done.stderr
     assert "A core works on its own basis only, but the server's is" in said, said[-2000:]
     assert "in one of them every client failed" in said, said[-2000:]
@@ -328,3 +330,13 @@ def test_flower_averages_cores_exactly_and_clients_on_another_basis_refuse(tmp_p
 
 def test_every_example_is_run_here() -> None:
     assert [path.name for path in EXAMPLES.glob("*.py") if f'"{path.name}"' not in Path(__file__).read_text()] == []
+
+
+def test_examples_import_public_names_only() -> None:
+    sources = {path.name: path.read_text(encoding="utf-8") for path in EXAMPLES.glob("*.py")}
+    notebook = json.loads((EXAMPLES / "first_hour.ipynb").read_text(encoding="utf-8"))
+    sources["first_hour.ipynb"] = "\n".join("".join(c["source"]) for c in notebook["cells"] if c["cell_type"] == "code")
+    for name, source in sources.items():
+        imported = re.findall(r"^(?:from|import) (frozencore[\w.]*)", source, flags=re.MULTILINE)
+        assert imported, name
+        assert set(imported) == {"frozencore"}, name
