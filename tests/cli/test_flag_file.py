@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from frozencore.cli.flag_file import as_flags
-from frozencore.cli.flags import TakesOptions
+from frozencore.cli.flags import TakesRun, as_flags
 from frozencore.tune.config import RunConfig, make_config
 
 Command = Callable[..., tuple[int, str, str]]
@@ -23,7 +22,7 @@ def asked(command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     def parse(text: str, *words: str) -> RunConfig:
         (tmp_path / "run.yaml").write_text(text)
         found: list[RunConfig] = []
-        monkeypatch.setattr("frozencore.cli.tune.tune", TakesOptions(lambda config: found.append(config)))
+        monkeypatch.setattr("frozencore.cli.tune.tune", TakesRun(lambda config: found.append(config)))
         status, _, errors = command("tune", "--config", tmp_path / "run.yaml", *words)
         assert (status, errors) == (0, "")
         return found[0]

@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from frozencore.calibration.calibration_options import CalibrationOptions
-from frozencore.cli.calibrate import OF_TRAINING, calibrate
-from frozencore.cli.flags import TakesOptions
+from frozencore.cli.flags import TakesRun
 from frozencore.cli.tune import tune
 from frozencore.constructors import CONSTRUCTORS
 from frozencore.files.adapter_folder import WEIGHTS_FILE
@@ -33,7 +32,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunConfig]:
 
     def parse(command: Command, *words: str) -> RunConfig:
         found: list[RunConfig] = []
-        monkeypatch.setattr("frozencore.cli.tune.tune", TakesOptions(lambda config: found.append(config)))
+        monkeypatch.setattr("frozencore.cli.tune.tune", TakesRun(lambda config: found.append(config)))
         status, _, errors = command("tune", *RUN, *words)
         assert (status, errors) == (0, "")
         return found[0]
@@ -101,7 +100,7 @@ def test_every_option_of_a_constructor_and_of_the_pass_is_a_flag_with_its_help(
         for name, option in options.items():
             line = shown[shown.index(f"--{name.replace('_', '-')} ") :][:900]
             assert option.help in line, name
-        assert ", ".join(METHODS) in shown
+        assert all(re.search(rf"\b{name} \(\w+\)", shown) for name in METHODS)
 
 
 def test_defaults_are_those_of_the_dataclasses() -> None:
@@ -112,12 +111,6 @@ def test_defaults_are_those_of_the_dataclasses() -> None:
                 assert str(parameters[name].default) == str(option.default), name
     assert all(get_origin(parameter.annotation) is Annotated for parameter in parameters.values())
     assert get_args(parameters["eva_center"].annotation)[0] is bool
-
-
-def test_calibrate_takes_what_tune_takes_but_the_recipe() -> None:
-    of_tune, of_calibrate = (set(signature(verb).parameters) for verb in (tune, calibrate))  # type: ignore[arg-type]
-    assert of_tune - of_calibrate == {*OF_TRAINING, "dry_run", "moments", "push_to_hub", "resume"}
-    assert of_calibrate - of_tune == {"all_layers", "tenants"}
 
 
 @pytest.mark.parametrize(
@@ -131,9 +124,9 @@ def test_calibrate_takes_what_tune_takes_but_the_recipe() -> None:
         (["--damping", "much"], "--damping must be"),
         (["--memory-budget", "lots"], 'a positive size such as "8GB"'),
         (["--stats-device", "abacus"], "stats_device must be a device"),
-        (["--group-size", "0"], "--group-size must be a whole number of at least 1, but 0 came"),
+        (["--group-size", "0"], "--group-size must be a whole number of at least 1, but '0' came"),
         (["--tokens", "all"], "--tokens must be one of nonpad, completion, nonzero_delta, but 'all' came"),
-        (["--shrinkage", "2"], "--shrinkage must be a number .* but 2.0 came"),
+        (["--shrinkage", "2"], "--shrinkage must be a number .* but '2' came"),
         (["--eva-center"], "The method 'fcca' does not read eva_center .it is for eva."),
         (["--prompt-date", "yesterday"], "--prompt-date must be a day as YYYY-MM-DD, but 'yesterday' came"),
     ],

@@ -1,4 +1,4 @@
-"""The help: every text in full, in boxes of a few flags, and the rest when it is asked for."""
+"""The help: verbs in groups, the flags of a run in few lines, and the rest when it is asked for."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 from typer.main import get_command
 
 from frozencore.cli.app import program
-from frozencore.cli.help import FLAG_GROUPS
-from frozencore.cli.verbs import all_verbs
+from frozencore.cli.flags import PANELS
+from frozencore.cli.verbs import GROUPS, all_verbs
 from frozencore.tune.config import run_options
 
 Command = Callable[..., tuple[int, str, str]]
-IN_SIGHT = 10
 OF_A_RUN = ("tune", "tune-many", "calibrate")
+MOST_IN_SIGHT = 20
 
 
 def verbs() -> Iterator[tuple[list[str], Any]]:
@@ -32,14 +32,27 @@ def plain(shown: str) -> str:
 
 
 def boxes(shown: str) -> dict[str, list[str]]:
-    """The flags of each box of a help text."""
+    """The flags or verbs of each box of a help text."""
     found: dict[str, list[str]] = {}
     for line in shown.splitlines():
         if title := re.match(r"╭─ ([\w ]+) ─", line):
             found[title[1]] = []
-        elif flag := re.match(r"│ [* ]{0,3}(--[a-z-]+)", line):
+        elif flag := re.match(r"│ [* ]{0,3}((?:--)?[a-z][a-z-]*)", line):
             found[next(reversed(found))].append(flag[1])
     return found
+
+
+def test_verbs_stand_in_four_groups_with_an_example_each(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    status, out, err = command("-h")
+    assert (status, err, out) == (0, "", command("--help")[1])
+    found = boxes(out)
+    assert list(found) == ["Options", *GROUPS]
+    assert [verb for group in GROUPS for verb in found[group]] == [verb.name for verb in all_verbs()]
+    for verb in all_verbs():
+        shown = plain(command(verb.name, "-h")[1])
+        assert verb.examples
+        assert all(f"frozencore {verb.name}" in line and plain(line) in shown for line in verb.examples)
 
 
 def test_help_shows_every_text_as_it_was_written(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,36 +67,26 @@ def test_help_shows_every_text_as_it_was_written(command: Command, monkeypatch: 
     assert seen >= 2
 
 
-def test_the_help_of_a_run_has_boxes_of_few_flags_and_names_the_way_to_the_rest(
-    command: Command, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("verb", OF_A_RUN)
+def test_the_help_of_a_run_shows_few_flags_in_groups_and_names_the_way_to_the_rest(
+    verb: str, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
-    for verb in OF_A_RUN:
-        short, long = (command(verb, flag)[1] for flag in ("--help", "--help-all"))
-        few, all_of_them = boxes(short), boxes(long)
-        names = [group.name for group in FLAG_GROUPS]
-        assert list(few) == [name for name in ("Options", *names) if name in few]
-        assert max(map(len, few.values())) <= IN_SIGHT
-        rest = sum(map(len, all_of_them.values())) - sum(map(len, few.values()))
-        assert rest > 0
-        assert f"{rest} more flag{'s' if rest > 1 else ''}: frozencore {verb} --help-all" in short
-        assert "--help-all" not in long
-    assert set(boxes(command("tune", "--help")[1])) == {"Options", *(group.name for group in FLAG_GROUPS)}
+    short, long = (command(verb, flag)[1] for flag in ("--help", "--help-all"))
+    few, all_of_them = boxes(short), boxes(long)
+    assert list(few) == [name for name in ("Options", *PANELS.values()) if name in few]
+    assert sum(map(len, few.values())) <= MOST_IN_SIGHT
+    rest = sum(map(len, all_of_them.values())) - sum(map(len, few.values()))
+    assert f"{rest} more flags: frozencore {verb} --help-all" in short
+    assert "--help-all" not in long
+    if verb == "tune":
+        assert {"--data-root", "--method", "--out"} <= {flag for flags in few.values() for flag in flags}
+        assert len(all_of_them) == 1 + len(PANELS)
 
 
-def test_every_flag_of_a_run_stands_in_one_box() -> None:
-    named = [name for group in FLAG_GROUPS for name in group.in_sight + group.rest]
-    assert len(named) == len(set(named))
-    flags = {parameter.name for (words, verb) in verbs() if words[0] in OF_A_RUN for parameter in verb.params}
-    assert set(named) <= flags
-    bases = next(group for group in FLAG_GROUPS if group.name == "Bases")
-    options = run_options()
-    unnamed = options.keys() - set(named)
-    assert unnamed  # options of constructors and of the calibration pass, which a table adds to
-    panels = {
-        parameter.name: parameter.rich_help_panel
-        for (words, verb) in verbs()
-        if words == ["tune"]
-        for parameter in verb.params
+def test_every_option_of_a_run_is_a_flag_of_tune_in_the_group_of_its_part() -> None:
+    (tune,) = (command for words, command in verbs() if words == ["tune"])
+    panels = {parameter.name: parameter.rich_help_panel for parameter in tune.params}
+    assert {name: panels[name] for name in run_options()} == {
+        name: PANELS[option.part] for name, option in run_options().items()
     }
-    assert {panels[name] for name in unnamed} == {bases.name}

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from frozencore.cli.console import console
-from frozencore.cli.flags import TakesOptions
+from frozencore.cli.flags import flag
 from frozencore.errors import ConfigError
 from frozencore.files.adapter_folder import adapter_in
 from frozencore.files.whole_file import require_free
@@ -17,21 +17,23 @@ from frozencore.tune.run.refuse_early import require_basis
 adapter_app = typer.Typer(no_args_is_help=True)
 
 Adapter = Annotated[Path, typer.Argument(help="Folder of a run or of a saved frozen-core adapter.")]
-NewFolder = Annotated[Path, typer.Option("--output", "--out", help="New folder.")]
+NewFolder = Annotated[Path, typer.Option("--out", "--output", help="New folder.")]
 
 
-def _pack(
+@adapter_app.command()
+def pack(
     adapter: Adapter,
     output: NewFolder,
     basis: Annotated[
         str | None,
         typer.Option(
             help="Folder or hub id of the basis that the adapter was trained on. Default: the folder basis beside "
-            "--output, written from the adapter if missing."
+            "--out, written from the adapter if missing."
         ),
     ] = None,
-    dtype: Annotated[str, "Dtype of the cores: auto (as saved), float32, bfloat16 or float16."] = "auto",
+    dtype: Annotated[str, flag("dtype", "Dtype of the cores: auto (as saved), float32, bfloat16 or float16.")] = "auto",
 ) -> None:
+    """Write an adapter that holds only its cores; it then needs its basis to be loaded."""
     folder = adapter_in(adapter)
     _require_places(folder, basis, output)
     import torch
@@ -41,11 +43,6 @@ def _pack(
     pack_adapter(folder, basis, output, dtype=None if dtype == "auto" else getattr(torch, dtype))
     _print_size("Adapter", output)
     _print_size("Basis", output.parent / "basis" if basis is None else Path(basis))
-
-
-adapter_app.command("pack", help="Write an adapter that holds only its cores; it then needs its basis to be loaded.")(
-    TakesOptions(_pack)
-)
 
 
 @adapter_app.command()

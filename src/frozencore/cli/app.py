@@ -6,20 +6,23 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from typing import Annotated, NoReturn
 
 import typer
+from rich.markup import escape
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
+from typer.main import get_command
 
 from frozencore import __version__, _imported_at
 from frozencore.cli.console import console
-from frozencore.cli.help import HELP, HELP_ALL, command_of, refuse_unknown_flag
-from frozencore.cli.verbs import NOTHING_KEPT, Verb, add_verbs, all_verbs, refuse_unknown_verb
-from frozencore.errors import CalibrationError, FrozenCoreError
+from frozencore.cli.verbs import GROUPS, NOTHING_KEPT, Verb, add_verbs, all_verbs, refuse_unknown_verb
+from frozencore.errors import CalibrationError, ConfigError, FrozenCoreError
 from frozencore.quiet import ignore_known_warnings
 from frozencore.tune.run.processes import is_first, refuse_several
-from frozencore.words import one_line
+from frozencore.words import nearest_name, num_of, one_line
 
+HELP, HELP_ALL = ("--help", "-h"), "--help-all"
 _COMPLETES = "_FROZENCORE_COMPLETE"  # a shell sets it when it asks for completions
 REFUSED, INTERRUPTED, TERMINATED = 2, 130, 143  # exit statuses of an error, of Ctrl-C and of SIGTERM
 
@@ -42,10 +45,13 @@ def _common(
 
 def program(words: Collection[str]) -> typer.Typer:
     """Build the command line; a verb that is not among the words gets only a name and a help text."""
+    first = {verb.group: verb.examples[0] for verb in reversed(all_verbs())}
     verbs = typer.Typer(
         no_args_is_help=True,
         pretty_exceptions_enable=False,
+        context_settings={"help_option_names": list(HELP)},
         help="Fine-tune language models by training only r x r cores between frozen, calibrated bases.",
+        epilog="For example:\n\n" + "\n\n".join(first[group] for group in GROUPS),
     )
     verbs.callback()(_common)
     add_verbs(verbs, words)
@@ -60,11 +66,61 @@ def app() -> None:
     console.quiet = not is_first()
     if _COMPLETES not in os.environ:
         refuse_unknown_verb(words)
-    asked = [HELP if word == HELP_ALL else word for word in sys.argv[1:]]
+    asked = [HELP[0] if word == HELP_ALL else word for word in sys.argv[1:]]
     command = command_of(program(words), words)
     if _COMPLETES not in os.environ:
         refuse_unknown_flag(command, asked)
     command(asked, prog_name="frozencore")  # shells complete it by this name
+
+
+def command_of(program: typer.Typer, words: Sequence[str]) -> TyperGroup:
+    """Make the program's command, which shows help texts unchanged and hides less important flags."""
+    command = get_command(program)
+    assert isinstance(command, TyperGroup)
+    for verb in _commands(command):
+        flags = {str(flag.name): flag for flag in verb.params if isinstance(flag, TyperOption)}
+        if "calibration_size" in flags and not {*HELP}.isdisjoint(words):
+            from frozencore.cli.flags import IN_SIGHT
+
+            rest = [flag for name, flag in flags.items() if name not in IN_SIGHT]
+            for flag in rest:
+                flag.hidden = True
+            verb.epilog = f"{verb.epilog}\n\n{num_of(len(rest), 'more flag')}: frozencore {verb.name} {HELP_ALL}"
+    if not {*HELP, HELP_ALL}.isdisjoint(words):
+        _show_as_text(command)
+    return command
+
+
+def _show_as_text(command: TyperGroup | TyperCommand) -> None:
+    """Escape the help texts: Rich would read ``[lm-eval]`` as markup and drop it."""
+    command.help = escape(command.help or "")
+    for parameter in command.params:
+        if isinstance(parameter, TyperOption | TyperArgument) and parameter.help:
+            parameter.help = escape(parameter.help)
+    for inner in _commands(command):
+        _show_as_text(inner)
+
+
+def _commands(command: TyperGroup | TyperCommand) -> Iterator[TyperGroup | TyperCommand]:
+    inner = command.commands.values() if isinstance(command, TyperGroup) else ()
+    return (one for one in inner if isinstance(one, TyperGroup | TyperCommand))
+
+
+def refuse_unknown_flag(command: TyperGroup, words: Sequence[str]) -> None:
+    """Refuse a flag that the verb does not have, and name the nearest one; typer lists all that look similar.
+
+    Raises:
+        ConfigError: Such a flag is among the words.
+    """
+    named: list[TyperGroup | TyperCommand] = [command]
+    for word in words:
+        named += [inner for inner in _commands(named[-1]) if inner.name == word]
+    parameters = [parameter for one in named for parameter in one.params]
+    flags = {flag for parameter in parameters for flag in (*parameter.opts, *parameter.secondary_opts)} | {*HELP}
+    for word in words:
+        came = word.partition("=")[0]
+        if came.startswith("--") and came not in flags and (nearest := nearest_name(came, flags)) is not None:
+            raise ConfigError(f"There is no flag {came}. Did you mean {nearest}?")
 
 
 def _words() -> list[str]:

@@ -10,7 +10,7 @@ import typer
 from rich.console import Group
 
 from frozencore.cli.console import console
-from frozencore.cli.flags import TakesOptions
+from frozencore.cli.flags import TakesRun
 from frozencore.cli.tune_many import TENANTS
 from frozencore.tune.config import RunConfig
 from frozencore.tune.run.many.tenants import refuse_tenants_early
@@ -27,15 +27,16 @@ def _calibrate(
     output: Annotated[
         Path,
         typer.Option(
-            "--output",
             "--out",
+            "--output",
             help="New folder for the basis, the adapter and the moments (no moments with --memory-budget).",
         ),
     ],
     tenants: Annotated[
         Path | None,
         typer.Option(
-            help=f"{TENANTS} In place of --data: calibrate one basis on --calibration-size rows of each tenant."
+            help=f"{TENANTS} In place of --data: calibrate one basis on --calibration-size rows of each tenant.",
+            rich_help_panel="Rows",
         ),
     ] = None,
     all_layers: Annotated[bool, typer.Option("--all-layers", help="Print a line for each layer.")] = False,
@@ -77,8 +78,10 @@ def calibration_summary(calibration: Calibration, *, every_layer: bool = False) 
     return Group(table, legend(columns))
 
 
-OF_TRAINING = (
-    "basis", "learning_rate", "warmup", "epochs", "batch_size", "accumulation", "save_steps", "report_to", "patience",
-    "samples", "exact_match", "forgetting",
+calibrate = TakesRun(
+    _calibrate,
+    without=(
+        "basis", "learning_rate", "warmup", "epochs", "batch_size", "accumulation", "save_steps", "report_to",
+        "patience", "samples", "exact_match", "forgetting",
+    ),
 )  # fmt: skip
-calibrate = TakesOptions(_calibrate, without=OF_TRAINING, instead={"tenants": "data"})

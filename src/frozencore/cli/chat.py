@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from frozencore.cli.console import console
-from frozencore.cli.flags import TakesOptions
+from frozencore.cli.flags import flag
 from frozencore.errors import ConfigError
 from frozencore.files.adapter_folder import adapter_in, folder_of, read_config
 from frozencore.tune.run.refuse_early import require_model
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 NEW, QUIT = "/new", "/quit"
 
 
-def _chat(
+def chat(
     adapters: Annotated[
         list[str] | None,
         typer.Argument(help="Folders of runs or of adapters, or hub ids; each answers. Default: the model alone."),
@@ -32,8 +32,8 @@ def _chat(
     with_base: Annotated[bool, typer.Option("--with-base", help="Let the model without adapters answer too.")] = False,
     system: Annotated[str | None, typer.Option(help="The system message of the conversation.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The longest answer, in tokens.")] = 256,
-    dtype: str = "auto",
-    device: str = "auto",
+    dtype: Annotated[str, flag("dtype")] = "auto",
+    device: Annotated[str, flag("device")] = "auto",
 ) -> None:
     folders = [adapter_in(folder_of(adapter)) for adapter in adapters or ()]
     name = model or (read_config(folders[0]).get("base_model_name_or_path") if folders else None)
@@ -119,6 +119,3 @@ class Speaker:
             stream_greedily(model, row, encoder, max_new_tokens=max_new_tokens, tell=tell)
         console.print()
         self.turns.append({"role": "assistant", "content": "".join(pieces).strip()})
-
-
-chat = TakesOptions(_chat)

@@ -12,7 +12,7 @@ from torch import nn
 
 from frozencore.cli.console import console
 from frozencore.cli.display import StageDisplay
-from frozencore.cli.flag_file import as_flags
+from frozencore.cli.flags import as_flags
 from frozencore.cli.run_summary import places_in_words, recipe_in_words
 from frozencore.cli.tasks import marked
 from frozencore.tune.config import RunConfig

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import date
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Group
@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from frozencore.cli.console import console
-from frozencore.cli.flags import TakesOptions
+from frozencore.cli.flags import flag, told_if_nothing_is_kept
 from frozencore.errors import ConfigError
 from frozencore.files.adapter_folder import adapter_in
 from frozencore.files.whole_file import require_writable
@@ -28,16 +28,19 @@ COUNTS = {"num_truncated": "truncated", "num_unanswered": "no answer", "num_ties
 RARE_COUNTS = {"num_duplicate_choices": "duplicates", "num_cut": "cut prompts"}  # shown if not zero
 
 
-def _evaluate(
-    model: str,
-    output: Annotated[Path, typer.Option("--output", "--out", help="Folder of the scores; finished scores are kept.")],
+def evaluate(
+    model: Annotated[str, flag("model")],
+    output: Annotated[Path, typer.Option("--out", "--output", help="Folder of the scores; finished scores are kept.")],
     task: Annotated[
         str | None, typer.Option(help="all (the paper's eleven), task names, or your own YAML files; comma-separated.")
     ] = None,
     data: Annotated[
-        str | None, "Your own rows, as for `tune --data`: scores the loss, and counts correct short completions."
+        str | None,
+        typer.Option(
+            help="Your own rows, as for `tune --data`: scores the loss, and counts correct short completions."
+        ),
     ] = None,
-    columns: str | None = None,
+    columns: Annotated[str | None, flag("columns")] = None,
     lm_eval: Annotated[
         str | None, typer.Option(help="Tasks of lm-evaluation-harness by name (needs frozencore[lm-eval]).")
     ] = None,
@@ -47,17 +50,19 @@ def _evaluate(
         typer.Option(help="Folder of a run, or of an adapter (cores, LoRA); may be repeated."),
     ] = None,
     with_base: Annotated[bool, typer.Option("--with-base", help="Score the model without adapters too.")] = False,
-    data_root: Path | None = None,
-    num_evaluation: Annotated[int | None, "Rows of a task. Default: the protocol's."] = None,
+    data_root: Annotated[Path | None, flag("data_root")] = None,
+    num_evaluation: Annotated[int | None, flag("num_evaluation", "Rows of a task. Default: the protocol's.")] = None,
     length_normalised: Annotated[
         bool, typer.Option("--length-normalised", help="Compare choices by log-likelihood per character.")
     ] = False,
-    prompt_style: PromptStyle = "auto",
-    prompt_date: date = PROMPT_DATE,
-    max_length: Annotated[int | None, "Tokens of a row. Default: the model's context."] = None,
-    truncate: Annotated[bool, "Cut long prompts at their beginning, and count them."] = False,
-    dtype: str = "auto",
-    device: str = "auto",
+    prompt_style: Annotated[str, flag("prompt_style")] = "auto",
+    prompt_date: Annotated[str, flag("prompt_date")] = str(PROMPT_DATE),
+    max_length: Annotated[int | None, flag("max_length", "Tokens of a row. Default: the model's context.")] = None,
+    truncate: Annotated[
+        bool, typer.Option("--truncate", help="Cut long prompts at their beginning, and count them.")
+    ] = False,
+    dtype: Annotated[str, flag("dtype")] = "auto",
+    device: Annotated[str, flag("device")] = "auto",
 ) -> None:
     if task is None and lm_eval is None and data is None:
         raise ConfigError("There is nothing to score: give --data FILE, --task all, --task NAME or --lm-eval NAME.")
@@ -73,11 +78,12 @@ def _evaluate(
     require_writable(output)
     from frozencore.cli.display import StageDisplay
 
-    with StageDisplay(console) as progress:
-        from frozencore.tune.evaluation.evaluate import Evaluation, evaluate
+    kept = told_if_nothing_is_kept(lambda: any(output.glob(f"*/*/{RECORD}")))
+    with kept, StageDisplay(console) as progress:
+        from frozencore.tune.evaluation import evaluate as evaluation_of
 
         progress.started()
-        evaluation = Evaluation(
+        evaluation = evaluation_of.Evaluation(
             model=model,
             tasks=tasks,
             data=data,
@@ -87,8 +93,8 @@ def _evaluate(
             adapters=adapters,
             with_base=with_base,
             data_root=data_root,
-            prompt_style=prompt_style,
-            prompt_date=prompt_date,
+            prompt_style=cast(PromptStyle, prompt_style),
+            prompt_date=date.fromisoformat(prompt_date),
             max_length=max_length,
             truncate=truncate,
             length_normalised=length_normalised,
@@ -96,7 +102,7 @@ def _evaluate(
             dtype=dtype,
             device=device,
         )
-        record = evaluate(evaluation, output, progress)
+        record = evaluation_of.evaluate(evaluation, output, progress)
     console.print(evaluation_table(record))
     for run in runs_trained_on(data, adapters):
         console.print(f"{run} was trained on rows of {data}: its scores are not those of new rows.", soft_wrap=True)
@@ -173,6 +179,3 @@ def _notes(record: Mapping[str, Any]) -> list[str]:
         *(f"{task}: the harness's {metric}" for task, metric in metrics.items()),
         *(f"{task} was not scored: {reason}" for task, reason in record["failed"].items()),
     ]
-
-
-evaluate = TakesOptions(_evaluate, kept=lambda output: any(output.glob(f"*/*/{RECORD}")))

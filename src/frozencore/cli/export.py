@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from frozencore.cli.console import console
-from frozencore.cli.flags import TakesOptions
+from frozencore.cli.flags import flag
 from frozencore.errors import ConfigError
 from frozencore.files.adapter_folder import adapter_in, folder_of, read_config
 from frozencore.files.whole_file import require_free
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from frozencore.adapter.export.serving import LoraReport
 
 
-def _export(
+def export(
     adapter: Annotated[
         str,
         typer.Argument(help="Folder of a run; folder or hub id of an adapter, or of a basis (for a basis model)."),
     ],
-    output: Annotated[Path, typer.Option("--output", "--out", help="New folder for the export.")],
+    output: Annotated[Path, typer.Option("--out", "--output", help="New folder for the export.")],
     to: Annotated[
         str,
         typer.Option(
@@ -44,7 +44,9 @@ def _export(
             "tenant: its basis model, to compare the bases."
         ),
     ] = None,
-    dtype: Annotated[str, "auto (factors float32, models as their base), float32, bfloat16 or float16."] = "auto",
+    dtype: Annotated[
+        str, flag("dtype", "auto (factors float32, models as their base), float32, bfloat16 or float16.")
+    ] = "auto",
     rank: Annotated[
         int | None,
         typer.Option(help="Rank of the LoRA, below the adapter's own; prints how much of the update is lost."),
@@ -184,4 +186,3 @@ def _serving(report: LoraReport) -> Iterator[str]:
 FORMS: dict[str, Callable[[Asked], Iterator[str]]] = {
     "lora": _lora, "merged": _merged, "basis-model": _basis_model, "tenant": _tenant,
 }  # fmt: skip
-export = TakesOptions(_export)

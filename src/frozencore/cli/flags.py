@@ -1,10 +1,14 @@
-"""Make flags from the options of a run: each option is one flag, with its default and help."""
+"""Flags made from the options of a run: each option is one flag, with its default, its help and its group.
+
+``--config run.yaml`` gives the same flags from a file: a key is a flag without its dashes, ``learning-rate`` or
+``learning_rate``. A flag on the command line overrides the file.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from copy import copy
-from dataclasses import MISSING, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import MISSING
 from datetime import date
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -12,155 +16,119 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
+import yaml
 from pydantic import ValidationError
 
-from frozencore.cli.flag_file import ConfigFile
-from frozencore.cli.help import group_of, in_order
 from frozencore.cli.verbs import NOTHING_KEPT
 from frozencore.constructors import described
 from frozencore.errors import ConfigError, own_refusal
+from frozencore.files.strict_yaml import read_yaml
 from frozencore.options import Option
-from frozencore.tune.config import make_config, run_options
+from frozencore.tune.config import GROUPS, RunConfig, make_config, run_options
 from frozencore.tune.methods import METHODS
 from frozencore.tune.suite import TASKS
-from frozencore.words import flag_of
+from frozencore.words import flag_of, nearest_name
 
-CONFIG = "config"
+PANELS = {
+    "model": "Model", "rows": "Rows", "method": "Method and bases", "training": "Training", "scoring": "Scoring",
+    "verb": "Run",
+}  # fmt: skip
+"""The groups of flags in the help, by the part of the configuration that holds them; the last: a verb's own flags."""
+IN_SIGHT = (
+    "model", "data", "task", "tenants", "data_root", "max_length", "calibration_size", "method", "rank", "targets",
+    "basis", "learning_rate", "epochs", "batch_size", "accumulation", "slots", "select_checkpoint", "output", "resume",
+    "dry_run", "config_file", "all_layers",
+)  # fmt: skip
+"""The flags of a run that ``--help`` shows; ``--help-all`` shows the others too."""
 SPELLED = {"learning_rate": ("--lr", "--learning-rate")}
-Resume = Annotated[bool, typer.Option("--resume", help="Continue the run that is in --output.")]
-Out = Annotated[Path | None, typer.Option("--output", "--out", help="New folder for adapters and records.")]
+
+
+def flag(name: str, said: str | None = None) -> Any:
+    """Typer's flag of one option of a run, for a verb that takes a few of them; a wrong value is refused.
+
+    Args:
+        said: A help text in place of the option's.
+    """
+    option = run_options()[name]
+
+    def check(given: Any) -> Any:
+        read_value(option, given)
+        return given
+
+    return typer.Option(help=said or help_of(option), autocompletion=_completions(option), callback=check)
+
+
+Out = Annotated[Path | None, typer.Option("--out", "--output", help="New folder for adapters and records.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue the run that is in --out.")]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Write nothing: say what the run would read and need, show its first rows.")
 ]
-_TYPES_OF_TYPER = (bool, int, float, str, Path)
 
 
-class TakesOptions:
-    """A verb for typer, with a flag for each option of a run that the verb takes.
-
-    A parameter with the name of an option and a plain type takes this option; a text in ``Annotated`` replaces the
-    option's help. A parameter ``config`` takes all options. Parameters with a ``typer.Option`` or ``typer.Argument``
-    belong to the verb itself.
+class TakesRun:
+    """A verb for typer: the parameter ``config`` becomes a flag for each option of a run.
 
     Args:
-        without: Options that are not part of ``config``.
-        renamed: Other flags and help texts for some options; these options become required.
+        without: Options that the verb does not take.
         defaults: Other defaults for some options.
-        instead: Parameters of the verb that set the value of an option; only one of the two may be given.
-        kept: Returns whether a verb that is ended early has left something in its output folder to continue from.
     """
 
     def __init__(
-        self,
-        verb: Callable[..., None],
-        *,
-        without: Collection[str] = (),
-        renamed: Mapping[str, tuple[str, str]] | None = None,
-        defaults: Mapping[str, Any] | None = None,
-        instead: Mapping[str, str] | None = None,
-        kept: Callable[[Path], object] | None = None,
+        self, verb: Callable[..., None], *, without: Collection[str] = (), defaults: Mapping[str, Any] | None = None
     ) -> None:
-        self._verb, self._without, self._renamed, self._defaults = verb, without, renamed or {}, defaults or {}
-        self._instead, self._kept = instead or {}, kept
+        self._verb, self._without, self._defaults = verb, without, defaults or {}
         self.__name__, self.__annotations__ = verb.__name__, {}
 
-    def _parameters(self) -> dict[str, Parameter]:
-        return dict(signature(self._verb, eval_str=True).parameters)
-
     @property
-    def __signature__(self) -> Signature:
-        known, parameters = run_options(), self._parameters()
-        flags = {}
-        if CONFIG in parameters:
-            flags = {name: self._flag(known[name]) for name in known if name not in self._without}
-            flags["config_file"] = Parameter("config_file", Parameter.KEYWORD_ONLY, default=None, annotation=ConfigFile)
-        for name, own in parameters.items():
-            if _is_own(own):
-                flags[name] = own.replace(kind=Parameter.KEYWORD_ONLY)
-            elif name != CONFIG:
-                flags[name] = self._flag(known[name], next(iter(_metadata(own)), None))
-        if CONFIG in parameters:
-            flags = {name: _in_its_group(flags[name]) for name in in_order(flags)}
-        return Signature(list(flags.values()))
+    def __signature__(self) -> Signature:  # of the current table of constructors
+        flags = [self._flag(option) for name, option in run_options().items() if name not in self._without]
+        own = dict(signature(self._verb, eval_str=True).parameters)
+        own["config_file"] = Parameter("config_file", Parameter.KEYWORD_ONLY, default=None, annotation=ConfigFile)
+        for name, parameter in own.items():
+            if name != "config":
+                _, info = get_args(parameter.annotation)
+                info.rich_help_panel = info.rich_help_panel or PANELS["verb"]
+                flags.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
+        order = list(PANELS.values())
+        return Signature(sorted(flags, key=lambda one: order.index(get_args(one.annotation)[1].rich_help_panel)))
 
     def __call__(self, **given: Any) -> None:
-        given.pop("config_file", None)
-        known, parameters = run_options(), self._parameters()
-        own = {name: given.pop(name) for name, parameter in parameters.items() if _is_own(parameter)}
-        values = {name: _read_value(known[name], value) for name, value in given.items()}
-        for name, option in self._instead.items():
-            if own[name] is None:
-                continue
-            if values[option] is not None:
-                raise ConfigError(f"{flag_of(name)} and {flag_of(option)} name the same thing. Leave one out.")
-            values[option] = own[name]
-        if CONFIG in parameters:
-            values = {CONFIG: make_config(**values)}
-        try:
-            self._verb(**values, **own)
-        except (KeyboardInterrupt, SystemExit) as end:
-            if self._kept is not None and not self._kept(own["output"]):
-                end.add_note(NOTHING_KEPT)
-            raise
+        known = run_options()
+        own = {name: value for name, value in given.items() if name not in known and name != "config_file"}
+        values = {name: read_value(known[name], given[name]) for name in known.keys() & given.keys()}
+        if (tenants := own.get("tenants")) is not None:
+            if values.get("data") is not None:
+                raise ConfigError("--tenants and --data name the same thing. Leave one out.")
+            values["data"] = str(tenants)
+        self._verb(make_config(**values), **own)
 
-    def _flag(self, option: Option, said: str | None = None) -> Parameter:
-        """Make typer's flag of an option; values of types that typer does not know are read as text."""
-        kinds = _kinds(option)
-        kind = kinds[0] if len(kinds) == 1 and kinds[0] in _TYPES_OF_TYPER else str
-        spelled: Sequence[str] = SPELLED.get(option.name, (flag_of(option.name),))
+    def _flag(self, option: Any) -> Parameter:
+        """Typer's flag of an option. Values are read as text, so that each wrong one is refused in the same words."""
         default = self._defaults.get(option.name, option.default)
-        if option.name in self._renamed:
-            flag, said = self._renamed[option.name]
-            spelled, default = (flag,), MISSING
-        typed = default if default in (None, MISSING) or kind is not str else str(default)
-        if _is_repeated(option) and option.name not in self._renamed:
-            kind = list[str]
+        kind: Any = list[str] if _is_repeated(option) else bool if option.plain is bool else str
         info = typer.Option(
-            *spelled,
-            help=said or _help(replace(option, default=default)),
-            metavar="YYYY-MM-DD" if kinds == [date] else None,
+            *SPELLED.get(option.name, (flag_of(option.name),)),
+            help=help_of(option),
+            metavar=_metavar(option),
             autocompletion=_completions(option),
+            rich_help_panel=PANELS[option.part],
         )
+        if default is not MISSING and default is not None and kind is str:
+            default = str(default)
         return Parameter(
             option.name,
             Parameter.KEYWORD_ONLY,
-            default=Parameter.empty if typed is MISSING else typed,
-            annotation=Annotated[kind | None if _may_be_none(option) else kind, info],
+            default=Parameter.empty if default is MISSING else default,
+            annotation=Annotated[kind | None if default is None else kind, info],
         )
 
 
-def _is_own(parameter: Parameter) -> bool:
-    """Return whether a parameter belongs to the verb itself and is not an option of a run."""
-    return any(not isinstance(extra, str) for extra in _metadata(parameter))
-
-
-def _metadata(parameter: Parameter) -> tuple[Any, ...]:
-    return getattr(parameter.annotation, "__metadata__", ())
-
-
-def _in_its_group(flag: Parameter) -> Parameter:
-    """Put a flag into its group of the help."""
-    kind, info = get_args(flag.annotation)
-    boxed = copy(info)
-    boxed.rich_help_panel = group_of(flag.name).name
-    return flag.replace(annotation=Annotated[kind, boxed])
-
-
-def _completions(option: Option) -> Callable[[str], list[str]]:
-    """Make a shell's completions of the value: the values of a short list, methods or tasks."""
-    named: Mapping[str, Iterable[str]] = {"method": METHODS, "task": TASKS, "calibration_task": TASKS}
-    allowed = [str(value) for kind in _kinds(option) if get_origin(kind) is Literal for value in get_args(kind)]
-
-    def beginning_with(incomplete: str) -> list[str]:
-        return [value for value in (*allowed, *named.get(option.name, ())) if value.startswith(incomplete)]
-
-    return beginning_with
-
-
-def _help(option: Option) -> str:
+def help_of(option: Option) -> str:
+    """The help of an option: its description, the constructors that read it, and its values."""
     said = described(option)
     if option.name == "method":
-        said += f" One of {', '.join(METHODS)}."
+        words = (f"{name} ({row.word})" if row.word else name for name, row in METHODS.items())
+        said = f"{said.rstrip('.')}, with the source of its bases or the kind of its values: {', '.join(words)}."
     if any(get_origin(kind) is Literal for kind in _kinds(option)[:1]):
         said += f" {option.rule.capitalize()}."
     if _takes_several(option) and not _is_repeated(option):
@@ -168,13 +136,14 @@ def _help(option: Option) -> str:
     return said
 
 
-def _read_value(option: Option, given: Any) -> Any:
+def read_value(option: Option, given: Any) -> Any:
     """Convert a flag's text to the option's type.
 
     Raises:
         ConfigError: The value is not allowed; the message names the flag and the allowed values.
     """
-    if given in (None, []) or (given == "none" and option.default is not None and _may_be_none(option)):
+    may_be_none = NoneType in _parts(option.plain)
+    if given in (None, []) or (given == "none" and option.default is not None and may_be_none):
         return None
     meant = [given]
     if isinstance(given, str) and _takes_several(option) and not _is_repeated(option):
@@ -188,6 +157,23 @@ def _read_value(option: Option, given: Any) -> Any:
     raise refused or ConfigError(f"{flag_of(option.name)} must be {rule}, but {given!r} came.")
 
 
+def _completions(option: Option) -> Callable[[str], list[str]]:
+    """Make a shell's completions of the value: the values of a short list, methods or tasks."""
+    named: Mapping[str, Iterable[str]] = {"method": METHODS, "task": TASKS, "calibration_task": TASKS}
+    allowed = [str(value) for kind in _kinds(option) if get_origin(kind) is Literal for value in get_args(kind)]
+
+    def beginning_with(incomplete: str) -> list[str]:
+        return [value for value in (*allowed, *named.get(option.name, ())) if value.startswith(incomplete)]
+
+    return beginning_with
+
+
+def _metavar(option: Option) -> str | None:
+    if option.plain is bool:
+        return None
+    return {int: "<int>", float: "<float>", Path: "<path>", date: "YYYY-MM-DD"}.get(_kinds(option)[0], "<text>")
+
+
 def _takes_several(option: Option) -> bool:
     return any(get_origin(kind) is tuple for kind in _kinds(option))
 
@@ -195,10 +181,6 @@ def _takes_several(option: Option) -> bool:
 def _is_repeated(option: Option) -> bool:
     """Return whether the flag is repeated for each value, because a value (a file name) may hold a comma."""
     return _takes_several(option) and str in _kinds(option)
-
-
-def _may_be_none(option: Option) -> bool:
-    return NoneType in _parts(option.plain)
 
 
 def _kinds(option: Option) -> list[Any]:
@@ -215,3 +197,81 @@ def require_out(output: Path | None) -> Path:
     if output is None:
         raise ConfigError("A run needs a new folder, but none is named. Give --out DIR, or --dry-run to write nothing.")
     return output
+
+
+@contextmanager
+def told_if_nothing_is_kept(kept: Callable[[], object]) -> Iterator[None]:
+    """Note on Ctrl-C and SIGTERM whether the verb has left something to continue from."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit) as end:
+        if not kept():
+            end.add_note(NOTHING_KEPT)
+        raise
+
+
+def _take_file(context: typer.Context, file: Path | None) -> Path | None:
+    """Use a file's values as the defaults of the verb's flags.
+
+    Raises:
+        ConfigError: A key is not a flag of the verb, or a value is not allowed; the message names it.
+    """
+    if file is None:
+        return None
+    given = read_yaml(file)
+    if not isinstance(given, dict):
+        raise ConfigError(f"{file} must hold flags as `rank: 8`, a line each.")
+    flags = {
+        spelled.removeprefix("--"): parameter
+        for parameter in context.command.params
+        for spelled in parameter.opts
+        if spelled not in ("--help", "-h", "--config")
+    }
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        name = str(key).replace("_", "-")
+        if name not in flags:
+            near = nearest_name(name, flags)
+            meant = f"Did you mean {near}?" if near else f"See `frozencore {context.info_name} --help`."
+            raise ConfigError(
+                f"{file} has the key {str(key)!r:.80}, which `{context.info_name}` does not know. {meant}"
+            )
+        parameter = flags[name]
+        if parameter.name in values:
+            raise ConfigError(f"{file} gives {name} twice, by its two names. Leave one out.")
+        parts = value if isinstance(value, list) else [value]
+        if any(isinstance(part, list | dict) or (part is None and value is not None) for part in parts):
+            raise ConfigError(
+                f"{file}, {name}: a value is a number, a word, yes or no, or a list of such, but {value!r:.80} came."
+            )
+        if isinstance(value, bool):
+            values[str(parameter.name)] = value
+        elif value is not None:
+            texts = list(map(str, parts))
+            values[str(parameter.name)] = texts if getattr(parameter, "multiple", False) else ",".join(texts)
+    context.default_map = values
+    return file
+
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        help="YAML file of flags without their dashes, `learning-rate: 1e-3`; the command line overrides it.",
+        is_eager=True,
+        callback=_take_file,
+    ),
+]
+
+
+def as_flags(config: RunConfig, *, changed: bool = False) -> str:
+    """Write a configuration as the text of a file for ``--config``, with every option that has a value.
+
+    Args:
+        changed: Leave out options that are at their defaults.
+    """
+    values = config.content(changed=changed)
+    for group in sorted(GROUPS):
+        values |= values.pop(group, {})
+    given = {name.replace("_", "-"): value for name, value in values.items() if value is not None}
+    return yaml.safe_dump(given, sort_keys=False)

@@ -215,4 +215,4 @@ def size_lines(adapter: Path) -> Iterator[str]:
             f"Size of {values['R']:,} trained values: {stored} with their basis, "
             f"{bytes_in_words(VALUE_BYTES * values['R'])} on a basis that adapters share, {as_lora} as LoRA."
         )
-        yield f"Smaller: frozencore adapter pack {adapter} --output shared/{adapter.absolute().parent.name}"
+        yield f"Smaller: frozencore adapter pack {adapter} --out shared/{adapter.absolute().parent.name}"

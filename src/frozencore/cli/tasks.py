@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
 from frozencore.cli.console import console
-from frozencore.cli.flags import TakesOptions
+from frozencore.cli.flags import flag
 from frozencore.errors import ConfigError
 from frozencore.tune.rows import Example
 from frozencore.tune.rows.prompts import PromptEncoder, PromptStyle
@@ -37,29 +37,26 @@ def list_tasks() -> None:
     console.print(table)
 
 
-def _show(
+@tasks_app.command()
+def show(
     name: Annotated[str, typer.Argument(help="A task by name, or a YAML file of your own.")],
     model: Annotated[
         str | None, typer.Option(help="Model whose tokenizer and chat template are used. Default: the pocket model.")
     ] = None,
-    data_root: Path | None = None,
+    data_root: Annotated[Path | None, flag("data_root")] = None,
     row: Annotated[int, typer.Option(help="Which training row.")] = 0,
-    prompt_style: PromptStyle = "auto",
+    prompt_style: Annotated[str, flag("prompt_style")] = "auto",
 ) -> None:
+    """Print a real example as the model sees it; the part in ⟦ ⟧ carries the loss."""
     from frozencore.tune.pocket import pocket_model_path
     from frozencore.tune.run.models import load_tokenizer
     from frozencore.tune.suite import find_task
 
     task = find_task(name)
     tokenizer = load_tokenizer(model or str(pocket_model_path()))
-    encoder = PromptEncoder(tokenizer, style=prompt_style, max_length=1_000_000)
+    encoder = PromptEncoder(tokenizer, style=cast(PromptStyle, prompt_style), max_length=1_000_000)
     for line in show_example(task, encoder, data_root, row):
         console.print(line, soft_wrap=True)
-
-
-tasks_app.command("show", help="Print a real example as the model sees it; the part in ⟦ ⟧ carries the loss.")(
-    TakesOptions(_show)
-)
 
 
 def show_example(task: Task, encoder: PromptEncoder, data_root: Path | None, number: int) -> Iterator[Text]:

@@ -11,8 +11,7 @@ import typer
 from rich.console import Group
 
 from frozencore.cli.console import console
-from frozencore.cli.flag_file import as_flags
-from frozencore.cli.flags import DryRun, Out, Resume, TakesOptions, require_out
+from frozencore.cli.flags import DryRun, Out, Resume, TakesRun, as_flags, require_out, told_if_nothing_is_kept
 from frozencore.files.hub import require_upload, upload
 from frozencore.tune.config import RunConfig
 from frozencore.tune.run.processes import is_first, joined, refuse_several
@@ -31,7 +30,11 @@ def _tune(
     config: RunConfig,
     output: Out = None,
     moments: Annotated[
-        Path | None, typer.Option(help="A moments file of `frozencore calibrate`, in place of a new calibration pass.")
+        Path | None,
+        typer.Option(
+            help="A moments file of `frozencore calibrate`, in place of a new calibration pass.",
+            rich_help_panel="Method and bases",
+        ),
     ] = None,
     push_to_hub: Annotated[
         str | None, typer.Option(metavar="OWNER/NAME", help="Upload the adapter; a new repository is private.")
@@ -55,7 +58,7 @@ def _tune(
 
     if resume:
         console.print(resume_line(output))
-    with joined(), StageDisplay(console) as progress:
+    with told_if_nothing_is_kept(lambda: _kept(output)), joined(), StageDisplay(console) as progress:
         from frozencore.cli.run_summary import run_summary, sample_lines, size_lines
         from frozencore.files.whole_file import write_text
         from frozencore.tune.run.execute import execute
@@ -131,4 +134,4 @@ def _kept(output: Path) -> bool:
     return kept_of(output) is not None or (output / RECORD).is_file()
 
 
-tune = TakesOptions(_tune, defaults={"batch_size": "auto", "samples": 3, "exact_match": "auto"}, kept=_kept)
+tune = TakesRun(_tune, defaults={"batch_size": "auto", "samples": 3, "exact_match": "auto"})

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from frozencore.cli.console import console
-from frozencore.cli.flags import DryRun, Out, Resume, TakesOptions, require_out
+from frozencore.cli.flags import DryRun, Out, Resume, TakesRun, require_out, told_if_nothing_is_kept
 from frozencore.tune.config import RunConfig
 from frozencore.tune.run.many.tenants import find_tenants, refuse_tenants_early
 from frozencore.tune.run.processes import is_first, joined, refuse_several
@@ -22,18 +22,20 @@ from frozencore.words import bytes_in_words
 if TYPE_CHECKING:
     from frozencore.tune.run.record import Failure, TunedRecord
 
-NOT_OF_MANY = (
-    "task", "data_root", "paper_steps", "rows_by_seed", "report_to", "select_by", "samples", "exact_match",
-    "max_new_tokens", "forgetting", "evaluate_on",
-)  # fmt: skip
 TENANTS = "Folder with a row file (as for `tune --data`) for each tenant, named after it; or a YAML file 'name: file'."
 
 
 def _tune_many(
     config: RunConfig,
+    tenants: Annotated[Path, typer.Option(help=TENANTS, rich_help_panel="Rows")],
     output: Out = None,
     slots: Annotated[
-        int, typer.Option(min=1, help="Tenants that train at once in a process; the others wait for a slot.")
+        int,
+        typer.Option(
+            min=1,
+            help="Tenants that train at once in a process; the others wait for a slot.",
+            rich_help_panel="Training",
+        ),
     ] = 64,
     resume: Resume = False,
     dry_run: DryRun = False,
@@ -46,12 +48,12 @@ def _tune_many(
         print_dry_run(config, slots)
         return
     output = require_out(output)
-    refuse_finished(output, find_tenants(Path(config.rows.learns)), resume=resume)
+    refuse_finished(output, find_tenants(tenants), resume=resume)
     from frozencore.cli.display import StageDisplay, resume_line
 
     if resume:
         console.print(resume_line(output))
-    with joined(), StageDisplay(console) as stages:
+    with told_if_nothing_is_kept(lambda: kept_of(output)), joined(), StageDisplay(console) as stages:
         from frozencore.tune.run.many.execute_many import execute_many
         from frozencore.tune.run.record import Failure
 
@@ -96,4 +98,10 @@ def _summary(records: Mapping[str, TunedRecord], failures: Mapping[str, Failure]
     return Group(table, *lines)
 
 
-tune_many = TakesOptions(_tune_many, without=NOT_OF_MANY, renamed={"data": ("--tenants", TENANTS)}, kept=kept_of)
+tune_many = TakesRun(
+    _tune_many,
+    without=(
+        "data", "task", "data_root", "paper_steps", "rows_by_seed", "report_to", "select_by", "samples", "exact_match",
+        "max_new_tokens", "forgetting", "evaluate_on",
+    ),
+)  # fmt: skip

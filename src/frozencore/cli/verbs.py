@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -17,14 +17,8 @@ RESUMED = "the same command with --resume continues from what is saved"
 GOES_ON = "the same command continues from what is saved"
 NOTHING_KEPT = "nothing is saved yet"
 IN_LAB = ("schema", "campaign", "demo")
+GROUPS = ("Train", "Use", "Share", "Study")
 LAB_MISSING = "this needs the lab. Install it: pip install frozencore-lab, or pip install ./lab in the repository."
-VERBS_ELSEWHERE: Mapping[str, str] = {
-    **dict.fromkeys(("train", "finetune", "fine-tune", "fit", "sft", "run"), "tune"),
-    **dict.fromkeys(("eval", "score", "test", "benchmark"), "evaluate"),
-    **dict.fromkeys(("convert", "save"), "export"),
-    **dict.fromkeys(("show", "info", "diagnose", "verify"), "inspect"),
-}
-"""Verbs of other programs, and the verb here that does the same."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +28,7 @@ class Verb:
     Attributes:
         place: Module and attribute of its function, or of its own verbs: ``"frozencore_lab.cli.demo:demo"``. A leading
             dot means this package.
+        example: Command lines for its help, without ``frozencore``.
         when_ended_early: How to continue after Ctrl-C, if something is saved.
         by_several: Whether several processes, such as those of torchrun, may share its work.
     """
@@ -41,45 +36,72 @@ class Verb:
     name: str
     place: str
     help: str
+    example: str | tuple[str, ...] = ()
+    group: str = GROUPS[-1]
     when_ended_early: str = "the same command starts from the beginning"
     by_several: bool = False
+
+    @property
+    def examples(self) -> tuple[str, ...]:
+        """The example lines, as a user types them."""
+        lines = (self.example,) if isinstance(self.example, str) else self.example
+        return tuple(f"frozencore {line}" for line in lines)
 
 
 VERBS = (
     Verb(
-        "tune", ".tune:tune", "Calibrate, train, score and save an adapter.", RESUMED,
-        by_several=True,
+        "tune", ".tune:tune", "Calibrate, train, score and save an adapter.",
+        (
+            "tune --model smollm2 --data rows.jsonl --out runs/mine",
+            "tune --model smollm2 --task svamp --data-root DATA --rank 8 --out runs/svamp",
+        ),
+        "Train", RESUMED, by_several=True,
     ),
     Verb(
         "tune-many", ".tune_many:tune_many",
         "Train a core for each of many tenants, together on one basis; each gets an adapter and a record.",
-        RESUMED, by_several=True,
+        "tune-many --model smollm2 --tenants rows/ --basis runs/basis/basis --out runs/tenants",
+        "Train", RESUMED, by_several=True,
     ),
     Verb(
         "calibrate", ".calibrate:calibrate",
         "Collect moments and choose the bases without training; write a moments file and an adapter with zero cores.",
+        "calibrate --model smollm2 --tenants rows/ --out runs/basis", "Train",
     ),
     Verb(
         "evaluate", ".evaluate:evaluate",
         "Score a model, or several adapters on it, on many tasks. Exit status 1 if a task could not be scored.",
-        GOES_ON,
+        "evaluate --model smollm2 --adapter runs/mine --data rows.jsonl --out scores", "Use", GOES_ON,
     ),
     Verb(
-        "chat", ".chat:chat",
-        "Talk with a model and with adapters on it; each streams its answer in turn.",
+        "chat", ".chat:chat", "Talk with a model and with adapters on it; each streams its answer in turn.",
+        "chat runs/mine --with-base", "Use",
     ),
     Verb(
         "inspect", ".inspect:inspect",
         "Say what a folder holds, and show its bases: size, coherence, cores, captured gradient, angles to others.",
+        "inspect runs/mine", "Use",
     ),
-    Verb("export", ".export:export", "Write an adapter in a form that can be served without frozencore."),
-    Verb("adapter", ".adapter:adapter_app", "Reduce an adapter to its cores, beside a shared basis; or undo that."),
-    Verb("merge", ".adapter:merge", "Write the exact weighted sum of adapters that share a basis."),
+    Verb(
+        "export", ".export:export", "Write an adapter in a form that can be served without frozencore.",
+        "export runs/mine --out lora", "Share",
+    ),
+    Verb(
+        "adapter", ".adapter:adapter_app", "Reduce an adapter to its cores, beside a shared basis; or undo that.",
+        "adapter pack runs/mine --out shared/mine", "Share",
+    ),
+    Verb(
+        "merge", ".adapter:merge", "Write the exact weighted sum of adapters that share a basis.",
+        "merge shared/mine shared/yours --out shared/both", "Share",
+    ),
     Verb(
         "check", ".export:check",
         "Say which serving engines can load a LoRA directory. Exit status 1 if one of them cannot.",
+        "check lora", "Share",
     ),
-    Verb("tasks", ".tasks:tasks_app", "List the tasks, or show one as a model sees it."),
+    Verb(
+        "tasks", ".tasks:tasks_app", "List the tasks, or show one as a model sees it.", "tasks show pocket-math",
+    ),
 )  # fmt: skip
 
 
@@ -94,10 +116,15 @@ def add_verbs(app: typer.Typer, words: Collection[str]) -> None:
     for verb in all_verbs():
         module, _, attribute = verb.place.partition(":")
         called = getattr(import_module(module, __package__), attribute) if verb.name in words else _not_called
+        told = {
+            "help": verb.help,
+            "epilog": "\n\n".join(("For example:", *verb.examples)),
+            "rich_help_panel": verb.group,
+        }
         if isinstance(called, typer.Typer):
-            app.add_typer(called, name=verb.name, help=verb.help)
+            app.add_typer(called, name=verb.name, **told)
         else:
-            app.command(verb.name, help=verb.help)(called)
+            app.command(verb.name, **told)(called)
 
 
 def _not_called() -> None:
@@ -116,6 +143,6 @@ def refuse_unknown_verb(words: Sequence[str]) -> None:
         return
     if word in IN_LAB:
         raise ConfigError(f"frozencore {word}: {LAB_MISSING}")
-    meant = VERBS_ELSEWHERE.get(word) or nearest_name(word, verbs)
+    meant = nearest_name(word, verbs)
     guess = f"Did you mean {meant!r}? " if meant else ""
     raise ConfigError(f"There is no verb {word!r}. {guess}Known: {', '.join(verbs)}.")

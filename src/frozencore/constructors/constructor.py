@@ -59,12 +59,14 @@ class Constructor(ABC, Generic[Options]):
     Attributes:
         options: The class of its options.
         weights_only: The basis depends only on the layer's weight, not on data or seed.
+        word: What the bases come from, in one word, for the command's help.
         label, colour: Name and colour in reports; by default the key in the table, in grey.
     """
 
     options: type[Options] = BasisOptions  # type: ignore[assignment]  # of a subclass with no options of its own
     weights_only: ClassVar[bool] = False
     label: ClassVar[str] = ""
+    word: ClassVar[str] = ""
     colour: ClassVar[Colour] = "grey"
 
     @abstractmethod

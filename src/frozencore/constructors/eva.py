@@ -96,6 +96,7 @@ def _leading(
 class Eva(Constructor[EvaOptions]):
     options = EvaOptions
     label, colour = "EVA-core", "navy"
+    word = "inputs"
 
     def needs(self, options: EvaOptions) -> frozenset[MomentName]:
         return eva_needs(center=options.eva_center, output=options.eva_output)

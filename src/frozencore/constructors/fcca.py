@@ -166,6 +166,7 @@ class WhitenedCrossMoment(Constructor[Options]):
 
 class FCCA(WhitenedCrossMoment[FCCAOptions]):
     options = FCCAOptions
+    word = "Fisher"
     label, colour = "FCCA", "orange"
 
     def whitening(self, options: FCCAOptions) -> Whitening:

@@ -76,6 +76,7 @@ def _largest(factor: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tenso
 class FiLoRA(Constructor[FiLoRAOptions]):
     options = FiLoRAOptions
     label = "FiLoRA-core"
+    word = "marginals"
 
     def needs(self, options: FiLoRAOptions) -> frozenset[MomentName]:
         return filora_needs(options.filora_fisher)

@@ -37,6 +37,7 @@ class LoRAXS(Constructor[BasisOptions]):
 
     weights_only = True
     label = "LoRA-XS-core"
+    word = "weights"
 
     def needs(self, options: BasisOptions) -> frozenset[MomentName]:
         return frozenset()

@@ -26,6 +26,7 @@ def milora_basis(W: Float[torch.Tensor, "m n"], rank: int, *, coordinates: Coord
 class MiLoRA(Constructor[BasisOptions]):
     weights_only = True
     label = "MiLoRA-core"
+    word = "residue"
 
     def needs(self, options: BasisOptions) -> frozenset[MomentName]:
         return frozenset()

@@ -22,6 +22,7 @@ def random_basis(shape: tuple[int, int], rank: int, *, coordinates: Coordinates 
 
 class Random(Constructor[BasisOptions]):
     label = "Random"
+    word = "chance"
 
     def needs(self, options: BasisOptions) -> frozenset[MomentName]:
         return frozenset()

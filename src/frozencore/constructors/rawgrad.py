@@ -34,6 +34,7 @@ def rawgrad_basis(
 
 class RawGrad(WhitenedCrossMoment[BasisOptions]):
     label, colour = "RawGrad", "blue"
+    word = "gradient"
 
     def whitening(self, options: BasisOptions) -> Whitening:
         return Whitening(sides="none")

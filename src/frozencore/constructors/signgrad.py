@@ -63,6 +63,7 @@ def signgrad_basis(
 class SignGrad(Constructor[SignGradOptions]):
     options = SignGradOptions
     label = "SignGrad"
+    word = "signs"
 
     def needs(self, options: SignGradOptions) -> frozenset[MomentName]:
         return with_cross(frozenset(), options)

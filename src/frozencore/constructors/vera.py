@@ -45,6 +45,7 @@ class VeRA(Constructor[BasisOptions]):
     """VeRA. It ignores the layer's own seed, because all layers share one pair of matrices."""
 
     label = "VeRA-core"
+    word = "shared"
 
     def needs(self, options: BasisOptions) -> frozenset[MomentName]:
         return frozenset()

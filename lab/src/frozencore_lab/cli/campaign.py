@@ -20,7 +20,7 @@ Spec = Annotated[Path, typer.Argument(help="YAML file of a campaign; see `frozen
 Folder = Annotated[Path, typer.Argument(help="Folder of a campaign.")]
 Output = Annotated[
     Path | None,
-    typer.Option("--output", "--out", help="The campaign's folder, resumed if it exists. Default: runs/<name>."),
+    typer.Option("--out", "--output", help="The campaign's folder, resumed if it exists. Default: runs/<name>."),
 ]
 ModelPath = Annotated[
     list[str] | None, typer.Option("--model-path", help="NAME=FOLDER: the folder of a model of the campaign.")
@@ -86,7 +86,7 @@ def rehearse_(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "--out", help="Folder of the rehearsal, emptied first. Default: runs/<name>-rehearsal."
+            "--out", "--output", help="Folder of the rehearsal, emptied first. Default: runs/<name>-rehearsal."
         ),
     ] = None,
     data_root: DataRoot = None,
@@ -106,7 +106,7 @@ def rehearse_(
 @campaign_app.command()
 def one(
     run_id: Annotated[str, typer.Argument(help="Id of a run, from `frozencore campaign plan --ids`.")],
-    output: Annotated[Path, typer.Option("--output", "--out", help="The campaign's folder.")] = Path(),
+    output: Annotated[Path, typer.Option("--out", "--output", help="The campaign's folder.")] = Path(),
     data_root: DataRoot = None,
     model_path: ModelPath = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
@@ -137,8 +137,8 @@ def report(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output",
             "--out",
+            "--output",
             help="Folder of the report. Default: report/ in the campaign's folder.",
         ),
     ] = None,

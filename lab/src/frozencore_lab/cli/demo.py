@@ -17,7 +17,7 @@ FILE = Path(__file__).parents[1] / "demo.yaml"
 
 def demo(
     output: Annotated[
-        Path, typer.Option("--output", "--out", help="Folder of the runs and the report, resumed if it exists.")
+        Path, typer.Option("--out", "--output", help="Folder of the runs and the report, resumed if it exists.")
     ] = Path("runs/demo"),
     workers: Annotated[
         int | None, typer.Option(min=0, help="Runs at a time. Default: one per core, at most eight.")

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from frozencore.cli.verbs import GOES_ON, Verb
 
-SCHEMA = Verb("schema", "frozencore_lab.cli.campaign:schema", "Print the JSON schema of a campaign's YAML file.")
+SCHEMA = Verb(
+    "schema", "frozencore_lab.cli.campaign:schema", "Print the JSON schema of a campaign's YAML file.",
+    "schema > campaign.schema.json",
+)  # fmt: skip
 CAMPAIGN = Verb(
     "campaign", "frozencore_lab.cli.campaign:campaign_app",
-    "Make many runs from one YAML file: plan, rehearse, run, report.", GOES_ON,
+    "Make many runs from one YAML file: plan, rehearse, run, report.",
+    "campaign run lab/campaigns/demo.yaml --out runs/demo", when_ended_early=GOES_ON,
 )  # fmt: skip
 DEMO = Verb(
     "demo", "frozencore_lab.cli.demo:demo",
     "Adapt the shipped pocket model to its four tasks with every constructor and LoRA, and compare them.",
-    GOES_ON,
+    "demo", when_ended_early=GOES_ON,
 )  # fmt: skip

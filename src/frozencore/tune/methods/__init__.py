@@ -21,10 +21,12 @@ __all__ = ["METHODS", "AdapterOptions", "Method", "Targets", "bases_name", "find
 
 METHODS: ChainMap[str, Method] = ChainMap(
     {
-        "lora": LoRA(label="LoRA", trains=("factors",), learning_rate=1e-3),
-        "dora": LoRA(label="DoRA", trains=("factors", "magnitudes"), learning_rate=1e-3, use_dora=True),
-        "pissa": PiSSA(label="PiSSA", trains=("factors",), learning_rate=2e-4),
-        "full": FullFineTuning(label="Full fine-tuning", trains=("weights",), learning_rate=2e-5),
+        "lora": LoRA(label="LoRA", word="factors", trains=("factors",), learning_rate=1e-3),
+        "dora": LoRA(
+            label="DoRA", word="magnitudes", trains=("factors", "magnitudes"), learning_rate=1e-3, use_dora=True
+        ),
+        "pissa": PiSSA(label="PiSSA", word="leading", trains=("factors",), learning_rate=2e-4),
+        "full": FullFineTuning(label="Full fine-tuning", word="weights", trains=("weights",), learning_rate=2e-5),
     },
     FrozenCores(),  # type: ignore[arg-type]  # only read
 )

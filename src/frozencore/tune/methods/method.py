@@ -47,6 +47,7 @@ class Method(ABC):
 
     Attributes:
         label: Name in reports.
+        word: What it trains, or where its bases come from, in one word.
         colour: Colour in figures.
         trains: The kinds of trained values: ``core``, ``factors``, ``magnitudes`` (one a channel), or another kind,
             which reports show in a new column.
@@ -62,6 +63,7 @@ class Method(ABC):
     """
 
     label: str
+    word: str = ""
     colour: Colour = "black"
     trains: tuple[str, ...]
     learning_rate: float
