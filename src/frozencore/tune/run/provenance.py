@@ -11,6 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from frozencore.tune.training import STEPS_VERSION
+
 PACKAGES = ("frozencore", "torch", "transformers", "peft", "accelerate", "datasets", "safetensors", "numpy")
 
 
@@ -21,8 +23,6 @@ def provenance(device: object = "auto") -> dict[str, Any]:
         device: The device of the run, by torch or by name; ``auto`` is the first GPU, or the CPU.
     """
     import torch
-
-    from frozencore.tune.training.recipe import STEPS_VERSION  # the import takes seconds
 
     return {
         "versions": dict(_versions()),

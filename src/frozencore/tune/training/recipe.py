@@ -20,10 +20,6 @@ from frozencore.tune.training.reporting import ReportedArguments
 DEFAULTS = TrainingConfig()
 """The default options of a run; their values are the recipe's defaults."""
 
-STEPS_VERSION = {"version of the steps": 2}
-"""Part of a checkpoint's identity and of a record. It changes with the order of rows or the schedule, because a resumed
-training must go on with those it began with, and a campaign compares runs of one kind."""
-
 FEWEST_STEPS, MOST_EPOCHS = 32, 8
 LEADS = "eval_leads"  # the metric by which the Trainer keeps a step
 

@@ -23,11 +23,11 @@ from torch import Tensor
 from frozencore.errors import TrainingError
 from frozencore.files.fingerprint import fingerprint_options, fingerprint_tensors
 from frozencore.files.whole_file import whole_file
+from frozencore.tune.training import STEPS_VERSION
 from frozencore.tune.training.checkpoints import TENANT_STATES, checkpoints, seal_checkpoint, step_of
 from frozencore.tune.training.many.active_tenants import ActiveTenants
 from frozencore.tune.training.many.slots import TrainedSlots
 from frozencore.tune.training.many.tenant import Tenant, TenantState, Trained
-from frozencore.tune.training.recipe import STEPS_VERSION
 from frozencore.tune.training.train import TrainingReport
 from frozencore.words import one_line
 
