@@ -15,7 +15,7 @@ from adapted import adapted, cores_of, logits
 from frozencore import FrozenCoreConfig
 from frozencore.adapter.config import INSTEAD_OF_LORA
 from frozencore.errors import ArtifactError, ConfigError
-from tiny import tiny_llama, tiny_qwen2
+from tiny import tiny_qwen2
 
 pytestmark = pytest.mark.usefixtures("as_a_user")
 
@@ -26,26 +26,20 @@ pytestmark = pytest.mark.usefixtures("as_a_user")
         ({"constructor": "fca"}, "'fca'.*Did you mean 'fcca'"),
         ({"constructor": None}, "constructor"),
         ({"r": 0}, "rank must be a whole number from 1 to 100000, but 0 came"),
-        ({"r": -3}, "rank must be a whole number from 1 to 100000, but -3 came"),
-        ({"r": 2.5}, "rank must be a whole number from 1 to 100000, but 2.5 came"),
         ({"r": "16"}, "rank must be a whole number from 1 to 100000, but '16' came"),
         ({"rank_pattern": {"q_proj": -1}}, "rank must be a whole number from 1 to 100000, but -1 came"),
         ({"alpha": 0}, "alpha must be a number above 0 or one of auto or none, but 0 came"),
-        ({"alpha": -1.0}, "alpha must be a number above 0 or one of auto or none, but -1.0 came"),
         ({"alpha": float("nan")}, "alpha must be a number above 0 or one of auto or none, but nan came"),
         ({"alpha": "r"}, "alpha must be a number above 0 or one of auto or none, but 'r' came"),
         ({"alpha_pattern": {"q_proj": 0}}, "alpha must be a number above 0 or one of auto or none, but 0 came"),
         ({"damping": 0}, "damping must be a number above 0 or a list of 2"),
-        ({"damping": -1e-3}, "damping must be a number above 0 or a list of 2"),
         ({"damping": "1e-3"}, "damping must be a number above 0 or a list of 2"),
-        ({"damping": [1e-3]}, "damping must be a number above 0 or a list of 2"),
         ({"damping": [1e-3, -1.0]}, "damping must be a number above 0 or a list of 2"),
         ({"whiten": "left"}, "whiten must be one of both, input, output, none, but 'left' came"),
         ({"fisher": "block"}, "fisher must be one of diagonal, dense, but 'block' came"),
         ({"shrinkage": 0.5}, "needs fisher='dense'"),
         ({"shrinkage": 2, "fisher": "dense"}, "shrinkage must be a number from 0 to 1"),
         ({"coordinates": "polar"}, "coordinates must be one of fisher, qr, raw, scaled_raw, but 'polar' came"),
-        ({"coordinates": "lu"}, "coordinates must be one of fisher, qr, raw, scaled_raw, but 'lu' came"),
         ({"svd_method": "fast"}, "svd_method must be one of"),
         ({"constructor": "filora", "filora_fisher": "none"}, "filora_fisher must be one of"),
         ({"constructor": "eva", "eva_output": "none"}, "eva_output must be one of"),
@@ -74,18 +68,6 @@ def test_a_configuration_survives_its_file(tmp_path: Path) -> None:
     assert loaded.load_bases
     assert {**loaded.to_dict()} == {**config.to_dict()}
     assert loaded.basis_options() == config.basis_options()
-
-
-def test_the_default_targets_are_the_attention_projections() -> None:
-    for model in (tiny_qwen2(), tiny_llama()):
-        found = {layer.name.rsplit(".", 1)[-1] for layer in cores_of(adapted("random", model=model))}
-        assert found == {"q_proj", "k_proj", "v_proj", "o_proj"}
-
-
-def test_target_names_that_do_not_exist_are_refused_and_named() -> None:
-    with pytest.raises(ValueError, match=r"qq_proj.*match no layer") as caught:
-        get_peft_model(tiny_qwen2(), FrozenCoreConfig(target_modules=["qq_proj"]))
-    assert "\n" not in str(caught.value)
 
 
 def test_the_scale_is_alpha_over_rank_16_over_it_by_default_and_one_without_alpha() -> None:

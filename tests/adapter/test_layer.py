@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -127,6 +128,7 @@ def test_merge_keeps_the_logits_and_unmerge_restores_the_weights(
     plain = copy.deepcopy(model).merge_and_unload()
     assert not any("frozencore" in name for name in plain.state_dict())
     torch.testing.assert_close(logits(plain), expected, rtol=tolerance, atol=tolerance)
+    assert torch.equal(logits(model.unload()), logits(make().to(dtype)))
 
 
 def with_two_adapters(dtype: torch.dtype = torch.float32) -> PeftModel:
@@ -250,12 +252,6 @@ def test_moving_an_adapter_rounds_its_bases_but_not_its_core_and_leaves_one_with
     assert all(factor.is_meta for factor in layer.factors("default"))
 
 
-def test_unload_gives_the_base_model_back() -> None:
-    expected = logits(tiny_qwen2())
-    plain = adapted("fcca", trained=True).unload()
-    assert torch.equal(logits(plain), expected)
-
-
 def test_a_safe_merge_refuses_a_core_that_is_not_finite() -> None:
     model = adapted("random")
     layer = cores_of(model)[0]
@@ -301,22 +297,27 @@ def test_gradient_checkpointing_changes_no_gradient_of_a_core(use_reentrant: boo
         torch.testing.assert_close(plain, recomputed, rtol=1e-8, atol=1e-12)
 
 
-def test_a_target_that_is_not_linear_is_refused_in_one_line() -> None:
-    with pytest.raises(ModelError, match=r"'model\.embed_tokens' is a Embedding") as caught:
-        get_peft_model(tiny_qwen2(), FrozenCoreConfig(target_modules=["embed_tokens"], constructor="random"))
-    assert "\n" not in str(caught.value)
-
-
-def test_fused_experts_are_refused_in_one_line() -> None:
+def mixtral() -> nn.Module:
     """Mixtral keeps its experts in one 3-D parameter."""
     config = MixtralConfig(
         vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, num_local_experts=2,
     )  # fmt: skip
-    with pytest.raises(
-        ModelError, match=r"'model\.layers\.0\.mlp\.experts' is a MixtralExperts.*fused experts"
-    ) as caught:
-        get_peft_model(MixtralForCausalLM(config), FrozenCoreConfig(target_modules=["experts"], constructor="random"))
+    return MixtralForCausalLM(config)
+
+
+@pytest.mark.parametrize(
+    ("make", "target", "message"),
+    [
+        (tiny_qwen2, "embed_tokens", r"'model\.embed_tokens' is a Embedding"),
+        (mixtral, "experts", r"'model\.layers\.0\.mlp\.experts' is a MixtralExperts.*fused experts"),
+    ],
+)
+def test_a_target_that_is_not_linear_is_refused_in_one_line(
+    make: Callable[[], nn.Module], target: str, message: str
+) -> None:
+    with pytest.raises(ModelError, match=message) as caught:
+        get_peft_model(make(), FrozenCoreConfig(target_modules=[target], constructor="random"))
     assert "\n" not in str(caught.value)
 
 
@@ -362,9 +363,17 @@ def narrow_layer(num_inputs: int, num_outputs: int, rank: int) -> FrozenCoreLine
 
 
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), [(3, 9), (9, 3)])
-def test_the_rank_is_at_most_the_narrower_side(num_inputs: int, num_outputs: int) -> None:
-    P, Q, R = narrow_layer(num_inputs, num_outputs, rank=5).factors("default")
-    assert (P.shape, Q.shape, R.shape) == ((num_outputs, 3), (num_inputs, 3), (3, 3))
+def test_an_added_core_has_the_rank_that_fits_trains_unless_for_inference_and_draws_nothing(
+    num_inputs: int, num_outputs: int
+) -> None:
+    for inference_mode in (False, True):
+        layer = FrozenCoreLinear(nn.Linear(num_inputs, num_outputs), "default", "only")
+        before = torch.get_rng_state()
+        layer.update_layer("default", 5, 2.0, inference_mode=inference_mode)
+        assert torch.equal(torch.get_rng_state(), before)
+        P, Q, R = layer.factors("default")
+        assert (P.shape, Q.shape, R.shape) == ((num_outputs, 3), (num_inputs, 3), (3, 3))
+        assert R.requires_grad is not inference_mode
 
 
 def test_a_random_core_is_drawn_as_torch_draws_a_linear_layer() -> None:
@@ -375,13 +384,6 @@ def test_a_random_core_is_drawn_as_torch_draws_a_linear_layer() -> None:
     basis = Basis(P=torch.eye(5, 3), Q=torch.eye(6, 3), spectrum=torch.ones(3), effective_rank=3)
     layer.set_basis("default", basis, random_core=True)
     assert torch.equal(layer.factors("default")[2], expected)
-
-
-def test_adding_an_adapter_draws_nothing_from_the_users_random_numbers() -> None:
-    base = nn.Linear(6, 5)
-    before = torch.get_rng_state()
-    FrozenCoreLinear(base, "default", "only").update_layer("default", 3, 1.0, inference_mode=False)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_merged_layer_stays_merged_while_it_is_used_and_is_unmerged_once_it_is_disabled() -> None:
@@ -404,10 +406,3 @@ def test_bases_take_the_dtype_of_their_own_weight_unless_it_is_too_narrow_to_com
     layer = FrozenCoreLinear(nn.Linear(6, 5).to(weight), "default", "only", dtype=torch.float32)
     layer.update_layer("default", 3, 1.0, inference_mode=False)
     assert [X.dtype for X in layer.factors("default")] == [bases, bases, torch.float32]
-
-
-@pytest.mark.parametrize("inference_mode", [False, True])
-def test_a_core_that_is_added_for_inference_does_not_train(inference_mode: bool) -> None:
-    layer = FrozenCoreLinear(nn.Linear(6, 5), "default", "only")
-    layer.update_layer("default", 3, 1.0, inference_mode=inference_mode)
-    assert layer.factors("default")[2].requires_grad is not inference_mode

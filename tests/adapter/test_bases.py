@@ -116,14 +116,3 @@ def test_what_bases_cannot_give_is_refused() -> None:
     merged.merge_adapter()
     with pytest.raises(FrozenCoreError, match="unmerge_adapter"):
         set_bases(merged, get_bases(merged), reset=True)
-
-
-def test_saving_an_adapter_that_was_never_calibrated_warns_and_says_what_to_call(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"was never calibrated.*Call frozencore.calibrate\(model, dataloader\)"):
-        adapted("fcca", calibrated=False).save_pretrained(str(tmp_path))
-
-
-@pytest.mark.filterwarnings("error:.*never calibrated")
-@pytest.mark.parametrize("constructor", ["fcca", "random"])
-def test_saving_an_adapter_with_bases_does_not_warn(constructor: str, tmp_path: Path) -> None:
-    adapted(constructor).save_pretrained(str(tmp_path))
