@@ -142,7 +142,7 @@ def _form_of(rows: Sequence[Row], origin: str) -> tuple[str, ...]:
         )
     raise DataError(
         f"{origin} needs the columns prompt and completion, or messages, or instruction and output, or conversations, "
-        f"or text, but row 1 has {', '.join(rows[0]) or 'none'}. Map other names: --columns prompt=NAME,completion=NAME."
+        f"or text, but row 1 has {', '.join(rows[0]) or 'none'}. Other names: --columns prompt=NAME,completion=NAME."
     )
 
 
