@@ -19,8 +19,7 @@ from frozencore.cli.flags import flag, told_if_nothing_is_kept
 from frozencore.errors import ConfigError
 from frozencore.files.adapter_folder import adapter_in
 from frozencore.files.whole_file import require_writable
-from frozencore.tune.rows.prompt_date import PROMPT_DATE
-from frozencore.tune.rows.prompts import PromptStyle
+from frozencore.tune.rows.prompts import PROMPT_DATE, PromptStyle
 from frozencore.tune.rows.row_sources import require_source, sources_of
 from frozencore.tune.run.run_folder import RECORD
 

@@ -16,8 +16,7 @@ from frozencore.tune.config import make_config
 from frozencore.tune.evaluation.evaluate import Evaluation, evaluate
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.rows import Example
-from frozencore.tune.rows.prompt_date import PROMPT_DATE, with_fixed_date
-from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.rows.prompts import PROMPT_DATE, PromptEncoder, with_fixed_date
 from frozencore.tune.run.prepare import prepare
 from frozencore.tune.suite import find_task
 

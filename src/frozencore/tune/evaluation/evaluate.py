@@ -21,8 +21,7 @@ from frozencore.files.fingerprint import fingerprint_model
 from frozencore.files.whole_file import require_writable, write_json, write_lines
 from frozencore.tune.evaluation.adapters import BASE, BaseWithAdapter, adapter_names
 from frozencore.tune.evaluation.scorers import TaskScorer, harness_scorer, own_scorer, suite_scorer
-from frozencore.tune.rows.prompt_date import PROMPT_DATE, asks_for_today
-from frozencore.tune.rows.prompts import PromptEncoder, PromptStyle, context_limit
+from frozencore.tune.rows.prompts import PROMPT_DATE, PromptEncoder, PromptStyle, asks_for_today, context_limit
 from frozencore.tune.run.models import load_model
 from frozencore.tune.run.provenance import provenance
 from frozencore.tune.run.run_folder import PREDICTIONS, RECORD

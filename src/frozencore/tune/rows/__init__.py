@@ -110,6 +110,11 @@ class ChoiceTokens:
     context_ids: list[int]
     choice_ids: list[list[int]]
 
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens of the prompt with its longest choice."""
+        return len(self.context_ids) + max(map(len, self.choice_ids))
+
 
 def text_field(row: Row, column: str, row_id: str, *, or_number: bool = False) -> str:
     """The text in a column, without surrounding white space.

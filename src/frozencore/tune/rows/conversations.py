@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from functools import lru_cache
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from frozencore.errors import ConfigError, DataError
@@ -56,10 +56,11 @@ class Conversation:
                 "Chat messages need a chat template, but this tokenizer has none. Use prompt/completion rows."
             )
         self.tokenizer, self.row_id, self.tools = tokenizer, row_id, tools
+        self._tokens = added_tokens(tokenizer)
         self.has_loss = [self._flag(message) for message in messages]
         given = [_with_objects(message, row_id) for message in messages]
         calls = any(message.get("tool_calls") for message in given)
-        forms = [given, [_with_content(message) for message in given]] if calls else [given]
+        forms = [given, [{"content": "", **message} for message in given]] if calls else [given]
         forms += [[_with_text(message) for message in form] for form in forms] if calls else []
         for number, self.messages in enumerate(forms, start=1):
             try:
@@ -85,7 +86,11 @@ class Conversation:
         wanted = [number for number in (asked if loss_on == "all" else [last]) if self.has_loss[number]]
         if not wanted:
             raise DataError(f"Row {self.row_id}: no turn to learn is left, as messages have weight 0 or train false.")
-        whole, turns = self._marked(asked) if self._marks else self._found(wanted)
+        if _MARKS.search(self._template):
+            whole, turns = self._marked(asked)
+        else:
+            whole, _ = self._write(self.messages)
+            turns = {number: [self._turn(number, whole)] for number in wanted}
         spans: list[Span] = []
         for number in wanted:
             self._require_written(number, "".join(whole[start:stop] for start, stop in turns[number]))
@@ -95,7 +100,9 @@ class Conversation:
         if not spans:
             raise DataError(f"Row {self.row_id}: the chat template writes nothing of the assistant's turns.")
         start, stop = spans[0][0], spans[-1][1]
-        ended = self._is_ended(wanted[-1], whole[turns[wanted[-1]][0][0] : stop]) or wanted[-1] != last
+        said = whole[turns[wanted[-1]][0][0] : stop]
+        behind = said[self._end_of_content(self.messages[wanted[-1]], said) or 0 :].rstrip()
+        ended = wanted[-1] != last or behind.endswith(self._tokens)  # else generation could not stop there
         relative = tuple((first - start, end - start) for first, end in spans)
         return TextRow(
             self.row_id,
@@ -110,10 +117,6 @@ class Conversation:
     def end_of_content(self, said: str) -> int:
         """The end of the last message's content in what the template wrote for its turn."""
         return self._end_of_content(self.messages[-1], said) or 0
-
-    @property
-    def _marks(self) -> bool:
-        return bool(_MARKS.search(self._template))
 
     @property
     def _template(self) -> str:
@@ -169,15 +172,11 @@ class Conversation:
                 spans[-1] = (spans[-1][0], stop)
         return whole, turns
 
-    def _found(self, wanted: Sequence[int]) -> tuple[str, dict[int, list[Span]]]:
-        """The whole text, and the span of each wanted message in it."""
-        whole, _ = self._write(self.messages)
-        return whole, {number: [self._turn(number, whole)] for number in wanted}
-
     def _turn(self, number: int, whole: str) -> Span:
         prompt, is_last = self.prompt(number), number == len(self.messages) - 1
         turn = whole if is_last else self._write(self.messages[: number + 1])[0]
-        stop = self._without_space(number, turn)
+        content = self.messages[number].get("content") or ""  # without the white space that the template writes
+        stop = max(len(turn.rstrip()), turn.rfind(content) + len(content) if content.strip() else 0)
         if not whole.startswith(prompt):
             prompt = _THOUGHT.sub("", prompt)  # that the prompt opens or closes, and the template does not write
         begins, ends = number > 0 and whole.startswith(prompt), whole.startswith(turn[:stop])
@@ -210,7 +209,9 @@ class Conversation:
 
     def _start(self, number: int, prompt: str, before: str, short_before: str) -> int | None:
         """The place in the whole text that the prompt of the answer leads to; None if it is unknown."""
-        asked = self._asking(number or len(self.messages) - 1)
+        place = number or len(self.messages) - 1
+        asked, said = self.prompt(place), self._write(self.messages[:place])[0]
+        asked = asked.removeprefix(said) if asked.startswith(said) else ""  # else the prompt does not follow
         for header in (asked, _THOUGHT.sub("", asked)):
             if header and header in before:
                 return before.rindex(header) + len(header)
@@ -220,11 +221,6 @@ class Conversation:
             return None
         written = short_before[len(prompt) :]  # by the template, at the beginning of every answer
         return len(before) - len(written) * before.endswith(written)
-
-    def _asking(self, number: int) -> str:
-        """The text that asks for a message's answer, or nothing if it does not follow the messages before it."""
-        asked, said = self.prompt(number), self._write(self.messages[:number])[0]
-        return asked.removeprefix(said) if asked.startswith(said) else ""
 
     def _length_of_end(self, after: str, short_after: str) -> int | None:
         """The length of a turn's end, if other messages follow; None if it is unknown.
@@ -241,11 +237,6 @@ class Conversation:
             return None
         same = after[:place].rstrip()
         return len(same) if same.endswith(self._tokens) else place + len(self._first_token(after[place:]) or "")
-
-    def _without_space(self, number: int, turn: str) -> int:
-        """The length of a text that ends with a message, without the white space that the template wrote."""
-        content = self.messages[number].get("content") or ""
-        return max(len(turn.rstrip()), turn.rfind(content) + len(content) if content.strip() else 0)
 
     def _require_written(self, number: int, said: str) -> None:
         message = self.messages[number]
@@ -265,19 +256,10 @@ class Conversation:
                 return said.rindex(written) + len(written)
         return None
 
-    def _is_ended(self, number: int, said: str) -> bool:
-        """Whether the template ends the turn with a token, at which generation can stop."""
-        behind = said[self._end_of_content(self.messages[number], said) or 0 :].rstrip()
-        return behind.endswith(self._tokens)
-
     def _first_token(self, text: str) -> str | None:
         """The added token that a text begins with, after white space."""
         found = [token for token in self._tokens if text.lstrip().startswith(token)]
         return max(found, key=len, default=None)
-
-    @property
-    def _tokens(self) -> tuple[str, ...]:
-        return added_tokens(self.tokenizer)
 
     def _lost(self, number: int) -> DataError:
         return DataError(
@@ -296,12 +278,8 @@ def shared_beginning(sequences: Sequence[Text]) -> Text:
 
 def added_tokens(tokenizer: Any) -> tuple[str, ...]:
     """The texts of special tokens and of tokens added to the vocabulary, which no other token can be merged with."""
-    return _added_tokens(tuple(tokenizer.get_added_vocab()), tuple(map(str, tokenizer.all_special_tokens)))
-
-
-@lru_cache
-def _added_tokens(added: tuple[str, ...], special: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(token for token in dict.fromkeys((*special, *added)) if token.strip())
+    tokens = dict.fromkeys((*map(str, tokenizer.all_special_tokens), *tokenizer.get_added_vocab()))
+    return tuple(token for token in tokens if token.strip())
 
 
 def _with_objects(message: Message, row_id: str) -> Message:
@@ -312,17 +290,10 @@ def _with_objects(message: Message, row_id: str) -> Message:
     return kept
 
 
-def _with_content(message: Message) -> Message:
-    return {"content": "", **message}
-
-
 def _with_text(message: Message) -> Message:
     if not message.get("tool_calls"):
         return message
-
-    def text(given: Any) -> str:
-        return json.dumps(given, ensure_ascii=False)
-
+    text = partial(json.dumps, ensure_ascii=False)
     return {**message, "tool_calls": [_each_call(call, text) for call in message["tool_calls"]]}
 
 

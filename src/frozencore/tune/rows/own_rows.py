@@ -70,12 +70,19 @@ def read_rows(
     """
     rows, origin = read_source(data), "The standard input" if data == STANDARD_INPUT else data
     given = list(dict.fromkeys(column for row in rows for column in row))
-    named: Mapping[str, str] = {}
-    if columns is not None:
-        named = _names(columns, rows[0], origin)
-        rows = _renamed(rows, named)
+    named = {} if columns is None else _names(columns, rows[0], origin)
+    taken = {*named, *named.values()}
+    rows = [
+        {name: value for name, value in row.items() if name not in taken}
+        | {ours: row.get(own) for ours, own in named.items()}
+        for row in rows
+    ]
     form = _form_of(rows, origin)
-    used = {named.get(column, column) for column in (*form, *_beside(form, encoder, rows))}
+    is_talk = form in (("messages",), ("conversations",)) or isinstance(rows[0].get("prompt"), list)
+    beside = _BESIDE if is_talk or (encoder.is_chat and form != ("text",)) else ()  # the columns that are read too
+    if form == ALPACA_FORM:
+        beside = ("input", *(_BESIDE if encoder.is_chat else ("system", "history")))
+    used = {named.get(column, column) for column in (*form, *beside)}
     texts: list[TextRow] = []
     bad: Counter[str] = Counter()
     for number, row in enumerate(rows, start=1):
@@ -113,23 +120,6 @@ def _names(columns: str, row: Row, origin: str) -> dict[str, str]:
     return theirs
 
 
-def _renamed(rows: Sequence[Row], theirs: Mapping[str, str]) -> list[Row]:
-    taken = {*theirs, *theirs.values()}
-    return [
-        {name: value for name, value in row.items() if name not in taken}
-        | {ours: row.get(own) for ours, own in theirs.items()}
-        for row in rows
-    ]
-
-
-def _beside(form: tuple[str, ...], encoder: PromptEncoder, rows: Sequence[Row]) -> tuple[str, ...]:
-    """The columns that are read beside those of a form."""
-    if form == ALPACA_FORM:
-        return ("input", *_BESIDE) if encoder.is_chat else ("input", "system", "history")
-    is_talk = form in (("messages",), ("conversations",)) or isinstance(rows[0].get("prompt"), list)
-    return _BESIDE if is_talk or (form == PAIR and encoder.is_chat) else ()
-
-
 def _form_of(rows: Sequence[Row], origin: str) -> tuple[str, ...]:
     """The first form whose columns the first row has; all rows must have this form."""
     for columns in _FORMS:
@@ -150,31 +140,24 @@ def _render_pair(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
     if isinstance(row.get("prompt"), list):
         prompt, completion = (_turns(row, column, row_id) for column in PAIR)
         return _render_turns([*prompt, *completion], "completion", row, row_id, encoder)
-    for column in PAIR:
-        text_field(row, column, row_id)
-    before = _before(row, row_id) if encoder.is_chat else []
-    tools = _tools(row, row_id) if encoder.is_chat else None
-    return encoder.render(Example(row_id, row["prompt"], row["completion"]), before, tools)
-
-
-def _render_messages(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
-    return _render_turns(_turns(row, "messages", row_id), "messages", row, row_id, encoder)
+    example = Example(row_id, *(_text(row, column, row_id) for column in PAIR))
+    before, tools = (_before(row, row_id), _tools(row, row_id)) if encoder.is_chat else ([], None)
+    return encoder.render(example, before, tools)
 
 
 def _render_instruction(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
     """Render an instruction: as a user's turn for a chat model, else with Alpaca's headings."""
-    for column in ALPACA_FORM:
-        text_field(row, column, row_id)
-    further = row["input"] if str(row.get("input") or "").strip() and text_field(row, "input", row_id) else ""
+    instruction, output = (_text(row, column, row_id) for column in ALPACA_FORM)
+    further = _text(row, "input", row_id) if str(row.get("input") or "").strip() else ""
     before = _before(row, row_id)
     if encoder.is_chat:
-        asked = {"role": "user", "content": "\n\n".join(filter(None, (row["instruction"], further)))}
-        answered = {"role": "assistant", "content": row["output"]}
+        asked = {"role": "user", "content": "\n\n".join(filter(None, (instruction, further)))}
+        answered = {"role": "assistant", "content": output}
         return encoder.render_messages([*before, asked, answered], row_id, _tools(row, row_id))
     headings = {"system": "{}\n\n", "user": ALPACA_WITHOUT_INPUT, "assistant": "{}\n\n"}
     said = "".join(headings[turn["role"]].replace("{instruction}", "{}").format(turn["content"]) for turn in before)
-    prompt = (ALPACA if further else ALPACA_WITHOUT_INPUT).format(instruction=row["instruction"], input=further)
-    return encoder.render(Example(row_id, said + prompt, row["output"]))
+    prompt = (ALPACA if further else ALPACA_WITHOUT_INPUT).format(instruction=instruction, input=further)
+    return encoder.render(Example(row_id, said + prompt, output))
 
 
 def _render_conversation(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
@@ -183,15 +166,16 @@ def _render_conversation(row: Row, row_id: str, encoder: PromptEncoder) -> TextR
         if turn["from"] not in SHAREGPT_ROLES:
             known = ", ".join(SHAREGPT_ROLES)
             raise DataError(f"Row {row_id}: a turn of 'conversations' is from {known}, but {turn['from']!r:.60} came.")
-        text_field(turn, "value", row_id)
         rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
-        turns.append({**rest, "role": SHAREGPT_ROLES[turn["from"]], "content": turn["value"]})
+        turns.append({**rest, "role": SHAREGPT_ROLES[turn["from"]], "content": _text(turn, "value", row_id)})
     return _render_turns(turns, "conversations", row, row_id, encoder)
 
 
-def _render_text(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
-    text_field(row, "text", row_id)
-    return encoder.plain(row_id, row["text"])
+def _text(row: Row, column: str, row_id: str) -> str:
+    """The text in a column with its white space."""
+    text_field(row, column, row_id)
+    text: str = row[column]
+    return text
 
 
 def _turns(row: Row, column: str, row_id: str, role: str = "role") -> list[dict[str, Any]]:
@@ -225,8 +209,7 @@ def _before(row: Row, row_id: str) -> list[dict[str, Any]]:
     """The messages of the columns ``system`` and ``history``."""
     found = []
     if row.get("system"):
-        text_field(row, "system", row_id)
-        found.append({"role": "system", "content": row["system"]})
+        found.append({"role": "system", "content": _text(row, "system", row_id)})
     for pair in row.get("history") or ():
         if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
             raise DataError(f"Row {row_id}: column 'history' must hold pairs of a question and an answer.")
@@ -250,9 +233,11 @@ PAIR, ALPACA_FORM = ("prompt", "completion"), ("instruction", "output")
 _BESIDE = ("system", "history", "tools")
 _FORMS: dict[tuple[str, ...], Callable[[Row, str, PromptEncoder], TextRow]] = {
     PAIR: _render_pair,
-    ("messages",): _render_messages,
+    ("messages",): lambda row, row_id, encoder: _render_turns(
+        _turns(row, "messages", row_id), "messages", row, row_id, encoder
+    ),
     ALPACA_FORM: _render_instruction,
     ("conversations",): _render_conversation,
-    ("text",): _render_text,
+    ("text",): lambda row, row_id, encoder: encoder.plain(row_id, _text(row, "text", row_id)),
 }
 KNOWN = {column for columns in _FORMS for column in columns} | {"input", *_BESIDE}

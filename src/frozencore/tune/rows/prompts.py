@@ -7,24 +7,34 @@ prompt moves to the completion, as in lm-evaluation-harness.
 
 from __future__ import annotations
 
+import copy
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import date
+from datetime import date, datetime, time
 from functools import cached_property
 from typing import Any, Literal
 
 from frozencore.errors import ConfigError, DataError, ModelError
 from frozencore.tune.rows import ChoiceTokens, Example, TextRow, TokenRow, TurnsRow
-from frozencore.tune.rows.conversations import Conversation, LossOn, Messages, added_tokens, shared_beginning
-from frozencore.tune.rows.prompt_date import PROMPT_DATE, with_fixed_date
+from frozencore.tune.rows.conversations import (
+    Conversation,
+    LossOn,
+    Messages,
+    added_tokens,
+    shared_beginning,
+    templates_of,
+)
 
 PromptStyle = Literal["auto", "chat", "plain"]
 TooLong = Literal["refuse", "truncate"]
 Fit = Literal["whole", "cut", "too long"]
 PROTOCOL_MAX_LENGTH = 512
+PROMPT_DATE = date(2024, 7, 26)
+"""The default date of Llama 3.1's and 3.2's own templates."""
+_CLOCK, _DIRECTIVES, _UNPADDED = "strftime_now", "aAwdbBmyYHIpMSfjUWcxXGuVeDFhRT", "dmHIMSjy"
 
 
 class PromptEncoder:
@@ -70,7 +80,9 @@ class PromptEncoder:
         self.loss_on = loss_on
         self.eos_id: int = tokenizer.eos_token_id
         self.pad_id = self.eos_id  # padding is masked, and a model may have no embedding of its tokenizer's own
-        self._start_ids = _start_tokens(tokenizer)
+        bare, full = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
+        places = (i for i in range(len(full)) if full[i : i + len(bare)] == bare)
+        self._start_ids: list[int] = full[: next(places, 0)]  # the tokens that it puts before a text (<s>)
 
     def render(self, example: Example, before: Messages = (), tools: Sequence[Any] | None = None) -> TextRow:
         """Render an example as text; an example without a prompt is plain text in either style.
@@ -172,10 +184,27 @@ class PromptEncoder:
         Raises:
             DataError: Rows are longer than the limit (unless prompts are cut), or a completion has no tokens.
         """
-        encoded = self.whole_rows(rows)
+        encoded, found = self.whole_rows(rows), []
         self._refuse_too_long([(row.id, len(row.input_ids)) for row in encoded], "; --skip-long leaves such rows out")
-        self._refuse_long_completions(rows, encoded)
-        return [self._truncate_training(row) for row in encoded]
+        too_long = [
+            (len(row.input_ids) - row.num_context, row.num_context, row.id)
+            for text, row in zip(rows, encoded, strict=True)
+            if self._fit(bool(text.context), row.num_context, len(row.input_ids) - row.num_context) == "too long"
+        ]
+        if too_long:
+            longest, num_context, row_id = max(too_long)
+            raise DataError(
+                f"A completion is not cut, but those of {len(too_long)} of {len(rows)} rows leave no room for their "
+                f"prompts within the limit of {self.max_length} tokens (the longest, {row_id}, has {longest} after a "
+                f"prompt of {num_context}). Raise the limit with --max-length, or leave such rows out with --skip-long."
+            )
+        for row in encoded:
+            completion = row.input_ids[row.num_context :]
+            room = max(len(self._start_ids), self.max_length - len(completion))
+            context = self._cut_context(row.input_ids[: row.num_context], room)
+            ids = (context + completion)[: self.max_length]
+            found.append(replace(row, input_ids=ids, num_context=len(context)))
+        return found
 
     def whole_rows(self, rows: Sequence[TextRow]) -> list[TokenRow]:
         """The tokens as in :meth:`training_rows`, for rows of any length."""
@@ -185,30 +214,27 @@ class PromptEncoder:
             turns = [(start + first, start + stop) for first, stop in row.turns] or [(start, end)]
             turns[0], turns[-1] = (start, turns[0][1]), (turns[-1][0], end)
             cuts.append(turns)
-        split = self._split(rows, [row.context + row.completion + row.rest for row in rows], cuts)
-        return [self._token_row(row, *found) for row, found in zip(rows, split, strict=True)]
-
-    def _token_row(self, row: TextRow, ids: list[int], spans: list[tuple[int, int]]) -> TokenRow:
-        start, stop = spans[0][0], spans[-1][1]
-        if any(first >= last for first, last in spans):
-            raise DataError(f"Row {row.id}: a completion must hold at least one token, got {row.completion!r}.")
-        first = [] if row.templated else self._start_ids
-        ids = [*first, *ids[:stop], *([] if row.ended else [self.eos_id])]
-        if len(spans) == 1:
-            return TokenRow(row.id, ids, len(first) + start)
-        turns = [(first - start, last - start) for first, last in spans]
-        turns[-1] = (turns[-1][0], turns[-1][1] + (not row.ended))
-        return TurnsRow(row.id, ids, len(first) + start, tuple(turns))
+        found: list[TokenRow] = []
+        for row, (ids, spans) in zip(rows, self._split(rows, list(map(_whole, rows)), cuts), strict=True):
+            if any(first >= last for first, last in spans):
+                raise DataError(f"Row {row.id}: a completion must hold at least one token, got {row.completion!r}.")
+            before = [] if row.templated else self._start_ids
+            start, stop = spans[0][0], spans[-1][1]
+            ids = [*before, *ids[:stop], *([] if row.ended else [self.eos_id])]
+            turns = [(first - start, last - start) for first, last in spans]
+            turns[-1] = (turns[-1][0], turns[-1][1] + (not row.ended))
+            told = (row.id, ids, len(before) + start)
+            found.append(TokenRow(*told) if len(spans) == 1 else TurnsRow(*told, tuple(turns)))
+        return found
 
     def fits(self, rows: Sequence[TextRow]) -> list[Fit]:
         """Say for each row, with its completion and every choice, whether it fits, fits if cut, or does not fit."""
         choices = iter(self._encoded_choices([row for row in rows if row.choices]))
         found: list[Fit] = []
         for row, tokens in zip(rows, self.whole_rows(rows), strict=True):
-            num_completion = len(tokens.input_ids) - tokens.num_context
             lengths = map(len, next(choices).choice_ids if row.choices else ())
-            rest = [num_completion, *lengths]
-            found.append(self._fit(bool(row.context), tokens.num_context, max(rest)))
+            longest = max(len(tokens.input_ids) - tokens.num_context, *lengths, 0)
+            found.append(self._fit(bool(row.context), tokens.num_context, longest))
         return found
 
     def choice_rows(self, rows: Sequence[TextRow]) -> list[ChoiceTokens]:
@@ -218,8 +244,18 @@ class PromptEncoder:
             DataError: As in :meth:`training_rows`; or a row has no choices, an empty prompt, or no space for it.
         """
         encoded = self._encoded_choices(rows)
-        self._refuse_too_long([(row.id, _longest(row)) for row in encoded])
-        return [replace(row, context_ids=self._cut_before_choices(row)) for row in encoded]
+        self._refuse_too_long([(row.id, row.num_tokens) for row in encoded])
+        cut = []
+        for row in encoded:
+            longest = row.num_tokens - len(row.context_ids)
+            room = self.max_length - longest
+            if room <= len(self._start_ids) and room < len(row.context_ids):
+                raise DataError(
+                    f"Row {row.id}: a choice of {longest} tokens leaves no room for its prompt within the limit of "
+                    f"{self.max_length}. Raise the limit with --max-length, or leave the row out."
+                )
+            cut.append(replace(row, context_ids=self._cut_context(row.context_ids, room)))
+        return cut
 
     def context_rows(self, rows: Sequence[TextRow]) -> list[list[int]]:
         """The tokens of each context, to generate from. Raises ``DataError`` for contexts beyond the limit."""
@@ -229,9 +265,9 @@ class PromptEncoder:
 
     def count_too_long(self, rows: Sequence[TextRow]) -> int:
         """The number of rows scored with a cut prompt, because prompt and longest choice exceed the limit."""
-        choices = self._encoded_choices([row for row in rows if row.choices])
-        contexts = self._contexts([row for row in rows if not row.choices])
-        return sum(length > self.max_length for length in (*map(_longest, choices), *map(len, contexts)))
+        choices = [row.num_tokens for row in self._encoded_choices([row for row in rows if row.choices])]
+        contexts = map(len, self._contexts([row for row in rows if not row.choices]))
+        return sum(length > self.max_length for length in (*choices, *contexts))
 
     def _split(
         self, rows: Sequence[TextRow], texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]
@@ -252,15 +288,8 @@ class PromptEncoder:
             places = dict(zip(unique, found["offset_mapping"], strict=True))
             for text, cuts in zip(texts, spans, strict=True):
                 starts, stops = zip(*places[text], strict=True) if places[text] else ((), ())
-                split.append(
-                    (
-                        ids_of[text],
-                        [
-                            (bisect_right(stops, a), len(starts) if b == len(text) else bisect_left(starts, b))
-                            for a, b in cuts
-                        ],
-                    )
-                )
+                ends = {len(text): len(starts)} | {b: bisect_left(starts, b) for _, b in cuts if b < len(text)}
+                split.append((ids_of[text], [(bisect_right(stops, a), ends[b]) for a, b in cuts]))
             return split
         for row, text, cuts in zip(rows, texts, spans, strict=True):
             before = {cut: text[:cut] for span in cuts for cut in span}
@@ -274,14 +303,10 @@ class PromptEncoder:
         return split
 
     def _contexts(self, rows: Sequence[TextRow]) -> list[list[int]]:
-        texts = [row.context + row.completion + row.rest for row in rows]
-        split = self._split(
-            rows, texts, [[(len(row.context), len(text))] for row, text in zip(rows, texts, strict=True)]
-        )
-        return [
-            [*([] if row.templated else self._start_ids), *ids[: spans[0][0]]]
-            for row, (ids, spans) in zip(rows, split, strict=True)
-        ]
+        texts = list(map(_whole, rows))
+        split = self._split(rows, texts, [[(len(row.context), len(_whole(row)))] for row in rows])
+        starts = [[] if row.templated else self._start_ids for row in rows]
+        return [[*start, *ids[: spans[0][0]]] for start, (ids, spans) in zip(starts, split, strict=True)]
 
     def _encoded_choices(self, rows: Sequence[TextRow]) -> list[ChoiceTokens]:
         for row in rows:
@@ -310,20 +335,6 @@ class PromptEncoder:
         leaves_room = room > len(self._start_ids) or not has_prompt
         return "cut" if self.too_long == "truncate" and leaves_room else "too long"
 
-    def _refuse_long_completions(self, rows: Sequence[TextRow], encoded: Sequence[TokenRow]) -> None:
-        too_long = [
-            (len(row.input_ids) - row.num_context, row.num_context, row.id)
-            for text, row in zip(rows, encoded, strict=True)
-            if self._fit(bool(text.context), row.num_context, len(row.input_ids) - row.num_context) == "too long"
-        ]
-        if too_long:
-            longest, num_context, row_id = max(too_long)
-            raise DataError(
-                f"A completion is not cut, but those of {len(too_long)} of {len(rows)} rows leave no room for their "
-                f"prompts within the limit of {self.max_length} tokens (the longest, {row_id}, has {longest} after a "
-                f"prompt of {num_context}). Raise the limit with --max-length, or leave such rows out with --skip-long."
-            )
-
     def _refuse_too_long(self, lengths: Sequence[tuple[str, int]], further: str = "") -> None:
         too_long = [(length, row_id) for row_id, length in lengths if length > self.max_length]
         if too_long and self.too_long == "refuse":
@@ -334,21 +345,6 @@ class PromptEncoder:
                 f"or cut the beginning of long prompts with --truncate{further}."
             )
 
-    def _truncate_training(self, row: TokenRow) -> TokenRow:
-        context, completion = row.input_ids[: row.num_context], row.input_ids[row.num_context :]
-        context = self._cut_context(context, max(len(self._start_ids), self.max_length - len(completion)))
-        return replace(row, input_ids=(context + completion)[: self.max_length], num_context=len(context))
-
-    def _cut_before_choices(self, row: ChoiceTokens) -> list[int]:
-        longest = max(map(len, row.choice_ids))
-        room = self.max_length - longest
-        if room <= len(self._start_ids) and room < len(row.context_ids):
-            raise DataError(
-                f"Row {row.id}: a choice of {longest} tokens leaves no room for its prompt within the limit of "
-                f"{self.max_length}. Raise the limit with --max-length, or leave the row out."
-            )
-        return self._cut_context(row.context_ids, room)
-
     def _cut_context(self, ids: list[int], room: int) -> list[int]:
         if len(ids) <= room:
             return ids
@@ -357,12 +353,12 @@ class PromptEncoder:
         return start + ids[len(ids) - kept :]
 
 
+def _whole(row: TextRow) -> str:
+    return row.context + row.completion + row.rest
+
+
 def _written_once(token: str) -> str:
     return f"{token} stood in a text where it is written anyway, and is written once"
-
-
-def _longest(row: ChoiceTokens) -> int:
-    return len(row.context_ids) + max(map(len, row.choice_ids))
 
 
 def context_limit(model: Any, tokenizer: Any) -> int:
@@ -373,8 +369,25 @@ def context_limit(model: Any, tokenizer: Any) -> int:
     return min((limit for limit in limits if 0 < limit < 1e9), default=sys.maxsize)
 
 
-def _start_tokens(tokenizer: Any) -> list[int]:
-    """The tokens that the tokenizer puts before a text (``<s>``)."""
-    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
-    full = tokenizer("a")["input_ids"]
-    return next((full[:i] for i in range(len(full)) if full[i : i + len(bare)] == bare), [])
+def asks_for_today(tokenizer: Any) -> bool:
+    """Return whether a chat template of the tokenizer asks for the date."""
+    return any(_CLOCK in template for template in templates_of(tokenizer))
+
+
+def with_fixed_date(tokenizer: Any, today: date) -> Any:
+    """The tokenizer, or a copy whose chat templates get this date at midnight as the current time.
+
+    With today's date, prompts would change from day to day, and with them moments, checkpoints and scores. transformers
+    does not allow replacing ``strftime_now``, so a macro of that name stands before the template.
+    """
+    if not asks_for_today(tokenizer):
+        return tokenizer
+    now = datetime.combine(today, time())
+    spelled = {f"%{letter}": now.strftime(f"%{letter}") for letter in _DIRECTIVES}
+    spelled |= {f"%-{letter}": str(int(spelled[f"%{letter}"])) for letter in _UNPADDED}
+    replaced = "".join(f"|replace({directive!r}, {text!r})" for directive, text in spelled.items())
+    clock = f"{{% macro {_CLOCK}(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n"  # Jinja drops the line break
+    dated, templates = copy.copy(tokenizer), tokenizer.chat_template
+    is_one = isinstance(templates, str)
+    dated.chat_template = clock + templates if is_one else {name: clock + text for name, text in templates.items()}
+    return dated

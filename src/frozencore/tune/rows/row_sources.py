@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import json
 import re
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,6 @@ from frozencore.errors import ConfigError, DataError
 from frozencore.files.hub import hub_answers
 from frozencore.quiet import with_attributes
 from frozencore.tune.rows import Row
-from frozencore.tune.rows.row_files import KINDS, parse_jsonl, read_file, require_file, without_fillers
 from frozencore.words import one_line
 
 Data = str | tuple[str, ...]
@@ -41,47 +43,176 @@ def sources_of(data: Data) -> tuple[str, ...]:
     return names
 
 
-def read_source(data: str) -> list[Row]:
-    """Read every row of a source.
-
-    Args:
-        data: A file (:mod:`frozencore.tune.rows.row_files`); ``-`` for JSONL on the standard input; or a split of a
-            data set, ``NAME:SPLIT`` or ``NAME:CONFIGURATION:SPLIT``, where the name is a hub id or a folder. A split
-            may be sliced as in ``datasets``: ``train[:1000]``.
-
-    Raises:
-        DataError: The source is missing, empty or damaged.
-        ConfigError: The standard input is a terminal.
-    """
-    if data == STANDARD_INPUT:
-        return _read_standard_input()
-    if not Path(data).is_file() and (found := _SPLIT.fullmatch(data)) is not None:
-        return _read_split(found["name"], found["config"], found["split"])
-    require_source(data)
-    return read_file(Path(data), option="--data")
+def named(data: str) -> str:
+    """The name of a source on a model card; for a path only its last part, to keep the folder private."""
+    return "standard input" if data == STANDARD_INPUT else Path(data).name if Path(data).exists() else data
 
 
 def require_source(data: str, *, option: str = "--data") -> None:
-    """Check that a source exists and has a known kind, without reading a row.
-
-    Args:
-        option: The option that errors name.
+    """Check that a source exists and has a known kind, without reading a row; errors name ``option``.
 
     Raises:
         DataError: As in :func:`read_source`.
     """
-    if data == STANDARD_INPUT or (not Path(data).is_file() and _SPLIT.fullmatch(data)):
+    path = Path(data)
+    if data == STANDARD_INPUT or (not path.is_file() and _SPLIT.fullmatch(data)):
         return
-    if Path(data).is_dir():
+    if path.is_dir():
         raise DataError(
             f"{option} must name {KINDS}, or a split of a folder's data set as {data}:train. It is a folder."
         )
-    require_file(Path(data), option=option)
+    if not path.is_file():
+        raise DataError(f"{option} must name {KINDS}, but there is no file {path}.")
+    if path.suffix not in READERS:
+        raise DataError(f"{option} must name {KINDS}, got {path.name!r}. Convert it to one of these.")
 
 
-def named(data: str) -> str:
-    """The name of a source on a model card; for a path only its last part, to keep the folder private."""
-    return "standard input" if data == STANDARD_INPUT else Path(data).name if Path(data).exists() else data
+def read_source(data: str, *, option: str = "--data") -> list[Row]:
+    """Read every row of a source.
+
+    Args:
+        data: A file; ``-`` for JSONL on the standard input; or a split of a data set, ``NAME:SPLIT`` or
+            ``NAME:CONFIGURATION:SPLIT``, where the name is a hub id or a folder. A split may be sliced as in
+            ``datasets``: ``train[:1000]``.
+        option: The option that errors name.
+
+    Raises:
+        DataError: The source is missing, empty, damaged or of another kind.
+        ConfigError: The standard input is a terminal.
+    """
+    require_source(data, option=option)
+    origin, path = "The standard input" if data == STANDARD_INPUT else data, Path(data)
+    if data != STANDARD_INPUT and not path.is_file() and (found := _SPLIT.fullmatch(data)) is not None:
+        return _read_split(found["name"], found["config"], found["split"])
+    if data == STANDARD_INPUT and sys.stdin.isatty():
+        raise ConfigError("--data - reads JSONL from a pipe or a file, but the standard input is a terminal.")
+    try:
+        if data == STANDARD_INPUT:
+            rows = list(_jsonl_rows(sys.stdin.buffer.read().decode("utf-8-sig").split("\n"), origin))
+        else:
+            rows = list(READERS[path.suffix](path))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{origin} must be UTF-8 text, but is not: {error}. Save it as UTF-8.") from error
+    if not rows:
+        raise DataError(f"{origin} holds no rows. Give at least one.")
+    return rows
+
+
+def _jsonl_rows(lines: Iterable[str], origin: str) -> Iterator[Row]:
+    """Yield a row from each line that is not empty; errors name the line and ``origin``."""
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        rule = f"{origin}, line {number}: each line must be a JSON object,"
+        try:
+            row = _strict_json(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{rule} but this is none: {error}.") from error
+        if not isinstance(row, dict):
+            raise DataError(f"{rule} got {line.strip()[:60]!r}.")
+        yield row
+
+
+def _strict_json(text: str) -> Any:
+    """Parse JSON; raise a ``ValueError`` for a key that an object has twice: one of its values would be lost."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        _require_once((key for key, _ in pairs), "key")
+        return dict(pairs)
+
+    return json.loads(text, object_pairs_hook=once)
+
+
+def _require_once(names: Iterable[str], kind: str) -> None:
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise ValueError(f"the {kind} {twice[0]!r} is given twice")
+
+
+def _read_jsonl(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8-sig") as lines:
+        yield from _jsonl_rows(lines, str(path))
+
+
+def _read_json(path: Path) -> Sequence[Row]:
+    text = path.read_text(encoding="utf-8-sig")
+    try:
+        rows = _strict_json(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} must be one JSON list of objects, but is none: {one_line(error)}.") from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise DataError(f"{path} must be one JSON list of objects. A file with an object a line ends in .jsonl.")
+    return rows
+
+
+def _read_separated(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8-sig", newline="") as lines:
+        reader = csv.DictReader(lines, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
+        try:
+            _require_once(reader.fieldnames or (), "column")
+            for row in reader:
+                if None in row or None in row.values():
+                    raise DataError(
+                        f"{path}, line {reader.line_num}: a row must have the {len(reader.fieldnames or ())} columns "
+                        "of the first line. Quote what holds a separator or a new line."
+                    )
+                yield row
+        except (csv.Error, ValueError) as error:
+            raise DataError(f"{path}, line {reader.line_num}: {error}. Write it again.") from error
+
+
+def _read_arrow(path: Path) -> Sequence[Row]:
+    """Read Parquet, or Arrow as a file or as the stream that ``datasets`` writes."""
+    from pyarrow import ArrowException, ipc, parquet
+
+    try:
+        if path.suffix == ".parquet":
+            table = parquet.read_table(path)
+        else:
+            content = path.read_bytes()
+            table = (ipc.open_file(content) if content.startswith(b"ARROW1") else ipc.open_stream(content)).read_all()
+        _require_once(table.column_names, "column")
+        return list(map(_without_fillers, table.to_pylist()))
+    except (ArrowException, OSError, ValueError) as error:  # OSError from Thrift, ValueError from invalid UTF-8
+        kind = path.suffix[1:].capitalize()
+        raise DataError(f"{path} cannot be read as {kind}: {one_line(error, 200)} Write it again.") from error
+
+
+def _without_fillers(row: Row) -> Row:
+    """A row of Arrow without keys that are null inside its columns.
+
+    Arrow gives each object of a column the keys of all others, with null in them, and a template would write these. A
+    null of the row's own looks the same, so it goes too, as with TRL's ``remove_none_values``.
+    """
+
+    def filled(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: filled(item) for key, item in value.items() if item is not None}
+        return [filled(item) for item in value] if isinstance(value, list) else value
+
+    return {column: filled(value) for column, value in row.items()}
+
+
+READERS: dict[str, Callable[[Path], Iterator[Row] | Sequence[Row]]] = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_separated,
+    ".tsv": _read_separated,
+    ".parquet": _read_arrow,
+    ".arrow": _read_arrow,
+}
+"""The readers of files, by ending."""
+KINDS = f"a {', '.join([*READERS][:-1])} or {[*READERS][-1]} file"
+
+
+def _read_split(name: str, config: str | None, split: str) -> list[Row]:
+    folder = Path(name) if Path(name).is_dir() else None
+    if folder is None and _HUB_ID.fullmatch(name) is None:
+        raise DataError(f"--data {name}:{split} must name a folder or a hub id (OWNER/NAME), but {name} is neither.")
+    way_out = "Give the folder of a downloaded data set in place of its name, or a network."
+    if folder is not None:
+        way_out = "Give a configuration and a split that it has, and files of a kind that datasets reads."
+    rows: list[Row] = load_split(name, config, split, folder=folder, way_out=way_out).to_list()
+    return list(map(_without_fillers, rows))  # not empty, because datasets refuses an empty split
 
 
 def load_split(name: str, config: str | None, split: str, *, folder: Path | None, way_out: str) -> Any:
@@ -97,14 +228,19 @@ def load_split(name: str, config: str | None, split: str, *, folder: Path | None
     """
     from datasets import config as settings  # the import takes a second
     from datasets import load_dataset
+    from datasets.naming import camelcase_to_snakecase
 
     title = f"Data set {name}" + (f" ({config})" if config else "")
-    # with the cache alone, as with HF_HUB_OFFLINE=1, datasets does not retry for half a minute
-    offline = (folder is None and not _hub_has(name, title, way_out)) or settings.HF_HUB_OFFLINE
-    place = name if folder is None else str(folder)
+    offline = settings.HF_HUB_OFFLINE
+    if folder is None and not hub_answers("dataset", name):
+        *organisation, own = name.split("/")
+        if not (Path(settings.HF_DATASETS_CACHE) / "___".join([*organisation, camelcase_to_snakecase(own)])).is_dir():
+            raise DataError(f"{title} is not in the offline cache and the hub cannot be reached. {way_out}")
+        offline = True  # with the cache alone datasets does not retry for half a minute
+    place, cache = (name, None) if folder is None else (str(folder), cache_of(folder))
     try:
         with without_bars(), with_attributes(settings, HF_HUB_OFFLINE=offline):
-            return load_dataset(place, config, split=split, cache_dir=None if folder is None else cache_of(folder))
+            return load_dataset(place, config, split=split, cache_dir=cache)
     except Exception as error:  # datasets raises many kinds of errors, which are only reported
         where = "the hub or its cache" if folder is None else place
         raise DataError(f"{title} could not be read from {where}: {one_line(error, 200)} {way_out}") from error
@@ -135,41 +271,3 @@ def without_bars() -> Iterator[None]:
     finally:
         if not were_disabled:
             enable_progress_bars()
-
-
-def _read_standard_input() -> list[Row]:
-    if sys.stdin.isatty():
-        raise ConfigError("--data - reads JSONL from a pipe or a file, but the standard input is a terminal.")
-    try:
-        text = sys.stdin.buffer.read().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(f"The standard input must be UTF-8 text, but is not: {error}.") from error
-    rows = list(parse_jsonl(text.split("\n"), "The standard input"))
-    if not rows:
-        raise DataError("The standard input holds no rows. Give at least one.")
-    return rows
-
-
-def _read_split(name: str, config: str | None, split: str) -> list[Row]:
-    folder = Path(name) if Path(name).is_dir() else None
-    if folder is None and _HUB_ID.fullmatch(name) is None:
-        raise DataError(f"--data {name}:{split} must name a folder or a hub id (OWNER/NAME), but {name} is neither.")
-    way_out = "Give the folder of a downloaded data set in place of its name, or a network."
-    if folder is not None:
-        way_out = "Give a configuration and a split that it has, and files of a kind that datasets reads."
-    rows: list[Row] = load_split(name, config, split, folder=folder, way_out=way_out).to_list()
-    return list(map(without_fillers, rows))  # not empty, because datasets refuses an empty split
-
-
-def _hub_has(name: str, title: str, way_out: str) -> bool:
-    """Return whether the hub answers for a data set; False means reading the cache."""
-    from datasets.config import HF_DATASETS_CACHE
-    from datasets.naming import camelcase_to_snakecase
-
-    if hub_answers("dataset", name):
-        return True
-    *organisation, own = name.split("/")
-    cached = "___".join([*organisation, camelcase_to_snakecase(own)])
-    if not (Path(HF_DATASETS_CACHE) / cached).is_dir():
-        raise DataError(f"{title} is not in the offline cache and the hub cannot be reached. {way_out}")
-    return False

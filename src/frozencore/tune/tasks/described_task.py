@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from frozencore.errors import ConfigError, DataError
 from frozencore.files.strict_yaml import read_typed
 from frozencore.tune.rows import Example, Row, position_of, text_field, texts_field
-from frozencore.tune.rows.row_files import read_file
+from frozencore.tune.rows.row_sources import read_source
 from frozencore.tune.tasks import Origin, Split, Task
 from frozencore.tune.tasks.answers import parse_number
 
@@ -91,7 +91,7 @@ class FileSource:
 
     def rows(self, split: Split, data_root: Path | None) -> Sequence[Row]:
         """The rows of a split, empty without a file; ``data_root`` is not read."""
-        return read_file(self.files[split], option=f"'{split}:'") if split in self.files else ()
+        return read_source(str(self.files[split]), option=f"'{split}:'") if split in self.files else ()
 
 
 def read_own_task(path: Path) -> Task:

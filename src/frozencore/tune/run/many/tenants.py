@@ -9,8 +9,7 @@ from unicodedata import normalize
 from frozencore.errors import ConfigError, DataError
 from frozencore.files.strict_yaml import read_yaml
 from frozencore.tune.config import RunConfig
-from frozencore.tune.rows.row_files import KINDS, READERS
-from frozencore.tune.rows.row_sources import require_source
+from frozencore.tune.rows.row_sources import KINDS, READERS, require_source
 from frozencore.tune.run.refuse_early import refuse_early
 from frozencore.tune.run.run_folder import BASIS, CHECKPOINTS
 from frozencore.words import one_line
