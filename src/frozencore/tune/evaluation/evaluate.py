@@ -11,22 +11,35 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from frozencore.errors import ArtifactError, ConfigError, DataError
-from frozencore.files.fingerprint import fingerprint_model
+from frozencore.files.fingerprint import fingerprint_model, fingerprint_options
 from frozencore.files.whole_file import require_writable, write_json, write_lines
 from frozencore.tune.evaluation.adapters import BASE, BaseWithAdapter, adapter_names
-from frozencore.tune.evaluation.scorers import TaskScorer, harness_scorer, own_scorer, suite_scorer
+from frozencore.tune.evaluation.harness import harness_score, harness_version
+from frozencore.tune.rows.own_rows import read_rows
 from frozencore.tune.rows.prompts import PROMPT_DATE, PromptEncoder, PromptStyle, asks_for_today, context_limit
+from frozencore.tune.rows.row_sources import named
 from frozencore.tune.run.models import load_model
+from frozencore.tune.run.prepare import require_embedded
 from frozencore.tune.run.provenance import provenance
+from frozencore.tune.run.record_parts import ReadRows
 from frozencore.tune.run.run_folder import PREDICTIONS, RECORD
+from frozencore.tune.scoring import TaskScore
+from frozencore.tune.scoring.exact_match import are_short
+from frozencore.tune.scoring.score import held_out_loss, score_completions, score_task
 from frozencore.tune.tasks import Task
-from frozencore.words import Progress, as_stage, num_of
+from frozencore.tune.tasks.splits import evaluation_rows
+from frozencore.words import Progress, as_stage, num_of, with_note
 
 RECORD_FORMAT = 1
 
@@ -77,10 +90,22 @@ def evaluate(evaluation: Evaluation, out: Path, progress: Progress) -> dict[str,
         FrozenCoreError: The model cannot be loaded.
     """
     require_writable(out)
-    subjects = _subjects(evaluation)
+    names = adapter_names(list(evaluation.adapters))
+    subjects: dict[str, Path | None] = dict(zip(names, evaluation.adapters, strict=True))
+    if evaluation.with_base or not subjects:
+        subjects = {BASE: None, **subjects}
     progress("load", 0, None, evaluation.model)
     model, tokenizer = load_model(evaluation.model, dtype=evaluation.dtype, device=evaluation.device)
-    encoder = _encoder(evaluation, model, tokenizer)
+    limit = context_limit(model, tokenizer)
+    if evaluation.max_length is not None and evaluation.max_length > limit:
+        raise ConfigError(f"--max-length {evaluation.max_length} is beyond the model's context of {limit} tokens.")
+    encoder = PromptEncoder(
+        tokenizer,
+        style=evaluation.prompt_style,
+        today=evaluation.prompt_date,
+        max_length=evaluation.max_length or limit,
+        too_long="truncate" if evaluation.truncate else "refuse",
+    )
     scorers, failed = _scorers(evaluation, encoder, model)
     readings = {scorer.name: scorer.reading for scorer in scorers if scorer.reading is not None}
     said = [line for reading in readings.values() for line in reading.not_as_given]
@@ -98,7 +123,12 @@ def evaluate(evaluation: Evaluation, out: Path, progress: Progress) -> dict[str,
     base = BaseWithAdapter(model)
     scores: list[dict[str, Any]] = []
     for subject, folder in subjects.items():
-        identity = {**common, "adapter": None if folder is None else _fingerprint_folder(folder)}
+        digest = hashlib.sha256()
+        for path in sorted(folder.glob("adapter_*")) if folder is not None else ():
+            digest.update(path.name.encode())
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        identity = {**common, "adapter": None if folder is None else digest.hexdigest()}
         found, reasons = _score_subject(subject, folder, base, scorers, identity, out, progress)
         scores += found
         failed |= reasons
@@ -120,38 +150,17 @@ def evaluate(evaluation: Evaluation, out: Path, progress: Progress) -> dict[str,
     return record
 
 
-def _subjects(evaluation: Evaluation) -> dict[str, Path | None]:
-    names = adapter_names(list(evaluation.adapters))
-    subjects: dict[str, Path | None] = dict(zip(names, evaluation.adapters, strict=True))
-    return {BASE: None, **subjects} if evaluation.with_base or not subjects else subjects
-
-
-def _encoder(evaluation: Evaluation, model: Any, tokenizer: Any) -> PromptEncoder:
-    limit = context_limit(model, tokenizer)
-    if evaluation.max_length is not None and evaluation.max_length > limit:
-        raise ConfigError(f"--max-length {evaluation.max_length} is beyond the model's context of {limit} tokens.")
-    return PromptEncoder(
-        tokenizer,
-        style=evaluation.prompt_style,
-        today=evaluation.prompt_date,
-        max_length=evaluation.max_length or limit,
-        too_long="truncate" if evaluation.truncate else "refuse",
-    )
-
-
 def _scorers(evaluation: Evaluation, encoder: PromptEncoder, model: Any) -> tuple[list[TaskScorer], dict[str, str]]:
     """Make a scorer for every task whose rows can be read, and a one-line reason for every other task."""
-    num_rows, scorers, failed = evaluation.num_evaluation, [], {}
+    scorers, failed = [], {}
     for task in evaluation.tasks:
-        options: dict[str, Any] = {"data_root": evaluation.data_root, "length_normalised": evaluation.length_normalised}
         try:
-            scorers.append(suite_scorer(task, encoder, num_rows=num_rows, **options))
+            scorers.append(_suite_scorer(task, encoder, evaluation))
         except DataError as error:
             failed[task.name] = str(error)
     if evaluation.data is not None:
-        scorers.append(own_scorer(evaluation.data, evaluation.columns, encoder, model, num_rows=num_rows))
-    for name in evaluation.harness_tasks:
-        scorers.append(harness_scorer(name, encoder, include_path=evaluation.include_path, limit=num_rows))
+        scorers.append(_own_scorer(evaluation.data, encoder, model, evaluation))
+    scorers += [_harness_scorer(name, encoder, evaluation) for name in evaluation.harness_tasks]
     return scorers, failed
 
 
@@ -187,15 +196,6 @@ def _score_subject(
     return scores, failed
 
 
-def _fingerprint_folder(folder: Path) -> str:
-    digest = hashlib.sha256()
-    for path in sorted(folder.glob("adapter_*")):
-        digest.update(path.name.encode())
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
-
-
 def _finished(place: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
     """The finished score in a folder, or None."""
     try:
@@ -210,3 +210,93 @@ def _finished(place: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
             f"Choose another --out, or remove that folder."
         )
     return score
+
+
+Scored = tuple[dict[str, Any], Iterable[Mapping[str, Any]]]
+"""The numbers of a score, and the predictions by row."""
+
+
+@dataclass(frozen=True)
+class TaskScorer:
+    """One task, ready to score a model on.
+
+    Attributes:
+        identity: The inputs of the score beside the model and the common options.
+        score: Scores a model; raises ``DataError`` if the rows do not suit it.
+        reading: A summary of reading own rows.
+    """
+
+    name: str
+    identity: Mapping[str, Any]
+    score: Callable[[nn.Module, Progress], Scored]
+    reading: ReadRows | None = None
+
+
+def _suite_scorer(task: Task, encoder: PromptEncoder, evaluation: Evaluation) -> TaskScorer:
+    """Make a scorer of a task of the suite; raises ``DataError`` if its rows cannot be read."""
+    examples = evaluation_rows(task, evaluation.data_root, num_evaluation=evaluation.num_evaluation)
+    options = {"length_normalised": evaluation.length_normalised}
+
+    def score(model: nn.Module, progress: Progress) -> Scored:
+        return _scored(score_task(model, encoder, task, examples, **options, progress=progress))
+
+    identity = {"rows": _fingerprint_rows(examples), "max_new_tokens": task.max_new_tokens, **options}
+    return TaskScorer(task.name, identity, score)
+
+
+def _own_scorer(data: str, encoder: PromptEncoder, model: nn.Module, evaluation: Evaluation) -> TaskScorer:
+    """Score the loss on the user's own rows, and, if all completions are short, the share that is exactly right."""
+    num_rows = evaluation.num_evaluation
+    if num_rows is not None and num_rows < 1:
+        raise ConfigError(f"Row counts must be positive, but {num_rows} came.")
+    own = read_rows(data, encoder, evaluation.columns)
+    texts = own.texts[:num_rows]
+    rows = encoder.training_rows(texts)
+    require_embedded(model, encoder.tokenizer, rows)
+    num_beyond = len(own.texts) - len(texts)
+    reading = ReadRows(
+        read=own.num_read,
+        columns=own.columns,
+        left_out={"beyond --num-evaluation": num_beyond} if num_beyond else {},
+        unused_columns=own.unused,
+        changed=Counter(what for text in texts for what in text.changed),
+    )
+    compares = own.columns != ("text",) and are_short(rows)
+    name = re.sub(r"[^\w.-]+", "-", named(data))  # becomes a folder's name
+
+    def score(model: nn.Module, progress: Progress) -> Scored:
+        loss = held_out_loss(model, rows, pad_id=encoder.pad_id, progress=with_note(progress, "loss"))
+        if not compares:
+            return {"task": name, "accuracy": None, "num_examples": len(rows), "held_out_loss": loss}, ()
+        progress = with_note(progress, "completions")
+        summary, predictions = _scored(score_completions(model, encoder, rows, held_out_loss=loss, progress=progress))
+        return {**summary, "task": name}, predictions
+
+    return TaskScorer(name, {"rows": _fingerprint_rows(rows)}, score, reading)
+
+
+def _harness_scorer(name: str, encoder: PromptEncoder, evaluation: Evaluation) -> TaskScorer:
+    """Make a scorer of a task of the harness; its name and data are checked when it is scored."""
+    folder, limit = evaluation.include_path, evaluation.num_evaluation
+
+    def score(model: nn.Module, progress: Progress) -> Scored:
+        progress("score", 0, 1, "lm-evaluation-harness")
+        found, samples = harness_score(model, encoder, name, include_path=folder, limit=limit)
+        progress("score", 1, 1, found["metric"])
+        return found, samples
+
+    identity: dict[str, Any] = {"harness": harness_version(), "include_path": str(folder), "limit": limit}
+    if folder is not None:
+        files = (file for file in sorted(folder.rglob("*")) if file.is_file() and "__pycache__" not in file.parts)
+        content = {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+        identity["files"] = fingerprint_options(content)
+    return TaskScorer(name, identity, score)
+
+
+def _fingerprint_rows(rows: Sequence[Any]) -> str:
+    return fingerprint_options({"rows": [asdict(row) for row in rows]})
+
+
+def _scored(found: TaskScore) -> Scored:
+    summary = {key: value for key, value in vars(found).items() if key not in ("predictions", "row_losses")}
+    return summary, map(asdict, found.predictions)
