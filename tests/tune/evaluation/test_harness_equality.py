@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from frozencore.errors import ConfigError
+from frozencore.errors import ConfigError, ModelError
 from frozencore.tune.pocket import POCKET_TASKS, pocket_model_path
 from frozencore.tune.rows.prompts import PromptEncoder, context_limit
 from frozencore.tune.run.models import load_model
@@ -27,7 +27,7 @@ from hub_folders import ROWS, write_hub_folder
 from places import SHARED
 
 pytest.importorskip("lm_eval")
-from frozencore.tune.evaluation.harness import harness_score
+from frozencore.tune.evaluation.harness import _headline, harness_score
 
 NUM_ROWS = 5
 # tiny1m has room for 256 tokens in all
@@ -165,3 +165,11 @@ def test_an_unknown_harness_task_is_one_line(models: dict[str, Any], exported: P
     model, tokenizer = models["pocket"]
     with pytest.raises(ConfigError, match="There is no task 'nothing' in "):
         harness_score(model, PromptEncoder(tokenizer), "nothing", include_path=exported)
+
+
+def test_the_metric_shown_is_accuracy_where_there_is_one_and_never_a_nan_or_a_standard_error() -> None:
+    nan = float("nan")
+    assert _headline({"alias": "a", "bleu,none": 0.1, "acc_stderr,none": 0.2, "acc,none": 0.5}) == "acc,none"
+    assert _headline({"acc,none": nan, "bleu,none": 0.1}) == "bleu,none"
+    with pytest.raises(ModelError, match="no metric that is a number: .*Check the model's weights"):
+        _headline({"alias": "a", "perplexity,none": nan, "perplexity_stderr,none": 0.1})

@@ -72,6 +72,10 @@ def test_a_model_without_chat_reads_instructions_under_alpacas_headings(
         "### Instruction:\nName the capital.\n\n### Input:\nFrance\n\n### Response:\nParis"
     )
     assert without.context + without.completion == "### Instruction:\nName the capital.\n\n### Response:\nParis"
+    (text,) = read_rows(write(tmp_path / "rows.jsonl", [PAIR]), PromptEncoder(byte_tokenizer())).texts
+    assert text.context + text.completion == "Capital of France? Paris"
+    with pytest.raises(ConfigError, match="need a chat template"):
+        read_rows(write(tmp_path / "rows.jsonl", [MESSAGES]), PromptEncoder(byte_tokenizer()))
 
 
 @pytest.mark.parametrize("as_text", [True, False])
@@ -220,19 +224,17 @@ def test_columns_of_other_names_are_named(tmp_path: Path, byte_tokenizer: Callab
             read_rows(path, encoder, columns)
 
 
-def test_plain_pairs_keep_their_own_separator(tmp_path: Path, byte_tokenizer: Callable[..., Any]) -> None:
-    (text,) = read_rows(write(tmp_path / "rows.jsonl", [PAIR]), PromptEncoder(byte_tokenizer())).texts
-    assert text.context + text.completion == "Capital of France? Paris"
+def answered(**options: Any) -> dict[str, Any]:
+    """Messages whose answer has further keys."""
+    asked, answer = MESSAGES["messages"]
+    return {"messages": [asked, answer | options]}
 
 
 @pytest.mark.parametrize(
     ("rows", "reason"),
     [
         ([], "holds no rows"),
-        (
-            [{"question": "a"}],
-            "needs the columns prompt and completion, .* or text, but row 1 has question",
-        ),
+        ([{"question": "a"}], "needs the columns prompt and completion, .* or text, but row 1 has question"),
         ([{"prompt": "a", "chosen": "b", "rejected": "c"}], r"holds preferences .* examples/dpo.py"),
         ([PAIR, {"prompt": "a"}], r"Row row-2: column 'completion' must hold text, but holds nothing"),
         ([PAIR, PAIR, {"prompt": "a", "completion": ""}], r"Row row-3: column 'completion'"),
@@ -241,36 +243,17 @@ def test_plain_pairs_keep_their_own_separator(tmp_path: Path, byte_tokenizer: Ca
         ([{"messages": "hello"}], r"Row row-1: column 'messages' must hold a list"),
         ([{"messages": [{"role": "user"}]}], r"Row row-1: column 'content'"),
         ([PAIR, 5], r"line 2: each line must be a JSON object"),
-        (
-            [{"messages": [{"role": "user", "content": None}, *MESSAGES["messages"][1:]]}],
-            r"Row row-1: column 'content'",
-        ),
+        ([{"messages": [{"role": "user", "content": None}, *MESSAGES["messages"][1:]]}], "Row row-1: column 'content'"),
         ([CONVERSATIONAL | {"completion": "Paris"}], r"Row row-1: column 'completion' must hold a list of turns"),
         ([{"conversations": [{"from": "bing", "value": "a"}]}], r"a turn of 'conversations' is from human, .*'bing'"),
-        (
-            [{"messages": [*MESSAGES["messages"], MESSAGES["messages"][0], {**MESSAGES["messages"][1], "weight": 0}]}],
-            r"Row row-1: no turn to learn is left, as messages have weight 0 or train false",
-        ),
-        (
-            [{"messages": [MESSAGES["messages"][0], {**MESSAGES["messages"][1], "weight": 0.5}]}],
-            r"Row row-1: a message's weight must be 0 or 1 and its train a truth value, got \[0.5\]",
-        ),
+        ([answered(weight=0)], "Row row-1: no turn to learn is left, as messages have weight 0 or train false"),
+        ([answered(weight=0.5)], r"Row row-1: a message's weight must be 0 or 1 and its train a truth .*, got \[0.5\]"),
         ([MESSAGES | {"history": [["a"]]}], r"Row row-1: column 'history' must hold pairs"),
         (
-            [
-                {
-                    "messages": [
-                        MESSAGES["messages"][0],
-                        {**MESSAGES["messages"][1], "tool_calls": [CALL | {"function": {"arguments": "{"}}]},
-                    ]
-                }
-            ],
-            r"Row row-1: 'arguments' of a tool call must hold an object",
+            [answered(tool_calls=[CALL | {"function": {"arguments": "{"}}])],
+            "'arguments' of a tool call must",
         ),
-        (
-            [{"messages": [MESSAGES["messages"][0], {**MESSAGES["messages"][1], "tool_calls": [CALL]}]}],
-            r"Row row-1: the chat template does not write the call of 'capital' of turn 2, the assistant's",
-        ),
+        ([answered(tool_calls=[CALL])], "Row row-1: the chat template does not write the call of 'capital' of turn 2"),
         ([MESSAGES | {"tools": "{"}], r"Row row-1: column 'tools' must hold a list"),
         ([MESSAGES | {"tools": "[" * 100_000}], r"Row row-1: column 'tools' must hold a list"),
         ([PAIR, {"completion": "a"}], r"Row row-2: column 'prompt' must hold text, but holds nothing"),
@@ -284,34 +267,6 @@ def test_a_wrong_file_is_one_line_with_the_row(
     with pytest.raises(DataError, match=reason) as error:
         read_rows(write(tmp_path / "rows.jsonl", rows), PromptEncoder(byte_tokenizer(chat=True)))
     assert "\n" not in str(error.value)
-
-
-def test_broken_and_missing_files_are_one_line(tmp_path: Path, byte_tokenizer: Callable[..., Any]) -> None:
-    encoder = PromptEncoder(byte_tokenizer())
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": \n')
-    (tmp_path / "b.parquet").write_bytes(b"nothing")
-    (tmp_path / "c.jsonl").write_bytes(b'{"text": "\xff\xfe"}\n')
-    (tmp_path / "d.xlsx").write_text("text\na\n")
-    (tmp_path / "f.csv").write_text("text,other\na\n")
-    (tmp_path / "g.json").write_text('{"text": "a"}')
-    (tmp_path / "h.arrow").write_bytes(b"ARROW1 no")
-    (tmp_path / "i.csv").write_text('text\n"a\n')
-    (tmp_path / "j.csv").write_text("text\n")
-    for name, reason in (
-        ("a.jsonl", "line 2"),
-        ("b.parquet", "cannot be read as Parquet"),
-        ("c.jsonl", "must be UTF-8"),
-        ("d.xlsx", "must name a .jsonl, .json, .csv, .tsv, .parquet or .arrow file"),
-        ("f.csv", "line 2: a row must have the 2 columns"),
-        ("g.json", "must be one JSON list of objects"),
-        ("h.arrow", "cannot be read as Arrow"),
-        ("i.csv", "i.csv, line 1: .*Write it again"),
-        ("j.csv", "holds no rows"),
-        ("e.jsonl", "there is no file"),
-    ):
-        with pytest.raises(DataError, match=reason) as error:
-            read_rows(str(tmp_path / name), encoder)
-        assert "\n" not in str(error.value)
 
 
 def test_bad_rows_are_left_out_and_counted_by_what_is_wrong_where_that_is_allowed(
@@ -335,8 +290,3 @@ def test_bad_rows_are_left_out_and_counted_by_what_is_wrong_where_that_is_allowe
             PromptEncoder(byte_tokenizer()),
             skip_bad=True,
         )
-
-
-def test_messages_need_a_chat_template(tmp_path: Path, byte_tokenizer: Callable[..., Any]) -> None:
-    with pytest.raises(ConfigError, match="need a chat template"):
-        read_rows(write(tmp_path / "rows.jsonl", [MESSAGES]), PromptEncoder(byte_tokenizer()))

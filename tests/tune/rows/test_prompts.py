@@ -33,6 +33,46 @@ def test_plain_rows_are_prompt_completion_and_end(byte_tokenizer: Callable[..., 
     assert (row.input_ids[0] == tokenizer.bos_token_id) == adds_start
 
 
+def test_a_prompts_last_space_moves_to_the_completion_and_a_text_has_loss_everywhere(
+    byte_tokenizer: Callable[..., Any],
+) -> None:
+    text = PromptEncoder(byte_tokenizer()).render(Example("row-1", "Is it? ", "yes", ("yes", "no")))
+    assert (text.context, text.completion, text.choices) == ("Is it?", " yes", (" yes", " no"))
+    for adds_start in (False, True):
+        (row,) = PromptEncoder(byte_tokenizer(adds_start=adds_start)).training_rows([TextRow("row-1", "", "abc")])
+        assert row.num_context == adds_start
+
+
+REFUSED: dict[str, tuple[type[Exception], str, Callable[[Any], object]]] = {
+    "style": (ConfigError, "'chat' needs a chat template.* Use 'plain'", lambda t: PromptEncoder(t, style="chat")),
+    "limit": (ConfigError, "room for two tokens, got max_length=1", lambda t: PromptEncoder(t, max_length=1)),
+    "completion": (
+        DataError, "Row 7: a completion must", lambda t: PromptEncoder(t).training_rows([TextRow("7", "a", "")]),
+    ),
+    "prompt": (
+        DataError, "Row 7: scoring by choice", lambda t: PromptEncoder(t).choice_rows([TextRow("7", "", "a", ("a",))]),
+    ),
+    "end": (
+        ModelError, "need an end token, but this", lambda t: [setattr(t, "eos_token", None), PromptEncoder(t)],
+    ),
+    "template": (
+        DataError, "Row 7: the tokenizer's chat template refuses it: .*no users here",
+        lambda t: [
+            setattr(t, "chat_template", "{{ raise_exception('no users here') }}"),
+            PromptEncoder(t).render(Example("7", "Two and two?", " Four.")),
+        ],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_no_row_can_be_made_with_is_refused_in_one_line(what: str, byte_tokenizer: Callable[..., Any]) -> None:
+    kind, reason, make = REFUSED[what]
+    with pytest.raises(kind, match=reason) as error:
+        make(byte_tokenizer())
+    assert "\n" not in str(error.value)
+
+
 def test_training_choices_and_generation_see_the_same_context(byte_tokenizer: Callable[..., Any]) -> None:
     for options in ({}, {"adds_start": True}, {"adds_start": True, "chat": True}):
         encoder = PromptEncoder(byte_tokenizer(**options))
@@ -54,14 +94,6 @@ def test_chat_rows_go_through_the_template_with_one_start_token(byte_tokenizer: 
     (row,) = encoder.training_rows([text])
     assert encoder.tokenizer.decode(row.input_ids) == "<s>user\nIs it?</s>\n<s>assistant\nyes</s>"
     assert not PromptEncoder(byte_tokenizer(chat=True), style="plain").is_chat
-    with pytest.raises(ConfigError, match="needs a chat template"):
-        PromptEncoder(byte_tokenizer(), style="chat")
-
-
-def test_space_at_the_end_of_a_prompt_moves_to_the_completion(byte_tokenizer: Callable[..., Any]) -> None:
-    encoder = PromptEncoder(byte_tokenizer())
-    text = encoder.render(Example("row-1", "Is it? ", "yes", ("yes", "no")))
-    assert (text.context, text.completion, text.choices) == ("Is it?", " yes", (" yes", " no"))
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bytes with a space", "pieces", "pieces of an old tokenizer"])
@@ -151,19 +183,6 @@ def test_padding_needs_no_embedding_of_its_own(byte_tokenizer: Callable[..., Any
     assert both == pytest.approx((2 * alone[0] + 3 * alone[1]) / 5, abs=1e-5)
 
 
-def test_a_merge_inside_the_completion_is_kept(byte_tokenizer: Callable[..., Any]) -> None:
-    encoder = PromptEncoder(byte_tokenizer(merges=(("b", "c"),)))
-    (tokens,) = encoder.training_rows([TextRow("row-1", "a", "bc")])
-    assert encoder.tokenizer.convert_ids_to_tokens(tokens.input_ids) == ["a", "bc", "</s>"]
-
-
-def test_text_rows_carry_loss_everywhere(byte_tokenizer: Callable[..., Any]) -> None:
-    plain, started = PromptEncoder(byte_tokenizer()), PromptEncoder(byte_tokenizer(adds_start=True))
-    row = TextRow("row-1", "", "abc")
-    assert plain.training_rows([row])[0].num_context == 0
-    assert started.training_rows([row])[0].num_context == 1
-
-
 def test_long_rows_are_refused_in_one_line_with_counts(byte_tokenizer: Callable[..., Any]) -> None:
     encoder = PromptEncoder(byte_tokenizer(), max_length=8)
     rows = [TextRow(f"row-{i}", "p" * i, "c", ("c",)) for i in range(4, 11)]
@@ -212,32 +231,6 @@ def test_a_completion_is_never_cut_and_what_leaves_no_room_for_its_prompt_is_nam
     fitting = [row for row, fit in zip(rows, encoder.fits(rows), strict=True) if fit != "too long"]
     ends = [encoder.tokenizer.decode(row.input_ids[row.num_context :]) for row in encoder.training_rows(fitting)]
     assert ends == ["abcd</s>", "abcd</s>", "a" * 7]
-
-
-def test_empty_completions_and_empty_prompts_are_named(byte_tokenizer: Callable[..., Any]) -> None:
-    encoder = PromptEncoder(byte_tokenizer())
-    with pytest.raises(DataError, match=r"Row row-1: a completion"):
-        encoder.training_rows([TextRow("row-1", "a", "")])
-    with pytest.raises(DataError, match=r"Row row-1: scoring by choice"):
-        encoder.choice_rows([TextRow("row-1", "", "a", ("a",))])
-
-
-def test_what_no_row_could_be_made_with_is_refused_at_once(byte_tokenizer: Callable[..., Any]) -> None:
-    with pytest.raises(ConfigError, match="needs a chat template, but this tokenizer has none. Use 'plain'"):
-        PromptEncoder(byte_tokenizer(), style="chat")
-    with pytest.raises(ConfigError, match="room for two tokens, got max_length=1"):
-        PromptEncoder(byte_tokenizer(), max_length=1)
-    endless = byte_tokenizer()
-    endless.eos_token = None
-    with pytest.raises(ModelError, match="need an end token, but this tokenizer has none"):
-        PromptEncoder(endless)
-
-
-def test_a_chat_template_that_raises_names_the_row_and_says_why(byte_tokenizer: Callable[..., Any]) -> None:
-    tokenizer = byte_tokenizer(chat=True)
-    tokenizer.chat_template = "{{ raise_exception('no users here') }}"
-    with pytest.raises(DataError, match=r"Row 7: the tokenizer's chat template refuses it: .*no users here"):
-        PromptEncoder(tokenizer).render(Example(id="7", prompt="Two and two?", completion=" Four."))
 
 
 def test_real_rows_spell_their_text_and_no_boundary_merges(tiny1m: Path, shared_data: Path) -> None:

@@ -6,7 +6,7 @@ import io
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pyarrow
 import pytest
@@ -64,28 +64,10 @@ def test_with_no_hub_in_reach_a_hub_id_is_one_line_at_once(name: str, monkeypatc
         read_source(f"{name}:train")
 
 
-def test_the_code_of_a_data_set_is_not_run(tmp_path: Path) -> None:
-    (tmp_path / "cats").mkdir()
-    (tmp_path / "cats" / "cats.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    with pytest.raises(DataError, match="could not be read"):
-        read_source(f"{tmp_path / 'cats'}:train")
-    assert not (tmp_path / "ran").exists()
-
-
 def test_the_standard_input_is_jsonl(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [*ROWS, {"text": "a line\u2028that JSON does not end: ä"}]
     pipe(monkeypatch, "\n\n".join(json.dumps(row, ensure_ascii=False) for row in texts).encode())
     assert read_source("-") == texts
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [(b"", "holds no rows"), (b'{"text": "a"}\n{"text"', "The standard input, line 2"), (b"\xff", "must be UTF-8")],
-)
-def test_a_wrong_standard_input_is_one_line(content: bytes, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pipe(monkeypatch, content)
-    with pytest.raises(DataError, match=reason):
-        read_source("-")
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.tsv", "-"])
@@ -96,40 +78,59 @@ def test_a_byte_order_mark_is_no_part_of_the_rows(name: str, tmp_path: Path, mon
     assert read_source(name if name == "-" else str(tmp_path / name)) == [{"text": "ä"}]
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("a.jsonl", '{"text": "a"}\n{"text": "b", "x": 1, "text": "c"}'),
-        ("a.jsonl", '{"messages": [{"role": "user", "content": "a", "content": "b"}]}'),
-        ("a.json", '[{"text": "a", "text": "b"}]'),
-        ("a.csv", "text,text\na,b\n"),
-    ],
-)
-def test_a_key_given_twice_is_refused_because_one_value_would_be_lost(name: str, content: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(content)
-    with pytest.raises(DataError, match="'(text|content)' is given twice") as error:
-        read_source(str(tmp_path / name))
+def arrow_with_twins() -> bytes:
+    table = pyarrow.table([["a"], ["b"]], names=["text", "text"])
+    with io.BytesIO() as file:
+        with pyarrow.ipc.new_file(file, table.schema) as writer:
+            writer.write(table)
+        return file.getvalue()
+
+
+WRONG: list[tuple[str, bytes, str]] = [
+    ("a.jsonl", b'{"text": "a"}\n{"text": \n', "a.jsonl, line 2"),
+    ("a.jsonl", b'{"text": "\xff\xfe"}\n', "must be UTF-8"),
+    ("a.jsonl", b'{"text": "a"}\n{"text": "b", "x": 1, "text": "c"}', "'text' is given twice"),
+    ("a.jsonl", b'{"messages": [{"role": "user", "content": "a", "content": "b"}]}', "'content' is given twice"),
+    ("a.json", b'[{"text": "a", "text": "b"}]', "'text' is given twice"),
+    ("a.json", b'{"text": "a"}', "must be one JSON list of objects"),
+    ("a.csv", b"text,text\na,b\n", "'text' is given twice"),
+    ("a.csv", b"text,other\na\n", "line 2: a row must have the 2 columns"),
+    ("a.csv", b'text\n"a\n', "a.csv, line 1: .*Write it again"),
+    ("a.csv", b"text\n", "holds no rows"),
+    ("a.arrow", b"ARROW1 no", "cannot be read as Arrow"),
+    ("a.arrow", arrow_with_twins(), "the column 'text' is given twice"),
+    ("a.parquet", b"nothing", "cannot be read as Parquet"),
+    ("a.xlsx", b"text\na\n", "must name a .jsonl, .json, .csv, .tsv, .parquet or .arrow file"),
+    ("-", b"", "holds no rows"),
+    ("-", b'{"text": "a"}\n{"text"', "The standard input, line 2"),
+    ("-", b"\xff", "must be UTF-8"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "reason"), WRONG)
+def test_a_damaged_source_is_one_line(
+    name: str, content: bytes, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    pipe(monkeypatch, content)
+    with pytest.raises(DataError, match=reason) as error:
+        read_source(name if name == "-" else str(tmp_path / name))
     assert "\n" not in str(error.value)
 
 
-def test_two_columns_of_one_name_are_refused_in_arrow(tmp_path: Path) -> None:
-    table = pyarrow.table([["a"], ["b"]], names=["text", "text"])
-    with pyarrow.ipc.new_file(tmp_path / "a.arrow", table.schema) as file:
-        file.write(table)
-    with pytest.raises(DataError, match="the column 'text' is given twice"):
-        read_source(str(tmp_path / "a.arrow"))
-
-
-def test_a_terminal_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    monkeypatch.setattr(sys, "stdin", Terminal())
+def test_a_terminal_is_not_waited_for_and_the_code_of_a_data_set_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
     with pytest.raises(ConfigError, match="is a terminal"):
         read_source("-")
+    (tmp_path / "cats").mkdir()
+    (tmp_path / "cats" / "cats.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(DataError, match="could not be read"):
+        read_source(f"{tmp_path / 'cats'}:train")
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_card_names_a_file_without_its_folder(folder: Path) -> None:
-    named_as: dict[str, Any] = {str(folder / "README.md"): "README.md", "-": "standard input", "a/b:train": "a/b:train"}
+    named_as = {str(folder / "README.md"): "README.md", "-": "standard input", "a/b:train": "a/b:train"}
     assert {data: named(data) for data in named_as} == named_as

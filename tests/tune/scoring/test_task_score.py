@@ -28,13 +28,10 @@ def test_a_choice_score_counts_its_predictions(byte_tokenizer: Callable[..., Any
     assert score.chance == 0.5
     assert score.majority_class == 0.75
     assert score.num_ties == 0
-
-
-def test_equal_choices_are_counted_as_ties(byte_tokenizer: Callable[..., Any], byte_model: nn.Module) -> None:
     torch.nn.init.zeros_(byte_model.lm_head.weight)
     examples = [Example(f"row-{i}", "Which?", " b", (" a", " b")) for i in range(3)]
     score = score_task(byte_model, PromptEncoder(byte_tokenizer()), find_task("sst2"), examples)
-    assert (score.num_ties, score.accuracy) == (3, 0.0)
+    assert (score.num_ties, score.accuracy) == (3, 0.0)  # the first of equal choices counts
 
 
 def test_duplicate_choices_and_cut_prompts_are_counted(
@@ -83,11 +80,9 @@ def test_a_generated_score_counts_truncations_and_missing_answers(
     assert score.chance is None
 
 
-def test_a_task_without_rows_is_refused(byte_tokenizer: Callable[..., Any], byte_model: nn.Module) -> None:
+def test_without_rows_or_answers_there_is_no_score(byte_tokenizer: Callable[..., Any], byte_model: nn.Module) -> None:
+    encoder = PromptEncoder(byte_tokenizer())
     with pytest.raises(DataError, match="no rows to score"):
-        score_task(byte_model, PromptEncoder(byte_tokenizer()), find_task("sst2"), [])
-
-
-def test_plain_text_has_no_score_but_a_loss(byte_tokenizer: Callable[..., Any], byte_model: nn.Module) -> None:
+        score_task(byte_model, encoder, find_task("sst2"), [])
     with pytest.raises(ConfigError, match="'sst2-text' is plain text and has no answers to score; `tune` gives its"):
-        score_task(byte_model, PromptEncoder(byte_tokenizer()), TEXT_TASKS["sst2-text"], [Example("a", "", "A text.")])
+        score_task(byte_model, encoder, TEXT_TASKS["sst2-text"], [Example("a", "", "A text.")])

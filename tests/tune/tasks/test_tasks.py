@@ -2,55 +2,29 @@
 
 from __future__ import annotations
 
-import json
-import time
 from pathlib import Path
 
-import datasets
 import pytest
-from datasets.arrow_writer import ArrowWriter
 
 from frozencore.errors import DataError
-from frozencore.files.hub import HUB_TIMEOUT_S
 from frozencore.tune.suite import PAPER_TASKS, TASKS, TEXT_TASKS
+from frozencore.tune.tasks import Task
 from frozencore.tune.tasks.answers import parse_answer, parse_number
 from frozencore.tune.tasks.glue import SST2
-from frozencore.tune.tasks.hub_rows import HubDataset
 from frozencore.tune.tasks.math_problems import GSM8K, SVAMP
 from frozencore.tune.tasks.questions import ARC_CHALLENGE, HELLASWAG, WINOGRANDE
 
 SVAMP_ROW = {"Body": "Tom has 3 pens", "Question": "How many pens has he?", "Answer": "3"}
 
 
-def test_a_svamp_row_is_a_question_with_a_marked_number() -> None:
+def test_a_row_is_a_question_with_a_marked_number_or_a_choice() -> None:
+    example = SST2.to_example({"sentence": "a charming journey . ", "label": 1}, "train-0")
+    assert example.prompt + example.completion == "Review: a charming journey .\nSentiment: positive"
+    assert example.choices == (" negative", " positive")
     example = SVAMP.to_example(SVAMP_ROW, "train-0")
     assert example.prompt.startswith("Question: Tom has 3 pens. How many pens has he?\n")
     assert example.completion == " The answer is: 3"
     assert example.choices == ()
-
-
-def test_an_sst2_row_is_a_choice_between_two_words() -> None:
-    example = SST2.to_example({"sentence": "a charming journey . ", "label": 1}, "train-0")
-    assert example.prompt + example.completion == "Review: a charming journey .\nSentiment: positive"
-    assert example.choices == (" negative", " positive")
-
-
-@pytest.mark.parametrize(
-    ("to_example", "row", "column"),
-    [
-        (SVAMP.to_example, SVAMP_ROW | {"Answer": "three"}, "Answer"),
-        (SVAMP.to_example, SVAMP_ROW | {"Body": " "}, "Body"),
-        (SVAMP.to_example, {"Body": "a", "Answer": "1"}, "Question"),
-        (SST2.to_example, {"sentence": "a", "label": -1}, "label"),
-        (SST2.to_example, {"sentence": "a", "label": 2}, "label"),
-        (SST2.to_example, {"sentence": "a", "label": None}, "label"),
-        (SST2.to_example, {"sentence": None, "label": 1}, "sentence"),
-    ],
-)
-def test_a_bad_row_is_named_with_its_column(to_example, row: dict[str, object], column: str) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(DataError, match=rf"Row train-7: column '{column}'") as error:
-        to_example(row, "train-7")
-    assert "\n" not in str(error.value)
 
 
 ARC_ROW = {
@@ -76,15 +50,30 @@ def test_an_arc_row_has_any_number_of_options_and_any_labels() -> None:
     assert ARC_CHALLENGE.to_example(ARC_ROW | {"choices": five, "answerKey": "E"}, "train-0").completion == " z"
 
 
-def test_real_arc_has_numeric_keys_and_rows_with_three_and_five_options(shared_data: Path) -> None:
-    rows = [r for s in ("train", "evaluation") for r in ARC_CHALLENGE.source.rows(s, shared_data)]  # type: ignore[arg-type]
-    assert any(row["answerKey"].isdigit() for row in rows)
-    assert {len(row["choices"]["label"]) for row in rows} == {3, 4, 5}
-    for row in rows:
-        example = ARC_CHALLENGE.to_example(row, "row")
-        assert (
-            example.completion == " " + row["choices"]["text"][row["choices"]["label"].index(row["answerKey"])].strip()
-        )
+@pytest.mark.parametrize(
+    ("task", "row", "column"),
+    [
+        (SVAMP, SVAMP_ROW | {"Answer": "three"}, "Answer"),
+        (SVAMP, SVAMP_ROW | {"Body": " "}, "Body"),
+        (SVAMP, {"Body": "a", "Answer": "1"}, "Question"),
+        (SST2, {"sentence": "a", "label": -1}, "label"),
+        (SST2, {"sentence": "a", "label": 2}, "label"),
+        (SST2, {"sentence": "a", "label": None}, "label"),
+        (SST2, {"sentence": None, "label": 1}, "sentence"),
+        (GSM8K, {"question": "a", "answer": "no marker 5"}, "answer"),
+        (ARC_CHALLENGE, ARC_ROW | {"answerKey": "A"}, "answerKey"),
+        (ARC_CHALLENGE, ARC_ROW | {"choices": None}, "choices"),
+        (ARC_CHALLENGE, ARC_ROW | {"choices": {"text": ["a", " "], "label": ["1", "2"]}}, "choices.text"),
+        (ARC_CHALLENGE, ARC_ROW | {"choices": {"text": ["a", "b"], "label": ["1", "2", "3"]}}, "choices"),
+        (HELLASWAG, {"activity_label": "a", "ctx": "b", "endings": ["[x]", "c"], "label": "0"}, "endings"),
+        (HELLASWAG, {"activity_label": "a", "ctx": "b", "endings": ["c", "d"], "label": ""}, "label"),
+        (WINOGRANDE, {"sentence": "no blank", "option1": "a", "option2": "b", "answer": "1"}, "sentence"),
+    ],
+)
+def test_a_bad_row_is_named_with_its_column(task: Task, row: dict[str, object], column: str) -> None:
+    with pytest.raises(DataError, match=rf"Row train-7: column '{column}'") as error:
+        task.to_example(row, "train-7")
+    assert "\n" not in str(error.value)
 
 
 def test_a_text_task_is_one_text_of_its_rows_without_question_or_choice() -> None:
@@ -122,25 +111,6 @@ def test_hellaswag_reads_alike_with_the_hubs_tags_and_without() -> None:
     assert example.completion == " Lie down."
 
 
-@pytest.mark.parametrize(
-    ("to_example", "row", "column"),
-    [
-        (GSM8K.to_example, {"question": "a", "answer": "no marker 5"}, "answer"),
-        (ARC_CHALLENGE.to_example, ARC_ROW | {"answerKey": "A"}, "answerKey"),
-        (ARC_CHALLENGE.to_example, ARC_ROW | {"choices": None}, "choices"),
-        (ARC_CHALLENGE.to_example, ARC_ROW | {"choices": {"text": ["a", " "], "label": ["1", "2"]}}, "choices.text"),
-        (ARC_CHALLENGE.to_example, ARC_ROW | {"choices": {"text": ["a", "b"], "label": ["1", "2", "3"]}}, "choices"),
-        (HELLASWAG.to_example, {"activity_label": "a", "ctx": "b", "endings": ["[x]", "c"], "label": "0"}, "endings"),
-        (HELLASWAG.to_example, {"activity_label": "a", "ctx": "b", "endings": ["c", "d"], "label": ""}, "label"),
-        (WINOGRANDE.to_example, {"sentence": "no blank", "option1": "a", "option2": "b", "answer": "1"}, "sentence"),
-    ],
-)
-def test_a_bad_row_of_the_other_tasks_is_named_too(to_example, row: dict[str, object], column: str) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(DataError, match=rf"Row train-7: column '{column}'") as error:
-        to_example(row, "train-7")
-    assert "\n" not in str(error.value)
-
-
 def test_the_suite_is_the_papers_table() -> None:
     """Appendix, table "Complete dataset protocol": task, train, evaluation, epochs."""
     sizes = {task.name: (task.num_train, task.num_evaluation, task.epochs) for task in PAPER_TASKS.values()}
@@ -159,87 +129,13 @@ def test_every_real_row_is_an_example(name: str, shared_data: Path) -> None:
         examples = [task.to_example(row, f"{split}-{i}") for i, row in enumerate(rows)]
         assert len(examples) >= least
         assert all(not example.choices or example.completion in example.choices for example in examples)
+        if task is ARC_CHALLENGE:
+            assert {len(example.choices) for example in examples} >= {3, 4}
+            for row, example in zip(rows, examples, strict=True):
+                texts, labels = row["choices"]["text"], row["choices"]["label"]
+                assert example.completion == f" {texts[labels.index(row['answerKey'])].strip()}"
         if task is SVAMP:
             assert all(
                 parse_answer(e.completion) == parse_number(r["Answer"]) for e, r in zip(examples, rows, strict=True)
             )
     assert len(task.source.rows("validation", shared_data)) == (299 if name == "arc_challenge" else 0)
-
-
-def source(columns: tuple[str, ...] = ("sentence", "label")) -> HubDataset:
-    return HubDataset(path="org/name", train_split="train", evaluation_split="test", columns=columns)
-
-
-def write_split(root: Path, split: str, rows: list[dict[str, object]]) -> None:
-    folder = root / "org" / "name"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def test_a_local_folder_of_the_schema_is_read_in_order(tmp_path: Path) -> None:
-    rows = [{"sentence": f"s{i}", "label": i % 2} for i in range(5)]
-    write_split(tmp_path, "train", rows)
-    assert list(source().rows("train", tmp_path)) == rows
-
-
-def test_a_missing_column_a_missing_split_and_a_missing_folder_are_one_line_each(tmp_path: Path) -> None:
-    write_split(tmp_path, "train", [{"sentence": "a"}])
-    for split, root, reason in (
-        ("train", tmp_path, r"org/name needs the columns .* lacks label \(it has sentence\)"),
-        ("evaluation", tmp_path, r"org/name could not be read .*--data-root"),
-        ("train", tmp_path / "nowhere", r"there is no such folder.*--data-root"),
-    ):
-        with pytest.raises(DataError, match=reason) as error:
-            source().rows(split, root)  # type: ignore[arg-type]
-        assert "\n" not in str(error.value)
-
-
-def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
-    folder = tmp_path / "org" / "name"
-    folder.mkdir(parents=True)
-    (folder / "train.parquet").write_bytes(b"PAR1 nothing")
-    with pytest.raises(DataError, match="could not be read") as error:
-        source().rows("train", tmp_path)
-    assert "\n" not in str(error.value)
-
-
-@pytest.fixture
-def silent_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Nobody answers; the folder that data sets are cached in."""
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path))
-    return tmp_path
-
-
-@pytest.mark.usefixtures("silent_hub")
-def test_without_hub_and_cache_the_way_out_is_named_at_once() -> None:
-    with pytest.raises(DataError, match=r"org/name is not in the offline cache .*--data-root DIR.*or a network"):
-        source().rows("train", None)
-
-
-def test_a_cached_data_set_is_read_at_once_without_the_hub_and_a_split_it_lacks_is_one_line(silent_hub: Path) -> None:
-    rows = [{"sentence": f"s{i}", "label": i % 2} for i in range(5)]
-    put_into_cache(silent_hub, rows)
-    started = time.monotonic()
-    assert list(source().rows("train", None)) == rows
-    with pytest.raises(DataError, match=r'from the hub or its cache: .*"test"') as error:
-        source().rows("evaluation", None)
-    assert "\n" not in str(error.value)
-    assert time.monotonic() - started < HUB_TIMEOUT_S
-    assert not datasets.config.HF_HUB_OFFLINE
-
-
-def put_into_cache(cache: Path, rows: list[dict[str, object]]) -> None:
-    """As ``datasets`` keeps the train split of ``org/name``."""
-    folder = cache / "org___name" / "default" / "0.0.0" / "commit"
-    folder.mkdir(parents=True)
-    features = datasets.Dataset.from_list(rows).features
-    with ArrowWriter(path=str(folder / "name-train.arrow"), features=features) as writer:
-        for row in rows:
-            writer.write(row)
-        writer.finalize()
-    splits = datasets.SplitDict(dataset_name="name")
-    splits.add(datasets.SplitInfo("train", num_examples=len(rows), dataset_name="name"))
-    told = {"builder_name": "parquet", "dataset_name": "name", "config_name": "default", "version": "0.0.0"}
-    datasets.DatasetInfo(features=features, splits=splits, **told).write_to_directory(str(folder))

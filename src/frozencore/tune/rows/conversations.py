@@ -60,7 +60,7 @@ class Conversation:
         self.has_loss = [self._flag(message) for message in messages]
         given = [_with_objects(message, row_id) for message in messages]
         calls = any(message.get("tool_calls") for message in given)
-        forms = [given, [{"content": "", **message} for message in given]] if calls else [given]
+        forms: list[list[Message]] = [given, [{"content": "", **message} for message in given]] if calls else [given]
         forms += [[_with_text(message) for message in form] for form in forms] if calls else []
         for number, self.messages in enumerate(forms, start=1):
             try:

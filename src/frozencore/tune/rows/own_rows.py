@@ -140,9 +140,9 @@ def _render_pair(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
     if isinstance(row.get("prompt"), list):
         prompt, completion = (_turns(row, column, row_id) for column in PAIR)
         return _render_turns([*prompt, *completion], "completion", row, row_id, encoder)
-    example = Example(row_id, *(_text(row, column, row_id) for column in PAIR))
+    asked, answer = (_text(row, column, row_id) for column in PAIR)
     before, tools = (_before(row, row_id), _tools(row, row_id)) if encoder.is_chat else ([], None)
-    return encoder.render(example, before, tools)
+    return encoder.render(Example(row_id, asked, answer), before, tools)
 
 
 def _render_instruction(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
