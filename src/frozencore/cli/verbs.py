@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
+from typing import Any
 
 import typer
 
@@ -116,7 +117,7 @@ def add_verbs(app: typer.Typer, words: Collection[str]) -> None:
     for verb in all_verbs():
         module, _, attribute = verb.place.partition(":")
         called = getattr(import_module(module, __package__), attribute) if verb.name in words else _not_called
-        told = {
+        told: dict[str, Any] = {
             "help": verb.help,
             "epilog": "\n\n".join(("For example:", *verb.examples)),
             "rich_help_panel": verb.group,
