@@ -47,6 +47,20 @@ class Option:
         return _in_words(self.type)
 
     @property
+    def kinds(self) -> tuple[Any, ...]:
+        """The types of its values, without None."""
+        return tuple(kind for kind in _parts(self.plain) if kind is not NoneType)
+
+    @property
+    def may_be_none(self) -> bool:
+        return NoneType in _parts(self.plain)
+
+    @property
+    def takes_several(self) -> bool:
+        """Return whether a value may be a list."""
+        return any(get_origin(kind) is tuple for kind in self.kinds)
+
+    @property
     def meaning(self) -> tuple[Any, ...]:
         """A key: two options with the same name and meaning are one option."""
         return self.plain, self.default, self.help, self.rule
@@ -111,11 +125,16 @@ def _infos(kind: Any) -> list[FieldInfo]:
     return [extra for extra in getattr(kind, "__metadata__", ()) if isinstance(extra, FieldInfo)]
 
 
+def _parts(kind: Any) -> tuple[Any, ...]:
+    """The types of a union; a type alone is a union of one."""
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+
+
 def _in_words(kind: Any, bounds: Sequence[Any] = ()) -> str:
     if get_origin(kind) is Annotated:
         return _in_words(get_args(kind)[0], [bound for info in _infos(kind) for bound in info.metadata])
-    if get_origin(kind) in (Union, UnionType):
-        return " or ".join(_in_words(part, bounds) for part in get_args(kind))
+    if len(parts := _parts(kind)) > 1:
+        return " or ".join(_in_words(part, bounds) for part in parts)
     if get_origin(kind) is Literal:
         return f"one of {', '.join(map(str, get_args(kind)))}"
     if get_origin(kind) is tuple:

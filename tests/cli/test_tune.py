@@ -15,8 +15,8 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from frozencore.cli.tune import write_learning
-from frozencore.tune import figure_style
+from frozencore.tune import figures
+from frozencore.tune.figures import write_learning
 from made_up import made_up_record
 
 Command = Callable[..., tuple[int, str, str]]
@@ -29,7 +29,7 @@ def test_every_step_has_its_line_and_the_figure_its_curves(
     selection: dict[str, object] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[Figure] = []
-    monkeypatch.setattr(figure_style, "save_figure", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(figures, "save_figure", lambda figure, path: drawn.append(figure))
     training = {"num_steps": 3, "final_loss": 1.0, "losses": [3.0, None, 1.0]}
     write_learning(made_up_record({"task": "svamp"}, training=training, selection=selection or ...), tmp_path)
     rows = list(csv.reader((tmp_path / "history.csv").read_text().splitlines()))
@@ -46,7 +46,7 @@ def test_a_long_run_has_a_smoothed_curve_and_no_number_touches_the_title(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[Figure] = []
-    monkeypatch.setattr(figure_style, "save_figure", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(figures, "save_figure", lambda figure, path: drawn.append(figure))
     training = {"num_steps": 21, "losses": [float(step) for step in range(21)]}
     write_learning(made_up_record({"task": "svamp"}, training=training, held_out_loss_before=20.1), tmp_path)
     axes = drawn[0].axes[0]
@@ -63,7 +63,7 @@ def test_the_figure_has_the_held_out_loss_before_and_after(
     selection: dict[str, object] | None, last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[Figure] = []
-    monkeypatch.setattr(figure_style, "save_figure", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(figures, "save_figure", lambda figure, path: drawn.append(figure))
     record = made_up_record(
         {"task": "svamp"}, training={"num_steps": 6, "losses": [3.0] * 6}, selection=selection or ...,
         held_out_loss_before=4.0, held_out_loss=1.5,
@@ -74,7 +74,7 @@ def test_the_figure_has_the_held_out_loss_before_and_after(
     curves = {line.get_label(): [list(axis) for axis in line.get_data()] for line in axes.lines}
     assert curves["held-out rows, before and after"] == [[0, last], [4.0, 1.5]]
     assert {text.get_text() for text in axes.texts} == {"4.000", "1.500"}
-    upright = [line.get_xdata()[0] for line in axes.lines if line.get_color() == figure_style.GREY]
+    upright = [line.get_xdata()[0] for line in axes.lines if line.get_color() == figures.GREY]
     assert upright == ([last] if selection else [])
     assert "mean of a twentieth" not in curves
 

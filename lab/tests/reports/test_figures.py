@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 from matplotlib import pyplot as plt
 
-from frozencore.tune.figure_style import plain_ticks
+from frozencore.tune.figures import plain_ticks
 from frozencore_lab.campaign.spec import Figure
 from frozencore_lab.reports.figures import DRAWN, study_drawings
 from frozencore_lab.reports.tables.further import counted_values

@@ -82,25 +82,14 @@ def evaluate(
         from frozencore.tune.evaluation import evaluate as evaluation_of
 
         progress.started()
+        harness_tasks = tuple(name.strip() for name in (lm_eval or "").split(",") if name.strip())
         evaluation = evaluation_of.Evaluation(
-            model=model,
-            tasks=tasks,
-            data=data,
-            columns=columns,
-            harness_tasks=tuple(name.strip() for name in (lm_eval or "").split(",") if name.strip()),
-            include_path=include_path,
-            adapters=adapters,
-            with_base=with_base,
-            data_root=data_root,
-            prompt_style=cast(PromptStyle, prompt_style),
-            prompt_date=date.fromisoformat(prompt_date),
-            max_length=max_length,
-            truncate=truncate,
-            length_normalised=length_normalised,
-            num_evaluation=num_evaluation,
-            dtype=dtype,
-            device=device,
-        )
+            model=model, tasks=tasks, data=data, columns=columns, harness_tasks=harness_tasks,
+            include_path=include_path, adapters=adapters, with_base=with_base, data_root=data_root,
+            prompt_style=cast(PromptStyle, prompt_style), prompt_date=date.fromisoformat(prompt_date),
+            max_length=max_length, truncate=truncate, length_normalised=length_normalised,
+            num_evaluation=num_evaluation, dtype=dtype, device=device,
+        )  # fmt: skip
         record = evaluation_of.evaluate(evaluation, output, progress)
     console.print(evaluation_table(record))
     for run in runs_trained_on(data, adapters):

@@ -119,13 +119,9 @@ def _lora(asked: Asked) -> Iterator[str]:
     )  # fmt: skip
     zero = f" and {len(lora.zero_layers)} of zeros that engines pack with them" if lora.zero_layers else ""
     yield f"LoRA: {lora.directory}, rank {lora.rank}, {len(lora.layers)} layers{zero}"
-    yield from _left_out(lora.error)
+    if lora.error is not None:
+        yield f"Of the adapter's update, {lora.error:.2%} (Frobenius norm) does not fit into that rank."
     yield from _serving(check_lora_directory(asked.output))
-
-
-def _left_out(error: float | None) -> Iterator[str]:
-    if error is not None:
-        yield f"Of the adapter's update, {error:.2%} (Frobenius norm) does not fit into that rank."
 
 
 def _merged(asked: Asked) -> Iterator[str]:

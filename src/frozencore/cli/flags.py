@@ -12,8 +12,7 @@ from dataclasses import MISSING
 from datetime import date
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 import yaml
@@ -40,6 +39,7 @@ IN_SIGHT = (
     "dry_run", "config_file", "all_layers",
 )  # fmt: skip
 """The flags of a run that ``--help`` shows; ``--help-all`` shows the others too."""
+METAVARS = {int: "<int>", float: "<float>", Path: "<path>", date: "YYYY-MM-DD"}
 SPELLED = {"learning_rate": ("--lr", "--learning-rate")}
 
 
@@ -109,7 +109,7 @@ class TakesRun:
         info = typer.Option(
             *SPELLED.get(option.name, (flag_of(option.name),)),
             help=help_of(option),
-            metavar=_metavar(option),
+            metavar=None if option.plain is bool else METAVARS.get(option.kinds[0], "<text>"),
             autocompletion=_completions(option),
             rich_help_panel=PANELS[option.part],
         )
@@ -129,9 +129,9 @@ def help_of(option: Option) -> str:
     if option.name == "method":
         words = (f"{name} ({row.word})" if row.word else name for name, row in METHODS.items())
         said = f"{said.rstrip('.')}, with the source of its bases or the kind of its values: {', '.join(words)}."
-    if any(get_origin(kind) is Literal for kind in _kinds(option)[:1]):
+    if any(get_origin(kind) is Literal for kind in option.kinds[:1]):
         said += f" {option.rule.capitalize()}."
-    if _takes_several(option) and not _is_repeated(option):
+    if option.takes_several and not _is_repeated(option):
         said += " Several are separated by commas."
     return said
 
@@ -142,11 +142,10 @@ def read_value(option: Option, given: Any) -> Any:
     Raises:
         ConfigError: The value is not allowed; the message names the flag and the allowed values.
     """
-    may_be_none = NoneType in _parts(option.plain)
-    if given in (None, []) or (given == "none" and option.default is not None and may_be_none):
+    if given in (None, []) or (given == "none" and option.default is not None and option.may_be_none):
         return None
     meant = [given]
-    if isinstance(given, str) and _takes_several(option) and not _is_repeated(option):
+    if isinstance(given, str) and option.takes_several and not _is_repeated(option):
         meant.append([part.strip() for part in given.split(",") if part.strip()])
     for value in meant:
         try:
@@ -160,7 +159,7 @@ def read_value(option: Option, given: Any) -> Any:
 def _completions(option: Option) -> Callable[[str], list[str]]:
     """Make a shell's completions of the value: the values of a short list, methods or tasks."""
     named: Mapping[str, Iterable[str]] = {"method": METHODS, "task": TASKS, "calibration_task": TASKS}
-    allowed = [str(value) for kind in _kinds(option) if get_origin(kind) is Literal for value in get_args(kind)]
+    allowed = [str(value) for kind in option.kinds if get_origin(kind) is Literal for value in get_args(kind)]
 
     def beginning_with(incomplete: str) -> list[str]:
         return [value for value in (*allowed, *named.get(option.name, ())) if value.startswith(incomplete)]
@@ -168,28 +167,9 @@ def _completions(option: Option) -> Callable[[str], list[str]]:
     return beginning_with
 
 
-def _metavar(option: Option) -> str | None:
-    if option.plain is bool:
-        return None
-    return {int: "<int>", float: "<float>", Path: "<path>", date: "YYYY-MM-DD"}.get(_kinds(option)[0], "<text>")
-
-
-def _takes_several(option: Option) -> bool:
-    return any(get_origin(kind) is tuple for kind in _kinds(option))
-
-
 def _is_repeated(option: Option) -> bool:
     """Return whether the flag is repeated for each value, because a value (a file name) may hold a comma."""
-    return _takes_several(option) and str in _kinds(option)
-
-
-def _kinds(option: Option) -> list[Any]:
-    """The types of an option's values, without None."""
-    return [kind for kind in _parts(option.plain) if kind is not NoneType]
-
-
-def _parts(kind: Any) -> tuple[Any, ...]:
-    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    return option.takes_several and str in option.kinds
 
 
 def require_out(output: Path | None) -> Path:

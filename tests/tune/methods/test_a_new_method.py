@@ -11,7 +11,7 @@ import pytest
 from peft import LNTuningConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
-from frozencore.tune.figure_style import ORANGE, method_colour
+from frozencore.tune.figures import ORANGE, method_colour
 from frozencore.tune.methods import METHODS, AdapterOptions, Method
 from small_campaign import write_spec
 

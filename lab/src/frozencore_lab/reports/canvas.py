@@ -9,7 +9,7 @@ from itertools import cycle
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, FigureBase
 
-from frozencore.tune.figure_style import BLACK, BLUE, GREY, NAVY, ORANGE, method_colour, plt
+from frozencore.tune.figures import BLACK, BLUE, GREY, NAVY, ORANGE, method_colour, plt
 
 CYCLE = (ORANGE, BLUE, "#009E73", "#D55E00", NAVY, "#CC79A7", BLACK, GREY, "#332288", "#999933", "#882255", "#44AA99")
 MARKERS, DASHES = "osD^vPX*<>hp", ("-", "--", "-.", ":")

@@ -15,7 +15,7 @@ from itertools import cycle
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from frozencore.tune.figure_style import BLACK, binned, plain_ticks
+from frozencore.tune.figures import BLACK, binned, plain_ticks
 from frozencore_lab.campaign.results import StudyResults
 from frozencore_lab.campaign.spec import Study
 from frozencore_lab.reports.canvas import CYCLE, DASHES, MARKERS, distinct_colours, panels, shared_legend, styled

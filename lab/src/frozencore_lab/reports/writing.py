@@ -15,7 +15,7 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from frozencore.files.whole_file import write_text
-from frozencore.tune.figure_style import save_figure
+from frozencore.tune.figures import save_figure
 from frozencore.tune.run.record_parts import Provenance
 from frozencore_lab.campaign.results import FinalRun
 from frozencore_lab.campaign.spec import Campaign
