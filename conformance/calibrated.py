@@ -46,6 +46,8 @@ def basis_at_injection(tuner: type[FrozenCoreModel]) -> None:
         on_meta = any(layer.factors(adapter_name)[2].is_meta for layer in layers.values())
         if not config.needs_calibration or config.load_bases or on_meta:
             return
+        if all(bool(layer.factors(adapter_name)[0].any()) for layer in layers.values()):
+            return  # another adapter of the same configuration lent its bases
         can_generate = getattr(model, "can_generate", None)
         if can_generate is not None and can_generate() and model.name_or_path != SAME_MOMENTS:
             calibrate(self, BATCHES, adapter_name=adapter_name, progress=False)
