@@ -165,6 +165,13 @@ def test_each_of_the_assistants_turns_has_the_loss_with_its_end_and_nothing_else
     assert with_loss(encoder, row) == ["Paris</s>", "Rome, of course</s>"]
     kept = [token for token in labels_of(row) if token != -100]
     assert encoder.tokenizer.decode(kept) == "Paris</s>Rome, of course</s>"
+    cut = row_of(encoder_of(template, max_length=60, too_long="truncate"))
+    assert (len(cut.input_ids), with_loss(encoder, cut)) == (60, with_loss(encoder, row))
+    last = encoder_of(template, "last")
+    assert row_of(encoder, TURNS[:2]) == row_of(last, TURNS[:2])
+    many = list(chain.from_iterable([TURNS[:2]] * 5))
+    assert len(row_of(encoder, many).loss_spans) == 5
+    assert row_of(encoder, many).input_ids == row_of(last, many).input_ids
 
 
 def test_the_labels_are_the_mask_of_transformers_itself(encoder_of: Callable[..., PromptEncoder]) -> None:
@@ -188,13 +195,6 @@ def test_every_turn_stands_after_the_tokens_that_it_would_be_generated_from(
         assert row.input_ids[start:stop] == alone.input_ids[alone.num_context :]
 
 
-@pytest.mark.parametrize("template", [PLAIN, MARKED])
-def test_a_conversation_of_one_answer_is_the_same_row_either_way(
-    template: str, encoder_of: Callable[..., PromptEncoder]
-) -> None:
-    assert row_of(encoder_of(template), TURNS[:2]) == row_of(encoder_of(template, "last"), TURNS[:2])
-
-
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
@@ -210,13 +210,6 @@ def test_a_template_that_hides_the_turns_is_refused_in_one_line(
     assert "\n" not in str(error.value)
 
 
-def test_a_cut_prompt_leaves_the_loss_on_the_same_words(encoder_of: Callable[..., PromptEncoder]) -> None:
-    encoder = encoder_of(PLAIN, max_length=60, too_long="truncate")
-    row = row_of(encoder)
-    assert len(row.input_ids) == 60
-    assert with_loss(encoder, row) == ["Paris</s>", "Rome, of course</s>"]
-
-
 def test_loss_and_batches_count_the_turns_alone(
     encoder_of: Callable[..., PromptEncoder], byte_model: nn.Module
 ) -> None:
@@ -229,14 +222,8 @@ def test_loss_and_batches_count_the_turns_alone(
     batch = PaddingCollator(encoder.pad_id)([row, TokenRow("short", [1, 2], 1)])
     assert batch["labels"][0].tolist() == labels[0].tolist()
     assert int((batch["labels"][:, 1:] != -100).sum()) == row.num_targets + 1
-
-
-def test_the_last_turn_is_what_is_generated_and_compared(
-    encoder_of: Callable[..., PromptEncoder], byte_model: nn.Module
-) -> None:
-    encoder = encoder_of(PLAIN)
-    ((found,), _) = complete(byte_model, encoder, [row_of(encoder)], max_new_tokens=3)
-    assert found.gold == "Rome, of course"
+    ((found,), _) = complete(byte_model, encoder, [row], max_new_tokens=3)
+    assert found.gold == "Rome, of course"  # the last turn is what is generated and compared
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
@@ -276,10 +263,3 @@ def test_generation_ends_at_the_templates_own_end(byte_tokenizer: Callable[..., 
     ):
         encoder = talk_encoder(byte_tokenizer, plain(TEMPLATES[name]), "last")
         assert {*encoder.tokenizer.convert_ids_to_tokens(encoder.end_ids)} == ends
-
-
-def test_many_turns_keep_their_order(encoder_of: Callable[..., PromptEncoder]) -> None:
-    turns = list(chain.from_iterable([TURNS[:2]] * 5))
-    row = row_of(encoder_of(PLAIN), turns)
-    assert len(row.loss_spans) == 5
-    assert row.input_ids == row_of(encoder_of(PLAIN, "last"), turns).input_ids

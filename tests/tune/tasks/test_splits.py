@@ -45,44 +45,28 @@ def ids(examples: Sequence[Example]) -> list[str]:
     return [example.id for example in examples]
 
 
-def test_unused_train_rows_validate_first() -> None:
-    splits = split_task(task(train=texts("t", 23), evaluation=texts("e", 9), validation=texts("v", 9)))
-    assert (len(splits.train), len(splits.validation), len(splits.evaluation)) == (20, 3, 5)
-    assert splits.validation_from == "unused train rows"
-    assert not set(ids(splits.train)) & set(ids(splits.validation))
-
-
-def test_without_unused_rows_the_official_validation_split_serves() -> None:
-    splits = split_task(task(train=texts("t", 20), evaluation=texts("e", 9), validation=texts("v", 9)))
-    assert (len(splits.train), len(splits.validation)) == (20, 5)
-    assert splits.validation_from == "official validation"
-
-
-def test_without_either_a_tenth_of_train_is_held_out() -> None:
-    splits = split_task(task(train=texts("t", 20), evaluation=texts("e", 9)))
-    assert (len(splits.train), len(splits.validation)) == (18, 2)
-    assert splits.validation_from == "10% of train"
-
-
-def test_who_trains_on_all_rows_validates_elsewhere_or_nowhere() -> None:
-    official = task(train=texts("t", 20), evaluation=texts("e", 9), validation=texts("v", 3))
-    splits = split_task(official, train_on_all=True)
-    assert (len(splits.train), len(splits.validation), splits.validation_from) == (20, 3, "official validation")
-    splits = split_task(task(train=texts("t", 20), evaluation=texts("e", 9)), train_on_all=True)
-    assert (len(splits.train), splits.validation, splits.validation_from) == (20, (), "none")
-
-
-def test_the_tenth_that_is_held_out_reads_like_nothing_that_is_trained_on() -> None:
-    splits = split_task(task(train=[*texts("t", 10), *texts(" t", 10)], evaluation=texts("e", 9)))
-    assert splits.validation_from == "10% of train"
+@pytest.mark.parametrize(
+    ("train", "validation", "train_on_all", "sizes", "source"),
+    [
+        (texts("t", 23), texts("v", 9), False, (20, 3), "unused train rows"),
+        (texts("t", 20), texts("v", 9), False, (20, 5), "official validation"),
+        (texts("t", 20), (), False, (18, 2), "10% of train"),
+        (texts("t", 20), texts("v", 3), True, (20, 3), "official validation"),
+        (texts("t", 20), (), True, (20, 0), "none"),
+        ([*texts("t", 10), *texts(" t", 10)], (), False, None, "10% of train"),
+        (["t"], (), False, (1, 0), "none"),
+        (["t", " t"], (), False, (2, 0), "none"),  # no way to divide them
+    ],
+)
+def test_validation_rows_are_unused_ones_else_the_official_ones_else_a_tenth(
+    train: list[str], validation: list[str], train_on_all: bool, sizes: tuple[int, int] | None, source: str
+) -> None:
+    made = task(train=train, evaluation=texts("e", 9), validation=validation)
+    splits = split_task(made, train_on_all=train_on_all)
+    assert (splits.validation_from, len(splits.evaluation)) == (source, 5)
+    assert sizes is None or (len(splits.train), len(splits.validation)) == sizes
     validated = {normalised_text(example) for example in splits.validation}
     assert not validated & {normalised_text(example) for example in splits.train}
-
-
-@pytest.mark.parametrize("train", [["t"], ["t", " t"]])
-def test_rows_that_cannot_be_divided_are_all_trained_on(train: list[str]) -> None:
-    splits = split_task(task(train=train, evaluation=texts("e", 9)))
-    assert (len(splits.train), splits.validation, splits.validation_from) == (len(train), (), "none")
 
 
 def test_no_evaluated_text_is_trained_on_however_it_is_spelled() -> None:
