@@ -60,7 +60,7 @@ def _calibrate(
 
 def calibration_summary(calibration: Calibration, *, every_layer: bool = False) -> Group:
     """Show the result of calibration: the spread over the layers, or a line for each layer."""
-    from frozencore.cli.inspect import by_layer, legend, spread
+    from frozencore.cli.inspect import layer_table
 
     found = calibration.layers
     ends = [(layer.spectrum[0], layer.spectrum[-1]) if layer.spectrum else (None, None) for layer in found.values()]
@@ -73,9 +73,7 @@ def calibration_summary(calibration: Calibration, *, every_layer: bool = False) 
         "max/med a": [layer.input_spread for layer in found.values()],
         "max/med d": [layer.error_spread for layer in found.values()],
     }
-    title = f"Calibration, {calibration.time_s:.1f} s"
-    table = by_layer(title, list(found), columns) if every_layer else spread(title, list(found), columns)
-    return Group(table, legend(columns))
+    return layer_table(f"Calibration, {calibration.time_s:.1f} s", list(found), columns, every_layer=every_layer)
 
 
 calibrate = TakesRun(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Group
@@ -18,17 +18,8 @@ from rich.text import Text
 from frozencore.calibration.moments_file import require_moments
 from frozencore.cli.console import console
 from frozencore.files.adapter_folder import CONFIG_FILE, HEADER_FILE, PEFT_TYPE, adapter_in, read_config
-from frozencore.tune.run.run_folder import (
-    ADAPTER,
-    ASKED,
-    BASIS,
-    CACHE,
-    CHECKPOINTS,
-    MOMENTS_FILE,
-    PREDICTIONS,
-    RECORD,
-    SAMPLES,
-)
+from frozencore.tune.run import run_folder
+from frozencore.tune.run.run_folder import ADAPTER, RECORD
 from frozencore.words import num_of, one_line
 
 if TYPE_CHECKING:
@@ -36,38 +27,41 @@ if TYPE_CHECKING:
 
 PARTS = {
     RECORD: "the record",
-    ASKED: "the flags of the run, for --config",
-    MOMENTS_FILE: "moments, for --moments",
+    run_folder.ASKED: "the flags of the run, for --config",
+    run_folder.MOMENTS_FILE: "moments, for --moments",
     ADAPTER: "an adapter",
-    BASIS: "a basis, for --basis",
-    PREDICTIONS: "the answer to each scored row",
-    SAMPLES: "sample answers before and after training",
-    CHECKPOINTS: "checkpoints of an interrupted run: the same command with --resume continues",
-    CACHE: "results of an interrupted run: the same command with --resume continues",
+    run_folder.BASIS: "a basis, for --basis",
+    run_folder.PREDICTIONS: "the answer to each scored row",
+    run_folder.SAMPLES: "sample answers before and after training",
+    run_folder.CHECKPOINTS: "checkpoints of an interrupted run: the same command with --resume continues",
+    run_folder.CACHE: "results of an interrupted run: the same command with --resume continues",
 }
 """The parts of a run's folder."""
-LEGEND = {
-    "m x n": "outputs by inputs of the layer",
-    "coher. P": "coherence of P: largest leverage of an output over the mean; 1: even, m/r: single outputs only",
-    "coher. Q": "coherence of Q, the same for the inputs",
-    "‖R‖": "norm of the core: the length of its way from zero",
-    "effective": "number of independent directions that were found; random ones fill the rest of the rank",
-    "σ₁": "the constructor's largest singular value",
-    "σ_r": "the last singular value that the rank keeps",
-    "σ₁(T)": "largest singular value of the whitened cross moment",
-    "σ_r(T)": "the last singular value that the rank keeps",
-    "‖PᵀGQ‖": "norm of the gradient that the core sees",
-    "of ‖G‖": "share of that norm in the norm of the whole gradient",
-    "J": "squared correlation that the basis captures",
-    "of best": "J over the largest J of any basis of this rank",
-    "max/med a": "largest over median second moment of the inputs: outlier channels",
-    "max/med d": "the same for the output errors",
-    "cos P": "mean cosine of the angles between the two P; 1 is the same span",
-    "cos Q": "the same for Q",
-}
-SMALL_IS_WORST = ("effective", "of ‖G‖", "of best", "cos P", "cos Q")
-LARGE_IS_WORST = ("coher. P", "coher. Q", "max/med a", "max/med d")
-SHARES, COSINES = ("of ‖G‖", "of best"), ("cos P", "cos Q")
+QUANTITIES: dict[str, tuple[str, str, Literal["small", "large", ""]]] = {
+    "m x n": ("outputs by inputs of the layer", "", ""),
+    "coher. P": (
+        "coherence of P: largest leverage of an output over the mean; 1: even, m/r: single outputs only",
+        ".1f", "large",
+    ),
+    "coher. Q": ("coherence of Q, the same for the inputs", ".1f", "large"),
+    "‖R‖": ("norm of the core: the length of its way from zero", "", ""),
+    "effective": (
+        "number of independent directions that were found; random ones fill the rest of the rank", "", "small",
+    ),
+    "σ₁": ("the constructor's largest singular value", "", ""),
+    "σ_r": ("the last singular value that the rank keeps", "", ""),
+    "σ₁(T)": ("largest singular value of the whitened cross moment", "", ""),
+    "σ_r(T)": ("the last singular value that the rank keeps", "", ""),
+    "‖PᵀGQ‖": ("norm of the gradient that the core sees", "", ""),
+    "of ‖G‖": ("share of that norm in the norm of the whole gradient", ".0%", "small"),
+    "J": ("squared correlation that the basis captures", "", ""),
+    "of best": ("J over the largest J of any basis of this rank", ".0%", "small"),
+    "max/med a": ("largest over median second moment of the inputs: outlier channels", ".1f", "large"),
+    "max/med d": ("the same for the output errors", ".1f", "large"),
+    "cos P": ("mean cosine of the angles between the two P; 1 is the same span", ".3f", "small"),
+    "cos Q": ("the same for Q", ".3f", "small"),
+}  # fmt: skip
+"""The columns by heading: the meaning, the format of its numbers, and which end is the worst."""
 Column = Sequence[float | None]
 
 
@@ -145,20 +139,16 @@ def inspection_table(
     Args:
         orthonormal: Whether the coordinates promise orthonormal bases; their error is then shown.
     """
-
-    columns, names = _columns(list(reports.values())), list(reports)
-    shapes = [f"{report.basis.shape[0]} x {report.basis.shape[1]}" for report in reports.values()]
-    num_values = sum(report.basis.num_values for report in reports.values())
-    basis_bytes = sum(report.basis.basis_bytes for report in reports.values())
-    worst = max(report.basis.orthonormality_error for report in reports.values())
-    return Group(
-        by_layer("Bases", names, columns, shapes) if every_layer else spread("Bases", names, columns),
-        legend([*(["m x n"] if every_layer else []), *columns]),
-        Text(
-            f"{len(reports)} layers; {num_of(num_values, 'trained value')} ({4 * num_values:,} bytes), "
-            f"bases {basis_bytes:,} bytes{f'; largest |PᵀP - I| {worst:.1e}' if orthonormal else ''}"
-        ),
+    found = list(reports.values())
+    shapes = [f"{report.basis.shape[0]} x {report.basis.shape[1]}" for report in found]
+    num_values = sum(report.basis.num_values for report in found)
+    basis_bytes = sum(report.basis.basis_bytes for report in found)
+    worst = max(report.basis.orthonormality_error for report in found)
+    totals = Text(
+        f"{len(reports)} layers; {num_of(num_values, 'trained value')} ({4 * num_values:,} bytes), "
+        f"bases {basis_bytes:,} bytes{f'; largest |PᵀP - I| {worst:.1e}' if orthonormal else ''}"
     )
+    return Group(layer_table("Bases", list(reports), _columns(found), every_layer=every_layer, shapes=shapes), totals)
 
 
 def _columns(reports: Sequence[LayerReport]) -> dict[str, Column]:
@@ -186,51 +176,46 @@ def _columns(reports: Sequence[LayerReport]) -> dict[str, Column]:
     return columns
 
 
-def by_layer(
-    title: str, layers: Sequence[str], columns: Mapping[str, Column], shapes: Sequence[str] | None = None
-) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column("layer", no_wrap=True)
-    if shapes is not None:
-        table.add_column("m x n", justify="right", no_wrap=True)
-    for heading in columns:
-        table.add_column(heading, justify="right")
-    for i, name in enumerate(layers):
-        shape = [] if shapes is None else [shapes[i]]
-        table.add_row(Text(name), *shape, *(_cell(heading, column[i]) for heading, column in columns.items()))
-    return table
+def layer_table(
+    title: str,
+    layers: Sequence[str],
+    columns: Mapping[str, Column],
+    *,
+    every_layer: bool = False,
+    shapes: Sequence[str] | None = None,
+) -> Group:
+    """Show quantities of the layers, and explain their headings.
 
-
-def spread(title: str, layers: Sequence[str], columns: Mapping[str, Column]) -> Table:
-    """Show the smallest, middle and largest value of each quantity, and its worst layer."""
-    table = Table(title=f"{title}: {num_of(len(layers), 'layer')} (--all-layers shows each)", title_justify="left")
-    table.add_column("")
-    for heading in ("smallest", "median", "largest"):
-        table.add_column(heading, justify="right")
-    table.add_column("worst layer")
-    for heading, column in columns.items():
-        known = [(value, name) for value, name in zip(column, layers, strict=True) if value is not None]
-        if known:
-            least, most = (pick(known, key=lambda pair: pair[0]) for pick in (min, max))
-            worst = {**dict.fromkeys(SMALL_IS_WORST, least), **dict.fromkeys(LARGE_IS_WORST, most)}.get(heading)
-            at = Text(worst[1]) if worst is not None and least[0] != most[0] else Text("")
-            values = (least[0], median(value for value, _ in known), most[0])
-            table.add_row(heading, *(_cell(heading, value) for value in values), at)
-    return table
+    Without ``every_layer`` a line holds the smallest, middle and largest value of a quantity, and its worst layer.
+    """
+    headings = [*(["m x n"] if every_layer and shapes else []), *columns]
+    if every_layer:
+        table = Table("layer", title=title, title_justify="left")
+        for heading in headings:
+            table.add_column(heading, justify="right", no_wrap=heading == "m x n")
+        for i, name in enumerate(layers):
+            cells = [_cell(heading, column[i]) for heading, column in columns.items()]
+            table.add_row(Text(name), *([shapes[i]] if shapes else []), *cells)
+    else:
+        table = Table(title=f"{title}: {num_of(len(layers), 'layer')} (--all-layers shows each)", title_justify="left")
+        table.add_column("")
+        for end in ("smallest", "median", "largest"):
+            table.add_column(end, justify="right")
+        table.add_column("worst layer")
+        for heading, column in columns.items():
+            known = [(value, -i) for i, value in enumerate(column) if value is not None]
+            if known:
+                (most, at_most), (least, at_least) = max(known), min(known, key=lambda pair: pair[0])
+                worst = {"small": -at_least, "large": -at_most}.get(QUANTITIES.get(heading, ("", "", ""))[2])
+                at = layers[worst] if worst is not None and least != most else ""
+                middle = median(value for value, _ in known)
+                table.add_row(heading, *(_cell(heading, value) for value in (least, middle, most)), Text(at))
+    lines = [f"{heading}: {QUANTITIES[heading][0]}" for heading in headings if heading in QUANTITIES]
+    return Group(table, Text("\n".join(lines), style="dim"))
 
 
 def _cell(heading: str, value: float | None) -> str:
     if value is None:
         return ""
-    if heading in SHARES:
-        return f"{value:.0%}"
-    if heading in COSINES:
-        return f"{value:.3f}"
-    if heading in LARGE_IS_WORST:
-        return f"{value:.1f}"
-    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
-
-
-def legend(columns: Iterable[str]) -> Text:
-    """Explain the abbreviated headings."""
-    return Text("\n".join(f"{heading}: {LEGEND[heading]}" for heading in columns if heading in LEGEND), style="dim")
+    own = QUANTITIES.get(heading, ("", "", ""))[1]
+    return format(value, own or ("," if isinstance(value, int) else ".3g"))

@@ -48,7 +48,7 @@ def run_summary(record: TunedRecord) -> Group:
     }
     for name, pair in losses.items():
         table.add_row(name, *("" if loss is None else f"{loss:.3f}" for loss in pair))
-    parts = (_rows_read, _few_rows, _recipe, _still_falling, _too_long, _kept_step, _cost)
+    parts = (_of_rows, _of_training, _kept_step, _cost)
     return Group(table, *(Text(line) for line in [*words, *(line for part in parts for line in part(record))]))
 
 
@@ -81,23 +81,23 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f}"
 
 
-def _rows_read(record: TunedRecord) -> Iterator[str]:
+def _of_rows(record: TunedRecord) -> Iterator[str]:
+    """Say which rows were read, cut and left out, and warn of few."""
     found = record.rows
-    if found is not None and (found.read is not None or found.left_out):
+    if found is None:
+        return
+    if found.read is not None or found.left_out:
         yield found.in_words
-
-
-def _few_rows(record: TunedRecord) -> Iterator[str]:
-    if record.rows is not None and record.rows.trained < FEWEST_STEPS:
+    if found.trained < FEWEST_STEPS:
         yield (
-            f"Few training rows ({record.rows.trained}): the adapter may only repeat them, and answer other prompts "
-            "with nonsense. Give more rows, 128 or more if you can."
+            f"Few training rows ({found.trained}): the adapter may only repeat them, and answer other prompts with "
+            "nonsense. Give more rows, 128 or more if you can."
         )
-
-
-def _recipe(record: TunedRecord) -> Iterator[str]:
-    if record.resolved is not None:
-        yield recipe_in_words(record.training.num_steps, record.resolved.recipe)
+    if found.cut:
+        yield f"{num_of(found.cut, 'prompt')} cut at the beginning (--truncate)."
+    if found.skipped and found.read is None:
+        was = "was" if found.skipped == 1 else "were"
+        yield f"{num_of(found.skipped, 'row')} {was} too long and left out (--skip-long)."
 
 
 def recipe_in_words(num_steps: int, recipe: Mapping[str, Any], num_epochs: int | None = None) -> str:
@@ -116,29 +116,23 @@ def recipe_in_words(num_steps: int, recipe: Mapping[str, Any], num_epochs: int |
     )
 
 
-def _still_falling(record: TunedRecord) -> Iterator[str]:
-    """Warn if the training loss was still falling at the end, and say what to try."""
+def _of_training(record: TunedRecord) -> Iterator[str]:
+    """Say the recipe; if the training loss was still falling at the end, warn and say what to try."""
+    if record.resolved is None:
+        return
+    yield recipe_in_words(record.training.num_steps, record.resolved.recipe)
     losses = [loss for loss in record.training.losses if loss is not None]
     quarter = len(losses) // 4
-    if quarter < 2 or record.resolved is None:
+    if quarter < 2:
         return
     before, last = losses[-2 * quarter : -quarter], losses[-quarter:]
     drop, error = mean(before) - mean(last), sqrt((variance(before) + variance(last)) / quarter)
     if drop > max(STILL_FALLING * mean(before), 2 * error):
-        epochs = record.resolved.recipe["epochs"]
         yield (
             f"The training loss was still falling: {mean(last):.3f} in the last quarter of the steps, "
-            f"{mean(before):.3f} in the one before. Try --epochs {2 * epochs} or a larger --lr."
+            f"{mean(before):.3f} in the one before. Try --epochs {2 * record.resolved.recipe['epochs']} or a larger "
+            "--lr."
         )
-
-
-def _too_long(record: TunedRecord) -> Iterator[str]:
-    """Say how many prompts were cut and how many rows were left out."""
-    if record.rows is not None and record.rows.cut:
-        yield f"{num_of(record.rows.cut, 'prompt')} cut at the beginning (--truncate)."
-    if record.rows is not None and record.rows.skipped and record.rows.read is None:
-        was = "was" if record.rows.skipped == 1 else "were"
-        yield f"{num_of(record.rows.skipped, 'row')} {was} too long and left out (--skip-long)."
 
 
 def _kept_step(record: TunedRecord) -> Iterator[str]:
