@@ -10,7 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-ORANGE, BLUE, NAVY, GREY, INK, LIGHT = "#E69F00", "#56B4E9", "#0072B2", "#999999", "#222222", "#dddddd"
+from frozencore.tune.figures import BLACK, BLUE, GREY, ORANGE
+
+INK, LIGHT = BLACK, "#dddddd"
 LINE = 26  # of a chart, in pixels
 
 

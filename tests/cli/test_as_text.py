@@ -23,8 +23,9 @@ from frozencore.cli.console import PlainConsole
 from frozencore.cli.display import StageDisplay
 from frozencore_lab.campaign.results import FinalRun
 from frozencore_lab.campaign.spec import Campaign
-from frozencore_lab.reports.document import Document, Section
-from frozencore_lab.reports.document import Table as ReportTable
+from frozencore_lab.reports.comparison import read_task_means
+from frozencore_lab.reports.report import Document, Section, document_page
+from frozencore_lab.reports.report import Table as ReportTable
 from frozencore_lab.reports.sheet import (
     SeedValue,
     Sheet,
@@ -37,8 +38,6 @@ from frozencore_lab.reports.sheet import (
     number,
     rich_table,
 )
-from frozencore_lab.reports.tables.comparison import read_task_means
-from frozencore_lab.reports.writing import document_page
 
 NO_RESULTS = cast(Any, SimpleNamespace(studies=(), campaign=Campaign.model_construct()))
 PACKAGES = [Path(package.__file__).parent for package in (frozencore, frozencore_lab)]

@@ -30,11 +30,9 @@ from frozencore_lab.campaign.spec import Campaign
 from frozencore_lab.campaign.store import Store
 from frozencore_lab.campaign.worker import Place, Worker
 from frozencore_lab.campaign.worker_pool import WorkerPool
-from frozencore_lab.reports.campaign import campaign_document
-from frozencore_lab.reports.document import Document, Section
 from frozencore_lab.reports.figures import asked_figures
+from frozencore_lab.reports.report import Document, Section, campaign_document, write_document
 from frozencore_lab.reports.sheet import Line, Sheet, SheetCell
-from frozencore_lab.reports.writing import write_document
 
 MARK = "rehearsal.json"
 SEEDS = 2

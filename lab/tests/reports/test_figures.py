@@ -10,8 +10,8 @@ from matplotlib import pyplot as plt
 from frozencore.tune.figures import plain_ticks
 from frozencore_lab.campaign.spec import Figure
 from frozencore_lab.reports.figures import DRAWN, study_drawings
-from frozencore_lab.reports.tables.further import counted_values
-from frozencore_lab.reports.tables.pivot import ACCURACY, pivots
+from frozencore_lab.reports.pivot import ACCURACY, pivots
+from frozencore_lab.reports.tables import counted_values
 
 BY_RANK = """
   ranks:
@@ -60,6 +60,31 @@ def test_methods_that_score_alike_differ_in_colour_and_marker_and_are_named_in_t
     assert len({line.get_color() for line in points.values()}) == 4
     assert len({line.get_marker() for line in points.values()}) == 4
     assert [text.get_text() for text in axis.figure.legends[0].get_texts()] == list(points)
+
+
+def test_cores_and_lora_are_two_lines_of_loss_and_of_forgetting_against_trained_values(study, make_record, drawn):
+    yaml = """
+  sizes:
+    title: Sizes
+    axes: {model: [small], task: [svamp], method: [fcca, fcca-r8, lora], seed: [42, 43]}
+    variants: {fcca-r8: {method: fcca, rank: 8}}
+    report: {rows: [task], columns: [method], reference: fcca, figure: values}
+"""
+    counts = {"fcca": 400, "fcca-r8": 100, "lora": 1000}
+
+    def record(axes):
+        other = {"loss_before": 1.0, "loss": 1.0 + counts[axes["method"]] / 1000}
+        made = make_record(axes, values_at_once=counts[axes["method"]], forgetting={"gsm8k": other})
+        return made | {"held_out_loss": 2.0 - counts[axes["method"]] / 1000 + axes["seed"] / 100}
+
+    (figure,) = (drawing.draw() for drawing in study_drawings(study(yaml, record)))
+    plt.close(figure)
+    for axis, means in zip(figure.axes, ([2.325, 2.025, 1.425], [0.1, 0.4, 1.0]), strict=True):
+        cores, lora = axis.get_legend_handles_labels()[0]
+        assert list(cores.lines[0].get_xdata()) == [100, 400]
+        assert list(lora.lines[0].get_xdata()) == [1000]
+        assert [*cores.lines[0].get_ydata(), *lora.lines[0].get_ydata()] == pytest.approx(means)
+        assert [text.get_text() for text in axis.texts] == ["r8", "FCCA", "LoRA"]
 
 
 def test_what_a_column_trains_is_known_from_the_runs_of_its_own_table_alone(study, make_record):

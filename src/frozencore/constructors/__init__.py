@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from frozencore.constructors.basis_options import BasisOptions
-from frozencore.constructors.constructor import Colour, Constructor, LayerEvidence
+from frozencore.constructors.constructor import Constructor, LayerEvidence
 from frozencore.constructors.eva import Eva, EvaOptions, eva_basis
 from frozencore.constructors.fcca import FCCA, FCCAOptions, fcca_basis
 from frozencore.constructors.filora import FiLoRA, FiLoRAOptions, filora_basis
@@ -26,7 +26,7 @@ from frozencore.options import Option, options_of
 from frozencore.words import unknown_name
 
 __all__ = [
-    "CONSTRUCTORS", "DEFAULT", "BasisOptions", "Colour", "Constructor", "EvaOptions", "FCCAOptions", "FiLoRAOptions",
+    "CONSTRUCTORS", "DEFAULT", "BasisOptions", "Constructor", "EvaOptions", "FCCAOptions", "FiLoRAOptions",
     "LayerEvidence", "SignGradOptions", "build_basis", "constructor_options", "described", "eva_basis", "fcca_basis",
     "filora_basis", "find_constructor", "lora_xs_basis", "milora_basis", "random_basis", "rawgrad_basis", "readers",
     "refuse_unread", "signgrad_basis", "vera_basis",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Generic, Literal, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from frozencore.constructors.basis_options import BasisOptions
 from frozencore.device import torch
@@ -19,7 +19,6 @@ from frozencore.maths.linalg import TruncatedSVD, seeded_generator
 from frozencore.maths.moments import DIAGONAL_OF, DIAGONALS, LayerMoments, MomentName
 from frozencore.maths.whitening import Whitening
 
-Colour = Literal["orange", "blue", "navy", "grey", "black"]
 Options = TypeVar("Options", bound=BasisOptions)
 
 
@@ -60,14 +59,13 @@ class Constructor(ABC, Generic[Options]):
         options: The class of its options.
         weights_only: The basis depends only on the layer's weight, not on data or seed.
         word: What the bases come from, in one word, for the command's help.
-        label, colour: Name and colour in reports; by default the key in the table, in grey.
+        label: Name in reports; by default the key in the table.
     """
 
     options: type[Options] = BasisOptions  # type: ignore[assignment]  # of a subclass with no options of its own
     weights_only: ClassVar[bool] = False
     label: ClassVar[str] = ""
     word: ClassVar[str] = ""
-    colour: ClassVar[Colour] = "grey"
 
     @abstractmethod
     def needs(self, options: Options) -> frozenset[MomentName]:

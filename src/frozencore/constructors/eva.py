@@ -95,7 +95,7 @@ def _leading(
 
 class Eva(Constructor[EvaOptions]):
     options = EvaOptions
-    label, colour = "EVA-core", "navy"
+    label = "EVA-core"
     word = "inputs"
 
     def needs(self, options: EvaOptions) -> frozenset[MomentName]:

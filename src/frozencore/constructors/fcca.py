@@ -167,7 +167,7 @@ class WhitenedCrossMoment(Constructor[Options]):
 class FCCA(WhitenedCrossMoment[FCCAOptions]):
     options = FCCAOptions
     word = "Fisher"
-    label, colour = "FCCA", "orange"
+    label = "FCCA"
 
     def whitening(self, options: FCCAOptions) -> Whitening:
         return options.whitening

@@ -33,7 +33,7 @@ def rawgrad_basis(
 
 
 class RawGrad(WhitenedCrossMoment[BasisOptions]):
-    label, colour = "RawGrad", "blue"
+    label = "RawGrad"
     word = "gradient"
 
     def whitening(self, options: BasisOptions) -> Whitening:

@@ -1,4 +1,8 @@
-"""Figures: their style, in colours that colour-blind readers can tell apart (Okabe and Ito), and a training's curve."""
+"""Figures: their style, and a training's curve.
+
+One colour a method, everywhere: cores in orange and brown (FCCA is the orange), LoRA and its kin in blue (LoRA is the
+navy), full fine-tuning black, the base model grey.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,6 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 
-from frozencore.constructors import Colour
 from frozencore.files.whole_file import write_text
 from frozencore.tune.methods import METHODS
 from frozencore.tune.run.record import TunedRecord
@@ -24,19 +27,26 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 plt.rcParams["text.parse_math"] = False  # names may contain dollar signs
 
 __all__ = [
-    "BLACK", "BLUE", "FIGURE", "GREY", "NAVY", "ORANGE", "POINTS", "binned", "method_colour", "plain_ticks", "plt",
-    "save_figure", "write_learning",
+    "BLACK", "BLUE", "CORES", "FACTORS", "FIGURE", "GREY", "NAVY", "ORANGE", "POINTS", "binned", "method_colour",
+    "plain_ticks", "plt", "save_figure", "write_learning",
 ]  # fmt: skip
 
 HISTORY, FIGURE = "history.csv", "training.png"
 POINTS = 20  # of a curve, each the mean of several steps: single batches differ more than methods
 ORANGE, BLUE, NAVY, GREY, BLACK = "#E69F00", "#56B4E9", "#0072B2", "#999999", "#222222"
-COLOURS: dict[Colour, str] = {"orange": ORANGE, "blue": BLUE, "navy": NAVY, "grey": GREY, "black": BLACK}
+CORES = (ORANGE, "#B35900", "#F2C14E", "#7A3E00", "#D9825B", "#A68A00", "#C9A66B", "#8C6239", "#E8B4A0")
+FACTORS, OTHERS = (NAVY, BLUE, "#44AA99"), (BLACK, "#882255", "#117733", "#AA4499")
 
 
 def method_colour(name: str) -> str:
-    """A method's colour; grey for a method that is not in the table."""
-    return COLOURS[METHODS[name].colour] if name in METHODS else GREY
+    """A method's colour: by what it trains, and by its place among such methods; grey if it is not in the table."""
+    if name not in METHODS:
+        return GREY
+    palettes = {"core": CORES, "factors": FACTORS}
+    kind = METHODS[name].trains[0]
+    alike = [other for other, method in METHODS.items() if palettes.get(method.trains[0]) is palettes.get(kind)]
+    palette = palettes.get(kind, OTHERS)
+    return palette[alike.index(name) % len(palette)]
 
 
 def plain_ticks(axis: Axis) -> None:

@@ -39,7 +39,7 @@ from frozencore_lab.campaign.kinds import KINDS, NamedKind
 from frozencore_lab.campaign.study_options import METHODS_OF_GRID, Fixed, Grid, StudyAxes, Value
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
-Figure = Literal["ranking", "gains", "lines", "state", "panels", "curves"]
+Figure = Literal["ranking", "gains", "lines", "state", "values", "panels", "curves"]
 
 MATCHED = "matched"
 """As a reference: the calibration on the same task."""
@@ -85,8 +85,9 @@ class Report(_Strict):
         best: Add a table of each row's best column, with the outcomes of the runs.
         diverged_as_zero: A diverged run counts as accuracy 0 and is marked; otherwise its cell is empty.
         figure: One or several of ``ranking`` (means by column, best first), ``gains`` (over the reference), ``lines``
-            (against the column axis), ``state`` (accuracy against trained values), ``panels`` (every column of each
-            row, beside the base model) and ``curves`` (training loss against steps).
+            (against the column axis), ``state`` (accuracy against trained values), ``values`` (loss and what was
+            forgotten against trained values, cores and LoRA as two lines), ``panels`` (every column of each row,
+            beside the base model) and ``curves`` (training loss against steps).
     """
 
     rows: Annotated[tuple[str, ...], Field(min_length=1)] = ("task",)

@@ -182,8 +182,7 @@ def write_campaign_report(folder: Path, output: Path | None) -> Iterator[Rendera
         output: Default: ``report/`` in the campaign's folder.
     """
     from frozencore_lab.campaign.results import load_results
-    from frozencore_lab.reports.campaign import campaign_document
-    from frozencore_lab.reports.writing import write_document
+    from frozencore_lab.reports.report import campaign_document, write_document
 
     results, output = load_results(folder), output or folder / "report"
     files = write_document(campaign_document(results), output)
@@ -196,8 +195,7 @@ def write_campaign_report(folder: Path, output: Path | None) -> Iterator[Rendera
 def report_on_table(table: Path, reference: str, json_file: Path | None) -> RenderableType:
     """Compare the columns of a table of task means with a reference column."""
     from frozencore.files.whole_file import write_json
-    from frozencore_lab.reports.tables.comparison import analyse, read_task_means
-    from frozencore_lab.reports.tables.significance import comparison_view
+    from frozencore_lab.reports.comparison import analyse, comparison_view, read_task_means
 
     comparison = analyse(read_task_means(table), reference)
     if json_file is not None:

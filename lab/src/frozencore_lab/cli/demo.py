@@ -27,7 +27,7 @@ def demo(
     """Adapt the shipped pocket model to its four tasks with every constructor and LoRA, and compare them."""
     from frozencore_lab.campaign.results import load_results
     from frozencore_lab.cli.campaign_lines import run_campaign, write_campaign_report
-    from frozencore_lab.reports.campaign import study_section
+    from frozencore_lab.reports.report import study_section
     from frozencore_lab.reports.sheet import rich_table, transposed
 
     campaign = demo_campaign(seed)

@@ -1,31 +1,76 @@
 """The figures of studies: each is a row of :data:`DRAWN`, with the width of a page.
 
-FCCA is orange, RawGrad blue and EVA navy as in the paper; every other method has its own colour. Colour is never the
-only distinction: bars and points have names, and lines have different markers and dashes.
+A method has one colour in all figures, and legends have one order. Colour is never the only distinction: bars and
+points have names, and lines have different markers and dashes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
+from statistics import fmean
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, FigureBase
+from matplotlib.ticker import LogLocator
 
-from frozencore.tune.figures import BLACK, binned, plain_ticks
+from frozencore.tune.figures import (
+    BLACK,
+    BLUE,
+    CORES,
+    FACTORS,
+    GREY,
+    NAVY,
+    ORANGE,
+    binned,
+    method_colour,
+    plain_ticks,
+    plt,
+)
+from frozencore.tune.methods import METHODS
 from frozencore_lab.campaign.results import StudyResults
 from frozencore_lab.campaign.spec import Study
-from frozencore_lab.reports.canvas import CYCLE, DASHES, MARKERS, distinct_colours, panels, shared_legend, styled
-from frozencore_lab.reports.document import Drawing
 from frozencore_lab.reports.labels import axis_name, value_name
-from frozencore_lab.reports.tables.averages import column_averages
-from frozencore_lab.reports.tables.further import counted_values
-from frozencore_lab.reports.tables.pivot import ACCURACY, COSINES, Key, Pivot, PivotCell, measures_of, pivots
+from frozencore_lab.reports.pivot import (
+    ACCURACY,
+    COSINES,
+    FORGOTTEN,
+    LOSS,
+    Key,
+    Measure,
+    Pivot,
+    column_averages,
+    measures_of,
+    pivots,
+)
+from frozencore_lab.reports.statistics import paired_difference
+from frozencore_lab.reports.tables import counted_values
 
-HATCHES = ("", "//", "..", "xx", "\\\\", "++")
+CYCLE = (ORANGE, BLUE, "#009E73", "#D55E00", NAVY, "#CC79A7", BLACK, GREY, "#332288", "#999933", "#882255", "#44AA99")
+MARKERS, DASHES, HATCHES = "osD^vPX*<>hp", ("-", "--", "-.", ":"), ("", "//", "..", "xx", "\\\\", "++")
+WIDTH, MOST_IN_A_ROW, LEGEND_COLUMNS = 8.0, 2, 3
+STYLE = {
+    "font.size": 12, "axes.titlesize": 13, "axes.titlelocation": "left", "axes.spines.top": False,
+    "axes.spines.right": False, "legend.frameon": False, "legend.fontsize": 12, "figure.labelsize": 12,
+    "grid.linewidth": 0.4, "grid.color": "#dddddd", "errorbar.capsize": 2, "lines.markersize": 6,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure that is drawn when it is written.
+
+    Attributes:
+        name: The name of its file, without an ending.
+        alt: A description of the figure.
+    """
+
+    name: str
+    alt: str
+    draw: Callable[[], Figure]
 
 
 @dataclass(frozen=True)
@@ -33,15 +78,18 @@ class FigureKind:
     """One kind of figure.
 
     Attributes:
+        draw: Draws a table with the measure of the figure.
         once: The title of a figure that does not depend on the measure, and so is drawn once; empty otherwise.
         against: What the measure is drawn against, as the caption names it.
         of_averages: The figure shows macro-averages, so it needs a complete column.
+        only: The only measure that the figure shows; None for every measure.
     """
 
     draw: Callable[[Pivot], Figure]
     once: str = ""
     against: str = ""
     of_averages: bool = False
+    only: Measure | None = None
 
     def has_something(self, pivot: Pivot) -> bool:
         """Return whether the table has data for the figure."""
@@ -62,24 +110,73 @@ def study_drawings(results: StudyResults) -> Iterator[Drawing]:
         for pivot in pivots(results, measure):
             for name in asked:
                 kind, suffix = DRAWN[name], "" if name == asked[0] else f"-{name}"
-                if (kind.once and i) or not kind.has_something(pivot):
+                other = i > 0 if kind.once else kind.only not in (None, measure)
+                if other or not kind.has_something(pivot):
                     continue
                 file = f"{pivot.name}{'' if kind.once else measure.suffix}{suffix}"
                 alt = f"{pivot.title}: {kind.once or measure.title}{kind.against}"
-                yield Drawing(file, alt, partial(kind.draw, pivot))
+                yield Drawing(file, alt, partial(_styled, kind.draw, pivot))
+
+
+def _styled(draw: Callable[[Pivot], Figure], pivot: Pivot) -> Figure:
+    with plt.rc_context(STYLE):
+        return draw(pivot)
+
+
+# ------------------------------------------------------------------------------------------------------- common parts
+
+
+def panels(count: int, height: float, *, sharey: bool = False) -> tuple[Figure, list[Axes]]:
+    """Make a figure with panels in reading order, each of the given height in inches."""
+    across = min(count, MOST_IN_A_ROW)
+    down = math.ceil(count / across)
+    size = WIDTH, 0.4 + down * height
+    figure, axes = plt.subplots(down, across, figsize=size, squeeze=False, layout="constrained", sharey=sharey)
+    for axis in axes.flat[count:]:
+        axis.set_visible(False)
+    return figure, list(axes.flat[:count])
+
+
+def shared_legend(figure: FigureBase, axes: Iterable[Axes]) -> None:
+    """Put one legend above all panels."""
+    found = {name: line for axis in axes for line, name in zip(*axis.get_legend_handles_labels(), strict=True)}
+    if found:
+        columns = min(len(found), LEGEND_COLUMNS)
+        figure.legend(list(found.values()), list(found), loc="outside upper center", ncols=columns)
+
+
+def methods_of(pivot: Pivot) -> dict[Key, str]:
+    """The method of each column, in the order of the table of methods; the study's order among equals."""
+    names = [dict(zip(pivot.column_axes, column, strict=True)).get("method") for column in pivot.columns]
+    found = dict(zip(pivot.columns, map(pivot.study.study.method_of, map(str, names)), strict=True))
+    order = {name: place for place, name in enumerate(METHODS)}
+    return dict(sorted(found.items(), key=lambda item: order.get(item[1], len(order))))
 
 
 def column_colours(pivot: Pivot) -> dict[Key, str]:
-    methods = [dict(zip(pivot.column_axes, column, strict=True)).get("method") for column in pivot.columns]
-    names = [pivot.study.study.method_of(str(method)) for method in methods]
-    return dict(zip(pivot.columns, distinct_colours(names), strict=True))
+    """The colour of each column's method; different colours if all columns are of one method."""
+    methods = methods_of(pivot)
+    if len(set(methods.values())) == 1 < len(methods):
+        return dict(zip(methods, cycle(CYCLE), strict=False))
+    return {column: method_colour(name) for column, name in methods.items()}
 
 
-@styled
 def _alone(pivot: Pivot, *, draw: Callable[[Axes, Pivot], None]) -> Figure:
-    figure, (axis,) = panels(1, max(2.8, 0.9 + 0.3 * len(pivot.columns)))
+    figure, (axis,) = panels(1, max(2.8, 0.9 + 0.35 * len(pivot.columns)))
     draw(axis, pivot)
     return figure
+
+
+def _ticks(axis: Axes, names: Sequence[str]) -> None:
+    long = max(map(len, names)) * len(names) > 90
+    axis.set_xticks(range(len(names)), names, rotation=30 if long else 0, ha="right" if long else "center")
+
+
+def _title(measure: Measure) -> str:
+    return measure.title.replace(", nats", ",\nnats")
+
+
+# ---------------------------------------------------------------------------------------------------------- the kinds
 
 
 def _ranking(axis: Axes, pivot: Pivot) -> None:
@@ -105,7 +202,8 @@ def _gains(axis: Axes, pivot: Pivot) -> None:
     others = [column for column in pivot.columns if column != base]
     width = 0.8 / max(1, len(others))
     for i, column in enumerate(others):
-        gains = [_difference(pivot.cells[row, column], pivot.cells[row, base]) for row in pivot.rows]
+        means = [(pivot.cells[row, column].mean, pivot.cells[row, base].mean) for row in pivot.rows]
+        gains = [math.nan if own is None or other is None else own - other for own, other in means]
         axis.bar(
             [place + (i - (len(others) - 1) / 2) * width for place in range(len(gains))], gains, width,
             label=pivot.column_name(column), color=CYCLE[i % len(CYCLE)], hatch=HATCHES[i % len(HATCHES)],
@@ -117,17 +215,13 @@ def _gains(axis: Axes, pivot: Pivot) -> None:
     shared_legend(axis.figure, [axis])
 
 
-def _difference(cell: PivotCell, base: PivotCell) -> float:
-    return math.nan if cell.mean is None or base.mean is None else cell.mean - base.mean
-
-
 def _lines(axis: Axes, pivot: Pivot) -> None:
     """Draw a line for each task against the compared columns."""
     upright = pivot.upright
     for i, row in enumerate(upright.rows):
         _line(axis, upright, row, upright.row_name(row), CYCLE[i % len(CYCLE)], MARKERS[i % 8], DASHES[i % 4])
     _against(axis, upright)
-    axis.set_ylabel(pivot.measure.title.replace(", nats", ",\nnats"))
+    axis.set_ylabel(_title(pivot.measure))
     shared_legend(axis.figure, [axis])
 
 
@@ -151,40 +245,87 @@ def _line(axis: Axes, pivot: Pivot, row: Key, name: str, colour: str, marker: st
 
 
 def _against(axis: Axes, pivot: Pivot) -> None:
-    names = [", ".join(map(value_name, pivot.column_axes, column)) for column in pivot.columns]
-    _ticks(axis, names)
+    _ticks(axis, [", ".join(map(value_name, pivot.column_axes, column)) for column in pivot.columns])
     axis.set_xlabel(", ".join(map(axis_name, pivot.column_axes)))
     axis.grid(axis="y")
 
 
-def _ticks(axis: Axes, names: Sequence[str]) -> None:
-    long = max(map(len, names)) * len(names) > 90
-    axis.set_xticks(range(len(names)), names, rotation=30 if long else 0, ha="right" if long else "center")
+def _trained_values(axis: Axes) -> None:
+    axis.set_xscale("log")
+    axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+    plain_ticks(axis.xaxis)
+    axis.margins(x=0.1, y=0.15)
+    axis.set_xlabel("trained values")
 
 
 def _state(axis: Axes, pivot: Pivot) -> None:
     """Draw each column's mean over the rows against its number of trained values."""
-    trained, colours = counted_values(pivot), column_colours(pivot)
-    for i, (column, mean) in enumerate(column_averages(pivot).items()):
-        if mean.value is not None and column in trained:
+    trained, means, colours = counted_values(pivot), column_averages(pivot), column_colours(pivot)
+    for i, column in enumerate(colours):
+        if (mean := means[column].value) is not None and column in trained:
             name, marker = pivot.column_name(column), MARKERS[i % len(MARKERS)]
-            axis.plot(trained[column], mean.value, marker, color=colours[column], label=name, ms=8)
-    axis.set_xscale("log")
-    plain_ticks(axis.xaxis)
-    axis.margins(x=0.1, y=0.15)
-    axis.set_xlabel("trained values")
-    axis.set_ylabel(f"mean {pivot.measure.title}".replace(", nats", ",\nnats"))
+            axis.plot(trained[column], mean, marker, color=colours[column], label=name, ms=8)
+    _trained_values(axis)
+    axis.set_ylabel(f"mean {_title(pivot.measure)}")
     shared_legend(axis.figure, [axis])
 
 
-@styled
+def _values(pivot: Pivot) -> Figure:
+    """Draw loss against trained values, and beside it what was forgotten: cores and LoRA as one line each.
+
+    A bar is the 95 % interval of the difference from the reference column; see
+    :func:`frozencore_lab.reports.statistics.paired_difference`.
+    """
+    beside = [one for one in pivots(pivot.study, FORGOTTEN) if one.group == pivot.group]
+    shown = [pivot, *(one for one in beside if any(cell.mean is not None for cell in one.cells.values()))]
+    figure, axes = panels(len(shown), 3.6)
+    trained, kinds = counted_values(pivot), {name: method.trains[0] for name, method in METHODS.items()}
+    for axis, one in zip(axes, shown, strict=True):
+        points: dict[str, list[tuple[int, float, float, str]]] = {"core": [], "factors": []}
+        for column, method in methods_of(one).items():
+            mean, half = _mean_and_half(one, column)
+            if kinds.get(method) in points and column in trained and not math.isnan(mean):
+                points[kinds[method]].append((trained[column], mean, half, one.column_name(column)))
+        drawn = {kind: tuple(zip(*sorted(found), strict=True)) for kind, found in points.items() if found}
+        highest = max(drawn, key=lambda kind: fmean(drawn[kind][1]))
+        for kind, (counts, means, halves, names) in drawn.items():
+            name, colour, form = ("cores", CORES[0], "o-") if kind == "core" else ("LoRA", FACTORS[0], "s--")
+            axis.errorbar(counts, means, yerr=halves, fmt=form, color=colour, label=name)
+            side = 1 if kind == highest else -1  # the labels of one line above it, of the other below
+            for count, mean, half, label in zip(counts, means, halves, names, strict=True):
+                axis.annotate(
+                    label.partition(" ")[2] or label, (count, mean + side * half), xytext=(0, 6 * side),
+                    textcoords="offset points", color=colour, ha="center", va="bottom" if side > 0 else "top",
+                )  # fmt: skip
+        _trained_values(axis)
+        axis.set_ylabel(_title(one.measure))
+        axis.grid(axis="y")
+    if pivot.reference is not None:
+        reference = pivot.column_name(pivot.reference)
+        figure.supxlabel(f"Bars: 95 % interval of the difference from {reference}.")
+    shared_legend(figure, axes)
+    return figure
+
+
+def _mean_and_half(pivot: Pivot, column: Key) -> tuple[float, float]:
+    """The mean over the rows, and half the interval of its difference from the reference; NaN for a missing mean."""
+    mean, base = column_averages(pivot)[column].value, pivot.reference
+    if mean is None or base in (None, column) or len(pivot.rows) > 1:
+        return math.nan if mean is None else mean, 0.0
+    assert base is not None
+    own, other = (pivot.cells[pivot.rows[0], one].scored(pivot.measure) or {} for one in (column, base))
+    if not own or own.keys() != other.keys():
+        return mean, 0.0
+    return mean, paired_difference([*own.values()], [other[seed] for seed in own]).half or 0.0
+
+
 def _row_panels(pivot: Pivot) -> Figure:
     """Draw bars by mean, best on top, with the base model and chance.
 
     Error bars are the standard deviation over seeds, or for a single seed the standard error over evaluated rows."""
     means, colours = {column: one.value for column, one in column_averages(pivot).items()}, column_colours(pivot)
     order = sorted(means, key=lambda column: means[column] or 0.0, reverse=pivot.measure.lower_is_better)
-    figure, axes = panels(len(pivot.rows), 0.9 + 0.32 * len(order), sharey=True)
+    figure, axes = panels(len(pivot.rows), 0.9 + 0.36 * len(order), sharey=True)
     for axis, row in zip(axes, pivot.rows, strict=True):
         cells = [pivot.cells[row, column] for column in order]
         scores = [cell.record.score if cell.record and pivot.measure is ACCURACY else None for cell in cells]
@@ -198,7 +339,7 @@ def _row_panels(pivot: Pivot) -> Figure:
         )  # fmt: skip
         axis.set_yticks(range(len(order)), [pivot.column_name(column) for column in order])
         if row in pivot.before:
-            axis.axvline(pivot.before[row], color=BLACK, lw=1, ls="--", label="base model")
+            axis.axvline(pivot.before[row], color=GREY, lw=1.5, ls="--", label="base model")
         if pivot.measure is ACCURACY:
             axis.set_xlim(0, 100)
         chances = {score.chance for score in scores if score is not None}
@@ -210,16 +351,14 @@ def _row_panels(pivot: Pivot) -> Figure:
     return figure
 
 
-@styled
 def _learning_curves(pivot: Pivot) -> Figure:
     """Draw the first seed's training loss of every column against steps, smoothed over a twentieth of the steps."""
     figure, axes = panels(len(pivot.rows), 3.0)
-    colours = column_colours(pivot)
     for axis, row in zip(axes, pivot.rows, strict=True):
-        for i, column in enumerate(pivot.columns):
+        for i, (column, colour) in enumerate(column_colours(pivot).items()):
             record = pivot.cells[row, column].record
             losses = [loss for loss in record.training.losses if loss is not None] if record else []
-            axis.plot(*binned(losses), color=colours[column], ls=DASHES[i % 4], lw=1.2, label=pivot.column_name(column))
+            axis.plot(*binned(losses), color=colour, ls=DASHES[i % 4], lw=1.2, label=pivot.column_name(column))
         axis.set_title(pivot.row_name(row))
     figure.supxlabel("optimiser step")
     figure.supylabel("training loss, nats per token")
@@ -232,6 +371,9 @@ DRAWN: dict[str, FigureKind] = {
     "gains": FigureKind(partial(_alone, draw=_gains)),
     "lines": FigureKind(partial(_alone, draw=_lines)),
     "state": FigureKind(partial(_alone, draw=_state), against=", by the values that train", of_averages=True),
+    "values": FigureKind(
+        _values, against=" and what was forgotten, by the values that train", of_averages=True, only=LOSS
+    ),
     "panels": FigureKind(_row_panels),
     "curves": FigureKind(_learning_curves, once="learning curves"),
     "convergence": FigureKind(partial(_alone, draw=_convergence), once="basis convergence"),

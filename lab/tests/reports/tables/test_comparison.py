@@ -10,9 +10,8 @@ import pytest
 from rich.console import Console
 
 from frozencore.errors import DataError
+from frozencore_lab.reports.comparison import TaskTable, analyse, comparison_view, family_sheet, read_task_means
 from frozencore_lab.reports.statistics import differences, wins_ties_losses
-from frozencore_lab.reports.tables.comparison import TaskTable, analyse, read_task_means
-from frozencore_lab.reports.tables.significance import comparison_view, family_sheet
 from places import PAPER_TABLES
 
 PAPER = PAPER_TABLES

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from frozencore_lab.reports.campaign import study_section
-from frozencore_lab.reports.tables.costs import Phases, memory_sheet, state_sheet, study_costs, time_sheet
+from frozencore_lab.reports.costs import Phases, memory_sheet, state_sheet, study_costs, time_sheet
+from frozencore_lab.reports.report import study_section
 from made_up import criterion_content
 
 PAPER = {  # initialisation s, step s, peak GB, trained values

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from frozencore_lab.reports.campaign import study_section
+from frozencore_lab.reports.pivot import ACCURACY, LOSS, pivots, runs_csv
+from frozencore_lab.reports.report import study_section
 from frozencore_lab.reports.sheet import latex
-from frozencore_lab.reports.tables.pivot import ACCURACY, LOSS, pivots, runs_csv
-from frozencore_lab.reports.tables.pivot_sheet import pivot_sheet
+from frozencore_lab.reports.tables import pivot_sheet
 
 RATES = """
   no-qr-rates:

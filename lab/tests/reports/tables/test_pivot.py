@@ -6,12 +6,10 @@ from statistics import mean, stdev
 
 import pytest
 
+from frozencore_lab.reports.comparison import compare, read_task_means
+from frozencore_lab.reports.pivot import ACCURACY, COSINES, LOSS, averages, means_csv, measures_of, pivots, runs_csv
 from frozencore_lab.reports.sheet import latex, markdown
-from frozencore_lab.reports.tables.averages import averages
-from frozencore_lab.reports.tables.comparison import read_task_means
-from frozencore_lab.reports.tables.pivot import ACCURACY, COSINES, LOSS, means_csv, measures_of, pivots, runs_csv
-from frozencore_lab.reports.tables.pivot_sheet import pivot_sheet
-from frozencore_lab.reports.tables.significance import compare
+from frozencore_lab.reports.tables import pivot_sheet
 
 BUDGET = """
   budget:

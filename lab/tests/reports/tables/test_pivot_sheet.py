@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from frozencore.errors import ConfigError
-from frozencore_lab.reports.tables.pivot import ACCURACY, LOSS, pivots
-from frozencore_lab.reports.tables.pivot_sheet import pivot_sheet
+from frozencore_lab.reports.pivot import ACCURACY, LOSS, pivots
+from frozencore_lab.reports.tables import pivot_sheet
 
 MISMATCH = {"svamp": 79.7, "gsm8k": 78.0, "arc_challenge": 74.6, "sst2": 72.6}
 SIDES = {

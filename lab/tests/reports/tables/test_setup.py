@@ -8,7 +8,7 @@ import pytest
 
 from frozencore_lab.campaign.results import CampaignResults, StudyResults
 from frozencore_lab.campaign.spec import read_campaign
-from frozencore_lab.reports.campaign import campaign_document, setup_section
+from frozencore_lab.reports.report import campaign_document, setup_section
 from frozencore_lab.reports.sheet import latex
 
 CAMPAIGNS = Path(__file__).parents[3] / "campaigns"

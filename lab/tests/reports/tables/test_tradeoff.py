@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from frozencore_lab.reports.campaign import study_section
+from frozencore_lab.reports.comparison import read_task_means
 from frozencore_lab.reports.labels import TASKS
-from frozencore_lab.reports.tables.comparison import read_task_means
+from frozencore_lab.reports.report import study_section
 from places import PAPER_TABLES
 
 STUDY = f"""

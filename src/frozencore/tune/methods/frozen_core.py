@@ -78,7 +78,7 @@ class FrozenCores(Mapping[str, Method]):
     def __getitem__(self, name: str) -> Method:
         row = CONSTRUCTORS[name]
         return FrozenCore(
-            constructor=name, label=row.label or name, word=row.word, colour=row.colour, trains=("core",),
+            constructor=name, label=row.label or name, word=row.word, trains=("core",),
             learning_rate=CORE_LEARNING_RATE, weights_only=row.weights_only,
         )  # fmt: skip
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field
 
-from frozencore.constructors import Colour
 from frozencore.files.whole_file import whole_folder
 from frozencore.maths.moments import MomentName
 
@@ -48,7 +47,6 @@ class Method(ABC):
     Attributes:
         label: Name in reports.
         word: What it trains, or where its bases come from, in one word.
-        colour: Colour in figures.
         trains: The kinds of trained values: ``core``, ``factors``, ``magnitudes`` (one a channel), or another kind,
             which reports show in a new column.
         learning_rate, warmup: Defaults of a run: the peak learning rate, and the share of the steps in which it rises.
@@ -64,7 +62,6 @@ class Method(ABC):
 
     label: str
     word: str = ""
-    colour: Colour = "black"
     trains: tuple[str, ...]
     learning_rate: float
     warmup: float = 0.1

@@ -17,8 +17,8 @@ from frozencore.tune.run.record_parts import Resources
 from frozencore_lab.campaign.plan import Axes
 from frozencore_lab.campaign.results import FinalRun, StudyResults
 from frozencore_lab.reports.labels import column_name, titled
+from frozencore_lab.reports.pivot import by_axes, varied_axes
 from frozencore_lab.reports.sheet import Sheet, SheetCell, label, missing, number
-from frozencore_lab.reports.tables.pivot import by_axes, varied_axes
 
 HELD = "State held while training, at its peak: gradients and optimiser states."
 

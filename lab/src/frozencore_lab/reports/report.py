@@ -1,0 +1,358 @@
+"""The report of a campaign: a document of sections, written as tables, figures, report.md and one page, index.html.
+
+The page is made from page.html, a Jinja template that escapes all values and loads nothing from other places.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from frozencore.files.whole_file import write_text
+from frozencore.tune.figures import save_figure
+from frozencore.tune.run.record_parts import Provenance
+from frozencore_lab.campaign.results import CampaignResults, FinalRun, StudyResults
+from frozencore_lab.campaign.spec import Campaign
+from frozencore_lab.reports.comparison import compare, comparison_sheet, differences_sheet, names_of
+from frozencore_lab.reports.costs import memory_sheet, state_sheet, study_costs, time_sheet
+from frozencore_lab.reports.figures import Drawing, study_drawings
+from frozencore_lab.reports.labels import axis_name, full_name, sentence, slug, value_name
+from frozencore_lab.reports.pivot import Pivot, averages, column_averages, means_csv, measures_of, pivots, runs_csv
+from frozencore_lab.reports.setup import data_sheet, hyper_parameter_sheet, information_sheet
+from frozencore_lab.reports.sheet import Sheet, SheetCell, csv_text, latex, markdown, markdown_text
+from frozencore_lab.reports.tables import FURTHER, pivot_sheet, search_sheet
+
+
+@dataclass(frozen=True)
+class Table:
+    """A sheet, its pivot if any, and a remark below it."""
+
+    sheet: Sheet
+    pivot: Pivot | None = None
+    remark: str = ""
+
+    def files(self) -> Mapping[str, str]:
+        """The contents of its files, by name."""
+        name, remark = self.sheet.name, f"\n{self.remark}\n" if self.remark else ""
+        files = {f"{name}.md": markdown(self.sheet) + remark, f"{name}.tex": latex(self.sheet)}
+        if self.pivot is None:
+            return files | {f"{name}.csv": csv_text(self.sheet)}
+        return files | {f"{name}.csv": means_csv(self.pivot), f"{name}.runs.csv": runs_csv(self.pivot)}
+
+
+@dataclass(frozen=True)
+class Section:
+    """One heading and its content.
+
+    Attributes:
+        runs: The final runs that it shows.
+        main, details: Tables in reading order; the page folds the details away.
+        headlines: The findings, a sentence for each table of means.
+    """
+
+    name: str
+    title: str
+    note: str
+    runs: tuple[FinalRun, ...]
+    main: tuple[Table, ...]
+    details: tuple[Table, ...] = ()
+    drawings: tuple[Drawing, ...] = ()
+    headlines: tuple[str, ...] = ()
+
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        return self.main + self.details
+
+
+@dataclass(frozen=True)
+class Document:
+    """A whole report; no two of its tables, and no two of its figures, have one name."""
+
+    name: str
+    about: str
+    results: CampaignResults
+    sections: tuple[Section, ...]
+
+    @property
+    def runs(self) -> tuple[FinalRun, ...]:
+        return tuple(run for study in self.results.studies for run in study.runs)
+
+
+class RunCounts(NamedTuple):
+    """The numbers of done, failed and missing runs; a run of several studies counts once."""
+
+    done: int
+    failed: int
+    missing: int
+
+    def __str__(self) -> str:
+        return f"{self.done} of {sum(self)} final runs done, {self.failed} failed, {self.missing} missing"
+
+
+def count_runs(runs: tuple[FinalRun, ...]) -> RunCounts:
+    """Count the outcomes of the runs."""
+    different = {run.run_id or f"none {i}": run for i, run in enumerate(runs)}.values()
+    done = sum(run.record is not None for run in different)
+    failed = sum(run.record is None and run.failure is not None for run in different)
+    return RunCounts(done, failed, len(different) - done - failed)
+
+
+def make_document(results: CampaignResults, sections: Iterable[Section]) -> Document:
+    """Make a document whose tables and figures have unique names; a repeated name is made longer.
+
+    Otherwise the study ``a-time`` and the times of the study ``a`` would share a file.
+    """
+    taken: set[tuple[type, str]] = set()
+
+    def free(one: Sheet | Drawing) -> str:
+        found = one.name
+        while (type(one), found) in taken:
+            found += "-too"
+        taken.add((type(one), found))
+        return found
+
+    def renamed(tables: Iterable[Table]) -> tuple[Table, ...]:
+        return tuple(replace(table, sheet=replace(table.sheet, name=free(table.sheet))) for table in tables)
+
+    named = tuple(
+        replace(
+            section,
+            main=renamed(section.main),
+            details=renamed(section.details),
+            drawings=tuple(replace(drawing, name=free(drawing)) for drawing in section.drawings),
+        )
+        for section in sections
+    )
+    return Document(results.campaign.name, results.campaign.about, results, named)
+
+
+def campaign_document(results: CampaignResults) -> Document:
+    """Make the report as a document: the studies and the setup."""
+    return make_document(results, [*map(study_section, results.studies), setup_section(results)])
+
+
+def setup_section(results: CampaignResults) -> Section:
+    """Describe the setup from the code: data sets, options, and the inputs of constructors."""
+    campaign = results.campaign
+    sheets = (data_sheet(campaign), hyper_parameter_sheet(results), information_sheet(campaign))
+    return Section("set-up", "Set-up", "", (), tuple(Table(sheet) for sheet in sheets if sheet is not None))
+
+
+def study_section(results: StudyResults) -> Section:
+    """Make the section of a study: tables, comparisons, costs, choices of its search, figures."""
+    main: list[Table] = []
+    details: list[Table] = []
+    headlines: list[str] = []
+    study = results.study
+    for i, measure in enumerate(measures_of(results)):
+        first = details if i and measure.ranked else main
+        for pivot in pivots(results, measure):
+            first += _pivot_tables(pivot, pivot.name + measure.suffix)
+            headlines += [] if i else _headline(pivot)
+            if (apart := differences_sheet(pivot, f"{pivot.name}{measure.suffix}-differences")) is not None:
+                (first if len(pivot.rows) == 1 and not study.kind.is_alone else details).append(Table(apart))
+    for costs in study_costs(results):
+        name, alone = f"{results.name}{slug(costs.group)}", study.kind.is_alone
+        memory = memory_sheet(costs, f"{name}-memory") if alone else None
+        sheets = (state_sheet(costs, f"{name}-state"), time_sheet(costs, f"{name}-time", alone=alone), memory)
+        (main if alone else details).extend(Table(sheet) for sheet in sheets if sheet is not None)
+    if results.choices:
+        details.append(Table(search_sheet(results)))
+    drawings = tuple(study_drawings(results))
+    return Section(
+        results.name, study.title, study.note, results.runs, tuple(main), tuple(details), drawings, tuple(headlines)
+    )
+
+
+def _pivot_tables(pivot: Pivot, name: str) -> list[Table]:
+    """A pivot's own table, further ones, and its comparison with the reference."""
+    comparison, remark = compare(pivot)
+    tables = [Table(pivot_sheet(pivot, name), pivot, "" if comparison else remark)]
+    tables += [Table(kind.sheet(pivot, f"{name}-{end}")) for end, kind in FURTHER.items() if kind.asked(pivot.report)]
+    if comparison is not None:
+        sheet = comparison_sheet(
+            comparison, name=f"{name}-significance", title=f"{pivot.title}: significance", note=remark,
+            decimals=pivot.measure.decimals + 1, names=names_of(pivot),
+        )  # fmt: skip
+        tables.append(Table(sheet))
+    return tables
+
+
+def _headline(pivot: Pivot) -> Iterator[str]:
+    """Name the columns with the best and the second best mean over the tasks, with standard deviations over seeds.
+
+    A table of one task has its values in place of means.
+    """
+    upright, measure = pivot.upright, pivot.measure
+    lines, of = averages(upright), "mean over the tasks"
+    cells = lines[0].cells if lines else {}
+    if len(upright.rows) == 1:
+        cells, of = column_averages(upright), upright.row_name(upright.rows[0])
+    values = {column: one.value for column, one in cells.items() if one.value is not None}
+    if not measure.ranked or len(values) < 2:
+        return
+    first, second, *_ = sorted(values, key=lambda column: values[column], reverse=not measure.lower_is_better)
+    best, next_one = (
+        f"{upright.column_name(one)} {values[one]:.{measure.decimals}f}"
+        + ("" if cells[one].std is None else f" ± {cells[one].std:.{measure.decimals}f}")
+        for one in (first, second)
+    )
+    yield f"{pivot.title}: {best}, then {next_one} ({measure.title}, {of})."
+
+
+HASH_DIGITS = 16
+FEW_COLUMNS = 4
+"""The most columns of a table on a phone; with more, each of its lines becomes a list."""
+TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+    lstrip_blocks=True,
+)  # fmt: skip
+
+
+def write_document(document: Document, folder: Path) -> list[Path]:
+    """Write every file of a document; the same records give the same bytes.
+
+    ``tables/NAME.csv`` has unrounded means, for ``campaign report --table``; ``NAME.runs.csv`` has every run.
+
+    Raises:
+        ArtifactError: The folder cannot be written.
+    """
+    for section in document.sections:
+        for drawing in section.drawings:
+            save_figure(drawing.draw(), folder / "figures" / f"{drawing.name}.png")
+        for table in section.tables:
+            for name, content in table.files().items():
+                write_text(folder / "tables" / name, content)
+    write_text(folder / "report.md", report_text(document))
+    write_text(folder / "index.html", document_page(document, folder / "figures"))
+    return [folder / name for name in file_names(document)]
+
+
+def file_names(document: Document) -> Iterator[str]:
+    """The files that :func:`write_document` writes, relative to its folder."""
+    for section in document.sections:
+        for table in section.tables:
+            yield from (f"tables/{name}" for name in table.files())
+        yield from (f"figures/{drawing.name}.png" for drawing in section.drawings)
+    yield from ("report.md", "index.html")
+
+
+def report_text(document: Document) -> str:
+    """The report as Markdown: ``report.md``."""
+    parts = [f"# {markdown_text(document.name)}", document.about, f"**{count_runs(document.runs)}.**"]
+    parts += ["\n".join(f"- {markdown_text(line)}" for section in document.sections for line in section.headlines)]
+    for section in document.sections:
+        parts += [f"## {markdown_text(section.title)}", section.note]
+        parts += [f"{count_runs(section.runs)}."] if section.runs else []
+        parts += [f"![{markdown_text(drawing.alt)}](figures/{drawing.name}.png)" for drawing in section.drawings]
+        for table in section.tables:
+            parts += [markdown(table.sheet).rstrip("\n"), table.remark]
+    parts += ["## Protocol", _fenced(protocol_yaml(document.results.campaign))]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _fenced(text: str) -> str:
+    """Put YAML in a code block with a fence that does not occur in it."""
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return f"{fence}yaml\n{text}{fence}"
+
+
+def document_page(document: Document, figures: Path) -> str:
+    """The page's HTML.
+
+    Args:
+        figures: The folder of the figures' files.
+    """
+    return TEMPLATES.get_template("page.html").render(
+        document=document, facts=_facts(document), source_counts=_sources(document.runs), count_runs=count_runs,
+        heading=_heading, caption=_caption, runs_of=_runs_of, classes=_classes,
+        protocol_yaml=protocol_yaml, sort_value=_sort_value, few_columns=FEW_COLUMNS,
+        picture=lambda name: base64.b64encode((figures / f"{name}.png").read_bytes()).decode(),
+    )  # fmt: skip
+
+
+def _heading(section: Section, table: Table) -> tuple[str, str]:
+    """A table's heading and note. The heading leaves out the section's title; if nothing is left it is the measure."""
+    sheet = table.sheet
+    rest = _caption(section, sheet.title)
+    if rest:
+        return rest, sheet.note
+    heading, _, note = sheet.note.partition("; ")
+    return heading, sentence(note)
+
+
+def _caption(section: Section, text: str) -> str:
+    return sentence(text.removeprefix(section.title).lstrip(",: "))
+
+
+def _classes(sheet: Sheet, place: int, cell: SheetCell) -> str:
+    words = {
+        "label": place < sheet.num_labels or isinstance(cell.value, str),
+        "best": cell.best,
+        "second": cell.second,
+        "long": len(cell.text) > 60,
+    }
+    return " ".join(word for word, holds in words.items() if holds)
+
+
+def _sort_value(cell: SheetCell) -> str:
+    return "" if cell.value is None else str(cell.value).replace("inf", "Infinity")
+
+
+def _runs_of(cell: SheetCell) -> list[tuple[Any, str | None, str]]:
+    """Seed, id and value of each run of a cell."""
+    return [(one.seed, one.run.run_id, one.shown(".6g")) for one in cell.runs]
+
+
+def _sources(runs: tuple[FinalRun, ...]) -> list[tuple[str, int]]:
+    """The sources of the runs, and the number of runs of each."""
+    records = {run.run_id: run.record for run in runs}.values()
+    return sorted(Counter(_source(record.provenance) for record in records if record is not None).items())
+
+
+def _source(source: Provenance) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in source.versions.items())
+    return f"commit {source.commit}; {versions}; {source.device}, {source.platform}"
+
+
+def _facts(document: Document) -> dict[str, dict[str, str]]:
+    """The text of the dialog of each run in a table, beside its value."""
+    sheets = [table.sheet for section in document.sections for table in section.tables]
+    cells = (cell for sheet in sheets for line in (*sheet.rows, *sheet.foot) for cell in line)
+    shown = {one.run.run_id for cell in cells for one in cell.runs}
+    return {run.run_id: _facts_of(run) for run in document.runs[::-1] if run.run_id in shown and run.run_id is not None}
+
+
+def _facts_of(run: FinalRun) -> dict[str, str]:
+    facts = {"run": str(run.run_id), "axes": ", ".join(full_name(*item) for item in run.axes.items())}
+    if run.record is not None:
+        facts |= {"options": _options(run.record.config.content()), "source": _source(run.record.provenance)}
+        hashes = run.record.hashes.content() if run.record.hashes is not None else {}
+        facts |= {f"{name} hash": str(value)[:HASH_DIGITS] for name, value in hashes.items()}
+    elif run.failure is not None:
+        facts["failure"] = f"{run.failure.reason}: {run.failure.message}"
+    return facts
+
+
+def _options(config: Mapping[str, Any]) -> str:
+    shown = {**config, **config.get("core", {})}
+    return ", ".join(
+        f"{axis_name(name)} {value_name(name, value)}"
+        for name, value in shown.items()
+        if value is not None and name not in ("core", "data_root", "device")
+    )
+
+
+def protocol_yaml(campaign: Campaign) -> str:
+    """A campaign's specification as YAML, without defaults."""
+    content = campaign.model_dump(mode="json", exclude_defaults=True)
+    return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=110))

@@ -1,1 +1,0 @@
-"""Make sheets from the results of studies."""
