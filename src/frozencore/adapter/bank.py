@@ -66,7 +66,16 @@ class CoreBank:
         for layer in self.layers.values():
             layer.require_basis(adapter_name)
         self._bases = held_bases(self.layers.values(), adapter_name)
-        self._values, self._cores = _allocate(self.layers, adapter_name, capacity + 1, dtype)
+        ranks: dict[torch.device, dict[str, int]] = {}
+        for name, layer in sorted(self.layers.items()):  # the order of flattened cores
+            R = layer.factors(adapter_name)[2]
+            ranks.setdefault(R.device, {})[name] = len(R)
+        self._values = {  # slots x Σr² on each device
+            device: torch.zeros(capacity + 1, sum(r * r for r in here.values()), device=device, dtype=dtype)
+            for device, here in ranks.items()
+        }
+        views = [by_layer(self._values[device], here) for device, here in ranks.items()]
+        self._cores = dict(sorted((name, cores) for view in views for name, cores in view.items()))
         self._slot_of: dict[str, int] = {}
         self._free = list(range(capacity, 0, -1))
         self._batches: list[_Batch] = []  # one for each depth of nesting
@@ -219,19 +228,3 @@ class _Batch:
             gathered[name] = self.cores[name][:num_rows]
             gathered[name].copy_(cores[name].index_select(0, places[kind]))
         return gathered
-
-
-def _allocate(
-    layers: Mapping[str, FrozenCoreLayer], adapter_name: str, num_slots: int, dtype: torch.dtype
-) -> tuple[dict[torch.device, Tensor], dict[str, Tensor]]:
-    """Allocate slots x Σr² values on each device; and views of each layer's slots x r x r."""
-    ranks: dict[torch.device, dict[str, int]] = {}
-    for name, layer in sorted(layers.items()):  # the order of flattened cores
-        R = layer.factors(adapter_name)[2]
-        ranks.setdefault(R.device, {})[name] = len(R)
-    values: dict[torch.device, Tensor] = {}
-    cores: dict[str, Tensor] = {}
-    for device, here in ranks.items():
-        values[device] = torch.zeros(num_slots, sum(r * r for r in here.values()), device=device, dtype=dtype)
-        cores |= by_layer(values[device], here)
-    return values, {name: cores[name] for name in sorted(cores)}

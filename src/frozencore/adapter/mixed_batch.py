@@ -39,7 +39,15 @@ def adapter_of_each_row(model: nn.Module, names: Sequence[str], *, num_beams: in
             f"The model has {', '.join(sorted(known))}, and {BASE_ROW} for the base model."
         )
     wanted = [name for name in dict.fromkeys(names) if name != BASE_ROW]
-    together = all(_on_one_basis(layer, wanted) for layer in frozen)
+    kinds = [
+        {
+            (id(layer.frozencore_P[name]), id(layer.frozencore_Q[name]), layer.frozencore_scale[name])
+            for name in wanted
+            if name in layer.frozencore_R
+        }
+        for layer in frozen
+    ]
+    together = all(len(kinds_here) <= 1 for kinds_here in kinds)
     if model.training and (not together or len(layers) > len(frozen)):
         raise ValueError(
             "Cannot pass `adapter_names` in training mode unless all share a basis and train nothing but cores. "
@@ -91,14 +99,6 @@ def base_rows(
             else:
                 undo.enter_context(with_attributes(module, _disable_adapters=True))
         yield
-
-
-def _on_one_basis(layer: FrozenCoreLayer, names: Sequence[str]) -> bool:
-    here = [name for name in names if name in layer.frozencore_R]
-    kinds = {
-        (id(layer.frozencore_P[name]), id(layer.frozencore_Q[name]), layer.frozencore_scale[name]) for name in here
-    }
-    return len(kinds) <= 1
 
 
 def _row_cores(layer: FrozenCoreLayer, wanted: Sequence[str], names: Sequence[str]) -> RowCores:

@@ -160,8 +160,13 @@ class FrozenCoreModel(BaseTuner):
             for layer in layers.values():
                 layer.share_basis(adapter_name, twin, random_core=not config.init_weights)
         elif not config.load_bases and not config.needs_calibration:
-            for layer in layers.values():
-                self._build_from_weight(layer, adapter_name, config)
+            for name, layer in layers.items():
+                P, _, R = layer.factors(adapter_name)
+                if P.is_meta or R.is_meta or layer.weight.is_meta:
+                    continue  # on the meta device there are only shapes, so bases cannot be built
+                evidence = LayerEvidence(name, layer.shape, layer.dense_weight)
+                basis = build_basis(config.constructor, evidence, config.basis_options(len(R)))
+                layer.set_basis(adapter_name, basis, random_core=not config.init_weights)
 
     def _twin_of(self, config: FrozenCoreConfig, adapter_name: str, layers: dict[str, FrozenCoreLayer]) -> str | None:
         """Another adapter of the same configuration and shapes; the new one gets its bases."""
@@ -210,30 +215,67 @@ class FrozenCoreModel(BaseTuner):
     def _get_adapter_state_dict(
         cls, model: nn.Module, config: FrozenCoreConfig, adapter_name: str, state_dict: dict[str, Tensor], **kwargs: Any
     ) -> dict[str, Tensor]:
-        """The tensors to save; refuses NaN and Inf before a file is written."""
+        """Turn PEFT's state dict of an adapter into the tensors of a file; refuse NaN and Inf before it is written.
+
+        Their hashes are recorded in the configuration. ``state_dict`` is the model's, which holds trained modules too.
+        """
         found = super()._get_adapter_state_dict(
             model=model, config=config, adapter_name=adapter_name, state_dict=state_dict, **kwargs
         )
-        return state_to_save(model, config, adapter_name, found, state_dict)
+        config.modules_to_save = _heads_there(config, model)
+        layers = frozen_core_layers(model, adapter_name)
+        found = dict(found)
+        cores = {layer: found[key] for key in found for layer, is_core, _ in [key.partition(f".{PREFIX}R.")] if is_core}
+        if config.basis_id is not None:
+            found = cores_alone(flatten_cores({key.removeprefix(BASE): R for key, R in cores.items()}), config.basis_id)
+        else:  # P and Q may be in the state dict under the name of another adapter
+            for key in cores:
+                if (layer := layers.get(key.removeprefix(BASE))) is not None:
+                    for side, X in zip("PQ", layer.factors(adapter_name), strict=False):
+                        found.setdefault(f"{key}.{PREFIX}{side}.{adapter_name}", X)
+        modules = {key: value for key, value in state_dict.items() if f".modules_to_save.{adapter_name}." in key}
+        plain = {key: value for key, value in (found | modules).items() if not value.is_meta}
+        require_finite(f"the adapter {adapter_name!r}", plain, "It is not saved. Lower the learning rate.")
+        if len(plain) == len(found | modules):
+            samples = {name: layer.base_samples for name, layer in layers.items()}
+            config.prepare_seal(found, record_base(samples) if config.basis_id is None else None)
+        return found
 
     @classmethod
     def _remap_adapter_state_dict_for_load(
         cls, model: nn.Module, config: FrozenCoreConfig, adapter_name: str, state_dict: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        """The tensors to load, all checked before the model changes."""
-        state_dict = state_to_load(model, config, adapter_name, state_dict)
+        """Turn the tensors of a file into PEFT's state dict, with all checks before the model changes."""
+        origin, layers = f"the adapter {adapter_name!r}", frozen_core_layers(model, adapter_name)
+        own = {name: layer.factors(adapter_name) for name, layer in layers.items()}
+        seal = config.take_seal()
+        require_modules(origin, _heads_there(config, model), config.trainable_token_indices, state_dict)
+        factors = require_sound(origin, state_dict, coordinates=config.coordinates, basis_id=config.basis_id)
+        if factors is None:
+            require_marked(origin, state_dict, config.basis_id)
+            require_sealed(origin, seal, state_dict)
+            on_meta = any(P.is_meta or Q.is_meta for P, Q, _ in own.values())
+            for core_dtype in {R.dtype for _, _, R in own.values()}:
+                require_finite_in(origin, state_dict[FLAT], core_dtype)
+            # the bases of a model were checked when they were set
+            bases = config.find_basis(origin).layers if on_meta else {name: (P, Q) for name, (P, Q, _) in own.items()}
+            state_dict = with_factors(origin, state_dict, bases)
+        else:
+            require_sealed(origin, seal, state_dict)
+            _require_fit(origin, own, factors, config.base_model_name_or_path)
+            if holds_no_basis(state_dict):
+                warn_of_uncalibrated(f"The adapter {adapter_name!r}", "before it is trained or used")
+            if config.basis_id is not None:
+                pairs = (
+                    (mine, X) for name, f in factors.items() for mine, X in zip(own[name], (f.P, f.Q), strict=False)
+                )
+                if not all(mine.is_meta or torch.equal(mine, X.to(mine.device, mine.dtype)) for mine, X in pairs):
+                    config.name_basis(None)  # the loaded bases are not the named basis
+        for layer in layers.values():
+            layer.awaits_core.discard(adapter_name)
         return super()._remap_adapter_state_dict_for_load(
             model=model, config=config, adapter_name=adapter_name, state_dict=state_dict
         )
-
-    @staticmethod
-    def _build_from_weight(layer: FrozenCoreLayer, adapter_name: str, config: FrozenCoreConfig) -> None:
-        P, _, R = layer.factors(adapter_name)
-        if P.is_meta or R.is_meta or layer.weight.is_meta:
-            return  # on the meta device there are only shapes, so bases cannot be built
-        evidence = LayerEvidence(layer.name, layer.shape, layer.dense_weight)
-        basis = build_basis(config.constructor, evidence, config.basis_options(R.shape[0]))
-        layer.set_basis(adapter_name, basis, random_core=not config.init_weights)
 
     def add_weighted_adapter(
         self,
@@ -380,76 +422,12 @@ def register_with_peft() -> None:
     PEFT_TYPE_TO_PREFIX_MAPPING[kind] = PREFIX
 
 
-def state_to_save(
-    model: nn.Module,
-    config: FrozenCoreConfig,
-    adapter_name: str,
-    found: dict[str, Tensor],
-    whole: Mapping[str, Tensor],
-) -> dict[str, Tensor]:
-    """Turn PEFT's state dict of an adapter into the tensors of a file, and record their hashes in the configuration.
-
-    Args:
-        whole: The model's state dict, which holds trained modules too.
-    """
-    config.modules_to_save = _heads_there(config, model)
-    layers = frozen_core_layers(model, adapter_name)
-    found = dict(found)
-    cores = {layer: found[key] for key in found for layer, is_core, _ in [key.partition(f".{PREFIX}R.")] if is_core}
-    if config.basis_id is not None:
-        found = cores_alone(flatten_cores({key.removeprefix(BASE): R for key, R in cores.items()}), config.basis_id)
-    else:  # P and Q may be in the state dict under the name of another adapter
-        for key in cores:
-            if (layer := layers.get(key.removeprefix(BASE))) is not None:
-                for side, X in zip("PQ", layer.factors(adapter_name), strict=False):
-                    found.setdefault(f"{key}.{PREFIX}{side}.{adapter_name}", X)
-    modules = {key: value for key, value in whole.items() if f".modules_to_save.{adapter_name}." in key}
-    plain = {key: value for key, value in (found | modules).items() if not value.is_meta}
-    require_finite(f"the adapter {adapter_name!r}", plain, "It is not saved. Lower the learning rate.")
-    if len(plain) == len(found | modules):
-        samples = {name: layer.base_samples for name, layer in layers.items()}
-        config.prepare_seal(found, record_base(samples) if config.basis_id is None else None)
-    return found
-
-
 def _heads_there(config: FrozenCoreConfig, model: nn.Module) -> list[str] | None:
     """``modules_to_save`` without the names that PEFT adds for every classifier, if the model has neither head."""
     there = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     if there.isdisjoint(CLASSIFIERS):
         return [name for name in config.modules_to_save or () if name not in CLASSIFIERS] or None
     return config.modules_to_save
-
-
-def state_to_load(
-    model: nn.Module, config: FrozenCoreConfig, adapter_name: str, state_dict: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    """Turn the tensors of a file into PEFT's state dict, with all checks before the model changes."""
-    origin, layers = f"the adapter {adapter_name!r}", frozen_core_layers(model, adapter_name)
-    own = {name: layer.factors(adapter_name) for name, layer in layers.items()}
-    seal = config.take_seal()
-    require_modules(origin, _heads_there(config, model), config.trainable_token_indices, state_dict)
-    factors = require_sound(origin, state_dict, coordinates=config.coordinates, basis_id=config.basis_id)
-    if factors is None:
-        require_marked(origin, state_dict, config.basis_id)
-        require_sealed(origin, seal, state_dict)
-        on_meta = any(P.is_meta or Q.is_meta for P, Q, _ in own.values())
-        for core_dtype in {R.dtype for _, _, R in own.values()}:
-            require_finite_in(origin, state_dict[FLAT], core_dtype)
-        # the bases of a model were checked when they were set
-        bases = config.find_basis(origin).layers if on_meta else {name: (P, Q) for name, (P, Q, _) in own.items()}
-        state_dict = with_factors(origin, state_dict, bases)
-    else:
-        require_sealed(origin, seal, state_dict)
-        _require_fit(origin, own, factors, config.base_model_name_or_path)
-        if holds_no_basis(state_dict):
-            warn_of_uncalibrated(f"The adapter {adapter_name!r}", "before it is trained or used")
-        if config.basis_id is not None:
-            pairs = ((mine, X) for name, f in factors.items() for mine, X in zip(own[name], (f.P, f.Q), strict=False))
-            if not all(mine.is_meta or torch.equal(mine, X.to(mine.device, mine.dtype)) for mine, X in pairs):
-                config.name_basis(None)  # the loaded bases are not the named basis
-    for layer in layers.values():
-        layer.awaits_core.discard(adapter_name)
-    return state_dict
 
 
 def _require_fit(

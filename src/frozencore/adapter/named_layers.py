@@ -290,7 +290,10 @@ def name_layers(config: Any, model: nn.Module) -> None:
         _name_targets(config, compiled("target_modules", config.target_modules), names)
     for field in PATTERNS:
         if any(plain_key(key) is None for key in before[field]):
-            targeted = _targeted(config, [name for name, module in names.items() if _carries(module)])
+            targets, excluded = config.target_modules, config.exclude_modules or ()
+            every = targets is None or isinstance(targets, str)
+            linear = [name for name, module in names.items() if _carries(module) and not _is_among(name, excluded)]
+            targeted = [name for name in linear if every or _is_among(name, targets)]
             setattr(config, field, _by_name(field, before[field], targeted))
     config._expressions = {
         field: (given, getattr(config, field)) for field, given in before.items() if getattr(config, field) != given
@@ -344,14 +347,6 @@ def _is_among(name: str, ends: Collection[str]) -> bool:
 
 def _carries(module: nn.Module) -> bool:
     return is_linear(module) or isinstance(module, BaseTunerLayer)
-
-
-def _targeted(config: Any, linear: Iterable[str]) -> list[str]:
-    """The linear layers that a configuration adapts."""
-    targets: Any = config.target_modules
-    every = targets is None or isinstance(targets, str)
-    excluded = config.exclude_modules or ()
-    return [name for name in linear if (every or _is_among(name, targets)) and not _is_among(name, excluded)]
 
 
 def _by_name(option: str, pattern: Mapping[str, Any], layers: Iterable[str]) -> dict[str, Any]:

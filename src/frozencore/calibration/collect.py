@@ -94,23 +94,14 @@ def collect_moments(
             taps = Taps({name: modules[name] for name in group}, needs, options, loss_fn)
             recorders = run_pass(model, batches, taps, share_of(progress, index, len(groups)))
             moments |= {name: recorder.moments() for name, recorder in recorders.items()}
-    refuse_unreached({name: layer.num_tokens for name, layer in moments.items()})
-    return moments
-
-
-def refuse_unreached(num_tokens: Mapping[str, int]) -> None:
-    """Check that a counted token reached each layer; otherwise it has no moments.
-
-    Raises:
-        CalibrationError: No token reached a layer; the message names it.
-    """
-    unreached = [name for name, count in num_tokens.items() if count == 0]
+    unreached = [name for name, layer in moments.items() if not layer.num_tokens]
     if unreached:
-        reached = next((name for name in num_tokens if num_tokens[name]), None)
+        reached = next((name for name, layer in moments.items() if layer.num_tokens), None)
         way_out = "Check that the model uses it and that the batches are not all padding."
         if reached is not None:  # a model of images or sound may use the same short names in both parts
             way_out = f"If the rows do not use it, name the other layers in full, such as {reached!r}."
         raise CalibrationError(f"Layer {unreached[0]!r} ({len(unreached)} in all) received no counted token. {way_out}")
+    return moments
 
 
 def share_of(progress: Progress | None, index: int, num_passes: int) -> Progress | None:

@@ -84,12 +84,6 @@ def require_options_fit(options: CalibrationOptions, loss_fn: LossFn | None) -> 
         )
 
 
-def is_language_model(model: Any) -> bool:
-    """Return whether the loss is computed from completion tokens, row by row; other models return their own loss."""
-    can_generate = getattr(model, "can_generate", None)
-    return can_generate is not None and can_generate()
-
-
 def loss_of(model: nn.Module, batch: Batch, as_it_came: Batch, taps: Taps) -> Tensor:
     """Run one forward pass over a batch and compute its loss, summed over the examples.
 
@@ -107,7 +101,8 @@ def loss_of(model: nn.Module, batch: Batch, as_it_came: Batch, taps: Taps) -> Te
                 f"loss_fn(model, batch) gives one number, the mean over the batch's examples, but {came} came."
             )
         return loss.reshape(()) * num_examples_of(batch)
-    if not is_language_model(model):
+    can_generate = getattr(model, "can_generate", None)
+    if can_generate is None or not can_generate():  # no language model: it returns its own loss
         return _own_loss(model, batch, taps.options)
     labels = labels_of(as_it_came)
     if is_encoder_decoder(model):

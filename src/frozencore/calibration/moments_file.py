@@ -150,11 +150,10 @@ def _hash_of(said: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> st
 
 def _not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
     """The first tensor that holds NaN, Inf or no floats."""
-    return next((key for key, tensor in tensors.items() if not _finite(tensor)), None)
-
-
-def _finite(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() and all_finite(tensor.float() if tensor.dtype.itemsize == 1 else tensor)
+    for key, X in tensors.items():
+        if not X.is_floating_point() or not all_finite(X.float() if X.dtype.itemsize == 1 else X):
+            return key
+    return None
 
 
 def _require_same(path: Path, came: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -34,7 +34,12 @@ def preserved(model: nn.Module) -> Iterator[None]:
     Raises:
         ModelError: A weight was made under ``torch.inference_mode()``.
     """
-    refuse_inference_tensors(model)
+    for name, parameter in model.named_parameters():
+        if parameter.is_inference():
+            raise ModelError(
+                f"Calibration passes gradients through the model, but {name!r} was made under torch.inference_mode(), "
+                "where no gradient passes. Load the model and add its adapter outside of it."
+            )
     with ExitStack() as undo:
         undo.enter_context(own_random_state())
         undo.enter_context(torch.inference_mode(False))
@@ -47,32 +52,18 @@ def preserved(model: nn.Module) -> Iterator[None]:
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         use_training_kernels(model, undo)
-        _without_cache(model, undo)
+        for (
+            module
+        ) in model.modules():  # a cache wastes memory, and a checkpointed block that runs again would extend it
+            config: Any = getattr(module, "config", None)
+            if getattr(config, "use_cache", None):
+                undo.enter_context(with_attributes(config, use_cache=False))
         undo.enter_context(plain_passes(model))
         for module in model.modules():
             if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
                 module.training = True  # it checkpoints in training mode only
                 let_input_require_gradient(module, undo)
         yield
-
-
-def refuse_inference_tensors(model: nn.Module) -> None:
-    """Raise an error if a weight was made under ``torch.inference_mode()``; torch could not pass a gradient."""
-    for name, parameter in model.named_parameters():
-        if parameter.is_inference():
-            raise ModelError(
-                f"Calibration passes gradients through the model, but {name!r} was made under torch.inference_mode(), "
-                "where no gradient passes. Load the model and add its adapter outside of it."
-            )
-
-
-def _without_cache(model: nn.Module, undo: ExitStack) -> None:
-    """Turn off the key/value cache: it wastes memory, and a checkpointed block that runs again would extend it."""
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if getattr(config, "use_cache", None):
-            undo.callback(setattr, config, "use_cache", config.use_cache)
-            config.use_cache = False
 
 
 RATES = ("drop", "jitter", "z_loss", "mask_time_prob", "mask_feature_prob")  # the last two hide parts of a sound

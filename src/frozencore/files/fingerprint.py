@@ -44,9 +44,15 @@ def fingerprint_model(model: torch.nn.Module) -> str:
 def base_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The base model's weights and buffers, by their names without adapters."""
     from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
 
     base = model.get_base_model() if isinstance(model, PeftModel) else model
-    inner_of = {name: inner for name, module in base.named_modules() if (inner := _wrapped_in(module))}
+    inner_of = {  # the attribute in which a PEFT module stores the plain module
+        name: "base_layer" if isinstance(module, BaseTunerLayer) else "original_module"
+        for name, module in base.named_modules()
+        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
+    }
 
     def belongs(name: str) -> bool:
         return not any(
@@ -58,16 +64,6 @@ def base_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         return name.replace(".base_layer.", ".").replace(".original_module.", ".")
 
     return ((plain(name), tensor) for name, tensor in base.state_dict().items() if belongs(name))
-
-
-def _wrapped_in(module: torch.nn.Module) -> str | None:
-    """The attribute in which a PEFT module stores the plain module; None for other modules."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
-
-    if isinstance(module, BaseTunerLayer):
-        return "base_layer"
-    return "original_module" if isinstance(module, AuxiliaryTrainingWrapper) else None
 
 
 def fingerprint_batches(batches: Iterable[Mapping[str, Any]]) -> str:

@@ -137,19 +137,16 @@ def _hub_has(model: str) -> bool:
     """Return whether to use the hub; False means the cache."""
     if hub_answers("model", model):
         return True
-    if not _is_cached(model):
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        is_cached = isinstance(try_to_load_from_cache(model, "config.json"), str)
+    except HFValidationError:  # not a possible name of a repository
+        is_cached = False
+    if not is_cached:
         raise ModelError(
             f"Model {model} is neither a local folder nor in the offline cache, and the hub cannot be reached. "
             "Give the folder of a downloaded model, or a network."
         )
     return False
-
-
-def _is_cached(model: str) -> bool:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return isinstance(try_to_load_from_cache(model, "config.json"), str)
-    except HFValidationError:  # not a possible name of a repository
-        return False

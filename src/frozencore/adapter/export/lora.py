@@ -106,7 +106,12 @@ def export_lora(
         save_file(tensors, aside / WEIGHTS_FILE, metadata={"format": "pt"})
         config = lora_config(adapter.config, rank, target_modules(named, adapter.base), fan_in_fan_out=conv1d)
         if adapter.base is not None:
-            config = _as_peft_loads(config, tensors, adapter.base)
+            config, reason = targets_for_peft(config, tensors, adapter.base.model)
+            if reason is not None:
+                raise ConfigError(
+                    f"As a LoRA this adapter would be another one: {reason}. Merge it into its model instead "
+                    "(frozencore export --to merged), or train without these layers."
+                )
         (aside / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
         write_model_card(aside, calibration=num_tokens(adapter.config.calibration_tokens))
     return LoraExport(
@@ -117,17 +122,6 @@ def export_lora(
         fan_in_fan_out=conv1d,
         error=error,
     )
-
-
-def _as_peft_loads(config: dict[str, Any], tensors: Mapping[str, Tensor], base: BaseLayers) -> dict[str, Any]:
-    """The configuration with which PEFT loads the LoRA; refuses layers that PEFT cannot load right."""
-    config, reason = targets_for_peft(config, tensors, base.model)
-    if reason is not None:
-        raise ConfigError(
-            f"As a LoRA this adapter would be another one: {reason}. Merge it into its model instead (frozencore "
-            "export --to merged), or train without these layers."
-        )
-    return config
 
 
 def to_rank(adapter: ExportSource, rank: int | None) -> tuple[ExportSource, int, float | None]:
