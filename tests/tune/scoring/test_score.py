@@ -1,0 +1,252 @@
+"""Scores of a task and of own rows counted by hand, and the held-out loss against a sum in float64."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from all_logits import tiny_all_logits
+from frozencore.errors import ConfigError, DataError, ModelError
+from frozencore.tune.config import RunConfig, make_config
+from frozencore.tune.pocket import pocket_model_path
+from frozencore.tune.rows import Example, TextRow, TokenRow
+from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.rows.token_batches import LOGITS_BUDGET, score_in_groups
+from frozencore.tune.run.execute import execute
+from frozencore.tune.run.models import load_model
+from frozencore.tune.run.prepare import prepare
+from frozencore.tune.scoring.exact_match import SHORT, are_short, complete
+from frozencore.tune.scoring.score import held_out_loss, row_losses, score_completions, score_task
+from frozencore.tune.suite import TEXT_TASKS, find_task
+from tiny import draw_examples, tiny_gpt2, tiny_qwen2
+
+ROWS = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(9, seed=5))]
+
+
+@pytest.mark.parametrize("tokens_per_batch", [1, 30, None])
+@pytest.mark.parametrize("make_model", [tiny_qwen2, tiny_gpt2])
+def test_the_loss_is_the_mean_over_completion_tokens(
+    make_model: Callable[[], nn.Module], tokens_per_batch: int | None
+) -> None:
+    model = make_model().train()
+    reference = copy.deepcopy(model).double().eval()
+    total, count = 0.0, 0
+    by_row = []
+    for row in ROWS:
+        logprobs = reference(torch.tensor([row.input_ids])).logits[0].detach().log_softmax(-1)
+        for position in range(max(1, row.num_context), len(row.input_ids)):
+            total -= float(logprobs[position - 1, row.input_ids[position]])
+            count += 1
+        by_row.append((total - sum(nats for nats, _ in by_row), count - sum(tokens for _, tokens in by_row)))
+    actual = row_losses(model, ROWS, pad_id=0, tokens_per_batch=tokens_per_batch)
+    assert actual.mean == pytest.approx(total / count, abs=1e-5)
+    assert actual.nats == pytest.approx([nats for nats, _ in by_row], abs=1e-4)
+    assert list(actual.tokens) == [tokens for _, tokens in by_row]
+    assert model.training
+
+
+def test_a_nan_in_the_model_and_rows_without_a_token_to_predict_are_refused() -> None:
+    with pytest.raises(DataError, match="at least one completion token"):
+        held_out_loss(tiny_qwen2(), [TokenRow("row-1", [3], 0)], pad_id=0)
+    model = tiny_qwen2()
+    model.lm_head.weight.data[3] = torch.nan
+    with pytest.raises(ModelError, match="not finite"):
+        held_out_loss(model, ROWS, pad_id=0)
+
+
+def test_a_model_that_cannot_leave_logits_out_has_the_same_loss() -> None:
+    expected = held_out_loss(tiny_qwen2(), ROWS, pad_id=0)
+    assert held_out_loss(tiny_all_logits(), ROWS, pad_id=0) == pytest.approx(expected, rel=1e-6)
+
+
+CPU = torch.device("cpu")
+
+
+def refusing(most: int, done: list[int]) -> Callable[[list[int]], None]:
+    def score(rows: list[int]) -> None:
+        if len(rows) > most:
+            raise torch.OutOfMemoryError("injected")
+        done.extend(rows)
+
+    return score
+
+
+@pytest.mark.parametrize("size", [(10, 0), (1, LOGITS_BUDGET // 64)])
+@pytest.mark.parametrize("most", [1, pytest.param(3, marks=pytest.mark.slow), 100])
+def test_every_row_is_scored_once_whatever_fits(size: tuple[int, int], most: int) -> None:
+    done: list[int] = []
+    steps: list[tuple[str, int, int, str]] = []
+    score_in_groups(
+        refusing(most, done), [size] * 100, CPU, tokens_per_batch=640, progress=lambda *step: steps.append(step)
+    )
+    assert sorted(done) == list(range(100))
+    assert [done for _, done, _, _ in steps] == sorted(done for _, done, _, _ in steps)
+    assert steps[-1][:3] == ("score", 100, 100)
+    assert bool(steps[-1][3]) == (most < 64)
+
+
+def test_a_row_that_fits_nowhere_is_an_error() -> None:
+    with pytest.raises(ModelError, match="One row of 10 tokens does not fit in the memory of cpu"):
+        score_in_groups(refusing(0, []), [(10, 0)] * 3, CPU)
+
+
+def test_the_held_out_loss_counts_no_token_twice() -> None:
+    model = tiny_qwen2()
+    expected = held_out_loss(model, ROWS, pad_id=0)
+
+    def refuse(_: torch.nn.Module, __: object, kwargs: dict[str, torch.Tensor]) -> None:
+        if kwargs["input_ids"].numel() > 30:
+            raise torch.OutOfMemoryError("injected")
+
+    model.register_forward_pre_hook(refuse, with_kwargs=True)
+    assert held_out_loss(model, ROWS, pad_id=0) == pytest.approx(expected, abs=1e-5)
+
+
+CHOICES = (" no", " yes")
+EXAMPLES = [Example(f"row-{i}", f"Is {i} odd?", CHOICES[i % 4 != 0], CHOICES) for i in range(12)]
+
+
+def test_a_choice_score_counts_its_predictions(byte_tokenizer: Callable[..., Any], byte_model: nn.Module) -> None:
+    score = score_task(byte_model, PromptEncoder(byte_tokenizer()), find_task("sst2"), EXAMPLES)
+    share = sum(p.prediction == e.completion for p, e in zip(score.predictions, EXAMPLES, strict=True)) / 12
+    assert [p.id for p in score.predictions] == [e.id for e in EXAMPLES]
+    assert score.accuracy == pytest.approx(share)
+    assert score.standard_error == pytest.approx((share * (1 - share) / 11) ** 0.5)
+    assert score.chance == 0.5
+    assert score.majority_class == 0.75
+    assert score.num_ties == 0
+    torch.nn.init.zeros_(byte_model.lm_head.weight)
+    examples = [Example(f"row-{i}", "Which?", " b", (" a", " b")) for i in range(3)]
+    score = score_task(byte_model, PromptEncoder(byte_tokenizer()), find_task("sst2"), examples)
+    assert (score.num_ties, score.accuracy) == (3, 0.0)  # the first of equal choices counts
+
+
+def test_duplicate_choices_and_cut_prompts_are_counted(
+    byte_tokenizer: Callable[..., Any], byte_model: nn.Module
+) -> None:
+    examples = [
+        Example("row-0", "Which?", " a", (" a", " b")),
+        Example("row-1", "Which?", " a", (" a", " a")),
+        Example("row-2", "Which of these many?" * 3, " a", (" a", " b")),
+    ]
+    encoder = PromptEncoder(byte_tokenizer(), max_length=20, too_long="truncate")
+    score = score_task(byte_model, encoder, find_task("sst2"), examples)
+    assert (score.num_duplicate_choices, score.num_cut, score.num_ties) == (1, 1, 1)
+    with pytest.raises(DataError, match="1 of 3 rows are longer than the limit of 20 tokens"):
+        score_task(byte_model, PromptEncoder(byte_tokenizer(), max_length=20), find_task("sst2"), examples)
+
+
+@pytest.mark.parametrize("choice", ["", " ", "\n\n"])
+def test_an_empty_choice_is_refused(choice: str, byte_tokenizer: Callable[..., Any], byte_model: nn.Module) -> None:
+    examples = [EXAMPLES[0], Example("row-empty", "Which?", " a", (" a", choice))]
+    encoder = PromptEncoder(byte_tokenizer(chat=True))  # where the space before a choice goes
+    with pytest.raises(DataError, match=r"Row row-empty: a completion must hold at least one token"):
+        score_task(byte_model, encoder, find_task("sst2"), examples)
+
+
+@pytest.mark.parametrize("adds_start", [False, True])
+@pytest.mark.parametrize("num_tokens", [19, 20, 50, 5000])
+def test_a_choice_beyond_the_limit_is_refused_however_prompts_are_cut(
+    num_tokens: int, adds_start: bool, byte_tokenizer: Callable[..., Any], byte_model: nn.Module
+) -> None:
+    examples = [Example("row-long", "Which of these?", " a", (" a", "b" * (num_tokens + (not adds_start))))]
+    for too_long, message in (("refuse", "1 of 1 rows are longer"), ("truncate", "leaves no room for its prompt")):
+        encoder = PromptEncoder(byte_tokenizer(adds_start=adds_start), max_length=20, too_long=too_long)  # type: ignore[arg-type]
+        with pytest.raises(DataError, match=f"{message}.*20") as caught:
+            score_task(byte_model, encoder, find_task("sst2"), examples)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_generated_score_counts_truncations_and_missing_answers(
+    byte_tokenizer: Callable[..., Any], byte_model: nn.Module
+) -> None:
+    examples = [Example(f"row-{i}", "How many?", f" The answer is: {i}") for i in range(3)]
+    score = score_task(byte_model, PromptEncoder(byte_tokenizer()), find_task("svamp"), examples)
+    assert (score.accuracy, score.num_unanswered) == (0.0, 3)
+    assert score.num_truncated <= 3
+    assert score.chance is None
+
+
+def test_without_rows_or_answers_there_is_no_score(byte_tokenizer: Callable[..., Any], byte_model: nn.Module) -> None:
+    encoder = PromptEncoder(byte_tokenizer())
+    with pytest.raises(DataError, match="no rows to score"):
+        score_task(byte_model, encoder, find_task("sst2"), [])
+    with pytest.raises(ConfigError, match="'sst2-text' is plain text and has no answers to score; `tune` gives its"):
+        score_task(byte_model, encoder, TEXT_TASKS["sst2-text"], [Example("a", "", "A text.")])
+
+
+def silent(stage: str, done: int, total: int | None, note: str = "") -> None:
+    pass
+
+
+def few(tmp_path: Path, completion: str, **options: object) -> RunConfig:
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"Tom has {i} cats .", "completion": completion} for i in range(40)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return make_config(model=str(pocket_model_path()), data=path, rank=4, calibration_size=8, device="cpu", **options)
+
+
+def test_a_prediction_is_the_greedy_continuation_and_right_if_it_reads_as_the_completion() -> None:
+    model, tokenizer = load_model(str(pocket_model_path()))
+    encoder = PromptEncoder(tokenizer)
+    ids = tokenizer("Tom has 3 cats .")["input_ids"]
+    said: list[int] = []
+    while len(said) <= SHORT and (not said or said[-1] != encoder.eos_id):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([ids + said])).logits
+        said.append(int(logits[0, -1].argmax()))
+    text = tokenizer.decode(said, skip_special_tokens=True)
+    ended = said[-1] == encoder.eos_id
+    rows = encoder.training_rows([TextRow("a", "Tom has 3 cats .", text), TextRow("b", "Tom has 3 cats .", " two")])
+    score = score_completions(model, encoder, rows, held_out_loss=1.0)
+    assert [p.text.strip() for p in score.predictions] == [text.strip()] * 2
+    assert [p.correct for p in score.predictions] == [ended, False]
+    assert (score.majority_class, score.num_truncated) == (None, 0 if ended else 2)
+
+
+def test_short_is_sixteen_tokens_and_an_end() -> None:
+    row = TokenRow("a", [1] * (5 + SHORT + 1), 5)
+    assert are_short([row])
+    assert not are_short([row, TokenRow("b", [1] * (5 + SHORT + 2), 5)])
+
+
+def test_texts_are_continued_from_their_first_half() -> None:
+    model, tokenizer = load_model(str(pocket_model_path()))
+    encoder = PromptEncoder(tokenizer)
+    (row,) = encoder.training_rows([TextRow("a", "", "Tom has 3 cats . Tom has 4 cats .")])
+    ((said,), _) = complete(model, encoder, [row], max_new_tokens=2)
+    assert said.gold == tokenizer.decode(row.input_ids[len(row.input_ids) // 2 : -1]).strip()
+
+
+@pytest.mark.parametrize(
+    ("completion", "asked", "matches"),
+    [(" two", "auto", True), (" two" * 20, "auto", False), (" two" * 20, "yes", True), (" two", "no", False)],
+)
+def test_exact_match_is_for_short_completions_unless_it_is_asked_for(
+    tmp_path: Path, completion: str, asked: str, matches: bool
+) -> None:
+    assert prepare(few(tmp_path, completion, exact_match=asked), silent).rows.exact_match is matches
+
+
+def test_a_run_that_learned_a_sentence_says_it_and_keeps_what_it_said(tmp_path: Path) -> None:
+    asked = {"epochs": 10, "learning_rate": 1e-2, "batch_size": 8, "accumulation": 1, "method": "lora"}
+    record = execute(
+        few(tmp_path, " Jack had 10 toys.", exact_match="auto", samples=2, **asked), tmp_path / "run", silent
+    )
+    predictions = [json.loads(line) for line in (tmp_path / "run" / "predictions.jsonl").read_text().splitlines()]
+    right = [p["text"].strip() == p["gold"] == "Jack had 10 toys." for p in predictions]
+    assert [p["correct"] for p in predictions] == right
+    assert (record.accuracy_before, record.accuracy) == (0.0, sum(right) / 4)
+    assert any(right)
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert [s["id"] for s in samples] == [p["id"] for p in predictions[:2]]
+    assert [s["after"] for s in samples] != [s["before"] for s in samples]
+    assert all(sample["prompt"].startswith("Tom has ") for sample in samples)
+    assert {sample["wanted"] for sample in samples} == {"Jack had 10 toys."}
