@@ -53,13 +53,13 @@ from contestants import (
 )
 from frozencore import CoreBank, calibrate, frozen_core_layers
 from frozencore.files.whole_file import write_json
+from frozencore.tune.cost import values_at_once
+from frozencore.tune.many.tenant import Tenant
+from frozencore.tune.many.train import train_many
+from frozencore.tune.provenance import provenance
 from frozencore.tune.rows import TokenRow
-from frozencore.tune.run.costs import values_at_once
-from frozencore.tune.run.provenance import provenance
 from frozencore.tune.suite import find_task
 from frozencore.tune.tasks.splits import evaluation_rows
-from frozencore.tune.training.many.tenant import Tenant
-from frozencore.tune.training.many.train import train_many
 from frozencore.tune.training.recipe import Recipe
 from harness import RESULTS, synchronise, table, wall_s
 

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from frozencore.files.whole_file import write_json
-from frozencore.tune.run.costs import PeakMemory
-from frozencore.tune.run.provenance import provenance
+from frozencore.tune.cost import PeakMemory
+from frozencore.tune.provenance import provenance
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"

@@ -28,8 +28,9 @@ from torch import nn
 
 from contestants import FLOOR, LABELS, UNCALIBRATED, Stepper, adapter_config, completions_only, with_adapter
 from frozencore import calibrate
+from frozencore.tune.adapt import calibration_batches
 from frozencore.tune.config import make_config
-from frozencore.tune.run.prepare import PreparedRun, calibration_batches, prepare
+from frozencore.tune.load import Inputs, prepare
 from frozencore.tune.scoring.choice import predict_choices
 from harness import load_average, medians, memory_of, parser_of, ratios, table, take_turns, with_quartiles, write_found
 
@@ -52,7 +53,7 @@ def race(runs: Mapping[str, Callable[[], Any]], models: Mapping[str, nn.Module],
     }
 
 
-def measure(prepared: PreparedRun, rounds: int, num_scored: int) -> dict[str, Any]:
+def measure(prepared: Inputs, rounds: int, num_scored: int) -> dict[str, Any]:
     """A step, calibration and scoring on one base model."""
     base, pad_id = prepared.model, prepared.encoder.pad_id
     batches = [completions_only(batch) for batch in calibration_batches(prepared.rows.calibration, pad_id)]

@@ -51,7 +51,7 @@ from contestants import (
     with_adapter,
 )
 from frozencore import prepare_swap, swap_core
-from frozencore.tune.run.costs import values_at_once
+from frozencore.tune.cost import values_at_once
 from frozencore.tune.training.callbacks import training_state_held
 from harness import cpu_s, medians, parser_of, ratios, table, take_turns, with_quartiles, write_found
 

@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 from contestants import ATTENTION
 from frozencore import frozen_core_layers
 from frozencore.files.fingerprint import fingerprint_model
+from frozencore.tune.load import load_model
 from frozencore.tune.methods import METHODS, AdapterOptions
+from frozencore.tune.provenance import source_commit
 from frozencore.tune.rows import Example, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.run.models import load_model
-from frozencore.tune.run.provenance import source_commit
 from frozencore.tune.scoring.choice import predict_choices
 from frozencore.tune.scoring.forward import take_off
 from harness import RESULTS, Record

@@ -27,7 +27,7 @@ import smollm2
 import step
 import tenants
 import tenants_quality
-from frozencore.tune.run.record import read_record
+from frozencore.tune.record import read_record
 from frozencore_lab.reports.statistics import Scored, adjusted, paired_difference, scored
 from harness import RESULTS, ROOT, lines_of, table
 

@@ -43,14 +43,14 @@ from frozencore.calibration.collect import collect_moments
 from frozencore.maths.basis import known_basis
 from frozencore.maths.capture import CAPTURE_NEEDS, capture
 from frozencore.maths.moments import LayerMoments
+from frozencore.tune.many.tenant import Tenant as CoreTenant
+from frozencore.tune.many.train import train_many
 from frozencore.tune.methods import METHODS, AdapterOptions
 from frozencore.tune.rows import Example, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.scoring.forward import take_off
 from frozencore.tune.tasks.splits import calibration_rows
 from frozencore.tune.training.batching import pass_tokens_of
-from frozencore.tune.training.many.tenant import Tenant as CoreTenant
-from frozencore.tune.training.many.train import train_many
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
 from harness import RESULTS, Record, Results, best_rate, lines_of, parser_of, table

@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from frozencore.tune.run.record import RunRecord, read_record
+from frozencore.tune.record import RunRecord, read_record
 
 TRAINED = {"lora": 7_372_800, "dora": 7_538_688, "pissa": 7_372_800}
 

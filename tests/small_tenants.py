@@ -10,8 +10,8 @@ from torch import Tensor
 
 from frozencore import frozen_core_layers
 from frozencore.tune.config import RunConfig, make_config
+from frozencore.tune.load import load_model
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.run.models import load_model
 
 SIZES = {"anna": 9, "ben": 21, "cleo": 14}
 

@@ -17,7 +17,7 @@ from typing import IO
 import pytest
 
 from frozencore.errors import ModelError
-from frozencore.tune.run.refuse_early import model_location
+from frozencore.tune.locate import model_location
 
 FROZENCORE = [sys.executable, "-m", "frozencore"]
 FEW = "--epochs 1 --rank 4 --calibration-size 16 --device cpu"

@@ -32,8 +32,8 @@ import frozencore
 from frozencore import CONSTRUCTORS, FrozenCoreConfig
 from frozencore.cli.app import program
 from frozencore.cli.verbs import all_verbs
+from frozencore.tune.load import load_model
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.run.models import load_model
 from frozencore.tune.suite import PAPER_TASKS
 from frozencore.tune.tasks.hub_rows import write_hub_folders
 from gguf_files import tiny_model, write_gguf

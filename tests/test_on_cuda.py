@@ -18,7 +18,7 @@ from frozencore.calibration.taps import FiniteBatches
 from frozencore.tune.config import RunConfig, make_config
 from frozencore.tune.methods import METHODS
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.run.execute import execute
+from frozencore.tune.run import execute
 from tiny import ATTENTION, batches_of, draw_examples, tiny_qwen2
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -14,8 +14,8 @@ import pytest
 import frozencore
 from frozencore.errors import ModelError
 from frozencore.files.hub import safe_loading
+from frozencore.tune.load import load_config, load_model, load_tokenizer
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.run.models import load_config, load_model, load_tokenizer
 
 PACKAGE = Path(frozencore.__file__).parent
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "breakpoint"}

@@ -13,8 +13,8 @@ from adapted import adapted
 from frozencore import FrozenCoreConfig
 from frozencore.adapter.layer import require_own_parameters
 from frozencore.errors import ConfigError
+from frozencore.tune.cost import values_at_once
 from frozencore.tune.rows import TokenRow
-from frozencore.tune.run.costs import values_at_once
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
 from tiny import draw_examples, tiny_qwen2

@@ -19,8 +19,8 @@ from frozencore.cli import app as cli
 from frozencore.cli.run_summary import recipe_in_words, sample_lines
 from frozencore.errors import ArtifactError
 from frozencore.tune.config import make_config
+from frozencore.tune.load import prepare
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.run.prepare import prepare
 from frozencore.tune.training.trainer import CompletionTrainer
 from frozencore.words import counted
 
@@ -248,7 +248,7 @@ def test_ctrl_c_in_a_command_is_status_130_and_sigterm_143_and_each_is_one_line(
 def test_ctrl_c_before_anything_is_saved_does_not_say_that_something_goes_on(  # type: ignore[no-untyped-def]
     command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("frozencore.tune.run.execute.execute", lambda *_, **__: raising(KeyboardInterrupt())())
+    monkeypatch.setattr("frozencore.tune.run", lambda *_, **__: raising(KeyboardInterrupt())())
     monkeypatch.setattr("frozencore.tune.evaluation.evaluate.evaluate", lambda *_: raising(KeyboardInterrupt())())
     for words, kept in (
         (["tune", *SHORT], ".found/base-score.json"),

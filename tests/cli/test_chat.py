@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from frozencore import FrozenCoreConfig
 from frozencore.adapter.layer import frozen_core_layers
+from frozencore.tune.load import load_model
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.rows import TextRow
 from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.run.models import load_model
 from frozencore.tune.scoring.exact_match import stream_greedily
 
 Command = Callable[..., tuple[int, str, str]]

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.run.record import RunRecord
+from frozencore.tune.record import RunRecord
 
 WORDS = ("tune", "--model", "pocket", "--method", "random", "--rank", "4", "--epochs", "1")
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from frozencore.errors import ModelError
 from frozencore.files.adapter_folder import WEIGHTS_FILE
 from frozencore.files.fingerprint import fingerprint_model
-from frozencore.tune.run.models import load_config, load_model, load_tokenizer
+from frozencore.tune.load import load_config, load_model, load_tokenizer
 from places import SHARED
 
 pytest.importorskip("gguf")

@@ -19,8 +19,8 @@ from frozencore import FrozenCoreConfig, export_lora, get_bases, load_basis, sav
 from frozencore.adapter.export.base_model import export_merged
 from frozencore.errors import ArtifactError, ModelError
 from frozencore.files.hub import HUB_TIMEOUT_S, hub_answers, safe_loading
+from frozencore.tune.load import load_config, load_model, load_tokenizer
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.run.models import load_config, load_model, load_tokenizer
 from tiny import tiny_qwen2
 
 NOWHERE = "http://127.0.0.1:9"

@@ -13,7 +13,7 @@ import torch
 
 from frozencore.errors import ModelError
 from frozencore.tune import smollm2
-from frozencore.tune.run.models import load_model
+from frozencore.tune.load import load_model
 from frozencore.tune.smollm2 import FILE, FILE_SHA256, make_smollm2
 from places import ROOT, SHARED
 

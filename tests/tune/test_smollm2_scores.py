@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from frozencore.errors import ModelError
+from frozencore.tune.load import load_model
 from frozencore.tune.rows import Example
 from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.run.models import load_model
 from frozencore.tune.scoring.choice import predict_choices
 from frozencore.tune.suite import PAPER_TASKS
 from frozencore.tune.tasks.splits import evaluation_rows

@@ -21,7 +21,7 @@ from frozencore.errors import ArtifactError
 from frozencore.files.whole_file import require_writable, write_json
 from frozencore.tune.config import RunConfig
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.run.record import Failure
+from frozencore.tune.record import Failure
 from frozencore.tune.suite import find_task
 from frozencore_lab.campaign.driver import Watch, drive
 from frozencore_lab.campaign.plan import Planned, plan

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from forked import forget_cuda
-from frozencore.tune.run.record import Failure, RunRecord
+from frozencore.tune.record import Failure, RunRecord
 from frozencore_lab.campaign.plan import plan
 from frozencore_lab.campaign.spec import read_campaign
 from frozencore_lab.campaign.store import Store

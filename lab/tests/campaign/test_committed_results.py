@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from frozencore.tune.run.record import RunRecord, TunedRecord
+from frozencore.tune.record import RunRecord, TunedRecord
 from frozencore_lab.campaign.job import make_job
 from frozencore_lab.campaign.plan import plan
 from frozencore_lab.campaign.shared_moments import moments_key

@@ -13,8 +13,8 @@ import pytest
 
 from frozencore.errors import ArtifactError
 from frozencore.tune.config import make_config
-from frozencore.tune.run.execute import execute
-from frozencore.tune.run.record import StabilityRecord, TunedRecord
+from frozencore.tune.record import StabilityRecord, TunedRecord
+from frozencore.tune.run import execute
 from frozencore_lab.campaign.driver import MOST_DEATHS, _Driver, drive
 from frozencore_lab.campaign.job import Job
 from frozencore_lab.campaign.plan import plan

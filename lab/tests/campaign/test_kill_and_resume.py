@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from forked import forget_cuda
-from frozencore.tune.run.record import Failure, RunRecord
+from frozencore.tune.record import Failure, RunRecord
 from frozencore_lab.campaign.driver import MOST_DEATHS, drive
 from frozencore_lab.campaign.plan import plan
 from frozencore_lab.campaign.shared_moments import needs_of

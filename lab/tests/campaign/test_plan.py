@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from frozencore.errors import ConfigError
-from frozencore.tune.run.record import Failure
+from frozencore.tune.record import Failure
 from frozencore_lab.campaign.estimate import (
     OVERHEAD_S,
     START_S,

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from frozencore.errors import NoRowsError
+from frozencore.tune.read_rows import prepare_rows, task_splits
 from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.run.execute import execute
-from frozencore.tune.run.read_rows import prepare_rows, task_splits
+from frozencore.tune.run import execute
 from frozencore.tune.suite import PAPER_TASKS
 from frozencore_lab.campaign.estimate import search_rows
 from frozencore_lab.campaign.job import Job, make_job

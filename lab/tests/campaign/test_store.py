@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from frozencore.errors import ArtifactError
-from frozencore.tune.run.record import RunRecord
+from frozencore.tune.record import RunRecord
 from frozencore_lab.campaign.store import Store
 from made_up import record_content
 

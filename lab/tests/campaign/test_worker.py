@@ -18,10 +18,11 @@ from frozencore.errors import ArtifactError
 from frozencore.maths.basis import known_basis
 from frozencore.maths.objective import captured_correlation
 from frozencore.maths.whitening import damped
+from frozencore.tune.adapt import calibration_batches
+from frozencore.tune.load import prepare
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.run.execute import execute
-from frozencore.tune.run.prepare import calibration_batches, prepare
-from frozencore.tune.run.record import Failure, RunRecord
+from frozencore.tune.record import Failure, RunRecord
+from frozencore.tune.run import execute
 from frozencore_lab.campaign.job import Job, make_job
 from frozencore_lab.campaign.shared_moments import needs_of
 from frozencore_lab.campaign.store import Store

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from frozencore.tune.run.record import Failure, read_record
+from frozencore.tune.record import Failure, read_record
 from frozencore_lab.campaign.plan import Choice
 from frozencore_lab.campaign.results import CampaignResults, FinalRun, StudyResults
 from frozencore_lab.campaign.spec import Campaign, read_campaign

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from frozencore.tune.run.record import Failure
+from frozencore.tune.record import Failure
 from frozencore_lab.campaign.plan import Choice
 from frozencore_lab.campaign.results import CampaignResults
 from frozencore_lab.reports.report import campaign_document, count_runs, study_section, write_document

@@ -12,7 +12,7 @@ from frozencore.cli.flags import flag
 from frozencore.errors import ConfigError
 from frozencore.files.adapter_folder import adapter_in
 from frozencore.files.whole_file import require_free
-from frozencore.tune.run.refuse_early import require_basis
+from frozencore.tune.locate import require_basis
 
 adapter_app = typer.Typer(no_args_is_help=True)
 

@@ -13,9 +13,9 @@ from frozencore.cli.console import console
 from frozencore.cli.flags import TakesRun
 from frozencore.cli.tune_many import TENANTS
 from frozencore.tune.config import RunConfig
-from frozencore.tune.run.many.tenants import refuse_tenants_early
-from frozencore.tune.run.refuse_early import refuse_early
-from frozencore.tune.run.run_folder import ADAPTER, BASIS, MOMENTS_FILE, RECORD, require_new
+from frozencore.tune.folder import ADAPTER, BASIS, MOMENTS_FILE, RECORD, require_new
+from frozencore.tune.locate import require_files
+from frozencore.tune.many.tenants import require_tenant_files
 
 if TYPE_CHECKING:
     from frozencore.adapter.calibrate import Calibration
@@ -41,12 +41,12 @@ def _calibrate(
     ] = None,
     all_layers: Annotated[bool, typer.Option("--all-layers", help="Print a line for each layer.")] = False,
 ) -> None:
-    (refuse_early if tenants is None else refuse_tenants_early)(config)
+    (require_files if tenants is None else require_tenant_files)(config)
     require_new(output, RECORD, MOMENTS_FILE if config.method.calibration.memory_budget is None else ADAPTER)
     from frozencore.cli.display import StageDisplay
 
     with warnings.catch_warnings(record=True) as caught, StageDisplay(console) as progress:
-        from frozencore.tune.run.calibrate_only import execute_calibration
+        from frozencore.tune.calibrate_only import execute_calibration
 
         progress.started()
         warnings.simplefilter("always")

@@ -14,7 +14,7 @@ from frozencore.cli.console import console
 from frozencore.cli.flags import flag
 from frozencore.errors import ConfigError
 from frozencore.files.adapter_folder import adapter_in, folder_of, read_config
-from frozencore.tune.run.refuse_early import require_model
+from frozencore.tune.locate import require_model
 
 if TYPE_CHECKING:
     from frozencore.tune.evaluation.adapters import BaseWithAdapter
@@ -41,8 +41,8 @@ def chat(
         raise ConfigError("A chat needs a model, and no adapter names one. Give --model NAME.")
     require_model(name)
     from frozencore.tune.evaluation.adapters import BASE, BaseWithAdapter, adapter_names
+    from frozencore.tune.load import load_model
     from frozencore.tune.rows.prompts import PromptEncoder, context_limit
-    from frozencore.tune.run.models import load_model
 
     base, tokenizer = load_model(name, dtype=dtype, device=device)
     limit = max(2, context_limit(base, tokenizer) - max_new_tokens)

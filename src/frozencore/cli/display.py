@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from frozencore.tune.run.run_folder import kept_of
+from frozencore.tune.folder import kept_of
 from frozencore.words import time_in_words
 
 LABELS = {

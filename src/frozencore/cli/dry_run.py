@@ -15,15 +15,14 @@ from frozencore.cli.display import StageDisplay
 from frozencore.cli.flags import as_flags
 from frozencore.cli.run_summary import places_in_words, recipe_in_words
 from frozencore.cli.tasks import marked
+from frozencore.tune.adapt import on_named_basis
 from frozencore.tune.config import RunConfig
+from frozencore.tune.cost import memory_bytes, size_of, training_state_bytes, values_at_once
+from frozencore.tune.load import Inputs, prepare, resolve_targets, without_weights
+from frozencore.tune.many.run import tenant_of
+from frozencore.tune.many.tenant_rows import read_tenants, tenants_of
 from frozencore.tune.rows import TokenRow
-from frozencore.tune.run.adapt import on_named_basis
-from frozencore.tune.run.costs import training_state_bytes, values_at_once
-from frozencore.tune.run.many.execute_many import tenant_of
-from frozencore.tune.run.many.tenant_rows import read_tenants, tenants_of
-from frozencore.tune.run.models import memory_bytes, resolve_targets, size_of, without_weights
-from frozencore.tune.run.prepare import PreparedRun, prepare
-from frozencore.tune.run.training_port import recipe_of
+from frozencore.tune.run import recipe_of
 from frozencore.tune.training.reporting import require_reporters
 from frozencore.words import Progress, bytes_in_words, num_of
 
@@ -49,38 +48,38 @@ def print_dry_run(config: RunConfig, num_slots: int | None = None) -> None:
 def _run(config: RunConfig, progress: Progress) -> Iterator[Text]:
     require_reporters(config.training.report_to or ())
     config = on_named_basis(config)
-    prepared = prepare(config, progress)
-    yield from _rows(config, prepared)
-    yield from _cost(config, prepared)
-    yield from _as_asked(config, prepared, prepared.rows.train)
+    inputs = prepare(config, progress)
+    yield from _rows(config, inputs)
+    yield from _cost(config, inputs)
+    yield from _as_asked(config, inputs, inputs.rows.train)
 
 
 def _tenants(config: RunConfig, num_slots: int, progress: Progress) -> Iterator[Text]:
     config, files = tenants_of(config)
-    prepared, own = read_tenants(config, files, progress)
+    inputs, own = read_tenants(config, files, progress)
     at_once = min(num_slots, len(own))
     basis = (
         f"the basis {config.method.basis}"
         if config.method.basis
-        else f"a basis of {num_of(len(prepared.rows.calibration), 'row')}"
+        else f"a basis of {num_of(len(inputs.rows.calibration), 'row')}"
     )
     yield Text(f"{num_of(len(own), 'tenant')} on {basis}, {at_once} at a time.")
     for name, one in own.items():
-        rows, tenant = one.rows, tenant_of(one, prepared.model)
+        rows, tenant = one.rows, tenant_of(one, inputs.model)
         tokens = sum(len(row.input_ids) for row in rows.train)
         yield Text(
             f"{name}: {num_of(len(rows.train), 'row')} to train on ({num_of(tokens, 'token')}), {len(rows.held_out):,} "
             f"to score; {num_of(tenant.num_steps, 'step')}. {rows.reading.in_words if rows.reading else ''}".rstrip()
         )
-    if (adapted := _adapted(config, prepared)) is not None:
+    if (adapted := _adapted(config, inputs)) is not None:
         yield Text(f"{config.method.name}: {num_of(values_at_once(adapted), 'trained value')} each.")
-    yield from _as_asked(config, prepared, next(iter(own.values())).rows.train)
+    yield from _as_asked(config, inputs, next(iter(own.values())).rows.train)
 
 
-def _as_asked(config: RunConfig, prepared: PreparedRun, rows: Sequence[TokenRow]) -> Iterator[Text]:
+def _as_asked(config: RunConfig, inputs: Inputs, rows: Sequence[TokenRow]) -> Iterator[Text]:
     yield Text("\nThe options that differ from the defaults, as a file for --config", style="bold")
     yield Text(as_flags(config, changed=True).rstrip())
-    decode = prepared.encoder.tokenizer.decode
+    decode = inputs.encoder.tokenizer.decode
     for row in rows[:SHOWN]:
         yield Text(f"\nTraining row {row.id} (the marked part carries the loss)", style="bold")
         starts = [0, *(stop for _, stop in row.loss_spans)]
@@ -88,8 +87,8 @@ def _as_asked(config: RunConfig, prepared: PreparedRun, rows: Sequence[TokenRow]
             yield marked(decode(row.input_ids[last:start]), decode(row.input_ids[start:stop]))
 
 
-def _rows(config: RunConfig, prepared: PreparedRun) -> Iterator[Text]:
-    rows = prepared.rows
+def _rows(config: RunConfig, inputs: Inputs) -> Iterator[Text]:
+    rows = inputs.rows
     if rows.reading is not None:
         yield Text(rows.reading.in_words)
     sets = {
@@ -104,7 +103,7 @@ def _rows(config: RunConfig, prepared: PreparedRun) -> Iterator[Text]:
         yield Text(
             f"{num_of(len(tokens), 'row')} to {use}: {num_of(sum(lengths), 'token')}, {with_loss:,} of them with loss; "
             f"a row has {median(lengths):.0f} in the middle, {max(lengths):,} at most (limit "
-            f"{prepared.encoder.max_length})."
+            f"{inputs.encoder.max_length})."
         )
     skipped = rows.num_skipped if rows.task else 0  # otherwise rows.reading has printed it
     for count, said in ((rows.num_cut, "cut at the beginning of the prompt"), (skipped, "left out")):
@@ -112,26 +111,26 @@ def _rows(config: RunConfig, prepared: PreparedRun) -> Iterator[Text]:
             yield Text(f"{num_of(count, 'row')} too long: {said}.")
 
 
-def _cost(config: RunConfig, prepared: PreparedRun) -> Iterator[Text]:
-    recipe, num_rows = recipe_of(config, prepared.rows, prepared.model), len(prepared.rows.train)
+def _cost(config: RunConfig, inputs: Inputs) -> Iterator[Text]:
+    recipe, num_rows = recipe_of(config, inputs.rows, inputs.model), len(inputs.rows.train)
     yield Text(recipe_in_words(recipe.num_steps(num_rows), recipe.content(), recipe.epochs))
-    memory = memory_bytes(config, size_of(prepared.model.config))
+    memory = memory_bytes(config, size_of(inputs.model.config))
     values = ""
-    if (adapted := _adapted(config, prepared)) is not None:
+    if (adapted := _adapted(config, inputs)) is not None:
         at_once = values_at_once(adapted)
-        places = places_in_words(resolve_targets(config.method, prepared.model))
+        places = places_in_words(resolve_targets(config.method, inputs.model))
         state = f"{training_state_bytes(at_once):,} bytes of state held while training"
         values = f"{at_once:,} trained values{places} ({state}), "
     yield Text(f"{config.method.name}: {values}about {bytes_in_words(memory)} of memory with the model.")
 
 
-def _adapted(config: RunConfig, prepared: PreparedRun) -> nn.Module | None:
+def _adapted(config: RunConfig, inputs: Inputs) -> nn.Module | None:
     """Build the adapted model without its weights' values; None if the method's adapter depends on them."""
     if config.method.entry.changes_base:
         return None
     with torch.device("meta"), suppress(NotImplementedError):
-        model = without_weights(prepared.model.config)
+        model = without_weights(inputs.model.config)
         return config.method.entry.add(
-            model, config.method.adapter_options(resolve_targets(config.method, prepared.model))
+            model, config.method.adapter_options(resolve_targets(config.method, inputs.model))
         )
     return None

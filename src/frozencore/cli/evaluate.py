@@ -19,9 +19,9 @@ from frozencore.cli.flags import flag, told_if_nothing_is_kept
 from frozencore.errors import ConfigError
 from frozencore.files.adapter_folder import adapter_in
 from frozencore.files.whole_file import require_writable
+from frozencore.tune.folder import RECORD
 from frozencore.tune.rows.prompts import PROMPT_DATE, PromptStyle
 from frozencore.tune.rows.row_sources import require_source, sources_of
-from frozencore.tune.run.run_folder import RECORD
 
 COUNTS = {"num_truncated": "truncated", "num_unanswered": "no answer", "num_ties": "ties"}
 RARE_COUNTS = {"num_duplicate_choices": "duplicates", "num_cut": "cut prompts"}  # shown if not zero
@@ -65,7 +65,7 @@ def evaluate(
 ) -> None:
     if task is None and lm_eval is None and data is None:
         raise ConfigError("There is nothing to score: give --data FILE, --task all, --task NAME or --lm-eval NAME.")
-    from frozencore.tune.run.refuse_early import require_data_root, require_model
+    from frozencore.tune.locate import require_data_root, require_model
     from frozencore.tune.suite import find_tasks
 
     tasks = tuple(find_tasks(task)) if task is not None else ()
@@ -102,7 +102,7 @@ def runs_trained_on(data: str | None, adapters: Sequence[Path]) -> list[Path]:
     """The folders of the runs that read the file of the scored rows, by its name in their records."""
     if data is None:
         return []
-    from frozencore.tune.run.record import read_record
+    from frozencore.tune.record import read_record
 
     found = []
     for run in (adapter.parent for adapter in adapters):
@@ -158,7 +158,7 @@ def _means(scores: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _notes(record: Mapping[str, Any]) -> list[str]:
-    from frozencore.tune.run.record_parts import ReadRows
+    from frozencore.tune.record import ReadRows
 
     metrics = {score["task"]: score["metric"] for score in record["scores"] if "metric" in score}
     readings = [ReadRows.model_validate_json(json.dumps(one)) for one in record.get("reading", {}).values()]

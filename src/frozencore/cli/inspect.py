@@ -18,8 +18,8 @@ from rich.text import Text
 from frozencore.calibration.moments_file import require_moments
 from frozencore.cli.console import console
 from frozencore.files.adapter_folder import CONFIG_FILE, HEADER_FILE, PEFT_TYPE, adapter_in, read_config
+from frozencore.tune.folder import ADAPTER, RECORD
 from frozencore.tune.run import run_folder
-from frozencore.tune.run.run_folder import ADAPTER, RECORD
 from frozencore.words import num_of, one_line
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def contents(folder: Path) -> Iterator[Text]:
 
 
 def _of_record(file: Path) -> str:
-    from frozencore.tune.run.record import TunedRecord, read_record
+    from frozencore.tune.record import TunedRecord, read_record
 
     try:
         record = read_record(file.read_text(encoding="utf-8"))

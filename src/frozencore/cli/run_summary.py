@@ -18,7 +18,7 @@ from safetensors import safe_open
 from frozencore.adapter.saved.state import FLAT, PREFIX
 from frozencore.files.adapter_folder import WEIGHTS_FILE, read_config
 from frozencore.files.whole_file import read_lines
-from frozencore.tune.run.record import TunedRecord
+from frozencore.tune.record import TunedRecord
 from frozencore.tune.training.recipe import FEWEST_STEPS
 from frozencore.words import bytes_in_words, num_of, one_line
 

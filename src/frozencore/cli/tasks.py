@@ -49,10 +49,11 @@ def show(
 ) -> None:
     """Print a real example as the model sees it; the part in ⟦ ⟧ carries the loss."""
     from frozencore.tune.pocket import pocket_model_path
-    from frozencore.tune.run.models import load_tokenizer
     from frozencore.tune.suite import find_task
 
     task = find_task(name)
+    from frozencore.tune.load import load_tokenizer
+
     tokenizer = load_tokenizer(model or str(pocket_model_path()))
     encoder = PromptEncoder(tokenizer, style=cast(PromptStyle, prompt_style), max_length=1_000_000)
     for line in show_example(task, encoder, data_root, row):

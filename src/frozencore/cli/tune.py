@@ -12,9 +12,9 @@ from frozencore.cli.console import console
 from frozencore.cli.flags import DryRun, Out, Resume, TakesRun, as_flags, require_out, told_if_nothing_is_kept
 from frozencore.files.hub import require_upload, upload
 from frozencore.tune.config import RunConfig
-from frozencore.tune.run.processes import is_first, joined, refuse_several
-from frozencore.tune.run.refuse_early import refuse_early
-from frozencore.tune.run.run_folder import ADAPTER, ASKED, RECORD, SAMPLES, kept_of, refuse_used
+from frozencore.tune.folder import ADAPTER, ASKED, RECORD, SAMPLES, kept_of, refuse_used
+from frozencore.tune.locate import require_files
+from frozencore.tune.processes import is_first, joined, refuse_several
 
 
 def _tune(
@@ -35,7 +35,7 @@ def _tune(
 ) -> None:
     if dry_run:
         refuse_several("--dry-run")
-    refuse_early(config, moments)
+    require_files(config, moments)
     if dry_run:
         from frozencore.cli.dry_run import print_dry_run
 
@@ -53,7 +53,7 @@ def _tune(
         from frozencore.cli.run_summary import run_summary, sample_lines, size_lines
         from frozencore.files.whole_file import write_text
         from frozencore.tune.figures import FIGURE, write_learning
-        from frozencore.tune.run.execute import execute
+        from frozencore.tune.run import execute
 
         progress.started()
         record = execute(config, output, progress, resume=resume, moments_file=moments)

@@ -14,13 +14,13 @@ from rich.text import Text
 from frozencore.cli.console import console
 from frozencore.cli.flags import DryRun, Out, Resume, TakesRun, require_out, told_if_nothing_is_kept
 from frozencore.tune.config import RunConfig
-from frozencore.tune.run.many.tenants import find_tenants, refuse_tenants_early
-from frozencore.tune.run.processes import is_first, joined, refuse_several
-from frozencore.tune.run.run_folder import kept_of, refuse_finished
+from frozencore.tune.folder import kept_of, refuse_finished
+from frozencore.tune.many.tenants import find_tenants, require_tenant_files
+from frozencore.tune.processes import is_first, joined, refuse_several
 from frozencore.words import bytes_in_words
 
 if TYPE_CHECKING:
-    from frozencore.tune.run.record import Failure, TunedRecord
+    from frozencore.tune.record import Failure, TunedRecord
 
 TENANTS = "Folder with a row file (as for `tune --data`) for each tenant, named after it; or a YAML file 'name: file'."
 
@@ -40,7 +40,7 @@ def _tune_many(
     resume: Resume = False,
     dry_run: DryRun = False,
 ) -> None:
-    refuse_tenants_early(config)
+    require_tenant_files(config)
     if dry_run:
         refuse_several("--dry-run")
         from frozencore.cli.dry_run import print_dry_run
@@ -54,8 +54,8 @@ def _tune_many(
     if resume:
         console.print(resume_line(output))
     with told_if_nothing_is_kept(lambda: kept_of(output)), joined(), StageDisplay(console) as stages:
-        from frozencore.tune.run.many.execute_many import execute_many
-        from frozencore.tune.run.record import Failure
+        from frozencore.tune.many.run import execute_many
+        from frozencore.tune.record import Failure
 
         stages.started()
         outcomes = execute_many(config, output, stages, num_slots=slots, resume=resume)

@@ -16,7 +16,7 @@ import numpy as np
 
 from frozencore.files.whole_file import write_text
 from frozencore.tune.methods import METHODS
-from frozencore.tune.run.record import TunedRecord
+from frozencore.tune.record import TunedRecord
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt

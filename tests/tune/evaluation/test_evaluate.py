@@ -17,9 +17,9 @@ from frozencore.files.fingerprint import fingerprint_model
 from frozencore.tune.evaluation import evaluate as module
 from frozencore.tune.evaluation.adapters import BaseWithAdapter, adapter_names
 from frozencore.tune.evaluation.evaluate import Evaluation, evaluate
+from frozencore.tune.load import load_model
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.run.models import load_model
 from frozencore.tune.scoring.score import score_task
 from frozencore.tune.suite import find_task
 from frozencore.tune.tasks.splits import evaluation_rows

@@ -15,10 +15,10 @@ from torch.nn.functional import cross_entropy
 
 from frozencore.errors import ConfigError
 from frozencore.tune.config import make_config
+from frozencore.tune.cost import values_at_once
+from frozencore.tune.load import resolve_targets
 from frozencore.tune.methods import METHODS, AdapterOptions
 from frozencore.tune.rows import TokenRow
-from frozencore.tune.run.costs import values_at_once
-from frozencore.tune.run.models import resolve_targets
 from frozencore.tune.scoring.forward import take_off
 from frozencore.tune.scoring.score import held_out_loss
 from frozencore.tune.training.recipe import Recipe

@@ -17,11 +17,11 @@ from transformers import AutoTokenizer, BloomConfig, Gemma3Config, GPT2Config, M
 from frozencore.errors import ArtifactError, ConfigError, DataError, ModelError
 from frozencore.tune.config import make_config
 from frozencore.tune.evaluation.evaluate import Evaluation, evaluate
+from frozencore.tune.load import prepare
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.rows import Example, TextRow, TokenRow
 from frozencore.tune.rows.prompts import PROMPT_DATE, PromptEncoder, context_limit, with_fixed_date
 from frozencore.tune.rows.token_batches import PaddingCollator, group_rows, make_batches
-from frozencore.tune.run.prepare import prepare
 from frozencore.tune.scoring.score import held_out_loss
 from frozencore.tune.suite import find_task
 from frozencore.tune.tasks.splits import split_task

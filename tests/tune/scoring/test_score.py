@@ -15,13 +15,12 @@ from torch import nn
 from all_logits import tiny_all_logits
 from frozencore.errors import ConfigError, DataError, ModelError
 from frozencore.tune.config import RunConfig, make_config
+from frozencore.tune.load import load_model, prepare
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.rows import Example, TextRow, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.rows.token_batches import LOGITS_BUDGET, score_in_groups
-from frozencore.tune.run.execute import execute
-from frozencore.tune.run.models import load_model
-from frozencore.tune.run.prepare import prepare
+from frozencore.tune.run import execute
 from frozencore.tune.scoring.exact_match import SHORT, are_short, complete
 from frozencore.tune.scoring.score import held_out_loss, row_losses, score_completions, score_task
 from frozencore.tune.suite import TEXT_TASKS, find_task

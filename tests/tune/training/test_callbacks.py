@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from adapted import adapted
+from frozencore.tune.cost import model_bytes
+from frozencore.tune.many.tenant import Tenant
+from frozencore.tune.many.train import train_many
 from frozencore.tune.methods import METHODS, AdapterOptions
 from frozencore.tune.rows import TokenRow
-from frozencore.tune.run.costs import model_bytes
 from frozencore.tune.training.callbacks import total_bytes
-from frozencore.tune.training.many.tenant import Tenant
-from frozencore.tune.training.many.train import train_many
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
 from tiny import ATTENTION, draw_examples, tiny_llama, tiny_qwen2

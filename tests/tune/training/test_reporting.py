@@ -23,7 +23,7 @@ from frozencore.errors import ConfigError, DivergenceError
 from frozencore.tune.config import make_config
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.rows import TokenRow
-from frozencore.tune.run.execute import execute
+from frozencore.tune.run import execute
 from frozencore.tune.training import reporting
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.selection import Selection

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from frozencore.errors import ArtifactError
-from frozencore.tune.run.record import Failure
+from frozencore.tune.record import Failure
 from frozencore_lab.campaign.job import Job
 from frozencore_lab.campaign.plan import Planned, plan
 from frozencore_lab.campaign.results import Tally, require_comparable, tally

@@ -6,7 +6,6 @@ A new kind is a class here and a row of :data:`KINDS`. No other code compares na
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
@@ -19,31 +18,44 @@ from frozencore.tune.config import RunConfig
 from frozencore.words import Progress, unknown_name
 
 if TYPE_CHECKING:
-    from frozencore.tune.run.adapt import Adapt
-    from frozencore.tune.run.execute import MeasureBases
-    from frozencore.tune.run.prepare import PreparedRun
+    from frozencore.tune.adapt import Shared
+    from frozencore.tune.load import Base, Inputs
+    from frozencore.tune.read_rows import RowCache
+    from frozencore.tune.scores import Score
+    from frozencore_lab.campaign.shared_moments import SharedWork
 
 
 @dataclass(frozen=True)
 class Work:
-    """The inputs and functions with which a kind of study runs one job.
+    """The inputs with which a kind of study runs one job.
 
     Attributes:
         config: The job's configuration on this machine.
         reference: The same with the reference's number of calibration examples; None without a reference.
         folder: The job's folder, in which ``result.json`` is written last.
-        prepare: Loads the model and the rows of a configuration.
-        adapt: Adds a configured adapter to the model; the worker removes it again.
-        measure: Measures how much of the shared moments bases capture; None if nothing is shared.
+        base: The loaded model; a job leaves it without an adapter, unless its method changes the model.
+        rows, base_scores: Rows and base scores of the worker's earlier jobs.
+        store: Moments and bases that jobs share; None for a job that runs alone.
     """
 
     config: RunConfig
     reference: RunConfig | None
     folder: Path
     progress: Progress
-    prepare: Callable[[RunConfig], PreparedRun]
-    adapt: Adapt
-    measure: MeasureBases | None = None
+    base: Base
+    rows: RowCache
+    base_scores: dict[str, Score]
+    store: SharedWork | None
+
+    def inputs(self, config: RunConfig) -> Inputs:
+        """The model with the rows of a configuration."""
+        from frozencore.tune.load import prepare
+
+        return prepare(config, self.progress, self.base, row_cache=self.rows)
+
+    def shared(self, config: RunConfig, inputs: Inputs) -> Shared | None:
+        """The moments and bases of other jobs; None if this one computes its own."""
+        return None if self.store is None else self.store.of(config, inputs, self.progress)
 
 
 @dataclass(frozen=True)
@@ -76,11 +88,12 @@ class Tune(StudyKind):
 
     def run(self, work: Work) -> None:
         """Run what ``frozencore tune`` runs, and resume an interrupted run."""
-        from frozencore.tune.run.execute import execute
+        from frozencore.tune.run import execute
 
+        inputs = work.inputs(work.config)
         execute(
-            work.config, work.folder, work.progress, prepared=work.prepare(work.config), resume=True, adapt=work.adapt,
-            measure=work.measure,
+            work.config, work.folder, work.progress, resume=True, inputs=inputs, base_scores=work.base_scores,
+            shared=work.shared(work.config, inputs),
         )  # fmt: skip
 
 
@@ -103,17 +116,22 @@ class Stability(StudyKind):
         from frozencore.adapter.bases import get_bases
         from frozencore.files.whole_file import write_json
         from frozencore.maths.linalg import principal_cosines
-        from frozencore.tune.run.models import resolve_targets
-        from frozencore.tune.run.record import RECORD_FORMAT, StabilityRecord
-        from frozencore.tune.run.record_parts import Provenance, RecordedConfig
-        from frozencore.tune.run.run_folder import RECORD
+        from frozencore.tune.adapt import adapt
+        from frozencore.tune.folder import RECORD
+        from frozencore.tune.load import resolve_targets
+        from frozencore.tune.record import RECORD_FORMAT, Provenance, RecordedConfig, StabilityRecord
+        from frozencore.tune.scoring.forward import take_off
 
         assert work.reference is not None
-        configs = (work.config, work.reference)
-        prepared_runs = [work.prepare(config) for config in configs]
-        targets = resolve_targets(work.config.method, prepared_runs[0].model)  # of one model for both
-        adapted = (work.adapt(*one, targets, work.progress)[0] for one in zip(configs, prepared_runs, strict=True))
-        few, many = (get_bases(model) for model in adapted)
+        found, num_calibration = [], []
+        for config in (work.config, work.reference):
+            inputs = work.inputs(config)
+            targets = resolve_targets(work.config.method, inputs.model)
+            adapted = adapt(config.method, inputs, targets, work.progress, shared=work.shared(config, inputs))
+            found.append(get_bases(adapted.model))
+            num_calibration.append(len(inputs.rows.calibration))
+            take_off(adapted.model)
+        few, many = found
         cosines: dict[str, dict[str, float]] = {"P": {}, "Q": {}}
         for name, basis in few.items():
             layer, _, side = name.rpartition(".")
@@ -124,12 +142,9 @@ class Stability(StudyKind):
             cosine_P=sum(cosines["P"].values()) / len(cosines["P"]),
             cosine_Q=sum(cosines["Q"].values()) / len(cosines["Q"]),
             layers=cosines,
-            num_calibration={
-                name: len(prepared.rows.calibration)
-                for name, prepared in zip(("basis", "reference"), prepared_runs, strict=True)
-            },
+            num_calibration=dict(zip(("basis", "reference"), num_calibration, strict=True)),
             reference_size=work.reference.rows.calibration_size,
-            provenance=Provenance.here(next(prepared_runs[0].model.parameters()).device),
+            provenance=Provenance.here(next(work.base.model.parameters()).device),
         )
         write_json(work.folder / RECORD, record.content())
 

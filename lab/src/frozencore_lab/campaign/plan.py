@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from frozencore.errors import ConfigError
 from frozencore.tune.config import RunConfig
-from frozencore.tune.run.record import Failure, RunRecord, TunedRecord
+from frozencore.tune.record import Failure, RunRecord, TunedRecord
 from frozencore_lab.campaign.job import Job, make_job
 from frozencore_lab.campaign.spec import MOST_RUNS, Campaign, Search, Study
 from frozencore_lab.campaign.study_options import Value

@@ -8,25 +8,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from frozencore.adapter.bases import get_bases
-from frozencore.adapter.calibrate import calibrate
-from frozencore.adapter.layer import frozen_core_layers
 from frozencore.calibration.calibration_options import options_of_sums
+from frozencore.calibration.collect import collect_moments
 from frozencore.calibration.moments_file import MomentsFingerprint, load_moments, save_moments
 from frozencore.files.fingerprint import fingerprint_model, fingerprint_options
 from frozencore.files.whole_file import remove_left, whole_file
-from frozencore.maths.basis import known_basis
-from frozencore.maths.capture import CAPTURE_NEEDS, Capture, capture_if_whole
+from frozencore.maths.capture import CAPTURE_NEEDS
 from frozencore.maths.moments import LayerMoments, MomentName
+from frozencore.tune.adapt import Shared, calibration_batches
 from frozencore.tune.config import RunConfig
-from frozencore.tune.methods import Targets
-from frozencore.tune.run.adapt import Adapted, adapt_from_data
-from frozencore.tune.run.calibrate_only import collect_for
-from frozencore.tune.run.prepare import PreparedRun, calibration_batches
-from frozencore.tune.run.row_sets import RunRows
+from frozencore.tune.load import Inputs, resolve_targets
+from frozencore.tune.methods.method import targeted_layers
+from frozencore.tune.read_rows import RunRows
+from frozencore.tune.scoring.forward import take_off
 from frozencore.words import Progress
 from frozencore_lab.campaign.job import Job
 from frozencore_lab.campaign.store import Store
@@ -93,31 +91,29 @@ def calibrating(job: Job) -> list[RunConfig]:
 
 @dataclass(frozen=True)
 class SharedWork:
-    """Add adapters to models with moments and bases from other runs of the campaign."""
+    """The moments and bases of the campaign's runs."""
 
     store: Store
     needs: Needs
 
-    def adapt(self, config: RunConfig, prepared: PreparedRun, targets: Targets, progress: Progress) -> Adapted:
-        """Run :func:`frozencore.tune.run.adapt.adapt_from_data` with shared moments and weights-only bases."""
-        if not _shares_moments(config):
-            return adapt_from_data(config, prepared, targets, progress)
-        if config.method.entry.weights_only:
-            return self._with_weight_bases(config, prepared, targets), None
-        model = config.method.entry.add(prepared.model, config.method.adapter_options(targets))
-        if not config.method.moments_needed:
-            return model, None
-        moments = self.moments(config, model, prepared, progress)
-        return model, calibrate(model, moments=moments, progress=progress)
+    def of(self, config: RunConfig, inputs: Inputs, progress: Progress) -> Shared | None:
+        """The moments and the weights-only bases of a run; None if it computes its own.
 
-    def moments(
-        self, config: RunConfig, model: PeftModel, prepared: PreparedRun, progress: Progress
-    ) -> dict[str, LayerMoments]:
+        A method that reads no data is measured on the moments, if the campaign needs G, a and d anyway.
+        """
+        if not _shares_moments(config):
+            return None
+        method = config.method.entry
+        measures = method.has_bases and self.needs.get(moments_key(config), frozenset()) >= CAPTURE_NEEDS
+        moments = self.moments(config, inputs, progress) if config.method.moments_needed or measures else None
+        return Shared(moments, self._weight_bases(config, inputs) if method.weights_only else None)
+
+    def moments(self, config: RunConfig, inputs: Inputs, progress: Progress) -> dict[str, LayerMoments]:
         """The moments of a run's calibration rows: from the file, or collected for all runs that need them."""
         needs = self.needs.get(moments_key(config), frozenset()) | config.method.moments_needed
-        file = self.store.shared / "moments" / moments_file(config, prepared.rows)
-        batches = calibration_batches(prepared.rows.calibration, prepared.encoder.pad_id)
-        fingerprint = MomentsFingerprint.of(model, batches, config.method.calibration)
+        file = self.store.shared / "moments" / moments_file(config, inputs.rows)
+        batches = calibration_batches(inputs.rows.calibration, inputs.encoder.pad_id)
+        fingerprint = MomentsFingerprint.of(inputs.model, batches, config.method.calibration)
         with self.store.locked(f"moments-{file.stem}"):
             if file.exists():
                 there = load_moments(file, fingerprint)
@@ -126,34 +122,30 @@ class SharedWork:
                     return there
                 needs |= has
             remove_left(file.parent, file.name)
-            found = collect_for(config, model, batches, needs, progress)
+            found = collect_moments(
+                inputs.model, batches, _target_layers(config, inputs), needs=needs, options=config.method.calibration,
+                progress=progress,
+            )  # fmt: skip
             save_moments(file, found, fingerprint)
         return found
 
-    def measure(
-        self, config: RunConfig, prepared: PreparedRun, model: PeftModel, progress: Progress
-    ) -> dict[str, Capture]:
-        """Measure how much of the shared moments a run's bases capture; empty if the campaign needs no G, a and d."""
-        shared = _shares_moments(config) and self.needs.get(moments_key(config), frozenset()) >= CAPTURE_NEEDS
-        if not (shared and config.method.entry.has_bases):
-            return {}
-        moments = self.moments(config, model, prepared, progress)
-        layers = frozen_core_layers(model, "default")
-        bases = {name: known_basis(*layer.factors("default")[:2]) for name, layer in layers.items()}
-        found = {name: capture_if_whole(moments[name], basis) for name, basis in bases.items()}
-        return {name: captured for name, captured in found.items() if captured is not None}
-
-    def _with_weight_bases(self, config: RunConfig, prepared: PreparedRun, targets: Targets) -> PeftModel:
+    def _weight_bases(self, config: RunConfig, inputs: Inputs) -> dict[str, Tensor]:
+        """The bases of a method that reads the weights alone: from the file, or computed for all runs."""
         content = config.content()
         decides = {name: content[name] for name in _DECIDE_WEIGHT_BASES}
-        key = fingerprint_options({**decides, "weights": fingerprint_model(prepared.model)})[:16]
+        key = fingerprint_options({**decides, "weights": fingerprint_model(inputs.model)})[:16]
         file = self.store.shared / "weight-bases" / f"{key}.safetensors"
-        method, options = config.method.entry, config.method.adapter_options(targets)
         with self.store.locked(f"weight-{key}"):
-            if file.exists():
-                return method.add(prepared.model, options, load_file(file))
-            model = method.add(prepared.model, options)
-            remove_left(file.parent, file.name)
-            with whole_file(file) as aside:
-                save_file(get_bases(model), aside)
-        return model
+            if not file.exists():
+                options = config.method.adapter_options(resolve_targets(config.method, inputs.model))
+                model = config.method.entry.add(inputs.model, options)
+                remove_left(file.parent, file.name)
+                with whole_file(file) as aside:
+                    save_file(get_bases(model), aside)
+                take_off(model)
+        return load_file(file)
+
+
+def _target_layers(config: RunConfig, inputs: Inputs) -> dict[str, nn.Module]:
+    names = targeted_layers(inputs.model, resolve_targets(config.method, inputs.model))
+    return {name: inputs.model.get_submodule(name) for name in names}

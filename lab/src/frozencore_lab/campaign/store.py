@@ -25,8 +25,8 @@ from typing import TypeVar
 
 from frozencore.errors import ArtifactError
 from frozencore.files.whole_file import remove_left, require_writable, write_json, write_lines, write_text
-from frozencore.tune.run.record import Failure, RunRecord, read_failure, read_record
-from frozencore.tune.run.run_folder import RECORD
+from frozencore.tune.folder import RECORD
+from frozencore.tune.record import Failure, RunRecord, read_failure, read_record
 from frozencore_lab.campaign.plan import Ended
 from frozencore_lab.campaign.spec import Campaign, read_campaign
 

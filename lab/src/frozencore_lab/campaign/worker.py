@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
-
-from peft import PeftModel
+from typing import TextIO
 
 from frozencore.device import is_out_of_memory
 from frozencore.errors import ArtifactError, DivergenceError, FrozenCoreError
-from frozencore.tune.config import RunConfig
-from frozencore.tune.methods import Method, Targets
-from frozencore.tune.run.adapt import Adapt, Adapted, adapt_from_data
-from frozencore.tune.run.execute import scored_as
-from frozencore.tune.run.models import load_model
-from frozencore.tune.run.prepare import Base, PreparedRun, Score, prepare
-from frozencore.tune.run.record import Failure
-from frozencore.tune.run.record_parts import Provenance
-from frozencore.tune.run.row_sets import RowCache
-from frozencore.tune.run.run_folder import ADAPTER
-from frozencore.tune.scoring.forward import take_off
+from frozencore.tune.config import ModelConfig, RunConfig
+from frozencore.tune.folder import ADAPTER
+from frozencore.tune.load import Base, load
+from frozencore.tune.read_rows import RowCache
+from frozencore.tune.record import Failure, Provenance
+from frozencore.tune.scores import Score
 from frozencore.words import Progress, one_line
 from frozencore_lab.campaign.job import Job
 from frozencore_lab.campaign.kinds import Work
@@ -70,8 +61,7 @@ class Worker:
     store: Store
     place: Place
     keep_adapters: bool = False
-    _base: tuple[Any, Base] | None = field(default=None, init=False)
-    _adapted: tuple[Method, PeftModel] | None = field(default=None, init=False)
+    _base: tuple[ModelConfig, Base] | None = field(default=None, init=False)
     _scores: dict[str, Score] = field(default_factory=dict, init=False)
     _rows: RowCache = field(default_factory=RowCache, init=False)
 
@@ -101,7 +91,7 @@ class Worker:
         return True
 
     def _fail(self, job: Job, error: Exception) -> None:
-        self._base = self._adapted = None  # the model may have half an adapter
+        self._base = None  # the model may have half an adapter
         message = one_line(error) or type(error).__name__
         if _cannot_write(error):
             raise _UnwritableError(
@@ -119,56 +109,28 @@ class Worker:
             moments_key(there): needs.get(moments_key(one), frozenset())
             for one, there in zip(asked, placed, strict=True)
         }
-        shared = None if job.kind.is_alone else SharedWork(self.store, here)
         work = Work(
             config=config,
             reference=reference[0] if reference else None,
             folder=folder,
             progress=progress,
-            prepare=partial(self._prepare, progress),
-            adapt=partial(self._adapt, shared.adapt if shared else adapt_from_data),
-            measure=shared.measure if shared else None,
+            base=self._load(config.model),
+            rows=self._rows,
+            base_scores=self._scores,
+            store=None if job.kind.is_alone else SharedWork(self.store, here),
         )
         job.kind.run(work)
-        self._take_off()
+        if config.method.entry.changes_base:
+            self._base = None
         if not self.keep_adapters or config.scoring.evaluate_on == "validation":
             shutil.rmtree(folder / ADAPTER, ignore_errors=True)
 
-    def _prepare(self, progress: Progress, config: RunConfig) -> PreparedRun:
-        """Load the model and rows of a run, with the base model's score if another run has computed it."""
-        key = (config.model.name, config.model.dtype, config.model.device)
-        if self._base is None or self._base[0] != key:
+    def _load(self, config: ModelConfig) -> Base:
+        """The loaded model, which the jobs of one model share."""
+        if self._base is None or self._base[0] != config:
             self._base = None  # freed before loading the next, because two may not fit
-            self._base = key, Base(*load_model(config.model.name, dtype=config.model.dtype, device=config.model.device))
-        prepared = prepare(config, progress, self._base[1], row_cache=self._rows)
-        prepared.before = self._scores.get(_score_key(config, prepared))
-        return prepared
-
-    def _adapt(
-        self, adapt: Adapt, config: RunConfig, prepared: PreparedRun, targets: Targets, progress: Progress
-    ) -> Adapted:
-        self._take_off()
-        if prepared.before is not None:
-            self._scores[_score_key(config, prepared)] = prepared.before
-        model, calibration = adapt(config, prepared, targets, progress)
-        self._adapted = config.method.entry, model
-        return model, calibration
-
-    def _take_off(self) -> None:
-        """Remove the adapter from the base model, unless the method has changed the model."""
-        if self._adapted is None:
-            return
-        method, model = self._adapted
-        self._adapted = None
-        if method.changes_base:
-            self._base = None
-        else:
-            take_off(model)
-
-
-def _score_key(config: RunConfig, prepared: PreparedRun) -> str:
-    hashes = {"model": f"{config.model.name} {config.model.dtype}", **prepared.rows.fingerprints}
-    return json.dumps(scored_as(config, hashes))
+            self._base = config, load(config)
+        return self._base[1]
 
 
 def _logged(log: TextIO, progress: Progress) -> Progress:

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from frozencore.errors import ConfigError, TrainingError
-from frozencore.tune.run.record import Failure, RunRecord
+from frozencore.tune.record import Failure, RunRecord
 from frozencore.words import Progress, num_of, time_in_words
 from frozencore_lab.campaign.driver import drive
 from frozencore_lab.campaign.estimate import SearchRows, search_rows

@@ -12,8 +12,7 @@ from statistics import fmean, median
 
 from frozencore.tune.config import MethodConfig
 from frozencore.tune.methods import METHODS
-from frozencore.tune.run.record import TunedRecord
-from frozencore.tune.run.record_parts import Resources
+from frozencore.tune.record import Resources, TunedRecord
 from frozencore_lab.campaign.plan import Axes
 from frozencore_lab.campaign.results import FinalRun, StudyResults
 from frozencore_lab.reports.labels import column_name, titled

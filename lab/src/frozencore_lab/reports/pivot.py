@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from statistics import median
 
-from frozencore.tune.run.record import TunedRecord
+from frozencore.tune.record import TunedRecord
 from frozencore_lab.campaign.plan import Axes
 from frozencore_lab.campaign.results import FinalRun, StudyResults
 from frozencore_lab.campaign.spec import Report, column_key

@@ -15,7 +15,7 @@ import numpy as np
 from scipy import stats
 
 from frozencore.errors import DataError
-from frozencore.tune.run.record import RunRecord, TunedRecord
+from frozencore.tune.record import RunRecord, TunedRecord
 
 DIGITS = 12
 MOST_EXACT = 100

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from frozencore.tune.run.record import TunedRecord
+from frozencore.tune.record import TunedRecord
 from frozencore_lab.campaign.results import StudyResults
 from frozencore_lab.campaign.spec import MATCHED, Report, column_key
 from frozencore_lab.campaign.study_options import Value

@@ -26,14 +26,13 @@ from frozencore.files.fingerprint import fingerprint_model, fingerprint_options
 from frozencore.files.whole_file import require_writable, write_json, write_lines
 from frozencore.tune.evaluation.adapters import BASE, BaseWithAdapter, adapter_names
 from frozencore.tune.evaluation.harness import harness_score, harness_version
+from frozencore.tune.folder import PREDICTIONS, RECORD
+from frozencore.tune.load import load_model, require_embedded
+from frozencore.tune.provenance import provenance
+from frozencore.tune.record import ReadRows
 from frozencore.tune.rows.own_rows import read_rows
 from frozencore.tune.rows.prompts import PROMPT_DATE, PromptEncoder, PromptStyle, asks_for_today, context_limit
 from frozencore.tune.rows.row_sources import named
-from frozencore.tune.run.models import load_model
-from frozencore.tune.run.prepare import require_embedded
-from frozencore.tune.run.provenance import provenance
-from frozencore.tune.run.record_parts import ReadRows
-from frozencore.tune.run.run_folder import PREDICTIONS, RECORD
 from frozencore.tune.scoring import TaskScore
 from frozencore.tune.scoring.exact_match import are_short
 from frozencore.tune.scoring.score import held_out_loss, score_completions, score_task

@@ -1,0 +1,167 @@
+"""Make the adapter of a run: on a saved basis, or with bases computed from its calibration rows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+from pydantic_core import to_jsonable_python
+from torch import Tensor
+
+from frozencore.adapter.calibrate import Calibration, calibrate
+from frozencore.adapter.layer import frozen_core_layers
+from frozencore.adapter.saved.basis import read_header
+from frozencore.calibration.batches import Batch
+from frozencore.calibration.calibration_options import options_of_sums
+from frozencore.calibration.moments_file import MomentsFingerprint, load_moments
+from frozencore.errors import ConfigError
+from frozencore.maths.basis import known_basis
+from frozencore.maths.capture import Capture, capture_if_whole
+from frozencore.maths.moments import LayerMoments
+from frozencore.options import without_lists
+from frozencore.ranks import num_ranks, own_rank
+from frozencore.tune.config import MethodConfig, RunConfig, make_config, run_options
+from frozencore.tune.load import Inputs
+from frozencore.tune.methods import Targets
+from frozencore.tune.rows import TokenRow
+from frozencore.tune.rows.token_batches import make_batches
+from frozencore.words import Progress, flag_of
+
+CALIBRATION_BATCH = 8
+OLD_DEFAULT = {"q_proj", "k_proj", "v_proj", "o_proj", "out_proj"}  # of bases that were saved before names were found
+DECIDED = {"method": "constructor", "rank": "r", "targets": "target_modules"}
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A model with the adapter of a run.
+
+    Attributes:
+        calibration: None if the method reads no data.
+        time_s: Seconds of adding and calibrating.
+        captures: How much of the moments the bases capture, by layer, where it is known.
+    """
+
+    model: PeftModel
+    calibration: Calibration | None
+    time_s: float
+    captures: Mapping[str, Capture] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Values of earlier runs with the same model and rows, in place of new computations.
+
+    Attributes:
+        moments: The moments by layer for calibration. A method that reads no data is only measured on them.
+        bases: The bases (:func:`frozencore.get_bases`), in place of a calibration.
+    """
+
+    moments: Mapping[str, LayerMoments] | None = None
+    bases: Mapping[str, Tensor] | None = None
+
+
+def on_named_basis(config: RunConfig) -> RunConfig:
+    """Fill a configuration with the method, rank, targets and options of its saved basis, if it names one.
+
+    Raises:
+        ConfigError: The configuration has another method, rank or option than the basis.
+        ArtifactError: There is no such basis, or it is damaged.
+    """
+    if config.method.basis is None:
+        return config
+    options = read_header(config.method.basis)["options"]
+    asked = config.values()
+    core = {name: options.get(name, value) for name, value in config.method.core.items()}
+    decided = {own: options.get(theirs) for own, theirs in DECIDED.items()}
+    if isinstance(decided["targets"], str) and decided["targets"] != "all-linear":
+        decided["targets"] = None  # may be a regular expression, which only the basis can name
+    elif set(decided["targets"] or ()) == OLD_DEFAULT:
+        decided["targets"] = None  # the default in Python, which names projections that this model may not have
+    for name, value in {**decided, **core}.items():
+        if asked[name] not in (run_options()[name].default, value, without_lists(value)):
+            raise ConfigError(
+                f"The basis in {config.method.basis} has {name.replace('_', '-')} {value}, but {asked[name]} came. "
+                f"Leave {flag_of(name)} out."
+            )
+    return make_config(**{**asked, **decided, **core})
+
+
+def adapt(
+    config: MethodConfig,
+    inputs: Inputs,
+    targets: Targets,
+    progress: Progress,
+    *,
+    moments_file: Path | None = None,
+    shared: Shared | None = None,
+) -> Adapted:
+    """Add the adapter to the model, with bases computed from the run's calibration rows.
+
+    Args:
+        moments_file: Moments of ``frozencore calibrate`` in place of a new pass; they must match the run.
+    """
+    started, shared = time.perf_counter(), shared or Shared()
+    model = config.entry.add(inputs.model, config.adapter_options(targets), shared.bases)
+    if moments_file and not config.moments_needed:
+        what = f"the method {config.name!r}, which reads no data" if config.basis is None else "a saved basis"
+        raise ConfigError(f"--moments is of no use to {what}: leave it out.")
+    if shared.bases is not None or not config.moments_needed:
+        time_s = time.perf_counter() - started
+        return Adapted(model, None, time_s, _captures(model, shared.moments) if config.entry.has_bases else {})
+    moments, batches = shared.moments, calibration_batches(inputs.rows.calibration, inputs.encoder.pad_id)
+    if moments_file:
+        moments = load_moments(moments_file, MomentsFingerprint.of(model, batches, config.calibration))
+    if moments is None:
+        batches = own_share(batches)
+    calibration = calibrate(model, batches, options=config.calibration, moments=moments, progress=progress)
+    return Adapted(model, calibration, time.perf_counter() - started, calibration.captures)
+
+
+def _captures(model: PeftModel, moments: Mapping[str, LayerMoments] | None) -> dict[str, Capture]:
+    """How much of the moments the bases capture, by layer where the moments suffice."""
+    if moments is None:
+        return {}
+    layers = frozen_core_layers(model, "default")
+    bases = {name: known_basis(*layer.factors("default")[:2]) for name, layer in layers.items()}
+    found = {name: capture_if_whole(moments.get(name), basis) for name, basis in bases.items()}
+    return {name: captured for name, captured in found.items() if captured is not None}
+
+
+def calibration_batches(rows: Iterable[TokenRow], pad_id: int) -> list[Batch]:
+    """Group the calibration rows into batches of similar length, to save padding."""
+    by_length = sorted(rows, key=lambda row: len(row.input_ids))
+    return list(make_batches(by_length, pad_id=pad_id, batch_size=CALIBRATION_BATCH))
+
+
+def own_share(batches: list[Batch]) -> list[Batch]:
+    """The share of the calibration batches of this process; all shares together are the batches of a single process.
+
+    Raises:
+        ConfigError: There are fewer batches than processes.
+    """
+    if len(batches) < num_ranks():
+        raise ConfigError(
+            f"Each process calibrates on a batch of {CALIBRATION_BATCH} rows at least, but there are {len(batches)} "
+            f"batches for {num_ranks()} processes. Start fewer, or give a larger --calibration-size."
+        )
+    return batches[own_rank() :: num_ranks()]
+
+
+def adapter_identity(config: MethodConfig, targets: Targets, hashes: Mapping[str, str]) -> dict[str, Any]:
+    """The inputs that determine an adapter, as JSON values by name."""
+    return {
+        "base model": hashes["model"],
+        "calibration rows": hashes["calibration"],
+        "method": config.name,
+        "rank": config.rank,
+        "targets": targets if isinstance(targets, str) else list(targets),
+        "memory_budget": config.calibration.memory_budget,
+        **to_jsonable_python(config.core),
+        **options_of_sums(vars(config.calibration)),
+        **({} if config.basis is None else {"basis": read_header(config.basis)["identity"]}),
+    }

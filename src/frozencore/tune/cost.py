@@ -1,0 +1,222 @@
+"""Measure the cost of a run: trained values, training state, stored bytes, and the peak memory of each phase.
+
+Shapes: a target matrix is (m, n), outputs and inputs; r is the rank.
+
+The system records one peak over a process's whole life, and a process keeps its freed memory. So before each phase free
+memory is returned and the peak is reset; a small phase after a large one then shows its own peak. Every peak includes
+the memory of Python and its libraries. The need of a method is its peak above ``held_bytes``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from frozencore.adapter.layer import layer_shape
+from frozencore.adapter.named_layers import attention_projections
+from frozencore.device import memory_of
+from frozencore.errors import ConfigError
+from frozencore.files.fingerprint import base_tensors, stored_tensors
+from frozencore.maths.linalg import Shape
+from frozencore.tune.config import RunConfig
+from frozencore.tune.load import without_weights
+from frozencore.tune.methods.method import targeted_layers
+from frozencore.tune.record import PhasePeaks
+from frozencore.tune.training.callbacks import total_bytes
+
+ADAM_STATES = 2  # first and second moment
+FLOAT32_BYTES = 4
+
+
+def basis_bytes(shapes: Iterable[Shape], rank: int, dtype: torch.dtype) -> int:
+    """Bytes of the stored P and Q: ``Σ min(r, m, n) (m + n)`` values of this dtype."""
+    return sum(min(rank, m, n) * (m + n) for m, n in shapes) * dtype.itemsize
+
+
+def training_state_bytes(num_parameters: int) -> int:
+    """Bytes of float32 gradients and AdamW states beside the parameters: 12 per trainable value."""
+    return num_parameters * FLOAT32_BYTES * (1 + ADAM_STATES)
+
+
+def values_at_once(model: nn.Module) -> int:
+    """The number of values that train at the same time."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def model_bytes(model: nn.Module) -> int:
+    """Bytes of the base model's loaded weights, without adapters; tied weights count once."""
+    return total_bytes(stored for _, tensor in base_tensors(model) for stored in stored_tensors(tensor))
+
+
+RunPhase = Literal["calibration", "training", "scoring"]
+STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+FORGET_THE_PEAK = "5"
+
+
+class PeakMemory:
+    """Record the peak memory of each phase of one run.
+
+    Args:
+        model: The loaded base model without an adapter; the memory held now becomes ``held_bytes``.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+        self._forgets = self._begin_anew()
+        self._held = self._now()
+        self._peaks: dict[RunPhase, int] = {}
+
+    @contextmanager
+    def phase(self, name: RunPhase) -> Iterator[None]:
+        """Measure the block; a block that fails is not recorded."""
+        self._begin_anew()
+        yield
+        self._peaks[name] = self._peak()
+
+    @property
+    def largest(self) -> int:
+        """The largest peak in bytes: of the phases, or of the process's life if phases cannot be separated."""
+        return max(self._peaks.values()) if self._forgets and self._peaks else self._peak()
+
+    @property
+    def peaks(self) -> PhasePeaks | None:
+        """The peak of each phase; None if the system cannot separate phases, or a phase is missing."""
+        if not self._forgets or len(self._peaks) < 3:
+            return None
+        return PhasePeaks(
+            measured="device" if self._devices else "process",
+            held_bytes=self._held,
+            calibration_bytes=self._peaks["calibration"],
+            training_bytes=self._peaks["training"],
+            scoring_bytes=self._peaks["scoring"],
+        )
+
+    def _begin_anew(self) -> bool:
+        """Reset the peak; False if the system cannot."""
+        if self._devices:
+            for device in self._devices:
+                torch.cuda.reset_peak_memory_stats(device)
+            return True
+        _give_back_what_is_free()
+        try:
+            CLEAR_REFS.write_text(FORGET_THE_PEAK)
+        except OSError:  # not Linux, or not permitted
+            return False
+        return True
+
+    def _now(self) -> int:
+        if self._devices:
+            return max(torch.cuda.memory_allocated(device) for device in self._devices)
+        return _status("VmRSS") or 0
+
+    def _peak(self) -> int:
+        if self._devices:
+            return max(torch.cuda.max_memory_allocated(device) for device in self._devices)
+        return process_peak_bytes()
+
+
+def process_peak_bytes() -> int:
+    """The peak resident memory of this process, over its life or since the last reset."""
+    peak = _status("VmHWM")  # rusage would include the parent process's peak
+    if peak is not None:
+        return peak
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return largest if sys.platform == "darwin" else largest * 1024
+
+
+def _status(field: str) -> int | None:
+    """Read a field of this process's status in bytes; None if the file or the field is missing."""
+    try:
+        lines = STATUS.read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field)), None)
+
+
+def _give_back_what_is_free() -> None:
+    """Return freed memory from glibc to the system; does nothing with another C library."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+TOKENS_A_ROW = 128  # if the rows cannot be read
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """The number of a model's values, and the shapes of its attention projections."""
+
+    num_parameters: int
+    shapes: tuple[tuple[int, int], ...]
+
+
+def size_of(config: PretrainedConfig) -> ModelSize:
+    """The size of a model with this configuration."""
+    model = without_weights(config)
+    return ModelSize(sum(p.numel() for p in model.parameters()), attention_shapes(model))
+
+
+def memory_bytes(config: RunConfig, size: ModelSize) -> int:
+    """Estimate the bytes of weights, moments and activations of a run."""
+    weight_bytes = 4 if config.model.dtype == "float32" else 2
+    at_once = config.training.rows_a_step if config.training.batch_size == "auto" else config.training.batch_size
+    activations = 34 * TOKENS_A_ROW * at_once * int(size.num_parameters**0.5) * weight_bytes
+    return size.num_parameters * weight_bytes + moment_bytes(config, size) + activations
+
+
+def moment_bytes(config: RunConfig, size: ModelSize) -> int:
+    """Bytes of the moments for a run's bases."""
+    needs = config.method.moments_needed
+    values = 0
+    for m, n in size.shapes:
+        values += m * n * ("cross" in needs) + n * n * ("input_outer" in needs) + m * m * ("error_outer" in needs)
+    return 4 * values
+
+
+def attention_shapes(model: PreTrainedModel) -> tuple[tuple[int, int], ...]:
+    """(m, n) of every attention projection; empty where none is found."""
+    try:
+        names = targeted_layers(model, tuple(attention_projections(model)))
+    except ConfigError:
+        return ()
+    return tuple(layer_shape(model.get_submodule(name)) for name in names)
+
+
+SHARE_OF_MEMORY = 0.5  # of the memory beside the weights; the rest is for fragmentation, scoring and other programs
+LOGIT_BYTES = 12  # per token and vocabulary entry: logits, in float32, and their gradient
+
+
+def rows_at_once(rows_a_step: int, longest: int, model: Any) -> int:
+    """The largest divisor of a step's rows that fits into the memory of the model's device, if all are the longest row.
+
+    It uses the device's total memory, not the free memory, so that a resumed run splits its steps as before.
+
+    Args:
+        longest: Tokens of the longest training row.
+        model: A model of transformers, adapted or not.
+    """
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    there = SHARE_OF_MEMORY * (memory_of(next(model.parameters()).device) - weights)
+    fitting = there // row_bytes(longest, model)
+    return next((n for n in range(rows_a_step, 1, -1) if rows_a_step % n == 0 and n <= fitting), 1)
+
+
+def row_bytes(length: int, model: Any) -> int:
+    """Estimate, from above, the bytes that a row keeps for the backward pass through frozen layers."""
+    config = model.config.get_text_config()
+    hidden = config.hidden_size
+    inner = getattr(config, "intermediate_size", None) or 4 * hidden
+    of_a_layer = 12 * hidden + 5 * inner + config.num_attention_heads * length
+    values = config.num_hidden_layers * of_a_layer * next(model.parameters()).element_size()
+    return length * (values + config.vocab_size * LOGIT_BYTES)

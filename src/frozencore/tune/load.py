@@ -1,0 +1,226 @@
+"""Load the base model of a run, its tokenizer and its rows; find the layers to adapt."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from frozencore.adapter.named_layers import attention_projections, linear_names
+from frozencore.device import place_of
+from frozencore.errors import ConfigError, ModelError
+from frozencore.files.gguf_model import read_tokenizer, read_weights, why_unreadable
+from frozencore.files.hub import safe_loading
+from frozencore.quiet import quiet_loading
+from frozencore.ranks import num_ranks
+from frozencore.tune.config import MethodConfig, ModelConfig, RowsConfig, RunConfig
+from frozencore.tune.locate import model_location
+from frozencore.tune.methods import Targets
+from frozencore.tune.methods.method import targeted_layers
+from frozencore.tune.read_rows import RowCache, RunRows, prepare_rows
+from frozencore.tune.rows import TokenRow
+from frozencore.tune.rows.prompts import PROTOCOL_MAX_LENGTH, PromptEncoder, context_limit
+from frozencore.words import Progress, num_of
+
+_WAY_OUT = "Give a folder that save_pretrained wrote, a GGUF file or a hub id."
+
+
+def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> tuple[PreTrainedModel, Any]:
+    """Load a causal language model in evaluation mode and its tokenizer.
+
+    Args:
+        name: Hub id, local folder, GGUF file, ``pocket`` or ``smollm2``. Local files are read without the network.
+        dtype: ``auto`` is the dtype that the model was saved in; float32 for quantised GGUF files.
+        device: ``auto`` is the first GPU, or the CPU; of several processes, each one's own.
+
+    Raises:
+        ModelError: There is no such model, it cannot be reached or read, or it is not a causal language model.
+        ConfigError: There is no such device, or several processes would share one GPU.
+    """
+    if num_ranks() > 1 and ":" in device:
+        raise ConfigError(
+            f"Each of several processes has a GPU of its own, but --device {device} came for {num_ranks()}. Use cuda."
+        )
+    place = place_of(device)
+    refusal = "cannot be read as a causal language model with its tokenizer"
+    with quiet_loading():
+        tokenizer, model = _loaded(name, lambda loading: (_tokenizer(loading), _weights(loading, dtype)), refusal)
+    return model.to(place).eval(), tokenizer
+
+
+def load_config(name: str) -> PretrainedConfig:
+    """Load only the configuration of a model.
+
+    Raises:
+        ModelError: As in :func:`load_model`.
+    """
+    return _loaded(name, lambda loading: AutoConfig.from_pretrained(**loading), "has no configuration", way_out="")
+
+
+def load_tokenizer(name: str) -> Any:
+    """Load only the tokenizer of a model.
+
+    Raises:
+        ModelError: As in :func:`load_model`.
+    """
+    return _loaded(name, _tokenizer, "cannot be read as a tokenizer")
+
+
+def _loaded(name: str, load: Callable[[dict[str, Any]], Any], refusal: str, way_out: str = f" {_WAY_OUT}") -> Any:
+    """Find a model and load a part of it; any error becomes one line."""
+    name = model_location(name)
+    loading = safe_loading(name)
+    try:
+        return load(loading)
+    except Exception as error:  # transformers raises many kinds for a folder that is no model, GGUF files any error
+        raise ModelError(f"--model {name} {refusal}: {why_unreadable(loading, error)}{way_out}") from error
+
+
+def _weights(loading: dict[str, Any], dtype: str) -> PreTrainedModel:
+    if "gguf_file" in loading:
+        return read_weights(AutoModelForCausalLM, dtype, loading)
+    beside = {"local_files_only": loading["local_files_only"]}  # transformers searches for an adapter there
+    kind = saved_class(AutoConfig.from_pretrained(**loading)) or AutoModelForCausalLM
+    model: PreTrainedModel = kind.from_pretrained(dtype=dtype, adapter_kwargs=beside, **loading)
+    return model
+
+
+def saved_class(config: PretrainedConfig) -> Any:
+    """The saved class of a language model with parts for images or sound; None for other models.
+
+    For some of them ``AutoModelForCausalLM`` loads the language model alone, whose layers have other names than in the
+    class that exports and serving engines load.
+    """
+    named = getattr(transformers, (config.architectures or [""])[0], None)
+    is_whole = type(config) in AutoModelForCausalLM._model_mapping and config.get_text_config() is not config
+    return named if is_whole and getattr(named, "config_class", None) is type(config) else None
+
+
+def without_weights(config: PretrainedConfig) -> nn.Module:
+    """A model on the meta device, in the class in which :func:`load_model` loads it."""
+    kind = saved_class(config)
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(config) if kind is None else kind(config)
+    return model
+
+
+def _tokenizer(loading: dict[str, Any]) -> Any:
+    tokenizer = read_tokenizer(loading)
+    ids = tokenizer("A word and 1", add_special_tokens=False)["input_ids"]
+    if set(ids) <= set(tokenizer.all_special_ids):  # the result of a folder without tokenizer.json
+        raise ValueError("its tokenizer knows no words, as tokenizer.json or its like is missing.")
+    return tokenizer
+
+
+_BLOCK = re.compile(r"\.(\d+)\.")
+
+
+def resolve_targets(config: MethodConfig, model: PreTrainedModel) -> Targets:
+    """The layers to adapt: the configured ones, or the method's default, mostly the attention projections.
+
+    Raises:
+        ConfigError: A name matches no layer, the architecture is unknown and no names were given, or the model has
+            fewer blocks than requested.
+    """
+    targets = config.targets or config.entry.default_targets(model) or tuple(attention_projections(model))
+    if targets != "all-linear":
+        _require_each(model, targets)
+    return targets if config.layers is None else _in_last_blocks(model, targets, config.layers)
+
+
+def _in_last_blocks(model: PreTrainedModel, targets: Targets, num_blocks: int) -> tuple[str, ...]:
+    """The full names of the layers in the last blocks; the first number in a layer's name is its block."""
+    block_of = {name: int(found[1]) for name in targeted_layers(model, targets) if (found := _BLOCK.search(name))}
+    there = 1 + max(block_of.values(), default=-1)
+    if num_blocks > there:
+        raise ConfigError(f"--layers {num_blocks} is more than the {num_of(there, 'block')} of this model.")
+    return tuple(name for name, block in block_of.items() if block >= there - num_blocks)
+
+
+def _require_each(model: nn.Module, targets: Sequence[str]) -> None:
+    """Refuse a name that matches no layer; otherwise a typo among several names would not be noticed."""
+    present = {name for name, _ in model.named_modules()}
+    for target in targets:
+        if not any(name == target or name.endswith(f".{target}") for name in present):
+            raise ConfigError(
+                f"--targets {target!r} matches no layer of this model. Its linear layers are called "
+                f"{', '.join(linear_names(model))}; or use all-linear."
+            )
+
+
+@dataclass(frozen=True)
+class Base:
+    """A loaded base model and its tokenizer, for any number of successive runs."""
+
+    model: PreTrainedModel
+    tokenizer: Any
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A loaded model with the rows of one run."""
+
+    model: PreTrainedModel
+    encoder: PromptEncoder
+    rows: RunRows
+
+
+def load(config: ModelConfig) -> Base:
+    """Load the configured model with its tokenizer."""
+    return Base(*load_model(config.name, dtype=config.dtype, device=config.device))
+
+
+def prepare(
+    config: RunConfig, progress: Progress, base: Base | None = None, *, row_cache: RowCache | None = None
+) -> Inputs:
+    """Load the model and the rows of a run. Errors in the input are raised here, before anything is written.
+
+    Args:
+        base: The configured model, loaded before.
+        row_cache: Holds rows that earlier runs have read and tokenised.
+    """
+    progress("load", 0, None, config.model.name)
+    base = base or load(config.model)
+    encoder = encoder_of(config.rows, base)
+    rows = prepare_rows(config, encoder, row_cache)
+    require_embedded(base.model, base.tokenizer, (*rows.train, *rows.held_out, *rows.calibration))
+    progress("load", 1, 1, rows.in_words)
+    return Inputs(base.model, encoder, rows)
+
+
+def encoder_of(config: RowsConfig, base: Base) -> PromptEncoder:
+    """Make the encoder of rows for a model.
+
+    Raises:
+        ConfigError: The rows would be longer than the model's context.
+    """
+    limit = context_limit(base.model, base.tokenizer)
+    encoder = PromptEncoder(
+        base.tokenizer,
+        style=config.prompt_style,
+        today=config.prompt_date,
+        max_length=config.max_length or min(PROTOCOL_MAX_LENGTH, limit),
+        too_long="truncate" if config.truncate else "refuse",
+        loss_on=config.loss_on,
+    )
+    if encoder.max_length > limit:
+        raise ConfigError(f"--max-length {encoder.max_length} is beyond the model's context of {limit} tokens.")
+    return encoder
+
+
+def require_embedded(model: Any, tokenizer: Any, rows: Iterable[TokenRow]) -> None:
+    """Raise a ``ModelError`` for a token that the model has no embedding of."""
+    size = model.get_input_embeddings().weight.shape[0]
+    largest = max((max(row.input_ids) for row in rows), default=0)
+    if largest >= size:
+        token = tokenizer.convert_ids_to_tokens(largest)
+        raise ModelError(
+            f"Rows hold the token {token!r} ({largest}), but the model has embeddings of {size} tokens only. Use the "
+            "model's own tokenizer, or add the embeddings first (resize_token_embeddings)."
+        )

@@ -1,0 +1,90 @@
+"""Find the model, rows, basis and moments of a run before torch and PEFT are imported, which takes seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from frozencore.calibration.moments_file import require_moments
+from frozencore.errors import ArtifactError, DataError, ModelError
+from frozencore.files.adapter_folder import FACTORS_FILE, HEADER_FILE
+from frozencore.files.hub import is_hub_id, safe_loading
+from frozencore.tune.config import RunConfig
+from frozencore.tune.pocket import POCKET_MODEL, pocket_model_path
+from frozencore.tune.rows.row_sources import require_source, sources_of
+from frozencore.tune.smollm2 import SMOLLM2, smollm2_path
+from frozencore.words import nearest_name
+
+MODEL_CONFIG = "config.json"
+
+
+def model_location(name: str) -> str:
+    """The folder of a model's short name; any other name is returned unchanged.
+
+    Raises:
+        ModelError: ``smollm2`` has not been fetched.
+    """
+    if name == POCKET_MODEL:
+        return str(pocket_model_path())
+    return str(smollm2_path()) if name == SMOLLM2 else name
+
+
+def require_files(config: RunConfig, moments_file: Path | None = None) -> None:
+    """Check that the model, rows, basis and moments of a configuration exist.
+
+    Raises:
+        FrozenCoreError: Something is missing; the message names it.
+    """
+    require_model(config.model.name)
+    if config.rows.data is not None:
+        for source in sources_of(config.rows.data):
+            require_source(source)
+    if config.rows.eval_data is not None:
+        require_source(config.rows.eval_data, option="--eval-data")
+    require_data_root(config.rows.data_root)
+    if config.method.basis is not None:
+        require_basis(config.method.basis)
+    if moments_file is not None:
+        require_moments(moments_file)
+
+
+def require_basis(place: str) -> None:
+    """Check that a basis exists; a hub id is not looked up.
+
+    Raises:
+        ArtifactError: It is no folder of a basis.
+    """
+    if not (Path(place) / HEADER_FILE).is_file() and (Path(place).exists() or not is_hub_id(place)):
+        raise ArtifactError(
+            f"A basis is a folder with {HEADER_FILE} and {FACTORS_FILE}, but {place} has no {HEADER_FILE}. Point at "
+            "one that save_basis or `frozencore calibrate` wrote, or at a hub id."
+        )
+
+
+def require_model(name: str) -> None:
+    """Check that a model exists.
+
+    Raises:
+        ModelError: There is no such folder, it holds no model, or the hub cannot be reached.
+    """
+    place = model_location(name)
+    try:
+        loading = safe_loading(place)
+    except ModelError as error:
+        if (meant := nearest_name(name, (POCKET_MODEL, SMOLLM2))) is None:
+            raise
+        raise ModelError(f"{error} Did you mean {meant!r}?") from error
+    if Path(place).is_dir() and "gguf_file" not in loading and not (Path(place) / MODEL_CONFIG).is_file():
+        raise ModelError(
+            f"--model {name} cannot be read as a causal language model: it has no {MODEL_CONFIG}. Give a folder that "
+            "save_pretrained wrote, or a hub id."
+        )
+
+
+def require_data_root(folder: Path | None) -> None:
+    """Check that the folder of data sets exists.
+
+    Raises:
+        DataError: There is no such folder.
+    """
+    if folder is not None and not folder.is_dir():
+        raise DataError(f"--data-root must name the folder that holds the data sets, but there is no folder {folder}.")

@@ -1,0 +1,282 @@
+"""Make the record of a finished run, and what its model card tells."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+from warnings import WarningMessage
+
+from frozencore.adapter.calibrate import Calibration
+from frozencore.adapter.saved.basis import read_header
+from frozencore.maths.capture import METRIC, Capture
+from frozencore.ranks import num_ranks
+from frozencore.tune.adapt import Adapted
+from frozencore.tune.config import RunConfig
+from frozencore.tune.cost import FLOAT32_BYTES, PeakMemory, model_bytes, values_at_once
+from frozencore.tune.folder import ADAPTER
+from frozencore.tune.load import Inputs
+from frozencore.tune.methods import Targets
+from frozencore.tune.read_rows import RunRows
+from frozencore.tune.record import (
+    RECORD_FORMAT,
+    AccuracyDetails,
+    CalibrationSummary,
+    CompanySize,
+    Criterion,
+    Hashes,
+    LayerCriteria,
+    OtherTask,
+    Provenance,
+    RecordedConfig,
+    Resolved,
+    Resources,
+    RowLosses,
+    SelectedCheckpoint,
+    StepScored,
+    TrainedSteps,
+    TunedRecord,
+    UsedRows,
+)
+from frozencore.tune.rows.row_sources import named, sources_of
+from frozencore.tune.scores import Score
+from frozencore.tune.training.recipe import Recipe
+from frozencore.tune.training.train import TrainingReport
+
+NUM_LEADING = 4  # recorded singular values of a layer, beside the last
+LAYER_NUMBERS = (
+    "J", "energy", "gradient", "gradient_total", "effective_rank", "participation", "input_spread", "error_spread",
+)  # fmt: skip
+DIGITS = 6  # of the numbers of a layer, because a record may have hundreds of layers
+
+
+@dataclass(frozen=True)
+class AdaptedRun:
+    """A run that is ready to train, alone or with others.
+
+    Attributes:
+        folder: The folder of the run.
+        hashes: SHA-256 of the base model, of the rows and of the bases, by name.
+        memory: The peaks of the run's phases.
+        warned: The warnings of the calibration.
+        started: ``time.perf_counter()`` when the run began.
+    """
+
+    config: RunConfig
+    inputs: Inputs
+    folder: Path
+    targets: Targets
+    hashes: Mapping[str, str]
+    adapted: Adapted
+    memory: PeakMemory
+    warned: Sequence[WarningMessage]
+    started: float
+
+
+@dataclass(frozen=True)
+class FinishedRun(AdaptedRun):
+    """A run that has trained, with its scores before and after: all that its record tells."""
+
+    recipe: Recipe
+    report: TrainingReport
+    before: Score
+    after: Score
+
+
+def make_record(run: FinishedRun) -> TunedRecord:
+    """Make the content of ``result.json`` for a run whose adapter is saved."""
+    config, report, rows, model = run.config, run.report, run.inputs.rows, run.adapted.model
+    at_once = report.values_at_once or values_at_once(model)
+    saved = sum(file.stat().st_size for file in (run.folder / ADAPTER).glob("*.safetensors"))
+    can_be_made_again = config.method.entry.frozen_can_be_made_again
+    beside = report.side_by_side
+    forgetting = {
+        task: OtherTask(loss_before=finite_or_none(run.before.others[task]), loss=finite_or_none(loss))
+        for task, loss in run.after.others.items()
+    }
+    further = {
+        "selection": _selection(run),
+        "company": CompanySize(tenants=beside[0], slots=beside[1]) if beside else None,
+        "forgetting": forgetting or None,
+        "row_losses": _row_losses(run.after),
+        "processes": num_ranks() if num_ranks() > 1 else None,
+    }
+    return TunedRecord(
+        format=RECORD_FORMAT,
+        config=RecordedConfig.of(config),
+        task=config.rows.task,
+        method=config.method.name,
+        seed=config.rows.seed,
+        rows=used_rows(config, rows),
+        held_out_loss_before=finite_or_none(run.before.held_out_loss),
+        held_out_loss=finite_or_none(run.after.held_out_loss),
+        **_accuracies(run.before, run.after),
+        values_at_once=at_once,
+        state_held_bytes=report.state_held_bytes,
+        saved_bytes=saved,
+        model_bytes=model_bytes(model),
+        calibration_s=run.adapted.time_s,
+        training_s=report.time_s,
+        total_s=time.perf_counter() - run.started,
+        peak_memory_bytes=run.memory.largest,
+        resources=Resources(
+            magnitude_parameters=sum(p.numel() for name, p in model.named_parameters() if "magnitude" in name),
+            saved_bytes_without_bases=FLOAT32_BYTES * at_once if can_be_made_again else saved,
+            calibration_s=run.adapted.time_s,
+            step_s=report.step_s,
+            num_steps=report.num_steps,
+            peak_memory_bytes=run.memory.largest,
+            peaks=run.memory.peaks if beside is None else None,  # its training was shared
+        ),
+        training=TrainedSteps(num_steps=report.num_steps, final_loss=report.final_loss, losses=report.losses),
+        **_known(further),
+        resolved=Resolved(targets=run.targets, recipe=run.recipe.content(), max_length=run.inputs.encoder.max_length),
+        calibration=_calibration_summary(run.adapted.calibration),
+        criterion=criterion_of(run.adapted.captures),
+        hashes=Hashes(**run.hashes),
+        warnings=tuple(sorted({str(one.message) for one in run.warned if one.category is UserWarning})),
+        provenance=Provenance.here(next(model.parameters()).device),
+    )
+
+
+def used_rows(config: RunConfig, rows: RunRows) -> UsedRows:
+    """The record of the rows of a run."""
+    read: dict[str, Any] = dict(rows.reading or ())
+    if config.rows.truncate:
+        read["cut"] = rows.num_cut
+    if config.rows.skip_long:
+        read["skipped"] = rows.num_skipped
+    return UsedRows(
+        trained=len(rows.train),
+        scored=len(rows.held_out),
+        scored_on=config.scoring.evaluate_on,
+        validation_from=rows.validation_from,
+        **_known(read),
+    )
+
+
+def headline(score: Score) -> dict[str, float]:
+    """The scores that the model card shows."""
+    accuracy = {"accuracy": score.task.accuracy} if score.task else {}
+    return {**accuracy, "held-out nats per token": score.held_out_loss}
+
+
+def calibrated_on(config: RunConfig, rows: RunRows, calibration: Calibration | None) -> str | None:
+    """Describe the calibration data for the model card; None if no data were read."""
+    if config.method.basis is not None:
+        said: str | None = read_header(config.method.basis)["calibrated_on"]
+        return said
+    if calibration is None:
+        return None
+    sources = " and ".join(named(source) for source in sources_of(config.rows.data)) if config.rows.data else ""
+    source = config.rows.calibration_task or config.rows.task or sources or "rows of the user"
+    num_tokens = next(iter(calibration.layers.values())).num_tokens
+    return f"{len(rows.calibration)} rows of {source}, {num_tokens:,} tokens"
+
+
+def criterion_of(captures: Mapping[str, Capture]) -> Criterion | None:
+    """Make the criterion from each layer's capture; None without layers."""
+    if not captures:
+        return None
+    layers = list(captures.values())
+    J, energy = math.fsum(layer.J for layer in layers), math.fsum(layer.energy for layer in layers)
+    gradient, total = (math.hypot(*(getattr(one, name) for one in layers)) for name in ("gradient", "gradient_total"))
+    by_layer: dict[str, list[Any]] = {name: [getattr(layer, name) for layer in layers] for name in LAYER_NUMBERS}
+    by_layer["last"] = [layer.values[-1] for layer in layers]
+    leading = [layer.values[:NUM_LEADING] for layer in layers]
+    medians: dict[str, Any] = {
+        name: finite_or_none(median(by_layer[name]))
+        for name in ("last", "effective_rank", "participation", "input_spread", "error_spread")
+    }
+    return Criterion(
+        damping=METRIC.damping_by_side[0],
+        J=J,
+        J_share=J / energy if energy else 0.0,
+        gradient=gradient,
+        gradient_share=gradient / total if total else 0.0,
+        leading=tuple(median(values) for values in zip(*leading, strict=False)),
+        **medians,
+        layers=LayerCriteria(
+            name=tuple(captures),
+            leading=tuple(map(_rounded, leading)),
+            **{name: _rounded(values) for name, values in by_layer.items()},
+        ),
+    )
+
+
+def _rounded(values: Iterable[float]) -> tuple[Any, ...]:
+    """The values with fewer digits; None in place of a value that is not finite."""
+    found = (value if isinstance(value, int) else float(f"{value:.{DIGITS}g}") for value in values)
+    return tuple(map(finite_or_none, found))
+
+
+def finite_or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _known(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """The parts that are not None: a record leaves the others out."""
+    return {name: part for name, part in parts.items() if part is not None}
+
+
+def _accuracies(before: Score, after: Score) -> dict[str, Any]:
+    """The accuracies by key of the record; empty if the task has none."""
+    if after.task is None:
+        return {}
+    details = {name: value for name, value in vars(after.task).items() if name not in ("predictions", "row_losses")}
+    details["held_out_loss"] = finite_or_none(after.task.held_out_loss)
+    details["correct"] = "".join("01"[prediction.correct] for prediction in after.task.predictions)
+    return {
+        "accuracy_before": before.task.accuracy if before.task else after.task.chance,
+        "accuracy": after.task.accuracy,
+        "score": AccuracyDetails(**details),
+    }
+
+
+def _row_losses(score: Score) -> RowLosses | None:
+    """The losses by row; None if the rows' ids are not a split's name and a number."""
+    found = score.row_losses
+    ids = [row.rpartition("-") for row in found.ids] if found else []
+    if found is None or len({split for split, *_ in ids}) > 1 or not all(number.isdecimal() for *_, number in ids):
+        return None
+    nats = tuple(float(f"{nats:.{DIGITS}g}") for nats in found.nats)
+    return RowLosses(numbers=tuple(int(number) for *_, number in ids), nats=nats, tokens=found.tokens)
+
+
+def _selection(run: FinishedRun) -> SelectedCheckpoint | None:
+    every, rows, found = run.config.scoring.select_checkpoint, run.inputs.rows.validation, run.report.selected
+    if every == "none":
+        return None
+    if rows is None or found is None:
+        return SelectedCheckpoint(every=every, rows=0, kept_step=run.report.num_steps)
+    return SelectedCheckpoint(
+        every=every,
+        by="held_out_loss" if found.scores[0].accuracy is None else "accuracy",
+        rows=len(rows.tokens),
+        kept_step=found.step,
+        scores=tuple(StepScored(**vars(score)) for score in found.scores),
+        time_s=found.time_s,
+        **({"stopped_early": True} if found.stopped else {}),
+    )
+
+
+def _calibration_summary(calibration: Calibration | None) -> CalibrationSummary | None:
+    if calibration is None:
+        return None
+    layers = list(calibration.layers.values())
+    spreads: dict[str, float | None] = {}
+    for name in ("input_spread", "error_spread"):
+        known = [value for layer in layers if (value := getattr(layer, name)) is not None]
+        spreads[name] = finite_or_none(median(known)) if known else None
+    return CalibrationSummary(
+        collect_s=calibration.collect_s,
+        build_s=calibration.build_s,
+        num_layers=len(layers),
+        num_tokens=layers[0].num_tokens,
+        smallest_effective_rank=min(layer.effective_rank for layer in layers),
+        median_spread=spreads,
+    )

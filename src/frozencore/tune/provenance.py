@@ -1,0 +1,69 @@
+"""The provenance of a run: versions, commit and machine, so that its record can be trusted later."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from frozencore.tune.training import STEPS_VERSION
+
+PACKAGES = ("frozencore", "torch", "transformers", "peft", "accelerate", "datasets", "safetensors", "numpy")
+
+
+def provenance(device: object = "auto") -> dict[str, Any]:
+    """Versions, source commit and machine of this process.
+
+    Args:
+        device: The device of the run, by torch or by name; ``auto`` is the first GPU, or the CPU.
+    """
+    import torch
+
+    return {
+        "versions": dict(_versions()),
+        "python": platform.python_version(),
+        "commit": source_commit(),
+        "steps_version": STEPS_VERSION["version of the steps"],
+        "platform": platform.platform(),
+        "device": _hardware_name(str(device)),
+        "num_threads": torch.get_num_threads(),
+    }
+
+
+def _hardware_name(device: str) -> str:
+    """The name of the GPU of this device; for other devices, the processor's."""
+    import torch
+
+    with suppress(RuntimeError, AssertionError):  # there is no such device; a failed run has this as its reason
+        place = torch.device("cuda" if device == "auto" else device)
+        if place.type == "cuda" and torch.cuda.is_available():
+            return torch.cuda.get_device_name(place)
+    return platform.processor() or platform.machine()
+
+
+@cache
+def _versions() -> Mapping[str, str]:
+    return {name: version(name) for name in PACKAGES}
+
+
+@cache  # a process keeps running the code it has loaded
+def source_commit() -> str | None:
+    """The git commit of the running source, marked ``-dirty`` if there are uncommitted changes; None outside of git."""
+    folder = Path(__file__).parents[1]  # the package
+    try:
+        inside = _git(folder, "ls-files", "--error-unmatch", "__init__.py")
+        commit = _git(folder, "rev-parse", "HEAD")
+        changes = _git(folder, "status", "--porcelain", "--untracked-files=no", ".")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return f"{commit}-dirty" if inside and changes else commit
+
+
+def _git(folder: Path, *words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True, timeout=10)
+    return done.stdout.strip()

@@ -1,0 +1,469 @@
+"""The record of a run: one typed model, written when a run ends and checked whenever it is read.
+
+``result.json`` of a run and each line of a campaign's ``records.jsonl`` hold a record; ``failure.json`` holds the
+reason of a failure. Unknown keys, from a later version, are kept.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
+
+from frozencore.tune.config import RunConfig
+from frozencore.tune.provenance import provenance
+from frozencore.tune.rows.row_sources import in_words
+from frozencore.words import num_of, one_line
+
+RECORD_FORMAT: Final = 1
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class Part(BaseModel):
+    """A strict, frozen model that keeps unknown keys, from a later version."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
+
+    def content(self) -> dict[str, Any]:
+        """The given fields as JSON values by key."""
+        return self.model_dump(mode="json", exclude_unset=True)
+
+
+class RecordedConfig(Part):
+    """The options of a run, as the version that wrote them names them; those that this version reads have types."""
+
+    rank: Count | None = None
+    targets: tuple[str, ...] | str | None = None
+    data: tuple[str, ...] | str | None = None
+    dtype: str | None = None
+    loss: str = "sft"
+    core: dict[str, Any] = {}
+
+    @property
+    def sources(self) -> str:
+        """The sources of the user's own rows."""
+        return in_words(self.data)
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        return cls.model_validate_json(json.dumps(config.content()))
+
+
+class Provenance(Part):
+    """The result of :func:`frozencore.tune.provenance.provenance`.
+
+    Attributes:
+        steps_version: Runs with another number train on rows in another order, or with another schedule.
+    """
+
+    versions: dict[str, str] = {}
+    python: str | None = None
+    commit: str | None = None
+    steps_version: Count | None = None
+    platform: str | None = None
+    device: str | None = None
+    num_threads: Count | None = None
+
+    @classmethod
+    def here(cls, device: object) -> Self:
+        """The provenance of a run on this device."""
+        return cls(**provenance(device))
+
+
+class Hashes(Part):
+    """SHA-256 of the base weights, of each set of rows, and of the bases (frozen cores only)."""
+
+    model: str
+    train: str | None = None
+    calibration: str | None = None
+    evaluation: str | None = None
+    validation: str | None = None
+    others: str | None = None
+    basis: str | None = None
+
+
+class SourceRows(Part):
+    """One of several sources of own rows: how many rows were read, and how many of them are used."""
+
+    source: str
+    read: Count
+    drawn: Count
+
+
+class ReadRows(Part):
+    """The reading of rows; a task has only ``left_out``.
+
+    Attributes:
+        read, columns, left_out: The number of rows, the columns, and the number of unused rows by reason.
+        unused_columns: The columns that are not read.
+        changed: The number of rows whose text was changed, by what was changed.
+        sources: The result of each of several sources.
+        held_out_from: The source of the held-out rows (``eval_data``); missing if they are a part of ``read``.
+    """
+
+    read: Count | None = None
+    columns: tuple[str, ...] = ()
+    left_out: dict[str, Count] = {}
+    unused_columns: tuple[str, ...] = ()
+    changed: dict[str, Count] = {}
+    sources: tuple[SourceRows, ...] = ()
+    held_out_from: str | None = None
+
+    @property
+    def in_words(self) -> str:
+        why = ", ".join(f"{count:,} left out ({why})" for why, count in self.left_out.items())
+        if self.read is None:
+            return f"Rows of the task: {why}."
+        columns = " and ".join(self.columns)
+        said = f"Read {num_of(self.read, 'row')} by {columns}; {why or 'none left out'}."
+        each = "; ".join(f"{one.source}: {one.drawn:,} of {num_of(one.read, 'row')}" for one in self.sources)
+        other = "" if self.held_out_from is None else f" Held-out rows are those of {self.held_out_from}."
+        return f"{said}{f' {each}.' if each else ''}{''.join(f' {line}.' for line in self.not_as_given)}{other}"
+
+    @property
+    def not_as_given(self) -> list[str]:
+        """What of the rows in use was not read, or was changed."""
+        unused = " and ".join(self.unused_columns)
+        lines = [f"{num_of(len(self.unused_columns), 'column')} not used: {unused}"] if unused else []
+        return [*lines, *(f"{num_of(count, 'row')} changed: {what}" for what, count in self.changed.items())]
+
+
+class UsedRows(ReadRows):
+    """The number of training rows and of scored rows, and whether evaluation or validation rows were scored.
+
+    Attributes:
+        cut, skipped: The number of long rows whose prompt was cut, and that were left out; missing if not allowed.
+    """
+
+    trained: Count
+    scored: Count
+    scored_on: str
+    validation_from: str
+    cut: Count | None = None
+    skipped: Count | None = None
+
+
+class AccuracyDetails(Part):
+    """The details of an accuracy, from :class:`frozencore.tune.scoring.score.TaskScore`.
+
+    Attributes:
+        correct: A character for each scored row, in order: 1 if the run was right, else 0.
+    """
+
+    standard_error: float
+    chance: float | None = None
+    majority_class: float | None = None
+    correct: Annotated[str, Field(pattern="^[01]+$")] | None = None
+
+
+class RowLosses(Part):
+    """The held-out loss of each scored row, in order: summed nats to six digits, and tokens.
+
+    Attributes:
+        numbers: The number of each row in its split, which tells the rows that several runs share.
+    """
+
+    numbers: tuple[Count, ...]
+    nats: tuple[float, ...]
+    tokens: tuple[Count, ...]
+
+
+class TrainedSteps(Part):
+    """Optimizer steps, and their losses in nats per completion token."""
+
+    num_steps: Count
+    final_loss: float | None = None
+    losses: tuple[float | None, ...] = ()
+
+
+class OtherTask(Part):
+    """Nats per token of another task's texts before and after training; None if not finite."""
+
+    loss_before: float | None
+    loss: float | None
+
+
+class StepScored(Part):
+    """The validation scores after a step; no accuracy if only the loss was requested."""
+
+    step: Count
+    held_out_loss: float
+    accuracy: float | None = None
+
+
+class SelectedCheckpoint(Part):
+    """The step that a run kept, and its choice.
+
+    Attributes:
+        every: Steps between two scores, or ``epoch``.
+        by: ``accuracy`` (ties go to the lower held-out loss, then to the earlier step) or ``held_out_loss``; missing if
+            there were no validation rows and the last step was kept.
+        rows: The number of validation rows; their source is in the run's ``rows``.
+        time_s: Seconds of scoring, not included in ``training_s``.
+        stopped_early: The training ended early because the scores stopped improving.
+    """
+
+    every: Literal["epoch"] | Count
+    rows: Count
+    kept_step: Count
+    by: Literal["accuracy", "held_out_loss"] | None = None
+    scores: tuple[StepScored, ...] = ()
+    time_s: float = 0.0
+    stopped_early: bool = False
+
+
+class CompanySize(Part):
+    """The number of tenants that trained together with this one, and how many trained at once.
+
+    ``training_s`` is the tenant's share of the common steps, by tokens. Calibration and ``total_s`` are for all tenants
+    together.
+    """
+
+    tenants: Count
+    slots: Count
+
+
+class PhasePeaks(Part):
+    """The peak memory of each phase (``frozencore.tune.cost``), including memory held before.
+
+    Attributes:
+        measured: On the model's GPUs (``device``), or resident in the ``process``, including Python and libraries.
+        held_bytes: With the base model loaded and scored, before the adapter was added.
+    """
+
+    measured: Literal["device", "process"]
+    held_bytes: Count
+    calibration_bytes: Count
+    training_bytes: Count
+    scoring_bytes: Count
+
+
+class Resources(Part):
+    """The cost of the method, in the quantities of the paper's tables.
+
+    Attributes:
+        magnitude_parameters: The number of trained values that are DoRA's magnitudes.
+        saved_bytes_without_bases: The bytes to save if bases can be computed again.
+        step_s: Median; None for a single step.
+        peaks: None if the system cannot separate phases.
+    """
+
+    magnitude_parameters: Count | None = None
+    saved_bytes_without_bases: Count | None = None
+    calibration_s: float | None = None
+    step_s: float | None = None
+    num_steps: Count | None = None
+    peak_memory_bytes: Count | None = None
+    peaks: PhasePeaks | None = None
+
+
+class Resolved(Part):
+    """The decisions that the configuration left open."""
+
+    targets: tuple[str, ...] | str
+    recipe: dict[str, Any]
+    max_length: Count
+
+
+class CalibrationSummary(Part):
+    """The calibration over all layers; a median that is not finite is None."""
+
+    collect_s: float
+    build_s: float
+    num_layers: Count
+    num_tokens: Count
+    smallest_effective_rank: Count
+    median_spread: dict[str, float | None]
+
+
+P = TypeVar("P", bound=Part)
+
+
+class RunRecord(Part):
+    """The record of any run; ``run_id`` is its name in a campaign."""
+
+    format: Literal[1]
+    config: RecordedConfig
+    hashes: Hashes | None = None
+    provenance: Provenance = Provenance()
+    run_id: str | None = None
+
+    def has(self, name: str) -> bool:
+        """Return whether the record has this key; a null value is a number that was not finite."""
+        return name in self.model_fields_set
+
+
+class LayerCriteria(Part):
+    """The criterion by layer: each tuple has one entry a layer, in the order of ``name``.
+
+    Attributes:
+        J: Squared whitened gradient inside the span, ``‖(PᵀDP)^-1/2 PᵀGQ (QᵀAQ)^-1/2‖²_F``.
+        energy: ``‖T‖²_F`` of ``T = D^-1/2 G A^-1/2``, the upper limit of J.
+        gradient, gradient_total: ``‖PᵀGQ‖_F`` and ``‖G‖_F``.
+        leading: The first four singular values of the matrix whose squared norm is J; for ``fcca`` they are Σ.
+        last: The r-th singular value.
+        effective_rank: The number of singular values above rounding.
+        participation: ``(Σσ²)² / Σσ⁴``, the number of singular values over which J is spread.
+        input_spread, error_spread: Maximum over median of a and of d; None if the median is zero.
+    """
+
+    name: tuple[str, ...]
+    J: tuple[float, ...]
+    energy: tuple[float, ...]
+    gradient: tuple[float, ...]
+    gradient_total: tuple[float, ...]
+    leading: tuple[tuple[float, ...], ...]
+    last: tuple[float, ...]
+    effective_rank: tuple[Count, ...]
+    participation: tuple[float, ...]
+    input_spread: tuple[float | None, ...]
+    error_spread: tuple[float | None, ...]
+
+
+class Criterion(Part):
+    """The share of the calibration rows' moments G, a, d that the bases capture before training.
+
+    All runs use the same metric, diagonal on both sides with this relative ``damping``, so that runs can be compared.
+
+    Attributes:
+        J: Sum over the layers; the local model predicts that a step η lowers the loss by η/2 times J.
+        J_share: J over the sum of all energy.
+        gradient: ``‖PᵀGQ‖_F`` over all layers; ``gradient_share`` is its ratio to ``‖G‖_F``.
+        leading, last, effective_rank, participation, input_spread, error_spread: Medians over the layers.
+    """
+
+    damping: float
+    J: float
+    J_share: float
+    gradient: float
+    gradient_share: float
+    leading: tuple[float, ...]
+    last: float
+    effective_rank: float
+    participation: float
+    input_spread: float | None
+    error_spread: float | None
+    layers: LayerCriteria
+
+
+class TunedRecord(RunRecord):
+    """The record of a run that trained.
+
+    Attributes:
+        accuracy, score: Missing for plain text.
+        held_out_loss: Nats per completion token.
+        selection: Missing if no step was chosen and the last was kept.
+        company: Missing if the run trained alone.
+        forgetting: The loss on the texts of other tasks, by task; missing if not scored.
+        row_losses: The held-out loss of each scored row, in order, missing in older records.
+        values_at_once: The number of values that train at the same time.
+        state_held_bytes: The peak of the training state (:mod:`frozencore.tune.training.callbacks`) in one process; for
+            runs that train together, the run's share.
+        saved_bytes: Size of the adapter's tensor files.
+        model_bytes: Size of the base model's loaded weights.
+        processes: The number of processes; missing if one.
+        criterion: None for methods without bases, and if G, a and d were not available.
+    """
+
+    task: str | None
+    method: str
+    seed: Count
+    rows: UsedRows | None = None
+    held_out_loss_before: float | None
+    held_out_loss: float | None
+    accuracy_before: float | None = None
+    accuracy: float | None = None
+    score: AccuracyDetails | None = None
+    values_at_once: Count
+    state_held_bytes: Count
+    saved_bytes: Count
+    model_bytes: Count
+    calibration_s: float
+    training_s: float
+    total_s: float | None = None
+    peak_memory_bytes: Count
+    resources: Resources | None = None
+    training: TrainedSteps
+    selection: SelectedCheckpoint | None = None
+    company: CompanySize | None = None
+    forgetting: dict[str, OtherTask] | None = None
+    row_losses: RowLosses | None = None
+    processes: Count | None = None
+    resolved: Resolved | None = None
+    calibration: CalibrationSummary | None = None
+    criterion: Criterion | None = None
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of a step: the median, or the mean in older records."""
+        if self.resources is not None:
+            return self.resources.step_s
+        return self.training_s / self.training.num_steps if self.training.num_steps else None
+
+    @property
+    def forgotten(self) -> float | None:
+        """The rise of the loss on other tasks' texts in nats per token, averaged over tasks; None if not scored."""
+        others = (self.forgetting or {}).values()
+        rises = [one.loss - one.loss_before for one in others if one.loss is not None and one.loss_before is not None]
+        return sum(rises) / len(rises) if rises else None
+
+    def has(self, name: str) -> bool:
+        return self.forgotten is not None if name == "forgotten" else super().has(name)
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """The existing scores before and after, by name."""
+        found = {
+            "loss_before": self.held_out_loss_before,
+            "loss": self.held_out_loss,
+            "accuracy_before": self.accuracy_before,
+            "accuracy": self.accuracy,
+        }
+        return {name: score for name, score in found.items() if score is not None}
+
+
+class StabilityRecord(RunRecord):
+    """The record of a comparison of two calibration sets' bases: mean principal-angle cosines, total and by layer."""
+
+    cosine_P: float | None
+    cosine_Q: float | None
+    layers: dict[str, dict[str, float]] = Field(default_factory=dict)
+    num_calibration: dict[str, Count] = Field(default_factory=dict)
+    reference_size: Count | None = None
+
+
+class Failure(Part):
+    """The reason why a run has no record."""
+
+    reason: str
+    message: str
+    config: dict[str, Any] = Field(default_factory=dict)
+    provenance: Provenance | None = None
+
+
+def read_record(text: str) -> RunRecord:
+    """Read a record from a JSON text.
+
+    Raises:
+        ValueError: The record is damaged; the message is one line.
+    """
+    content = from_json(text)
+    compared = isinstance(content, dict) and "cosine_P" in content
+    return _read(StabilityRecord if compared else TunedRecord, text)
+
+
+def read_failure(text: str) -> Failure:
+    """Read a failure from a JSON text; raises the errors of :func:`read_record`."""
+    return _read(Failure, text)
+
+
+def _read(kind: type[P], text: str) -> P:
+    try:
+        return kind.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"])) or "it"
+        raise ValueError(one_line(f"{place}: {first['msg'].lower()}", 200)) from error

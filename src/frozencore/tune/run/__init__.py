@@ -1,1 +1,0 @@
-"""One run: its configuration, methods, rows and record."""

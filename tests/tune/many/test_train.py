@@ -1,0 +1,436 @@
+"""A tenant trained beside others against the same tenant trained alone by the existing recipe."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from adapted import adapted, cores_of, train_at_random
+from forked import FORK
+from frozencore import FrozenCoreConfig
+from frozencore.errors import CalibrationError, ConfigError, DataError, DivergenceError, TrainingError
+from frozencore.tune.many import active_tenants
+from frozencore.tune.many.checkpoint import Checkpoints
+from frozencore.tune.many.losses import row_losses
+from frozencore.tune.many.tenant import Tenant, Trained, Validation
+from frozencore.tune.many.train import train_many
+from frozencore.tune.rows import TokenRow
+from frozencore.tune.rows.token_batches import PaddingCollator
+from frozencore.tune.scoring.score import held_out_loss
+from frozencore.tune.training.recipe import Recipe
+from frozencore.tune.training.selection import Selection
+from frozencore.tune.training.train import train
+from tiny import draw_examples, tiny_gpt2, tiny_qwen2
+
+RECIPE = Recipe(learning_rate=2e-2, warmup=0.2, epochs=2, batch_size=2, accumulation=2)
+
+
+def rows_of(num_rows: int, seed: int, longest: int = 9) -> list[TokenRow]:
+    examples = draw_examples(num_rows, seed=seed, longest=longest)
+    return [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(examples)]
+
+
+TENANTS = {
+    "anna": Tenant(rows_of(13, seed=1), RECIPE),
+    "ben": Tenant(rows_of(4, seed=2, longest=20), replace(RECIPE, seed=7, learning_rate=5e-3)),
+    "cleo": Tenant(rows_of(1, seed=3), replace(RECIPE, epochs=3)),
+    "dora": Tenant(rows_of(16, seed=4, longest=30), replace(RECIPE, batch_size=1, accumulation=1, warmup=0.0)),
+    "emil": Tenant(rows_of(9, seed=5), replace(RECIPE, max_grad_norm=0.01, weight_decay=0.1)),
+}
+
+TWO = {name: TENANTS[name] for name in ("anna", "ben")}
+
+
+def trained_at_once(model: nn.Module, tenants: Mapping[str, Tenant] = TENANTS, **options: object) -> dict[str, Trained]:
+    return train_many(model, tenants, pad_id=0, **options)
+
+
+def alone(model: nn.Module, tenant: Tenant) -> tuple[dict[str, Tensor], tuple[float, ...]]:
+    report = train(model, tenant.rows, tenant.recipe, pad_id=0)
+    return cores_by_name(model), report.losses
+
+
+def cores_by_name(model: nn.Module) -> dict[str, Tensor]:
+    return {layer.name: layer.factors("default")[2].detach().clone() for layer in cores_of(model)}
+
+
+def difference(cores: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """The relative error over all layers."""
+    assert cores.keys() == expected.keys()
+    distance = sum(float((cores[name] - R).norm() ** 2) for name, R in expected.items())
+    return (distance / sum(float(R.norm() ** 2) for R in expected.values())) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("base", "num_slots"),
+    [(tiny_qwen2, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((tiny_qwen2, 5), (tiny_gpt2, 3)))],
+)
+def test_a_tenant_beside_others_is_the_tenant_alone(base: type, num_slots: int) -> None:
+    trained = trained_at_once(adapted(model=base()), num_slots=num_slots, tokens_per_batch=64)
+    assert list(trained) == list(TENANTS)
+    for name, tenant in TENANTS.items():
+        cores, losses = alone(adapted(model=base()), tenant)
+        assert difference(trained[name].cores, cores) < 1e-5
+        assert trained[name].report.losses == pytest.approx(losses, rel=1e-5)
+        assert trained[name].report.num_steps == tenant.num_steps == len(losses)
+
+
+def test_what_is_not_of_a_tenant_does_not_reach_it() -> None:
+    """The same tenant beside others, beside one that diverges, and in another slot: bit for bit where batches agree."""
+    lone = trained_at_once(adapted(), {"anna": TENANTS["anna"]}, tokens_per_batch=1)
+    wild = {"wild": Tenant(rows_of(30, seed=9), replace(RECIPE, learning_rate=1e38)), "anna": TENANTS["anna"]}
+    beside = trained_at_once(adapted(), wild, tokens_per_batch=1)
+    assert "diverged at step" in str(beside["wild"].diverged)
+    assert beside["anna"].diverged is None
+    assert beside["anna"].report.losses == lone["anna"].report.losses
+    assert all(torch.equal(R, lone["anna"].cores[name]) for name, R in beside["anna"].cores.items())
+
+
+def with_nan_from(step: int) -> nn.Module:
+    """The loss of one batch a step, in its first row."""
+    model, num_passes = adapted(), 0
+
+    def spoil(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        nonlocal num_passes
+        num_passes += 1
+        if num_passes >= step:
+            output[0] = torch.nan
+
+    model.model.model.embed_tokens.register_forward_hook(spoil)
+    return model
+
+
+def test_a_tenant_that_diverged_has_the_cores_that_it_would_have_alone() -> None:
+    one = Tenant(TENANTS["anna"].rows, replace(RECIPE, batch_size=4, accumulation=1))
+    trained = trained_at_once(with_nan_from(5), {"anna": one}, tokens_per_batch=1000)["anna"]
+    model = with_nan_from(5)
+    with pytest.raises(DivergenceError) as told:
+        train(model, one.rows, one.recipe, pad_id=0)
+    assert str(told.value).split(": ")[0] == str(trained.diverged).split(": ")[0] == "Training diverged at step 5 of 8"
+    assert difference(trained.cores, cores_by_name(model)) < 1e-5
+    assert trained.report.num_steps == len(trained.report.losses) == 4
+
+
+def test_each_tenant_starts_from_the_core_of_the_adapter_which_stays() -> None:
+    model, expected = adapted(trained=True), adapted(trained=True)
+    before = cores_by_name(model)
+    trained = trained_at_once(model, TWO, num_slots=2)
+    assert all(torch.equal(R, before[name]) for name, R in cores_by_name(model).items())
+    cores, _ = alone(expected, TENANTS["anna"])
+    assert difference(trained["anna"].cores, cores) < 1e-5
+
+
+def test_another_adapter_that_is_active_does_not_reach_a_tenant() -> None:
+    model = adapted("random", target_modules=["q_proj"])
+    expected = trained_at_once(model, TWO)
+    options = {"r": 3, "constructor": "random", "target_modules": ["q_proj", "v_proj"]}
+    model.add_adapter("wide", FrozenCoreConfig(**options))
+    train_at_random(model, "wide")
+    model.set_adapter("wide")
+    trained = trained_at_once(model, TWO)
+    assert all(trained[name].report.losses == expected[name].report.losses for name in TWO)
+    assert all(difference(trained[name].cores, expected[name].cores) == 0 for name in TWO)
+
+
+def test_a_16_bit_base_trains_float32_cores() -> None:
+    trained = trained_at_once(adapted(dtype=torch.bfloat16), TWO)
+    assert {R.dtype for one in trained.values() for R in one.cores.values()} == {torch.float32}
+    _, losses = alone(adapted(dtype=torch.bfloat16), TENANTS["anna"])
+    assert trained["anna"].report.losses == pytest.approx(losses, rel=0.02)
+
+
+class StoppedError(Exception):
+    pass
+
+
+def until(step: int, folder: Path) -> None:
+    """Stop after so many steps of all tenants, each with its checkpoint."""
+    calls = iter(range(1, 1000))
+
+    def stop(stage: str, done: int, total: int | None, note: str = "") -> None:
+        assert stage == "train"
+        assert done <= total
+        if next(calls) == step:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        trained_at_once(adapted(), VALIDATED, num_slots=2, checkpoint_dir=folder, checkpoint_s=0, progress=stop)
+
+
+VALIDATED = TENANTS | {
+    "anna": replace(TENANTS["anna"], validation=Validation(rows_of(6, seed=11), every=2)),
+    "dora": replace(TENANTS["dora"], validation=Validation(rows_of(3, seed=12), every=3, patience=2)),
+}
+
+
+def assert_same(left: dict[str, Trained], right: dict[str, Trained]) -> None:
+    assert list(left) == list(right)
+    for name, one in left.items():
+        assert all(torch.equal(R, right[name].cores[layer]) for layer, R in one.cores.items())
+        assert one.report.losses == right[name].report.losses
+        scores = [
+            report.selected and (report.selected.scores, report.selected.step)
+            for report in (one.report, right[name].report)
+        ]
+        assert scores[0] == scores[1]
+
+
+@pytest.fixture(scope="module")
+def whole() -> dict[str, Trained]:
+    """The result of an uninterrupted training of all tenants."""
+    return trained_at_once(adapted(), VALIDATED, num_slots=2)
+
+
+@pytest.mark.parametrize("step", [pytest.param(4, marks=pytest.mark.slow), 9, pytest.param(14, marks=pytest.mark.slow)])
+def test_a_resumed_training_is_bit_equal_to_an_uninterrupted_one(
+    tmp_path: Path, step: int, whole: dict[str, Trained]
+) -> None:
+    until(step, tmp_path)
+    newest = tmp_path / f"checkpoint-{step}"
+    (newest / "values.safetensors").write_bytes((newest / "values.safetensors").read_bytes()[:-9])  # half-written
+    told: list[str] = []
+    resumed = trained_at_once(
+        adapted(), VALIDATED, num_slots=2, checkpoint_dir=tmp_path, resume=True, on_end=lambda these: told.extend(these)
+    )
+    assert {one.report.resumed_from for one in resumed.values()} == {tmp_path / f"checkpoint-{step - 1}"}
+    assert_same(resumed, whole)
+    assert sorted(told) == sorted(VALIDATED)
+    again = trained_at_once(adapted(), VALIDATED, num_slots=2, checkpoint_dir=tmp_path, resume=True)  # at its end
+    assert_same(again, whole)
+
+
+def test_a_resumed_training_knows_its_tenants_by_name(
+    tmp_path: Path, after_ends: Path, whole: dict[str, Trained]
+) -> None:
+    shutil.copytree(after_ends, tmp_path, dirs_exist_ok=True)
+    for names in [list(VALIDATED)[::-1], *permutations(VALIDATED)][:121:30]:  # the first one trains to the end
+        same = {name: VALIDATED[name] for name in names}
+        resumed = trained_at_once(adapted(), same, num_slots=2, checkpoint_dir=tmp_path, resume=True)
+        assert list(resumed) == list(names)
+        assert_same({name: resumed[name] for name in whole}, whole)
+
+
+def train_in(folder: Path) -> None:
+    trained_at_once(adapted(), VALIDATED, num_slots=2, checkpoint_dir=folder, checkpoint_s=0)
+
+
+def test_a_checkpoint_is_written_every_so_many_common_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+    write = Checkpoints.write
+
+    def note(self: Checkpoints, active: Any) -> None:
+        written.append(len(steps))  # of which progress has been told: the step that ends now is not among them
+        write(self, active)
+
+    steps: list[int] = []
+    monkeypatch.setattr(Checkpoints, "write", note)
+    trained_at_once(
+        adapted(), TENANTS, num_slots=8, checkpoint_dir=tmp_path, checkpoint_s=1e9, checkpoint_steps=3,
+        progress=lambda *_: steps.append(1),
+    )  # fmt: skip
+    assert written == [0, *range(2, len(steps) - 1, 3), len(steps) - 1]
+
+
+def test_a_training_that_is_killed_goes_on_bit_equal(tmp_path: Path, whole: dict[str, Trained]) -> None:
+    process = FORK.Process(target=train_in, args=(tmp_path,))
+    process.start()
+    while process.is_alive() and not (tmp_path / "ended").is_dir():  # a tenant has left, others are under way
+        time.sleep(0.001)
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    resumed = trained_at_once(adapted(), VALIDATED, num_slots=2, checkpoint_dir=tmp_path, resume=True)
+    assert_same(resumed, whole)
+    assert resumed["anna"].report.resumed_from is not None
+
+
+@pytest.mark.parametrize("at", [pytest.param(0, marks=pytest.mark.slow), 6])
+def test_sigterm_takes_effect_after_a_step_with_its_checkpoint(
+    tmp_path: Path, at: int, whole: dict[str, Trained]
+) -> None:
+    heard, steps = [], iter(range(1000))
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+
+    def told(*_: object) -> None:
+        if next(steps) == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    try:
+        with pytest.raises(TrainingError, match=r"stop with \d of 5 tenants at their end\. Its checkpoint is whole"):
+            trained_at_once(adapted(), VALIDATED, num_slots=2, checkpoint_dir=tmp_path, progress=told)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == [signal.SIGTERM]
+    resumed = trained_at_once(adapted(), VALIDATED, num_slots=2, checkpoint_dir=tmp_path, resume=True)
+    assert {one.report.resumed_from for one in resumed.values()} == {tmp_path / f"checkpoint-{at + 2}"}
+    assert_same(resumed, whole)
+
+
+@pytest.fixture(scope="module")
+def after_ends(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoints of a training of tenants that was stopped when some tenants had ended."""
+    folder = tmp_path_factory.mktemp("stopped")
+    until(14, folder)
+    return folder
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "other"])
+def test_a_damaged_file_of_a_tenant_that_had_ended_is_told_in_one_line(
+    tmp_path: Path, damage: str, after_ends: Path
+) -> None:
+    shutil.copytree(after_ends, tmp_path, dirs_exist_ok=True)
+    file = next((tmp_path / "ended").iterdir())
+    content = file.read_bytes()
+    file.unlink()
+    if damage != "gone":
+        file.write_bytes(content[:-9] if damage == "cut" else content.replace(b"report", b"retort"))
+    with pytest.raises(TrainingError, match=r"had ended, but .* is damaged .*Remove") as error:
+        trained_at_once(adapted(), VALIDATED, num_slots=2, checkpoint_dir=tmp_path, resume=True)
+    assert "\n" not in str(error.value)
+
+
+def test_a_step_that_does_not_fit_in_memory_is_made_in_smaller_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    three, sizes = TWO | {"emil": TENANTS["emil"]}, []
+    whole = trained_at_once(adapted(), three)
+
+    def no_room_for_three(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        sizes.append(len(batch["labels"]))
+        losses = row_losses(model, batch)
+        if len(losses) > 2:
+            raise torch.OutOfMemoryError("no room")
+        return losses
+
+    monkeypatch.setattr(active_tenants, "row_losses", no_room_for_three)
+    narrow = trained_at_once(adapted(), three)
+    assert max(sizes) > 2
+    assert sum(size > 2 for size in sizes) < 12  # each halves the budget, from 1024 tokens, for good
+    for name, trained in narrow.items():
+        assert trained.report.losses == pytest.approx(whole[name].report.losses, rel=1e-5)
+        assert difference(trained.cores, whole[name].cores) < 1e-5
+
+
+def test_layers_whose_product_is_not_plain_train_the_same() -> None:
+    """With a hook on each base layer, as quantised ones, the product goes through autograd."""
+    model = adapted()
+    for layer in cores_of(model):
+        layer.get_base_layer().register_forward_hook(lambda *_: None)
+    hooked, plain = trained_at_once(model, TWO), trained_at_once(adapted(), TWO)
+    for name, trained in hooked.items():
+        assert difference(trained.cores, plain[name].cores) < 1e-5
+
+
+def test_a_checkpoint_of_other_tenants_is_refused(tmp_path: Path) -> None:
+    until(3, tmp_path)
+    for others in (TENANTS, VALIDATED | {"ben": replace(TENANTS["ben"], rows=rows_of(4, seed=8))}):
+        with pytest.raises(TrainingError, match=r"made with others: tenants \w{12} \(now \w{12}\)"):
+            trained_at_once(adapted(), others, num_slots=2, checkpoint_dir=tmp_path, resume=True)
+    with pytest.raises(TrainingError, match=r"made with others: slots 2 \(now 3\)"):
+        trained_at_once(adapted(), VALIDATED, num_slots=3, checkpoint_dir=tmp_path, resume=True)
+    with pytest.raises(TrainingError, match=r"made with others: basis \w{12} \(now \w{12}\)\. Resume"):
+        trained_at_once(adapted("random"), VALIDATED, num_slots=2, checkpoint_dir=tmp_path, resume=True)
+    with pytest.raises(TrainingError, match="folder without checkpoints"):
+        trained_at_once(adapted(), VALIDATED, num_slots=2, checkpoint_dir=tmp_path)
+
+
+def test_validation_rows_choose_the_step_that_they_would_choose_alone() -> None:
+    tenant = VALIDATED["anna"]
+    validation = tenant.validation
+    assert validation is not None
+    chosen = trained_at_once(adapted(), {name: VALIDATED[name] for name in TWO})["anna"]
+    model = adapted()
+
+    def score(scored: nn.Module, *_: object) -> tuple[float, None]:
+        return held_out_loss(scored, validation.rows, pad_id=0), None
+
+    report = train(model, tenant.rows, tenant.recipe, pad_id=0, selection=Selection(2, score, "these"))
+    mine, theirs = chosen.report.selected, report.selected
+    assert mine is not None
+    assert theirs is not None
+    assert [score.step for score in mine.scores] == [score.step for score in theirs.scores] == [2, 4, 6, 8]
+    losses = [[score.held_out_loss for score in selected.scores] for selected in (mine, theirs)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert mine.step == theirs.step
+    assert difference(chosen.cores, cores_by_name(model)) < 1e-5
+
+
+def test_a_tenant_whose_validation_loss_rises_stops_early_and_keeps_its_best() -> None:
+    tenant = replace(TENANTS["anna"], recipe=replace(RECIPE, epochs=6, learning_rate=0.5))
+    rows = rows_of(6, seed=11)
+    patient = replace(tenant, validation=Validation(rows, every=1))
+    stopped, whole = (
+        trained_at_once(adapted(), TWO | {"anna": replace(patient, validation=Validation(rows, every=1, patience=k))})
+        for k in (3, None)
+    )
+    scores = whole["anna"].report.selected.scores
+    best = [
+        i for i in range(len(scores)) if scores[i].held_out_loss < min([9.9, *(s.held_out_loss for s in scores[:i])])
+    ]
+    ends = next(i for i in range(len(scores)) if i - max(b for b in best if b <= i) == 3)
+    report = stopped["anna"].report
+    assert (report.selected.stopped, whole["anna"].report.selected.stopped) == (True, False)
+    assert report.num_steps == ends + 1 < whole["anna"].report.num_steps
+    assert report.selected.scores == scores[: ends + 1]
+    assert {name: one.report.num_steps for name, one in stopped.items() if name != "anna"} == {
+        name: tenant.num_steps for name, tenant in TWO.items() if name != "anna"
+    }
+
+
+def test_a_causal_model_is_not_told_what_is_padding_and_another_one_is() -> None:
+    """Gradients of padded rows, against each row alone."""
+    rows, model, told = rows_of(4, seed=21, longest=20), tiny_qwen2().requires_grad_(False), []
+    embeddings = model.get_input_embeddings().weight.requires_grad_()
+    batch = PaddingCollator(0)(rows)
+    assert not batch["attention_mask"].all()
+    model.register_forward_pre_hook(lambda _, args, given: told.append("attention_mask" in given), with_kwargs=True)
+
+    def found(batches: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
+        nats = torch.cat([row_losses(model, one) for one in batches])
+        return nats, *torch.autograd.grad(nats.sum(), embeddings)
+
+    alone = found([PaddingCollator(0)([row]) for row in rows])
+    for is_causal in (True, False):
+        for layer in model.model.layers:
+            layer.self_attn.is_causal = is_causal
+        told.clear()
+        for ours, theirs in zip(found([batch]), alone, strict=True):
+            assert (ours - theirs).norm() < 1e-5 * theirs.norm()
+        assert told == [not is_causal]
+
+
+def test_what_cannot_train_together_is_refused_in_one_line() -> None:
+    with pytest.raises(DataError, match="at least one row"):
+        Tenant([], RECIPE)
+    with pytest.raises(DataError, match="at least one validation row"):
+        Validation([])
+    for every, patience, rule in (
+        (0, None, "at least 1, but 0 came"),
+        (1, 0, "number of scores, at least 1, but 0 c"),
+    ):
+        with pytest.raises(ConfigError, match=rule):
+            Validation(rows_of(1, seed=1), every, patience)
+    with pytest.raises(ConfigError, match="at least one slot, got 0"):
+        trained_at_once(adapted(), num_slots=0)
+    with pytest.raises(ConfigError, match="none called 'other'"):
+        trained_at_once(adapted(), adapter_name="other")
+    with pytest.raises(CalibrationError, match=r"Call frozencore\.calibrate"):
+        trained_at_once(adapted(calibrated=False))
+    with pytest.raises(ConfigError, match="modules_to_save"):
+        trained_at_once(adapted(modules_to_save=["lm_head"]))
+    merged = adapted(trained=True)
+    merged.merge_adapter()
+    with pytest.raises(ConfigError, match="unmerge_adapter"):
+        trained_at_once(merged)
+    with pytest.raises(ConfigError, match="float32 and on one device, but these are torch.float64"):
+        trained_at_once(adapted(dtype=torch.float64))
+    assert trained_at_once(adapted(), {}) == {}

@@ -1,0 +1,116 @@
+"""Which layers a run adapts."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from adapted import BATCHES, adapted
+from families import make
+from frozencore import calibrate, export_lora, export_merged
+from frozencore.errors import CalibrationError, ConfigError
+from frozencore.files.hub import safe_loading
+from frozencore.tune import load as models
+from frozencore.tune.config import make_config
+from frozencore.tune.load import load_model, resolve_targets
+from frozencore.tune.methods import Targets, find_method
+from tiny import ATTENTION
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "down_proj"), ("model.layers.1.mlp.up_proj",)])
+def test_layers_that_are_named_and_there_are_adapted_as_they_were_named(targets: Targets, qwen2: nn.Module) -> None:
+    assert resolve_targets(make_config(model="any", task="sst2", targets=targets).method, qwen2) == targets
+
+
+def test_without_names_the_attention_projections_that_the_model_has_are_adapted(
+    qwen2: nn.Module, gpt2: nn.Module
+) -> None:
+    unnamed = make_config(model="any", task="sst2")
+    assert resolve_targets(unnamed.method, qwen2) == ("q_proj", "k_proj", "v_proj", "o_proj")
+    assert resolve_targets(unnamed.method, gpt2) == ("c_attn", "attn.c_proj")
+
+
+def test_a_model_without_attention_must_be_told_its_layers_and_they_are_listed() -> None:
+    with pytest.raises(ConfigError, match=r"No attention projection .*'all-linear'.*has: in_proj, lm_head,"):
+        resolve_targets(make_config(model="any", task="sst2").method, make("mamba"))
+
+
+@pytest.mark.parametrize("targets", ["all-linear", None, ("q_proj", "down_proj"), ("model.layers.1.mlp.up_proj",)])
+def test_the_last_blocks_alone_are_adapted_in_full_names(targets: Targets | None, qwen2: nn.Module) -> None:
+    everywhere = make_config(model="any", task="sst2", method="lora", targets=targets)
+    last = everywhere.replaced(layers=1)
+    found = resolve_targets(last.method, qwen2)
+    assert all(name.startswith("model.layers.1.") for name in found)
+    every = find_method("lora").add(qwen2, everywhere.method.adapter_options(resolve_targets(everywhere.method, qwen2)))
+    adapted = {name for name, module in every.get_base_model().named_modules() if hasattr(module, "lora_A")}
+    assert set(found) == {name for name in adapted if ".1." in name}
+
+
+def test_several_processes_on_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "num_ranks", lambda: 2)
+    with pytest.raises(ConfigError, match=r"own, but --device cuda:1 came for 2\. Use cuda\."):
+        load_model("pocket", device="cuda:1")
+
+
+def test_more_blocks_than_there_are_is_one_line(qwen2: nn.Module) -> None:
+    config = make_config(model="any", task="sst2", layers=3)
+    with pytest.raises(ConfigError, match="--layers 3 is more than the 2 blocks of this model"):
+        resolve_targets(config.method, qwen2)
+
+
+TEXT = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+VISION = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+TOWER = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 32}
+LINEAR = {f"linear_{part}": 8 if part.endswith("dim") else 2 for part in
+          ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")}  # fmt: skip
+WRAPPERS: dict[str, dict[str, Any]] = {
+    "qwen3_5": {
+        "text_config": {**TEXT, **LINEAR, "layer_types": ["linear_attention", "full_attention"]},
+        "vision_config": TOWER,
+    },
+    "gemma3": {"text_config": TEXT, "vision_config": VISION, "mm_tokens_per_image": 4},
+    "gemma4": {
+        "text_config": {**TEXT, "hidden_size_per_layer_input": 0, "layer_types": ["full_attention"] * 2},
+        "vision_config": None, "audio_config": None,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_a_model_with_a_part_for_images_is_trained_and_exported_in_the_class_that_it_was_saved_as(
+    kind: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **WRAPPERS[kind])
+    saved = AutoModelForImageTextToText.from_config(config)
+    saved.save_pretrained(tmp_path / "base")
+    base = models._weights(safe_loading(str(tmp_path / "base")), "auto")
+    assert type(base) is type(saved) is type(models.without_weights(base.config))
+    names = [name for name, _ in base.named_modules() if "language_model" in name and name.endswith(ATTENTION)]
+    short = adapted("fcca", model=copy.deepcopy(base), calibrated=False, target_modules=["q_proj", "v_proj"])
+    if kind == "gemma3":  # its vision tower has layers of the same short names
+        with pytest.raises(CalibrationError, match=r"name the other layers in full, such as 'model\.language_model\."):
+            calibrate(short, BATCHES, progress=False)
+    model = adapted("fcca", model=base, target_modules=names, trained=True)
+    ids = torch.tensor([[3, 4, 5, 6]])
+    expected = model(input_ids=ids).logits
+    model.save_pretrained(tmp_path / "adapter")
+    export_lora(tmp_path / "adapter", tmp_path / "lora", base=tmp_path / "base")
+    export_merged(tmp_path / "adapter", tmp_path / "merged", base=tmp_path / "base")
+    stock = PeftModel.from_pretrained(type(saved).from_pretrained(tmp_path / "base"), tmp_path / "lora")
+    for exported in (stock, type(saved).from_pretrained(tmp_path / "merged")):
+        torch.testing.assert_close(exported(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,152 @@
+"""Records are written whole or not at all, and say where they come from."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from frozencore.errors import ArtifactError
+from frozencore.files.whole_file import require_writable, whole_folder, write_json, write_lines
+from frozencore.tune.provenance import provenance, source_commit
+from frozencore.tune.record import Failure, Provenance, StabilityRecord, read_failure, read_record
+from made_up import made_up_record, record_content
+from places import LAB
+
+
+def test_nan_and_infinity_become_null_and_paths_text(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", {"x": float("nan"), "y": [float("inf"), 1.5], "z": Path("p"), 3: (True, None)})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"x": None, "y": [None, 1.5], "z": "p", "3": [True, None]}
+
+
+def test_a_failed_write_leaves_the_earlier_file_and_no_litter(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    write_json(path, {"kept": 1})
+    with pytest.raises(TypeError):
+        write_json(path, {"bad": object()})
+    assert json.loads(path.read_text()) == {"kept": 1}
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
+def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ArtifactError, match="cannot be written"):
+        write_json(tmp_path / "file" / "a.json", {})
+    with pytest.raises(ArtifactError, match=r"--output .*below cannot be written: .*file is not a writable folder"):
+        require_writable(tmp_path / "file" / "below")
+    require_writable(tmp_path / "new" / "newer")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_that_a_killed_process_left_is_in_nobodys_way(tmp_path: Path) -> None:
+    (tmp_path / f".out.{os.getpid()}.tmp").mkdir()
+    with whole_folder(tmp_path / "out", overwrite=None) as aside:
+        (aside / "a").touch()
+    assert (tmp_path / "out" / "a").exists()
+
+
+def test_a_folder_that_is_overwritten_is_there_until_the_new_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+
+    def write(text: str, overwrite: bool) -> None:
+        with whole_folder(out, overwrite=overwrite) as aside:
+            (aside / "config.json").write_text(text)
+
+    write("old", overwrite=False)
+    rename = Path.rename
+
+    def refuse(path: Path, target: Path) -> Path:
+        if path.name.endswith(".tmp"):
+            raise OSError(28, "No space left on device")
+        return rename(path, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", refuse)
+        with pytest.raises(ArtifactError, match="No space left"):
+            write("new", overwrite=True)
+    assert ((out / "config.json").read_text(), os.listdir(tmp_path)) == ("old", ["out"])
+    write("new", overwrite=True)
+    assert ((out / "config.json").read_text(), os.listdir(tmp_path)) == ("new", ["out"])
+    (tmp_path / "late").mkdir()
+    with pytest.raises(ArtifactError, match="is there already"), whole_folder(tmp_path / "late", overwrite=False):
+        (tmp_path / "late" / "config.json").write_text("another's")
+    assert (tmp_path / "late" / "config.json").read_text() == "another's"
+
+
+def test_lines_are_one_object_each(tmp_path: Path) -> None:
+    write_lines(tmp_path / "a.jsonl", [{"a": 1}, {"b": "ü\n"}])
+    assert [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()] == [{"a": 1}, {"b": "ü\n"}]
+
+
+def test_provenance_names_versions_machine_and_commit() -> None:
+    source = provenance()
+    assert source["versions"]["torch"]
+    assert source["num_threads"] >= 1
+    commit = source_commit()
+    assert commit is None or len(commit.removesuffix("-dirty")) == 40
+
+
+def test_provenance_names_the_device_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = provenance("cpu")["device"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda place: ["first", "second"][place.index or 0])
+    named = {name: provenance(name)["device"] for name in ("auto", "cuda", "cuda:1", "cpu", "no device")}
+    assert named == {"auto": "first", "cuda": "first", "cuda:1": "second", "cpu": processor, "no device": processor}
+    assert provenance(torch.device("cuda:1"))["device"] == "second"
+
+
+ALL_RECORDS = sorted((LAB / "results").glob("*/records.jsonl"))
+
+
+@pytest.mark.parametrize("index", ALL_RECORDS, ids=lambda path: path.parent.name)
+def test_records_of_earlier_versions_are_read_and_written_as_they_were(index: Path) -> None:
+    lines = index.read_text().splitlines()
+    assert lines
+    for line in lines:
+        record = read_record(line)
+        assert json.loads(json.dumps(record.content())) == json.loads(line)
+        assert isinstance(record, StabilityRecord) == ("cosine_P" in json.loads(line))
+        assert record.hashes is None or len(record.hashes.model) == 64
+
+
+def test_what_a_later_version_adds_is_kept_and_what_is_not_there_is_not_made_up() -> None:
+    content = record_content({"task": "svamp"}, later=[1, {"x": None}], resources={"step_s": None, "fans": 3})
+    record = made_up_record({"task": "svamp"}, later=[1, {"x": None}], resources={"step_s": None, "fans": 3})
+    assert record.content() == content
+    assert (record.resources.step_s, record.resources.saved_bytes_without_bases) == (None, None)
+    assert "saved_bytes_without_bases" not in record.content()["resources"]
+
+
+def test_a_number_that_was_not_finite_is_there_and_none() -> None:
+    diverged, text = made_up_record({"task": "a"}, held_out_loss=None), made_up_record({"task": "a"}, accuracy=...)
+    assert (diverged.has("held_out_loss"), diverged.held_out_loss) == (True, None)
+    assert (text.has("accuracy"), text.accuracy) == (False, None)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"accuracy": "high"}, "accuracy: input should be a valid number"),
+        ({"training": {"num_steps": -1}}, "training.num_steps: input should be greater than or equal to 0"),
+        ({"seed": ...}, "seed: field required"),
+        ({"score": {"standard_error": None}}, "score.standard_error: input should be a valid number"),
+        ({"hashes": {"model": 3, "a\nb": 1}}, "hashes.model: input should be a valid string"),
+        ({"cosine_P": 0.5}, "cosine_Q: field required"),
+    ],
+)
+def test_damage_is_named_in_one_line(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        made_up_record({"task": "svamp"}, **wrong)
+
+
+def test_a_failure_is_read_as_it_was_written() -> None:
+    failure = Failure(reason="diverged", message="at step 3", config={"rank": 4}, provenance=Provenance.here("cpu"))
+    assert read_failure(json.dumps(failure.content())) == failure
+    with pytest.raises(ValueError, match="^reason: field required$"):
+        read_failure('{"message": ""}')

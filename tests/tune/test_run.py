@@ -1,0 +1,359 @@
+"""A run from configuration to record, on the pocket model and a few rows."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from frozencore.adapter.bases import basis_fingerprint
+from frozencore.adapter.calibrate import calibrate
+from frozencore.calibration.collect import collect_moments
+from frozencore.errors import (
+    ArtifactError,
+    CalibrationError,
+    ConfigError,
+    DataError,
+    DivergenceError,
+    FrozenCoreError,
+    ModelError,
+    TrainingError,
+)
+from frozencore.files.fingerprint import fingerprint_model
+from frozencore.tune.calibrate_only import execute_calibration
+from frozencore.tune.config import RunConfig, make_config, run_options
+from frozencore.tune.load import load_model, prepare
+from frozencore.tune.methods import METHODS
+from frozencore.tune.pocket import pocket_model_path
+from frozencore.tune.record import read_record
+from frozencore.tune.rows import TokenRow
+from frozencore.tune.run import execute
+from frozencore.tune.scoring.score import score_task
+from frozencore.tune.suite import find_task
+from frozencore.tune.tasks.splits import split_task
+
+
+def silent(stage: str, done: int, total: int | None, note: str = "") -> None:
+    pass
+
+
+def fail(stage: str, *_: object) -> None:
+    raise AssertionError(f"{stage}: before any work is done it is clear that there is none")
+
+
+def config_of(**overrides: Any) -> RunConfig:
+    few = {
+        "model": str(pocket_model_path()), "task": "pocket-sentiment", "rank": 4, "calibration_size": 16,
+        "batch_size": 8, "accumulation": 1, "epochs": 1, "num_train": 24, "num_evaluation": 10, "device": "cpu",
+    }  # fmt: skip
+    return make_config(**{**few, **overrides})
+
+
+def test_a_run_tells_what_it_forgets_as_the_loss_on_the_plain_text_of_other_tasks(tmp_path):
+    config = config_of(forgetting=("pocket-math", "pocket-comparison"), epochs=2)
+    record = execute(config, tmp_path / "run", silent)
+    assert record.forgetting is not None
+    assert list(record.forgetting) == ["pocket-math", "pocket-comparison"]
+    model, tokenizer = load_model(str(pocket_model_path()), dtype="auto", device="cpu")
+    trained = PeftModel.from_pretrained(load_model(str(pocket_model_path()))[0], tmp_path / "run" / "adapter")
+    for task, told in record.forgetting.items():
+        rows = split_task(find_task(task), None).evaluation[:32]
+        texts = [tokenizer(row.prompt + row.completion)["input_ids"] + [tokenizer.eos_token_id] for row in rows]
+        for scored, loss in ((model, told.loss_before), (trained, told.loss)):
+            with torch.no_grad():
+                sums = [scored(torch.tensor([ids]), labels=torch.tensor([ids])).loss * (len(ids) - 1) for ids in texts]
+            assert loss == pytest.approx(float(sum(sums)) / sum(len(ids) - 1 for ids in texts), rel=1e-4)
+    rises = [told.loss - told.loss_before for told in record.forgetting.values()]
+    assert record.forgotten == pytest.approx(sum(rises) / 2)
+    assert record.has("forgotten")
+    assert read_record((tmp_path / "run" / "result.json").read_text()) == record
+
+
+def test_what_a_run_forgets_is_not_scored_while_options_are_chosen():
+    assert prepare(config_of(forgetting=("pocket-math",), evaluate_on="validation"), silent).rows.others == {}
+
+
+def test_a_run_cannot_forget_the_task_that_it_learns():
+    with pytest.raises(ConfigError, match="about other tasks"):
+        config_of(forgetting=("pocket-sentiment",))
+
+
+# The others' bases are built and read back in the tests of the adapter.
+RUN_AT_ONCE = ("fcca", "lora", "pissa")
+
+
+@pytest.mark.parametrize(
+    "method", [name if name in RUN_AT_ONCE else pytest.param(name, marks=pytest.mark.slow) for name in METHODS]
+)
+def test_every_method_runs_and_its_adapter_reloads_to_the_same_score(method: str, tmp_path: Path) -> None:
+    if package := getattr(METHODS[method], "package", None):
+        pytest.importorskip(package)
+    unsaid = {name: run_options()[name].default for name in METHODS[method].unread}
+    config = config_of(method=method, **unsaid)
+    record = execute(config, tmp_path / "run", silent)
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["accuracy"] == record.accuracy
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["adapter", "predictions.jsonl", "result.json"]
+
+    prepared = prepare(config, silent)
+    assert fingerprint_model(prepared.model) == record.hashes.model
+    assert prepared.rows.task is not None
+    model = PeftModel.from_pretrained(prepared.model, tmp_path / "run" / "adapter")
+    score = score_task(model, prepared.encoder, prepared.rows.task, prepared.rows.evaluation)
+    assert score.accuracy == record.accuracy
+    rounding = 1e-5 if METHODS[method].changes_base else 0
+    assert score.held_out_loss == pytest.approx(record.held_out_loss, abs=rounding)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "predictions.jsonl").read_text().splitlines()]
+    assert [line["prediction"] for line in lines] == [p.prediction for p in score.predictions]
+    assert record.score is not None
+    assert record.score.correct == "".join(str(int(line["correct"])) for line in lines)
+    by_row = record.row_losses
+    assert by_row is not None
+    assert [f"evaluation-{number}" for number in by_row.numbers] == [line["id"] for line in lines]
+    assert sum(by_row.nats) / sum(by_row.tokens) == pytest.approx(record.held_out_loss, rel=1e-5)
+
+
+def test_the_record_holds_what_is_needed_to_trust_it(tmp_path: Path) -> None:
+    record = execute(config_of(), tmp_path / "run", silent)
+    assert record.values_at_once == 16 * 4**2
+    assert record.state_held_bytes == 12 * 16 * 4**2
+    assert record.config.content()["calibration_size"] == 16
+    assert record.resolved.recipe["learning_rate"] == 1e-2
+    assert record.resolved.targets == ("q_proj", "k_proj", "v_proj", "o_proj")
+    assert {"model", "train", "calibration", "evaluation", "basis"} == record.hashes.content().keys()
+    assert record.training.num_steps == len(record.training.losses) == 3
+    assert record.calibration.smallest_effective_rank == 4
+    assert len(record.criterion.layers.J) == record.calibration.num_layers == 16
+    assert 0 < record.criterion.J_share < 1
+    assert torch.__version__.startswith(record.provenance.versions["torch"].split("+")[0])
+    assert record.peak_memory_bytes > 0
+    assert record.calibration_s > 0
+    assert record.training_s > 0
+
+
+def test_the_same_seed_gives_the_same_numbers_and_another_seed_others(tmp_path: Path) -> None:
+    first, again, other = (
+        execute(config_of(seed=seed), tmp_path / name, silent) for seed, name in ((1, "a"), (1, "b"), (2, "c"))
+    )
+    assert first.training == again.training
+    assert first.hashes == again.hashes
+    weights = [(tmp_path / name / "adapter" / "adapter_model.safetensors").read_bytes() for name in "abc"]
+    assert weights[0] == weights[1]
+    assert other.hashes.calibration != first.hashes.calibration
+    assert other.hashes.evaluation == first.hashes.evaluation
+
+
+def test_a_moments_file_gives_the_run_its_own_pass_would_have(tmp_path: Path) -> None:
+    execute_calibration(config_of(), tmp_path / "calibration", silent)
+    moments = tmp_path / "calibration" / "moments.safetensors"
+    own = execute(config_of(), tmp_path / "own", silent)
+    read = execute(config_of(), tmp_path / "read", silent, moments_file=moments)
+    assert own.hashes == read.hashes
+    assert own.training.losses == read.training.losses
+    with pytest.raises(ArtifactError, match="other calibration data"):
+        execute(config_of(seed=7), tmp_path / "stale", silent, moments_file=moments)
+    with pytest.raises(CalibrationError, match="'input_outer' is needed"):
+        execute(config_of(method="eva"), tmp_path / "eva", silent, moments_file=moments)
+    with pytest.raises(ConfigError, match="reads no data"):
+        execute(
+            config_of(method="random"),
+            tmp_path / "random",
+            silent,
+            moments_file=moments,
+        )
+    assert {path.name for path in tmp_path.iterdir()} == {"calibration", "own", "read"}
+
+
+def stop_in_the_second_epoch(stage: str, done: int, total: int | None, note: str = "") -> None:
+    if stage == "train" and done == 5:
+        raise KeyboardInterrupt
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("interrupted")
+    with pytest.raises(KeyboardInterrupt):
+        execute(config_of(epochs=2), folder, stop_in_the_second_epoch)
+    return folder
+
+
+def test_an_interrupted_run_goes_on_to_the_same_end(interrupted: Path, tmp_path: Path) -> None:
+    config = config_of(epochs=2)
+    whole = execute(config, tmp_path / "whole", silent)
+    shutil.copytree(interrupted, tmp_path / "cut")
+    assert not (tmp_path / "cut" / "result.json").exists()
+    with pytest.raises(TrainingError, match="cut holds an interrupted run, which has kept its step 3.* --resume"):
+        execute(config, tmp_path / "cut", fail)
+    stages: set[str] = set()
+    resumed = execute(config, tmp_path / "cut", lambda stage, *_: stages.add(stage), resume=True)
+    assert stages == {"load", "hash", "train", "score"}
+    assert resumed.criterion == whole.criterion
+    assert resumed.training.losses == whole.training.losses
+    assert resumed.accuracy == whole.accuracy
+    first, second = (tmp_path / name / "adapter" / "adapter_model.safetensors" for name in ("whole", "cut"))
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_a_run_whose_record_could_not_be_written_goes_on_from_its_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ArtifactError("no space")
+
+    with monkeypatch.context() as patched, pytest.raises(ArtifactError, match="no space"):  # noqa: PT012
+        patched.setattr("frozencore.tune.run.write_json", refuse)
+        execute(config_of(), tmp_path / "run", silent)
+    stages: set[str] = set()
+    execute(config_of(), tmp_path / "run", lambda stage, *_: stages.add(stage), resume=True)
+    assert "calibration" not in stages
+    assert sorted(path.name for path in (tmp_path / "run").iterdir() if path.is_dir()) == ["adapter"]
+
+
+def bytes_in(folder: Path) -> dict[Path, bytes]:
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("changed", "difference"),
+    [
+        ({"method": "rawgrad"}, r"others: method fcca \(now rawgrad\)\. Resume"),
+        ({"rank": 3}, r"others: rank 4 \(now 3\), trainable parameters \w+ "),
+        ({"calibration_size": 8}, r"others: calibration rows \w{12} \(now \w{12}\)\. Resume"),
+        ({"core": {"damping": 0.1}}, r"others: damping 0\.001 \(now 0\.1\)\. Resume"),
+        ({"targets": ("q_proj",)}, r"others: targets \['q_proj', .* \(now \['q_proj'\]\), trainable"),
+        ({"dtype": "bfloat16"}, r"others: base model \w{12} \(now \w{12}\)"),
+        ({"num_train": 16}, r"others: calibration rows .*, rows \w{12} \(now \w{12}\)\. Resume"),
+        ({"learning_rate": 1e-4}, r"others: learning_rate 0\.01 \(now 0\.0001\)\. Resume"),
+    ],
+)
+def test_a_run_is_not_resumed_with_other_options_and_the_difference_is_shown(
+    changed: dict[str, Any], difference: str, interrupted: Path
+) -> None:
+    before = bytes_in(interrupted)
+    with pytest.raises(TrainingError, match=difference) as caught:
+        execute(config_of(epochs=2, **changed), interrupted, silent, resume=True)
+    assert "\n" not in str(caught.value)
+    assert bytes_in(interrupted) == before
+
+
+def test_a_run_that_diverges_keeps_its_last_good_core(tmp_path: Path) -> None:
+    with pytest.raises(DivergenceError, match=r"diverged at step \d+ of \d+: .* The last good core is in ") as caught:
+        execute(config_of(learning_rate=1e30), tmp_path / "run", silent)
+    kept = tmp_path / "run" / "last-good-adapter"
+    assert str(caught.value).endswith(f"{kept}.")
+    assert "\n" not in str(caught.value)
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(pocket_model_path()), kept)
+    assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+    assert not (tmp_path / "run" / "result.json").exists()
+
+
+def test_a_finished_run_is_never_overwritten(tmp_path: Path) -> None:
+    execute(config_of(method="random"), tmp_path / "run", silent)
+    before = (tmp_path / "run" / "result.json").read_bytes()
+    with pytest.raises(ArtifactError, match="already holds a finished run"):
+        execute(config_of(method="fcca"), tmp_path / "run", silent)
+    assert (tmp_path / "run" / "result.json").read_bytes() == before
+
+
+def test_own_rows_are_scored_by_held_out_loss(tmp_path: Path) -> None:
+    rows = [{"prompt": f"Tom has {i} cats .", "completion": f" {i} cats"} for i in range(40)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    record = execute(config_of(task=None, data=path, num_train=None, num_evaluation=None), tmp_path / "run", silent)
+    assert record.held_out_loss < record.held_out_loss_before
+    assert not record.has("accuracy")
+    assert "accuracy" not in json.loads((tmp_path / "run" / "result.json").read_text())
+    assert not (tmp_path / "run" / "predictions.jsonl").exists()
+
+
+def test_own_rows_that_all_read_alike_leave_nothing_to_train_on(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "Tom has", "completion": " cats"}\n' * 9)
+    with pytest.raises(DataError, match="needs rows to train on beside those held out, but its 9 rows read alike"):
+        execute(config_of(task=None, data=path, num_train=None, num_evaluation=None), tmp_path / "run", silent)
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_held_out_text_of_own_rows_is_trained_or_calibrated_on_however_it_is_spaced(tmp_path: Path) -> None:
+    texts = [f"Tom has {i} cats ." for i in range(20)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text(
+        "".join(json.dumps({"text": text}) + "\n" for t in texts for text in (t, f"  {t} ", t.replace(" ", "\u2003")))
+    )
+    config = config_of(task=None, data=path, num_train=None, num_evaluation=9, calibration_size=1000)
+    prepared = prepare(config, silent)
+
+    def numbers(rows: list[TokenRow]) -> list[str]:
+        return [re.sub(r"\D", "", prepared.encoder.tokenizer.decode(row.input_ids)) for row in rows]
+
+    held_out, trained, calibrated = map(
+        numbers, (prepared.rows.held_out, prepared.rows.train, prepared.rows.calibration)
+    )
+    assert len(set(held_out)) == 3
+    assert len(held_out) == 3 * 3
+    assert set(held_out).isdisjoint(trained)
+    assert sorted(calibrated) == sorted(trained)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind", "message"),
+    [
+        ({"targets": ("q_prj",)}, ConfigError, "'q_prj' matches no layer.*q_proj"),
+        ({"targets": ("q_proj", "v_prj")}, ConfigError, "'v_prj' matches no layer"),
+        ({"model": "nowhere/to/be/found"}, ModelError, "no such folder"),
+        ({"max_length": 100_000}, ConfigError, "beyond the model's context"),
+        ({"device": "cuda:99"}, ConfigError, "no device"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_written(
+    overrides: dict[str, Any], kind: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(kind, match=message) as error:
+        execute(config_of(**overrides), tmp_path / "run", silent)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("method", ["fcca", "random", "lora"])
+def test_a_nan_in_the_model_stops_the_run_before_anything_is_written(method: str, tmp_path: Path) -> None:
+    model, tokenizer = load_model(str(pocket_model_path()), device="cpu")
+    with torch.no_grad():
+        model.get_submodule("model.layers.1.mlp.up_proj").weight[0, 0] = float("nan")
+    model.save_pretrained(tmp_path / "broken")
+    tokenizer.save_pretrained(tmp_path / "broken")
+    with pytest.raises(FrozenCoreError, match=r"[Nn]a[Nn]|not finite"):
+        execute(config_of(model=str(tmp_path / "broken"), method=method), tmp_path / "run", silent)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_library_alone_gives_the_basis_of_the_run(tmp_path: Path) -> None:
+    """`tune` does the same as a user's ten lines."""
+    from peft import get_peft_model
+
+    from frozencore import FrozenCoreConfig, frozen_core_layers
+    from frozencore.tune.adapt import calibration_batches
+
+    record = execute(config_of(), tmp_path / "run", silent)
+    prepared = prepare(config_of(), silent)
+    model = get_peft_model(prepared.model, FrozenCoreConfig(r=4, seed=42, task_type="CAUSAL_LM"))
+    batches = calibration_batches(prepared.rows.calibration, prepared.encoder.pad_id)
+    calibrate(model, batches, progress=False)
+    assert basis_fingerprint(model) == record.hashes.basis
+    layers = {name: layer.get_base_layer() for name, layer in frozen_core_layers(model, "default").items()}
+    moments = collect_moments(model.get_base_model(), batches, layers)
+    assert asdict(next(iter(moments.values())))["num_tokens"] > 16
+
+
+def test_a_baseline_that_diverges_keeps_nothing_as_its_factors_have_no_last_good_core(tmp_path: Path) -> None:
+    with pytest.raises(DivergenceError, match=r"diverged at step \d+ of \d+") as caught:
+        execute(config_of(method="lora", learning_rate=1e30), tmp_path / "run", silent)
+    assert "last good core" not in str(caught.value)
+    assert not (tmp_path / "run" / "last-good-adapter").exists()
+    assert not (tmp_path / "run" / "result.json").exists()

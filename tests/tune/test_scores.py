@@ -1,0 +1,166 @@
+"""The step that a run keeps: in its record and its adapter, after a kill, and where there is nothing to choose on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import PeftModel
+
+from frozencore.errors import ConfigError
+from frozencore.tune.config import RunConfig, make_config
+from frozencore.tune.load import prepare
+from frozencore.tune.pocket import pocket_model_path
+from frozencore.tune.read_rows import prepare_rows
+from frozencore.tune.record import SelectedCheckpoint, TunedRecord
+from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.run import execute
+from frozencore.tune.scoring.score import score_task
+from frozencore_lab.campaign.job import make_job
+from frozencore_lab.campaign.plan import plan
+from frozencore_lab.campaign.spec import read_campaign
+from places import LAB
+from small_task import write_task
+
+
+def silent(*_: object) -> None:
+    """Nobody listens."""
+
+
+def config_of(**overrides: Any) -> RunConfig:
+    """A few rows at a high rate: the last step is not the best one."""
+    few = {
+        "model": str(pocket_model_path()), "task": "pocket-entailment", "rank": 8, "calibration_size": 8,
+        "batch_size": 8, "accumulation": 1, "epochs": 4, "num_train": 16, "num_evaluation": 24, "device": "cpu",
+        "learning_rate": 0.05, "warmup": 0.0, "seed": 44, "core": {"coordinates": "qr", "alpha": None},
+        "select_checkpoint": "epoch",
+    }  # fmt: skip
+    return make_config(**{**few, **overrides})
+
+
+def chosen(record: TunedRecord) -> SelectedCheckpoint:
+    assert record.selection is not None
+    return record.selection
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[TunedRecord, Path]:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    return execute(config_of(), folder, silent), folder
+
+
+def test_the_adapter_is_of_the_step_that_scored_best_and_the_record_says_so(whole: tuple[TunedRecord, Path]) -> None:
+    record, folder = whole
+    found = chosen(record)
+    assert json.loads((folder / "result.json").read_text())["selection"] == found.content()
+    assert [score.step for score in found.scores] == [2, 4, 6, 8]
+    best = max(found.scores, key=lambda score: (score.accuracy, -score.held_out_loss))
+    assert (found.kept_step, found.by, found.rows, found.every) == (best.step, "accuracy", 24, "epoch")
+    assert found.kept_step < record.training.num_steps  # or this would show nothing
+
+    prepared = prepare(config_of(evaluate_on="validation"), silent)
+    assert prepared.rows.task is not None
+    model = PeftModel.from_pretrained(prepared.model, folder / "adapter")
+    score = score_task(model, prepared.encoder, prepared.rows.task, prepared.rows.evaluation)
+    assert (score.accuracy, score.held_out_loss) == (best.accuracy, best.held_out_loss)
+
+
+@pytest.mark.parametrize(("stage", "at"), [("train", 5), pytest.param("validate", 2, marks=pytest.mark.slow)])
+def test_a_run_that_was_killed_chooses_as_if_it_had_not_been(
+    stage: str, at: int, whole: tuple[TunedRecord, Path], tmp_path: Path
+) -> None:
+    class KilledError(Exception):
+        pass
+
+    seen = 0
+
+    def kill(came: str, done: int, total: int | None, note: str = "") -> None:
+        nonlocal seen
+        seen += came == stage and (came == "train" or done == total)
+        if seen == at:
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        execute(config_of(), tmp_path / "run", kill)
+    record = execute(config_of(), tmp_path / "run", silent, resume=True)
+    (expected, folder), untimed = whole, {"time_s": 0.0}
+    assert chosen(record).model_copy(update=untimed) == chosen(expected).model_copy(update=untimed)
+    assert (record.accuracy, record.held_out_loss) == (expected.accuracy, expected.held_out_loss)
+    name = "adapter/adapter_model.safetensors"
+    assert (tmp_path / "run" / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_without_the_option_the_last_step_is_kept_and_nothing_is_said(
+    whole: tuple[TunedRecord, Path], tmp_path: Path
+) -> None:
+    record = execute(config_of(select_checkpoint="none"), tmp_path / "run", silent)
+    assert not record.has("selection")
+    assert record.hashes is not None
+    assert whole[0].hashes is not None
+    assert record.hashes.validation is None
+    assert whole[0].hashes.validation is not None
+    assert record.training.losses == whole[0].training.losses
+    assert record.held_out_loss != whole[0].held_out_loss
+
+
+def test_the_loss_alone_chooses_where_it_is_asked_or_there_is_no_accuracy(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": f"Tom has {i} cats ."}) + "\n" for i in range(40)))
+    few = {"epochs": 1, "learning_rate": None, "select_checkpoint": 2, "num_evaluation": 8}
+    configs = (config_of(**few, select_by="held_out_loss"), config_of(**few, task=None, data=rows))
+    for i, config in enumerate(configs):
+        found = chosen(execute(config, tmp_path / f"{i}", silent))
+        assert found.by == "held_out_loss"
+        assert {score.accuracy for score in found.scores} == {None}
+        assert found.kept_step == min(found.scores, key=lambda score: score.held_out_loss).step
+
+
+def test_final_runs_that_train_on_all_rows_keep_their_last_step_and_say_why(tmp_path: Path) -> None:
+    """SVAMP's, under the paper's campaigns."""
+    options = {"task": write_task(tmp_path, num_train=20), "paper_steps": True, "epochs": 1, "num_train": None}
+    final = execute(config_of(**options, learning_rate=None), tmp_path / "final", silent)
+    found = chosen(final)
+    assert (found.rows, found.by, found.scores, found.kept_step) == (0, None, (), final.training.num_steps)
+    assert final.rows is not None
+    assert (final.rows.trained, final.rows.validation_from) == (20, "none")
+
+
+def test_own_rows_that_choose_are_neither_trained_on_nor_scored(
+    byte_tokenizer: Callable[..., Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": f"Tom has {i} cats."}) + "\n" for i in range(50)))
+    rows = prepare_rows(
+        config_of(task=None, data=path, num_train=None, num_evaluation=None), PromptEncoder(byte_tokenizer())
+    )
+    assert rows.validation is not None
+    sets = [{row.id for row in part} for part in (rows.train, rows.validation.tokens, rows.held_out)]
+    assert [len(part) for part in sets] == [41, 4, 5]
+    assert len(set.union(*sets)) == 50
+
+
+def test_a_choice_that_is_none_is_one_line() -> None:
+    for came in (0, -1, "never", True, 2.5):
+        with pytest.raises(ConfigError, match="select_checkpoint is none, epoch, or a number of steps") as error:
+            config_of(select_checkpoint=came)
+        assert "\n" not in str(error.value)
+
+
+def test_the_choice_is_part_of_a_runs_identity_unless_it_is_the_default() -> None:
+    options = {"model": "pocket", "task": "pocket-math", "seed": 42}
+    plain, none, epoch, steps = (
+        make_job("tune", {**options, **choice}).id
+        for choice in ({}, {"select_checkpoint": "none"}, {"select_checkpoint": "epoch"}, {"select_checkpoint": 50})
+    )
+    assert plain == none
+    assert len({plain, epoch, steps}) == 3
+
+
+@pytest.mark.parametrize("name", ["paper-1.5b", "paper-3b", "paper-3b-ablations", "paper-7b", "paper-llama-1b"])
+def test_the_papers_campaigns_choose_their_checkpoints(name: str) -> None:
+    jobs = [run.job for run in plan(read_campaign(LAB / "campaigns" / f"{name}.yaml"), lambda _: None) if run.job]
+    assert {job.config.scoring.select_checkpoint for job in jobs if job.kind.name == "tune"} == {"epoch"}
+    assert {job.config.scoring.select_checkpoint for job in jobs if job.kind.name == "profile"} <= {"none"}
