@@ -10,9 +10,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-from frozencore.tune.figures import BLACK, BLUE, GREY, ORANGE
+from frozencore.tune.figures import BLACK, BLUE, GREY, NAVY, ORANGE
 
-INK, LIGHT = BLACK, "#dddddd"
+__all__ = ["BLUE", "GREY", "NAVY", "ORANGE", "Panel", "Point", "bars", "calibration", "chart", "idea"]
+
+INK, LIGHT, SOFT = BLACK, "#dddddd", "#666666"  # words, a fill, words that explain
 LINE = 26  # of a chart, in pixels
 
 
@@ -82,13 +84,13 @@ def chart(labels: Sequence[str], colours: Sequence[str], panels: Sequence[Panel]
     width = left + len(panels) * (wide + gap)
     top, bottom = 44, 44 + LINE * len(labels)
     parts = [
-        words(left - 14, top + LINE * row + 18, label, at="end", colour=INK if colour != GREY else "#666666")
+        words(left - 14, top + LINE * row + 18, label, at="end", colour=INK if colour != GREY else SOFT)
         for row, (label, colour) in enumerate(zip(labels, colours, strict=True))
     ]
     for number, panel in enumerate(panels):
         x0 = left + number * (wide + gap)
         parts += [words(x0, 26, panel.heading, bold=True), *_dots(panel, colours, x0, wide - 62, top, bottom)]
-    parts.append(words(16, bottom + 26, note, size=12, colour="#666666"))
+    parts.append(words(16, bottom + 26, note, size=12, colour=SOFT))
     return card(width, bottom + 40, about, parts)
 
 
@@ -126,14 +128,14 @@ def bars(labels: Sequence[str], colours: Sequence[str], panels: Sequence[Panel],
         for row, (point, colour) in enumerate(zip(panel.points, colours, strict=True)):
             y = top + 34 * row
             if point is None:
-                parts.append(words(x0, y + 21, "has no slots", colour="#666666", size=12))
+                parts.append(words(x0, y + 21, "has no slots", colour=SOFT, size=12))
                 continue
             length = max(2.0, round((wide - 62) * point.value / most, 1))
             parts += [
                 box(x0, y + 5, length, 22, colour),
                 words(x0 + length + 8, y + 21, f"{point.value:,.0f}", size=13),
             ]
-    parts.append(words(16, bottom + 26, note, size=12, colour="#666666"))
+    parts.append(words(16, bottom + 26, note, size=12, colour=SOFT))
     return card(left + len(panels) * (wide + gap), bottom + 40, about, parts)
 
 
@@ -144,21 +146,21 @@ def idea() -> str:
     """One W, P and Q for all tenants, and a small R for each."""
     about = "W, P and Q are frozen and shared by all tenants. Each tenant has an R of r x r values between P and Q."
     parts = [
-        words(24, 34, "frozen, stored once for all tenants", colour="#666666"),
+        words(24, 34, "frozen, stored once for all tenants", colour=SOFT),
         box(24, 48, 150, 150, LIGHT, edge=GREY), words(99, 130, "W", at="middle", size=24, bold=True),
-        words(99, 218, "m × n", at="middle", size=12, colour="#666666"),
+        words(99, 218, "m × n", at="middle", size=12, colour=SOFT),
         words(197, 132, "+  s ·", at="middle", size=18),
         box(230, 48, 30, 150, BLUE), words(245, 130, "P", at="middle", size=20, bold=True),
-        words(245, 218, "m × r", at="middle", size=12, colour="#666666"),
+        words(245, 218, "m × r", at="middle", size=12, colour=SOFT),
         box(284, 108, 30, 30, "#ffffff", edge=ORANGE), words(299, 130, "R", at="middle", size=20, bold=True),
         box(338, 108, 150, 30, BLUE), words(413, 130, "Qᵀ", at="middle", size=20, bold=True),
-        words(413, 160, "r × n", at="middle", size=12, colour="#666666"),
-        words(572, 34, "trained: r × r values a layer, one R a tenant", colour="#666666"),
+        words(413, 160, "r × n", at="middle", size=12, colour=SOFT),
+        words(572, 34, "trained: r × r values a layer, one R a tenant", colour=SOFT),
     ]  # fmt: skip
     for number, tenant in enumerate(("anna", "ben", "cem", "dora", "emil", "fay", "gao")):
         x, y = 572 + 70 * (number % 4), 52 + 70 * (number // 4)
         parts += [box(x, y, 30, 30, ORANGE), words(x + 15, y + 21, "R", at="middle", size=16, bold=True)]
-        parts.append(words(x + 15, y + 48, tenant, at="middle", size=12, colour="#666666"))
+        parts.append(words(x + 15, y + 48, tenant, at="middle", size=12, colour=SOFT))
     parts += [
         words(797, 146, "…", at="middle", size=24),
         f'<path d="M 560 178 C 490 236, 330 236, 301 146" fill="none" stroke="{INK}" stroke-width="1.5" '
