@@ -11,7 +11,7 @@ from frozencore_lab.campaign.spec import read_campaign
 from frozencore_lab.reports.report import campaign_document, setup_section
 from frozencore_lab.reports.sheet import latex
 
-CAMPAIGNS = Path(__file__).parents[3] / "campaigns"
+CAMPAIGNS = Path(__file__).parents[2] / "campaigns"
 DATA_SETS = """
 SVAMP & ChilleD/SVAMP & default & greedy exact match & 700 & 300 / 3
 GSM8K & openai/gsm8k & main & greedy exact match & 1500 & 300 / 2
