@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from frozencore.tune.folder import kept_of
+from frozencore.tune.folder import interrupted_work
 from frozencore.words import time_in_words
 
 LABELS = {
@@ -34,7 +34,7 @@ NARROWEST_BAR, WIDEST_BAR, BESIDE_BAR = 6, 30, 82  # columns; a label, counts, a
 
 def resume_line(out: Path) -> str:
     """Say from which checkpoint a run resumes."""
-    kept = kept_of(out)
+    kept = interrupted_work(out)
     return f"Nothing to go on from in {out}: from the start" if kept is None else f"Goes on from {kept} in {out}"
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 PARTS = {
     RECORD: "the record",
-    run_folder.ASKED: "the flags of the run, for --config",
+    run_folder.OPTIONS_FILE: "the flags of the run, for --config",
     run_folder.MOMENTS_FILE: "moments, for --moments",
     ADAPTER: "an adapter",
     run_folder.BASIS: "a basis, for --basis",

@@ -12,7 +12,7 @@ from frozencore.cli.console import console
 from frozencore.cli.flags import DryRun, Out, Resume, TakesRun, as_flags, require_out, told_if_nothing_is_kept
 from frozencore.files.hub import require_upload, upload
 from frozencore.tune.config import RunConfig
-from frozencore.tune.folder import ADAPTER, ASKED, RECORD, SAMPLES, kept_of, refuse_used
+from frozencore.tune.folder import ADAPTER, OPTIONS_FILE, RECORD, SAMPLES, interrupted_work, refuse_used
 from frozencore.tune.locate import require_files
 from frozencore.tune.processes import is_first, joined, refuse_several
 
@@ -66,7 +66,7 @@ def _tune(
         console.print(Group(*sample_lines(output / SAMPLES)))
     for line in size_lines(output / ADAPTER):
         console.print(line, soft_wrap=True)
-    write_text(output / ASKED, as_flags(config))
+    write_text(output / OPTIONS_FILE, as_flags(config))
     write_learning(record, output)
     console.print(f"Adapter: {output / ADAPTER}   Record: {output / RECORD}   Curve: {output / FIGURE}")
     if push_to_hub is not None:
@@ -74,7 +74,7 @@ def _tune(
 
 
 def _kept(output: Path) -> bool:
-    return kept_of(output) is not None or (output / RECORD).is_file()
+    return interrupted_work(output) is not None or (output / RECORD).is_file()
 
 
 tune = TakesRun(_tune, defaults={"batch_size": "auto", "samples": 3, "exact_match": "auto"})

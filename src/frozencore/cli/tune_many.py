@@ -14,7 +14,7 @@ from rich.text import Text
 from frozencore.cli.console import console
 from frozencore.cli.flags import DryRun, Out, Resume, TakesRun, require_out, told_if_nothing_is_kept
 from frozencore.tune.config import RunConfig
-from frozencore.tune.folder import kept_of, refuse_finished
+from frozencore.tune.folder import interrupted_work, refuse_finished
 from frozencore.tune.many.tenants import find_tenants, require_tenant_files
 from frozencore.tune.processes import is_first, joined, refuse_several
 from frozencore.words import bytes_in_words
@@ -53,7 +53,7 @@ def _tune_many(
 
     if resume:
         console.print(resume_line(output))
-    with told_if_nothing_is_kept(lambda: kept_of(output)), joined(), StageDisplay(console) as stages:
+    with told_if_nothing_is_kept(lambda: interrupted_work(output)), joined(), StageDisplay(console) as stages:
         from frozencore.tune.many.run import execute_many
         from frozencore.tune.record import Failure
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from warnings import WarningMessage
 
 from peft import PeftModel
@@ -26,8 +26,6 @@ from frozencore.tune.adapt import Adapted
 from frozencore.tune.folder import ADAPTER, CACHE, CALIBRATION, CHECKPOINTS
 from frozencore.tune.methods import Method
 from frozencore.tune.training.checkpoints import checkpoints
-
-T = TypeVar("T")
 
 
 class RunCache:
@@ -43,23 +41,14 @@ class RunCache:
         self._was_empty = not reads_only and not self._folder.exists()
         self._writes = not reads_only and not checkpoints(out / CHECKPOINTS)  # checkpoints belong to stored values
 
-    def load_or_compute(self, name: str, kind: Any, of: Mapping[str, Any], compute: Callable[[], T]) -> T:
-        """Load a value from its file if its inputs are equal; otherwise compute and store it.
+    def load(self, name: str, kind: Any, of: Mapping[str, Any]) -> Any:
+        """Load a value from its file; None if there is no file, or its inputs differ.
 
         Args:
             name: The name of the file.
             kind: The type of the value, for pydantic.
             of: The inputs of the value, as JSON values by name.
         """
-        read: T | None = self.load(name, kind, of)
-        if read is not None:
-            return read
-        value = compute()
-        self.store(name, kind, of, value)
-        return value
-
-    def load(self, name: str, kind: Any, of: Mapping[str, Any]) -> Any:
-        """Load a value from its file; None if there is no file, or its inputs differ."""
         with suppress(ValidationError):
             if (content := self._read(name, of)) is not None:
                 return TypeAdapter(kind).validate_python(content, strict=False)

@@ -14,7 +14,7 @@ from frozencore.files.whole_file import require_writable
 from frozencore.tune.training.checkpoints import newest_complete, step_of
 
 RECORD, FAILURE = "result.json", "failure.json"
-ASKED = "run.yaml"  # the options of `tune`, in the form of --config
+OPTIONS_FILE = "run.yaml"  # the options of `tune`, in the form of --config
 PREDICTIONS, SAMPLES = "predictions.jsonl", "samples.jsonl"
 ADAPTER, BASIS = IN_A_RUN, "basis"
 MOMENTS_FILE = "moments.safetensors"
@@ -24,7 +24,7 @@ START, LAST_GOOD = "start", "last-good-adapter"  # the first state that saving m
 _WORK = {RECORD: "a finished run", MOMENTS_FILE: "a calibration", ADAPTER: "a calibration"}
 
 
-def kept_of(out: Path) -> str | None:
+def interrupted_work(out: Path) -> str | None:
     """Describe the files of an interrupted run in a folder; None if there are none."""
     newest = newest_complete(out / CHECKPOINTS)
     if newest is not None:
@@ -88,7 +88,7 @@ def refuse_interrupted(out: Path) -> None:
     Raises:
         TrainingError: The folder holds an interrupted run.
     """
-    if (kept := kept_of(out)) is not None:
+    if (kept := interrupted_work(out)) is not None:
         raise TrainingError(
             f"{out} holds an interrupted run, which has kept {kept}. Go on from there with --resume, or choose another "
             "--output."

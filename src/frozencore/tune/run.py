@@ -175,16 +175,17 @@ def _score_base(
         "evaluation": hashes["evaluation"],
         "others": hashes.get("others"),
     }
+
+    def load_or_score() -> Score:
+        found: Score | None = cache.load(BASE_SCORE, Score, of)
+        if found is None:
+            found = score_run(inputs.model, inputs, config.scoring, as_stage(progress, "score base"))
+            cache.store(BASE_SCORE, Score, of, found)
+        return found
+
     key = fingerprint_options(of)
     if key not in known:
-        known[key] = from_first(
-            lambda: cache.load_or_compute(
-                BASE_SCORE,
-                Score,
-                of,
-                lambda: score_run(inputs.model, inputs, config.scoring, as_stage(progress, "score base")),
-            )
-        )
+        known[key] = from_first(load_or_score)
     return known[key]
 
 

@@ -49,10 +49,10 @@ from frozencore.tune.many.tenant import Tenant, Trained, Validation
 from frozencore.tune.many.tenant_rows import (
     ShareFolders,
     TenantRows,
+    naming_tenant,
     own_tenants,
     read_tenants,
     tenants_of,
-    told_of,
 )
 from frozencore.tune.many.train import SLOTS, train_many
 from frozencore.tune.record import Failure, Provenance, TunedRecord, read_record
@@ -145,7 +145,7 @@ def _read(
     folders.require_as_many()
     inputs, every = read_tenants(config, files, progress)
     for name, one in every.items():
-        with told_of(repr(name)):
+        with naming_tenant(repr(name)):
             tenant_of(one, inputs.model)  # raises errors before anything is written
     return config, inputs, every
 

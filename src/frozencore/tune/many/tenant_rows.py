@@ -73,7 +73,7 @@ def _read_each(
     own: dict[str, TenantRows] = {}
     for number, (name, file) in enumerate(files.items(), start=1):
         config_here = config.replaced(data=str(file))
-        with told_of(f"{name!r}, {file}"):
+        with naming_tenant(f"{name!r}, {file}"):
             inputs = prepare(config_here, lambda *_: None, base)
         own[name] = TenantRows(config_here, inputs.rows)
         progress("load", number, len(files), f"{name}: {inputs.rows.in_words}")
@@ -81,7 +81,7 @@ def _read_each(
 
 
 @contextmanager
-def told_of(tenant: str) -> Iterator[None]:
+def naming_tenant(tenant: str) -> Iterator[None]:
     """Start error messages with the name of the tenant."""
     try:
         yield

@@ -9,7 +9,7 @@ from typing import Any
 from peft import PeftModel
 
 from frozencore.tune.many.tenant import Tenant, Trained
-from frozencore.tune.many.tenant_rows import told_of
+from frozencore.tune.many.tenant_rows import naming_tenant
 from frozencore.tune.many.train import SLOTS, train_many
 from frozencore.tune.rows import Row
 from frozencore.tune.rows.own_rows import render_rows
@@ -48,7 +48,7 @@ def tune_many(
     encoder = PromptEncoder(tokenizer, max_length=min(PROTOCOL_MAX_LENGTH, limit))
     tenants = {}
     for name, own in rows.items():
-        with told_of(repr(name)):
+        with naming_tenant(repr(name)):
             tokens = encoder.training_rows(render_rows(own, "the list of rows", encoder))
         tenants[name] = Tenant(tokens, recipe)
     return train_many(
