@@ -1,35 +1,126 @@
-"""Verbs of packages that are installed beside us."""
+"""The table of verbs: what the help shows of them, what a shell completes, and verbs of other packages."""
 
 from __future__ import annotations
 
-import pytest
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
-from frozencore.cli import verbs
+import pytest
+from typer.main import get_command
+
+from frozencore.cli import verbs as table
+from frozencore.cli.app import program
+from frozencore.cli.flags import PANELS
+from frozencore.cli.verbs import GROUPS, all_verbs
+from frozencore.tune.config import run_options
+
+Command = Callable[..., tuple[int, str, str]]
+OF_A_RUN = ("tune", "tune-many", "calibrate")
+MOST_IN_SIGHT = 20
+
+
+def verbs() -> Iterator[tuple[list[str], Any]]:
+    """The words of each verb, and what typer made of it."""
+    for name, command in get_command(program([verb.name for verb in all_verbs()])).commands.items():  # type: ignore[attr-defined]
+        yield [name], command
+        for own, inner in getattr(command, "commands", {}).items():
+            yield [name, own], inner
+
+
+def plain(shown: str) -> str:
+    return " ".join(re.sub(r"[│╭╮╰╯─]", " ", shown).split())
+
+
+def boxes(shown: str) -> dict[str, list[str]]:
+    """The flags or verbs of each box of a help text."""
+    found: dict[str, list[str]] = {}
+    for line in shown.splitlines():
+        if title := re.match(r"╭─ ([\w ]+) ─", line):
+            found[title[1]] = []
+        elif flag := re.match(r"│ [* ]{0,3}((?:--)?[a-z][a-z-]*)", line):
+            found[next(reversed(found))].append(flag[1])
+    return found
+
+
+def test_verbs_stand_in_four_groups_with_an_example_each(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    status, out, err = command("-h")
+    assert (status, err, out) == (0, "", command("--help")[1])
+    found = boxes(out)
+    assert list(found) == ["Options", *GROUPS]
+    assert [verb for group in GROUPS for verb in found[group]] == [verb.name for verb in all_verbs()]
+    for verb in all_verbs():
+        shown = plain(command(verb.name, "-h")[1])
+        assert verb.examples
+        assert all(f"frozencore {verb.name}" in line and plain(line) in shown for line in verb.examples)
+
+
+def test_help_shows_every_text_as_it_was_written(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    seen = 0
+    for words, verb in verbs():
+        shown = plain(command(*words, "--help-all")[1])
+        for parameter in verb.params:
+            if text := getattr(parameter, "help", None):
+                seen += "[" in text
+                assert plain(text) in shown, (words, parameter.name)
+    assert seen >= 2
+
+
+@pytest.mark.parametrize("verb", OF_A_RUN)
+def test_the_help_of_a_run_shows_few_flags_in_groups_and_names_the_way_to_the_rest(
+    verb: str, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    short, long = (command(verb, flag)[1] for flag in ("--help", "--help-all"))
+    few, all_of_them = boxes(short), boxes(long)
+    assert list(few) == [name for name in ("Options", *PANELS.values()) if name in few]
+    assert sum(map(len, few.values())) <= MOST_IN_SIGHT
+    rest = sum(map(len, all_of_them.values())) - sum(map(len, few.values()))
+    assert f"{rest} more flags: frozencore {verb} --help-all" in short
+    assert "--help-all" not in long
+    if verb == "tune":
+        assert {"--data-root", "--method", "--out"} <= {flag for flags in few.values() for flag in flags}
+        assert len(all_of_them) == 1 + len(PANELS)
+
+
+def test_every_option_of_a_run_is_a_flag_of_tune_in_the_group_of_its_part() -> None:
+    (tune,) = (command for words, command in verbs() if words == ["tune"])
+    panels = {parameter.name: parameter.rich_help_panel for parameter in tune.params}
+    assert {name: panels[name] for name in run_options()} == {
+        name: PANELS[option.part] for name, option in run_options().items()
+    }
 
 
 @pytest.fixture
 def without_lab(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if only frozencore were installed."""
-    monkeypatch.setattr(verbs, "entry_points", lambda **_: ())
-    verbs.all_verbs.cache_clear()
+    monkeypatch.setattr(table, "entry_points", lambda **_: ())
+    table.all_verbs.cache_clear()
 
 
 @pytest.fixture(autouse=True)
 def _forget() -> object:
     yield
-    verbs.all_verbs.cache_clear()
+    table.all_verbs.cache_clear()
 
 
 def test_the_labs_verbs_stand_behind_ours() -> None:
-    assert {verb.name for verb in verbs.all_verbs()[-3:]} == set(verbs.IN_LAB)
+    assert {verb.name for verb in table.all_verbs()[-3:]} == set(table.IN_LAB)
 
 
 @pytest.mark.usefixtures("without_lab")
-@pytest.mark.parametrize("verb", verbs.IN_LAB)
+@pytest.mark.parametrize("verb", table.IN_LAB)
 def test_without_the_lab_its_verbs_say_in_one_line_how_to_get_it(verb: str, command) -> None:  # type: ignore[no-untyped-def]
     status, out, err = command(verb)
     assert (status, out) == (2, "")
-    assert err == f"frozencore: frozencore {verb}: {verbs.LAB_MISSING}\n"
+    assert err == f"frozencore: frozencore {verb}: {table.LAB_MISSING}\n"
 
 
 @pytest.mark.usefixtures("without_lab")
@@ -37,3 +128,60 @@ def test_without_the_lab_the_help_lists_the_other_verbs(command) -> None:  # typ
     out = command("--help")[1]
     assert "tune-many" in out
     assert "campaign" not in out
+
+
+OFFERED = {
+    "": {verb.name for verb in all_verbs()},
+    "tu": {"tune", "tune-many"},
+    "tune --calibration-": {"--calibration-size", "--calibration-task"},
+    "tune --method mil": {"milora"},
+    "tune --task pocket-m": {"pocket-math"},
+    "tune --dtype b": {"bfloat16"},
+    "campaign st": {"status"},
+    "tasks ": {"list", "show"},
+}
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+@pytest.mark.parametrize("begun", OFFERED)
+def test_verbs_flags_and_the_values_that_have_names_are_offered(  # type: ignore[no-untyped-def]
+    begun: str, shell: str, command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = f"frozencore {begun}"
+    monkeypatch.setenv("_FROZENCORE_COMPLETE", f"complete_{shell}")
+    if shell == "bash":
+        monkeypatch.setenv("COMP_WORDS", line)
+        monkeypatch.setenv("COMP_CWORD", str(len(line.split(" ")) - 1))
+    else:
+        monkeypatch.setenv("_TYPER_COMPLETE_ARGS", line)
+    status, out, err = command()
+    assert (status, err) == (0, "")
+    if shell == "bash":
+        assert set(out.split()) == OFFERED[begun]
+    else:
+        assert all(f'"{word}"' in out for word in OFFERED[begun])
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash here")
+def test_the_script_that_is_printed_completes_in_a_bash_without_torch(tmp_path: Path) -> None:
+    program = tmp_path / "frozencore"
+    program.write_text(
+        f"#!{sys.executable}\nimport sys\nfrom frozencore_command import main\ntry:\n    main()\nfinally:\n"
+        "    print('torch' if 'torch' in sys.modules else 'light', file=sys.stderr)\n"
+    )
+    program.chmod(0o755)
+    asked = (
+        'eval "$(frozencore --show-completion bash)"; complete -p frozencore; '
+        "COMP_WORDS=(frozencore tune --calibration-s); COMP_CWORD=2; _frozencore_completion frozencore; "
+        "echo offered ${COMPREPLY[@]}"
+    )
+    done = subprocess.run(
+        ["bash", "--norc", "-c", asked],
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "-F _frozencore_completion frozencore" in done.stdout
+    assert "offered --calibration-size\n" in done.stdout
+    assert done.stderr.split() == ["light", "light"]
