@@ -248,7 +248,7 @@ def test_ctrl_c_in_a_command_is_status_130_and_sigterm_143_and_each_is_one_line(
 def test_ctrl_c_before_anything_is_saved_does_not_say_that_something_goes_on(  # type: ignore[no-untyped-def]
     command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("frozencore.tune.run", lambda *_, **__: raising(KeyboardInterrupt())())
+    monkeypatch.setattr("frozencore.tune.run.execute", lambda *_, **__: raising(KeyboardInterrupt())())
     monkeypatch.setattr("frozencore.tune.evaluation.evaluate.evaluate", lambda *_: raising(KeyboardInterrupt())())
     for words, kept in (
         (["tune", *SHORT], ".found/base-score.json"),
