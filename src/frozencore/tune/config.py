@@ -54,7 +54,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**32, description="Seed of calibration row
 SelectionMetric = Literal["accuracy", "held_out_loss"]
 
 
-class Part(BaseModel):
+class ConfigPart(BaseModel):
     """Options that are checked once and do not change."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -66,7 +66,7 @@ class Part(BaseModel):
                 raise ConfigError(why.format(name=name, flag=flag_of(name)))
 
 
-class ModelConfig(Part):
+class ModelConfig(ConfigPart):
     """The base model."""
 
     name: Annotated[
@@ -89,7 +89,7 @@ def _as_pathlib_spells(data: Any) -> Any:
     return str(Path(data)) if isinstance(data, str | Path) else data
 
 
-class RowsConfig(Part):
+class RowsConfig(ConfigPart):
     """The rows to learn, from a task or from a user's own files, and their form as tokens."""
 
     data: Annotated[
@@ -217,7 +217,7 @@ def _read_core(given: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-class MethodConfig(Part):
+class MethodConfig(ConfigPart):
     """What is trained: the method, its layers, its bases and their calibration.
 
     Attributes:
@@ -269,7 +269,7 @@ class MethodConfig(Part):
         return AdapterOptions(self.rank, targets, self.seed, self.core, self.basis)
 
 
-class TrainingConfig(Part):
+class TrainingConfig(ConfigPart):
     """The recipe of the training."""
 
     learning_rate: Annotated[
@@ -319,7 +319,7 @@ class TrainingConfig(Part):
         return self.accumulation * (1 if self.batch_size == "auto" else self.batch_size)
 
 
-class ScoringConfig(Part):
+class ScoringConfig(ConfigPart):
     """The rows and metrics that score a run, and the choice of the step to keep."""
 
     select_checkpoint: Annotated[
@@ -385,7 +385,7 @@ class ScoringConfig(Part):
         return self
 
 
-class RunConfig(Part):
+class RunConfig(ConfigPart):
     """One run of the training recipe (paper, section 4 and appendix B); see the head of this file."""
 
     model: ModelConfig

@@ -33,9 +33,9 @@ from frozencore.tune.record import (
     OtherTask,
     Provenance,
     RecordedConfig,
+    RecordedLosses,
     Resolved,
     Resources,
-    RowLosses,
     SelectedCheckpoint,
     StepScored,
     TrainedSteps,
@@ -237,14 +237,14 @@ def _accuracies(before: Score, after: Score) -> dict[str, Any]:
     }
 
 
-def _row_losses(score: Score) -> RowLosses | None:
+def _row_losses(score: Score) -> RecordedLosses | None:
     """The losses by row; None if the rows' ids are not a split's name and a number."""
     found = score.row_losses
     ids = [row.rpartition("-") for row in found.ids] if found else []
     if found is None or len({split for split, *_ in ids}) > 1 or not all(number.isdecimal() for *_, number in ids):
         return None
     nats = tuple(float(f"{nats:.{DIGITS}g}") for nats in found.nats)
-    return RowLosses(numbers=tuple(int(number) for *_, number in ids), nats=nats, tokens=found.tokens)
+    return RecordedLosses(numbers=tuple(int(number) for *_, number in ids), nats=nats, tokens=found.tokens)
 
 
 def _selection(run: FinishedRun) -> SelectedCheckpoint | None:

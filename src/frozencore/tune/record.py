@@ -21,7 +21,7 @@ RECORD_FORMAT: Final = 1
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
-class Part(BaseModel):
+class RecordPart(BaseModel):
     """A strict, frozen model that keeps unknown keys, from a later version."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
@@ -31,7 +31,7 @@ class Part(BaseModel):
         return self.model_dump(mode="json", exclude_unset=True)
 
 
-class RecordedConfig(Part):
+class RecordedConfig(RecordPart):
     """The options of a run, as the version that wrote them names them; those that this version reads have types."""
 
     rank: Count | None = None
@@ -51,7 +51,7 @@ class RecordedConfig(Part):
         return cls.model_validate_json(json.dumps(config.content()))
 
 
-class Provenance(Part):
+class Provenance(RecordPart):
     """The result of :func:`frozencore.tune.provenance.provenance`.
 
     Attributes:
@@ -72,7 +72,7 @@ class Provenance(Part):
         return cls(**provenance(device))
 
 
-class Hashes(Part):
+class Hashes(RecordPart):
     """SHA-256 of the base weights, of each set of rows, and of the bases (frozen cores only)."""
 
     model: str
@@ -84,7 +84,7 @@ class Hashes(Part):
     basis: str | None = None
 
 
-class SourceRows(Part):
+class SourceRows(RecordPart):
     """One of several sources of own rows: how many rows were read, and how many of them are used."""
 
     source: str
@@ -92,7 +92,7 @@ class SourceRows(Part):
     drawn: Count
 
 
-class ReadRows(Part):
+class ReadRows(RecordPart):
     """The reading of rows; a task has only ``left_out``.
 
     Attributes:
@@ -145,7 +145,7 @@ class UsedRows(ReadRows):
     skipped: Count | None = None
 
 
-class AccuracyDetails(Part):
+class AccuracyDetails(RecordPart):
     """The details of an accuracy, from :class:`frozencore.tune.scoring.score.TaskScore`.
 
     Attributes:
@@ -158,7 +158,7 @@ class AccuracyDetails(Part):
     correct: Annotated[str, Field(pattern="^[01]+$")] | None = None
 
 
-class RowLosses(Part):
+class RecordedLosses(RecordPart):
     """The held-out loss of each scored row, in order: summed nats to six digits, and tokens.
 
     Attributes:
@@ -170,7 +170,7 @@ class RowLosses(Part):
     tokens: tuple[Count, ...]
 
 
-class TrainedSteps(Part):
+class TrainedSteps(RecordPart):
     """Optimizer steps, and their losses in nats per completion token."""
 
     num_steps: Count
@@ -178,14 +178,14 @@ class TrainedSteps(Part):
     losses: tuple[float | None, ...] = ()
 
 
-class OtherTask(Part):
+class OtherTask(RecordPart):
     """Nats per token of another task's texts before and after training; None if not finite."""
 
     loss_before: float | None
     loss: float | None
 
 
-class StepScored(Part):
+class StepScored(RecordPart):
     """The validation scores after a step; no accuracy if only the loss was requested."""
 
     step: Count
@@ -193,7 +193,7 @@ class StepScored(Part):
     accuracy: float | None = None
 
 
-class SelectedCheckpoint(Part):
+class SelectedCheckpoint(RecordPart):
     """The step that a run kept, and its choice.
 
     Attributes:
@@ -214,7 +214,7 @@ class SelectedCheckpoint(Part):
     stopped_early: bool = False
 
 
-class CompanySize(Part):
+class CompanySize(RecordPart):
     """The number of tenants that trained together with this one, and how many trained at once.
 
     ``training_s`` is the tenant's share of the common steps, by tokens. Calibration and ``total_s`` are for all tenants
@@ -225,7 +225,7 @@ class CompanySize(Part):
     slots: Count
 
 
-class PhasePeaks(Part):
+class PhasePeaks(RecordPart):
     """The peak memory of each phase (``frozencore.tune.cost``), including memory held before.
 
     Attributes:
@@ -240,7 +240,7 @@ class PhasePeaks(Part):
     scoring_bytes: Count
 
 
-class Resources(Part):
+class Resources(RecordPart):
     """The cost of the method, in the quantities of the paper's tables.
 
     Attributes:
@@ -259,7 +259,7 @@ class Resources(Part):
     peaks: PhasePeaks | None = None
 
 
-class Resolved(Part):
+class Resolved(RecordPart):
     """The decisions that the configuration left open."""
 
     targets: tuple[str, ...] | str
@@ -267,7 +267,7 @@ class Resolved(Part):
     max_length: Count
 
 
-class CalibrationSummary(Part):
+class CalibrationSummary(RecordPart):
     """The calibration over all layers; a median that is not finite is None."""
 
     collect_s: float
@@ -278,10 +278,10 @@ class CalibrationSummary(Part):
     median_spread: dict[str, float | None]
 
 
-P = TypeVar("P", bound=Part)
+P = TypeVar("P", bound=RecordPart)
 
 
-class RunRecord(Part):
+class RunRecord(RecordPart):
     """The record of any run; ``run_id`` is its name in a campaign."""
 
     format: Literal[1]
@@ -295,7 +295,7 @@ class RunRecord(Part):
         return name in self.model_fields_set
 
 
-class LayerCriteria(Part):
+class LayerCriteria(RecordPart):
     """The criterion by layer: each tuple has one entry a layer, in the order of ``name``.
 
     Attributes:
@@ -322,7 +322,7 @@ class LayerCriteria(Part):
     error_spread: tuple[float | None, ...]
 
 
-class Criterion(Part):
+class Criterion(RecordPart):
     """The share of the calibration rows' moments G, a, d that the bases capture before training.
 
     All runs use the same metric, diagonal on both sides with this relative ``damping``, so that runs can be compared.
@@ -389,7 +389,7 @@ class TunedRecord(RunRecord):
     selection: SelectedCheckpoint | None = None
     company: CompanySize | None = None
     forgetting: dict[str, OtherTask] | None = None
-    row_losses: RowLosses | None = None
+    row_losses: RecordedLosses | None = None
     processes: Count | None = None
     resolved: Resolved | None = None
     calibration: CalibrationSummary | None = None
@@ -435,7 +435,7 @@ class StabilityRecord(RunRecord):
     reference_size: Count | None = None
 
 
-class Failure(Part):
+class Failure(RecordPart):
     """The reason why a run has no record."""
 
     reason: str

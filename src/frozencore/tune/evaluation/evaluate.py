@@ -211,7 +211,7 @@ def _finished(place: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
     return score
 
 
-Scored = tuple[dict[str, Any], Iterable[Mapping[str, Any]]]
+ScoreAndPredictions = tuple[dict[str, Any], Iterable[Mapping[str, Any]]]
 """The numbers of a score, and the predictions by row."""
 
 
@@ -227,7 +227,7 @@ class TaskScorer:
 
     name: str
     identity: Mapping[str, Any]
-    score: Callable[[nn.Module, Progress], Scored]
+    score: Callable[[nn.Module, Progress], ScoreAndPredictions]
     reading: ReadRows | None = None
 
 
@@ -236,7 +236,7 @@ def _suite_scorer(task: Task, encoder: PromptEncoder, evaluation: Evaluation) ->
     examples = evaluation_rows(task, evaluation.data_root, num_evaluation=evaluation.num_evaluation)
     options = {"length_normalised": evaluation.length_normalised}
 
-    def score(model: nn.Module, progress: Progress) -> Scored:
+    def score(model: nn.Module, progress: Progress) -> ScoreAndPredictions:
         return _scored(score_task(model, encoder, task, examples, **options, progress=progress))
 
     identity = {"rows": _fingerprint_rows(examples), "max_new_tokens": task.max_new_tokens, **options}
@@ -263,7 +263,7 @@ def _own_scorer(data: str, encoder: PromptEncoder, model: nn.Module, evaluation:
     compares = own.columns != ("text",) and are_short(rows)
     name = re.sub(r"[^\w.-]+", "-", named(data))  # becomes a folder's name
 
-    def score(model: nn.Module, progress: Progress) -> Scored:
+    def score(model: nn.Module, progress: Progress) -> ScoreAndPredictions:
         loss = held_out_loss(model, rows, pad_id=encoder.pad_id, progress=with_note(progress, "loss"))
         if not compares:
             return {"task": name, "accuracy": None, "num_examples": len(rows), "held_out_loss": loss}, ()
@@ -278,7 +278,7 @@ def _harness_scorer(name: str, encoder: PromptEncoder, evaluation: Evaluation) -
     """Make a scorer of a task of the harness; its name and data are checked when it is scored."""
     folder, limit = evaluation.include_path, evaluation.num_evaluation
 
-    def score(model: nn.Module, progress: Progress) -> Scored:
+    def score(model: nn.Module, progress: Progress) -> ScoreAndPredictions:
         progress("score", 0, 1, "lm-evaluation-harness")
         found, samples = harness_score(model, encoder, name, include_path=folder, limit=limit)
         progress("score", 1, 1, found["metric"])
@@ -296,6 +296,6 @@ def _fingerprint_rows(rows: Sequence[Any]) -> str:
     return fingerprint_options({"rows": [asdict(row) for row in rows]})
 
 
-def _scored(found: TaskScore) -> Scored:
+def _scored(found: TaskScore) -> ScoreAndPredictions:
     summary = {key: value for key, value in vars(found).items() if key not in ("predictions", "row_losses")}
     return summary, map(asdict, found.predictions)
