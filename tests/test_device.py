@@ -53,7 +53,7 @@ def test_a_trainer_trains_on_the_device_of_its_model(tmp_path: Path, monkeypatch
         for name in ("cuda:1", "cuda:0", "cpu"):
             place = torch.device(name)
             model: Any = SimpleNamespace(parameters=lambda place=place: iter([SimpleNamespace(device=place)]))
-            arguments = training_arguments(model, recipe, recipe, 8, tmp_path, False, None)
+            arguments = training_arguments(model, recipe, recipe, tmp_path, save_steps=8, score_steps=None)
             assert (arguments.device, Accelerator(cpu=name == "cpu").device) == (place, place)
             assert arguments.n_gpu == (name != "cpu")
             assert name == "cpu" or current[-1] == place
