@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import math
 import random
 import re
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +45,19 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
 def assert_same_weights(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
     assert a.keys() == b.keys()
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_trained_model_is_freed_with_its_last_reference() -> None:
+    """Another run may need its memory before the garbage collector runs."""
+    model = with_lora(tiny_qwen2())
+    weight = weakref.ref(next(model.parameters()))
+    gc.disable()
+    try:
+        train(model, ROWS, RECIPE, pad_id=0)
+        del model
+        assert weight() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("adapted", [False, True])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,20 +27,21 @@ class LossMonitor(TrainerCallback):
 
     Args:
         kept: Parameters whose last values with finite loss and gradient are kept for :meth:`put_back`.
-        paused_s: Seconds so far outside of steps.
         tokens_a_step: The mean number of tokens of a step, without padding.
+
+    Attributes:
+        paused_s: Seconds of scoring validation rows so far, which are no part of a step.
     """
 
     def __init__(
         self,
         progress: Progress | None,
         kept: Sequence[Tensor] = (),
-        paused_s: Callable[[], float] = lambda: 0.0,
         tokens_a_step: float = 0.0,
     ) -> None:
         self.progress = progress
         self.tokens_a_step = tokens_a_step
-        self.paused_s = paused_s
+        self.paused_s = 0.0
         self.step_ends: list[float] = []
         self._parameters = kept
         self._reported: tuple[int, int] | None = None
@@ -63,7 +64,7 @@ class LossMonitor(TrainerCallback):
     ) -> None:
         if "loss" not in logs:
             return
-        self.step_ends.append(time.perf_counter() - self.paused_s())
+        self.step_ends.append(time.perf_counter() - self.paused_s)
         loss, gradient_norm = logs["loss"], logs.get("grad_norm", 0.0)
         if not math.isfinite(loss) or not math.isfinite(gradient_norm):
             raise DivergenceError(

@@ -128,12 +128,7 @@ def train(
     if selection is not None:
         score_steps = steps_an_epoch if selection.every == "epoch" else selection.every
     start = time.perf_counter()
-    monitor = LossMonitor(
-        progress,
-        kept,
-        paused_s=lambda: trainer.scoring_s,
-        tokens_a_step=sum(row.num_tokens for row in rows) / steps_an_epoch,
-    )
+    monitor = LossMonitor(progress, kept, tokens_a_step=sum(row.num_tokens for row in rows) / steps_an_epoch)
     with ExitStack() as restored:
         stop = restored.enter_context(defer_stop(monitor.say_it_stops)) if checkpoint_dir else Stop()
         restored.enter_context(own_random_state())
@@ -152,6 +147,7 @@ def train(
             trainer = CompletionTrainer(
                 recipe,
                 selection,
+                monitor,
                 model=model,
                 args=training_arguments(model, recipe, own, folder, save_steps=save_steps, score_steps=score_steps),
                 data_collator=without_fillers(collate),
@@ -178,8 +174,8 @@ def train(
     model.eval()
     selected = None
     if selection is not None:
-        selected = Selected(tuple(scores), leader(scores).step, trainer.scoring_s, is_early)
-    beside_s = trainer.scoring_s + (reports.begin_s if reports else 0.0)
+        selected = Selected(tuple(scores), leader(scores).step, monitor.paused_s, is_early)
+    beside_s = monitor.paused_s + (reports.begin_s if reports else 0.0)
     return TrainingReport(
         num_steps=state.global_step,
         losses=tuple(entry["loss"] for entry in state.log_history if "loss" in entry),

@@ -22,6 +22,7 @@ from frozencore.quiet import with_attributes
 from frozencore.ranks import num_ranks, sum_over_ranks
 from frozencore.tune.scoring.forward import base_of, forward_accepts
 from frozencore.tune.training.batching import GROUPS, RowOrder
+from frozencore.tune.training.callbacks import LossMonitor
 from frozencore.tune.training.recipe import LEADS, Recipe
 from frozencore.tune.training.selection import Selection, leader, scores_in
 
@@ -33,15 +34,12 @@ class CompletionTrainer(Trainer):
 
     The prompt's logits over a large vocabulary are expensive. The loss is the mean over the tokens of a step, however
     it is split into batches; a batch of groups (:class:`GroupingCollator`) is run group by group.
-
-    Attributes:
-        scoring_s: Seconds of scoring validation rows so far.
     """
 
     _tokens_of_step = 1.0
 
-    def __init__(self, recipe: Recipe, selection: Selection | None, **trainer: Any) -> None:
-        self.recipe, self.selection, self.scoring_s = recipe, selection, 0.0
+    def __init__(self, recipe: Recipe, selection: Selection | None, monitor: LossMonitor, **trainer: Any) -> None:
+        self.recipe, self.selection, self.monitor = recipe, selection, monitor
         super().__init__(**trainer)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
@@ -121,7 +119,7 @@ class CompletionTrainer(Trainer):
         self.log({"eval_loss": loss} | ({} if accuracy is None else {"eval_accuracy": accuracy}))
         metrics = {LEADS: float(step if leader(scores_in(self.state.log_history)).step == step else 0)}
         self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)  # changes its control
-        self.scoring_s += time.perf_counter() - started
+        self.monitor.paused_s += time.perf_counter() - started
         return metrics
 
     def _load_best_model(self) -> None:
