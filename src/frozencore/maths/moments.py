@@ -25,7 +25,6 @@ MOMENT_NAMES: tuple[MomentName, ...] = get_args(MomentName)
 DIAGONAL_OF: dict[MomentName, DenseMoment] = {"input_square": "input_outer", "error_square": "error_outer"}
 """The vectors of second moments, and the matrices whose diagonals they are."""
 DIAGONALS: frozenset[MomentName] = frozenset(DIAGONAL_OF)
-CROSS: frozenset[MomentName] = frozenset({"cross"})
 BACKWARD_MOMENTS: frozenset[MomentName] = frozenset({"cross", "error_square", "error_outer"})
 
 

@@ -105,11 +105,11 @@ def adapt(
     Args:
         moments_file: Moments of ``frozencore calibrate`` in place of a new pass; they must match the run.
     """
-    started, shared = time.perf_counter(), shared or Shared()
-    model = config.entry.add(inputs.model, config.adapter_options(targets), shared.bases)
     if moments_file and not config.moments_needed:
         what = f"the method {config.name!r}, which reads no data" if config.basis is None else "a saved basis"
         raise ConfigError(f"--moments is of no use to {what}: leave it out.")
+    started, shared = time.perf_counter(), shared or Shared()
+    model = config.entry.add(inputs.model, config.adapter_options(targets), shared.bases)
     if shared.bases is not None or not config.moments_needed:
         time_s = time.perf_counter() - started
         return Adapted(model, None, time_s, _captures(model, shared.moments) if config.entry.has_bases else {})

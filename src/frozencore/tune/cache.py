@@ -22,10 +22,13 @@ from transformers import PreTrainedModel
 from frozencore.adapter.calibrate import Calibration
 from frozencore.errors import ArtifactError, FrozenCoreError
 from frozencore.files.whole_file import write_text
-from frozencore.tune.adapt import Adapted
+from frozencore.tune.adapt import Adapted, adapt
+from frozencore.tune.config import MethodConfig
 from frozencore.tune.folder import ADAPTER, CACHE, CALIBRATION, CHECKPOINTS
-from frozencore.tune.methods import Method
+from frozencore.tune.load import Inputs
+from frozencore.tune.methods import Method, Targets
 from frozencore.tune.training.checkpoints import checkpoints
+from frozencore.words import Progress
 
 
 class RunCache:
@@ -58,7 +61,30 @@ class RunCache:
         """Write a value to its file."""
         self._write(name, of, TypeAdapter(kind).dump_python(value, mode="json"))
 
-    def load_adapter(self, of: Mapping[str, Any], model: PreTrainedModel) -> Adapted | None:
+    def adapt(
+        self,
+        of: Mapping[str, Any],
+        config: MethodConfig,
+        inputs: Inputs,
+        targets: Targets,
+        progress: Progress,
+        warned: Sequence[WarningMessage],
+        *,
+        moments_file: Path | None = None,
+    ) -> Adapted:
+        """Put the stored adapter on the model; without one that fits, make it (:func:`adapt`) and store it.
+
+        Args:
+            of: The inputs of the adapter, as JSON values by name.
+            warned: The warnings so far, which a resumed run repeats.
+        """
+        adapted = self._load_adapter(of, inputs.model)
+        if adapted is None:
+            adapted = adapt(config, inputs, targets, progress, moments_file=moments_file)
+            self._store_adapter(of, adapted, config.entry, warned)
+        return adapted
+
+    def _load_adapter(self, of: Mapping[str, Any], model: PreTrainedModel) -> Adapted | None:
         """Put the stored adapter with its bases on a model, and repeat its warnings; None if nothing fits."""
         with suppress(ValidationError, ArtifactError, KeyError, TypeError):
             if (kept := self._read(CALIBRATION, of)) is not None:
@@ -69,7 +95,7 @@ class RunCache:
                 return Adapted(adapted, calibration, float(kept["time_s"]), calibration.captures)
         return None
 
-    def store_adapter(
+    def _store_adapter(
         self, of: Mapping[str, Any], adapted: Adapted, method: Method, warned: Sequence[WarningMessage]
     ) -> None:
         """Store an adapter whose bases were computed from data, with the warnings so far."""

@@ -101,11 +101,12 @@ def execute(
         memory, identity = PeakMemory(inputs.model), adapter_identity(config.method, targets, hashes)
         with warnings.catch_warnings(record=True) as warned, memory.phase("calibration"), cache.removed_if_refused():
             warnings.simplefilter("always")
-            adapted = None if shared else cache.load_adapter(identity, inputs.model)
-            if adapted is None:
+            if shared:  # other runs have stored what this one needs
                 adapted = adapt(config.method, inputs, targets, progress, moments_file=moments_file, shared=shared)
-                if not shared:
-                    cache.store_adapter(identity, adapted, method, warned)
+            else:
+                adapted = cache.adapt(
+                    identity, config.method, inputs, targets, progress, warned, moments_file=moments_file
+                )
         if is_first:
             out.mkdir(parents=True, exist_ok=True)
             method.keep_start(adapted.model, out / START)

@@ -136,8 +136,9 @@ def require_comparable(planned: Sequence[Planned], store: Store, *, with_missing
         rows["seed"] = run.job.config.rows.seed if run.job.config.rows.rows_by_seed else None
         rows["validates"] = run.job.config.scoring.select_checkpoint != "none"
         if end is not None and end.hashes:
+            which = fingerprint_options(rows)
             traits |= {
-                (f"the {name} rows", fingerprint_options(rows)): made_on
+                (f"the {name} rows", which): made_on
                 for name in ("train", "evaluation", "validation")
                 if (made_on := getattr(end.hashes, name)) is not None
             }

@@ -24,7 +24,7 @@ from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.files.whole_file import write_json
 from frozencore.ranks import each_by_itself, first_before_others, from_first, gathered, own_rank
-from frozencore.tune.adapt import Adapted, adapt, adapter_identity
+from frozencore.tune.adapt import Adapted, adapter_identity
 from frozencore.tune.cache import RunCache
 from frozencore.tune.config import RunConfig
 from frozencore.tune.cost import PeakMemory
@@ -98,10 +98,7 @@ def execute_many(
         def adapt_all() -> tuple[Adapted, list[WarningMessage]]:
             with warnings.catch_warnings(record=True) as warned, cache.removed_if_refused():
                 warnings.simplefilter("always")
-                adapted = cache.load_adapter(identity, inputs.model)
-                if adapted is None:
-                    adapted = adapt(config.method, inputs, targets, progress)
-                    cache.store_adapter(identity, adapted, config.method.entry, warned)
+                adapted = cache.adapt(identity, config.method, inputs, targets, progress, warned)
                 _name_basis(adapted.model, out / BASIS, calibrated_on(config, inputs.rows, adapted.calibration))
             return adapted, warned
 
