@@ -1,4 +1,4 @@
-"""The commands of docs/serving.md: frozencore's print what it shows, the engines know every flag and request."""
+"""The commands of docs/serving.md and of README's tenants: frozencore's run, the engines know every flag and request."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from engine_process import ENGINES, environment_of
+from engine_process import ENGINES, EngineProcess, environment_of
 from llama_server import LlamaServer, convert
 from places import ROOT
-from vllm_server import VllmServer
+from vllm_server import SETTINGS, VllmServer
 
 pytestmark = pytest.mark.slow
 
@@ -91,3 +91,27 @@ def test_llama_server_takes_the_pages_requests(base: Path, adapters: Path, tmp_p
         for path, body in requests:
             server.post(path, body)
         assert json.loads(server.get("/lora-adapters"))[0]["scale"] == 0.0
+
+
+def test_the_readmes_tenants_are_calibrated_trained_exported_and_served(  # type: ignore[no-untyped-def]
+    tiny1m: Path, command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows").mkdir()
+    for name, answer in {"rows/anna": "red", "rows/ben": "green", "dora": "blue"}.items():
+        rows = [json.dumps({"prompt": f"Colour {i}?", "completion": f" {answer}"}) + "\n" for i in range(24)]
+        Path(f"{name}.jsonl").write_text("".join(rows))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", "")
+    (block,) = (block for block in _blocks(readme) if "tune-many" in block)
+    *lines, serve = [shlex.split(line.replace("DIR", str(tiny1m)), comments=True) for line in block.splitlines()]
+    for words in lines:
+        status, _, err = command(*words[1:])
+        assert status == 0, err
+
+    python = environment_of("vllm") / "bin" / "python"
+    as_on_a_cpu = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256"]
+    with EngineProcess([python, *serve[1:], *as_on_a_cpu], tmp_path / "log", SETTINGS) as server:
+        for name in ("anna", "dora"):
+            asked = {"model": name, "prompt": "Colour 3?", "max_tokens": 4, "temperature": 0}
+            said = server.post("/v1/completions", asked)["choices"][0]["text"]
+            assert said.strip().startswith({"anna": "red", "dora": "blue"}[name]), (name, said)
