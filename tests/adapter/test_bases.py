@@ -1,22 +1,38 @@
-"""Bases taken out and put in: the same adapter without a second calibration, or a refusal that changes nothing."""
+"""Bases taken out, put in, and saved for many adapters of cores alone; cores swapped onto the basis they are of."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from adapted import BATCHES, adapted, cores_of, logits, train_at_random
-from frozencore import CONSTRUCTORS, FrozenCoreConfig, get_bases, set_bases
-from frozencore.errors import CalibrationError, ConfigError, FrozenCoreError
+from frozencore import (
+    CONSTRUCTORS,
+    CoreBank,
+    FrozenCoreConfig,
+    calibrate,
+    get_bases,
+    load_basis,
+    pack_adapter,
+    prepare_swap,
+    save_basis,
+    set_bases,
+    swap_core,
+)
+from frozencore.adapter.mixed_batch import adapter_of_each_row
+from frozencore.adapter.saved.basis import write_basis
+from frozencore.errors import ArtifactError
 from tiny import tiny_qwen2
 
-Bases = dict[str, Tensor]
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -32,87 +48,271 @@ def test_bases_of_a_file_make_the_same_adapter(constructor: str, dtype: torch.dt
     model.train()(**BATCHES[0]).loss.backward()
 
 
-def test_keys_are_layer_names_and_values_are_copies() -> None:
-    model = adapted("fcca")
-    bases = get_bases(model)
-    assert bases.keys() == {f"{layer.name}.{side}" for layer in cores_of(model) for side in "PQ"}
-    bases["model.layers.0.self_attn.q_proj.P"].zero_()
-    assert get_bases(model)["model.layers.0.self_attn.q_proj.P"].any()
-
-
-def test_each_adapter_has_its_own() -> None:
-    model = adapted("fcca")
-    model.add_adapter("other", FrozenCoreConfig(r=3))
-    with pytest.raises(CalibrationError, match="of adapter 'other' has none"):
-        get_bases(model, "other")
-    set_bases(model, get_bases(model), adapter_name="other")
-    assert all(torch.equal(X, get_bases(model, "other")[key]) for key, X in get_bases(model).items())
-
-
-def test_a_trained_core_is_kept_unless_it_is_given_up() -> None:
-    model = adapted("fcca", trained=True)
-    bases, before = get_bases(adapted("random")), logits(model)
-    with pytest.raises(CalibrationError, match="Pass reset=True"):
-        set_bases(model, bases)
+def test_bases_are_copies_and_a_new_one_resets_its_own_core_alone() -> None:
+    model, bases = adapted("fcca", trained=True), get_bases(adapted("random"))
+    before = logits(model)
+    model.add_adapter("other", FrozenCoreConfig(r=3, alpha=None, constructor="random", seed=1))
+    set_bases(model, bases, adapter_name="other")
+    get_bases(model)["model.layers.0.self_attn.q_proj.P"].zero_()
     assert torch.equal(logits(model), before)
-    set_bases(model, bases, reset=True)
+    set_bases(model, bases, adapter_name="default", reset=True)
     assert torch.equal(logits(model), logits(tiny_qwen2()))
+    assert model.peft_config["default"].calibration_tokens is None  # those of another calibration are not counted
     train_at_random(model)
-    expected = adapted("random", trained=True)
-    assert torch.equal(logits(model), logits(expected))
+    assert torch.equal(logits(model), logits(adapted("random", trained=True)))
 
 
-def test_the_card_no_longer_counts_the_tokens_of_another_calibration() -> None:
-    model = adapted("fcca")
-    assert model.peft_config["default"].calibration_tokens is not None
-    set_bases(model, get_bases(adapted("random")))
-    assert model.peft_config["default"].calibration_tokens is None
+# ------------------------------------------------------------------------------------------------- a saved basis
 
 
-LAST = "model.layers.1.self_attn.o_proj"
-WRONG: dict[str, tuple[Callable[[Bases], object], str]] = {
-    "missing": (lambda b: b.pop(f"{LAST}.Q"), f"1 of 16 bases are missing \\(first: '{LAST}.Q'\\)"),
-    "unknown": (lambda b: b.update({"lm_head.P": torch.eye(3)}), "1 of 16 bases fit no layer \\(first: 'lm_head.P'\\)"),
-    "other rank": (lambda b: b.update({f"{LAST}.P": b[f"{LAST}.P"][:, :2]}), "Use the rank of the adapter"),
-    "vector": (lambda b: b.update({f"{LAST}.P": b[f"{LAST}.P"][0]}), "a basis is a matrix of floats"),
-    "integers": (lambda b: b.update({f"{LAST}.P": b[f"{LAST}.P"].long()}), "a basis is a matrix of floats"),
-    "NaN": (lambda b: b[f"{LAST}.Q"].fill_(torch.nan), "NaN or Inf"),
-    "scaled": (lambda b: b[f"{LAST}.Q"].mul_(1.01), "coordinates='qr' a basis is orthonormal, but that of layer"),
-    "zero": (lambda b: b[f"{LAST}.P"].zero_(), "orthonormal"),
-}
+@pytest.fixture
+def model(tmp_path: Path) -> PeftModel:
+    """A calibrated adapter whose basis was saved, with trained cores."""
+    model = adapted("fcca", alpha=6.0)
+    save_basis(model, tmp_path / "basis")
+    train_at_random(model)
+    return model
 
 
-@pytest.mark.usefixtures("as_a_user")
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_bases_are_refused_in_one_line_and_none_is_set(case: str) -> None:
-    change, message = WRONG[case]
-    bases = get_bases(adapted("fcca", coordinates="qr"))
-    change(bases)
-    model = adapted("fcca", coordinates="qr", calibrated=False)
-    with pytest.raises(CalibrationError, match=f"(?i){message}") as caught:
-        set_bases(model, bases)
-    assert "\n" not in str(caught.value)
-    assert not any(bool(factor.any()) for layer in cores_of(model) for factor in layer.factors("default"))
+@pytest.fixture
+def saved(model: PeftModel, tmp_path: Path) -> Path:
+    model.save_pretrained(str(tmp_path / "anna"))
+    return tmp_path / "anna"
 
 
-def test_raw_coordinates_promise_no_orthonormality() -> None:
-    bases = get_bases(adapted("fcca", coordinates="raw"))
-    set_bases(adapted("fcca", coordinates="raw", calibrated=False), bases)
-    with pytest.raises(CalibrationError, match="same coordinates"):
-        set_bases(adapted("fcca", coordinates="qr", calibrated=False), bases)
+def on_the_basis(tmp_path: Path) -> PeftModel:
+    return get_peft_model(tiny_qwen2(), FrozenCoreConfig(basis=str(tmp_path / "basis"))).eval()
 
 
-def test_what_bases_cannot_give_is_refused() -> None:
-    bases = get_bases(adapted("signgrad"))
-    cases: list[tuple[Callable[[], object], str]] = [
-        (lambda: set_bases(adapted("signgrad", calibrated=False, initial_step=0.1), bases), "moments collected once"),
-        (lambda: set_bases(tiny_qwen2(), bases), "get_peft_model"),
-        (lambda: get_bases(get_peft_model(tiny_qwen2(), LoraConfig(target_modules=["q_proj"]))), "get_peft_model"),
-    ]
-    for call, message in cases:
-        with pytest.raises(ConfigError, match=message):
-            call()
-    merged = adapted("random", trained=True)
-    merged.merge_adapter()
-    with pytest.raises(FrozenCoreError, match="unmerge_adapter"):
-        set_bases(merged, get_bases(merged), reset=True)
+def test_a_saved_basis_holds_what_get_bases_gives_and_its_identity_is_of_its_content(
+    model: PeftModel, tmp_path: Path
+) -> None:
+    basis, bases = load_basis(tmp_path / "basis"), get_bases(model)
+    assert basis.tensors.keys() == bases.keys()
+    assert all(torch.equal(basis.tensors[name], bases[name]) for name in bases)
+    assert set(basis.scales.values()) == {2.0}
+    assert basis.calibrated_on == f"{model.peft_config['default'].calibration_tokens} tokens"
+    assert save_basis(adapted("fcca", alpha=6.0), tmp_path / "again") == basis.identity
+    assert save_basis(adapted("fcca", alpha=3.0), tmp_path / "other_scale") != basis.identity
+    assert save_basis(adapted("rawgrad", alpha=6.0), tmp_path / "other_basis") != basis.identity
+
+
+def test_cores_alone_are_small(saved: Path) -> None:
+    layers = len(cores_of(adapted("fcca")))
+    shapes = {name: tuple(tensor.shape) for name, tensor in load_file(saved / WEIGHTS).items()}
+    assert shapes == {"frozencore_cores": (layers * 9,), "frozencore_basis": (32,)}
+    assert sum(file.stat().st_size for file in saved.iterdir()) <= 4 * layers * 9 + 8192
+
+
+def beside(_: PeftModel, saved: Path) -> PeftModel:
+    return PeftModel.from_pretrained(tiny_qwen2(), str(saved))
+
+
+def beside_in_low_memory(_: PeftModel, saved: Path) -> PeftModel:
+    return PeftModel.from_pretrained(tiny_qwen2(), str(saved), low_cpu_mem_usage=True)
+
+
+def in_the_model(model: PeftModel, saved: Path) -> PeftModel:
+    shutil.rmtree(saved.parent / "basis")
+    train_at_random(model, seed=1)
+    model.load_adapter(str(saved), "anna")
+    model.set_adapter("anna")
+    assert cores_of(model)[0].frozencore_P["anna"] is cores_of(model)[0].frozencore_P["default"]
+    return model
+
+
+def far_away(saved: Path) -> str:
+    return str(shutil.copytree(saved, saved.parent / "a" / "b" / "c" / "anna"))
+
+
+def where_the_configuration_says(_: PeftModel, saved: Path) -> PeftModel:
+    return PeftModel.from_pretrained(tiny_qwen2(), far_away(saved))
+
+
+def where_the_caller_says(_: PeftModel, saved: Path) -> PeftModel:
+    basis = shutil.move(saved.parent / "basis", saved.parent / "elsewhere")
+    return PeftModel.from_pretrained(tiny_qwen2(), far_away(saved), basis=str(basis))
+
+
+@pytest.mark.parametrize(
+    "load", [beside, beside_in_low_memory, in_the_model, where_the_configuration_says, where_the_caller_says]
+)
+def test_loading_finds_the_basis(load: Callable[[PeftModel, Path], PeftModel], model: PeftModel, saved: Path) -> None:
+    expected = logits(model)
+    assert torch.equal(logits(load(model, saved).eval()), expected)
+
+
+def test_without_its_basis_or_beside_another_one_an_adapter_is_refused(saved: Path, tmp_path: Path) -> None:
+    identity = load_basis(tmp_path / "basis").identity
+    shutil.rmtree(tmp_path / "basis")
+    base = tiny_qwen2()
+    with pytest.raises(ArtifactError, match=f"on the basis {identity[:12]}.*Get that basis folder"):
+        PeftModel.from_pretrained(base, str(saved))
+    assert [name for name, _ in base.named_modules()] == [name for name, _ in tiny_qwen2().named_modules()]
+    save_basis(adapted("rawgrad", alpha=6.0), tmp_path / "basis")
+    with pytest.raises(ArtifactError, match="is the basis"):
+        PeftModel.from_pretrained(tiny_qwen2(), str(saved))
+
+
+def test_the_ranks_that_a_rank_budget_chose_load_as_a_rank_pattern(tmp_path: Path) -> None:
+    """An earlier version chose ranks for a budget, and wrote both: here into an adapter, a basis and cores on it."""
+    own = adapted("fcca", rank_pattern={"q_proj": 0, "v_proj": 3, "o_proj": 1}, trained=True)
+    expected = logits(own)
+    own.save_pretrained(tmp_path / "whole")
+    save_basis(own, tmp_path / "new")
+    new = load_basis(tmp_path / "new")
+    write_basis(
+        tmp_path / "basis", new.tensors, scales=new.scales, options={**new.options, "rank_budget": 28},
+        calibrated_on=None, base=new.base, base_model=None,
+    )  # fmt: skip
+    pack_adapter(tmp_path / "whole", tmp_path / "basis", tmp_path / "cores")
+    for name in ("whole", "cores"):
+        values = json.loads((tmp_path / name / CONFIG).read_text())
+        (tmp_path / name / CONFIG).write_text(json.dumps({**values, "rank_budget": 28}))
+        loaded = PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path / name)).eval()
+        assert torch.equal(logits(loaded), expected)
+        assert len(cores_of(loaded)) == len(cores_of(own)) == 6  # rank 0 leaves a layer as it is
+    assert "rank_budget" not in loaded.peft_config["default"].to_dict()
+    on_basis = on_the_basis(tmp_path)
+    swap_core(on_basis, tmp_path / "cores")
+    assert torch.equal(logits(on_basis), expected)
+
+
+def test_cores_at_another_scale_than_the_basis_are_refused_by_every_reader(saved: Path) -> None:
+    loaded = PeftModel.from_pretrained(tiny_qwen2(), str(saved))
+    values = json.loads((saved / CONFIG).read_text())
+    (saved / CONFIG).write_text(json.dumps({**values, "alpha": 30.0}))
+    for read in (
+        lambda: PeftModel.from_pretrained(tiny_qwen2(), str(saved)),
+        lambda: loaded.load_adapter(str(saved), adapter_name="second"),
+        lambda: swap_core(loaded, saved),
+        lambda: CoreBank(loaded, 1).put("anna", saved),
+    ):
+        with pytest.raises(ArtifactError, match="scale 10"):
+            read()
+
+
+def test_a_new_adapter_takes_everything_from_the_basis(model: PeftModel, saved: Path, tmp_path: Path) -> None:
+    new, other = on_the_basis(tmp_path), adapted("random", alpha=6.0)
+    set_bases(other, load_basis(tmp_path / "basis"))
+    assert torch.equal(logits(new), logits(tiny_qwen2().eval()))
+    for one in (new, other):
+        assert all(torch.equal(get_bases(one)[name], X) for name, X in get_bases(model).items())
+        swap_core(one, saved)
+        assert torch.equal(logits(one), logits(model))
+    new.train()(**BATCHES[0]).loss.backward()
+
+
+@pytest.mark.parametrize(
+    "rebase",
+    [
+        lambda model: calibrate(model, BATCHES, progress=False, reset=True),
+        lambda model: set_bases(model, get_bases(adapted("rawgrad")), reset=True),
+        lambda model: set_peft_model_state_dict(model, get_peft_model_state_dict(adapted("rawgrad", alpha=6.0))),
+    ],
+    ids=["calibrate", "set_bases", "a state dict"],
+)
+def test_a_new_basis_has_no_name(rebase: Callable[[nn.Module], object], model: PeftModel, tmp_path: Path) -> None:
+    rebase(model)
+    model.save_pretrained(str(tmp_path / "own"))
+    assert "basis_id" not in json.loads((tmp_path / "own" / CONFIG).read_text())
+    assert len(load_file(tmp_path / "own" / WEIGHTS)) == 3 * len(cores_of(model))
+
+
+def test_modules_to_save_stand_beside_the_cores(tmp_path: Path) -> None:
+    model = adapted("fcca", modules_to_save=["lm_head"])
+    save_basis(model, tmp_path / "basis")
+    train_at_random(model)
+    with torch.no_grad():
+        model.base_model.model.lm_head.modules_to_save["default"].weight.add_(1)
+    model.save_pretrained(str(tmp_path / "anna"))
+    loaded = PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path / "anna")).eval()
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_transformers_own_loading_is_refused_before_it_computes_wherever_a_row_is(saved: Path) -> None:
+    model = tiny_qwen2()
+    for name in ("first", "second"):
+        model.load_adapter(str(saved), adapter_name=name)
+    with pytest.raises(ArtifactError, match="were not loaded"):
+        logits(model)
+    swap_core(model, saved, adapter_name="first")  # this reads the cores alone
+    for names in (["first", "second"], ["second", "first"]):
+        refused = pytest.raises(ArtifactError, match="cores of the adapter 'second' were not loaded")
+        with refused, adapter_of_each_row(model.eval(), names * 2):
+            logits(model)
+    model.set_adapter("first")
+    assert torch.equal(logits(model), logits(PeftModel.from_pretrained(tiny_qwen2(), str(saved)).eval()))
+
+
+# ---------------------------------------------------------------------------------------------------------- cores
+
+
+def as_one_sees(state: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """A state dict, and what users make of it: rounded, averaged, subtracted."""
+    yield state
+    yield {key: value.bfloat16() for key, value in state.items()}
+    yield {key: (value + value + value) / 3 for key, value in state.items()}
+    yield {key: (value.bfloat16() * 3 + value.bfloat16() * 5) / 8 for key, value in state.items()}
+    yield {key: 0.3 * value - 1.7 * value for key, value in state.items()}
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_cores_are_refused_on_another_basis(model: PeftModel, saved: Path, tmp_path: Path, named: bool) -> None:
+    other = adapted("rawgrad", alpha=6.0)
+    if named:
+        save_basis(other, tmp_path / "other")
+    bank, before = CoreBank(other, 2), {name: X.clone() for name, X in other.state_dict().items()}
+    for state in (*as_one_sees(get_peft_model_state_dict(model)), load_file(saved / WEIGHTS)):
+        for take in (swap_core, set_peft_model_state_dict, lambda _, state: bank.put("a", state)):
+            with pytest.raises(ArtifactError, match="basis"):
+                take(other, state)
+    assert len(bank) == 0
+    assert all(torch.equal(X, before[name]) for name, X in other.state_dict().items())
+
+
+def test_cores_are_taken_on_their_own_basis_with_and_without_its_mark(
+    model: PeftModel, saved: Path, tmp_path: Path
+) -> None:
+    state = get_peft_model_state_dict(model)
+    same = on_the_basis(tmp_path)
+    bank = CoreBank(same, 9)
+    for i, one in enumerate(as_one_sees(state)):
+        bank.put(str(i), one)
+    zero = {layer: 0 * R for layer, R in bank.get("0").items()}
+    for one in as_one_sees(state):
+        set_peft_model_state_dict(same, one)
+    earlier = {"frozencore_cores": state["frozencore_cores"]}  # as files of earlier versions
+    for take in (swap_core, set_peft_model_state_dict):
+        swap_core(same, zero)
+        take(same, earlier)
+        assert torch.equal(logits(same), logits(model))
+    save_file(earlier, saved / WEIGHTS)
+    config = json.loads((saved / CONFIG).read_text())
+    del config["seal"]["weights_sha256"]
+    (saved / CONFIG).write_text(json.dumps(config))
+    loaded = PeftModel.from_pretrained(tiny_qwen2(), str(saved)).eval()
+    assert torch.equal(logits(loaded), logits(model))
+    swap_core(same, saved)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_folder_a_state_dict_and_cores_by_layer_give_one_core_in_the_same_memory(named: bool, tmp_path: Path) -> None:
+    model = adapted("fcca", alpha=5.0)
+    if named:
+        save_basis(model, tmp_path / "basis")
+    train_at_random(model, seed=7)
+    expected, bank = logits(model), CoreBank(model, 1)
+    cores = {layer.name: layer.core("default").detach().clone() for layer in cores_of(model)}
+    state = {key: value.clone() for key, value in get_peft_model_state_dict(model).items()}
+    places = [factor.data_ptr() for layer in cores_of(model) for factor in layer.factors("default")]
+    model.save_pretrained(str(tmp_path / "saved"))
+    for source in (state, tmp_path / "saved", cores):
+        bank.put("a", source)
+        assert all(torch.equal(core, cores[layer]) for layer, core in bank.get("a").items())
+        ready = prepare_swap(model, source)
+        train_at_random(model, seed=1)
+        assert not torch.equal(logits(model), expected)
+        ready.swap_in()
+        assert torch.equal(logits(model), expected)
+    assert places == [factor.data_ptr() for layer in cores_of(model) for factor in layer.factors("default")]

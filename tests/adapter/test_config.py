@@ -1,59 +1,32 @@
-"""The values that a configuration accepts, and the one line that refuses others."""
+"""The configuration: its file, scales, layers by name as PEFT matches them, and constructors of a user's own."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import fields, replace
 from inspect import signature
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft.utils.other import get_pattern_key
+from pydantic import Field
 
 from adapted import adapted, cores_of, logits
-from frozencore import FrozenCoreConfig
-from frozencore.adapter.config import INSTEAD_OF_LORA
+from frozencore import FrozenCoreConfig, register_constructor, save_basis
+from frozencore.adapter.named_layers import key_for
+from frozencore.constructors import CONSTRUCTORS, BasisOptions, FCCAOptions
 from frozencore.errors import ArtifactError, ConfigError
+from frozencore.options import options_of
 from tiny import tiny_qwen2
+from toy import TOY, Toy, ToyOptions, coordinates_from, register_toy
 
 pytestmark = pytest.mark.usefixtures("as_a_user")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"constructor": "fca"}, "'fca'.*Did you mean 'fcca'"),
-        ({"constructor": None}, "constructor"),
-        ({"r": 0}, "rank must be a whole number from 1 to 100000, but 0 came"),
-        ({"r": "16"}, "rank must be a whole number from 1 to 100000, but '16' came"),
-        ({"rank_pattern": {"q_proj": -1}}, "rank must be a whole number from 1 to 100000, but -1 came"),
-        ({"alpha": 0}, "alpha must be a number above 0 or one of auto or none, but 0 came"),
-        ({"alpha": float("nan")}, "alpha must be a number above 0 or one of auto or none, but nan came"),
-        ({"alpha": "r"}, "alpha must be a number above 0 or one of auto or none, but 'r' came"),
-        ({"alpha_pattern": {"q_proj": 0}}, "alpha must be a number above 0 or one of auto or none, but 0 came"),
-        ({"damping": 0}, "damping must be a number above 0 or a list of 2"),
-        ({"damping": "1e-3"}, "damping must be a number above 0 or a list of 2"),
-        ({"damping": [1e-3, -1.0]}, "damping must be a number above 0 or a list of 2"),
-        ({"whiten": "left"}, "whiten must be one of both, input, output, none, but 'left' came"),
-        ({"fisher": "block"}, "fisher must be one of diagonal, dense, but 'block' came"),
-        ({"shrinkage": 0.5}, "needs fisher='dense'"),
-        ({"shrinkage": 2, "fisher": "dense"}, "shrinkage must be a number from 0 to 1"),
-        ({"coordinates": "polar"}, "coordinates must be one of fisher, qr, raw, scaled_raw, but 'polar' came"),
-        ({"svd_method": "fast"}, "svd_method must be one of"),
-        ({"constructor": "filora", "filora_fisher": "none"}, "filora_fisher must be one of"),
-        ({"constructor": "eva", "eva_output": "none"}, "eva_output must be one of"),
-        ({"initial_step": 0.1}, "'fcca' does not read initial_step .it is for signgrad.. Leave it out"),
-        ({"constructor": "random", "damping": 0.1}, "'random' does not read damping .it is for fcca."),
-        ({"layers_pattern": "layers"}, "layers_to_transform"),
-        ({"target_modules": ".*q_proj", "layers_to_transform": [0]}, "`layers_to_transform` cannot be used when"),
-        ({"target_modules": ".*q_proj", "layers_pattern": "layers"}, "`layers_pattern` cannot be used when"),
-    ],
-)
-def test_bad_values_are_refused_in_one_line(options: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
-        FrozenCoreConfig(**options)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_configuration_survives_its_file(tmp_path: Path) -> None:
@@ -83,33 +56,6 @@ def test_the_scale_is_alpha_over_rank_16_over_it_by_default_and_one_without_alph
     assert patterned == {"q_proj": 4.0, "k_proj": 2.0, "v_proj": 0.5, "o_proj": 2.0}
 
 
-def test_patterns_layers_and_exclusions_choose_ranks_and_targets() -> None:
-    model = adapted(
-        "random", r=4, rank_pattern={"layers.1.self_attn.q_proj": 2}, exclude_modules=["o_proj"],
-    )  # fmt: skip
-    ranks = {layer.name: layer.frozencore_R["default"].weight.shape[0] for layer in cores_of(model)}
-    assert ranks["model.layers.1.self_attn.q_proj"] == 2
-    assert ranks["model.layers.0.self_attn.q_proj"] == 4
-    assert not any("o_proj" in name for name in ranks)
-    only = adapted("random", target_modules=["q_proj"], layers_to_transform=[1])
-    assert [layer.name for layer in cores_of(only)] == ["model.layers.1.self_attn.q_proj"]
-
-
-def test_saving_twice_gives_the_same_bytes(tmp_path: Path) -> None:
-    targets = ["v_proj", "q_proj", "k_proj", "o_proj"]
-    for name, order in (("a", targets), ("b", targets[::-1])):
-        FrozenCoreConfig(target_modules=order).save_pretrained(str(tmp_path / name))
-    first, second = ((tmp_path / name / "adapter_config.json").read_bytes() for name in "ab")
-    assert first == second
-
-
-def test_a_configuration_alone_in_its_folder_is_read_without_weights(tmp_path: Path) -> None:
-    FrozenCoreConfig(r=5, constructor="random", target_modules=["q_proj"]).save_pretrained(tmp_path)
-    read = FrozenCoreConfig.from_pretrained(tmp_path)
-    assert isinstance(read, FrozenCoreConfig)
-    assert (read.r, read.constructor, read.target_modules) == (5, "random", {"q_proj"})
-
-
 def test_the_configuration_of_another_method_is_read_as_peft_reads_it(tmp_path: Path) -> None:
     LoraConfig(r=5, target_modules=["q_proj"]).save_pretrained(tmp_path)
     assert FrozenCoreConfig.from_pretrained(tmp_path) == PeftConfig.from_pretrained(tmp_path)
@@ -123,15 +69,6 @@ def test_what_peft_refuses_in_our_configuration_names_the_file(tmp_path: Path) -
     with pytest.raises(ArtifactError, match="HAIKU_LM") as caught:
         FrozenCoreConfig.from_pretrained(tmp_path)
     assert str(file) in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_configuration_is_not_saved_into_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.write_text("mine")
-    with pytest.raises(AssertionError, match="should be a directory, not a file"):
-        FrozenCoreConfig(constructor="random").save_pretrained(file)
-    assert file.read_text() == "mine"
 
 
 def test_a_configuration_that_is_saved_again_beside_its_weights_keeps_their_seal(tmp_path: Path) -> None:
@@ -142,33 +79,6 @@ def test_a_configuration_that_is_saved_again_beside_its_weights_keeps_their_seal
     config.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "adapter_config.json").read_text())["seal"] == seal
     assert torch.equal(logits(PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path))), logits(model))
-
-
-@pytest.mark.parametrize("name", INSTEAD_OF_LORA)
-def test_loras_names_are_met_with_ours_in_one_line(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"no '{name}', which is LoraConfig's: .*") as error:
-        FrozenCoreConfig(r=4, **{name: 1})
-    assert "\n" not in str(error.value)
-    assert isinstance(error.value, TypeError)  # as Python's own of an unknown argument, by which PEFT asks
-    assert name in signature(LoraConfig).parameters
-
-
-@pytest.mark.parametrize(
-    ("name", "ours"),
-    [("method", "constructor"), ("rank", "r"), ("lora_r", "r"), ("targets", "target_modules"), ("dampin", "damping")],
-)
-def test_a_name_that_is_not_ours_gets_ours_in_one_line(name: str, ours: str) -> None:
-    with pytest.raises(ConfigError, match=rf"unexpected keyword argument '{name}'. Give {ours} instead") as error:
-        FrozenCoreConfig(**{name: 1})
-    assert "\n" not in str(error.value)
-    assert "LoraConfig" not in str(error.value)
-
-
-def test_targets_that_match_no_layer_are_met_with_the_names_that_there_are() -> None:
-    with pytest.raises(ConfigError, match="'q_prj' match no layer of this model. Did you mean 'q_proj'") as error:
-        get_peft_model(tiny_qwen2(), FrozenCoreConfig(r=2, constructor="random", target_modules=["q_prj"]))
-    assert "down_proj, gate_proj, k_proj" in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_the_signature_of_a_configuration_is_its_fields_and_peft_leaves_out_what_it_does_not_know(
@@ -190,7 +100,160 @@ def test_the_signature_of_a_configuration_is_its_fields_and_peft_leaves_out_what
     assert (type(read), read.r, read.damping) == (FrozenCoreConfig, 4, 0.5)
 
 
-def test_a_mixed_model_of_peft_refuses_a_frozen_core_in_one_line() -> None:
-    with pytest.raises(ValueError, match=r"'FROZENCORE' is not compatible with the `PeftMixedModel`") as error:
-        get_peft_model(tiny_qwen2(), FrozenCoreConfig(r=2, constructor="random"), mixed=True)
-    assert "\n" not in str(error.value)
+def lora_names(**options: object) -> dict[str, int]:
+    """The layers and ranks that PEFT's own LoRA chooses."""
+    model = get_peft_model(tiny_qwen2(), LoraConfig(r=3, **options))
+    return {
+        name.removeprefix("base_model.model."): module.r["default"]
+        for name, module in model.named_modules()
+        if hasattr(module, "lora_A")
+    }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": r".*layers\.1\..*(q|v)_proj"},
+        {"target_modules": r"^(?!.*layers\.0).*_proj$"},
+        {"target_modules": "all-linear", "exclude_modules": r".*mlp.*"},
+        {"target_modules": ["q_proj", "v_proj"], "exclude_modules": r".*\.0\..*q_proj"},
+        {"target_modules": r".*self_attn.*proj", "exclude_modules": ["k_proj"]},
+        {"target_modules": ["q_proj", "v_proj"], "rank_pattern": {r"layers\.[0]\..*": 2, "v_proj": 4}},
+        {"target_modules": ["q_proj"], "rank_pattern": {r"^model.layers.0.self_attn.q_proj": 2}},
+        {"target_modules": ["q_proj"], "rank_pattern": {r"^layers.0.self_attn.q_proj": 2}},
+        {"target_modules": ["q_proj", "v_proj"], "rank_pattern": {"layers.1.self_attn.q_proj": 2}},
+        {"target_modules": r"model\.layers\.0\.self_attn\.q_proj"},
+        {"target_modules": ["q_proj", "o_proj"], "layers_to_transform": 1},
+        {"target_modules": ["q_proj"], "layers_to_transform": [0], "layers_pattern": "layers"},
+    ],
+)
+def test_expressions_choose_the_layers_and_ranks_that_peft_chooses(options: dict[str, object]) -> None:
+    layers = cores_of(adapted("random", **options))
+    assert {layer.name: len(layer.core("default")) for layer in layers} == lora_names(**options)
+
+
+PIECES = st.lists(st.sampled_from(["model", "layers", "0", "1", "q_proj", "k_proj", "a"]), min_size=1, max_size=4)
+
+
+@given(st.lists(PIECES, max_size=4), PIECES)
+def test_names_are_compared_as_peft_compares_them(keys: list[list[str]], layer: list[str]) -> None:
+    pattern = {".".join(key): number for number, key in enumerate(keys)}
+    name = ".".join(layer)
+    found = key_for(pattern, name, "rank_pattern")
+    peft = get_pattern_key(list(pattern), name)
+    if name in pattern:
+        assert found == name  # a layer's full name goes before an end that others have too
+    else:
+        assert found == (peft if peft in pattern else None)
+
+
+def test_what_is_saved_are_names_and_they_load(tmp_path: Path) -> None:
+    model = adapted(
+        "random", trained=True, target_modules=r".*layers\.1.*(q|v)_proj", rank_pattern={r".*v_.*": 2},
+        alpha=4.0, alpha_pattern={r".*q_.*": 6.0},
+    )  # fmt: skip
+    model.save_pretrained(str(tmp_path))
+    values = json.loads((tmp_path / "adapter_config.json").read_text())
+    q, v = (f"model.layers.1.self_attn.{side}_proj" for side in "qv")
+    assert (values["target_modules"], values["exclude_modules"]) == ([q, v], None)
+    assert (values["rank_pattern"], values["alpha_pattern"]) == ({v: 2}, {q: 6.0})
+    loaded = PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path)).eval()
+    assert logits(loaded).equal(logits(model))
+
+
+def test_a_configuration_that_is_used_again_starts_from_its_expression() -> None:
+    config = FrozenCoreConfig(r=2, constructor="random", target_modules=r".*q_proj")
+    get_peft_model(tiny_qwen2(), config)
+    deeper = get_peft_model(tiny_qwen2(num_hidden_layers=3, layer_types=None), config)
+    assert len(cores_of(deeper)) == 3
+
+
+# ------------------------------------------------------------------------------------- constructors of a user's own
+
+
+def test_its_bases_are_built_as_its_option_says_and_survive_their_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(TypeError, match="toy_offset"):
+        FrozenCoreConfig(toy_offset=1)
+    register_toy(monkeypatch)
+    config = FrozenCoreConfig(r=4, target_modules=["q_proj"], constructor="toy", toy_offset=2)
+    model = get_peft_model(tiny_qwen2(), config)
+    for layer in cores_of(model):
+        P, Q, _ = layer.factors("default")
+        assert torch.equal(P, coordinates_from(2, len(P), 4))
+        assert torch.equal(Q, coordinates_from(2, len(Q), 4))
+    model.save_pretrained(str(tmp_path))
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["toy_offset"] == 2
+    loaded = PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path)).peft_config["default"]
+    assert (loaded.constructor, loaded.basis_options(4)) == ("toy", ToyOptions(rank=4, toy_offset=2))
+    save_basis(model, tmp_path / "basis")
+    assert FrozenCoreConfig(basis=str(tmp_path / "basis")).basis_options() == ToyOptions(rank=4, toy_offset=2)
+    for options, message in (
+        ({"constructor": "toy", "toy_offset": 9}, "toy_offset must be a whole number from 0 to 8, but 9 came"),
+        ({"constructor": "fcca", "toy_offset": 1}, "'fcca' does not read toy_offset .it is for toy.. Leave it out"),
+        ({"constructor": "toy", "damping": 0.1}, "'toy' does not read damping .it is for fcca.. Leave it out"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            FrozenCoreConfig(**options)
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherDamping(BasisOptions):
+    damping: Annotated[int, Field(description="Something else.")] = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class FarDamping(BasisOptions):
+    """That of fcca but for its bound."""
+
+    damping: Annotated[
+        Annotated[float, Field(gt=1)] | tuple[float, float],
+        Field(description=options_of(FCCAOptions)["damping"].help),
+    ] = FCCAOptions.damping
+
+
+@dataclasses.dataclass(frozen=True)
+class Alpha(BasisOptions):
+    alpha: float = 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "taken"),
+    [
+        ("fcca", ToyOptions, "fcca"),
+        ("other", OtherDamping, "damping"),
+        ("other", FarDamping, "damping"),
+        ("other", Alpha, "alpha"),
+    ],
+)
+def test_a_name_that_means_something_already_is_refused(name: str, options: type, taken: str) -> None:
+    before, row = dict(CONSTRUCTORS), Toy()
+    row.options = options
+    with pytest.raises(ConfigError, match=f"'{taken}' is taken"):
+        register_constructor(name, row)
+    assert before == CONSTRUCTORS
+
+
+def test_two_constructors_may_read_one_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CONSTRUCTORS, "again", TOY)
+    del CONSTRUCTORS["again"]
+    register_toy(monkeypatch)
+    register_constructor("again", TOY)
+    assert FrozenCoreConfig(constructor="again", toy_offset=1).basis_options() == ToyOptions(toy_offset=1)
+    with pytest.raises(ConfigError, match=r"it is for toy, again"):
+        FrozenCoreConfig(constructor="eva", toy_offset=1)
+
+
+def test_an_adapter_that_was_saved_with_what_its_constructor_does_not_read_still_loads(tmp_path: Path) -> None:
+    """Such configurations were taken once, and the option changed nothing."""
+    get_peft_model(
+        tiny_qwen2(), FrozenCoreConfig(r=4, target_modules=["q_proj"], constructor="random")
+    ).save_pretrained(str(tmp_path))
+    file = tmp_path / "adapter_config.json"
+    file.write_text(file.read_text().replace('"damping": 0.001', '"damping": [0.1, 0.2]'))
+    loaded = PeftConfig.from_pretrained(str(tmp_path))
+    assert (loaded.constructor, loaded.damping) == ("random", [0.1, 0.2])
+    file.write_text(file.read_text().replace('"eva_output": "weight_times_input"', '"eva_output": 3'))
+    with pytest.raises(ArtifactError, match="eva_output"):
+        FrozenCoreConfig.from_pretrained(str(tmp_path))

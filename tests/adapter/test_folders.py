@@ -1,20 +1,38 @@
-"""Sums of adapters on one basis are sums of what they do."""
+"""Folders of adapters: read, summed, packed beside their basis; and the numbers of ``inspect`` against theory."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import load_file
+from torch import Tensor
 
 from adapted import adapted, cores_of, logits, train_at_random
-from frozencore import get_bases, load_basis, merge_adapters, save_basis, set_bases
-from frozencore.errors import ArtifactError, ConfigError
+from drawn import drawn_layer
+from frozencore import (
+    fcca_basis,
+    get_bases,
+    load_basis,
+    merge_adapters,
+    pack_adapter,
+    rawgrad_basis,
+    save_basis,
+    set_bases,
+    unpack_adapter,
+)
+from frozencore.adapter.folders import read_adapter
+from frozencore.adapter.inspection import report_angles, report_basis, report_capture
+from frozencore.errors import ArtifactError
 from tiny import tiny_qwen2
 
-NAMES, WEIGHTS = ("a", "b", "d"), (0.5, 0.75, -0.25)
+WEIGHTS_FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+NAMES, WEIGHTS = ["a", "b", "d"], [0.5, 0.75, -0.25]
 
 
 def with_three(tmp_path: Path, *, named: bool = True) -> PeftModel:
@@ -29,115 +47,57 @@ def with_three(tmp_path: Path, *, named: bool = True) -> PeftModel:
         train_at_random(model, name, seed=seed)
     model.delete_adapter("default")
     model.set_adapter("a")
+    model.save_pretrained(str(tmp_path / "out"))
     return model.eval()
 
 
-def deltas(model: PeftModel, name: str) -> list[torch.Tensor]:
+def deltas(model: PeftModel, name: str) -> list[Tensor]:
     return [layer.get_delta_weight(name).detach().double() for layer in cores_of(model, name)]
 
 
-def largest_error(model: PeftModel, name: str, names: tuple[str, ...] = NAMES) -> float:
-    """The error of an adapter's updates against the weighted sum of the others', relative to the largest value."""
-    wanted = [
-        sum(w * delta for w, delta in zip(WEIGHTS, of_layer, strict=True))
-        for of_layer in zip(*(deltas(model, other) for other in names), strict=True)
-    ]
-    return max(
-        float((own - want).abs().max() / want.abs().max())
-        for own, want in zip(deltas(model, name), wanted, strict=True)
-    )
+def weighted(model: PeftModel, _: Path, weights: list[float]) -> str:
+    model.add_weighted_adapter(NAMES, weights, "sum", combination_type="linear")
+    assert cores_of(model, "sum")[0].frozencore_P["sum"] is cores_of(model, "sum")[0].frozencore_P["a"]
+    return "sum"
 
 
-@pytest.mark.parametrize("named", [True, False])
-def test_a_weighted_adapter_does_the_weighted_sum_of_what_the_others_do(named: bool, tmp_path: Path) -> None:
-    model = with_three(tmp_path, named=named)
-    before = logits(model)
-    model.add_weighted_adapter(list(NAMES), list(WEIGHTS), "sum", combination_type="linear")
-    assert largest_error(model, "sum") < 1e-6
-    assert torch.equal(logits(model), before)  # it is there, not active
-    first = cores_of(model, "sum")[0]
-    assert first.frozencore_P["sum"] is first.frozencore_P["a"]
-
-
-@pytest.mark.parametrize("named", [True, False])
-def test_saved_adapters_are_summed_to_one_that_loads(named: bool, tmp_path: Path) -> None:
-    model = with_three(tmp_path, named=named)
-    model.save_pretrained(str(tmp_path / "out"))
-    merge_adapters([tmp_path / "out" / name for name in NAMES], tmp_path / "out" / "sum", weights=WEIGHTS)
+def by_folders(model: PeftModel, tmp_path: Path, weights: list[float]) -> str:
+    folders = [tmp_path / "out" / name for name in NAMES]
+    merge_adapters(folders, tmp_path / "out" / "sum", weights=None if weights == [1 / 3] * 3 else weights)
     model.load_adapter(str(tmp_path / "out" / "sum"), "sum")
-    assert largest_error(model, "sum") < 1e-6
+    return "sum"
 
 
-def test_without_weights_it_is_the_mean(tmp_path: Path) -> None:
-    model = with_three(tmp_path)
-    model.save_pretrained(str(tmp_path / "out"))
-    merge_adapters([tmp_path / "out" / name for name in NAMES], tmp_path / "mean")
-    model.add_weighted_adapter(list(NAMES), [1 / 3] * 3, "mean")
-    model.load_adapter(str(tmp_path / "mean"), "loaded")
-    for mine, theirs in zip(deltas(model, "mean"), deltas(model, "loaded"), strict=True):
-        assert torch.allclose(mine, theirs, atol=1e-7)
-
-
-def test_averaged_state_dicts_are_averaged_updates(tmp_path: Path) -> None:
-    model = with_three(tmp_path)
+def by_state_dicts(model: PeftModel, _: Path, weights: list[float]) -> str:
     states = [get_peft_model_state_dict(model, adapter_name=name) for name in NAMES]
-    assert all(state.keys() == {"frozencore_cores", "frozencore_basis"} for state in states)
-    average = {key: sum(w * state[key] for w, state in zip(WEIGHTS, states, strict=True)) for key in states[0]}
-    wanted = with_three(tmp_path / "other")
-    set_peft_model_state_dict(model, average, adapter_name="a")
-    wanted.add_weighted_adapter(list(NAMES), list(WEIGHTS), "sum")
-    for mine, theirs in zip(deltas(model, "a"), deltas(wanted, "sum"), strict=True):
-        assert float((mine - theirs).abs().max()) <= 1e-6 * float(theirs.abs().max())
+    average = {key: sum(w * state[key] for w, state in zip(weights, states, strict=True)) for key in states[0]}
+    set_peft_model_state_dict(model, average, adapter_name="b")
+    return "b"
 
 
-def test_what_cannot_be_summed_says_so_and_changes_nothing(tmp_path: Path) -> None:
-    model = with_three(tmp_path)
-    model.add_adapter("own", adapted("rawgrad", alpha=6.0).peft_config["default"])
-    set_bases(model, get_bases(adapted("rawgrad")), adapter_name="own")
-    names = set(model.peft_config)
-    for adapters, weights, options, message in (
-        (["a", "own"], [1.0, 1.0], {}, "differ in basis, rank or scale at layer"),
-        (["a", "nobody"], [1.0, 1.0], {}, "nobody"),
-        ([], [], {}, "none"),
-        (["a", "b"], [1.0], {}, "as many finite weights"),
-        (["a", "b"], [1.0, float("nan")], {}, "as many finite weights"),
-        (["a", "b"], [1.0, 1.0], {"combination_type": "svd"}, "'svd'"),
-        (["a", "b"], [1.0, 1.0], {"combination_type": "ties", "density": 0.5}, "'ties', density came"),
-    ):
-        with pytest.raises((ArtifactError, ConfigError), match=message) as caught:
-            model.add_weighted_adapter(adapters, weights, "sum", **options)
-        assert "\n" not in str(caught.value)
-        assert set(model.peft_config) == names
-
-
-def test_folders_that_cannot_be_summed_say_so_and_nothing_is_written(tmp_path: Path) -> None:
-    with_three(tmp_path).save_pretrained(str(tmp_path / "out"))
-    other = adapted("rawgrad", alpha=6.0, trained=True)
-    other.save_pretrained(str(tmp_path / "other"))
-    beside = adapted("fcca", alpha=6.0, modules_to_save=["lm_head"])
-    beside.save_pretrained(str(tmp_path / "beside"))
-    a = tmp_path / "out" / "a"
-    for adapters, weights, message in (
-        ([a, tmp_path / "other"], None, "differ in basis, rank or scale"),
-        ([a, tmp_path / "beside"], None, "other modules too"),
-        ([a, a], [1.0], "as many finite weights"),
-        ([], None, "none was named"),
-    ):
-        with pytest.raises((ArtifactError, ConfigError), match=message):
-            merge_adapters(adapters, tmp_path / "sum", weights=weights)
-        assert not (tmp_path / "sum").exists()
+@pytest.mark.parametrize("weights", [WEIGHTS, [1 / 3] * 3], ids=["weights", "mean"])
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("way", [weighted, by_folders, by_state_dicts])
+def test_a_sum_of_cores_on_one_basis_is_the_sum_of_their_updates(
+    way: Callable[[PeftModel, Path, list[float]], str], named: bool, weights: list[float], tmp_path: Path
+) -> None:
+    model = with_three(tmp_path, named=named)
+    before, updates = logits(model), [deltas(model, name) for name in NAMES]
+    found = deltas(model, way(model, tmp_path, weights))
+    for own, *each in zip(found, *updates, strict=True):
+        expected = sum(w * delta for w, delta in zip(weights, each, strict=True))
+        assert float((own - expected).abs().max()) < 1e-6 * float(expected.abs().max())
+    assert torch.equal(logits(model), before)  # the sum is there, not active
 
 
 def test_the_command_writes_the_sum(command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    model = with_three(tmp_path)
-    model.save_pretrained(str(tmp_path / "out"))
+    with_three(tmp_path)
     folders = [tmp_path / "out" / name for name in NAMES]
-    weights = ",".join(map(str, WEIGHTS))
-    status, out, err = command("merge", *folders, f"--weights={weights}", "--output", tmp_path / "sum")
+    status, out, err = command("merge", *folders, "--weights=0.5,0.75,-0.25", "--output", tmp_path / "sum")
     assert status == 0, err
     assert "bytes" in out
-    model.load_adapter(str(tmp_path / "sum"), "sum")
-    assert largest_error(model, "sum") < 1e-6
+    merge_adapters(folders, tmp_path / "same", weights=WEIGHTS)
+    assert (tmp_path / "sum" / WEIGHTS_FILE).read_bytes() == (tmp_path / "same" / WEIGHTS_FILE).read_bytes()
     status, _, err = command("merge", *folders, "--weights=1,x,2", "--output", tmp_path / "other")
     assert status == 2
     assert "numbers separated by commas" in err
@@ -146,11 +106,92 @@ def test_the_command_writes_the_sum(command, tmp_path: Path) -> None:  # type: i
     assert err.endswith("sum is there already. Choose another folder.\n")  # it has no option to overwrite it
 
 
-def test_a_sum_of_one_is_that_one(tmp_path: Path) -> None:
-    with_three(tmp_path).save_pretrained(str(tmp_path / "out"))
-    merge_adapters([tmp_path / "out" / "b"], tmp_path / "again")
-    one, again = (
-        PeftModel.from_pretrained(tiny_qwen2(), str(folder)).eval()
-        for folder in (tmp_path / "out" / "b", tmp_path / "again")
-    )
-    assert torch.equal(logits(one), logits(again))
+# ---------------------------------------------------------------------------------------------- reading, packing
+
+
+def test_a_folder_holds_the_factors_of_the_model_beside_a_basis_too(tmp_path: Path) -> None:
+    model = adapted("fcca", dtype=torch.bfloat16, trained=True)
+    model.save_pretrained(str(tmp_path / "whole"))
+    tensors = load_file(tmp_path / "whole" / WEIGHTS_FILE)
+    assert len(tensors) == 3 * 8
+    save_basis(model, tmp_path / "basis")
+    model.save_pretrained(str(tmp_path / "cores"))
+    for config, factors in (read_adapter(tmp_path / name) for name in ("whole", "cores")):
+        assert (config.r, config.constructor, config.coordinates) == (3, "fcca", "qr")
+        for layer in cores_of(model):
+            own, held = factors[layer.name], layer.factors("default")
+            saved = [tensors[f"base_model.model.{layer.name}.frozencore_{key}"] for key in ("P", "Q", "R.weight")]
+            for X, Y, Z in zip((own.P, own.Q, own.R), held, saved, strict=True):
+                assert X.dtype == Y.dtype == Z.dtype
+                assert torch.equal(X, Y)
+                assert torch.equal(Z, Y)
+
+
+@pytest.mark.parametrize("with_basis", [True, False])
+def test_packed_and_unpacked_is_the_same_folder_and_packed_ones_share_a_basis(with_basis: bool, tmp_path: Path) -> None:
+    model = adapted("fcca")
+    for seed, name in enumerate(("anna", "ben")):
+        train_at_random(model, seed=seed)
+        model.save_pretrained(str(tmp_path / name))
+    identity = save_basis(model, tmp_path / "by hand")
+    model.save_pretrained(str(tmp_path / "saved"))
+    for name in ("anna", "ben"):
+        pack_adapter(tmp_path / name, tmp_path / "by hand" if with_basis else None, tmp_path / "shared" / name)
+        unpack_adapter(tmp_path / "shared" / name, tmp_path / f"{name}-again")
+        for file in (WEIGHTS_FILE, CONFIG):
+            assert (tmp_path / f"{name}-again" / file).read_bytes() == (tmp_path / name / file).read_bytes()
+    packed = tmp_path / "shared" / "ben"
+    assert (packed / WEIGHTS_FILE).read_bytes() == (tmp_path / "saved" / WEIGHTS_FILE).read_bytes()
+    assert torch.equal(logits(PeftModel.from_pretrained(tiny_qwen2(), str(packed)).eval()), logits(model))
+    if not with_basis:  # the first one wrote it
+        assert load_basis(tmp_path / "shared" / "basis").identity == identity
+        adapted("rawgrad", trained=True).save_pretrained(str(tmp_path / "other"))
+        with pytest.raises(ArtifactError, match="not those of"):
+            pack_adapter(tmp_path / "other", None, tmp_path / "shared" / "other")
+
+
+def test_cores_in_16_bits_are_rounded_once_and_multiply_in_float32(tmp_path: Path) -> None:
+    model = adapted("fcca", trained=True)
+    model.save_pretrained(str(tmp_path / "whole"))
+    pack_adapter(tmp_path / "whole", None, tmp_path / "half", dtype=torch.bfloat16)
+    assert load_file(tmp_path / "half" / WEIGHTS_FILE)["frozencore_cores"].dtype == torch.bfloat16
+    loaded = PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path / "half"))
+    for layer, other in zip(cores_of(loaded), cores_of(model), strict=True):
+        assert layer.core("default").dtype == torch.float32
+        assert torch.equal(layer.core("default"), other.core("default").bfloat16().float())
+
+
+# ----------------------------------------------------------------------------------------------------- inspection
+
+DAMPING = (1e-3, 1e-3)
+MOMENTS = drawn_layer(12, 20).moments(torch.float32)
+
+
+def test_rawgrad_holds_the_most_gradient_and_fcca_all_that_its_rank_can() -> None:
+    raw, own = rawgrad_basis(MOMENTS, 4), fcca_basis(MOMENTS, 4)
+    best = report_capture(raw.P, raw.Q, MOMENTS, DAMPING)
+    largest = torch.linalg.svdvals(MOMENTS.G.double())[:4].square().sum().sqrt()
+    assert best.gradient_norm == pytest.approx(float(largest), rel=1e-5)
+    assert best.gradient_share < 1
+    found = report_capture(own.P, own.Q, MOMENTS, DAMPING)
+    assert found.correlation_share == pytest.approx(1, abs=1e-5)
+    assert found.correlation == pytest.approx(sum(s**2 for s in found.singular_values), rel=1e-5)
+
+
+def test_a_basis_on_single_coordinates_is_fully_coherent() -> None:
+    report = report_basis(torch.eye(12)[:, :4], torch.eye(20)[:, :4], torch.zeros(4, 4))
+    assert (report.output_coherence, report.input_coherence) == (pytest.approx(3), pytest.approx(5))
+    assert (report.num_values, report.basis_bytes, report.core_norm) == (16, 4 * 4 * 32, 0)
+
+
+def test_angles_are_one_to_itself_in_other_coordinates_and_zero_to_the_complement() -> None:
+    basis, eye = fcca_basis(MOMENTS, 4), torch.eye(12)
+    assert report_angles(basis.P, basis.Q, basis.P @ torch.randn(4, 4), basis.Q).output_cosine == pytest.approx(1)
+    assert report_angles(eye[:, :4], basis.Q, eye[:, 4:8], basis.Q).output_cosine == pytest.approx(0, abs=1e-6)
+
+
+def test_a_layer_without_gradient_is_reported_and_not_an_error() -> None:
+    basis = fcca_basis(MOMENTS, 4)
+    zero = replace(MOMENTS, cross=torch.zeros(12, 20), error_square=torch.zeros(12))
+    report = report_capture(basis.P, basis.Q, zero, DAMPING)
+    assert (report.gradient_norm, report.correlation_share, report.effective_rank) == (0, 0, 0)

@@ -6,22 +6,22 @@ import copy
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel, get_peft_model
-from torch import nn
-from transformers import MixtralConfig, MixtralForCausalLM
+from peft import PeftModel
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from transformers.pytorch_utils import Conv1D
 
 from adapted import BATCHES, DATA_DRIVEN, EXAMPLES, adapted, cores_of, logits, train_at_random
 from frozencore import CONSTRUCTORS, FrozenCoreConfig, calibrate
-from frozencore.adapter.layer import FrozenCoreLinear
+from frozencore.adapter.layer import FrozenCoreLinear, plus_core
 from frozencore.calibration.collect import collect_moments
-from frozencore.errors import ArtifactError, CalibrationError, ModelError
+from frozencore.errors import ArtifactError, CalibrationError
 from frozencore.files.fingerprint import fingerprint_model
-from frozencore.maths.basis import Basis
 from references import numpy_of
 from tiny import batch_of, tiny_gpt2, tiny_llama, tiny_qwen2
 
@@ -33,41 +33,15 @@ EVERY = pytest.mark.parametrize("constructor", CONSTRUCTORS)
 def test_zero_core_leaves_the_logits_bit_equal(constructor: str, dtype: torch.dtype) -> None:
     expected = logits(tiny_qwen2().to(dtype))
     model = adapted(constructor, dtype=dtype)
-    assert any(bool(layer.frozencore_P["default"].any()) for layer in cores_of(model))
+    for layer in cores_of(model):
+        P, Q, R = layer.factors("default")
+        assert (P.dtype, Q.dtype, R.dtype) == (dtype, dtype, torch.promote_types(dtype, torch.float32))
+        assert (P.shape, Q.shape, R.shape) == ((layer.out_features, 3), (layer.in_features, 3), (3, 3))
+        assert P.any()
+        assert Q.any()
     assert torch.equal(logits(model), expected)
     assert torch.equal(logits(model.train()), expected)
     assert logits(model).dtype == dtype
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@EVERY
-def test_cores_are_float32_and_bases_are_in_the_models_dtype(constructor: str, dtype: torch.dtype) -> None:
-    layers = cores_of(adapted(constructor, dtype=dtype, coordinates="qr"))
-    assert len(layers) == 8
-    for layer in layers:
-        P, Q, R = layer.factors("default")
-        assert (P.dtype, Q.dtype, R.dtype) == (dtype, dtype, torch.float32)
-        assert P.shape == (layer.out_features, 3)
-        assert Q.shape == (layer.in_features, 3)
-        tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-        for X in (P, Q):
-            np.testing.assert_allclose(numpy_of(X).T @ numpy_of(X), np.eye(3), atol=tolerance)
-
-
-@EVERY
-def test_the_optimiser_sees_only_the_cores(constructor: str) -> None:
-    model = adapted(constructor, dtype=torch.bfloat16, rank_pattern={"k_proj": 2}).train()
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    assert all("frozencore_R" in name for name in trainable)
-    assert sum(p.numel() for p in trainable.values()) == 2 * (3 * 9 + 4)
-    optimiser = torch.optim.AdamW(trainable.values(), lr=1e-2)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    model(**BATCHES[0]).loss.backward()
-    optimiser.step()
-    for state in optimiser.state.values():
-        assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32
-    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
-    assert changed == set(trainable)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -153,6 +127,11 @@ def test_a_merge_of_one_adapter_leaves_the_other_out_and_a_second_unmerge_only_w
     with pytest.warns(UserWarning, match=r"^Already unmerged. Nothing to do.$"):
         layer.unmerge()
     assert torch.equal(weight, before)
+    layer.merge(adapter_names=["other"])
+    layer.enable_adapters(False)
+    x = torch.randn(4, layer.in_features)
+    assert torch.equal(layer(x), layer.base_layer(x))  # a disabled layer is unmerged when it is used
+    assert not layer.merged
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -231,27 +210,6 @@ def test_active_adapters_add_up_in_the_models_dtype(dtype: torch.dtype) -> None:
     assert error < 8 * torch.finfo(dtype).eps
 
 
-def test_the_dense_weight_is_outputs_by_inputs_in_either_layout() -> None:
-    conv, linear = cores_of(adapted("random", model=tiny_gpt2(), target_modules=["c_attn"]))[0], cores_of(adapted())[0]
-    assert torch.equal(conv.dense_weight(), conv.get_base_layer().weight.mT)
-    assert torch.equal(linear.dense_weight(), linear.get_base_layer().weight)
-    assert conv.dense_weight().shape == (conv.out_features, conv.in_features)
-
-
-def test_moving_an_adapter_rounds_its_bases_but_not_its_core_and_leaves_one_without_storage_alone() -> None:
-    layer = cores_of(adapted("random", dtype=torch.bfloat16, trained=True))[0]
-    before = [factor.clone() for factor in layer.factors("default")]
-    layer.frozencore_P["default"], layer.frozencore_Q["default"] = before[0].float(), before[1].float()
-    layer._move_adapter_to_device_of_base_layer("default")
-    for found, expected in zip(layer.factors("default"), before, strict=True):
-        assert found.dtype == expected.dtype
-        assert torch.equal(found, expected)
-    layer._move_adapter_to_device_of_base_layer("default", torch.device("meta"))
-    assert all(factor.is_meta for factor in layer.factors("default"))
-    layer._move_adapter_to_device_of_base_layer("default")  # PEFT calls it before the weights are loaded
-    assert all(factor.is_meta for factor in layer.factors("default"))
-
-
 def test_a_safe_merge_refuses_a_core_that_is_not_finite() -> None:
     model = adapted("random")
     layer = cores_of(model)[0]
@@ -297,30 +255,6 @@ def test_gradient_checkpointing_changes_no_gradient_of_a_core(use_reentrant: boo
         torch.testing.assert_close(plain, recomputed, rtol=1e-8, atol=1e-12)
 
 
-def mixtral() -> nn.Module:
-    """Mixtral keeps its experts in one 3-D parameter."""
-    config = MixtralConfig(
-        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, num_local_experts=2,
-    )  # fmt: skip
-    return MixtralForCausalLM(config)
-
-
-@pytest.mark.parametrize(
-    ("make", "target", "message"),
-    [
-        (tiny_qwen2, "embed_tokens", r"'model\.embed_tokens' is a Embedding"),
-        (mixtral, "experts", r"'model\.layers\.0\.mlp\.experts' is a MixtralExperts.*fused experts"),
-    ],
-)
-def test_a_target_that_is_not_linear_is_refused_in_one_line(
-    make: Callable[[], nn.Module], target: str, message: str
-) -> None:
-    with pytest.raises(ModelError, match=message) as caught:
-        get_peft_model(make(), FrozenCoreConfig(target_modules=[target], constructor="random"))
-    assert "\n" not in str(caught.value)
-
-
 def test_all_linear_targets_every_linear_layer_but_the_head() -> None:
     model = adapted("random", target_modules="all-linear")
     adapted_names = {layer.name for layer in cores_of(model)}
@@ -345,60 +279,6 @@ def test_layers_narrower_than_the_rank_get_the_rank_that_fits_and_one_warning() 
         assert [layer.frozencore_R["default"].weight.shape[0] for layer in cores_of(model)][:4] == [20, 16, 16, 20]
 
 
-def test_bf16_cores_keep_small_steps_that_bf16_would_lose() -> None:
-    model = adapted("random", dtype=torch.bfloat16)
-    train_at_random(model, size=1.0)
-    R = cores_of(model)[0].frozencore_R["default"].weight
-    before = R.detach().clone()
-    with torch.no_grad():
-        R += 1e-5
-    assert bool((before != R).all())
-
-
-def narrow_layer(num_inputs: int, num_outputs: int, rank: int) -> FrozenCoreLinear:
-    """A layer with one adapter, called ``default``, that has no basis."""
-    layer = FrozenCoreLinear(nn.Linear(num_inputs, num_outputs), "default", "only")
-    layer.update_layer("default", rank, 2.0, inference_mode=False)
-    return layer
-
-
-@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(3, 9), (9, 3)])
-def test_an_added_core_has_the_rank_that_fits_trains_unless_for_inference_and_draws_nothing(
-    num_inputs: int, num_outputs: int
-) -> None:
-    for inference_mode in (False, True):
-        layer = FrozenCoreLinear(nn.Linear(num_inputs, num_outputs), "default", "only")
-        before = torch.get_rng_state()
-        layer.update_layer("default", 5, 2.0, inference_mode=inference_mode)
-        assert torch.equal(torch.get_rng_state(), before)
-        P, Q, R = layer.factors("default")
-        assert (P.shape, Q.shape, R.shape) == ((num_outputs, 3), (num_inputs, 3), (3, 3))
-        assert R.requires_grad is not inference_mode
-
-
-def test_a_random_core_is_drawn_as_torch_draws_a_linear_layer() -> None:
-    layer = narrow_layer(6, 5, rank=3)
-    torch.manual_seed(7)
-    expected = nn.Linear(3, 3, bias=False).weight
-    torch.manual_seed(7)
-    basis = Basis(P=torch.eye(5, 3), Q=torch.eye(6, 3), spectrum=torch.ones(3), effective_rank=3)
-    layer.set_basis("default", basis, random_core=True)
-    assert torch.equal(layer.factors("default")[2], expected)
-
-
-def test_a_merged_layer_stays_merged_while_it_is_used_and_is_unmerged_once_it_is_disabled() -> None:
-    layer = narrow_layer(6, 5, rank=3)
-    layer.set_basis("default", Basis(torch.eye(5, 3), torch.eye(6, 3), torch.ones(3), 3), random_core=True)
-    x = torch.randn(4, 6)
-    plain, adapted_ = layer.base_layer(x), layer(x)
-    layer.merge()
-    torch.testing.assert_close(layer(x), adapted_)
-    assert layer.merged
-    layer.enable_adapters(False)
-    torch.testing.assert_close(layer(x), plain)
-    assert not layer.merged
-
-
 @pytest.mark.parametrize(("weight", "bases"), [(torch.bfloat16, torch.bfloat16), (torch.float8_e4m3fn, torch.float32)])
 def test_bases_take_the_dtype_of_their_own_weight_unless_it_is_too_narrow_to_compute_in(
     weight: torch.dtype, bases: torch.dtype
@@ -406,3 +286,154 @@ def test_bases_take_the_dtype_of_their_own_weight_unless_it_is_too_narrow_to_com
     layer = FrozenCoreLinear(nn.Linear(6, 5).to(weight), "default", "only", dtype=torch.float32)
     layer.update_layer("default", 3, 1.0, inference_mode=False)
     assert [X.dtype for X in layer.factors("default")] == [bases, bases, torch.float32]
+
+
+SCALE = 1.5
+SHAPES = [(7,), (5, 7), (2, 3, 7), (0, 7)]
+BOUNDS = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-5, torch.float64: 1e-12}
+
+
+def drawn(dtype: torch.dtype, shape: tuple[int, ...], *, rows: bool = False) -> dict[str, Tensor]:
+    """x, the base layer's output y, P, Q of rank 3, and R: one, or one for each row."""
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, dtype=torch.float64).to(dtype)
+
+    R = draw(*((shape[0], 3, 3) if rows else (3, 3))).to(torch.promote_types(dtype, torch.float32))
+    y = draw(*shape[:-1], 6)
+    return {"y": y, "x": draw(*shape).requires_grad_(), "P": draw(6, 3), "Q": draw(7, 3), "R": R.requires_grad_()}
+
+
+def reference(y: Tensor, x: Tensor, P: Tensor, Q: Tensor, R: Tensor) -> Tensor:
+    through = "...j,ij->...i" if R.ndim == 2 else "b...j,bij->b...i"
+    return y + SCALE * torch.einsum(through, x @ Q, R) @ P.mT
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize(
+    ("shape", "rows"), [*((shape, False) for shape in SHAPES), ((4, 3, 7), True), ((4, 1, 7), True), ((4, 7), True)]
+)
+def test_outputs_and_gradients_are_those_of_float64(shape: tuple[int, ...], rows: bool, dtype: torch.dtype) -> None:
+    outcomes = []
+    for wide, product in ((False, lambda *tensors: plus_core(*tensors, SCALE)), (True, reference)):
+        tensors = drawn(dtype, shape, rows=rows)
+        if wide:
+            tensors = {name: t.detach().double().requires_grad_(t.requires_grad) for name, t in tensors.items()}
+        y = product(*tensors.values())
+        outcomes.append([y.detach(), *torch.autograd.grad(y.double().square().sum(), [tensors["x"], tensors["R"]])])
+    assert outcomes[0][0].dtype == dtype
+    for found, expected in zip(*outcomes, strict=True):
+        assert float((found.double() - expected).norm()) <= BOUNDS[dtype] * float(expected.norm())
+
+
+@pytest.mark.parametrize("check", [torch.autograd.gradcheck, torch.autograd.gradgradcheck])
+@pytest.mark.parametrize("rows", [False, True])
+def test_first_and_second_derivatives_are_those_of_finite_differences(check: Callable[..., bool], rows: bool) -> None:
+    y, x, P, Q, R = drawn(torch.float64, (2, 2, 7), rows=rows).values()
+    assert check(lambda y, x, R: plus_core(y, x, P, Q, R, SCALE), (y.requires_grad_(), x, R))
+
+
+def saved_storages(model: nn.Module) -> dict[int, int]:
+    """Bytes of each storage that autograd holds between forward and backward, weights and bases left out."""
+    own = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
+    held: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        held[tensor.untyped_storage().data_ptr()] = tensor  # held, so that no address is used twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(**BATCHES[0]).loss
+    loss.backward()
+    return {place: tensor.untyped_storage().nbytes() for place, tensor in held.items() if place not in own}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("trains", [True, False])
+def test_an_adapted_layer_saves_r_float32_values_a_token_if_its_core_trains(trains: bool, dtype: torch.dtype) -> None:
+    base = tiny_qwen2().to(dtype).requires_grad_(False).train()
+    model = adapted("random", dtype=dtype, target_modules="all-linear").train().requires_grad_(False)
+    for layer in cores_of(model):
+        layer.core("default").requires_grad_(trains)
+    for each in (base, model):
+        each.enable_input_require_grads()
+    beside = sum(saved_storages(model).values()) - sum(saved_storages(base).values())
+    assert beside == trains * len(cores_of(model)) * BATCHES[0]["input_ids"].numel() * 3 * 4
+
+
+class Wide(nn.Linear):
+    """Gives float32 under autocast too, as a layer with 4-bit weights does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).float()
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(nn.Linear, torch.bfloat16), (Wide, torch.float32)])
+def test_autocast_keeps_the_dtype_of_the_base_layers_output_and_trains_the_core(kind: type, dtype: torch.dtype) -> None:
+    layer = FrozenCoreLinear(kind(32, 24).requires_grad_(False), "default", "layer")
+    layer.update_layer("default", 3, 2.0, inference_mode=False)
+    for X in (layer.frozencore_P["default"], layer.frozencore_Q["default"]):
+        nn.init.orthogonal_(X)
+    x = torch.randn(2, 5, 32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(layer(x), layer.get_base_layer()(x))
+        y = layer(x)
+    assert y.dtype == dtype
+    y.sum().backward()
+    assert layer.core("default").grad.any()
+
+
+@pytest.mark.parametrize("way", ["forward hook", "global hook"])
+def test_a_hook_sees_the_base_layers_own_output_and_the_cores(way: str) -> None:
+    layer = cores_of(adapted("random", trained=True))[0]
+    base, R = layer.get_base_layer(), layer.frozencore_R["default"]
+    x = torch.randn(2, 5, 32)
+    expected, adapted_output = base(x), layer(x)
+    seen: dict[nn.Module, Any] = {}
+
+    def keep(module: nn.Module, _: Any, y: Tensor) -> None:
+        seen[module] = y
+
+    modules = [base, R] if way == "forward hook" else []
+    handles = [module.register_forward_hook(keep) for module in modules] or [register_module_forward_hook(keep)]
+    try:
+        assert torch.equal(layer(x), adapted_output)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert torch.equal(seen[base], expected)
+    torch.testing.assert_close(seen[R], x @ layer.frozencore_Q["default"] @ R.weight.mT)
+
+
+def test_a_model_without_storage_gives_shapes() -> None:
+    model = adapted("random").to("meta").train()
+    ids = torch.zeros(2, 5, dtype=torch.long, device="meta")
+    assert model(input_ids=ids).logits.shape == (2, 5, 40)
+
+
+def after_steps(model: nn.Module, rate: float, num_steps: int) -> dict[str, Tensor]:
+    """``s·P R Qᵀ`` by layer after steps of AdamW on the model's own loss, without weight decay."""
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=rate, weight_decay=0.0)
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        model(**BATCHES[step % len(BATCHES)]).loss.backward()
+        optimizer.step()
+    return {layer.name: layer.get_delta_weight("default").detach() for layer in cores_of(model)}
+
+
+@pytest.mark.parametrize("rank", [2, 5, 12])
+@pytest.mark.parametrize("width", [32, 64])
+def test_the_first_step_is_as_long_at_every_rank_and_width(rank: int, width: int) -> None:
+    base = tiny_qwen2(hidden_size=width, intermediate_size=2 * width)
+    model = adapted("fcca", model=base, r=rank, alpha=16.0, target_modules="all-linear")
+    for update in after_steps(model, 1e-3, 1).values():
+        assert float(update.norm()) == pytest.approx(16 * 1e-3, rel=1e-2)  # of a scale of 1 it is r times the rate
+
+
+def test_a_scale_is_a_factor_of_the_rate() -> None:
+    scaled = after_steps(adapted("fcca", r=4, alpha=12.0), 1e-3, 3)
+    faster = after_steps(adapted("fcca", r=4), 3e-3, 3)
+    for name, update in scaled.items():
+        torch.testing.assert_close(update, faster[name], atol=2e-5, rtol=1e-3)
+        assert update.norm() > 1e-2

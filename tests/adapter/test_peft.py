@@ -1,97 +1,46 @@
-"""Frozen cores as a PEFT method: saving, a fresh process, several adapters, disabling, deleting."""
+"""Frozen cores as a PEFT method: PEFT's usual operations, beyond PEFT's own suite (make conformance)."""
 
 from __future__ import annotations
 
-import os
-import re
 import subprocess
 import sys
-from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel, get_peft_model, set_peft_model_state_dict
-from safetensors.torch import load_file
+from peft import (
+    LoraConfig,
+    PeftModel,
+    get_layer_status,
+    get_model_status,
+    get_peft_model,
+    get_peft_model_state_dict,
+    inject_adapter_in_model,
+    set_peft_model_state_dict,
+)
+from torch import nn
 from transformers import AutoModelForCausalLM
 
-import forked
 from adapted import BATCHES, adapted, cores_of, logits, needs_own_integration, train_at_random
-from frozencore import CONSTRUCTORS, FrozenCoreConfig, calibrate, export_merged
-from frozencore.errors import CalibrationError
+from frozencore import CONSTRUCTORS, FrozenCoreConfig, calibrate, export_merged, swap_core
+from frozencore.errors import CalibrationError, ModelError
 from tiny import tiny_qwen2
 
-OTHER_PROCESS = """
-import sys
-from pathlib import Path
-import frozencore
-import torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
 
-work = Path(sys.argv[1])
-batch = torch.load(work / "batch.pt")
-result = {}
-for folder in sorted((work / "adapters").iterdir()):
-    dtype = getattr(torch, folder.name.split("-")[1])
-    for low_memory in (False, True):
-        base = AutoModelForCausalLM.from_pretrained(work / "base", dtype=dtype)
-        model = PeftModel.from_pretrained(base, str(folder), low_cpu_mem_usage=low_memory).eval()
-        with torch.no_grad():
-            result[f"{folder.name}/{low_memory}"] = model(**batch).logits
-torch.save(result, work / "result.pt")
-"""
-
-
-@pytest.mark.parametrize(
-    ("constructors", "fresh"), [(("fcca", "vera"), False), pytest.param(CONSTRUCTORS, True, marks=pytest.mark.slow)]
-)
-def test_adapters_reload_bit_equal_in_a_process_of_its_own(
-    constructors: Collection[str], fresh: bool, tmp_path: Path
-) -> None:
-    """Every constructor, float32 and bf16, with and without PEFT's low_cpu_mem_usage; started anew, or forked."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("constructor", CONSTRUCTORS)
+def test_an_adapter_reloads_bit_equal(constructor: str, dtype: torch.dtype, tmp_path: Path) -> None:
     tiny_qwen2().save_pretrained(tmp_path / "base")
-    torch.save({key: BATCHES[0][key] for key in ("input_ids", "attention_mask")}, tmp_path / "batch.pt")
-    expected = {}
-    for constructor in constructors:
-        for dtype in (torch.float32, torch.bfloat16):
-            # Loaded, not cast: model.to(bfloat16) would round the rotary frequencies as well.
-            base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=dtype).eval()
-            plain = logits(base)
-            model = adapted(constructor, model=base, dtype=None, trained=True, rank_pattern={"k_proj": 2}, alpha=5.0)
-            name = f"{constructor}-{str(dtype).removeprefix('torch.')}"
-            model.save_pretrained(str(tmp_path / "adapters" / name))
-            expected[name] = logits(model)
-            assert expected[name].dtype == dtype
-            assert not torch.equal(expected[name], plain)
-    (tmp_path / "load.py").write_text(OTHER_PROCESS)
-    if fresh:
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads())}
-        done = subprocess.run(
-            [sys.executable, tmp_path / "load.py", tmp_path], env=environment, capture_output=True, text=True
-        )
-        status, err = done.returncode, done.stderr
-        assert not re.search(r"Failed to load|is an Enum subclass", err)  # torchao's, which nobody asked for
-    else:
-        ended = forked.ended(forked.script(tmp_path / "load.py", tmp_path), tmp_path)
-        status, err = ended.status, ended.err
-    assert status == 0, err
-    found = torch.load(tmp_path / "result.pt")
-    assert len(found) == 2 * len(expected) == 4 * len(constructors)
-    for name, value in found.items():
-        assert torch.equal(value, expected[name.partition("/")[0]]), name
 
+    def base() -> nn.Module:  # loaded, not cast: model.to(bfloat16) would round the rotary frequencies as well
+        return AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=dtype).eval()
 
-def test_the_file_holds_the_factors_and_nothing_else(tmp_path: Path) -> None:
-    model = adapted("fcca", dtype=torch.bfloat16, trained=True)
-    model.save_pretrained(str(tmp_path))
-    tensors = load_file(tmp_path / "adapter_model.safetensors")
-    assert len(tensors) == 3 * 8
-    for layer in cores_of(model):
-        for key, factor in zip(("P", "Q", "R.weight"), layer.factors("default"), strict=True):
-            saved = tensors[f"base_model.model.{layer.name}.frozencore_{key}"]
-            assert saved.dtype == factor.dtype
-            assert torch.equal(saved, factor)
+    model = adapted(constructor, model=base(), dtype=None, trained=True, rank_pattern={"k_proj": 2}, alpha=5.0)
+    model.save_pretrained(str(tmp_path / "adapter"))
+    assert not torch.equal(logits(model), logits(base()))
+    for low_memory in (False, True):
+        loaded = PeftModel.from_pretrained(base(), str(tmp_path / "adapter"), low_cpu_mem_usage=low_memory)
+        assert torch.equal(logits(loaded), logits(model))
 
 
 def test_loading_draws_no_random_number_and_builds_no_basis(tmp_path: Path) -> None:
@@ -118,23 +67,6 @@ def test_a_reloaded_adapter_trains_on_with_its_basis(tmp_path: Path) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 
 
-@pytest.mark.parametrize("constructor", ["fcca", "random"])
-def test_a_reloaded_core_is_not_recalibrated_without_reset(constructor: str, tmp_path: Path) -> None:
-    adapted(constructor, trained=True).save_pretrained(str(tmp_path))
-    loaded = PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path), is_trainable=True)
-    with pytest.raises(CalibrationError, match="Pass reset=True"):
-        calibrate(loaded, BATCHES, progress=False)
-
-
-def test_an_adapter_saved_before_calibration_asks_for_it_after_loading(tmp_path: Path) -> None:
-    adapted("fcca", calibrated=False).save_pretrained(str(tmp_path))
-    loaded = PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path), is_trainable=True).train()
-    with pytest.raises(CalibrationError, match="Call frozencore.calibrate"):
-        loaded(**BATCHES[0])
-    calibrate(loaded, BATCHES, progress=False)
-    loaded(**BATCHES[0]).loss.backward()
-
-
 def test_several_adapters_switch_and_do_not_mix() -> None:
     base = logits(tiny_qwen2())
     model = adapted("random", trained=True)
@@ -157,63 +89,6 @@ def test_several_adapters_switch_and_do_not_mix() -> None:
     assert torch.equal(logits(model), both)
     model.set_adapter("default")
     assert torch.equal(logits(model), first)
-
-
-def test_each_row_of_a_mixed_batch_goes_through_its_own_adapter() -> None:
-    model = adapted("random", dtype=torch.float64, trained=True)
-    model.add_adapter("other", FrozenCoreConfig(r=2, constructor="vera"))
-    train_at_random(model, "other", seed=1)
-    alone = {"default": logits(model)}
-    model.set_adapter("other")
-    alone["other"] = logits(model)
-    with model.disable_adapter():
-        alone["__base__"] = logits(model)
-    names = ["other", "default", "__base__", "other"]
-    inputs = {key: BATCHES[0][key] for key in ("input_ids", "attention_mask")}
-    with torch.no_grad():
-        mixed = model(**inputs, adapter_names=names).logits
-    for row, name in enumerate(names):
-        torch.testing.assert_close(mixed[row], alone[name][row], rtol=1e-10, atol=1e-10)
-    assert torch.equal(logits(model), alone["other"])  # the next batch is plain again
-
-
-@needs_own_integration
-def test_a_core_on_a_model_of_transformers_own_integration_can_be_calibrated() -> None:
-    model = tiny_qwen2()
-    model.add_adapter(FrozenCoreConfig(r=3, coordinates="qr"))
-    calibrate(model, BATCHES, progress=False)
-    for layer, other in zip(cores_of(model), cores_of(adapted("fcca")), strict=True):
-        assert torch.equal(layer.factors("default")[0], other.factors("default")[0])
-
-
-def test_only_the_active_adapter_is_trainable() -> None:
-    model = adapted("random")
-    model.add_adapter("other", FrozenCoreConfig(r=2, constructor="vera"))
-
-    def trainable() -> set[str]:
-        return {name.rsplit(".", 2)[-2] for name, p in model.named_parameters() if p.requires_grad}
-
-    assert trainable() == {"default"}
-    model.set_adapter("other")
-    assert trainable() == {"other"}
-
-
-def test_two_active_adapters_add_up_and_merge_together() -> None:
-    model = adapted("random", dtype=torch.float64, trained=True)
-    model.add_adapter("other", FrozenCoreConfig(r=2, constructor="vera"))
-    train_at_random(model, "other", seed=1)
-    deltas = [sum(layer.get_delta_weight(name) for name in ("default", "other")) for layer in cores_of(model, "other")]
-    model.base_model.set_adapter(["default", "other"])
-    expected = logits(model)
-    dense = tiny_qwen2().double()
-    with torch.no_grad():
-        for layer, delta in zip(cores_of(model), deltas, strict=True):
-            dense.get_submodule(layer.name).weight += delta
-    torch.testing.assert_close(expected, logits(dense), rtol=1e-10, atol=1e-10)
-    model.merge_adapter()
-    torch.testing.assert_close(logits(model), expected, rtol=1e-10, atol=1e-10)
-    model.unmerge_adapter()
-    torch.testing.assert_close(logits(model), expected, rtol=1e-10, atol=1e-10)
 
 
 def test_merging_a_core_on_a_tied_head_leaves_the_embedding_as_it_is(tmp_path: Path) -> None:
@@ -249,46 +124,119 @@ def test_a_deleted_adapter_leaves_nothing_behind() -> None:
     assert len(cores_of(model, "other")[0].core("other")) == 4
 
 
-def test_adapters_are_saved_and_loaded_each_by_its_name(tmp_path: Path) -> None:
-    model = adapted("random", trained=True)
-    model.add_adapter("other", FrozenCoreConfig(r=2, constructor="vera"))
+def two_adapters() -> PeftModel:
+    model = adapted("fcca", trained=True)
+    model.add_adapter("other", FrozenCoreConfig(r=2, constructor="vera", target_modules=["q_proj", "up_proj"]))
     train_at_random(model, "other", seed=1)
-    model.save_pretrained(str(tmp_path))
-    loaded = PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path)).eval()
-    loaded.load_adapter(str(tmp_path / "other"), adapter_name="other")
-    for name in ("default", "other"):
-        model.set_adapter(name)
-        loaded.set_adapter(name)
-        assert torch.equal(logits(loaded), logits(model))
+    return model.eval()
 
 
-def test_a_state_dict_moves_an_adapter_to_another_model() -> None:
-    from peft import get_peft_model_state_dict
+def test_cores_take_the_base_models_dtype_only_if_asked() -> None:
+    base = tiny_qwen2().to(torch.bfloat16)
+    model = get_peft_model(base, FrozenCoreConfig(r=3, constructor="random"), autocast_adapter_dtype=False)
+    assert {layer.factors("default")[2].dtype for layer in cores_of(model)} == {torch.bfloat16}
+    model.add_adapter("other", FrozenCoreConfig(r=3, constructor="random"))
+    assert {layer.factors("other")[2].dtype for layer in cores_of(model)} == {torch.float32}
 
-    model = adapted("fcca", trained=True)
-    other = get_peft_model(tiny_qwen2(), FrozenCoreConfig(r=3, alpha=None)).eval()
-    report = set_peft_model_state_dict(other, get_peft_model_state_dict(model))
+
+def test_an_injected_adapter_needs_no_peft_model() -> None:
+    expected = adapted("fcca", trained=True)
+    model = inject_adapter_in_model(FrozenCoreConfig(r=3, alpha=None), tiny_qwen2()).eval()
+    assert not isinstance(model, PeftModel)
+    report = set_peft_model_state_dict(model, get_peft_model_state_dict(expected))
     assert not report.unexpected_keys
-    assert torch.equal(logits(other), logits(model))
+    assert torch.equal(logits(model), logits(expected))
 
 
-def test_modules_to_save_are_trained_and_saved_with_the_adapter(tmp_path: Path) -> None:
-    base = tiny_qwen2(tie_word_embeddings=False)
-    model = adapted("random", model=base, trained=True, modules_to_save=["lm_head"])
+def test_peft_reports_the_state_of_an_adapter() -> None:
+    model = two_adapters()
+    status = get_model_status(model)
+    assert status.adapter_model_type == "FrozenCoreModel"
+    assert status.peft_types == {"default": "FROZENCORE", "other": "FROZENCORE"}
+    assert (status.enabled, status.active_adapters, status.merged_adapters) == (True, ["default"], [])
+    assert status.num_adapter_layers == 10
+    assert status.trainable_params == 8 * 9
+    model.merge_adapter()
+    assert get_model_status(model).merged_adapters == ["default"]
+    assert {layer.module_type for layer in get_layer_status(model)} == {"frozencore.FrozenCoreLinear"}
+
+
+@needs_own_integration
+def test_transformers_own_integration_calibrates_saves_and_loads_the_adapter(tmp_path: Path) -> None:
+    model = tiny_qwen2()
+    model.add_adapter(FrozenCoreConfig(r=3, coordinates="qr"), adapter_name="mine")
+    calibrate(model, BATCHES, adapter_name="mine", progress=False)
+    for layer, other in zip(cores_of(model, "mine"), cores_of(adapted("fcca")), strict=True):
+        assert torch.equal(layer.factors("mine")[0], other.factors("default")[0])
+    train_at_random(model, "mine")
+    model.save_pretrained(tmp_path)
+    loaded = tiny_qwen2()
+    loaded.load_adapter(str(tmp_path), adapter_name="theirs")
+    assert torch.equal(logits(loaded.eval()), logits(model.eval()))
+    loaded.disable_adapters()
+    assert torch.equal(logits(loaded), logits(tiny_qwen2()))
+    loaded.enable_adapters()
+    loaded.delete_adapter("theirs")
+    assert torch.equal(logits(loaded), logits(tiny_qwen2()))
+
+
+@pytest.mark.parametrize(
+    ("options", "tied"),
+    [
+        ({"modules_to_save": ["lm_head"]}, False),
+        ({"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, True),
+        ({"trainable_token_indices": [1, 2]}, True),
+    ],
+    ids=["a module", "tied embeddings", "tokens"],
+)
+def test_what_trains_beside_the_cores_is_saved_and_merged_with_them(options: dict, tied: bool, tmp_path: Path) -> None:
+    def base() -> nn.Module:
+        return tiny_qwen2(tie_word_embeddings=tied)
+
+    model = adapted("random", model=base(), trained=True, **options)
     with torch.no_grad():
-        model.base_model.model.lm_head.modules_to_save["default"].weight += 0.1
+        for parameter in (p for name, p in model.named_parameters() if p.requires_grad and "frozencore" not in name):
+            parameter += 0.1
+    expected = logits(model)
+    assert not torch.equal(expected, logits(adapted("random", model=base(), trained=True)))
     model.save_pretrained(str(tmp_path))
-    loaded = PeftModel.from_pretrained(tiny_qwen2(tie_word_embeddings=False), str(tmp_path)).eval()
-    assert torch.equal(logits(loaded), logits(model))
+    assert torch.equal(logits(PeftModel.from_pretrained(base(), str(tmp_path)).eval()), expected)
+    plain = model.merge_and_unload()
+    torch.testing.assert_close(logits(plain), expected, rtol=1e-4, atol=1e-4)
+    assert (plain.lm_head.weight is plain.model.embed_tokens.weight) == tied
 
 
-def test_an_adapter_converts_to_an_equal_lora() -> None:
-    """PEFT's own conversion, through the dense update and its SVD: exact because the update has rank r."""
-    from peft import convert_to_lora
-    from peft.utils.save_and_load import set_peft_model_state_dict as set_state
+@pytest.mark.parametrize("constructor", ["random", "fcca"])
+def test_random_cores_change_an_untrained_model_and_zero_ones_do_not(constructor: str) -> None:
+    base = logits(tiny_qwen2())
+    assert torch.equal(logits(adapted(constructor)), base)
+    model = adapted(constructor, init_weights=False)
+    assert not torch.equal(logits(model), base)
+    with pytest.raises(CalibrationError, match="Pass reset=True"):
+        calibrate(model, BATCHES, progress=False)
 
-    model = adapted("fcca", trained=True)
-    config, state = convert_to_lora(model, rank=3)
-    lora = get_peft_model(tiny_qwen2(), config).eval()
-    set_state(lora, state)
-    torch.testing.assert_close(logits(lora), logits(model), rtol=1e-4, atol=1e-4)
+
+def test_an_old_peft_is_refused_in_one_line() -> None:
+    program = (
+        "import importlib.metadata as m; real = m.version\n"
+        "m.version = lambda name: '0.19.1' if name == 'peft' else real(name)\n"
+        "import frozencore"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "ImportError: frozencore needs peft 0.21 or newer, but 0.19.1 is installed" in done.stderr
+
+
+def test_a_model_of_inference_tensors_is_built_and_used_but_not_calibrated() -> None:
+    with torch.inference_mode():
+        base = tiny_qwen2()
+        expected = logits(base)
+        made_here = get_peft_model(base, FrozenCoreConfig(r=3, constructor="random")).eval()
+        swap_core(made_here, {layer.name: torch.ones(3, 3) for layer in cores_of(made_here)})
+        assert not torch.equal(logits(made_here), expected)
+        base = made_here.unload()
+    lora = get_peft_model(base, LoraConfig(r=3))
+    assert torch.equal(logits(lora.unload()), expected)
+    model = get_peft_model(base, FrozenCoreConfig(r=3))
+    assert torch.equal(logits(model.eval()), expected)
+    with pytest.raises(ModelError, match=r"was made under torch.inference_mode\(\), where no gradient passes"):
+        calibrate(model, BATCHES, progress=False)

@@ -1,0 +1,391 @@
+"""Mixed batches, by PEFT's adapter names or from a bank: each row is what its own core gives alone."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel, get_peft_model
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, T5Config, T5ForConditionalGeneration
+
+from adapted import BATCHES, adapted, logits, train_at_random
+from frozencore import CoreBank, FrozenCoreConfig, frozen_core_layers, get_bases, set_bases
+from frozencore.adapter.layer import FrozenCoreLayer
+from frozencore.adapter.mixed_batch import adapter_of_each_row
+from frozencore.errors import ArtifactError, ConfigError
+from tiny import tiny_gpt2, tiny_qwen2
+
+PROMPT = {key: BATCHES[0][key] for key in ("input_ids", "attention_mask")}
+ROWS = ["a", "__base__", "b", "a"]
+Cores = dict[str, Tensor]
+
+
+def trained_cores(model: PeftModel, seed: int) -> Cores:
+    """Cores as a tenant would train them; the model's own become these."""
+    train_at_random(model, seed=seed)
+    return {name: layer.core("default").detach().clone() for name, layer in own_layers(model).items()}
+
+
+def own_layers(model: nn.Module) -> dict[str, FrozenCoreLayer]:
+    return frozen_core_layers(model, "default")
+
+
+def filled(model: PeftModel, tenants: dict[str, Cores], capacity: int = 4) -> CoreBank:
+    bank = CoreBank(model, capacity)
+    for name, cores in tenants.items():
+        bank.put(name, cores)
+    return bank
+
+
+def set_core(model: PeftModel, cores: Cores | None) -> None:
+    with torch.no_grad():
+        for name, layer in own_layers(model).items():
+            layer.core("default").copy_(cores[name]) if cores else layer.core("default").zero_()
+
+
+@dataclass
+class Rows:
+    """A model with the adapters or tenants a and b.
+
+    Attributes:
+        mixed: Calls the model, or its ``generate``, with the rows of ``ROWS``.
+        wear: The model with one of them alone.
+    """
+
+    model: PeftModel
+    mixed: Callable[..., Any]
+    wear: Callable[[str], AbstractContextManager[object]]
+
+
+def by_name(model: PeftModel) -> Rows:
+    def wear(name: str) -> AbstractContextManager[object]:
+        if name == "__base__":
+            return model.disable_adapter()
+        model.set_adapter(name)
+        return nullcontext()
+
+    return Rows(model, lambda call, **options: call(**PROMPT, **options, adapter_names=ROWS), wear)
+
+
+def by_bank(model: PeftModel) -> Rows:
+    tenants = {name: trained_cores(model, seed) for seed, name in enumerate("ab")}
+    bank = filled(model, tenants)
+
+    def mixed(call: Callable[..., Any], **options: Any) -> Any:
+        rows = [None if name == "__base__" else name for name in ROWS]
+        with bank.rows(rows, num_beams=options.get("num_beams", 1)):
+            return call(**PROMPT, **options)
+
+    return Rows(model, mixed, lambda name: nullcontext(set_core(model, tenants.get(name))))
+
+
+def named(model: nn.Module, other: dict[str, object], **options: object) -> PeftModel:
+    """Adapters a and b, each on a basis of its own."""
+    model = get_peft_model(model, FrozenCoreConfig(r=3, constructor="random", **options), adapter_name="a")
+    model.add_adapter("b", FrozenCoreConfig(**{"r": 2, "constructor": "vera", **options, **other}))
+    for seed, name in enumerate("ab"):
+        train_at_random(model, name, seed=seed)
+    return model.eval()
+
+
+def on_one_basis() -> PeftModel:
+    """Adapters a and b on the bases of the first."""
+    model = adapted("fcca")
+    first, bases = model.peft_config["default"], get_bases(model)
+    for seed, name in enumerate("ab"):
+        model.add_adapter(name, copy.deepcopy(first))
+        set_bases(model, bases, adapter_name=name)
+        train_at_random(model, name, seed=seed)
+    model.delete_adapter("default")
+    model.set_adapter("a")
+    return model.eval()
+
+
+def tiny_t5() -> nn.Module:
+    torch.manual_seed(0)
+    config = T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    model = T5ForConditionalGeneration(config).eval()
+    nn.init.normal_(model.lm_head.weight)
+    return model
+
+
+def in_four_bits(folder: Path) -> PeftModel:
+    pytest.importorskip("bitsandbytes")
+    tiny_qwen2(hidden_size=64, intermediate_size=128).save_pretrained(folder)
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    return adapted("random", model=AutoModelForCausalLM.from_pretrained(folder, quantization_config=config), dtype=None)
+
+
+MODELS: dict[str, Callable[[Path], Rows]] = {
+    "names, two bases": lambda _: by_name(named(tiny_qwen2(), {"target_modules": ["q_proj", "up_proj"]})),
+    "names, one basis": lambda _: by_name(on_one_basis()),
+    "names, conv1d": lambda _: by_name(named(tiny_gpt2(), {}, target_modules=["c_attn", "c_proj"])),
+    "names, encoder-decoder": lambda _: by_name(named(tiny_t5(), {}, target_modules=["q", "v"])),
+    "bank": lambda _: by_bank(adapted("fcca")),
+    "bank, in four bits": lambda folder: by_bank(in_four_bits(folder)),
+    "bank, encoder-decoder": lambda _: by_bank(
+        get_peft_model(tiny_t5(), FrozenCoreConfig(r=3, constructor="random", target_modules=["q", "v"])).eval()
+    ),
+}
+GENERATING = {name: make for name, make in MODELS.items() if name not in ("names, conv1d", "bank, in four bits")}
+
+
+@pytest.mark.parametrize("kind", [name for name in MODELS if "encoder" not in name])
+def test_each_row_is_its_own_adapters(kind: str, tmp_path: Path) -> None:
+    found = MODELS[kind](tmp_path)
+    with torch.no_grad():
+        mixed = found.mixed(found.model).logits
+    for row, name in enumerate(ROWS):
+        with found.wear(name):
+            torch.testing.assert_close(mixed[row], logits(found.model)[row], rtol=1e-4, atol=1e-4)
+    with found.wear("a"):  # the next batch is plain again
+        assert not torch.equal(logits(found.model)[1], mixed[1])
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize("kind", GENERATING)
+def test_generation_and_beams_keep_the_rows_apart(kind: str, num_beams: int, tmp_path: Path) -> None:
+    found = GENERATING[kind](tmp_path)
+    options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "num_beams": num_beams}
+    mixed, alone = found.mixed(found.model.generate, **options), {}
+    for name in dict.fromkeys(ROWS):
+        with found.wear(name):
+            alone[name] = found.model.generate(**PROMPT, **options)
+    assert not torch.equal(alone["a"], alone["b"])
+    for row, name in enumerate(ROWS):
+        assert torch.equal(mixed[row], alone[name][row])
+
+
+def test_rows_of_the_base_model_alone_are_the_base_models_bits() -> None:
+    model = on_one_basis()
+    with model.disable_adapter():
+        base = logits(model)
+    assert torch.equal(model(**PROMPT, adapter_names=["__base__"] * 4).logits, base)
+
+
+def test_a_mixed_batch_trains_each_core_on_its_own_rows() -> None:
+    model = on_one_basis().train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("frozencore_R" in name)
+    labels = PROMPT["input_ids"].masked_fill(PROMPT["attention_mask"] == 0, -100)
+
+    def gradients(rows: list[int], names: list[str]) -> dict[str, Tensor]:
+        model.zero_grad()
+        output = model(**{key: value[rows] for key, value in PROMPT.items()}, adapter_names=names).logits
+        loss = nn.functional.cross_entropy(
+            output[:, :-1].flatten(0, 1), labels[rows][:, 1:].flatten(), reduction="sum", ignore_index=-100
+        )
+        loss.backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    together = gradients([0, 1, 2, 3], ROWS)
+    for name, rows in (("a", [0, 3]), ("b", [2])):
+        for key, gradient in gradients(rows, [name] * len(rows)).items():
+            if f"frozencore_R.{name}." in key:
+                torch.testing.assert_close(together[key], gradient, rtol=1e-4, atol=1e-6)
+
+
+def merged(model: PeftModel) -> PeftModel:
+    model.merge_adapter(["a"])  # a merged update would be added to every row
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[], PeftModel], list[str], str]] = {
+    "unknown": (on_one_basis, ["a", "aa", "b", "b"], "non-existing adapter.*aa"),
+    "another size": (on_one_basis, ["a"] * 3, "Length of"),
+    "merged": (lambda: merged(on_one_basis()), ROWS, "merged adapters, please call `unmerge_adapter` first"),
+    "unknown, two bases": (lambda: MODELS["names, two bases"](Path()).model, ["aa"] * 4, "non-existing adapter.*aa"),
+    "another size, two bases": (lambda: MODELS["names, two bases"](Path()).model, ["b"] * 3, "Length of"),
+    "merged, two bases": (lambda: merged(MODELS["names, two bases"](Path()).model), ROWS, "merged adapters, please"),
+    "training on two bases": (lambda: MODELS["names, two bases"](Path()).model.train(), ROWS, "training mode"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_wrong_mixed_batch_is_refused_and_leaves_nothing_behind(case: str) -> None:
+    make, names, message = REFUSED[case]
+    model = make()
+    before = logits(model)
+    with pytest.raises(ValueError, match=message):
+        model(**PROMPT, adapter_names=names)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert torch.equal(logits(model), before)
+
+
+# ------------------------------------------------------------------------------------------------------- the bank
+
+
+@pytest.fixture
+def model() -> PeftModel:
+    return adapted("fcca")
+
+
+@pytest.fixture
+def tenants(model: PeftModel) -> dict[str, Cores]:
+    return {name: trained_cores(model, seed) for seed, name in enumerate("abc")}
+
+
+def test_a_core_is_replaced_evicted_and_its_slot_used_again(model: PeftModel, tenants: dict[str, Cores]) -> None:
+    bank = filled(model, {"a": tenants["a"], "b": tenants["b"]}, capacity=2)
+    bank.put("a", tenants["c"])
+    assert all(torch.equal(core, tenants["c"][layer]) for layer, core in bank.get("a").items())
+    bank.evict("b")
+    assert ("b" in bank, len(bank)) == (False, 1)
+    bank.put("d", tenants["b"])
+    assert sorted(bank) == ["a", "d"]
+
+
+def cores_of_rows(layer: FrozenCoreLayer) -> Tensor:
+    assert layer.row_cores is not None
+    return layer.row_cores.R
+
+
+def test_batches_of_all_sizes_are_at_the_place_of_the_largest(model: PeftModel, tenants: dict[str, Cores]) -> None:
+    """So that CUDA graphs stay valid."""
+    bank = filled(model, tenants)
+    with bank.rows(["a", None, "b", "a"]):
+        first = [cores_of_rows(layer).data_ptr() for layer in own_layers(model).values()]
+    bank.evict("b")
+    bank.put("e", tenants["a"])
+    for names in (["e", "c", None, None], ["a"], ["c", "e"]):
+        with bank.rows(names):
+            assert [cores_of_rows(layer).data_ptr() for layer in own_layers(model).values()] == first
+            held = {cores_of_rows(layer).untyped_storage().nbytes() for layer in own_layers(model).values()}
+    assert held == {4 * 3 * 3 * 4}
+
+
+def test_a_batch_inside_another_has_its_own_rows_and_the_outer_one_goes_on(
+    model: PeftModel, tenants: dict[str, Cores]
+) -> None:
+    rows = ["a", None, "b", "a"]
+    bank, second = filled(model, tenants), filled(model, tenants)
+    model.add_adapter("other", FrozenCoreConfig(r=2, constructor="random", target_modules=["q_proj"], seed=5))
+    model.set_adapter("default")
+    with bank.rows(rows):
+        outer = logits(model)
+    with bank.rows(["b"] * 4):
+        inner = logits(model)
+    with torch.no_grad():
+        named_rows = model(**PROMPT, adapter_names=["other"] * 4).logits
+    own = logits(model)
+    for same in (bank, second):
+        with bank.rows(rows):
+            with same.rows(["b"] * 4):
+                assert torch.equal(logits(model), inner)
+            with same.rows(["b"]), pytest.raises(ConfigError, match="no core 'd'"), same.rows(["d"]):
+                pass
+            assert torch.equal(logits(model), outer)
+            with torch.no_grad():
+                assert torch.equal(model(**PROMPT, adapter_names=["other"] * 4).logits, named_rows)
+            assert torch.equal(logits(model), outer)
+    with adapter_of_each_row(model.base_model, ["other", "default", "other", "__base__"]):
+        between = logits(model)
+        with bank.rows(["b"] * 4):
+            assert torch.equal(logits(model), inner)
+        assert torch.equal(logits(model), between)
+    assert torch.equal(logits(model), own)
+
+
+@pytest.mark.parametrize("modules", [None, ["lm_head"]])
+def test_rows_of_a_bank_are_the_base_models_where_only_another_adapter_is(modules: list[str] | None) -> None:
+    model = adapted("random", target_modules=["q_proj"])
+    bank = filled(model, {"a": trained_cores(model, 1)})
+    with bank.rows(["a", None, "a", None]):
+        expected = logits(model)
+    options = {"r": 3, "constructor": "random", "target_modules": ["q_proj", "v_proj"]}
+    model.add_adapter("wide", FrozenCoreConfig(**options, modules_to_save=modules))
+    train_at_random(model, "wide", seed=3)
+    for copied in (p for name, p in model.named_parameters() if "modules_to_save.wide" in name):
+        copied.data.add_(1)
+    model.set_adapter("wide")
+    wide = logits(model)
+    assert not torch.equal(wide, expected)
+    with bank.rows(["a", None, "a", None]):
+        assert torch.equal(logits(model), expected)
+    assert torch.equal(logits(model), wide)
+
+
+def rows_of(model: PeftModel, cores: Cores) -> Tensor:
+    with filled(model, {"x": cores}).rows(["x"] * 4):
+        return logits(model)
+
+
+def test_a_batch_that_runs_keeps_the_cores_it_began_with(model: PeftModel, tenants: dict[str, Cores]) -> None:
+    bank = filled(model, {"a": tenants["a"]}, capacity=2)
+    with bank.rows(["a"] * 4):
+        bank.put("a", tenants["b"])
+        bank.put("c", tenants["c"])
+        bank.evict("c")
+        inside = logits(model)
+    assert torch.equal(inside, rows_of(model, tenants["a"]))
+    with bank.rows(["a"] * 4):
+        assert torch.equal(logits(model), rows_of(model, tenants["b"]))
+
+
+def test_threads_put_and_evict_while_batches_run(model: PeftModel, tenants: dict[str, Cores]) -> None:
+    bank = filled(model, {"a": tenants["a"]}, capacity=6)
+    wanted = rows_of(model, tenants["a"])
+    failures: list[BaseException] = []
+
+    def change(number: int) -> None:
+        try:
+            for _ in range(40):
+                bank.put(f"other-{number}", tenants["bc"[number % 2]])
+                bank.evict(f"other-{number}")
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=change, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(5):
+        with bank.rows(["a"] * 4):
+            assert torch.equal(logits(model), wanted)
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert list(bank) == ["a"]
+
+
+def test_cores_in_16_bits_take_half_the_memory_and_multiply_in_float32(
+    model: PeftModel, tenants: dict[str, Cores]
+) -> None:
+    full, half = CoreBank(model, 8), CoreBank(model, 8, dtype=torch.bfloat16)
+    sizes = [sum(values.nbytes for values in bank._values.values()) for bank in (full, half)]
+    assert sizes[0] == 2 * sizes[1] == 9 * 4 * sum(len(R) ** 2 for R in tenants["a"].values())
+    half.put("a", tenants["a"])
+    with half.rows(["a"] * 4):
+        found = logits(model)
+    set_core(model, {name: R.bfloat16().float() for name, R in tenants["a"].items()})
+    torch.testing.assert_close(found, logits(model), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("as_a_user")
+def test_what_cannot_be_put_is_one_line_and_leaves_the_bank_as_it_was(
+    model: PeftModel, tenants: dict[str, Cores]
+) -> None:
+    bank = filled(model, {"a": tenants["a"]}, capacity=1)
+    for call, kind, message in (
+        (lambda: bank.put(None, tenants["b"]), ConfigError, "None is the base model"),
+        (lambda: bank.put("b", None), ConfigError, "a NoneType came"),
+        (lambda: bank.put("b", tenants["b"]), ConfigError, "full: it holds 1 of 1"),
+        (lambda: bank.put("a", {n: R * torch.nan for n, R in tenants["a"].items()}), ArtifactError, "NaN"),
+        (lambda: bank.rows(["b"]).__enter__(), ConfigError, "no core 'b'"),
+        (lambda: bank.rows([]).__enter__(), ConfigError, "for each of its rows, but none"),
+        (lambda: CoreBank(model, 0), ConfigError, "at least one core"),
+        (lambda: CoreBank(model, 1, adapter_name="other"), ConfigError, "none called 'other'"),
+        (lambda: CoreBank(adapted("random", modules_to_save=["lm_head"]), 1), ConfigError, "trains other modules too"),
+    ):
+        with pytest.raises(kind, match=message) as caught:
+            call()
+        assert "\n" not in str(caught.value)
+    assert list(bank) == ["a"]
+    assert all(torch.equal(core, tenants["a"][layer]) for layer, core in bank.get("a").items())

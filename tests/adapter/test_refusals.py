@@ -1,0 +1,545 @@
+"""What the room of the adapter refuses, in one line that names the way out; nothing is changed or written then."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import cache
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from torch import Tensor, nn
+from transformers import MixtralConfig, MixtralForCausalLM, Qwen2ForSequenceClassification
+
+from adapted import BATCHES, EXAMPLES, adapted, train_at_random
+from frozencore import (
+    CoreBank,
+    FrozenCoreConfig,
+    calibrate,
+    check_lora_directory,
+    export_basis_model,
+    export_lora,
+    export_merged,
+    export_tenant,
+    get_bases,
+    load_basis,
+    merge_adapters,
+    pack_adapter,
+    prepare_swap,
+    save_basis,
+    set_bases,
+    swap_core,
+)
+from frozencore.adapter.config import INSTEAD_OF_LORA
+from frozencore.adapter.folders import Factors, read_adapter
+from frozencore.adapter.inspection import inspect_adapter, report_angles
+from frozencore.calibration.collect import collect_moments
+from frozencore.errors import ArtifactError, CalibrationError, ConfigError, FrozenCoreError, ModelError
+from frozencore.maths.moments import LayerMoments
+from tiny import attention_names, batch_of, tiny_llama, tiny_qwen2
+
+Q, LAST = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.o_proj"
+Refusal = tuple[Callable[["Room"], object], type[FrozenCoreError], str]
+
+
+@cache
+def new(**options: Any) -> PeftModel:
+    """An uncalibrated adapter; refusals leave it as it is, so that all rows share it."""
+    return adapted(**{"constructor": "fcca", "calibrated": False, **options})
+
+
+def merged(model: PeftModel) -> PeftModel:
+    model.merge_adapter()
+    return model
+
+
+def lora() -> PeftModel:
+    return get_peft_model(tiny_qwen2(), LoraConfig(target_modules=["q_proj"]))
+
+
+def quantised(folder: Path) -> None:
+    tiny_qwen2().save_pretrained(folder)
+    values = json.loads((folder / "config.json").read_text())
+    values["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (folder / "config.json").write_text(json.dumps(values))
+
+
+def without_base_name(folder: Path) -> None:
+    adapted("random").save_pretrained(folder)
+    values = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**values, "base_model_name_or_path": None}))
+
+
+FOLDERS: dict[str, Callable[[Path], object]] = {
+    "base": lambda folder: tiny_qwen2().save_pretrained(folder),
+    "base of other weights": lambda folder: tiny_qwen2(seed=3).save_pretrained(folder),
+    "base of other shapes": lambda folder: tiny_llama().save_pretrained(folder),
+    "classifier": lambda folder: Qwen2ForSequenceClassification(tiny_qwen2().config).save_pretrained(folder),
+    "quantised base": quantised,
+    "adapter": without_base_name,
+    "own basis": lambda folder: adapted("random", alpha=6.0, trained=True).save_pretrained(folder),
+    "other scale": lambda folder: adapted("fcca", alpha=7.0, trained=True).save_pretrained(folder),
+    "other rank": lambda folder: adapted("fcca", alpha=6.0, r=2, trained=True).save_pretrained(folder),
+    "fewer layers": lambda folder: adapted("fcca", alpha=6.0, target_modules=["q_proj"]).save_pretrained(folder),
+    "module": lambda folder: adapted("fcca", alpha=6.0, modules_to_save=["norm"]).save_pretrained(folder),
+    "same basis": lambda folder: adapted("fcca", alpha=6.0, trained=True).save_pretrained(folder),
+    "one side": lambda folder: adapted("random", trained=True, target_modules=["q_proj"]).save_pretrained(folder),
+    "uncalibrated": lambda folder: adapted("fcca", calibrated=False).save_pretrained(folder),
+    "on the head": lambda folder: adapted("random", model=tiny_llama(), target_modules=["lm_head"]).save_pretrained(
+        folder
+    ),
+    "lora": lambda folder: lora().save_pretrained(folder),
+    "basis": lambda folder: save_basis(adapted("fcca", alpha=6.0), folder),
+    "basis of rawgrad": lambda folder: save_basis(adapted("rawgrad", alpha=6.0), folder),
+    "mine": lambda folder: (folder.mkdir(), (folder / "thesis.txt").write_text("years of work")),
+}  # fmt: skip
+
+
+class Room:
+    """A trained adapter ``default`` and another one on a basis of its own, an output folder, and folders by name."""
+
+    def __init__(self, made: Path, out: Path) -> None:
+        self._made, self.out = made, out
+        self.model = adapted("fcca", alpha=6.0, trained=True)
+        self.model.add_adapter("own", FrozenCoreConfig(r=3, alpha=6.0, constructor="random", seed=1))
+
+    def __truediv__(self, name: str) -> Path:
+        folder = self._made / name
+        if not folder.exists():
+            FOLDERS[name](folder)
+        return folder
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        return get_peft_model_state_dict(self.model, adapter_name="default")
+
+    @property
+    def cores(self) -> dict[str, Tensor]:
+        return {name: f.R for name, f in read_adapter(self / "same basis")[1].items()}
+
+    def sum(self, adapters: list[str], weights: list[float], **options: Any) -> None:
+        self.model.add_weighted_adapter(adapters, weights, "sum", **options)
+
+
+# ------------------------------------------------------------------------------------------------- configurations
+
+RANK, ALPHA = "rank must be a whole number from 1 to 100000, but", "alpha must be a number above 0 or one of auto"
+OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"constructor": "fca"}, "'fca'.*Did you mean 'fcca'"),
+    ({"constructor": None}, "constructor"),
+    ({"r": 0}, f"{RANK} 0 came"),
+    ({"r": "16"}, f"{RANK} '16' came"),
+    ({"rank_pattern": {"q_proj": -1}}, f"{RANK} -1 came"),
+    ({"alpha": 0}, f"{ALPHA} or none, but 0 came"),
+    ({"alpha": float("nan")}, f"{ALPHA} or none, but nan came"),
+    ({"alpha": "r"}, f"{ALPHA} or none, but 'r' came"),
+    ({"alpha_pattern": {"q_proj": 0}}, f"{ALPHA} or none, but 0 came"),
+    ({"damping": 0}, "damping must be a number above 0 or a list of 2"),
+    ({"damping": "1e-3"}, "damping must be a number above 0 or a list of 2"),
+    ({"damping": [1e-3, -1.0]}, "damping must be a number above 0 or a list of 2"),
+    ({"whiten": "left"}, "whiten must be one of both, input, output, none, but 'left' came"),
+    ({"fisher": "block"}, "fisher must be one of diagonal, dense, but 'block' came"),
+    ({"shrinkage": 0.5}, "needs fisher='dense'"),
+    ({"shrinkage": 2, "fisher": "dense"}, "shrinkage must be a number from 0 to 1"),
+    ({"coordinates": "polar"}, "coordinates must be one of fisher, qr, raw, scaled_raw, but 'polar' came"),
+    ({"svd_method": "fast"}, "svd_method must be one of"),
+    ({"constructor": "filora", "filora_fisher": "none"}, "filora_fisher must be one of"),
+    ({"constructor": "eva", "eva_output": "none"}, "eva_output must be one of"),
+    ({"initial_step": 0.1}, "'fcca' does not read initial_step .it is for signgrad.. Leave it out"),
+    ({"constructor": "random", "damping": 0.1}, "'random' does not read damping .it is for fcca."),
+    ({"layers_pattern": "layers"}, "layers_to_transform"),
+    ({"target_modules": ".*q_proj", "layers_to_transform": [0]}, "`layers_to_transform` cannot be used when"),
+    ({"target_modules": ".*q_proj", "layers_pattern": "layers"}, "`layers_pattern` cannot be used when"),
+    *(({option: expression}, "") for expression in ("(", "a{99999999999}", "(" * 9000 + ")" * 9000)
+      for option in ("target_modules", "exclude_modules")),
+    *(({"rank_pattern": {expression: 2}}, "") for expression in ("(", "a{99999999999}", "(" * 9000 + ")" * 9000)),
+    *(({name: 1}, f"no '{name}', which is LoraConfig's: .*") for name in INSTEAD_OF_LORA),
+    *(({name: 1}, f"unexpected keyword argument '{name}'. Give {ours} instead") for name, ours in (
+        ("method", "constructor"), ("rank", "r"), ("lora_r", "r"), ("targets", "target_modules"), ("dampin", "damping")
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("as_a_user")
+@pytest.mark.parametrize(("options", "message"), OPTIONS, ids=lambda value: str(value)[:60])
+def test_a_configuration_refuses_what_it_cannot_mean(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as refused:
+        FrozenCoreConfig(**options)
+    assert len(str(refused.value)) < 500
+    if "keyword" in message or "LoraConfig" in message:
+        assert isinstance(refused.value, TypeError)  # as Python's own of an unknown argument, by which PEFT asks
+
+
+def test_lora_has_the_names_that_are_refused_as_its() -> None:
+    assert INSTEAD_OF_LORA.keys() <= signature(LoraConfig).parameters.keys()
+
+
+# ---------------------------------------------------------------------------------------------------- adapters
+
+
+def add(make: Callable[[], nn.Module] = tiny_qwen2, **options: Any) -> Callable[[Room], object]:
+    return lambda _: get_peft_model(make(), FrozenCoreConfig(**{"r": 2, "constructor": "random", **options}))
+
+
+def mixtral() -> nn.Module:
+    """Mixtral keeps its experts in one 3-D parameter."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return MixtralForCausalLM(MixtralConfig(vocab_size=40, num_key_value_heads=1, num_local_experts=2, **sizes))
+
+
+ADDING: dict[str, Refusal] = {
+    "an embedding": (add(target_modules=["embed_tokens"]), ModelError, r"'model\.embed_tokens' is a Embedding"),
+    "fused experts": (add(mixtral, target_modules=["experts"]), ModelError, r"is a MixtralExperts.*fused experts"),
+    "no such layer": (
+        add(target_modules=["q_prj"]), ConfigError, "Did you mean 'q_proj'.*are called down_proj, gate_proj, k_proj",
+    ),
+    **{
+        f"the name {name!r}": (
+            lambda room, name=name: room.model.add_adapter(name, FrozenCoreConfig(r=2, constructor="random")),
+            ConfigError, r"An adapter's name has no dot and .* Choose another name\.",
+        )
+        for name in ("v1.5", ".", "", "train", "items", "share", "join")
+    },
+}  # fmt: skip
+
+# ------------------------------------------------------------------------------------------------------ bases
+
+
+def wrong_basis(change: Callable[[dict[str, Tensor]], object], message: str) -> Refusal:
+    def call(_: Room) -> None:
+        bases = get_bases(adapted("fcca", coordinates="qr"))
+        change(bases)
+        set_bases(new(coordinates="qr"), bases)
+
+    return call, CalibrationError, f"(?i){message}"
+
+
+@cache
+def moments() -> dict[str, LayerMoments]:
+    return collect_moments(tiny_qwen2(), BATCHES, attention_names(tiny_qwen2()))
+
+
+def wrong_moments(change: Callable[[dict[str, LayerMoments]], Mapping[str, LayerMoments]], message: str) -> Refusal:
+    return lambda _: calibrate(new(), moments=change(dict(moments())), progress=False), CalibrationError, message
+
+
+def with_nan() -> nn.Module:
+    model = tiny_qwen2()
+    model.model.layers[1].self_attn.k_proj.weight.data[0, 0] = float("nan")
+    return model
+
+
+def calibrated(model: Callable[[Room], nn.Module], data: Any = BATCHES, **options: Any) -> Callable[[Room], object]:
+    return lambda room: calibrate(model(room), data, progress=False, **options)
+
+
+def infinite(held: dict[str, LayerMoments]) -> dict[str, LayerMoments]:
+    bad = held[LAST].cross.clone()
+    bad[0, 0] = float("inf")
+    return held | {LAST: LayerMoments(**{**vars(held[LAST]), "cross": bad})}
+
+
+BASES: dict[str, Refusal] = {
+    "a missing basis": wrong_basis(lambda b: b.pop(f"{LAST}.Q"), f"1 of 16 bases are missing \\(first: '{LAST}.Q'\\)"),
+    "an unknown basis": wrong_basis(lambda b: b.update({"lm_head.P": torch.eye(3)}), "1 of 16 bases fit no layer"),
+    "a basis of another rank": wrong_basis(
+        lambda b: b.update({f"{LAST}.P": b[f"{LAST}.P"][:, :2]}), "Use the rank of the adapter"
+    ),
+    "a vector": wrong_basis(lambda b: b.update({f"{LAST}.P": b[f"{LAST}.P"][0]}), "a basis is a matrix of floats"),
+    "integers": wrong_basis(lambda b: b.update({f"{LAST}.P": b[f"{LAST}.P"].long()}), "a basis is a matrix of floats"),
+    "a basis with NaN": wrong_basis(lambda b: b[f"{LAST}.Q"].fill_(torch.nan), "NaN or Inf"),
+    "a scaled basis": wrong_basis(lambda b: b[f"{LAST}.Q"].mul_(1.01), "a basis is orthonormal, but that of layer"),
+    "a basis of zeros": wrong_basis(lambda b: b[f"{LAST}.P"].zero_(), "orthonormal"),
+    "raw coordinates": (
+        lambda _: set_bases(new(coordinates="qr"), get_bases(adapted("fcca", coordinates="raw"))),
+        CalibrationError, "same coordinates",
+    ),
+    "an initial step": (
+        lambda _: set_bases(new(constructor="signgrad", initial_step=0.1), get_bases(adapted("signgrad"))),
+        ConfigError, "moments collected once",
+    ),
+    "no adapter": (lambda _: set_bases(tiny_qwen2(), {}), ConfigError, "get_peft_model"),
+    "a LoRA's bases": (lambda _: get_bases(lora()), ConfigError, "get_peft_model"),
+    "no basis yet": (lambda _: get_bases(new()), CalibrationError, "of adapter 'default' has none"),
+    "a trained core": (
+        lambda room: set_bases(room.model, get_bases(room.model)), CalibrationError, "Pass reset=True",
+    ),
+    "a saved basis at another scale": (
+        lambda room: set_bases(adapted("random"), load_basis(room / "basis")), ArtifactError, "scale",
+    ),
+    "a saved basis of another base": (
+        lambda room: set_bases(adapted("random", model=tiny_qwen2(seed=2), alpha=6.0), load_basis(room / "basis")),
+        ArtifactError, "another base model",
+    ),
+    **{
+        f"a saved basis and another {name}": (
+            lambda room, name=name, value=value: FrozenCoreConfig(basis=str(room / "basis"), **{name: value}),
+            ConfigError, f"Leave {name} out",
+        )
+        for name, value in {"r": 4, "constructor": "eva", "alpha": 1.0}.items()
+    },
+    "calibration: a trained core": (
+        calibrated(lambda room: room.model, adapter_name="default"), CalibrationError, "Pass reset=True",
+    ),
+    "calibration: a merged adapter elsewhere": (
+        calibrated(lambda room: merged(room.model), adapter_name="own", reset=True),
+        CalibrationError, "unmerge_adapter",
+    ),
+    "calibration: NaN in the model": (
+        calibrated(lambda _: new(model=with_nan())), CalibrationError, f"'{LAST}' in calibration batch 0",
+    ),
+    "calibration: a moment with Inf": wrong_moments(infinite, f"{LAST}.*'cross' holds NaN or Inf"),
+    "calibration: moments without a layer": wrong_moments(
+        lambda held: {name: one for name, one in held.items() if name != LAST}, LAST
+    ),
+    "calibration: moments of another shape": wrong_moments(
+        lambda held: held | {LAST: held["model.layers.0.self_attn.k_proj"]}, LAST
+    ),
+    "calibration: fewer tokens than the rank": (
+        calibrated(lambda _: new(r=12), [batch_of(EXAMPLES[:1])]),
+        CalibrationError, r"rank 12 needs at least 12 counted tokens.*received \d+\. ",
+    ),
+    "calibration: no data": (calibrated(lambda _: new(), None), CalibrationError, "calibrate\\(model, dataloader\\)"),
+    "calibration: empty data": (calibrated(lambda _: new(), []), CalibrationError, "the data gave none"),
+    "calibration: no example asked for": (
+        calibrated(lambda _: new(), num_examples=0), ConfigError, "at least 1, but 0 came",
+    ),
+    "calibration: no adapter": (calibrated(lambda _: lora()), ConfigError, "has none. Call peft.get_peft_model"),
+    "calibration: an unknown adapter": (
+        calibrated(lambda room: room.model, adapter_name="nobody"),
+        ConfigError, "'nobody' is no frozen-core adapter of this model, which has 'default', 'own'",
+    ),
+}  # fmt: skip
+
+# ------------------------------------------------------------------------------------------- cores, sums, packing
+
+
+def cores(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Room], Any]:
+    def source(room: Room) -> dict[str, Tensor]:
+        held = room.cores
+        change(held)
+        return held
+
+    return source
+
+
+def stale(change: Callable[[Room], object]) -> Callable[[Room], object]:
+    def call(room: Room) -> None:
+        ready = prepare_swap(room.model, room.cores)
+        change(room)
+        ready.swap_in()
+
+    return call
+
+
+SOURCES: dict[str, tuple[Callable[[Room], Any], str]] = {
+    "on its own basis": (lambda room: room / "own basis", "basis"),
+    "at another scale": (lambda room: room / "other scale", "at scale 2.33333, but .* 2"),
+    "of another rank": (lambda room: room / "other rank", "at scale 3"),
+    "of fewer layers": (lambda room: room / "fewer layers", "a core on one side only"),
+    "with a trained module": (lambda room: room / "module", "Only cores can be swapped"),
+    "a state dict with more": (
+        lambda room: {**room.state, "base_model.model.lm_head.weight": torch.ones(40, 32)},
+        r"Only cores can be swapped, but .*lm_head.weight' \(1 in all\)",
+    ),
+    "cores of another shape": (cores(lambda held: held.update({Q: torch.ones(1, 1)})), "shape"),
+    "cores with NaN": (cores(lambda held: held.update({Q: torch.full((3, 3), torch.nan)})), "NaN"),
+    "cores without a layer": (cores(lambda held: held.pop(Q)), "on one side only"),
+    "cores beyond float32": (cores(lambda held: held.update({Q: torch.full((3, 3), 1e300, dtype=torch.float64)})), ""),
+}  # fmt: skip
+CORES: dict[str, Refusal] = {
+    **{
+        f"{how} {what}": (lambda room, take=take, source=source: take(room.model, source(room)), ArtifactError, message)
+        for how, take in {
+            "swap": swap_core, "bank": lambda model, source: CoreBank(model, 1).put("a", source),
+        }.items()
+        for what, (source, message) in SOURCES.items()
+    },
+    "swap under an unknown adapter": (
+        lambda room: swap_core(room.model, room.cores, adapter_name="other"), ConfigError, "none called 'other'",
+    ),
+    "swap under a merged adapter": (
+        lambda room: swap_core(merged(room.model), room.cores), ConfigError, "unmerge_adapter",
+    ),
+    "a prepared core under a merged adapter": (
+        stale(lambda room: room.model.merge_adapter()), ConfigError, "unmerge_adapter",
+    ),
+    "a prepared core on a new basis": (
+        stale(lambda room: set_bases(room.model, get_bases(room.model, "own"), adapter_name="default", reset=True)),
+        ConfigError, "set or moved since. Call prepare_swap again",
+    ),
+    "a sum on two bases": (
+        lambda room: room.sum(["default", "own"], [1.0, 1.0]), ArtifactError, "differ in basis, rank or scale at layer",
+    ),
+    "a sum with nobody": (lambda room: room.sum(["default", "nobody"], [1.0, 1.0]), ConfigError, "nobody"),
+    "a sum of nothing": (lambda room: room.sum([], []), ConfigError, "none"),
+    "a sum with one weight": (
+        lambda room: room.sum(["default"] * 2, [1.0]), ConfigError, "as many finite weights",
+    ),
+    "a sum with a weight of NaN": (
+        lambda room: room.sum(["default"], [float("nan")]), ConfigError, "as many finite weights",
+    ),
+    "another kind of sum": (
+        lambda room: room.sum(["default"], [1.0], combination_type="ties", density=0.5), ConfigError,
+        "'ties', density came",
+    ),
+    "folders on two bases": (
+        lambda room: merge_adapters([room / "same basis", room / "own basis"], room.out),
+        ArtifactError, "differ in basis, rank or scale",
+    ),
+    "a folder with a module": (
+        lambda room: merge_adapters([room / "same basis", room / "module"], room.out), ArtifactError,
+        "other modules too",
+    ),
+    "folders with one weight": (
+        lambda room: merge_adapters([room / "same basis"] * 2, room.out, weights=[1.0]), ConfigError,
+        "as many finite weights",
+    ),
+    "no folder": (lambda room: merge_adapters([], room.out), ConfigError, "none was named"),
+    "packed beside another basis": (
+        lambda room: pack_adapter(room / "same basis", room / "basis of rawgrad", room.out), ArtifactError,
+        "not those of",
+    ),
+    "a LoRA read as a core": (lambda room: read_adapter(room / "lora"), ArtifactError, "LORA adapter"),
+}  # fmt: skip
+
+# ---------------------------------------------------------------------------------------------- exports, inspection
+
+
+def to_lora(source: Callable[[Room], Any], **options: Any) -> Callable[[Room], object]:
+    return lambda room: export_lora(source(room), room.out, **options)
+
+
+def to_basis_model(adapter: str, base: str) -> Callable[[Room], object]:
+    return lambda room: export_basis_model(room / adapter, room.out, base=room / base)
+
+
+def huge() -> PeftModel:
+    model = adapted("random")
+    train_at_random(model, size=1e6)
+    return model
+
+
+FACTORS = Factors(P=torch.eye(12, 4), Q=torch.eye(20, 4), R=torch.ones(4, 4))
+THEIRS = LayerMoments(3, cross=torch.ones(20, 12), input_square=torch.ones(12), error_square=torch.ones(20))
+EXPORTS: dict[str, Refusal] = {
+    "LoRA: a module": (
+        to_lora(lambda _: adapted("random", modules_to_save=["lm_head"])),
+        ConfigError, "whole modules too .lm_head., which no LoRA can hold",
+    ),
+    "LoRA: a module in a folder": (to_lora(lambda room: room / "module"), ConfigError, "no LoRA can hold"),
+    "LoRA: tokens": (
+        to_lora(lambda _: adapted("random", trainable_token_indices=[1, 2])),
+        ConfigError, "single token embeddings too, which no LoRA can hold",
+    ),
+    "LoRA: in float64": (
+        to_lora(lambda _: adapted("random"), dtype=torch.float64),
+        ConfigError, "read float32, float16 and bfloat16 factors, but torch.float64 came",
+    ),
+    "LoRA: no basis": (to_lora(lambda _: new()), ConfigError, "no basis yet"),
+    "LoRA: no adapter": (to_lora(lambda _: tiny_qwen2()), ConfigError, "model has none"),
+    "LoRA: of a LoRA": (to_lora(lambda _: lora()), ConfigError, "model has none"),
+    "LoRA: an unknown adapter": (
+        to_lora(lambda room: room.model, adapter_name="third"),
+        ConfigError, "is no frozen-core adapter of this model, which has .default., .own.",
+    ),
+    "LoRA: values beyond float16": (
+        to_lora(lambda _: huge(), dtype=torch.float16), ArtifactError, "NaN or Inf in torch.float16",
+    ),
+    "LoRA: shapes that only the base knows": (to_lora(lambda room: room / "one side"), ArtifactError, "give base="),
+    "LoRA: a base of other shapes": (
+        to_lora(lambda room: room / "same basis", base=tiny_qwen2(hidden_size=48)), ArtifactError, "another base model",
+    ),
+    "LoRA: over what is no adapter": (
+        lambda room: export_lora(adapted("random"), room / "mine", overwrite=True),
+        ArtifactError, "holds no model, adapter or basis",
+    ),
+    "LoRA: over what it reads": (
+        lambda room: export_lora(room / "same basis", room / "same basis", overwrite=True),
+        ArtifactError, "folder of its own",
+    ),
+    "merged: no base named": (
+        lambda room: export_merged(room / "adapter", room.out), ConfigError, "names no base model",
+    ),
+    "merged: no such base": (
+        lambda room: export_merged(room / "adapter", room.out, base=room.out), ModelError, "there is no such folder",
+    ),
+    "merged: a quantised base": (
+        lambda room: export_merged(room / "adapter", room.out, base=room / "quantised base"),
+        ModelError, "is quantised.*Name the unquantised model",
+    ),
+    "basis model: no basis": (to_basis_model("uncalibrated", "base"), ConfigError, "has no basis yet"),
+    "basis model: the head": (to_basis_model("on the head", "base of other shapes"), ModelError, "below the head"),
+    "basis model: other weights": (
+        to_basis_model("own basis", "base of other weights"), ArtifactError, "was made on another base model",
+    ),
+    "basis model: other shapes": (
+        to_basis_model("own basis", "base of other shapes"), ArtifactError, "is of another base model",
+    ),
+    "basis model: quantised": (
+        to_basis_model("own basis", "quantised base"), ModelError, "is quantised, and a basis stands beside plain",
+    ),
+    "basis model: a classifier": (
+        to_basis_model("own basis", "classifier"), ModelError, "is a Qwen2ForSequenceClassification",
+    ),
+    "tenant: no basis": (lambda room: export_tenant(new(), room.out), ConfigError, "has no basis yet"),
+    "tenant: a module": (
+        lambda room: export_tenant(adapted("random", modules_to_save=["norm"]), room.out),
+        ConfigError, "trains whole modules too",
+    ),
+    "tenant: no basis model": (
+        lambda room: export_tenant(room / "own basis", room.out, basis_model=room / "base"),
+        ArtifactError, "holds no basis model",
+    ),
+    "check: no weights": (
+        lambda room: check_lora_directory(room / "base"), ArtifactError, "has no adapter_config.json",
+    ),
+    "inspect: moments without the layer": (
+        lambda _: inspect_adapter(FrozenCoreConfig(r=4), {"a": FACTORS}, moments={"b": THEIRS}),
+        ArtifactError, "moments file has no layer 'a'",
+    ),
+    "inspect: another adapter without the layer": (
+        lambda _: inspect_adapter(FrozenCoreConfig(r=4), {"a": FACTORS}, other={}),
+        ArtifactError, "other adapter has no layer 'a'",
+    ),
+    "inspect: moments of another shape": (
+        lambda _: inspect_adapter(FrozenCoreConfig(r=4), {"a": FACTORS}, moments={"a": THEIRS}),
+        ArtifactError, "met moments of shape",
+    ),
+    "inspect: bases of other shapes": (
+        lambda _: report_angles(FACTORS.P, FACTORS.Q, FACTORS.Q, FACTORS.P),
+        ArtifactError, "12 x 20 in one adapter and 20 x 12",
+    ),
+}  # fmt: skip
+
+REFUSALS = ADDING | BASES | CORES | EXPORTS
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("made")
+
+
+def snapshot(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items() if ".base_layer." not in name}
+
+
+@pytest.mark.usefixtures("as_a_user")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", REFUSALS)
+def test_a_refusal_names_its_reason_and_changes_nothing(case: str, made: Path, tmp_path: Path) -> None:
+    call, error, message = REFUSALS[case]
+    room = Room(made, tmp_path / "out")
+    adapters, before = list(room.model.peft_config), snapshot(room.model)
+    fresh = snapshot(new(coordinates="qr")), snapshot(new())
+    with pytest.raises(error, match=message):
+        call(room)
+    assert not room.out.exists()
+    assert list(room.model.peft_config) == adapters
+    for state, model in ((fresh[0], new(coordinates="qr")), (fresh[1], new()), (before, room.model)):
+        if case != "a prepared core on a new basis":
+            assert all(torch.equal(value, state[name]) for name, value in snapshot(model).items())
