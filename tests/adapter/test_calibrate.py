@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
 from transformers import DataCollatorWithFlattening
 
 import references as ref
 from adapted import BATCHES, DATA_DRIVEN, EXAMPLES, adapted, cores_of, logits
 from frozencore import CONSTRUCTORS, CalibrationOptions, FrozenCoreConfig, calibrate
+from frozencore.adapter import calibrate as calibration
 from frozencore.calibration.collect import collect_moments
+from frozencore.calibration.taps import CalibrationPass
 from frozencore.errors import CalibrationError
+from frozencore.maths.linalg import principal_cosines
 from frozencore.maths.moments import MOMENT_NAMES, LayerMoments
 from references import numpy_of
-from tiny import batch_of, batches_of, tiny_gpt2, tiny_qwen2
+from tiny import batch_of, tiny_gpt2, tiny_qwen2
 
 NAMES = [layer.name for layer in cores_of(adapted("random"))]
 
@@ -87,21 +92,12 @@ def test_the_same_seed_gives_the_same_bytes(constructor: str) -> None:
 
 
 @pytest.mark.usefixtures("as_a_user")  # beartype draws from Python's RNG
-@pytest.mark.parametrize("constructor", CONSTRUCTORS)
-def test_creating_and_calibrating_leave_every_rng_alone(constructor: str) -> None:
-    base = tiny_qwen2()
-    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
-    model = adapted(constructor, model=base, svd_method="randomized")
-    calibrate(model, BATCHES, progress=False)
-    assert random.getstate() == states[0]
-    assert np.random.get_state()[1].tolist() == states[1]
-    assert torch.equal(torch.get_rng_state(), states[2])
-
-
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("constructor", CONSTRUCTORS)
-def test_the_model_is_as_before(constructor: str, training: bool) -> None:
-    model = adapted(constructor, calibrated=False).train(training)
+def test_the_model_and_every_rng_are_as_before(constructor: str, training: bool) -> None:
+    base = tiny_qwen2()
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    model = adapted(constructor, model=base, svd_method="randomized", calibrated=False).train(training)
     weights = {name: t.clone() for name, t in model.state_dict().items() if "frozencore" not in name}
     flags = {name: p.requires_grad for name, p in model.named_parameters()}
     calibrate(model, BATCHES, progress=False)
@@ -111,11 +107,15 @@ def test_the_model_is_as_before(constructor: str, training: bool) -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in model.modules())
     assert all(torch.equal(model.state_dict()[name], value) for name, value in weights.items())
     assert all(not layer.disable_adapters for layer in cores_of(model))
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == states[:2]
+    assert torch.equal(torch.get_rng_state(), states[2])
 
 
 def test_what_was_found_is_reported_per_layer(evidence: dict) -> None:
     model = adapted("fcca", calibrated=False)
-    found = calibrate(model, BATCHES, progress=False)
+    told: list[tuple[str, int, int | None]] = []
+    found = calibrate(model, BATCHES, progress=lambda *step: told.append(step))
+    assert told == [("calibration", 4, 8), ("calibration", 8, 8), *(("bases", done, 8) for done in range(1, 9))]
     assert list(found.layers) == NAMES
     assert found.time_s >= found.collect_s >= 0
     for name, layer in found.layers.items():
@@ -139,30 +139,15 @@ def test_moments_collected_before_give_the_same_bytes(constructor: str) -> None:
     assert bases(model) == bases(adapted(constructor))
 
 
-def test_an_endless_loader_stops_at_the_number_of_examples() -> None:
-    model = adapted("fcca", calibrated=False)
-    found = calibrate(model, itertools.cycle(BATCHES), num_examples=6, progress=False)
-    assert next(iter(found.layers.values())).num_tokens == sum(len(e.ids) for e in EXAMPLES[:6])
-    expected = adapted("fcca", calibrated=False)
-    calibrate(expected, [BATCHES[0], batch_of(EXAMPLES[4:6])], progress=False)
-    for layer, other in zip(cores_of(model), cores_of(expected), strict=True):
-        torch.testing.assert_close(layer.factors("default")[0], other.factors("default")[0], atol=1e-5, rtol=0)
-
-
-def test_progress_reports_both_stages_to_the_end() -> None:
-    told: list[tuple[str, int, int | None]] = []
-    calibrate(adapted("fcca", calibrated=False), BATCHES, progress=lambda *step: told.append(step))
-    assert told[:2] == [("calibration", 4, 8), ("calibration", 8, 8)]
-    assert told[2:] == [("bases", done, 8) for done in range(1, 9)]
-
-
 def test_calibration_looks_at_the_base_model_whatever_adapters_are_active() -> None:
     expected = bases(adapted("fcca"))
     model = adapted("random", trained=True)
+    before, core = bases(model), cores_of(model)[0].core("default").clone()
     model.add_adapter("new", FrozenCoreConfig(r=3, coordinates="qr"))
-    assert model.active_adapters == ["default"]
     calibrate(model, BATCHES, adapter_name="new", progress=False)
     assert bases(model, "new") == expected
+    assert (bases(model), model.active_adapters) == (before, ["default"])
+    assert torch.equal(cores_of(model)[0].core("default"), core)
 
 
 def test_calibration_looks_at_the_base_model_under_trained_modules_to_save() -> None:
@@ -177,16 +162,6 @@ def test_calibration_looks_at_the_base_model_under_trained_modules_to_save() -> 
     assert made(1.0) == made(-3.0)
 
 
-def test_calibration_of_one_adapter_leaves_the_others_alone() -> None:
-    model = adapted("random", trained=True)
-    before, core = bases(model), cores_of(model)[0].factors("default")[2].clone()
-    model.add_adapter("new", FrozenCoreConfig(r=3))
-    calibrate(model, BATCHES, adapter_name="new", progress=False)
-    assert bases(model) == before
-    assert torch.equal(cores_of(model)[0].factors("default")[2], core)
-    assert model.active_adapters == ["default"]
-
-
 @pytest.mark.parametrize("constructor", CONSTRUCTORS)
 def test_a_trained_core_is_not_recalibrated_without_reset(constructor: str) -> None:
     model = adapted(constructor, trained=True)
@@ -197,12 +172,6 @@ def test_a_trained_core_is_not_recalibrated_without_reset(constructor: str) -> N
     assert torch.equal(logits(model), expected)
     calibrate(model, BATCHES, progress=False, reset=True)
     assert torch.equal(logits(model), logits(tiny_qwen2()))
-
-
-def test_an_untrained_core_may_be_recalibrated() -> None:
-    model = adapted("fcca")
-    calibrate(model, batches_of(EXAMPLES[:4], 2), progress=False)
-    assert bases(model) != bases(adapted("fcca"))
 
 
 def test_signgrad_may_start_from_one_sign_step(evidence: dict) -> None:
@@ -226,16 +195,6 @@ def test_conv1d_layers_are_calibrated_with_their_transposed_weight() -> None:
                 U, _, V = ref.svd(numpy_of(layer.get_base_layer().weight).T)
                 assert ref.span_distance(numpy_of(P), U[:, :3]) < 1e-4
                 assert ref.span_distance(numpy_of(Q), V[:, :3]) < 1e-4
-
-
-def test_options_of_the_pass_reach_it() -> None:
-    model = adapted("fcca", calibrated=False)
-    told: list[tuple[str, int, int | None]] = []
-    options = CalibrationOptions(tokens="completion", group_size=4)
-    found = calibrate(model, BATCHES, options=options, progress=lambda *step: told.append(step))
-    completion = sum(len(e.ids) - e.num_prompt for e in EXAMPLES)
-    assert {layer.num_tokens for layer in found.layers.values()} == {completion}
-    assert [step for step in told if step[0] == "calibration"][-1] == ("calibration", 16, 16)
 
 
 def test_the_bar_is_shown_unless_it_is_turned_off(capfd: pytest.CaptureFixture[str]) -> None:
@@ -270,14 +229,6 @@ def test_with_all_moments_at_hand_every_constructor_says_what_its_bases_capture(
         assert pytest.approx(ref.captured(G, A, D, P, Q), rel=1e-3) == found.J
         assert found.gradient == pytest.approx(np.linalg.norm(P.T @ G @ Q), rel=1e-3)
         assert found.gradient_total == pytest.approx(np.linalg.norm(G), rel=1e-4)
-
-
-def test_of_all_constructors_fcca_captures_most(everything: dict[str, LayerMoments]) -> None:
-    total = {}
-    for constructor in ("fcca", "rawgrad", "signgrad", "filora", "eva"):
-        found = calibrate(adapted(constructor, calibrated=False), moments=everything, progress=False)
-        total[constructor] = sum(layer.capture.J for layer in found.layers.values() if layer.capture)
-    assert max(total, key=total.__getitem__) == "fcca"
 
 
 @pytest.mark.parametrize("constructor", CONSTRUCTORS)
@@ -357,3 +308,175 @@ def test_rows_without_padding_give_the_bases_of_the_padded_rows() -> None:
         for X, Y in zip(one.factors("default")[:2], other.factors("default")[:2], strict=True):
             left, right = (torch.linalg.qr(factor.double())[0] for factor in (X, Y))
             assert float((left @ left.mT - right @ right.mT).norm()) < 1e-4
+
+
+NUM_LAYERS = 8
+
+
+def refuse_by_device() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+@pytest.fixture
+def room(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
+    """Makes room for the sums of so many layers; the sizes of the groups that were tried are told."""
+
+    def make(most: int, refuse: Callable[[], None] = refuse_by_device) -> list[int]:
+        tried: list[int] = []
+        record = CalibrationPass.record
+
+        def with_room(capture: CalibrationPass, *words: Any, **more: Any) -> None:
+            record(capture, *words, **more)
+            group = capture.recorders
+            if tried[-1:] != [len(group)]:
+                tried.append(len(group))
+            if sum(bool(recorder.totals) for recorder in group.values()) > most:
+                refuse()
+
+        monkeypatch.setattr(CalibrationPass, "record", with_room)
+        return tried
+
+    return make
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+def refuse_by_machine() -> None:
+    torch.empty(2**50)
+
+
+def bases_of(data: Iterable[Any], constructor: str = "fcca", **options: Any) -> dict[str, Tensor]:
+    model = adapted(constructor, calibrated=False)
+    torch.manual_seed(3)  # of a loader that shuffles
+    with warnings.catch_warnings(action="ignore"):
+        calibrate(model, data, progress=False, **options)
+    return {name: value.clone() for name, value in model.named_buffers() if "frozencore_" in name}
+
+
+@pytest.mark.parametrize("refuse", [refuse_by_device, refuse_by_machine])
+@pytest.mark.parametrize("constructor", DATA_DRIVEN)
+def test_smaller_groups_give_the_same_bytes(constructor: str, refuse: Callable[[], None], room: Callable) -> None:
+    expected = bases_of(BATCHES, constructor)
+    tried = room(3, refuse)
+    assert_equal(bases_of(BATCHES, constructor), expected)
+    assert tried == [8, 4, 2]
+
+
+FORMS: dict[str, Callable[[], Iterable[Any]]] = {
+    "one-shot": lambda: (batch for batch in BATCHES),
+    "shuffled": lambda: DataLoader(EXAMPLES, batch_size=3, shuffle=True, collate_fn=batch_of),
+}
+
+
+@pytest.mark.parametrize("most", [1, 7])
+@pytest.mark.parametrize("form", FORMS)
+def test_data_that_come_but_once_or_in_another_order_are_kept(form: str, most: int, room: Callable) -> None:
+    expected = bases_of(FORMS[form]())
+    room(most)
+    assert_equal(bases_of(FORMS[form]()), expected)
+
+
+def test_memory_that_runs_out_over_a_basis_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, build, refused = bases_of(BATCHES), calibration.build_basis, []
+
+    def refuse_the_fifth(*words: Any) -> Any:
+        refused.append(words)
+        if len(refused) == 5:
+            refuse_by_device()
+        return build(*words)
+
+    monkeypatch.setattr(calibration, "build_basis", refuse_the_fifth)
+    assert_equal(bases_of(BATCHES), expected)
+    assert len(refused) == 5 + NUM_LAYERS
+
+
+def test_it_is_said_once_in_one_line_and_progress_goes_on_to_its_new_end(room: Callable) -> None:
+    told: list[tuple[str, int, int | None]] = []
+    model = adapted("fcca", calibrated=False)
+    room(4)
+    with pytest.warns(UserWarning, match="Out of memory with 8 layers in a pass: calibration goes on with 4") as said:
+        calibrate(model, BATCHES, progress=lambda *step: told.append(step))
+    assert len(said) == 1
+    assert [step for step in told if step[0] == "calibration"][-1] == ("calibration", 16, 16)
+
+
+def test_no_room_for_one_layer_is_one_line_and_changes_nothing(room: Callable) -> None:
+    model = adapted("fcca", trained=True)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    room(0)
+    with (
+        warnings.catch_warnings(action="ignore"),
+        pytest.raises(CalibrationError, match=r"no memory to calibrate layer 'model.layers.0\S+' even alone") as caught,
+    ):
+        calibrate(model, BATCHES, progress=False, reset=True)
+    assert "\n" not in str(caught.value)
+    assert_equal(dict(model.state_dict()), before)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_data_that_run_out_of_memory_themselves_are_never_taken_for_shorter_ones() -> None:
+    def data() -> Iterator[dict[str, Tensor]]:
+        yield BATCHES[0]
+        refuse_by_machine()
+
+    with warnings.catch_warnings(action="ignore"), pytest.raises(CalibrationError, match="even alone"):
+        calibrate(adapted("fcca", calibrated=False), data(), progress=False)
+
+
+# ------------------------------------------------------------------- layers of one shape, built together as on a GPU
+
+
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Layers are built together on this device too; how many each time."""
+    sizes: list[int] = []
+    build = calibration.build_batch
+
+    def counted(constructor: str, layers: Any, options: Any) -> Any:
+        if len(layers) > 1:
+            sizes.append(len(layers))
+        return build(constructor, layers, options)
+
+    monkeypatch.setattr(calibration, "_is_on_gpu", lambda _: True)
+    monkeypatch.setattr(calibration, "build_batch", counted)
+    return sizes
+
+
+def built(constructor: str, **options: Any) -> dict[str, tuple[Tensor, Tensor, int]]:
+    calibration_options = options.pop("calibrate", {})
+    model = adapted(constructor, calibrated=False, dtype=torch.float64, **options)
+    calibration = calibrate(model, BATCHES, progress=False, **calibration_options)
+    return {
+        layer.name: (*layer.factors("default")[:2], calibration.layers[layer.name].effective_rank)
+        for layer in cores_of(model)
+    }
+
+
+@pytest.mark.parametrize("constructor", ["fcca", "rawgrad"])
+def test_layers_of_one_shape_get_the_bases_that_each_would_get_alone(constructor: str, batches: list[int]) -> None:
+    found = built(constructor)
+    assert sorted(batches) == [4, 4]  # q and o of two blocks, k and v
+    batches.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration, "_is_on_gpu", lambda _: False)
+        alone = built(constructor)
+    assert batches == []
+    for name, (P, Q, rank) in found.items():
+        assert rank == alone[name][2]
+        for X, Y in ((P, alone[name][0]), (Q, alone[name][1])):
+            assert float(principal_cosines(X, Y).min()) > 1 - 1e-6
+
+
+def test_ranks_of_their_own_and_budgets_are_not_mixed(batches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    built("fcca", rank_pattern={r"0\.self_attn\.q_proj": 2})
+    assert sorted(batches) == [3, 4]
+    batches.clear()
+    built("fcca", calibrate={"memory_budget": "1GiB"})
+    built("eva")
+    assert batches == []
+    monkeypatch.setattr(calibration, "BATCH_BYTES", 2 * 32 * 32 * 8)
+    built("fcca")
+    assert sorted(batches) == [2, 2, 4]

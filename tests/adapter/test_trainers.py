@@ -1,4 +1,4 @@
-"""The user's own ``transformers.Trainer`` with a frozen core: what LoRA users do with it, without our lab."""
+"""Trainers with a frozen core: transformers', Opacus, FSDP, TRL; and what may train beside the cores."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from datasets import Dataset
 from opacus import PrivacyEngine
 from opacus.grad_sample import wrap_model
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -21,13 +22,39 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
-from adapted import EXAMPLES, adapted, cores_of, logits
+from adapted import EXAMPLES, adapted, cores_of, logits, train_at_random
 from forked import as_ranks, ended
-from frozencore import FrozenCoreConfig, calibrate, get_bases, set_bases
-from frozencore.errors import CalibrationError
-from tiny import batch_of, tiny_gpt2, tiny_qwen2
+from frozencore import FrozenCoreConfig, calibrate, get_bases, save_basis, set_bases
+from frozencore.adapter.layer import require_own_parameters
+from frozencore.errors import CalibrationError, ConfigError
+from frozencore.tune.cost import values_at_once
+from frozencore.tune.pocket import pocket_model_path
+from frozencore.tune.rows import TokenRow
+from frozencore.tune.training.recipe import Recipe
+from frozencore.tune.training.train import train
+from tiny import batch_of, draw_examples, tiny_gpt2, tiny_qwen2
 
 STEPS = 6
 
@@ -88,29 +115,6 @@ def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(calibrated: bool, tm
     assert all_equal(factors_of(resumed.model), factors_of(whole.model))
 
 
-def test_only_the_cores_change_and_the_loss_falls(tmp_path: Path) -> None:
-    model = adapted("fcca")
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    trainer = trainer_of(model, tmp_path, max_steps=30, learning_rate=2e-2, save_strategy="no")
-    trainer.train()
-    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
-    assert changed == {name for name, p in model.named_parameters() if p.requires_grad}
-    assert all("frozencore_R" in name for name in changed)
-    losses = losses_of(trainer)
-    assert sum(losses[-5:]) < sum(losses[:5])
-    assert all(math.isfinite(loss) for loss in losses)
-
-
-def test_what_the_trainer_saves_reloads_equal(tmp_path: Path) -> None:
-    trainer = trainer_of(adapted("fcca"), tmp_path)
-    trainer.train()
-    trainer.save_model(str(tmp_path / "final"))
-    expected = logits(trainer.model.eval())
-    assert not torch.equal(expected, logits(tiny_qwen2()))
-    for folder in ("final", f"checkpoint-{STEPS}"):
-        assert torch.equal(logits(PeftModel.from_pretrained(tiny_qwen2(), tmp_path / folder)), expected)
-
-
 def test_the_best_checkpoint_comes_back_at_the_end(tmp_path: Path) -> None:
     model = adapted("fcca")
     trainer = trainer_of(
@@ -121,18 +125,6 @@ def test_the_best_checkpoint_comes_back_at_the_end(tmp_path: Path) -> None:
     assert not trainer.state.best_model_checkpoint.endswith(str(STEPS))
     best = PeftModel.from_pretrained(tiny_qwen2(), trainer.state.best_model_checkpoint)
     assert torch.equal(logits(model.eval()), logits(best))
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_gradient_checkpointing_trains_the_same_cores(use_reentrant: bool, tmp_path: Path) -> None:
-    plain, checkpointed = adapted("fcca"), adapted("fcca")
-    trainer_of(plain, tmp_path, save_strategy="no").train()
-    trainer_of(
-        checkpointed, tmp_path, save_strategy="no", gradient_checkpointing=True,
-        gradient_checkpointing_kwargs={"use_reentrant": use_reentrant},
-    ).train()  # fmt: skip
-    assert all_equal(factors_of(checkpointed), factors_of(plain))
-    assert any(layer.factors("default")[2].any() for layer in cores_of(plain))
 
 
 CALIBRATIONS: dict[str, Callable[[PeftModel, Trainer], object]] = {
@@ -158,13 +150,6 @@ def test_calibrating_on_the_trainers_own_data_changes_nothing_but_the_bases(way:
     set_bases(second, bases)
     trainer_of(second, tmp_path, save_strategy="no").train()
     assert all_equal(factors_of(first), factors_of(second))
-
-
-@pytest.mark.filterwarnings("error:.*never calibrated")
-def test_training_without_calibration_stops_at_the_first_step_and_saves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(CalibrationError, match=r"Call frozencore.calibrate\(model, dataloader\) first"):
-        trainer_of(adapted("fcca", calibrated=False), tmp_path, save_steps=1).train()
-    assert not list(tmp_path.glob("checkpoint-*"))
 
 
 class LastToken(nn.Module):
@@ -206,11 +191,9 @@ def test_opacus_gives_each_rows_gradient_of_a_core(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost"])
-@pytest.mark.parametrize("method", ["lora", "core"])
-def test_opacus_makes_a_step_of_clipped_rows(method: str, mode: str) -> None:
+def test_opacus_makes_a_step_of_clipped_rows(mode: str) -> None:
     """Without noise, the mean of the rows' gradients, each at most 0.1 long over all trained values."""
-    lora = get_peft_model(tiny_qwen2(), LoraConfig(r=3, init_lora_weights=False)) if method == "lora" else None
-    model = LastToken((lora or adapted("fcca", trained=True)).train())
+    model = LastToken(adapted("fcca", trained=True).train())
     rows = gradient_of_each_row(model)
     lengths = torch.stack([each.flatten(1).square().sum(1) for each in rows]).sum(0).sqrt()
     inputs, labels = rows_for_opacus()
@@ -229,7 +212,7 @@ def test_opacus_makes_a_step_of_clipped_rows(method: str, mode: str) -> None:
         torch.testing.assert_close(old - new, clipped, rtol=1e-3, atol=1e-6)
 
 
-def shard_by_accelerate(method: str, out: Path) -> None:
+def shard_by_accelerate(out: Path) -> None:
     """As ``accelerate launch`` with TRL's fsdp2.yaml: the model goes to the meta device, and comes back sharded."""
     dist.init_process_group("gloo")
     plugin = FullyShardedDataParallelPlugin(
@@ -241,11 +224,8 @@ def shard_by_accelerate(method: str, out: Path) -> None:
         torch_device_mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("shard",)), device=torch.device("cpu"),
         parallelism_config=SimpleNamespace(fsdp_dim_names=("shard",)),
     )  # fmt: skip
-    if method == "lora":
-        model = get_peft_model(tiny_qwen2(), LoraConfig(r=3, init_lora_weights=False))
-    else:
-        model = adapted("fcca", trained=True)
-        model.add_adapter("ref", model.peft_config["default"])
+    model = adapted("fcca", trained=True)
+    model.add_adapter("ref", model.peft_config["default"])
     batch = batch_of(EXAMPLES[:4])
     expected, names = model.train()(**batch).loss, model.state_dict().keys()
     sharded = fsdp2_prepare_model(accelerator, model)
@@ -260,8 +240,277 @@ def shard_by_accelerate(method: str, out: Path) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("method", ["lora", "core"])
-def test_accelerates_fsdp2_shards_a_model_that_waits_on_the_meta_device(method: str, tmp_path: Path) -> None:
-    done = ended(lambda: as_ranks(1, lambda _: shard_by_accelerate(method, tmp_path / "done")), tmp_path, timeout_s=120)
+def test_accelerates_fsdp2_shards_a_model_that_waits_on_the_meta_device(tmp_path: Path) -> None:
+    done = ended(lambda: as_ranks(1, lambda _: shard_by_accelerate(tmp_path / "done")), tmp_path, timeout_s=120)
     assert done.status == 0, done.err[-2000:]
     assert (tmp_path / "done").exists()
+
+
+# ------------------------------------------------------------------------------------------------------------ TRL
+
+PAIRS = [(f"tom has {i} apples and", f" tom has {i % 3} .") for i in range(16)]
+PROMPTS = [{"prompt": prompt, "completion": completion} for prompt, completion in PAIRS]
+CHATS = [
+    [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}] for prompt, completion in PAIRS
+]
+DATA: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
+    "prompt and completion": (PROMPTS, {}),
+    "prompt and completion in bf16": (PROMPTS, {"bf16": None}),  # the default, which is on
+    "chat": ([{"messages": chat} for chat in CHATS], {}),
+    "chat, loss on the assistant": ([{"messages": chat} for chat in CHATS], {"assistant_only_loss": True}),
+}
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] + ': ' }}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+
+
+def base_model() -> nn.Module:
+    return AutoModelForCausalLM.from_pretrained(pocket_model_path(), dtype=torch.float32)
+
+
+def pocket_core(constructor: str = "fcca") -> PeftModel:
+    return get_peft_model(base_model(), FrozenCoreConfig(r=4, constructor=constructor))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    tokenizer = AutoTokenizer.from_pretrained(pocket_model_path())
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+@pytest.fixture
+def sft(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Callable[..., SFTTrainer]:
+    """Makes a trainer with TRL's defaults, checkpointing included, but for size and place."""
+
+    def make(model: nn.Module, data: str = "prompt and completion", **options: Any) -> SFTTrainer:
+        rows, changes = DATA[data]
+        settings = {
+            "max_steps": 12, "per_device_train_batch_size": 8, "learning_rate": 5e-3, "logging_steps": 1,
+            "bf16": False, "use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no",
+        }  # fmt: skip
+        return SFTTrainer(
+            model,
+            SFTConfig(str(tmp_path / "run"), **{**settings, **changes}),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer,
+            **options,
+        )
+
+    return make
+
+
+@torch.no_grad()
+def pocket_logits(model: nn.Module) -> Tensor:
+    return model(input_ids=torch.arange(1, 25).reshape(2, 12)).logits
+
+
+@pytest.mark.parametrize("data", ["prompt and completion", "chat, loss on the assistant"])
+def test_only_cores_train_the_loss_falls_and_the_adapter_reloads_equal(
+    data: str, sft: Callable[..., SFTTrainer], tmp_path: Path
+) -> None:
+    model = pocket_core()
+    trainer = sft(model, data)
+    calibrate(model, trainer.get_train_dataloader(), progress=False)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    trainer.train()
+
+    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed == {name for name, p in model.named_parameters() if p.requires_grad}
+    assert all("frozencore_R" in name for name in changed)
+    losses = losses_of(trainer)
+    assert sum(losses[-4:]) < 0.95 * sum(losses[:4])
+
+    trainer.save_model(str(tmp_path / "adapter"))
+    reloaded = PeftModel.from_pretrained(base_model(), tmp_path / "adapter")
+    assert torch.equal(pocket_logits(reloaded), pocket_logits(model.eval()))
+
+
+def test_calibration_sees_the_completions_that_the_trainer_trains_on(sft: Callable[..., SFTTrainer]) -> None:
+    for data, masked in (("prompt and completion", True), ("chat", False), ("chat, loss on the assistant", True)):
+        batch = next(iter(sft(pocket_core(), data).get_train_dataloader()))
+        text = batch["attention_mask"].bool()
+        assert bool((batch["labels"][text] == -100).any()) == masked
+
+
+def test_the_bases_are_the_same_before_and_after_the_trainer_changed_the_forward(
+    sft: Callable[..., SFTTrainer],
+) -> None:
+    model = pocket_core()
+    trainer = sft(model)  # puts a fused head on the model and turns checkpointing on
+    batches = list(trainer.get_train_dataloader())
+    calibrate(model, batches, progress=False)
+    plain = pocket_core()
+    calibrate(plain, batches, progress=False)
+    expected = get_bases(plain)
+    assert all(torch.equal(basis, expected[key]) for key, basis in get_bases(model).items())
+
+
+def test_a_configuration_that_reads_data_says_what_to_call_and_then_trains(sft: Callable[..., SFTTrainer]) -> None:
+    trainer = sft(base_model(), peft_config=FrozenCoreConfig(r=4))
+    with pytest.raises(CalibrationError, match=r"Call frozencore.calibrate\(model, dataloader\) first"):
+        trainer.train()
+    calibrate(trainer.model, trainer.get_train_dataloader(), num_examples=8, progress=False)
+    trainer.train()
+
+    again = sft(base_model(), peft_config=FrozenCoreConfig(r=4))
+    set_bases(again.model, get_bases(trainer.model))
+    again.train()
+    for layer, other in zip(cores_of(trainer.model), cores_of(again.model), strict=True):
+        assert torch.equal(layer.factors("default")[2], other.factors("default")[2])
+        assert layer.factors("default")[2].any()
+
+
+def test_cores_stay_float32_under_trls_own_bf16(sft: Callable[..., SFTTrainer]) -> None:
+    model = pocket_core("random")
+    trainer = sft(model, "prompt and completion in bf16")
+    trainer.args.max_steps = 2  # on a CPU without bf16 each takes a second
+    trainer.train()
+    assert trainer.args.bf16
+    assert {layer.factors("default")[2].dtype for layer in cores_of(model)} == {torch.float32}
+
+
+def test_trl_rounds_the_cores_of_a_quantised_base_and_one_line_takes_it_back(sft: Callable[..., SFTTrainer]) -> None:
+    quantised = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    base = AutoModelForCausalLM.from_pretrained(pocket_model_path(), quantization_config=quantised, device_map="cpu")
+    model = get_peft_model(base, FrozenCoreConfig(r=4, constructor="random"))
+    trainer = sft(model)
+    cores = [layer.factors("default")[2] for layer in cores_of(model)]
+    assert {core.dtype for core in cores} == {torch.bfloat16}
+    for parameter in trainer.model.parameters():  # the lines of docs/from-lora.md
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    trainer.train()
+    assert {core.dtype for core in cores} == {torch.float32}
+    assert all(core.any() for core in cores)
+
+
+def start(source: str, folder: Path) -> PeftModel:
+    """A trained adapter on the pocket model: made here, loaded, or loaded on a named basis."""
+    model = get_peft_model(
+        base_model(), FrozenCoreConfig(r=4, constructor="random", target_modules=["q_proj", "v_proj"])
+    )
+    train_at_random(model)
+    if source == "fresh":
+        return model
+    if source == "named basis":
+        save_basis(model, folder / "basis")
+    model.save_pretrained(folder / "adapter")
+    return PeftModel.from_pretrained(base_model(), folder / "adapter", is_trainable=True)
+
+
+QUIET = {
+    "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "max_steps": 1, "learning_rate": 1e-12,
+    "logging_steps": 1, "report_to": "none", "disable_tqdm": True, "use_cpu": True, "bf16": False,
+    "save_strategy": "no",
+}  # fmt: skip
+PREFERENCES = [{"prompt": p, "chosen": c, "rejected": " tom has 7 ."} for p, c in PAIRS[:4]]
+RATED = [{**row, "label": i % 2 == 0} for i, row in enumerate(PROMPTS[:4])]
+SAMPLED = {"beta": 0.1, "num_generations": 2, "max_completion_length": 4}
+TRAINERS: dict[str, tuple[type, type, list[dict[str, Any]], dict[str, Any], str, float]] = {
+    "DPO": (DPOTrainer, DPOConfig, PREFERENCES, {}, "loss", math.log(2)),
+    "KTO": (KTOTrainer, KTOConfig, RATED, {}, "rewards/chosen", 0.0),
+    "GRPO": (GRPOTrainer, GRPOConfig, PROMPTS[:4], SAMPLED, "kl", 0.0),
+    "RLOO": (RLOOTrainer, RLOOConfig, PROMPTS[:4], SAMPLED, "kl", 0.0),
+}
+
+
+def lengths(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "source"), [("DPO", "fresh"), ("DPO", "named basis"), *((trainer, "loaded") for trainer in TRAINERS)]
+)
+def test_the_reference_is_the_adapter_that_training_starts_from(
+    trainer: str, source: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """Nothing has been learned yet, so the loss of preferences is log 2, and rewards and divergences are 0."""
+    make, settings, rows, options, measured, expected = TRAINERS[trainer]
+    rewards = {"reward_funcs": lengths} if trainer in ("GRPO", "RLOO") else {"eval_dataset": Dataset.from_list(rows)}
+    made = make(
+        start(source, tmp_path / "start"), args=settings(str(tmp_path / "run"), **{**QUIET, **options}),
+        train_dataset=Dataset.from_list(rows), processing_class=tokenizer, **rewards,
+    )  # fmt: skip
+    if "eval_dataset" in rewards:
+        assert made.evaluate()[f"eval_{measured}"] == pytest.approx(expected, abs=1e-6)
+    made.train()
+    logged = [entry[measured] for entry in made.state.log_history if "grad_norm" in entry]
+    assert logged == pytest.approx([expected], abs=1e-6)
+    made.save_model(str(tmp_path / "end"))
+    again = PeftModel.from_pretrained(base_model(), tmp_path / "end")
+    assert torch.equal(pocket_logits(again), pocket_logits(made.model.eval()))
+
+
+def test_an_uncalibrated_adapter_and_its_reference_get_one_basis(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    trainer = DPOTrainer(
+        get_peft_model(base_model(), FrozenCoreConfig(r=4)), args=DPOConfig(str(tmp_path), **QUIET),
+        train_dataset=Dataset.from_list(PREFERENCES), processing_class=tokenizer,
+    )  # fmt: skip
+    calibrate(trainer.model, trainer.get_train_dataloader(), loss_fn=trainer.compute_loss, progress=False)
+    for layer in cores_of(trainer.model):
+        assert layer.frozencore_P["default"] is layer.frozencore_P["ref"]
+        assert layer.frozencore_P["ref"].any()
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+
+
+# --------------------------------------------------------------------------------------- what trains beside the cores
+
+ROWS = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(4, seed=5))]
+RECIPE = Recipe(learning_rate=5e-3, warmup=0.03, batch_size=2, accumulation=1)
+
+
+FAULTS: dict[str, tuple[str, bool, str]] = {
+    "a weight": (
+        "layers.1.mlp.up_proj.weight", True,
+        r"cores, 72 values, but '\S*1.mlp.up_proj.weight' trains as well \(1 parameters of 1,536 values",
+    ),
+    "a base weight": (
+        "layers.0.self_attn.q_proj.base_layer.weight", True, r"but '\S*0.self_attn.q_proj.base_layer.weight' trains",
+    ),
+    "another adapter": (
+        "layers.0.self_attn.k_proj.frozencore_R.other.weight", True, r"but '\S*k_proj.frozencore_R.other.weight' ",
+    ),
+    "a frozen core": (
+        "layers.1.self_attn.v_proj.frozencore_R.default.weight", False, r"'\S*default.weight' is frozen \(1 of 8\)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_count_that_is_not_the_sum_of_r_squared_is_refused_before_a_step(fault: str) -> None:
+    name, trains, message = FAULTS[fault]
+    model = adapted("random")
+    model.add_adapter("other", FrozenCoreConfig(r=2, constructor="random"))
+    model.get_base_model().model.get_parameter(name).requires_grad_(trains)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ConfigError, match=message):
+        train(model, ROWS, RECIPE, pad_id=0)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("options", [{}, {"modules_to_save": ["lm_head"]}, {"trainable_token_indices": [1, 2]}])
+def test_what_the_configuration_names_may_train(options: dict) -> None:
+    model = adapted("random", model=tiny_qwen2(tie_word_embeddings=False), **options)
+    own = require_own_parameters(model)
+    assert sum(parameter.numel() for parameter in own) == values_at_once(model)
+    assert (len(own) > 8) == bool(options)
+    assert train(model, ROWS, RECIPE, pad_id=0).num_steps == 2
+
+
+def test_a_second_adapter_trains_alone_once_it_is_the_active_one() -> None:
+    model = adapted("random")
+    model.add_adapter("other", FrozenCoreConfig(r=2, constructor="random"))
+    model.set_adapter("other")
+    assert sum(parameter.numel() for parameter in require_own_parameters(model)) == 8 * 2**2
+
+
+@pytest.mark.parametrize("make", [tiny_qwen2, lambda: get_peft_model(tiny_qwen2(), LoraConfig(r=2))])
+def test_models_without_frozen_cores_are_left_to_train_what_they_like(make: Callable[[], nn.Module]) -> None:
+    assert require_own_parameters(make()) == []
