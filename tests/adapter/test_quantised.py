@@ -17,9 +17,8 @@ from peft.utils.quantization_utils import ForwardOnlyQuantizationBackend
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
-from adapted import BATCHES, DATA_DRIVEN, EXAMPLES, adapted, cores_of, logits, train_at_random
-from forked import ended
-from frozencore import CONSTRUCTORS, FrozenCoreConfig, calibrate, export_lora, export_merged
+from adapted import BATCHES, EXAMPLES, adapted, cores_of, logits, train_at_random
+from frozencore import CONSTRUCTORS, FrozenCoreConfig, calibrate, export_lora
 from frozencore.adapter.layer import FrozenCoreLayer
 from frozencore.calibration.collect import collect_moments
 from frozencore.errors import ModelError
@@ -122,25 +121,12 @@ def dequantised_model(folder: Path, quantiser: str) -> nn.Module:
     return plain
 
 
-def train(model: nn.Module, steps: int = 5) -> list[float]:
-    optimiser = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-2)
-    losses = []
-    for _ in range(steps):
-        loss = model.train()(**BATCHES[0]).loss
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-        losses.append(float(loss))
-    model.eval()
-    return losses
-
-
-CALIBRATED_AT_ONCE = ("fcca", "eva", "milora")  # one that reads both sides, one that reads inputs, one that reads none
-
-
-@pytest.mark.parametrize(
+@pytest.mark.parametrize(  # one that reads both sides, one that reads inputs, one that reads none
     "constructor",
-    [pytest.param(name, marks=[pytest.mark.slow] if name not in CALIBRATED_AT_ONCE else []) for name in CONSTRUCTORS],
+    [
+        pytest.param(name, marks=[] if name in ("fcca", "eva", "milora") else [pytest.mark.slow])
+        for name in CONSTRUCTORS
+    ],
 )
 @EVERY_QUANTISER
 def test_every_constructor_leaves_a_quantised_base_and_its_outputs_as_they_were(
@@ -223,9 +209,8 @@ def test_how_four_bit_codes_are_stored_does_not_change_a_basis(folder: Path) -> 
 
 
 @pytest.mark.parametrize("constructor", ["lora_xs", "milora", "eva"])
-@EVERY_QUANTISER
 def test_weights_are_dequantised_one_layer_at_a_time(
-    folder: Path, quantiser: str, constructor: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, constructor: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[weakref.ref[Tensor]] = []
     alive_at_once: list[int] = []
@@ -238,19 +223,9 @@ def test_weights_are_dequantised_one_layer_at_a_time(
         return weight
 
     monkeypatch.setattr(FrozenCoreLayer, "get_base_weight", counted)
-    model = adapted(constructor, model=load(folder, quantiser), dtype=None)
+    model = adapted(constructor, model=load(folder, "nf4"), dtype=None)
     assert alive_at_once == [1] * len(cores_of(model))
     assert all(weight() is None for weight in seen)
-
-
-@EVERY_QUANTISER
-def test_training_changes_the_cores_only(folder: Path, quantiser: str) -> None:
-    model = adapted("fcca", model=load(folder, quantiser), dtype=None)
-    before = fingerprint_model(model)
-    losses = train(model)
-    assert losses[-1] < 0.9 * losses[0]
-    assert fingerprint_model(model) == before
-    assert all(bool(layer.factors("default")[2].any()) for layer in cores_of(model))
 
 
 @EVERY_QUANTISER
@@ -264,6 +239,7 @@ def test_a_trainer_takes_every_quantised_base(folder: Path, quantiser: str) -> N
     assert losses[-1] < 0.9 * losses[0]
     assert fingerprint_model(model) == before
     assert not getattr(model.get_base_model(), "_hf_peft_config_loaded", False)
+    assert all(bool(layer.core("default").any()) for layer in cores_of(model))
 
 
 @EVERY_QUANTISER
@@ -279,23 +255,12 @@ def test_evaluation_between_steps_changes_no_gradient(folder: Path, quantiser: s
     assert all(torch.equal(plain, other) for plain, other in zip(*gradients, strict=True))
 
 
-def test_adapters_reload_in_another_process_with_bit_equal_logits(folder: Path, tmp_path: Path) -> None:
-    expected = {}
-    for name in QUANTISERS:
-        model = adapted("fcca", model=load(folder, name), dtype=None)
-        train(model, steps=2)
-        model.save_pretrained(tmp_path / name)
-        expected[name] = logits(model)
-
-    def reload() -> None:
-        models = {name: PeftModel.from_pretrained(load(folder, name), tmp_path / name) for name in QUANTISERS}
-        torch.save({name: logits(model) for name, model in models.items()}, tmp_path / "logits.pt")
-
-    done = ended(reload, tmp_path)
-    assert done.status == 0, done.err[-2000:]
-    found = torch.load(tmp_path / "logits.pt")
-    for name in QUANTISERS:
-        assert torch.equal(found[name], expected[name]), name
+@EVERY_QUANTISER
+def test_an_adapter_reloads_with_bit_equal_logits(folder: Path, quantiser: str, tmp_path: Path) -> None:
+    model = adapted("fcca", model=load(folder, quantiser), dtype=None, trained=True)
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(load(folder, quantiser), tmp_path)
+    assert torch.equal(logits(loaded), logits(model))
 
 
 @EVERY_QUANTISER
@@ -338,7 +303,7 @@ def test_adapters_merged_one_after_the_other_leave_together_and_the_base_is_what
     wanted = layer.dense_weight() + layer.get_delta_weight("default") + layer.get_delta_weight("other")
     with pytest.warns(UserWarning, match="Merging rounds the sum"):
         model.merge_adapter(["default"])
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
         model.merge_adapter(["other"])
     assert not any("Merging rounds the sum" in str(warning.message) for warning in caught)  # said once
@@ -372,15 +337,14 @@ def test_a_quantiser_without_dequantisation_refuses_merging_and_weight_spectra_i
     model = adapted("fcca", model=load(folder, "nf4"), dtype=None, trained=True)
     for layer in cores_of(model):
         layer.quantization_backend = ForwardOnlyQuantizationBackend("gptq")
-    with pytest.raises(ModelError, match="quantised by gptq cannot take a merged update") as merging:
+    with pytest.raises(ModelError, match="quantised by gptq cannot take a merged update"):
         model.merge_adapter()
     assert not any(layer.merged for layer in cores_of(model))
-    with pytest.raises(ModelError, match=r"q_proj' cannot be read: .*such as fcca") as reading:
+    with pytest.raises(ModelError, match=r"q_proj' cannot be read: .*such as fcca"):
         cores_of(model)[0].dense_weight()
-    assert "\n" not in str(merging.value) + str(reading.value)
 
 
-@pytest.mark.parametrize("constructor", DATA_DRIVEN)
+@pytest.mark.parametrize("constructor", ["fcca", "eva"])
 def test_a_quantiser_that_cuts_the_gradient_is_refused_where_a_gradient_is_needed(
     folder: Path, constructor: str
 ) -> None:
@@ -390,9 +354,8 @@ def test_a_quantiser_that_cuts_the_gradient_is_refused_where_a_gradient_is_neede
     if constructor == "eva":
         calibrate(model, BATCHES, progress=False)
         return
-    with pytest.raises(ModelError, match="passes no gradient to its input") as caught:
+    with pytest.raises(ModelError, match="passes no gradient to its input"):
         calibrate(model, BATCHES, progress=False)
-    assert "\n" not in str(caught.value)
     assert not any(bool(layer.factors("default")[0].any()) for layer in cores_of(model))
     assert not any(module._forward_hooks for module in model.modules())
 
@@ -410,9 +373,8 @@ def test_a_four_bit_base_that_was_evaluated_before_runs_but_is_not_calibrated_tr
         lambda: model(**BATCHES[0]),
         lambda: model.merge_adapter(),
     ):
-        with pytest.raises(ModelError, match="was evaluated before.*Load the model again") as caught:
+        with pytest.raises(ModelError, match="was evaluated before.*Load the model again"):
             use()
-        assert "\n" not in str(caught.value)
 
 
 @EVERY_QUANTISER
@@ -430,18 +392,3 @@ def test_the_lora_export_of_a_quantised_adapter_gives_the_same_logits_on_its_bas
     # how roundings to bfloat16 add up depends on the machine's kernels: .0303 where the CPU has bfloat16 instructions
     tolerance = 1e-5 if QUANTISERS[quantiser].dtype == torch.float32 else 8 * torch.finfo(torch.bfloat16).eps
     assert float((logits(other.eval()) - expected).abs().max() / expected.abs().max()) < tolerance
-
-
-@EVERY_QUANTISER
-def test_a_merged_folder_of_a_quantised_base_is_refused_in_one_line(
-    folder: Path, quantiser: str, tmp_path: Path
-) -> None:
-    load(folder, quantiser).save_pretrained(tmp_path / "base")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=QUANTISERS[quantiser].dtype)
-    assert fingerprint_model(base) == fingerprint_model(load(folder, quantiser))
-    adapted("fcca", model=base, dtype=None).save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ModelError, match="is quantised.*Name the unquantised model") as caught:
-        export_merged(tmp_path / "adapter", tmp_path / "merged", base=tmp_path / "base")
-    assert "\n" not in str(caught.value)
-    assert not (tmp_path / "merged").exists()
-    export_merged(tmp_path / "adapter", tmp_path / "merged", base=folder)
