@@ -303,7 +303,7 @@ def test_adapters_merged_one_after_the_other_leave_together_and_the_base_is_what
     wanted = layer.dense_weight() + layer.get_delta_weight("default") + layer.get_delta_weight("other")
     with pytest.warns(UserWarning, match="Merging rounds the sum"):
         model.merge_adapter(["default"])
-    with warnings.catch_warnings(record=True):
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model.merge_adapter(["other"])
     assert not any("Merging rounds the sum" in str(warning.message) for warning in caught)  # said once
