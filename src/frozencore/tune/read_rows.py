@@ -305,6 +305,7 @@ def _own_rows(config: RunConfig, data: Data, encoder: PromptEncoder) -> RunRows:
         left_out={why: count for why, count in unused.items() if count},
         unused_columns=tuple(dict.fromkeys(column for own in every for column in own.unused)),
         changed=Counter(what for own in every for text in own.texts for what in text.changed),
+        joined=sum(bool(row.joined) for row in (*rows, *scored)) or None,
         sources=tuple(several) if len(several) > 1 else (),
         held_out_from=None if config.rows.eval_data is None else named(config.rows.eval_data),
     )

@@ -99,6 +99,8 @@ class ReadRows(RecordPart):
         read, columns, left_out: The number of rows, the columns, and the number of unused rows by reason.
         unused_columns: The columns that are not read.
         changed: The number of rows whose text was changed, by what was changed.
+        joined: The number of rows of which one token holds the end of the prompt and the beginning of the completion;
+            missing if none.
         sources: The result of each of several sources.
         held_out_from: The source of the held-out rows (``eval_data``); missing if they are a part of ``read``.
     """
@@ -108,6 +110,7 @@ class ReadRows(RecordPart):
     left_out: dict[str, Count] = {}
     unused_columns: tuple[str, ...] = ()
     changed: dict[str, Count] = {}
+    joined: Count | None = None
     sources: tuple[SourceRows, ...] = ()
     held_out_from: str | None = None
 
@@ -127,7 +130,11 @@ class ReadRows(RecordPart):
         """What of the rows in use was not read, or was changed."""
         unused = " and ".join(self.unused_columns)
         lines = [f"{num_of(len(self.unused_columns), 'column')} not used: {unused}"] if unused else []
-        return [*lines, *(f"{num_of(count, 'row')} changed: {what}" for what, count in self.changed.items())]
+        lines += [f"{num_of(count, 'row')} changed: {what}" for what, count in self.changed.items()]
+        if self.joined:
+            where = "one token holds the end of the prompt and the beginning of the completion"
+            lines.append(f"in {num_of(self.joined, 'row')} {where}; begin completions with a space")
+        return lines
 
 
 class UsedRows(ReadRows):

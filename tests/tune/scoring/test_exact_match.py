@@ -13,9 +13,10 @@ from torch import nn
 from transformers import GenerationConfig
 
 from frozencore.errors import DataError, ModelError
+from frozencore.tune.load import load_model
 from frozencore.tune.rows import Example
 from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.scoring.exact_match import generate_greedily, predict_numbers
+from frozencore.tune.scoring.exact_match import complete, generate_greedily, predict_numbers
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
 from tiny import tiny_gpt2, tiny_qwen2
@@ -101,6 +102,22 @@ def test_what_was_learnt_is_generated_and_compared_as_numbers(
     ]
     assert [p.text for p in predictions] == [example.completion for example in learnt]
     assert num_truncated == 0
+
+
+def test_a_token_across_the_end_of_a_prompt_is_generated_and_left_out_of_the_answer() -> None:
+    model, tokenizer = load_model("pocket", device="cpu")
+    encoder = PromptEncoder(tokenizer, style="plain")
+    pairs = [("It is late", "shipping"), ("It is late", "shipped"), ("It is late:", " yes")]
+    rows = encoder.training_rows([encoder.render(Example(str(i), *pair)) for i, pair in enumerate(pairs)])
+    assert [row.joined for row in rows] == ["e", "e", ""]  # `es` is a token
+    for row, (prompt, _) in zip(rows, pairs, strict=True):
+        assert tokenizer.decode(row.input_ids[: row.num_context]) + row.joined == prompt
+    recipe = Recipe(learning_rate=3e-3, warmup=0.1, epochs=60, batch_size=2, accumulation=1)
+    train(model, rows[::2], recipe, pad_id=encoder.pad_id)
+    found, _ = complete(model, encoder, rows, max_new_tokens=10)
+    assert [(p.prediction, p.gold, p.correct) for p in found] == [
+        ("shipping", "shipping", True), ("shipping", "shipped", False), ("yes", "yes", True),
+    ]  # fmt: skip
 
 
 def test_a_completion_without_an_answer_is_refused(byte_tokenizer: Callable[..., Any], byte_model: nn.Module) -> None:

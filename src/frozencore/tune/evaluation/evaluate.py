@@ -259,6 +259,7 @@ def _own_scorer(data: str, encoder: PromptEncoder, model: nn.Module, evaluation:
         left_out={"beyond --num-evaluation": num_beyond} if num_beyond else {},
         unused_columns=own.unused,
         changed=Counter(what for text in texts for what in text.changed),
+        joined=sum(bool(row.joined) for row in rows) or None,
     )
     compares = own.columns != ("text",) and are_short(rows)
     name = re.sub(r"[^\w.-]+", "-", named(data))  # becomes a folder's name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from frozencore.errors import DataError
@@ -59,11 +59,16 @@ class TextRow:
 
 @dataclass(frozen=True)
 class TokenRow:
-    """A row as tokens. The loss is on ``input_ids[num_context:]``."""
+    """A row as tokens. The loss is on ``input_ids[num_context:]``.
+
+    Attributes:
+        joined: The end of the text before the answer, if the first token of the answer holds it too; mostly empty.
+    """
 
     id: str
     input_ids: list[int]
     num_context: int
+    joined: str = field(default="", kw_only=True)
 
     @property
     def loss_spans(self) -> tuple[tuple[int, int], ...]:
@@ -88,7 +93,7 @@ class TokenRow:
     @property
     def trained_on(self) -> list[Any]:
         """The row's content for training, as JSON values."""
-        return list(vars(self).values())[1:]
+        return [value for name, value in vars(self).items() if name not in ("id", "joined")]
 
 
 @dataclass(frozen=True)

@@ -215,7 +215,7 @@ class PromptEncoder:
             turns[0], turns[-1] = (start, turns[0][1]), (turns[-1][0], end)
             cuts.append(turns)
         found: list[TokenRow] = []
-        for row, (ids, spans) in zip(rows, self._split(rows, list(map(_whole, rows)), cuts), strict=True):
+        for row, (ids, spans, joined) in zip(rows, self._split(rows, list(map(_whole, rows)), cuts), strict=True):
             if any(first >= last for first, last in spans):
                 raise DataError(f"Row {row.id}: a completion must hold at least one token, got {row.completion!r}.")
             before = [] if row.templated else self._start_ids
@@ -224,7 +224,8 @@ class PromptEncoder:
             turns = [(first - start, last - start) for first, last in spans]
             turns[-1] = (turns[-1][0], turns[-1][1] + (not row.ended))
             told = (row.id, ids, len(before) + start)
-            found.append(TokenRow(*told) if len(spans) == 1 else TurnsRow(*told, tuple(turns)))
+            several = len(spans) > 1
+            found.append(TurnsRow(*told, tuple(turns), joined=joined) if several else TokenRow(*told, joined=joined))
         return found
 
     def fits(self, rows: Sequence[TextRow]) -> list[Fit]:
@@ -271,8 +272,10 @@ class PromptEncoder:
 
     def _split(
         self, rows: Sequence[TextRow], texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]
-    ) -> list[tuple[list[int], list[tuple[int, int]]]]:
+    ) -> list[tuple[list[int], list[tuple[int, int]], str]]:
         """The tokens of each text, and its spans of characters as spans of the tokens that hold any of them.
+
+        The third value is the text before the last span that the span's first token holds too; mostly it is empty.
 
         Raises:
             DataError: The tokenizer does not say which characters a token holds, and joins some across a boundary.
@@ -289,24 +292,27 @@ class PromptEncoder:
             for text, cuts in zip(texts, spans, strict=True):
                 starts, stops = zip(*places[text], strict=True) if places[text] else ((), ())
                 ends = {len(text): len(starts)} | {b: bisect_left(starts, b) for _, b in cuts if b < len(text)}
-                split.append((ids_of[text], [(bisect_right(stops, a), ends[b]) for a, b in cuts]))
+                parts = [(bisect_right(stops, a), ends[b]) for a, b in cuts]
+                (first, _), (begins, _) = parts[-1], cuts[-1]
+                joined = text[starts[first] : begins] if first < len(starts) else ""
+                split.append((ids_of[text], parts, joined))
             return split
         for row, text, cuts in zip(rows, texts, spans, strict=True):
             before = {cut: text[:cut] for span in cuts for cut in span}
-            parts = {cut: tokenise(part, add_special_tokens=False)["input_ids"] for cut, part in before.items()}
-            if any(ids_of[text][: len(part)] != part for part in parts.values()):
+            shorter = {cut: tokenise(part, add_special_tokens=False)["input_ids"] for cut, part in before.items()}
+            if any(ids_of[text][: len(part)] != part for part in shorter.values()):
                 raise DataError(
                     f"Row {row.id}: its tokenizer joins characters across the place where the loss begins or ends. "
                     "Use the model's fast tokenizer."
                 )
-            split.append((ids_of[text], [(len(parts[a]), len(parts[b])) for a, b in cuts]))
+            split.append((ids_of[text], [(len(shorter[a]), len(shorter[b])) for a, b in cuts], ""))
         return split
 
     def _contexts(self, rows: Sequence[TextRow]) -> list[list[int]]:
         texts = list(map(_whole, rows))
         split = self._split(rows, texts, [[(len(row.context), len(_whole(row)))] for row in rows])
         starts = [[] if row.templated else self._start_ids for row in rows]
-        return [[*start, *ids[: spans[0][0]]] for start, (ids, spans) in zip(starts, split, strict=True)]
+        return [[*start, *ids[: spans[0][0]]] for start, (ids, spans, _) in zip(starts, split, strict=True)]
 
     def _encoded_choices(self, rows: Sequence[TextRow]) -> list[ChoiceTokens]:
         for row in rows:
@@ -320,12 +326,12 @@ class PromptEncoder:
         encoded = []
         for row in rows:
             own = [next(split) for _ in row.choices]
-            if any(spans[0][0] >= len(ids) for ids, spans in own):
+            if any(spans[0][0] >= len(ids) for ids, spans, _ in own):
                 raise DataError(f"Row {row.id}: a completion must hold at least one token, got {row.choices}.")
             # a token across the end of the prompt may differ between choices, and is scored with them
-            common = shared_beginning([ids[: spans[0][0]] for ids, spans in own])
+            common = shared_beginning([ids[: spans[0][0]] for ids, spans, _ in own])
             start = [] if row.templated else self._start_ids
-            encoded.append(ChoiceTokens(row.id, [*start, *common], [ids[len(common) :] for ids, _ in own]))
+            encoded.append(ChoiceTokens(row.id, [*start, *common], [ids[len(common) :] for ids, _, _ in own]))
         return encoded
 
     def _fit(self, has_prompt: bool, num_context: int, num_rest: int) -> Fit:

@@ -79,7 +79,8 @@ def complete(
     """Complete each row, and count the completions that reached the length limit.
 
     A completion is right if it equals the row's own up to the first end token, except for surrounding white space; all
-    other special tokens count. Rows without a prompt are continued from their first half.
+    other special tokens count. Rows without a prompt are continued from their first half. If the first token of a
+    row's completion holds the end of its prompt too, that text is compared and left out of the prediction.
     """
     starts = [row.answer_start or max(1, len(row.input_ids) // 2) for row in rows]
     contexts = [row.input_ids[:start] for row, start in zip(rows, starts, strict=True)]
@@ -87,9 +88,10 @@ def complete(
     predictions = []
     end_ids = _end_tokens(base_of(model), encoder)
     for row, start, one in zip(rows, starts, found, strict=True):
-        gold = _until_end(row.input_ids[start:], end_ids, encoder.tokenizer).text.strip()
-        said = one.text.strip()
-        predictions.append(Prediction(row.id, said, gold, said == gold and not one.truncated, text=one.text))
+        gold, said = _until_end(row.input_ids[start:], end_ids, encoder.tokenizer).text, one.text
+        is_right = said.strip() == gold.strip() and not one.truncated
+        said, gold = said.removeprefix(row.joined), gold.removeprefix(row.joined)
+        predictions.append(Prediction(row.id, said.strip(), gold.strip(), is_right, text=said))
     return predictions, sum(one.truncated for one in found)
 
 
