@@ -12,8 +12,8 @@ import torch
 from peft import PeftModel
 
 from adapted import BATCHES, DATA_DRIVEN, adapted, cores_of
-from frozencore import CalibrationOptions, calibrate
-from frozencore.adapter.calibrate import layer_costs
+from frozencore import CalibrationOptions, calibrate, frozen_core_layers
+from frozencore.adapter.calibrate import layer_costs, targets_of
 from frozencore.calibration.budget import LayerCost, PassPlan, memory_bytes, plan_passes, smallest_budget
 from frozencore.errors import ConfigError, DataError
 from places import SOURCES, TESTS
@@ -74,9 +74,8 @@ def test_an_impossible_budget_names_the_smallest_that_works() -> None:
 
 
 def costs_of(model: PeftModel) -> dict[str, LayerCost]:
-    layers = {layer.name: layer for layer in cores_of(model)}
-    ranks = {name: len(layer.core("default")) for name, layer in layers.items()}
-    return layer_costs(model, model.peft_config["default"], layers, ranks, BATCHES)
+    targets = targets_of(frozen_core_layers(model, "default"), "default")
+    return layer_costs(model, model.peft_config["default"], targets, BATCHES)
 
 
 @pytest.mark.parametrize("constructor", DATA_DRIVEN)

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from frozencore import FrozenCoreConfig, calibrate, frozen_core_layers
-from frozencore.adapter.calibrate import layer_costs
+from frozencore.adapter.calibrate import layer_costs, targets_of
 from frozencore.calibration.layer_owners import assign_owners
 from frozencore.calibration.taps import CalibrationPass
 from frozencore.errors import CalibrationError
@@ -82,9 +82,8 @@ def bases_where_one_rank_has_little_room(share: list[Example]) -> dict[str, torc
 def costs(batches: list[dict[str, torch.Tensor]]) -> dict[str, tuple[Any, ...]]:
     """The costs of each layer for a memory budget."""
     model = adapted("fcca")
-    layers = frozen_core_layers(model, "default")
-    ranks = {name: len(layer.core("default")) for name, layer in layers.items()}
-    found = layer_costs(model, model.peft_config["default"], layers, ranks, batches)
+    targets = targets_of(frozen_core_layers(model, "default"), "default")
+    found = layer_costs(model, model.peft_config["default"], targets, batches)
     return {name: astuple(cost) for name, cost in found.items()}
 
 

@@ -1,4 +1,4 @@
-"""The commands of docs/serving.md and of README's tenants: frozencore's run, the engines know every flag and request."""
+"""The commands of docs/serving.md and of README's tenants: frozencore runs, the engines know each flag and request."""
 
 from __future__ import annotations
 

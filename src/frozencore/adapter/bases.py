@@ -164,7 +164,7 @@ def _checked(
         if not torch.isfinite(X).all():
             raise CalibrationError(f"A basis of layer {name!r} holds NaN or Inf. Take the bases out again.")
     basis = known_basis(P, Q)
-    layer.require_fit(adapter_name, basis)
+    layer.require_fit(len(layer.core(adapter_name)), basis)
     rounding = max(1e-4, 2 * torch.finfo(P.dtype).eps)
     if config.coordinates in ORTHONORMAL_COORDINATES and basis.orthonormality_error() > rounding:
         raise CalibrationError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -46,7 +46,6 @@ from frozencore.words import Progress
 
 LAYERS_OF_A_BLOCK = 8  # the most target modules in a decoder block
 BATCH_BYTES = 128 * 2**20  # whitened cross moments held at a time on a GPU
-Layers = Mapping[str, FrozenCoreLayer]
 
 
 @dataclass(frozen=True)
@@ -138,15 +137,13 @@ def calibrate(
         DataError: The data are not batches, or rows that the collator cannot read.
     """
     enter_together("frozencore.calibrate")
-    started, collect_s = time.perf_counter(), 0.0
+    started = time.perf_counter()
     adapter_name, config, layers = adapter_for_new_bases(model, adapter_name, reset=reset)
-    ranks = {name: len(layer.core(adapter_name)) for name, layer in layers.items()}
-    owners = assign_owners({name: layer.shape for name, layer in layers.items()})
+    targets = targets_of(layers, adapter_name)
     options = options or CalibrationOptions()
     require_options_fit(options, loss_fn)
     if memory_budget is not None:
         options = replace(options, memory_budget=memory_budget)
-    built: dict[str, BuiltLayer] = {}
     with _reporting(progress) as tell:
         if config.needs and moments is None:
             if data is None:
@@ -156,31 +153,52 @@ def calibrate(
                     data, collator=collator, batch_size=batch_size, num_examples=num_examples,
                     any_form=loss_fn is not None,
                 )  # fmt: skip
-            collect_s = _collect_and_build(model, config, layers, ranks, owners, batches, options, loss_fn, built, tell)
+            built, collect_s = _collect_and_build(model, config, targets, batches, options, loss_fn, tell)
         else:
-            _build(config, layers, ranks, owners, dict(moments or {}), built, tell)
+            built, collect_s = _build(config, targets, dict(moments or {}), _count_of(tell, targets)), 0.0
     bases = share_bases(
         {name: one.basis for name, one in built.items() if one.basis is not None},
-        owners,
-        {name: (*layer.shape, ranks[name]) for name, layer in layers.items()},
+        {name: target.owner for name, target in targets.items()},
+        {name: (*target.layer.shape, target.rank) for name, target in targets.items()},
     )
     require_same_bases({name: (basis.P, basis.Q) for name, basis in bases.items()})
     captures = gathered({name: one.capture for name, one in built.items() if one.capture is not None})
-    diagonals = {name: one.diagonals for name, one in built.items()}
     for name, layer in layers.items():
         start = config.constructor_entry.start_core(
             bases[name], config.basis_options(), layer.frozencore_scale[adapter_name]
         )
         layer.set_basis(adapter_name, bases[name], start_core=start, random_core=not config.init_weights)
     config.name_basis(None)
-    if counts := [one.num_tokens for one in diagonals.values() if one is not None]:
+    if counts := [one.diagonals.num_tokens for one in built.values() if one.diagonals is not None]:
         config.calibration_tokens = max(counts)
     _warn_of_weak_layers(bases, layers)
     return Calibration(
-        layers={name: _describe(bases[name], diagonals[name], captures.get(name)) for name in layers},
+        layers={name: _describe(bases[name], built[name].diagonals, captures.get(name)) for name in layers},
         collect_s=collect_s,
         build_s=time.perf_counter() - started - collect_s,
     )
+
+
+@dataclass(frozen=True)
+class Target:
+    """A layer that gets a basis, the rank of its core, and the process that builds the basis."""
+
+    layer: FrozenCoreLayer
+    rank: int
+    owner: int
+
+    @property
+    def is_own(self) -> bool:
+        return self.owner == own_rank()
+
+
+Targets = Mapping[str, Target]
+
+
+def targets_of(layers: Mapping[str, FrozenCoreLayer], adapter_name: str) -> dict[str, Target]:
+    """The layers of an adapter by name, their work spread over all processes."""
+    owners = assign_owners({name: layer.shape for name, layer in layers.items()})
+    return {name: Target(layer, len(layer.core(adapter_name)), owners[name]) for name, layer in layers.items()}
 
 
 @dataclass(frozen=True)
@@ -188,7 +206,7 @@ class BuiltLayer:
     """What calibration made of one layer.
 
     Attributes:
-        basis: None on ranks that do not own the layer.
+        basis: None in processes that do not own the layer.
         diagonals: Token count, a and d; None without data.
         capture: The share of the moments that the basis captures, if G, a and d were all summed.
     """
@@ -201,51 +219,55 @@ class BuiltLayer:
 def _collect_and_build(
     model: nn.Module,
     config: FrozenCoreConfig,
-    layers: Layers,
-    ranks: Mapping[str, int],
-    owners: Mapping[str, int],
+    targets: Targets,
     batches: Iterable[Batch],
     options: CalibrationOptions,
     loss_fn: LossFn | None,
-    built: dict[str, BuiltLayer],
     tell: Progress,
-) -> float:
-    """Collect and build group by group, into ``built``; returns the seconds in passes over the data."""
-    needs = _needs(config)
+) -> tuple[dict[str, BuiltLayer], float]:
+    """Collect and build group by group; returns the layers, and the seconds in passes over the data."""
     batches = batches if isinstance(batches, Sequence) else CachedBatches(batches)  # all passes read the same
     with all_ranks_or_none():
-        if options.memory_budget is not None or options.group_size < len(layers):
+        if options.memory_budget is not None or options.group_size < len(targets):
             batches = list(batches)  # the plan needs their sizes
-    names, size = list(layers), options.group_size
+    names, size = list(targets), options.group_size
     plan = PassPlan(tuple(tuple(names[i : i + size]) for i in range(0, len(names), size)))
     if options.memory_budget is not None:
-        costs = layer_costs(model, config, layers, ranks, batches)
+        costs = layer_costs(model, config, targets, batches)
         plan = plan_passes(costs, memory_bytes(options.memory_budget), group_size=size)
     batched = options.memory_budget is None  # budgets do not count the memory of batched SVDs
     device = _sums_device(model, plan, options.stats_device)
     options = replace(options, group_size=999, memory_budget=None, stats_device=device)
+    built: dict[str, BuiltLayer] = {}
     collect_s, done, left = 0.0, 0, list(plan.groups)
 
     def work() -> None:
         nonlocal collect_s
-        started, group = time.perf_counter(), {name: layers[name] for name in left[0]}
+        started, group = time.perf_counter(), {name: targets[name] for name in left[0]}
         with all_ranks_or_none(), _adapters_off(model):
-            base_layers = {name: layer.get_base_layer() for name, layer in group.items()}
+            base_layers = {name: target.layer.get_base_layer() for name, target in group.items()}
             progress = share_of(tell, done, done + len(left))
             own = collect_moments(
-                model, batches, base_layers, needs=needs, options=options, loss_fn=loss_fn, progress=progress
+                model, batches, base_layers, needs=_needs(config), options=options, loss_fn=loss_fn, progress=progress
             )
-        moments = reduce_moments(own, owners)
+        moments = reduce_moments(own, {name: target.owner for name, target in group.items()})
         own.clear()
         collect_s += time.perf_counter() - started
-        _build(config, group, ranks, owners, moments, built, tell, batched=batched)
+        built.update(_build(config, group, moments, _count_of(tell, targets, built), batched=batched))
 
     while left:
         if fits(work):
             done, left = done + 1, left[1:]
         else:
             left = halved(left)
-    return collect_s
+    return built, collect_s
+
+
+def _count_of(tell: Progress, targets: Targets, built: Mapping[str, BuiltLayer] | None = None) -> Callable[[int], None]:
+    """Report the number of bases that this process has built, beside those that it built before."""
+    total = sum(target.is_own for target in targets.values())
+    before = sum(one.basis is not None for one in (built or {}).values())
+    return lambda done: tell("bases", before + done, total)
 
 
 def _needs(config: FrozenCoreConfig) -> frozenset[MomentName]:
@@ -254,18 +276,18 @@ def _needs(config: FrozenCoreConfig) -> frozenset[MomentName]:
 
 
 def layer_costs(
-    model: nn.Module, config: FrozenCoreConfig, layers: Layers, ranks: Mapping[str, int], batches: Iterable[Batch]
+    model: nn.Module, config: FrozenCoreConfig, targets: Targets, batches: Iterable[Batch]
 ) -> dict[str, LayerCost]:
     """The bytes of each layer, equal on all ranks."""
     num_rows = largest_over_ranks(max(map(_num_rows, batches), default=0))
     itemsize = max((p.element_size() for p in model.parameters() if p.is_floating_point()), default=4)
-    in_place = config.metric is not None
+    needs, in_place = _needs(config), config.metric is not None
     costs = {
         name: layer_cost(
-            layer.shape, _needs(config), ranks[name], num_rows=num_rows, itemsize=itemsize, in_place=in_place
+            target.layer.shape, needs, target.rank, num_rows=num_rows, itemsize=itemsize, in_place=in_place
         )
-        for name, layer in layers.items()
-    }  # fmt: skip
+        for name, target in targets.items()
+    }
     if not getattr(model, "is_gradient_checkpointing", False):
         return costs
     return {  # only one block's inputs are kept at a time
@@ -302,39 +324,43 @@ def _adapters_off(model: nn.Module) -> Iterator[None]:
 
 def _build(
     config: FrozenCoreConfig,
-    layers: Layers,
-    ranks: Mapping[str, int],
-    owners: Mapping[str, int],
+    targets: Targets,
     moments: dict[str, LayerMoments],
-    built: dict[str, BuiltLayer],
-    tell: Progress,
+    count: Callable[[int], None],
     *,
     batched: bool = True,
-) -> None:
-    """Build the bases of this rank's layers, into ``built``; each entry of ``moments`` is removed after use."""
-    num_own = sum(owner == own_rank() for owner in owners.values())
-    options = {name: config.basis_options(ranks[name]) for name in layers}
+) -> dict[str, BuiltLayer]:
+    """Build the bases of this process's layers; each entry of ``moments`` is removed after use."""
+    built: dict[str, BuiltLayer] = {}
+    options = {name: config.basis_options(target.rank) for name, target in targets.items()}
     with all_ranks_or_none():
-        batches = batches_of_one_shape(layers, moments, config.constructor, options) if batched else zip(layers)
+        batches = batches_of_one_shape(targets, moments, config.constructor, options) if batched else zip(targets)
         for batch in batches:
-            own = []
+            evidence = {}
             for name in batch:
-                evidence = LayerEvidence(name, layers[name].shape, layers[name].dense_weight, moments.pop(name, None))
-                diagonals = None if evidence.moments is None else evidence.moments.without_matrices()
-                if diagonals is not None and diagonals.num_tokens < ranks[name]:
-                    raise CalibrationError(
-                        f"A basis of rank {ranks[name]} needs at least {ranks[name]} counted tokens, but layer "
-                        f"{name!r} received {diagonals.num_tokens}. Calibrate on more text, or give a lower rank."
-                    )
-                built[name] = BuiltLayer(None, diagonals, None)
-                if owners[name] == own_rank():
-                    own.append(evidence)
-            bases = build_batch(config.constructor, own, [options[layer.name] for layer in own])
-            for evidence, basis in zip(own, bases, strict=True):
-                name = evidence.name
-                layers[name].require_rank(ranks[name], basis)
-                built[name] = replace(built[name], basis=basis, capture=capture_if_whole(evidence.moments, basis))
-                tell("bases", sum(one.basis is not None for one in built.values()), num_own)
+                layer = targets[name].layer
+                evidence[name] = LayerEvidence(name, layer.shape, layer.dense_weight, moments.pop(name, None))
+                _require_tokens(evidence[name], targets[name].rank)
+            own = [name for name in batch if targets[name].is_own]
+            found = build_batch(config.constructor, [evidence[name] for name in own], [options[name] for name in own])
+            for name, basis in zip(own, found, strict=True):
+                targets[name].layer.require_fit(targets[name].rank, basis)
+            bases = dict(zip(own, found, strict=True))
+            for name, one in evidence.items():
+                diagonals = None if one.moments is None else one.moments.without_matrices()
+                capture = capture_if_whole(one.moments, bases[name]) if name in bases else None
+                built[name] = BuiltLayer(bases.get(name), diagonals, capture)
+                if name in bases:
+                    count(sum(one.basis is not None for one in built.values()))
+    return built
+
+
+def _require_tokens(layer: LayerEvidence, rank: int) -> None:
+    if layer.moments is not None and layer.moments.num_tokens < rank:
+        raise CalibrationError(
+            f"A basis of rank {rank} needs at least {rank} counted tokens, but layer {layer.name!r} received "
+            f"{layer.moments.num_tokens}. Calibrate on more text, or give a lower rank."
+        )
 
 
 def batches_of_one_shape(
@@ -412,15 +438,15 @@ def _warn_of_weak_layers(bases: Mapping[str, Basis], layers: Mapping[str, Any]) 
             )
 
 
-def _describe(basis: Basis, moments: LayerMoments | None, capture: Capture | None) -> LayerCalibration:
-    collected = moments.names() if moments else ()
+def _describe(basis: Basis, diagonals: LayerMoments | None, capture: Capture | None) -> LayerCalibration:
+    collected = diagonals.names() if diagonals else ()
     return LayerCalibration(
         rank=basis.rank,
         effective_rank=basis.effective_rank,
-        num_tokens=moments.num_tokens if moments else 0,
+        num_tokens=diagonals.num_tokens if diagonals else 0,
         spectrum=tuple(basis.spectrum.tolist()),
-        input_spread=spread(moments.a) if moments and "input_square" in collected else None,
-        error_spread=spread(moments.d) if moments and "error_square" in collected else None,
+        input_spread=spread(diagonals.a) if diagonals and "input_square" in collected else None,
+        error_spread=spread(diagonals.d) if diagonals and "error_square" in collected else None,
         capture=capture,
     )
 

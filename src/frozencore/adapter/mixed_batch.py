@@ -69,10 +69,7 @@ def adapter_of_each_row(model: nn.Module, names: Sequence[str], *, num_beams: in
 @contextmanager
 def rows_through(layer: FrozenCoreLayer, rows: RowCores) -> Iterator[None]:
     """Use the rows' own cores in a layer, in place of its active adapters, for every batch inside."""
-    if layer.merged:
-        raise ValueError(
-            "Cannot pass `adapter_names` when there are merged adapters, please call `unmerge_adapter` first."
-        )
+    layer.require_unmerged()
     with with_attributes(layer, row_cores=rows):  # an outer batch goes on with its own rows
         yield
 
