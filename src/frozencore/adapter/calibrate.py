@@ -192,9 +192,6 @@ class Target:
         return self.owner == own_rank()
 
 
-Targets = Mapping[str, Target]
-
-
 def targets_of(layers: Mapping[str, FrozenCoreLayer], adapter_name: str) -> dict[str, Target]:
     """The layers of an adapter by name, their work spread over all processes."""
     owners = assign_owners({name: layer.shape for name, layer in layers.items()})
@@ -219,7 +216,7 @@ class BuiltLayer:
 def _collect_and_build(
     model: nn.Module,
     config: FrozenCoreConfig,
-    targets: Targets,
+    targets: Mapping[str, Target],
     batches: Iterable[Batch],
     options: CalibrationOptions,
     loss_fn: LossFn | None,
@@ -263,7 +260,9 @@ def _collect_and_build(
     return built, collect_s
 
 
-def _count_of(tell: Progress, targets: Targets, built: Mapping[str, BuiltLayer] | None = None) -> Callable[[int], None]:
+def _count_of(
+    tell: Progress, targets: Mapping[str, Target], built: Mapping[str, BuiltLayer] | None = None
+) -> Callable[[int], None]:
     """Report the number of bases that this process has built, beside those that it built before."""
     total = sum(target.is_own for target in targets.values())
     before = sum(one.basis is not None for one in (built or {}).values())
@@ -276,7 +275,7 @@ def _needs(config: FrozenCoreConfig) -> frozenset[MomentName]:
 
 
 def layer_costs(
-    model: nn.Module, config: FrozenCoreConfig, targets: Targets, batches: Iterable[Batch]
+    model: nn.Module, config: FrozenCoreConfig, targets: Mapping[str, Target], batches: Iterable[Batch]
 ) -> dict[str, LayerCost]:
     """The bytes of each layer, equal on all ranks."""
     num_rows = largest_over_ranks(max(map(_num_rows, batches), default=0))
@@ -324,7 +323,7 @@ def _adapters_off(model: nn.Module) -> Iterator[None]:
 
 def _build(
     config: FrozenCoreConfig,
-    targets: Targets,
+    targets: Mapping[str, Target],
     moments: dict[str, LayerMoments],
     count: Callable[[int], None],
     *,
