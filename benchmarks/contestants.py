@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from frozencore import FrozenCoreConfig
 from frozencore.calibration.counted_tokens import IGNORED, predicted
-from frozencore.tune.rows import TokenRow
-from frozencore.tune.rows.token_batches import make_batches
 
 RANK = 16
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -23,19 +20,6 @@ FLOOR, UNCALIBRATED = "floor", "frozencore, random bases"  # a step costs the sa
 CONTESTANTS = (FLOOR, "lora", "dora", "pissa", "frozencore")
 LABELS = {"floor": "no adapter", "lora": "LoRA", "dora": "DoRA", "pissa": "PiSSA", "frozencore": "frozen core"}
 Batch = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """The sizes of a model; ``width`` is the hidden size."""
-
-    width: int
-    intermediate: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    vocabulary: int
-    head_size: int
 
 
 def random_qwen2(
@@ -52,19 +36,6 @@ def random_qwen2(
         max_position_embeddings=512, use_cache=False, pad_token_id=0,
     )  # fmt: skip
     return Qwen2ForCausalLM(config)
-
-
-def random_model(sizes: Architecture, device: str) -> nn.Module:
-    """A Qwen2 model of those sizes with random weights, made where it will run."""
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        "qwen2", hidden_size=sizes.width, intermediate_size=sizes.intermediate, num_hidden_layers=sizes.num_layers,
-        num_attention_heads=sizes.num_heads, num_key_value_heads=sizes.num_kv_heads, vocab_size=sizes.vocabulary,
-        max_position_embeddings=32768, tie_word_embeddings=sizes.width <= 2048, use_cache=False,
-    )  # fmt: skip
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    return model.to(device).requires_grad_(False)
 
 
 def adapter_config(contestant: str, targets: Any = ATTENTION, rank: int = RANK, **options: Any) -> Any:
@@ -126,18 +97,6 @@ def plain_passes(model: nn.Module, batches: Iterable[Batch]) -> None:
         model(inputs_embeds=model.get_input_embeddings()(ids).requires_grad_(), **rest).loss.backward()
 
 
-def batches_by_length(rows: Iterable[TokenRow], pad_id: int, size: int) -> list[Any]:
-    """Batches of rows of like length, so that little is padding."""
-    return list(make_batches(sorted(rows, key=lambda row: len(row.input_ids)), pad_id=pad_id, batch_size=size))
-
-
-def labelled_batch(ids: Tensor) -> Batch:
-    """The same rows and completions with labels for every token, as a data loader gives them."""
-    labels = ids.clone()
-    labels[:, : 3 * ids.shape[1] // 4] = -100
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
-
-
 class Stepper:
     """A model with fused AdamW on what it trains; a step is forward and backward of each batch, clipping, update."""
 
@@ -146,16 +105,10 @@ class Stepper:
         self.trained = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.trained, lr=1e-4, fused=True) if self.trained else None
 
-    def accumulate(self, *batches: Batch) -> None:
+    def step(self, *batches: Batch) -> None:
         for batch in batches:
             (self.model(**batch).loss / len(batches)).backward()
-
-    def update(self, *, keep_buffers: bool = False) -> None:
         if self.optimizer is not None:
             nn.utils.clip_grad_norm_(self.trained, 1.0)
             self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=not keep_buffers)
-
-    def step(self, *batches: Batch) -> None:
-        self.accumulate(*batches)
-        self.update()
+            self.optimizer.zero_grad()

@@ -10,7 +10,7 @@
 
 Rows have 20 to 60 tokens, the last quarter of which is the completion; a tenant's step holds one of them or eight. The
 contestants take turns; a round divides each by ``together`` of that round. Rank 16 on the attention projections,
-float32. ``growth`` is the cost of a step with more and more tenants, at one row each, on the pocket model.
+float32.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
@@ -42,13 +41,8 @@ from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
 from harness import load_average, medians, parser_of, ratios, table, with_quartiles, write_found
 
-TOGETHER, ALONE, BARE, LORA, FLOOR = (
-    "together",
-    "one after the other",
-    "in a bare loop",
-    "LoRA one after the other",
-    "floor",
-)
+TOGETHER, ALONE, BARE, FLOOR = "together", "one after the other", "in a bare loop", "floor"
+LORA = "LoRA one after the other"
 CONTESTANTS = (TOGETHER, FLOOR, ALONE, BARE, LORA)
 SHORTEST, LONGEST = 20, 60
 
@@ -70,7 +64,6 @@ SETTINGS = {
     "pocket": (Setting(32, 1, 12, 32), Setting(32, 8, 3, 8)),
     "8 x 512": (Setting(32, 1, 3, 32), Setting(32, 8, 1, 8)),
 }
-GROWTH = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 def draw_rows(num_rows: int, seed: int, vocabulary: int) -> list[TokenRow]:
@@ -144,19 +137,6 @@ def race(name: str, base: nn.Module, setting: Setting, rounds: int) -> dict[str,
     }
 
 
-def growth(base: nn.Module, counts: tuple[int, ...], num_steps: int, rounds: int) -> list[dict[str, float]]:
-    """Seconds of a tenant's step with more and more tenants at once."""
-    model, times = adapted(base, UNCALIBRATED), {count: [] for count in counts}
-    for turn in range(rounds + 1):
-        for count in counts:
-            tenants = draw_tenants(Setting(count, 1, num_steps, 0), num_steps, base.config.vocab_size)
-            started = time.process_time()
-            train_many(model, tenants, pad_id=0, num_slots=count)
-            if turn:
-                times[count].append((time.process_time() - started) / (count * num_steps))
-    return [{"tenants": count, "tenant_step_s": median(own)} for count, own in times.items()]
-
-
 def table_of(found: Mapping[str, Any]) -> str:
     """A tenant's step together, and by every other way over that."""
     together, *others = found["rows"][0]["tenant_step_s"]
@@ -176,14 +156,12 @@ def main() -> None:
     if options.quick:
         small = random_qwen2(2, 64, heads=4, vocabulary=64).eval()
         rows = [race("2 x 64", small, Setting(3, per, 2, 2), 1) for per in (1, 2)]
-        grown = growth(small, (1, 3), 2, 1)
     else:
         pocket = AutoModelForCausalLM.from_pretrained(pocket_model_path()).eval()
         bases = {"pocket": pocket, "8 x 512": random_qwen2(8, 512, vocabulary=8192).eval()}
         rows = [race(name, base, setting, options.rounds) for name, base in bases.items() for setting in SETTINGS[name]]
-        grown = growth(pocket, GROWTH, 6, options.rounds)
-    print(table_of({"rows": rows, "growth": grown}))
-    write_found(options, rounds=options.rounds, rows=rows, growth=grown)
+    print(table_of({"rows": rows}))
+    write_found(options, rounds=options.rounds, rows=rows)
 
 
 if __name__ == "__main__":

@@ -6,22 +6,15 @@ Rows of SST-2, in float32 and in bfloat16. A step is of eight rows: forward, the
 clipping, fused AdamW. Calibration reads 128 rows; its floor is a forward and backward pass over them that computes the
 same logits. Scoring is ``predict_choices`` on evaluation rows. The contestants take turns; ratios are quartiles over
 the rounds. Memory is what the process holds at most above what it held before, in a round that is not timed.
-
-The waterfall is a whole ``frozencore tune``: processor seconds of the command until its training begins, by stage.
 """
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from peft import get_peft_model
 from torch import nn
@@ -37,7 +30,6 @@ from harness import load_average, medians, memory_of, parser_of, ratios, table, 
 NAMES = {FLOOR: FLOOR, "lora": "lora", "frozencore": UNCALIBRATED}
 DTYPES = ("float32", "bfloat16")
 ROWS = 8
-STAGE = re.compile(r"^(.+?): .*in ([\d.]+ (?:s|min))")
 
 
 def race(runs: Mapping[str, Callable[[], Any]], models: Mapping[str, nn.Module], rounds: int) -> dict[str, Any]:
@@ -78,31 +70,6 @@ def measure(prepared: Inputs, rounds: int, num_scored: int) -> dict[str, Any]:
     return found
 
 
-def waterfall(model: str, data_root: Path | None, *, quick: bool) -> list[dict[str, Any]]:
-    """Processor seconds of a command from the end of a stage to that of the next, and what a stage says that it took.
-
-    Before the first stage the command imports.
-    """
-    task = ("pocket-sentiment",) if quick else ("sst2", "--data-root", str(data_root))
-    few = ("--num-train", "16") if quick else ("--num-train", "64")
-    with tempfile.TemporaryDirectory() as folder:
-        words = [sys.executable, "-m", "frozencore", "tune", "--model", model, "--task", *task, *few, "--epochs", "1"]
-        words += ["--num-evaluation", "16", "--device", "cpu", "--out", str(Path(folder) / "run")]
-        rows, spent = [], 0.0
-        with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as command:
-            here = psutil.Process(command.pid)
-            assert command.stdout is not None
-            for line in command.stdout:
-                stage = STAGE.match(line)
-                if stage and command.poll() is None:
-                    times = here.cpu_times()
-                    rows.append({"stage": stage[1], "processor_s": times.user + times.system - spent, "says": stage[2]})
-                    spent = times.user + times.system
-        if command.returncode:
-            raise SystemExit(f"frozencore tune ended with status {command.returncode}.")
-    return rows
-
-
 def table_of(found: Mapping[str, Any]) -> str:
     """A real model's step, scoring and calibration."""
     names = {"step": "training step, 8 rows", "scoring": "scoring 64 rows", "calibration": "calibration, 128 rows"}
@@ -133,7 +100,6 @@ def main() -> None:
     for dtype in DTYPES:
         config = make_config(model=model, task=task, data_root=options.data_root, dtype=dtype, device="cpu", **few)
         found["dtypes"][dtype] = measure(prepare(config, lambda *_: None), rounds, 8 if options.quick else 64)
-    found["waterfall"] = waterfall(model, options.data_root, quick=options.quick)
     print(table_of(found))
     write_found(options, **found)
 

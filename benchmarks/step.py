@@ -22,17 +22,12 @@ single tensors); P or Q as extra columns of W (a copy of every weight); W + s P 
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from peft import PeftModel, get_peft_model, get_peft_model_state_dict
 from torch import Tensor, nn
 
 from contestants import (
@@ -44,16 +39,14 @@ from contestants import (
     UNCALIBRATED,
     Batch,
     Stepper,
-    adapter_config,
     completion_batch,
     random_ids,
     random_qwen2,
     with_adapter,
 )
-from frozencore import prepare_swap, swap_core
 from frozencore.tune.cost import values_at_once
 from frozencore.tune.training.callbacks import training_state_held
-from harness import cpu_s, medians, parser_of, ratios, table, take_turns, with_quartiles, write_found
+from harness import medians, parser_of, ratios, table, take_turns, with_quartiles, write_found
 
 
 @dataclass(frozen=True)
@@ -74,31 +67,11 @@ SETTINGS = [
 ]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The options of a command, and what ``--quick`` makes small: base model, rounds and settings."""
-
-    options: argparse.Namespace
-    base: nn.Module
-    rounds: int
-    settings: Sequence[Setting]
-
-    @classmethod
-    def read(cls, doc: str | None, name: str, settings: Sequence[Setting]) -> Plan:
-        parser = parser_of(doc, name)
-        parser.add_argument("--rounds", type=int, default=20)
-        options = parser.parse_args()
-        if options.quick:
-            return cls(options, random_qwen2(2, 64), 3, [Setting("attention", 2, 16)])
-        return cls(options, random_qwen2(8, 512), options.rounds, settings)
-
-
 def training_state_bytes(stepper: Stepper, batch: Batch) -> int:
     """Bytes of gradients and optimiser states."""
     if stepper.optimizer is None:
         return 0
-    stepper.accumulate(batch)
-    stepper.update()
+    stepper.step(batch)
     return training_state_held(stepper.optimizer)
 
 
@@ -119,15 +92,13 @@ def saved_bytes(model: Any, batch: Batch) -> int:
     return sum(tensor.untyped_storage().nbytes() for place, tensor in held.items() if place not in own)
 
 
-def race(
-    base: nn.Module, batch: Batch, modules: Any, num_rounds: int, names: Sequence[str] = CONTESTANTS
-) -> list[dict[str, Any]]:
+def race(base: nn.Module, batch: Batch, modules: Any, num_rounds: int) -> list[dict[str, Any]]:
     """Steps of all contestants in turns.
 
     ``over_floor`` and ``over_lora`` are median, lower and upper quartile of a step over the other's of the same round.
     """
     ours = {"frozencore": UNCALIBRATED}
-    steppers = {name: Stepper(with_adapter(base, ours.get(name, name), modules)) for name in names}
+    steppers = {name: Stepper(with_adapter(base, ours.get(name, name), modules)) for name in CONTESTANTS}
     times = take_turns({name: partial(stepper.step, batch) for name, stepper in steppers.items()}, num_rounds)
     step_s = medians(times)
     state = {name: training_state_bytes(stepper, batch) for name, stepper in steppers.items()}
@@ -147,22 +118,6 @@ def race(
     ]
 
 
-def time_adapter_files(num_runs: int) -> dict[str, float]:
-    """Seconds to save, load and swap an adapter of 144 layers: the targets of Qwen2.5-3B, narrow."""
-    base = random_qwen2(36, 64)
-    model = get_peft_model(deepcopy(base), adapter_config(UNCALIBRATED))
-    state = {name: tensor.clone() for name, tensor in get_peft_model_state_dict(model).items()}
-    with TemporaryDirectory() as folder:
-        actions = {
-            "save_s": lambda: model.save_pretrained(folder),
-            "load_s": lambda: PeftModel.from_pretrained(deepcopy(base), folder),
-            "swap_from_folder_s": lambda: swap_core(model, folder),
-            "swap_from_memory_s": lambda: swap_core(model, state),
-            "swap_prepared_s": prepare_swap(model, state).swap_in,
-        }
-        return {name: median(cpu_s(action) for _ in range(num_runs)) for name, action in actions.items()}
-
-
 def table_of(found: Mapping[str, Any]) -> str:
     """Steps over the floor, median with quartiles, in every setting; and what is kept for the backward pass."""
     settings = list(dict.fromkeys((row["targets"], row["num_rows"], row["num_tokens"]) for row in found["rows"]))
@@ -176,15 +131,18 @@ def table_of(found: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    plan = Plan.read(__doc__, "step", SETTINGS)
+    parser = parser_of(__doc__, "step")
+    parser.add_argument("--rounds", type=int, default=20)
+    options = parser.parse_args()
+    base, rounds, settings = random_qwen2(8, 512), options.rounds, SETTINGS
+    if options.quick:
+        base, rounds, settings = random_qwen2(2, 64), 3, [Setting("attention", 2, 16)]
     rows = []
-    for setting in plan.settings:
-        batch = completion_batch(random_ids(setting.num_rows, setting.num_tokens, plan.base.config.vocab_size))
-        rows += [asdict(setting) | one for one in race(plan.base, batch, setting.modules, plan.rounds)]
+    for setting in settings:
+        batch = completion_batch(random_ids(setting.num_rows, setting.num_tokens, base.config.vocab_size))
+        rows += [asdict(setting) | one for one in race(base, batch, setting.modules, rounds)]
     print(table_of({"rows": rows}))
-    files = time_adapter_files(plan.rounds)
-    print("144 layers: " + ", ".join(f"{name[:-2]} {seconds * 1e3:.2f} ms" for name, seconds in files.items()))
-    write_found(plan.options, rank=RANK, rounds=plan.rounds, rows=rows, adapter_of_144_layers=files)
+    write_found(options, rank=RANK, rounds=rounds, rows=rows)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ rate of each arm is searched on validation rows of three tenants, by factors of 
 both sides, at rank 16 (LoRA: at each rank) and seed 42, and holds for all tenants, ranks and seeds.
 
 A line of the results is one tenant in one arm, at one rank and seed: loss in nats per answer token without the end
-token, accuracy, the share of the tenant's whitened moment that the basis holds, and bytes. Lines that are there are not
+token, accuracy, and bytes. Lines that are there are not
 measured again. Prompts are plain, and attention is ``eager``, which on a CPU trains short rows faster.
 """
 
@@ -23,38 +23,42 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from contestants import ATTENTION, batches_by_length
+from contestants import ATTENTION
 from frozencore import calibrate, frozen_core_layers, save_basis, swap_core
 from frozencore.adapter.bases import basis_fingerprint, get_bases
 from frozencore.calibration.batches import Batch
-from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import collect_moments
-from frozencore.maths.basis import known_basis
-from frozencore.maths.capture import CAPTURE_NEEDS, capture
+from frozencore.files.fingerprint import fingerprint_model
+from frozencore.maths.capture import CAPTURE_NEEDS
 from frozencore.maths.moments import LayerMoments
+from frozencore.tune.load import load_model
 from frozencore.tune.many.tenant import Tenant as CoreTenant
 from frozencore.tune.many.train import train_many
 from frozencore.tune.methods import METHODS, AdapterOptions
+from frozencore.tune.provenance import source_commit
 from frozencore.tune.rows import Example, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.rows.token_batches import make_batches
+from frozencore.tune.scoring.choice import predict_choices
 from frozencore.tune.scoring.forward import take_off
 from frozencore.tune.tasks.splits import calibration_rows
 from frozencore.tune.training.batching import pass_tokens_of
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
 from harness import RESULTS, Record, Results, best_rate, lines_of, parser_of, table
-from studies import attention_layers, begun, score, token_rows
 from tenant_rows import SEARCHED, TENANTS, Tenant, TenantPlan, make_tenants, write_tenants
 
 CORE_ARMS = {"own": "fcca", "pooled": "fcca"}
@@ -114,7 +118,7 @@ class Study:
         return [name for name, tenant in self.tenants.items() if tenant.plan.calibrated]
 
     def tokens(self, examples: Sequence[Example]) -> list[TokenRow]:
-        return token_rows(self.encoder, examples)
+        return self.encoder.training_rows([self.encoder.render(example) for example in examples])
 
     def recipe(self, name: str, rate: float, seed: int) -> Recipe:
         """As many epochs as make sixteen steps."""
@@ -123,10 +127,10 @@ class Study:
         return Recipe(rate, WARMUP, epochs=epochs, batch_size=ROWS_A_STEP, accumulation=1, seed=seed)
 
     def calibration_batches(self, name: str, seed: int) -> list[Batch]:
-        return self.batches(self.tokens(calibration_rows(self.tenants[name].rows["train"], CALIBRATION, seed=seed)))
-
-    def batches(self, rows: Iterable[TokenRow]) -> list[Batch]:
-        return batches_by_length(rows, self.encoder.pad_id, ROWS_A_STEP)
+        """Batches of rows of like length, so that little is padding."""
+        rows = self.tokens(calibration_rows(self.tenants[name].rows["train"], CALIBRATION, seed=seed))
+        rows.sort(key=lambda row: len(row.input_ids))
+        return list(make_batches(rows, pad_id=self.encoder.pad_id, batch_size=ROWS_A_STEP))
 
     def adapter(self, arm: str, rank: int, seed: int, bases: Mapping[str, Tensor] | None = None) -> PeftModel:
         options = AdapterOptions(rank, ATTENTION, seed, {})
@@ -136,12 +140,12 @@ class Study:
         """The moments of each tenant's calibration rows, kept for all arms and ranks of a seed."""
         if self._moments is None or self._moments[0] != seed:
             self._moments = None
-            layers = attention_layers(self.model)
-            options = CalibrationOptions(seed=seed)
+            bare = self.adapter("random", 1, 0)
+            names = list(frozen_core_layers(bare, "default"))
+            take_off(bare)
+            layers = {name: self.model.get_submodule(name) for name in names}
             found = {
-                name: collect_moments(
-                    self.model, self.calibration_batches(name, seed), layers, needs=CAPTURE_NEEDS, options=options
-                )
+                name: collect_moments(self.model, self.calibration_batches(name, seed), layers, needs=CAPTURE_NEEDS)
                 for name in self.tenants
             }
             self._moments = seed, found
@@ -157,23 +161,20 @@ class Study:
             for name in self.calibrated:
                 for layer, found in self.moments(seed)[name].items():
                     pooled[layer] = pooled[layer] + found if layer in pooled else found
-            calibrate(model, moments=pooled, options=CalibrationOptions(seed=seed), progress=False)
+            calibrate(model, moments=pooled, progress=False)
         if arm != "own":
             self._bases[arm, rank, seed] = get_bases(model)
         return model
 
-    def share(self, model: PeftModel, name: str, seed: int) -> float:
-        """The share of a tenant's whitened moment that the basis holds, in the mean over layers with a gradient."""
-        shares = []
-        for layer_name, layer in frozen_core_layers(model, "default").items():
-            P, Q, _ = layer.factors("default")
-            found = capture(self.moments(seed)[name][layer_name], known_basis(P.float(), Q.float()))
-            if found.energy:
-                shares.append(found.J / found.energy)
-        return fmean(shares)
-
     def score(self, model: Any, name: str, part: str) -> Record:
-        return score(model, self.encoder, self.tenants[name].rows[part])
+        """Loss in nats per token of the right answers, and the share of rows whose right answer is the likeliest."""
+        examples = self.tenants[name].rows[part]
+        predictions = predict_choices(model, self.encoder, examples)
+        tokens = self.encoder.choice_rows([self.encoder.render(example) for example in examples])
+        gold = [example.choices.index(example.completion) for example in examples]
+        nats = -sum(one.logprobs[place] for one, place in zip(predictions, gold, strict=True))
+        count = sum(len(row.choice_ids[place]) for row, place in zip(tokens, gold, strict=True))
+        return {"loss": nats / count, "accuracy": fmean(one.correct for one in predictions)}
 
     def run(self) -> None:
         """Measure everything that is missing, what counts most first."""
@@ -225,8 +226,7 @@ class Study:
                 yield from self.cores(model, jobs, seed, part, shared=True)
                 return
             for name in dict.fromkeys(name for name, _ in jobs):
-                options = CalibrationOptions(seed=seed)
-                calibrate(model, moments=moments[name], options=options, reset=True, progress=False)
+                calibrate(model, moments=moments[name], reset=True, progress=False)
                 yield from self.cores(model, [job for job in jobs if job[0] == name], seed, part, shared=False)
         finally:
             take_off(model)
@@ -251,8 +251,6 @@ class Study:
                 "train_loss": trained.report.final_loss,
                 "basis": basis,
             }
-            if part == "held-out":
-                about["share"] = self.share(model, name, seed)
             if trained.diverged:
                 about["diverged"] = trained.diverged
             yield name, rate, about, self.score(model, name, part)
@@ -352,19 +350,33 @@ class Tenants:
 
 
 def main() -> None:
-    options, model, encoder, common = begun(parser_of(__doc__, "tenants-quality", "jsonl"))
+    parser = parser_of(__doc__, "tenants-quality", "jsonl")
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--data-root", type=Path)
+    options = parser.parse_args()
+    if options.quick and options.out is None:
+        parser.error("--quick needs --out FILE, because nothing of it belongs into the results.")
+    options.out = options.out or RESULTS / f"{options.name}.jsonl"
+    torch.set_num_threads(1)
+    name, dtype = ("pocket", "float32") if options.quick else (options.model, "bfloat16")
+    model, tokenizer = load_model(name, dtype=dtype, device="cpu")
+    model.set_attn_implementation("eager")  # on a CPU faster for short rows
     if options.quick:
         scale, tenants = QUICK, make_tenants(QUICK_TENANTS, None, validation=8, held_out=8)
     else:
         scale, tenants = FULL, make_tenants(TENANTS, options.data_root)
     manifest = write_tenants(tenants, options.out.with_suffix(""))
-    common |= {
+    common = {
+        "model": fingerprint_model(model),
+        "dtype": dtype,
+        "commit": source_commit(),
+        "versions": {package: version(package) for package in ("torch", "transformers", "peft")},
         "rows": sha256(json.dumps(manifest).encode()).hexdigest(),
         "recipe": {"rows_a_step": ROWS_A_STEP, "fewest_steps": FEWEST_STEPS, "warmup": WARMUP},
         "calibration": CALIBRATION,
     }
     results = Results(options.out, common, by=("arm", "rank", "seed", "tenant"))
-    Study(model, encoder, tenants, results, scale).run()
+    Study(model, PromptEncoder(tokenizer, style="plain"), tenants, results, scale).run()
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def with_calibration(suite: ModuleType, experiment: str, memory_budget: str | No
             tokenizer=tokenizer, query_template=recipe.query_template, print_fn=suite.print_verbose
         )
         batches = list(calibration_batches(rows, tokenizer, recipe.seed))
-        calibrate(model, batches, options=CalibrationOptions(seed=recipe.seed, memory_budget=memory_budget))
+        calibrate(model, batches, options=CalibrationOptions(memory_budget=memory_budget))
         return model
 
     return built

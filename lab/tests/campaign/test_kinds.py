@@ -6,10 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from frozencore.errors import ConfigError
-from frozencore_lab.campaign.job import make_job
 from frozencore_lab.campaign.kinds import KINDS
 from frozencore_lab.campaign.spec import Campaign, read_campaign
 from places import LAB, ROOT
@@ -33,8 +29,3 @@ def test_a_specification_is_written_with_the_names_and_read_with_the_kinds(tmp_p
     assert Campaign.model_validate_json(campaign.model_dump_json(), strict=True) == campaign
     schema = Campaign.model_json_schema()["$defs"]["Study"]["properties"]["kind"]
     assert schema == {"default": "tune", "enum": list(KINDS), "title": "Kind", "type": "string"}
-
-
-def test_an_unknown_kind_is_one_line() -> None:
-    with pytest.raises(ConfigError, match=r"There is no kind of study 'tine'\. Did you mean 'tune'\?"):
-        make_job("tine", OPTIONS)

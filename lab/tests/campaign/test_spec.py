@@ -13,8 +13,7 @@ from frozencore.options import options_of
 from frozencore.tune.config import run_options
 from frozencore_lab.campaign.job import make_job
 from frozencore_lab.campaign.plan import plan
-from frozencore_lab.campaign.spec import Campaign, read_campaign
-from frozencore_lab.campaign.study_options import PLACES
+from frozencore_lab.campaign.spec import PLACES, Campaign, read_campaign
 from places import LAB
 
 HEAD = "name: x\nmodels: {pocket: pocket}\nstudies:\n  main:\n    title: t\n"

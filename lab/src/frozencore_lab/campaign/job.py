@@ -14,7 +14,7 @@ from frozencore.files.fingerprint import fingerprint_options
 from frozencore.tune.config import PLACES, RunConfig, core_options, make_config
 from frozencore.tune.rows.row_sources import STANDARD_INPUT
 from frozencore.tune.suite import find_task
-from frozencore_lab.campaign.kinds import StudyKind, find_kind
+from frozencore_lab.campaign.kinds import KINDS, StudyKind
 
 ID_DIGITS = 16
 PAPERS_CORES = {"coordinates": "qr", "alpha": None}
@@ -76,4 +76,4 @@ def make_job(kind: str, options: dict[str, Any], reference_size: int | None = No
     sources = {data} if isinstance(data, str) else {*data}
     if STANDARD_INPUT in {*sources, options.get("eval_data")}:
         raise ConfigError("data: the standard input can be read once, but each run reads its rows. Give a file.")
-    return Job(find_kind(kind), make_config(strict=True, **options), reference_size)
+    return Job(KINDS[kind], make_config(strict=True, **options), reference_size)

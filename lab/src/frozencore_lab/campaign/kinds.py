@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from pydantic import GetPydanticSchema
 from pydantic_core import core_schema
 
-from frozencore.errors import ConfigError
 from frozencore.tune.config import RunConfig
-from frozencore.words import Progress, unknown_name
+from frozencore.words import Progress
 
 if TYPE_CHECKING:
     from frozencore.tune.adapt import Shared
@@ -47,15 +46,12 @@ class Work:
     base_scores: dict[str, Score]
     store: SharedWork | None
 
-    def inputs(self, config: RunConfig) -> Inputs:
-        """The model with the rows of a configuration."""
+    def inputs(self, config: RunConfig) -> tuple[Inputs, Shared | None]:
+        """The model with the rows of a configuration, and the moments and bases that it shares."""
         from frozencore.tune.load import prepare
 
-        return prepare(config, self.progress, self.base, row_cache=self.rows)
-
-    def shared(self, config: RunConfig, inputs: Inputs) -> Shared | None:
-        """The moments and bases of other jobs; None if this one computes its own."""
-        return None if self.store is None else self.store.of(config, inputs, self.progress)
+        inputs = prepare(config, self.progress, self.base, row_cache=self.rows)
+        return inputs, None if self.store is None else self.store.of(config, inputs, self.progress)
 
 
 @dataclass(frozen=True)
@@ -90,10 +86,10 @@ class Tune(StudyKind):
         """Run what ``frozencore tune`` runs, and resume an interrupted run."""
         from frozencore.tune.run import execute
 
-        inputs = work.inputs(work.config)
+        inputs, shared = work.inputs(work.config)
         execute(
             work.config, work.folder, work.progress, resume=True, inputs=inputs, base_scores=work.base_scores,
-            shared=work.shared(work.config, inputs),
+            shared=shared,
         )  # fmt: skip
 
 
@@ -125,9 +121,9 @@ class Stability(StudyKind):
         assert work.reference is not None
         found, num_calibration = [], []
         for config in (work.config, work.reference):
-            inputs = work.inputs(config)
+            inputs, shared = work.inputs(config)
             targets = resolve_targets(work.config.method, inputs.model)
-            adapted = adapt(config.method, inputs, targets, work.progress, shared=work.shared(config, inputs))
+            adapted = adapt(config.method, inputs, targets, work.progress, shared=shared)
             found.append(get_bases(adapted.model))
             num_calibration.append(len(inputs.rows.calibration))
             take_off(adapted.model)
@@ -151,23 +147,11 @@ class Stability(StudyKind):
 
 KINDS: dict[str, StudyKind] = {kind.name: kind for kind in (Tune(), Stability(), Profile())}
 
-
-def find_kind(name: str) -> StudyKind:
-    """The kind of this name.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    if name not in KINDS:
-        raise ConfigError(unknown_name("kind of study", name, KINDS))
-    return KINDS[name]
-
-
 NamedKind = Annotated[
     StudyKind,
     GetPydanticSchema(
         lambda _kind, _handler: core_schema.no_info_after_validator_function(
-            lambda name: KINDS[name],
+            KINDS.__getitem__,
             core_schema.literal_schema(list(KINDS)),
             serialization=core_schema.plain_serializer_function_ser_schema(lambda kind: kind.name),
         )

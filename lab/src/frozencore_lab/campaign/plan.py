@@ -17,8 +17,7 @@ from frozencore.errors import ConfigError
 from frozencore.tune.config import RunConfig
 from frozencore.tune.record import Failure, RunRecord, TunedRecord
 from frozencore_lab.campaign.job import Job, make_job
-from frozencore_lab.campaign.spec import MOST_RUNS, Campaign, Search, Study
-from frozencore_lab.campaign.study_options import Value
+from frozencore_lab.campaign.spec import MOST_RUNS, Campaign, Search, Study, Value
 
 Phase = Literal["search", "final"]
 RATE = "learning_rate"

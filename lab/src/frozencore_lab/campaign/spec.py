@@ -23,20 +23,22 @@ An axis is an option of a run; a study runs the product of its axes.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import MISSING, dataclass
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic_core import CoreSchema
 
-from frozencore.constructors import readers
+from frozencore.constructors import described, readers
 from frozencore.errors import ConfigError
 from frozencore.files.strict_yaml import read_typed
-from frozencore.tune.config import MethodConfig, SelectionMetric, core_options
+from frozencore.options import Option
+from frozencore.tune.config import PLACES, MethodConfig, SelectionMetric, core_options, run_options
 from frozencore.tune.methods import METHODS
 from frozencore.words import unknown_name
 from frozencore_lab.campaign.kinds import KINDS, NamedKind
-from frozencore_lab.campaign.study_options import METHODS_OF_GRID, Fixed, Grid, StudyAxes, Value
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
 Figure = Literal["ranking", "gains", "lines", "state", "values", "panels", "curves"]
@@ -44,6 +46,52 @@ Figure = Literal["ranking", "gains", "lines", "state", "values", "panels", "curv
 MATCHED = "matched"
 """As a reference: the calibration on the same task."""
 MOST_RUNS = 100_000
+
+Value = bool | int | float | str | tuple[str, ...] | tuple[float, ...] | None
+Values = Annotated[tuple[Value, ...], Field(min_length=1)]
+
+METHODS_OF_GRID = "for"
+
+
+def _campaign_options() -> dict[str, Option]:
+    """The options that a campaign may set: those of the machine are the command line's."""
+    return {name: option for name, option in run_options().items() if name not in PLACES}
+
+
+def _known_option(name: str) -> str:
+    if name not in (known := _campaign_options()):
+        raise ConfigError(unknown_name("option", name, known))
+    return name
+
+
+@dataclass(frozen=True)
+class _Described:
+    """Adds the values, default and help of each option to the JSON schema of a mapping from options.
+
+    Attributes:
+        listed: Each option maps to a list of values.
+        further: Further keys, with a text as value.
+    """
+
+    listed: bool = False
+    further: tuple[str, ...] = ()
+
+    def __get_pydantic_json_schema__(self, _: CoreSchema, __: GetJsonSchemaHandler) -> dict[str, Any]:
+        known: dict[str, Any] = {name: {"type": "string"} for name in self.further}
+        for name, option in _campaign_options().items():
+            known[name] = {**option.adapter.json_schema(), "description": described(option)}
+            if option.default is not MISSING:
+                known[name]["default"] = option.adapter.dump_python(option.default, mode="json")
+        if self.listed:
+            known = {name: {"type": "array", "items": one, "minItems": 1} for name, one in known.items()}
+        return {"type": "object", "properties": known, "additionalProperties": False}
+
+
+OptionName = Annotated[str, AfterValidator(_known_option)]
+GridKey = Annotated[str, AfterValidator(lambda name: name if name == METHODS_OF_GRID else _known_option(name))]
+Fixed = Annotated[dict[OptionName, Value], _Described()]
+StudyAxes = Annotated[dict[OptionName, Values], _Described(listed=True)]
+Grid = Annotated[dict[GridKey, Values], _Described(True, (METHODS_OF_GRID,))]
 
 
 class _Strict(BaseModel):
@@ -102,9 +150,7 @@ class Report(_Strict):
     @property
     def figures(self) -> tuple[Figure, ...]:
         """The requested figures, in order."""
-        if self.figure is None:
-            return ()
-        return self.figure if isinstance(self.figure, tuple) else (self.figure,)
+        return (self.figure,) if isinstance(self.figure, str) else self.figure or ()
 
 
 def column_key(column: tuple[Value, ...]) -> str:
@@ -185,15 +231,12 @@ class Study(_Strict):
                 raise ConfigError(f"A method has one grid of its search, but {named.count(name)} are for {name}.")
 
     def _require_differences(self) -> None:
-        report = self.report
-        if not report.differences:
-            return
-        columns = [column_key(key) for key in product(*(self.axes[axis] for axis in report.columns))]
-        for name in report.differences:
+        columns = [column_key(key) for key in product(*(self.axes[axis] for axis in self.report.columns))]
+        for name in self.report.differences:
             if name not in columns:
                 raise ConfigError(unknown_name("column to show the difference of", name, columns))
-        if report.reference not in columns:
-            raise ConfigError(f"differences need a reference: one of the columns {', '.join(columns)}.")
+            if self.report.reference not in columns:
+                raise ConfigError(f"differences need a reference: one of the columns {', '.join(columns)}.")
 
 
 class Campaign(_Strict):

@@ -11,8 +11,7 @@ from statistics import median
 from frozencore.tune.record import TunedRecord
 from frozencore_lab.campaign.plan import Axes
 from frozencore_lab.campaign.results import FinalRun, StudyResults
-from frozencore_lab.campaign.spec import Report, column_key
-from frozencore_lab.campaign.study_options import Value
+from frozencore_lab.campaign.spec import Report, Value, column_key
 from frozencore_lab.reports.labels import FAMILIES, column_name, family_of, slug, titled
 from frozencore_lab.reports.sheet import SeedValue, Status, csv_lines
 from frozencore_lab.reports.statistics import Scored, mean, sample_std, scored

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from frozencore.tune.record import TunedRecord
 from frozencore_lab.campaign.results import StudyResults
-from frozencore_lab.campaign.spec import MATCHED, Report, column_key
-from frozencore_lab.campaign.study_options import Value
+from frozencore_lab.campaign.spec import MATCHED, Report, Value, column_key
 from frozencore_lab.reports.labels import axis_name, full_name, sentence, value_name
 from frozencore_lab.reports.pivot import (
     ACCURACY,
