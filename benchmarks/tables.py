@@ -195,15 +195,26 @@ def found_in(name: str) -> Found:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
+NOT_MEASURED = "not measured"
+
+
 def at_a_glance(of_endings: Mapping[str, list[Found]], study: tenants_quality.Tenants, in_vllm: Found) -> str:
-    """A frozen core beside LoRA, six facts; bold where LoRA is ahead and the interval of the difference has no zero."""
+    """A frozen core beside LoRA, six facts; bold where LoRA is ahead and the interval of the difference has no zero.
+
+    The first column is the base model.
+    """
     everyone, shared = list(study.tenants), ("pooled", 16)
     arms = {"core": shared, "r = 1": ("lora", 1), "r = 16": ("lora", 16)}
     some = {name: next(iter(next(iter(study.arms[arm].values())).values())) for name, arm in arms.items()}
     loras = ("r = 1", "r = 16")
     rates = {(row["engine"], row["tenants"]): row["tokens_per_s"] for row in in_vllm["rows"]}
-    speeds = [f"{rates[served.BASIS, 64]:.0f}", "", f"{rates[served.LORA, 64]:.0f}"]
-    slots = {name: 1e9 // one["slot_bytes"] for name, one in in_vllm["adapter"].items()}
+    speeds = [
+        f"{rates[served.BASE, 0]:.0f}",
+        f"{rates[served.BASIS, 64]:.0f}",
+        NOT_MEASURED,
+        f"{rates[served.LORA, 64]:.0f}",
+    ]
+    fitting = {name: f"{1e9 // one['slot_bytes']:,.0f}" for name, one in in_vllm["adapter"].items()}
     accuracy = {name: f"{study.values(arm, 'accuracy', everyone).mean():.1f}" for name, arm in arms.items()}
     loss = {"core": f"{fmean(map(held_out_loss, of_endings['FCCA'])):.3f}"}
     for name in loras:
@@ -212,15 +223,17 @@ def at_a_glance(of_endings: Mapping[str, list[Found]], study: tenants_quality.Te
         runs = of_endings[f"LoRA, {name}"]
         apart = paired_difference(*(scores_by_row(of, "held_out_loss") for of in (runs, of_endings["FCCA"])))
         loss[name] = bold(f"{fmean(map(held_out_loss, runs)):.3f}", apart.mean + (apart.half or 0.0) < 0)
+    before = f"{100 * fmean(one['accuracy'] for one in study.base.values()):.1f}"
+    loss_before = f"{fmean(one['held_out_loss_before'] for one in of_endings['FCCA']):.3f}"
     return table(
-        ["SmolLM2-135M-Instruct", "frozen core, r = 16", *(f"LoRA, {name}" for name in loras)],
+        ["SmolLM2-135M-Instruct", "base model", "frozen core, r = 16", *(f"LoRA, {name}" for name in loras)],
         [
-            ["trained values", *(f"{some[name]['values']:,}" for name in arms)],
-            ["bytes of a tenant on disk", *(f"{some[name]['disk_bytes']:,}" for name in arms)],
+            ["trained values", "0", *(f"{some[name]['values']:,}" for name in arms)],
+            ["bytes of a tenant on disk", "", *(f"{some[name]['disk_bytes']:,}" for name in arms)],
             ["64 tenants in vLLM, tokens a second", *speeds],
-            ["tenants that fit 1 GB in vLLM", f"{slots[served.BASIS]:,.0f}", "", f"{slots[served.LORA]:,.0f}"],
-            ["mean accuracy of 24 tenants, %", *accuracy.values()],
-            ["held-out loss on HellaSwag, nats a token", *loss.values()],
+            ["tenants that fit 1 GB in vLLM", "", fitting[served.BASIS], NOT_MEASURED, fitting[served.LORA]],
+            ["mean accuracy of 24 tenants, %", before, *accuracy.values()],
+            ["held-out loss on HellaSwag, nats a token", loss_before, *loss.values()],
         ],
     )  # fmt: skip
 
@@ -234,8 +247,13 @@ SHOWN = ("FCCA", "RawGrad", "SignGrad", "EVA", "LoRA-XS", "Random", "LoRA, r = 1
 
 
 def on_two_tasks(tasks: Mapping[str, Mapping[str, list[Found]]]) -> str:
-    """Eight methods on both tasks: losses and accuracies, empty where a method was not run."""
-    rows = []
+    """Eight methods on both tasks: losses and accuracies, empty where a method was not run; first the model before."""
+    before = ["base model", "0"]
+    for task in ("sst2", "hellaswag"):
+        runs = tasks[task]["FCCA"]
+        before += [f"{fmean(one['held_out_loss_before'] for one in runs):.3f}"]
+        before += [f"{100 * fmean(one['accuracy_before'] for one in runs):.1f}"]
+    rows = [before]
     for name in SHOWN:
         found = [methods.get(name) for methods in (tasks["sst2"], tasks["hellaswag"])]
         cells = [f"{(found[0] or found[1] or [])[0]['values_at_once']:,}"]
