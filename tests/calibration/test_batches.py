@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset, DatasetDict
+from datasets import Dataset
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding
+from transformers import AutoTokenizer, DataCollatorForSeq2Seq
 
 from adapted import EXAMPLES, adapted
 from frozencore import calibrate, get_bases
-from frozencore.errors import CalibrationError, ConfigError, DataError, FrozenCoreError
+from frozencore.calibration.batches import take_examples
 from frozencore.tune.pocket import pocket_model_path
-from tiny import batch_of, batches_of
+from tiny import batch_of, batches_of, draw_examples
 
 ROWS = [
     {"input_ids": list(e.ids), "labels": [-100] * e.num_prompt + list(e.ids[e.num_prompt :]), "text": "raw"}
@@ -91,20 +91,6 @@ def test_every_form_of_the_same_examples_gives_the_same_bases(form: str, expecte
     assert_equal(calibrated(data, **options), expected)
 
 
-def test_a_dataset_is_read_once_per_layer_group_in_the_same_order(expected: dict[str, torch.Tensor]) -> None:
-    from frozencore import CalibrationOptions
-
-    options = CalibrationOptions(group_size=3)
-    assert_equal(calibrated(Dataset.from_list(ROWS), collator=stacked, batch_size=4, options=options), expected)
-
-
-def test_the_progress_of_a_dataset_knows_its_end() -> None:
-    told: list[tuple[str, int, int | None]] = []
-    model = adapted("fcca", calibrated=False)
-    calibrate(model, Dataset.from_list(ROWS), collator=stacked, progress=lambda *step: told.append(step))
-    assert told[0] == ("calibration", 8, 8)
-
-
 @pytest.mark.parametrize("num_examples", [None, 4])
 def test_a_shuffling_loader_leaves_the_random_state_alone(num_examples: int | None) -> None:
     loader = DataLoader(EXAMPLES, batch_size=2, shuffle=True, collate_fn=batch_of)
@@ -114,63 +100,35 @@ def test_a_shuffling_loader_leaves_the_random_state_alone(num_examples: int | No
 
 
 def test_the_collators_of_transformers_work(expected: dict[str, torch.Tensor]) -> None:
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(pocket_model_path())
     collator = DataCollatorForSeq2Seq(tokenizer)
     for key, basis in calibrated(Dataset.from_list(ROWS), collator=collator, batch_size=4).items():
         torch.testing.assert_close(basis, expected[key], atol=1e-4, rtol=0)  # another padding token
-    with pytest.raises(DataError, match="tokenised rows, but these have 'prompt' and the collator cannot read them"):
-        calibrated(Dataset.from_list([{"prompt": "a"}]), collator=DataCollatorWithPadding(tokenizer))
 
 
-WRONG: dict[str, tuple[Callable[[], Any], dict[str, Any], type[FrozenCoreError], str]] = {
-    "rows without a collator": (lambda: Dataset.from_list(ROWS), {}, DataError, "Pass collator=DataCollator"),
-    "text without a collator": (
-        lambda: Dataset.from_list([{"prompt": "a", "completion": "b"}]),
-        {}, DataError, "rows \\('prompt', 'completion'\\).*Tokenise its rows first",
-    ),
-    "list of rows": (lambda: ROWS, {}, DataError, "number 0 is 'input_ids': list, .*rows with a collator"),
-    "list of rows, cut": (lambda: ROWS, {"num_examples": 2}, DataError, "number 0 is 'input_ids': list"),
-    "a row of tensors": (
-        lambda: [{key: value[0] for key, value in batch_of(EXAMPLES).items()}], {}, DataError, "number 0 is",
-    ),
-    "text": (lambda: ["a", "b"], {}, DataError, "number 0 is str"),
-    "splits": (lambda: DatasetDict(train=Dataset.from_list(ROWS)), {}, DataError, "one split, such as"),
-    "one batch": (lambda: batch_of(EXAMPLES), {}, DataError, "a single batch: pass \\[batch\\]"),
-    "endless batches": (lambda: itertools.cycle(batches_of(EXAMPLES, 4)), {}, ConfigError, "num_examples=128"),
-    "one batch for ever": (lambda: itertools.repeat(batch_of(EXAMPLES)), {}, ConfigError, "num_examples=128"),
-    "a stream": (Stream, {"collator": batch_of}, ConfigError, "this Stream has no known end"),
-    "a loader of a stream": (lambda: DataLoader(Stream()), {}, ConfigError, "this DataLoader has no known end"),
-    "a stream of datasets": (
-        lambda: Dataset.from_list(ROWS).to_iterable_dataset(), {"collator": stacked}, ConfigError, "num_examples=128",
-    ),
-    "a collator for batches": (
-        lambda: DataLoader(EXAMPLES, collate_fn=batch_of), {"collator": stacked}, ConfigError, "Leave the collator out",
-    ),
-    "a size without a collator": (lambda: ROWS, {"batch_size": 2}, ConfigError, "Pass a collator as well"),
-    "no rows in a batch": (lambda: ROWS, {"batch_size": 0, "collator": stacked}, ConfigError, "but 0 came"),
-    "no rows": (lambda: [], {"collator": stacked}, CalibrationError, "the data gave none"),
-}  # fmt: skip
+SEVEN = draw_examples(num_examples=7, seed=3)
 
 
-@pytest.mark.usefixtures("as_a_user")
-@pytest.mark.parametrize("case", WRONG)
-def test_what_cannot_be_read_is_one_line_that_says_what_to_pass(case: str) -> None:
-    data, options, error, message = WRONG[case]
-    with pytest.raises(error, match=message) as caught:
-        calibrated(data(), **options)
-    assert "\n" not in str(caught.value)
+@pytest.mark.parametrize("num_examples", [1, 3, 4, 7, 100])
+def test_take_examples_stops_at_the_number_and_asks_for_no_batch_more(num_examples: int) -> None:
+    asked = 0
+
+    def loader() -> Iterable[dict[str, torch.Tensor]]:
+        nonlocal asked
+        for batch in batches_of(SEVEN, 3):
+            asked += 1
+            yield batch
+
+    taken = torch.cat([batch["labels"][:, 0] for batch in take_examples(loader(), num_examples)])
+    assert len(taken) == min(num_examples, 7)
+    assert asked == min(-(-num_examples // 3), 3)
 
 
-def test_a_finite_repetition_is_not_endless(expected: dict[str, torch.Tensor]) -> None:
-    assert calibrated(itertools.repeat(batch_of(EXAMPLES), 2)).keys() == expected.keys()
-
-
-def test_what_a_collator_says_of_tokenised_rows_is_not_ours_to_replace() -> None:
-    def refuses(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        raise ValueError("the third label is beyond the vocabulary")
-
-    with pytest.raises(ValueError, match=r"^the third label is beyond the vocabulary$") as caught:
-        calibrated(Dataset.from_list(ROWS), collator=refuses)
-    assert not isinstance(caught.value, FrozenCoreError)
+@pytest.mark.parametrize("patches", [1, 4, 2048])
+def test_take_examples_cuts_rows_and_no_patches(patches: int) -> None:
+    """Patches of all images are one tensor, as in the vision models of transformers."""
+    batch = {"pixel_values": torch.ones(patches, 8), "input_ids": torch.ones(3, 5), "labels": torch.ones(3, 5)}
+    for num_examples, expected in ((128, 3), (3, 3), (2, 3)):
+        (taken,) = take_examples([batch], num_examples)
+        assert (len(taken["pixel_values"]), len(taken["input_ids"])) == (patches, expected)
+    assert sum(len(taken["input_ids"]) for taken in take_examples([batch] * 5, 6)) == 6

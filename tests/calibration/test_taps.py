@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import frozencore.calibration.taps
+import references as ref
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import collect_moments
 from frozencore.calibration.counted_tokens import CountedTokens
 from frozencore.calibration.taps import Taps, capturing
 from frozencore.errors import CalibrationError
-from frozencore.maths.moments import MOMENT_NAMES, LayerMoments
+from frozencore.maths.moments import MOMENT_NAMES
 from references import numpy_of
-from tiny import attention_names, batch_of, draw_examples, tiny_qwen2
+from tiny import Example, attention_names, batch_of, batches_of, draw_examples, tiny_qwen2, with_positions
+from trials import tried
 
 EVERYTHING = frozenset(MOMENT_NAMES)
 
@@ -41,63 +46,32 @@ def features(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> 
     return {"inputs_embeds": x, "labels": torch.ones(1, shape[0], dtype=torch.long)}
 
 
-def test_a_module_called_twice_in_one_pass_sums_both_calls() -> None:
+def test_a_module_called_twice_in_one_pass_sums_both_calls_on_one_input_too() -> None:
     layer = nn.Linear(4, 4).double()
-    model = Features(lambda x: layer(torch.tanh(layer(x))).square().sum(), twice=layer)
+    model = Features(lambda x: layer(torch.tanh(layer(input=x))).square().sum() + layer(x).sin().sum(), twice=layer)
     batch = features(6, 4)
     moments = collect_moments(model, [batch], ["layers.twice"], needs=EVERYTHING)["layers.twice"]
     model(**batch).loss.backward()
     torch.testing.assert_close(moments.cross, layer.weight.grad, rtol=1e-12, atol=1e-12)
-    assert moments.num_tokens == 12
+    assert moments.num_tokens == 18
     x = batch["inputs_embeds"][0]
-    second = torch.tanh(layer(x))
-    torch.testing.assert_close(moments.input_square, (x.square() + second.square()).sum(0), rtol=1e-12, atol=1e-12)
-    outer = sum(torch.outer(row, row) for row in (*x, *second))
-    torch.testing.assert_close(moments.input_outer, outer, rtol=1e-12, atol=1e-12)
+    rows = torch.cat([x, x, torch.tanh(layer(x))])
+    torch.testing.assert_close(moments.input_square, rows.square().sum(0), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(moments.input_outer, rows.mT @ rows, rtol=1e-12, atol=1e-12)
 
 
-def test_a_module_called_twice_on_the_same_input_sums_both_calls() -> None:
-    layer = nn.Linear(4, 3).double()
-    model = Features(lambda x: (layer(x) * layer(x).detach() + layer(x).sin()).sum(), twice=layer)
-    batch = features(5, 4)
-    moments = collect_moments(model, [batch], ["layers.twice"])["layers.twice"]
-    model(**batch).loss.backward()
-    torch.testing.assert_close(moments.cross, layer.weight.grad, rtol=1e-12, atol=1e-12)
-    # Three calls, one of them detached: its output takes no part in the loss.
-    assert moments.num_tokens == 10
-    torch.testing.assert_close(moments.input_square, 2 * batch["inputs_embeds"][0].square().sum(0))
-
-
-def test_a_thousand_bf16_ones_are_a_thousand() -> None:
+@pytest.mark.parametrize("value", [1.0, 1.0078125])  # the square of the second needs 14 bits
+def test_a_thousand_bf16_tokens_are_a_thousand(value: float) -> None:
     """A bf16 sum of ones stops at 256."""
     layer = nn.Linear(4, 3).bfloat16()
     model = Features(lambda x: layer(x).sum(), layer=layer)
-    batch = {"inputs_embeds": torch.ones(1, 1000, 4, dtype=torch.bfloat16), "labels": torch.ones(1, 1000).long()}
+    x = torch.full((1, 1000, 4), value, dtype=torch.bfloat16)
+    batch = {"inputs_embeds": x, "labels": torch.ones(1, 1000).long()}
     moments = collect_moments(model, [batch], ["layers.layer"], needs=EVERYTHING)["layers.layer"]
-    for name in ("cross", "input_square", "error_square", "input_outer", "error_outer", "input_total"):
+    for name, power in {"cross": 1, "input_square": 2, "error_square": 0, "input_outer": 2, "input_total": 1}.items():
         total = getattr(moments, name)
         assert total.dtype == torch.float32
-        assert bool((total == 1000).all()), name
-
-
-def test_bf16_squares_are_not_rounded_before_they_are_summed() -> None:
-    value = torch.tensor(1.0078125, dtype=torch.bfloat16)  # its square needs 14 bits
-    layer = nn.Linear(2, 2).bfloat16()
-    model = Features(lambda x: layer(x).sum(), layer=layer)
-    batch = {"inputs_embeds": value.expand(1, 100, 2), "labels": torch.ones(1, 100).long()}
-    moments = collect_moments(model, [batch], ["layers.layer"], needs=EVERYTHING)["layers.layer"]
-    np.testing.assert_allclose(numpy_of(moments.input_square), 100 * float(value) ** 2, rtol=1e-6)
-    np.testing.assert_allclose(numpy_of(moments.input_outer), 100 * float(value) ** 2, rtol=1e-6)
-
-
-def test_shared_inputs_are_squared_once_per_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """q, k and v read one tensor: with o that is two input squares and four error squares a block."""
-    calls: list[int] = []
-    square_sum = frozencore.calibration.taps.square_sum
-    monkeypatch.setattr(frozencore.calibration.taps, "square_sum", lambda values: calls.append(1) or square_sum(values))
-    model = tiny_qwen2()
-    collect_moments(model, [batch_of(draw_examples(3, seed=0))], attention_names(model))
-    assert len(calls) == 2 * (2 + 4)
+        np.testing.assert_allclose(numpy_of(total), 1000 * value**power, rtol=1e-6)
 
 
 @pytest.mark.parametrize("view", [False, True])
@@ -174,15 +148,6 @@ def test_equal_numbers_of_rows_prove_no_order(shape: tuple[int, int]) -> None:
         collect_moments(Ordered("expert"), [batch], ["layer"])
 
 
-def test_an_input_given_by_keyword_is_found() -> None:
-    layer = nn.Linear(4, 3).double()
-    model = Features(lambda x: layer(input=x).sin().sum(), layer=layer)
-    batch = features(6, 4)
-    moments = collect_moments(model, [batch], ["layers.layer"])["layers.layer"]
-    model(**batch).loss.backward()
-    torch.testing.assert_close(moments.cross, layer.weight.grad, rtol=1e-12, atol=1e-12)
-
-
 def test_a_layer_that_sees_other_rows_than_tokens_is_refused() -> None:
     """A routed expert or a pooled layer: its rows cannot be matched with the padding mask."""
     layer = nn.Linear(4, 3).double()
@@ -191,47 +156,19 @@ def test_a_layer_that_sees_other_rows_than_tokens_is_refused() -> None:
         collect_moments(model, [features(6, 4)], ["layers.pooled"])
 
 
-def test_outputs_are_unchanged_by_the_capture() -> None:
-    model, batch = tiny_qwen2(), batch_of(draw_examples(3, seed=0))
-    plain = model(**batch)
-    with capturing(Taps({"q": model.model.layers[0].self_attn.q_proj}, EVERYTHING)) as capture:
-        capture.tokens = CountedTokens.from_mask(batch["attention_mask"].bool())
-        captured = model(**batch)
-    assert torch.equal(plain.logits, captured.logits)
-
-
-def test_weight_gradients_are_the_same_with_and_without_the_capture() -> None:
+def test_outputs_and_weight_gradients_are_the_same_with_and_without_the_capture() -> None:
     model, batch = tiny_qwen2(), batch_of(draw_examples(3, seed=0))
     layer = model.model.layers[0].self_attn.q_proj
-    model(**batch).loss.backward()
-    plain = layer.weight.grad.clone()
+    plain = model(**batch)
+    plain.loss.backward()
+    gradient = layer.weight.grad.clone()
     model.zero_grad()
     with capturing(Taps({"q": layer}, EVERYTHING)) as capture:
         capture.tokens = CountedTokens.from_mask(batch["attention_mask"].bool())
-        model(**batch).loss.backward()
-    assert torch.equal(plain, layer.weight.grad)
-
-
-def test_sums_are_held_where_asked() -> None:
-    model = tiny_qwen2()
-    layer = model.model.layers[0].self_attn.q_proj
-    with capturing(Taps({"q": layer}, EVERYTHING, CalibrationOptions(stats_device="cpu"))) as capture:
-        batch = batch_of(draw_examples(3, seed=0))
-        capture.tokens = CountedTokens.from_mask(batch["attention_mask"].bool())
-        model(**batch).loss.backward()
-        moments = capture.recorders["q"].moments()
-    assert isinstance(moments, LayerMoments)
-    assert all(getattr(moments, name).device.type == "cpu" for name in moments.names())
-    assert all(not getattr(moments, name).requires_grad for name in moments.names())
-
-
-def test_the_sum_of_outputs_is_taken_without_their_products() -> None:
-    layer = nn.Linear(4, 3).double()
-    batch = features(6, 4)
-    model = Features(lambda x: layer(x).sum(), only=layer)
-    moments = collect_moments(model, [batch], ["layers.only"], needs=frozenset({"output_total"}))["layers.only"]
-    assert moments.names() == ("output_total",)
-    torch.testing.assert_close(moments.output_total, layer(batch["inputs_embeds"][0]).sum(0), rtol=1e-12, atol=1e-12)
+        captured = model(**batch)
+        captured.loss.backward()
+    assert torch.equal(plain.logits, captured.logits)
+    assert torch.equal(gradient, layer.weight.grad)
 
 
 @pytest.mark.parametrize("strip", [1, 10, 10**9])
@@ -251,3 +188,110 @@ def test_sums_that_are_held_elsewhere_are_added_strip_by_strip_to_the_same(
         for moment in EVERYTHING:
             found, wanted = getattr(elsewhere[name], moment), getattr(expected, moment)
             torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+EVERYTHING = frozenset(MOMENT_NAMES)
+ROUNDING = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-5, torch.float16: 1e-5}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a layer: inputs (batch, time, n), output errors and outputs (batch, time, m)."""
+
+    x: Tensor
+    delta: Tensor
+    y: Tensor
+
+
+def summed(calls: list[Call], mask: Tensor, *, sizes_only: bool = False) -> ref.ReferenceMoments:
+    """Over the counted tokens of all calls; with ``sizes_only`` nothing cancels, which bounds the rounding."""
+    sums: dict[str, ref.ReferenceMoments] = {}
+    for call in calls:
+        for place in mask.nonzero().tolist():
+            rows = [numpy_of(values[tuple(place)]) for values in (call.x, call.delta, call.y)]
+            ref.add_token(sums, "layer", *(np.abs(row) if sizes_only else row for row in rows))
+    return sums["layer"]
+
+
+@st.composite
+def masks(draw: st.DrawFn) -> Tensor:
+    """Which tokens of a batch count: at least one, and not always one block. The shape shows the order of the rows."""
+    batch, time = draw(st.tuples(st.integers(1, 4), st.integers(1, 7)).filter(lambda shape: shape[0] != shape[1]))
+    counted = draw(st.lists(st.booleans(), min_size=batch * time, max_size=batch * time).filter(any))
+    return torch.tensor(counted).reshape(batch, time)
+
+
+@given(
+    mask=masks(),
+    m=st.integers(1, 9),
+    n=st.integers(1, 9),
+    dtype=st.sampled_from(list(ROUNDING)),
+    num_calls=st.integers(1, 3),
+    bias=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+@tried(2)
+def test_the_sums_of_any_layer_are_those_of_its_counted_tokens(
+    mask: Tensor, m: int, n: int, dtype: torch.dtype, num_calls: int, bias: bool, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    layer = nn.Linear(n, m, bias=bias).to(dtype)
+    calls = []
+    with capturing(Taps({"layer": layer}, EVERYTHING)) as capture:
+        capture.tokens = CountedTokens.from_mask(mask)
+        for _ in range(num_calls):
+            x, delta = (torch.randn(*mask.shape, k, generator=generator, dtype=dtype) for k in (n, m))
+            y = layer(x)
+            y.backward(delta)
+            calls.append(Call(x, delta, y))
+        found = capture.recorders["layer"].moments()
+    assert found.num_tokens == num_calls * int(mask.sum())
+    expected, size = summed(calls, mask), summed(calls, mask, sizes_only=True)
+    for name in MOMENT_NAMES:
+        error = np.abs(numpy_of(getattr(found, name)) - getattr(expected, name))
+        assert (error <= ROUNDING[dtype] * getattr(size, name)).all(), name
+
+
+@st.composite
+def models(draw: st.DrawFn) -> nn.Module:
+    """A decoder of drawn widths, with query heads that share key and value heads or not."""
+    kv_heads, shared, size = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.sampled_from((2, 4, 6)))
+    return tiny_qwen2(
+        seed=draw(st.integers(0, 99)),
+        hidden_size=kv_heads * shared * size,
+        num_attention_heads=kv_heads * shared,
+        num_key_value_heads=kv_heads,
+        intermediate_size=draw(st.integers(1, 20)),
+        num_hidden_layers=draw(st.integers(1, 2)),
+    ).double()
+
+
+@st.composite
+def examples(draw: st.DrawFn) -> Example:
+    ids = draw(st.lists(st.integers(1, 39), min_size=3, max_size=9))
+    return Example(tuple(ids), draw(st.integers(1, len(ids) - 1)))
+
+
+@given(
+    model=models(),
+    rows=st.lists(examples(), min_size=1, max_size=5),
+    side=st.sampled_from(("left", "right")),
+    batch_size=st.integers(1, 5),
+    group_size=st.sampled_from((3, 99)),
+)
+@tried(0.5)
+def test_the_moments_of_any_model_and_padding_are_those_of_its_rows_alone(
+    model: nn.Module, rows: list[Example], side: str, batch_size: int, group_size: int
+) -> None:
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name != "lm_head"]
+    found = collect_moments(
+        model, with_positions(batches_of(rows, batch_size, side)), names, needs=EVERYTHING,
+        options=CalibrationOptions(group_size=group_size),
+    )  # fmt: skip
+    expected = ref.reference_moments(model, [(list(row.ids), row.num_prompt) for row in rows], names)
+    assert list(found) == names
+    assert [found[name].num_tokens for name in names] == [sum(len(row.ids) for row in rows)] * len(names)
+    for moment in MOMENT_NAMES:  # beside the largest of all layers: equal tokens leave one with nothing but rounding
+        differences = [numpy_of(getattr(found[name], moment)) - getattr(expected[name], moment) for name in names]
+        largest = max(np.abs(getattr(expected[name], moment)).max() for name in names)
+        assert max(np.abs(difference).max() for difference in differences) <= 1e-10 * largest, moment

@@ -1,4 +1,4 @@
-"""Moments of a loss of one's own, of images, sound, sentence embeddings and rewards, against autograd's gradients."""
+"""Moments of models of every kind against autograd's gradients: images, sound, rewards, encoders and decoders."""
 
 from __future__ import annotations
 
@@ -9,16 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-from peft import get_peft_model
+from peft import PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, logsigmoid, normalize
 from transformers import (
     ASTConfig,
     ASTForAudioClassification,
+    BartConfig,
+    BartForConditionalGeneration,
+    BartForSequenceClassification,
     BertConfig,
+    BertForTokenClassification,
     BertModel,
     Qwen2Config,
     Qwen2ForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
     ViTConfig,
     ViTForImageClassification,
     Wav2Vec2Config,
@@ -26,10 +32,10 @@ from transformers import (
 )
 
 from adapted import BATCHES, adapted
-from frozencore import CalibrationOptions, FrozenCoreConfig, calibrate, collect_moments, get_bases
-from frozencore.errors import CalibrationError, ConfigError, DataError
+from frozencore import FrozenCoreConfig, calibrate, collect_moments, frozen_core_layers, get_bases
 from frozencore.maths.capture import CAPTURE_NEEDS
-from tiny import batch_of, draw_examples, tiny_qwen2
+from frozencore.maths.moments import LayerMoments
+from tiny import batch_of, draw_examples
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 LossFn = Callable[[nn.Module, Any], Tensor]
@@ -172,54 +178,13 @@ def language_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return (losses.sum(1) / targets.ne(-100).sum(1)).mean()
 
 
-@pytest.mark.parametrize("memory_budget", [None, "3MB"])
-def test_the_own_loss_written_out_gives_the_bases_of_the_default(memory_budget: str | None) -> None:
+def test_the_own_loss_written_out_gives_the_bases_of_the_default() -> None:
     by_default, written_out = adapted("fcca", calibrated=False), adapted("fcca", calibrated=False)
-    calibrate(by_default, BATCHES, progress=False, memory_budget=memory_budget)
-    calibrate(written_out, BATCHES, loss_fn=language_loss, progress=False, memory_budget=memory_budget)
+    calibrate(by_default, BATCHES, progress=False)
+    calibrate(written_out, BATCHES, loss_fn=language_loss, progress=False)
     one, other = get_bases(by_default), get_bases(written_out)
     for name, P in one.items():
         torch.testing.assert_close(P @ P.T, other[name] @ other[name].T, rtol=0, atol=1e-3)
-
-
-class GivesADictionary(nn.Module):
-    def __init__(self, model: nn.Module, *, without: str = "") -> None:
-        super().__init__()
-        self.model, self.without = model, without
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
-        output = self.model(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
-        return {name: value for name, value in output.items() if name != self.without}
-
-
-def test_a_model_that_gives_a_dictionary_is_read_as_well() -> None:
-    plain = collect_moments(
-        tiny_qwen2(), BATCHES, ["model.layers.0.self_attn.q_proj"], loss_fn=lambda m, b: m(**b).loss
-    )
-    found = collect_moments(GivesADictionary(tiny_qwen2()), BATCHES, ["model.model.layers.0.self_attn.q_proj"])
-    torch.testing.assert_close(*(next(iter(moments.values())).cross for moments in (plain, found)))
-    with pytest.raises(CalibrationError, match=r"GivesADictionary gives no loss\. Say .* calibrate\(\.\.\., loss_fn="):
-        collect_moments(
-            GivesADictionary(tiny_qwen2(), without="loss"), BATCHES, ["model.model.layers.0.self_attn.q_proj"]
-        )
-
-
-@pytest.mark.parametrize(
-    ("given", "kind", "message"),
-    [
-        ({"loss_fn": lambda model, batch: model(**batch).logits}, CalibrationError, r"one number.*tensor of shape \("),
-        ({"loss_fn": lambda *_: 0.5}, CalibrationError, "one number, .* but a float came"),
-        ({"loss_fn": lambda *_: torch.tensor(0.5)}, CalibrationError, "loss does not depend on layer"),
-        ({"options": CalibrationOptions(tokens="completion")}, ConfigError, "option tokens is about completion tokens"),
-        ({"options": CalibrationOptions(weighting="token")}, ConfigError, "option weighting is about completion"),
-        ({"data": [("a", 1)]}, DataError, "number 0 is tuple"),
-    ],
-)
-def test_what_is_no_loss_is_refused_in_one_line(given: dict[str, Any], kind: type[Exception], message: str) -> None:
-    model = adapted("fcca", calibrated=False)
-    with pytest.raises(kind, match=message) as error:
-        calibrate(model, **{"data": BATCHES, "loss_fn": language_loss, "progress": False, **given})
-    assert "\n" not in str(error.value)
 
 
 def test_a_constructor_that_reads_inputs_alone_takes_as_many_examples_as_it_is_told() -> None:
@@ -227,3 +192,129 @@ def test_a_constructor_that_reads_inputs_alone_takes_as_many_examples_as_it_is_t
     model = get_peft_model(case.model, FrozenCoreConfig(r=2, constructor="eva", target_modules=["q_proj"]))
     found = calibrate(model, case.batches, num_examples=5, loss_fn=case.loss_fn, progress=False)
     assert {layer.num_tokens for layer in found.layers.values()} == {5 * (1 + 4)}
+
+
+NEEDS = frozenset({"cross", "input_square", "error_square"})
+# Source and target of each example. Batch 0 has longest source = longest target: shapes cannot tell the sides apart.
+EXAMPLES = [((5, 6, 7, 8, 9, 3), (11, 12, 3)), ((4, 9, 3), (13, 14, 15, 16, 17, 3)), ((21, 3), (22, 23, 3))]
+PADDING = 7  # a real token, so that padding has x ≠ 0
+
+
+def tiny_bart() -> nn.Module:
+    torch.manual_seed(0)
+    sides = {"layers": 1, "attention_heads": 2, "ffn_dim": 24}
+    sizes = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in sides.items()}
+    config = BartConfig(vocab_size=40, d_model=16, max_position_embeddings=32, init_std=0.3, dropout=0.0, **sizes)
+    return BartForConditionalGeneration(config).double()
+
+
+def tiny_t5() -> nn.Module:
+    torch.manual_seed(0)
+    config = T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    return T5ForConditionalGeneration(config).double()
+
+
+def sides_batch(examples: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> dict[str, Tensor]:
+    longest = [max(len(example[side]) for example in examples) for side in (0, 1)]
+    pads = [[longest[side] - len(example[side]) for example in examples] for side in (0, 1)]
+    return {
+        "input_ids": torch.tensor([[*e[0], *[PADDING] * p] for e, p in zip(examples, pads[0], strict=True)]),
+        "attention_mask": torch.tensor([[*[1] * len(e[0]), *[0] * p] for e, p in zip(examples, pads[0], strict=True)]),
+        "labels": torch.tensor([[*e[1], *[-100] * p] for e, p in zip(examples, pads[1], strict=True)]),
+    }
+
+
+def linear_layers(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name != "lm_head"]
+
+
+def assert_same(one: dict[str, LayerMoments], other: dict[str, LayerMoments]) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        assert one[name].num_tokens == other[name].num_tokens, name
+        for moment in NEEDS:
+            left, right = getattr(one[name], moment), getattr(other[name], moment)
+            torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-12, msg=f"{moment} of {name}")
+
+
+@pytest.mark.parametrize("checkpointing", [None, False, True], ids=["plain", "non-reentrant", "reentrant"])
+@pytest.mark.parametrize("make", [tiny_bart, tiny_t5])
+def test_padding_on_either_side_changes_no_moment(make: Callable[[], nn.Module], checkpointing: bool | None) -> None:
+    """A padded batch sums to what its examples give one by one, without padding."""
+    model = make()
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+    layers = linear_layers(model)
+    padded = collect_moments(model, [sides_batch(EXAMPLES)], layers, needs=NEEDS)
+    single = collect_moments(make(), [sides_batch([example]) for example in EXAMPLES], layers, needs=NEEDS)
+    assert_same(padded, single)
+
+
+@pytest.mark.parametrize("make", [tiny_bart, tiny_t5])
+def test_each_layer_counts_the_tokens_of_its_own_side(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    moments = collect_moments(model, [sides_batch(EXAMPLES)], linear_layers(model), needs=NEEDS)
+    source, target = (sum(len(example[side]) for example in EXAMPLES) for side in (0, 1))
+    assert source != target
+    for name, found in moments.items():
+        cross_attention = "EncDecAttention" in name or "encoder_attn" in name
+        reads_source = "encoder." in name.replace("decoder.", "") or (
+            cross_attention and name.split(".")[-1] in ("k", "v", "k_proj", "v_proj")
+        )
+        assert found.num_tokens == (source if reads_source else target), name
+
+
+def test_the_loss_weighs_examples_equally_and_labels_are_not_shifted_twice() -> None:
+    """The gradient of Σ_e mean_t -log p(label_t) with respect to a weight is the cross moment of its layer."""
+    model = tiny_bart()
+    batch = sides_batch(EXAMPLES)
+    name = "model.decoder.layers.0.fc1"
+    moments = collect_moments(model, [batch], [name], needs=NEEDS)[name]
+    log_p = model(**batch).logits.log_softmax(-1)
+    for row, (_, target) in enumerate(EXAMPLES):
+        picked = [log_p[row, place, token] for place, token in enumerate(target)]
+        (-sum(picked) / len(target)).backward(retain_graph=True)
+    torch.testing.assert_close(moments.cross, model.get_submodule(name).weight.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("constructor", ["fcca", "eva"])
+@pytest.mark.parametrize("make", [tiny_bart, tiny_t5])
+def test_an_encoder_decoder_adapter_calibrates_trains_and_reloads(
+    make: Callable[[], nn.Module], constructor: str, tmp_path: object
+) -> None:
+    model = get_peft_model(make().float(), FrozenCoreConfig(r=4, constructor=constructor, task_type="SEQ_2_SEQ_LM"))
+    batch = sides_batch(EXAMPLES)
+    calibrate(model, [batch], progress=False)
+    model.train()(**batch).loss.backward()
+    with torch.no_grad():
+        for layer in frozen_core_layers(model, "default").values():
+            R = layer.factors("default")[2]
+            assert bool(R.grad.any()), layer.name
+            R -= R.grad
+    model.save_pretrained(str(tmp_path))
+    loaded = PeftModel.from_pretrained(make().float(), str(tmp_path)).eval()
+    assert torch.equal(loaded(**batch).logits, model.eval()(**batch).logits)
+
+
+def test_a_classifier_with_a_decoder_counts_its_source_twice() -> None:
+    model = BartForSequenceClassification(tiny_bart().config)
+    batch = sides_batch(EXAMPLES)
+    batch["input_ids"] = torch.where(batch["attention_mask"].bool(), batch["input_ids"], 1)
+    batch["input_ids"][batch["input_ids"].eq(3)] = 2  # one end token in each row, as the head wants
+    batch["labels"] = torch.tensor([0, 1, 0])
+    layers = ["model.encoder.layers.0.fc1", "model.decoder.layers.0.fc1"]
+    assert {m.num_tokens for m in collect_moments(model, [batch], layers).values()} == {11}
+
+
+def test_an_encoder_calibrates_on_labels_of_its_own_task() -> None:
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
+                        num_labels=3, max_position_embeddings=32, initializer_range=0.3)  # fmt: skip
+    model = BertForTokenClassification(config)
+    batch = sides_batch(EXAMPLES)
+    batch["labels"] = torch.where(batch["attention_mask"].bool(), batch["input_ids"] % 3, -100)
+    adapted = get_peft_model(
+        model, FrozenCoreConfig(r=4, target_modules=["query", "value", "dense"], task_type="TOKEN_CLS")
+    )
+    report = calibrate(adapted, [batch], progress=False)
+    assert {layer.num_tokens for layer in report.layers.values()} == {11}

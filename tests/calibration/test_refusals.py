@@ -1,0 +1,272 @@
+"""What calibration refuses, in one line that names the batch, the layer or the option; nothing is calibrated then."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset, DatasetDict
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import BertConfig, BertForTokenClassification, DataCollatorWithPadding, PreTrainedTokenizerFast
+
+from adapted import BATCHES, EXAMPLES, adapted
+from frozencore import CalibrationOptions, calibrate, collect_moments
+from frozencore.errors import CalibrationError, ConfigError, DataError, FrozenCoreError
+from tiny import Example, attention_names, batch_of, batches_of, tiny_qwen2
+
+Refusal = tuple[Callable[[], object], type[FrozenCoreError], str]
+Q, O_PROJ = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.o_proj"
+ROWS = [{"input_ids": list(e.ids), "labels": [-100] * e.num_prompt + list(e.ids[e.num_prompt :])} for e in EXAMPLES]
+
+# -------------------------------------------------------------------------------------------------------- options
+
+SIZE = 'memory budget is a positive size such as "8GB"'
+OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"tokens": "all"}, "tokens must be one of nonpad, completion, nonzero_delta, but 'all' came"),
+    ({"weighting": "sum"}, "weighting must be one of"),
+    ({"skip_first": -1}, "skip_first must be a whole number of at least 0, but -1 came"),
+    ({"group_size": 0}, "group_size must be a whole number of at least 1, but 0 came"),
+    ({"stats_device": "abacus"}, "stats_device must be a device such as cpu or cuda:1, but 'abacus' came"),
+    *(({"memory_budget": size}, SIZE) for size in
+      ("", "GiB", "8 gallons", "-3GB", "0", 0, -1, "1e9", "8GiB 2", True, 1.5j, [1])),
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("as_a_user")
+@pytest.mark.parametrize(("options", "message"), OPTIONS, ids=str)
+def test_options_that_mean_nothing_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        CalibrationOptions(**options)
+
+
+# ----------------------------------------------------------------------------------------- batches, layers, moments
+
+
+def collected(
+    batches: Any = None, *, model: nn.Module | None = None, layers: list[str] | None = None, **options: Any
+) -> Callable[[], object]:
+    given = {name: options.pop(name) for name in ("needs", "loss_fn") if name in options}
+    return lambda: collect_moments(
+        tiny_qwen2() if model is None else model,
+        [batch_of(EXAMPLES)] if batches is None else batches,
+        attention_names(tiny_qwen2()) if layers is None else layers,
+        options=CalibrationOptions(**options),
+        **given,
+    )
+
+
+def changed(change: Callable[[nn.Module], object]) -> nn.Module:
+    model = tiny_qwen2()
+    with torch.no_grad():
+        change(model)
+    return model
+
+
+def nan_in_a_weight() -> nn.Module:
+    return changed(lambda model: model.model.layers[1].self_attn.k_proj.weight[0, 0].fill_(torch.nan))
+
+
+def nan_for_a_token() -> tuple[nn.Module, list[dict[str, Tensor]]]:
+    calm = [Example(tuple(min(token, 38) for token in e.ids), e.num_prompt) for e in EXAMPLES]
+    batches = batches_of(calm, 2)
+    batches[2]["input_ids"][0, 1] = 39
+    return changed(lambda model: model.model.embed_tokens.weight[39].fill_(torch.nan)), batches
+
+
+def infinite_error() -> nn.Module:
+    """A backward hook of the user turns one gradient infinite in layer 0 only."""
+    model = tiny_qwen2()
+    model.model.layers[0].self_attn.o_proj.register_full_backward_hook(
+        lambda _, gradients, __: tuple(g if g is None else g * float("inf") for g in gradients)
+    )
+    return model
+
+
+def with_unused() -> nn.Module:
+    model = tiny_qwen2()
+    model.unused = nn.Linear(3, 3)
+    return model
+
+
+def token_classifier() -> dict[str, Any]:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    model = BertForTokenClassification(BertConfig(vocab_size=40, num_labels=3, **sizes))
+    batch = batch_of(EXAMPLES)
+    labels = torch.where(batch["attention_mask"].bool(), batch["input_ids"] % 3, -100)
+    layers = ["bert.encoder.layer.0.attention.self.query"]
+    return {"model": model, "batches": [{**batch, "labels": labels}], "layers": layers}
+
+
+class GivesNoLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = tiny_qwen2()
+
+    def forward(self, **inputs: Tensor) -> dict[str, Any]:
+        return {"logits": self.model(**inputs).logits}
+
+
+MASKED = batch_of(EXAMPLES) | {"labels": torch.full_like(batch_of(EXAMPLES)["labels"], -100)}
+UNLABELLED = {name: value for name, value in batch_of(EXAMPLES).items() if name != "labels"}
+CROSS, OUTER = frozenset({"cross"}), frozenset({"input_outer"})
+COLLECTING: dict[str, Refusal] = {
+    "labels that are all masked": (collected([MASKED]), CalibrationError, "every label of a batch is masked"),
+    **{
+        f"no labels for {sorted(needs)} of {tokens} tokens": (
+            collected([UNLABELLED], needs=needs, tokens=tokens), CalibrationError,
+            "needs labels .*attention_mask, input_ids",
+        )
+        for needs, tokens in ((CROSS, "nonpad"), (OUTER, "completion"), (CROSS, "completion"))
+    },
+    "no examples": (collected([]), CalibrationError, "the data gave none"),
+    "no examples in a stream": (collected(iter([]), group_size=1), CalibrationError, "the data gave none"),
+    "no layers": (collected(layers=[]), CalibrationError, "at least one layer"),
+    "no such moment": (
+        collected(needs=CROSS | {"input_squares"}), ConfigError,
+        r"no moment 'input_squares'. Did you mean 'input_square'",
+    ),
+    "padding alone": (
+        collected(skip_first=50, needs=frozenset({"input_square"})), CalibrationError, "received no counted token",
+    ),
+    **{
+        f"an unused layer, {sorted(needs)} in groups of {size}": (
+            collected(model=with_unused(), layers=[Q, "unused"], needs=needs, group_size=size), CalibrationError,
+            "'unused'",
+        )
+        for needs in (CROSS, OUTER) for size in (1, 999)
+    },
+    **{
+        f"a NaN in a weight, {sorted(needs)}": (
+            collected(batches_of(EXAMPLES, 3), model=nan_in_a_weight(), needs=needs), CalibrationError,
+            f"'{O_PROJ}' in calibration batch 0",
+        )
+        for needs in (CROSS, OUTER, CROSS | OUTER)
+    },
+    "a NaN that one batch meets": (
+        lambda: collected(nan_for_a_token()[1], model=nan_for_a_token()[0], needs=OUTER)(), CalibrationError,
+        f"'{Q}' in calibration batch 2",
+    ),
+    "an infinite error": (
+        collected(model=infinite_error()), CalibrationError,
+        r"output error of layer 'model\.layers\.0\.self_attn\.v_proj'.*batch 0",
+    ),
+    **{
+        f"{options} of a model that completes nothing": (
+            collected(**token_classifier(), **options), ConfigError,
+            "this BertForTokenClassification is no language model",
+        )
+        for options in ({"tokens": "completion"}, {"weighting": "token_sum"})
+    },
+    "a model that gives no loss": (
+        collected(model=GivesNoLoss(), layers=[f"model.{Q}"]), CalibrationError,
+        r"GivesNoLoss gives no loss\. Say .* calibrate\(\.\.\., loss_fn=",
+    ),
+}  # fmt: skip
+
+# ------------------------------------------------------------------------------------------------ data and losses
+
+
+def stacked(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    return batch_of([Example(tuple(row["input_ids"]), sum(label < 0 for label in row["labels"])) for row in rows])
+
+
+class Stream(IterableDataset):
+    """Data without a known end."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from itertools.cycle(EXAMPLES)
+
+
+def calibrated(data: Any = BATCHES, **options: Any) -> Callable[[], object]:
+    return lambda: calibrate(NEW, data() if callable(data) else data, progress=False, **options)
+
+
+def own_loss(model: nn.Module, batch: Any) -> Tensor:
+    return model(**batch).loss
+
+
+def textual() -> Callable[[list[dict[str, Any]]], Any]:
+    from tokenizers import Tokenizer, models
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), pad_token="</s>")
+    return DataCollatorWithPadding(tokenizer)
+
+
+NEW = adapted("fcca", calibrated=False)
+DATA: dict[str, Refusal] = {
+    "rows without a collator": (calibrated(Dataset.from_list(ROWS)), DataError, "Pass collator=DataCollator"),
+    "text without a collator": (
+        calibrated(Dataset.from_list([{"prompt": "a", "completion": "b"}])),
+        DataError, "rows \\('prompt', 'completion'\\).*Tokenise its rows first",
+    ),
+    "text with a collator": (
+        calibrated(Dataset.from_list([{"prompt": "a"}]), collator=textual()),
+        DataError, "tokenised rows, but these have 'prompt' and the collator cannot read them",
+    ),
+    "list of rows": (calibrated([ROWS]), DataError, "number 0 is list"),
+    "list of lists": (calibrated(ROWS), DataError, "number 0 is 'input_ids': list, .*rows with a collator"),
+    "list of rows, cut": (calibrated(ROWS, num_examples=2), DataError, "number 0 is 'input_ids': list"),
+    "a row of tensors": (
+        calibrated([{key: value[0] for key, value in batch_of(EXAMPLES).items()}]), DataError, "number 0 is",
+    ),
+    "text": (calibrated(["a", "b"]), DataError, "number 0 is str"),
+    "text under a budget": (calibrated([BATCHES[0], "b"], memory_budget="1GiB"), DataError, "number 1 is str"),
+    "splits": (calibrated(DatasetDict(train=Dataset.from_list(ROWS))), DataError, "one split, such as"),
+    "one batch": (calibrated(batch_of(EXAMPLES)), DataError, "a single batch: pass \\[batch\\]"),
+    "endless batches": (calibrated(itertools.cycle(BATCHES)), ConfigError, "num_examples=128"),
+    "one batch for ever": (calibrated(itertools.repeat(BATCHES[0])), ConfigError, "num_examples=128"),
+    "a stream": (calibrated(Stream(), collator=batch_of), ConfigError, "this Stream has no known end"),
+    "a loader of a stream": (calibrated(DataLoader(Stream())), ConfigError, "this DataLoader has no known end"),
+    "a stream of datasets": (
+        calibrated(Dataset.from_list(ROWS).to_iterable_dataset(), collator=stacked), ConfigError, "num_examples=128",
+    ),
+    "a collator for batches": (
+        calibrated(DataLoader(EXAMPLES, collate_fn=batch_of), collator=stacked), ConfigError, "Leave the collator out",
+    ),
+    "a size without a collator": (calibrated(ROWS, batch_size=2), ConfigError, "Pass a collator as well"),
+    "no rows in a batch": (calibrated(ROWS, batch_size=0, collator=stacked), ConfigError, "but 0 came"),
+    "no rows": (calibrated([], collator=stacked), CalibrationError, "the data gave none"),
+    "a loss of several numbers": (
+        calibrated(loss_fn=lambda model, batch: model(**batch).logits), CalibrationError, r"one number.*of shape \(",
+    ),
+    "a loss that is a float": (
+        calibrated(loss_fn=lambda *_: 0.5), CalibrationError, "one number, .* but a float came",
+    ),
+    "a loss of nothing": (
+        calibrated(loss_fn=lambda *_: torch.tensor(0.5)), CalibrationError, "loss does not depend on layer",
+    ),
+    "completion tokens of a loss": (
+        calibrated(loss_fn=own_loss, options=CalibrationOptions(tokens="completion")),
+        ConfigError, "option tokens is about completion tokens",
+    ),
+    "weights of a loss": (
+        calibrated(loss_fn=own_loss, options=CalibrationOptions(weighting="token")),
+        ConfigError, "option weighting is about completion",
+    ),
+    "no tensors for a loss": (calibrated([("a", 1)], loss_fn=own_loss), DataError, "number 0 is tuple"),
+    "no room for a layer": (calibrated(memory_budget=1000), ConfigError, "smallest that works is"),
+}  # fmt: skip
+
+REFUSALS = COLLECTING | DATA
+
+
+@pytest.mark.usefixtures("as_a_user")
+@pytest.mark.parametrize("case", REFUSALS)
+def test_a_refusal_names_its_reason_and_calibrates_nothing(case: str) -> None:
+    call, error, message = REFUSALS[case]
+    with pytest.raises(error, match=message):
+        call()
+    assert not any(value.any() for name, value in NEW.named_buffers() if "frozencore_" in name)
+
+
+def test_what_a_collator_says_of_tokenised_rows_is_not_ours_to_replace() -> None:
+    def refuses(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        raise ValueError("the third label is beyond the vocabulary")
+
+    with pytest.raises(ValueError, match=r"^the third label is beyond the vocabulary$") as caught:
+        calibrated(Dataset.from_list(ROWS), collator=refuses)()
+    assert not isinstance(caught.value, FrozenCoreError)
