@@ -1,4 +1,4 @@
-"""From a specification to runs: ids, searches, choices."""
+"""From a specification to runs: options, ids, searches, choices, what is shared, and estimates."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
+from frozencore.calibration.calibration_options import CalibrationOptions
+from frozencore.constructors import CONSTRUCTORS
 from frozencore.errors import ConfigError
+from frozencore.options import options_of
+from frozencore.tune.config import run_options
 from frozencore.tune.record import Failure
 from frozencore_lab.campaign.estimate import (
     OVERHEAD_S,
-    START_S,
     TOKENS_A_ROW,
     ModelSize,
-    estimate_lines,
-    operations_per_s,
     run_seconds,
 )
 from frozencore_lab.campaign.job import Job, make_job
+from frozencore_lab.campaign.kinds import KINDS
 from frozencore_lab.campaign.plan import Ended, Outcomes, Planned, choices, most_further_trials, plan
 from frozencore_lab.campaign.results import load_results, tally, time_to_go
 from frozencore_lab.campaign.shared_moments import moments_key, needs_of
-from frozencore_lab.campaign.spec import Campaign, column_key, read_campaign
+from frozencore_lab.campaign.spec import PLACES, Campaign, column_key, read_campaign
 from frozencore_lab.campaign.store import Store
-from frozencore_lab.campaign.worker import Place
 from made_up import made_up_record, record_content
-from small_campaign import write_spec
+from places import LAB
+from small_campaign import SMALL, write_spec
 
 OPTIONS: dict[str, Any] = {"model": "pocket", "task": "pocket-math", "seed": 42}
 
@@ -110,13 +111,6 @@ def test_damping_is_a_number_or_a_pair_for_the_two_sides(tmp_path: Path) -> None
         make_job("tune", {**OPTIONS, "damping": [0.1, 0.1, 0.1]})
 
 
-def test_a_run_is_the_same_by_the_short_name_of_its_weighting() -> None:
-    one, other = (make_job("tune", {**OPTIONS, "weighting": name}) for name in ("token", "token_sum"))
-    assert one == other
-    assert one.id == other.id
-    assert one.config.method.calibration.weighting == "token_sum"
-
-
 def test_equal_runs_of_two_studies_are_one(tmp_path: Path) -> None:
     text = """
 name: twice
@@ -155,12 +149,6 @@ studies:
     assert found["pocket-math"] is not None
     assert found["pocket-math"].accuracy == 0.25
     assert found["pocket-sentiment"] is None
-
-
-def test_a_list_of_calibration_tasks_is_refused_in_one_line() -> None:
-    with pytest.raises(ConfigError, match=r"calibration_task: input should be a valid string, but \['sst2'") as caught:
-        make_job("tune", {**OPTIONS, "calibration_task": ["sst2", "cola"]})
-    assert "\n" not in str(caught.value)
 
 
 def test_final_runs_wait_for_their_search_and_take_what_it_chose(campaign: Campaign) -> None:
@@ -321,28 +309,6 @@ def test_a_run_on_own_rows_takes_no_tasks_numbers(tmp_path: Path) -> None:
     assert make_job("tune", {**own, "data": str(tmp_path / "others.jsonl")}).id != make_job("tune", own).id
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"task": None}, "A run learns either a task"),
-        ({"method": "fca"}, "'fca'. Did you mean 'fcca'"),
-        ({"method": "eva", "damping": 0.1}, "The method 'eva' does not read damping"),
-    ],
-)
-def test_options_that_contradict_one_another_are_refused_in_the_words_of_a_run(
-    options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
-        make_job("tune", {**OPTIONS, **options})
-    assert "\n" not in str(caught.value)
-
-
-def test_one_pass_collects_what_all_methods_want() -> None:
-    jobs = [make_job("tune", {**OPTIONS, "method": method}) for method in ("fcca", "filora", "random")]
-    ((_, needs),) = needs_of(jobs).items()
-    assert needs == {"cross", "input_square", "error_square", "input_outer", "error_outer"}
-
-
 def test_where_one_method_reads_g_every_run_with_bases_on_that_model_is_measured_on_g_a_and_d() -> None:
     def wanted(jobs: list[Job]) -> set[frozenset[str]]:
         return set(needs_of(jobs).values())
@@ -378,52 +344,6 @@ def test_the_time_to_go_is_the_mean_of_the_finished_runs_shared_by_the_workers(c
     assert time_to_go(runs, store, 0) == f", about {hours[1]} to go on 1 workers"
 
 
-def test_an_estimate_names_the_models_that_cannot_be_read(campaign: Campaign, tmp_path: Path) -> None:
-    text = f"""
-name: elsewhere
-models: {{gone: {tmp_path / "gone"}}}
-studies:
-  a: {{title: a, axes: {{model: [gone], task: [pocket-math], method: [fcca], seed: [42]}}}}
-"""
-    runs = plan(read_campaign(write_spec(tmp_path, text)), unknown)
-    store: Any = SimpleNamespace(outcome=unknown)
-    (line,) = estimate_lines(runs, store, Place())
-    assert line.startswith(f"No estimate: Model {tmp_path / 'gone'}: there is no such folder.")
-
-
-def test_an_estimate_counts_the_start_of_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = """
-name: starts
-models: {pocket: pocket}
-studies:
-  a: {title: a, axes: {model: [pocket], task: [pocket-math], method: [random], seed: [42, 43]}}
-"""
-    monkeypatch.setattr("frozencore_lab.campaign.estimate.run_seconds", lambda *_, **__: 4.0)
-    runs = plan(read_campaign(write_spec(tmp_path, text)), unknown)
-    store: Any = SimpleNamespace(outcome=unknown)
-    (line,) = estimate_lines(runs, store, Place())
-    assert line.startswith(f"Estimate for the 2 runs left: {4 * 2 + START_S:.0f} s on one worker ")
-
-
-@pytest.mark.parametrize(
-    ("device", "measured"), [("cpu", "cpu"), ("meta", "meta"), ("meta,cpu", "meta"), ("cuda:7", "cpu"), ("auto", "cpu")]
-)
-def test_the_speed_is_that_of_the_device_of_the_runs(
-    device: str, measured: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    places, ones = [], torch.ones
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch, "ones", lambda *size, device, dtype: places.append(str(device)) or ones(2, 2))
-    assert operations_per_s(device) > 0
-    assert places == [measured]
-
-
-def test_a_finished_campaign_needs_no_estimate(campaign: Campaign) -> None:
-    runs = [run for run in plan(campaign, unknown) if run.phase == "final" and run.job]
-    store: Any = SimpleNamespace(outcome=lambda _: scored(total_s=1.0))
-    assert list(estimate_lines(runs, store, Place())) == []
-
-
 def test_a_stability_run_is_estimated_at_its_calibration_alone() -> None:
     size, speed = ModelSize(1_000_000, ((8, 8),)), 1e9
     options = {**OPTIONS, "num_train": 50, "num_evaluation": 20, "epochs": 1, "calibration_size": 30}
@@ -432,3 +352,52 @@ def test_a_stability_run_is_estimated_at_its_calibration_alone() -> None:
     operations = TOKENS_A_ROW * size.num_parameters
     assert stability == pytest.approx(OVERHEAD_S + operations * 4 * 30 / speed)
     assert tuned - stability == pytest.approx(operations * (4 * 50 + 2 * 2 * 20) / speed)
+
+
+def test_a_number_in_scientific_notation_is_a_number(tmp_path: Path) -> None:
+    campaign = read_campaign(write_spec(tmp_path, SMALL.replace("epochs: 1", "learning_rate: 1e-3")))
+    assert campaign.base["learning_rate"] == 1e-3
+
+
+PRESETS = sorted((LAB / "campaigns").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
+def test_every_preset_can_be_planned(preset: Path) -> None:
+    campaign = read_campaign(preset)
+    assert campaign.name == preset.stem
+    assert {run.study for run in plan(campaign, lambda _: None)} == set(campaign.studies)
+
+
+def test_the_schema_says_of_every_option_what_it_allows_its_default_and_its_help() -> None:
+    schema = Campaign.model_json_schema()
+    base = schema["properties"]["base"]["properties"]
+    expected = {name for name in run_options() if name not in PLACES}
+    holders = [CalibrationOptions, *(row.options for row in CONSTRUCTORS.values())]
+    assert expected >= {name for holder in holders for name in options_of(holder)}
+    assert base.keys() == expected
+    assert all(option["description"] for option in base.values())
+    assert base["whiten"] == {
+        "enum": ["both", "input", "output", "none"], "type": "string", "default": "both",
+        "description": "fcca: Sides that are whitened.",
+    }  # fmt: skip
+    assert [kind["type"] for kind in base["damping"]["anyOf"]] == ["number", "array"]
+    assert base["damping"]["anyOf"][1]["minItems"] == base["damping"]["anyOf"][1]["maxItems"] == 2
+    assert (base["group_size"]["minimum"], base["group_size"]["default"]) == (1, 999)
+    study = schema["$defs"]["Study"]["properties"]
+    assert study["fixed"]["properties"] == base
+    lists = {name: {"type": "array", "items": option, "minItems": 1} for name, option in base.items()}
+    grid = schema["$defs"]["Search"]["properties"]["grids"]["items"]["properties"]
+    assert study["axes"]["properties"] == lists
+    assert grid == lists | {"for": {"type": "array", "items": {"type": "string"}, "minItems": 1}}
+
+
+def test_a_specification_is_written_with_the_names_and_read_with_the_kinds(tmp_path: Path) -> None:
+    campaign = read_campaign(write_spec(tmp_path))
+    kinds = {name: study.kind for name, study in campaign.studies.items()}
+    assert kinds == {"main": KINDS["tune"], "stability": KINDS["stability"]}
+    written = campaign.model_dump(mode="json")["studies"]
+    assert {name: study["kind"] for name, study in written.items()} == {"main": "tune", "stability": "stability"}
+    assert Campaign.model_validate_json(campaign.model_dump_json(), strict=True) == campaign
+    schema = Campaign.model_json_schema()["$defs"]["Study"]["properties"]["kind"]
+    assert schema == {"default": "tune", "enum": list(KINDS), "title": "Kind", "type": "string"}

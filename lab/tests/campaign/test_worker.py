@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from frozencore_lab.campaign.job import Job, make_job
 from frozencore_lab.campaign.shared_moments import needs_of
 from frozencore_lab.campaign.store import Store
 from frozencore_lab.campaign.worker import Place, Worker
-from made_up import record_content
 
 OPTIONS: dict[str, Any] = {
     "model": "pocket", "task": "pocket-sentiment", "dtype": "float32", "seed": 42, "batch_size": 8, "accumulation": 1,
@@ -52,16 +50,6 @@ def record_of(store: Store, job: Job) -> Any:
     outcome = store.outcome(job.id)
     assert isinstance(outcome, RunRecord), outcome
     return outcome
-
-
-def test_a_run_that_another_worker_has_finished_is_done_without_a_stage(store: Store) -> None:
-    job, stages = job_of("random"), []
-    with store.running(job.id) as folder:
-        assert folder is not None
-        (folder / "result.json").write_text(json.dumps(record_content({"task": "svamp"}, accuracy=0.5)))
-    assert Worker(store, Place()).run(job, {}, lambda *words: stages.append(words))
-    assert stages == []
-    assert record_of(store, job).accuracy == 0.5
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,31 @@
-"""``frozencore campaign`` as a user calls it."""
+"""``frozencore campaign`` and ``frozencore demo`` as a user calls them, and the screen while a campaign runs."""
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import yaml
+from rich.console import Console
 
-from frozencore.tune.pocket import pocket_model_path
-from places import PAPER_TABLES
+from frozencore.constructors import CONSTRUCTORS
+from frozencore.tune.pocket import POCKET_TASKS, pocket_model_path
+from frozencore_lab.campaign.job import make_job
+from frozencore_lab.campaign.results import Tally
+from frozencore_lab.campaign.store import Store
+from frozencore_lab.campaign.worker import Place, Worker
+from frozencore_lab.campaign.worker_pool import Event, LocalPool
+from frozencore_lab.cli import campaign_lines as campaign_command
+from frozencore_lab.cli import demo
+from frozencore_lab.cli.board import Board
+from frozencore_lab.cli.demo import demo_campaign
+from places import LAB, PAPER_TABLES
 from small_campaign import write_spec
 
 PAPER = PAPER_TABLES / "paper_q3.csv"
@@ -88,23 +103,6 @@ def test_a_table_of_task_means_is_analysed(call: Call, tmp_path: Path) -> None:
     assert "FCCA" in call("report", "--table", str(PAPER), "--reference", "fca", status=2)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("report",), "give one of them"),
-        (("report", "/nowhere", "--table", str(PAPER), "--reference", "FCCA"), "give one of them"),
-        (("report", "--table", str(PAPER)), "needs --reference"),
-        (("status", "/nowhere"), "no campaign's folder"),
-        (("plan", "/nowhere.yaml"), "There is no file"),
-        (("run", str(PAPER)), "must hold a campaign"),
-    ],
-)
-def test_bad_input_is_one_line(call: Call, arguments: tuple[str, ...], message: str) -> None:
-    answer = call(*arguments, status=2)
-    assert message in answer
-    assert len(answer.strip().splitlines()) == 1
-
-
 def test_the_schema_is_json(command: Command) -> None:
     status, out, _ = command("schema")
     assert status == 0
@@ -122,19 +120,106 @@ def test_a_model_of_the_campaign_may_lie_in_a_folder_that_the_command_names(call
     assert "1 left" in call("status", folder)
 
 
+JOB = make_job("tune", {"model": "pocket", "task": "pocket-math", "seed": 43, "evaluate_on": "validation"})
+
+
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("num_gpus", "device", "num_workers", "devices"),
     [
-        ("pocket", "--model-path takes NAME=FOLDER, got 'pocket'"),
-        ("=folder", "--model-path takes NAME=FOLDER, got '=folder'"),
-        ("pocket=", "--model-path takes NAME=FOLDER, got 'pocket='"),
-        ("other=folder", "the campaign's models are pocket"),
+        (2, "auto", None, ["cuda:0", "cuda:1"]),
+        (2, "auto", 3, ["cuda:0", "cuda:1", "cuda:0"]),
+        (2, "cuda:1", None, ["cuda:1"]),
+        (2, "cpu", 2, ["cpu", "cpu"]),
+        (0, "auto", 2, ["auto", "auto"]),
     ],
 )
-def test_a_model_path_that_names_no_model_or_no_folder_is_one_line(
-    given: str, message: str, call: Call, tmp_path: Path
+def test_every_gpu_gets_a_worker_unless_the_user_says_otherwise(
+    num_gpus: int, device: str, num_workers: int | None, devices: list[str], monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    pool = campaign_command._pool(Worker(Store(tmp_path), Place(device=device)), num_workers, None)
+    assert isinstance(pool, LocalPool)
+    assert pool.size == len(devices)
+    assert [worker.place.device for worker in pool._workers] == devices
+
+
+def shown(tmp_path: Path, *, is_terminal: bool) -> str:
+    """The screen of a campaign of four runs when one has failed and another is at 30 % of its training."""
+    console = Console(file=io.StringIO(), force_terminal=is_terminal, width=150)
+    with Board(console, Store(tmp_path)) as board:
+        board(Tally(finished=0, failed=0, ready=4, waiting=0), {0: JOB, 1: JOB}, None)
+        board(Tally(0, 0, 4, 0), {0: JOB, 1: JOB}, Event(0, "stage", "train", 3, 10))
+        board(Tally(0, 1, 3, 0), {0: JOB}, Event(1, "failed"))
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
+def test_on_a_terminal_each_worker_has_a_line_with_its_run_and_how_far_it_is(tmp_path: Path) -> None:
+    *_, line = (line for line in shown(tmp_path, is_terminal=True).splitlines() if "worker 0" in line)
+    for word in ("pocket-math", "fcca", "seed 43", "search", "30%"):
+        assert word in line
+    assert "1 failed, 3 left" in shown(tmp_path, is_terminal=True)
+
+
+def test_elsewhere_nothing_moves(tmp_path: Path) -> None:
+    assert "worker" not in shown(tmp_path, is_terminal=False)
+
+
+FEW = {"rank": 4, "calibration_size": 8, "epochs": 1, "num_train": 16, "num_evaluation": 10}
+
+
+@pytest.fixture
+def few_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shipped file with two tasks, two methods and few rows."""
+    content = yaml.safe_load(demo.FILE.read_text())
+    content["base"] |= FEW
+    study = content["studies"]["demo"]
+    study["axes"] |= {"task": ["pocket-sentiment", "pocket-math"], "method": ["random", "lora-r1"]}
+    study["variants"] = {"lora-r1": study["variants"]["lora-r1"]}
+    (tmp_path / "few.yaml").write_text(yaml.safe_dump(content))
+    monkeypatch.setattr(demo, "FILE", tmp_path / "few.yaml")
+
+
+def test_every_constructor_and_lora_meet_on_every_pocket_task_with_one_seed() -> None:
+    axes = demo_campaign(seed=7).studies["demo"].axes
+    assert set(axes["task"]) == set(POCKET_TASKS)
+    assert set(axes["method"]) == {*CONSTRUCTORS, "lora-r1", "lora"}
+    assert axes["seed"] == (7,)
+
+
+def test_the_shipped_file_lies_among_the_campaigns() -> None:
+    assert (LAB / "campaigns" / "demo.yaml").read_bytes() == demo.FILE.read_bytes()
+
+
+@pytest.mark.usefixtures("few_runs")
+def test_a_demo_writes_a_report_with_curves_prints_what_each_method_was_worth_and_runs_once(
+    command: Any, tmp_path: Path
 ) -> None:
-    spec = str(write_spec(tmp_path, ONE_STUDY))
-    answer = call("plan", spec, "--out", str(tmp_path / "out"), "--model-path", given, status=2)
-    assert message in answer
-    assert len(answer.strip().splitlines()) == 1
+    status, printed, _ = command("demo", "--output", tmp_path / "out", "--workers", "0", "--seed", "7")
+    assert status == 0
+    records = [json.loads(file.read_text()) for file in (tmp_path / "out" / "runs").glob("*/result.json")]
+    assert {(r["task"], r["method"], r["seed"]) for r in records} == {
+        (task, method, 7) for task in ("pocket-sentiment", "pocket-math") for method in ("random", "lora")
+    }
+    for record in records:
+        assert f"{100 * record['accuracy']:.1f}" in printed
+        assert f"{record['held_out_loss']:.3f}" in printed
+    report = tmp_path / "out" / "report"
+    assert {file.name for file in (report / "figures").iterdir()} == {"demo.png", "demo-curves.png", "demo-loss.png"}
+    assert (report / "index.html").read_text().count("data:image/png;base64,") == 3
+    assert "it ranks nothing" in " ".join(printed.split())
+
+    times = {file: file.stat().st_mtime_ns for file in (tmp_path / "out" / "runs").glob("*/result.json")}
+    status, printed, _ = command("demo", "--output", tmp_path / "out", "--workers", "0", "--seed", "7")
+    assert status == 0
+    assert "4 runs finished" in printed
+    assert times == {file: file.stat().st_mtime_ns for file in times}
+
+
+@pytest.mark.slow
+def test_the_demo_as_it_is_shipped_fills_its_table(command: Any, tmp_path: Path) -> None:
+    status, printed, _ = command("demo", "--output", tmp_path / "out", "--workers", "2")
+    assert status == 0
+    count = prod(len(values) for values in demo_campaign(seed=42).studies["demo"].axes.values())
+    assert f"{count} of {count} final runs have a result" in printed

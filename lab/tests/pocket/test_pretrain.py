@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -20,7 +19,6 @@ from frozencore_lab.pocket.pretrain import (
     new_model,
     pocket_config,
     pretrain,
-    train,
     train_step,
 )
 
@@ -88,22 +86,3 @@ def test_a_loss_that_is_not_finite_stops_before_anything_is_updated() -> None:
         train_step(model, optimizers, torch.arange(20).view(2, 10))
     for parameter, value in zip(model.parameters(), before, strict=True):
         assert torch.equal(parameter.nan_to_num(7.0), value.nan_to_num(7.0))
-
-
-def test_a_model_takes_the_place_of_the_one_before_and_leaves_no_file_of_it(tmp_path: Path) -> None:
-    out = tmp_path / "model"
-    pretrain(out, recipe=TINY, num_steps=1)
-    (out / "of the first").touch()
-    pretrain(out, recipe=TINY, num_steps=2)
-    assert "- Training: 2 steps of 4 windows of 32 tokens, 256 tokens in all" in (out / "README.md").read_text()
-    assert not (out / "of the first").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-def test_every_two_hundredth_step_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    config = Qwen2Config(vocab_size=40, **SMALLEST)
-    windows = torch.randint(40, (12, 6), generator=torch.Generator().manual_seed(0))
-    _, loss = train(replace(TINY, batch=2, window=6), config, windows, 201)
-    (line,) = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"step 200/201 loss \d\.\d{3}", line)
-    assert float(line.split()[-1]) == pytest.approx(loss, abs=0.05)

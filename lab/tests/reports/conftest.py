@@ -75,11 +75,6 @@ def runs_of(
 
 
 @pytest.fixture(scope="session")
-def made_runs() -> Callable[..., list[FinalRun]]:
-    return runs_of
-
-
-@pytest.fixture(scope="session")
 def results(campaign: MakeCampaign) -> Callable[..., CampaignResults]:
     """The results of a campaign from the YAML of its studies."""
 

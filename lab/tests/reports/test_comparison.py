@@ -1,17 +1,36 @@
-"""Comparisons of task means against what the paper prints, and tables that are refused."""
+"""Comparisons and statistics against the paper's tables, against SciPy, and against counting by hand."""
 
 from __future__ import annotations
 
 import io
+import itertools
 import json
+import math
 from dataclasses import asdict
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
+from scipy import stats
 
 from frozencore.errors import DataError
 from frozencore_lab.reports.comparison import TaskTable, analyse, comparison_view, family_sheet, read_task_means
-from frozencore_lab.reports.statistics import differences, wins_ties_losses
+from frozencore_lab.reports.statistics import (
+    REAL_COVERAGE,
+    Scored,
+    adjusted,
+    bootstrap_interval,
+    differences,
+    holm,
+    mean,
+    mean_ranks,
+    paired_difference,
+    paired_t,
+    signed_rank,
+    wins_ties_losses,
+)
 from places import PAPER_TABLES
 
 PAPER = PAPER_TABLES
@@ -99,54 +118,11 @@ def test_a_comparison_goes_to_json_and_to_the_screen():
     assert "…" not in shown
 
 
-def test_a_missing_cell_in_a_table_is_named():
-    with pytest.raises(DataError, match="b on y is missing"):
-        analyse(TaskTable(("x", "y"), {"a": {"x": 1.0, "y": 2.0}, "b": {"x": 3.0, "y": None}}), "a")
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("task,a,b\nx,1,\ny,1,2\n", "line 2: b on x is missing"),
-        ("task,a,b\nx,1,2\ny,nan,2\n", "line 3: a on y must be a finite number, but 'nan'"),
-        ("task,a,b\nx,1,2\ny,79.7±1.5,2\n", "'79.7±1.5' came"),
-        ("task,a,b\nx,1,1e999\ny,1,2\n", "finite number, but '1e999'"),
-        ("task,a,a\nx,1,2\n", "column 'a' twice"),
-        ("task,a,b\nx,1,2\nx,1,2\n", "task 'x' twice"),
-        ("task,a,b\nx,1\n", "line 2: x must have 2 numbers, but 1 came"),
-        ("task,a,b\nx,1,2\nMean,1,2\n", "'Mean' is no task but a summary"),
-        ("task,,b\nx,1,2\n", "column without a name"),
-        ("task;a;b\nx;1;2\n", "one column only"),
-        ("", "holds no table"),
-    ],
-)
-def test_a_bad_table_is_refused_in_one_line(tmp_path, text, says):
-    (tmp_path / "table.csv").write_text(text)
-    with pytest.raises(DataError, match=says) as error:
-        read_task_means(tmp_path / "table.csv")
-    assert "\n" not in str(error.value)
-
-
-def test_an_unknown_reference_is_answered_with_the_nearest_column():
-    with pytest.raises(DataError, match="no column 'fca'. Did you mean 'FCCA'"):
-        analyse(paper("q3"), "fca")
-
-
-def test_one_column_or_one_task_is_no_comparison():
-    with pytest.raises(DataError, match="two columns and two tasks"):
-        analyse(TaskTable(("x", "y"), {"a": {"x": 1.0, "y": 2.0}}), "a")
-
-
 def test_a_spreadsheets_byte_order_mark_and_blank_lines_are_read_over(tmp_path):
     (tmp_path / "table.csv").write_bytes("﻿task, a, b\r\n\r\nx, 1, .5\r\ny,-2,3e1\r\n".encode())
     assert read_task_means(tmp_path / "table.csv") == TaskTable(
         ("x", "y"), {"a": {"x": 1.0, "y": -2.0}, "b": {"x": 0.5, "y": 30.0}}
     )
-
-
-def test_a_file_that_is_not_there_is_said_to_be_missing(tmp_path):
-    with pytest.raises(DataError, match="No such file"):
-        read_task_means(tmp_path / "none.csv")
 
 
 def test_tasks_that_are_not_the_papers_have_no_families_to_show():
@@ -158,3 +134,135 @@ def test_tasks_that_are_not_the_papers_have_no_families_to_show():
     shown = console.export_text()
     assert "56.50" in shown
     assert "families" not in shown
+
+
+DISTINCT = st.lists(st.integers(1, 1000), min_size=1, max_size=14, unique=True)
+
+
+@given(DISTINCT, st.randoms(use_true_random=False))
+def test_wilcoxon_without_ties_is_scipys_exact_test(sizes, draw):
+    signed = [float(size * draw.choice((-1, 1))) for size in sizes]
+    found, theirs = signed_rank(signed), stats.wilcoxon(signed, method="exact")
+    assert found.p == pytest.approx(theirs.pvalue, rel=1e-12)
+    assert found.statistic == theirs.statistic
+
+
+@given(st.lists(st.integers(-3, 3), min_size=1, max_size=10))
+def test_wilcoxon_with_ties_and_zeros_counts_every_assignment_of_signs(values):
+    nonzero = [abs(value) for value in values if value]
+    observed = _rank_sum_distance(nonzero, [value > 0 for value in values if value])
+    signs = list(itertools.product((False, True), repeat=len(nonzero)))
+    as_far = sum(_rank_sum_distance(nonzero, list(sign)) >= observed for sign in signs)
+    assert signed_rank([float(value) for value in values]).p == pytest.approx(as_far / len(signs))
+
+
+def _rank_sum_distance(sizes, positive):
+    """The distance of the positive rank sum from its mean, in quarters of a rank."""
+    ranks = [sum(2 for other in sizes if other < size) + sizes.count(size) + 1 for size in sizes]  # doubled
+    return abs(2 * sum(rank for rank, plus in zip(ranks, positive, strict=True) if plus) - sum(ranks))
+
+
+def test_differences_that_are_equal_in_print_are_ties():
+    gains = differences([95.1, 85.9, 88.9, 0.0], [94.8, 85.6, 88.9, 0.0])
+    assert gains == [0.3, 0.3, 0.0, 0.0]
+    assert wins_ties_losses(gains) == (2, 2, 0)
+    assert signed_rank([1.0, -1.0]).p == 1.0
+
+
+def test_many_tasks_take_the_normal_approximation_and_say_so():
+    drawn = np.random.default_rng(0).normal(0.1, size=150).tolist()
+    found = signed_rank(drawn)
+    assert not found.exact
+    assert found.p == pytest.approx(stats.wilcoxon(drawn, method="asymptotic").pvalue)
+    assert signed_rank(drawn[:100]).p == pytest.approx(stats.wilcoxon(drawn[:100], method="exact").pvalue)
+
+
+def test_paired_t_is_scipys():
+    x, y = [79.7, 68.1, 95.1, 88.9], [74.9, 66.7, 93.6, 86.9]
+    assert paired_t(differences(x, y)) == pytest.approx(stats.ttest_rel(x, y).pvalue)
+
+
+def test_holm_is_the_textbooks_example():
+    assert holm([0.01, 0.04, None, 0.03, 0.005]) == pytest.approx([0.03, 0.06, None, 0.06, 0.02])
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
+def test_holm_keeps_order_and_lies_between_the_p_and_bonferroni(p_values):
+    adjusted = [value for value in holm(p_values) if value is not None]
+    by_p = [value for _, value in sorted(zip(p_values, adjusted, strict=True))]
+    assert by_p == sorted(by_p)
+    assert all(p <= q <= min(1.0, len(p_values) * p) for p, q in zip(p_values, adjusted, strict=True))
+
+
+def test_the_bootstrap_interval_is_seeded_and_near_scipys():
+    gains = [4.8, 1.4, 1.5, 2.0, 1.2, 1.8, 1.7, 1.8, 10.0, 7.4, 18.8]
+    low, high = bootstrap_interval(gains)
+    assert bootstrap_interval(gains) == (low, high)
+    theirs = stats.bootstrap((gains,), np.mean, method="percentile", random_state=1).confidence_interval
+    assert (low, high) == pytest.approx((theirs.low, theirs.high), abs=0.15)
+
+
+def test_ranks_share_ties_and_turn_where_lower_is_better():
+    columns = {"a": [3.0, 2.0], "b": [3.0, 1.0], "c": [1.0, 0.0]}
+    assert mean_ranks(columns) == {"a": 1.25, "b": 1.75, "c": 3.0}
+    assert mean_ranks(columns, lower_is_better=True) == {"a": 2.75, "b": 2.25, "c": 1.0}
+
+
+@pytest.mark.parametrize("bad", [None, math.nan, math.inf])
+def test_a_cell_without_a_number_is_named_and_never_averaged(bad):
+    with pytest.raises(DataError, match="fcca on svamp"):
+        mean({"fcca on gsm8k": 60.0, "fcca on svamp": bad})
+
+
+@pytest.mark.parametrize("num_tasks", [3, 4, 11])
+def test_the_interval_of_few_tasks_holds_the_mean_as_often_as_the_report_says(num_tasks: int) -> None:
+    drawn = np.random.default_rng(0)
+    held = 0
+    for _ in range(1500):
+        own = drawn.normal(size=num_tasks)
+        means = own[drawn.integers(0, num_tasks, (400, num_tasks))].mean(1)
+        low, high = np.quantile(means, [0.025, 0.975])
+        held += bool(low <= 0 <= high)
+    assert held / 1500 == pytest.approx(REAL_COVERAGE[num_tasks], abs=0.03)
+
+
+def drawn_runs(draw, seeds, rows, pool, *, seed_sd):
+    """Runs of two methods whose true difference is 0: effects of seeds, of rows (shared), and of seeds on rows."""
+    of_row, runs, others = draw.normal(size=pool), [], []
+    for _ in range(seeds):
+        own = draw.choice(pool, rows, replace=False) if pool > rows else np.arange(rows)
+        tokens, nats = draw.integers(1, 6, rows), draw.normal(3, 1, rows)
+        apart = of_row[own] + draw.normal(size=rows) + draw.normal(0, seed_sd)
+        for found, by_row in ((runs, nats + apart), (others, nats)):
+            sums = (by_row * tokens).tolist()
+            found.append(Scored(math.fsum(sums) / int(tokens.sum()), own.tolist(), sums, tokens.tolist()))
+    return runs, others
+
+
+@pytest.mark.parametrize(
+    ("seeds", "pool", "seed_sd"), [(1, 50, 0.0), (3, 50, 0.1), (3, 10_000, 0.0), (10, 50, 0.1), (10, 90, 0.3)]
+)
+def test_the_interval_over_seeds_and_rows_holds_the_true_difference(seeds, pool, seed_sd):
+    draw = np.random.default_rng(0)
+    found = [paired_difference(*drawn_runs(draw, seeds, 50, pool, seed_sd=seed_sd), draws=100) for _ in range(200)]
+    held = sum(abs(one.mean) <= one.half for one in found) / len(found)
+    assert 0.89 <= held <= 0.99
+    assert held == sum(one.p >= 0.05 for one in found) / len(found)
+
+
+def test_shared_rows_widen_the_interval_and_scores_alone_give_students_t():
+    runs, others = drawn_runs(np.random.default_rng(0), 5, 50, 50, seed_sd=0.0)
+    counted = paired_difference(runs, others)
+    alone = paired_difference([Scored(run.value) for run in runs], others)
+    assert (counted.over, alone.over) == ("seeds and rows", "seeds")
+    assert counted.half > 1.5 * alone.half
+    theirs = stats.ttest_rel([run.value for run in runs], [run.value for run in others])
+    assert alone.p == pytest.approx(theirs.pvalue)
+    assert alone.mean + alone.half == pytest.approx(theirs.confidence_interval(0.95).high)
+    assert adjusted([counted, alone])[1].holm == min(holm([counted.p, alone.p])[1], 1.0)
+
+
+def test_what_nothing_repeats_or_is_all_equal_has_no_p():
+    assert paired_difference([Scored(1.0)], [Scored(0.5)]).half is None
+    same = Scored(0.5, [1, 2], [0, 1], [1, 1])
+    assert (paired_difference([same] * 2, [same] * 2).half, paired_difference([same] * 2, [same] * 2).p) == (0.0, None)

@@ -84,21 +84,6 @@ def test_trained_values_are_told_apart_as_cores_factors_and_magnitudes(paper):
     assert shown["DoRA"][1:4] == ["0", "7,372,800", "165,888"]
 
 
-def test_doras_magnitudes_are_unknown_where_its_record_does_not_count_them(study, make_record):
-    (costs,) = study_costs(study(PROFILE, make_record))
-    dora = next(cost for cost in costs.costs if cost.name == "DoRA")
-    assert dora.kinds == {"factors": None, "magnitudes": None}
-    assert [cell.text for cell in state_sheet(costs, "s").rows[2][2:5]] == ["0", "n/a", "n/a"]
-
-
-def test_records_without_resources_give_their_mean_step(study, make_record):
-    (costs,) = study_costs(study(PROFILE, make_record))
-    sheet = state_sheet(costs, "s")
-    assert costs.costs[0].phases.step_s == pytest.approx(0.1)
-    without_bases = [dict(zip(sheet.headings, line, strict=True))["without bases"] for line in sheet.rows]
-    assert {cell.text for cell in without_bases} == {"n/a"}
-
-
 def test_a_comparison_pools_its_tasks_and_a_profile_keeps_them_apart(study, make_record):
     two = PROFILE.replace("task: [svamp]", "task: [svamp, gsm8k]")
 
@@ -112,10 +97,6 @@ def test_a_comparison_pools_its_tasks_and_a_profile_keeps_them_apart(study, make
     ]
     (pooled,) = study_costs(study(two.replace("kind: profile", "kind: tune"), record))
     assert (pooled.costs[0].phases.initialisation_s, len(pooled.costs[0].records)) == (2.0, 2)
-
-
-def test_a_study_without_a_record_has_no_costs(study):
-    assert study_costs(study(PROFILE, lambda axes: None)) == []
 
 
 def test_what_was_not_measured_is_not_available_and_never_nought(study, make_record):
@@ -135,20 +116,6 @@ def test_what_was_not_measured_is_not_available_and_never_nought(study, make_rec
     assert (rows["LoRA"][1].hint, rows["LoRA"][-1].hint) == ("not measured", "no step was measured")
     assert rows["LoRA"][1].value is None
     assert rows["FCCA"][1].text == "2.00 s"
-
-
-def test_doras_magnitudes_are_those_that_its_own_record_counts(study, make_record):
-    alone = PROFILE.replace("fcca, lora, dora, pissa", "dora").replace(", reference: fcca", "")
-    counted = {"magnitude_parameters": 165_888, "num_steps": 262}
-    (costs,) = study_costs(study(alone, lambda axes: make_record(axes, resources=counted)))
-    assert costs.costs[0].kinds == {"factors": 7_372_800, "magnitudes": 165_888}
-
-
-def test_methods_without_a_phase_before_training_have_none_however_long_they_took_to_attach(study, make_record):
-    (costs,) = study_costs(study(PROFILE, lambda axes: make_record(axes, calibration_s=0.4)))
-    shown = {line[0].text: [cell.text for cell in line[1:]] for line in time_sheet(costs, "t", alone=True).rows}
-    assert [shown[name][0] for name in ("FCCA", "LoRA", "DoRA", "PiSSA")] == ["0.40 s", "none", "none", "0.40 s"]
-    assert (shown["LoRA"][5], shown["LoRA"][3] == shown["LoRA"][4]) == ("n/a", True)
 
 
 def with_peaks(make_record, axes, **changed):

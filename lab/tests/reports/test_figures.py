@@ -10,8 +10,6 @@ from matplotlib import pyplot as plt
 from frozencore.tune.figures import plain_ticks
 from frozencore_lab.campaign.spec import Figure
 from frozencore_lab.reports.figures import DRAWN, study_drawings
-from frozencore_lab.reports.pivot import ACCURACY, pivots
-from frozencore_lab.reports.tables import counted_values
 
 BY_RANK = """
   ranks:
@@ -85,18 +83,6 @@ def test_cores_and_lora_are_two_lines_of_loss_and_of_forgetting_against_trained_
         assert list(lora.lines[0].get_xdata()) == [1000]
         assert [*cores.lines[0].get_ydata(), *lora.lines[0].get_ydata()] == pytest.approx(means)
         assert [text.get_text() for text in axis.texts] == ["r8", "FCCA", "LoRA"]
-
-
-def test_what_a_column_trains_is_known_from_the_runs_of_its_own_table_alone(study, make_record):
-    def record(axes):
-        if axes["method"] == "eva" and axes["model"] == "small":
-            return None
-        at_once = 10 if axes["model"] == "small" else 20
-        return make_record(axes, values_at_once=at_once)
-
-    small, large = pivots(study(STATE, record), ACCURACY)
-    assert counted_values(small) == {("fcca",): 10, ("rawgrad",): 10, ("lora",): 10}
-    assert counted_values(large) == dict.fromkeys([("fcca",), ("rawgrad",), ("eva",), ("lora",)], 20)
 
 
 def test_every_figure_that_a_campaign_may_ask_for_is_a_row() -> None:

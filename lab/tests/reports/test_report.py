@@ -15,8 +15,10 @@ import pytest
 
 from frozencore.tune.record import Failure
 from frozencore_lab.campaign.plan import Choice
-from frozencore_lab.campaign.results import CampaignResults
-from frozencore_lab.reports.report import campaign_document, count_runs, study_section, write_document
+from frozencore_lab.campaign.results import CampaignResults, StudyResults
+from frozencore_lab.campaign.spec import read_campaign
+from frozencore_lab.reports.report import campaign_document, setup_section, study_section, write_document
+from frozencore_lab.reports.sheet import latex
 
 STUDIES = """
   budget:
@@ -89,12 +91,6 @@ def test_every_table_comes_in_three_formats_each_study_with_its_figure_and_twice
     assert "index.html" in names
 
 
-def test_what_is_missing_is_counted_on_top_of_the_page_and_of_the_text(report):
-    said = "40 of 44 final runs done, 2 failed, 2 missing"
-    assert said in (report / "report.md").read_text()[:200]
-    assert said in (report / "index.html").read_text().split("<nav>")[0]
-
-
 def test_a_run_that_waits_for_its_search_is_in_the_table_and_says_why_but_has_no_dialog(study, campaign, tmp_path):
     yaml = STUDIES.split("  sides:")[0]
     made = study(yaml)
@@ -107,12 +103,6 @@ def test_a_run_that_waits_for_its_search_is_in_the_table_and_says_why_but_has_no
     facts = json.loads(re.search(r'<script type="application/json" id="runs">(.*?)</script>', page).group(1))
     assert set(facts) == {run.run_id for run in others}
     assert "seed 43: search: no trial finished" in unescape(page)
-
-
-def test_a_run_that_two_studies_share_counts_once(study, make_record):
-    axes = "{model: [small], task: [svamp], method: [fcca], seed: [42, 43]}"
-    made = study(f"  a:\n    title: A\n    axes: {axes}\n", make_record)
-    assert count_runs(made.runs + made.runs).done == 2
 
 
 def test_the_page_is_well_formed_loads_nothing_and_escapes_what_it_is_told(report):
@@ -193,12 +183,6 @@ def test_a_campaign_that_has_not_begun_has_a_report(results, tmp_path):
     assert "0 of 44 final runs done, 0 failed, 44 missing" in (tmp_path / "report.md").read_text()
 
 
-def test_a_ranking_waits_for_a_whole_column(results, make_record, tmp_path):
-    yaml = STUDIES.split("  sides:")[0]
-    begun = results(yaml, lambda axes: make_record(axes) if axes["task"] == "svamp" else None)
-    assert not [path for path in write_document(campaign_document(begun), tmp_path) if path.suffix == ".png"]
-
-
 def in_browser(page: Path, script: str, *, width: int = 1400, scheme: str = "light") -> dict:
     """The result of a script in the page, opened in a headless Chromium in a frame of this width."""
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -260,35 +244,6 @@ def test_in_a_browser_the_page_fits_a_phone_and_keeps_its_contrast_in_the_dark(r
     assert contrast(found["text"], found["ground"]) > 7
 
 
-def test_figures_stand_one_a_row_with_letters_that_can_be_read(report):
-    script = """
-    document.querySelectorAll('details').forEach((one) => { one.open = true; });
-    const images = [...document.querySelector('#budget').closest('section').querySelectorAll('figure img')];
-    return {lefts: images.map((one) => one.getBoundingClientRect().left), page: document.body.clientWidth - 32,
-      widths: images.map((one) => one.clientWidth), pixels: images.map((one) => one.naturalWidth)};
-    """
-    found = in_browser(report / "index.html", script)
-    assert len(found["lefts"]) > 1
-    assert len(set(found["lefts"])) == 1
-    assert all(width == min(960, found["page"]) for width in found["widths"])
-    for width, pixels in zip(found["widths"], found["pixels"], strict=True):
-        points = 12 * 160 / 72  # of a letter, in the pixels of the file
-        assert points * width / pixels > 12
-
-
-def test_no_heading_below_a_study_says_its_title_again_and_what_was_found_stands_first(report):
-    page = unescape((report / "index.html").read_text())
-    section = page.split('<h2 id="sides">')[1].split("</section>")[0]
-    assert section.startswith("Whitening sides</h2>")
-    assert "Whitening sides" not in re.sub(r'alt="[^"]*"', "", section.removeprefix("Whitening sides</h2>"))
-    first = page.index("<ul class=headlines>")
-    assert first < page.index("<nav>") < page.index("<h2")
-    found = page[first:]
-    assert re.search(r'<a href="#budget">Matched <budget> & more, small: \S+ \d+\.\d ± \d\.\d, then \S+ \d+\.\d', found)
-    assert re.search(r'<a href="#state">Trained state: \S+ [\d.]+, then \S+ [\d.]+ \(accuracy, %, SVAMP\)', found)
-    assert '<a href="#budget">Matched' not in page[page.index("<nav>") : page.index("</nav>")]
-
-
 def contrast(first: list[int], second: list[int]) -> float:
     """WCAG's contrast ratio of two sRGB colours."""
 
@@ -299,3 +254,128 @@ def contrast(first: list[int], second: list[int]) -> float:
 
     high, low = sorted((luminance(first), luminance(second)), reverse=True)
     return (high + 0.05) / (low + 0.05)
+
+
+CAMPAIGNS = Path(__file__).parents[2] / "campaigns"
+DATA_SETS = """
+SVAMP & ChilleD/SVAMP & default & greedy exact match & 700 & 300 / 3
+GSM8K & openai/gsm8k & main & greedy exact match & 1500 & 300 / 2
+SST-2 & nyu-mll/glue & sst2 & likelihood MC & 2000 & 500 / 1
+QNLI & nyu-mll/glue & qnli & likelihood MC & 2000 & 500 / 1
+CoLA & nyu-mll/glue & cola & likelihood MC & 2000 & 500 / 2
+RTE & nyu-mll/glue & rte & likelihood MC & 2000 & 500 / 3
+MRPC & nyu-mll/glue & mrpc & likelihood MC & 2000 & 500 / 3
+ARC-C & allenai/ai2_arc & ARC-Challenge & likelihood MC & 1119 & 500 / 3
+OBQA & allenai/openbookqa & main & likelihood MC & 2000 & 500 / 3
+HellaSwag & Rowan/hellaswag & default & likelihood MC & 2000 & 500 / 2
+WinoG & allenai/winogrande & winogrande_xl & likelihood MC & 2000 & 500 / 2
+"""
+SIGNALS = {
+    "Random": ("no", "no", "random draw"), "LoRA-XS-core": ("no", "weight", "spectrum of W"),
+    "MiLoRA-core": ("no", "weight", "spectrum of W"), "EVA-core": ("indirect", "input", "A"),
+    "FiLoRA-core": ("indirect", "input and output", "A, D"), "RawGrad": ("yes", "no", "G"),
+    "FCCA": ("yes", "input and output", "G, a, d"),
+}  # fmt: skip
+
+
+def sheets(name):
+    campaign = read_campaign(CAMPAIGNS / f"{name}.yaml")
+    results = CampaignResults(campaign, tuple(StudyResults(*item, (), ()) for item in campaign.studies.items()))
+    return {table.sheet.name: table.sheet for table in setup_section(results).tables}
+
+
+@pytest.fixture(scope="module")
+def paper():
+    return sheets("paper-3b")
+
+
+def column(sheet, heading):
+    return [line[sheet.headings.index(heading)].text for line in sheet.rows]
+
+
+def test_the_data_sets_are_the_papers(paper):
+    found = paper["data-sets"]
+    printed = [[cell.strip() for cell in line.split("&")] for line in DATA_SETS.strip().splitlines()]
+    ours = zip(*(column(found, name) for name in ("task", "data set", "configuration", "scoring")), strict=True)
+    assert [[*line[:3], line[3].replace("likelihood of choices", "likelihood MC")] for line in ours] == [
+        line[:4] for line in printed
+    ]
+    sizes = zip(*(column(found, name) for name in ("train", "evaluation", "epochs")), strict=True)
+    assert [(train.replace(",", ""), f"{rows} / {epochs}") for train, rows, epochs in sizes] == [
+        (line[4], line[5]) for line in printed
+    ]
+    assert all(column(found, "licence"))
+    assert column(found, "splits: train / validation / evaluation")[7] == "train / validation / test"
+
+
+def test_the_options_are_those_of_the_papers_protocol(paper):
+    found = paper["hyper-parameters"]
+    own = {
+        line[1].text: dict(zip(found.headings[2:], (cell.text for cell in line[2:]), strict=True))
+        for line in found.rows
+        if line[0].text == "matched-budget"
+    }
+    fcca = own.pop("FCCA")
+    assert (fcca["learning rate"], fcca["warm-up"], fcca["calibration"]) == ("0.005", "{0.03, 0.1}", "{128, 256}")
+    assert fcca["selection"] == "4 trials by accuracy, seed 42"
+    assert {line["learning rate"] for line in own.values()} == {"{0.002, 0.005}"}
+    assert {line["warm-up"] for line in own.values()} == {"0.1"}
+    assert {line["selection"] for line in own.values()} == {"2 trials by accuracy, seed 42"}
+    for line in (fcca, *own.values()):
+        assert (line["rank"], line["modules"], line["precision"]) == ("16", "attention", "bfloat16")
+        assert (line["batch"], line["seeds"]) == ("1 × 8 = 8", "42, 43, 44")
+    assert sum(len(names.split(", ")) for names in own) == 7
+
+
+def test_what_constructors_look_at_is_what_the_paper_says(paper):
+    found = {line[0].text: tuple(cell.text for cell in line[1:]) for line in paper["constructors"].rows}
+    assert {name: found[name] for name in SIGNALS} == SIGNALS
+
+
+def test_what_a_study_varies_fixes_and_does_not_do_is_told_apart():
+    found = sheets("paper-3b-ablations")["hyper-parameters"]
+    own = {line[0].text: dict(zip(found.headings, (cell.text for cell in line), strict=True)) for line in found.rows}
+    assert own["rank-modules"]["modules"] == "q/v · q/k/v/o"
+    assert own["rank"]["rank"] == "8 · 16 · 32 · 64"
+    assert "coordinates raw" in own["no-qr-rates"]["further"]
+    assert "shrinkage 0 · 0.25 · 0.5 · 0.75 · 1" in own["shrinkage"]["further"]
+    assert (own["stability"]["learning rate"], own["stability"]["batch"]) == ("-", "-")
+    assert r"8 $\cdot$ 16" in latex(found)
+
+
+def test_the_trained_values_are_those_of_the_records(results, make_record):
+    yaml = "  a:\n    title: A\n    axes: {model: [small], task: [svamp], method: [fcca, lora], seed: [42]}\n"
+    document = campaign_document(results(yaml, make_record))
+    sheet = next(table.sheet for table in document.sections[-1].tables if table.sheet.name == "hyper-parameters")
+    assert column(sheet, "values") == ["36,864", "7,372,800"]
+    empty = campaign_document(results(yaml, lambda axes: None)).sections[-1].tables[1].sheet
+    assert column(empty, "values") == ["-", "-"]
+
+
+def test_a_variant_has_a_line_of_its_own_options_and_values(results, make_record):
+    yaml = (
+        "  a:\n    title: A\n    axes: {model: [small], task: [svamp], method: [fcca, fcca-r4], seed: [42]}\n"
+        "    variants: {fcca-r4: {method: fcca, rank: 4, damping: 0.1}}\n"
+    )
+    document = campaign_document(results(yaml, make_record))
+    sheet = next(table.sheet for table in document.sections[-1].tables if table.sheet.name == "hyper-parameters")
+    assert column(sheet, "methods") == ["FCCA", "FCCA r4"]
+    assert column(sheet, "rank") == ["16", "4"]
+    assert column(sheet, "calibration") == ["128", "128"]
+    assert column(sheet, "further") == ["-", "damping 0.1"]
+
+
+def test_generated_rows_and_own_files_have_an_origin_too(tmp_path):
+    assert column(sheets("demo")["data-sets"], "data set") == ["generated"] * 4
+    (tmp_path / "rows.jsonl").write_text('{"q": "a", "n": "1"}\n')
+    task = tmp_path / "own.yaml"
+    task.write_text('name: own\nscoring: exact_match\nevaluation: rows.jsonl\nprompt: "{q}"\nanswer: n\n')
+    file = tmp_path / "campaign.yaml"
+    study = f"  a:\n    title: A\n    axes: {{model: [m], task: [{task}], method: [lora], seed: [42]}}\n"
+    file.write_text(f"name: mine\nmodels: {{m: pocket}}\nstudies:\n{study}")
+    campaign = read_campaign(file)
+    results = CampaignResults(campaign, tuple(StudyResults(*item, (), ()) for item in campaign.studies.items()))
+    data, options = (table.sheet for table in setup_section(results).tables)  # and no constructors
+    assert column(data, "data set") == ["own files"]
+    assert column(data, "splits: train / validation / evaluation") == ["- / - / rows.jsonl"]
+    assert column(options, "calibration") == ["reads none"]

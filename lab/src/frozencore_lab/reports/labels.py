@@ -87,11 +87,6 @@ def slug(group: Mapping[str, Any]) -> str:
     return "".join(f"-{re.sub('[^a-z0-9.]+', '-', value).strip('-')}" for value in shown)
 
 
-def many(number: int, what: str) -> str:
-    """``1 task``, ``11 tasks``."""
-    return f"{number} {what}" + ("" if number == 1 else "s")
-
-
 def sentence(text: str) -> str:
     """The text with a capital letter at its start."""
     return text[:1].upper() + text[1:]

@@ -105,17 +105,16 @@ class PivotCell:
 
     def scored(self, measure: Measure) -> dict[object, Scored] | None:
         """Each seed's score with its rows; None if a seed has none, or a diverged run is counted."""
-        records = {one.seed: one.run.record for one in self.runs if one.status == "done"}
-        found = {seed: scored(record, measure.key, scale=measure.scale) for seed, record in records.items() if record}
-        known = {seed: one for seed, one in found.items() if one is not None}
-        return known if known and len(known) == len(self.runs) else None
+        records = {one.seed: one.run.record for one in self.runs if one.status == "done" and one.run.record}
+        found = {seed: scored(record, measure.key, scale=measure.scale) for seed, record in records.items()}
+        whole = len(found) == len(self.runs) > 0
+        return {seed: one for seed, one in found.items() if one} if whole and all(found.values()) else None
 
     @property
     def status(self) -> Status:
         """``done``, or the first of diverged, failed, absent and missing that applies to a seed."""
-        found = {run.status for run in self.runs}
-        order: tuple[Status, ...] = ("diverged", "failed", "absent", "missing")
-        return next((status for status in order if status in found), "done" if self.runs else "missing")
+        order: tuple[Status, ...] = ("diverged", "failed", "absent", "missing", "done")
+        return min((run.status for run in self.runs), key=order.index, default="missing")
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,6 @@ class Pivot:
 
     @property
     def reference(self) -> Key | None:
-        """The study's reference column."""
         return next((column for column in self.columns if column_key(column) == self.report.reference), None)
 
     @property
@@ -208,9 +206,9 @@ def pivots(results: StudyResults, measure: Measure) -> list[Pivot]:
 
 
 def _tasks_without(results: StudyResults, measure: Measure) -> set[Value]:
-    having = {run.axes["task"] for run in results.runs if run.record is not None and run.record.has(measure.key)}
-    lacking = {run.axes["task"] for run in results.runs if run.record is not None}
-    return lacking - having if having else set()
+    done = [(run.axes["task"], run.record.has(measure.key)) for run in results.runs if run.record is not None]
+    having = {task for task, has in done if has}
+    return {task for task, _ in done} - having if having else set()
 
 
 def _seed_value(run: FinalRun, measure: Measure) -> SeedValue:
@@ -257,11 +255,7 @@ class Average:
 
 @dataclass(frozen=True)
 class AverageLine:
-    """One line of averages, by the columns of the table.
-
-    Attributes:
-        ranked: Whether the averages can be ranked.
-    """
+    """One line of averages, by the columns of the table, and whether they can be ranked."""
 
     name: str
     cells: Mapping[Key, Average]
@@ -318,21 +312,14 @@ def _average(pivot: Pivot, rows: Sequence[Key], column: Key) -> Average:
 
 
 def _median_spread(pivot: Pivot, rows: Sequence[Key], column: Key) -> Average:
-    spreads = [pivot.cells[row, column].std for row in rows]
-    known = [std for std in spreads if std is not None]
-    return (
-        Average(median(known)) if len(known) == len(spreads) else Average(None, reason="no median without every task")
-    )
+    known = [std for row in rows if (std := pivot.cells[row, column].std) is not None]
+    return Average(median(known)) if len(known) == len(rows) else Average(None, reason="no median without every task")
 
 
-def ranked_printed(values: Mapping[Key, float | None], measure: Measure) -> tuple[set[Key], set[Key]]:
-    """The keys with the best printed value, and with the second best if the best is unique.
-
-    Both are empty if there is nothing to compare.
-    """
+def best_printed(values: Mapping[Key, float | None], measure: Measure) -> set[Key]:
+    """The keys with the best printed value; empty if there is nothing to compare."""
     shown = {key: round(value, measure.decimals) for key, value in values.items() if value is not None}
     if len(shown) < 2 or not measure.ranked:
-        return set(), set()
-    places = sorted(set(shown.values()), reverse=not measure.lower_is_better)
-    best, second = ({key for key, value in shown.items() if value == place} for place in (places[0], places[:2][-1]))
-    return best, second if len(best) == 1 else set()
+        return set()
+    best = (min if measure.lower_is_better else max)(shown.values())
+    return {key for key, value in shown.items() if value == best}

@@ -298,7 +298,6 @@ def _classes(sheet: Sheet, place: int, cell: SheetCell) -> str:
     words = {
         "label": place < sheet.num_labels or isinstance(cell.value, str),
         "best": cell.best,
-        "second": cell.second,
         "long": len(cell.text) > 60,
     }
     return " ".join(word for word, holds in words.items() if holds)

@@ -47,7 +47,7 @@ class SheetCell:
     Attributes:
         spread: Shown small after ``±``.
         value: The unrounded value, for sorting and for CSV; None if there is none.
-        best, second: Whether it is the best (bold) or second best (underlined) of the compared cells.
+        best: Whether it is the best of the compared cells, which is shown bold.
         hint: An explanation.
         runs: The runs that it was computed from.
         is_undefined: The inputs exist, but the statistic is undefined for them.
@@ -57,7 +57,6 @@ class SheetCell:
     spread: str = ""
     value: float | str | None = None
     best: bool = False
-    second: bool = False
     hint: str = ""
     runs: tuple[SeedValue, ...] = ()
     is_undefined: bool = False
@@ -93,12 +92,10 @@ class Sheet:
         cls, name: str, title: str, note: str, lines: Iterable[Mapping[str, SheetCell]], *, num_labels: int = 1
     ) -> Sheet:
         """Make a sheet from at least one line; all lines have the same headings as keys."""
-        first, *others = lines
-        headings = tuple(first)
-        return cls(
-            name, title, note, headings, tuple(tuple(line[one] for one in headings) for line in (first, *others)),
-            num_labels=num_labels,
-        )  # fmt: skip
+        made = list(lines)
+        headings = tuple(made[0])
+        rows = tuple(tuple(line[one] for one in headings) for line in made)
+        return cls(name, title, note, headings, rows, num_labels=num_labels)
 
 
 def label(text: str) -> SheetCell:
@@ -147,25 +144,21 @@ MARKDOWN = re.compile(r"([\\`*_|<>\[\]#])")
 
 
 def markdown(sheet: Sheet) -> str:
-    """The title, the note and a pipe table; the best bold, the second best underlined."""
+    """The title, the note and a pipe table, then the reasons of missing averages, because Markdown has no hints."""
     lines = [
         map(markdown_text, sheet.headings),
         ("---" if i < sheet.num_labels else "---:" for i in range(len(sheet.headings))),
         *(map(_markdown_cell, line) for line in (*sheet.rows, *sheet.foot)),
     ]
     head = f"**{markdown_text(sheet.title)}**\n\n" + (f"{markdown_text(sheet.note)}\n\n" if sheet.note else "")
-    return head + "".join(f"| {' | '.join(line)} |\n" for line in lines) + _reasons(sheet)
-
-
-def _reasons(sheet: Sheet) -> str:
-    """The reasons of missing averages, as text, because Markdown has no hints."""
-    found = dict.fromkeys(cell.hint for line in sheet.foot for cell in line if cell.value is None and cell.hint)
-    return "".join(f"\n- {markdown_text(reason)}" for reason in found) + ("\n" if found else "")
+    reasons = dict.fromkeys(cell.hint for line in sheet.foot for cell in line if cell.value is None and cell.hint)
+    tail = "".join(f"\n- {markdown_text(reason)}" for reason in reasons) + ("\n" if reasons else "")
+    return head + "".join(f"| {' | '.join(line)} |\n" for line in lines) + tail
 
 
 def _markdown_cell(cell: SheetCell) -> str:
     text = markdown_text(_joined(cell))
-    return f"<ins>{text}</ins>" if cell.second else f"**{text}**" if cell.best else text
+    return f"**{text}**" if cell.best else text
 
 
 def markdown_text(text: str) -> str:
@@ -174,10 +167,7 @@ def markdown_text(text: str) -> str:
 
 
 def latex(sheet: Sheet) -> str:
-    """A table environment for the package booktabs and, if it is wide, graphicx.
-
-    The best is bold, the second best underlined.
-    """
+    """A table environment for the package booktabs and, if it is wide, graphicx; the best is bold."""
     columns = "l" * sheet.num_labels + "r" * (len(sheet.headings) - sheet.num_labels)
     parts = [[map(_latex, sheet.headings)], [map(_latex_cell, line) for line in sheet.rows]]
     parts += [[map(_latex_cell, line) for line in sheet.foot]] if sheet.foot else []
@@ -195,7 +185,7 @@ def latex(sheet: Sheet) -> str:
 
 def _latex_cell(cell: SheetCell) -> str:
     text = _latex(cell.text) + (rf"{{\scriptsize$\pm${_latex(cell.spread)}}}" if cell.spread else "")
-    return rf"\underline{{{text}}}" if cell.second else rf"\textbf{{{text}}}" if cell.best else text
+    return rf"\textbf{{{text}}}" if cell.best else text
 
 
 def _latex(text: str) -> str:
@@ -204,19 +194,16 @@ def _latex(text: str) -> str:
 
 def csv_text(sheet: Sheet) -> str:
     """Unrounded values as CSV; missing values are empty."""
-    lines = ([cell.value for cell in line] for line in (*sheet.rows, *sheet.foot))
-    return csv_lines([sheet.headings, *lines])
+    return csv_lines([sheet.headings, *([cell.value for cell in line] for line in (*sheet.rows, *sheet.foot))])
 
 
 def csv_lines(lines: Iterable[Iterable[object]]) -> str:
     """Values as CSV. A text that a spreadsheet would take for a formula gets a leading apostrophe."""
     out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows(map(_csv_value, line) for line in lines)
+    csv.writer(out, lineterminator="\n").writerows(
+        (f"'{value}" if isinstance(value, str) and FORMULA.match(value) else value for value in line) for line in lines
+    )
     return out.getvalue()
-
-
-def _csv_value(value: object) -> object:
-    return f"'{value}" if isinstance(value, str) and FORMULA.match(value) else value
 
 
 def without_apostrophe(cell: str) -> str:
@@ -225,14 +212,12 @@ def without_apostrophe(cell: str) -> str:
 
 
 def rich_table(sheet: Sheet) -> Table:
-    """The sheet as a table on the screen; the best bold, the second best underlined."""
+    """The sheet as a table on the screen; the best bold."""
     table = Table(title=Text(sheet.title), caption=Text(sheet.note) if sheet.note else None, title_justify="left")
     for i, heading in enumerate(sheet.headings):
         table.add_column(Text(heading), justify="left" if i < sheet.num_labels else "right")
     for i, line in enumerate((*sheet.rows, *sheet.foot)):
-        texts = (
-            Text(_joined(cell), style="bold" if cell.best else "underline" if cell.second else "") for cell in line
-        )
+        texts = (Text(_joined(cell), style="bold" if cell.best else "") for cell in line)
         table.add_row(*texts, end_section=i == len(sheet.rows) - 1)
     return table
 

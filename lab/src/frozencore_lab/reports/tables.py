@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from frozencore.tune.record import TunedRecord
@@ -17,15 +16,14 @@ from frozencore_lab.reports.pivot import (
     Pivot,
     PivotCell,
     averages,
+    best_printed,
     column_averages,
-    ranked_printed,
 )
 from frozencore_lab.reports.sheet import SHOWN, Sheet, SheetCell, label, missing, number, signed
 from frozencore_lab.reports.statistics import differences
 
 
-@dataclass(frozen=True)
-class ExtraLine:
+class ExtraLine(NamedTuple):
     """A line of cells beside a table (by its rows) or below it (by its columns)."""
 
     name: str
@@ -65,14 +63,14 @@ def _average_lines(pivot: Pivot) -> list[ExtraLine]:
     lines = []
     for line in averages(pivot):
         values = {key: cell.value for key, cell in line.cells.items()}
-        best = ranked_printed(values, pivot.measure)[0] if line.ranked else set()
+        best = best_printed(values, pivot.measure) if line.ranked else set()
         cells = {key: average_cell(cell, pivot.measure.decimals, best=key in best) for key, cell in line.cells.items()}
         lines.append(ExtraLine(line.name, cells))
     return lines
 
 
 def _differences_by_task(pivot: Pivot, *, turned: bool) -> list[ExtraLine]:
-    """Difference lines for tasks as columns, or for a single task, which has no comparison over tasks."""
+    """Lines for tasks as columns, or for a single task, which has no comparison over tasks."""
     if not turned and (len(pivot.rows) > 1 or pivot.report.differences):
         return []
     return [
@@ -86,7 +84,7 @@ def _differences_by_task(pivot: Pivot, *, turned: bool) -> list[ExtraLine]:
 
 
 def _named_differences(pivot: Pivot) -> list[ExtraLine]:
-    """Difference lines for the columns that the study names."""
+    """Lines for the columns that the study names."""
     references = {row: found for row in pivot.rows if (found := _reference(pivot, row)) is not None}
     if len(references) < len(pivot.rows):
         return []
@@ -101,7 +99,6 @@ def _named_differences(pivot: Pivot) -> list[ExtraLine]:
 
 
 def _base_model(pivot: Pivot) -> list[ExtraLine]:
-    """The line of the base model's values."""
     if not pivot.before or "task" not in pivot.row_axes:
         return []
     known = {row: number(value, pivot.measure.decimals) for row, value in pivot.before.items()}
@@ -126,12 +123,11 @@ def _difference(pivot: Pivot, row: Key, column: Key, reference: Key) -> SheetCel
         return missing("a mean is missing")
     if column == reference:
         return SheetCell(f"{0:.{decimals}f} (ref.)", value=0.0)
-    values = {one.seed: one.value for one in base.runs}
-    pairs = [(one.seed, one.value, values.get(one.seed)) for one in cell.runs]
+    values = {one.seed: one.value for one in base.runs if one.value is not None}
     hint = "; ".join(
-        f"seed {seed}: {signed(own - other, decimals).text}"
-        for seed, own, other in pairs
-        if own is not None and other is not None
+        f"seed {one.seed}: {signed(one.value - values[one.seed], decimals).text}"
+        for one in cell.runs
+        if one.value is not None and one.seed in values
     )
     return signed(differences([cell.mean], [base.mean])[0], decimals, hint=hint)
 
@@ -163,10 +159,10 @@ def pivot_cell(pivot: Pivot, row: Key, column: Key, *, best: bool = False) -> Sh
     )
 
 
-def average_cell(average: Average, decimals: int, *, best: bool = False, second: bool = False) -> SheetCell:
+def average_cell(average: Average, decimals: int, *, best: bool = False) -> SheetCell:
     if average.value is None:
         return missing(average.reason)
-    return SheetCell(f"{average.value:.{decimals}f}", _spread(average.std, decimals), average.value, best, second)
+    return SheetCell(f"{average.value:.{decimals}f}", _spread(average.std, decimals), average.value, best)
 
 
 def _spread(std: float | None, decimals: int) -> str:
@@ -178,12 +174,8 @@ def _best(pivot: Pivot) -> set[tuple[Key, Key]]:
 
     A cell in which all runs diverged is never the best, because its 0 is not a measured accuracy.
     """
-    found = {(row, one) for row in pivot.rows for one in ranked_printed(pivot.row_means(row), pivot.measure)[0]}
+    found = {(row, one) for row in pivot.rows for one in best_printed(pivot.row_means(row), pivot.measure)}
     return {place for place in found if any(run.status != "diverged" for run in pivot.cells[place].runs)}
-
-
-AT_END = "†"
-SAID_OF_END = f"{AT_END}: the largest or the smallest learning rate that was tried, so a better one may lie beyond it."
 
 
 def best_sheet(pivot: Pivot, name: str) -> Sheet:
@@ -237,7 +229,7 @@ def tradeoff_sheet(pivot: Pivot, name: str) -> Sheet:
     """Each column's macro-average, its trained values, and its difference from the reference (paper, table
     "efficiency-state")."""
     means, counts, measure = column_averages(pivot), counted_values(pivot), pivot.measure
-    best = ranked_printed({column: mean.value for column, mean in means.items()}, measure)[0]
+    best = best_printed({column: mean.value for column, mean in means.items()}, measure)
     reference, lines = pivot.reference, []
     for column, own in means.items():
         line = {
@@ -285,13 +277,14 @@ def search_sheet(results: StudyResults) -> Sheet:
         score = next(score for options, score in choice.trials if options == choice.options)
         lines.append({
             **{axis_name(axis): label(value_name(axis, group[axis])) for axis in axes},
-            "chosen": label(_options(choice.options) + f" {AT_END}" * choice.at_end),
+            "chosen": label(_options(choice.options) + " †" * choice.at_end),
             "score": number(None if score is None else scale * score, decimals),
             "all trials": label("; ".join(shown(*trial) for trial in choice.trials)),
         })  # fmt: skip
-    said = f" {SAID_OF_END}" * any(choice.at_end for _, choice in results.choices)
     measure = "accuracy, %" if search.select == "accuracy" else "held-out loss, nats per token"
-    note = f"On held-out validation rows with seed {search.seed}, once for all seeds; {measure}.{said}"
+    note = f"On held-out validation rows with seed {search.seed}, once for all seeds; {measure}."
+    if any(choice.at_end for _, choice in results.choices):
+        note += " †: the largest or the smallest learning rate that was tried, so a better one may lie beyond it."
     title = f"{results.study.title}: what the search chose"
     return Sheet.of(f"{results.name}-search", title, note, lines, num_labels=len(axes) + 1)
 

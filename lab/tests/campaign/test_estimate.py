@@ -12,45 +12,25 @@ import pytest
 from frozencore.errors import NoRowsError
 from frozencore.tune.read_rows import prepare_rows, task_splits
 from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.run import execute
-from frozencore.tune.suite import PAPER_TASKS
 from frozencore_lab.campaign.estimate import search_rows
 from frozencore_lab.campaign.job import Job, make_job
 from frozencore_lab.campaign.plan import Planned, plan
 from frozencore_lab.campaign.shared_moments import moments_file
 from frozencore_lab.campaign.spec import read_campaign
 from frozencore_lab.campaign.worker import Place
-from hub_folders import ROWS, write_hub_folder
+from hub_folders import write_hub_folder
 from places import LAB
 from small_campaign import write_spec
 from small_task import write_task
 
-UNUSED, OFFICIAL, TENTH = "unused train rows", "official validation", "10% of train"
+TENTH = "10% of train"
 TRIALS = {  # trained on, scored on, which those are; final runs: trained on, evaluated (paper, table "datasets")
     "svamp": (630, 70, TENTH, 700, 300),
-    "gsm8k": (1500, 300, UNUSED, 1500, 300),
-    "sst2": (2000, 500, UNUSED, 2000, 500),
-    "qnli": (2000, 500, UNUSED, 2000, 500),
-    "cola": (2000, 500, UNUSED, 2000, 500),
-    "rte": (2000, 490, UNUSED, 2000, 277),
-    "mrpc": (2000, 500, UNUSED, 2000, 408),
-    "arc_challenge": (1119, 299, OFFICIAL, 1119, 500),
-    "openbookqa": (2000, 500, UNUSED, 2000, 500),
-    "hellaswag": (2000, 500, UNUSED, 2000, 500),
-    "winogrande": (2000, 500, UNUSED, 2000, 500),
+    "rte": (2000, 490, "unused train rows", 2000, 277),
+    "arc_challenge": (1119, 299, "official validation", 1119, 500),
+    "hellaswag": (2000, 500, "unused train rows", 2000, 500),
 }
-BY_SCHEMA = {"rte": (2490, 277), "mrpc": (3668, 408), "openbookqa": (4957, 500), "winogrande": (4000, 1267)}
-"""Official rows to train and evaluate on; WinoGrande's first tenth, which leaves as many unused as are wanted."""
-SAMPLED = {"qnli": (1800, 200, TENTH, 2000, 500)}
-"""Of what lies beside this checkout: 2,000 of QNLI's 104,743 rows."""
-
-
-@pytest.fixture(scope="module")
-def hub_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("hub")
-    for name, (num_train, num_evaluation) in BY_SCHEMA.items():
-        write_hub_folder(root / name, name, num_train, num_evaluation)
-    return root
+"""One task for each way to come by rows; tests/tune/tasks has the sizes of every task's splits."""
 
 
 @cache
@@ -65,23 +45,16 @@ def jobs_of(name: str) -> tuple[Job, Job]:
     return trial, Job(trial.kind, trial.config.replaced(evaluate_on="evaluation"))
 
 
-def test_the_table_holds_the_papers_tasks() -> None:
-    assert TRIALS.keys() == PAPER_TASKS.keys()
-
-
-# One of each way to come by rows; the sizes of every task's splits are asked for in tests/tune/tasks too.
-EACH_WAY = ("svamp", "rte", "arc_challenge", "hellaswag")
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in EACH_WAY else pytest.param(name, marks=pytest.mark.slow) for name in TRIALS]
-)
+@pytest.mark.parametrize("name", TRIALS)
 def test_trials_of_the_papers_campaigns_are_scored_on_rows_that_nothing_else_uses(
-    name: str, request: pytest.FixtureRequest
+    name: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    root = request.getfixturevalue("hub_folder") / name if name in ROWS else request.getfixturevalue("shared_data")
+    if name == "rte":
+        write_hub_folder(root := tmp_path, name, 2490, 277)
+    else:
+        root = request.getfixturevalue("shared_data")
     trial, final = (task_splits(Place(root).put(job.config)) for job in jobs_of(name))
-    expected = SAMPLED.get(name, TRIALS[name])
+    expected = TRIALS[name]
     assert (len(trial.train), len(trial.validation), trial.validation_from) == expected[:3]
     assert (len(final.train), len(final.evaluation)) == expected[3:]
     assert trial.evaluation == final.evaluation
@@ -158,10 +131,3 @@ def test_trials_and_final_runs_share_moments_where_they_calibrate_on_the_same_ro
     assert files[0] != files[1]
     assert files[2] == files[3]
     assert len(set(files)) == 3
-
-
-def test_a_trials_record_says_which_rows_were_used(tmp_path: Path) -> None:
-    options = {**OPTIONS, "task": write_task(tmp_path, num_train=20), "evaluate_on": "validation"}
-    config = make_job("tune", {**options, "method": "random", "rank": 4, "batch_size": 8, "epochs": 1}).config
-    record = execute(config, tmp_path / "run", lambda *_: None)
-    assert record.rows.content() == {"trained": 18, "scored": 2, "scored_on": "validation", "validation_from": TENTH}
