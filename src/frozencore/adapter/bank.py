@@ -161,12 +161,15 @@ class CoreBank:
                 slots = [0 if name is None else self._slot(name) for name in names]
                 in_encoder = {id(module) for module in encoder_modules(self.model)} if num_beams > 1 else set()
                 times = {name: 1 if id(one) in in_encoder else num_beams for name, one in self.layers.items()}
-                gathered = self._batch().gather(self._cores, slots, times)
+                if self._depth == len(self._batches):
+                    self._batches.append(_Batch(self.layers, self.adapter_name))
+                gathered = self._batches[self._depth].gather(self._cores, slots, times)
             with ExitStack() as undo, with_attributes(self, _depth=self._depth + 1):
                 for name, R in gathered.items():
                     layer = self.layers[name]
                     undo.enter_context(rows_through(layer, layer.row_cores_of(self.adapter_name, R)))
-                elsewhere = other_modules(self.model, self.layers) if self._has_others() else []
+                configs: Any = self.model.peft_config
+                elsewhere = other_modules(self.model, self.layers) if len(configs) > 1 else []
                 undo.enter_context(
                     base_rows(elsewhere, lambda one: len(slots) * (1 if id(one) in in_encoder else num_beams))
                 )
@@ -192,16 +195,6 @@ class CoreBank:
         for bank, part in zip(self._cores.values(), flat.split(sizes), strict=True):
             by_device[bank.device].append(part)
         return {device: torch.cat(parts) for device, parts in by_device.items()}
-
-    def _has_others(self) -> bool:
-        configs: Any = self.model.peft_config
-        return len(configs) > 1
-
-    def _batch(self) -> _Batch:
-        """The buffers of a batch at this depth of nesting."""
-        if self._depth == len(self._batches):
-            self._batches.append(_Batch(self.layers, self.adapter_name))
-        return self._batches[self._depth]
 
 
 class _Batch:

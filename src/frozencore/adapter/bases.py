@@ -10,10 +10,9 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from frozencore.adapter.config import FrozenCoreConfig, find_adapter, options_of_basis
+from frozencore.adapter.config import FrozenCoreConfig, find_adapter
 from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
-from frozencore.adapter.saved.basis import SavedBasis, differing_layer, other_base, record_base, write_basis
-from frozencore.adapter.saved.card import num_tokens
+from frozencore.adapter.saved.basis import SavedBasis, differing_layer, other_base, record_base
 from frozencore.adapter.saved.state import require_finite_in, require_orthonormal
 from frozencore.errors import ArtifactError, CalibrationError, ConfigError
 from frozencore.files.fingerprint import fingerprint_tensors
@@ -137,17 +136,10 @@ def save_basis(
     """
     adapter_name, config = find_adapter(model, adapter_name)
     factors, layers = get_bases(model, adapter_name), frozen_core_layers(model, adapter_name)
-    known = options_of_basis()
-    options = {name: value for name, value in config.to_dict().items() if name in known}
-    identity = write_basis(
-        Path(folder),
-        factors,
-        scales={name: layer.frozencore_scale[adapter_name] for name, layer in layers.items()},
-        options=options,
-        calibrated_on=calibrated_on or num_tokens(config.calibration_tokens),
-        base=record_base({name: layer.base_samples for name, layer in layers.items()}),
-        base_model=config.base_model_name_or_path,
-        overwrite=overwrite,
+    scales = {name: layer.frozencore_scale[adapter_name] for name, layer in layers.items()}
+    base = record_base({name: layer.base_samples for name, layer in layers.items()})
+    identity = config.write_basis(
+        Path(folder), factors, scales, base=base, calibrated_on=calibrated_on, overwrite=overwrite
     )
     config.name_basis(identity, str(folder))
     return identity
@@ -183,42 +175,19 @@ def basis_fingerprint(model: nn.Module) -> str:
     )
 
 
-def set_named_basis(configs: Mapping[str, FrozenCoreConfig], adapter_name: str, model: nn.Module) -> None:
-    """Set P and Q of a new adapter to its named basis, from another adapter of the model or from the basis's folder.
+def set_named_basis(
+    origin: str, config: FrozenCoreConfig, layers: Mapping[str, FrozenCoreLayer], adapter_name: str
+) -> None:
+    """Set P and Q of a new adapter to its named basis, read from its folder.
 
-    Args:
-        configs: The configurations of all adapters of the model.
+    Raises:
+        ArtifactError: The basis is not found, or does not fit the layers.
     """
-    config, layers = configs[adapter_name], frozen_core_layers(model, adapter_name)
-    origin = f"the adapter {adapter_name!r}"
-    bases = _basis_in_model(configs, adapter_name, model, layers)
-    if bases is None:
-        basis = config.find_basis(origin)
-        require_basis_fits(origin, basis, config, layers, adapter_name)
-        bases = basis.layers
+    basis = config.find_basis(origin)
+    require_basis_fits(origin, basis, config, layers, adapter_name)
     for name, layer in layers.items():
         if not layer.frozencore_P[adapter_name].is_meta:
-            layer.set_basis(adapter_name, known_basis(*bases[name]), random_core=not config.init_weights)
-        if config.awaits_file:
-            layer.awaits_core.add(adapter_name)
-
-
-def _basis_in_model(
-    configs: Mapping[str, FrozenCoreConfig], adapter_name: str, model: nn.Module, layers: Mapping[str, FrozenCoreLayer]
-) -> dict[str, tuple[Tensor, Tensor]] | None:
-    """P and Q of another adapter on the same basis, with the same layers and scales; None if there is none."""
-    for other, config in configs.items():
-        if other == adapter_name or config.basis_id != configs[adapter_name].basis_id:
-            continue
-        if frozen_core_layers(model, other).keys() != layers.keys():
-            continue
-        scales = (layer.frozencore_scale for layer in layers.values())
-        bases = {name: layer.factors(other)[:2] for name, layer in layers.items()}
-        if all(scale[other] == scale[adapter_name] for scale in scales) and not any(
-            X.is_meta for pair in bases.values() for X in pair
-        ):
-            return bases
-    return None
+            layer.set_basis(adapter_name, known_basis(*basis.layers[name]), random_core=not config.init_weights)
 
 
 def require_basis_fits(

@@ -17,8 +17,8 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from frozencore.adapter.named_layers import key_for, refuse_expressions, require_names
-from frozencore.adapter.saved.basis import LARGEST_FLOAT32, SavedBasis, find_basis, read_header
-from frozencore.adapter.saved.card import CARD_FILE, write_model_card
+from frozencore.adapter.saved.basis import LARGEST_FLOAT32, SavedBasis, find_basis, read_header, write_basis
+from frozencore.adapter.saved.card import CARD_FILE, num_tokens, write_model_card
 from frozencore.adapter.saved.state import (
     holds_no_basis,
     read_seal,
@@ -292,6 +292,29 @@ class FrozenCoreConfig(PeftConfig, EveryOption):  # type: ignore[misc]  # frozen
         """
         assert self.basis_id is not None
         return find_basis(origin, self.basis_id, beside=self._folder, named=self.basis, revision=self.basis_revision)
+
+    def write_basis(
+        self,
+        folder: Path,
+        factors: Mapping[str, Tensor],
+        scales: Mapping[str, float],
+        *,
+        base: Mapping[str, str] | None,
+        calibrated_on: str | None = None,
+        overwrite: bool = False,
+    ) -> str:
+        """Write P and Q with the options that made them as a basis for many adapters; returns its identity."""
+        known = options_of_basis()
+        return write_basis(
+            folder,
+            factors,
+            scales=scales,
+            options={name: value for name, value in self.to_dict().items() if name in known},
+            calibrated_on=calibrated_on or num_tokens(self.calibration_tokens),
+            base=base,
+            base_model=self.base_model_name_or_path,
+            overwrite=overwrite,
+        )
 
     def name_basis(self, identity: str | None, place: str | None = None, revision: str | None = None) -> None:
         """Record that the adapter uses a saved basis and is saved as cores only; None: it has a basis of its own."""

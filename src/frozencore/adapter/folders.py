@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from frozencore.adapter.config import FrozenCoreConfig, options_of_basis
-from frozencore.adapter.saved.basis import load_basis, write_basis
-from frozencore.adapter.saved.card import CARD_FILE, num_tokens
+from frozencore.adapter.config import FrozenCoreConfig
+from frozencore.adapter.saved.basis import load_basis
+from frozencore.adapter.saved.card import CARD_FILE
 from frozencore.adapter.saved.state import (
     FLAT,
     PREFIX,
@@ -205,16 +205,9 @@ def pack_adapter(
 def _write_own_basis(adapter: str | Path, config: FrozenCoreConfig, factors: Mapping[str, Factors], out: Path) -> None:
     if config.initial_step:
         raise ArtifactError(f"The cores in {adapter} began with an initial step, which no basis holds: keep it whole.")
-    known = options_of_basis()
-    write_basis(
-        out,
-        {f"{name}.{side}": X for name, f in factors.items() for side, X in (("P", f.P), ("Q", f.Q))},
-        scales={name: config.scale_of(name) for name in factors},
-        options={name: value for name, value in config.to_dict().items() if name in known},
-        calibrated_on=num_tokens(config.calibration_tokens),
-        base=(config.seal or {}).get("base"),
-        base_model=config.base_model_name_or_path,
-    )
+    tensors = {f"{name}.{side}": X for name, f in factors.items() for side, X in (("P", f.P), ("Q", f.Q))}
+    scales = {name: config.scale_of(name) for name in factors}
+    config.write_basis(out, tensors, scales, base=(config.seal or {}).get("base"))
 
 
 def unpack_adapter(adapter: str | Path, out: str | Path, *, basis: str | Path | None = None) -> Path:

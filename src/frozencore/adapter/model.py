@@ -141,19 +141,22 @@ class FrozenCoreModel(BaseTuner):
             self._replace_module(parent, target_name, layer, target)
 
     def _give_bases(self, config: FrozenCoreConfig, adapter_name: str, layers: dict[str, FrozenCoreLayer]) -> None:
-        """Set the bases of an adapter of the same kind, or those that need no data; check the base model of a file."""
+        """Set the bases of an adapter of the same kind, the named ones, or those that need no data.
+
+        Raises:
+            ArtifactError: The named basis is not found or does not fit, or the file is of another base model.
+        """
         if any(its is config for other, its in self.peft_config.items() if other != adapter_name):
             config.awaits_file = False  # the file was the other adapter's
-        if config.basis_id is not None:
-            set_named_basis(self.peft_config, adapter_name, self.model)
-            return
-        if config.load_bases:
+        if config.basis_id is None and config.load_bases:
             require_same_base("The adapter", (config.seal or {}).get("base"), config, layers)
-        if config.awaits_file:
+        if config.basis_id is None and config.awaits_file:
             return
         if (twin := self._twin_of(config, adapter_name, layers)) is not None:
             for layer in layers.values():
                 layer.share_basis(adapter_name, twin, random_core=not config.init_weights)
+        elif config.basis_id is not None:
+            set_named_basis(f"the adapter {adapter_name!r}", config, layers, adapter_name)
         elif not config.load_bases and not config.needs_calibration:
             for name, layer in layers.items():
                 P, _, R = layer.factors(adapter_name)
@@ -162,11 +165,14 @@ class FrozenCoreModel(BaseTuner):
                 evidence = LayerEvidence(name, layer.shape, layer.dense_weight)
                 basis = build_basis(config.constructor, evidence, config.basis_options(len(R)))
                 layer.set_basis(adapter_name, basis, random_core=not config.init_weights)
+        if config.awaits_file:  # cores alone
+            for layer in layers.values():
+                layer.awaits_core.add(adapter_name)
 
     def _twin_of(self, config: FrozenCoreConfig, adapter_name: str, layers: dict[str, FrozenCoreLayer]) -> str | None:
-        """Another adapter of the same configuration and shapes; the new one gets its bases."""
+        """Another adapter of the same configuration, shapes and named basis; the new one gets its bases."""
         for other, its in self.peft_config.items():
-            if other == adapter_name:
+            if other == adapter_name or config.basis_id not in (None, its.basis_id):
                 continue
             same = its.constructor == config.constructor and its.basis_options() == config.basis_options()
             theirs = frozen_core_layers(self.model, other)
