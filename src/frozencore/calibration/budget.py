@@ -61,10 +61,6 @@ class PassPlan:
     groups: tuple[tuple[str, ...], ...]
     peak_bytes: int = 0
 
-    @property
-    def num_passes(self) -> int:
-        return len(self.groups)
-
 
 def plan_passes(costs: Mapping[str, LayerCost], budget: int, *, group_size: int = 999) -> PassPlan:
     """Find the plan with the fewest passes over the data within a budget.

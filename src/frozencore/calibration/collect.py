@@ -132,7 +132,7 @@ def run_pass(
             num_examples += num_examples_of(batch)
             if progress:
                 progress("calibration", num_examples, total)
-        capture.require_finite()
+        capture.finite_batches.look()
         if num_examples == 0:
             raise CalibrationError("Calibration needs examples, but the data gave none. Check the dataloader.")
         return capture.recorders

@@ -42,19 +42,18 @@ def reduce_moments(moments: Mapping[str, LayerMoments], owners: Mapping[str, int
     """Sum over all ranks. The owner gets a layer's matrices; all ranks get its count and its vectors."""
     if num_ranks() == 1:
         return dict(moments)
-    return {name: _reduce(layer, owners[name]) for name, layer in moments.items()}
-
-
-def _reduce(layer: LayerMoments, owner: int) -> LayerMoments:
-    sums: dict[str, Tensor | None] = {}
-    for name in layer.names():
-        total = getattr(layer, name).to(exchange_device())
-        if total.ndim == 1:
-            sums[name] = sum_over_ranks(total)
-        else:
-            call_collective(partial(dist.reduce, total, dst=owner))
-            sums[name] = total if owner == own_rank() else None
-    return LayerMoments(num_tokens=int(sum_over_ranks(torch.tensor(layer.num_tokens))), **sums)
+    reduced = {}
+    for name, layer in moments.items():
+        sums: dict[str, Tensor | None] = {}
+        for moment in layer.names():
+            total = getattr(layer, moment).to(exchange_device())
+            if total.ndim == 1:
+                sums[moment] = sum_over_ranks(total)
+            else:
+                call_collective(partial(dist.reduce, total, dst=owners[name]))
+                sums[moment] = total if owners[name] == own_rank() else None
+        reduced[name] = LayerMoments(num_tokens=int(sum_over_ranks(torch.tensor(layer.num_tokens))), **sums)
+    return reduced
 
 
 def share_bases(

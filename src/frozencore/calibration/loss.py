@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,48 +25,31 @@ from frozencore.errors import CalibrationError, ConfigError
 _OF_COMPLETIONS = {"weighting": "example_mean", "skip_first": 0}
 
 
-@dataclass(frozen=True)
-class Predictions:
-    """A model's predictions of the completion tokens of a batch.
+def completion_loss(
+    logits: Float[Tensor, "b t v"], targets: Int[Tensor, "b t"], options: CalibrationOptions
+) -> Float[Tensor, ""]:
+    """The loss of the positions that predict a token with a label, summed over the batch's examples.
 
-    Attributes:
-        log_p: Log-probabilities (N x v), in float32 or wider.
-        labels: The N tokens of the data.
-        num_in_example: The number of completion tokens of each token's example (N).
+    Args:
+        targets: The label that each position predicts, -100 where there is none. On the CPU it avoids synchronising the
+            device.
+
+    Raises:
+        CalibrationError: No token of the batch carries a label.
     """
-
-    log_p: Float[Tensor, "N v"]
-    labels: Int[Tensor, " N"]
-    num_in_example: Int[Tensor, " N"]
-
-    @classmethod
-    def of(cls, logits: Float[Tensor, "b t v"], targets: Int[Tensor, "b t"]) -> Predictions:
-        """Select the positions that predict a token with a label.
-
-        Args:
-            targets: The label that each position predicts, -100 where there is none. On the CPU it avoids synchronising
-                the device.
-
-        Raises:
-            CalibrationError: No token of the batch carries a label.
-        """
-        counted = targets.ne(IGNORED)
-        if not counted.any():
-            raise CalibrationError(
-                "Calibration needs completion tokens, but every label of a batch is masked (-100). "
-                "Check that the prompt does not fill the whole length limit."
-            )
-        num_in_example = counted.sum(1, keepdim=True).expand_as(counted)[counted]
-        rows, positions, labels, num_in_example = (
-            sent(found, logits.device) for found in (*counted.nonzero(as_tuple=True), targets[counted], num_in_example)
+    counted = targets.ne(IGNORED)
+    if not counted.any():
+        raise CalibrationError(
+            "Calibration needs completion tokens, but every label of a batch is masked (-100). "
+            "Check that the prompt does not fill the whole length limit."
         )
-        log_p = log_softmax(logits[rows, positions].to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
-        return cls(log_p=log_p, labels=labels, num_in_example=num_in_example)
-
-    def loss(self, options: CalibrationOptions) -> Float[Tensor, ""]:
-        """The loss summed over the batch's examples."""
-        loss_of_token = nll_loss(self.log_p, self.labels, reduction="none")
-        return (loss_of_token if options.weighting == "token_sum" else loss_of_token / self.num_in_example).sum()
+    num_in_example = counted.sum(1, keepdim=True).expand_as(counted)[counted]
+    rows, positions, labels, num_in_example = (
+        sent(found, logits.device) for found in (*counted.nonzero(as_tuple=True), targets[counted], num_in_example)
+    )
+    log_p = log_softmax(logits[rows, positions].to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
+    loss_of_token = nll_loss(log_p, labels, reduction="none")
+    return (loss_of_token if options.weighting == "token_sum" else loss_of_token / num_in_example).sum()
 
 
 def require_options_fit(options: CalibrationOptions, loss_fn: LossFn | None) -> None:
@@ -106,14 +88,14 @@ def loss_of(model: nn.Module, batch: Batch, as_it_came: Batch, taps: Taps) -> Te
         return _own_loss(model, batch, taps.options)
     labels = labels_of(as_it_came)
     if is_encoder_decoder(model):
-        return Predictions.of(_part(model, model(**batch), "logits"), labels).loss(taps.options)
+        return completion_loss(_part(model, model(**batch), "logits"), labels, taps.options)
     targets = predicted(labels)
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     if not _needs_all_logits(model, taps):
         kept = targets.ne(IGNORED).any(0).nonzero().squeeze(1)
         targets = targets[:, kept]
         inputs["logits_to_keep"] = sent(kept, inputs["input_ids"].device) if "input_ids" in inputs else kept
-    return Predictions.of(_part(model, model(**inputs), "logits"), targets).loss(taps.options)
+    return completion_loss(_part(model, model(**inputs), "logits"), targets, taps.options)
 
 
 def _own_loss(model: nn.Module, batch: Batch, options: CalibrationOptions) -> Tensor:

@@ -52,9 +52,8 @@ def preserved(model: nn.Module) -> Iterator[None]:
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         use_training_kernels(model, undo)
-        for (
-            module
-        ) in model.modules():  # a cache wastes memory, and a checkpointed block that runs again would extend it
+        for module in model.modules():
+            # a cache wastes memory, and a checkpointed block that runs again would extend it
             config: Any = getattr(module, "config", None)
             if getattr(config, "use_cache", None):
                 undo.enter_context(with_attributes(config, use_cache=False))
@@ -62,7 +61,11 @@ def preserved(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
                 module.training = True  # it checkpoints in training mode only
-                let_input_require_gradient(module, undo)
+                # reentrant checkpointing builds a graph only if an input requires a gradient
+                handle = module.register_forward_pre_hook(
+                    lambda _, args: (args[0].requires_grad_(), *args[1:]) if args and args[0].is_leaf else None
+                )
+                undo.callback(handle.remove)
         yield
 
 
@@ -102,14 +105,6 @@ def _add_configs(config: Any, found: dict[int, Any]) -> None:
         found[id(config)] = config
         for inner in vars(config).values():
             _add_configs(inner, found)
-
-
-def let_input_require_gradient(block: nn.Module, undo: ExitStack) -> None:
-    """Make an input of the block require a gradient; reentrant checkpointing builds no graph otherwise."""
-    handle = block.register_forward_pre_hook(
-        lambda _, args: (args[0].requires_grad_(), *args[1:]) if args and args[0].is_leaf else None
-    )
-    undo.callback(handle.remove)
 
 
 @contextmanager

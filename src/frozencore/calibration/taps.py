@@ -42,19 +42,22 @@ OUTPUT_SIDE: frozenset[MomentName] = frozenset({"output_outer", "output_total"})
 
 @dataclass(frozen=True)
 class ReadInput:
-    """The input side of one call.
+    """The input side of one call, kept for the next layer that reads the same tensor (q, k, v).
 
     Attributes:
+        x: Kept alive, because its address identifies it.
         values: The counted rows of x.
         finite: Whether the values are finite.
     """
 
+    x: Tensor
     values: Float[Tensor, "N n"]
     sums: dict[MomentName, Tensor]
     finite: Tensor
 
     @classmethod
-    def of(cls, values: Float[Tensor, "N n"], needs: frozenset[MomentName]) -> ReadInput:
+    def of(cls, x: Tensor, rows: Tensor | None, needs: frozenset[MomentName]) -> ReadInput:
+        values = select(x.reshape(-1, x.shape[-1]), rows)
         sums: dict[MomentName, Tensor] = {}
         if "input_square" in needs:
             sums["input_square"] = square_sum(values)
@@ -62,7 +65,12 @@ class ReadInput:
             sums["input_outer"] = outer(values, values)
         if "input_total" in needs:
             sums["input_total"] = values.sum(0, dtype=sum_dtype(values))
-        return cls(values, sums, finite(values))
+        return cls(x, values, sums, finite(values))
+
+    def is_of(self, x: Tensor) -> bool:
+        mine = self.x
+        same_place = mine.data_ptr() == x.data_ptr() and mine.shape == x.shape and mine.stride() == x.stride()
+        return same_place and mine._version == x._version
 
 
 class LayerRecorder:
@@ -196,11 +204,6 @@ class Taps:
         """Whether a batch takes a backward pass after its forward pass."""
         return self.options.tokens == "nonzero_delta" or not self.needs.isdisjoint(BACKWARD_MOMENTS)
 
-    def recorders(self) -> dict[str, LayerRecorder]:
-        """Make new recorders without sums."""
-        device = find_device(self.options.stats_device) if self.options.stats_device else None
-        return {name: LayerRecorder(name, device) for name in self.layers}
-
 
 class _Tap(torch.autograd.Function):
     """Identity on y. ``anchor`` is a scalar that requires a gradient, so the backward pass reaches every layer.
@@ -225,34 +228,23 @@ class _Tap(torch.autograd.Function):
         return (delta if ctx.needs_input_grad[0] else None), None, None, None, None
 
 
-@dataclass(frozen=True)
-class _Latest:
-    """The input of the latest call, kept for the next layer that reads the same tensor (q, k, v)."""
-
-    x: Tensor  # kept alive, because its address identifies it
-    read: ReadInput
-
-    def is_of(self, x: Tensor) -> bool:
-        mine = self.x
-        same_place = mine.data_ptr() == x.data_ptr() and mine.shape == x.shape and mine.stride() == x.stride()
-        return same_place and mine._version == x._version
-
-
 class CalibrationPass:
     """The state of a running pass.
 
     Attributes:
         tokens, source_tokens: The counted tokens of the current batch, and the encoder's if the model has one.
+        finite_batches: Whether the batches were finite; to be looked at after the pass.
     """
 
     def __init__(self, taps: Taps, encoder: EncoderSide | None) -> None:
         self.taps = taps
         self.encoder = encoder
-        self.recorders = taps.recorders()
+        device = find_device(taps.options.stats_device) if taps.options.stats_device else None
+        self.recorders = {name: LayerRecorder(name, device) for name in taps.layers}
         self.tokens = self.source_tokens = CountedTokens(None, None)
         self.orders = RowOrders()
-        self._finite = FiniteBatches()
-        self._latest: _Latest | None = None
+        self.finite_batches = FiniteBatches()
+        self._latest: ReadInput | None = None
 
     def tokens_of(self, layer: nn.Module, x: Tensor) -> CountedTokens:
         """The counted tokens of the side that a call reads, the encoder's or the other."""
@@ -299,41 +291,24 @@ class CalibrationPass:
         if tokens.only_nonzero_delta and error is not None:
             nonzero = error.ne(0).any(1)
             rows = nonzero.nonzero().squeeze(1) if rows is None else rows[nonzero[rows]]
-        read = self._read_input(x, rows)
+        if self._latest is None or tokens.only_nonzero_delta or not self._latest.is_of(x):
+            self._latest = ReadInput.of(x, rows, needs)
+        read = self._latest
         recorder.add_input(read)
         if y is not None:
             recorder.add_output(select(y.reshape(-1, y.shape[-1]), rows), needs)
         if error is not None:
             recorder.add_error(select(error, rows), read.values, needs)
 
-    def _read_input(self, x: Tensor, rows: Tensor | None) -> ReadInput:
-        """The input-side sums of one call, computed once for successive layers that read the same tensor."""
-        if self._latest is None or self.tokens.only_nonzero_delta or not self._latest.is_of(x):
-            values = select(x.reshape(-1, x.shape[-1]), rows)
-            self._latest = _Latest(x, ReadInput.of(values, self.taps.needs))
-        return self._latest.read
-
-    def forget_batch(self) -> None:
-        """Release the tensors of the latest batch."""
+    def finish_batch(self, batch_index: int) -> None:
+        """Release the batch's tensors and keep its finite flags; flags on a GPU are read after the pass."""
         self._latest = None
         self.orders.forget()
         if self.encoder is not None:
             self.encoder.forget()
-
-    def finish_batch(self, batch_index: int) -> None:
-        """Release the batch's tensors and keep its finite flags; flags on a GPU are read after the pass."""
-        self.forget_batch()
-        self._finite.add(batch_index, self.recorders)
+        self.finite_batches.add(batch_index, self.recorders)
         for recorder in self.recorders.values():
             recorder.forget_flags()
-
-    def require_finite(self) -> None:
-        """Check that every batch was finite.
-
-        Raises:
-            CalibrationError: A batch was not finite; the message names the layer where NaN or Inf started.
-        """
-        self._finite.look()
 
 
 @contextmanager
