@@ -104,6 +104,7 @@ DIRECTORIES: dict[str, Callable[[Path, Path], None]] = {
     "plain_start": lora(init_lora_weights="pissa"),
     "targets_listed": lora(target_modules=r".*\.(q|k|v)_proj"),
     "targets_known_to_sglang": changed(lambda config, _: config["target_modules"].append("fc1")),
+    "targets_name_all": lora(target_modules=["q_proj", "k_proj", "v_proj"], target_parameters=["mlp.down_proj.weight"]),
     "no_variant: layer_replication": lora(layer_replication=[[0, 3], [2, 4]]),
     "no_variant: lora_bias": lora(lora_bias=True),
     "no_activation": lora(alora_invocation_tokens=INVOCATION),

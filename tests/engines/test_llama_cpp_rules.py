@@ -89,4 +89,4 @@ def test_a_square_conv1d_layer_is_converted_to_its_transpose_without_a_word(tmp_
 
 
 def test_the_version_that_the_rules_name_is_the_one_that_is_run() -> None:
-    assert RUN["llama.cpp"] in (ROOT / "engines" / "llama.cpp.sources.txt").read_text().split()
+    assert RUN["llama.cpp"] in (ROOT / "engines" / "llama.cpp.txt").read_text().split()
