@@ -10,7 +10,7 @@ export TOKENIZERS_PARALLELISM ?= false
 .PHONY: demo demo-smollm2 docs test test-newest test-oldest rehearse test-slow coverage mutants bench conformance engines federated lint format pocket smollm2 constraints clean
 
 demo: $(VENV)/.installed
-	$(BIN)/frozencore demo --output runs/demo
+	$(BIN)/frozencore demo --out runs/demo
 
 # Four methods on SmolLM2 and film reviews, about four minutes on two cores: make demo-smollm2 DATA=DIR, the folder of the tasks' data (without it the hub).
 demo-smollm2: smollm2

@@ -47,7 +47,7 @@ def parser_of(doc: str | None, name: str, ending: str = "json") -> argparse.Argu
 
 
 def lines_of(file: Path) -> list[Record]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in file.open(encoding="utf-8")]
 
 
 @dataclass

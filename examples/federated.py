@@ -48,7 +48,7 @@ def on_basis(model: str, basis: str) -> tuple[PeftModel, Any]:
 def rows_of(file: Path, tokenizer: Any) -> list[Row]:
     """A client's rows as tokens; the loss is on the completion."""
     rows = []
-    for one in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
+    for one in map(json.loads, file.open(encoding="utf-8")):
         prompt = tokenizer(one["prompt"])["input_ids"]
         completion = [*tokenizer(one["completion"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         rows.append({"input_ids": prompt + completion, "labels": [-100] * len(prompt) + completion})

@@ -37,7 +37,7 @@ def main() -> None:
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     collator = DataCollatorForSeq2Seq(tokenizer)
     rows = []
-    for row in map(json.loads, options.data.read_text(encoding="utf-8").splitlines()):
+    for row in map(json.loads, options.data.open(encoding="utf-8")):
         prompt = tokenizer(row["prompt"])["input_ids"]
         completion = [*tokenizer(row["completion"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         rows.append({"input_ids": prompt + completion, "labels": [-100] * len(prompt) + completion})

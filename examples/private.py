@@ -51,8 +51,7 @@ def main() -> None:
 def read_rows(file: Path, tokenizer: Any, max_length: int) -> list[Row]:
     """Each row as tokens; the loss is on the completion and the end-of-sequence token."""
     rows = []
-    for line in file.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
+    for row in map(json.loads, file.open(encoding="utf-8")):
         prompt = tokenizer(row["prompt"])["input_ids"]
         completion = tokenizer(row["completion"], add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
         ids = torch.tensor([*prompt, *completion][:max_length])

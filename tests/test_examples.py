@@ -40,6 +40,7 @@ from random_llama import write_random_llama
 from vllm_server import SETTINGS
 
 EXAMPLES = ROOT / "examples"
+LINE = "\u2028"  # a line separator of Unicode, which ends no line of a JSONL file
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 
 
@@ -49,7 +50,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
 
     def ran(name: str, model: Path, data: Path | Sequence[dict[str, Any]], *words: str) -> Path:
         if not isinstance(data, Path):
-            (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data))
+            (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in data))
             data = tmp_path / "rows.jsonl"
         own = ["--model", str(model), "--data", str(data), "--output", str(tmp_path / "out"), "--rank", "4", *words]
         monkeypatch.setattr(sys, "argv", [name, *own])
@@ -199,8 +200,8 @@ def test_an_encoder_and_its_decoder_learn_to_repeat(run: Callable[..., Path], tm
 @pytest.mark.slow
 def test_own_rows_are_learned_by_the_trainer(tmp_path: Path) -> None:
     """In a process of its own, since it starts a process group."""
-    rows = [{"prompt": f"Tom has {i} cats .", "completion": " two cats"} for i in range(16)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [{"prompt": f"Tom has {i} cats .{LINE}", "completion": " two cats"} for i in range(16)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     own = [
         "--model",
         pocket_model_path(),
@@ -222,8 +223,8 @@ def test_a_core_learns_from_private_rows_within_the_budget_that_it_prints(
     """All 36 steps count, also those that draw no row: two of 24 rows are drawn on average."""
     accountants = pytest.importorskip("opacus.accountants")
     monkeypatch.setattr("secrets.randbits", lambda _: 7)  # the same rows and noise each time
-    rows = [{"prompt": f"Tom has {i} cats .", "completion": " two cats"} for i in range(24)]
-    (tmp_path / "public.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:4]))
+    rows = [{"prompt": f"Tom has {i} cats .{LINE}", "completion": " two cats"} for i in range(24)]
+    (tmp_path / "public.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows[:4]))
     own = {"--rows-a-step": "2", "--epochs": "3", "--epsilon": "8", "--public": str(tmp_path / "public.jsonl")}
     words = [word for pair in own.items() for word in pair]
     with pytest.raises(SystemExit, match="below one over the number of rows, 1/24, but 0.1 came"):
@@ -305,8 +306,10 @@ def test_flower_averages_cores_exactly_and_clients_on_another_basis_refuse(tmp_p
         save_basis(get_peft_model(base, config), tmp_path / place)
     (tmp_path / "clients").mkdir()
     for name, num_rows in (("anna", 4), ("ben", 8), ("eve", 12)):
-        rows = [{"prompt": f"{name} has {i} cats .", "completion": " two cats"} for i in range(num_rows)]
-        (tmp_path / "clients" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rows = [{"prompt": f"{name} has {i} cats .{LINE}", "completion": " two cats"} for i in range(num_rows)]
+        (tmp_path / "clients" / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        )
     own = ["--model", pocket_model_path(), "--basis", "basis", "--data", "clients", "--output", "out"]
     places = {**os.environ, "PYTHONPATH": f"{SOURCES}{os.pathsep}{EXAMPLES}"}
 

@@ -53,7 +53,10 @@ def test_several_files_and_a_file_to_evaluate_on_are_in_the_record(command, tmp_
     ("data", "reason"),
     [
         (("--data", "a.jsonl", "--data", "a.jsonl=2"), "there is no file a.jsonl=2"),
-        (("--data", "a.jsonl", "--eval-data", "none.jsonl"), "--eval-data must name .* there is no file none.jsonl"),
+        (
+            ("--data", "a.jsonl", "--eval-data", "none.jsonl"),
+            "--eval-data: there is no file none.jsonl. --eval-data takes a .jsonl, ",
+        ),
         (("--data", "a.jsonl", "--data", "a.jsonl"), "a.jsonl comes twice"),
         (("--task", "sst2", "--eval-data", "a.jsonl"), "--eval-data is for your own rows"),
     ],

@@ -36,7 +36,7 @@ def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ArtifactError, match="cannot be written"):
         write_json(tmp_path / "file" / "a.json", {})
-    with pytest.raises(ArtifactError, match=r"--output .*below cannot be written: .*file is not a writable folder"):
+    with pytest.raises(ArtifactError, match=r"--out .*below cannot be written: .*file is not a writable folder"):
         require_writable(tmp_path / "file" / "below")
     require_writable(tmp_path / "new" / "newer")
     assert not (tmp_path / "new").exists()

@@ -166,7 +166,7 @@ def _begin(folder: Path, campaign: Campaign) -> None:
     if (folder / MARK).is_file():
         shutil.rmtree(folder)
     elif folder.is_dir() and any(folder.iterdir()):
-        raise ArtifactError(f"{folder} holds something that is no rehearsal. Choose another --output.")
+        raise ArtifactError(f"{folder} holds something that is no rehearsal. Choose another --out.")
     write_json(folder / MARK, {"campaign": campaign.name})
 
 

@@ -134,7 +134,7 @@ def test_runs_that_do_not_differ_by_their_axes_alone_are_refused(
     with pytest.raises(ArtifactError, match=rf"differ in {said}.*Remove"):
         load_results(folder)
     if what == "steps":  # nor are runs added to them
-        with pytest.raises(ArtifactError, match=r"differ in the version of the training's steps.*another --output"):
+        with pytest.raises(ArtifactError, match=r"differ in the version of the training's steps.*another --out"):
             run_small(folder, write_spec(tmp_path))
 
 

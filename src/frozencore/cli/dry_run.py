@@ -77,7 +77,7 @@ def _tenants(config: RunConfig, num_slots: int, progress: Progress) -> Iterator[
 
 
 def _as_asked(config: RunConfig, inputs: Inputs, rows: Sequence[TokenRow]) -> Iterator[Text]:
-    yield Text("\nThe options that differ from the defaults, as a file for --config", style="bold")
+    yield Text("\nThe options that differ from the defaults of a task, as a file for --config", style="bold")
     yield Text(as_flags(config, changed=True).rstrip())
     decode = inputs.encoder.tokenizer.decode
     for row in rows[:SHOWN]:

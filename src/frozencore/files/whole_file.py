@@ -101,7 +101,7 @@ def require_free(out: Path, *, overwrite: bool | None, reads: Path | None = None
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not overwrite:
-        or_allow = ", or allow it to be overwritten" if overwrite is not None else ""
+        or_allow = ", or allow it to be overwritten (--overwrite; overwrite=True)" if overwrite is not None else ""
         raise ArtifactError(f"{out} is there already. Choose another folder{or_allow}.")
     if not any((out / mark).is_file() for mark in _MARKS):
         raise ArtifactError(f"{out} holds no model, adapter or basis, so it is not overwritten. Choose another folder.")
@@ -122,7 +122,7 @@ def require_writable(folder: Path) -> None:
     """
     nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        raise ArtifactError(f"--output {folder} cannot be written: {nearest} is not a writable folder. Choose another.")
+        raise ArtifactError(f"--out {folder} cannot be written: {nearest} is not a writable folder. Choose another.")
 
 
 def write_json(path: Path, value: Any) -> None:

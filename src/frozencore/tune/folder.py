@@ -54,7 +54,7 @@ def locked(out: Path) -> Iterator[None]:
         except BlockingIOError as error:
             raise TrainingError(
                 f"One run at a time writes into a folder, but another process is running in {out}. Choose another "
-                "--output, or wait until it has ended."
+                "--out, or wait until it has ended."
             ) from error
         except OSError:  # a file system without locks
             pass
@@ -79,7 +79,7 @@ def require_new(out: Path, *names: str) -> None:
     require_writable(out)
     for name in names:
         if (out / name).exists():
-            raise ArtifactError(f"{out} already holds {_WORK[name]}. Choose another --output, or remove that folder.")
+            raise ArtifactError(f"{out} already holds {_WORK[name]}. Choose another --out, or remove that folder.")
 
 
 def refuse_interrupted(out: Path) -> None:
@@ -91,7 +91,7 @@ def refuse_interrupted(out: Path) -> None:
     if (kept := interrupted_work(out)) is not None:
         raise TrainingError(
             f"{out} holds an interrupted run, which has kept {kept}. Go on from there with --resume, or choose another "
-            "--output."
+            "--out."
         )
 
 
@@ -103,7 +103,7 @@ def refuse_used(out: Path, *, resume: bool) -> None:
         TrainingError: The folder holds an interrupted run, and ``resume`` is off.
     """
     if resume and (out / RECORD).exists():
-        raise ArtifactError(f"{out} holds a finished run: there is nothing to resume. Choose another --output.")
+        raise ArtifactError(f"{out} holds a finished run: there is nothing to resume. Choose another --out.")
     require_new(out, RECORD)
     if not resume:
         refuse_interrupted(out)
@@ -122,6 +122,6 @@ def refuse_finished(out: Path, names: Iterable[str], *, resume: bool) -> None:
     finished = [name for name in names if (out / name / RECORD).exists()]
     if finished and not (resume and (out / CHECKPOINTS).is_dir()):
         raise ArtifactError(
-            f"{out} already holds a finished run of {finished[0]!r} ({len(finished)} in all). Choose another --output, "
+            f"{out} already holds a finished run of {finished[0]!r} ({len(finished)} in all). Choose another --out, "
             "or remove that folder."
         )

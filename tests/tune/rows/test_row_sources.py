@@ -40,6 +40,12 @@ def test_a_split_of_a_folder_is_its_rows_and_may_be_cut(folder: Path) -> None:
     assert read_source(f"{folder}:train[1:3]") == ROWS[1:3]
 
 
+def test_a_file_that_is_not_there_is_guessed_among_its_neighbours(tmp_path: Path) -> None:
+    (tmp_path / "tickets.csv").write_text("prompt,completion\na,b\n")
+    with pytest.raises(DataError, match=r"^--data: there is no file .*tikets.csv. Did you mean .*/tickets.csv\?$"):
+        read_source(str(tmp_path / "tikets.csv"))
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [

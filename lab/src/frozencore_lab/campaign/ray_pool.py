@@ -148,7 +148,7 @@ class _Actor:
             if not (folder / SPECIFICATION).is_file():
                 unseen = (
                     f"The node {socket.gethostname()} does not see the campaign's folder {folder}. "
-                    "Choose an --output that every node of the cluster sees under the same path."
+                    "Choose a folder (--out) that every node of the cluster sees under the same path."
                 )
                 return [Event(number, "halted", message=unseen)]
             return [end_of_run(number, self._worker, job, needs, tell)]

@@ -150,7 +150,7 @@ def require_comparable(planned: Sequence[Planned], store: Store, *, with_missing
             first, other = list(runs.values())[:2]
             raise ArtifactError(
                 f"The runs {first} and {other} differ in {what}, which is no axis of the campaign, so they cannot be "
-                "compared. Remove the wrong runs and run the campaign again, or choose another --output."
+                "compared. Remove the wrong runs and run the campaign again, or choose another --out."
             )
 
 

@@ -61,7 +61,7 @@ class Store:
         if (self.folder / SPECIFICATION).exists() and self.campaign().name != campaign.name:
             raise ArtifactError(
                 f"{self.folder} holds the campaign {self.campaign().name!r}, not {campaign.name!r}. "
-                "Choose another --output."
+                "Choose another --out."
             )
 
     def open(self, campaign: Campaign) -> None:

@@ -183,7 +183,7 @@ def _common_basis(model: PeftModel, out: Path) -> str:
     if len(set(gathered({str(own_rank()): own}).values())) > 1:
         raise ConfigError(
             f"All processes train on one basis, which the first leaves in {out}, but others found another one. Let "
-            "--output be on a disk that all of them see, or calibrate first and give --basis."
+            "--out be on a disk that all of them see, or calibrate first and give --basis."
         )
     return own
 
@@ -204,7 +204,7 @@ def _name_basis(model: PeftModel, folder: Path, calibrated_on: str | None) -> No
         if begins and basis_fingerprint(model) != made:
             raise ArtifactError(
                 f"Tenants train on the basis that their options give, but {folder} is another one, of an earlier run. "
-                "Choose another --output, or name that basis with --basis."
+                "Choose another --out, or name that basis with --basis."
             )
     else:
         save_basis(model, folder, calibrated_on=calibrated_on)

@@ -17,7 +17,7 @@ from frozencore.errors import ConfigError, DataError
 from frozencore.files.hub import hub_answers
 from frozencore.quiet import with_attributes
 from frozencore.tune.rows import Row
-from frozencore.words import one_line
+from frozencore.words import nearest_name, one_line
 
 Data = str | tuple[str, ...]
 """One source, or several."""
@@ -62,7 +62,9 @@ def require_source(data: str, *, option: str = "--data") -> None:
             f"{option} must name {KINDS}, or a split of a folder's data set as {data}:train. It is a folder."
         )
     if not path.is_file():
-        raise DataError(f"{option} must name {KINDS}, but there is no file {path}.")
+        near = nearest_name(path.stem, [other.stem for other in path.parent.glob(f"*{path.suffix}")])
+        guess = f" Did you mean {path.with_stem(near)}?" if near else f" {option} takes {KINDS}."
+        raise DataError(f"{option}: there is no file {path}.{guess}")
     if path.suffix not in READERS:
         raise DataError(f"{option} must name {KINDS}, got {path.name!r}. Convert it to one of these.")
 
