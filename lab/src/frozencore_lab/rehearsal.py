@@ -9,10 +9,11 @@ rows are not here leaves its cells empty, and the account says so.
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,13 @@ from frozencore_lab.campaign.results import load_results
 from frozencore_lab.campaign.spec import Campaign
 from frozencore_lab.campaign.store import Store
 from frozencore_lab.campaign.worker import Place, Worker
-from frozencore_lab.campaign.worker_pool import WorkerPool
+from frozencore_lab.campaign.worker_pool import LocalPool, OwnProcess
 from frozencore_lab.reports.figures import asked_figures
 from frozencore_lab.reports.report import Document, Section, campaign_document, write_document
 from frozencore_lab.reports.sheet import Line, Sheet, SheetCell
 
 MARK = "rehearsal.json"
+MOST_WORKERS = 4  # by default
 SEEDS = 2
 STEPS = 2  # the fewest for measuring the time of a step
 EVALUATED = 6
@@ -64,12 +66,7 @@ class RehearsalPlace(Place):
 
 @dataclass(frozen=True)
 class Lack:
-    """A missing part of a report.
-
-    Attributes:
-        study: The section.
-        where: Table, row and column; or the figure, or the run.
-    """
+    """A missing part of a section: ``where`` is a table with row and column, a figure, or a run."""
 
     study: str
     where: str
@@ -89,13 +86,7 @@ class StudyAccount:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """The result of a rehearsal.
-
-    Attributes:
-        num_runs: The number of runs made, and of failed runs.
-        studies: The account of each section of the report.
-        files: The files of the report, in the rehearsal's folder.
-    """
+    """The result of a rehearsal: its runs, the account of each section of the report, and the report's files."""
 
     campaign: str
     folder: str
@@ -107,33 +98,33 @@ class Rehearsal:
 
     @property
     def lacks(self) -> list[Lack]:
-        """All missing parts of the report."""
         return [lack for account in self.studies for lack in account.lacks]
 
 
 def rehearse(
-    campaign: Campaign,
-    folder: Path,
-    data_root: Path | None,
-    *,
-    start_pool: Callable[[Worker], WorkerPool],
-    watch: Callable[[Store], AbstractContextManager[Watch]],
+    campaign: Campaign, folder: Path, data_root: Path | None, *, num_workers: int | None, watch: Watch
 ) -> Rehearsal:
     """Make the runs of a campaign on the pocket model, write the report, and check it.
 
     Args:
         folder: A new folder, or an earlier rehearsal's, which is removed.
         data_root: The folder of the data sets; None is the hub.
-        watch: Shows the progress of a folder's runs.
+        num_workers: Processes; 0 is only this one, None one per core, at most four.
 
     Raises:
         ArtifactError: The folder holds something else.
     """
     started = time.monotonic()
     _begin(folder, campaign)
-    small, store = with_few_seeds(campaign), Store(folder)
-    with closing(start_pool(Worker(store, RehearsalPlace(data_root, "cpu")))) as pool, watch(store) as watcher:
-        drive(small, store, pool, watcher)
+    studies = {
+        name: study.model_copy(update={"axes": {**study.axes, "seed": study.axes["seed"][:SEEDS]}})
+        for name, study in campaign.studies.items()
+    }
+    small, store = campaign.model_copy(update={"studies": studies}), Store(folder)
+    worker = Worker(store, RehearsalPlace(data_root, "cpu"))
+    size = min(MOST_WORKERS, os.cpu_count() or 1) if num_workers is None else num_workers
+    with closing(LocalPool(size, worker, devices=("cpu",)) if size else OwnProcess(worker)) as pool:
+        drive(small, store, pool, watch)
     document = campaign_document(load_results(folder))
     files = write_document(document, folder / "report")
     planned = plan(small, store.outcome)
@@ -151,15 +142,6 @@ def rehearse(
     return found
 
 
-def with_few_seeds(campaign: Campaign) -> Campaign:
-    """The campaign with the first two seeds of each study."""
-    studies = {
-        name: study.model_copy(update={"axes": {**study.axes, "seed": study.axes["seed"][:SEEDS]}})
-        for name, study in campaign.studies.items()
-    }
-    return campaign.model_copy(update={"studies": studies})
-
-
 def _begin(folder: Path, campaign: Campaign) -> None:
     """Make an empty folder with a mark, so that a later rehearsal may remove it."""
     require_writable(folder)
@@ -168,9 +150,6 @@ def _begin(folder: Path, campaign: Campaign) -> None:
     elif folder.is_dir() and any(folder.iterdir()):
         raise ArtifactError(f"{folder} holds something that is no rehearsal. Choose another --out.")
     write_json(folder / MARK, {"campaign": campaign.name})
-
-
-# --------------------------------------------------------------------------------------------------------- the account
 
 
 def account_of(document: Document, planned: Sequence[Planned], store: Store) -> list[StudyAccount]:
@@ -186,7 +165,11 @@ def account_of(document: Document, planned: Sequence[Planned], store: Store) -> 
         asked = asked_figures(studies[section.name]) if section.name in studies else ()
         if asked and not section.drawings:
             lacks.append(Lack(section.name, f"figure: {' and '.join(asked)}", "there is nothing to draw"))
-        lacks += _failed_trials(section.name, planned, store)
+        for run in planned:
+            failure = store.outcome(run.job.id) if run.job and run.phase == "search" else None
+            if isinstance(failure, Failure) and run.study == section.name:
+                axes = ", ".join(f"{name} {value}" for name, value in run.axes.items() if name != "model")
+                lacks.append(Lack(section.name, f"trial: {axes}", f"{failure.reason}: {failure.message}"))
         filled = sum(not cell.is_empty for table in section.tables for _, _, cell in _numbers(table.sheet))
         sizes = len(section.tables), len(section.drawings)
         accounts.append(StudyAccount(section.name, *sizes, filled, tuple(lacks)))
@@ -212,11 +195,3 @@ def _empty_cells(section: Section) -> Iterator[Lack]:
                 yield Lack(section.name, f"{sheet.name}: {row}, {sheet.headings[place]}", why)
         if table.remark:
             yield Lack(section.name, sheet.name, table.remark)
-
-
-def _failed_trials(study: str, planned: Sequence[Planned], store: Store) -> Iterator[Lack]:
-    for run in planned:
-        failure = store.outcome(run.job.id) if run.job and run.study == study and run.phase == "search" else None
-        if isinstance(failure, Failure):
-            axes = ", ".join(f"{name} {value}" for name, value in run.axes.items() if name != "model")
-            yield Lack(study, f"trial: {axes}", f"{failure.reason}: {failure.message}")

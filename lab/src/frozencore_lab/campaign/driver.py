@@ -75,7 +75,9 @@ class _Driver:
         self.counts = tally(planned, self.store)
         busy = {job.id for job in self.running.values()}
         self.trials = {run.job.id for run in planned if run.job and run.phase == "search"}
-        jobs = {run.job.id: run.job for run in sorted(planned, key=_order) if run.job}
+        # searches first, so that the runs that they reveal are known early enough to share moments
+        ready = sorted((run for run in planned if run.job), key=lambda run: run.phase == "final")
+        jobs = {run.job.id: run.job for run in ready if run.job}
         self.queue = [job for job in jobs.values() if job.id not in busy and self.store.outcome(job.id) is None]
         return planned
 
@@ -111,16 +113,11 @@ class _Driver:
             if event.kind == "died":
                 self._record_death(job, event.message)
                 self._plan()
-            else:
-                self._count(job, failed=event.kind == "failed")
+            else:  # new runs are planned only when needed, because planning takes time
+                now, end = self.counts, "failed" if event.kind == "failed" else "finished"
+                self.counts = replace(now, ready=now.ready - 1, **{end: getattr(now, end) + 1})
+                self.is_stale |= job.id in self.trials
         self.watch(self.counts, self.running, event)
-
-    def _count(self, job: Job, *, failed: bool) -> None:
-        """Update the counts after a run; new runs are planned only when needed, because planning takes time."""
-        now = self.counts
-        ended = {"failed": now.failed + 1} if failed else {"finished": now.finished + 1}
-        self.counts = replace(now, ready=now.ready - 1, **ended)
-        self.is_stale |= job.id in self.trials
 
     def _record_death(self, job: Job, known: str) -> None:
         self.deaths[job.id] += 1
@@ -133,8 +130,3 @@ class _Driver:
             except ArtifactError:
                 return  # another process makes this run now, in the folder that a failure removes
             self.store.fail(job.id, Failure(reason="worker died", message=message, config=job.resolved), known)
-
-
-def _order(run: Planned) -> tuple[bool, bool]:
-    """Sort searches first, so that the runs they reveal are known early enough to share moments."""
-    return run.job is not None and run.job.kind.is_alone, run.phase == "final"

@@ -41,8 +41,13 @@ class Job:
         """
         given = self.config.content(changed=True)
         values = {name: value for name, value in given.items() if name not in (*PLACES, "core")}
-        if core := self._core_options():
-            values["core"] = core
+        default = {name: option.default for name, option in core_options().items()} | PAPERS_CORES
+        core = {
+            name: to_jsonable_python(value)
+            for name, value in self.config.method.core.items()
+            if value != default[name] and self.config.method.name in readers(name)
+        }
+        values |= {"core": core} if core else {}
         values["learning_rate"] = self.config.resolved_learning_rate
         values["warmup"] = self.config.resolved_warmup
         if self.config.rows.task is not None:
@@ -50,15 +55,6 @@ class Job:
             protocol = {name: getattr(task, name) for name in ("epochs", "num_train", "num_evaluation")}
             values = protocol | values
         return {"kind": self.kind.name, "reference_size": self.reference_size, **values}
-
-    def _core_options(self) -> dict[str, Any]:
-        """The core options that the method reads and that belong to the id."""
-        default = {name: option.default for name, option in core_options().items()} | PAPERS_CORES
-        return {
-            name: to_jsonable_python(value)
-            for name, value in self.config.method.core.items()
-            if value != default[name] and self.config.method.name in readers(name)
-        }
 
     @cached_property
     def id(self) -> str:

@@ -7,7 +7,6 @@ that rate, one at a time. The plan then grows as runs end.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
@@ -101,20 +100,16 @@ class _Group:
         for options, job in zip(self.trials, self.jobs, strict=True):
             yield Planned(self.name, "search", self.axes | options, job)
         chosen = self.choice.options if self.choice else None if self.trials else self.grid[0]
+        blocked = ""
+        if chosen is None and self.ended is not None:
+            first = next((f" ({end.reason}: {end.message})" for end in self.ended if isinstance(end, Failure)), "")
+            blocked = f"no trial of the search succeeded{first}"
         for seed in self.study.axes["seed"]:
-            axes = {**self.axes, "seed": seed}
-            if chosen is None:
-                yield Planned(self.name, "final", axes, None, self._blocked())
-            else:
+            final: Job | None = None
+            if chosen is not None:
                 given = {**self.options, **chosen, "seed": seed}
-                job = make_job(self.study.kind.name, given, self.study.reference_size)
-                yield Planned(self.name, "final", axes, job)
-
-    def _blocked(self) -> str:
-        if self.ended is None:
-            return ""
-        first = next((f" ({end.reason}: {end.message})" for end in self.ended if isinstance(end, Failure)), "")
-        return f"no trial of the search succeeded{first}"
+                final = make_job(self.study.kind.name, given, self.study.reference_size)
+            yield Planned(self.name, "final", {**self.axes, "seed": seed}, final, blocked)
 
 
 def plan(campaign: Campaign, outcome: Outcomes) -> list[Planned]:
@@ -125,11 +120,13 @@ def plan(campaign: Campaign, outcome: Outcomes) -> list[Planned]:
     """
     planned: list[Planned] = []
     for name, study in campaign.studies.items():
-        with _named(name):
+        try:
             _require_few(len(planned) + prod(map(len, study.axes.values())))  # checked before they are made
             for group in _groups(campaign, name, outcome):
                 planned += group.runs()
                 _require_few(len(planned))
+        except ConfigError as error:
+            raise ConfigError(f"Study {name!r}: {error}") from error
     return planned
 
 
@@ -207,12 +204,3 @@ def _products(axes: Mapping[str, tuple[Value, ...]]) -> list[Axes]:
 def _require_few(num_runs: int) -> None:
     if num_runs > MOST_RUNS:
         raise ConfigError(f"a campaign may have at most {MOST_RUNS:,} runs. Split it.")
-
-
-@contextmanager
-def _named(study: str) -> Iterator[None]:
-    """Name the study in the errors of the block."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"Study {study!r}: {error}") from error

@@ -102,16 +102,17 @@ def load_results(folder: Path) -> CampaignResults:
     campaign = store.campaign()
     planned, chosen = plan(campaign, store.outcome), choices(campaign, store.outcome)
     require_comparable(planned, store)
-    studies = tuple(
-        StudyResults(
-            name,
-            study,
-            tuple(_final(run, store) for run in planned if run.study == name and run.phase == "final"),
-            tuple((group, choice) for other, group, choice in chosen if other == name),
-        )
-        for name, study in campaign.studies.items()
-    )
-    return CampaignResults(campaign, studies)
+    runs: dict[str, list[FinalRun]] = {name: [] for name in campaign.studies}
+    for run in planned:
+        if run.phase == "final":
+            end = store.outcome(run.job.id) if run.job else None
+            if run.blocked:
+                end = Failure(reason="search", message=run.blocked)
+            record, failure = (None, end) if isinstance(end, Failure) else (end, None)
+            runs[run.study].append(FinalRun(run.axes, run.job.id if run.job else None, record, failure))
+    made = {name: tuple((group, choice) for other, group, choice in chosen if other == name) for name in runs}
+    studies = (StudyResults(name, study, tuple(runs[name]), made[name]) for name, study in campaign.studies.items())
+    return CampaignResults(campaign, tuple(studies))
 
 
 def require_comparable(planned: Sequence[Planned], store: Store, *, with_missing: bool = False) -> None:
@@ -169,15 +170,6 @@ def _flat(options: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in options.items():
         flat |= {f"{name}.{own}": its for own, its in value.items()} if isinstance(value, dict) else {name: value}
     return flat
-
-
-def _final(run: Planned, store: Store) -> FinalRun:
-    if run.job is None:
-        return FinalRun(run.axes, None, None, Failure(reason="search", message=run.blocked) if run.blocked else None)
-    end, run_id = store.outcome(run.job.id), run.job.id
-    if isinstance(end, Failure):
-        return FinalRun(run.axes, run_id, None, end)
-    return FinalRun(run.axes, run_id, end, None)
 
 
 def status_lines(folder: Path) -> Iterator[str]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from frozencore.adapter.bases import get_bases
 from frozencore.calibration.calibration_options import options_of_sums
@@ -122,9 +122,10 @@ class SharedWork:
                     return there
                 needs |= has
             remove_left(file.parent, file.name)
+            names = targeted_layers(inputs.model, resolve_targets(config.method, inputs.model))
             found = collect_moments(
-                inputs.model, batches, _target_layers(config, inputs), needs=needs, options=config.method.calibration,
-                progress=progress,
+                inputs.model, batches, {name: inputs.model.get_submodule(name) for name in names}, needs=needs,
+                options=config.method.calibration, progress=progress,
             )  # fmt: skip
             save_moments(file, found, fingerprint)
         return found
@@ -144,8 +145,3 @@ class SharedWork:
                     save_file(get_bases(model), aside)
                 take_off(model)
         return load_file(file)
-
-
-def _target_layers(config: RunConfig, inputs: Inputs) -> dict[str, nn.Module]:
-    names = targeted_layers(inputs.model, resolve_targets(config.method, inputs.model))
-    return {name: inputs.model.get_submodule(name) for name in names}

@@ -18,7 +18,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
@@ -161,11 +161,9 @@ class Store:
         found = []
         for folder in self.runs.glob(".*.partial"):
             run_id = folder.name.split(".")[1]
-            try:
-                with self.locked(f"run-{run_id}", wait=False):
-                    pass
-            except ArtifactError:
-                found.append(run_id)
+            found.append(run_id)
+            with suppress(ArtifactError), self.locked(f"run-{run_id}", wait=False):
+                found.remove(run_id)
         return found
 
     def write_index(self) -> None:
@@ -195,10 +193,12 @@ class Store:
         lines = file.read_text(encoding="utf-8", errors="replace").split("\n") if file.is_file() else []
         records: dict[str, RunRecord] = {}
         for number, line in enumerate(filter(None, lines), start=1):
-            record = _parsed(line)
-            if record is not None and record.run_id is not None:
-                records[record.run_id] = record
-            elif not self.runs.is_dir():  # otherwise it is rebuilt from the runs
+            with suppress(ValueError):
+                record = read_record(line)
+                if record.run_id is not None and _ID.fullmatch(record.run_id):
+                    records[record.run_id] = record
+                    continue
+            if not self.runs.is_dir():  # otherwise it is rebuilt from the runs
                 raise ArtifactError(
                     f"{file}, line {number} is damaged, and there are no runs/ to rebuild it from. Restore the file."
                 )
@@ -210,11 +210,3 @@ def _read(file: Path, reader: Callable[[str], T]) -> T:
         return reader(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ArtifactError(f"{file} is damaged ({error}). Remove its folder: the run is made again.") from error
-
-
-def _parsed(line: str) -> RunRecord | None:
-    try:
-        record = read_record(line)
-    except ValueError:
-        return None
-    return record if record.run_id is not None and _ID.fullmatch(record.run_id) else None

@@ -6,7 +6,6 @@ import errno
 import os
 import shutil
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
@@ -92,29 +91,29 @@ class Worker:
 
     def _fail(self, job: Job, error: Exception) -> None:
         self._base = None  # the model may have half an adapter
-        message = one_line(error) or type(error).__name__
-        if _cannot_write(error):
+        message, reason = one_line(error) or type(error).__name__, _reason(error)
+        if reason == "not writable":
             raise _UnwritableError(
                 f"{self.store.folder} cannot be written: {message} Make room and give the same command again: "
                 "finished runs are kept."
             ) from error
         here = Provenance.here(self.place.device)
-        failure = Failure(reason=_reason(error), message=message, config=job.resolved, provenance=here)
+        failure = Failure(reason=reason, message=message, config=job.resolved, provenance=here)
         self.store.fail(job.id, failure, "".join(traceback.format_exception(error)))
 
     def _make(self, job: Job, folder: Path, needs: Needs, progress: Progress) -> None:
-        asked = calibrating(job)
-        config, *reference = placed = [self.place.put(one) for one in asked]
-        here = {
-            moments_key(there): needs.get(moments_key(one), frozenset())
-            for one, there in zip(asked, placed, strict=True)
-        }
+        placed = [(one, self.place.put(one)) for one in calibrating(job)]
+        here = {moments_key(there): needs.get(moments_key(one), frozenset()) for one, there in placed}
+        (_, config), *reference = placed
+        if self._base is None or self._base[0] != config.model:
+            self._base = None  # freed before loading the next, because two may not fit
+            self._base = config.model, load(config.model)
         work = Work(
             config=config,
-            reference=reference[0] if reference else None,
+            reference=reference[0][1] if reference else None,
             folder=folder,
             progress=progress,
-            base=self._load(config.model),
+            base=self._base[1],
             rows=self._rows,
             base_scores=self._scores,
             store=None if job.kind.is_alone else SharedWork(self.store, here),
@@ -124,13 +123,6 @@ class Worker:
             self._base = None
         if not self.keep_adapters or config.scoring.evaluate_on == "validation":
             shutil.rmtree(folder / ADAPTER, ignore_errors=True)
-
-    def _load(self, config: ModelConfig) -> Base:
-        """The loaded model, which the jobs of one model share."""
-        if self._base is None or self._base[0] != config:
-            self._base = None  # freed before loading the next, because two may not fit
-            self._base = config, load(config)
-        return self._base[1]
 
 
 def _logged(log: TextIO, progress: Progress) -> Progress:
@@ -142,24 +134,17 @@ def _logged(log: TextIO, progress: Progress) -> Progress:
 
 
 def _reason(error: Exception) -> str:
-    if any(is_out_of_memory(cause) for cause in _causes(error)):
+    """The kind of a failure, from the error and those that it was raised from."""
+    causes: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        causes.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    words = (*map(os.strerror, NOT_WRITABLE), "PytorchStreamWriter failed")  # of safetensors and torch
+    if any(getattr(one, "errno", None) in NOT_WRITABLE or any(word in str(one) for word in words) for one in causes):
+        return "not writable"
+    if any(map(is_out_of_memory, causes)):
         return "out of memory"
     if isinstance(error, DivergenceError):
         return "diverged"
     return "bad input" if isinstance(error, FrozenCoreError) else "error"
-
-
-def _cannot_write(error: Exception) -> bool:
-    """Return whether the disk is the reason; safetensors and torch tell it only in the message."""
-    words = (*map(os.strerror, NOT_WRITABLE), "PytorchStreamWriter failed")
-    return any(
-        (isinstance(cause, OSError) and cause.errno in NOT_WRITABLE) or any(word in str(cause) for word in words)
-        for cause in _causes(error)
-    )
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__ or cause.__context__

@@ -25,6 +25,7 @@ Output = Annotated[
 ModelPath = Annotated[
     list[str] | None, typer.Option("--model-path", help="NAME=FOLDER: the folder of a model of the campaign.")
 ]
+FEW_PER_CORE = "Processes; 0: only this one. Default: one per core, at most 4."
 
 
 @campaign_app.command("plan")
@@ -135,12 +136,7 @@ def status(folder: Folder) -> None:
 def report(
     folder: Annotated[Path | None, typer.Argument(help="Folder of a campaign.")] = None,
     output: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            "--output",
-            help="Folder of the report. Default: report/ in the campaign's folder.",
-        ),
+        Path | None, typer.Option("--out", "--output", help="Folder of the report. Default: report/ in the campaign's.")
     ] = None,
     table: Annotated[
         Path | None,

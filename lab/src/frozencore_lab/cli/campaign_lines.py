@@ -3,38 +3,124 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
 
+from frozencore.cli.display import LABELS
 from frozencore.errors import ConfigError, TrainingError
 from frozencore.tune.record import Failure, RunRecord
 from frozencore.words import Progress, num_of, time_in_words
 from frozencore_lab.campaign.driver import drive
-from frozencore_lab.campaign.estimate import SearchRows, search_rows
+from frozencore_lab.campaign.estimate import search_rows
+from frozencore_lab.campaign.job import Job
 from frozencore_lab.campaign.plan import Planned, most_further_trials, plan
 from frozencore_lab.campaign.results import Tally, failure_lines, tally
 from frozencore_lab.campaign.shared_moments import needs_of
 from frozencore_lab.campaign.spec import Campaign, read_campaign
 from frozencore_lab.campaign.store import Store
 from frozencore_lab.campaign.worker import Place, Worker
-from frozencore_lab.campaign.worker_pool import LocalPool, OwnProcess, WorkerPool
-from frozencore_lab.cli.board import Board
+from frozencore_lab.campaign.worker_pool import Event, LocalPool, OwnProcess, WorkerPool
 
 if TYPE_CHECKING:
     from frozencore_lab.rehearsal import Rehearsal
 
 MOST_WORKERS = 8  # by default, on a machine without GPUs
-MOST_REHEARSING = 4
 MOST_REASONS = 10
+
+
+class Board:
+    """Show the progress of a campaign: a live view on a terminal, a plain line every few runs elsewhere."""
+
+    def __init__(self, console: Console, *, line_every: int = 10) -> None:
+        self.console = console
+        self.line_every = line_every
+        self.stages: dict[int, str] = {}
+        self.started = time.monotonic()
+        self.done_at_start: int | None = None
+        self.told = 0
+        self.running: dict[int, Job] = {}
+        self.progress = Bars(
+            TextColumn("runs", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}", markup=False), console=console,
+        )  # fmt: skip
+        self.task = self.progress.add_task("runs", total=None, note="")
+        self.live = Live(console=console, refresh_per_second=4, get_renderable=self._render)
+
+    def __enter__(self) -> Board:
+        if self.console.is_terminal:
+            self.live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.live.stop()
+
+    def __call__(self, standing: Tally, running: dict[int, Job], event: Event | None) -> None:
+        """Take the campaign's counts, the job of each busy worker, and the latest event."""
+        over, left = standing.finished + standing.failed, standing.left
+        self.done_at_start = over if self.done_at_start is None else self.done_at_start
+        self.running = dict(running)
+        note = f"{standing.failed} failed, {left} left"
+        if left and over > self.done_at_start:
+            seconds = (time.monotonic() - self.started) / (over - self.done_at_start) * left
+            note += f", about {time_in_words(seconds)} to go"
+        self.progress.update(self.task, completed=over, total=over + left, note=note)
+        if event is not None and event.kind == "stage":
+            share = f" {event.done / event.total:.0%}" if event.total else ""
+            self.stages[event.worker] = LABELS.get(event.stage, event.stage) + share
+        elif event is not None:
+            self.stages.pop(event.worker, None)
+            if not self.console.is_terminal and (over >= self.told + self.line_every or not left):
+                self.told = over
+                self.console.print(f"[{over}/{over + left}] {note}", markup=False, highlight=False)
+
+    def _render(self) -> Group:
+        table = Table.grid(padding=(0, 2))
+        for worker, job in sorted(self.running.items()):
+            config = job.config
+            table.add_row(
+                f"worker {worker}", config.rows.learns, config.method.name, f"seed {config.rows.seed}",
+                "search" if config.scoring.evaluate_on == "validation" else "",
+                self.stages.get(worker, "starts"),
+            )  # fmt: skip
+        return Group(self.progress, table)
+
+
+def default_folder(campaign: Campaign) -> Path:
+    return Path("runs") / campaign.name
+
+
+def _opened(spec: Path, output: Path | None) -> tuple[Campaign, Store]:
+    """A specification, and the store of its folder, which need not exist."""
+    campaign = read_campaign(spec)
+    return campaign, Store(output or default_folder(campaign))
+
+
+def _place(campaign: Campaign, data_root: Path | None, device: str, models: dict[str, str]) -> Place:
+    """The machine of the runs, on which the named models of the specification lie in the given folders."""
+    for name in models:
+        if name not in campaign.models:
+            raise ConfigError(f"--model-path {name}=...: the campaign's models are {', '.join(campaign.models)}.")
+    return Place(data_root, device, {campaign.models[name]: path for name, path in models.items()})
+
+
+def _left(planned: Sequence[Planned], store: Store) -> Iterator[Planned]:
+    """The runs that neither finished nor failed."""
+    return (run for run in planned if run.job is None or store.outcome(run.job.id) is None)
 
 
 def run_campaign(
@@ -56,12 +142,11 @@ def run_campaign(
         ArtifactError: The folder is not writable, belongs to another campaign, or is in use by another process.
     """
     store = Store(output or default_folder(campaign))
-    place = Place(data_root, device, by_location(campaign, models))
+    place = _place(campaign, data_root, device, models)
     search_rows(_left(plan(campaign, store.outcome), store), place)  # shows errors before the folder is made
     store.require_own(campaign)
-    worker = Worker(store, place, keep_adapters=campaign.keep_adapters)
-    pool = _pool(worker, num_workers, ray_address)
-    with closing(pool), Board(console, store) as board:
+    pool = _pool(Worker(store, place, keep_adapters=campaign.keep_adapters), num_workers, ray_address)
+    with closing(pool), Board(console) as board:
         standing = drive(campaign, store, pool, board, retry_failed=retry_failed)
     console.print(
         f"{num_of(standing.finished, 'run')} finished, {standing.failed} failed, {standing.left} left.", highlight=False
@@ -69,6 +154,22 @@ def run_campaign(
     for line in failure_lines(plan(campaign, store.outcome), store):
         console.print(line, markup=False, highlight=False, style="yellow")
     return standing
+
+
+def _pool(worker: Worker, num_workers: int | None, ray_address: str | None) -> WorkerPool:
+    device = worker.place.device
+    if ray_address is not None:
+        from frozencore_lab.campaign.ray_pool import RayPool
+
+        return RayPool(ray_address, num_workers, worker)
+    if num_workers == 0:
+        return OwnProcess(worker)
+    devices = device.split(",")
+    if device == "auto" and torch.cuda.is_available():
+        devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    on_cpu = devices in (["auto"], ["cpu"])
+    size = num_workers or (min(MOST_WORKERS, os.cpu_count() or 1) if on_cpu else len(devices))
+    return LocalPool(size, worker, devices=devices)
 
 
 def run_one(
@@ -90,8 +191,7 @@ def run_one(
         )
     if isinstance(store.outcome(run_id), RunRecord):
         return f"{run_id} is finished already: {store.runs / run_id}"
-    place = Place(data_root, device, by_location(campaign, models))
-    worker = Worker(store, place, keep_adapters=campaign.keep_adapters)
+    worker = Worker(store, _place(campaign, data_root, device, models), keep_adapters=campaign.keep_adapters)
     if not worker.run(jobs[run_id], needs_of(jobs.values()), progress):
         failure = store.outcome(run_id)
         assert isinstance(failure, Failure)
@@ -103,19 +203,16 @@ def run_one(
 
 def ready_ids(spec: Path, output: Path | None, *, data_root: Path | None) -> list[str]:
     """The ids of the runs that are ready, searches first; makes the folder for ``campaign one``."""
-    campaign = read_campaign(spec)
-    store = Store(output or default_folder(campaign))
+    campaign, store = _opened(spec, output)
     runs = sorted(plan(campaign, store.outcome), key=lambda run: run.phase == "final")
     search_rows(_left(runs, store), Place(data_root))
     store.open(campaign)
-    ids = dict.fromkeys(run.job.id for run in runs if run.job)
-    return [run_id for run_id in ids if store.outcome(run_id) is None]
+    return list(dict.fromkeys(run.job.id for run in _left(runs, store) if run.job))
 
 
 def run_lines(spec: Path, output: Path | None) -> Iterator[str]:
     """Yield a line for each run: its id, study, phase, options and outcome."""
-    campaign = read_campaign(spec)
-    store = Store(output or default_folder(campaign))
+    campaign, store = _opened(spec, output)
     for run in plan(campaign, store.outcome):
         outcome = store.outcome(run.job.id) if run.job else None
         state = "left" if outcome is None else "finished" if isinstance(outcome, RunRecord) else "failed"
@@ -130,12 +227,9 @@ def plan_lines(
     """Yield the studies with their runs, and estimates of time, memory and disk."""
     from frozencore_lab.campaign.estimate import estimate_lines
 
-    campaign = read_campaign(spec)
-    store = Store(output or default_folder(campaign))
+    campaign, store = _opened(spec, output)
     planned = plan(campaign, store.outcome)
-    table = Table(title=f"Campaign {campaign.name}", title_justify="left")
-    for heading in ("study", "what", "search runs", "final runs", "done"):
-        table.add_column(heading, justify="left" if heading in ("study", "what") else "right")
+    table = _table(f"Campaign {campaign.name}", "study", "what", "search runs>", "final runs>", "done>")
     for name, study in campaign.studies.items():
         own = [run for run in planned if run.study == name]
         done = sum(bool(run.job and store.outcome(run.job.id)) for run in own)
@@ -151,36 +245,28 @@ def plan_lines(
         f"{standing.finished} finished, {standing.failed} failed, {standing.ready} ready, "
         f"{standing.waiting} wait for their search. Folder: {store.folder}"
     )
-    place = Place(data_root, device, by_location(campaign, models))
+    place = _place(campaign, data_root, device, models)
     rows = search_rows(planned, place)
     if rows:
-        yield _search_table(rows)
+        table = _table("Rows of the searches", "task", "trained on>", "scored on>", "which are", "studies")
+        for found in rows:
+            counts = ("?", "?") if found.unseen else (str(found.trained), str(found.scored))
+            table.add_row(found.task, *counts, found.source or "could not look", ", ".join(found.studies))
+        yield table
     yield from (f"Rows of {found.task}: could not look. {found.unseen}" for found in rows if found.unseen)
     yield from estimate_lines(planned, store, place)
 
 
-def _left(planned: Sequence[Planned], store: Store) -> Iterator[Planned]:
-    """The runs that neither finished nor failed."""
-    return (run for run in planned if run.job is None or store.outcome(run.job.id) is None)
-
-
-def _search_table(rows: Sequence[SearchRows]) -> Table:
-    """The table of the rows that score each task's search."""
-    table = Table(title="Rows of the searches", title_justify="left")
-    for heading in ("task", "trained on", "scored on", "which are", "studies"):
-        table.add_column(heading, justify="right" if heading in ("trained on", "scored on") else "left")
-    for found in rows:
-        counts = ("?", "?") if found.unseen else (str(found.trained), str(found.scored))
-        table.add_row(found.task, *counts, found.source or "could not look", ", ".join(found.studies))
+def _table(title: str, *headings: str) -> Table:
+    """An empty table; a heading with ``>`` at its end has its column to the right."""
+    table = Table(title=title or None, title_justify="left")
+    for heading in headings:
+        table.add_column(heading.removesuffix(">"), justify="right" if heading.endswith(">") else "left")
     return table
 
 
 def write_campaign_report(folder: Path, output: Path | None) -> Iterator[RenderableType]:
-    """Write the tables, figures and page of a campaign, and count the files.
-
-    Args:
-        output: Default: ``report/`` in the campaign's folder.
-    """
+    """Write the tables, figures and page of a campaign, by default in its ``report/``, and count the files."""
     from frozencore_lab.campaign.results import load_results
     from frozencore_lab.reports.report import campaign_document, write_document
 
@@ -215,14 +301,9 @@ def run_rehearsal(
     from frozencore_lab.rehearsal import rehearse
 
     campaign = read_campaign(spec)
-
-    def start_pool(worker: Worker) -> WorkerPool:
-        size = min(MOST_REHEARSING, os.cpu_count() or 1) if num_workers is None else num_workers
-        return LocalPool(size, worker, devices=("cpu",)) if size else OwnProcess(worker)
-
     folder = output or default_folder(campaign).with_name(f"{campaign.name}-rehearsal")
-    watch = partial(Board, console, line_every=100)
-    return rehearse(campaign, folder, data_root, start_pool=start_pool, watch=watch)
+    with Board(console, line_every=100) as board:
+        return rehearse(campaign, folder, data_root, num_workers=num_workers, watch=board)
 
 
 def rehearsal_screen(found: Rehearsal) -> Iterator[RenderableType]:
@@ -231,9 +312,7 @@ def rehearsal_screen(found: Rehearsal) -> Iterator[RenderableType]:
     yield Text(
         f"Rehearsal of {found.campaign}: {runs}, {found.num_failed} failed, {time_in_words(found.time_s)}", "bold"
     )
-    table = Table()
-    for heading in ("study", "tables", "figures", "cells filled", "empty"):
-        table.add_column(heading, justify="left" if heading == "study" else "right")
+    table = _table("", "study", "tables>", "figures>", "cells filled>", "empty>")
     for one in found.studies:
         lacking = Text(str(len(one.lacks)), "red" if one.lacks else "green")
         table.add_row(one.name, str(one.num_tables), str(one.num_figures), str(one.filled), lacking)
@@ -247,32 +326,3 @@ def rehearsal_screen(found: Rehearsal) -> Iterator[RenderableType]:
     if len(reasons) > MOST_REASONS:
         yield Text(f"and {len(reasons) - MOST_REASONS} more reasons: see rehearsal.json.", "red")
     yield f"{len(found.files)} files: {found.folder}/report"
-
-
-def default_folder(campaign: Campaign) -> Path:
-    """The default folder of a campaign."""
-    return Path("runs") / campaign.name
-
-
-def by_location(campaign: Campaign, models: dict[str, str]) -> dict[str, str]:
-    """Map the specification's names of models to the given folders."""
-    for name in models:
-        if name not in campaign.models:
-            raise ConfigError(f"--model-path {name}=...: the campaign's models are {', '.join(campaign.models)}.")
-    return {campaign.models[name]: path for name, path in models.items()}
-
-
-def _pool(worker: Worker, num_workers: int | None, ray_address: str | None) -> WorkerPool:
-    device = worker.place.device
-    if ray_address is not None:
-        from frozencore_lab.campaign.ray_pool import RayPool
-
-        return RayPool(ray_address, num_workers, worker)
-    if num_workers == 0:
-        return OwnProcess(worker)
-    devices = device.split(",")
-    if device == "auto" and torch.cuda.is_available():
-        devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-    on_cpu = devices in (["auto"], ["cpu"])
-    size = num_workers or (min(MOST_WORKERS, os.cpu_count() or 1) if on_cpu else len(devices))
-    return LocalPool(size, worker, devices=devices)

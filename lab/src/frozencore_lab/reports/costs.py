@@ -24,12 +24,7 @@ HELD = "State held while training, at its peak: gradients and optimiser states."
 
 @dataclass(frozen=True)
 class Phases:
-    """The times of a run.
-
-    Attributes:
-        initialisation_s: Calibration, or a weight SVD; 0 for methods without such a phase.
-        step_s: The median step; None if not measured.
-    """
+    """The times of a run: calibration or a weight SVD (0 without such a phase), and the median step if measured."""
 
     initialisation_s: float
     step_s: float | None
@@ -72,6 +67,10 @@ class Cost:
     phases: Phases
     kinds: Mapping[str, int | None]
 
+    def largest(self, value: str) -> int:
+        """The largest of the records' values with this name."""
+        return max(getattr(record, value) for record in self.records)
+
     @property
     def memory(self) -> dict[str, int] | None:
         """The largest bytes of its runs: held before the adapter, then the additional bytes of each phase.
@@ -81,12 +80,10 @@ class Cost:
         peaks = [record.resources.peaks for record in self.records if record.resources and record.resources.peaks]
         if len(peaks) < len(self.records):
             return None
-        phases = {
-            "calibration": [one.calibration_bytes - one.held_bytes for one in peaks],
-            "training": [one.training_bytes - one.held_bytes for one in peaks],
-            "scoring": [one.scoring_bytes - one.held_bytes for one in peaks],
-        }
-        return {"held": max(one.held_bytes for one in peaks), **{name: max(0, *own) for name, own in phases.items()}}
+        found = {"held": max(one.held_bytes for one in peaks)}
+        for phase in ("calibration", "training", "scoring"):
+            found[phase] = max(0, *(getattr(one, f"{phase}_bytes") - one.held_bytes for one in peaks))
+        return found
 
 
 @dataclass(frozen=True)
@@ -147,15 +144,19 @@ def state_sheet(costs: Costs, name: str) -> Sheet:
     measured = any(record.criterion is not None for cost in costs.costs for record in cost.records)
     for cost in costs.costs:
         first = cost.records[0]
+        norms = [record.criterion.gradient for record in cost.records if record.criterion is not None]
+        gradient = missing("no bases, or bases that were made without the gradient G", is_undefined=True)
+        if len(norms) == len(cost.records):
+            gradient = SheetCell(f"{fmean(norms):.3g}", value=fmean(norms))
         lines.append({
             "method": label(cost.name),
             "values": number(first.values_at_once, 0),
             **{kind: number(cost.kinds.get(kind, 0), 0, reason=unknown) for kind in kinds},
-            "state held": bytes_cell(largest(cost.records, "state_held_bytes")),
-            "saved": bytes_cell(largest(cost.records, "saved_bytes")),
+            "state held": bytes_cell(cost.largest("state_held_bytes")),
+            "saved": bytes_cell(cost.largest("saved_bytes")),
             "without bases": bytes_cell((first.resources or Resources()).saved_bytes_without_bases),
             "base model": bytes_cell(first.model_bytes),
-            **({"‖PᵀGQ‖": _gradient_cell(cost.records)} if measured else {}),
+            **({"‖PᵀGQ‖": gradient} if measured else {}),
         })  # fmt: skip
     note = (
         f"Values that train at once, also by kind, and values trained in all. {HELD} Saved: the adapter's files, also "
@@ -167,13 +168,6 @@ def state_sheet(costs: Costs, name: str) -> Sheet:
     return Sheet.of(name, f"{costs.title}: trained, held and saved", note, lines)
 
 
-def _gradient_cell(records: Sequence[TunedRecord]) -> SheetCell:
-    found = [record.criterion.gradient for record in records if record.criterion is not None]
-    if len(found) < len(records):
-        return missing("no bases, or bases that were made without the gradient G", is_undefined=True)
-    return SheetCell(f"{fmean(found):.3g}", value=fmean(found))
-
-
 def time_sheet(costs: Costs, name: str, *, alone: bool) -> Sheet:
     """A sheet of measured phases, projected totals, and the break-even of the reference's initialisation.
 
@@ -182,23 +176,20 @@ def time_sheet(costs: Costs, name: str, *, alone: bool) -> Sheet:
     """
     lines = []
     for cost in costs.costs:
-        phases = cost.phases
+        phases, initial = cost.phases, cost.phases.initialisation_s
         line = {
             "method": label(cost.name),
-            "init. or calib.": seconds_cell(phases.initialisation_s)
-            if phases.initialisation_s
-            else SheetCell("none", value=0.0),
+            "init. or calib.": seconds_cell(initial) if initial else SheetCell("none", value=0.0),
             "step": seconds_cell(phases.step_s),
             "steps": number(phases.num_steps, 0),
             "training": seconds_cell(phases.training_s),
             "total": seconds_cell(phases.total_s),
             "init. share": _share(phases),
-            "peak memory": bytes_cell(largest(cost.records, "peak_memory_bytes")),
+            "peak memory": bytes_cell(cost.largest("peak_memory_bytes")),
         }
         if costs.reference is not None:
-            line["break-even"] = (
-                SheetCell("reference") if cost is costs.reference else _break_even(costs.reference.phases, phases)
-            )
+            is_reference = cost is costs.reference
+            line["break-even"] = SheetCell("reference") if is_reference else _break_even(costs.reference.phases, phases)
         lines.append(line)
     note = "Training and total are projected from the median step; times are medians over runs, memory the largest."
     if costs.reference is not None:
@@ -244,35 +235,25 @@ def memory_sheet(costs: Costs, name: str) -> Sheet | None:
         {
             "method": label(cost.name),
             **{phase: bytes_cell((cost.memory or {}).get(phase)) for phase in phases},
-            "peak": bytes_cell(largest(cost.records, "peak_memory_bytes")),
+            "peak": bytes_cell(cost.largest("peak_memory_bytes")),
         }
         for cost in costs.costs
     )
     return Sheet.of(name, f"{costs.title}: peak memory by phase", note, lines)
 
 
-def largest(records: Sequence[TunedRecord], value: str) -> int:
-    """The largest of the records' values with this name."""
-    return max(getattr(record, value) for record in records)
-
-
 def seconds_cell(value: float | None) -> SheetCell:
     if value is None:
         return missing("not measured")
-    if value >= 120:
-        shown = f"{value / 60:.1f} min"
-    elif value >= 10:
-        shown = f"{value:.1f} s"
-    else:
-        shown = f"{value:.2f} s" if value >= 0.1 else f"{1000 * value:.1f} ms"
-    return SheetCell(shown, value=value)
+    if value >= 10:
+        return SheetCell(f"{value / 60:.1f} min" if value >= 120 else f"{value:.1f} s", value=value)
+    return SheetCell(f"{value:.2f} s" if value >= 0.1 else f"{1000 * value:.1f} ms", value=value)
 
 
 def bytes_cell(value: int | None) -> SheetCell:
     """A cell of bytes in decimal units, like file sizes and the paper's GB."""
     if value is None:
         return missing("not recorded")
-    size, units = float(value), ["B", "kB", "MB", "GB"]
-    while size >= 1000 and len(units) > 1:
-        size, units = size / 1000, units[1:]
-    return SheetCell(f"{value} B" if units[0] == "B" else f"{size:.2f} {units[0]}", value=value)
+    power = max(0, min(3, (len(str(abs(value))) - 1) // 3))
+    shown = f"{value / 1000**power:.2f} {('B', 'kB', 'MB', 'GB')[power]}" if power else f"{value} B"
+    return SheetCell(shown, value=value)

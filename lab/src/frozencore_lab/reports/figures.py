@@ -17,19 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.ticker import LogLocator
 
-from frozencore.tune.figures import (
-    BLACK,
-    BLUE,
-    CORES,
-    FACTORS,
-    GREY,
-    NAVY,
-    ORANGE,
-    binned,
-    method_colour,
-    plain_ticks,
-    plt,
-)
+from frozencore.tune.figures import BLACK, BLUE, GREY, NAVY, ORANGE, binned, method_colour, plain_ticks, plt
 from frozencore.tune.methods import METHODS
 from frozencore_lab.campaign.results import StudyResults
 from frozencore_lab.campaign.spec import Study
@@ -61,12 +49,7 @@ STYLE = {
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure that is drawn when it is written.
-
-    Attributes:
-        name: The name of its file, without an ending.
-        alt: A description of the figure.
-    """
+    """A figure that is drawn when it is written: its file's name without an ending, and its description."""
 
     name: str
     alt: str
@@ -91,12 +74,6 @@ class FigureKind:
     of_averages: bool = False
     only: Measure | None = None
 
-    def has_something(self, pivot: Pivot) -> bool:
-        """Return whether the table has data for the figure."""
-        averages = [one.value for one in column_averages(pivot).values()]
-        values = averages if self.of_averages else [cell.mean for cell in pivot.cells.values()]
-        return any(value is not None for value in values)
-
 
 def asked_figures(study: Study) -> tuple[str, ...]:
     """The kinds of figures of a study; a study without training always shows the convergence of its bases."""
@@ -110,12 +87,13 @@ def study_drawings(results: StudyResults) -> Iterator[Drawing]:
         for pivot in pivots(results, measure):
             for name in asked:
                 kind, suffix = DRAWN[name], "" if name == asked[0] else f"-{name}"
-                other = i > 0 if kind.once else kind.only not in (None, measure)
-                if other or not kind.has_something(pivot):
-                    continue
-                file = f"{pivot.name}{'' if kind.once else measure.suffix}{suffix}"
-                alt = f"{pivot.title}: {kind.once or measure.title}{kind.against}"
-                yield Drawing(file, alt, partial(_styled, kind.draw, pivot))
+                is_other = i > 0 if kind.once else kind.only not in (None, measure)
+                means = [one.value for one in column_averages(pivot).values()]
+                shown = means if kind.of_averages else [cell.mean for cell in pivot.cells.values()]
+                if not is_other and any(value is not None for value in shown):
+                    file = f"{pivot.name}{'' if kind.once else measure.suffix}{suffix}"
+                    alt = f"{pivot.title}: {kind.once or measure.title}{kind.against}"
+                    yield Drawing(file, alt, partial(_styled, kind.draw, pivot))
 
 
 def _styled(draw: Callable[[Pivot], Figure], pivot: Pivot) -> Figure:
@@ -289,7 +267,7 @@ def _values(pivot: Pivot) -> Figure:
         drawn = {kind: tuple(zip(*sorted(found), strict=True)) for kind, found in points.items() if found}
         highest = max(drawn, key=lambda kind: fmean(drawn[kind][1]))
         for kind, (counts, means, halves, names) in drawn.items():
-            name, colour, form = ("cores", CORES[0], "o-") if kind == "core" else ("LoRA", FACTORS[0], "s--")
+            name, colour, form = ("cores", ORANGE, "o-") if kind == "core" else ("LoRA", NAVY, "s--")
             axis.errorbar(counts, means, yerr=halves, fmt=form, color=colour, label=name)
             side = 1 if kind == highest else -1  # the labels of one line above it, of the other below
             for count, mean, half, label in zip(counts, means, halves, names, strict=True):

@@ -97,17 +97,17 @@ class RunCounts(NamedTuple):
 
 
 def count_runs(runs: tuple[FinalRun, ...]) -> RunCounts:
-    """Count the outcomes of the runs."""
     different = {run.run_id or f"none {i}": run for i, run in enumerate(runs)}.values()
     done = sum(run.record is not None for run in different)
     failed = sum(run.record is None and run.failure is not None for run in different)
     return RunCounts(done, failed, len(different) - done - failed)
 
 
-def make_document(results: CampaignResults, sections: Iterable[Section]) -> Document:
-    """Make a document whose tables and figures have unique names; a repeated name is made longer.
+def campaign_document(results: CampaignResults) -> Document:
+    """Make the report as a document: the studies and the setup.
 
-    Otherwise the study ``a-time`` and the times of the study ``a`` would share a file.
+    A name that two tables or two figures have is made longer in the second: otherwise the study ``a-time`` and the
+    times of the study ``a`` would share a file.
     """
     taken: set[tuple[type, str]] = set()
 
@@ -121,21 +121,11 @@ def make_document(results: CampaignResults, sections: Iterable[Section]) -> Docu
     def renamed(tables: Iterable[Table]) -> tuple[Table, ...]:
         return tuple(replace(table, sheet=replace(table.sheet, name=free(table.sheet))) for table in tables)
 
-    named = tuple(
-        replace(
-            section,
-            main=renamed(section.main),
-            details=renamed(section.details),
-            drawings=tuple(replace(drawing, name=free(drawing)) for drawing in section.drawings),
-        )
-        for section in sections
-    )
-    return Document(results.campaign.name, results.campaign.about, results, named)
-
-
-def campaign_document(results: CampaignResults) -> Document:
-    """Make the report as a document: the studies and the setup."""
-    return make_document(results, [*map(study_section, results.studies), setup_section(results)])
+    sections = []
+    for one in (*map(study_section, results.studies), setup_section(results)):
+        drawings = tuple(replace(drawing, name=free(drawing)) for drawing in one.drawings)
+        sections.append(replace(one, main=renamed(one.main), details=renamed(one.details), drawings=drawings))
+    return Document(results.campaign.name, results.campaign.about, results, tuple(sections))
 
 
 def setup_section(results: CampaignResults) -> Section:
@@ -171,18 +161,20 @@ def study_section(results: StudyResults) -> Section:
     )
 
 
-def _pivot_tables(pivot: Pivot, name: str) -> list[Table]:
+def _pivot_tables(pivot: Pivot, name: str) -> Iterator[Table]:
     """A pivot's own table, further ones, and its comparison with the reference."""
     comparison, remark = compare(pivot)
-    tables = [Table(pivot_sheet(pivot, name), pivot, "" if comparison else remark)]
-    tables += [Table(kind.sheet(pivot, f"{name}-{end}")) for end, kind in FURTHER.items() if kind.asked(pivot.report)]
+    yield Table(pivot_sheet(pivot, name), pivot, "" if comparison else remark)
+    for end, (is_asked, make) in FURTHER.items():
+        if is_asked(pivot.report):
+            yield Table(make(pivot, f"{name}-{end}"))
     if comparison is not None:
-        sheet = comparison_sheet(
-            comparison, name=f"{name}-significance", title=f"{pivot.title}: significance", note=remark,
-            decimals=pivot.measure.decimals + 1, names=names_of(pivot),
+        yield Table(
+            comparison_sheet(
+                comparison, name=f"{name}-significance", title=f"{pivot.title}: significance", note=remark,
+                decimals=pivot.measure.decimals + 1, names=names_of(pivot),
+            )
         )  # fmt: skip
-        tables.append(Table(sheet))
-    return tables
 
 
 def _headline(pivot: Pivot) -> Iterator[str]:
@@ -217,31 +209,27 @@ TEMPLATES = Environment(
 
 
 def write_document(document: Document, folder: Path) -> list[Path]:
-    """Write every file of a document; the same records give the same bytes.
+    """Write every file of a document and return their paths; the same records give the same bytes.
 
     ``tables/NAME.csv`` has unrounded means, for ``campaign report --table``; ``NAME.runs.csv`` has every run.
 
     Raises:
         ArtifactError: The folder cannot be written.
     """
+    written = []
     for section in document.sections:
-        for drawing in section.drawings:
-            save_figure(drawing.draw(), folder / "figures" / f"{drawing.name}.png")
         for table in section.tables:
             for name, content in table.files().items():
-                write_text(folder / "tables" / name, content)
-    write_text(folder / "report.md", report_text(document))
-    write_text(folder / "index.html", document_page(document, folder / "figures"))
-    return [folder / name for name in file_names(document)]
-
-
-def file_names(document: Document) -> Iterator[str]:
-    """The files that :func:`write_document` writes, relative to its folder."""
-    for section in document.sections:
-        for table in section.tables:
-            yield from (f"tables/{name}" for name in table.files())
-        yield from (f"figures/{drawing.name}.png" for drawing in section.drawings)
-    yield from ("report.md", "index.html")
+                written.append(folder / "tables" / name)
+                write_text(written[-1], content)
+        for drawing in section.drawings:
+            written.append(folder / "figures" / f"{drawing.name}.png")
+            save_figure(drawing.draw(), written[-1])
+    pages = {"report.md": report_text(document), "index.html": document_page(document, folder / "figures")}
+    for name, content in pages.items():
+        written.append(folder / name)
+        write_text(written[-1], content)
+    return written
 
 
 def report_text(document: Document) -> str:
@@ -254,28 +242,22 @@ def report_text(document: Document) -> str:
         parts += [f"![{markdown_text(drawing.alt)}](figures/{drawing.name}.png)" for drawing in section.drawings]
         for table in section.tables:
             parts += [markdown(table.sheet).rstrip("\n"), table.remark]
-    parts += ["## Protocol", _fenced(protocol_yaml(document.results.campaign))]
+    protocol, fence = protocol_yaml(document.results.campaign), "```"
+    while fence in protocol:
+        fence += "`"
+    parts += ["## Protocol", f"{fence}yaml\n{protocol}{fence}"]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def _fenced(text: str) -> str:
-    """Put YAML in a code block with a fence that does not occur in it."""
-    fence = "```"
-    while fence in text:
-        fence += "`"
-    return f"{fence}yaml\n{text}{fence}"
-
-
 def document_page(document: Document, figures: Path) -> str:
-    """The page's HTML.
-
-    Args:
-        figures: The folder of the figures' files.
-    """
+    """The page's HTML, with the pictures of a folder of figures."""
+    records = {run.run_id: run.record for run in document.runs if run.record is not None}.values()
     return TEMPLATES.get_template("page.html").render(
-        document=document, facts=_facts(document), source_counts=_sources(document.runs), count_runs=count_runs,
-        heading=_heading, caption=_caption, runs_of=_runs_of, classes=_classes,
-        protocol_yaml=protocol_yaml, sort_value=_sort_value, few_columns=FEW_COLUMNS,
+        document=document, facts=_facts(document), count_runs=count_runs, heading=_heading, caption=_caption,
+        source_counts=sorted(Counter(_source(record.provenance) for record in records).items()), classes=_classes,
+        runs_of=lambda cell: [(one.seed, one.run.run_id, one.shown(".6g")) for one in cell.runs],
+        sort_value=lambda cell: "" if cell.value is None else str(cell.value).replace("inf", "Infinity"),
+        protocol_yaml=protocol_yaml, few_columns=FEW_COLUMNS,
         picture=lambda name: base64.b64encode((figures / f"{name}.png").read_bytes()).decode(),
     )  # fmt: skip
 
@@ -295,27 +277,9 @@ def _caption(section: Section, text: str) -> str:
 
 
 def _classes(sheet: Sheet, place: int, cell: SheetCell) -> str:
-    words = {
-        "label": place < sheet.num_labels or isinstance(cell.value, str),
-        "best": cell.best,
-        "long": len(cell.text) > 60,
-    }
+    is_label = place < sheet.num_labels or isinstance(cell.value, str)
+    words = {"label": is_label, "best": cell.best, "long": len(cell.text) > 60}
     return " ".join(word for word, holds in words.items() if holds)
-
-
-def _sort_value(cell: SheetCell) -> str:
-    return "" if cell.value is None else str(cell.value).replace("inf", "Infinity")
-
-
-def _runs_of(cell: SheetCell) -> list[tuple[Any, str | None, str]]:
-    """Seed, id and value of each run of a cell."""
-    return [(one.seed, one.run.run_id, one.shown(".6g")) for one in cell.runs]
-
-
-def _sources(runs: tuple[FinalRun, ...]) -> list[tuple[str, int]]:
-    """The sources of the runs, and the number of runs of each."""
-    records = {run.run_id: run.record for run in runs}.values()
-    return sorted(Counter(_source(record.provenance) for record in records if record is not None).items())
 
 
 def _source(source: Provenance) -> str:
@@ -343,10 +307,9 @@ def _facts_of(run: FinalRun) -> dict[str, str]:
 
 
 def _options(config: Mapping[str, Any]) -> str:
-    shown = {**config, **config.get("core", {})}
     return ", ".join(
         f"{axis_name(name)} {value_name(name, value)}"
-        for name, value in shown.items()
+        for name, value in {**config, **config.get("core", {})}.items()
         if value is not None and name not in ("core", "data_root", "device")
     )
 

@@ -37,14 +37,26 @@ def pivot_sheet(pivot: Pivot, name: str) -> Sheet:
     """
     upright = pivot.upright
     turned = upright is not pivot
-    of_compared = [*_average_lines(upright), *_differences_by_task(upright, turned=turned)]
+    of_compared: list[ExtraLine] = []
+    for mean in averages(upright):
+        values = {key: one.value for key, one in mean.cells.items()}
+        best = best_printed(values, pivot.measure) if mean.ranked else set()
+        shown = {key: average_cell(one, pivot.measure.decimals, best=key in best) for key, one in mean.cells.items()}
+        of_compared.append(ExtraLine(mean.name, shown))
+    of_compared += _differences_by_task(upright, turned=turned)
     beside = of_compared if turned else [*_named_differences(pivot), *_base_model(pivot)]
     below = [] if turned else of_compared
-    best = {(column, row) if turned else (row, column) for row, column in _best(upright)}
+    # a cell in which all runs diverged is never the best, because its 0 is not a measured accuracy
+    best_cells = {
+        (one, row) if turned else (row, one)
+        for row in upright.rows
+        for one in best_printed(upright.row_means(row), pivot.measure)
+        if any(run.status != "diverged" for run in upright.cells[row, one].runs)
+    }
     rows = []
     for row in pivot.rows:
         labels = [label(value_name(axis, value)) for axis, value in zip(pivot.row_axes, row, strict=True)]
-        cells = [pivot_cell(pivot, row, column, best=(row, column) in best) for column in pivot.columns]
+        cells = [pivot_cell(pivot, row, column, best=(row, column) in best_cells) for column in pivot.columns]
         rows.append((*labels, *cells, *(line.cells[row] for line in beside)))
     foot = [
         (
@@ -57,16 +69,6 @@ def pivot_sheet(pivot: Pivot, name: str) -> Sheet:
     headings = (*map(axis_name, pivot.row_axes), *map(pivot.column_name, pivot.columns), *(one.name for one in beside))
     note = _note(pivot, differs=any("Δ" in line.name or "−" in line.name for line in (*beside, *below)))
     return Sheet(name, pivot.title, note, headings, tuple(rows), tuple(foot), len(pivot.row_axes))
-
-
-def _average_lines(pivot: Pivot) -> list[ExtraLine]:
-    lines = []
-    for line in averages(pivot):
-        values = {key: cell.value for key, cell in line.cells.items()}
-        best = best_printed(values, pivot.measure) if line.ranked else set()
-        cells = {key: average_cell(cell, pivot.measure.decimals, best=key in best) for key, cell in line.cells.items()}
-        lines.append(ExtraLine(line.name, cells))
-    return lines
 
 
 def _differences_by_task(pivot: Pivot, *, turned: bool) -> list[ExtraLine]:
@@ -169,21 +171,14 @@ def _spread(std: float | None, decimals: int) -> str:
     return "" if std is None else f"{std:.{decimals}f}"
 
 
-def _best(pivot: Pivot) -> set[tuple[Key, Key]]:
-    """The cells with the best printed mean of their task.
-
-    A cell in which all runs diverged is never the best, because its 0 is not a measured accuracy.
-    """
-    found = {(row, one) for row in pivot.rows for one in best_printed(pivot.row_means(row), pivot.measure)}
-    return {place for place in found if any(run.status != "diverged" for run in pivot.cells[place].runs)}
-
-
 def best_sheet(pivot: Pivot, name: str) -> Sheet:
     """A line for each row: its best mean, the best column, and the outcomes of all runs (paper, table
     "noqr-lr-sweep")."""
     over, lines = ", ".join(map(axis_name, pivot.column_axes)), []
     for row in pivot.rows:
-        best = _best_column(pivot, row)
+        known = {column: mean for column, mean in pivot.row_means(row).items() if mean is not None}
+        first = min if pivot.measure.lower_is_better else max
+        best = first(known, key=known.__getitem__) if known else None
         line = {
             axis_name(axis): label(value_name(axis, value)) for axis, value in zip(pivot.row_axes, row, strict=True)
         }
@@ -195,13 +190,6 @@ def best_sheet(pivot: Pivot, name: str) -> Sheet:
         "runs ended."
     )
     return Sheet.of(name, f"{pivot.title}: the best of {over}", note, lines, num_labels=len(pivot.row_axes))
-
-
-def _best_column(pivot: Pivot, row: Key) -> Key | None:
-    """The column with the best mean, the first of equal ones."""
-    sign = -1 if pivot.measure.lower_is_better else 1
-    known = {column: sign * mean for column, mean in pivot.row_means(row).items() if mean is not None}
-    return max(known, key=lambda column: known[column]) if known else None
 
 
 def _outcomes(pivot: Pivot, row: Key, best: Key | None) -> Iterator[str]:
@@ -293,15 +281,8 @@ def _options(options: Mapping[str, Value]) -> str:
     return ", ".join(full_name(axis, value) for axis, value in options.items()) or "as given"
 
 
-class FurtherTable(NamedTuple):
-    """A table below a table of means, if the study's report requests it."""
-
-    asked: Callable[[Report], bool]
-    sheet: Callable[[Pivot, str], Sheet]
-
-
-FURTHER = {
-    "tradeoff": FurtherTable(lambda report: "state" in report.figures, tradeoff_sheet),
-    "best": FurtherTable(lambda report: report.best, best_sheet),
+FURTHER: dict[str, tuple[Callable[[Report], bool], Callable[[Pivot, str], Sheet]]] = {
+    "tradeoff": (lambda report: "state" in report.figures, tradeoff_sheet),
+    "best": (lambda report: report.best, best_sheet),
 }
-"""Tables by the suffix of their files' names."""
+"""Tables below a table of means, by the suffix of their files' names: whether a report requests it, and its sheet."""
