@@ -99,7 +99,7 @@ class RunRows:
             sets["validation"] = self.validation.tokens
         if self.others:
             sets["others"] = [row for rows in self.others.values() for row in rows]
-        return {name: fingerprint_options({"rows": [vars(row) for row in rows]}) for name, rows in sets.items()}
+        return {name: fingerprint_options({"rows": [row.content for row in rows]}) for name, rows in sets.items()}
 
 
 Rows = TypeVar("Rows")

@@ -239,7 +239,7 @@ def _suite_scorer(task: Task, encoder: PromptEncoder, evaluation: Evaluation) ->
     def score(model: nn.Module, progress: Progress) -> ScoreAndPredictions:
         return _scored(score_task(model, encoder, task, examples, **options, progress=progress))
 
-    identity = {"rows": _fingerprint_rows(examples), "max_new_tokens": task.max_new_tokens, **options}
+    identity = {"rows": fingerprint_options({"rows": list(map(asdict, examples))}), "max_new_tokens": task.max_new_tokens, **options}
     return TaskScorer(task.name, identity, score)
 
 
@@ -272,7 +272,7 @@ def _own_scorer(data: str, encoder: PromptEncoder, model: nn.Module, evaluation:
         summary, predictions = _scored(score_completions(model, encoder, rows, held_out_loss=loss, progress=progress))
         return {**summary, "task": name}, predictions
 
-    return TaskScorer(name, {"rows": _fingerprint_rows(rows)}, score, reading)
+    return TaskScorer(name, {"rows": fingerprint_options({"rows": [row.content for row in rows]})}, score, reading)
 
 
 def _harness_scorer(name: str, encoder: PromptEncoder, evaluation: Evaluation) -> TaskScorer:
@@ -291,10 +291,6 @@ def _harness_scorer(name: str, encoder: PromptEncoder, evaluation: Evaluation) -
         content = {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
         identity["files"] = fingerprint_options(content)
     return TaskScorer(name, identity, score)
-
-
-def _fingerprint_rows(rows: Sequence[Any]) -> str:
-    return fingerprint_options({"rows": [asdict(row) for row in rows]})
 
 
 def _scored(found: TaskScore) -> ScoreAndPredictions:

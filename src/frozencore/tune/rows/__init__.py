@@ -91,9 +91,14 @@ class TokenRow:
         return len(self.input_ids)
 
     @property
+    def content(self) -> dict[str, Any]:
+        """What a hash of rows covers: ids, tokens and where the loss is, as JSON values by name."""
+        return {name: value for name, value in vars(self).items() if name != "joined"}
+
+    @property
     def trained_on(self) -> list[Any]:
         """The row's content for training, as JSON values."""
-        return [value for name, value in vars(self).items() if name not in ("id", "joined")]
+        return list(self.content.values())[1:]
 
 
 @dataclass(frozen=True)
