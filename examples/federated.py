@@ -1,6 +1,6 @@
 """Federated averaging of cores by Flower: rows stay with their clients, and Σr² values a client travel.
 
-    frozencore calibrate --model DIR --data public.jsonl --output shop
+    frozencore calibrate --model DIR --data public.jsonl --out shop
     python examples/federated.py --model DIR --basis shop/basis --data clients --output out --rounds 8 --share 0.25
 
 ``clients`` holds a file ``NAME.jsonl`` for each client, one ``{"prompt": ..., "completion": ...}`` a line. All of them

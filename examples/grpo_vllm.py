@@ -1,7 +1,7 @@
 """GRPO with TRL and vLLM: at every step the core enters the running engine from memory, then vLLM samples.
 
-    frozencore calibrate --model DIR --data rows.jsonl --output shop
-    frozencore export shop/basis --to basis-model --base DIR --output shop/model
+    frozencore calibrate --model DIR --data rows.jsonl --out shop
+    frozencore export shop/basis --to basis-model --base DIR --out shop/model
     python examples/grpo_vllm.py --model DIR --data questions.jsonl --basis shop/basis --engine shop/model --output out
 
 Needs TRL, PEFT and vLLM in one environment. ``questions.jsonl`` holds one ``{"prompt": ..., "answer": ...}`` a line; a

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from rich.console import Console, Group
 
 from frozencore.cli import app as cli
@@ -163,6 +164,9 @@ def test_a_dry_run_says_what_would_be_read_and_taken_and_writes_nothing(command,
     assert f"fcca: 256 trained values in {places} (3,072 bytes of state held while training), about " in out
     uncounted = command(*words, "--out", tmp_path / "run", "--dry-run", "--method", "dora")
     assert "dora: " in uncounted[1]
+    asked = out.partition("as a file for --config\n")[2].partition("\n\n")[0]
+    few = {"rank": 4, "epochs": 2, "batch-size": 3, "accumulation": 2}
+    assert yaml.safe_load(asked) == {"model": FEW[1], "data": str(tmp_path / "rows.jsonl"), **few}
     assert re.fullmatch(r"Tom has \d+ cats \.⟦ two cats<\|endoftext\|>⟧", out.splitlines()[-1])
 
 

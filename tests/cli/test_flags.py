@@ -168,6 +168,7 @@ task: sst2
 lr: 1e-3
 calibration_size: 16
 targets: [q_proj, v_proj]
+alpha: none
 damping: [1e-2, 1]
 eva-output: null
 truncate: yes
@@ -176,11 +177,11 @@ select-checkpoint: 3
 """
 CONFIG = make_config(
     model="pocket", task="sst2", learning_rate=1e-3, calibration_size=16, targets=("q_proj", "v_proj"),
-    core={"damping": (1e-2, 1.0)}, truncate=True, prompt_date=date(2025, 1, 31), select_checkpoint=3,
+    core={"damping": (1e-2, 1.0), "alpha": None}, truncate=True, prompt_date=date(2025, 1, 31), select_checkpoint=3,
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("text", [FILE, as_flags(CONFIG), as_flags(CONFIG, changed=True)])
+@pytest.mark.parametrize("text", [FILE, as_flags(CONFIG), as_flags(CONFIG, {})])
 def test_a_file_of_flags_asks_for_what_the_flags_ask_for_and_the_command_line_has_the_last_word(
     text: str, command: Command, given: Callable[..., RunConfig], tmp_path: Path
 ) -> None:

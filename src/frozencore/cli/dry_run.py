@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from statistics import median
+from typing import Any
 
 import torch
 from rich.text import Text
@@ -29,10 +30,11 @@ from frozencore.words import Progress, bytes_in_words, num_of
 SHOWN = 3  # training rows
 
 
-def print_dry_run(config: RunConfig, num_slots: int | None = None) -> None:
+def print_dry_run(config: RunConfig, defaults: Mapping[str, Any], num_slots: int | None = None) -> None:
     """Read a run's model and rows, and print what it would do.
 
     Args:
+        defaults: The verb's own defaults.
         num_slots: Tenants that would train at once; None for a run without tenants.
 
     Raises:
@@ -40,21 +42,24 @@ def print_dry_run(config: RunConfig, num_slots: int | None = None) -> None:
     """
     with StageDisplay(console) as progress:
         progress.started()
-        lines = list(_run(config, progress) if num_slots is None else _tenants(config, num_slots, progress))
+        inputs, rows, lines = _run(config, progress) if num_slots is None else _tenants(config, num_slots, progress)
+    lines.append(Text("\nThe options that differ from the defaults, as a file for --config", style="bold"))
+    lines.append(Text(as_flags(config, defaults, many=num_slots is not None).rstrip()))
+    lines += _training_rows(rows[:SHOWN], inputs.encoder.tokenizer.decode)
     for line in lines:
         console.print(line, soft_wrap=True)
 
 
-def _run(config: RunConfig, progress: Progress) -> Iterator[Text]:
+def _run(config: RunConfig, progress: Progress) -> tuple[Inputs, Sequence[TokenRow], list[Text]]:
+    """Read the rows of a run; say what they are and what training on them needs."""
     require_reporters(config.training.report_to or ())
     config = on_named_basis(config)
     inputs = prepare(config, progress)
-    yield from _rows(config, inputs)
-    yield from _cost(config, inputs)
-    yield from _as_asked(config, inputs, inputs.rows.train)
+    return inputs, inputs.rows.train, [*_rows(config, inputs), *_cost(config, inputs)]
 
 
-def _tenants(config: RunConfig, num_slots: int, progress: Progress) -> Iterator[Text]:
+def _tenants(config: RunConfig, num_slots: int, progress: Progress) -> tuple[Inputs, Sequence[TokenRow], list[Text]]:
+    """Read the rows of all tenants, and say what each trains on; the rows to show are the first tenant's."""
     config, files = tenants_of(config)
     inputs, own = read_tenants(config, files, progress)
     at_once = min(num_slots, len(own))
@@ -63,24 +68,22 @@ def _tenants(config: RunConfig, num_slots: int, progress: Progress) -> Iterator[
         if config.method.basis
         else f"a basis of {num_of(len(inputs.rows.calibration), 'row')}"
     )
-    yield Text(f"{num_of(len(own), 'tenant')} on {basis}, {at_once} at a time.")
+    lines = [Text(f"{num_of(len(own), 'tenant')} on {basis}, {at_once} at a time.")]
     for name, one in own.items():
         rows, tenant = one.rows, tenant_of(one, inputs.model)
         tokens = sum(len(row.input_ids) for row in rows.train)
-        yield Text(
+        said = (
             f"{name}: {num_of(len(rows.train), 'row')} to train on ({num_of(tokens, 'token')}), {len(rows.held_out):,} "
-            f"to score; {num_of(tenant.num_steps, 'step')}. {rows.reading.in_words if rows.reading else ''}".rstrip()
+            f"to score; {num_of(tenant.num_steps, 'step')}. {rows.reading.in_words if rows.reading else ''}"
         )
+        lines.append(Text(said.rstrip()))
     if (adapted := _adapted(config, inputs)) is not None:
-        yield Text(f"{config.method.name}: {num_of(values_at_once(adapted), 'trained value')} each.")
-    yield from _as_asked(config, inputs, next(iter(own.values())).rows.train)
+        lines.append(Text(f"{config.method.name}: {num_of(values_at_once(adapted), 'trained value')} each."))
+    return inputs, next(iter(own.values())).rows.train, lines
 
 
-def _as_asked(config: RunConfig, inputs: Inputs, rows: Sequence[TokenRow]) -> Iterator[Text]:
-    yield Text("\nThe options that differ from the defaults of a task, as a file for --config", style="bold")
-    yield Text(as_flags(config, changed=True).rstrip())
-    decode = inputs.encoder.tokenizer.decode
-    for row in rows[:SHOWN]:
+def _training_rows(rows: Sequence[TokenRow], decode: Callable[[list[int]], str]) -> Iterator[Text]:
+    for row in rows:
         yield Text(f"\nTraining row {row.id} (the marked part carries the loss)", style="bold")
         starts = [0, *(stop for _, stop in row.loss_spans)]
         for last, (start, stop) in zip(starts, row.loss_spans, strict=False):

@@ -17,13 +17,14 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 import yaml
 from pydantic import ValidationError
+from pydantic_core import to_jsonable_python
 
 from frozencore.cli.verbs import NOTHING_KEPT
 from frozencore.constructors import described
 from frozencore.errors import ConfigError, own_refusal
 from frozencore.files.strict_yaml import read_yaml
 from frozencore.options import Option
-from frozencore.tune.config import GROUPS, RunConfig, make_config, run_options
+from frozencore.tune.config import RunConfig, make_config, run_options
 from frozencore.tune.methods import METHODS
 from frozencore.tune.suite import TASKS
 from frozencore.words import flag_of, nearest_name
@@ -244,14 +245,21 @@ ConfigFile = Annotated[
 ]
 
 
-def as_flags(config: RunConfig, *, changed: bool = False) -> str:
-    """Write a configuration as the text of a file for ``--config``, with every option that has a value.
+def as_flags(config: RunConfig, defaults: Mapping[str, Any] | None = None, *, many: bool = False) -> str:
+    """Write a configuration as the text of a file for ``--config``.
 
     Args:
-        changed: Leave out options that are at their defaults.
+        defaults: A verb's own defaults. If given, options at their defaults are left out.
+        many: The file is for ``tune-many``, whose rows are those of ``--tenants``.
     """
-    values = config.content(changed=changed)
-    for group in sorted(GROUPS):
-        values |= values.pop(group, {})
-    given = {name.replace("_", "-"): value for name, value in values.items() if value is not None}
+    given: dict[str, Any] = {}
+    for name, option in run_options().items():
+        value = option.value_in(config)
+        if defaults is not None and value == defaults.get(name, option.default):
+            continue
+        key = "tenants" if many and name == "data" else name.replace("_", "-")
+        if value is not None:
+            given[key] = to_jsonable_python(value)
+        elif option.default is not None:
+            given[key] = "none"
     return yaml.safe_dump(given, sort_keys=False)

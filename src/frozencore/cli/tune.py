@@ -16,6 +16,8 @@ from frozencore.tune.folder import ADAPTER, OPTIONS_FILE, RECORD, SAMPLES, inter
 from frozencore.tune.locate import require_files
 from frozencore.tune.processes import is_first, joined, refuse_several
 
+DEFAULTS = {"batch_size": "auto", "samples": 3, "exact_match": "auto"}
+
 
 def _tune(
     config: RunConfig,
@@ -39,7 +41,7 @@ def _tune(
     if dry_run:
         from frozencore.cli.dry_run import print_dry_run
 
-        print_dry_run(config)
+        print_dry_run(config, DEFAULTS)
         return
     output = require_out(output)
     refuse_used(output, resume=resume)
@@ -77,4 +79,4 @@ def _kept(output: Path) -> bool:
     return interrupted_work(output) is not None or (output / RECORD).is_file()
 
 
-tune = TakesRun(_tune, defaults={"batch_size": "auto", "samples": 3, "exact_match": "auto"})
+tune = TakesRun(_tune, defaults=DEFAULTS)

@@ -45,7 +45,7 @@ def _tune_many(
         refuse_several("--dry-run")
         from frozencore.cli.dry_run import print_dry_run
 
-        print_dry_run(config, slots)
+        print_dry_run(config, {}, slots)
         return
     output = require_out(output)
     refuse_finished(output, find_tenants(tenants), resume=resume)

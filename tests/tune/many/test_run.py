@@ -239,6 +239,7 @@ def test_a_dry_run_counts_the_rows_and_steps_that_are_then_recorded(  # type: ig
     status, out, err = command(*words, "--dry-run")
     assert (status, err, list(tmp_path.iterdir())) == (0, "", [])
     assert "3 tenants on a basis of 37 rows, 2 at a time." in out
+    assert f"\ntenants: {tenants}\n" in out
     assert "How many is" in out.splitlines()[-1]
     assert command(*words)[0] == 0
     for name in SIZES:
