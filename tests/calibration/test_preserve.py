@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -70,69 +71,46 @@ def random_states() -> tuple[Any, Any, Tensor]:
     return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
 
 
-def break_nothing(_: nn.Module) -> Iterator[dict[str, Tensor]]:
-    yield from BATCHES
+def data(model: nn.Module, where: str, error: type[BaseException]) -> Iterator[dict[str, Tensor]]:
+    """Batches, of which the second ends the pass: in the data, or in the forward or backward pass of a layer."""
 
-
-def break_in_the_data(error: type[BaseException]) -> Callable[[nn.Module], Iterator[dict[str, Tensor]]]:
-    def data(_: nn.Module) -> Iterator[dict[str, Tensor]]:
-        yield BATCHES[0]
-        random.random(), np.random.rand(), torch.rand(())
+    def interrupt(*_: Any) -> None:
         raise error("in the middle")
 
-    return data
-
-
-def break_in_the_model(error: type[BaseException], *, backward: bool) -> Callable[[nn.Module], Iterator[dict]]:
-    def data(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-        yield BATCHES[0]
-        calls: list[int] = []
-
-        def interrupt(module: nn.Module, *_: Any) -> None:
-            calls.append(1)
-            raise error("in the middle")
-
-        layer = model.get_submodule(
-            attention_names(model)[3] if hasattr(model, "model") else "transformer.h.0.mlp.c_fc"
-        )
-        if backward:
-            handle = layer.register_full_backward_hook(interrupt)
-        else:
-            handle = layer.register_forward_pre_hook(interrupt)
-        try:
-            yield BATCHES[1]
-        finally:
+    yield BATCHES[0]
+    if where == "the data":
+        random.random(), np.random.rand(), torch.rand(())
+        interrupt()
+    layer = model.get_submodule(attention_names(model)[3] if hasattr(model, "model") else "transformer.h.0.mlp.c_fc")
+    hooks = {"forward": layer.register_forward_pre_hook, "backward": layer.register_full_backward_hook}
+    handle = hooks[where](interrupt) if where in hooks else None
+    try:
+        yield from BATCHES[1:]
+    finally:
+        if handle is not None:
             handle.remove()
 
-    return data
 
-
-ENDINGS = {
-    "to the end": (break_nothing, None),
-    "an error in the data": (break_in_the_data(RuntimeError), RuntimeError),
-    "Ctrl-C in the data": (break_in_the_data(KeyboardInterrupt), KeyboardInterrupt),
-    "an error in the forward pass": (break_in_the_model(RuntimeError, backward=False), RuntimeError),
-    "Ctrl-C in the forward pass": (break_in_the_model(KeyboardInterrupt, backward=False), KeyboardInterrupt),
-    "an error in the backward pass": (break_in_the_model(ValueError, backward=True), ValueError),
-}
+ENDINGS = [
+    ("nowhere", RuntimeError), ("the data", RuntimeError), ("the data", KeyboardInterrupt),
+    ("forward", RuntimeError), ("forward", KeyboardInterrupt), ("backward", ValueError),
+]  # fmt: skip
 
 
 @pytest.mark.usefixtures("as_a_user")  # beartype draws from Python's RNG
 @pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}, {"use_reentrant": True}])
-@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize(("where", "error"), ENDINGS)
 @pytest.mark.parametrize("make", [tiny_qwen2, tiny_gpt2])
-def test_everything_is_as_before(make: Callable[[], nn.Module], ending: str, checkpointing: dict | None) -> None:
+def test_everything_is_as_before(
+    make: Callable[[], nn.Module], where: str, error: type[BaseException], checkpointing: dict | None
+) -> None:
     model = untidy(make(), checkpointing)
     names = attention_names(model) or ["transformer.h.0.attn.c_attn", "transformer.h.1.mlp.c_fc"]
     state, values, states = snapshot(model), tensors(model), random_states()
-    data, error = ENDINGS[ending]
-    batches = data(model)
-    if error is None:
+    batches = data(model, where, error)
+    with nullcontext() if where == "nowhere" else pytest.raises(error, match="in the middle"):
         collect_moments(model, batches, names)
-    else:
-        with pytest.raises(error, match="in the middle"):
-            collect_moments(model, batches, names)
-        batches.close()
+    batches.close()
     after = random_states()
     assert after[0] == states[0]
     assert after[1] == states[1]

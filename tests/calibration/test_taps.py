@@ -22,7 +22,7 @@ from frozencore.calibration.taps import Taps, capturing
 from frozencore.errors import CalibrationError
 from frozencore.maths.moments import MOMENT_NAMES
 from references import numpy_of
-from tiny import Example, attention_names, batch_of, batches_of, draw_examples, tiny_qwen2, with_positions
+from tiny import attention_names, batch_of, draw_examples, tiny_qwen2
 from trials import tried
 
 EVERYTHING = frozenset(MOMENT_NAMES)
@@ -250,48 +250,3 @@ def test_the_sums_of_any_layer_are_those_of_its_counted_tokens(
     for name in MOMENT_NAMES:
         error = np.abs(numpy_of(getattr(found, name)) - getattr(expected, name))
         assert (error <= ROUNDING[dtype] * getattr(size, name)).all(), name
-
-
-@st.composite
-def models(draw: st.DrawFn) -> nn.Module:
-    """A decoder of drawn widths, with query heads that share key and value heads or not."""
-    kv_heads, shared, size = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.sampled_from((2, 4, 6)))
-    return tiny_qwen2(
-        seed=draw(st.integers(0, 99)),
-        hidden_size=kv_heads * shared * size,
-        num_attention_heads=kv_heads * shared,
-        num_key_value_heads=kv_heads,
-        intermediate_size=draw(st.integers(1, 20)),
-        num_hidden_layers=draw(st.integers(1, 2)),
-    ).double()
-
-
-@st.composite
-def examples(draw: st.DrawFn) -> Example:
-    ids = draw(st.lists(st.integers(1, 39), min_size=3, max_size=9))
-    return Example(tuple(ids), draw(st.integers(1, len(ids) - 1)))
-
-
-@given(
-    model=models(),
-    rows=st.lists(examples(), min_size=1, max_size=5),
-    side=st.sampled_from(("left", "right")),
-    batch_size=st.integers(1, 5),
-    group_size=st.sampled_from((3, 99)),
-)
-@tried(0.5)
-def test_the_moments_of_any_model_and_padding_are_those_of_its_rows_alone(
-    model: nn.Module, rows: list[Example], side: str, batch_size: int, group_size: int
-) -> None:
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name != "lm_head"]
-    found = collect_moments(
-        model, with_positions(batches_of(rows, batch_size, side)), names, needs=EVERYTHING,
-        options=CalibrationOptions(group_size=group_size),
-    )  # fmt: skip
-    expected = ref.reference_moments(model, [(list(row.ids), row.num_prompt) for row in rows], names)
-    assert list(found) == names
-    assert [found[name].num_tokens for name in names] == [sum(len(row.ids) for row in rows)] * len(names)
-    for moment in MOMENT_NAMES:  # beside the largest of all layers: equal tokens leave one with nothing but rounding
-        differences = [numpy_of(getattr(found[name], moment)) - getattr(expected[name], moment) for name in names]
-        largest = max(np.abs(getattr(expected[name], moment)).max() for name in names)
-        assert max(np.abs(difference).max() for difference in differences) <= 1e-10 * largest, moment
