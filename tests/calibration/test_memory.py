@@ -138,7 +138,7 @@ BLOCK_OF_7B, SMALL = (3584, 18944, 1), (896, 1792, 2)
 @pytest.mark.parametrize(
     ("constructor", "budget", "sizes"),
     [
-        ("fcca", "2GiB", BLOCK_OF_7B), ("fcca", "800MiB", BLOCK_OF_7B), ("fcca", "12MiB", SMALL),
+        ("fcca", "2GiB", BLOCK_OF_7B), ("fcca", "800MiB", BLOCK_OF_7B), ("fcca", "28MiB", SMALL),
         ("fcca", "40MiB", SMALL), ("rawgrad", "80MiB", SMALL), ("signgrad", "60MiB", SMALL), ("eva", "210MiB", SMALL),
         ("filora", "225MiB", SMALL),
     ],
