@@ -14,7 +14,7 @@ import inspect
 import json
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -68,19 +68,17 @@ def compiled(option: str, expression: str) -> re.Pattern[str]:
         ) from error
 
 
-def matcher(option: str, key: str) -> Callable[[str], bool]:
-    """A function that tells whether a key of a pattern names or matches a layer."""
-    plain = plain_key(key)
-    if plain is None:
-        expression = compiled(option, rf"(?:.*\.)?(?:{key})")
-        return lambda layer: expression.fullmatch(layer) is not None
-    name, is_whole = plain
-    return (lambda layer: layer == name) if is_whole else (lambda layer: _is_end_of(name, layer))
-
-
 def key_for(keys: Mapping[str, object], layer: str, option: str) -> str | None:
     """The key of a pattern for a layer: its full name, else the first key that names or matches it."""
-    return layer if layer in keys else next((key for key in keys if matcher(option, key)(layer)), None)
+    return layer if layer in keys else next((key for key in keys if _matches(option, key, layer)), None)
+
+
+def _matches(option: str, key: str, layer: str) -> bool:
+    plain = plain_key(key)
+    if plain is None:
+        return compiled(option, rf"(?:.*\.)?(?:{key})").fullmatch(layer) is not None
+    name, is_whole = plain
+    return layer == name if is_whole else _is_end_of(name, layer)
 
 
 def _is_end_of(name: str, layer: str) -> bool:
@@ -351,16 +349,10 @@ def _carries(module: nn.Module) -> bool:
 
 def _by_name(option: str, pattern: Mapping[str, Any], layers: Iterable[str]) -> dict[str, Any]:
     """A pattern with the full names of the matched layers as keys."""
-    keys = {key: matcher(option, key) for key in pattern}
-    found = {}
-    for layer in layers:
-        key = layer if layer in pattern else next((key for key in keys if keys[key](layer)), None)
-        if key is not None:
-            found[layer] = (key, pattern[key])
-    unused = pattern.keys() - {key for key, _ in found.values()}
-    if unused:
+    found = {layer: key for layer in layers if (key := key_for(pattern, layer, option)) is not None}
+    if unused := pattern.keys() - set(found.values()):
         warnings.warn(f"No layer is matched by {sorted(unused)} in {option}.", RuntimeWarning, stacklevel=6)
-    return {layer: value for layer, (_, value) in found.items()}
+    return {layer: pattern[key] for layer, key in found.items()}
 
 
 def require_tokens(indices: Any, model: nn.Module) -> None:

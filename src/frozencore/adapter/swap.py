@@ -148,7 +148,19 @@ def read_cores(
             f"Cores are a folder that save_pretrained wrote, a state dict, or R by layer name, but a "
             f"{type(source).__name__} came."
         )
-    size = sum(len(layer.core(adapter_name)) ** 2 for layer in layers.values())
+    flat = _flat_cores(origin, tensors, layers, adapter_name, config.basis_id)
+    require_size(origin, flat, sum(len(layer.core(adapter_name)) ** 2 for layer in layers.values()))
+    return flat
+
+
+def _flat_cores(
+    origin: str,
+    tensors: Mapping[str, Tensor],
+    layers: Mapping[str, FrozenCoreLayer],
+    adapter_name: str,
+    basis_id: str | None,
+) -> Tensor:
+    """All cores as one vector: from R by layer name, from cores alone, or from P, Q and R of the same bases."""
     if tensors.keys() & layers.keys():  # R by layer name
         _require_same_layers(tensors, layers)
         for name, R in tensors.items():
@@ -158,29 +170,26 @@ def read_cores(
                     f"The core of layer {name!r} is {r} x {r} and finite here, but one of shape {tuple(R.shape)} came, "
                     "or one with NaN or Inf."
                 )
-        flat = flatten_cores(tensors)
-    elif others := [key for key in tensors if f".{PREFIX}" not in key and key not in (FLAT, MARK)]:
+        return flatten_cores(tensors)
+    if others := [key for key in tensors if f".{PREFIX}" not in key and key not in (FLAT, MARK)]:
         raise ArtifactError(
             f"Only cores can be swapped, but {origin} holds {others[0]!r} ({len(others)} in all). Load it with "
             "model.load_adapter or peft.set_peft_model_state_dict instead."
         )
-    elif FLAT in tensors:
+    if FLAT in tensors:
         require_finite(origin, tensors)
-        require_marked(origin, tensors, config.basis_id)
-        flat = tensors[FLAT]
-    else:
-        factors = layer_factors(origin, tensors)
-        _require_same_layers(factors, layers)
-        for name, layer in layers.items():
-            for mine, theirs in zip(layer.factors(adapter_name), (factors[name].P, factors[name].Q), strict=False):
-                if mine.shape != theirs.shape or not torch.equal(mine, theirs.to(mine.device, mine.dtype)):
-                    raise ArtifactError(
-                        f"A core works on its own basis only, but layer {name!r} of the adapter {adapter_name!r} has "
-                        "another one. Load the adapter with model.load_adapter instead."
-                    )
-        flat = flatten_cores({name: factors[name].R for name in layers})
-    require_size(origin, flat, size)
-    return flat
+        require_marked(origin, tensors, basis_id)
+        return tensors[FLAT]
+    factors = layer_factors(origin, tensors)
+    _require_same_layers(factors, layers)
+    for name, layer in layers.items():
+        for mine, theirs in zip(layer.factors(adapter_name), (factors[name].P, factors[name].Q), strict=False):
+            if mine.shape != theirs.shape or not torch.equal(mine, theirs.to(mine.device, mine.dtype)):
+                raise ArtifactError(
+                    f"A core works on its own basis only, but layer {name!r} of the adapter {adapter_name!r} has "
+                    "another one. Load the adapter with model.load_adapter instead."
+                )
+    return flatten_cores({name: factors[name].R for name in layers})
 
 
 def _read_folder(

@@ -84,10 +84,9 @@ def export_lora(
         model_or_directory: A model with a frozen-core adapter, or a folder that ``save_pretrained`` wrote.
         adapter_name: Which adapter of the model; the active one by default.
         base: The base model or its folder; needed only with a folder, for the shapes of layers that engines pack with
-        adapted ones. By default the folder that the adapter names, if it exists.
+            adapted ones. By default the folder that the adapter names, if it exists.
         dtype: The dtype of the factors. Half precision halves the files; bfloat16 costs about 0.2 % of the update.
-        rank: A lower rank than the adapter's; The result's
-        ``error`` tells the loss.
+        rank: A lower rank than the adapter's; the result's ``error`` tells the loss.
         overwrite: Replace an existing adapter folder.
 
     Raises:

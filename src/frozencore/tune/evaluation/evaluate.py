@@ -239,7 +239,11 @@ def _suite_scorer(task: Task, encoder: PromptEncoder, evaluation: Evaluation) ->
     def score(model: nn.Module, progress: Progress) -> ScoreAndPredictions:
         return _scored(score_task(model, encoder, task, examples, **options, progress=progress))
 
-    identity = {"rows": fingerprint_options({"rows": list(map(asdict, examples))}), "max_new_tokens": task.max_new_tokens, **options}
+    identity = {
+        "rows": fingerprint_options({"rows": list(map(asdict, examples))}),
+        "max_new_tokens": task.max_new_tokens,
+        **options,
+    }
     return TaskScorer(task.name, identity, score)
 
 
