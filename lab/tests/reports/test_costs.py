@@ -45,22 +45,20 @@ def paper(study, make_record):
     return study(PROFILE, record)
 
 
-def cost(initialisation_s: float, step_s: float | None) -> Phases:
-    return Phases(initialisation_s, step_s, 262)
-
-
-def test_break_even_is_at_the_papers_70_and_318_steps():
-    fcca = cost(35, 0.81)
-    assert fcca.ahead(cost(0, 1.31)) == (pytest.approx(70), math.inf)
-    assert fcca.ahead(cost(0, 0.92)) == (pytest.approx(318, abs=0.5), math.inf)
-
-
-def test_break_even_knows_always_never_and_up_to():
-    assert cost(35, 0.81).ahead(cost(41, 1.76)) == (0.0, math.inf)
-    assert cost(35, 0.81).ahead(cost(0, 0.5)) == (math.inf, math.inf)
-    assert cost(35, 0.81).ahead(cost(35, 0.81)) == (math.inf, math.inf)
-    assert cost(0, 1.0).ahead(cost(50, 0.5)) == (0.0, 100.0)
-    assert cost(0, None).ahead(cost(50, 0.5)) is None
+@pytest.mark.parametrize(
+    ("own", "other", "ahead"),
+    [
+        ((35, 0.81), (0, 1.31), (70, math.inf)),  # the paper's
+        ((35, 0.81), (0, 0.92), (318, math.inf)),  # the paper's
+        ((35, 0.81), (41, 1.76), (0, math.inf)),  # always
+        ((35, 0.81), (0, 0.5), (math.inf, math.inf)),  # never
+        ((35, 0.81), (35, 0.81), (math.inf, math.inf)),
+        ((0, 1.0), (50, 0.5), (0, 100)),  # up to 100 steps
+    ],
+)
+def test_break_even_is_at_the_papers_steps_or_always_or_never(own, other, ahead):
+    assert Phases(*own, 262).ahead(Phases(*other, 262)) == (pytest.approx(ahead[0], abs=0.5), ahead[1])
+    assert Phases(own[0], None, 262).ahead(Phases(*other, 262)) is None
 
 
 def test_the_papers_profile_projects_to_the_papers_totals(paper):

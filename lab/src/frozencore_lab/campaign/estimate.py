@@ -30,13 +30,7 @@ from frozencore_lab.campaign.worker import Place
 
 @dataclass(frozen=True)
 class SearchRows:
-    """The rows of one task's trials.
-
-    Attributes:
-        studies: The studies whose searches have these trials.
-        trained, scored, source: The numbers of rows, and the source of the scored rows; None and empty if ``unseen``.
-        unseen: The reason if the rows cannot be read here.
-    """
+    """The numbers of rows of one task's trials, and the source of the scored ones; or why they are ``unseen`` here."""
 
     task: str
     studies: tuple[str, ...]
@@ -57,21 +51,20 @@ def search_rows(planned: Iterable[Planned], place: Place) -> list[SearchRows]:
     for run in planned:
         if run.phase == "search" and run.job and run.job.config.rows.task is not None:
             config = place.put(run.job.config)
-            key = (config.rows.task, config.rows.num_train, config.rows.num_evaluation)
-            configs.setdefault(key, config)
-            studies.setdefault(key, []).append(run.study)
-    return [_rows_of_trials(config, tuple(dict.fromkeys(studies[key]))) for key, config in configs.items()]
-
-
-def _rows_of_trials(config: RunConfig, studies: Sequence[str]) -> SearchRows:
-    task = str(config.rows.task)
-    try:
-        splits = task_splits(config)
-    except NoRowsError as error:
-        raise NoRowsError(f"Study {studies[0]!r} searches on task {task!r}, but has no rows for it: {error}") from error
-    except DataError as error:
-        return SearchRows(task, tuple(studies), unseen=str(error))
-    return SearchRows(task, tuple(studies), len(splits.train), len(splits.validation), splits.validation_from)
+            which = (config.rows.task, config.rows.num_train, config.rows.num_evaluation)
+            configs.setdefault(which, config)
+            studies.setdefault(which, []).append(run.study)
+    found = []
+    for key, config in configs.items():
+        task, own = str(config.rows.task), tuple(dict.fromkeys(studies[key]))
+        try:
+            splits = task_splits(config)
+            found.append(SearchRows(task, own, len(splits.train), len(splits.validation), splits.validation_from))
+        except NoRowsError as error:
+            raise NoRowsError(f"Study {own[0]!r} searches on task {task!r}, but has no rows for it: {error}") from error
+        except DataError as error:
+            found.append(SearchRows(task, own, unseen=str(error)))
+    return found
 
 
 EFFICIENCY = 0.3  # share of a matrix product's speed that small batches reach, including Python

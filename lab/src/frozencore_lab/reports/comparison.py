@@ -6,8 +6,9 @@ A table of task means comes from a study or a CSV file, which is read strictly: 
 from __future__ import annotations
 
 import csv
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
@@ -18,8 +19,8 @@ from frozencore.errors import DataError
 from frozencore.tune.methods import method_name
 from frozencore.words import unknown_name
 from frozencore_lab.campaign.spec import column_key
-from frozencore_lab.reports.labels import FAMILIES, axis_name, family_of, sentence, value_name
-from frozencore_lab.reports.pivot import Pivot
+from frozencore_lab.reports.labels import FAMILIES, family_of, sentence
+from frozencore_lab.reports.pivot import Pivot, row_labels
 from frozencore_lab.reports.sheet import (
     Sheet,
     SheetCell,
@@ -113,7 +114,7 @@ def analyse(table: TaskTable, reference: str, *, lower_is_better: bool = False) 
     means = {name: mean({task: cells[task] for task in table.tasks}) for name, cells in columns}
     families = {name: family_means(cells) for name, cells in columns}
     ranks = mean_ranks(values, lower_is_better=lower_is_better)
-    pairs = _pairs(values, reference, -1 if lower_is_better else 1)
+    pairs = tuple(_pairs(values, reference, -1 if lower_is_better else 1))
     return Comparison(reference, table.tasks, lower_is_better, means, families, ranks, pairs)
 
 
@@ -126,23 +127,19 @@ def family_means(by_task: Mapping[str, float | None]) -> dict[str, float]:
     return {family: mean(own) for family, own in members.items() if len(own) == len(FAMILIES[family])}
 
 
-def _pairs(values: Mapping[str, Sequence[float]], reference: str, sign: int) -> tuple[Pair, ...]:
-    others = [name for name in values if name != reference]
-    gains = {name: [sign * d for d in differences(values[reference], values[name])] for name in others}
-    ranked = [signed_rank(gains[name]) for name in others]
-    t_p = [paired_t(gains[name]) for name in others]
-    wilcoxon_holm, t_holm = holm([test.p for test in ranked]), holm(t_p)
-    pairs = []
-    for i, name in enumerate(others):
-        adjusted = wilcoxon_holm[i]
-        assert adjusted is not None
-        pairs.append(
-            Pair(
-                name, sum(gains[name]) / len(gains[name]), bootstrap_interval(gains[name]),
-                *wins_ties_losses(gains[name]), ranked[i].p, adjusted, ranked[i].exact, t_p[i], t_holm[i],
-            )
-        )  # fmt: skip
-    return tuple(pairs)
+def _pairs(values: Mapping[str, Sequence[float]], reference: str, sign: int) -> Iterator[Pair]:
+    gains = {
+        name: [sign * d for d in differences(values[reference], own)]
+        for name, own in values.items()
+        if name != reference
+    }
+    ranked, t_p = [signed_rank(own) for own in gains.values()], [paired_t(own) for own in gains.values()]
+    adjusted = zip(ranked, holm([test.p for test in ranked]), t_p, holm(t_p), strict=True)
+    for (name, own), (test, wilcoxon_holm, p, t_holm) in zip(gains.items(), adjusted, strict=True):
+        assert wilcoxon_holm is not None
+        counts = wins_ties_losses(own)
+        mean_gain, interval = sum(own) / len(own), bootstrap_interval(own)
+        yield Pair(name, mean_gain, interval, *counts, test.p, wilcoxon_holm, test.exact, p, t_holm)
 
 
 def read_task_means(path: Path) -> TaskTable:
@@ -153,11 +150,11 @@ def read_task_means(path: Path) -> TaskTable:
     """
     try:
         lines = list(csv.reader(StringIO(path.read_text(encoding="utf-8-sig")), strict=True))
-        lines = [[without_apostrophe(cell) for cell in line] for line in lines]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise DataError(f"{path} cannot be read as a CSV table: {reason}.") from error
-    rows = [(i, [cell.strip() for cell in line]) for i, line in enumerate(lines, 1) if any(map(str.strip, line))]
+    texts = ([without_apostrophe(cell).strip() for cell in line] for line in lines)
+    rows = [(i, line) for i, line in enumerate(texts, 1) if any(line)]
     if len(rows) < 2:
         raise DataError(f"{path} holds no table: a heading line and a line for each task are needed.")
     (_, (_, *names)), *body = rows
@@ -165,8 +162,12 @@ def read_task_means(path: Path) -> TaskTable:
         raise DataError(
             f"{path} has one column only. Separate columns with commas: the task, then one for each method."
         )
-    _require_distinct(path, "column", names)
-    _require_distinct(path, "task", [cells[0] for _, cells in body])
+    for what, own in (("column", names), ("task", [cells[0] for _, cells in body])):
+        for name in own:
+            if not name:
+                raise DataError(f"{path} has a {what} without a name.")
+            if own.count(name) > 1:
+                raise DataError(f"{path} has the {what} {name!r} twice.")
     columns: dict[str, dict[str, float | None]] = {name: {} for name in names}
     for i, (task, *cells) in body:
         if task.casefold() in SUMMARIES:
@@ -174,24 +175,13 @@ def read_task_means(path: Path) -> TaskTable:
         if len(cells) != len(names):
             raise DataError(f"{path}, line {i}: {task} must have {len(names)} numbers, but {len(cells)} came.")
         for name, cell in zip(names, cells, strict=True):
-            columns[name][task] = _number(cell, f"{path}, line {i}: {name} on {task}")
+            where = f"{path}, line {i}: {name} on {task}"
+            if not cell:
+                raise DataError(f"{where} is missing. Fill it in, or leave the line or the column out.")
+            if not NUMBER.fullmatch(cell) or math.isinf(float(cell)):
+                raise DataError(f"{where} must be a finite number, but {cell!r} came.")
+            columns[name][task] = float(cell)
     return TaskTable(tuple(cells[0] for _, cells in body), columns)
-
-
-def _number(cell: str, where: str) -> float:
-    if not cell:
-        raise DataError(f"{where} is missing. Fill it in, or leave the line or the column out.")
-    if not NUMBER.fullmatch(cell) or abs(float(cell)) == float("inf"):
-        raise DataError(f"{where} must be a finite number, but {cell!r} came.")
-    return float(cell)
-
-
-def _require_distinct(path: Path, what: str, names: Sequence[str]) -> None:
-    for name in names:
-        if not name:
-            raise DataError(f"{path} has a {what} without a name.")
-        if names.count(name) > 1:
-            raise DataError(f"{path} has the {what} {name!r} twice.")
 
 
 def compare(pivot: Pivot) -> tuple[Comparison | None, str]:
@@ -290,9 +280,7 @@ def differences_sheet(pivot: Pivot, name: str) -> Sheet | None:
         base = own.pop(pivot.reference)
         whole = {column: runs for column, runs in own.items() if runs and base and runs.keys() == base.keys()}
         found = adjusted([paired_difference([*runs.values()], [*(base or {}).values()]) for runs in whole.values()])
-        labels = {
-            axis_name(axis): label(value_name(axis, value)) for axis, value in zip(pivot.row_axes, row, strict=True)
-        }
+        labels = row_labels(pivot, row)
         for column, one in zip(whole, found, strict=True):
             if one.half is None:
                 continue

@@ -12,8 +12,8 @@ from frozencore.tune.record import TunedRecord
 from frozencore_lab.campaign.plan import Axes
 from frozencore_lab.campaign.results import FinalRun, StudyResults
 from frozencore_lab.campaign.spec import Report, Value, column_key
-from frozencore_lab.reports.labels import FAMILIES, column_name, family_of, slug, titled
-from frozencore_lab.reports.sheet import SeedValue, Status, csv_lines
+from frozencore_lab.reports.labels import FAMILIES, axis_name, column_name, family_of, slug, titled, value_name
+from frozencore_lab.reports.sheet import SeedValue, SheetCell, Status, csv_lines, label
 from frozencore_lab.reports.statistics import Scored, mean, sample_std, scored
 
 Key = tuple[Value, ...]
@@ -225,6 +225,12 @@ def _seed_value(run: FinalRun, measure: Measure) -> SeedValue:
     if value is None:
         return SeedValue(run, measure.diverged, "diverged", f"{measure.key} is not finite")
     return SeedValue(run, measure.scale * value, "done")
+
+
+def row_labels(pivot: Pivot, row: Key) -> dict[str, SheetCell]:
+    """The cells that name a row, by heading."""
+    values = zip(pivot.row_axes, row, strict=True)
+    return {axis_name(axis): label(value_name(axis, value)) for axis, value in values}
 
 
 def means_csv(pivot: Pivot) -> str:

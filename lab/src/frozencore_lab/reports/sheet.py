@@ -48,7 +48,6 @@ class SheetCell:
         spread: Shown small after ``±``.
         value: The unrounded value, for sorting and for CSV; None if there is none.
         best: Whether it is the best of the compared cells, which is shown bold.
-        hint: An explanation.
         runs: The runs that it was computed from.
         is_undefined: The inputs exist, but the statistic is undefined for them.
     """
@@ -63,7 +62,7 @@ class SheetCell:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether the cell should have a number but has none."""
+        """Whether the cell should have a number but has none."""
         return self.value is None and not self.is_undefined and self.text.split(" ")[0] in SHOWN.values()
 
 
@@ -162,7 +161,6 @@ def _markdown_cell(cell: SheetCell) -> str:
 
 
 def markdown_text(text: str) -> str:
-    """Escape a text for Markdown, on one line."""
     return MARKDOWN.sub(r"\\\1", one_line(text))
 
 

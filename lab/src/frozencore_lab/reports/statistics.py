@@ -7,9 +7,10 @@ digit of the larger value. So differences that are equal in print (95.1 - 94.8 a
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from scipy import stats
@@ -28,13 +29,10 @@ REAL_COVERAGE = {2: 0.50, 3: 0.74, 4: 0.79, 5: 0.83, 6: 0.86, 7: 0.87, 8: 0.89, 
 """The coverage of the bootstrap interval for few normal differences, by simulation."""
 
 
-@dataclass(frozen=True)
-class SignedRank:
-    """Wilcoxon's signed-rank test.
+class SignedRank(NamedTuple):
+    """Wilcoxon's signed-rank test: the smaller of the rank sums of either sign, and the two-sided p.
 
     Attributes:
-        statistic: The smaller of the rank sums of either sign; ties share their mean rank.
-        p: Two-sided.
         exact: Whether p is exact over all assignments of signs; otherwise it is the normal approximation.
     """
 
@@ -44,11 +42,7 @@ class SignedRank:
 
 
 def mean(values: Mapping[str, float | None]) -> float:
-    """The mean of named values.
-
-    Raises:
-        DataError: There are no values, or one is missing or not finite; the message names it.
-    """
+    """The mean of named values, which must be :func:`whole`."""
     return math.fsum(whole(values)) / len(values)
 
 
@@ -101,20 +95,13 @@ def signed_rank(differences: Sequence[float]) -> SignedRank:
     doubled = [round(2 * rank) for rank in stats.rankdata(np.abs(nonzero))]  # mean ranks are multiples of one half
     positive = sum(rank for rank, d in zip(doubled, nonzero, strict=True) if d > 0)
     smaller = min(positive, sum(doubled) - positive)
-    exact = len(nonzero) <= MOST_EXACT
-    p = _exact_p(doubled, smaller) if exact else float(stats.wilcoxon(nonzero, method="asymptotic").pvalue)
-    return SignedRank(smaller / 2, p, exact)
-
-
-def _exact_p(doubled: Sequence[int], smaller: int) -> float:
-    counts = {0: 1}
+    if len(nonzero) > MOST_EXACT:
+        return SignedRank(smaller / 2, float(stats.wilcoxon(nonzero, method="asymptotic").pvalue), exact=False)
+    counts = Counter({0: 1})  # assignments of signs by their rank sum
     for rank in doubled:
-        after = dict(counts)
-        for total, count in counts.items():
-            after[total + rank] = after.get(total + rank, 0) + count
-        counts = after
+        counts.update({total + rank: count for total, count in counts.items()})
     tail = sum(count for total, count in counts.items() if total <= smaller)
-    return min(1.0, 2 * tail / 2 ** len(doubled))
+    return SignedRank(smaller / 2, min(1.0, 2 * tail / 2 ** len(doubled)), exact=True)
 
 
 def paired_t(differences: Sequence[float]) -> float | None:

@@ -18,6 +18,7 @@ from frozencore_lab.reports.pivot import (
     averages,
     best_printed,
     column_averages,
+    row_labels,
 )
 from frozencore_lab.reports.sheet import SHOWN, Sheet, SheetCell, label, missing, number, signed
 from frozencore_lab.reports.statistics import differences
@@ -55,9 +56,8 @@ def pivot_sheet(pivot: Pivot, name: str) -> Sheet:
     }
     rows = []
     for row in pivot.rows:
-        labels = [label(value_name(axis, value)) for axis, value in zip(pivot.row_axes, row, strict=True)]
         cells = [pivot_cell(pivot, row, column, best=(row, column) in best_cells) for column in pivot.columns]
-        rows.append((*labels, *cells, *(line.cells[row] for line in beside)))
+        rows.append((*row_labels(pivot, row).values(), *cells, *(line.cells[row] for line in beside)))
     foot = [
         (
             *[label(line.name), *[label("")] * (len(pivot.row_axes) - 1)],
@@ -179,9 +179,7 @@ def best_sheet(pivot: Pivot, name: str) -> Sheet:
         known = {column: mean for column, mean in pivot.row_means(row).items() if mean is not None}
         first = min if pivot.measure.lower_is_better else max
         best = first(known, key=known.__getitem__) if known else None
-        line = {
-            axis_name(axis): label(value_name(axis, value)) for axis, value in zip(pivot.row_axes, row, strict=True)
-        }
+        line = row_labels(pivot, row)
         line["best"] = missing("no column is whole") if best is None else pivot_cell(pivot, row, best)
         line["at"] = SheetCell("") if best is None else label(pivot.column_name(best))
         lines.append(line | {"outcome": label("; ".join(_outcomes(pivot, row, best)) or "all runs trained")})
