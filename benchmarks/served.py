@@ -1,7 +1,7 @@
 """One basis in the engine against a LoRA for each tenant, both in vLLM on this CPU (``make engines``).
 
     OMP_NUM_THREADS=1 python benchmarks/served.py             # half an hour;  --quick: a tiny model, two rounds
-    OMP_NUM_THREADS=1 python benchmarks/served.py --smollm2   # a real model, a thousand tenants
+    OMP_NUM_THREADS=1 python benchmarks/served.py --smollm2   # a real model
 
 The base model, the basis model and the base model with LoRAs are three engines, of which one works at a time; random
 weights, cores and bases, which cost what any cost. A LoRA is the exact export of its tenant, so that all engines must
@@ -9,8 +9,7 @@ give the same tokens. ``rows``: a batch of prompts, each row of one of 1, 16 or 
 turns, and each time is divided by the base model's of the same round, by the clock: measure while the machine stands
 still. ``processor_s`` are those of all processes of an engine, of which one waits in a loop while another computes.
 ``slot_bytes`` are those of the tensors that the engine holds for a slot, ``load_s`` what ``add_lora`` takes for an
-adapter in a folder, ``put`` what a tenant takes whose weights are in memory. Then every tenant is asked once, and its
-answer compared with that of the same core in a :class:`frozencore.CoreBank` in this process. ``sync``: what a step of
+adapter in a folder, ``put`` what a tenant takes whose weights are in memory. ``sync``: what a step of
 reinforcement learning takes before the engine can sample: of a core, its weights to bytes and into the engine; of a
 LoRA, PEFT's ``save_pretrained`` and ``add_lora``. ``first``: from there to the first token.
 """
@@ -23,7 +22,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
@@ -33,14 +32,7 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from contestants import ATTENTION, UNCALIBRATED, adapter_config
-from frozencore import (
-    CoreBank,
-    export_basis_model,
-    export_lora,
-    export_tenant,
-    frozen_core_layers,
-    tenant_weights,
-)
+from frozencore import export_basis_model, export_lora, export_tenant, frozen_core_layers, tenant_weights
 from frozencore.tune.smollm2 import smollm2_path
 from harness import ROOT, load_average, parser_of, quartiles, ratios, table, with_quartiles, write_found
 
@@ -56,10 +48,7 @@ BASE, BASIS, LORA = "base model", "basis model", "LoRA"
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes of the model and of the batches.
-
-    ``known`` tenants are in the engine's memory; a batch has at most those of ``tenants``, which have a slot each.
-    """
+    """Sizes of the model and of the batches; a batch has at most so many tenants, which have a slot each."""
 
     model: str | None = None
     layers: int = 8
@@ -69,12 +58,11 @@ class Plan:
     prompt_tokens: int = 8
     new_tokens: int = 16
     tenants: tuple[int, ...] = (1, 16, 64)
-    known: int = 64
     rounds: int = 5
 
 
-QUICK = Plan(layers=2, width=128, rank=8, rows=4, new_tokens=3, tenants=(1, 4), known=6, rounds=2)
-SMOLLM2 = Plan(model="smollm2", layers=30, width=576, known=1000, rounds=4)
+QUICK = Plan(layers=2, width=128, rank=8, rows=4, new_tokens=3, tenants=(1, 4), rounds=2)
+SMOLLM2 = Plan(model="smollm2", layers=30, width=576, rounds=4)
 
 
 class Driven:
@@ -108,7 +96,7 @@ class Driven:
 
 
 class Tenants:
-    """Models and tenants on disk, and the same tenants in this process: a bank on the model with the basis."""
+    """Models and tenants on disk."""
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         self.plan, self.folder = plan, folder
@@ -118,51 +106,25 @@ class Tenants:
         self.model = get_peft_model(base, adapter_config(UNCALIBRATED, rank=plan.rank)).eval()
         self.model.save_pretrained(str(folder / "adapter"))
         self.identity = export_basis_model(folder / "adapter", folder / BASIS, base=folder / BASE).identity
-        self.model.generation_config.eos_token_id = None  # the engines ignore it, and may choose it
-        self.bank = CoreBank(self.model, plan.known)
         self.folders: dict[str, list[str]] = {BASIS: [], LORA: []}
         self.files: list[str] = []
-        self.cores: list[dict[str, torch.Tensor]] = []
         generator = torch.Generator().manual_seed(0)
         layers = frozen_core_layers(self.model, "default")
-        for tenant in range(plan.known):
+        for tenant in range(max(plan.tenants)):
             with torch.no_grad():
                 for layer in layers.values():
                     R = layer.core("default")
                     R.copy_(0.5 * torch.randn(R.shape, generator=generator))
-            self.cores.append({name: layer.core("default").detach().clone() for name, layer in layers.items()})
-            self.bank.put(str(tenant), self.cores[-1])
             self.files.append(str(folder / f"{tenant}.safetensors"))
             Path(self.files[-1]).write_bytes(tenant_weights(self.model, identity=self.identity))
-            if tenant < max(plan.tenants):
-                for kind, export in ((BASIS, export_tenant), (LORA, export_lora)):
-                    place = folder / f"{kind} {tenant}"
-                    export(self.model, place)
-                    self.folders[kind].append(str(place))
+            for kind, export in ((BASIS, export_tenant), (LORA, export_lora)):
+                place = folder / f"{kind} {tenant}"
+                export(self.model, place)
+                self.folders[kind].append(str(place))
 
     def prompts(self, count: int, seed: int) -> list[list[int]]:
         drawn = torch.Generator().manual_seed(seed)
         return torch.randint(3, self.vocabulary, (count, self.plan.prompt_tokens), generator=drawn).tolist()
-
-    def gap(self, tenant: int, prompt: list[int], one: list[int], other: list[int]) -> float:
-        """The difference of the logits of two answers' first different tokens, in float64."""
-        same = next(i for i, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1])
-        model = self.model.double()
-        with torch.no_grad():
-            for name, layer in frozen_core_layers(model, "default").items():
-                layer.core("default").copy_(self.cores[tenant][name])
-            logits = model(input_ids=torch.tensor([[*prompt, *one[:same]]])).logits[0, -1]
-        return float((logits[one[same]] - logits[other[same]]).abs())
-
-    def answers(self, prompts: list[list[int]], first: int) -> list[list[int]]:
-        """The greedy tokens of consecutive tenants, one for each prompt, by transformers."""
-        ids = torch.tensor(prompts)
-        with self.bank.rows([str(first + i) for i in range(len(prompts))]), torch.no_grad():
-            tokens = self.model.generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0,
-                max_new_tokens=self.plan.new_tokens,
-            )  # fmt: skip
-        return tokens[:, ids.shape[1] :].tolist()
 
 
 def make_base(plan: Plan) -> Any:
@@ -179,7 +141,7 @@ def make_base(plan: Plan) -> Any:
 
 
 def measure(plan: Plan, folder: Path) -> dict[str, Any]:
-    """Slots, loads, rounds, and every tenant's answer."""
+    """Slots, loads, rounds, and new weights at each step."""
     tenants = Tenants(plan, folder)
     slots = max(plan.tenants)
     common = {"rank": plan.rank, "rows": plan.rows}
@@ -187,7 +149,7 @@ def measure(plan: Plan, folder: Path) -> dict[str, Any]:
         BASE: Driven(folder / "base.log", model=str(folder / BASE), slots=0, targets=None, **common),
         BASIS: Driven(
             folder / "basis.log", model=str(folder / BASIS), slots=slots, targets=["core"],
-            known=slots + plan.known + 1, **common,
+            known=slots + SYNCS + 1, **common,
         ),
         LORA: Driven(folder / "lora.log", model=str(folder / BASE), slots=slots, targets=list(ATTENTION), **common),
     }  # fmt: skip
@@ -203,7 +165,6 @@ def measure(plan: Plan, folder: Path) -> dict[str, Any]:
             "load_clock_s": median(loading["load_s"]),
         }
     found |= rounds(plan, tenants, engines)
-    found["memory"] = all_tenants(plan, tenants, engines[BASIS], slots)
     found["sync"] = {BASIS: sync_core(tenants, engines[BASIS]), LORA: sync_lora(plan, folder, engines[LORA])}
     for engine in engines.values():
         engine.end()
@@ -237,33 +198,6 @@ def rounds(plan: Plan, tenants: Tenants, engines: dict[str, Driven]) -> dict[str
     ]  # fmt: skip
     compared = (plan.rounds + 1) * plan.rows * (1 + len(plan.tenants))
     return {"rows": rows, "answers_compared": compared, "answers_that_differ": differing}
-
-
-def all_tenants(plan: Plan, tenants: Tenants, engine: Driven, loaded: int) -> dict[str, Any]:
-    """Every tenant enters from memory, and is asked once: in the engine, and in a bank."""
-    before = engine.say("resident")["bytes"]
-    put = engine.say("put", files=tenants.files)
-    held = engine.say("resident")["bytes"] - before
-    different, taken = [], []
-    for first in range(0, plan.known, plan.rows):
-        count = min(plan.rows, plan.known - first)
-        prompts = tenants.prompts(count, seed=2 + first)
-        asked = {"prompts": prompts, "num_tokens": plan.new_tokens, "tenants": count, "first": loaded + first}
-        answer = engine.say("generate", **asked)
-        taken.append(answer["clock_s"])
-        native = tenants.answers(prompts, first)
-        compared = zip(range(first, first + count), prompts, answer["tokens"], native, strict=True)
-        different += [one for one in compared if one[2] != one[3]]
-    return {
-        "tenants": plan.known,
-        "resident_bytes_each": held / plan.known,
-        "put_s": put["processor_s"],
-        "put_clock_s": median(put["load_s"]),
-        "put_clock_p95_s": quantiles(put["load_s"], n=20)[-1],
-        "tokens_per_s": plan.known * plan.new_tokens / sum(taken),
-        "answers_that_differ": len(different),
-        "largest_gap": max((tenants.gap(*one) for one in different), default=0.0),
-    }
 
 
 def sync_core(tenants: Tenants, engine: Driven) -> dict[str, list[float]]:

@@ -106,11 +106,6 @@ class Engine:
             taken.append(time.perf_counter() - begins)
         return {"clock_s": taken}
 
-    def resident(self) -> dict[str, int]:
-        """The memory of all processes of the engine."""
-        here = psutil.Process()
-        return {"bytes": sum(process.memory_info().rss for process in (here, *here.children(recursive=True)))}
-
     def generate(
         self, prompts: list[list[int]], num_tokens: int, tenants: int, first: int = 0, bare: int = 0
     ) -> dict[str, Any]:

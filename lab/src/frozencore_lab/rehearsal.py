@@ -153,11 +153,7 @@ def _begin(folder: Path, campaign: Campaign) -> None:
 
 
 def account_of(document: Document, planned: Sequence[Planned], store: Store) -> list[StudyAccount]:
-    """Count a report's cells and figures, and name those that are empty.
-
-    Args:
-        planned: The campaign's runs; a failed trial leaves no empty cell, but the search has fewer trials.
-    """
+    """Count a report's cells and figures, and name those that are empty, and failed trials of its searches."""
     studies = {study.name: study.study for study in document.results.studies}
     accounts = []
     for section in document.sections:

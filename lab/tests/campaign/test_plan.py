@@ -219,6 +219,21 @@ def run_searches(campaign: Campaign, loss: Callable[[float, float], float | None
         ended[job.id] = diverged if found is None else scored(held_out_loss=found)
 
 
+def test_a_study_of_the_default_method_is_searched_by_the_grid_of_that_method(tmp_path: Path) -> None:
+    text = """
+name: default
+models: {pocket: pocket}
+studies:
+  main:
+    title: t
+    axes: {model: [pocket], task: [pocket-math], seed: [42]}
+    search: {grids: [{for: [fcca], warmup: [0.03, 0.1]}, {for: [eva], warmup: [0.2, 0.3, 0.4]}]}
+    report: {columns: [seed]}
+"""
+    planned = plan(read_campaign(write_spec(tmp_path, text)), unknown)
+    assert [run.axes.get("warmup") for run in planned if run.phase == "search"] == [0.03, 0.1]
+
+
 @pytest.mark.parametrize(("rates", "best"), [([1e-3, 2e-3], 8e-3), ([3e-2, 1e-1], 0.0075), ([2e-3, 4e-3, 8e-3], 4e-3)])
 def test_a_search_finds_a_best_rate_that_is_planted_outside_its_grid(
     rates: list[float], best: float, tmp_path: Path

@@ -96,10 +96,7 @@ class _Driver:
                 self.pool.start(worker, job, self.needs)
 
     def _next(self, worker: int) -> Job | None:
-        """The next run from the queue, preferably with the model that the worker has loaded.
-
-        A run that must be alone starts when the queue holds nothing else; until it ends, nothing is added to the queue.
-        """
+        """The next run, preferably with the worker's loaded model; one that must be alone comes when all have ended."""
         shareable = [job for job in self.queue if not job.kind.is_alone]
         if not shareable:
             return self.queue[0] if self.queue and not self.running else None

@@ -23,11 +23,7 @@ PAPERS_CORES = {"coordinates": "qr", "alpha": None}
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a campaign; equal jobs of different studies are one job.
-
-    Attributes:
-        reference_size: Calibration examples of the reference, if the kind of study has one.
-    """
+    """One run of a campaign, and the reference's calibration examples if its kind has a reference."""
 
     kind: StudyKind
     config: RunConfig
@@ -63,11 +59,7 @@ class Job:
 
 
 def make_job(kind: str, options: dict[str, Any], reference_size: int | None = None) -> Job:
-    """Make a job from options of a run by name, including core options.
-
-    Raises:
-        ConfigError: An option is wrong; the message names it.
-    """
+    """Make a job from options of a run by name, including core options; a wrong option is a ``ConfigError``."""
     data = options.get("data") or ()
     sources = {data} if isinstance(data, str) else {*data}
     if STANDARD_INPUT in {*sources, options.get("eval_data")}:

@@ -13,10 +13,9 @@ from math import prod
 from typing import Any, Literal
 
 from frozencore.errors import ConfigError
-from frozencore.tune.config import RunConfig
 from frozencore.tune.record import Failure, RunRecord, TunedRecord
 from frozencore_lab.campaign.job import Job, make_job
-from frozencore_lab.campaign.spec import MOST_RUNS, Campaign, Search, Study, Value
+from frozencore_lab.campaign.spec import DEFAULT_METHOD, MOST_RUNS, Campaign, Search, Study, Value
 
 Phase = Literal["search", "final"]
 RATE = "learning_rate"
@@ -46,11 +45,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Choice:
-    """The choice of a search for one group: the chosen options, and each trial's validation score.
-
-    Attributes:
-        at_end: The chosen learning rate is the largest or the smallest tried, so a better one may lie beyond.
-    """
+    """The chosen options of a group's search, each trial's score, and whether the rate is at an end of those tried."""
 
     options: Axes
     trials: tuple[tuple[Axes, float | None], ...]
@@ -113,11 +108,7 @@ class _Group:
 
 
 def plan(campaign: Campaign, outcome: Outcomes) -> list[Planned]:
-    """Every run of the campaign, in the order of the file; a run of several studies comes once for each.
-
-    Raises:
-        ConfigError: A study's options contradict one another; the message names the study.
-    """
+    """Every run, in the order of the file; ``ConfigError`` names the study whose options contradict one another."""
     planned: list[Planned] = []
     for name, study in campaign.studies.items():
         try:
@@ -152,7 +143,7 @@ def _groups(campaign: Campaign, name: str, outcome: Outcomes) -> Iterator[_Group
     for axes in _products({axis: values for axis, values in study.axes.items() if axis != "seed"}):
         options: dict[str, Any] = campaign.options_of(study, axes)
         options["model"] = campaign.models[str(axes["model"])]
-        method = str(axes.get("method") or options.get("method", RunConfig.model_fields["method"].default))
+        method = str(axes.get("method") or options.get("method", DEFAULT_METHOD))
         group = _Group(name, study, axes, options, _products(study.search.grid(method)) if study.search else [{}])
         if study.search and len(group.grid) > 1:
             group.follow(study.search, outcome)

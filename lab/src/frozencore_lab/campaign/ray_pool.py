@@ -172,29 +172,17 @@ def _connect(address: str) -> tuple[ModuleType, bool]:
         raise ConfigError("--ray needs Ray, which is not installed: pip install 'frozencore-lab[ray]'.") from error
     if ray.is_initialized():
         return ray, False
-    _require_answer(address)
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level="error")
-    except (Exception, SystemExit) as error:  # SystemExit: something else than Ray listens there
-        raise ConfigError(_no_cluster(address, str(error))) from error
-    return ray, True
-
-
-def _require_answer(address: str) -> None:
-    """Refuse an address where nobody listens."""
-    from ray._private.services import canonicalize_bootstrap_address  # what ray.init asks for the meaning of "auto"
-
     if "://" in address:
         raise ConfigError(f"--ray takes HOST:PORT or auto, got {address}. Start this command on a node of the cluster.")
+    from ray._private.services import canonicalize_bootstrap_address  # what ray.init asks for the meaning of "auto"
+
     try:
         host, _, port = str(canonicalize_bootstrap_address(address)).rpartition(":")
         socket.create_connection((host, int(port)), ANSWER_S).close()
-    except (OSError, ValueError, ConnectionError) as error:
-        raise ConfigError(_no_cluster(address, str(error))) from error
-
-
-def _no_cluster(address: str, reason: str) -> str:
-    return (
-        f"No Ray cluster answers at {address} ({one_line(reason, 200)}). Start one with `ray start --head`, or give "
-        "its HOST:PORT."
-    )
+        ray.init(address=address, log_to_driver=False, logging_level="error")
+    except (Exception, SystemExit) as error:  # SystemExit: something else than Ray listens there
+        raise ConfigError(
+            f"No Ray cluster answers at {address} ({one_line(str(error), 200)}). Start one with `ray start --head`, or "
+            "give its HOST:PORT."
+        ) from error
+    return ray, True

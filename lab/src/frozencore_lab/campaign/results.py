@@ -93,11 +93,7 @@ class CampaignResults:
 
 
 def load_results(folder: Path) -> CampaignResults:
-    """The results in a campaign's folder.
-
-    Raises:
-        ArtifactError: It is not a campaign folder, or its runs cannot be compared (:func:`require_comparable`).
-    """
+    """The results in a campaign's folder; ``ArtifactError`` if it is none, or its runs cannot be compared."""
     store = Store(folder)
     campaign = store.campaign()
     planned, chosen = plan(campaign, store.outcome), choices(campaign, store.outcome)

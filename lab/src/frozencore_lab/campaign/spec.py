@@ -46,6 +46,7 @@ Figure = Literal["ranking", "gains", "lines", "state", "values", "panels", "curv
 MATCHED = "matched"
 """As a reference: the calibration on the same task."""
 MOST_RUNS = 100_000
+DEFAULT_METHOD = str(MethodConfig.model_fields["name"].default)
 
 Value = bool | int | float | str | tuple[str, ...] | tuple[float, ...] | None
 Values = Annotated[tuple[Value, ...], Field(min_length=1)]
@@ -164,7 +165,7 @@ class Study(_Strict):
     Attributes:
         kind: The kind of study; see :data:`frozencore_lab.campaign.kinds.KINDS`.
         fixed: Options of every run of this study, which override the campaign's.
-        variants: Named methods with options that override ``fixed``, as further values of the axis ``method``:
+        variants: Methods with options that override ``fixed``, as values of the axis ``method``:
             ``{lora-r1: {method: lora, rank: 1}}``.
     """
 
@@ -255,21 +256,15 @@ class Campaign(_Strict):
         A core option in ``base`` applies only to methods that read it.
         """
         own = study.options_of(axes)
-        options = {**self.base, **own}
-        method = str(options.get("method", MethodConfig.model_fields["name"].default))
-        of_cores = core_options()
-        return {
-            name: value
-            for name, value in options.items()
-            if name in own or name not in of_cores or method in readers(name)
-        }
+        method, of_cores = str({"method": DEFAULT_METHOD, **self.base, **own}["method"]), core_options()
+        base = {name: value for name, value in self.base.items() if name not in of_cores or method in readers(name)}
+        return {**base, **own}
 
     @model_validator(mode="after")
     def _names_are_known(self) -> Campaign:
-        for study in self.studies.values():
-            for model in study.axes["model"]:
-                if model not in self.models:
-                    raise ConfigError(unknown_name("model", str(model), tuple(self.models)))
+        for model in (model for study in self.studies.values() for model in study.axes["model"]):
+            if model not in self.models:
+                raise ConfigError(unknown_name("model", str(model), tuple(self.models)))
         return self
 
 

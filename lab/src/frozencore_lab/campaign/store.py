@@ -52,11 +52,7 @@ class Store:
         return Store, (self.folder.absolute(),)
 
     def require_own(self, campaign: Campaign) -> None:
-        """Check, without writing, that the campaign can use the folder.
-
-        Raises:
-            ArtifactError: The folder cannot be written, or holds another campaign.
-        """
+        """Check, without writing, that the campaign can use the folder; otherwise ``ArtifactError``."""
         require_writable(self.folder)
         if (self.folder / SPECIFICATION).exists() and self.campaign().name != campaign.name:
             raise ArtifactError(
@@ -65,21 +61,13 @@ class Store:
             )
 
     def open(self, campaign: Campaign) -> None:
-        """Make the folder or use the existing one; the specification may have changed, but not its name.
-
-        Raises:
-            ArtifactError: As in :meth:`require_own`.
-        """
+        """Make the folder or use the existing one; the specification may have changed, but not its name."""
         self.require_own(campaign)
         # in ASCII, because it is read as YAML, in which some other characters are line breaks
         write_text(self.folder / SPECIFICATION, json.dumps(campaign.model_dump(mode="json"), indent=2) + "\n")
 
     def campaign(self) -> Campaign:
-        """The campaign of the folder.
-
-        Raises:
-            ArtifactError: It is not a campaign's folder.
-        """
+        """The campaign of the folder; ``ArtifactError`` if it is no campaign's."""
         file = self.folder / SPECIFICATION
         if not file.is_file():
             raise ArtifactError(f"{self.folder} is no campaign's folder: it holds no {SPECIFICATION}. Name another.")
@@ -116,11 +104,7 @@ class Store:
                 shutil.rmtree(self.failed / run_id, ignore_errors=True)
 
     def fail(self, run_id: str, failure: Failure, last_words: str) -> None:
-        """Record the failure of a run and keep its log; its other files are removed.
-
-        Raises:
-            ArtifactError: The folder cannot be written.
-        """
+        """Record the failure of a run and keep its log; its other files are removed."""
         log = self._partial(run_id) / LOG
         told = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
         write_text(self.failed / run_id / LOG, told + last_words)

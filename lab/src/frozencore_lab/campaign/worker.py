@@ -29,11 +29,7 @@ NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 @dataclass(frozen=True)
 class Place:
-    """The machine of runs, which is not part of a campaign's identity.
-
-    Attributes:
-        models: Folders of models by their names in the specification, in place of its own locations.
-    """
+    """The machine of runs, with its folders of models by name; it is not part of a campaign's identity."""
 
     data_root: Path | None = None
     device: str = "auto"
@@ -51,11 +47,7 @@ class _UnwritableError(ArtifactError):
 
 @dataclass
 class Worker:
-    """Run jobs in sequence; jobs with the same base model share one loaded model. It can be pickled.
-
-    Attributes:
-        keep_adapters: Whether final runs keep their adapters.
-    """
+    """Run jobs in sequence; jobs with the same base model share one loaded model. It can be pickled."""
 
     store: Store
     place: Place

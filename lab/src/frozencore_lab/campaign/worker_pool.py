@@ -97,12 +97,7 @@ class OwnProcess:
 
 
 class LocalPool:
-    """A pool of processes on this machine.
-
-    Args:
-        worker: The worker of each process; it has made no run yet.
-        devices: The devices of the workers, in turn; ``("auto",)`` lets the runs choose.
-    """
+    """A pool of processes on this machine, with these devices in turn; ``auto`` lets the runs choose."""
 
     def __init__(self, size: int, worker: Worker, *, devices: Sequence[str] = ("auto",)) -> None:
         self.size = size
@@ -116,14 +111,11 @@ class LocalPool:
     def start(self, worker: int, job: Job, needs: Needs) -> None:
         if job.kind.is_alone and worker in self._connections:
             self._dismiss(worker)  # memory left by earlier runs would count for this run
-        if worker not in self._connections:
-            self._hire(worker)
         try:
-            self._connections[worker].send((job, needs))
+            self._connection(worker).send((job, needs))
         except OSError:  # killed while idle
             self._dismiss(worker)
-            self._hire(worker)
-            self._connections[worker].send((job, needs))
+            self._connection(worker).send((job, needs))
         self._busy.add(worker)
 
     def events(self, timeout_s: float) -> Sequence[Event]:
@@ -147,14 +139,17 @@ class LocalPool:
         for worker in list(self._connections):
             self._dismiss(worker)
 
-    def _hire(self, worker: int) -> None:
-        ours, theirs = self._context.Pipe()
-        threads = max(1, torch.get_num_threads() // self.size)  # share of torch's threads
-        process = self._context.Process(target=_work, args=(theirs, os.getpid(), worker, threads))
-        process.start()
-        theirs.close()
-        ours.send(self._workers[worker])
-        self._processes[worker], self._connections[worker] = process, ours
+    def _connection(self, worker: int) -> Connection:
+        """The connection to a worker's process, which is started if there is none."""
+        if worker not in self._connections:
+            ours, theirs = self._context.Pipe()
+            threads = max(1, torch.get_num_threads() // self.size)  # share of torch's threads
+            process = self._context.Process(target=_work, args=(theirs, os.getpid(), worker, threads))
+            process.start()
+            theirs.close()
+            ours.send(self._workers[worker])
+            self._processes[worker], self._connections[worker] = process, ours
+        return self._connections[worker]
 
     def _dismiss(self, worker: int) -> None:
         process = self._processes[worker]

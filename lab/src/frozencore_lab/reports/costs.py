@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from frozencore.tune.config import MethodConfig
 from frozencore.tune.methods import METHODS
 from frozencore.tune.record import Resources, TunedRecord
 from frozencore_lab.campaign.plan import Axes
 from frozencore_lab.campaign.results import FinalRun, StudyResults
+from frozencore_lab.campaign.spec import DEFAULT_METHOD
 from frozencore_lab.reports.labels import column_name, titled
 from frozencore_lab.reports.pivot import by_axes, varied_axes
 from frozencore_lab.reports.sheet import Sheet, SheetCell, label, missing, number
@@ -56,11 +56,7 @@ class Phases:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of one method, from the records of its runs.
-
-    Attributes:
-        kinds: The number of values that train at once, by kind (``Method.trains``); None if a record does not have it.
-    """
+    """The cost of one method, from its records; ``kinds`` counts the values that train at once by kind, if known."""
 
     name: str
     records: Sequence[TunedRecord]
@@ -73,10 +69,7 @@ class Cost:
 
     @property
     def memory(self) -> dict[str, int] | None:
-        """The largest bytes of its runs: held before the adapter, then the additional bytes of each phase.
-
-        None if a record does not separate phases.
-        """
+        """The largest bytes held before the adapter, then more in each phase; None if a record does not tell them."""
         peaks = [record.resources.peaks for record in self.records if record.resources and record.resources.peaks]
         if len(peaks) < len(self.records):
             return None
@@ -103,7 +96,7 @@ def study_costs(results: StudyResults) -> list[Costs]:
     """
     apart, names = ("model", "task") if results.study.kind.is_alone else ("model",), varied_axes(results)
     report, axes = results.study.report, results.study.axes
-    wanted = report.reference or str(MethodConfig.model_fields["name"].default)
+    wanted = report.reference or DEFAULT_METHOD
     tuned = [run for run in results.runs if isinstance(run.record, TunedRecord)]
     found = []
     for (key,), runs in by_axes(tuned, apart).items():
@@ -169,11 +162,7 @@ def state_sheet(costs: Costs, name: str) -> Sheet:
 
 
 def time_sheet(costs: Costs, name: str, *, alone: bool) -> Sheet:
-    """A sheet of measured phases, projected totals, and the break-even of the reference's initialisation.
-
-    Args:
-        alone: Whether each run was alone on the machine and shared nothing, as in a profile.
-    """
+    """A sheet of measured phases, projected totals, and the break-even of the reference's initialisation."""
     lines = []
     for cost in costs.costs:
         phases, initial = cost.phases, cost.phases.initialisation_s

@@ -29,10 +29,7 @@ def axis_name(axis: str) -> str:
 
 
 def column_label(name: str) -> str:
-    """A value of the axis ``method``: a method's label, or a variant's name with its method's label first.
-
-    ``lora-r1`` is shown as ``LoRA r1``.
-    """
+    """The label of a method, or of a variant with its method's label first: ``lora-r1`` is ``LoRA r1``."""
     if name in METHODS:
         return method_name(name)
     method = max((known for known in METHODS if name.startswith(f"{known}-")), key=len, default="")

@@ -119,11 +119,7 @@ class PivotCell:
 
 @dataclass(frozen=True)
 class Pivot:
-    """One table of a study.
-
-    Attributes:
-        group: The values of the axes that are neither rows nor columns, if the study has several.
-    """
+    """One table of a study; ``group`` has the values of axes that are neither rows nor columns."""
 
     study: StudyResults
     measure: Measure

@@ -17,7 +17,7 @@ from frozencore.tune.tasks import Scoring, Split
 from frozencore.tune.tasks.splits import VALIDATION_SHARE
 from frozencore.tune.training.recipe import Recipe
 from frozencore_lab.campaign.results import CampaignResults, StudyResults
-from frozencore_lab.campaign.spec import Campaign, Study
+from frozencore_lab.campaign.spec import DEFAULT_METHOD, Campaign, Study
 from frozencore_lab.reports.labels import axis_name, value_name
 from frozencore_lab.reports.sheet import Sheet, SheetCell, label, number
 
@@ -95,8 +95,7 @@ def hyper_parameter_sheet(results: CampaignResults) -> Sheet:
 
 def _methods_of(campaign: Campaign, study: Study) -> list[str]:
     """The methods of a study, from its axis, its fixed options, or the default."""
-    default = run_options()["method"].default
-    fixed = study.fixed.get("method", campaign.base.get("method", default))
+    fixed = study.fixed.get("method", campaign.base.get("method", DEFAULT_METHOD))
     return [str(method) for method in study.axes.get("method", (fixed,))]
 
 
@@ -153,10 +152,7 @@ def _trained(study: StudyResults, methods: list[str]) -> SheetCell:
 
 
 def information_sheet(campaign: Campaign) -> Sheet | None:
-    """A line for each constructor with the inputs that it reads at its default options (paper, table "basis-signals").
-
-    None if the campaign has no constructor.
-    """
+    """A line for each constructor with what it reads (paper, table "basis-signals"); None if there is none."""
     named = [study.method_of(name) for study in campaign.studies.values() for name in _methods_of(campaign, study)]
     lines = []
     for name in (name for name in dict.fromkeys(named) if name in CONSTRUCTORS):
