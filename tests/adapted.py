@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from functools import lru_cache
+from pathlib import Path
 
 import peft
 import pytest
@@ -14,7 +15,7 @@ from packaging import version
 from peft import PeftModel, get_peft_model
 from torch import Tensor, nn
 
-from frozencore import FrozenCoreConfig, calibrate
+from frozencore import FrozenCoreConfig, calibrate, get_bases, load_basis, save_basis, set_bases
 from frozencore.adapter.layer import FrozenCoreLayer
 from tiny import batches_of, draw_examples, tiny_qwen2
 
@@ -51,6 +52,21 @@ def _adapted(base: nn.Module, dtype: torch.dtype | None, calibrated: bool, optio
 def _once(dtype: torch.dtype | None, calibrated: bool, options: str) -> PeftModel:
     """Wrapping and calibrating takes four times as long as a copy of what it gave."""
     return _adapted(tiny_qwen2(), dtype, calibrated, json.loads(options))
+
+
+def on_one_basis(*names: str, place: Path | None = None, **options: object) -> PeftModel:
+    """Adapters of trained cores on one basis: each with a copy, or by the name of the basis saved at ``place``."""
+    model = adapted("fcca", **options)
+    first, bases = model.peft_config["default"], get_bases(model)
+    if place is not None:
+        save_basis(model, place)
+    for seed, name in enumerate(names):
+        model.add_adapter(name, copy.deepcopy(first))
+        set_bases(model, bases if place is None else load_basis(place), adapter_name=name)
+        train_at_random(model, name, seed=seed)
+    model.delete_adapter("default")
+    model.set_adapter(names[0])
+    return model.eval()
 
 
 def cores_of(model: nn.Module, adapter_name: str = "default") -> list[FrozenCoreLayer]:

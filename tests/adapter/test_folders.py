@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,17 +12,15 @@ from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import Tensor
 
-from adapted import adapted, cores_of, logits, train_at_random
+from adapted import adapted, cores_of, logits, on_one_basis, train_at_random
 from drawn import drawn_layer
 from frozencore import (
     fcca_basis,
-    get_bases,
     load_basis,
     merge_adapters,
     pack_adapter,
     rawgrad_basis,
     save_basis,
-    set_bases,
     unpack_adapter,
 )
 from frozencore.adapter.folders import read_adapter
@@ -36,19 +33,10 @@ NAMES, WEIGHTS = ["a", "b", "d"], [0.5, 0.75, -0.25]
 
 
 def with_three(tmp_path: Path, *, named: bool = True) -> PeftModel:
-    """Three adapters of trained cores on one basis, by its name or each with a copy."""
-    model = adapted("fcca", alpha=6.0)
-    first, bases = model.peft_config["default"], get_bases(model)
-    if named:
-        save_basis(model, tmp_path / "basis")
-    for seed, name in enumerate(NAMES):
-        model.add_adapter(name, copy.deepcopy(first))
-        set_bases(model, load_basis(tmp_path / "basis") if named else bases, adapter_name=name)
-        train_at_random(model, name, seed=seed)
-    model.delete_adapter("default")
-    model.set_adapter("a")
+    """Three adapters on one basis, saved too."""
+    model = on_one_basis(*NAMES, place=tmp_path / "basis" if named else None, alpha=6.0)
     model.save_pretrained(str(tmp_path / "out"))
-    return model.eval()
+    return model
 
 
 def deltas(model: PeftModel, name: str) -> list[Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -16,8 +15,8 @@ from peft import PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, T5Config, T5ForConditionalGeneration
 
-from adapted import BATCHES, adapted, logits, train_at_random
-from frozencore import CoreBank, FrozenCoreConfig, frozen_core_layers, get_bases, set_bases
+from adapted import BATCHES, adapted, logits, on_one_basis, train_at_random
+from frozencore import CoreBank, FrozenCoreConfig, frozen_core_layers
 from frozencore.adapter.layer import FrozenCoreLayer
 from frozencore.adapter.mixed_batch import adapter_of_each_row
 from frozencore.errors import ArtifactError, ConfigError
@@ -96,19 +95,6 @@ def named(model: nn.Module, other: dict[str, object], **options: object) -> Peft
     return model.eval()
 
 
-def on_one_basis() -> PeftModel:
-    """Adapters a and b on the bases of the first."""
-    model = adapted("fcca")
-    first, bases = model.peft_config["default"], get_bases(model)
-    for seed, name in enumerate("ab"):
-        model.add_adapter(name, copy.deepcopy(first))
-        set_bases(model, bases, adapter_name=name)
-        train_at_random(model, name, seed=seed)
-    model.delete_adapter("default")
-    model.set_adapter("a")
-    return model.eval()
-
-
 def tiny_t5() -> nn.Module:
     torch.manual_seed(0)
     config = T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, decoder_start_token_id=0)
@@ -126,7 +112,7 @@ def in_four_bits(folder: Path) -> PeftModel:
 
 MODELS: dict[str, Callable[[Path], Rows]] = {
     "names, two bases": lambda _: by_name(named(tiny_qwen2(), {"target_modules": ["q_proj", "up_proj"]})),
-    "names, one basis": lambda _: by_name(on_one_basis()),
+    "names, one basis": lambda _: by_name(on_one_basis("a", "b")),
     "names, conv1d": lambda _: by_name(named(tiny_gpt2(), {}, target_modules=["c_attn", "c_proj"])),
     "names, encoder-decoder": lambda _: by_name(named(tiny_t5(), {}, target_modules=["q", "v"])),
     "bank": lambda _: by_bank(adapted("fcca")),
@@ -165,14 +151,14 @@ def test_generation_and_beams_keep_the_rows_apart(kind: str, num_beams: int, tmp
 
 
 def test_rows_of_the_base_model_alone_are_the_base_models_bits() -> None:
-    model = on_one_basis()
+    model = on_one_basis("a", "b")
     with model.disable_adapter():
         base = logits(model)
     assert torch.equal(model(**PROMPT, adapter_names=["__base__"] * 4).logits, base)
 
 
 def test_a_mixed_batch_trains_each_core_on_its_own_rows() -> None:
-    model = on_one_basis().train()
+    model = on_one_basis("a", "b").train()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("frozencore_R" in name)
     labels = PROMPT["input_ids"].masked_fill(PROMPT["attention_mask"] == 0, -100)
@@ -193,15 +179,19 @@ def test_a_mixed_batch_trains_each_core_on_its_own_rows() -> None:
                 torch.testing.assert_close(together[key], gradient, rtol=1e-4, atol=1e-6)
 
 
+def shared() -> PeftModel:
+    return on_one_basis("a", "b")
+
+
 def merged(model: PeftModel) -> PeftModel:
     model.merge_adapter(["a"])  # a merged update would be added to every row
     return model
 
 
 REFUSED: dict[str, tuple[Callable[[], PeftModel], list[str], str]] = {
-    "unknown": (on_one_basis, ["a", "aa", "b", "b"], "non-existing adapter.*aa"),
-    "another size": (on_one_basis, ["a"] * 3, "Length of"),
-    "merged": (lambda: merged(on_one_basis()), ROWS, "merged adapters, please call `unmerge_adapter` first"),
+    "unknown": (shared, ["a", "aa", "b", "b"], "non-existing adapter.*aa"),
+    "another size": (shared, ["a"] * 3, "Length of"),
+    "merged": (lambda: merged(shared()), ROWS, "merged adapters, please call `unmerge_adapter` first"),
     "unknown, two bases": (lambda: MODELS["names, two bases"](Path()).model, ["aa"] * 4, "non-existing adapter.*aa"),
     "another size, two bases": (lambda: MODELS["names, two bases"](Path()).model, ["b"] * 3, "Length of"),
     "merged, two bases": (lambda: merged(MODELS["names, two bases"](Path()).model), ROWS, "merged adapters, please"),
