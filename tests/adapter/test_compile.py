@@ -20,6 +20,10 @@ from tiny import tiny_qwen2
 PROMPT = {key: BATCHES[0][key] for key in ("input_ids", "attention_mask")}
 
 
+def one_block() -> nn.Module:
+    return tiny_qwen2(num_hidden_layers=1, layer_types=None)
+
+
 @pytest.fixture(autouse=True)
 def _without_old_graphs() -> None:
     torch._dynamo.reset()
@@ -41,7 +45,7 @@ def logits_and_gradients(model: nn.Module, call: Callable[..., Any]) -> list[Ten
     ],
 )
 def test_a_model_in_training_is_one_graph_with_eagers_logits_and_gradients(checkpointed: bool, backend: str) -> None:
-    model = adapted("fcca", trained=True)
+    model = adapted("fcca", model=one_block(), trained=True)
     model.add_adapter("other", model.peft_config["default"])
     expected = logits_and_gradients(model.train(), model)
     if checkpointed:
@@ -56,14 +60,14 @@ def test_a_model_in_training_is_one_graph_with_eagers_logits_and_gradients(check
 
 @pytest.mark.parametrize("fullgraph", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_model_without_a_basis_says_so_when_it_is_compiled(fullgraph: bool) -> None:
-    model = adapted("fcca", calibrated=False).train()
+    model = adapted("fcca", model=one_block(), calibrated=False).train()
     with pytest.raises(Exception, match=r"Call frozencore.calibrate\(model, dataloader\) first"):
         torch.compile(model, fullgraph=fullgraph, backend="aot_eager")(**BATCHES[0])
 
 
 @torch.no_grad()
 def test_a_swapped_core_and_other_tenants_of_a_bank_need_no_new_graph() -> None:
-    model, counter = adapted("fcca", trained=True), CompileCounter()
+    model, counter = adapted("fcca", model=one_block(), trained=True), CompileCounter()
     cores = {layer.name: layer.core("default").detach().clone() for layer in cores_of(model)}
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     for scale in (1, 2):
@@ -80,9 +84,9 @@ def test_a_swapped_core_and_other_tenants_of_a_bank_need_no_new_graph() -> None:
 
 
 def test_an_adapter_of_a_compiled_base_reloads_there_and_says_so_on_a_plain_one(tmp_path: Path) -> None:
-    model = adapted("random", model=torch.compile(tiny_qwen2(), backend="eager"), trained=True)
+    model = adapted("random", model=torch.compile(one_block(), backend="eager"), trained=True)
     model.save_pretrained(str(tmp_path))
-    compiled = PeftModel.from_pretrained(torch.compile(tiny_qwen2(), backend="eager"), str(tmp_path)).eval()
+    compiled = PeftModel.from_pretrained(torch.compile(one_block(), backend="eager"), str(tmp_path)).eval()
     assert torch.equal(compiled(**PROMPT).logits, model(**PROMPT).logits)
     with pytest.raises(ArtifactError, match="was added to a compiled model, there or here"):
-        PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path))
+        PeftModel.from_pretrained(one_block(), str(tmp_path))
