@@ -50,6 +50,18 @@ def test_an_adapter_reloads_bit_equal(constructor: str, dtype: torch.dtype, tmp_
         assert torch.equal(logits(loaded), logits(model))
 
 
+@pytest.mark.parametrize("low_memory", [False, True])
+def test_loading_rounds_the_bases_to_a_narrower_model_and_not_the_core(low_memory: bool, tmp_path: Path) -> None:
+    model = adapted("random", trained=True)
+    model.save_pretrained(str(tmp_path))
+    loaded = PeftModel.from_pretrained(tiny_qwen2().bfloat16(), str(tmp_path), low_cpu_mem_usage=low_memory)
+    for layer, other in zip(cores_of(model), cores_of(loaded), strict=True):
+        (P, Q, R), found = layer.factors("default"), other.factors("default")
+        for expected, mine in zip((P.bfloat16(), Q.bfloat16(), R), found, strict=True):
+            assert mine.dtype == expected.dtype
+            assert torch.equal(mine, expected)
+
+
 def test_loading_draws_no_random_number_and_builds_no_basis(tmp_path: Path) -> None:
     """The base differs from the one of the adapter: a basis built anew from its weights would differ too."""
     model = adapted("lora_xs", trained=True)

@@ -33,6 +33,7 @@ from frozencore import (
     save_basis,
     set_bases,
     swap_core,
+    unpack_adapter,
 )
 from frozencore.adapter.config import INSTEAD_OF_LORA
 from frozencore.adapter.folders import Factors, read_adapter
@@ -95,6 +96,8 @@ FOLDERS: dict[str, Callable[[Path], object]] = {
     "lora": lambda folder: lora().save_pretrained(folder),
     "basis": lambda folder: save_basis(adapted("fcca", alpha=6.0), folder),
     "basis of rawgrad": lambda folder: save_basis(adapted("rawgrad", alpha=6.0), folder),
+    "basis of signgrad": lambda folder: save_basis(adapted("signgrad"), folder),
+    "with a step": lambda folder: adapted("signgrad", initial_step=0.1).save_pretrained(folder),
     "mine": lambda folder: (folder.mkdir(), (folder / "thesis.txt").write_text("years of work")),
 }  # fmt: skip
 
@@ -260,6 +263,11 @@ BASES: list[Refusal] = [
     *((lambda room, name=name, value=value: FrozenCoreConfig(basis=str(room / "basis"), **{name: value}),
        ConfigError, f"Leave {name} out")
       for name, value in {"r": 4, "constructor": "eva", "alpha": 1.0}.items()),
+    (lambda room: set_bases(adapted("random", alpha=6.0, target_modules=["q_proj"]), load_basis(room / "basis")),
+     ArtifactError, "has 8 layers and the model 2 to adapt"),
+    (lambda room: FrozenCoreConfig(basis=str(room / "basis"), load_bases=True), ConfigError, "a basis of its own"),
+    (lambda room: FrozenCoreConfig(basis=str(room / "basis of signgrad"), initial_step=0.1),
+     ConfigError, "initial_step starts from a core that a saved basis does not hold"),
     (calibrated(lambda room: room.model, adapter_name="default"), CalibrationError, "Pass reset=True"),
     (calibrated(lambda room: merged(room.model), adapter_name="own", reset=True),
      CalibrationError, "unmerge_adapter"),
@@ -327,6 +335,9 @@ CORES: list[Refusal] = [
     (lambda room: merge_adapters([], room.out), ConfigError, "none was named"),
     (lambda room: pack_adapter(room / "same basis", room / "basis of rawgrad", room.out),
      ArtifactError, "not those of"),
+    (lambda room: pack_adapter(room / "with a step", None, room.out), ArtifactError, "began with an initial step"),
+    (lambda room: unpack_adapter(room / "same basis", room.out), ArtifactError, "holds its basis already"),
+    (lambda room: CoreBank(room.model, 1, dtype=torch.float64), ConfigError, "keeps cores in float32, bfloat16 or"),
     (lambda room: read_adapter(room / "lora"), ArtifactError, "LORA adapter"),
 ]  # fmt: skip
 
