@@ -133,18 +133,18 @@ CONTESTANTS: dict[str, Callable[[nn.Module, list[Batch]], None]] = {
 }
 
 
-def compare(scale: Scale, contestants: list[str], num_runs: int) -> dict[str, list[float]]:
+def compare(scale: Scale, num_runs: int) -> dict[str, list[float]]:
     """Seconds of each run; in every round each contestant runs once. A tiny round before loads what is lazy."""
-    times: dict[str, list[float]] = {name: [] for name in contestants}
+    times: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
     for each_scale in (QUICK, *[scale] * num_runs):
         batches = padded_batches(each_scale)
         model = random_qwen2(
             each_scale.layers, each_scale.hidden, inner=each_scale.intermediate, vocabulary=each_scale.vocabulary
         ).eval()
-        for name in contestants:
+        for name, contestant in CONTESTANTS.items():
             own = copy.deepcopy(model)
             gc.collect()
-            times[name].append(cpu_s(partial(CONTESTANTS[name], own, batches)))
+            times[name].append(cpu_s(partial(contestant, own, batches)))
     return {name: seconds[1:] for name, seconds in times.items()}
 
 
@@ -156,19 +156,13 @@ def table_of(found: Mapping[str, Any]) -> str:
 def main() -> None:
     parser = parser_of(__doc__, "calibration")
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--without", nargs="*", default=[], choices=list(CONTESTANTS), help="Leave these out.")
     options = parser.parse_args()
 
     scale, num_runs = (QUICK, 1) if options.quick else (Scale(), options.runs)
-    contestants = [name for name in CONTESTANTS if name not in options.without]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT warns of initialisations that change the base weights
-        times = compare(scale, contestants, num_runs)
-    rows = [
-        {"contestant": name, "median_s": median(own), "runs_s": own, "share_of_floor": median(own) / median(least)}
-        for least in [times.get(FLOOR, [float("nan")])]
-        for name, own in times.items()
-    ]
+        times = compare(scale, num_runs)
+    rows = [{"contestant": name, "median_s": median(own), "runs_s": own} for name, own in times.items()]
     print(table_of({"rows": rows}))
     write_found(options, scale=asdict(scale), rank=RANK, rows=rows)
 

@@ -44,8 +44,6 @@ from contestants import (
     random_qwen2,
     with_adapter,
 )
-from frozencore.tune.cost import values_at_once
-from frozencore.tune.training.callbacks import training_state_held
 from harness import medians, parser_of, ratios, table, take_turns, with_quartiles, write_found
 
 
@@ -65,14 +63,6 @@ class Setting:
 SETTINGS = [
     Setting(targets, rows, tokens) for targets in ("attention", "all-linear") for rows, tokens in ((4, 128), (1, 512))
 ]
-
-
-def training_state_bytes(stepper: Stepper, batch: Batch) -> int:
-    """Bytes of gradients and optimiser states."""
-    if stepper.optimizer is None:
-        return 0
-    stepper.step(batch)
-    return training_state_held(stepper.optimizer)
 
 
 def saved_bytes(model: Any, batch: Batch) -> int:
@@ -95,24 +85,20 @@ def saved_bytes(model: Any, batch: Batch) -> int:
 def race(base: nn.Module, batch: Batch, modules: Any, num_rounds: int) -> list[dict[str, Any]]:
     """Steps of all contestants in turns.
 
-    ``over_floor`` and ``over_lora`` are median, lower and upper quartile of a step over the other's of the same round.
+    ``over_floor`` has median, lower and upper quartile of a step over the floor's of the same round.
     """
     ours = {"frozencore": UNCALIBRATED}
     steppers = {name: Stepper(with_adapter(base, ours.get(name, name), modules)) for name in CONTESTANTS}
     times = take_turns({name: partial(stepper.step, batch) for name, stepper in steppers.items()}, num_rounds)
     step_s = medians(times)
-    state = {name: training_state_bytes(stepper, batch) for name, stepper in steppers.items()}
     saved = {name: saved_bytes(stepper.model, batch) for name, stepper in reversed(steppers.items())}
     return [
         {
             "contestant": name,
             "step_s": step_s[name],
             "over_floor": ratios(times[name], times[FLOOR]),
-            "over_lora": ratios(times[name], times["lora"]),
-            "num_trainable": values_at_once(stepper.model),
             "saved_bytes": saved[name],
             "saved_over_floor": saved[name] / saved[FLOOR] - 1,
-            "training_state_bytes": state[name],
         }
         for name, stepper in steppers.items()
     ]

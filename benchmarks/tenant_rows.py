@@ -1,7 +1,5 @@
 """Rows of 24 tenants from six public data sets, each of which wants something of its own of the same model.
 
-    python benchmarks/tenant_rows.py --data-root DIR --out rows      # the same files each time, to the byte
-
 Tenants differ by topic (SST-2's films, HellaSwag's activities, QNLI's question words), by length (SST-2), by source
 (CoLA's publications, which stand one after the other) and by what they ask and the answers that they want: other words,
 capitals, swapped labels, letters, signs. Half of them are of SST-2, which a model of 135 million parameters learns from
@@ -13,7 +11,6 @@ A third of the tenants takes no part in calibration; SVAMP is a task that no cal
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from collections import defaultdict
@@ -32,7 +29,6 @@ SEED = 0
 VALIDATION, HELD_OUT = 32, 48
 LONGEST = 240  # characters of a prompt
 SPLITS: tuple[Split, ...] = ("train", "validation", "evaluation")
-PARTS = ("train", "validation", "held-out")
 MANIFEST = "manifest.json"
 
 SPORT = (
@@ -257,16 +253,3 @@ def write_tenants(tenants: Mapping[str, Tenant], out: Path) -> dict[str, object]
     manifest = {"seed": SEED, "longest_prompt": LONGEST, "searched": list(SEARCHED), "tenants": about}
     write_json(out / MANIFEST, manifest)
     return manifest
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-root", type=Path, help="Folder that holds the data sets under their hub ids.")
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
-    write_tenants(make_tenants(TENANTS, options.data_root), options.out)
-    print(f"{len(TENANTS)} tenants: {options.out}/{{{','.join(PARTS)}}}/NAME.jsonl and {options.out}/{MANIFEST}")
-
-
-if __name__ == "__main__":
-    main()

@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -78,19 +78,15 @@ def lora_config() -> LoraConfig:
 def keep(base: nn.Module, counts: list[int], num_loaded: int, place: Path) -> dict[str, Any]:
     """Disk, memory and time to enter."""
     model = on_a_basis(base, place / "basis")
-    num_values = sum(layer.factors("default")[2].numel() for layer in frozen_core_layers(model, "default").values())
     files = [place / f"tenant-{i}" for i in range(NUM_FILES)]
     for seed, file in enumerate(files):
         draw_cores(model, "default", seed)
         model.save_pretrained(str(file))
     unpack_adapter(files[0], place / "whole")
     found: dict[str, Any] = {
-        "trained_values": num_values,
         "disk_bytes": {
             "core": folder_bytes(files[0]),
-            "core, weights alone": (files[0] / "adapter_model.safetensors").stat().st_size,
             "core with its basis": folder_bytes(place / "whole"),
-            "basis": folder_bytes(place / "basis"),
         },
         "bank": [],
         "adapters": {},
@@ -104,8 +100,6 @@ def keep(base: nn.Module, counts: list[int], num_loaded: int, place: Path) -> di
                 "tenants": count,
                 "resident_bytes": resident() - before,
                 "enter_s": median(times),
-                "enter_s_p95": quantiles(times, n=20)[-1] if count > 1 else times[0],
-                "all_s": sum(times),
             }
         )
         del bank

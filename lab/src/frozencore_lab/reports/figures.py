@@ -7,14 +7,14 @@ points have names, and lines have different markers and dashes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from statistics import fmean
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure, FigureBase
+from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from frozencore.tune.figures import BLACK, BLUE, GREY, NAVY, ORANGE, binned, method_colour, plain_ticks, plt
@@ -115,12 +115,13 @@ def panels(count: int, height: float, *, sharey: bool = False) -> tuple[Figure, 
     return figure, list(axes.flat[:count])
 
 
-def shared_legend(figure: FigureBase, axes: Iterable[Axes]) -> None:
+def shared_legend(figure: Figure) -> Figure:
     """Put one legend above all panels."""
-    found = {name: line for axis in axes for line, name in zip(*axis.get_legend_handles_labels(), strict=True)}
+    found = {name: line for axis in figure.axes for line, name in zip(*axis.get_legend_handles_labels(), strict=True)}
     if found:
         columns = min(len(found), LEGEND_COLUMNS)
         figure.legend(list(found.values()), list(found), loc="outside upper center", ncols=columns)
+    return figure
 
 
 def methods_of(pivot: Pivot) -> dict[Key, str]:
@@ -132,17 +133,16 @@ def methods_of(pivot: Pivot) -> dict[Key, str]:
 
 
 def column_colours(pivot: Pivot) -> dict[Key, str]:
-    """The colour of each column's method; different colours if all columns are of one method."""
+    """The colour of each column's method; different colours if all are of one."""
     methods = methods_of(pivot)
     if len(set(methods.values())) == 1 < len(methods):
         return dict(zip(methods, cycle(CYCLE), strict=False))
     return {column: method_colour(name) for column, name in methods.items()}
 
 
-def _alone(pivot: Pivot, *, draw: Callable[[Axes, Pivot], None]) -> Figure:
+def _one_panel(pivot: Pivot) -> tuple[Figure, Axes]:
     figure, (axis,) = panels(1, max(2.8, 0.9 + 0.35 * len(pivot.columns)))
-    draw(axis, pivot)
-    return figure
+    return figure, axis
 
 
 def _ticks(axis: Axes, names: Sequence[str]) -> None:
@@ -157,8 +157,9 @@ def _title(measure: Measure) -> str:
 # ---------------------------------------------------------------------------------------------------------- the kinds
 
 
-def _ranking(axis: Axes, pivot: Pivot) -> None:
+def _ranking(pivot: Pivot) -> Figure:
     """Draw columns by their mean over the rows, best first, with the standard deviation of the seeds' means."""
+    figure, axis = _one_panel(pivot)
     averages, colours = column_averages(pivot), column_colours(pivot)
     found = {column: average.value for column, average in averages.items() if average.value is not None}
     order = sorted(found, key=lambda column: found[column], reverse=pivot.measure.lower_is_better)
@@ -172,10 +173,12 @@ def _ranking(axis: Axes, pivot: Pivot) -> None:
     axis.grid(axis="x")
     left_out = ", ".join(pivot.column_name(column) for column in pivot.columns if column not in found)
     axis.set_xlabel(f"mean {pivot.measure.title}" + (f"\n(incomplete: {left_out})" if left_out else ""))
+    return figure
 
 
-def _gains(axis: Axes, pivot: Pivot) -> None:
+def _gains(pivot: Pivot) -> Figure:
     """Draw bars by row: each column minus the reference, or minus the first column without a reference."""
+    figure, axis = _one_panel(pivot)
     base = pivot.reference or pivot.columns[0]
     others = [column for column in pivot.columns if column != base]
     width = 0.8 / max(1, len(others))
@@ -190,21 +193,22 @@ def _gains(axis: Axes, pivot: Pivot) -> None:
     axis.axhline(0, color=BLACK, lw=0.8)
     _ticks(axis, [pivot.row_name(row) for row in pivot.rows])
     axis.set_ylabel(f"{pivot.measure.title},\nless that of {pivot.column_name(base)}")
-    shared_legend(axis.figure, [axis])
+    return shared_legend(figure)
 
 
-def _lines(axis: Axes, pivot: Pivot) -> None:
+def _lines(pivot: Pivot) -> Figure:
     """Draw a line for each task against the compared columns."""
-    upright = pivot.upright
+    (figure, axis), upright = _one_panel(pivot), pivot.upright
     for i, row in enumerate(upright.rows):
         _line(axis, upright, row, upright.row_name(row), CYCLE[i % len(CYCLE)], MARKERS[i % 8], DASHES[i % 4])
     _against(axis, upright)
     axis.set_ylabel(_title(pivot.measure))
-    shared_legend(axis.figure, [axis])
+    return shared_legend(figure)
 
 
-def _convergence(axis: Axes, pivot: Pivot) -> None:
+def _convergence(pivot: Pivot) -> Figure:
     """Draw mean principal-angle cosines of P (solid line) and Q (dashed) for each row against the columns."""
+    figure, axis = _one_panel(pivot)
     (of_inputs,) = (one for one in pivots(pivot.study, COSINES[1]) if one.group == pivot.group)
     for row, colour in zip(pivot.rows, cycle(CYCLE), strict=False):
         name = f"{pivot.row_name(row)}: " if len(pivot.rows) > 1 else ""
@@ -212,7 +216,7 @@ def _convergence(axis: Axes, pivot: Pivot) -> None:
         _line(axis, of_inputs, row, f"{name}Q", colour, "s", "--")
     _against(axis, pivot)
     axis.set_ylabel(f"cosine to the bases\nof {pivot.study.study.reference_size} examples")
-    shared_legend(axis.figure, [axis])
+    return shared_legend(figure)
 
 
 def _line(axis: Axes, pivot: Pivot, row: Key, name: str, colour: str, marker: str, dash: str) -> None:
@@ -236,8 +240,9 @@ def _trained_values(axis: Axes) -> None:
     axis.set_xlabel("trained values")
 
 
-def _state(axis: Axes, pivot: Pivot) -> None:
+def _state(pivot: Pivot) -> Figure:
     """Draw each column's mean over the rows against its number of trained values."""
+    figure, axis = _one_panel(pivot)
     trained, means, colours = counted_values(pivot), column_averages(pivot), column_colours(pivot)
     for i, column in enumerate(colours):
         if (mean := means[column].value) is not None and column in trained:
@@ -245,7 +250,7 @@ def _state(axis: Axes, pivot: Pivot) -> None:
             axis.plot(trained[column], mean, marker, color=colours[column], label=name, ms=8)
     _trained_values(axis)
     axis.set_ylabel(f"mean {_title(pivot.measure)}")
-    shared_legend(axis.figure, [axis])
+    return shared_legend(figure)
 
 
 def _values(pivot: Pivot) -> Figure:
@@ -281,8 +286,7 @@ def _values(pivot: Pivot) -> Figure:
     if pivot.reference is not None:
         reference = pivot.column_name(pivot.reference)
         figure.supxlabel(f"Bars: 95 % interval of the difference from {reference}.")
-    shared_legend(figure, axes)
-    return figure
+    return shared_legend(figure)
 
 
 def _mean_and_half(pivot: Pivot, column: Key) -> tuple[float, float]:
@@ -325,8 +329,7 @@ def _row_panels(pivot: Pivot) -> Figure:
             axis.axvline(pivot.measure.scale * chance, color=BLACK, lw=1, ls=":", label="chance")
         axis.set_title(pivot.row_name(row))
     figure.supxlabel(pivot.measure.title)
-    shared_legend(figure, axes)
-    return figure
+    return shared_legend(figure)
 
 
 def _learning_curves(pivot: Pivot) -> Figure:
@@ -340,19 +343,18 @@ def _learning_curves(pivot: Pivot) -> Figure:
         axis.set_title(pivot.row_name(row))
     figure.supxlabel("optimiser step")
     figure.supylabel("training loss, nats per token")
-    shared_legend(figure, axes)
-    return figure
+    return shared_legend(figure)
 
 
 DRAWN: dict[str, FigureKind] = {
-    "ranking": FigureKind(partial(_alone, draw=_ranking), of_averages=True),
-    "gains": FigureKind(partial(_alone, draw=_gains)),
-    "lines": FigureKind(partial(_alone, draw=_lines)),
-    "state": FigureKind(partial(_alone, draw=_state), against=", by the values that train", of_averages=True),
+    "ranking": FigureKind(_ranking, of_averages=True),
+    "gains": FigureKind(_gains),
+    "lines": FigureKind(_lines),
+    "state": FigureKind(_state, against=", by the values that train", of_averages=True),
     "values": FigureKind(
         _values, against=" and what was forgotten, by the values that train", of_averages=True, only=LOSS
     ),
     "panels": FigureKind(_row_panels),
     "curves": FigureKind(_learning_curves, once="learning curves"),
-    "convergence": FigureKind(partial(_alone, draw=_convergence), once="basis convergence"),
+    "convergence": FigureKind(_convergence, once="basis convergence"),
 }

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from statistics import median
+from typing import NamedTuple
 
 from frozencore.tune.record import TunedRecord
 from frozencore_lab.campaign.plan import Axes
@@ -246,8 +247,7 @@ def runs_csv(pivot: Pivot) -> str:
     return csv_lines([head, *(["/".join(map(str, x)) if isinstance(x, tuple) else x for x in line] for line in lines)])
 
 
-@dataclass(frozen=True)
-class Average:
+class Average(NamedTuple):
     """A macro-average with the sample standard deviation over the seeds' averages, or the reason why it is missing."""
 
     value: float | None
@@ -255,8 +255,7 @@ class Average:
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class AverageLine:
+class AverageLine(NamedTuple):
     """One line of averages, by the columns of the table, and whether they can be ranked."""
 
     name: str
@@ -288,7 +287,11 @@ def averages(pivot: Pivot) -> tuple[AverageLine, ...]:
             if len(own) == len(tasks) < len(rows):
                 lines.append(AverageLine(f"Mean{of}, {family}", column_averages(pivot, own)))
         if len(pivot.study.study.axes["seed"]) > 1:
-            spreads = {column: _median_spread(pivot, rows, column) for column in pivot.columns}
+            spreads = {}
+            for column in pivot.columns:
+                known = [std for row in rows if (std := pivot.cells[row, column].std) is not None]
+                lacks = Average(None, reason="no median without every task")
+                spreads[column] = Average(median(known)) if len(known) == len(rows) else lacks
             lines.append(AverageLine(f"Median std{of}", spreads, ranked=False))
     return tuple(lines)
 
@@ -307,15 +310,9 @@ def _average(pivot: Pivot, rows: Sequence[Key], column: Key) -> Average:
         return Average(None, reason=f"no average without {what}{more}")
     by_seed: dict[object, list[float]] = {}
     for one in (one for cell in cells.values() for one in cell.runs):
-        assert one.value is not None  # a cell with a missing value has no mean
-        by_seed.setdefault(one.seed, []).append(one.value)
+        by_seed.setdefault(one.seed, []).append(one.value or 0.0)  # no value is missing, because every cell has a mean
     value = mean({pivot.row_name(row): cell.mean for row, cell in cells.items()})
     return Average(value, sample_std([sum(values) / len(values) for values in by_seed.values()]))
-
-
-def _median_spread(pivot: Pivot, rows: Sequence[Key], column: Key) -> Average:
-    known = [std for row in rows if (std := pivot.cells[row, column].std) is not None]
-    return Average(median(known)) if len(known) == len(rows) else Average(None, reason="no median without every task")
 
 
 def best_printed(values: Mapping[Key, float | None], measure: Measure) -> set[Key]:
