@@ -27,7 +27,7 @@ from frozencore_lab.campaign.estimate import (
 from frozencore_lab.campaign.job import Job, make_job
 from frozencore_lab.campaign.kinds import KINDS
 from frozencore_lab.campaign.plan import Ended, Outcomes, Planned, choices, most_further_trials, plan
-from frozencore_lab.campaign.results import load_results, tally, time_to_go
+from frozencore_lab.campaign.results import load_results, tally
 from frozencore_lab.campaign.shared_moments import moments_key, needs_of
 from frozencore_lab.campaign.spec import PLACES, Campaign, column_key, read_campaign
 from frozencore_lab.campaign.store import Store
@@ -319,21 +319,6 @@ def test_where_one_method_reads_g_every_run_with_bases_on_that_model_is_measured
         make_job("tune", {**OPTIONS, "method": "fcca", "model": "another"}),
     ):
         assert not needs_of([free, elsewhere]).get(moments_key(free.config))
-
-
-def test_the_time_to_go_is_the_mean_of_the_finished_runs_shared_by_the_workers(campaign: Campaign) -> None:
-    runs = plan(campaign, unknown)
-    first, second, *_ = dict.fromkeys(run.job.id for run in runs if run.job)
-    outcomes: dict[str, Ended] = {}
-    store: Any = SimpleNamespace(outcome=outcomes.get)
-    assert time_to_go(runs, store, 2) == ""  # nothing to go by
-    outcomes |= {first: scored(total_s=1800.0), second: scored(total_s=5400.0)}
-    left = tally(runs, store).left
-    hours = {
-        workers: f"{left // workers} h {left % workers * 60 // workers:02} min" for workers in (1, 2)
-    }  # an hour each
-    assert time_to_go(runs, store, 2) == f", about {hours[2]} to go on 2 workers"
-    assert time_to_go(runs, store, 0) == f", about {hours[1]} to go on 1 workers"
 
 
 def test_a_stability_run_is_estimated_at_its_calibration_alone() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,10 +16,9 @@ from frozencore_lab.campaign.results import CampaignResults, FinalRun, StudyResu
 from frozencore_lab.campaign.spec import Campaign, read_campaign
 from made_up import record_content
 
-MakeCampaign = Callable[[str], Campaign]
-MakeStudy = Callable[..., StudyResults]
 Content = dict[str, Any]
 """The JSON of a record, or of a failure, which has a reason."""
+MakeContent = Callable[[Mapping[str, Any]], Content | None]
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +27,7 @@ def make_record() -> Callable[..., Content]:
 
 
 @pytest.fixture(scope="session")
-def campaign(tmp_path_factory: pytest.TempPathFactory) -> MakeCampaign:
+def campaign(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Campaign]:
     """A campaign from the YAML of its studies."""
 
     def make(studies: str) -> Campaign:
@@ -39,50 +39,32 @@ def campaign(tmp_path_factory: pytest.TempPathFactory) -> MakeCampaign:
 
 
 @pytest.fixture(scope="session")
-def study(campaign: MakeCampaign) -> MakeStudy:
-    """The results of one study: ``record(axes)`` gives a record, a failure (with a reason), or None."""
+def results(campaign: Callable[[str], Campaign]) -> Callable[..., CampaignResults]:
+    """The results of a campaign: ``record(axes)`` gives a record, a failure (with a reason), or None."""
 
     def make(
-        yaml: str,
-        record: Callable[[Mapping[str, Any]], Content | None] = record_content,
-        choices: tuple[tuple[dict[str, Any], Choice], ...] = (),
-    ) -> StudyResults:
-        made = campaign(yaml)
-        name, only = next(iter(made.studies.items()))
-        return StudyResults(name, only, tuple(runs_of(name, only.axes, record)), choices)
-
-    return make
-
-
-def runs_of(
-    study: str, axes: Mapping[str, Any], record: Callable[[Mapping[str, Any]], Content | None]
-) -> list[FinalRun]:
-    """The runs of a study; every run has an id of its own."""
-    found: list[dict[str, Any]] = [{}]
-    for name, values in axes.items():
-        found = [{**before, name: value} for before in found for value in values]
-    runs = []
-    for values in found:
-        came = record(values)
-        run_id = hashlib.sha256(f"{study} {values}".encode()).hexdigest()[:16]
-        if came is None:
-            runs.append(FinalRun(values, run_id, None, None))
-        elif "reason" in came:
-            runs.append(FinalRun(values, run_id, None, Failure(**came)))
-        else:
-            runs.append(FinalRun(values, run_id, read_record(json.dumps({"format": 1, **came})), None))
-    return runs
-
-
-@pytest.fixture(scope="session")
-def results(campaign: MakeCampaign) -> Callable[..., CampaignResults]:
-    """The results of a campaign from the YAML of its studies."""
-
-    def make(yaml: str, record: Callable[[Mapping[str, Any]], Content | None] = record_content) -> CampaignResults:
+        yaml: str, record: MakeContent = record_content, choices: tuple[tuple[dict[str, Any], Choice], ...] = ()
+    ) -> CampaignResults:
         made = campaign(yaml)
         studies = (
-            StudyResults(name, one, tuple(runs_of(name, one.axes, record)), ()) for name, one in made.studies.items()
+            StudyResults(name, one, tuple(runs_of(name, one.axes, record)), choices)
+            for name, one in made.studies.items()
         )
         return CampaignResults(made, tuple(studies))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def study(results: Callable[..., CampaignResults]) -> Callable[..., StudyResults]:
+    """The results of a campaign's only study."""
+    return lambda yaml, *made: results(yaml, *made).studies[0]
+
+
+def runs_of(study: str, axes: Mapping[str, Any], record: MakeContent) -> Iterator[FinalRun]:
+    """The runs of a study; every run has an id of its own."""
+    for values in (dict(zip(axes, combination, strict=True)) for combination in product(*axes.values())):
+        came, run_id = record(values), hashlib.sha256(f"{study} {values}".encode()).hexdigest()[:16]
+        failure = Failure(**came) if came and "reason" in came else None
+        done = read_record(json.dumps({"format": 1, **came})) if came and not failure else None
+        yield FinalRun(values, run_id, done, failure)
