@@ -21,10 +21,9 @@ from forked import FORK
 from frozencore import FrozenCoreConfig
 from frozencore.errors import CalibrationError, ConfigError, DataError, DivergenceError, TrainingError
 from frozencore.tune.many import active_tenants
-from frozencore.tune.many.checkpoint import Checkpoints
 from frozencore.tune.many.losses import row_losses
 from frozencore.tune.many.tenant import Tenant, Trained, Validation
-from frozencore.tune.many.train import train_many
+from frozencore.tune.many.train import Checkpoints, train_many
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator
 from frozencore.tune.scoring.score import held_out_loss
