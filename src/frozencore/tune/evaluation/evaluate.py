@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -239,11 +239,8 @@ def _suite_scorer(task: Task, encoder: PromptEncoder, evaluation: Evaluation) ->
     def score(model: nn.Module, progress: Progress) -> ScoreAndPredictions:
         return _scored(score_task(model, encoder, task, examples, **options, progress=progress))
 
-    identity = {
-        "rows": fingerprint_options({"rows": list(map(asdict, examples))}),
-        "max_new_tokens": task.max_new_tokens,
-        **options,
-    }
+    hashed = fingerprint_options({"rows": list(map(asdict, examples))})
+    identity = {"rows": hashed, "max_new_tokens": task.max_new_tokens, **options}
     return TaskScorer(task.name, identity, score)
 
 
