@@ -99,7 +99,8 @@ def main() -> None:
     found: dict[str, Any] = {"dtypes": {}, "rounds": rounds, "load": load_average()}
     for dtype in DTYPES:
         config = make_config(model=model, task=task, data_root=options.data_root, dtype=dtype, device="cpu", **few)
-        found["dtypes"][dtype] = measure(prepare(config, lambda *_: None), rounds, 8 if options.quick else 64)
+        inputs = prepare(config.model, config.rows, config.scoring, lambda *_: None)
+        found["dtypes"][dtype] = measure(inputs, rounds, 8 if options.quick else 64)
     print(table_of(found))
     write_found(options, **found)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from frozencore import frozen_core_layers
 from frozencore.tune.config import RunConfig, make_config
-from frozencore.tune.load import load_model
+from frozencore.tune.load import Inputs, load_model, prepare
 from frozencore.tune.pocket import pocket_model_path
 
 SIZES = {"anna": 9, "ben": 21, "cleo": 14}
@@ -22,6 +22,10 @@ def config_of(data: Path, **overrides: Any) -> RunConfig:
         "accumulation": 2, "epochs": 2, "device": "cpu",
     }  # fmt: skip
     return make_config(**{**few, **overrides})
+
+
+def inputs_of(config: RunConfig) -> Inputs:
+    return prepare(config.model, config.rows, config.scoring, silent)
 
 
 def silent(stage: str, done: int, total: int | None, note: str = "", /) -> None:

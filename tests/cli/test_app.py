@@ -20,10 +20,10 @@ from frozencore.cli import app as cli
 from frozencore.cli.run_summary import recipe_in_words, sample_lines
 from frozencore.errors import ArtifactError
 from frozencore.tune.config import make_config
-from frozencore.tune.load import prepare
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.training.trainer import CompletionTrainer
 from frozencore.words import counted
+from small_tenants import inputs_of
 
 FEW = ["--model", str(pocket_model_path()), "--task", "pocket-sentiment", "--rank", "4", "--calibration-size", "16"]
 SHORT = [
@@ -153,7 +153,7 @@ def test_a_dry_run_says_what_would_be_read_and_taken_and_writes_nothing(command,
     status, out, err = command(*words, "--accumulation", "2", "--out", tmp_path / "run", "--dry-run")
     assert (status, err) == (0, "")
     assert not (tmp_path / "run").exists()
-    prepared = prepare(make_config(model=FEW[1], data=tmp_path / "rows.jsonl"), lambda *_: None)
+    prepared = inputs_of(make_config(model=FEW[1], data=tmp_path / "rows.jsonl"))
     lengths = [len(row.input_ids) for row in prepared.rows.train]
     with_loss = 18 * (1 + len(prepared.encoder.tokenizer(" two cats", add_special_tokens=False)["input_ids"]))
     assert f"18 rows to train on: {sum(lengths)} tokens, {with_loss} of them with loss; " in out

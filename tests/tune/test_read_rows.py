@@ -27,8 +27,12 @@ def config_of(**options: Any) -> RunConfig:
     return make_config(**{"model": "any", "calibration_size": 5, **options})
 
 
+def rows_of(config: RunConfig, encoder: PromptEncoder, kept: RowCache | None = None) -> RunRows:
+    return prepare_rows(config.rows, config.scoring, encoder, kept)
+
+
 def counts(config: RunConfig, encoder: PromptEncoder) -> tuple[int, int, str]:
-    rows = prepare_rows(config, encoder)
+    rows = rows_of(config, encoder)
     return len(rows.train), len(rows.held_out), rows.validation_from
 
 
@@ -38,14 +42,14 @@ def test_trials_hold_out_a_tenth_where_final_runs_train_on_all_rows(encoder: Pro
     assert counts(final, encoder) == (20, 3, "none")
     assert counts(trial, encoder) == (18, 2, "10% of train")
     plain = trial.replaced(paper_steps=False)
-    assert prepare_rows(trial, encoder).fingerprints == prepare_rows(plain, encoder).fingerprints
+    assert rows_of(trial, encoder).fingerprints == rows_of(plain, encoder).fingerprints
 
 
 def test_rows_by_seed_vary_with_the_seed_and_are_otherwise_the_same(encoder: PromptEncoder, tmp_path: Path) -> None:
     task = write_task(tmp_path, num_train=40)
     few = {"task": task, "num_train": 8, "num_evaluation": 2}
-    fixed = [prepare_rows(config_of(**few, seed=seed), encoder).fingerprints for seed in (1, 2)]
-    drawn = [prepare_rows(config_of(**few, seed=seed, rows_by_seed=True), encoder).fingerprints for seed in (1, 2, 2)]
+    fixed = [rows_of(config_of(**few, seed=seed), encoder).fingerprints for seed in (1, 2)]
+    drawn = [rows_of(config_of(**few, seed=seed, rows_by_seed=True), encoder).fingerprints for seed in (1, 2, 2)]
     assert (fixed[0]["train"], fixed[0]["evaluation"]) == (fixed[1]["train"], fixed[1]["evaluation"])
     assert drawn[0]["train"] != drawn[1]["train"]
     assert drawn[0]["evaluation"] != drawn[1]["evaluation"]
@@ -55,14 +59,14 @@ def test_rows_by_seed_vary_with_the_seed_and_are_otherwise_the_same(encoder: Pro
 def test_a_task_without_a_row_to_validate_on_says_so(encoder: PromptEncoder, tmp_path: Path) -> None:
     one_row = config_of(task=write_task(tmp_path, num_train=1), evaluate_on="validation")
     with pytest.raises(NoRowsError, match=r"leaves no validation rows beside its 1 to train on\. Give it more"):
-        prepare_rows(one_row, encoder)
+        rows_of(one_row, encoder)
 
 
 def test_own_rows_to_validate_on_are_neither_trained_on_nor_evaluated(encoder: PromptEncoder, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"text": f"Tom has {i} cats."}) + "\n" for i in range(50)))
-    final = prepare_rows(config_of(data=path), encoder)
-    trial = prepare_rows(config_of(data=path, evaluate_on="validation"), encoder)
+    final = rows_of(config_of(data=path), encoder)
+    trial = rows_of(config_of(data=path, evaluate_on="validation"), encoder)
     evaluated, trained, scored = ({row.id for row in rows} for rows in (final.held_out, trial.train, trial.held_out))
     assert (len(evaluated), len(trained), len(scored)) == (5, 41, 4)
     assert evaluated | trained | scored == {row.id for row in (*final.train, *final.held_out)}
@@ -80,15 +84,15 @@ def test_rows_that_are_too_long_are_left_out_and_counted_where_that_is_allowed(
     cutting = PromptEncoder(byte_tokenizer(), max_length=60, too_long="truncate")
     refusing = PromptEncoder(byte_tokenizer(), max_length=60)
     with pytest.raises(DataError, match=r"of [12] of \d+ rows leave no room"):
-        prepare_rows(config_of(data=path, truncate=True), cutting)
+        rows_of(config_of(data=path, truncate=True), cutting)
     for encoder, truncate, expected in ((cutting, True, (33, 3, 2)), (refusing, False, (30, 0, 5))):
-        found = prepare_rows(config_of(data=path, truncate=truncate, skip_long=True), encoder)
+        found = rows_of(config_of(data=path, truncate=truncate, skip_long=True), encoder)
         assert (len(found.train) + len(found.held_out), found.num_cut, found.num_skipped) == expected
         assert max(len(row.input_ids) for row in (*found.train, *found.held_out)) <= 60
         assert {row.input_ids[-1] for row in (*found.train, *found.held_out)} == {encoder.eos_id}
     task = config_of(task=write_task(tmp_path, num_train=20), skip_long=True)
     with pytest.raises(NoRowsError, match="--skip-long left none of 18 rows"):
-        prepare_rows(task, PromptEncoder(byte_tokenizer(), max_length=5))
+        rows_of(task, PromptEncoder(byte_tokenizer(), max_length=5))
 
 
 def test_every_row_that_was_read_is_trained_on_held_out_or_said_to_be_left_out(
@@ -102,12 +106,12 @@ def test_every_row_that_was_read_is_trained_on_held_out_or_said_to_be_left_out(
         ({"num_train": 20}, {"beyond --num-train": 7}),
         ({"evaluate_on": "validation"}, {"kept to evaluate on": 3}),
     ):
-        found = prepare_rows(config_of(data=path, skip_bad=True, skip_long=True, **options), encoder)
+        found = rows_of(config_of(data=path, skip_bad=True, skip_long=True, **options), encoder)
         assert found.reading is not None
         assert found.reading.left_out == {"column 'text' must hold text": 1, "too long": 1} | why
         used = len(found.train) + len(found.held_out)
         assert found.reading.read == len(texts) == used + sum(found.reading.left_out.values())
-    assert prepare_rows(config_of(task=write_task(tmp_path, num_train=20)), encoder).reading is None
+    assert rows_of(config_of(task=write_task(tmp_path, num_train=20)), encoder).reading is None
 
 
 def test_rows_that_are_left_out_beside_the_rows_of_the_run_are_counted_too(
@@ -120,7 +124,7 @@ def test_rows_that_are_left_out_beside_the_rows_of_the_run_are_counted_too(
         rows = [{"text": text} for text in (*texts, "long " * 200, "")]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = {"eval_data": str(tmp_path / "eval.jsonl"), "num_evaluation": 2}
-    found = prepare_rows(config_of(data=tmp_path / "train.jsonl", skip_bad=True, skip_long=True, **given), encoder)
+    found = rows_of(config_of(data=tmp_path / "train.jsonl", skip_bad=True, skip_long=True, **given), encoder)
     assert (len(found.train), len(found.held_out)) == (5, 2)
     bad = "column 'text' must hold text"
     assert found.reading is not None
@@ -136,9 +140,9 @@ def test_rows_of_a_task_that_are_also_evaluated_are_counted_on_the_screen_and_in
     config = config_of(task=write_task(tmp_path, num_train=20))
     with (tmp_path / "train.jsonl").open("a") as file:
         file.write((tmp_path / "evaluation.jsonl").read_text())
-    rows = prepare_rows(config, encoder)
+    rows = rows_of(config, encoder)
     assert rows.in_words.endswith("3 left out: also evaluation rows")
-    assert used_rows(config, rows).content()["left_out"] == {"also evaluation rows": 3}
+    assert used_rows(config.rows, "evaluation", rows).content()["left_out"] == {"also evaluation rows": 3}
 
 
 @pytest.mark.parametrize("evaluate_on", ["evaluation", "validation"])
@@ -147,22 +151,22 @@ def test_another_tasks_rows_are_those_that_its_own_run_calibrates_on(
 ) -> None:
     sums = write_task(tmp_path, num_train=20)
     same = {"paper_steps": True, "evaluate_on": evaluate_on, "calibration_size": 16}
-    own = prepare_rows(config_of(task=sums, **same), encoder)
-    across = prepare_rows(config_of(task="pocket-sentiment", calibration_task=sums, num_train=8, **same), encoder)
+    own = rows_of(config_of(task=sums, **same), encoder)
+    across = rows_of(config_of(task="pocket-sentiment", calibration_task=sums, num_train=8, **same), encoder)
     assert across.calibration == own.calibration
 
 
 def test_rows_of_another_task_calibrate_and_only_calibrate(encoder: PromptEncoder, tmp_path: Path) -> None:
-    other = prepare_rows(config_of(task="pocket-comparison", num_evaluation=2), encoder)
+    other = rows_of(config_of(task="pocket-comparison", num_evaluation=2), encoder)
     few = {"num_train": 12, "num_evaluation": 3}
-    own = prepare_rows(config_of(task="pocket-sentiment", **few), encoder)
-    across = prepare_rows(config_of(task="pocket-sentiment", calibration_task="pocket-comparison", **few), encoder)
+    own = rows_of(config_of(task="pocket-sentiment", **few), encoder)
+    across = rows_of(config_of(task="pocket-sentiment", calibration_task="pocket-comparison", **few), encoder)
     assert (across.train, across.held_out) == (own.train, own.held_out)
     assert across.calibration == other.calibration != own.calibration
 
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"text": f"Tom has {i} cats."}) + "\n" for i in range(9)))
-    of_file = prepare_rows(config_of(data=path, calibration_task="pocket-comparison"), encoder)
+    of_file = rows_of(config_of(data=path, calibration_task="pocket-comparison"), encoder)
     assert of_file.calibration == other.calibration
     assert len(of_file.train) == 8
 
@@ -176,14 +180,14 @@ def test_rows_that_are_kept_are_those_that_would_be_read_and_are_read_once(
         for changes in ({}, {"evaluate_on": "validation"}, {"seed": 7}, {"calibration_size": 3}, {"num_train": 10})
     ]
 
-    def rows_of(kept: RowCache | None) -> list[Any]:
-        found = [prepare_rows(run, encoder, kept) for run in runs]
+    def read(kept: RowCache | None) -> list[Any]:
+        found = [rows_of(run, encoder, kept) for run in runs]
         return [(rows.evaluation, rows.train, rows.calibration, rows.held_out, rows.validation_from) for rows in found]
 
-    fresh, kept = rows_of(None), RowCache()
-    assert rows_of(kept) == fresh
+    fresh, kept = read(None), RowCache()
+    assert read(kept) == fresh
     (tmp_path / "train.jsonl").unlink()
-    assert rows_of(kept) == fresh
+    assert read(kept) == fresh
 
 
 def test_what_was_not_asked_for_the_longest_makes_room() -> None:
@@ -204,7 +208,7 @@ def test_what_was_not_asked_for_the_longest_makes_room() -> None:
 def test_a_run_may_answer_in_fewer_tokens_than_its_task_allows(encoder: PromptEncoder, tmp_path: Path) -> None:
     config = config_of(task=write_task(tmp_path, num_train=5))
     few = config.replaced(max_new_tokens=2)
-    tokens = [rows.task.max_new_tokens for rows in (prepare_rows(run, encoder) for run in (config, few)) if rows.task]
+    tokens = [rows.task.max_new_tokens for rows in (rows_of(run, encoder) for run in (config, few)) if rows.task]
     assert tokens == [8, 2]
 
 
@@ -214,7 +218,7 @@ def test_each_row_of_a_task_is_rendered_once_and_calibration_takes_tokens_that_a
     rendered: list[str] = []
     render = encoder.render
     monkeypatch.setattr(encoder, "render", lambda example: rendered.append(example.id) or render(example))
-    rows = prepare_rows(config_of(task=write_task(tmp_path, num_train=20)), encoder)
+    rows = rows_of(config_of(task=write_task(tmp_path, num_train=20)), encoder)
     assert len(rendered) == len(set(rendered)) == len(rows.train) + len(rows.held_out)
     trained = {id(row) for row in rows.train}
     assert len(rows.calibration) == 5
@@ -232,8 +236,8 @@ def files(tmp_path: Path) -> tuple[str, str]:
     return write(tmp_path / "a.jsonl", 300), write(tmp_path / "b.jsonl", 50, "dogs")
 
 
-def rows_of(encoder: PromptEncoder, data: Any, **options: Any) -> RunRows:
-    return prepare_rows(make_config(model="any", data=data, **options), encoder)
+def own_rows(encoder: PromptEncoder, data: Any, **options: Any) -> RunRows:
+    return rows_of(make_config(model="any", data=data, **options), encoder)
 
 
 def kinds(encoder: PromptEncoder, rows: RunRows) -> Counter[str]:
@@ -244,7 +248,7 @@ def kinds(encoder: PromptEncoder, rows: RunRows) -> Counter[str]:
 def test_all_rows_of_all_files_are_taken_and_the_rows_of_each_are_reported(
     files: tuple[str, str], encoder: PromptEncoder
 ) -> None:
-    rows = rows_of(encoder, list(files))
+    rows = own_rows(encoder, list(files))
     assert kinds(encoder, rows) == {"cats": 300, "dogs": 50}
     assert len(rows.held_out) == 35
     assert len({row.id for row in (*rows.train, *rows.held_out)}) == 350
@@ -261,27 +265,27 @@ def test_all_rows_of_all_files_are_taken_and_the_rows_of_each_are_reported(
 
 def test_one_file_in_a_list_is_the_file(files: tuple[str, str], encoder: PromptEncoder) -> None:
     assert make_config(model="any", data=[files[0]]) == make_config(model="any", data=files[0])
-    assert rows_of(encoder, [files[0]]).fingerprints == rows_of(encoder, files[0]).fingerprints
+    assert own_rows(encoder, [files[0]]).fingerprints == own_rows(encoder, files[0]).fingerprints
 
 
 def test_each_file_has_its_own_form_and_an_error_names_the_file(
     tmp_path: Path, files: tuple[str, str], encoder: PromptEncoder
 ) -> None:
     (tmp_path / "t.jsonl").write_text('{"text": "plain"}\n')
-    reading = rows_of(encoder, (files[0], str(tmp_path / "t.jsonl"))).reading
+    reading = own_rows(encoder, (files[0], str(tmp_path / "t.jsonl"))).reading
     assert reading is not None
     assert reading.columns == ("prompt", "completion", "text")
     (tmp_path / "bad.jsonl").write_text('{"text": "plain"}\n{"text": 3}\n')
     with pytest.raises(DataError, match=r"Row 2:bad.jsonl:row-2: column 'text' must hold text, but holds 3"):
-        rows_of(encoder, (files[0], str(tmp_path / "bad.jsonl")))
+        own_rows(encoder, (files[0], str(tmp_path / "bad.jsonl")))
 
 
 def test_a_name_with_an_equals_sign_is_a_file_like_any_other(tmp_path: Path, encoder: PromptEncoder) -> None:
     odd = write(tmp_path / "a=2.jsonl", 20)
-    assert len(rows_of(encoder, odd).train) == 18
+    assert len(own_rows(encoder, odd).train) == 18
     for data in (f"{odd}=2", (f"{odd}=2", odd)):
         with pytest.raises(DataError, match=r"^--data: there is no file .*=2\.jsonl=2\."):
-            rows_of(encoder, data)
+            own_rows(encoder, data)
     with pytest.raises(ConfigError, match="Each --data is another source, but a.jsonl comes twice. Leave one out"):
         make_config(model="any", data=("a.jsonl", "a.jsonl"))
 
@@ -290,7 +294,7 @@ def test_rows_to_evaluate_on_come_from_a_file_of_their_own_and_are_never_trained
     tmp_path: Path, files: tuple[str, str], encoder: PromptEncoder
 ) -> None:
     held = write(tmp_path / "held.jsonl", 20)  # read like the first 20 of a.jsonl
-    rows = rows_of(encoder, files[0], eval_data=held)
+    rows = own_rows(encoder, files[0], eval_data=held)
     assert (len(rows.train), len(rows.held_out)) == (280, 20)
     trained = {tuple(row.input_ids) for row in rows.train}
     assert not trained & {tuple(row.input_ids) for row in rows.held_out}
@@ -298,14 +302,14 @@ def test_rows_to_evaluate_on_come_from_a_file_of_their_own_and_are_never_trained
     assert rows.reading.left_out == {"also in --eval-data": 20}
     assert rows.reading.held_out_from == "held.jsonl"
     assert rows.reading.in_words.endswith("Held-out rows are those of held.jsonl.")
-    assert len(rows_of(encoder, files[0], eval_data=held, num_evaluation=5).held_out) == 5
+    assert len(own_rows(encoder, files[0], eval_data=held, num_evaluation=5).held_out) == 5
 
 
 def test_options_are_chosen_on_training_rows_not_on_the_file_of_held_out_rows(
     tmp_path: Path, files: tuple[str, str], encoder: PromptEncoder
 ) -> None:
     held = write(tmp_path / "held.jsonl", 20, "dogs")
-    rows = rows_of(encoder, files[0], eval_data=held, evaluate_on="validation")
+    rows = own_rows(encoder, files[0], eval_data=held, evaluate_on="validation")
     assert (len(rows.train), len(rows.held_out)) == (270, 30)
     assert kinds(encoder, rows) == {"cats": 300}
 
@@ -319,4 +323,4 @@ def test_a_task_has_rows_to_evaluate_on_of_its_own() -> None:
 def test_loss_on_all_turns_takes_conversations(files: tuple[str, str], byte_tokenizer: Callable[..., Any]) -> None:
     encoder = PromptEncoder(byte_tokenizer(chat=True), loss_on="all")
     with pytest.raises(ConfigError, match="--loss-on all is about conversations, but .*a.jsonl holds none"):
-        rows_of(encoder, files[0], loss_on="all")
+        own_rows(encoder, files[0], loss_on="all")

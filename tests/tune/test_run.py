@@ -30,7 +30,7 @@ from frozencore.errors import (
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.tune.calibrate_only import execute_calibration
 from frozencore.tune.config import RunConfig, make_config, run_options
-from frozencore.tune.load import load_model, prepare
+from frozencore.tune.load import load_model
 from frozencore.tune.methods import METHODS
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import read_record
@@ -39,6 +39,7 @@ from frozencore.tune.run import execute
 from frozencore.tune.scoring.score import score_task
 from frozencore.tune.suite import find_task
 from frozencore.tune.tasks.splits import split_task
+from small_tenants import inputs_of
 
 
 def silent(stage: str, done: int, total: int | None, note: str = "") -> None:
@@ -78,7 +79,7 @@ def test_a_run_tells_what_it_forgets_as_the_loss_on_the_plain_text_of_other_task
 
 
 def test_what_a_run_forgets_is_not_scored_while_options_are_chosen():
-    assert prepare(config_of(forgetting=("pocket-math",), evaluate_on="validation"), silent).rows.others == {}
+    assert inputs_of(config_of(forgetting=("pocket-math",), evaluate_on="validation")).rows.others == {}
 
 
 def test_a_run_cannot_forget_the_task_that_it_learns():
@@ -102,7 +103,7 @@ def test_every_method_runs_and_its_adapter_reloads_to_the_same_score(method: str
     assert json.loads((tmp_path / "run" / "result.json").read_text())["accuracy"] == record.accuracy
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["adapter", "predictions.jsonl", "result.json"]
 
-    prepared = prepare(config, silent)
+    prepared = inputs_of(config)
     assert fingerprint_model(prepared.model) == record.hashes.model
     assert prepared.rows.task is not None
     model = PeftModel.from_pretrained(prepared.model, tmp_path / "run" / "adapter")
@@ -288,7 +289,7 @@ def test_no_held_out_text_of_own_rows_is_trained_or_calibrated_on_however_it_is_
         "".join(json.dumps({"text": text}) + "\n" for t in texts for text in (t, f"  {t} ", t.replace(" ", "\u2003")))
     )
     config = config_of(task=None, data=path, num_train=None, num_evaluation=9, calibration_size=1000)
-    prepared = prepare(config, silent)
+    prepared = inputs_of(config)
 
     def numbers(rows: list[TokenRow]) -> list[str]:
         return [re.sub(r"\D", "", prepared.encoder.tokenizer.decode(row.input_ids)) for row in rows]
@@ -341,7 +342,7 @@ def test_the_library_alone_gives_the_basis_of_the_run(tmp_path: Path) -> None:
     from frozencore.tune.adapt import calibration_batches
 
     record = execute(config_of(), tmp_path / "run", silent)
-    prepared = prepare(config_of(), silent)
+    prepared = inputs_of(config_of())
     model = get_peft_model(prepared.model, FrozenCoreConfig(r=4, seed=42, task_type="CAUSAL_LM"))
     batches = calibration_batches(prepared.rows.calibration, prepared.encoder.pad_id)
     calibrate(model, batches, progress=False)

@@ -12,7 +12,6 @@ from peft import PeftModel
 
 from frozencore.errors import ConfigError
 from frozencore.tune.config import RunConfig, make_config
-from frozencore.tune.load import prepare
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.read_rows import prepare_rows
 from frozencore.tune.record import SelectedCheckpoint, TunedRecord
@@ -24,6 +23,7 @@ from frozencore_lab.campaign.plan import plan
 from frozencore_lab.campaign.spec import read_campaign
 from places import LAB
 from small_task import write_task
+from small_tenants import inputs_of
 
 
 def silent(*_: object) -> None:
@@ -61,7 +61,7 @@ def test_the_adapter_is_of_the_step_that_scored_best_and_the_record_says_so(whol
     assert (found.kept_step, found.by, found.rows, found.every) == (best.step, "accuracy", 24, "epoch")
     assert found.kept_step < record.training.num_steps  # or this would show nothing
 
-    prepared = prepare(config_of(evaluate_on="validation"), silent)
+    prepared = inputs_of(config_of(evaluate_on="validation"))
     assert prepared.rows.task is not None
     model = PeftModel.from_pretrained(prepared.model, folder / "adapter")
     score = score_task(model, prepared.encoder, prepared.rows.task, prepared.rows.evaluation)
@@ -133,9 +133,8 @@ def test_own_rows_that_choose_are_neither_trained_on_nor_scored(
 ) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"text": f"Tom has {i} cats."}) + "\n" for i in range(50)))
-    rows = prepare_rows(
-        config_of(task=None, data=path, num_train=None, num_evaluation=None), PromptEncoder(byte_tokenizer())
-    )
+    config = config_of(task=None, data=path, num_train=None, num_evaluation=None)
+    rows = prepare_rows(config.rows, config.scoring, PromptEncoder(byte_tokenizer()))
     assert rows.validation is not None
     sets = [{row.id for row in part} for part in (rows.train, rows.validation.tokens, rows.held_out)]
     assert [len(part) for part in sets] == [41, 4, 5]

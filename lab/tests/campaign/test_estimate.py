@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from frozencore.errors import NoRowsError
+from frozencore.tune.config import RunConfig
 from frozencore.tune.read_rows import prepare_rows, task_splits
 from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.tasks.splits import TaskSplits
 from frozencore_lab.campaign.estimate import search_rows
 from frozencore_lab.campaign.job import Job, make_job
 from frozencore_lab.campaign.plan import Planned, plan
@@ -45,6 +47,10 @@ def jobs_of(name: str) -> tuple[Job, Job]:
     return trial, Job(trial.kind, trial.config.replaced(evaluate_on="evaluation"))
 
 
+def splits_of(config: RunConfig) -> TaskSplits:
+    return task_splits(config.rows, config.scoring)
+
+
 @pytest.mark.parametrize("name", TRIALS)
 def test_trials_of_the_papers_campaigns_are_scored_on_rows_that_nothing_else_uses(
     name: str, request: pytest.FixtureRequest, tmp_path: Path
@@ -53,7 +59,7 @@ def test_trials_of_the_papers_campaigns_are_scored_on_rows_that_nothing_else_use
         write_hub_folder(root := tmp_path, name, 2490, 277)
     else:
         root = request.getfixturevalue("shared_data")
-    trial, final = (task_splits(Place(root).put(job.config)) for job in jobs_of(name))
+    trial, final = (splits_of(Place(root).put(job.config)) for job in jobs_of(name))
     expected = TRIALS[name]
     assert (len(trial.train), len(trial.validation), trial.validation_from) == expected[:3]
     assert (len(final.train), len(final.evaluation)) == expected[3:]
@@ -123,7 +129,8 @@ def test_trials_and_final_runs_share_moments_where_they_calibrate_on_the_same_ro
     encoder = PromptEncoder(byte_tokenizer())
     files = [
         moments_file(
-            config := make_job("tune", {**options, "evaluate_on": scored_on}).config, prepare_rows(config, encoder)
+            config := make_job("tune", {**options, "evaluate_on": scored_on}).config,
+            prepare_rows(config.rows, config.scoring, encoder),
         )
         for options in (sums, plenty)
         for scored_on in ("validation", "evaluation")

@@ -18,7 +18,6 @@ from frozencore.maths.basis import known_basis
 from frozencore.maths.objective import captured_correlation
 from frozencore.maths.whitening import damped
 from frozencore.tune.adapt import calibration_batches
-from frozencore.tune.load import prepare
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import Failure, RunRecord
 from frozencore.tune.run import execute
@@ -26,6 +25,7 @@ from frozencore_lab.campaign.job import Job, make_job
 from frozencore_lab.campaign.shared_moments import needs_of
 from frozencore_lab.campaign.store import Store
 from frozencore_lab.campaign.worker import Place, Worker
+from small_tenants import inputs_of
 
 OPTIONS: dict[str, Any] = {
     "model": "pocket", "task": "pocket-sentiment", "dtype": "float32", "seed": 42, "batch_size": 8, "accumulation": 1,
@@ -126,7 +126,7 @@ def test_a_run_that_reads_no_data_is_measured_on_the_moments_that_others_share(s
     assert worker.run(reader, needs_of([free, reader]), silent)
     assert len(list((store.shared / "moments").glob("*.safetensors"))) == 1
 
-    prepared = prepare(free.config, silent)
+    prepared = inputs_of(free.config)
     options = FrozenCoreConfig(r=4, constructor="lora_xs", seed=42, task_type="CAUSAL_LM")
     layers = frozen_core_layers(get_peft_model(prepared.model, options), "default")
     batches = calibration_batches(prepared.rows.calibration, prepared.encoder.pad_id)

@@ -54,7 +54,7 @@ def _run(config: RunConfig, progress: Progress) -> tuple[Inputs, Sequence[TokenR
     """Read the rows of a run; say what they are and what training on them needs."""
     require_reporters(config.training.report_to or ())
     config = on_named_basis(config)
-    inputs = prepare(config, progress)
+    inputs = prepare(config.model, config.rows, config.scoring, progress)
     return inputs, inputs.rows.train, [*_rows(config, inputs), *_cost(config, inputs)]
 
 
@@ -115,8 +115,8 @@ def _rows(config: RunConfig, inputs: Inputs) -> Iterator[Text]:
 
 
 def _cost(config: RunConfig, inputs: Inputs) -> Iterator[Text]:
-    recipe, num_rows = recipe_of(config, inputs.rows, inputs.model), len(inputs.rows.train)
-    yield Text(recipe_in_words(recipe.num_steps(num_rows), recipe.content(), recipe.epochs))
+    recipe = recipe_of(config.training, config.method.entry, inputs.rows, inputs.model)
+    yield Text(recipe_in_words(recipe.num_steps(len(inputs.rows.train)), recipe.content(), recipe.epochs))
     memory = memory_bytes(config, size_of(inputs.model.config))
     values = ""
     if (adapted := _adapted(config, inputs)) is not None:

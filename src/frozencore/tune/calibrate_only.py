@@ -48,7 +48,7 @@ def execute_calibration(config: RunConfig, out: Path, progress: Progress, *, of_
     if of_tenants:
         inputs, _ = read_tenants(config, find_tenants(Path(config.rows.learns)), progress)
     else:
-        inputs = prepare(config, progress)
+        inputs = prepare(config.model, config.rows, config.scoring, progress)
     targets = resolve_targets(config.method, inputs.model)
     batches = calibration_batches(inputs.rows.calibration, inputs.encoder.pad_id)
     fingerprint = MomentsFingerprint.of(inputs.model, batches, config.method.calibration)
@@ -64,7 +64,7 @@ def execute_calibration(config: RunConfig, out: Path, progress: Progress, *, of_
     collect_s = time.perf_counter() - started
     calibration = calibrate(model, batches, options=config.method.calibration, moments=moments, progress=progress)
     calibration = replace(calibration, collect_s=calibration.collect_s + collect_s)
-    _write(config, model, out, calibrated_on(config, inputs.rows, calibration))
+    _write(config, model, out, calibrated_on(config.method, config.rows, inputs.rows, calibration))
     if moments is not None:
         save_moments(out / MOMENTS_FILE, moments, fingerprint)  # last, because it marks a complete folder
     return calibration

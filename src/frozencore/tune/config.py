@@ -52,6 +52,7 @@ GROUPS = frozenset({"core", "calibration"})
 SEED = 42
 Seed = Annotated[int, Field(ge=0, lt=2**32, description="Seed of calibration rows, row order and random directions.")]
 SelectionMetric = Literal["accuracy", "held_out_loss"]
+ScoredOn = Literal["evaluation", "validation"]
 
 
 class ConfigPart(BaseModel):
@@ -313,6 +314,14 @@ class TrainingConfig(ConfigPart):
     ] = None
     seed: Seed = SEED
 
+    def rate_of(self, method: Method) -> float:
+        """The learning rate, by default the method's."""
+        return method.learning_rate if self.learning_rate is None else self.learning_rate
+
+    def warmup_of(self, method: Method) -> float:
+        """The share of steps that warm up, by default the method's."""
+        return method.warmup if self.warmup is None else self.warmup
+
     @property
     def rows_a_step(self) -> int:
         """Training rows of one optimizer step, for any batch size."""
@@ -362,7 +371,7 @@ class ScoringConfig(ConfigPart):
         ),
     ] = None
     evaluate_on: Annotated[
-        Literal["evaluation", "validation"],
+        ScoredOn,
         Field(
             description="Rows that give the score; validation: rows for choosing options, never among the evaluation "
             "rows."
@@ -406,13 +415,11 @@ class RunConfig(ConfigPart):
 
     @property
     def resolved_learning_rate(self) -> float:
-        given = self.training.learning_rate
-        return self.method.entry.learning_rate if given is None else given
+        return self.training.rate_of(self.method.entry)
 
     @property
     def resolved_warmup(self) -> float:
-        given = self.training.warmup
-        return self.method.entry.warmup if given is None else given
+        return self.training.warmup_of(self.method.entry)
 
     def values(self) -> dict[str, Any]:
         """The value of every option by its flat name."""

@@ -19,7 +19,7 @@ from frozencore.files.gguf_model import read_tokenizer, read_weights, why_unread
 from frozencore.files.hub import safe_loading
 from frozencore.quiet import quiet_loading
 from frozencore.ranks import num_ranks
-from frozencore.tune.config import MethodConfig, ModelConfig, RowsConfig, RunConfig
+from frozencore.tune.config import MethodConfig, ModelConfig, RowsConfig, ScoringConfig
 from frozencore.tune.locate import model_location
 from frozencore.tune.methods import Targets
 from frozencore.tune.methods.method import targeted_layers
@@ -177,7 +177,13 @@ def load(config: ModelConfig) -> Base:
 
 
 def prepare(
-    config: RunConfig, progress: Progress, base: Base | None = None, *, row_cache: RowCache | None = None
+    model: ModelConfig,
+    rows: RowsConfig,
+    scoring: ScoringConfig,
+    progress: Progress,
+    base: Base | None = None,
+    *,
+    row_cache: RowCache | None = None,
 ) -> Inputs:
     """Load the model and the rows of a run. Errors in the input are raised here, before anything is written.
 
@@ -185,13 +191,13 @@ def prepare(
         base: The configured model, loaded before.
         row_cache: Holds rows that earlier runs have read and tokenised.
     """
-    progress("load", 0, None, config.model.name)
-    base = base or load(config.model)
-    encoder = encoder_of(config.rows, base)
-    rows = prepare_rows(config, encoder, row_cache)
-    require_embedded(base.model, base.tokenizer, (*rows.train, *rows.held_out, *rows.calibration))
-    progress("load", 1, 1, rows.in_words)
-    return Inputs(base.model, encoder, rows)
+    progress("load", 0, None, model.name)
+    base = base or load(model)
+    encoder = encoder_of(rows, base)
+    read = prepare_rows(rows, scoring, encoder, row_cache)
+    require_embedded(base.model, base.tokenizer, (*read.train, *read.held_out, *read.calibration))
+    progress("load", 1, 1, read.in_words)
+    return Inputs(base.model, encoder, read)
 
 
 def encoder_of(config: RowsConfig, base: Base) -> PromptEncoder:

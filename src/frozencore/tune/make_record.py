@@ -16,7 +16,7 @@ from frozencore.adapter.saved.basis import read_header
 from frozencore.maths.capture import METRIC, Capture
 from frozencore.ranks import num_ranks
 from frozencore.tune.adapt import Adapted
-from frozencore.tune.config import RunConfig
+from frozencore.tune.config import MethodConfig, RowsConfig, RunConfig, ScoredOn
 from frozencore.tune.cost import FLOAT32_BYTES, PeakMemory, model_bytes, values_at_once
 from frozencore.tune.folder import ADAPTER
 from frozencore.tune.load import Inputs
@@ -111,7 +111,7 @@ def make_record(run: FinishedRun) -> TunedRecord:
         task=config.rows.task,
         method=config.method.name,
         seed=config.rows.seed,
-        rows=used_rows(config, rows),
+        rows=used_rows(config.rows, config.scoring.evaluate_on, rows),
         held_out_loss_before=finite_or_none(run.before.held_out_loss),
         held_out_loss=finite_or_none(run.after.held_out_loss),
         **_accuracies(run.before, run.after),
@@ -143,17 +143,17 @@ def make_record(run: FinishedRun) -> TunedRecord:
     )
 
 
-def used_rows(config: RunConfig, rows: RunRows) -> UsedRows:
+def used_rows(config: RowsConfig, scored_on: ScoredOn, rows: RunRows) -> UsedRows:
     """The record of the rows of a run."""
     read: dict[str, Any] = dict(rows.reading or ())
-    if config.rows.truncate:
+    if config.truncate:
         read["cut"] = rows.num_cut
-    if config.rows.skip_long:
+    if config.skip_long:
         read["skipped"] = rows.num_skipped
     return UsedRows(
         trained=len(rows.train),
         scored=len(rows.held_out),
-        scored_on=config.scoring.evaluate_on,
+        scored_on=scored_on,
         validation_from=rows.validation_from,
         **_known(read),
     )
@@ -165,15 +165,17 @@ def headline(score: Score) -> dict[str, float]:
     return {**accuracy, "held-out nats per token": score.held_out_loss}
 
 
-def calibrated_on(config: RunConfig, rows: RunRows, calibration: Calibration | None) -> str | None:
+def calibrated_on(
+    method: MethodConfig, config: RowsConfig, rows: RunRows, calibration: Calibration | None
+) -> str | None:
     """Describe the calibration data for the model card; None if no data were read."""
-    if config.method.basis is not None:
-        said: str | None = read_header(config.method.basis)["calibrated_on"]
+    if method.basis is not None:
+        said: str | None = read_header(method.basis)["calibrated_on"]
         return said
     if calibration is None:
         return None
-    sources = " and ".join(named(source) for source in sources_of(config.rows.data)) if config.rows.data else ""
-    source = config.rows.calibration_task or config.rows.task or sources or "rows of the user"
+    sources = " and ".join(named(source) for source in sources_of(config.data)) if config.data else ""
+    source = config.calibration_task or config.task or sources or "rows of the user"
     num_tokens = next(iter(calibration.layers.values())).num_tokens
     return f"{len(rows.calibration)} rows of {source}, {num_tokens:,} tokens"
 

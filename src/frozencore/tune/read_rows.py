@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from frozencore.errors import ConfigError, NoRowsError
 from frozencore.files.fingerprint import fingerprint_options
-from frozencore.tune.config import RunConfig
+from frozencore.tune.config import RowsConfig, ScoringConfig
 from frozencore.tune.record import ReadRows, SourceRows
 from frozencore.tune.rows import Example, TextRow, TokenRow
 from frozencore.tune.rows.own_rows import read_rows
@@ -131,53 +131,61 @@ class RowCache:
         return found
 
 
-def prepare_rows(config: RunConfig, encoder: PromptEncoder, kept: RowCache | None = None) -> RunRows:
+def prepare_rows(
+    config: RowsConfig, scoring: ScoringConfig, encoder: PromptEncoder, kept: RowCache | None = None
+) -> RunRows:
     """Read, split and tokenise the configured rows.
 
     Args:
+        scoring: Determines which rows are scored, and which choose a step.
         kept: Rows that earlier runs have read and tokenised.
 
     Raises:
         DataError, ConfigError: Rows are missing, malformed, empty or too long.
     """
-    if config.rows.task is not None:
-        task = find_task(config.rows.task)
-        if config.scoring.max_new_tokens is not None:
-            task = replace(task, max_new_tokens=config.scoring.max_new_tokens)
-        rows = _task_rows(config, task, encoder, kept or RowCache())
+    if config.task is not None:
+        task = find_task(config.task)
+        if scoring.max_new_tokens is not None:
+            task = replace(task, max_new_tokens=scoring.max_new_tokens)
+        rows = _task_rows(config, scoring, task, encoder, kept or RowCache())
     else:
-        assert config.rows.data is not None
-        rows = _own_rows(config, config.rows.data, encoder)
-    return replace(rows, others=_other_texts(config, encoder, kept or RowCache()))
+        assert config.data is not None
+        rows = _own_rows(config, scoring, config.data, encoder)
+    return replace(rows, others=_other_texts(config, scoring, encoder, kept or RowCache()))
 
 
-def task_splits(config: RunConfig, kept: RowCache | None = None) -> TaskSplits:
+def task_splits(config: RowsConfig, scoring: ScoringConfig, kept: RowCache | None = None) -> TaskSplits:
     """The splits of the run's task; ``paper_steps`` trains on all rows only if evaluation rows give the score.
 
     Raises:
         DataError: The task's rows cannot be read.
         NoRowsError: No row is left for training or for scoring.
     """
-    assert config.rows.task is not None
-    splits = _splits_of(config, config.rows.task, kept or RowCache(), config.rows.num_train, config.rows.num_evaluation)
-    if config.scoring.evaluate_on == "validation" and not splits.validation:
+    assert config.task is not None
+    splits = _splits_of(config, scoring, config.task, kept or RowCache(), config.num_train, config.num_evaluation)
+    if scoring.evaluate_on == "validation" and not splits.validation:
         raise NoRowsError(
-            f"Task {config.rows.task!r} leaves no validation rows beside its {len(splits.train)} to train on. "
+            f"Task {config.task!r} leaves no validation rows beside its {len(splits.train)} to train on. "
             "Give it more rows, or leave out what is to be chosen on them."
         )
     return splits
 
 
 def _splits_of(
-    config: RunConfig, task: str, kept: RowCache, num_train: int | None = None, num_evaluation: int | None = None
+    config: RowsConfig,
+    scoring: ScoringConfig,
+    task: str,
+    kept: RowCache,
+    num_train: int | None = None,
+    num_evaluation: int | None = None,
 ) -> TaskSplits:
-    train_on_all = config.rows.paper_steps and config.scoring.evaluate_on == "evaluation"
-    seed = config.rows.seed if config.rows.rows_by_seed else SPLIT_SEED
+    train_on_all = config.paper_steps and scoring.evaluate_on == "evaluation"
+    seed = config.seed if config.rows_by_seed else SPLIT_SEED
     return kept.get(
-        (task, num_train, num_evaluation, config.rows.data_root, train_on_all, seed),
+        (task, num_train, num_evaluation, config.data_root, train_on_all, seed),
         lambda: split_task(
             find_task(task),
-            config.rows.data_root,
+            config.data_root,
             num_train=num_train,
             num_evaluation=num_evaluation,
             train_on_all=train_on_all,
@@ -187,18 +195,20 @@ def _splits_of(
     )
 
 
-def _task_rows(config: RunConfig, task: Task, encoder: PromptEncoder, kept: RowCache) -> RunRows:
-    splits, fitting = task_splits(config, kept), _Fitting(config, encoder)
-    evaluation = splits.evaluation if config.scoring.evaluate_on == "evaluation" else splits.validation
+def _task_rows(
+    config: RowsConfig, scoring: ScoringConfig, task: Task, encoder: PromptEncoder, kept: RowCache
+) -> RunRows:
+    splits, fitting = task_splits(config, scoring, kept), _Fitting(config, encoder)
+    evaluation = splits.evaluation if scoring.evaluate_on == "evaluation" else splits.validation
     of_training, evaluation = fitting.examples(splits.train), fitting.examples(evaluation)
     train, held_out = (_tokens(config, examples, encoder, kept) for examples in (of_training, evaluation))
-    calibration = _rows_of_calibration_task(config, encoder, kept)
+    calibration = _rows_of_calibration_task(config, scoring, encoder, kept)
     if calibration is None:
         tokens_of = dict(zip(of_training, train, strict=True))
-        drawn = calibration_rows(of_training, config.rows.calibration_size, seed=config.rows.seed)
+        drawn = calibration_rows(of_training, config.calibration_size, seed=config.seed)
         calibration = [tokens_of[example] for example in drawn]
     validation = None
-    if config.scoring.select_checkpoint != "none" and splits.validation:
+    if scoring.select_checkpoint != "none" and splits.validation:
         chosen_on = fitting.examples(splits.validation)
         validation = ScoredRows(chosen_on, _tokens(config, chosen_on, encoder, kept))
     return RunRows(
@@ -208,21 +218,23 @@ def _task_rows(config: RunConfig, task: Task, encoder: PromptEncoder, kept: RowC
     )  # fmt: skip
 
 
-def _rows_of_calibration_task(config: RunConfig, encoder: PromptEncoder, kept: RowCache) -> list[TokenRow] | None:
+def _rows_of_calibration_task(
+    config: RowsConfig, scoring: ScoringConfig, encoder: PromptEncoder, kept: RowCache
+) -> list[TokenRow] | None:
     """The calibration rows of the calibration task; None if the run names none."""
-    if config.rows.calibration_task is None:
+    if config.calibration_task is None:
         return None
-    train = _Fitting(config, encoder).examples(_splits_of(config, config.rows.calibration_task, kept).train)
-    return _tokens(config, calibration_rows(train, config.rows.calibration_size, seed=config.rows.seed), encoder, kept)
+    train = _Fitting(config, encoder).examples(_splits_of(config, scoring, config.calibration_task, kept).train)
+    return _tokens(config, calibration_rows(train, config.calibration_size, seed=config.seed), encoder, kept)
 
 
-def _tokens(config: RunConfig, examples: Sequence[Example], encoder: PromptEncoder, kept: RowCache) -> list[TokenRow]:
+def _tokens(config: RowsConfig, examples: Sequence[Example], encoder: PromptEncoder, kept: RowCache) -> list[TokenRow]:
     encoded_by = (
-        config.model.name,
-        config.rows.max_length,
-        config.rows.truncate,
-        config.rows.prompt_style,
-        config.rows.prompt_date,
+        getattr(encoder.tokenizer, "backend_tokenizer", encoder.tokenizer),  # one for all runs of a loaded model
+        config.max_length,
+        config.truncate,
+        config.prompt_style,
+        config.prompt_date,
     )
     return kept.get(
         (tuple(examples), encoded_by),
@@ -231,44 +243,46 @@ def _tokens(config: RunConfig, examples: Sequence[Example], encoder: PromptEncod
     )
 
 
-def _other_texts(config: RunConfig, encoder: PromptEncoder, kept: RowCache) -> dict[str, list[TokenRow]]:
+def _other_texts(
+    config: RowsConfig, scoring: ScoringConfig, encoder: PromptEncoder, kept: RowCache
+) -> dict[str, list[TokenRow]]:
     """The first evaluation rows of each other task that fit, as plain text; none for a run that validates options."""
-    if config.scoring.evaluate_on == "validation":
+    if scoring.evaluate_on == "validation":
         return {}
     found = {}
-    for task in config.scoring.forgetting or ():
-        examples = _splits_of(config, task, kept).evaluation
+    for task in scoring.forgetting or ():
+        examples = _splits_of(config, scoring, task, kept).evaluation
         rows = encoder.whole_rows([TextRow(row.id, "", row.prompt + row.completion) for row in examples])
         found[task] = [row for row in rows if len(row.input_ids) <= encoder.max_length][:OTHER_ROWS]
     return found
 
 
-def _own_rows(config: RunConfig, data: Data, encoder: PromptEncoder) -> RunRows:
+def _own_rows(config: RowsConfig, scoring: ScoringConfig, data: Data, encoder: PromptEncoder) -> RunRows:
     fitting, sources = _Fitting(config, encoder), sources_of(data)
     prefixes = [f"{i}:{named(source)}:" for i, source in enumerate(sources, start=1)] if len(sources) > 1 else [""]
     read = [
-        read_rows(source, encoder, config.rows.columns, skip_bad=config.rows.skip_bad, prefix=prefix)
+        read_rows(source, encoder, config.columns, skip_bad=config.skip_bad, prefix=prefix)
         for source, prefix in zip(sources, prefixes, strict=True)
     ]
     parts = [fitting.texts(own.texts) for own in read]
     texts = [text for part in parts for text in part]
     given = None
-    if config.rows.eval_data is not None:
-        given = read_rows(config.rows.eval_data, encoder, config.rows.columns, skip_bad=config.rows.skip_bad)
+    if config.eval_data is not None:
+        given = read_rows(config.eval_data, encoder, config.columns, skip_bad=config.skip_bad)
     every = [*read, *([] if given is None else [given])]
     forms = {own.columns for own in every}
-    if config.rows.loss_on == "all" and not any(text.turns for text in texts):
-        raise ConfigError(f"--loss-on all is about conversations, but {config.rows.learns} holds none. Leave it out.")
+    if config.loss_on == "all" and not any(text.turns for text in texts):
+        raise ConfigError(f"--loss-on all is about conversations, but {config.learns} holds none. Leave it out.")
 
     unused: Counter[str] = Counter()
     for own in read:
         unused.update(own.bad)
     unused[TOO_LONG] = fitting.num_skipped
     if given is None:
-        train, held_out = _hold_out(texts, config.rows.num_evaluation or _share_of(texts))
+        train, held_out = _hold_out(texts, config.num_evaluation or _share_of(texts))
     else:
         fitting_too = fitting.texts(given.texts)
-        held_out = fitting_too[: config.rows.num_evaluation]
+        held_out = fitting_too[: config.num_evaluation]
         unused |= {f"{why} (--eval-data)": count for why, count in given.bad.items()}
         unused["too long (--eval-data)"] = len(given.texts) - len(fitting_too)
         unused["beyond --num-evaluation"] = len(fitting_too) - len(held_out)
@@ -276,24 +290,24 @@ def _own_rows(config: RunConfig, data: Data, encoder: PromptEncoder) -> RunRows:
         train = [text for text in texts if _read_as(text) not in known]
         unused["also in --eval-data"] = len(texts) - len(train)
     validated: list[TextRow] = []
-    if config.scoring.evaluate_on == "validation" or config.scoring.select_checkpoint != "none":
+    if scoring.evaluate_on == "validation" or scoring.select_checkpoint != "none":
         train, validated = _hold_out(train, _share_of(train))
-    if config.scoring.evaluate_on == "validation":
+    if scoring.evaluate_on == "validation":
         unused["kept to evaluate on"] = len(held_out) if given is None else 0
         held_out = validated
     if not train:
         raise NoRowsError(
-            f"{config.rows.learns} needs rows to train on beside those held out, but its {len(texts)} rows read alike."
+            f"{config.learns} needs rows to train on beside those held out, but its {len(texts)} rows read alike."
         )
-    unused["beyond --num-train"] = max(0, len(train) - (config.rows.num_train or len(train)))
-    train = train[: config.rows.num_train]
+    unused["beyond --num-train"] = max(0, len(train) - (config.num_train or len(train)))
+    train = train[: config.num_train]
     rows, scored = encoder.training_rows(train), encoder.training_rows(held_out)
-    calibrate = _rows_of_calibration_task(config, encoder, RowCache())
+    calibrate = _rows_of_calibration_task(config, scoring, encoder, RowCache())
     if calibrate is None:
-        drawn = sorted(range(len(train)), key=lambda i: draw_rank(train[i], config.rows.seed + 1))
-        calibrate = [rows[i] for i in drawn[: config.rows.calibration_size]]
-    chooses = config.scoring.select_checkpoint != "none"
-    compares = config.scoring.exact_match == "yes" or (config.scoring.exact_match == "auto" and are_short(scored))
+        drawn = sorted(range(len(train)), key=lambda i: draw_rank(train[i], config.seed + 1))
+        calibrate = [rows[i] for i in drawn[: config.calibration_size]]
+    chooses = scoring.select_checkpoint != "none"
+    compares = scoring.exact_match == "yes" or (scoring.exact_match == "auto" and are_short(scored))
     validation = ScoredRows((), encoder.training_rows(validated)) if chooses else None
     several = [
         SourceRows(source=source, read=own.num_read, drawn=len(part))
@@ -307,7 +321,7 @@ def _own_rows(config: RunConfig, data: Data, encoder: PromptEncoder) -> RunRows:
         changed=Counter(what for own in every for text in own.texts for what in text.changed),
         joined=sum(bool(row.joined) for row in (*rows, *scored)) or None,
         sources=tuple(several) if len(several) > 1 else (),
-        held_out_from=None if config.rows.eval_data is None else named(config.rows.eval_data),
+        held_out_from=None if config.eval_data is None else named(config.eval_data),
     )
     return RunRows(
         None, (), rows, calibrate, scored, "10% of train" if validated else "none", validation, num_cut=fitting.num_cut,
@@ -319,9 +333,9 @@ def _own_rows(config: RunConfig, data: Data, encoder: PromptEncoder) -> RunRows:
 class _Fitting:
     """Drop rows that are too long, if allowed, and count them and the prompts to cut."""
 
-    def __init__(self, config: RunConfig, encoder: PromptEncoder) -> None:
+    def __init__(self, config: RowsConfig, encoder: PromptEncoder) -> None:
         self._config, self._encoder = config, encoder
-        self._may_drop = config.rows.truncate or config.rows.skip_long
+        self._may_drop = config.truncate or config.skip_long
         self.num_cut = self.num_skipped = 0
 
     def texts(self, rows: list[TextRow]) -> list[TextRow]:
@@ -337,7 +351,7 @@ class _Fitting:
         if not self._may_drop:
             return [True] * len(rows)
         found = self._encoder.fits(rows)
-        skipped = found.count("too long") if self._config.rows.skip_long else 0
+        skipped = found.count("too long") if self._config.skip_long else 0
         if rows and skipped == len(rows):
             raise NoRowsError(
                 f"--skip-long left none of {len(rows)} rows: all are longer than {self._encoder.max_length} tokens. "
@@ -345,7 +359,7 @@ class _Fitting:
             )
         self.num_cut += found.count("cut")
         self.num_skipped += skipped
-        return [fit != "too long" or not self._config.rows.skip_long for fit in found]
+        return [fit != "too long" or not self._config.skip_long for fit in found]
 
 
 def _share_of(rows: Sequence[TextRow]) -> int:

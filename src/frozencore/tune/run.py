@@ -21,7 +21,7 @@ from frozencore.files.whole_file import write_json, write_lines
 from frozencore.ranks import all_ranks_or_none, from_first, num_ranks, own_rank
 from frozencore.tune.adapt import Shared, adapt, adapter_identity, on_named_basis
 from frozencore.tune.cache import RunCache
-from frozencore.tune.config import RunConfig
+from frozencore.tune.config import RunConfig, ScoringConfig, TrainingConfig
 from frozencore.tune.cost import PeakMemory, rows_at_once
 from frozencore.tune.folder import (
     ADAPTER,
@@ -49,7 +49,7 @@ from frozencore.tune.training.reporting import reporting, require_reporters
 from frozencore.tune.training.train import train
 from frozencore.words import Progress, as_stage
 
-DECIDE_SCORE = ("task", "max_length", "evaluate_on", "max_new_tokens", "samples", "exact_match", "forgetting")
+CHOOSE_STEP = {"select_checkpoint", "select_by", "patience"}  # the options of scoring that no base score depends on
 
 
 def execute(
@@ -87,8 +87,8 @@ def execute(
             held.enter_context(locked(out) if is_first else nullcontext())
             require_reporters(config.training.report_to or ())
             config = on_named_basis(config)
-            inputs = inputs or prepare(config, progress)
-            recipe = recipe_of(config, inputs.rows, inputs.model)
+            inputs = inputs or prepare(config.model, config.rows, config.scoring, progress)
+            recipe = recipe_of(config.training, config.method.entry, inputs.rows, inputs.model)
             recipe.of_each(num_ranks())  # refuses a step that cannot be shared evenly
         method, targets = config.method.entry, resolve_targets(config.method, inputs.model)
         progress("hash", 0, 1)
@@ -96,7 +96,8 @@ def execute(
         progress("hash", 1, 1)
 
         cache = RunCache(out, reads_only=not is_first)
-        before = _score_base(config, inputs, hashes, cache, {} if base_scores is None else base_scores, progress)
+        known_scores = {} if base_scores is None else base_scores
+        before = _score_base(config.scoring, inputs, hashes, cache, known_scores, progress)
 
         memory, identity = PeakMemory(inputs.model), adapter_identity(config.method, targets, hashes)
         with warnings.catch_warnings(record=True) as warned, memory.phase("calibration"), cache.removed_if_refused():
@@ -121,7 +122,7 @@ def execute(
             )  # fmt: skip
 
         def finish() -> TunedRecord:
-            after = _score_trained(model, inputs, config, memory, progress)
+            after = _score_trained(model, inputs, config.scoring, recipe, memory, progress)
             run = AdaptedRun(config, inputs, out, targets, hashes, adapted, memory, warned, started)
             return save_run(FinishedRun(**vars(run), recipe=recipe, report=report, before=before, after=after))
 
@@ -133,8 +134,8 @@ def execute(
     return record
 
 
-def recipe_of(config: RunConfig, rows: RunRows, model: nn.Module) -> Recipe:
-    """Make the recipe of a configuration, with the defaults of its method and task.
+def recipe_of(config: TrainingConfig, method: Method, rows: RunRows, model: nn.Module) -> Recipe:
+    """Make the recipe of a run, with the defaults of its method and task.
 
     Training on eight rows at once was 1.4 to 3.6 times as fast as on one row at a time (a CPU core, models of a million
     parameters, rows of 10 to 60 tokens, of one or many lengths).
@@ -142,26 +143,25 @@ def recipe_of(config: RunConfig, rows: RunRows, model: nn.Module) -> Recipe:
     Args:
         model: Determines how many rows fit at once, if the batch size is ``auto``.
     """
-    asked, pass_tokens = config.training, None
-    batch_size, accumulation = asked.batch_size, asked.accumulation
+    pass_tokens, batch_size, accumulation = None, config.batch_size, config.accumulation
     if batch_size == "auto":
         pass_tokens = pass_tokens_of(model)
-        batch_size = rows_at_once(asked.rows_a_step, max(row.num_tokens for row in rows.train), model)
-        accumulation = asked.rows_a_step // batch_size
-    default_epochs = rows.task.epochs if rows.task else epochs_for(len(rows.train), asked.rows_a_step)
+        batch_size = rows_at_once(config.rows_a_step, max(row.num_tokens for row in rows.train), model)
+        accumulation = config.rows_a_step // batch_size
+    default_epochs = rows.task.epochs if rows.task else epochs_for(len(rows.train), config.rows_a_step)
     return Recipe(
-        learning_rate=config.resolved_learning_rate,
-        warmup=config.resolved_warmup,
-        epochs=asked.epochs or default_epochs,
+        learning_rate=config.rate_of(method),
+        warmup=config.warmup_of(method),
+        epochs=config.epochs or default_epochs,
         batch_size=batch_size,
         accumulation=accumulation,
-        seed=asked.seed,
+        seed=config.seed,
         pass_tokens=pass_tokens,
     )
 
 
 def _score_base(
-    config: RunConfig,
+    config: ScoringConfig,
     inputs: Inputs,
     hashes: Mapping[str, str],
     cache: RunCache,
@@ -169,9 +169,11 @@ def _score_base(
     progress: Progress,
 ) -> Score:
     """The score of the base model: of an earlier run, of this run before an interruption, or computed."""
-    asked = config.content()
+    task = inputs.rows.task
     of = {
-        **{name: asked[name] for name in DECIDE_SCORE},
+        **config.model_dump(mode="json", exclude=CHOOSE_STEP),
+        "task": None if task is None else task.name,
+        "max_length": inputs.encoder.max_length,
         "base model": hashes["model"],
         "evaluation": hashes["evaluation"],
         "others": hashes.get("others"),
@@ -180,7 +182,7 @@ def _score_base(
     def load_or_score() -> Score:
         found: Score | None = cache.load(BASE_SCORE, Score, of)
         if found is None:
-            found = score_run(inputs.model, inputs, config.scoring, as_stage(progress, "score base"))
+            found = score_run(inputs.model, inputs, config, as_stage(progress, "score base"))
             cache.store(BASE_SCORE, Score, of, found)
         return found
 
@@ -191,14 +193,14 @@ def _score_base(
 
 
 def _score_trained(
-    model: nn.Module, inputs: Inputs, config: RunConfig, memory: PeakMemory, progress: Progress
+    model: nn.Module, inputs: Inputs, config: ScoringConfig, recipe: Recipe, memory: PeakMemory, progress: Progress
 ) -> Score:
     try:
         with memory.phase("scoring"):
-            return score_run(model, inputs, config.scoring, as_stage(progress, "score"))
+            return score_run(model, inputs, config, as_stage(progress, "score"))
     except ModelError as error:  # the same rows were scored before training
         raise DivergenceError(
-            f"Training diverged: {error} Lower the learning rate ({config.resolved_learning_rate})."
+            f"Training diverged: {error} Lower the learning rate ({recipe.learning_rate})."
         ) from error
 
 
@@ -220,7 +222,7 @@ def save_run(run: FinishedRun) -> TunedRecord:
     method.save(model, out / ADAPTER, out / START)
     if method.has_bases:
         run = replace(run, hashes={**run.hashes, "basis": basis_fingerprint(model)})
-        said = calibrated_on(run.config, run.inputs.rows, run.adapted.calibration)
+        said = calibrated_on(run.config.method, run.config.rows, run.inputs.rows, run.adapted.calibration)
         write_model_card(out / ADAPTER, calibration=said, scores=headline(run.after))
     if run.after.task is not None:
         write_lines(out / PREDICTIONS, map(asdict, run.after.task.predictions))

@@ -13,9 +13,8 @@ from frozencore.adapter.layer import frozen_core_layers
 from frozencore.errors import ArtifactError
 from frozencore.tune.adapt import calibration_batches
 from frozencore.tune.calibrate_only import execute_calibration
-from frozencore.tune.load import prepare
 from frozencore.tune.many.run import TenantOutcome
-from small_tenants import SIZES, config_of, silent
+from small_tenants import SIZES, config_of, inputs_of, silent
 
 SIZE = 10
 """More rows than anna has to train on, and fewer than the others have."""
@@ -26,7 +25,7 @@ def test_the_basis_is_a_plain_calibration_on_the_rows_that_a_run_of_each_tenant_
 ) -> None:
     config = config_of(tenants, calibration_size=SIZE)
     execute_calibration(config, tmp_path / "out", silent, of_tenants=True)
-    alone = [prepare(config_of(tenants / f"{name}.jsonl", calibration_size=SIZE), silent) for name in SIZES]
+    alone = [inputs_of(config_of(tenants / f"{name}.jsonl", calibration_size=SIZE)) for name in SIZES]
     sizes = [len(one.rows.calibration) for one in alone]
     assert sizes[0] < SIZE
     assert sizes[1:] == [SIZE, SIZE]

@@ -13,10 +13,9 @@ from datasets import Dataset
 
 from frozencore.errors import ConfigError, DataError, NoRowsError
 from frozencore.tune.config import make_config
-from frozencore.tune.load import prepare
 from frozencore.tune.rows.own_rows import read_rows
 from frozencore.tune.rows.prompts import PromptEncoder
-from small_tenants import silent
+from small_tenants import inputs_of
 
 PAIR = {"prompt": "Capital of France?", "completion": " Paris"}
 MESSAGES = {"messages": [{"role": "user", "content": "Capital?"}, {"role": "assistant", "content": "Paris"}]}
@@ -298,10 +297,10 @@ def test_bad_rows_are_left_out_and_counted_by_what_is_wrong_where_that_is_allowe
 def test_rows_that_join_prompt_and_completion_in_one_token_are_counted(tmp_path: Path) -> None:
     rows = [{"prompt": f"Parcel {i} is late", "completion": "shipping" if i % 2 else " billing"} for i in range(20)]
     data = write(tmp_path / "rows.jsonl", rows)
-    lines = prepare(make_config(model="pocket", data=data, device="cpu"), silent).rows.reading.not_as_given
+    lines = inputs_of(make_config(model="pocket", data=data, device="cpu")).rows.reading.not_as_given
     assert lines == [
         "in 10 rows one token holds the end of the prompt and the beginning of the completion; "
         "begin completions with a space"
     ]
     spaced = write(tmp_path / "spaced.jsonl", [row | {"completion": " billing"} for row in rows])
-    assert not prepare(make_config(model="pocket", data=spaced, device="cpu"), silent).rows.reading.not_as_given
+    assert not inputs_of(make_config(model="pocket", data=spaced, device="cpu")).rows.reading.not_as_given

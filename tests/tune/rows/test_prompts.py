@@ -17,7 +17,6 @@ from transformers import AutoTokenizer, BloomConfig, Gemma3Config, GPT2Config, M
 from frozencore.errors import ArtifactError, ConfigError, DataError, ModelError
 from frozencore.tune.config import make_config
 from frozencore.tune.evaluation.evaluate import Evaluation, evaluate
-from frozencore.tune.load import prepare
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.rows import Example, TextRow, TokenRow
 from frozencore.tune.rows.prompts import PROMPT_DATE, PromptEncoder, context_limit, with_fixed_date
@@ -25,6 +24,7 @@ from frozencore.tune.rows.token_batches import PaddingCollator, group_rows, make
 from frozencore.tune.scoring.score import held_out_loss
 from frozencore.tune.suite import find_task
 from frozencore.tune.tasks.splits import split_task
+from small_tenants import inputs_of
 from tiny import tiny_qwen2
 
 EXAMPLE = Example("row-1", "Is it?", " yes", (" yes", " no"))
@@ -381,7 +381,7 @@ def test_a_run_says_its_date_and_has_its_rows(dated_model: Path) -> None:
     )
     assert default.content()["prompt_date"] == "2024-07-26"
     assert default == same
-    rows = [prepare(config, lambda *_: None).rows.fingerprints for config in (default, other)]
+    rows = [inputs_of(config).rows.fingerprints for config in (default, other)]
     assert rows[0] != rows[1]
 
 

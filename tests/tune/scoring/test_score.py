@@ -15,7 +15,7 @@ from torch import nn
 from all_logits import tiny_all_logits
 from frozencore.errors import ConfigError, DataError, ModelError
 from frozencore.tune.config import RunConfig, make_config
-from frozencore.tune.load import load_model, prepare
+from frozencore.tune.load import load_model
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.rows import Example, TextRow, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
@@ -24,6 +24,7 @@ from frozencore.tune.run import execute
 from frozencore.tune.scoring.exact_match import SHORT, are_short, complete
 from frozencore.tune.scoring.score import held_out_loss, row_losses, score_completions, score_task
 from frozencore.tune.suite import TEXT_TASKS, find_task
+from small_tenants import inputs_of
 from tiny import draw_examples, tiny_gpt2, tiny_qwen2
 
 ROWS = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(9, seed=5))]
@@ -231,7 +232,7 @@ def test_texts_are_continued_from_their_first_half() -> None:
 def test_exact_match_is_for_short_completions_unless_it_is_asked_for(
     tmp_path: Path, completion: str, asked: str, matches: bool
 ) -> None:
-    assert prepare(few(tmp_path, completion, exact_match=asked), silent).rows.exact_match is matches
+    assert inputs_of(few(tmp_path, completion, exact_match=asked)).rows.exact_match is matches
 
 
 def test_a_run_that_learned_a_sentence_says_it_and_keeps_what_it_said(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def search_rows(planned: Iterable[Planned], place: Place) -> list[SearchRows]:
     for key, config in configs.items():
         task, own = str(config.rows.task), tuple(dict.fromkeys(studies[key]))
         try:
-            splits = task_splits(config)
+            splits = task_splits(config.rows, config.scoring)
             found.append(SearchRows(task, own, len(splits.train), len(splits.validation), splits.validation_from))
         except NoRowsError as error:
             raise NoRowsError(f"Study {own[0]!r} searches on task {task!r}, but has no rows for it: {error}") from error

@@ -50,7 +50,7 @@ class Work:
         """The model with the rows of a configuration, and the moments and bases that it shares."""
         from frozencore.tune.load import prepare
 
-        inputs = prepare(config, self.progress, self.base, row_cache=self.rows)
+        inputs = prepare(config.model, config.rows, config.scoring, self.progress, self.base, row_cache=self.rows)
         return inputs, None if self.store is None else self.store.of(config, inputs, self.progress)
 
 

@@ -99,7 +99,8 @@ def execute_many(
             with warnings.catch_warnings(record=True) as warned, cache.removed_if_refused():
                 warnings.simplefilter("always")
                 adapted = cache.adapt(identity, config.method, inputs, targets, progress, warned)
-                _name_basis(adapted.model, out / BASIS, calibrated_on(config, inputs.rows, adapted.calibration))
+                said = calibrated_on(config.method, config.rows, inputs.rows, adapted.calibration)
+                _name_basis(adapted.model, out / BASIS, said)
             return adapted, warned
 
         adapted, warned = first_before_others(adapt_all)
@@ -215,7 +216,7 @@ def tenant_of(own: TenantRows, model: nn.Module) -> Tenant:
     rows, every, validation = own.rows.validation, own.config.scoring.select_checkpoint, None
     if rows is not None and every != "none":
         validation = Validation(rows.tokens, every, own.config.scoring.patience)
-    return Tenant(own.rows.train, recipe_of(own.config, own.rows, model), validation)
+    return Tenant(own.rows.train, recipe_of(own.config.training, own.config.method.entry, own.rows, model), validation)
 
 
 TenantOutcome = TunedRecord | Failure
@@ -278,13 +279,15 @@ class Finisher:
         )
         run = FinishedRun(
             **vars(here),
-            recipe=recipe_of(own.config, own.rows, common.adapted.model),
+            recipe=recipe_of(own.config.training, own.config.method.entry, own.rows, common.adapted.model),
             report=replace(trained.report, side_by_side=self.side_by_side),
             before=Score(self.before[name]),
             after=Score(loss),
         )
         record = make_record(run)
-        calibration = calibrated_on(common.config, common.inputs.rows, common.adapted.calibration)
+        calibration = calibrated_on(
+            common.config.method, common.config.rows, common.inputs.rows, common.adapted.calibration
+        )
         write_model_card(folder / ADAPTER, calibration=calibration, scores=headline(run.after))
         write_json(folder / RECORD, record.content())
         (folder / FAILURE).unlink(missing_ok=True)  # of an earlier run into this folder

@@ -74,7 +74,7 @@ def _read_each(
     for number, (name, file) in enumerate(files.items(), start=1):
         config_here = config.replaced(data=str(file))
         with naming_tenant(f"{name!r}, {file}"):
-            inputs = prepare(config_here, lambda *_: None, base)
+            inputs = prepare(config.model, config_here.rows, config.scoring, lambda *_: None, base)
         own[name] = TenantRows(config_here, inputs.rows)
         progress("load", number, len(files), f"{name}: {inputs.rows.in_words}")
     return inputs, own
