@@ -324,3 +324,21 @@ def test_loss_on_all_turns_takes_conversations(files: tuple[str, str], byte_toke
     encoder = PromptEncoder(byte_tokenizer(chat=True), loss_on="all")
     with pytest.raises(ConfigError, match="--loss-on all is about conversations, but .*a.jsonl holds none"):
         own_rows(encoder, files[0], loss_on="all")
+
+
+@pytest.mark.parametrize(("num_unique", "num_equal", "held_out"), [(10, 90, 10), (40, 3, 10), (0, 100, 0), (1, 99, 1)])
+def test_equal_rows_stay_in_one_part_and_never_take_the_training_rows(
+    num_unique: int, num_equal: int, held_out: int, tmp_path: Path, encoder: PromptEncoder
+) -> None:
+    rows = [{"prompt": f"Unique {i}?", "completion": " a"} for i in range(num_unique)]
+    rows[num_unique // 2 : num_unique // 2] = [{"prompt": "Same?", "completion": " b"}] * num_equal
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = config_of(data=str(data), num_evaluation=10)
+    if not held_out:
+        with pytest.raises(NoRowsError, match="read alike"):
+            rows_of(config, encoder)
+        return
+    found = rows_of(config, encoder)
+    assert len(found.held_out) == held_out
+    assert len(found.train) == num_unique + num_equal - held_out

@@ -367,14 +367,19 @@ def _share_of(rows: Sequence[TextRow]) -> int:
 
 
 def _hold_out(texts: Sequence[TextRow], num_held_out: int) -> tuple[list[TextRow], list[TextRow]]:
-    """Split into training and held-out rows, independent of the seed; equal texts stay in one part."""
+    """Split into training and held-out rows, independent of the seed; equal texts stay in one part.
+
+    More equal texts than are to be held out are trained on, unless there are no others.
+    """
     by_text: dict[str, list[TextRow]] = {}
     for row in texts:
         by_text.setdefault(_read_as(row), []).append(row)
+    groups = sorted(by_text.values(), key=lambda rows: draw_rank(rows[0], 0))
+    num_held_out = max(num_held_out, min(map(len, groups), default=0))
     train: list[TextRow] = []
     held_out: list[TextRow] = []
-    for rows in sorted(by_text.values(), key=lambda rows: draw_rank(rows[0], 0)):
-        (held_out if len(held_out) < num_held_out else train).extend(rows)
+    for rows in groups:
+        (held_out if len(held_out) + len(rows) <= num_held_out else train).extend(rows)
     return train, held_out
 
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from chat_templates import SPECIAL, TEMPLATES, marked, plain
 from frozencore.errors import DataError
-from frozencore.tune.rows import TokenRow
+from frozencore.tune.rows import Example, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.rows.token_batches import PaddingCollator, labels_of
 from frozencore.tune.scoring.exact_match import complete
@@ -263,3 +264,87 @@ def test_generation_ends_at_the_templates_own_end(byte_tokenizer: Callable[..., 
     ):
         encoder = talk_encoder(byte_tokenizer, plain(TEMPLATES[name]), "last")
         assert {*encoder.tokenizer.convert_ids_to_tokens(encoder.end_ids)} == ends
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", "<|END_OF_TURN_TOKEN|>", " #end of turn."])
+@pytest.mark.parametrize("answer", ["d", "end", "E", "turn", "of", "A"])
+def test_an_answer_whose_letters_the_turns_end_holds_is_the_letters(
+    end: str, answer: str, byte_tokenizer: Callable[..., Any]
+) -> None:
+    tokenizer = byte_tokenizer(special=(end,) if end.startswith("<") else ())
+    tokenizer.chat_template = PLAIN.replace("</s>", end)
+    encoder = PromptEncoder(tokenizer)
+    text = encoder.render(Example("row-1", "Which?", f" {answer}", (f" {answer}", " z")))
+    assert text.choices == (answer, "z")
+    (row,), (choices,) = encoder.training_rows([text]), encoder.choice_rows([text])
+    assert list(map(tokenizer.decode, choices.choice_ids)) == [answer, "z"]
+    ends = end if end.startswith("<") else f"{end}</s>"
+    assert with_loss(encoder, row) == [answer + ends]
+
+
+def test_what_the_template_does_not_write_of_a_rows_context_is_counted(byte_tokenizer: Callable[..., Any]) -> None:
+    template = PLAIN.replace("{% for m in messages %}", "{% for m in messages if m.role in ('user', 'assistant') %}")
+    encoder = talk_encoder(byte_tokenizer, template, "last")
+    called = {"role": "assistant", "content": "Paris", "tool_calls": [CALL]}
+    for before, tools, lost in (
+        ([], None, set()),
+        ([{"role": "developer", "content": "Paris"}], None, {"content of the developer"}),
+        ([ASKED, called, FOUND], None, {"a call of the assistant", "content of the tool"}),
+        ([], TOOLS, {"tools"}),
+    ):
+        text = encoder.render_messages([*before, ASKED, {**SAID, "reasoning_content": None}], "row-1", tools)
+        assert set(text.changed) == {f"the chat template does not write {what}" for what in lost}
+    text = encoder.render_messages([ASKED, {**SAID, "reasoning_content": "Paris"}], "row-1")
+    assert text.changed == ("the chat template does not write reasoning_content",)
+
+
+def test_a_turn_that_the_template_marks_in_pieces_has_the_same_loss_as_last_and_as_all(
+    encoder_of: Callable[..., PromptEncoder], byte_model: nn.Module
+) -> None:
+    pieces = "{% generation %}{{ m.thought }}{% endgeneration %}|{% generation %}{{ m.content }}</s>{% endgeneration %}"
+    template = MARKED.replace("{% generation %}{{ m.content }}</s>{% endgeneration %}", pieces)
+    turns = [turn | {"thought": "So"} if turn["role"] == "assistant" else turn for turn in TURNS]
+    every, last = encoder_of(template), encoder_of(template, "last")
+    of_all, of_last = row_of(every, turns), row_of(last, turns)
+    assert with_loss(every, of_all) == ["So", "Paris</s>", "So", "Rome, of course</s>"]
+    assert with_loss(last, of_last) == ["So", "Rome, of course</s>"]
+    assert (of_last.loss_spans, of_last.input_ids) == (of_all.loss_spans[2:], of_all.input_ids)
+    assert of_last.answer_start == of_all.answer_start == of_last.num_context
+    ((found,), _) = complete(byte_model, last, [of_last], max_new_tokens=1)
+    assert found.gold == "So|Rome, of course"
+
+
+def test_a_call_ends_where_generation_stops(byte_tokenizer: Callable[..., Any]) -> None:
+    called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    written = (
+        "{% for c in m.tool_calls %}<call>{{ c.function.name }}{{ c.function.arguments|tojson }}</call>{% endfor %}"
+    )
+    for end, added, ended in (
+        ("", AddedToken("</call>", special=True), False),  # as GLM's, where the next turn's first token is the end
+        ("{% if not m.tool_calls %}<end>{% endif %}", AddedToken("</call>", special=False), False),
+        ("{{ '<stop>' if m.tool_calls else '<end>' }}", AddedToken("</call>", special=False), True),
+    ):
+        tokenizer = byte_tokenizer(special=("<end>", "<stop>"))
+        tokenizer.add_tokens([added])
+        tokenizer.chat_template = (
+            "{% for m in messages %}[{{ m.role }}]{{ m.content }}" + written + end + "{% endfor %}"
+            "{% if add_generation_prompt %}[assistant]{% endif %}"
+        )
+        encoder = PromptEncoder(tokenizer)
+        (row,) = encoder.training_rows([encoder.render_messages([ASKED, called], "row-1")])
+        assert with_loss(encoder, row) == ['<call>capital{"of": "France"}</call>' + ("<stop>" if ended else "</s>")]
+
+
+@pytest.mark.parametrize("given", ['{"of":"France","at":1e5,"to":1.10}', {"of": "France"}])
+@pytest.mark.parametrize("template", ["'' + c.function.arguments", "c.function.arguments"])
+def test_a_template_that_takes_arguments_as_text_gets_the_rows_own_text(
+    template: str, given: Any, byte_tokenizer: Callable[..., Any]
+) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{% for c in m.tool_calls %}{{ c.function.name }}{{ TEXT }}{% endfor %}"
+        "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    ).replace("TEXT", template)
+    called = {"role": "assistant", "tool_calls": [{"function": {"name": "capital", "arguments": given}}]}
+    text = PromptEncoder(tokenizer).render_messages([ASKED, called], "row-1")
+    assert text.completion == "capital" + (given if isinstance(given, str) else '{"of": "France"}')

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from datasets import Dataset
+from pyarrow import parquet
 
 from frozencore.errors import ConfigError, DataError, NoRowsError
 from frozencore.tune.config import make_config
@@ -202,6 +204,7 @@ def test_start_and_end_tokens_in_a_text_are_written_once_and_counted(
         ({"prompt": "<s>Hi", "completion": "you</s>"}, "<s>Hiyou</s>"),
         ({"prompt": "Hi", "completion": "you</s>\n"}, "<s>Hiyou</s>"),
         ({"text": "<s>Hi</s>"}, "<s>Hi</s>"),
+        ({"prompt": " <s><s>Hi", "completion": "you</s> </s>"}, "<s>Hiyou</s>"),
         ({"prompt": "Hi", "completion": "you"}, "<s>Hiyou</s>"),
     ):
         (text,) = read_rows(write(tmp_path / "rows.jsonl", [row]), encoder).texts
@@ -260,6 +263,22 @@ def answered(**options: Any) -> dict[str, Any]:
         ([MESSAGES | {"tools": "[" * 100_000}], r"Row row-1: column 'tools' must hold a list"),
         ([PAIR, {"completion": "a"}], r"Row row-2: column 'prompt' must hold text, but holds nothing"),
         ([ALPACA | {"input": ["France"]}], r"Row row-1: column 'input' must hold text, but holds \['France'\]"),
+        ([ALPACA | {"input": 0}], r"Row row-1: column 'input' must hold text, but holds 0"),
+        ([PAIR | {"system": False}], r"Row row-1: column 'system' must hold text, but holds False"),
+        ([PAIR | {"history": True}], r"Row row-1: column 'history' must hold pairs"),
+        ([MESSAGES | {"history": 1}], r"Row row-1: column 'history' must hold pairs"),
+        ([MESSAGES | {"tools": 0}], r"Row row-1: column 'tools' must hold a list"),
+        ([MESSAGES | {"tools": '[{"name": "a", "name": "b"}]'}], r"Row row-1: column 'tools' must hold a list"),
+        ([answered(tool_calls=5)], r"Row row-1: 'tool_calls' must hold a list, got 5"),
+        *(
+            (
+                [answered(tool_calls=[{"function": {"name": "a", "arguments": given}}])],
+                "'arguments' of a tool call must",
+            )
+            for given in ('{"of": 1, "of": 2}', '{"of": NaN}', {"of": float("inf")}, [["of", "France"]], 5)
+        ),
+        ([MESSAGES | {"history": [["\ud800", "b"]]}], "Row row-1: a message must hold text, but half a character"),
+        ([{"prompt": "a", "completion": "b", "history": [["\ud800", "b"]]}], "half a character"),
         ([PAIR, {"prompt": "a", "completion": "\ud800"}], r"Row row-2: column 'completion' must hold text, .* half a"),
     ],
 )
@@ -304,3 +323,18 @@ def test_rows_that_join_prompt_and_completion_in_one_token_are_counted(tmp_path:
     ]
     spaced = write(tmp_path / "spaced.jsonl", [row | {"completion": " billing"} for row in rows])
     assert not inputs_of(make_config(model="pocket", data=spaced, device="cpu")).rows.reading.not_as_given
+
+
+def test_arguments_in_a_parquet_map_are_an_object(tmp_path: Path, byte_tokenizer: Callable[..., Any]) -> None:
+    function = pa.struct([("name", pa.string()), ("arguments", pa.map_(pa.string(), pa.string()))])
+    turn = pa.struct([("role", pa.string()), ("content", pa.string()), ("tool_calls", pa.list_(function))])
+    called = {"role": "assistant", "tool_calls": [{"name": "capital", "arguments": [("of", "France")]}]}
+    turns = pa.array([[{"role": "user", "content": "Capital?"}, called]], pa.list_(turn))
+    parquet.write_table(pa.table({"messages": turns}), tmp_path / "rows.parquet")
+    encoder = PromptEncoder(byte_tokenizer(chat=True))
+    encoder.tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}{% for c in m.tool_calls %}{{ c.name }}{{ c.arguments|tojson }}{% endfor %}"
+        "{% endfor %}"
+    )
+    (text,) = read_rows(str(tmp_path / "rows.parquet"), encoder).texts
+    assert text.completion == 'capital{"of": "France"}'

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import transformers.utils.chat_template_utils as chat_template_utils
+from tokenizers import AddedToken
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, BloomConfig, Gemma3Config, GPT2Config, MptConfig
 
 from frozencore.errors import ArtifactError, ConfigError, DataError, ModelError
@@ -404,3 +406,37 @@ def test_a_date_that_is_none_is_one_line(command: Callable[..., Any], tmp_path: 
         assert (status, "--prompt-date must be a day as YYYY-MM-DD, but '26 Jul 2024' came" in error) == (2, True)
     with pytest.raises(ConfigError, match="--prompt-date: "):
         make_config(model="pocket", task="pocket-math", prompt_date="tomorrow")
+
+
+def test_several_start_tokens_are_written_once(byte_tokenizer: Callable[..., Any]) -> None:
+    tokenizer = byte_tokenizer(special=("[gMASK]", "<sop>"))
+    starts = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("[gMASK]", "<sop>")]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="[gMASK] <sop> $A", special_tokens=starts)
+    encoder = PromptEncoder(tokenizer)
+    for text in (encoder.plain("row-1", "[gMASK]<sop>Hi"), encoder.render(Example("row-1", "[gMASK]<sop>H", "i"))):
+        (row,) = encoder.training_rows([text])
+        assert tokenizer.decode(row.input_ids) == "[gMASK]<sop>Hi</s>"
+
+
+def test_an_added_token_that_takes_the_answers_white_space_has_no_loss(byte_tokenizer: Callable[..., Any]) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([AddedToken("<|assistant|>", special=True, rstrip=True)])
+    tokenizer.chat_template = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
+    tokenizer.chat_template += "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    encoder = PromptEncoder(tokenizer)
+    (row,) = encoder.training_rows([encoder.render(Example("row-1", "Go", "    return x"))])
+    assert tokenizer.decode(row.input_ids[row.num_context :]) == "return x</s>"
+    assert tokenizer.decode(row.input_ids[: row.num_context]).endswith("<|assistant|>")
+
+
+def test_a_cut_prompt_keeps_the_start_token_that_the_template_writes(byte_tokenizer: Callable[..., Any]) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    encoder = PromptEncoder(tokenizer, max_length=40, too_long="truncate")
+    (row,) = encoder.training_rows([encoder.render(Example("row-1", "Q" * 80, " A"))])
+    assert len(row.input_ids) == 40
+    assert tokenizer.decode(row.input_ids).startswith("<s>QQ")
+    assert tokenizer.decode(row.input_ids).endswith("[assistant]A</s>")

@@ -41,6 +41,7 @@ class TextRow:
         choices: Texts that may follow the context, without an end.
         templated: Whether the chat template wrote the text, with its own start token.
         turns: The spans of a conversation's completion with loss, as beginnings and ends; empty for all of it.
+        pieces: The number of these spans that the last turn has.
         rest: The text of the template after the completion. It has no loss and is not read.
         ended: Whether the completion has an end token of its own; no other is added.
         changed: What was changed in the row, for a person.
@@ -52,6 +53,7 @@ class TextRow:
     choices: tuple[str, ...] = ()
     templated: bool = False
     turns: tuple[tuple[int, int], ...] = ()
+    pieces: int = 1
     rest: str = ""
     ended: bool = False
     changed: tuple[str, ...] = ()
@@ -77,8 +79,8 @@ class TokenRow:
 
     @property
     def answer_start(self) -> int:
-        """The beginning of the last span with loss, whose text is generated and compared."""
-        return self.loss_spans[-1][0]
+        """The beginning of the last turn with loss, whose text is generated and compared."""
+        return self.num_context
 
     @property
     def num_targets(self) -> int:
@@ -93,7 +95,7 @@ class TokenRow:
     @property
     def content(self) -> dict[str, Any]:
         """What a hash of rows covers: ids, tokens and where the loss is, as JSON values by name."""
-        return {name: value for name, value in vars(self).items() if name != "joined"}
+        return {name: value for name, value in vars(self).items() if name not in ("joined", "pieces")}
 
     @property
     def trained_on(self) -> list[Any]:
@@ -103,9 +105,19 @@ class TokenRow:
 
 @dataclass(frozen=True)
 class TurnsRow(TokenRow):
-    """A conversation with loss on several turns: ``turns`` are beginnings and ends, counted from ``num_context``."""
+    """A conversation with loss on several spans.
+
+    Attributes:
+        turns: The spans' beginnings and ends, counted from ``num_context``.
+        pieces: The number of spans of the last turn.
+    """
 
     turns: tuple[tuple[int, int], ...]
+    pieces: int = field(default=1, kw_only=True)
+
+    @property
+    def answer_start(self) -> int:
+        return self.loss_spans[-self.pieces][0]
 
     @property
     def loss_spans(self) -> tuple[tuple[int, int], ...]:

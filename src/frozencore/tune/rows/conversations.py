@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
 from typing import Any, Literal, TypeVar
 
 from frozencore.errors import ConfigError, DataError
-from frozencore.tune.rows import TextRow
+from frozencore.tune.rows import HALF_A_CHARACTER, TextRow
+from frozencore.tune.rows.row_sources import strict_json
 
 Message = Mapping[str, Any]
 Messages = Sequence[Message]
@@ -26,6 +28,7 @@ Text = TypeVar("Text", str, list[int])
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _THOUGHT = re.compile(r"(?:</?think>\s*)+$")
 _FLAGS = ("weight", "train")
+_NOT_TEXT = ("role", "type", "id", "tool_call_id")  # a template may take these in one form only
 
 
 def templates_of(tokenizer: Any) -> Collection[str]:
@@ -37,8 +40,9 @@ def templates_of(tokenizer: Any) -> Collection[str]:
 class Conversation:
     """Messages in the form that the tokenizer's chat template takes.
 
-    Arguments of tool calls that are JSON text become objects. If a template refuses a message without content, or
-    arguments that are objects, it gets empty content and JSON text.
+    Arguments of tool calls that are JSON text become objects. If a template refuses a message without content, it gets
+    empty content. If it refuses arguments that are objects, or writes them as Python does, it gets JSON text: the text
+    as given, if it was text.
 
     Args:
         messages: Each has a role and a content; ``weight`` 0 or ``train`` false takes the loss from the assistant's
@@ -58,18 +62,21 @@ class Conversation:
         self.tokenizer, self.row_id, self.tools = tokenizer, row_id, tools
         self._tokens = added_tokens(tokenizer)
         self.has_loss = [self._flag(message) for message in messages]
-        given = [_with_objects(message, row_id) for message in messages]
-        calls = any(message.get("tool_calls") for message in given)
-        forms: list[list[Message]] = [given, [{"content": "", **message} for message in given]] if calls else [given]
-        forms += [[_with_text(message) for message in form] for form in forms] if calls else []
-        for number, self.messages in enumerate(forms, start=1):
-            try:
-                self.prompt(len(given))
-                return
-            except DataError:
-                if number == len(forms):
-                    self.messages = given
-                    self.prompt(len(given))  # raises the template's reason for the messages as they are
+        told = [_without_flags(message, row_id) for message in messages]
+        given = [_with_arguments(message, lambda value: _object(value, row_id)) for message in told]
+        forms: list[list[Message]] = [given]
+        if any(message.get("tool_calls") for message in told):
+            as_text = [_with_arguments(message, _json_text) for message in told]
+            forms = [[{**empty, **message} for message in form] for form in (given, as_text) for empty in _EMPTIES]
+        objects = [found for message in given for found in _arguments(message) if found]
+        for form in forms:
+            self.messages = form
+            with suppress(DataError):
+                text = self.prompt(len(form))
+                if form is forms[-1] or not any(str(found) in text for found in objects):
+                    return
+        self.messages = given
+        self.prompt(len(given))  # raises the template's reason for the messages as they are
 
     def prompt(self, count: int) -> str:
         """The text of the first messages, and of the prompt of the assistant's next turn."""
@@ -93,30 +100,32 @@ class Conversation:
             turns = {number: [self._turn(number, whole)] for number in wanted}
         spans: list[Span] = []
         for number in wanted:
-            self._require_written(number, "".join(whole[start:stop] for start, stop in turns[number]))
+            self._require_written(number, whole, turns[number])
             for start, stop in turns[number]:
                 joined = bool(spans) and spans[-1][1] == start
                 spans[-1:] = [(spans[-1][0], stop)] if joined else [*spans[-1:], (start, stop)]
         if not spans:
             raise DataError(f"Row {self.row_id}: the chat template writes nothing of the assistant's turns.")
-        start, stop = spans[0][0], spans[-1][1]
-        said = whole[turns[wanted[-1]][0][0] : stop]
-        behind = said[self._end_of_content(self.messages[wanted[-1]], said) or 0 :].rstrip()
-        ended = wanted[-1] != last or behind.endswith(self._tokens)  # else generation could not stop there
+        start, stop, begin = spans[0][0], spans[-1][1], turns[wanted[-1]][0][0]
+        ended = self._is_ended(wanted[-1], whole, (begin, stop))  # else generation could not stop there
         relative = tuple((first - start, end - start) for first, end in spans)
         return TextRow(
             self.row_id,
             whole[:start],
             whole[start:stop],
             templated=True,
-            turns=relative if loss_on == "all" else (),
+            turns=relative if loss_on == "all" or len(relative) > 1 else (),
+            pieces=sum(end > begin for _, end in spans),
             rest=whole[stop:] if ended else "",
             ended=ended,
+            changed=self._left_out(whole, {number: turns[number] for number in wanted}),
         )
 
-    def end_of_content(self, said: str) -> int:
-        """The end of the last message's content in what the template wrote for its turn."""
-        return self._end_of_content(self.messages[-1], said) or 0
+    def end_of_content(self, row: TextRow) -> int:
+        """The end of the last message's content in its row's completion."""
+        start, stop = len(row.context), len(row.context) + len(row.completion)
+        last = len(self.messages) - 1
+        return (self._end_of_content(last, row.context + row.completion, (start, stop)) or start) - start
 
     @property
     def _template(self) -> str:
@@ -125,22 +134,18 @@ class Conversation:
 
     def _write(self, messages: Messages, *, asks: bool = False, marked: bool = False) -> tuple[str, list[Span]]:
         """The template's text, and the spans that it marks."""
-        from transformers.utils.chat_template_utils import render_jinja_template  # the import takes a second
-
         if not messages:
             return "", []
+        special, options = self.tokenizer.special_tokens_map, {"add_generation_prompt": asks}
         try:
-            texts, marks = render_jinja_template(
-                conversations=[messages],
-                tools=self.tools,
-                chat_template=self._template,
-                return_assistant_tokens_mask=marked,
-                add_generation_prompt=asks,
-                **self.tokenizer.special_tokens_map,
+            text, marks = _render(
+                self._template, special, self.tools, messages, return_assistant_tokens_mask=marked, **options
             )
         except Exception as error:  # templates are programs and may raise any error
             raise DataError(f"Row {self.row_id}: the tokenizer's chat template refuses it: {error}") from error
-        return texts[0], [tuple(mark) for mark in marks[0]] if marked else []
+        if HALF_A_CHARACTER.search(text):
+            raise DataError(f"Row {self.row_id}: a message must hold text, but half a character of UTF-16 is in it.")
+        return text, marks
 
     def _flag(self, message: Message) -> bool:
         given = [message.get(name) for name in _FLAGS if message.get(name) is not None]
@@ -238,23 +243,75 @@ class Conversation:
         same = after[:place].rstrip()
         return len(same) if same.endswith(self._tokens) else place + len(self._first_token(after[place:]) or "")
 
-    def _require_written(self, number: int, said: str) -> None:
-        message = self.messages[number]
+    def _require_written(self, number: int, whole: str, turn: Sequence[Span]) -> None:
+        message, said = self.messages[number], "".join(whole[start:stop] for start, stop in turn)
         calls = [call for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
         names = [str((call.get("function") or call).get("name")) for call in calls]
         lost = [name for name in names if name not in said]
-        if lost or (self._end_of_content(message, said) is None and (message.get("content") or "").strip()):
+        content = (message.get("content") or "").strip()
+        if lost or (content and (not turn or self._end_of_content(number, whole, (turn[0][0], turn[-1][1])) is None)):
             what = f"the call of {lost[0]!r}" if lost else "the content"
             raise DataError(
                 f"Row {self.row_id}: the chat template does not write {what} of turn {number + 1}, the assistant's."
             )
 
-    def _end_of_content(self, message: Message, said: str) -> int | None:
-        content = message.get("content") or ""
+    def _end_of_content(self, number: int, whole: str, turn: Span) -> int | None:
+        """The place in the whole text where a message's content ends; None if the template does not write it."""
+        content, said = self.messages[number].get("content") or "", whole[slice(*turn)]
         for written in (content, content.strip(), content.rpartition("</think>")[2].strip()):
-            if written and written in said:
-                return said.rindex(written) + len(written)
+            if not written or written not in said:
+                continue
+            if said.find(written) == said.rfind(written):
+                return turn[0] + said.index(written) + len(written)
+            try:  # the same letters stand in the turn's end, or in a call
+                return len(self._write(self.messages)[0]) - len(self._around(self.messages, number)[1])
+            except DataError:
+                return None
         return None
+
+    def _is_ended(self, number: int, whole: str, turn: Span) -> bool:
+        """Whether a turn ends with a token at which generation stops.
+
+        Any added token ends a text. A call may be written in added tokens, so only a special one ends it, and only if
+        the template ends texts too; in GLM's the next turn's first token is the end.
+        """
+        ends = self._tokens
+        if self.messages[number].get("tool_calls"):
+            with_text, behind = [*self.messages[:number], {"role": "assistant", "content": "A"}], ""
+            with suppress(DataError):
+                _, behind = self._around(with_text, number)
+            special = [str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+            own_end = self._first_token(behind)
+            ends = (self.tokenizer.eos_token, *(special if own_end else ()), *filter(None, [own_end]))
+        behind = whole[self._end_of_content(number, whole, turn) or turn[0] : turn[1]]
+        return behind.rstrip().endswith(ends)
+
+    def _left_out(self, whole: str, turns: Mapping[int, Sequence[Span]]) -> tuple[str, ...]:
+        """What the template does not write of a conversation whose turns with loss it writes.
+
+        Every text is replaced by a mark of its own, and the marks are looked for in what the template writes then.
+        Earlier thoughts, which have no loss, may be missing.
+        """
+        marked, places = _with_marks(self.messages)
+        special, messages = _json_text(self.tokenizer.special_tokens_map), _json_text(marked)
+        text = _rendered(self._template, special, _json_text(self.tools), messages)
+        if text is None:
+            return ()
+        written = {place for mark, place in places.items() if mark in text}
+        lost: dict[str, None] = {}
+        for number, key, _ in (place for place in dict.fromkeys(places.values()) if place not in written):
+            role = self.messages[number]["role"]
+            if key == "tool_calls" or key == "content":
+                lost[f"{'a call' if key == 'tool_calls' else 'content'} of the {role}"] = None
+            elif role != "assistant" or number in turns:
+                lost[key] = None
+        for number, spans in turns.items():
+            thought = str(self.messages[number].get("content") or "").rpartition("</think>")[0].rpartition("<think>")[2]
+            if thought.strip() and thought.strip() not in "".join(whole[start:stop] for start, stop in spans):
+                lost["a thought in the content"] = None
+        if self.tools and text == _rendered(self._template, special, "null", messages):
+            lost["tools"] = None
+        return tuple(f"the chat template does not write {what}" for what in lost)
 
     def _first_token(self, text: str) -> str | None:
         """The added token that a text begins with, after white space."""
@@ -282,37 +339,102 @@ def added_tokens(tokenizer: Any) -> tuple[str, ...]:
     return tuple(token for token in tokens if token.strip())
 
 
-def _with_objects(message: Message, row_id: str) -> Message:
-    """The message without empty keys and flags of loss; arguments of tool calls that are JSON text become objects."""
+_EMPTIES: tuple[Message, ...] = ({}, {"content": ""})
+
+
+def _without_flags(message: Message, row_id: str) -> Message:
+    """The message without empty keys and flags of loss."""
     kept = {key: value for key, value in message.items() if value is not None and key not in _FLAGS}
-    if kept.get("tool_calls"):
-        kept["tool_calls"] = [_each_call(call, lambda given: _object(given, row_id)) for call in kept["tool_calls"]]
+    if not isinstance(kept.get("tool_calls", []), list | tuple):
+        raise DataError(f"Row {row_id}: 'tool_calls' must hold a list, got {kept['tool_calls']!r:.60}.")
     return kept
 
 
-def _with_text(message: Message) -> Message:
+def _with_arguments(message: Message, change: Callable[[Any], Any]) -> Message:
+    """The message with changed arguments of its tool calls."""
+
+    def changed(call: Any) -> Any:
+        if not isinstance(call, Mapping):
+            return call
+        if isinstance(call.get("function"), Mapping):
+            return {**call, "function": changed(call["function"])}
+        return {**call, "arguments": change(call["arguments"])} if call.get("arguments") is not None else dict(call)
+
     if not message.get("tool_calls"):
         return message
-    text = partial(json.dumps, ensure_ascii=False)
-    return {**message, "tool_calls": [_each_call(call, text) for call in message["tool_calls"]]}
+    return {**message, "tool_calls": [changed(call) for call in message["tool_calls"]]}
 
 
-def _each_call(call: Any, change: Any) -> Any:
-    """A tool call with changed arguments."""
-    if not isinstance(call, Mapping):
-        return call
-    if isinstance(call.get("function"), Mapping):
-        return {**call, "function": _each_call(call["function"], change)}
-    return {**call, "arguments": change(call["arguments"])} if call.get("arguments") is not None else dict(call)
+def _arguments(message: Message) -> list[Any]:
+    found: list[Any] = []
+    _with_arguments(message, found.append)
+    return found
 
 
 def _object(given: Any, row_id: str) -> Any:
-    if not isinstance(given, str):
-        return given
     try:
-        found = json.loads(given or "{}")
+        found = strict_json(given or "{}") if isinstance(given, str) else given
+        json.dumps(found, allow_nan=False, default=str)  # a template would write NaN, which JSON has not
     except (ValueError, RecursionError):
-        found = given
-    if not isinstance(found, dict):
+        found = None
+    if not isinstance(found, Mapping):
         raise DataError(f"Row {row_id}: 'arguments' of a tool call must hold an object, or that as JSON.")
     return found
+
+
+def _json_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+Place = tuple[int, str, int]
+"""The number of a message, its key, and the number within the key's list."""
+
+
+def _with_marks(messages: Messages) -> tuple[Messages, dict[str, Place]]:
+    """The messages with a mark in place of every text, and where each mark stands."""
+    places: dict[str, Place] = {}
+
+    def marked(value: Any, place: Place) -> Any:
+        if isinstance(value, Mapping):
+            return {key: item if key in _NOT_TEXT else marked(item, place) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [marked(item, place) for item in value]
+        if not isinstance(value, str) or not value.strip():
+            return value
+        mark = f"qx{len(places)}xq"
+        places[mark] = place
+        return mark
+
+    found = []
+    for number, message in enumerate(messages):
+        changed: dict[str, Any] = {}
+        for key, value in message.items():
+            if key in _NOT_TEXT:
+                changed[key] = value
+            elif isinstance(value, list | tuple):
+                changed[key] = [marked(item, (number, key, i)) for i, item in enumerate(value)]
+            else:
+                changed[key] = marked(value, (number, key, 0))
+        found.append(changed)
+    return found, places
+
+
+@lru_cache(maxsize=1024)
+def _rendered(template: str, special_tokens: str, tools: str, messages: str) -> str | None:
+    """The template's text for arguments in JSON; None if it refuses them."""
+    try:
+        return _render(template, json.loads(special_tokens), json.loads(tools), json.loads(messages))[0]
+    except Exception:  # templates are programs and may raise any error
+        return None
+
+
+def _render(
+    template: str, special_tokens: Mapping[str, Any], tools: Any, messages: Messages, **options: Any
+) -> tuple[str, list[Span]]:
+    """The template's text and the spans that it marks, for one conversation."""
+    from transformers.utils.chat_template_utils import render_jinja_template  # the import takes a second
+
+    texts, marks = render_jinja_template(
+        conversations=[messages], tools=tools, chat_template=template, **options, **special_tokens
+    )
+    return texts[0], [tuple(mark) for mark in marks[0]] if marks else []

@@ -14,7 +14,6 @@ message of a conversation, and ``history`` pairs of a question and an answer bef
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from typing import Any
 from frozencore.errors import ConfigError, DataError, NoRowsError
 from frozencore.tune.rows import Example, Row, TextRow, text_field
 from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.rows.row_sources import STANDARD_INPUT, read_source
+from frozencore.tune.rows.row_sources import STANDARD_INPUT, read_source, strict_json
 
 SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "model": "assistant",
@@ -148,7 +147,7 @@ def _render_pair(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
 def _render_instruction(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
     """Render an instruction: as a user's turn for a chat model, else with Alpaca's headings."""
     instruction, output = (_text(row, column, row_id) for column in ALPACA_FORM)
-    further = _text(row, "input", row_id) if str(row.get("input") or "").strip() else ""
+    further = _text(row, "input", row_id) if _is_given(row, "input") else ""
     before = _before(row, row_id)
     if encoder.is_chat:
         asked = {"role": "user", "content": "\n\n".join(filter(None, (instruction, further)))}
@@ -208,23 +207,30 @@ def _render_turns(turns: list[dict[str, Any]], column: str, row: Row, row_id: st
 def _before(row: Row, row_id: str) -> list[dict[str, Any]]:
     """The messages of the columns ``system`` and ``history``."""
     found = []
-    if row.get("system"):
+    if _is_given(row, "system"):
         found.append({"role": "system", "content": _text(row, "system", row_id)})
-    for pair in row.get("history") or ():
+    pairs = row["history"] if _is_given(row, "history") else []
+    for pair in pairs if isinstance(pairs, list | tuple) else [None]:
         if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
             raise DataError(f"Row {row_id}: column 'history' must hold pairs of a question and an answer.")
         found += [{"role": role, "content": text} for role, text in zip(("user", "assistant"), pair, strict=True)]
     return found
 
 
+def _is_given(row: Row, column: str) -> bool:
+    """Whether a column holds more than nothing: null, white space, or the NaN of a table's empty cell."""
+    value = row.get(column)
+    return value is not None and value == value and (not isinstance(value, str) or bool(value.strip()))
+
+
 def _tools(row: Row, row_id: str) -> list[Any] | None:
     """The column's list; some data sets store it as JSON text."""
-    given = row.get("tools") or None
+    given = row["tools"] if _is_given(row, "tools") else []
     try:
-        tools = json.loads(given) if isinstance(given, str) else given
+        tools = strict_json(given) if isinstance(given, str) else given
     except (ValueError, RecursionError):
         tools = given
-    if tools is not None and not isinstance(tools, list):
+    if not isinstance(tools, list):
         raise DataError(f"Row {row_id}: column 'tools' must hold a list of tools, or that as JSON.")
     return tools or None
 

@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from frozencore.errors import ConfigError, DataError, ModelError
-from frozencore.tune.rows import ChoiceTokens, Example, TextRow, TokenRow, TurnsRow
+from frozencore.tune.rows import HALF_A_CHARACTER, ChoiceTokens, Example, TextRow, TokenRow, TurnsRow
 from frozencore.tune.rows.conversations import (
     Conversation,
     LossOn,
@@ -84,6 +84,14 @@ class PromptEncoder:
         places = (i for i in range(len(full)) if full[i : i + len(bare)] == bare)
         self._start_ids: list[int] = full[: next(places, 0)]  # the tokens that it puts before a text (<s>)
 
+    @cached_property
+    def _starts(self) -> tuple[str, ...]:
+        return tuple(self.tokenizer.convert_ids_to_tokens(self._start_ids))
+
+    @cached_property
+    def _added(self) -> frozenset[int]:
+        return frozenset(map(self.tokenizer.convert_tokens_to_ids, added_tokens(self.tokenizer)))
+
     def render(self, example: Example, before: Messages = (), tools: Sequence[Any] | None = None) -> TextRow:
         """Render an example as text; an example without a prompt is plain text in either style.
 
@@ -112,7 +120,7 @@ class PromptEncoder:
         messages = [*before, {"role": "user", "content": example.prompt}, {"role": "assistant", "content": answer}]
         talk, changed = self._conversation(messages, example.id, tools)
         row = talk.row()
-        return replace(row, choices=(row.completion[: talk.end_of_content(row.completion)],), changed=changed)
+        return _noted(replace(row, choices=(row.completion[: talk.end_of_content(row)],)), changed)
 
     def render_messages(self, messages: Messages, row_id: str, tools: Sequence[Any] | None = None) -> TextRow:
         """Render a conversation that ends with the assistant's turn.
@@ -121,7 +129,7 @@ class PromptEncoder:
             tools: The tools that the assistant may call, in the chat template's form.
         """
         talk, changed = self._conversation(messages, row_id, tools)
-        return replace(talk.row(self.loss_on), changed=changed)
+        return _noted(talk.row(self.loss_on), changed)
 
     def ask(self, messages: Messages, row_id: str) -> TextRow:
         """Render a conversation that ends with the prompt of the assistant's next turn."""
@@ -134,31 +142,26 @@ class PromptEncoder:
         """Start and end tokens that messages hold at their ends are left to the template."""
         changed: dict[str, None] = {}
         ends = tuple(filter(None, map(self.tokenizer.convert_ids_to_tokens, self.end_ids)))
+        starts = tuple(filter(None, (self.tokenizer.bos_token, *self._starts)))
         once = []
         for message in messages:
             content = message.get("content")
             if isinstance(content, str):
-                start = self.tokenizer.bos_token
-                if start and content.startswith(start):
-                    content, _ = content.removeprefix(start), changed.setdefault(_written_once(start))
-                for end in ends if message.get("role") == "assistant" else ():
-                    if content.rstrip().endswith(end):
-                        content, _ = content.rstrip().removesuffix(end), changed.setdefault(_written_once(end))
+                content, doubled = _without_tokens(content, starts, ends)
+                changed |= dict.fromkeys(map(_written_once, doubled))
                 message = {**message, "content": content}
             once.append(message)
         return Conversation(self.tokenizer, once, row_id, tools), tuple(changed)
 
     def _once(self, row: TextRow) -> TextRow:
         """A plain row without the start and end tokens that every row gets."""
-        start, end, changed = self.tokenizer.bos_token, self.tokenizer.eos_token, []
-        first = "context" if row.context else "completion"
-        if start and self._start_ids == [self.tokenizer.bos_token_id] and getattr(row, first).startswith(start):
-            row = replace(row, **{first: getattr(row, first).removeprefix(start)})
-            changed.append(_written_once(start))
-        if row.completion.rstrip().endswith(end):
-            row = replace(row, completion=row.completion.rstrip().removesuffix(end))
-            changed.append(_written_once(end))
-        return replace(row, changed=tuple(changed))
+        if HALF_A_CHARACTER.search(_whole(row)):
+            raise DataError(f"Row {row.id}: a row must hold text, but half a character of UTF-16 is in it.")
+        context, starts = _without_tokens(row.context, self._starts, ())
+        first = () if row.context else self._starts
+        completion, ends = _without_tokens(row.completion, first, (self.tokenizer.eos_token,))
+        changed = tuple(map(_written_once, starts + ends))
+        return replace(row, context=context, completion=completion, changed=changed)
 
     def plain(self, row_id: str, text: str) -> TextRow:
         """Text without a prompt, with loss on all of it."""
@@ -172,8 +175,8 @@ class PromptEncoder:
         if self.tokenizer.chat_template:
             with suppress(DataError):
                 talk = Conversation(self.tokenizer, probe, "")
-                said = talk.row().completion
-                behind = said[talk.end_of_content(said) :].lstrip()
+                row = talk.row()
+                behind = row.completion[talk.end_of_content(row) :].lstrip()
                 found = [token for token in added_tokens(self.tokenizer) if behind.startswith(token)]
                 ids |= {self.tokenizer.convert_tokens_to_ids(max(found, key=len))} if found else set()
         return tuple(sorted(ids))
@@ -224,8 +227,9 @@ class PromptEncoder:
             turns = [(first - start, last - start) for first, last in spans]
             turns[-1] = (turns[-1][0], turns[-1][1] + (not row.ended))
             told = (row.id, ids, len(before) + start)
+            one = TokenRow(*told, joined=joined)
             several = len(spans) > 1
-            found.append(TurnsRow(*told, tuple(turns), joined=joined) if several else TokenRow(*told, joined=joined))
+            found.append(TurnsRow(*told, tuple(turns), joined=joined, pieces=row.pieces) if several else one)
         return found
 
     def fits(self, rows: Sequence[TextRow]) -> list[Fit]:
@@ -250,7 +254,7 @@ class PromptEncoder:
         for row in encoded:
             longest = row.num_tokens - len(row.context_ids)
             room = self.max_length - longest
-            if room <= len(self._start_ids) and room < len(row.context_ids):
+            if room < len(row.context_ids) and room <= len(self._start_of(row.context_ids)):
                 raise DataError(
                     f"Row {row.id}: a choice of {longest} tokens leaves no room for its prompt within the limit of "
                     f"{self.max_length}. Raise the limit with --max-length, or leave the row out."
@@ -292,7 +296,10 @@ class PromptEncoder:
             for text, cuts in zip(texts, spans, strict=True):
                 starts, stops = zip(*places[text], strict=True) if places[text] else ((), ())
                 ends = {len(text): len(starts)} | {b: bisect_left(starts, b) for _, b in cuts if b < len(text)}
-                parts = [(bisect_right(stops, a), ends[b]) for a, b in cuts]
+                firsts = {a: bisect_right(stops, a) for a, _ in cuts}
+                for a, i in firsts.items():  # an added token may hold the white space behind it, and is not the label's
+                    firsts[a] += i < len(starts) and starts[i] < a and ids_of[text][i] in self._added
+                parts = [(firsts[a], ends[b]) for a, b in cuts]
                 (first, _), (begins, _) = parts[-1], cuts[-1]
                 joined = text[starts[first] : begins] if first < len(starts) else ""
                 split.append((ids_of[text], parts, joined))
@@ -354,13 +361,34 @@ class PromptEncoder:
     def _cut_context(self, ids: list[int], room: int) -> list[int]:
         if len(ids) <= room:
             return ids
-        start = self._start_ids if ids[: len(self._start_ids)] == self._start_ids else []
+        start = self._start_of(ids)
         kept = max(0, room - len(start))
         return start + ids[len(ids) - kept :]
+
+    def _start_of(self, ids: list[int]) -> list[int]:
+        """The start tokens of a row: the tokenizer's, or the one that its chat template writes."""
+        starts = (self._start_ids, [self.tokenizer.bos_token_id])
+        return next((start for start in starts if start and ids[: len(start)] == start), [])
 
 
 def _whole(row: TextRow) -> str:
     return row.context + row.completion + row.rest
+
+
+def _noted(row: TextRow, changed: tuple[str, ...]) -> TextRow:
+    return replace(row, changed=(*changed, *row.changed))
+
+
+def _without_tokens(text: str, starts: Sequence[str], ends: Sequence[str]) -> tuple[str, list[str]]:
+    """A text without these tokens at its beginning and at its end, and those that were there."""
+    found: dict[str, None] = {}
+    while token := next((token for token in starts if text.lstrip().startswith(token)), None):
+        text = text.lstrip().removeprefix(token)
+        found[token] = None
+    while token := next((token for token in ends if text.rstrip().endswith(token)), None):
+        text = text.rstrip().removesuffix(token)
+        found[token] = None
+    return text, list(found)
 
 
 def _written_once(token: str) -> str:

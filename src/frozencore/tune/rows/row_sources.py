@@ -107,7 +107,7 @@ def _jsonl_rows(lines: Iterable[str], origin: str) -> Iterator[Row]:
             continue
         rule = f"{origin}, line {number}: each line must be a JSON object,"
         try:
-            row = _strict_json(line)
+            row = strict_json(line)
         except (ValueError, RecursionError) as error:
             raise DataError(f"{rule} but this is none: {error}.") from error
         if not isinstance(row, dict):
@@ -115,7 +115,7 @@ def _jsonl_rows(lines: Iterable[str], origin: str) -> Iterator[Row]:
         yield row
 
 
-def _strict_json(text: str) -> Any:
+def strict_json(text: str) -> Any:
     """Parse JSON; raise a ``ValueError`` for a key that an object has twice: one of its values would be lost."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
 def _read_json(path: Path) -> Sequence[Row]:
     text = path.read_text(encoding="utf-8-sig")
     try:
-        rows = _strict_json(text)
+        rows = strict_json(text)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} must be one JSON list of objects, but is none: {one_line(error)}.") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
@@ -173,7 +173,7 @@ def _read_arrow(path: Path) -> Sequence[Row]:
             content = path.read_bytes()
             table = (ipc.open_file(content) if content.startswith(b"ARROW1") else ipc.open_stream(content)).read_all()
         _require_once(table.column_names, "column")
-        return list(map(_without_fillers, table.to_pylist()))
+        return list(map(_without_fillers, table.to_pylist(maps_as_pydicts="strict")))
     except (ArrowException, OSError, ValueError) as error:  # OSError from Thrift, ValueError from invalid UTF-8
         kind = path.suffix[1:].capitalize()
         raise DataError(f"{path} cannot be read as {kind}: {one_line(error, 200)} Write it again.") from error
