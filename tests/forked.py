@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -17,11 +18,16 @@ import torch
 
 import frozencore  # noqa: F401 - so that no forked process imports it anew
 
+TIMEOUT_S = 270
 FORK = multiprocessing.get_context("fork")
 
 
 def forget_cuda() -> None:
-    """In a forked process: where its parent has used a GPU, it cannot; it computes on the CPU."""
+    """In a forked process: where its parent has used a GPU, it cannot; it computes on the CPU.
+
+    A copied lock may hold it for ever (MKL's, once in thousands), so it ends with its stack after some minutes.
+    """
+    faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)
     torch.cuda.is_available = lambda: False
     torch.cuda.device_count = lambda: 0
 
@@ -35,7 +41,7 @@ class Ended:
     err: str
 
 
-def ended(call: Callable[[], object], said: Path, *, timeout_s: float = 280) -> Ended:
+def ended(call: Callable[[], object], said: Path, *, timeout_s: float = TIMEOUT_S + 10) -> Ended:
     """Call it in a forked process, to its end.
 
     Args:

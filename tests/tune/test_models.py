@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,12 @@ import pytest
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from adapted import BATCHES, adapted
 from families import make
 from frozencore import calibrate, export_lora, export_merged
-from frozencore.errors import CalibrationError, ConfigError
+from frozencore.errors import CalibrationError, ConfigError, ModelError
 from frozencore.files.hub import safe_loading
 from frozencore.tune import load as models
 from frozencore.tune.config import make_config
@@ -57,6 +58,23 @@ def test_several_processes_on_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(models, "num_ranks", lambda: 2)
     with pytest.raises(ConfigError, match=r"own, but --device cuda:1 came for 2\. Use cuda\."):
         load_model("pocket", device="cuda:1")
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_a_model_that_reads_later_tokens_is_refused(
+    kind: str, tmp_path: Path, byte_tokenizer: Callable[..., Any]
+) -> None:
+    sizes = {"vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model(kind, **sizes, eos_token_id=257, bos_token_id=256)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    if kind == "gpt2":
+        load_model(str(tmp_path), device="cpu")
+        return
+    with pytest.raises(
+        ModelError, match=r"is no causal language model: its logits depend on later tokens \(BertLMHead"
+    ):
+        load_model(str(tmp_path), device="cpu")
 
 
 def test_more_blocks_than_there_are_is_one_line(qwen2: nn.Module) -> None:

@@ -80,7 +80,8 @@ def plain_passes(model: nn.Module) -> Iterator[None]:
     ``p`` of a module, as a number of the module that calls a function (``dropout``, ``activation_dropout``,
     ``layerdrop``), or reads it from the configuration in each pass. Losses that a model adds to that of the rows are
     off: a router's (``output_router_logits``) and one on the size of all logits (``z_loss``). They are means over a
-    pass, so a step's gradient would depend on its batches.
+    pass, so a step's gradient would depend on its batches. Routers stay in evaluation, because PhiMoE's draws
+    experts in training.
     """
     with ExitStack() as undo:
         owners: dict[int, Any] = {}
@@ -96,6 +97,11 @@ def plain_passes(model: nn.Module) -> Iterator[None]:
                     undo.enter_context(with_attributes(owner, **{name: 0.0}))
                 elif name == "output_router_logits" and value is True:
                     undo.enter_context(with_attributes(owner, output_router_logits=False))
+            if isinstance(owner, nn.Module) and type(owner).__name__.endswith("Router"):
+                undo.callback(setattr, owner, "training", owner.training)
+                owner.training = False
+                vars(owner)["train"] = lambda _=True, router=owner: router  # which a trainer calls in each step
+                undo.callback(vars(owner).pop, "train")
         yield
 
 

@@ -51,7 +51,29 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> tuple
     refusal = "cannot be read as a causal language model with its tokenizer"
     with quiet_loading():
         tokenizer, model = _loaded(name, lambda loading: (_tokenizer(loading), _weights(loading, dtype)), refusal)
-    return model.to(place).eval(), tokenizer
+    model = model.to(place).eval()
+    _require_causal(model, name)
+    return model, tokenizer
+
+
+def _require_causal(model: PreTrainedModel, name: str) -> None:
+    """Refuse a model whose logits depend on later tokens: transformers loads some encoders as causal models too."""
+    last = model.config.get_text_config().vocab_size - 1
+    ids = torch.tensor([[last, last - 1, last], [last, last - 1, last - 1]], device=model.device)
+    if last < 1 or getattr(model, "is_quantized", False):  # one row's rounding may depend on another's
+        return
+    try:
+        with torch.inference_mode(), quiet_loading():
+            first, second = (model(input_ids=row, attention_mask=torch.ones_like(row)).logits for row in ids.split(1))
+    except Exception:  # the run's own passes will say what a model does not take
+        return
+    first, second = first[0, :-1].float(), second[0, :-1].float()
+    tolerance = 1e-4 if model.dtype in (torch.float32, torch.float64) else 0.05
+    if (first - second).abs().max() > tolerance * first.abs().max():
+        raise ModelError(
+            f"--model {name} is no causal language model: its logits depend on later tokens ({type(model).__name__}). "
+            "Give a model that reads from left to right."
+        )
 
 
 def load_config(name: str) -> PretrainedConfig:

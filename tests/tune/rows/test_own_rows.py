@@ -337,4 +337,4 @@ def test_arguments_in_a_parquet_map_are_an_object(tmp_path: Path, byte_tokenizer
         "{% endfor %}"
     )
     (text,) = read_rows(str(tmp_path / "rows.parquet"), encoder).texts
-    assert text.completion == 'capital{"of": "France"}'
+    assert text.completion == 'assistantcapital{"of": "France"}'

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import MistralConfig, MistralForCausalLM
 
 from all_logits import tiny_all_logits
+from families import make
 from frozencore.errors import DataError, ModelError
 from frozencore.tune.rows import ChoiceTokens, Example
 from frozencore.tune.rows.prompts import PromptEncoder
@@ -241,3 +242,11 @@ def test_a_model_that_cannot_leave_logits_out_scores_as_one_that_can() -> None:
     model, rows = tiny_all_logits(), random_rows(9)
     assert not can_share_prefix(model)
     assert_close(choice_logprobs(model, rows, pad_id=0), reference_logprobs(tiny_qwen2(), rows))
+
+
+def test_a_model_whose_attention_takes_no_such_mask_scores_full_sequences() -> None:
+    model, rows = make("falcon").eval(), random_rows(4)
+    assert not can_share_prefix(model)
+    found = choice_logprobs(model, rows, pad_id=0)
+    for scores, wanted in zip(found, reference_logprobs(model, rows), strict=True):
+        assert scores == pytest.approx(wanted, abs=1e-4)
