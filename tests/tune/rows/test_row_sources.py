@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import sys
@@ -92,6 +93,13 @@ def arrow_with_twins() -> bytes:
         return file.getvalue()
 
 
+def test_a_csv_may_begin_with_empty_lines_and_hold_long_cells(tmp_path: Path) -> None:
+    before, long = csv.field_size_limit(), "x" * 140_000
+    (tmp_path / "a.csv").write_text(f"\n\ntext,other\n\n{long},b\n")
+    assert read_source(str(tmp_path / "a.csv")) == [{"text": long, "other": "b"}]
+    assert csv.field_size_limit() == before
+
+
 WRONG: list[tuple[str, bytes, str]] = [
     ("a.jsonl", b'{"text": "a"}\n{"text": \n', "a.jsonl, line 2"),
     ("a.jsonl", b'{"text": "\xff\xfe"}\n', "must be UTF-8"),
@@ -103,6 +111,8 @@ WRONG: list[tuple[str, bytes, str]] = [
     ("a.csv", b"text,other\na\n", "line 2: a row must have the 2 columns"),
     ("a.csv", b'text\n"a\n', "a.csv, line 1: .*Write it again"),
     ("a.csv", b"text\n", "holds no rows"),
+    ("a.csv", b"\n\n", "holds no rows"),
+    ("a.csv", b"text,other\na,b,c\n", r"^[^:]*a.csv, line 2: a row must have the 2 columns of the first line"),
     ("a.arrow", b"ARROW1 no", "cannot be read as Arrow"),
     ("a.arrow", arrow_with_twins(), "the column 'text' is given twice"),
     ("a.parquet", b"nothing", "cannot be read as Parquet"),

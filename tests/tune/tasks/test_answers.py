@@ -65,8 +65,58 @@ NUMBERS = {
     "१२": 12,
     "7 or 8": 7,
     "3 + 4 = 7": 3,
+    "1{,}000": 1000,
+    "1,\\!000": 1000,
+    "1\\,234\\,567": 1234567,
+    "1_000": 1000,
+    "1.234.567": 1234567,
+    "1.234.567,5": "2469135/2",
+    "1.000": 1,
+    "１，２３４": 1234,
+    "１２．５": "25/2",
+    "١٬٢٣٤٫٥": "2469/2",
+    "2\\frac{1}{2}": "5/2",
+    "\\frac12": "1/2",
+    "\\dfrac1{12}": "1/12",
+    "-\\frac{1}{2}": "-1/2",
+    "\\frac{-1}{2}": "-1/2",
+    "\\frac{1,000}{3}": "1000/3",
+    "1⁄2": "1/2",
+    "1.5/2": "3/4",
+    "3/-4": "-3/4",
+    "-(5)": -5,
+    "6\\times10^{3}": 6000,
+    "6 \\cdot 10^3": 6000,
+    "10³": 1000,
+    "10^6": 1000000,
+    "2^{-1}": "1/2",
+    "\\text{about } 5": 5,
+    "$-1.5$": "-3/2",
 }
-NO_NUMBERS = ["", "seven", "7/0", "1e999", "1e-99999999999", "9" * 5000, "-", "$", "half"]
+ALONE = [
+    "$1,234",
+    "50%",
+    "5 eggs",
+    "\\boxed{42}",
+    "$42$",
+    "x: 5",
+    "No. 5",
+    "-3",
+    "½ cup",
+    "1{,}000",
+    "\\(3\\)",
+    "1e3",
+    "7.",
+]
+NOT_ALONE = [
+    "\\sqrt{2}", "2\\pi", "2π", "x^2", "\\frac{\\pi}{2}", "5\\sqrt{3}", "(3, 4)", "7 or 8", "2024-05-01", "12:30",
+    "0x10", "3 apples and 4 pears", "10 000", "5-3", "1/2/3", "12.5.1", "1,000,00", "3+4=7", "1, 2", "5!",
+    "x-3", "seven",
+]  # fmt: skip
+NO_NUMBERS = [
+    "\\sqrt{2}", "2\\pi", "\\frac{\\pi}{2}", "0^{-1}", "9^{99999}", "", "seven", "7/0", "1e999", "1e-99999999999",
+    "9" * 5000, "-", "$", "half",
+]  # fmt: skip
 
 TEXTS = {
     " The answer is: 5": 5,
@@ -94,6 +144,13 @@ def test_a_number_is_read_as_the_table_says(text: str, number: int | str) -> Non
 @pytest.mark.parametrize("text", NO_NUMBERS)
 def test_what_is_not_a_number_one_could_mean_is_none(text: str) -> None:
     assert parse_number(text) is None
+
+
+@pytest.mark.parametrize("text", [*ALONE, *NOT_ALONE])
+def test_an_answer_of_the_data_is_one_number_with_words_at_most(text: str) -> None:
+    number = parse_number(text, alone=True)
+    assert (number is not None) == (text in ALONE)
+    assert number in (None, parse_number(text))
 
 
 @pytest.mark.parametrize(("text", "number"), TEXTS.items())

@@ -11,6 +11,7 @@ import pytest
 
 from frozencore.errors import ConfigError, DataError
 from frozencore.tune.suite import find_task, find_tasks
+from frozencore.tune.tasks.answers import parse_answer
 from frozencore.tune.tasks.splits import evaluation_rows, split_task
 
 CAPITALS = """\
@@ -69,6 +70,7 @@ def test_choices_may_stand_in_the_file_and_numbers_need_none(tmp_path: Path) -> 
         (CAPITALS.replace("choices: options\n", ""), "choices belong to 'scoring: choice'"),
         (CAPITALS.replace("options", "[yes-only]"), "give two texts or more"),
         (CAPITALS.replace("answer: answer\n", ""), "answer: field required"),
+        (CAPITALS.replace("{country}", "it"), "prompt: name the columns that it shows in braces"),
         (CAPITALS.replace("name: capitals", "name: a/b"), "name: string should match"),
         (CAPITALS.replace("name: capitals", "name: .."), "name: string should match"),
         (CAPITALS.replace("name: capitals", f"name: {'x' * 300}"), "name: string should match"),
@@ -106,6 +108,34 @@ def test_a_bad_row_is_one_line(row: dict[str, Any], reason: str, tmp_path: Path)
     with pytest.raises(DataError, match=reason) as error:
         evaluation_rows(find_task(task_file(tmp_path, CAPITALS, [row])))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "wanted"),
+    [
+        ("{my question}", "Why?"), ("{ my question }", "Why?"), ("{{my question}}", "Why?"), ("{{ q-x }}", "How?"),
+        ("{n.x}?", "1?"), ("{ä}", "Ä"),
+        ('{"a": {ä}, "b": {}}', '{"a": Ä, "b": {}}'), ("\\\\boxed{} {ä}", "\\boxed{} Ä"),
+        ("{my-question}", None), ("{n[x]}", None), ("{ä!r}", None), ("{{missing}}", None), ("{0}", None),
+    ],
+)  # fmt: skip
+def test_every_column_that_a_prompt_names_is_filled_or_refused(prompt: str, wanted: str | None, tmp_path: Path) -> None:
+    row = {"my question": "Why?", "q-x": "How?", "n.x": 1, "ä": "Ä", "answer": 3}
+    text = SUMS.replace("{a} + {b} =", prompt.replace('"', '\\"')).replace("answer: sum", "answer: answer")
+    task = find_task(task_file(tmp_path, text, [row]))
+    if wanted is None:
+        with pytest.raises(DataError, match=r"Row evaluation-0: column '.*' must hold .*the columns are my question"):
+            evaluation_rows(task)
+    else:
+        assert evaluation_rows(task)[0].prompt == wanted
+
+
+@pytest.mark.parametrize("answer", ["12:30", "3 apples and 4 pears", "Step 1.\nSo 48+24=72."])
+def test_an_answer_that_is_not_one_number_is_refused(answer: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="Row evaluation-0: column 'sum' must hold one number, with no more than words"):
+        evaluation_rows(find_task(task_file(tmp_path, SUMS, [{"a": 1, "b": 2, "sum": answer}])))
+    (example,) = evaluation_rows(find_task(task_file(tmp_path, SUMS, [{"a": 1, "b": 2, "sum": f"{answer}\n#### 72"}])))
+    assert parse_answer(example.completion, gold=True) == 72
 
 
 NUMERALS = 'name: n\nscoring: choice\nevaluation: test.{}\nprompt: "{{q}}"\nchoices: ["1", "2", "3"]\nanswer: a\n'

@@ -147,19 +147,23 @@ def _read_json(path: Path) -> Sequence[Row]:
 
 
 def _read_separated(path: Path) -> Iterator[Row]:
+    limit = csv.field_size_limit(2**31 - 1)  # the greatest on every platform; the default is 131,072 characters
     with path.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.DictReader(lines, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
         try:
+            while reader.fieldnames == []:  # empty lines before the header
+                reader.fieldnames = None
             _require_once(reader.fieldnames or (), "column")
             for row in reader:
                 if None in row or None in row.values():
-                    raise DataError(
-                        f"{path}, line {reader.line_num}: a row must have the {len(reader.fieldnames or ())} columns "
-                        "of the first line. Quote what holds a separator or a new line."
-                    )
+                    size = len(reader.fieldnames or ())
+                    rule = f"a row must have the {size} columns of the first line"
+                    raise ValueError(f"{rule}; quote what holds a separator or a new line")
                 yield row
         except (csv.Error, ValueError) as error:
             raise DataError(f"{path}, line {reader.line_num}: {error}. Write it again.") from error
+        finally:
+            csv.field_size_limit(limit)
 
 
 def _read_arrow(path: Path) -> Sequence[Row]:

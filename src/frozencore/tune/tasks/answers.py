@@ -9,17 +9,20 @@ Later additions or corrections do not count. Without a marker, or a number after
 | ``145``, ``145.``, ``145.0`` | 145      | a final stop and trailing zeros do not count              |
 | ``1,234,567``, ``1'234``     | 1234567  | separators before groups of three digits (1,00,000 too)   |
 | ``1 234`` (no-break space)   | 1234     | a plain space separates numbers instead                   |
-| ``1.234,50``                 | 1234.5   | points before groups, then a comma: the comma is decimal  |
+| ``1{,}234``, ``1\\,234``      | 1234     | LaTeX's separators                                        |
+| ``1.234,50``, ``1.234.567``  | 1234.5, 1234567 | points before groups: a comma behind them is decimal |
 | ``12,5``                     | 12.5     | a comma not before a group of three is decimal            |
 | ``$1,234.50``, ``-$5``       | 1234.5   | currency signs, before or after the minus, do not count   |
 | ``+3``, ``−3``, ``- 3``      | 3, -3    | typographic minus signs too; a hyphen in a word is none   |
-| ``3/4``, ``\\frac{3}{4}``, ``¾`` | 3/4  | exact fractions                                           |
-| ``1 3/4``, ``1¾``            | 7/4      | mixed numbers                                             |
+| ``3/4``, ``\\frac{3}{4}``, ``¾`` | 3/4  | exact fractions, ``\\frac34`` and ``1.5/2`` too            |
+| ``1 3/4``, ``1¾``            | 7/4      | mixed numbers, ``1\\frac{3}{4}`` too                      |
 | ``12 km``, ``25%``, ``x = 5``| 12, 25, 5| words, units and percent signs do not count               |
-| ``1.2e3``, ``1.2 × 10^3``    | 1200     | scientific notation, superscripts too                     |
+| ``1.2e3``, ``1.2 × 10^3``    | 1200     | scientific notation, superscripts and LaTeX's signs too   |
+| ``10^3``, ``10³``, ``2^{-1}`` | 1000, 1/2 | powers                                                   |
 | ``١٤٥``, ``１４５``            | 145      | any script's decimal digits                               |
 | ``7 or 8``                   | 7        | the first number                                          |
 | ``7/0``, ``1e999``           | none     | not a meaningful number                                   |
+| ``\\sqrt{2}``, ``2\\pi``      | none     | a part of an expression                                   |
 """
 
 from __future__ import annotations
@@ -34,21 +37,29 @@ _MAX_EXPONENT = 300
 
 _MINUS = dict.fromkeys(map(ord, "−–—﹣－‒"), "-")
 _SPACES = dict.fromkeys(map(ord, "\u00a0\u202f\u2009\u2007"), "\u00a0")
+_SIGNS = {ord(sign): plain for sign, plain in zip("，．٬٫\u2044\u2215", ",.,.//", strict=True)}
 _SUPERSCRIPT = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 
-_GROUPED = r"[1-9]\d{0,2}(?:(?:,\d{2,3})*,\d{3}|(?:['’\u00a0]\d{3})+)(?!\d)(?:\.\d+)?"
-_EUROPEAN = r"\d{1,3}(?:\.\d{3})+,\d+"
+_GROUPED = r"[1-9]\d{0,2}(?:(?:,\d{2,3})*,\d{3}|(?:['’_\u00a0]\d{3})+)(?!\d)(?:\.\d+)?"
+_EUROPEAN = r"\d{1,3}(?:(?:\.\d{3})+,\d+|(?:\.\d{3}){2,}(?![\d.]))"
 _COMMA_DECIMAL = r"\d+,\d+(?!\d|,\d)"
 _PLAIN = r"\d+(?:\.\d+)?|(?<!\.)\.\d+"
 _AMOUNT = rf"(?:{_EUROPEAN}|{_GROUPED}|{_COMMA_DECIMAL}|{_PLAIN})"
-_SIGN = r"(?:(?<![\w)\]])(?P<sign>[-+])\s?)?"
+_SIGN = r"(?:(?<![\w)\]])(?P<sign>[-+])\s?\(?)?"
 _CURRENCY = r"(?:\\?[$€£¥₹₩₽]\s?(?P<late_sign>-)?)?"
 _NUMBER = re.compile(
     rf"{_SIGN}{_CURRENCY}(?:"
-    rf"(?:(?P<whole>\d+) )?(?P<top>\d+)\s?/\s?(?P<bottom>\d+)(?![\d.,]*\d)"
-    rf"|(?P<amount>{_AMOUNT})(?:[eE](?P<exponent>[-+]?\d+)|\s?[x×*·]\s?10\s?\^\s?\{{?(?P<power>[-+]?\d+))?"
+    rf"(?:(?P<whole>\d+) )?(?P<top>{_AMOUNT})\s?/\s?(?P<bottom>-?(?:{_AMOUNT}))(?![\d.,]*\d)"
+    rf"|(?P<amount>{_AMOUNT})(?:[eE](?P<exponent>[-+]?\d+)|\s?[x×*·]\s?10\s?\^\s?\{{?(?P<power>[-+]?\d+)\}}?"
+    rf"|\s?\^\s?\{{?(?P<own_power>[-+]?\d+)\}}?)?"
     rf")"
 )
+_BEFORE = re.compile(r"(?:\\(?:sqrt|[dtc]?frac|log|ln|sin|cos|tan)\W*|\\[dtc]?frac\{[^{}]*\}\{|√\s*|\^\s*\{?)$")
+_BEHIND = re.compile(r"\s?(?:\\(?:sqrt|pi\b)|[√π])")
+"""What makes a number a part of an expression."""
+_WORDS = r"[^\d\\^/+*<>_#√π-]*"
+_ONLY_WORDS = re.compile(_WORDS), re.compile(rf"(?!\s*[:!]){_WORDS}")
+"""What may stand before the number of a data set's own answer, and behind it."""
 
 
 def find_answer(text: str, *, gold: bool = False) -> str | None:
@@ -73,10 +84,20 @@ def parse_answer(text: str, *, gold: bool = False) -> Fraction | None:
     return None if line is None else parse_number(line)
 
 
-def parse_number(text: str) -> Fraction | None:
-    """The first number in a text, exactly, by the rules of this module; ``None`` if there is none."""
-    match = _NUMBER.search(_plain(text))
+def parse_number(text: str, *, alone: bool = False) -> Fraction | None:
+    """The first number in a text, exactly, by the rules of this module; ``None`` if there is none.
+
+    Args:
+        alone: Only words and units may stand beside it, such as those of ``$12`` or ``5 eggs``.
+    """
+    text = _plain(text)
+    match = _NUMBER.search(text)
     if match is None or sum(map(str.isdigit, match[0])) > _MAX_DIGITS:
+        return None
+    before, behind = text[: match.start()], text[match.end() :]
+    if _BEFORE.search(before) or _BEHIND.match(behind):
+        return None
+    if alone and not all(words.fullmatch(part) for words, part in zip(_ONLY_WORDS, (before, behind), strict=True)):
         return None
     value = _fraction(match) if match["top"] else _decimal(match)
     if value is None:
@@ -85,29 +106,49 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def _fraction(match: re.Match[str]) -> Fraction | None:
-    bottom = int(match["bottom"])
-    return int(match["whole"] or 0) + Fraction(int(match["top"]), bottom) if bottom else None
+    bottom = _amount(match["bottom"])
+    return int(match["whole"] or 0) + _amount(match["top"]) / bottom if bottom else None
 
 
 def _decimal(match: re.Match[str]) -> Fraction | None:
-    exponent = int(match["exponent"] or match["power"] or 0)
-    if abs(exponent) > _MAX_EXPONENT:
+    exponent, power = int(match["exponent"] or match["power"] or 0), int(match["own_power"] or 1)
+    amount = _amount(match["amount"])
+    if max(abs(exponent), abs(power) * len(match["amount"])) > _MAX_EXPONENT or (power < 0 and not amount):
         return None
-    amount = re.sub(r"['’\u00a0]", "", match["amount"])
-    if re.fullmatch(_EUROPEAN, amount):
-        amount = amount.replace(".", "").replace(",", ".")
-    elif re.fullmatch(_GROUPED, amount):
-        amount = amount.replace(",", "")
-    else:
-        amount = amount.replace(",", ".")
-    return Fraction(amount) * Fraction(10) ** exponent
+    return amount**power * Fraction(10) ** exponent
+
+
+def _amount(text: str) -> Fraction:
+    """The value of a decimal with separators."""
+    text = re.sub(r"['’_\u00a0]", "", text)
+    if re.fullmatch(rf"-?(?:{_EUROPEAN})", text):
+        text = text.replace(".", "").replace(",", ".")
+    elif re.fullmatch(rf"-?(?:{_GROUPED})", text):
+        text = text.replace(",", "")
+    return Fraction(text.replace(",", "."))
 
 
 def _plain(text: str) -> str:
-    """Replace the digits, signs and fractions of any script by ASCII."""
+    """Replace the digits, signs and fractions of any script, and those of LaTeX, by ASCII."""
     text = re.sub(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda run: "^" + run[0].translate(_SUPERSCRIPT), text)
-    text = "".join(_plain_character(character) for character in text.translate(_MINUS | _SPACES))
-    return re.sub(r"\\[dt]?frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}", r"\1/\2", text)
+    text = "".join(_plain_character(character) for character in text.translate(_MINUS | _SPACES | _SIGNS))
+    for spelled, plain in _LATEX:
+        text = spelled.sub(plain, text)
+    return text
+
+
+_PART = r"(?:\{\s*([-+]?[\d.,]+)\s*\}|\s*(\d))"
+_LATEX = [
+    (re.compile(spelled), plain)
+    for spelled, plain in (
+        (r"\{,\}|,\\!", ","),
+        (r"(?<=\d)(?:\\[,;: ]|~)(?=\d{3})", "\u00a0"),
+        (r"\\(?:times|cdot)(?![a-z])", "×"),
+        (r"\\(?:boxed|text|textbf|mathrm|mathbf)\s*(?=\{)|\\(?=[()\[\]$%])", ""),
+        (rf"(?<=\d)\s*(?=\\[dtc]?frac{_PART}{_PART})", " "),
+        (rf"\\[dtc]?frac\s*{_PART}\s*{_PART}", r"\1\2/\3\4"),
+    )
+]
 
 
 def _plain_character(character: str) -> str:

@@ -9,7 +9,8 @@
     answer: answer                  # a column: the text of a choice, or its position from 0; or the number
     epochs: 3
 
-``{question}`` stands for the column of that name. Further keys: ``validation``, ``num_train``, ``num_evaluation``,
+``{question}`` stands for the column of that name, and so does ``{{ question }}``. Braces around what cannot be a name,
+as in JSON, are text. Further keys: ``validation``, ``num_train``, ``num_evaluation``,
 ``max_new_tokens``, ``licence``.
 """
 
@@ -28,9 +29,10 @@ from frozencore.files.strict_yaml import read_typed
 from frozencore.tune.rows import Example, Row, position_of, text_field, texts_field
 from frozencore.tune.rows.row_sources import read_source
 from frozencore.tune.tasks import Origin, Split, Task
-from frozencore.tune.tasks.answers import parse_number
+from frozencore.tune.tasks.answers import find_answer, parse_number
 
-_COLUMN = re.compile(r"\{(\w+)\}")
+_BRACES = re.compile(r"\{\{([^{}]+)\}\}|\{([^{}]+)\}")
+_NAME = re.compile(r"\w[\w .!/\[\]-]*")
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,22 @@ class Described:
         Raises:
             DataError: A column is missing or holds something else.
         """
-        prompt = _COLUMN.sub(lambda match: text_field(row, match[1], row_id, or_number=True), self.prompt)
+
+        def filled(braces: re.Match[str]) -> str:
+            name = braces[1] or braces[2]
+            name = name if name in row else name.strip()
+            if name not in row and not _NAME.fullmatch(name):
+                return braces[0]
+            return text_field(row, name, row_id, or_number=True)
+
+        prompt = _BRACES.sub(filled, self.prompt)
         if self.choices is None:
             number = text_field(row, self.answer, row_id, or_number=True)
-            if parse_number(number) is None:
-                raise DataError(f"Row {row_id}: column {self.answer!r} must hold a number, but holds {number!r}.")
+            if parse_number(find_answer(number, gold=True) or number, alone=True) is None:
+                raise DataError(
+                    f"Row {row_id}: column {self.answer!r} must hold one number, with no more than words beside it, "
+                    f"but holds {number!r:.80}."
+                )
             return Example(row_id, prompt, f" The answer is: {number}")
         choices = texts_field(row, self.choices, row_id) if isinstance(self.choices, str) else self.choices
         position = position_of(row, self.answer, choices, row_id, or_position=True)
@@ -107,6 +120,8 @@ def read_own_task(path: Path) -> Task:
         )
     if isinstance(own.choices, list) and (len(own.choices) < 2 or not all(map(str.strip, own.choices))):
         raise ConfigError(f"{path}: choices: give two texts or more, none empty, but {own.choices!r} came.")
+    if not _BRACES.search(own.prompt):
+        raise ConfigError(f"{path}: prompt: name the columns that it shows in braces, as {{question}}; none is named.")
     named: dict[Split, str | None] = {"train": own.train, "validation": own.validation, "evaluation": own.evaluation}
     return Task(
         name=own.name,
