@@ -1,45 +1,161 @@
-"""``frozencore calibrate --tenants``: one basis of rows of a folder of tenants."""
+"""``calibrate``, what ``inspect`` shows of it, and one basis for many adapters: ``--basis``, ``adapter``, tenants."""
 
 from __future__ import annotations
 
+import io
 import json
 import random
 import re
+import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from frozencore import CoreBank
+from frozencore.adapter.inspection import AngleReport, BasisReport, CaptureReport, LayerReport
+from frozencore.cli import app as cli
+from frozencore.cli.inspect import inspection_table
+from frozencore.files.adapter_folder import WEIGHTS_FILE
 from frozencore.tune.pocket import pocket_model_path
+from frozencore.words import counted
 from small_tenants import adapter_in
 
 Command = Callable[..., tuple[int, str, str]]
-FEW = ["--model", pocket_model_path(), "--rank", 4, "--calibration-size", 4]
+FEW = ("--model", pocket_model_path(), "--task", "pocket-sentiment")
+SHORT = (*FEW, "--batch-size", 8, "--accumulation", 1, "--num-train", 16, "--num-evaluation", 8, "--epochs", 1)
+DAMPED = ("calibrate", *FEW, "--num-train", 40, "--rank", 4, "--calibration-size", 16, "--damping", "0.1,0.01")
+CORES = 16 * 4 * 4
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of a calibration, and what it printed."""
+    folder = tmp_path_factory.mktemp("calibrated")
+    words = ["frozencore", *DAMPED, "--out", folder, "--group-size", 3, "--stats-device", "cpu"]
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as out:
+        patch.setattr(sys, "argv", list(map(str, words)))
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+    assert not end.value.code
+    return folder, out.getvalue()
 
 
 @pytest.fixture
-def tenants(tmp_path: Path) -> Path:
-    folder, drawn = tmp_path / "tenants", random.Random(0)
-    folder.mkdir()
-    for more, name in enumerate(("anna", "ben")):
-        sums = [(drawn.randrange(30), drawn.randrange(30)) for _ in range(8)]
-        rows = [{"prompt": f"How many is {a} and {b}?", "completion": f" {a + b + more}"} for a, b in sums]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
+def basis(calibrated: tuple[Path, str]) -> Path:
+    return calibrated[0] / "basis"
 
 
-def test_a_basis_of_tenants_carries_their_cores(command: Command, tenants: Path, tmp_path: Path) -> None:
-    status, _, err = command("calibrate", *FEW, "--tenants", tenants, "--output", tmp_path / "shop")
+def test_calibrate_then_inspect_shows_what_the_basis_captured(command: Command, calibrated: tuple[Path, str]) -> None:
+    folder, out = calibrated
+    assert float(re.search(r"Calibration, ([0-9.]+) s", out)[1]) > 0  # type: ignore[index]
+    assert "16 layers (--all-layers shows each)" in out
+    assert {"effective", "σ₁"} <= {line.split("│")[1].strip() for line in out.splitlines() if line.startswith("│")}
+    status, out, _ = command("inspect", folder / "adapter", "--moments", folder / "moments.safetensors", "--json")
+    reports = json.loads(out)
+    assert status == 0
+    assert len(reports) == 16
+    assert list(reports) == sorted(reports, key=counted)
+    assert all(layer["capture"]["correlation_share"] == pytest.approx(1, abs=1e-3) for layer in reports.values())
+    status, out, _ = command("inspect", folder / "adapter", "--against", folder / "adapter")
+    assert status == 0
+    assert "1.000" in out
+    assert "coher. P: coherence of P: largest leverage of an output" in out
+    assert "16 layers; 256 trained values" in out
+    assert "PᵀP" not in out
+
+
+def test_a_memory_budget_leaves_the_bases_and_no_sums(
+    command: Command, calibrated: tuple[Path, str], tmp_path: Path
+) -> None:
+    thrifty = (*DAMPED, "--out", tmp_path / "thrifty", "--memory-budget", "1GiB")
+    status, out, _ = command(*thrifty, "--all-layers")
+    assert (status, "Moments:" in out, "layers.3.self_attn.q_proj" in out) == (0, False, True)
+    assert {path.name for path in (tmp_path / "thrifty").iterdir()} == {"adapter", "basis"}
+    adapters = [folder / "adapter" for folder in (calibrated[0], tmp_path / "thrifty")]
+    assert all(json.loads((one / "adapter_config.json").read_text())["damping"] == [0.1, 0.01] for one in adapters)
+    whole, in_groups = (load_file(one / WEIGHTS_FILE) for one in adapters)
+    assert whole.keys() == in_groups.keys()
+    for key, X in whole.items():
+        torch.testing.assert_close(X, in_groups[key], atol=1e-3, rtol=0)
+    assert "already holds a calibration" in command(*thrifty)[2]
+
+
+def test_tune_on_a_basis_takes_everything_from_it_and_saves_cores_alone(
+    command: Command, basis: Path, tmp_path: Path
+) -> None:
+    status, out, err = command("tune", *SHORT, "--basis", basis, "--out", tmp_path / "run")
     assert status == 0, err
-    basis = tmp_path / "shop" / "basis"
+    assert f"{CORES} trained values" in out
+    adapter, record = tmp_path / "run" / "adapter", json.loads((tmp_path / "run" / "result.json").read_text())
+    assert sum(file.stat().st_size for file in adapter.iterdir()) <= 4 * CORES + 8192
+    assert (record["config"]["rank"], record["config"]["method"]) == (4, "fcca")
+    assert "16 rows of pocket-sentiment" in (adapter / "README.md").read_text()
+    status, out, err = command("inspect", basis, "--against", adapter, "--json")
+    assert status == 0, err
+    assert all(layer["angles"]["output_cosine"] == pytest.approx(1) for layer in json.loads(out).values())
+
+
+def test_what_contradicts_the_basis_is_one_line(command: Command, basis: Path, tmp_path: Path) -> None:
+    other = AutoModelForCausalLM.from_pretrained(pocket_model_path())
+    other.model.layers[0].self_attn.q_proj.weight.data[0] += 1
+    other.save_pretrained(tmp_path / "other")
+    for file in Path(pocket_model_path()).glob("tokenizer*"):
+        (tmp_path / "other" / file.name).write_bytes(file.read_bytes())
+    for words, message in (
+        (["--rank", 8], "has rank 4, but 8 came. Leave --rank out"),
+        (["--method", "eva"], "has method fcca, but eva came. Leave --method out"),
+        (["--damping", 0.5], "but 0.5 came. Leave --damping out"),
+        (["--model", tmp_path / "other"], "another base model"),
+    ):
+        status, _, err = command("tune", *SHORT, "--basis", basis, *words, "--out", tmp_path / "run")
+        assert (status, err.count("\n")) == (2, 1)
+        assert message in err
+        assert not (tmp_path / "run").exists()
+
+
+def test_an_adapter_is_packed_and_unpacked_to_the_same_bytes(command: Command, basis: Path, tmp_path: Path) -> None:
+    whole, packed, again = basis.parent / "adapter", tmp_path / "packed", tmp_path / "again"
+    status, out, err = command("adapter", "pack", whole, "--basis", basis, "--out", packed)
+    assert re.search(rf"^Basis: {re.escape(str(basis))}   [\d,]+ bytes$", out, flags=re.MULTILINE), out
+    assert status == 0, err
+    assert f"{sum(file.stat().st_size for file in packed.iterdir()):,} bytes" in out
+    assert command("adapter", "unpack", packed, "--out", again)[0] == 0
+    for file in whole.iterdir():
+        assert (again / file.name).read_bytes() == file.read_bytes()
+    status, _, err = command("adapter", "pack", packed, "--basis", basis, "--out", tmp_path / "twice")
+    assert (status, "cores alone already" in err) == (2, True)
+
+
+def write_sums(file: Path, more: int, num_rows: int = 8) -> Path:
+    drawn = random.Random(more)
+    sums = [(drawn.randrange(30), drawn.randrange(30)) for _ in range(num_rows)]
+    rows = [{"prompt": f"How many is {a} and {b}?", "completion": f" {a + b + more}"} for a, b in sums]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_a_basis_of_tenants_carries_their_cores(command: Command, tmp_path: Path) -> None:
+    tenants, basis = tmp_path / "tenants", tmp_path / "shop" / "basis"
+    tenants.mkdir()
+    for more, name in enumerate(("anna", "ben")):
+        write_sums(tenants / f"{name}.jsonl", more)
+    few = ("--rank", 4, "--calibration-size", 4)
+    status, _, err = command("calibrate", *FEW[:2], *few, "--tenants", tenants, "--out", tmp_path / "shop")
+    assert status == 0, err
     assert {path.name for path in (tmp_path / "shop").iterdir()} == {"adapter", "basis", "moments.safetensors"}
     said = json.loads((basis / "basis.json").read_text())["calibrated_on"]
     assert re.fullmatch(r"8 rows of .*tenants, \d+ tokens", said)
     short = ["--epochs", 1, "--batch-size", 4, "--basis", basis]
-    status, _, err = command("tune-many", *FEW[:2], "--tenants", tenants, *short, "--output", tmp_path / "many")
+    status, _, err = command("tune-many", *FEW[:2], "--tenants", tenants, *short, "--out", tmp_path / "many")
     assert status == 0, err
-    status, _, err = command("tune", *FEW[:2], "--data", tenants / "ben.jsonl", *short, "--output", tmp_path / "ben")
+    status, _, err = command("tune", *FEW[:2], "--data", tenants / "ben.jsonl", *short, "--out", tmp_path / "ben")
     assert status == 0, err
     assert said in (tmp_path / "ben" / "adapter" / "README.md").read_text()
     bank = CoreBank(adapter_in(tmp_path / "ben"), capacity=2)
@@ -48,45 +164,72 @@ def test_a_basis_of_tenants_carries_their_cores(command: Command, tenants: Path,
     assert sorted(bank) == ["anna", "ben"]
 
 
-def ben_has_a_row(folder: Path) -> None:
-    (folder / "ben.jsonl").write_text(json.dumps({"prompt": "How many?", "completion": " 3"}) + "\n")
-
-
-def ben_says_nothing(folder: Path) -> None:
-    (folder / "ben.jsonl").write_text(
-        "".join(json.dumps({"prompt": f"{i}?", "completion": ""}) + "\n" for i in range(9))
-    )
-
-
-def leave(folder: Path) -> None:
-    pass
-
-
-@pytest.mark.parametrize(
-    ("change", "words", "message"),
-    [
-        (ben_has_a_row, [], "Tenant 'ben'.*needs rows to train on"),
-        (ben_says_nothing, [], "Tenant 'ben'"),
-        (leave, ["--method", "random"], "'random' reads no calibration data"),
-        (leave, ["--data", "x.jsonl"], "--tenants and --data name the same thing. Leave one out"),
-        (leave, ["--task", "sst2"], "give one"),
-        (leave, ["--calibration-task", "sst2"], "leave --calibration-task out"),
-    ],
-)
-def test_what_is_no_folder_of_tenants_is_one_line_and_writes_nothing(
-    change: Callable[[Path], None], words: list[str], message: str, command: Command, tenants: Path, tmp_path: Path
-) -> None:
-    change(tenants)
-    status, _, err = command("calibrate", *FEW, *words, "--tenants", tenants, "--output", tmp_path / "shop")
-    assert (status, err.count("\n")) == (2, 1)
-    assert re.search(message, err), err
-    assert not (tmp_path / "shop").exists()
-
-
 def test_what_a_calibration_warns_of_is_a_line_on_the_screen(command: Command, tmp_path: Path) -> None:
-    rows = [{"prompt": f"How many is {a} and 3?", "completion": f" {a + 3}"} for a in range(4)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    named = ["--model", pocket_model_path(), "--rank", 16, "--calibration-size", 3]
-    status, out, err = command("calibrate", *named, "--data", tmp_path / "rows.jsonl", "--out", tmp_path / "out")
+    rows = write_sums(tmp_path / "rows.jsonl", 0, num_rows=4)
+    few = ("--rank", 16, "--calibration-size", 3)
+    status, out, err = command("calibrate", *FEW[:2], *few, "--data", rows, "--out", tmp_path / "out")
     assert (status, err) == (0, "")
     assert re.search(r"Warning: \d+ of 16 layers have fewer independent directions", " ".join(out.split()))
+
+
+def test_a_folder_is_said_to_hold_what_the_commands_wrote(
+    command: Command, calibrated: tuple[Path, str], tmp_path: Path
+) -> None:
+    status, out, err = command("inspect", calibrated[0])
+    assert (status, err) == (0, "")
+    assert [line.partition(": ")[0] for line in out.splitlines()[:3]] == [
+        str(calibrated[0] / name) for name in ("moments.safetensors", "adapter", "basis")
+    ]
+    assert "‖R‖" in out
+    run = tmp_path / "runs" / "[red]first"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "result.json").write_text("{")
+    status, out, err = command("inspect", run)  # no adapter, so that is all
+    assert (status, err, out.count("\n")) == (0, "", 2)
+    assert "[red]first/result.json: a record, but not of a run, or damaged\n" in out
+    assert "with --resume continues" in out
+    assert command("inspect", run.parent)[1] == f"{run.parent}: 1 folder with a record: [red]first\n"
+
+
+BASIS = BasisReport((8, 6), 2, 4, 112, 3e-8, 1.25, 2.5, 0.75)
+CAPTURE = CaptureReport(3.0, 0.4, 5.0, 0.9, (2.0, 1.5), 2, 7.0, 9.0)
+ANGLES = AngleReport(0.875, 0.625)
+
+
+def shown(renderable: object) -> str:
+    console = Console(width=220, file=io.StringIO())
+    console.print(renderable)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("capture", [None, CAPTURE])
+@pytest.mark.parametrize("angles", [None, ANGLES])
+def test_an_inspection_has_columns_for_what_was_given_and_for_nothing_else(
+    capture: CaptureReport | None, angles: AngleReport | None
+) -> None:
+    report = LayerReport(BASIS, capture, angles)
+    text = shown(inspection_table({"layer.0": report, "layer.1": report}))
+    assert "2 layers; 8 trained values (32 bytes), bases 224 bytes; largest |PᵀP - I| 3.0e-08" in text
+    assert ("‖PᵀGQ‖" in text, "40%" in text) == (capture is not None,) * 2
+    assert ("cos P" in text, "0.875" in text) == (angles is not None,) * 2
+
+
+def test_an_inspection_is_a_line_a_quantity_unless_every_layer_is_asked_for() -> None:
+    cores = {f"layer.{i}": replace(BASIS, core_norm=float(i), output_coherence=1.0 + i) for i in range(120)}
+    reports = {name: LayerReport(basis, None, None) for name, basis in cores.items()}
+    short, long = (shown(inspection_table(reports, every_layer=every)) for every in (False, True))
+    assert len(short.splitlines()) < 20
+    assert "120 layers (--all-layers shows each)" in short
+    cells = {line.split("│")[1].strip(): [cell.strip() for cell in line.split("│")[2:6]] for line in short.splitlines()
+             if line.startswith("│")}  # fmt: skip
+    assert cells["‖R‖"] == ["0", "59.5", "119", ""]  # no norm of a core is worse than another
+    assert cells["coher. P"] == ["1.0", "60.5", "120.0", "layer.119"]
+    assert all(f" {name} " in long for name in reports)
+    assert "8 x 6" in long
+
+
+def test_the_worst_layer_decides_what_is_said_of_orthonormality() -> None:
+    worse = LayerReport(replace(BASIS, orthonormality_error=1e-3), None, None)
+    reports = {"a": LayerReport(BASIS, None, None), "b": worse}
+    assert "|PᵀP - I| 1.0e-03" in shown(inspection_table(reports))
+    assert "PᵀP" not in shown(inspection_table(reports, orthonormal=False))  # the default coordinates promise none

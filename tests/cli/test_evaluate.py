@@ -1,24 +1,39 @@
-"""``frozencore evaluate`` and ``frozencore tasks``: what a user types, sees, and gets as exit status."""
+"""``frozencore evaluate``, ``tasks`` and ``chat``: what a user types and sees of models, adapters and rows."""
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from frozencore import FrozenCoreConfig
+from frozencore.adapter.layer import frozen_core_layers
+from frozencore.cli.tasks import show_example
+from frozencore.errors import ConfigError
+from frozencore.tune.load import load_model
 from frozencore.tune.pocket import pocket_model_path
+from frozencore.tune.rows import Example, TextRow
+from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.scoring.exact_match import stream_greedily
 from frozencore.tune.suite import find_task
+from frozencore.tune.tasks import Scoring, Task
+from frozencore.tune.tasks.described_task import FileSource
 from harness_tasks import export_tasks
 
+Command = Callable[..., tuple[int, str, str]]
 POCKET = ["--model", str(pocket_model_path())]
 
 
-def test_evaluate_shows_a_table_and_writes_every_score(command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_evaluate_shows_a_table_and_writes_every_score(command: Command, tmp_path: Path) -> None:
     words = ["evaluate", *POCKET, "--task", "pocket-math,pocket-sentiment", "--num-evaluation", "10"]
     status, out, _ = command(*words, "--out", tmp_path)
     record = json.loads((tmp_path / "result.json").read_text())
@@ -30,7 +45,7 @@ def test_evaluate_shows_a_table_and_writes_every_score(command, tmp_path: Path) 
     assert "cut prompts" not in out
 
 
-def test_a_task_of_ones_own_is_scored_by_its_file(command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_task_of_ones_own_is_scored_by_its_file(command: Command, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"q": "Is it?", "a": 0}\n')
     (tmp_path / "own.yaml").write_text(
         "name: own\nscoring: choice\nevaluation: rows.jsonl\nprompt: '{q}'\nchoices: [it is, it is not]\nanswer: a\n"
@@ -54,7 +69,7 @@ def by_transformers(rows: list[dict[str, str]]) -> float:
     return sum(losses) / len(losses)
 
 
-def test_rows_of_ones_own_are_scored_on_runs_and_their_base(command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_rows_of_ones_own_are_scored_on_runs_and_their_base(command: Command, tmp_path: Path) -> None:
     rows = [{"q": f"Tom has {i} cats .", "a": " two cats"} for i in range(20)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     own = ["--data", tmp_path / "rows.jsonl", "--columns", "prompt=q,completion=a"]
@@ -83,7 +98,7 @@ def test_rows_of_ones_own_are_scored_on_runs_and_their_base(command, tmp_path: P
         assert re.search(rf"{scored}\d+\.\d s \(loss\)\n{scored}\d+\.\d s \(completions\)", out)
 
 
-def test_long_completions_of_ones_own_rows_have_a_loss_and_no_accuracy(command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_long_completions_of_ones_own_rows_have_a_loss_and_no_accuracy(command: Command, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "Tom", "completion": " has two cats" * 9}) + "\n")
     status, out, _ = command("evaluate", *POCKET, "--data", tmp_path / "rows.jsonl", "--out", tmp_path / "e")
     (score,) = json.loads((tmp_path / "e" / "result.json").read_text())["scores"]
@@ -91,41 +106,14 @@ def test_long_completions_of_ones_own_rows_have_a_loss_and_no_accuracy(command, 
     assert f"{score['held_out_loss']:.3f}" in out
 
 
-def test_a_failed_task_is_named_and_the_exit_status_is_one(command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_failed_task_is_named_and_the_exit_status_is_one(command: Command, tmp_path: Path) -> None:
     words = ["--task", "svamp,pocket-math", "--data-root", tmp_path, "--num-evaluation", "5", "--out", tmp_path / "e"]
     status, out, _ = command("evaluate", *POCKET, *words)
     assert status == 1
     assert "svamp was not scored: Data set ChilleD/SVAMP must lie at" in " ".join(out.split())
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        ([], "There is nothing to score"),
-        (["--task", "sst3"], "Did you mean 'sst2'"),
-        (
-            ["--task", "pocket-math", "--dtype", "int8"],
-            "--dtype must be one of auto, float32, bfloat16, float16, but 'int8' came",
-        ),
-        (
-            ["--task", "pocket-math", "--prompt-style", "chatty"],
-            "--prompt-style must be one of auto, chat, plain, but 'chatty' came",
-        ),
-        (
-            ["--task", "pocket-math", "--num-evaluation", "0"],
-            "--num-evaluation must be a whole number of at least 1, but 0 came",
-        ),
-        (["--task", "pocket-math", "--adapter", "nowhere"], "has no adapter_config.json"),
-    ],
-)
-def test_a_wrong_option_is_one_line(words: list[str], reason: str, command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    status, _, err = command("evaluate", *POCKET, *words, "--out", tmp_path / "e")
-    assert status == 2
-    assert reason in err
-    assert len(err.strip().splitlines()) == 1
-
-
-def test_tasks_are_listed_and_shown_with_what_carries_loss(command) -> None:  # type: ignore[no-untyped-def]
+def test_tasks_are_listed_and_shown_with_what_carries_loss(command: Command) -> None:
     status, out, _ = command("tasks", "list")
     assert status == 0
     assert re.search(r"winogrande .*2000 / 500 .* choice .*allenai/winogrande, winogrande_xl", out)
@@ -135,10 +123,9 @@ def test_tasks_are_listed_and_shown_with_what_carries_loss(command) -> None:  # 
     assert marked[0] in (" true", " false")
     assert marked[1].endswith("<|endoftext|>")
     assert out.count("<- right") == 1
-    assert "must be from 0 to" in command("tasks", "show", "pocket-math", "--row", "99999")[2]
 
 
-def test_harness_tasks_stand_in_the_same_table(command, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_harness_tasks_stand_in_the_same_table(command: Command, tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
     export_tasks([find_task("pocket-entailment")], tmp_path / "t", num_evaluation=6)
     words = ["--lm-eval", "frozencore_pocket-entailment", "--include-path", tmp_path / "t", "--num-evaluation", "6"]
@@ -147,3 +134,133 @@ def test_harness_tasks_stand_in_the_same_table(command, tmp_path: Path) -> None:
     ours, theirs = json.loads((tmp_path / "e" / "result.json").read_text())["scores"]
     assert (ours["accuracy"], ours["num_examples"]) == (theirs["accuracy"], theirs["num_examples"])
     assert "frozencore_pocket-entailment: the harness's acc,none" in out
+
+
+def task_of(scoring: Scoring, folder: Path, *, split: str = "train") -> Task:
+    (folder / "rows.jsonl").write_text('{"n": 1}\n{"n": 2}\n')
+    made = {
+        "choice": lambda row, row_id: Example(row_id, f"Is {row['n']} odd?", " yes", (" yes", " no")),
+        "exact_match": lambda row, row_id: Example(row_id, f"{row['n']} + 0 =", f" The answer is: {row['n']}"),
+        "text": lambda row, row_id: Example(row_id, "", f"The number {row['n']}."),
+    }
+    source = FileSource({split: folder / "rows.jsonl"})  # type: ignore[dict-item]
+    return Task("own", scoring, source, made[scoring], 2, 2, 1, "none", max_new_tokens=17)
+
+
+@pytest.fixture
+def shown(byte_tokenizer: Callable[..., Any]) -> Callable[[Task, int], str]:
+    encoder = PromptEncoder(byte_tokenizer())
+    return lambda task, number: "\n".join(str(line) for line in show_example(task, encoder, None, number))
+
+
+def test_each_way_of_scoring_marks_what_carries_loss_and_says_how_it_is_scored(
+    shown: Callable[[Task, int], str], tmp_path: Path
+) -> None:
+    choice = shown(task_of("choice", tmp_path), 0)
+    assert "Is 1 odd?⟦ yes⟧" in choice
+    assert "' yes', 4 tokens  <- right" in choice
+    assert "' no', 3 tokens\n" in choice + "\n"
+    number = shown(task_of("exact_match", tmp_path), 1)
+    assert "2 + 0 =⟦ The answer is: 2⟧" in number
+    assert number.endswith("Scored by the first number after 'The answer is:' or '####', in 17 tokens")
+    text = shown(task_of("text", tmp_path), 0)
+    assert "⟦The number 1.⟧" in text
+    assert "Tokens (0 of the prompt, 14 with loss)" in text
+    assert text.endswith("Scored by held-out nats per token")
+
+
+def test_a_task_without_training_rows_shows_its_evaluation_rows(
+    shown: Callable[[Task, int], str], tmp_path: Path
+) -> None:
+    task = task_of("choice", tmp_path, split="evaluation")
+    assert "own, evaluation-1: files" in shown(task, 1)
+    with pytest.raises(ConfigError, match=r"from 0 to 1 in the evaluation split of 'own', got 2"):
+        shown(task, 2)
+
+
+QUESTION, SECOND = "Tom has 3 cats and buys 2 cats .", "Ann has 2 dogs ."
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Runs of trained adapters of the pocket model, which answer otherwise than its base and than one another."""
+    base = AutoModelForCausalLM.from_pretrained(pocket_model_path())
+    model = get_peft_model(base, FrozenCoreConfig(r=4, constructor="random", target_modules="all-linear"))
+    folders = []
+    for seed in (3, 4):
+        generator = torch.Generator().manual_seed(seed)
+        for layer in frozen_core_layers(model, "default").values():
+            core = layer.frozencore_R["default"].weight
+            core.data = torch.randn(core.shape, generator=generator)
+        folders.append(tmp_path_factory.mktemp("run"))
+        model.save_pretrained(str(folders[-1] / "adapter"))
+    return folders
+
+
+def said_by(model: torch.nn.Module, text: str, max_new_tokens: int) -> str:
+    """The greedy continuation by transformers itself."""
+    tokenizer = AutoTokenizer.from_pretrained(pocket_model_path())
+    ids = torch.tensor([tokenizer(text)["input_ids"]])
+    out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens,
+                         do_sample=False)  # fmt: skip
+    return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+
+
+def answers(out: str, name: str) -> list[str]:
+    """The answers of one speaker, in order."""
+    parts = out.split(f"\n{name}:\n")[1:]
+    return [part.partition("\n\n")[0].strip() for part in parts]
+
+
+def test_every_adapter_and_the_base_answer_as_they_generate(
+    command: Command, adapters: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{QUESTION}\n{SECOND}\n"))
+    words = ("chat", *adapters, "--with-base", "--max-new-tokens", "12", "--device", "cpu")
+    status, out, err = command(*words)
+    assert (status, err) == (0, "")
+    wanted = []
+    for name, folder in (("base", None), *((run.name, run / "adapter") for run in adapters)):
+        model = AutoModelForCausalLM.from_pretrained(pocket_model_path()).eval()
+        model = model if folder is None else PeftModel.from_pretrained(model, folder).eval()
+        wanted.append([said_by(model, question, 12).strip() for question in (QUESTION, SECOND)])
+        assert answers(out, name) == wanted[-1]
+    assert wanted[0] != wanted[1] != wanted[2]
+
+
+def test_words_are_told_while_the_answer_is_generated() -> None:
+    model, tokenizer = load_model("pocket", device="cpu")
+    passes, told = [], []
+    model.register_forward_hook(lambda *_: passes.append(1))
+    stream_greedily(
+        model, TextRow("base", SECOND, ""), PromptEncoder(tokenizer), max_new_tokens=12,
+        tell=lambda words: told.append((len(passes), words)),
+    )  # fmt: skip
+    assert "".join(words for _, words in told).strip() == said_by(model, SECOND, 12).strip()
+    assert 0 < next(done for done, words in told if words) < 12
+
+
+def test_a_conversation_is_rendered_whole_and_begun_anew_when_asked(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = (
+        "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}bot{% endif %}"
+    )
+    folder = tmp_path / "model"
+    tokenizer = AutoTokenizer.from_pretrained(pocket_model_path())
+    tokenizer.chat_template = template
+    AutoModelForCausalLM.from_pretrained(pocket_model_path()).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    seen: list[str] = []
+    monkeypatch.setattr(
+        "frozencore.tune.scoring.exact_match.stream_greedily",
+        lambda model, row, encoder, *, max_new_tokens, tell: (seen.append(row.context), tell("yes")),
+    )
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n/new\nthree\n/quit\nfour\n"))
+    status, _, err = command("chat", "--model", folder, "--system", "Be brief.", "--device", "cpu")
+    assert (status, err) == (0, "")
+    assert seen == [
+        "system Be brief. user one bot",
+        "system Be brief. user one assistant yes user two bot",
+        "system Be brief. user three bot",
+    ]

@@ -97,30 +97,3 @@ def test_check_names_the_engines_that_refuse_and_the_way_out(
     assert "Taken by: vLLM\n" in out
     assert "Not taken by: SGLang, llama.cpp" in out
     assert "lora_alpha = alpha times sqrt(r)" in out
-
-
-def test_bad_input_is_one_line_and_nothing_is_written(
-    command: Command, saved: tuple[Path, Path, PeftModel], tmp_path: Path
-) -> None:
-    adapter, base, _ = saved
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").write_text("")
-    before = sorted(tmp_path.iterdir())
-    for words, message in (
-        (["export", adapter, "--to", "gguf", "--out", tmp_path / "x"], "no export 'gguf'"),
-        (["export", adapter, "--dtype", "float8", "--out", tmp_path / "x"], "--dtype must be one of auto, float32"),
-        (["export", adapter, "--out", tmp_path / "x"], "--base on the command line"),
-        (["export", adapter, "--base", base, "--out", tmp_path / "full"], "is there already"),
-        (["export", adapter, "--base", tmp_path / "none", "--out", tmp_path / "x"], "no such folder"),
-        (["export", adapter, "--to", "merged", "--base", tmp_path / "none", "--out", tmp_path / "x"], "no such folder"),
-        (["export", base, "--out", tmp_path / "x"], "has no adapter_config.json"),
-        (["export", adapter, "--to", "tenant", "--base", base, "--out", tmp_path / "x"], "holds no basis model"),
-        (["export", adapter, "--to", "tenant", "--rank", "2", "--out", tmp_path / "x"], "--rank is for a LoRA"),
-        (["export", adapter, "--with-code", "--out", tmp_path / "x"], "--with-code is for a basis model"),
-        (["check", base], "has no adapter_config.json"),
-    ):
-        status, _, err = command(*words)
-        assert (status, err.count("\n")) == (2, 1), err
-        assert err.startswith("frozencore: ")
-        assert message in err
-    assert sorted(tmp_path.iterdir()) == before

@@ -11,18 +11,19 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 import pytest
-import torch
-import yaml
-from safetensors.torch import load_file
 
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.cli.flags import TakesRun, as_flags
 from frozencore.cli.tune import tune
 from frozencore.constructors import CONSTRUCTORS
-from frozencore.files.adapter_folder import WEIGHTS_FILE
+from frozencore.errors import ConfigError
 from frozencore.options import options_of
 from frozencore.tune.config import RunConfig, make_config
 from frozencore.tune.methods import METHODS
+from frozencore_lab.campaign.job import make_job
+from frozencore_lab.campaign.plan import plan
+from frozencore_lab.campaign.spec import read_campaign
+from toy import register_toy
 
 Command = Callable[..., tuple[int, str, str]]
 RUN = ("--model", "pocket", "--task", "pocket-sentiment", "--rank", "4", "--calibration-size", "16")
@@ -115,53 +116,6 @@ def test_defaults_are_those_of_the_dataclasses() -> None:
     assert get_args(parameters["eva_center"].annotation)[0] is bool
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["--damping", "-1"],
-            "--damping must be a number above 0 or a list of 2, each a number above 0, but '-1' came",
-        ),
-        (["--damping", "1,2,3"], "--damping must be"),
-        (["--damping", "much"], "--damping must be"),
-        (["--memory-budget", "lots"], 'a positive size such as "8GB"'),
-        (["--stats-device", "abacus"], "stats_device must be a device"),
-        (["--group-size", "0"], "--group-size must be a whole number of at least 1, but '0' came"),
-        (["--tokens", "all"], "--tokens must be one of nonpad, completion, nonzero_delta, but 'all' came"),
-        (["--shrinkage", "2"], "--shrinkage must be a number .* but '2' came"),
-        (["--eva-center"], "The method 'fcca' does not read eva_center .it is for eva."),
-        (["--prompt-date", "yesterday"], "--prompt-date must be a day as YYYY-MM-DD, but 'yesterday' came"),
-    ],
-)
-def test_what_an_option_does_not_allow_is_one_line(
-    command: Command, words: list[str], message: str, tmp_path: Path
-) -> None:
-    for verb in ("tune", "calibrate"):
-        status, _, errors = command(verb, *RUN, *words, "--out", tmp_path / "out")
-        assert (status, errors.count("\n")) == (2, 1)
-        assert re.search(message, errors)
-    assert not (tmp_path / "out").exists()
-
-
-def test_calibrate_with_a_budget_leaves_the_bases_of_one_without_and_no_sums(command: Command, tmp_path: Path) -> None:
-    calibrated = ("calibrate", *RUN, "--damping", "0.1,0.01", "--num-train", "40")
-    assert command(*calibrated, "--out", tmp_path / "plain", "--group-size", "3", "--stats-device", "cpu")[0] == 0
-    status, out, _ = command(*calibrated, "--out", tmp_path / "thrifty", "--memory-budget", "1GiB")
-    assert (status, "Moments:" in out) == (0, False)
-    assert {path.name for path in (tmp_path / "thrifty").iterdir()} == {"adapter", "basis"}
-    for folder in ("plain", "thrifty"):
-        said = json.loads((tmp_path / folder / "adapter" / "adapter_config.json").read_text())
-        assert said["damping"] == [0.1, 0.01]
-    plain, thrifty = (load_file(tmp_path / folder / "adapter" / WEIGHTS_FILE) for folder in ("plain", "thrifty"))
-    assert plain.keys() == thrifty.keys()
-    for key, X in plain.items():
-        torch.testing.assert_close(X, thrifty[key], atol=1e-3, rtol=0)
-    assert (
-        "already holds a calibration"
-        in command(*calibrated, "--out", tmp_path / "thrifty", "--memory-budget", "1GiB")[2]
-    )
-
-
 FILE = """
 model: pocket
 task: sst2
@@ -192,37 +146,78 @@ def test_a_file_of_flags_asks_for_what_the_flags_ask_for_and_the_command_line_ha
     assert config == CONFIG.replaced(learning_rate=5e-3, model="another")
 
 
-def test_a_run_writes_the_file_that_asks_for_it_again_and_a_file_may_name_its_folder(
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    register_toy(monkeypatch)
+
+
+@pytest.mark.usefixtures("as_a_user", "toy")
+def test_an_option_of_a_registered_constructor_is_a_flag_with_its_help_and_trains(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for verb in ("tune", "calibrate"):
+        shown = " ".join(help_of(command, verb, monkeypatch).split())
+        assert re.search(r"--toy-offset .* toy: The coordinate that comes first\. \[default: 0\]", shown)
+    few = ("--num-train", "8", "--num-evaluation", "8", "--epochs", "1", "--method", "toy", "--toy-offset", "3")
+    assert command("tune", *RUN, *few, "--out", tmp_path / "run")[0] == 0
+    record = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert (record["method"], record["config"]["core"]["toy_offset"]) == ("toy", 3)
+    assert json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())["toy_offset"] == 3
+
+
+CAMPAIGN = """
+name: toys
+models: {pocket: pocket}
+base: {rank: 4, calibration_size: 16}
+studies:
+  offsets:
+    title: Where to begin
+    axes: {model: [pocket], task: [pocket-sentiment], toy_offset: [0, 3], seed: [42]}
+    fixed: {method: toy}
+    report: {columns: [toy_offset]}
+  searched:
+    title: The best place to begin
+    axes: {model: [pocket], task: [pocket-sentiment], method: [toy], seed: [42]}
+    search: {grids: [{for: [toy], toy_offset: [1, 2]}]}
+"""
+
+
+@pytest.mark.usefixtures("as_a_user")
+def test_an_option_of_a_registered_constructor_is_a_key_of_campaigns_and_of_the_schema(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "toys.yaml"
+    file.write_text(CAMPAIGN)
+    others = [{}, {"damping": 0.1}, {"method": "lora"}, {"method": "eva", "eva_center": True}]
+    options = {"model": "pocket", "task": "pocket-sentiment", "seed": 42}
+    before = [make_job("tune", options | one).id for one in others]
+    with pytest.raises(ConfigError, match="no option 'toy_offset'"):
+        read_campaign(file)
+    assert "toy" not in command("schema")[1]
+    register_toy(monkeypatch)
+    tried = [run.job for run in plan(read_campaign(file), lambda _: None) if run.job]
+    assert [job.config.method.core["toy_offset"] for job in tried] == [0, 3, 1, 2]
+    assert len({job.id for job in tried}) == 4
+    schema = json.loads(command("schema")[1])
+    described = {
+        "type": "integer", "minimum": 0, "maximum": 8, "default": 0,
+        "description": "toy: The coordinate that comes first.",
+    }  # fmt: skip
+    assert schema["properties"]["base"]["properties"]["toy_offset"] == described
+    axes = schema["$defs"]["Study"]["properties"]["axes"]["properties"]
+    assert axes["toy_offset"] == {"type": "array", "items": described, "minItems": 1}
+    assert [make_job("tune", options | one).id for one in others] == before
+
+
+@pytest.mark.usefixtures("as_a_user", "toy")
+def test_an_option_of_a_registered_constructor_is_refused_for_every_other_method(
     command: Command, tmp_path: Path
 ) -> None:
-    few = {
-        "model": "pocket", "task": "pocket-sentiment", "num-train": 8, "num-evaluation": 8, "epochs": 1, "rank": 4,
-        "calibration-size": 8, "device": "cpu", "output": str(tmp_path / "first"),
-    }  # fmt: skip
-    (tmp_path / "few.yaml").write_text(yaml.safe_dump(few))
-    assert command("tune", "--config", tmp_path / "few.yaml")[0] == 0
-    written = tmp_path / "first" / "run.yaml"
-    assert yaml.safe_load(written.read_text()).items() >= {"rank": 4, "batch-size": "auto", "accumulation": 8}.items()
-    assert command("tune", "--config", written, "--out", tmp_path / "second")[0] == 0
-    first, second = (tmp_path / run / "adapter" / "adapter_model.safetensors" for run in ("first", "second"))
-    assert first.read_bytes() == second.read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("modl: pocket", "run.yaml has the key 'modl', which `tune` does not know. Did you mean model?"),
-        ("zzz: 1", "has the key 'zzz', which `tune` does not know. See `frozencore tune --help`."),
-        ("lr: 1\nlearning-rate: 2", "gives learning-rate twice, by its two names"),
-        ("model: {name: pocket}", "run.yaml, model: a value is a number, a word, yes or no, or a list of such"),
-        ("- model", "must hold flags as `rank: 8`, a line each"),
-        ("rank: 2\nrank: 3", "the key 'rank' is given twice"),
-        ("config: other.yaml", "has the key 'config'"),
-    ],
-)
-def test_what_is_no_flag_is_one_line(command: Command, tmp_path: Path, text: str, said: str) -> None:
-    (tmp_path / "run.yaml").write_text(text)
-    status, _, errors = command("tune", "--config", tmp_path / "run.yaml", "--out", tmp_path / "run")
-    assert (status, errors.count("\n")) == (2, 1)
-    assert said in errors
-    assert not (tmp_path / "run").exists()
+    (tmp_path / "toys.yaml").write_text(CAMPAIGN.replace("toy}", "rawgrad}").replace("[toy]", "[rawgrad]"))
+    with pytest.raises(ConfigError, match=r"Study 'offsets': .*'rawgrad' does not read toy_offset .it is for toy"):
+        plan(read_campaign(tmp_path / "toys.yaml"), lambda _: None)
+    for method in ("fcca", "lora"):
+        status, _, errors = command("tune", *RUN, "--out", tmp_path / "x", "--toy-offset", "1", "--method", method)
+        assert (status, f"'{method}' does not read toy_offset (it is for toy)" in errors) == (2, True)
+    with pytest.raises(ConfigError, match="toy_offset must be a whole number from 0 to 8, but 9 came"):
+        make_job("tune", {"model": "pocket", "task": "sst2", "seed": 1, "method": "toy", "toy_offset": 9})

@@ -1,88 +1,210 @@
-"""The files that ``tune`` writes beside a run, and the figure of its training."""
+"""``frozencore tune``: what a run prints and writes, what a dry run says, own rows, and the upload of an adapter."""
 
 from __future__ import annotations
 
 import base64
-import csv
+import io
 import json
+import re
+import shutil
+import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
-from matplotlib.figure import Figure
-from matplotlib.text import Text
+import yaml
+from transformers import AutoTokenizer
 
-from frozencore.tune import figures
-from frozencore.tune.figures import write_learning
-from made_up import made_up_record
+from frozencore.cli import app as cli
+from frozencore.tune.config import make_config
+from frozencore.tune.pocket import pocket_model_path
+from frozencore.tune.record import RunRecord
+from small_tenants import inputs_of
 
 Command = Callable[..., tuple[int, str, str]]
-SCORES = [{"step": 2, "held_out_loss": 0.5, "accuracy": 0.75}, {"step": 3, "held_out_loss": 0.4, "accuracy": 0.7}]
-KEPT = {"every": 2, "rows": 70, "kept_step": 2, "by": "accuracy", "scores": SCORES, "time_s": 2.5}
+WORDS = ("tune", "--model", "pocket", "--method", "random", "--rank", "4", "--epochs", "1")
+FLAGS = {
+    "model": "pocket", "task": "pocket-sentiment", "num-train": 16, "num-evaluation": 20, "epochs": 1, "rank": 4,
+    "calibration-size": 16, "device": "cpu",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("selection", [KEPT, None])
-def test_every_step_has_its_line_and_the_figure_its_curves(
-    selection: dict[str, object] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def pairs(kind: str, count: int) -> list[dict[str, str]]:
+    return [{"prompt": f"Tom has {i} {kind} .", "completion": f" {i} {kind}"} for i in range(count)]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of a run whose flags stand in a file, and what the run printed."""
+    folder = tmp_path_factory.mktemp("tune")
+    (folder / "few.yaml").write_text(yaml.safe_dump(FLAGS | {"output": str(folder / "run")}))
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as out:
+        patch.setattr(sys, "argv", ["frozencore", "tune", "--config", str(folder / "few.yaml")])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+    assert not end.value.code
+    return folder / "run", out.getvalue()
+
+
+def test_tune_shows_the_score_and_seconds_that_add_up_and_writes_the_record(run: tuple[Path, str]) -> None:
+    folder, out = run
+    record = json.loads((folder / "result.json").read_text())
+    assert f"{100 * record['accuracy']:.1f}" in out
+    assert "256 trained values" in out
+    assert "eats the majority class" in out or "Does not beat" in out
+    seconds: dict[str, float] = {}
+    for label, spent in re.findall(r"^([A-Z][a-z ]+): \d+ in ([\d.]+) s", out, flags=re.MULTILINE):
+        seconds[label] = seconds.get(label, 0.0) + float(spent)
+    whole, rest = map(float, re.search(r"In all: ([\d.]+) s, ([\d.]+) s of it", out).groups())  # type: ignore[union-attr]
+    assert {"Start", "Load model and rows", "Hash the model", "Calibrate", "Train"} <= seconds.keys()
+    assert sum(seconds.values()) + rest == pytest.approx(whole, abs=1.0)  # each is rounded
+    assert seconds["Calibrate"] + seconds["Build the bases"] == pytest.approx(record["calibration_s"], abs=0.5)
+
+
+def test_a_run_writes_the_file_of_flags_that_makes_it_again(
+    run: tuple[Path, str], command: Command, tmp_path: Path
 ) -> None:
-    drawn: list[Figure] = []
-    monkeypatch.setattr(figures, "save_figure", lambda figure, path: drawn.append(figure))
-    training = {"num_steps": 3, "final_loss": 1.0, "losses": [3.0, None, 1.0]}
-    write_learning(made_up_record({"task": "svamp"}, training=training, selection=selection or ...), tmp_path)
-    rows = list(csv.reader((tmp_path / "history.csv").read_text().splitlines()))
-    scored = [["0.5", "0.75"], ["0.4", "0.7"]] if selection else [["", ""], ["", ""]]
-    assert rows[0] == ["step", "loss", "validation_loss", "validation_accuracy"]
-    assert rows[1:] == [["1", "3.0", "", ""], ["2", "", *scored[0]], ["3", "1.0", *scored[1]]]
-    curves = {line.get_label(): [list(axis) for axis in line.get_data()] for line in drawn[0].axes[0].lines}
-    assert curves["each step"] == [[1, 3], [3.0, 1.0]]
-    assert curves.get("validation rows") == ([[2, 3], [0.5, 0.4]] if selection else None)
-    assert "smoothed" not in curves  # three steps show themselves
+    written = run[0] / "run.yaml"
+    assert yaml.safe_load(written.read_text()).items() >= {"rank": 4, "batch-size": "auto", "accumulation": 8}.items()
+    assert command("tune", "--config", written, "--out", tmp_path)[0] == 0
+    first, second = (folder / "adapter" / "adapter_model.safetensors" for folder in (run[0], tmp_path))
+    assert first.read_bytes() == second.read_bytes()
 
 
-def test_a_long_run_has_a_smoothed_curve_and_no_number_touches_the_title(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_a_run_warned_of_is_shown_and_kept_in_its_record(command: Command, tmp_path: Path) -> None:
+    wide = ("--task", "pocket-sentiment", "--rank", "96", "--targets", "k_proj")  # k_proj has 80 rows
+    status, out, _ = command(*WORDS, *wide, "--num-train", 8, "--num-evaluation", 8, "--out", tmp_path / "run")
+    assert status == 0
+    (warning,) = json.loads((tmp_path / "run" / "result.json").read_text())["warnings"]
+    assert "4 of 4 layers are narrower than the rank" in warning
+    assert f"Warning: {warning}" in " ".join(out.split())
+
+
+def test_a_dry_run_says_what_would_be_read_and_taken_and_writes_nothing(command: Command, tmp_path: Path) -> None:
+    rows = [{"prompt": f"Tom has {i} cats .", "completion": " two cats"} for i in range(20)]
+    write(tmp_path / "rows.jsonl", rows)
+    words = [
+        "tune",
+        *WORDS[1:3],
+        "--data",
+        tmp_path / "rows.jsonl",
+        "--rank",
+        "4",
+        "--epochs",
+        "2",
+        "--batch-size",
+        "3",
+    ]
+    status, out, err = command(*words, "--accumulation", "2", "--out", tmp_path / "run", "--dry-run")
+    assert (status, err) == (0, "")
+    assert not (tmp_path / "run").exists()
+    prepared = inputs_of(make_config(model="pocket", data=tmp_path / "rows.jsonl"))
+    lengths = [len(row.input_ids) for row in prepared.rows.train]
+    with_loss = 18 * (1 + len(prepared.encoder.tokenizer(" two cats", add_special_tokens=False)["input_ids"]))
+    assert f"18 rows to train on: {sum(lengths)} tokens, {with_loss} of them with loss; " in out
+    assert f"{max(lengths)} at most (limit 512)" in out
+    assert "2 rows to score: " in out
+    assert "6 steps of 6 rows, 3 at a time in 2 epochs; learning rate 0.01" in out
+    places = "q_proj, k_proj, v_proj, o_proj"
+    assert f"fcca: 256 trained values in {places} (3,072 bytes of state held while training), about " in out
+    uncounted = command(*words, "--out", tmp_path / "run", "--dry-run", "--method", "dora")
+    assert "dora: " in uncounted[1]
+    asked = out.partition("as a file for --config\n")[2].partition("\n\n")[0]
+    few = {"rank": 4, "epochs": 2, "batch-size": 3, "accumulation": 2}
+    assert yaml.safe_load(asked) == {"model": "pocket", "data": str(tmp_path / "rows.jsonl"), **few}
+    assert re.fullmatch(r"Tom has \d+ cats \.⟦ two cats<\|endoftext\|>⟧", out.splitlines()[-1])
+
+
+def test_a_dry_run_marks_every_turn_that_has_the_loss(command: Command, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(pocket_model_path(), model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}{% if m.role == 'assistant' %}<|endoftext|>{% endif %} "
+        "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    tokenizer.save_pretrained(model)
+    answer = {"role": "assistant", "content": "two cats"}
+    turns = [[{"role": "user", "content": f"{i} cats ?"}, answer] * 2 for i in range(12)]
+    rows = write(tmp_path / "rows.jsonl", [{"messages": own} for own in turns])
+    words = ["tune", "--model", model, *WORDS[3:], "--data", rows, "--out", tmp_path / "run", "--dry-run"]
+    shown = {loss_on: command(*words, "--loss-on", loss_on)[1] for loss_on in ("last", "all")}
+    assert [text.count("⟦two cats<|endoftext|>⟧") for text in shown.values()] == [3, 6]  # three rows
+
+
+def test_several_files_and_a_file_to_evaluate_on_are_in_the_record(command: Command, tmp_path: Path) -> None:
+    cats, dogs = write(tmp_path / "cats.jsonl", pairs("cats", 40)), write(tmp_path / "dogs.jsonl", pairs("dogs", 8))
+    held = write(tmp_path / "held.jsonl", [*pairs("cups", 5), *pairs("dogs", 2)])
+    data = ["--data", cats, "--data", dogs, "--eval-data", held]
+    status, out, err = command(*WORDS, *data, "--out", tmp_path / "run")
+    assert (status, err) == (0, "")
+    said = " ".join(out.split())
+    assert f"{cats}: 40 of 40 rows; {dogs}: 8 of 8 rows. Held-out rows are those of held.jsonl." in said
+    record = json.loads((tmp_path / "run" / "result.json").read_text())
+    used = record["rows"]
+    assert (used["read"], used["trained"], used["scored"], used["held_out_from"]) == (48, 46, 7, "held.jsonl")
+    assert used["left_out"] == {"also in --eval-data": 2}
+    assert used["sources"] == [
+        {"source": str(cats), "read": 40, "drawn": 40},
+        {"source": str(dogs), "read": 8, "drawn": 8},
+    ]
+    assert (record["config"]["data"], record["config"]["eval_data"]) == ([str(cats), str(dogs)], str(held))
+    assert RunRecord.model_validate_json((tmp_path / "run" / "result.json").read_text()).content() == record
+    status, _, err = command("tune", "--config", tmp_path / "run" / "run.yaml", "--out", tmp_path / "again")
+    assert (status, err) == (0, "")
+    assert json.loads((tmp_path / "again" / "result.json").read_text())["hashes"] == record["hashes"]
+
+
+def test_what_is_not_used_dropped_or_changed_is_shown_without_a_folder_and_recorded(
+    command: Command, tmp_path: Path
 ) -> None:
-    drawn: list[Figure] = []
-    monkeypatch.setattr(figures, "save_figure", lambda figure, path: drawn.append(figure))
-    training = {"num_steps": 21, "losses": [float(step) for step in range(21)]}
-    write_learning(made_up_record({"task": "svamp"}, training=training, held_out_loss_before=20.1), tmp_path)
-    axes = drawn[0].axes[0]
-    (smoothed,) = [line for line in axes.lines if line.get_label() == "smoothed"]
-    assert list(smoothed.get_ydata()) == [0.5, *map(float, range(2, 21))]  # twenty groups; the first has two steps
-    drawn[0].canvas.draw()
-    (title,) = [text for text in axes.findobj(Text) if text.get_text() == axes.get_title(loc="left")]
-    assert not any(text.get_window_extent().overlaps(title.get_window_extent()) for text in axes.texts)
-    assert not any("." in text.get_text() for text in axes.get_xticklabels())
+    bad = [{"prompt": "Who ?", "completion": ""}]
+    ended = [{"prompt": "Who ?", "completion": " Tom<|endoftext|>", "source": "b"}]
+    rows = write(
+        tmp_path / "rows.jsonl", [{**row, "id": i} for i, row in enumerate([*pairs("cats", 12), *bad, *ended])]
+    )
+    words = (*WORDS, "--data", rows, "--skip-bad")
+    lines = (
+        "Read 14 rows by prompt and completion; 1 left out (column 'completion' must hold text). "
+        "2 columns not used: id and source. 1 row changed: <|endoftext|> stood in a text where it is written anyway"
+    )
+    status, out, err = command(*words, "--dry-run")
+    assert (status, err) == (0, "")
+    assert lines in " ".join(out.split())
+    assert out.count("(the marked part carries the loss)") == 3
+    assert not list(tmp_path.glob("*/"))
+    status, out, err = command(*words, "--out", tmp_path / "run")
+    assert (status, err) == (0, "")
+    assert "2 columns not used: id and source" in " ".join(out.split())
+    used = json.loads((tmp_path / "run" / "result.json").read_text())["rows"]
+    assert used["unused_columns"] == ["id", "source"]
+    assert list(used["changed"].values()) == [1]
 
 
-@pytest.mark.parametrize(("selection", "last"), [(None, 6), (KEPT, 2)])
-def test_the_figure_has_the_held_out_loss_before_and_after(
-    selection: dict[str, object] | None, last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: list[Figure] = []
-    monkeypatch.setattr(figures, "save_figure", lambda figure, path: drawn.append(figure))
-    record = made_up_record(
-        {"task": "svamp"}, training={"num_steps": 6, "losses": [3.0] * 6}, selection=selection or ...,
-        held_out_loss_before=4.0, held_out_loss=1.5,
-        resolved={"targets": "all-linear", "recipe": {}, "max_length": 9},
-    )  # fmt: skip
-    write_learning(record, tmp_path)
-    axes = drawn[0].axes[0]
-    curves = {line.get_label(): [list(axis) for axis in line.get_data()] for line in axes.lines}
-    assert curves["held-out rows, before and after"] == [[0, last], [4.0, 1.5]]
-    assert {text.get_text() for text in axes.texts} == {"4.000", "1.500"}
-    upright = [line.get_xdata()[0] for line in axes.lines if line.get_color() == figures.GREY]
-    assert upright == ([last] if selection else [])
-    assert "mean of a twentieth" not in curves
-
-
-FEW = (
-    "--model", "pocket", "--task", "pocket-sentiment", "--rank", "4", "--calibration-size", "32", "--num-train", "16",
-    "--num-evaluation", "8", "--epochs", "1", "--device", "cpu",
-)  # fmt: skip
+def test_rows_that_are_too_long_are_refused_or_left_out_and_counted(command: Command, tmp_path: Path) -> None:
+    long = [{"prompt": "Tom has cats . " * 9, "completion": " one"}, {"prompt": "Tom", "completion": " has" * 30}]
+    rows = write(tmp_path / "rows.jsonl", [*pairs("cats", 10), *long])
+    words = [*WORDS, "--data", rows, "--max-length", "16"]
+    for cuts in ([], ["--truncate"]):
+        status, _, err = command(*words, *cuts, "--out", tmp_path / "run")
+        assert (status, err.count("\n")) == (2, 1)
+        assert "--skip-long" in err
+        assert not (tmp_path / "run").exists()
+    status, out, _ = command(*words, "--truncate", "--skip-long", "--out", tmp_path / "run")
+    assert status == 0
+    assert "10 rows to train on, 1 to score, 1 prompt cut, 1 row skipped as too long" in out
+    assert "Read 12 rows by prompt and completion; 1 left out (too long)." in out
+    used = json.loads((tmp_path / "run" / "result.json").read_text())["rows"]
+    assert (used["cut"], used["skipped"], used["trained"] + used["scored"]) == (1, 1, 11)
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -125,22 +247,11 @@ def test_a_run_uploads_its_adapter_to_a_private_repository(
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", "hf_x")
-    words = ("tune", *FEW, "--method", "random", "--push-to-hub", "anna/mine", "--output", tmp_path / "run")
-    status, out, err = command(*words)
+    few = ("--task", "pocket-sentiment", "--num-train", 8, "--num-evaluation", 8)
+    status, out, err = command(*WORDS, *few, "--push-to-hub", "anna/mine", "--out", tmp_path / "run")
     server.shutdown()
     assert status == 0, err
     assert f"Uploaded: http://127.0.0.1:{server.server_port}/anna/mine" in out
     adapter = tmp_path / "run" / "adapter"
     assert Hub.files == {file.name: file.read_bytes() for file in adapter.iterdir()}
     assert Hub.visibility == ["private"]
-
-
-@pytest.mark.parametrize(("name", "said"), [("mine", "OWNER/NAME"), ("./anna", "OWNER/NAME"), ("anna/mine", "login")])
-def test_an_upload_that_cannot_work_is_refused_before_the_training(
-    name: str, said: str, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-    status, _, err = command("tune", *FEW, "--push-to-hub", name, "--output", tmp_path / "run")
-    assert (status, err.count("\n")) == (2, 1)
-    assert said in err
-    assert not (tmp_path / "run").exists()

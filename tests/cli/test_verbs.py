@@ -21,7 +21,6 @@ from frozencore.cli.verbs import GROUPS, all_verbs
 from frozencore.tune.config import run_options
 
 Command = Callable[..., tuple[int, str, str]]
-OF_A_RUN = ("tune", "tune-many", "calibrate")
 MOST_IN_SIGHT = 20
 
 
@@ -48,32 +47,33 @@ def boxes(shown: str) -> dict[str, list[str]]:
     return found
 
 
-def test_verbs_stand_in_four_groups_with_an_example_each(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verbs_stand_in_four_groups(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     status, out, err = command("-h")
     assert (status, err, out) == (0, "", command("--help")[1])
     found = boxes(out)
     assert list(found) == ["Options", *GROUPS]
     assert [verb for group in GROUPS for verb in found[group]] == [verb.name for verb in all_verbs()]
-    for verb in all_verbs():
-        shown = plain(command(verb.name, "-h")[1])
-        assert verb.examples
-        assert all(f"frozencore {verb.name}" in line and plain(line) in shown for line in verb.examples)
 
 
-def test_help_shows_every_text_as_it_was_written(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_shows_every_text_and_example_as_it_was_written(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "1000")
-    seen = 0
+    texts_with_brackets, of_verb = 0, {verb.name: verb for verb in all_verbs()}
     for words, verb in verbs():
         shown = plain(command(*words, "--help-all")[1])
         for parameter in verb.params:
             if text := getattr(parameter, "help", None):
-                seen += "[" in text
+                texts_with_brackets += "[" in text
                 assert plain(text) in shown, (words, parameter.name)
-    assert seen >= 2
+        if len(words) == 1:
+            one = of_verb[words[0]]
+            assert one.examples
+            assert all(f"frozencore {one.name}" in line and plain(line) in shown for line in (*one.examples,))
+            assert plain(one.help) in shown
+    assert texts_with_brackets >= 2
 
 
-@pytest.mark.parametrize("verb", OF_A_RUN)
+@pytest.mark.parametrize("verb", ["tune", "tune-many", "calibrate"])
 def test_the_help_of_a_run_shows_few_flags_in_groups_and_names_the_way_to_the_rest(
     verb: str, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,32 +99,18 @@ def test_every_option_of_a_run_is_a_flag_of_tune_in_the_group_of_its_part() -> N
 
 
 @pytest.fixture
-def without_lab(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_lab(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As if only frozencore were installed."""
     monkeypatch.setattr(table, "entry_points", lambda **_: ())
     table.all_verbs.cache_clear()
-
-
-@pytest.fixture(autouse=True)
-def _forget() -> object:
     yield
     table.all_verbs.cache_clear()
 
 
-def test_the_labs_verbs_stand_behind_ours() -> None:
-    assert {verb.name for verb in table.all_verbs()[-3:]} == set(table.IN_LAB)
-
-
 @pytest.mark.usefixtures("without_lab")
-@pytest.mark.parametrize("verb", table.IN_LAB)
-def test_without_the_lab_its_verbs_say_in_one_line_how_to_get_it(verb: str, command) -> None:  # type: ignore[no-untyped-def]
-    status, out, err = command(verb)
-    assert (status, out) == (2, "")
-    assert err == f"frozencore: frozencore {verb}: {table.LAB_MISSING}\n"
-
-
-@pytest.mark.usefixtures("without_lab")
-def test_without_the_lab_the_help_lists_the_other_verbs(command) -> None:  # type: ignore[no-untyped-def]
+def test_without_the_lab_its_verbs_say_in_one_line_how_to_get_it(command: Command) -> None:
+    for verb in table.IN_LAB:
+        assert command(verb) == (2, "", f"frozencore: frozencore {verb}: {table.LAB_MISSING}\n")
     out = command("--help")[1]
     assert "tune-many" in out
     assert "campaign" not in out
@@ -142,24 +128,21 @@ OFFERED = {
 }
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
 @pytest.mark.parametrize("begun", OFFERED)
-def test_verbs_flags_and_the_values_that_have_names_are_offered(  # type: ignore[no-untyped-def]
-    begun: str, shell: str, command, monkeypatch: pytest.MonkeyPatch
+def test_verbs_flags_and_the_values_that_have_names_are_offered(
+    begun: str, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = f"frozencore {begun}"
-    monkeypatch.setenv("_FROZENCORE_COMPLETE", f"complete_{shell}")
-    if shell == "bash":
-        monkeypatch.setenv("COMP_WORDS", line)
-        monkeypatch.setenv("COMP_CWORD", str(len(line.split(" ")) - 1))
-    else:
-        monkeypatch.setenv("_TYPER_COMPLETE_ARGS", line)
+    monkeypatch.setenv("_FROZENCORE_COMPLETE", "complete_zsh")
+    monkeypatch.setenv("_TYPER_COMPLETE_ARGS", line)
     status, out, err = command()
     assert (status, err) == (0, "")
-    if shell == "bash":
-        assert set(out.split()) == OFFERED[begun]
-    else:
-        assert all(f'"{word}"' in out for word in OFFERED[begun])
+    assert all(f'"{word}"' in out for word in OFFERED[begun])
+    monkeypatch.setenv("_FROZENCORE_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", line)
+    monkeypatch.setenv("COMP_CWORD", str(len(line.split(" ")) - 1))
+    status, out, err = command()
+    assert (status, err, set(out.split())) == (0, "", OFFERED[begun])
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash here")
@@ -175,13 +158,8 @@ def test_the_script_that_is_printed_completes_in_a_bash_without_torch(tmp_path: 
         "COMP_WORDS=(frozencore tune --calibration-s); COMP_CWORD=2; _frozencore_completion frozencore; "
         "echo offered ${COMPREPLY[@]}"
     )
-    done = subprocess.run(
-        ["bash", "--norc", "-c", asked],
-        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    path = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "--norc", "-c", asked], env=path, capture_output=True, text=True, check=True)
     assert "-F _frozencore_completion frozencore" in done.stdout
     assert "offered --calibration-size\n" in done.stdout
     assert done.stderr.split() == ["light", "light"]

@@ -386,15 +386,15 @@ def _json_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-Place = tuple[int, str, int]
+TextPlace = tuple[int, str, int]
 """The number of a message, its key, and the number within the key's list."""
 
 
-def _with_marks(messages: Messages) -> tuple[Messages, dict[str, Place]]:
+def _with_marks(messages: Messages) -> tuple[Messages, dict[str, TextPlace]]:
     """The messages with a mark in place of every text, and where each mark stands."""
-    places: dict[str, Place] = {}
+    places: dict[str, TextPlace] = {}
 
-    def marked(value: Any, place: Place) -> Any:
+    def marked(value: Any, place: TextPlace) -> Any:
         if isinstance(value, Mapping):
             return {key: item if key in _NOT_TEXT else marked(item, place) for key, item in value.items()}
         if isinstance(value, list | tuple):
