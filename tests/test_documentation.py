@@ -21,7 +21,6 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import PeftModel, get_peft_model
 from torch import nn
 from transformers import Trainer, TrainingArguments, default_data_collator
@@ -35,8 +34,8 @@ from frozencore.cli.verbs import all_verbs
 from frozencore.tune.load import load_model
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.suite import PAPER_TASKS
-from frozencore.tune.tasks.hub_rows import write_hub_folders
 from gguf_files import tiny_model, write_gguf
+from hub_folders import write_hub_folder
 from places import LAB, PAPER_TABLES, ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "lab" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -120,16 +119,8 @@ def lay_out(place: Path) -> None:
     (place / "rows").mkdir()
     for name in ("everybody", "train", "rows", "public", "anna", "ben", "dora", "rows/anna", "rows/ben"):
         (place / f"{name}.jsonl").write_text("".join(rows))
-    write_hub_folders(
-        place / "DATA",
-        {
-            source: {
-                split: Dataset.from_list([source.made_up(drawn, number) for number in range(80)])  # type: ignore[attr-defined, misc]
-                for split in source.num_rows  # type: ignore[attr-defined]
-            }
-            for source in dict.fromkeys(task.source for task in PAPER_TASKS.values())
-        },
-    )
+    for name in PAPER_TASKS:
+        write_hub_folder(place / "DATA", name, num_train=80, num_evaluation=80, num_validation=80)
     for name in ("lab", "examples"):
         (place / name).symlink_to(ROOT / name)
     results = LAB / "results" / "smollm2"

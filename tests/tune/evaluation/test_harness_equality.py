@@ -23,7 +23,7 @@ from frozencore.tune.suite import PAPER_TASKS
 from frozencore.tune.tasks import Task
 from frozencore.tune.tasks.splits import evaluation_rows
 from harness_tasks import PREFIX, export_tasks
-from hub_folders import ROWS, write_hub_folder
+from hub_folders import FEATURES, write_hub_folder
 from places import SHARED
 
 pytest.importorskip("lm_eval")
@@ -45,10 +45,10 @@ def shared() -> Path:
 @pytest.fixture(scope="module")
 def exported(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("lm-eval") / "tasks"
-    for name in ROWS:
+    for name in FEATURES:
         write_hub_folder(folder.parent / name, name, num_train=2, num_evaluation=NUM_ROWS)
     for name, task in TASKS.items():
-        root = folder.parent / name if name in ROWS else shared / "data"
+        root = folder.parent / name if name in FEATURES else shared / "data"
         export_tasks([task], folder, data_root=root, num_evaluation=NUM_ROWS)
     return folder
 
@@ -62,7 +62,7 @@ def both(
     model: nn.Module, encoder: PromptEncoder, task: Task, exported: Path, shared: Path
 ) -> list[tuple[Prediction, dict[str, Any]]]:
     """Ours and the harness's word on every row that needs no cutting."""
-    root = exported.parent / task.name if task.name in ROWS else shared / "data"
+    root = exported.parent / task.name if task.name in FEATURES else shared / "data"
     examples = evaluation_rows(task, root, num_evaluation=NUM_ROWS)
     ours = score_task(model, encoder, task, examples)
     _, theirs = harness_score(model, encoder, PREFIX + task.name, include_path=exported)

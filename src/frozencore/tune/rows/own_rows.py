@@ -97,14 +97,6 @@ def read_rows(
     return OwnRows(texts, form, bad, tuple(column for column in given if column not in used))
 
 
-def render_rows(rows: Sequence[Row], origin: str, encoder: PromptEncoder) -> list[TextRow]:
-    """Render rows in memory; a bad row raises an error, in which ``origin`` names the rows."""
-    if not rows:
-        raise DataError(f"{origin} holds no rows. Give at least one.")
-    render = _FORMS[_form_of(rows, origin)]
-    return [render(row, f"row-{number}", encoder) for number, row in enumerate(rows, start=1)]
-
-
 def _names(columns: str, row: Row, origin: str) -> dict[str, str]:
     """The source's name of each of our columns that ``columns`` names."""
     pairs = [part.strip().partition("=") for part in columns.split(",")]

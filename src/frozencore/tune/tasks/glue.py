@@ -5,9 +5,9 @@ The labels of GLUE's test splits are not public, so the validation splits serve 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
-from frozencore.tune.rows import Row
 from frozencore.tune.tasks import Task
 from frozencore.tune.tasks.described_task import Described
 from frozencore.tune.tasks.hub_rows import HubDataset
@@ -19,7 +19,6 @@ def glue_task(
     *,
     prompt: str,
     choices: tuple[str, ...],
-    sample: Row,
     num_rows: Mapping[str, int],
     epochs: int,
     licence: str,
@@ -28,17 +27,13 @@ def glue_task(
 
     Args:
         choices: The answers, by label.
-        sample: A row of the data set.
     """
-    texts = (column for column, value in sample.items() if isinstance(value, str))
     source = HubDataset(
         path="nyu-mll/glue",
         config=name,
         evaluation_split="validation",
-        columns=(*texts, "label"),
+        columns=(*re.findall(r"\{(\w+)\}", prompt), "label"),
         num_rows=num_rows,
-        sample=sample,
-        labels={"label": range(len(choices))},
     )
     to_example = Described(prompt, "label", choices)
     return Task(name, "choice", source, to_example, 2000, 500, epochs, licence, label=label, family="GLUE")
@@ -49,7 +44,6 @@ SST2 = glue_task(
     "SST-2",
     prompt="Review: {sentence}\nSentiment:",
     choices=("negative", "positive"),
-    sample={"sentence": "it 's a charming and often affecting journey . ", "label": 1, "idx": 0},
     num_rows={"train": 67349, "validation": 872},
     epochs=1,
     licence="not stated by the data's authors",
@@ -61,7 +55,6 @@ COLA = glue_task(
     "CoLA",
     prompt="Sentence: {sentence}\nIs this sentence acceptable English?\nAnswer:",
     choices=("no", "yes"),
-    sample={"sentence": "The more we study verbs, the crazier they get.", "label": 1, "idx": 3},
     num_rows={"train": 8551, "validation": 1043},
     epochs=2,
     licence="excerpts of published works, for research (nyu-mll/CoLA-baselines)",
@@ -76,12 +69,6 @@ MRPC = glue_task(
     "MRPC",
     prompt="Sentence 1: {sentence1}\nSentence 2: {sentence2}\nDo both sentences mean the same?\nAnswer:",
     choices=("no", "yes"),
-    sample={
-        "sentence1": "He said the foodservice pie business doesn 't fit the company 's long-term growth strategy .",
-        "sentence2": '" The foodservice pie business does not fit our long-term growth strategy .',
-        "label": 1,
-        "idx": 1,
-    },
     num_rows={"train": 3668, "validation": 408},
     epochs=3,
     licence="not stated (Microsoft Research Paraphrase Corpus)",
@@ -96,12 +83,6 @@ QNLI = glue_task(
     "QNLI",
     prompt="Question: {question}\nSentence: {sentence}\nDoes the sentence answer the question?\nAnswer:",
     choices=("yes", "no"),
-    sample={
-        "question": "What happens if a plant looses roots or its shoots?",
-        "sentence": "In fact it is possible to grow an entire plant from a single leaf [...]",
-        "label": 1,
-        "idx": 3,
-    },
     num_rows={"train": 104743, "validation": 5463},
     epochs=1,
     licence="CC BY-SA 4.0 (SQuAD, from which it was made)",
@@ -116,12 +97,6 @@ RTE = glue_task(
     "RTE",
     prompt="Text: {sentence1}\nClaim: {sentence2}\nDoes the claim follow from the text?\nAnswer:",
     choices=("yes", "no"),
-    sample={
-        "sentence1": "No Weapons of Mass Destruction Found in Iraq Yet.",
-        "sentence2": "Weapons of Mass Destruction Found in Iraq.",
-        "label": 1,
-        "idx": 0,
-    },
     num_rows={"train": 2490, "validation": 277},
     epochs=3,
     licence="not stated by the data's authors",

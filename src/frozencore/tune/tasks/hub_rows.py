@@ -1,24 +1,15 @@
-"""Read a Hugging Face data set from the hub, its cache, or a folder of the same schema, and write such a folder."""
+"""Read a Hugging Face data set from the hub, its cache, or a folder of the same schema."""
 
 from __future__ import annotations
 
-import re
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from random import Random
-from typing import Any
 
 from frozencore.errors import DataError
 from frozencore.tune.rows import Row
-from frozencore.tune.rows.row_sources import cache_of, load_split, without_bars
+from frozencore.tune.rows.row_sources import load_split
 from frozencore.tune.tasks import Origin, Split
-
-_WORDS = (
-    "river", "teacher", "engine", "garden", "letter", "planet", "doctor", "window", "market", "forest", "singer",
-    "bottle", "island", "report", "winter", "bridge", "farmer", "mirror", "ticket", "school",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -30,8 +21,6 @@ class HubDataset:
         columns: The columns that every split must have.
         validation_split: A labeled split for neither training nor evaluation, if the data set has one.
         num_rows: Rows of each official split.
-        sample: A row of the schema, from which rehearsals invent rows.
-        labels: The column of the label, and all labels.
     """
 
     path: str
@@ -41,8 +30,6 @@ class HubDataset:
     config: str | None = None
     validation_split: str | None = None
     num_rows: Mapping[str, int] = field(default_factory=dict, hash=False)
-    sample: Row = field(default_factory=dict, hash=False)
-    labels: Mapping[str, Sequence[Any]] = field(default_factory=dict, hash=False)
 
     @property
     def name(self) -> str:
@@ -89,43 +76,3 @@ class HubDataset:
             )
         result: Sequence[Row] = rows
         return result
-
-    def forget(self, data_root: Path) -> None:
-        """Remove ``datasets``' cached copy of the rows of a local folder."""
-        shutil.rmtree(cache_of(data_root / self.path), ignore_errors=True)
-
-    def made_up(self, rng: Random, number: int) -> dict[str, Any]:
-        """Make a row like the sample with meaningless words; labels rotate with the row's number."""
-        labels = {column: every[number % len(every)] for column, every in self.labels.items()}
-        return {column: _reworded(value, rng) for column, value in self.sample.items()} | labels
-
-
-def write_hub_folders(root: Path, contents: Mapping[HubDataset, Mapping[str, Any]]) -> None:
-    """Write data sets under ``root`` for :meth:`HubDataset.rows`: Parquet files, and a card.
-
-    Args:
-        contents: The official splits of each configuration, ``datasets.Dataset`` by name. All configurations of one
-            hub id must come together, because they share a card.
-    """
-    cards: dict[str, list[str]] = {}
-    for source, splits in contents.items():
-        config = source.config or "default"
-        card = cards.setdefault(source.path, ["---", "configs:"])
-        card += [f"- config_name: {config}", "  data_files:"]
-        for name, rows in splits.items():
-            file = root / source.path / config / f"{name}.parquet"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with without_bars():
-                rows.to_parquet(str(file))
-            card += [f"  - split: {name}", f"    path: {config}/{name}.parquet"]
-    for path, card in cards.items():
-        (root / path / "README.md").write_text("\n".join([*card, "---", ""]), encoding="utf-8")
-
-
-def _reworded(value: Any, rng: Random) -> Any:
-    """Replace words of three letters or more in a value; labels such as "B" and numbers stay."""
-    if isinstance(value, str):
-        return re.sub(r"\b[A-Za-z][a-z]{2,}\b", lambda _: rng.choice(_WORDS), value)
-    if isinstance(value, Mapping):
-        return {key: _reworded(part, rng) for key, part in value.items()}
-    return [_reworded(part, rng) for part in value] if isinstance(value, list) else value
