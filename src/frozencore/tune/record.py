@@ -14,6 +14,7 @@ from pydantic_core import from_json
 
 from frozencore.tune.config import RunConfig
 from frozencore.tune.provenance import provenance
+from frozencore.tune.rows import NOT_WRITTEN
 from frozencore.tune.rows.row_sources import in_words
 from frozencore.words import num_of, one_line
 
@@ -98,7 +99,7 @@ class ReadRows(RecordPart):
     Attributes:
         read, columns, left_out: The number of rows, the columns, and the number of unused rows by reason.
         unused_columns: The columns that are not read.
-        changed: The number of rows whose text was changed, by what was changed.
+        changed: The number of rows whose text was changed, or of which a chat template does not write all, by what.
         joined: The number of rows of which one token holds the end of the prompt and the beginning of the completion;
             missing if none.
         sources: The result of each of several sources.
@@ -130,7 +131,9 @@ class ReadRows(RecordPart):
         """What of the rows in use was not read, or was changed."""
         unused = " and ".join(self.unused_columns)
         lines = [f"{num_of(len(self.unused_columns), 'column')} not used: {unused}"] if unused else []
-        lines += [f"{num_of(count, 'row')} changed: {what}" for what, count in self.changed.items()]
+        for what, count in self.changed.items():
+            rows = num_of(count, "row")
+            lines.append(f"in {rows} {what}" if what.startswith(NOT_WRITTEN) else f"{rows} changed: {what}")
         if self.joined:
             where = "one token holds the end of the prompt and the beginning of the completion"
             lines.append(f"in {num_of(self.joined, 'row')} {where}; begin completions with a space")

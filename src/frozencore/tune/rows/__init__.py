@@ -11,6 +11,7 @@ from typing import Any
 from frozencore.errors import DataError
 
 HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")  # JSON may hold one alone, which no tokenizer takes
+NOT_WRITTEN = "the chat template does not write"
 Row = Mapping[str, Any]
 """A row as read: values by column."""
 
@@ -44,7 +45,7 @@ class TextRow:
         pieces: The number of these spans that the last turn has.
         rest: The text of the template after the completion. It has no loss and is not read.
         ended: Whether the completion has an end token of its own; no other is added.
-        changed: What was changed in the row, for a person.
+        changed: What was changed in the row, or is not written of it, for a person.
     """
 
     id: str

@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Any, Literal, TypeVar
 
 from frozencore.errors import ConfigError, DataError
-from frozencore.tune.rows import HALF_A_CHARACTER, TextRow
+from frozencore.tune.rows import HALF_A_CHARACTER, NOT_WRITTEN, TextRow
 from frozencore.tune.rows.row_sources import strict_json
 
 Message = Mapping[str, Any]
@@ -311,7 +311,7 @@ class Conversation:
                 lost["a thought in the content"] = None
         if self.tools and text == _rendered(self._template, special, "null", messages):
             lost["tools"] = None
-        return tuple(f"the chat template does not write {what}" for what in lost)
+        return tuple(f"{NOT_WRITTEN} {what}" for what in lost)
 
     def _first_token(self, text: str) -> str | None:
         """The added token that a text begins with, after white space."""
