@@ -27,7 +27,7 @@ def forget_cuda() -> None:
 
     A copied lock may hold it for ever (MKL's, once in thousands), so it ends with its stack after some minutes.
     """
-    faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)
+    faulthandler.dump_traceback_later(TIMEOUT_S, exit=True, file=2)
     torch.cuda.is_available = lambda: False
     torch.cuda.device_count = lambda: 0
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,11 @@ DATA = TESTS / "data"
 LAB = ROOT / "lab"
 PAPER_TABLES = LAB / "tests" / "data"
 SHARED = ROOT.parent / "shared"
+
+
+def few(values: Iterable[Any], *fast: Any) -> list[Any]:
+    """All values of a parameter, of which only these are tried in fast tests."""
+    return [value if value in fast else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def smollm2_or_skip() -> Path:

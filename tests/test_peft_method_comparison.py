@@ -39,6 +39,7 @@ def entry() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_an_experiment_is_a_configuration_that_peft_reads_and_trains_what_its_name_says(name: str) -> None:
     config = PeftConfig.from_pretrained(str(FOLDER / "experiments" / name))

@@ -47,6 +47,7 @@ def rehearse(command: Command, folder: Path, studies: str, *words: str | Path) -
     return status, " ".join(out.split())
 
 
+@pytest.mark.slow  # `make rehearse` is a part of the project's checks
 def test_a_sound_campaign_fills_every_cell_of_the_report_that_it_would_have(command: Command, tmp_path: Path) -> None:
     status, out = rehearse(command, tmp_path, SOUND)
     assert status == 0, out

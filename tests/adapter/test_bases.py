@@ -30,13 +30,14 @@ from frozencore import (
 from frozencore.adapter.mixed_batch import adapter_of_each_row
 from frozencore.adapter.saved.basis import write_basis
 from frozencore.errors import ArtifactError
+from places import few
 from tiny import tiny_qwen2
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("constructor", CONSTRUCTORS)
+@pytest.mark.parametrize("constructor", few(CONSTRUCTORS, "fcca", "eva", "milora", "random"))
 def test_bases_of_a_file_make_the_same_adapter(constructor: str, dtype: torch.dtype, tmp_path: Path) -> None:
     expected = adapted(constructor, dtype=dtype)
     save_file(get_bases(expected), tmp_path / "bases.safetensors")

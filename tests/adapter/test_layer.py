@@ -23,6 +23,7 @@ from frozencore.adapter.linear import FrozenCoreLinear, plus_core
 from frozencore.calibration.collect import collect_moments
 from frozencore.errors import ArtifactError, CalibrationError
 from frozencore.files.fingerprint import fingerprint_model
+from places import few
 from references import numpy_of
 from tiny import batch_of, tiny_gpt2, tiny_llama, tiny_qwen2
 
@@ -395,8 +396,8 @@ def after_steps(model: nn.Module, rate: float, num_steps: int) -> dict[str, Tens
     return {layer.name: layer.get_delta_weight("default").detach() for layer in cores_of(model)}
 
 
-@pytest.mark.parametrize("rank", [2, 5, 12])
-@pytest.mark.parametrize("width", [32, 64])
+@pytest.mark.parametrize("rank", few([2, 5, 12], 2, 12))
+@pytest.mark.parametrize("width", few([32, 64], 32))
 def test_the_first_step_is_as_long_at_every_rank_and_width(rank: int, width: int) -> None:
     base = tiny_qwen2(hidden_size=width, intermediate_size=2 * width)
     model = adapted("fcca", model=base, r=rank, alpha=16.0, target_modules="all-linear")

@@ -26,6 +26,7 @@ from frozencore.files.fingerprint import fingerprint_model
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train as train_by_recipe
+from places import few
 from references import numpy_of, reference_moments
 from tiny import attention_names, draw_examples, tiny_qwen2
 
@@ -90,7 +91,7 @@ QUANTISERS = {
         of_torchao,
     ),
 }  # fmt: skip
-EVERY_QUANTISER = pytest.mark.parametrize("quantiser", QUANTISERS)
+EVERY_QUANTISER = pytest.mark.parametrize("quantiser", few(QUANTISERS, "int8", "nf4-bf16", "torchao-int8"))
 NAMES = attention_names(tiny_qwen2())
 
 

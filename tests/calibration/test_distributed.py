@@ -31,7 +31,7 @@ from frozencore.calibration.taps import CalibrationPass
 from frozencore.errors import CalibrationError, RankError
 from frozencore.maths.linalg import principal_cosines
 from frozencore.ranks import own_rank
-from places import SOURCES, TESTS
+from places import SOURCES, TESTS, few
 from tiny import Example, batches_of, draw_examples, tiny_qwen2
 
 EXAMPLES = draw_examples(num_examples=12, seed=5)
@@ -238,7 +238,7 @@ def test_all_ranks_hold_the_same_bytes(constructor: str, reports: list[dict[str,
     assert all(count == tokens[0] for count in tokens)
 
 
-@pytest.mark.parametrize("constructor", CONSTRUCTORS)
+@pytest.mark.parametrize("constructor", few(CONSTRUCTORS, "fcca", "eva"))
 def test_the_bases_are_those_of_one_process_on_all_examples(constructor: str, reports: list[dict[str, Any]]) -> None:
     model = adapted(constructor, initial_step=0.1 if constructor == "signgrad" else 0.0)
     calibration = calibrate(model, batches_of(EXAMPLES, 4), progress=False)
@@ -305,7 +305,7 @@ def test_a_rank_that_holds_another_basis_is_found_out_before_training(reports: l
     [
         (2, "calibration", SIGKILL),
         pytest.param(4, "bases", SIGKILL, marks=pytest.mark.slow),
-        (2, "calibration", SIGSTOP),
+        pytest.param(2, "calibration", SIGSTOP, marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_is_lost_ends_the_others_within_the_timeout(

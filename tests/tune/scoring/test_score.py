@@ -24,6 +24,7 @@ from frozencore.tune.run import execute
 from frozencore.tune.scoring.exact_match import SHORT, are_short, complete
 from frozencore.tune.scoring.score import held_out_loss, row_losses, score_completions, score_task
 from frozencore.tune.suite import TEXT_TASKS, find_task
+from places import few
 from small_tenants import inputs_of
 from tiny import draw_examples, tiny_gpt2, tiny_qwen2
 
@@ -79,7 +80,7 @@ def refusing(most: int, done: list[int]) -> Callable[[list[int]], None]:
 
 
 @pytest.mark.parametrize("size", [(10, 0), (1, LOGITS_BUDGET // 64)])
-@pytest.mark.parametrize("most", [1, pytest.param(3, marks=pytest.mark.slow), 100])
+@pytest.mark.parametrize("most", few([1, 3, 100], 1))
 def test_every_row_is_scored_once_whatever_fits(size: tuple[int, int], most: int) -> None:
     done: list[int] = []
     steps: list[tuple[str, int, int, str]] = []

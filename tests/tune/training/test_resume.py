@@ -15,6 +15,7 @@ from frozencore.tune.methods import METHODS, AdapterOptions
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import TrainingReport, train
+from places import few
 from tiny import ATTENTION, draw_examples, tiny_gpt2, tiny_qwen2
 
 ROWS = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(20, seed=5))]
@@ -47,7 +48,7 @@ def trained(
     )
 
 
-@pytest.mark.parametrize("name", ["alone", *METHODS])
+@pytest.mark.parametrize("name", few(["alone", *METHODS], "alone", "fcca", "lora"))
 def test_a_resumed_training_is_bit_equal_to_an_uninterrupted_one(name: str, tmp_path: Path) -> None:
     whole, expected = trained(name, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
@@ -62,7 +63,7 @@ def test_a_resumed_training_is_bit_equal_to_an_uninterrupted_one(name: str, tmp_
         assert weights.stat().st_size == (tmp_path / "adapter" / weights.name).stat().st_size
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", few(DAMAGES, "truncated"))
 def test_a_damaged_checkpoint_is_skipped_with_a_warning(damage: str, tmp_path: Path) -> None:
     whole, expected = trained("fcca", tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
