@@ -26,7 +26,8 @@ REFUSED = {
 
 
 FEW = (
-    "llama", "gemma3n_text", "phi3", "gpt2", "falcon", "xlnet", "gpt_oss", "falcon_h1", "zamba", "qwen2_vl", "bert", "t5",
+    "llama", "gemma3n_text", "phi3", "gpt2", "falcon", "xlnet", "gpt_oss", "falcon_h1", "zamba", "qwen2_vl",
+    "bert", "t5",
 )  # fmt: skip
 EVERY = few(FAMILIES, *FEW)
 
