@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from frozencore.tune.config import RunConfig, make_config, run_options
 from frozencore.tune.load import load_model
 from frozencore.tune.methods import METHODS
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.record import read_record
+from frozencore.tune.record import TunedRecord, read_record
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.run import execute
 from frozencore.tune.scoring.score import score_task
@@ -44,10 +43,6 @@ from small_tenants import inputs_of
 
 def silent(stage: str, done: int, total: int | None, note: str = "") -> None:
     pass
-
-
-def fail(stage: str, *_: object) -> None:
-    raise AssertionError(f"{stage}: before any work is done it is clear that there is none")
 
 
 def config_of(**overrides: Any) -> RunConfig:
@@ -121,8 +116,14 @@ def test_every_method_runs_and_its_adapter_reloads_to_the_same_score(method: str
     assert sum(by_row.nats) / sum(by_row.tokens) == pytest.approx(record.held_out_loss, rel=1e-5)
 
 
-def test_the_record_holds_what_is_needed_to_trust_it(tmp_path: Path) -> None:
-    record = execute(config_of(), tmp_path / "run", silent)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[TunedRecord, Path]:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    return execute(config_of(), folder, silent), folder
+
+
+def test_the_record_holds_what_is_needed_to_trust_it(whole: tuple[TunedRecord, Path]) -> None:
+    record, _ = whole
     assert record.values_at_once == 16 * 4**2
     assert record.state_held_bytes == 12 * 16 * 4**2
     assert record.config.content()["calibration_size"] == 16
@@ -139,22 +140,24 @@ def test_the_record_holds_what_is_needed_to_trust_it(tmp_path: Path) -> None:
     assert record.training_s > 0
 
 
-def test_the_same_seed_gives_the_same_numbers_and_another_seed_others(tmp_path: Path) -> None:
-    first, again, other = (
-        execute(config_of(seed=seed), tmp_path / name, silent) for seed, name in ((1, "a"), (1, "b"), (2, "c"))
-    )
+def test_the_same_seed_gives_the_same_numbers_and_another_seed_others(
+    whole: tuple[TunedRecord, Path], tmp_path: Path
+) -> None:
+    first, folder = whole
+    again, other = (execute(config_of(seed=seed), tmp_path / f"{seed}", silent) for seed in (first.seed, 2))
     assert first.training == again.training
     assert first.hashes == again.hashes
-    weights = [(tmp_path / name / "adapter" / "adapter_model.safetensors").read_bytes() for name in "abc"]
-    assert weights[0] == weights[1]
+    weights = "adapter/adapter_model.safetensors"
+    assert (folder / weights).read_bytes() == (tmp_path / f"{first.seed}" / weights).read_bytes()
+    assert other.training.losses != first.training.losses
     assert other.hashes.calibration != first.hashes.calibration
     assert other.hashes.evaluation == first.hashes.evaluation
 
 
-def test_a_moments_file_gives_the_run_its_own_pass_would_have(tmp_path: Path) -> None:
+def test_a_moments_file_gives_the_run_its_own_pass_would_have(whole: tuple[TunedRecord, Path], tmp_path: Path) -> None:
     execute_calibration(config_of(), tmp_path / "calibration", silent)
     moments = tmp_path / "calibration" / "moments.safetensors"
-    own = execute(config_of(), tmp_path / "own", silent)
+    own, _ = whole
     read = execute(config_of(), tmp_path / "read", silent, moments_file=moments)
     assert own.hashes == read.hashes
     assert own.training.losses == read.training.losses
@@ -163,13 +166,15 @@ def test_a_moments_file_gives_the_run_its_own_pass_would_have(tmp_path: Path) ->
     with pytest.raises(CalibrationError, match="'input_outer' is needed"):
         execute(config_of(method="eva"), tmp_path / "eva", silent, moments_file=moments)
     with pytest.raises(ConfigError, match="reads no data"):
-        execute(
-            config_of(method="random"),
-            tmp_path / "random",
-            silent,
-            moments_file=moments,
-        )
-    assert {path.name for path in tmp_path.iterdir()} == {"calibration", "own", "read"}
+        execute(config_of(method="random"), tmp_path / "random", silent, moments_file=moments)
+    assert {path.name for path in tmp_path.iterdir()} == {"calibration", "read"}
+
+
+def test_a_finished_run_is_never_overwritten(whole: tuple[TunedRecord, Path]) -> None:
+    before = bytes_in(whole[1])
+    with pytest.raises(ArtifactError, match="already holds a finished run"):
+        execute(config_of(method="random"), whole[1], silent)
+    assert bytes_in(whole[1]) == before
 
 
 def stop_in_the_second_epoch(stage: str, done: int, total: int | None, note: str = "") -> None:
@@ -183,23 +188,6 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.raises(KeyboardInterrupt):
         execute(config_of(epochs=2), folder, stop_in_the_second_epoch)
     return folder
-
-
-def test_an_interrupted_run_goes_on_to_the_same_end(interrupted: Path, tmp_path: Path) -> None:
-    config = config_of(epochs=2)
-    whole = execute(config, tmp_path / "whole", silent)
-    shutil.copytree(interrupted, tmp_path / "cut")
-    assert not (tmp_path / "cut" / "result.json").exists()
-    with pytest.raises(TrainingError, match="cut holds an interrupted run, which has kept its step 3.* --resume"):
-        execute(config, tmp_path / "cut", fail)
-    stages: set[str] = set()
-    resumed = execute(config, tmp_path / "cut", lambda stage, *_: stages.add(stage), resume=True)
-    assert stages == {"load", "hash", "train", "score"}
-    assert resumed.criterion == whole.criterion
-    assert resumed.training.losses == whole.training.losses
-    assert resumed.accuracy == whole.accuracy
-    first, second = (tmp_path / name / "adapter" / "adapter_model.safetensors" for name in ("whole", "cut"))
-    assert first.read_bytes() == second.read_bytes()
 
 
 def test_a_run_whose_record_could_not_be_written_goes_on_from_its_checkpoints(
@@ -244,7 +232,7 @@ def test_a_run_is_not_resumed_with_other_options_and_the_difference_is_shown(
     assert bytes_in(interrupted) == before
 
 
-def test_a_run_that_diverges_keeps_its_last_good_core(tmp_path: Path) -> None:
+def test_a_run_that_diverges_keeps_its_last_good_core_and_a_baseline_which_has_none_nothing(tmp_path: Path) -> None:
     with pytest.raises(DivergenceError, match=r"diverged at step \d+ of \d+: .* The last good core is in ") as caught:
         execute(config_of(learning_rate=1e30), tmp_path / "run", silent)
     kept = tmp_path / "run" / "last-good-adapter"
@@ -252,15 +240,11 @@ def test_a_run_that_diverges_keeps_its_last_good_core(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(pocket_model_path()), kept)
     assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
-    assert not (tmp_path / "run" / "result.json").exists()
-
-
-def test_a_finished_run_is_never_overwritten(tmp_path: Path) -> None:
-    execute(config_of(method="random"), tmp_path / "run", silent)
-    before = (tmp_path / "run" / "result.json").read_bytes()
-    with pytest.raises(ArtifactError, match="already holds a finished run"):
-        execute(config_of(method="fcca"), tmp_path / "run", silent)
-    assert (tmp_path / "run" / "result.json").read_bytes() == before
+    with pytest.raises(DivergenceError, match=r"diverged at step \d+ of \d+") as caught:
+        execute(config_of(method="lora", learning_rate=1e30), tmp_path / "lora", silent)
+    assert "last good core" not in str(caught.value)
+    assert not list(tmp_path.glob("*/result.json"))
+    assert not (tmp_path / "lora" / "last-good-adapter").exists()
 
 
 def test_own_rows_are_scored_by_held_out_loss(tmp_path: Path) -> None:
@@ -322,39 +306,29 @@ def test_bad_input_is_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("method", ["fcca", "random", "lora"])
-def test_a_nan_in_the_model_stops_the_run_before_anything_is_written(method: str, tmp_path: Path) -> None:
+def test_a_nan_in_the_model_stops_the_run_before_anything_is_written(tmp_path: Path) -> None:
     model, tokenizer = load_model(str(pocket_model_path()), device="cpu")
     with torch.no_grad():
         model.get_submodule("model.layers.1.mlp.up_proj").weight[0, 0] = float("nan")
     model.save_pretrained(tmp_path / "broken")
     tokenizer.save_pretrained(tmp_path / "broken")
     with pytest.raises(FrozenCoreError, match=r"[Nn]a[Nn]|not finite"):
-        execute(config_of(model=str(tmp_path / "broken"), method=method), tmp_path / "run", silent)
+        execute(config_of(model=str(tmp_path / "broken")), tmp_path / "run", silent)
     assert not (tmp_path / "run").exists()
 
 
-def test_the_library_alone_gives_the_basis_of_the_run(tmp_path: Path) -> None:
+def test_the_library_alone_gives_the_basis_of_the_run(whole: tuple[TunedRecord, Path]) -> None:
     """`tune` does the same as a user's ten lines."""
     from peft import get_peft_model
 
     from frozencore import FrozenCoreConfig, frozen_core_layers
     from frozencore.tune.adapt import calibration_batches
 
-    record = execute(config_of(), tmp_path / "run", silent)
     prepared = inputs_of(config_of())
     model = get_peft_model(prepared.model, FrozenCoreConfig(r=4, seed=42, task_type="CAUSAL_LM"))
     batches = calibration_batches(prepared.rows.calibration, prepared.encoder.pad_id)
     calibrate(model, batches, progress=False)
-    assert basis_fingerprint(model) == record.hashes.basis
+    assert basis_fingerprint(model) == whole[0].hashes.basis
     layers = {name: layer.get_base_layer() for name, layer in frozen_core_layers(model, "default").items()}
     moments = collect_moments(model.get_base_model(), batches, layers)
     assert asdict(next(iter(moments.values())))["num_tokens"] > 16
-
-
-def test_a_baseline_that_diverges_keeps_nothing_as_its_factors_have_no_last_good_core(tmp_path: Path) -> None:
-    with pytest.raises(DivergenceError, match=r"diverged at step \d+ of \d+") as caught:
-        execute(config_of(method="lora", learning_rate=1e30), tmp_path / "run", silent)
-    assert "last good core" not in str(caught.value)
-    assert not (tmp_path / "run" / "last-good-adapter").exists()
-    assert not (tmp_path / "run" / "result.json").exists()

@@ -68,31 +68,6 @@ def test_the_adapter_is_of_the_step_that_scored_best_and_the_record_says_so(whol
     assert (score.accuracy, score.held_out_loss) == (best.accuracy, best.held_out_loss)
 
 
-@pytest.mark.parametrize(("stage", "at"), [("train", 5), pytest.param("validate", 2, marks=pytest.mark.slow)])
-def test_a_run_that_was_killed_chooses_as_if_it_had_not_been(
-    stage: str, at: int, whole: tuple[TunedRecord, Path], tmp_path: Path
-) -> None:
-    class KilledError(Exception):
-        pass
-
-    seen = 0
-
-    def kill(came: str, done: int, total: int | None, note: str = "") -> None:
-        nonlocal seen
-        seen += came == stage and (came == "train" or done == total)
-        if seen == at:
-            raise KilledError
-
-    with pytest.raises(KilledError):
-        execute(config_of(), tmp_path / "run", kill)
-    record = execute(config_of(), tmp_path / "run", silent, resume=True)
-    (expected, folder), untimed = whole, {"time_s": 0.0}
-    assert chosen(record).model_copy(update=untimed) == chosen(expected).model_copy(update=untimed)
-    assert (record.accuracy, record.held_out_loss) == (expected.accuracy, expected.held_out_loss)
-    name = "adapter/adapter_model.safetensors"
-    assert (tmp_path / "run" / name).read_bytes() == (folder / name).read_bytes()
-
-
 def test_without_the_option_the_last_step_is_kept_and_nothing_is_said(
     whole: tuple[TunedRecord, Path], tmp_path: Path
 ) -> None:
