@@ -1,31 +1,282 @@
-"""The formulas against PEFT's and the optimiser's own counts."""
+"""Bytes and rows of a run: what is foreseen against live tensors, and the largest memory of each phase."""
 
 from __future__ import annotations
 
+import copy
+import gc
+import mmap
+import resource
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 import torch
-from peft import get_peft_model
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
-from frozencore import FrozenCoreConfig
-from frozencore.tune.cost import basis_bytes, training_state_bytes, values_at_once
-from frozencore.tune.training.callbacks import training_state_held
-from tiny import tiny_qwen2
+from adapted import adapted
+from frozencore.tune import cost
+from frozencore.tune.config import RunConfig, make_config
+from frozencore.tune.cost import (
+    PeakMemory,
+    basis_bytes,
+    model_bytes,
+    process_peak_bytes,
+    row_bytes,
+    rows_at_once,
+    training_state_bytes,
+    values_at_once,
+)
+from frozencore.tune.many.tenant import Tenant
+from frozencore.tune.many.train import train_many
+from frozencore.tune.methods import METHODS, AdapterOptions
+from frozencore.tune.pocket import pocket_model_path
+from frozencore.tune.record import PhasePeaks
+from frozencore.tune.rows import TokenRow
+from frozencore.tune.run import execute
+from frozencore.tune.training.callbacks import total_bytes
+from frozencore.tune.training.recipe import Recipe
+from frozencore.tune.training.train import train
+from tiny import ATTENTION, draw_examples, tiny_gpt2, tiny_llama, tiny_qwen2
 
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
+ROWS = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(8, seed=5))]
+RECIPE = Recipe(learning_rate=1e-2, warmup=0.1, epochs=3, batch_size=2, accumulation=1)
+OPTIONS = AdapterOptions(rank=3, targets=ATTENTION, seed=3, core={})
 
 
-def target_shapes(model: torch.nn.Module) -> list[tuple[int, int]]:
-    return [tuple(m.weight.shape) for n, m in model.named_modules() if n.rpartition(".")[2] in TARGETS]
+@pytest.mark.parametrize("name", ["lora", "dora", "full", "fcca"])
+def test_what_adamw_holds_is_twelve_bytes_a_value(name: str) -> None:
+    model = adapted() if name == "fcca" else METHODS[name].add(tiny_qwen2(), OPTIONS)
+    report = train(model, ROWS, RECIPE, pad_id=0)
+    expected = 12 * sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert report.state_held_bytes == training_state_bytes(values_at_once(model)) == expected
 
 
-def test_gradients_and_adam_take_twelve_bytes_a_value() -> None:
-    model = get_peft_model(tiny_qwen2(), FrozenCoreConfig(r=4, target_modules=TARGETS, constructor="random"))
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    model(torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]])).loss.backward()
-    optimizer.step()
-    assert training_state_held(optimizer) == training_state_bytes(values_at_once(model)) == 12 * 8 * 4**2
+def test_whole_models_are_counted_in_the_same_way_and_tied_weights_once() -> None:
+    model = tiny_qwen2()
+    tied = {id(parameter): parameter for parameter in model.parameters()}
+    report = train(model, ROWS, RECIPE, pad_id=0)
+    assert report.state_held_bytes == 12 * sum(parameter.numel() for parameter in tied.values())
+
+
+def test_a_tenant_in_company_holds_what_it_would_alone() -> None:
+    model = adapted()
+    trained = train_many(model, {"anna": Tenant(ROWS, RECIPE), "ben": Tenant(ROWS[:3], RECIPE)}, pad_id=0)
+    alone = train(adapted(), ROWS, RECIPE, pad_id=0)
+    assert {one.report.state_held_bytes for one in trained.values()} == {alone.state_held_bytes}
+
+
+def test_tensors_that_are_one_count_once_and_views_as_large_as_they_are() -> None:
+    X = torch.zeros(4, 6)
+    assert total_bytes([X, X, X.view(24)]) == X.nbytes
+    assert total_bytes([X[:, :2], torch.tensor(3.0), torch.zeros(0, 5)]) == 32
+
+
+def test_the_models_size_is_that_of_its_own_weights_whatever_is_on_it() -> None:
+    plain = tiny_llama()
+    expected = sum(parameter.nbytes for parameter in plain.parameters())
+    assert model_bytes(plain) == expected
+    for name in ("lora", "full"):
+        assert model_bytes(METHODS[name].add(copy.deepcopy(plain), OPTIONS)) == expected
+    half: nn.Module = copy.deepcopy(plain).to(torch.bfloat16)
+    assert model_bytes(half) == expected // 2
 
 
 def test_basis_bytes_are_those_of_the_buffers() -> None:
-    model = get_peft_model(tiny_qwen2(), FrozenCoreConfig(r=4, target_modules=TARGETS, constructor="random"))
+    model, named = adapted("random"), tiny_qwen2().named_modules()
     stored = sum(b.nbytes for n, b in model.named_buffers() if "frozencore_P" in n or "frozencore_Q" in n)
-    assert basis_bytes(target_shapes(tiny_qwen2()), 4, torch.float32) == stored
+    shapes = [tuple(m.weight.shape) for n, m in named if n.endswith(tuple(model.peft_config["default"].target_modules))]
+    assert basis_bytes(shapes, 3, torch.float32) == stored > 0
+
+
+MIB = 2**20
+
+
+@pytest.fixture
+def memory() -> PeakMemory:
+    gc.collect()  # garbage of other tests, collected within a phase, would be counted as a shrinking of it
+    found = PeakMemory(nn.Linear(2, 2))
+    if not found._forgets:
+        pytest.skip("this system counts over the whole life of a process")
+    return found
+
+
+def held(num_mib: int) -> mmap.mmap:
+    """Memory of the system's own, whatever the process has freed before and would use again."""
+    pages = mmap.mmap(-1, num_mib * MIB)
+    for start in range(0, len(pages), mmap.PAGESIZE):
+        pages[start] = 1
+    return pages
+
+
+def beyond(peaks: PhasePeaks | None) -> tuple[float, ...]:
+    """MiB of each phase above what was held."""
+    assert peaks is not None
+    phases = (peaks.calibration_bytes, peaks.training_bytes, peaks.scoring_bytes)
+    return tuple((peak - peaks.held_bytes) / MIB for peak in phases)
+
+
+def test_each_phase_has_its_own_peak_also_after_a_higher_one(memory: PeakMemory) -> None:
+    with memory.phase("calibration"):
+        held(128).close()
+    with memory.phase("training"):
+        kept = held(16)
+    with memory.phase("scoring"):
+        held(48).close()
+    assert beyond(memory.peaks) == pytest.approx((128, 16, 16 + 48), abs=8)
+    assert memory.peaks is not None
+    assert memory.largest == memory.peaks.calibration_bytes
+    kept.close()
+
+
+def test_what_a_phase_has_freed_is_not_held_against_the_next(memory: PeakMemory) -> None:
+    with memory.phase("calibration"):
+        blocks = [torch.ones(8 * 1024) for _ in range(2000)]  # 32 KiB each: of the C library's own store
+        last = blocks[-1]  # above the others: they are a hole in it
+        del blocks
+    with memory.phase("training"):
+        pass
+    with memory.phase("scoring"):
+        pass
+    calibration, training, _ = beyond(memory.peaks)
+    assert calibration - training > 50
+    assert training < 16
+    del last
+
+
+def test_a_phase_that_failed_leaves_no_peaks(memory: PeakMemory) -> None:
+    with pytest.raises(ValueError, match="in the middle"), memory.phase("calibration"):
+        raise ValueError("in the middle")
+    for name in ("training", "scoring"):
+        with memory.phase(name):  # type: ignore[arg-type]
+            pass
+    assert memory.peaks is None
+    assert memory.largest > 0
+
+
+@pytest.fixture
+def on_gpus(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """The peaks of three GPUs, which reset to 1."""
+    most = {0: 99, 1: 5, 2: 7}
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", most.__getitem__)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: most.update({device: 1}))
+    return most
+
+
+def test_with_gpus_the_fullest_of_those_that_hold_the_model_counts(on_gpus: dict[int, int]) -> None:
+    parameters = [SimpleNamespace(device=torch.device("cuda", i)) for i in (2, 1)]
+    model: Any = SimpleNamespace(parameters=lambda: iter(parameters))
+    memory = PeakMemory(model)
+    for name, most in (("calibration", {1: 30, 2: 20}), ("training", {1: 10, 2: 40}), ("scoring", {})):
+        with memory.phase(name):  # type: ignore[arg-type]
+            on_gpus.update(most)
+    assert memory.peaks == PhasePeaks(
+        measured="device", held_bytes=1, calibration_bytes=30, training_bytes=40, scoring_bytes=1
+    )
+    assert memory.largest == 40
+
+
+def test_where_peaks_cannot_be_forgotten_there_is_one_of_the_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cost, "CLEAR_REFS", tmp_path / "nowhere" / "clear_refs")
+    memory = PeakMemory(nn.Linear(2, 2))
+    for name in ("calibration", "training", "scoring"):
+        with memory.phase(name):  # type: ignore[arg-type]
+            pass
+    assert memory.peaks is None
+    assert memory.largest == pytest.approx(process_peak_bytes(), abs=MIB)
+
+
+@pytest.mark.parametrize(
+    ("status", "platform", "unit"),
+    [(None, "linux", 1024), (None, "darwin", 1), ("VmSize:\t  300 kB\nVmRSS:\t  200 kB\n", "linux", 1024)],
+)
+def test_where_status_has_no_peak_it_is_the_systems_own_count_in_its_unit(
+    status: str | None, platform: str, unit: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cost, "STATUS", tmp_path / "status")
+    if status is not None:
+        cost.STATUS.write_text(status)
+    monkeypatch.setattr(sys, "platform", platform)
+    assert process_peak_bytes() == unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 0
+
+
+def few(**options: object) -> RunConfig:
+    return make_config(
+        model=str(pocket_model_path()), task="pocket-sentiment", epochs=1, num_evaluation=8, device="cpu",
+        **{"num_train": 24, "calibration_size": 8, "rank": 4, **options},
+    )  # fmt: skip
+
+
+def test_methods_and_phases_of_real_runs_differ_as_they_must(memory: PeakMemory, tmp_path: Path) -> None:
+    """Calibrating FCCA runs the model backwards and sums G; a random basis needs neither. Training runs it for both."""
+    found = {}
+    for method in ("fcca", "random"):
+        config = few(method=method, rank=16, num_train=8, batch_size=8, accumulation=1)
+        record = execute(config, tmp_path / method, lambda *_: None)
+        assert record.resources is not None
+        found[method] = beyond(record.resources.peaks)
+        assert record.peak_memory_bytes == record.resources.peak_memory_bytes
+    (fcca, _, _), (random, training, _) = found["fcca"], found["random"]
+    assert fcca > random + 4
+    assert training > random + 4
+
+
+def kept_bytes(model: nn.Module, ids: Tensor) -> int:
+    """The bytes that autograd keeps of a forward pass without dropout, beside the parameters."""
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(input_ids=ids, labels=ids)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("make", [tiny_qwen2, tiny_llama, tiny_gpt2])
+def test_a_row_is_foreseen_to_keep_no_less_than_it_does_and_no_more_than_three_times_that(
+    make: type[nn.Module], dtype: torch.dtype
+) -> None:
+    targets = ["c_attn"] if make is tiny_gpt2 else ["q_proj", "v_proj"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = adapted("random", model=make(), dtype=dtype, target_modules=targets)
+    ids = torch.arange(32).remainder(30)[None]
+    found = kept_bytes(model, ids)
+    assert found <= row_bytes(32, model) <= 3 * found
+
+
+@pytest.mark.parametrize(
+    ("rows", "room", "at_once"), [(8, 8, 8), (8, 7.9, 4), (8, 3, 2), (8, 0.1, 1), (6, 5, 3), (7, 5, 1), (1, 9, 1)]
+)
+def test_as_many_go_at_once_as_fit_and_divide_a_step(
+    rows: int, room: float, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_qwen2()
+    weights = sum(p.nbytes for p in model.parameters())
+    there = int(weights + 2 * room * row_bytes(20, model)) + 1
+    monkeypatch.setattr("frozencore.tune.cost.memory_of", lambda device: there)
+    assert rows_at_once(rows, 20, model) == at_once
+
+
+def test_a_run_cut_as_it_fits_is_the_run_of_one_row_after_the_other(tmp_path: Path) -> None:
+    fitted = execute(few(batch_size="auto"), tmp_path / "fitted", lambda *_: None)
+    alone = execute(few(), tmp_path / "alone", lambda *_: None)
+    for record, batch_size, accumulation in ((fitted, 8, 1), (alone, 1, 8)):
+        assert record.resolved is not None
+        assert record.resolved.recipe.items() >= {"batch_size": batch_size, "accumulation": accumulation}.items()
+    assert fitted.training.losses == pytest.approx(alone.training.losses, rel=1e-5)
+    cores, expected = (load_file(tmp_path / n / "adapter/adapter_model.safetensors") for n in ("fitted", "alone"))
+    assert expected
+    for name, core in expected.items():
+        torch.testing.assert_close(cores[name], core, rtol=1e-3, atol=1e-5)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -12,8 +14,10 @@ import torch
 
 from frozencore.errors import ArtifactError
 from frozencore.files.whole_file import require_writable, whole_folder, write_json, write_lines
+from frozencore.maths.capture import Capture
+from frozencore.tune.make_record import criterion_of
 from frozencore.tune.provenance import provenance, source_commit
-from frozencore.tune.record import Failure, Provenance, StabilityRecord, read_failure, read_record
+from frozencore.tune.record import Criterion, Failure, Provenance, StabilityRecord, read_failure, read_record
 from made_up import made_up_record, record_content
 from places import LAB
 
@@ -150,3 +154,55 @@ def test_a_failure_is_read_as_it_was_written() -> None:
     assert read_failure(json.dumps(failure.content())) == failure
     with pytest.raises(ValueError, match="^reason: field required$"):
         read_failure('{"message": ""}')
+
+
+LAYERS = {
+    "a": Capture(3.0, 5.0, (0.5, 0.4, 0.3, 0.2, 0.1), 1.0, 2.0, 10.0),
+    "b": Capture(4.0, 12.0, (0.8, 0.1, 1e-9), 0.75, 4.0, math.inf),
+    "silent": Capture(0.0, 0.0, (0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 6.0, math.inf),
+}
+J = [0.55, 0.65 + 1e-18, 0.0]
+
+
+@pytest.fixture
+def criterion() -> Criterion:
+    found = criterion_of(LAYERS)
+    assert found is not None
+    return found
+
+
+def test_the_promised_decrease_adds_up_and_gradients_are_one_norm(criterion: Criterion) -> None:
+    assert pytest.approx(sum(J)) == criterion.J
+    assert criterion.J_share == pytest.approx(sum(J) / 1.75)
+    assert criterion.gradient == pytest.approx(5)
+    assert criterion.gradient_share == pytest.approx(5 / 13)
+    assert criterion.damping == 1e-3
+
+
+def test_spectra_ranks_and_spreads_are_medians(criterion: Criterion) -> None:
+    assert criterion.leading == pytest.approx((0.5, 0.1, 1e-9))  # as far as every layer goes
+    assert criterion.last == pytest.approx(median([0.1, 1e-9, 0.0]))
+    assert criterion.effective_rank == 2
+    assert criterion.participation == pytest.approx(LAYERS["b"].participation)
+    assert (criterion.input_spread, criterion.error_spread) == (4.0, None)
+
+
+def test_layers_stand_side_by_side_in_few_digits(criterion: Criterion) -> None:
+    layers = criterion.layers
+    assert layers.name == ("a", "b", "silent")
+    assert pytest.approx(J) == layers.J
+    assert layers.leading == ((0.5, 0.4, 0.3, 0.2), (0.8, 0.1, 1e-9), (0.0,) * 4)
+    assert layers.effective_rank == (5, 2, 0)
+    assert layers.error_spread == (10.0, None, None)
+    third = criterion_of({"x": Capture(1 / 3, 1.0, (1 / 3,), 1.0, 1 / 3, 1.0)})
+    assert third is not None
+    assert (third.layers.gradient, third.gradient) == ((0.333333,), 1 / 3)
+    assert {len(column) for column in layers.content().values()} == {3}
+
+
+def test_it_is_read_as_it_was_written(criterion: Criterion) -> None:
+    assert Criterion.model_validate_json(json.dumps(criterion.content())) == criterion
+
+
+def test_without_layers_there_is_none() -> None:
+    assert criterion_of({}) is None

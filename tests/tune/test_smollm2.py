@@ -1,11 +1,13 @@
-"""``smollm2``: the name finds the model once it is made, says how where it is not, and takes no other file."""
+"""``smollm2``: the name finds the model once it is made, says how where it is not, and it has its published score."""
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,11 @@ import torch
 from frozencore.errors import ModelError
 from frozencore.tune import smollm2
 from frozencore.tune.load import load_model
+from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.scoring.choice import predict_choices
 from frozencore.tune.smollm2 import FILE, FILE_SHA256, make_smollm2
+from frozencore.tune.suite import PAPER_TASKS
+from frozencore.tune.tasks.splits import evaluation_rows
 from places import ROOT, SHARED
 
 HERE = SHARED / "models" / "smollm2" / FILE
@@ -77,3 +83,20 @@ def test_the_folder_is_the_file_unpacked_and_says_which(tmp_path: Path) -> None:
     assert tokenizer(text)["input_ids"] == theirs(text)["input_ids"]
     assert tokenizer.chat_template == theirs.chat_template
     assert FILE_SHA256 in (smollm2.smollm2_path() / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_arc_challenge_has_the_published_score() -> None:
+    """Published: ``acc_norm`` of lm-evaluation-harness without examples, on the unquantised model, in the card of
+    lldois/SmolLM2-135M-Reasoning-SLERP-Champion."""
+    if not HERE.is_file():
+        pytest.skip("no ../shared beside this checkout")
+    published, list_of_options = 0.2773, "\nOptions:\n"  # the harness leaves the list out of the prompt
+    rows = [
+        replace(row, prompt=row.prompt.partition(list_of_options)[0] + "\nAnswer:")
+        for row in evaluation_rows(PAPER_TASKS["arc_challenge"], SHARED / "data", num_evaluation=1172)
+    ]
+    model, tokenizer = load_model(str(HERE), dtype="float32", device="cpu")
+    found = predict_choices(model, PromptEncoder(tokenizer, max_length=2048), rows, length_normalised=True)
+    share = sum(prediction.correct for prediction in found) / len(rows)
+    assert abs(share - published) < 2 * math.sqrt(published * (1 - published) / len(rows))
