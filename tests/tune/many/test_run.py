@@ -10,31 +10,63 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import get_peft_model
 
 from forked import start
-from frozencore import load_basis
+from frozencore import FrozenCoreConfig, calibrate, load_basis
 from frozencore.adapter.bases import basis_fingerprint
+from frozencore.adapter.layer import frozen_core_layers
 from frozencore.errors import ArtifactError, ConfigError, DataError, FrozenCoreError, TrainingError
-from frozencore.tune.adapt import Shared
+from frozencore.tune.adapt import Shared, calibration_batches
+from frozencore.tune.calibrate_only import execute_calibration
 from frozencore.tune.config import RunConfig, make_config
 from frozencore.tune.many.run import TenantOutcome, execute_many
 from frozencore.tune.many.tenants import find_tenants
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import Failure, TunedRecord, read_record
 from frozencore.tune.run import execute
-from small_tenants import SIZES, adapter_in, config_of, cores_in, silent
+from small_tenants import SIZES, adapter_in, config_of, cores_in, inputs_of, silent
 
 
-@pytest.mark.parametrize("name", ["anna", "ben"])
-def test_a_tenant_of_tune_many_is_that_of_tune_on_the_same_basis(
-    name: str, tenants: Path, together: tuple[Path, dict[str, TenantOutcome]], tmp_path: Path
+def test_the_basis_is_a_plain_calibration_on_the_rows_that_a_run_of_each_tenant_would_calibrate_on(
+    tenants: Path, tmp_path: Path
+) -> None:
+    size = 10  # more rows than anna has to train on, and fewer than the others have
+    config = config_of(tenants, calibration_size=size)
+    execute_calibration(config, tmp_path / "out", silent, of_tenants=True)
+    alone = [inputs_of(config_of(tenants / f"{name}.jsonl", calibration_size=size)) for name in SIZES]
+    sizes = [len(one.rows.calibration) for one in alone]
+    assert sizes[0] < size
+    assert sizes[1:] == [size, size]
+    rows = [row for one in alone for row in one.rows.calibration]
+    model = get_peft_model(alone[0].model, FrozenCoreConfig(r=4, task_type="CAUSAL_LM"))
+    batches = calibration_batches(rows, alone[0].encoder.pad_id)
+    calibrate(model, batches, options=config.method.calibration, progress=False)
+    saved = load_basis(tmp_path / "out" / "basis")
+    for name, layer in frozen_core_layers(model, "default").items():
+        assert all(torch.equal(X, Y) for X, Y in zip(saved.layers[name], layer.factors("default")[:2], strict=True))
+    assert str(saved.calibrated_on).startswith(f"{sum(sizes)} rows of tenants, ")
+    with pytest.raises(ArtifactError, match="already holds a calibration"):
+        execute_calibration(config, tmp_path / "out", silent, of_tenants=True)
+
+
+def test_training_tenants_calibrates_on_the_same_rows(
+    tenants: Path, together: tuple[Path, dict[str, TenantOutcome]], tmp_path: Path
 ) -> None:
     out, records = together
+    execute_calibration(config_of(tenants, select_checkpoint="epoch"), tmp_path / "out", silent, of_tenants=True)
+    for file in ("basis.safetensors", "basis.json"):
+        assert (tmp_path / "out" / "basis" / file).read_bytes() == (out / "basis" / file).read_bytes()
+    assert len({record.hashes.calibration for record in records.values()}) == 1
+
+
+def test_a_tenant_of_tune_many_is_that_of_tune_on_the_same_basis(
+    tenants: Path, together: tuple[Path, dict[str, TenantOutcome]], tmp_path: Path
+) -> None:
+    (out, records), name = together, "ben"
     config = config_of(tenants / f"{name}.jsonl", select_checkpoint="epoch")
-    alone, record = (
-        execute(config, tmp_path / "alone", silent, shared=Shared(bases=load_basis(out / "basis"))),
-        records[name],
-    )
+    alone = execute(config, tmp_path / "alone", silent, shared=Shared(bases=load_basis(out / "basis")))
+    record = records[name]
     assert isinstance(record, TunedRecord)
     assert record.training.losses == pytest.approx(alone.training.losses, rel=1e-5)
     assert record.held_out_loss_before == pytest.approx(alone.held_out_loss_before, rel=1e-5)
@@ -220,31 +252,27 @@ def test_one_that_diverges_is_said_to_and_the_others_end(command, tenants: Path,
         assert {path.name for path in (tmp_path / "out" / name).iterdir()} == {"adapter", "result.json"}
 
 
-def test_the_command_shows_what_each_tenant_was_worth(command, tenants: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    few = ("--rank", "4", "--calibration-size", "16", "--select-checkpoint", "2", "--patience", "1", "--device", "cpu")
-    status, out, err = command("tune-many", "--model", "pocket", "--tenants", tenants, *few, "--out", tmp_path / "out")
-    assert (status, err) == (0, "")
-    for name in SIZES:
-        record = json.loads((tmp_path / "out" / name / "result.json").read_text())
-        assert f"{record['held_out_loss']:.3f}" in out
-    assert "3 tenants on one basis" in out
-    assert command("tune-many", "--model", "pocket", "--out", tmp_path / "none")[0] == 2
-
-
-def test_a_dry_run_counts_the_rows_and_steps_that_are_then_recorded(  # type: ignore[no-untyped-def]
+def test_a_dry_run_counts_the_rows_and_steps_that_are_then_recorded_and_shown_with_each_loss(  # type: ignore[no-untyped-def]
     command, tenants: Path, tmp_path: Path
 ) -> None:
     few = ("--rank", "4", "--calibration-size", "16", "--batch-size", "2", "--accumulation", "2", "--device", "cpu")
+    few += ("--select-checkpoint", "2", "--patience", "99")
     words = ("tune-many", "--model", "pocket", "--tenants", tenants, *few, "--slots", "2", "--out", tmp_path / "out")
     status, out, err = command(*words, "--dry-run")
     assert (status, err, list(tmp_path.iterdir())) == (0, "", [])
-    assert "3 tenants on a basis of 37 rows, 2 at a time." in out
     assert f"\ntenants: {tenants}\n" in out
     assert "How many is" in out.splitlines()[-1]
-    assert command(*words)[0] == 0
+    status, shown, err = command(*words)
+    assert (status, err) == (0, "")
+    assert "3 tenants on one basis" in shown
+    num_calibrated = 0
     for name in SIZES:
         record = json.loads((tmp_path / "out" / name / "result.json").read_text())
         used, steps = record["rows"], record["training"]["num_steps"]
         assert f"{name}: {used['trained']} rows to train on (" in out
+        num_calibrated += min(16, used["trained"])
         assert f"), {used['scored']} to score; {steps} steps." in out
+        assert f"{record['held_out_loss']:.3f}" in shown
     assert f"{record['values_at_once']:,} trained values each" in out
+    assert f"3 tenants on a basis of {num_calibrated} rows, 2 at a time." in out
+    assert command("tune-many", "--model", "pocket", "--out", tmp_path / "none")[0] == 2
