@@ -27,7 +27,7 @@ from places import few
 from references import numpy_of
 from tiny import batch_of, tiny_gpt2, tiny_llama, tiny_qwen2
 
-EVERY = pytest.mark.parametrize("constructor", CONSTRUCTORS)
+EVERY = pytest.mark.parametrize("constructor", few(CONSTRUCTORS, "fcca", "eva", "milora", "random"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

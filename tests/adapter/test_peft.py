@@ -31,11 +31,12 @@ from frozencore.adapter.layer import frozen_core_layers
 from frozencore.adapter.saved.state import UncalibratedWarning
 from frozencore.adapter.shared_factors import SharedFactors
 from frozencore.errors import CalibrationError, ModelError
+from places import few
 from tiny import tiny_qwen2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("constructor", CONSTRUCTORS)
+@pytest.mark.parametrize("constructor", few(CONSTRUCTORS, "fcca", "eva", "milora", "random"))
 def test_an_adapter_reloads_bit_equal(constructor: str, dtype: torch.dtype, tmp_path: Path) -> None:
     tiny_qwen2().save_pretrained(tmp_path / "base")
 
