@@ -216,16 +216,22 @@ def is_called(name: str, block: nn.Module) -> bool:
     A core on a layer that is not called would not be trained, and merging it would change the outputs.
     """
     kind: Any = type(block)
-    source, weight = _source(kind), rf"\bself\.{re.escape(_last(name))}\.weight\b"
+    return _calls(kind, _last(name))
+
+
+@cache  # a search of a source takes a millisecond, and a model has hundreds of layers of few kinds
+def _calls(kind: Any, name: str) -> bool:
+    source, weight = _source(kind), rf"\bself\.{re.escape(name)}\.weight\b"
     if not re.search(weight, source):
         return True
-    return bool(re.search(rf"\bself\.{re.escape(_last(name))}\(", source)) and not re.search(rf"{weight} @", source)
+    return bool(re.search(rf"\bself\.{re.escape(name)}\(", source)) and not re.search(rf"{weight} @", source)
 
 
 @cache
 def _source(kind: type) -> str:
     """The source of a class of transformers or torch, with its base classes."""
-    known = [one for one in kind.__mro__ if one.__module__.startswith(("transformers.models.", "torch.nn.modules."))]
+    ours = ("transformers.models.", "torch.nn.modules.")
+    known = [one for one in kind.__mro__ if one is not nn.Module and one.__module__.startswith(ours)]
     try:
         return "\n".join(inspect.getsource(one) for one in known)
     except (OSError, TypeError):  # compiled, or made at run time
