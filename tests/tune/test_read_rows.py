@@ -71,6 +71,10 @@ def test_own_rows_to_validate_on_are_neither_trained_on_nor_evaluated(encoder: P
     assert (len(evaluated), len(trained), len(scored)) == (5, 41, 4)
     assert evaluated | trained | scored == {row.id for row in (*final.train, *final.held_out)}
     assert (final.validation_from, trial.validation_from) == ("none", "10% of train")
+    choosing = rows_of(config_of(data=path, select_checkpoint="epoch"), encoder)
+    assert choosing.validation is not None
+    sets = [{row.id for row in part} for part in (choosing.train, choosing.validation.tokens, choosing.held_out)]
+    assert sets == [trained, scored, evaluated]
 
 
 def test_rows_that_are_too_long_are_left_out_and_counted_where_that_is_allowed(

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from peft import PeftModel
 
-from frozencore.errors import ConfigError
 from frozencore.tune.config import RunConfig, make_config
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.read_rows import prepare_rows
 from frozencore.tune.record import SelectedCheckpoint, TunedRecord
-from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.run import execute
 from frozencore.tune.scoring.score import score_task
 from frozencore_lab.campaign.job import make_job
@@ -101,26 +97,6 @@ def test_final_runs_that_train_on_all_rows_keep_their_last_step_and_say_why(tmp_
     assert (found.rows, found.by, found.scores, found.kept_step) == (0, None, (), final.training.num_steps)
     assert final.rows is not None
     assert (final.rows.trained, final.rows.validation_from) == (20, "none")
-
-
-def test_own_rows_that_choose_are_neither_trained_on_nor_scored(
-    byte_tokenizer: Callable[..., Any], tmp_path: Path
-) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"text": f"Tom has {i} cats."}) + "\n" for i in range(50)))
-    config = config_of(task=None, data=path, num_train=None, num_evaluation=None)
-    rows = prepare_rows(config.rows, config.scoring, PromptEncoder(byte_tokenizer()))
-    assert rows.validation is not None
-    sets = [{row.id for row in part} for part in (rows.train, rows.validation.tokens, rows.held_out)]
-    assert [len(part) for part in sets] == [41, 4, 5]
-    assert len(set.union(*sets)) == 50
-
-
-def test_a_choice_that_is_none_is_one_line() -> None:
-    for came in (0, -1, "never", True, 2.5):
-        with pytest.raises(ConfigError, match="select_checkpoint is none, epoch, or a number of steps") as error:
-            config_of(select_checkpoint=came)
-        assert "\n" not in str(error.value)
 
 
 def test_the_choice_is_part_of_a_runs_identity_unless_it_is_the_default() -> None:

@@ -1,4 +1,4 @@
-"""Training that is killed while it saves, or meets a full disk: what is there is whole, and it goes on bit-equal."""
+"""Trainings that end early, are killed while they save, or meet a full disk go on bit-equal from what is whole."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,22 +15,87 @@ import torch
 from torch import nn
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
+from adapted import BATCHES
 from forked import forget_cuda
+from frozencore import calibrate
 from frozencore.errors import TrainingError
+from frozencore.tune.methods import METHODS, AdapterOptions
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.training.callbacks import Seal
 from frozencore.tune.training.checkpoints import Stop, is_complete
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import TrainingReport, train
-from tiny import draw_examples, tiny_qwen2
+from places import few
+from tiny import ATTENTION, draw_examples, tiny_qwen2
 
-ROWS = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(12, seed=5))]
-RECIPE = Recipe(learning_rate=1e-2, warmup=0.03, epochs=1, batch_size=2, accumulation=1)
+ROWS = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(20, seed=5))]
+RECIPE = Recipe(learning_rate=1e-2, epochs=2, batch_size=2, accumulation=3, warmup=0.3, pass_tokens=5)  # eight steps
 WRITES = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree", "os.listdir"}
+DAMAGES = ("truncated", "unsealed", "empty")
 
 
-def run(folder: Path | None, model: nn.Module, *, resume: bool = False) -> TrainingReport:
-    return train(model, ROWS, RECIPE, pad_id=0, checkpoint_dir=folder, checkpoint_steps=2, resume=resume)
+def made(name: str) -> nn.Module:
+    """A new model with this method on it; ``alone`` is a model without PEFT."""
+    if name == "alone":
+        return tiny_qwen2()
+    method, model = METHODS[name], tiny_qwen2()
+    options = AdapterOptions(rank=3, targets=method.default_targets(model) or ATTENTION, seed=1, core={})
+    adapted = method.add(model, options)
+    if method.needs(options):
+        calibrate(adapted, BATCHES, progress=False)
+    return adapted
+
+
+def trained(
+    name: str, folder: Path | None, *, stop_at: int | None = None, resume: bool = False
+) -> tuple[nn.Module, TrainingReport]:
+    def progress(stage: str, done: int, total: int | None, note: str = "") -> None:
+        if done == stop_at:
+            raise KeyboardInterrupt
+
+    model = made(name)
+    return model, train(
+        model, ROWS, RECIPE, pad_id=0, checkpoint_dir=folder, checkpoint_steps=2, resume=resume, progress=progress
+    )
+
+
+@pytest.mark.parametrize("name", few(["alone", *METHODS], "alone", "fcca", "lora"))
+def test_a_resumed_training_is_bit_equal_to_an_uninterrupted_one(name: str, tmp_path: Path) -> None:
+    whole, expected = trained(name, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        trained(name, tmp_path / "cut", stop_at=7)
+    resumed, report = trained(name, tmp_path / "cut", resume=True)
+    assert report.resumed_from == tmp_path / "cut" / "checkpoint-6"
+    assert (report.losses, report.num_steps) == (expected.losses, 8)
+    require_equal(resumed, whole)
+    if name != "alone":  # a checkpoint holds the adapter alone
+        whole.save_pretrained(tmp_path / "adapter")
+        (weights,) = (tmp_path / "cut" / "checkpoint-8").glob("*.safetensors")
+        assert weights.stat().st_size == (tmp_path / "adapter" / weights.name).stat().st_size
+
+
+@pytest.mark.parametrize("damage", few(DAMAGES, "truncated"))
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(damage: str, tmp_path: Path) -> None:
+    whole, expected = trained("fcca", tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        trained("fcca", tmp_path / "cut", stop_at=7)
+    newest = tmp_path / "cut" / "checkpoint-6"
+    spoil: dict[str, Callable[[], object]] = {
+        "truncated": lambda: os.truncate(newest / "adapter_model.safetensors", 99),
+        "unsealed": lambda: (newest / "complete.json").unlink(),
+        "empty": lambda: (tmp_path / "cut" / "checkpoint-7").mkdir(),
+    }
+    spoil[damage]()
+    with pytest.warns(UserWarning, match=r"checkpoint-[67] is not complete, so training continues from an earlier"):
+        resumed, report = trained("fcca", tmp_path / "cut", resume=True)
+    assert report.resumed_from == tmp_path / "cut" / ("checkpoint-6" if damage == "empty" else "checkpoint-4")
+    assert report.losses == expected.losses
+    require_equal(resumed, whole)
+
+
+def require_equal(a: nn.Module, b: nn.Module) -> None:
+    pairs = zip(a.named_parameters(), b.named_parameters(), strict=True)
+    assert all(one == other and torch.equal(x, y) for (one, x), (other, y) in pairs)
 
 
 def train_and_count(folder: Path, killed_at: int | None) -> int:
@@ -45,7 +110,7 @@ def train_and_count(folder: Path, killed_at: int | None) -> int:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(watch)
-    run(folder, tiny_qwen2())
+    trained("alone", folder)
     return num_touches
 
 
@@ -75,18 +140,16 @@ def stages(num_touches: int) -> list[int]:
 def test_a_kill_at_every_stage_of_a_save_leaves_a_whole_checkpoint_or_none_and_resumes_bit_equal(
     tmp_path: Path,
 ) -> None:
-    whole = tiny_qwen2()
-    expected = run(None, whole)
+    whole, expected = trained("alone", None)
     num_touches = in_a_child(tmp_path / "counted", None)
     assert num_touches > 20
     resumed_from = set()
     for stage in stages(num_touches):
         folder = tmp_path / "killed"
         assert in_a_child(folder, stage) == 0
-        model = tiny_qwen2()
-        report = run(folder, model, resume=True)
+        model, report = trained("alone", folder, resume=True)
         assert report.losses == expected.losses, stage
-        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), whole.parameters(), strict=True)), stage
+        require_equal(model, whole)
         resumed_from.add(report.resumed_from and report.resumed_from.name)
         shutil.rmtree(folder)
     assert {None, "checkpoint-2", "checkpoint-4"} <= resumed_from
@@ -105,11 +168,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_full_disk_stops_the_training_and_what_was_whole_stays_usable(small_disk: Path) -> None:
     with pytest.raises(TrainingError, match=r"could not be written to .*Free some space and resume") as caught:
-        run(small_disk / "run", tiny_qwen2())
+        trained("alone", small_disk / "run")
     assert "\n" not in str(caught.value)
-    expected = run(None, tiny_qwen2())
     shutil.copytree(small_disk / "run", small_disk.parent / "moved")
-    assert run(small_disk.parent / "moved", tiny_qwen2(), resume=True).losses == expected.losses
+    _, resumed = trained("alone", small_disk.parent / "moved", resume=True)
+    assert resumed.resumed_from is not None
+    assert resumed.losses == trained("alone", None)[1].losses
 
 
 def test_of_several_processes_one_seals_a_checkpoint(tmp_path: Path) -> None:
