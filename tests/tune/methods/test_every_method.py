@@ -1,17 +1,26 @@
-"""The properties in each row of the method table hold on a model."""
+"""The properties of each row of the method table hold on a model, and its adapter reloads on the base model."""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
+from torch import nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from adapted import BATCHES
 from frozencore import calibrate, frozen_core_layers, get_bases
 from frozencore.errors import ConfigError
 from frozencore.tune.methods import METHODS, AdapterOptions, find_method
-from tiny import ATTENTION, tiny_qwen2
+from frozencore.tune.rows import TokenRow
+from frozencore.tune.scoring.forward import take_off
+from frozencore.tune.training.recipe import Recipe
+from frozencore.tune.training.train import train
+from tiny import ATTENTION, VOCABULARY, draw_examples, tiny_qwen2
 
 EVERY = pytest.mark.parametrize("name", METHODS)
 OPTIONS = AdapterOptions(rank=3, targets=ATTENTION, seed=1, core={})
@@ -68,6 +77,62 @@ def test_bases_of_weights_alone_are_the_same_for_all_seeds_and_can_be_handed_on(
         model = method.add(tiny_qwen2(), other, found[0])
         assert all(torch.equal(basis, found[0][key]) for key, basis in get_bases(model).items())
         assert not model.peft_config["default"].load_bases
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(torch.arange(3, 15).reshape(2, 6) % VOCABULARY).logits
+
+
+@EVERY
+def test_untrained_it_is_the_base_model_and_trained_it_reloads_on_it(name: str, tmp_path: Path) -> None:
+    method, base, start = METHODS[name], tiny_qwen2(), tmp_path / "start"
+    expected, original = logits(base), copy.deepcopy(base.state_dict())
+    model = method.add(tiny_qwen2(), OPTIONS)
+    if method.needs(OPTIONS):
+        calibrate(model, BATCHES, progress=False)
+    torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=1e-4)
+    method.keep_start(model, start)
+    rows = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(8, seed=5))]
+    train(model, rows, Recipe(learning_rate=3e-2, warmup=0.03, epochs=4), pad_id=0)
+    trained = logits(model)
+    assert (trained - expected).abs().max() > 1e-2
+    method.save(model, tmp_path / "adapter", start)
+    assert torch.equal(logits(model), trained)
+    reloaded = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    torch.testing.assert_close(logits(reloaded), trained, atol=1e-5, rtol=1e-4)
+    bare = take_off(reloaded).state_dict()
+    assert all(torch.equal(bare[key], value) for key, value in original.items())
+
+
+@EVERY
+def test_the_same_seed_gives_the_same_values_and_leaves_the_global_state_alone(name: str) -> None:
+    before = torch.get_rng_state()
+    first, again = (METHODS[name].add(tiny_qwen2(), OPTIONS).state_dict() for _ in range(2))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(first[key], again[key]) for key in first)
+
+
+def test_trainable_values_on_the_qwen_3b_shapes_are_the_papers() -> None:
+    config = Qwen2Config(
+        vocab_size=16, hidden_size=2048, intermediate_size=16, num_hidden_layers=36, num_attention_heads=16,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    for name, expected in (("lora", 7_372_800), ("dora", 7_538_688)):
+        with torch.device("meta"):
+            options = AdapterOptions(rank=16, targets=ATTENTION, seed=0, core={})
+            model = METHODS[name].add(Qwen2ForCausalLM(config), options)
+        assert sum(p.numel() for p in model.parameters() if p.requires_grad) == expected
+
+
+def test_wrong_ranks_and_targets_are_one_line() -> None:
+    for wrong, reason in (
+        ({"rank": 0}, "at least 1, got 0"),
+        ({"targets": ("nowhere",)}, "targets .*nowhere.* cannot carry LoRA"),
+    ):
+        options = AdapterOptions(**({"rank": 4, "targets": ATTENTION, "seed": 0, "core": {}} | wrong))
+        with pytest.raises(ConfigError, match=reason):
+            METHODS["lora"].add(tiny_qwen2(), options)
 
 
 def test_an_unknown_method_is_one_line_with_the_nearest() -> None:
