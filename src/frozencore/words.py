@@ -61,7 +61,7 @@ def time_in_words(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02} min" if hours < 48 else f"{hours // 24} days {hours % 24} h"
 
 
-def counted(name: str) -> list[str | int]:
+def natural_sort_key(name: str) -> list[str | int]:
     """A sort key of names that puts layer 2 before layer 10."""
     return [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", name)]
 

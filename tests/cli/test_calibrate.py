@@ -24,7 +24,7 @@ from frozencore.cli import app as cli
 from frozencore.cli.inspect import inspection_table
 from frozencore.files.adapter_folder import WEIGHTS_FILE
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.words import counted
+from frozencore.words import natural_sort_key
 from small_tenants import adapter_in
 
 Command = Callable[..., tuple[int, str, str]]
@@ -61,7 +61,7 @@ def test_calibrate_then_inspect_shows_what_the_basis_captured(command: Command, 
     reports = json.loads(out)
     assert status == 0
     assert len(reports) == 16
-    assert list(reports) == sorted(reports, key=counted)
+    assert list(reports) == sorted(reports, key=natural_sort_key)
     assert all(layer["capture"]["correlation_share"] == pytest.approx(1, abs=1e-3) for layer in reports.values())
     status, out, _ = command("inspect", folder / "adapter", "--against", folder / "adapter")
     assert status == 0

@@ -19,7 +19,7 @@ from frozencore.maths.moments import LayerMoments
 from frozencore.maths.objective import coherence
 from frozencore.maths.whitening import Whitening
 from frozencore.options import without_lists
-from frozencore.words import counted
+from frozencore.words import natural_sort_key
 
 T = TypeVar("T")
 
@@ -98,7 +98,7 @@ def inspect_adapter(
     """
     damping = Whitening(damping=without_lists(config.damping)).damping_by_side
     reports = {}
-    for name, own in sorted(layers.items(), key=lambda item: counted(item[0])):
+    for name, own in sorted(layers.items(), key=lambda item: natural_sort_key(item[0])):
         measured, peer = _same_layer(moments, name, "moments file"), _same_layer(other, name, "other adapter")
         reports[name] = LayerReport(
             basis=report_basis(own.P, own.Q, own.R),

@@ -53,7 +53,7 @@ class RayPool:
         self._ray, self._connected = _connect(address)
         self._num_workers = num_workers
         self._resource = "GPU" if place.device != "cpu" and self._offered("GPU") else "CPU"
-        self._hired_with = (worker, Path.cwd())
+        self._actor_arguments = (worker, Path.cwd())
         self._actors: dict[int, Any] = {}
         self._runs: dict[Any, int] = {}
         self._stages: dict[Any, int] = {}
@@ -71,7 +71,7 @@ class RayPool:
         if job.kind.is_alone and worker in self._actors:
             self._dismiss(worker)  # memory left by earlier runs would count for this run
         if worker not in self._actors:
-            self._actors[worker] = self._hire()
+            self._actors[worker] = self._start_actor()
         self._runs[self._actors[worker].run.remote(worker, job, needs)] = worker
         self._listen_to(worker)
 
@@ -104,10 +104,10 @@ class RayPool:
         if self._connected:
             self._ray.shutdown()
 
-    def _hire(self) -> Any:
+    def _start_actor(self) -> Any:
         resources = {"num_gpus": 1} if self._resource == "GPU" else {"num_cpus": 1}
         actor = self._ray.remote(_Actor).options(max_concurrency=2, scheduling_strategy="SPREAD", **resources)
-        return actor.remote(*self._hired_with)
+        return actor.remote(*self._actor_arguments)
 
     def _dismiss(self, worker: int) -> None:
         self._ray.kill(self._actors[worker])
