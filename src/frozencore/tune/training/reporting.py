@@ -60,7 +60,7 @@ class Reports(TrainerCallback):
         self._name = f"{folder.resolve().name}-{time.strftime('%Y%m%d-%H%M%S')}"
         self._options = dict(options)
         self._begun: list[Any] = [make() for make in get_reporting_integration_callbacks(list(names))]
-        self._reporters = list(self._begun)
+        self._active = list(self._begun)
         self._are_theirs = [isinstance(one, WandbCallback) and one._wandb.run is not None for one in self._begun]
         self._event: tuple[Any, ...] | None = None
         self._model: Any = None
@@ -93,7 +93,7 @@ class Reports(TrainerCallback):
 
     def close(self, *, failed: bool) -> None:
         """Close every started reporter; a W&B run that the user started stays open."""
-        self._reporters = list(self._begun)
+        self._active = list(self._begun)
         self._tell("on_train_end")
         for reporter, is_theirs in zip(self._begun, self._are_theirs, strict=True):
             if isinstance(reporter, WandbCallback) and not is_theirs:
@@ -101,10 +101,8 @@ class Reports(TrainerCallback):
 
     def _tell(self, event: str, **named: Any) -> None:
         if self._event is not None:
-            self._reporters = [
-                one
-                for one in self._reporters
-                if not _fails(getattr(one, event), *self._event, model=self._model, **named)
+            self._active = [
+                one for one in self._active if not _fails(getattr(one, event), *self._event, model=self._model, **named)
             ]
 
 
