@@ -154,10 +154,21 @@ class MaskIgnored(nn.Module):
         return self.model(input_ids, logits_to_keep=logits_to_keep)
 
 
-def test_a_model_that_ignores_the_mask_is_found_out_and_scored_in_full() -> None:
-    model, rows = tiny_llama(), random_rows(4)
-    assert not can_share_prefix(MaskIgnored(model))
-    assert_close(choice_logprobs(MaskIgnored(model), rows, pad_id=0), reference_logprobs(model, rows))
+@pytest.mark.parametrize(
+    ("make_model", "same_weights"),
+    [
+        (lambda: MaskIgnored(tiny_llama()), tiny_llama),
+        (lambda: make("falcon").eval(), lambda: make("falcon")),  # its attention takes no mask of ours
+        (tiny_all_logits, tiny_qwen2),  # it cannot leave logits out
+    ],
+    ids=["ignores the mask", "own mask", "all logits"],
+)
+def test_a_model_that_cannot_share_a_prefix_is_found_out_and_scored_in_full(
+    make_model: Callable[[], nn.Module], same_weights: Callable[[], nn.Module]
+) -> None:
+    model, rows = make_model(), random_rows(4)
+    assert not can_share_prefix(model)
+    assert_close(choice_logprobs(model, rows, pad_id=0), reference_logprobs(same_weights(), rows))
 
 
 def test_a_prompt_is_computed_once_for_all_its_choices() -> None:
@@ -236,17 +247,3 @@ def test_an_answer_outside_the_choices_is_refused(byte_tokenizer: Callable[..., 
         predict_choices(
             byte_model, PromptEncoder(byte_tokenizer()), [Example("row-1", "So?", " maybe", (" yes", " no"))]
         )
-
-
-def test_a_model_that_cannot_leave_logits_out_scores_as_one_that_can() -> None:
-    model, rows = tiny_all_logits(), random_rows(9)
-    assert not can_share_prefix(model)
-    assert_close(choice_logprobs(model, rows, pad_id=0), reference_logprobs(tiny_qwen2(), rows))
-
-
-def test_a_model_whose_attention_takes_no_such_mask_scores_full_sequences() -> None:
-    model, rows = make("falcon").eval(), random_rows(4)
-    assert not can_share_prefix(model)
-    found = choice_logprobs(model, rows, pad_id=0)
-    for scores, wanted in zip(found, reference_logprobs(model, rows), strict=True):
-        assert scores == pytest.approx(wanted, abs=1e-4)

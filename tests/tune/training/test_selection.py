@@ -6,7 +6,6 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -134,45 +133,53 @@ def test_every_so_many_steps_and_the_last_one_are_scored(every: int, steps: list
     assert [score.step for score in report.selected.scores] == steps
 
 
+@pytest.fixture
+def _sigterm_does_nothing() -> Iterator[None]:
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
 @pytest.mark.parametrize(
-    ("every", "stop_after"),
-    [("epoch", 2), (3, 5), ("epoch", 11)],
+    ("every", "how", "at", "saved"),
+    [
+        ("epoch", "killed at a step", 2, None),
+        ("epoch", "killed at a step", 11, 8),
+        (3, "killed at a step", 5, 3),
+        ("epoch", "killed while it scores", 3, 8),
+        ("epoch", "told to stop while it scores", 2, 8),
+    ],
 )
-def test_a_training_that_was_stopped_chooses_as_if_it_had_not_been(
-    every: Every, stop_after: int, undisturbed: Callable[[Every], tuple[TrainingReport, Values]], tmp_path: Path
+@pytest.mark.usefixtures("_sigterm_does_nothing")
+def test_a_training_that_was_interrupted_chooses_as_if_it_had_not_been(
+    every: Every,
+    how: str,
+    at: int,
+    saved: int | None,
+    undisturbed: Callable[[Every], tuple[TrainingReport, Values]],
+    tmp_path: Path,
 ) -> None:
-    expected, whole = undisturbed(every)
-    with pytest.raises(StoppedError):
-        run(really, every=every, folder=tmp_path, stop_after=stop_after)
+    calls = 0
+
+    def disturbed(model: nn.Module) -> tuple[float, float | None]:
+        nonlocal calls
+        calls += 1
+        if calls == at and how == "killed while it scores":
+            raise StoppedError
+        if calls == at and how == "told to stop while it scores":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return really(model)
+
+    kind, message = (TrainingError, "told to stop at step 8 of 12.* resume") if "told" in how else (StoppedError, "^$")
+    with pytest.raises(kind, match=message):
+        run(disturbed, every=every, folder=tmp_path, stop_after=at if how == "killed at a step" else None)
     report, resumed = run(really, every=every, folder=tmp_path, resume=True)
-    assert (report.resumed_from is None) == (stop_after < STEPS_AN_EPOCH)
+    expected, whole = undisturbed(every)
+    assert report.resumed_from == (tmp_path / f"checkpoint-{saved}" if saved else None)
     assert expected.selected is not None
     assert report.selected is not None
     assert (report.selected.scores, report.selected.step) == (expected.selected.scores, expected.selected.step)
     assert same(values(resumed), whole)
-
-
-def test_a_training_that_was_killed_while_it_scored_scores_that_step_when_it_goes_on(tmp_path: Path) -> None:
-    """The best one comes first: what is kept must come through every checkpoint."""
-    scores, stopped_at = ((1.0, None), (2.0, None), (3.0, None)), 3
-    whole = Scripted(*scores)
-    expected, _ = run(whole)
-
-    def stopping(model: nn.Module) -> tuple[float, float | None]:
-        if len(first.seen) == stopped_at - 1:
-            raise StoppedError
-        return first(model)
-
-    first = Scripted(*scores)
-    with pytest.raises(StoppedError):
-        run(stopping, folder=tmp_path)
-    second = Scripted(*scores[stopped_at - 1 :])
-    report, model = run(second, folder=tmp_path, resume=True)
-    assert len(second.seen) == 4 - stopped_at
-    assert report.selected is not None
-    assert expected.selected is not None
-    assert report.selected.scores == expected.selected.scores
-    assert same(values(model), whole.seen[0])
 
 
 def test_the_best_step_is_put_back_for_every_kind_of_model(tmp_path: Path) -> None:
@@ -195,39 +202,6 @@ def test_a_moved_folder_goes_on_and_a_damaged_best_step_is_one_line(tmp_path: Pa
     (tmp_path / "new" / "checkpoint-4" / "adapter_model.safetensors").unlink()
     with pytest.raises(TrainingError, match="The best step so far is 4, but .*checkpoint-4 is missing or damaged"):
         run(Scripted(), folder=tmp_path / "new", resume=True)
-
-
-@contextmanager
-def sigterm_does_nothing() -> Iterator[None]:
-    before = signal.signal(signal.SIGTERM, lambda *_: None)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def test_sigterm_while_a_step_is_scored_saves_this_step_with_its_score(
-    undisturbed: Callable[[Every], tuple[TrainingReport, Values]], tmp_path: Path
-) -> None:
-    calls, told_at = 0, 2
-
-    def told(model: nn.Module) -> tuple[float, float | None]:
-        nonlocal calls
-        calls += 1
-        if calls == told_at:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return really(model)
-
-    step = STEPS_AN_EPOCH * told_at
-    with sigterm_does_nothing(), pytest.raises(TrainingError, match=f"told to stop at step {step} of 12.* resume"):
-        run(told, folder=tmp_path)
-    report, resumed = run(really, folder=tmp_path, resume=True)
-    expected, whole = undisturbed("epoch")
-    assert report.resumed_from == tmp_path / f"checkpoint-{step}"
-    assert report.selected is not None
-    assert expected.selected is not None
-    assert report.selected.scores == expected.selected.scores
-    assert same(values(resumed), whole)
 
 
 def test_checkpoints_of_another_choice_are_refused(tmp_path: Path) -> None:
