@@ -269,7 +269,7 @@ def answered(**options: Any) -> dict[str, Any]:
         ([MESSAGES | {"history": 1}], r"Row row-1: column 'history' must hold pairs"),
         ([MESSAGES | {"tools": 0}], r"Row row-1: column 'tools' must hold a list"),
         ([MESSAGES | {"tools": '[{"name": "a", "name": "b"}]'}], r"Row row-1: column 'tools' must hold a list"),
-        ([answered(tool_calls=5)], r"Row row-1: 'tool_calls' must hold a list, got 5"),
+        ([answered(tool_calls=5)], r"Row row-1: 'tool_calls' must hold a list, but 5 came"),
         *(
             (
                 [answered(tool_calls=[{"function": {"name": "a", "arguments": given}}])],

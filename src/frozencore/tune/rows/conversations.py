@@ -346,7 +346,7 @@ def _without_flags(message: Message, row_id: str) -> Message:
     """The message without empty keys and flags of loss."""
     kept = {key: value for key, value in message.items() if value is not None and key not in _FLAGS}
     if not isinstance(kept.get("tool_calls", []), list | tuple):
-        raise DataError(f"Row {row_id}: 'tool_calls' must hold a list, got {kept['tool_calls']!r:.60}.")
+        raise DataError(f"Row {row_id}: 'tool_calls' must hold a list, but {kept['tool_calls']!r:.60} came.")
     return kept
 
 
@@ -372,13 +372,14 @@ def _arguments(message: Message) -> list[Any]:
 
 
 def _object(given: Any, row_id: str) -> Any:
+    rule = f"Row {row_id}: 'arguments' of a tool call must hold an object, or that as JSON"
     try:
         found = strict_json(given or "{}") if isinstance(given, str) else given
         json.dumps(found, allow_nan=False, default=str)  # a template would write NaN, which JSON has not
-    except (ValueError, RecursionError):
-        found = None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{rule}: {error}.") from error
     if not isinstance(found, Mapping):
-        raise DataError(f"Row {row_id}: 'arguments' of a tool call must hold an object, or that as JSON.")
+        raise DataError(f"{rule}, but {given!r:.60} came.")
     return found
 
 

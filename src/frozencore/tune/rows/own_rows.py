@@ -218,12 +218,13 @@ def _is_given(row: Row, column: str) -> bool:
 def _tools(row: Row, row_id: str) -> list[Any] | None:
     """The column's list; some data sets store it as JSON text."""
     given = row["tools"] if _is_given(row, "tools") else []
+    rule = f"Row {row_id}: column 'tools' must hold a list of tools, or that as JSON"
     try:
         tools = strict_json(given) if isinstance(given, str) else given
-    except (ValueError, RecursionError):
-        tools = given
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{rule}: {error}.") from error
     if not isinstance(tools, list):
-        raise DataError(f"Row {row_id}: column 'tools' must hold a list of tools, or that as JSON.")
+        raise DataError(f"{rule}, but {given!r:.60} came.")
     return tools or None
 
 
