@@ -18,6 +18,9 @@ GOOD: dict[str, Any] = {"model": "somewhere", "task": "svamp"}
     [
         ({"task": None}, "either a task .* or your own rows"),
         ({"data": "rows.jsonl"}, "give one"),
+        ({"task": None, "data": ("a.jsonl", "a.jsonl")}, "Each --data is another source, but a.jsonl comes twice"),
+        ({"eval_data": "held.jsonl"}, "is for your own rows"),
+        ({"loss_on": "all"}, "is for your own rows"),
         ({"task": "svmp"}, "Did you mean 'svamp'"),
         ({"method": "fca"}, "Did you mean 'fcca'"),
         *(

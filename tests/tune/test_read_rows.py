@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,19 @@ def config_of(**options: Any) -> RunConfig:
 
 def rows_of(config: RunConfig, encoder: PromptEncoder, kept: RowCache | None = None) -> RunRows:
     return prepare_rows(config.rows, config.scoring, encoder, kept)
+
+
+def write_rows(path: Path, rows: Iterable[object]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def write_texts(path: Path, texts: Iterable[str]) -> str:
+    return write_rows(path, ({"text": text} for text in texts))
+
+
+def write_counts(path: Path, count: int, kind: str = "cats") -> str:
+    return write_rows(path, ({"prompt": f"{i} {kind}?", "completion": f" {i}"} for i in range(count)))
 
 
 def counts(config: RunConfig, encoder: PromptEncoder) -> tuple[int, int, str]:
@@ -63,8 +76,7 @@ def test_a_task_without_a_row_to_validate_on_says_so(encoder: PromptEncoder, tmp
 
 
 def test_own_rows_to_validate_on_are_neither_trained_on_nor_evaluated(encoder: PromptEncoder, tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"text": f"Tom has {i} cats."}) + "\n" for i in range(50)))
+    path = write_texts(tmp_path / "rows.jsonl", (f"Tom has {i} cats." for i in range(50)))
     final = rows_of(config_of(data=path), encoder)
     trial = rows_of(config_of(data=path, evaluate_on="validation"), encoder)
     evaluated, trained, scored = ({row.id for row in rows} for rows in (final.held_out, trial.train, trial.held_out))
@@ -83,8 +95,7 @@ def test_rows_that_are_too_long_are_left_out_and_counted_where_that_is_allowed(
     rows = [{"prompt": f"Tom has {i} cats", "completion": " and one"} for i in range(30)]
     rows += [{"prompt": "Tom " * 40 + str(i), "completion": " ends"} for i in range(3)]
     rows += [{"prompt": f"Tell me {i}", "completion": " all" * 40} for i in range(2)]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_rows(tmp_path / "rows.jsonl", rows)
     cutting = PromptEncoder(byte_tokenizer(), max_length=60, too_long="truncate")
     refusing = PromptEncoder(byte_tokenizer(), max_length=60)
     with pytest.raises(DataError, match=r"of [12] of \d+ rows leave no room"):
@@ -102,9 +113,8 @@ def test_rows_that_are_too_long_are_left_out_and_counted_where_that_is_allowed(
 def test_every_row_that_was_read_is_trained_on_held_out_or_said_to_be_left_out(
     encoder: PromptEncoder, tmp_path: Path
 ) -> None:
-    path = tmp_path / "rows.jsonl"
     texts = [*(f"Tom has {i} cats." for i in range(30)), "long " * 200, ""]
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    path = write_texts(tmp_path / "rows.jsonl", texts)
     for options, why in (
         ({}, {}),
         ({"num_train": 20}, {"beyond --num-train": 7}),
@@ -125,8 +135,7 @@ def test_rows_that_are_left_out_beside_the_rows_of_the_run_are_counted_too(
         ("train", ["a b", "a  b", "A b", "c1ccccc1", "C1CCCCC1", "🙂", "🙃"]),
         ("eval", ["a b", "x", "y"]),
     ):
-        rows = [{"text": text} for text in (*texts, "long " * 200, "")]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_texts(tmp_path / f"{name}.jsonl", (*texts, "long " * 200, ""))
     given = {"eval_data": str(tmp_path / "eval.jsonl"), "num_evaluation": 2}
     found = rows_of(config_of(data=tmp_path / "train.jsonl", skip_bad=True, skip_long=True, **given), encoder)
     assert (len(found.train), len(found.held_out)) == (5, 2)
@@ -168,8 +177,7 @@ def test_rows_of_another_task_calibrate_and_only_calibrate(encoder: PromptEncode
     assert (across.train, across.held_out) == (own.train, own.held_out)
     assert across.calibration == other.calibration != own.calibration
 
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"text": f"Tom has {i} cats."}) + "\n" for i in range(9)))
+    path = write_texts(tmp_path / "rows.jsonl", (f"Tom has {i} cats." for i in range(9)))
     of_file = rows_of(config_of(data=path, calibration_task="pocket-comparison"), encoder)
     assert of_file.calibration == other.calibration
     assert len(of_file.train) == 8
@@ -216,28 +224,9 @@ def test_a_run_may_answer_in_fewer_tokens_than_its_task_allows(encoder: PromptEn
     assert tokens == [8, 2]
 
 
-def test_each_row_of_a_task_is_rendered_once_and_calibration_takes_tokens_that_are_there(
-    encoder: PromptEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rendered: list[str] = []
-    render = encoder.render
-    monkeypatch.setattr(encoder, "render", lambda example: rendered.append(example.id) or render(example))
-    rows = rows_of(config_of(task=write_task(tmp_path, num_train=20)), encoder)
-    assert len(rendered) == len(set(rendered)) == len(rows.train) + len(rows.held_out)
-    trained = {id(row) for row in rows.train}
-    assert len(rows.calibration) == 5
-    assert all(id(row) in trained for row in rows.calibration)
-
-
-def write(path: Path, count: int, kind: str = "cats") -> str:
-    rows = [{"prompt": f"{i} {kind}?", "completion": f" {i}"} for i in range(count)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[str, str]:
-    return write(tmp_path / "a.jsonl", 300), write(tmp_path / "b.jsonl", 50, "dogs")
+    return write_counts(tmp_path / "a.jsonl", 300), write_counts(tmp_path / "b.jsonl", 50, "dogs")
 
 
 def own_rows(encoder: PromptEncoder, data: Any, **options: Any) -> RunRows:
@@ -275,29 +264,26 @@ def test_one_file_in_a_list_is_the_file(files: tuple[str, str], encoder: PromptE
 def test_each_file_has_its_own_form_and_an_error_names_the_file(
     tmp_path: Path, files: tuple[str, str], encoder: PromptEncoder
 ) -> None:
-    (tmp_path / "t.jsonl").write_text('{"text": "plain"}\n')
-    reading = own_rows(encoder, (files[0], str(tmp_path / "t.jsonl"))).reading
+    reading = own_rows(encoder, (files[0], write_texts(tmp_path / "t.jsonl", ["plain"]))).reading
     assert reading is not None
     assert reading.columns == ("prompt", "completion", "text")
-    (tmp_path / "bad.jsonl").write_text('{"text": "plain"}\n{"text": 3}\n')
+    bad = write_rows(tmp_path / "bad.jsonl", ({"text": "plain"}, {"text": 3}))
     with pytest.raises(DataError, match=r"Row 2:bad.jsonl:row-2: column 'text' must hold text, but holds 3"):
-        own_rows(encoder, (files[0], str(tmp_path / "bad.jsonl")))
+        own_rows(encoder, (files[0], bad))
 
 
 def test_a_name_with_an_equals_sign_is_a_file_like_any_other(tmp_path: Path, encoder: PromptEncoder) -> None:
-    odd = write(tmp_path / "a=2.jsonl", 20)
+    odd = write_counts(tmp_path / "a=2.jsonl", 20)
     assert len(own_rows(encoder, odd).train) == 18
     for data in (f"{odd}=2", (f"{odd}=2", odd)):
         with pytest.raises(DataError, match=r"^--data: there is no file .*=2\.jsonl=2\."):
             own_rows(encoder, data)
-    with pytest.raises(ConfigError, match="Each --data is another source, but a.jsonl comes twice. Leave one out"):
-        make_config(model="any", data=("a.jsonl", "a.jsonl"))
 
 
 def test_rows_to_evaluate_on_come_from_a_file_of_their_own_and_are_never_trained_on(
     tmp_path: Path, files: tuple[str, str], encoder: PromptEncoder
 ) -> None:
-    held = write(tmp_path / "held.jsonl", 20)  # read like the first 20 of a.jsonl
+    held = write_counts(tmp_path / "held.jsonl", 20)  # read like the first 20 of a.jsonl
     rows = own_rows(encoder, files[0], eval_data=held)
     assert (len(rows.train), len(rows.held_out)) == (280, 20)
     trained = {tuple(row.input_ids) for row in rows.train}
@@ -312,16 +298,10 @@ def test_rows_to_evaluate_on_come_from_a_file_of_their_own_and_are_never_trained
 def test_options_are_chosen_on_training_rows_not_on_the_file_of_held_out_rows(
     tmp_path: Path, files: tuple[str, str], encoder: PromptEncoder
 ) -> None:
-    held = write(tmp_path / "held.jsonl", 20, "dogs")
+    held = write_counts(tmp_path / "held.jsonl", 20, "dogs")
     rows = own_rows(encoder, files[0], eval_data=held, evaluate_on="validation")
     assert (len(rows.train), len(rows.held_out)) == (270, 30)
     assert kinds(encoder, rows) == {"cats": 300}
-
-
-def test_a_task_has_rows_to_evaluate_on_of_its_own() -> None:
-    for option in ({"eval_data": "held.jsonl"}, {"loss_on": "all"}):
-        with pytest.raises(ConfigError, match="is for your own rows"):
-            make_config(model="any", task="sst2", **option)
 
 
 def test_loss_on_all_turns_takes_conversations(files: tuple[str, str], byte_tokenizer: Callable[..., Any]) -> None:
@@ -334,11 +314,11 @@ def test_loss_on_all_turns_takes_conversations(files: tuple[str, str], byte_toke
 def test_equal_rows_stay_in_one_part_and_never_take_the_training_rows(
     num_unique: int, num_equal: int, held_out: int, tmp_path: Path, encoder: PromptEncoder
 ) -> None:
+    spaced = ("Same one?", "  Same one? ", "Same\u2003one?")
     rows = [{"prompt": f"Unique {i}?", "completion": " a"} for i in range(num_unique)]
-    rows[num_unique // 2 : num_unique // 2] = [{"prompt": "Same?", "completion": " b"}] * num_equal
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = config_of(data=str(data), num_evaluation=10)
+    rows[num_unique // 2 : num_unique // 2] = [{"prompt": spaced[i % 3], "completion": " b"} for i in range(num_equal)]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    config = config_of(data=data, num_evaluation=10, calibration_size=1000)
     if not held_out:
         with pytest.raises(NoRowsError, match="read alike"):
             rows_of(config, encoder)
@@ -346,3 +326,7 @@ def test_equal_rows_stay_in_one_part_and_never_take_the_training_rows(
     found = rows_of(config, encoder)
     assert len(found.held_out) == held_out
     assert len(found.train) == num_unique + num_equal - held_out
+    assert sorted(row.id for row in found.calibration) == sorted(row.id for row in found.train)
+    decode = encoder.tokenizer.decode
+    texts, trained = ({" ".join(decode(row.input_ids).split()) for row in p} for p in (found.held_out, found.train))
+    assert texts.isdisjoint(trained)

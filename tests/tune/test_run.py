@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from frozencore.errors import (
     ArtifactError,
     CalibrationError,
     ConfigError,
-    DataError,
     DivergenceError,
     FrozenCoreError,
     ModelError,
@@ -33,7 +31,6 @@ from frozencore.tune.load import load_model
 from frozencore.tune.methods import METHODS
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import TunedRecord, read_record
-from frozencore.tune.rows import TokenRow
 from frozencore.tune.run import execute
 from frozencore.tune.scoring.score import score_task
 from frozencore.tune.suite import find_task
@@ -256,35 +253,6 @@ def test_own_rows_are_scored_by_held_out_loss(tmp_path: Path) -> None:
     assert not record.has("accuracy")
     assert "accuracy" not in json.loads((tmp_path / "run" / "result.json").read_text())
     assert not (tmp_path / "run" / "predictions.jsonl").exists()
-
-
-def test_own_rows_that_all_read_alike_leave_nothing_to_train_on(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "Tom has", "completion": " cats"}\n' * 9)
-    with pytest.raises(DataError, match="needs rows to train on beside those held out, but its 9 rows read alike"):
-        execute(config_of(task=None, data=path, num_train=None, num_evaluation=None), tmp_path / "run", silent)
-    assert not (tmp_path / "run").exists()
-
-
-def test_no_held_out_text_of_own_rows_is_trained_or_calibrated_on_however_it_is_spaced(tmp_path: Path) -> None:
-    texts = [f"Tom has {i} cats ." for i in range(20)]
-    path = tmp_path / "rows.jsonl"
-    path.write_text(
-        "".join(json.dumps({"text": text}) + "\n" for t in texts for text in (t, f"  {t} ", t.replace(" ", "\u2003")))
-    )
-    config = config_of(task=None, data=path, num_train=None, num_evaluation=9, calibration_size=1000)
-    prepared = inputs_of(config)
-
-    def numbers(rows: list[TokenRow]) -> list[str]:
-        return [re.sub(r"\D", "", prepared.encoder.tokenizer.decode(row.input_ids)) for row in rows]
-
-    held_out, trained, calibrated = map(
-        numbers, (prepared.rows.held_out, prepared.rows.train, prepared.rows.calibration)
-    )
-    assert len(set(held_out)) == 3
-    assert len(held_out) == 3 * 3
-    assert set(held_out).isdisjoint(trained)
-    assert sorted(calibrated) == sorted(trained)
 
 
 @pytest.mark.parametrize(
