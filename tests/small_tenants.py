@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,3 +40,10 @@ def adapter_in(folder: Path) -> PeftModel:
 def cores_in(folder: Path) -> dict[str, Tensor]:
     layers = frozen_core_layers(adapter_in(folder), "default")
     return {name: layer.factors("default")[2].detach() for name, layer in layers.items()}
+
+
+def difference(cores: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """The relative error over all layers."""
+    assert cores.keys() == expected.keys()
+    distance = sum(float((cores[name] - R).norm() ** 2) for name, R in expected.items())
+    return (distance / sum(float(R.norm() ** 2) for R in expected.values())) ** 0.5

@@ -19,11 +19,7 @@ from frozencore_lab.campaign.plan import plan
 from frozencore_lab.campaign.spec import read_campaign
 from places import LAB
 from small_task import write_task
-from small_tenants import inputs_of
-
-
-def silent(*_: object) -> None:
-    """Nobody listens."""
+from small_tenants import inputs_of, silent
 
 
 def config_of(**overrides: Any) -> RunConfig:

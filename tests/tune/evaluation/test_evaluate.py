@@ -23,13 +23,10 @@ from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.scoring.score import score_task
 from frozencore.tune.suite import find_task
 from frozencore.tune.tasks.splits import evaluation_rows
+from small_tenants import silent
 
 POCKET = str(pocket_model_path())
 TASKS = tuple(find_task(name) for name in ("pocket-entailment", "pocket-math"))
-
-
-def silent(stage: str, done: int, total: int | None, note: str = "") -> None:
-    pass
 
 
 def evaluation(**changes: Any) -> Evaluation:

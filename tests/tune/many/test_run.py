@@ -25,7 +25,7 @@ from frozencore.tune.many.tenants import find_tenants
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import Failure, TunedRecord, read_record
 from frozencore.tune.run import execute
-from small_tenants import SIZES, adapter_in, config_of, cores_in, inputs_of, silent
+from small_tenants import SIZES, adapter_in, config_of, cores_in, difference, inputs_of, silent
 
 
 def test_the_basis_is_a_plain_calibration_on_the_rows_that_a_run_of_each_tenant_would_calibrate_on(
@@ -75,10 +75,7 @@ def test_a_tenant_of_tune_many_is_that_of_tune_on_the_same_basis(
     assert (record.resolved, record.values_at_once) == (alone.resolved, alone.values_at_once)
     for key in ("model", "train", "evaluation", "validation", "basis"):
         assert getattr(record.hashes, key) == getattr(alone.hashes, key)
-    mine, theirs = cores_in(out / name), cores_in(tmp_path / "alone")
-    assert mine.keys() == theirs.keys()
-    distance = sum(float((mine[key] - R).norm() ** 2) for key, R in theirs.items()) ** 0.5
-    assert distance < 1e-5 * sum(float(R.norm() ** 2) for R in theirs.values()) ** 0.5
+    assert difference(cores_in(out / name), cores_in(tmp_path / "alone")) < 1e-5
 
 
 def test_each_tenant_gets_an_adapter_on_the_common_basis_and_a_record(

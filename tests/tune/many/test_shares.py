@@ -24,7 +24,7 @@ from frozencore.tune.many import run as executing
 from frozencore.tune.many import tenant_rows as shares
 from frozencore.tune.many.run import TenantOutcome
 from frozencore.tune.pocket import pocket_model_path
-from small_tenants import SIZES, cores_in
+from small_tenants import SIZES, cores_in, difference
 
 TORCHRUN = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
 
@@ -74,9 +74,7 @@ def same_tenants(out: Path, together: tuple[Path, dict[str, TenantOutcome]]) -> 
         assert record["hashes"] == alone.hashes.content()
         assert record["config"] == alone.config.content()
         assert record["resolved"] == alone.resolved.content()
-        mine, theirs = cores_in(out / name), cores_in(one / name)
-        distance = sum(float((mine[key] - R).norm() ** 2) for key, R in theirs.items()) ** 0.5
-        assert distance < 1e-5 * sum(float(R.norm() ** 2) for R in theirs.values()) ** 0.5
+        assert difference(cores_in(out / name), cores_in(one / name)) < 1e-5
 
 
 def test_of_two_processes_one_fails_in_a_line_and_both_go_on_to_what_one_process_leaves(

@@ -29,6 +29,7 @@ from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.selection import Selection
 from frozencore.tune.training.train import train
 from places import few
+from small_tenants import difference
 from tiny import draw_examples, tiny_gpt2, tiny_qwen2
 
 RECIPE = Recipe(learning_rate=2e-2, warmup=0.2, epochs=2, batch_size=2, accumulation=2)
@@ -61,13 +62,6 @@ def alone(model: nn.Module, tenant: Tenant) -> tuple[dict[str, Tensor], tuple[fl
 
 def cores_by_name(model: nn.Module) -> dict[str, Tensor]:
     return {layer.name: layer.factors("default")[2].detach().clone() for layer in cores_of(model)}
-
-
-def difference(cores: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """The relative error over all layers."""
-    assert cores.keys() == expected.keys()
-    distance = sum(float((cores[name] - R).norm() ** 2) for name, R in expected.items())
-    return (distance / sum(float(R.norm() ** 2) for R in expected.values())) ** 0.5
 
 
 @pytest.mark.parametrize(("base", "num_slots"), [(tiny_qwen2, 2), pytest.param(tiny_gpt2, 3, marks=pytest.mark.slow)])

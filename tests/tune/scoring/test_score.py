@@ -25,7 +25,7 @@ from frozencore.tune.scoring.exact_match import SHORT, are_short, complete
 from frozencore.tune.scoring.score import held_out_loss, row_losses, score_completions, score_task
 from frozencore.tune.suite import TEXT_TASKS, find_task
 from places import few
-from small_tenants import inputs_of
+from small_tenants import inputs_of, silent
 from tiny import draw_examples, tiny_gpt2, tiny_qwen2
 
 ROWS = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(9, seed=5))]
@@ -181,10 +181,6 @@ def test_without_rows_or_answers_there_is_no_score(byte_tokenizer: Callable[...,
         score_task(byte_model, encoder, find_task("sst2"), [])
     with pytest.raises(ConfigError, match="'sst2-text' is plain text and has no answers to score; `tune` gives its"):
         score_task(byte_model, encoder, TEXT_TASKS["sst2-text"], [Example("a", "", "A text.")])
-
-
-def silent(stage: str, done: int, total: int | None, note: str = "") -> None:
-    pass
 
 
 def few(tmp_path: Path, completion: str, **options: object) -> RunConfig:
