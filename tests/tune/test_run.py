@@ -213,6 +213,7 @@ def bytes_in(folder: Path) -> dict[Path, bytes]:
         ({"dtype": "bfloat16"}, r"others: base model \w{12} \(now \w{12}\)"),
         ({"num_train": 16}, r"others: calibration rows .*, rows \w{12} \(now \w{12}\)\. Resume"),
         ({"learning_rate": 1e-4}, r"others: learning_rate 0\.01 \(now 0\.0001\)\. Resume"),
+        ({"seed": 7}, r"others: .*seed 42 \(now 7\)"),
     ],
 )
 def test_a_run_is_not_resumed_with_other_options_and_the_difference_is_shown(

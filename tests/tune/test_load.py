@@ -1,4 +1,4 @@
-"""Which layers a run adapts."""
+"""Which models are loaded, and which of their layers a run adapts."""
 
 from __future__ import annotations
 
