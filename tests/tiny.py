@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from frozencore.tune.rows import TokenRow
+
 VOCABULARY = 40
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -33,6 +35,12 @@ def draw_examples(num_examples: int, seed: int, longest: int = 9) -> list[Exampl
         ids = tuple(integer(1, VOCABULARY) for _ in range(length))
         examples.append(Example(ids, integer(1, length - 1)))
     return examples
+
+
+def draw_rows(num_rows: int, seed: int, longest: int = 9) -> list[TokenRow]:
+    """The same examples as rows to train on."""
+    examples = draw_examples(num_rows, seed, longest)
+    return [TokenRow(f"row-{i}", list(example.ids), example.num_prompt) for i, example in enumerate(examples)]
 
 
 def batch_of(

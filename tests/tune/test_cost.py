@@ -35,14 +35,13 @@ from frozencore.tune.many.train import train_many
 from frozencore.tune.methods import METHODS, AdapterOptions
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import PhasePeaks
-from frozencore.tune.rows import TokenRow
 from frozencore.tune.run import execute
 from frozencore.tune.training.callbacks import total_bytes
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
-from tiny import ATTENTION, draw_examples, tiny_gpt2, tiny_llama, tiny_qwen2
+from tiny import ATTENTION, draw_rows, tiny_gpt2, tiny_llama, tiny_qwen2
 
-ROWS = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(8, seed=5))]
+ROWS = draw_rows(8, seed=5)
 RECIPE = Recipe(learning_rate=1e-2, warmup=0.1, epochs=3, batch_size=2, accumulation=1)
 OPTIONS = AdapterOptions(rank=3, targets=ATTENTION, seed=3, core={})
 

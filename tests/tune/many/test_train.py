@@ -22,7 +22,6 @@ from frozencore.tune.many import active_tenants
 from frozencore.tune.many.losses import row_losses
 from frozencore.tune.many.tenant import Tenant, Trained, Validation
 from frozencore.tune.many.train import Checkpoints, train_many
-from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator
 from frozencore.tune.scoring.score import held_out_loss
 from frozencore.tune.training.recipe import Recipe
@@ -30,22 +29,17 @@ from frozencore.tune.training.selection import Selection
 from frozencore.tune.training.train import train
 from places import few
 from small_tenants import difference
-from tiny import draw_examples, tiny_gpt2, tiny_qwen2
+from tiny import draw_rows, tiny_gpt2, tiny_qwen2
 
 RECIPE = Recipe(learning_rate=2e-2, warmup=0.2, epochs=2, batch_size=2, accumulation=2)
 
 
-def rows_of(num_rows: int, seed: int, longest: int = 9) -> list[TokenRow]:
-    examples = draw_examples(num_rows, seed=seed, longest=longest)
-    return [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(examples)]
-
-
 TENANTS = {
-    "anna": Tenant(rows_of(13, seed=1), RECIPE),
-    "ben": Tenant(rows_of(4, seed=2, longest=20), replace(RECIPE, seed=7, learning_rate=5e-3)),
-    "cleo": Tenant(rows_of(1, seed=3), replace(RECIPE, epochs=3)),
-    "dora": Tenant(rows_of(16, seed=4, longest=30), replace(RECIPE, batch_size=1, accumulation=1, warmup=0.0)),
-    "emil": Tenant(rows_of(9, seed=5), replace(RECIPE, max_grad_norm=0.01, weight_decay=0.1)),
+    "anna": Tenant(draw_rows(13, seed=1), RECIPE),
+    "ben": Tenant(draw_rows(4, seed=2, longest=20), replace(RECIPE, seed=7, learning_rate=5e-3)),
+    "cleo": Tenant(draw_rows(1, seed=3), replace(RECIPE, epochs=3)),
+    "dora": Tenant(draw_rows(16, seed=4, longest=30), replace(RECIPE, batch_size=1, accumulation=1, warmup=0.0)),
+    "emil": Tenant(draw_rows(9, seed=5), replace(RECIPE, max_grad_norm=0.01, weight_decay=0.1)),
 }
 
 TWO = {name: TENANTS[name] for name in ("anna", "ben")}
@@ -78,7 +72,7 @@ def test_a_tenant_beside_others_is_the_tenant_alone(base: type, num_slots: int) 
 def test_what_is_not_of_a_tenant_does_not_reach_it() -> None:
     """The same tenant beside others, beside one that diverges, and in another slot: bit for bit where batches agree."""
     lone = trained_at_once(adapted(), {"anna": TENANTS["anna"]}, tokens_per_batch=1)
-    wild = {"wild": Tenant(rows_of(30, seed=9), replace(RECIPE, learning_rate=1e38)), "anna": TENANTS["anna"]}
+    wild = {"wild": Tenant(draw_rows(30, seed=9), replace(RECIPE, learning_rate=1e38)), "anna": TENANTS["anna"]}
     beside = trained_at_once(adapted(), wild, tokens_per_batch=1)
     assert "diverged at step" in str(beside["wild"].diverged)
     assert beside["anna"].diverged is None
@@ -155,8 +149,8 @@ def until(step: int, folder: Path) -> None:
 
 
 VALIDATED = TENANTS | {
-    "anna": replace(TENANTS["anna"], validation=Validation(rows_of(6, seed=11), every=2)),
-    "dora": replace(TENANTS["dora"], validation=Validation(rows_of(3, seed=12), every=3, patience=2)),
+    "anna": replace(TENANTS["anna"], validation=Validation(draw_rows(6, seed=11), every=2)),
+    "dora": replace(TENANTS["dora"], validation=Validation(draw_rows(3, seed=12), every=3, patience=2)),
 }
 
 
@@ -301,7 +295,7 @@ def test_layers_whose_product_is_not_plain_train_the_same() -> None:
 
 def test_a_checkpoint_of_other_tenants_is_refused(tmp_path: Path) -> None:
     until(3, tmp_path)
-    of_ben = {"ben": replace(TENANTS["ben"], rows=rows_of(4, seed=8))}
+    of_ben = {"ben": replace(TENANTS["ben"], rows=draw_rows(4, seed=8))}
     for tenants, slots, constructor, said in (
         (TENANTS, 2, "fcca", r"tenants \w{12} \(now \w{12}\)"),
         (VALIDATED | of_ben, 2, "fcca", r"tenants \w{12} \(now \w{12}\)"),
@@ -337,7 +331,7 @@ def test_validation_rows_choose_the_step_that_they_would_choose_alone() -> None:
 
 def test_a_tenant_whose_validation_loss_rises_stops_early_and_keeps_its_best() -> None:
     tenant = replace(TENANTS["anna"], recipe=replace(RECIPE, epochs=6, learning_rate=0.5))
-    rows = rows_of(6, seed=11)
+    rows = draw_rows(6, seed=11)
     patient = replace(tenant, validation=Validation(rows, every=1))
     stopped, whole = (
         trained_at_once(adapted(), TWO | {"anna": replace(patient, validation=Validation(rows, every=1, patience=k))})
@@ -359,7 +353,7 @@ def test_a_tenant_whose_validation_loss_rises_stops_early_and_keeps_its_best() -
 
 def test_a_causal_model_is_not_told_what_is_padding_and_another_one_is() -> None:
     """Gradients of padded rows, against each row alone."""
-    rows, model, told = rows_of(4, seed=21, longest=20), tiny_qwen2().requires_grad_(False), []
+    rows, model, told = draw_rows(4, seed=21, longest=20), tiny_qwen2().requires_grad_(False), []
     embeddings = model.get_input_embeddings().weight.requires_grad_()
     batch = PaddingCollator(0)(rows)
     assert not batch["attention_mask"].all()
@@ -385,8 +379,8 @@ def test_what_cannot_train_together_is_refused_in_one_line() -> None:
     cases: list[tuple[Callable[[], object], type[Exception], str]] = [
         (lambda: Tenant([], RECIPE), DataError, "at least one row"),
         (lambda: Validation([]), DataError, "at least one validation row"),
-        (lambda: Validation(rows_of(1, seed=1), 0), ConfigError, "at least 1, but 0 came"),
-        (lambda: Validation(rows_of(1, seed=1), 1, 0), ConfigError, "number of scores, at least 1, but 0 c"),
+        (lambda: Validation(draw_rows(1, seed=1), 0), ConfigError, "at least 1, but 0 came"),
+        (lambda: Validation(draw_rows(1, seed=1), 1, 0), ConfigError, "number of scores, at least 1, but 0 c"),
         (lambda: trained_at_once(adapted(), num_slots=0), ConfigError, "at least one slot, got 0"),
         (lambda: trained_at_once(adapted(), adapter_name="other"), ConfigError, "none called 'other'"),
         (lambda: trained_at_once(adapted(calibrated=False)), CalibrationError, r"Call frozencore\.calibrate"),

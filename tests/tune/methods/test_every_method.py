@@ -16,11 +16,10 @@ from adapted import BATCHES
 from frozencore import calibrate, frozen_core_layers, get_bases
 from frozencore.errors import ConfigError
 from frozencore.tune.methods import METHODS, AdapterOptions, find_method
-from frozencore.tune.rows import TokenRow
 from frozencore.tune.scoring.forward import take_off
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
-from tiny import ATTENTION, VOCABULARY, draw_examples, tiny_qwen2
+from tiny import ATTENTION, VOCABULARY, draw_rows, tiny_qwen2
 
 EVERY = pytest.mark.parametrize("name", METHODS)
 OPTIONS = AdapterOptions(rank=3, targets=ATTENTION, seed=1, core={})
@@ -93,7 +92,7 @@ def test_untrained_it_is_the_base_model_and_trained_it_reloads_on_it(name: str, 
         calibrate(model, BATCHES, progress=False)
     torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=1e-4)
     method.keep_start(model, start)
-    rows = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(8, seed=5))]
+    rows = draw_rows(8, seed=5)
     train(model, rows, Recipe(learning_rate=3e-2, warmup=0.03, epochs=4), pad_id=0)
     trained = logits(model)
     assert (trained - expected).abs().max() > 1e-2

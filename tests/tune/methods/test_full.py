@@ -18,14 +18,13 @@ from frozencore.tune.config import make_config
 from frozencore.tune.cost import values_at_once
 from frozencore.tune.load import resolve_targets
 from frozencore.tune.methods import METHODS, AdapterOptions
-from frozencore.tune.rows import TokenRow
 from frozencore.tune.scoring.forward import take_off
 from frozencore.tune.scoring.score import held_out_loss
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
-from tiny import ATTENTION, VOCABULARY, draw_examples, tiny_llama, tiny_qwen2
+from tiny import ATTENTION, VOCABULARY, draw_rows, tiny_llama, tiny_qwen2
 
-ROWS = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(8, seed=5))]
+ROWS = draw_rows(8, seed=5)
 RECIPE = Recipe(learning_rate=1e-3, warmup=0.03, epochs=4, batch_size=2, accumulation=1)
 TOKENS = torch.arange(3, 15).reshape(2, 6) % VOCABULARY
 FULL = METHODS["full"]

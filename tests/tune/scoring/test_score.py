@@ -26,9 +26,9 @@ from frozencore.tune.scoring.score import held_out_loss, row_losses, score_compl
 from frozencore.tune.suite import TEXT_TASKS, find_task
 from places import few
 from small_tenants import inputs_of, silent
-from tiny import draw_examples, tiny_gpt2, tiny_qwen2
+from tiny import draw_rows, tiny_gpt2, tiny_qwen2
 
-ROWS = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(9, seed=5))]
+ROWS = draw_rows(9, seed=5)
 
 
 @pytest.mark.parametrize("tokens_per_batch", [1, 30, None])

@@ -20,15 +20,14 @@ from forked import forget_cuda
 from frozencore import calibrate
 from frozencore.errors import TrainingError
 from frozencore.tune.methods import METHODS, AdapterOptions
-from frozencore.tune.rows import TokenRow
 from frozencore.tune.training.callbacks import Seal
 from frozencore.tune.training.checkpoints import Stop, is_complete
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import TrainingReport, train
 from places import few
-from tiny import ATTENTION, draw_examples, tiny_qwen2
+from tiny import ATTENTION, draw_rows, tiny_qwen2
 
-ROWS = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(20, seed=5))]
+ROWS = draw_rows(20, seed=5)
 RECIPE = Recipe(learning_rate=1e-2, epochs=2, batch_size=2, accumulation=3, warmup=0.3, pass_tokens=5)  # eight steps
 WRITES = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree", "os.listdir"}
 DAMAGES = ("truncated", "unsealed", "empty")

@@ -20,13 +20,12 @@ from torch import nn
 
 from adapted import adapted
 from frozencore.errors import ConfigError, DataError, DivergenceError, TrainingError
-from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator
 from frozencore.tune.training.recipe import Recipe, epochs_for
 from frozencore.tune.training.train import train
-from tiny import draw_examples, tiny_gpt2, tiny_qwen2
+from tiny import draw_rows, tiny_gpt2, tiny_qwen2
 
-ROWS = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(20, seed=5))]
+ROWS = draw_rows(20, seed=5)
 RECIPE = Recipe(learning_rate=1e-2, epochs=2, batch_size=2, accumulation=3, warmup=0.3)
 
 

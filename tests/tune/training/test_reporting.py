@@ -22,15 +22,14 @@ from adapted import adapted
 from frozencore.errors import ConfigError, DivergenceError
 from frozencore.tune.config import make_config
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.rows import TokenRow
 from frozencore.tune.run import execute
 from frozencore.tune.training import reporting
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.selection import Selection
 from frozencore.tune.training.train import TrainingReport, train
-from tiny import draw_examples
+from tiny import draw_rows
 
-ROWS = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(20, seed=5))]
+ROWS = draw_rows(20, seed=5)
 RECIPE = Recipe(learning_rate=1e-2, warmup=0.3, epochs=3, batch_size=5, accumulation=1)
 WILD = replace(RECIPE, learning_rate=1e30, warmup=0.0)
 

@@ -17,17 +17,16 @@ from torch import nn
 
 from adapted import adapted
 from frozencore.errors import ConfigError, DivergenceError, ModelError, TrainingError
-from frozencore.tune.rows import TokenRow
 from frozencore.tune.scoring.score import held_out_loss
 from frozencore.tune.training import callbacks, trainer
 from frozencore.tune.training import train as training
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.selection import Every, Selection
 from frozencore.tune.training.train import TrainingReport, train
-from tiny import draw_examples, tiny_qwen2
+from tiny import draw_rows, tiny_qwen2
 
-ROWS = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(20, seed=5))]
-VALIDATION = [TokenRow(f"other-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(6, seed=8))]
+ROWS = draw_rows(20, seed=5)
+VALIDATION = draw_rows(6, seed=8)
 RECIPE = Recipe(learning_rate=1e-2, warmup=0.3, epochs=3, batch_size=5, accumulation=1)
 STEPS_AN_EPOCH, NUM_STEPS = 4, 12
 Values = dict[str, torch.Tensor]

@@ -19,14 +19,13 @@ import torch
 from forked import start
 from frozencore.errors import TrainingError
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.rows import TokenRow
 from frozencore.tune.training.checkpoints import checkpoints, is_complete
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import TrainingReport, train
-from tiny import draw_examples, tiny_qwen2
+from tiny import draw_rows, tiny_qwen2
 from undisturbed import TWO_METHODS, results_of, specification
 
-ROWS = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(20, seed=5))]
+ROWS = draw_rows(20, seed=5)
 RECIPE = Recipe(learning_rate=1e-2, epochs=2, batch_size=2, accumulation=3, warmup=0.3)  # four steps an epoch
 TERMINATED, INTERRUPTED = 143, 130
 TWO_RUNS = (
