@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+import frozencore.tune.figures  # noqa: F401 - so that no forked command spends a second on importing matplotlib
 from forked import start
 from frozencore.errors import TrainingError
 from frozencore.tune.pocket import pocket_model_path
@@ -158,7 +159,7 @@ def tune(out: Path, *words: str) -> list[str]:
     return [
         "tune", "--model", str(pocket_model_path()), "--task", "pocket-sentiment", "--output", str(out), "--rank", "4",
         "--batch-size", "8", "--accumulation", "1", "--num-train", "32", "--num-evaluation", "8", "--epochs", "4",
-        "--dtype", "float32", "--select-checkpoint", "epoch", *words,
+        "--dtype", "float32", "--select-checkpoint", "epoch", "--calibration-size", "8", *words,
     ]  # fmt: skip
 
 
