@@ -35,6 +35,7 @@ from trials import FIXED  # noqa: E402
 if TYPE_CHECKING:
     from torch import nn
 
+    from frozencore.tune.rows.prompts import PromptEncoder
     from tiny import Example
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -167,6 +168,14 @@ def byte_tokenizer() -> Callable[..., Any]:
         return fast
 
     return make
+
+
+@pytest.fixture
+def encoder(byte_tokenizer: Callable[..., Any]) -> PromptEncoder:
+    """An encoder of one token a byte."""
+    from frozencore.tune.rows.prompts import PromptEncoder
+
+    return PromptEncoder(byte_tokenizer())
 
 
 @pytest.fixture

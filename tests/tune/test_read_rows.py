@@ -18,11 +18,6 @@ from frozencore.tune.rows.prompts import PromptEncoder
 from small_task import write_task
 
 
-@pytest.fixture
-def encoder(byte_tokenizer: Callable[..., Any]) -> PromptEncoder:
-    return PromptEncoder(byte_tokenizer())
-
-
 def config_of(**options: Any) -> RunConfig:
     return make_config(**{"model": "any", "calibration_size": 5, **options})
 

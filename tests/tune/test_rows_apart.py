@@ -72,10 +72,8 @@ def test_scores_of_rows_on_both_sides_of_long_ropes_limit_are_those_of_the_rows_
         assert found == pytest.approx([logprob(model, row.context_ids, ids) for ids in row.choice_ids], abs=1e-4)
 
 
-def test_a_generation_on_both_sides_of_long_ropes_limit_is_that_of_the_prompt_alone(
-    byte_tokenizer: Callable[..., Any],
-) -> None:
-    model, encoder, contexts = long_rope(), PromptEncoder(byte_tokenizer()), [row.input_ids for row in ROWS]
+def test_a_generation_on_both_sides_of_long_ropes_limit_is_that_of_the_prompt_alone(encoder: PromptEncoder) -> None:
+    model, contexts = long_rope(), [row.input_ids for row in ROWS]
     together = generate_greedily(model, contexts, encoder=encoder, max_new_tokens=4)
     assert together == [
         generate_greedily(model, [context], encoder=encoder, max_new_tokens=4)[0] for context in contexts
@@ -113,10 +111,8 @@ def test_the_trained_core_does_not_depend_on_the_batch_size(make: Callable[[], n
             torch.testing.assert_close(value, wanted, rtol=1e-3, atol=1e-5)
 
 
-def test_a_router_adds_nothing_to_the_rows_loss_and_does_not_end_a_generation(
-    byte_tokenizer: Callable[..., Any],
-) -> None:
-    encoder, contexts = PromptEncoder(byte_tokenizer()), [row.input_ids[:5] for row in ROWS]
+def test_a_router_adds_nothing_to_the_rows_loss_and_does_not_end_a_generation(encoder: PromptEncoder) -> None:
+    contexts = [row.input_ids[:5] for row in ROWS]
     both = []
     for switched in (True, False):
         model = adapted("random", model=experts(switched), target_modules=["o_proj"])

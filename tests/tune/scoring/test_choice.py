@@ -229,9 +229,8 @@ def test_scoring_leaves_the_model_as_it_was_also_after_an_error() -> None:
 
 
 def test_the_likeliest_choice_wins_and_lengths_normalise_by_characters(
-    byte_tokenizer: Callable[..., Any], byte_model: nn.Module
+    encoder: PromptEncoder, byte_model: nn.Module
 ) -> None:
-    encoder = PromptEncoder(byte_tokenizer())
     example = Example("row-1", "Is it so?", " no", (" yes, very much so", " no"))
     (plain,) = predict_choices(byte_model, encoder, [example])
     (normalised,) = predict_choices(byte_model, encoder, [example], length_normalised=True)
@@ -242,8 +241,6 @@ def test_the_likeliest_choice_wins_and_lengths_normalise_by_characters(
     assert normalised.logprobs == pytest.approx([expected[0] / 17, expected[1] / 2], abs=1e-4)
 
 
-def test_an_answer_outside_the_choices_is_refused(byte_tokenizer: Callable[..., Any], byte_model: nn.Module) -> None:
+def test_an_answer_outside_the_choices_is_refused(encoder: PromptEncoder, byte_model: nn.Module) -> None:
     with pytest.raises(DataError, match=r"row-1.*maybe.*not among"):
-        predict_choices(
-            byte_model, PromptEncoder(byte_tokenizer()), [Example("row-1", "So?", " maybe", (" yes", " no"))]
-        )
+        predict_choices(byte_model, encoder, [Example("row-1", "So?", " maybe", (" yes", " no"))])

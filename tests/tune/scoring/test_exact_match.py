@@ -38,13 +38,12 @@ def reference_greedy(model: nn.Module, ids: list[int], num_tokens: int, end_id: 
 @pytest.mark.parametrize("tokens_per_batch", [1, None])
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])
 def test_batches_generate_what_single_prompts_do(
-    byte_tokenizer: Callable[..., Any], byte_model: nn.Module, tokens_per_batch: int | None, family: str
+    encoder: PromptEncoder, byte_model: nn.Module, tokens_per_batch: int | None, family: str
 ) -> None:
     model = byte_model
     if family == "gpt2":
         model = tiny_gpt2()
         model.resize_token_embeddings(300)
-    encoder = PromptEncoder(byte_tokenizer())
     contexts = [encoder.tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
     generations = generate_greedily(
         model, contexts, encoder=encoder, max_new_tokens=12, tokens_per_batch=tokens_per_batch
@@ -56,8 +55,7 @@ def test_batches_generate_what_single_prompts_do(
         assert generation.truncated == truncated
 
 
-def test_a_generation_stops_at_the_end_token(byte_tokenizer: Callable[..., Any], byte_model: nn.Module) -> None:
-    encoder = PromptEncoder(byte_tokenizer())
+def test_a_generation_stops_at_the_end_token(encoder: PromptEncoder, byte_model: nn.Module) -> None:
     context = encoder.tokenizer("hello")["input_ids"]
     ids, _ = reference_greedy(byte_model, context, 6, -1)
     encoder.eos_id = ids[3]
@@ -67,9 +65,8 @@ def test_a_generation_stops_at_the_end_token(byte_tokenizer: Callable[..., Any],
 
 
 def test_the_models_own_generation_settings_change_nothing_and_come_back(
-    byte_tokenizer: Callable[..., Any], byte_model: nn.Module
+    encoder: PromptEncoder, byte_model: nn.Module
 ) -> None:
-    encoder = PromptEncoder(byte_tokenizer())
     contexts = [encoder.tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
     expected = generate_greedily(byte_model, contexts, encoder=encoder, max_new_tokens=12)
     own = GenerationConfig(do_sample=True, temperature=5.0, repetition_penalty=9.0, max_new_tokens=2)
@@ -78,17 +75,13 @@ def test_the_models_own_generation_settings_change_nothing_and_come_back(
     assert byte_model.generation_config is own
 
 
-def test_a_generation_ends_where_the_context_does(byte_tokenizer: Callable[..., Any]) -> None:
+def test_a_generation_ends_where_the_context_does(encoder: PromptEncoder) -> None:
     model = tiny_qwen2(vocab_size=300, max_position_embeddings=10)
-    encoder = PromptEncoder(byte_tokenizer())
     (generation,) = generate_greedily(model, [[5] * 7], encoder=encoder, max_new_tokens=50)
     assert len(encoder.tokenizer(generation.text)["input_ids"]) <= 3 * 3  # a lone byte decodes to a 3-byte mark
 
 
-def test_what_was_learnt_is_generated_and_compared_as_numbers(
-    byte_tokenizer: Callable[..., Any], byte_model: nn.Module
-) -> None:
-    encoder = PromptEncoder(byte_tokenizer())
+def test_what_was_learnt_is_generated_and_compared_as_numbers(encoder: PromptEncoder, byte_model: nn.Module) -> None:
     learnt = [Example(f"row-{i}", f"{i}?", f" The answer is: {said}") for i, said in enumerate(["1,000", "7.0", "x"])]
     rows = encoder.training_rows([encoder.render(example) for example in learnt])
     recipe = Recipe(learning_rate=1e-2, warmup=0.03, epochs=60, batch_size=3, accumulation=1)
@@ -120,11 +113,9 @@ def test_a_token_across_the_end_of_a_prompt_is_generated_and_left_out_of_the_ans
     ]  # fmt: skip
 
 
-def test_a_completion_without_an_answer_is_refused(byte_tokenizer: Callable[..., Any], byte_model: nn.Module) -> None:
+def test_a_completion_without_an_answer_is_refused(encoder: PromptEncoder, byte_model: nn.Module) -> None:
     with pytest.raises(DataError, match=r"row-1.*no marker"):
-        predict_numbers(
-            byte_model, PromptEncoder(byte_tokenizer()), [Example("row-1", "How many?", " 5")], max_new_tokens=2
-        )
+        predict_numbers(byte_model, encoder, [Example("row-1", "How many?", " 5")], max_new_tokens=2)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -114,8 +114,8 @@ CHOICES = (" no", " yes")
 EXAMPLES = [Example(f"row-{i}", f"Is {i} odd?", CHOICES[i % 4 != 0], CHOICES) for i in range(12)]
 
 
-def test_a_choice_score_counts_its_predictions(byte_tokenizer: Callable[..., Any], byte_model: nn.Module) -> None:
-    score = score_task(byte_model, PromptEncoder(byte_tokenizer()), find_task("sst2"), EXAMPLES)
+def test_a_choice_score_counts_its_predictions(encoder: PromptEncoder, byte_model: nn.Module) -> None:
+    score = score_task(byte_model, encoder, find_task("sst2"), EXAMPLES)
     share = sum(p.prediction == e.completion for p, e in zip(score.predictions, EXAMPLES, strict=True)) / 12
     assert [p.id for p in score.predictions] == [e.id for e in EXAMPLES]
     assert score.accuracy == pytest.approx(share)
@@ -125,7 +125,7 @@ def test_a_choice_score_counts_its_predictions(byte_tokenizer: Callable[..., Any
     assert score.num_ties == 0
     torch.nn.init.zeros_(byte_model.lm_head.weight)
     examples = [Example(f"row-{i}", "Which?", " b", (" a", " b")) for i in range(3)]
-    score = score_task(byte_model, PromptEncoder(byte_tokenizer()), find_task("sst2"), examples)
+    score = score_task(byte_model, encoder, find_task("sst2"), examples)
     assert (score.num_ties, score.accuracy) == (3, 0.0)  # the first of equal choices counts
 
 
@@ -166,17 +166,16 @@ def test_a_choice_beyond_the_limit_is_refused_however_prompts_are_cut(
 
 
 def test_a_generated_score_counts_truncations_and_missing_answers(
-    byte_tokenizer: Callable[..., Any], byte_model: nn.Module
+    encoder: PromptEncoder, byte_model: nn.Module
 ) -> None:
     examples = [Example(f"row-{i}", "How many?", f" The answer is: {i}") for i in range(3)]
-    score = score_task(byte_model, PromptEncoder(byte_tokenizer()), find_task("svamp"), examples)
+    score = score_task(byte_model, encoder, find_task("svamp"), examples)
     assert (score.accuracy, score.num_unanswered) == (0.0, 3)
     assert score.num_truncated <= 3
     assert score.chance is None
 
 
-def test_without_rows_or_answers_there_is_no_score(byte_tokenizer: Callable[..., Any], byte_model: nn.Module) -> None:
-    encoder = PromptEncoder(byte_tokenizer())
+def test_without_rows_or_answers_there_is_no_score(encoder: PromptEncoder, byte_model: nn.Module) -> None:
     with pytest.raises(DataError, match="no rows to score"):
         score_task(byte_model, encoder, find_task("sst2"), [])
     with pytest.raises(ConfigError, match="'sst2-text' is plain text and has no answers to score; `tune` gives its"):
