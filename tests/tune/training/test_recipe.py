@@ -39,11 +39,6 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def assert_same_weights(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert a.keys() == b.keys()
-    assert all(torch.equal(a[name], b[name]) for name in a)
-
-
 def test_a_trained_model_is_freed_with_its_last_reference() -> None:
     """Another run may need its memory before the garbage collector runs."""
     model = with_lora(tiny_qwen2())
@@ -123,7 +118,10 @@ def test_dropout_is_off_and_comes_back() -> None:
 
 
 @pytest.mark.usefixtures("as_a_user")  # beartype draws from Python's RNG
-def test_only_trainable_parameters_change_and_states_are_put_back() -> None:
+def test_only_trainable_parameters_change_states_are_put_back_and_nothing_is_printed_or_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     model = with_lora(tiny_qwen2())
     model.config.use_cache = True
     before = weights(model)
@@ -137,6 +135,7 @@ def test_only_trainable_parameters_change_and_states_are_put_back() -> None:
     assert changed == {name for name in before if "lora_" in name}
     assert model.config.use_cache is True
     assert not model.training
+    assert (list(tmp_path.iterdir()), capfd.readouterr().out) == ([], "")
 
 
 def test_epochs_of_all_seeds_have_different_orders() -> None:
@@ -180,7 +179,7 @@ def test_after_divergence_the_cores_are_those_whose_loss_was_last_finite() -> No
 
     good, kept = trained(3, stop, StoppedError), trained(4, spoil, DivergenceError)  # the fifth loss is NaN
     assert any(core.any() for core in good.values())
-    assert_same_weights(kept, good)
+    assert all(torch.equal(kept[name], core) for name, core in good.items())
 
 
 def test_a_nan_in_the_model_is_told_from_divergence() -> None:
@@ -215,15 +214,6 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
     for wrong in ({"learning_rate": 0.0}, {"warmup": 1.5}, {"epochs": 0}, {"accumulation": 0}, {"max_grad_norm": 0.0}):
         with pytest.raises(ConfigError, match="In a recipe"):
             replace(RECIPE, **wrong)
-
-
-def test_nothing_is_printed_and_no_folder_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    train(tiny_qwen2(), ROWS, RECIPE, pad_id=0)
-    assert list(tmp_path.iterdir()) == []
-    assert capfd.readouterr().out == ""
 
 
 @pytest.mark.parametrize(("rows", "epochs"), [(3, 8), (32, 8), (60, 4), (128, 2), (256, 1), (10_000, 1)])
