@@ -93,9 +93,10 @@ def arrow_with_twins() -> bytes:
         return file.getvalue()
 
 
-def test_a_csv_may_begin_with_empty_lines_and_hold_long_cells(tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", ["", "\n\n", " \n", ",,\n\n"])
+def test_a_csv_may_begin_with_empty_lines_and_hold_long_cells(first: str, tmp_path: Path) -> None:
     before, long = csv.field_size_limit(), "x" * 140_000
-    (tmp_path / "a.csv").write_text(f"\n\ntext,other\n\n{long},b\n")
+    (tmp_path / "a.csv").write_text(f"{first}text,other\n\n{long},b\n")
     assert read_source(str(tmp_path / "a.csv")) == [{"text": long, "other": "b"}]
     assert csv.field_size_limit() == before
 
@@ -110,6 +111,7 @@ WRONG: list[tuple[str, bytes, str]] = [
     ("a.csv", b"text,text\na,b\n", "'text' is given twice"),
     ("a.csv", b"text,other\na\n", "line 2: a row must have the 2 columns"),
     ("a.csv", b'text\n"a\n', "a.csv, line 1: .*Write it again"),
+    ("a.csv", b"text\n\xff\xfe\n", "must be UTF-8"),
     ("a.csv", b"text\n", "holds no rows"),
     ("a.csv", b"\n\n", "holds no rows"),
     ("a.csv", b"text,other\na,b,c\n", r"^[^:]*a.csv, line 2: a row must have the 2 columns of the first line"),

@@ -151,8 +151,8 @@ def _read_separated(path: Path) -> Iterator[Row]:
     with path.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.DictReader(lines, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
         try:
-            while reader.fieldnames == []:  # empty lines before the header
-                reader.fieldnames = None
+            while reader.fieldnames is not None and not any(map(str.strip, reader.fieldnames)):
+                reader.fieldnames = None  # a line before the header with nothing in its cells
             _require_once(reader.fieldnames or (), "column")
             for row in reader:
                 if None in row or None in row.values():
@@ -160,6 +160,8 @@ def _read_separated(path: Path) -> Iterator[Row]:
                     rule = f"a row must have the {size} columns of the first line"
                     raise ValueError(f"{rule}; quote what holds a separator or a new line")
                 yield row
+        except UnicodeDecodeError:
+            raise
         except (csv.Error, ValueError) as error:
             raise DataError(f"{path}, line {reader.line_num}: {error}. Write it again.") from error
         finally:
