@@ -116,6 +116,9 @@ def test_a_bad_row_is_one_line(row: dict[str, Any], reason: str, tmp_path: Path)
         ("{my question}", "Why?"), ("{ my question }", "Why?"), ("{{my question}}", "Why?"), ("{{ q-x }}", "How?"),
         ("{n.x}?", "1?"), ("{ä}", "Ä"),
         ('{"a": {ä}, "b": {}}', '{"a": Ä, "b": {}}'), ("\\\\boxed{} {ä}", "\\boxed{} Ä"),
+        ("\\\\frac{1}{2} {ä}", "\\frac{1}{2} Ä"), ("\\\\frac{\\\\sqrt{2}}{3}x^{2} {ä}", "\\frac{\\sqrt{2}}{3}x^{2} Ä"),
+        ("\\\\text{ä}", "\\textÄ"), ("{1, 2} {x: 3} {ä}", "{1, 2} {x: 3} Ä"),
+        ("{ä:.2f}", None), ("{{ ä | upper }}", None), ("{{ ä.strip() }}", None), ("{ä|trim}", None),
         ("{my-question}", None), ("{n[x]}", None), ("{ä!r}", None), ("{{missing}}", None), ("{0}", None),
     ],
 )  # fmt: skip
@@ -130,7 +133,21 @@ def test_every_column_that_a_prompt_names_is_filled_or_refused(prompt: str, want
         assert evaluation_rows(task)[0].prompt == wanted
 
 
-@pytest.mark.parametrize("answer", ["12:30", "3 apples and 4 pears", "Step 1.\nSo 48+24=72."])
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        ("Write {'sum': 1} or \\\\boxed{1}.", "the prompt must name a column in braces, but .* names none"),
+        ("{% if sum %}{sum}{% endif %}", "no other Jinja, but '{%' is in it"),
+        ("{# note #}{sum}", "no other Jinja, but '{#' is in it"),
+        ("{{{sum}}}", "no other Jinja, but '{{' is in it"),
+    ],
+)
+def test_a_prompt_of_text_alone_or_of_other_jinja_is_refused(prompt: str, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=f"Row evaluation-0: .*{reason}"):
+        evaluation_rows(find_task(task_file(tmp_path, SUMS.replace("{a} + {b} =", prompt), [{"sum": 1}])))
+
+
+@pytest.mark.parametrize("answer", ["The sum:\n5", "12:30", "3 apples and 4 pears", "Step 1.\nSo 48+24=72."])
 def test_an_answer_that_is_not_one_number_is_refused(answer: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="Row evaluation-0: column 'sum' must hold one number, with no more than words"):
         evaluation_rows(find_task(task_file(tmp_path, SUMS, [{"a": 1, "b": 2, "sum": answer}])))

@@ -10,8 +10,10 @@
     epochs: 3
 
 ``{question}`` stands for the column of that name, and so does ``{{ question }}``. Braces around what cannot be a name,
-as in JSON, are text. Further keys: ``validation``, ``num_train``, ``num_evaluation``,
-``max_new_tokens``, ``licence``.
+as in JSON, and those of LaTeX, as in ``\\frac{1}{2}`` and ``x^{2}``, are text. A format or filter behind a column
+(``{price:.2f}``), other Jinja and a prompt without a column are refused.
+
+Further keys: ``validation``, ``num_train``, ``num_evaluation``, ``max_new_tokens``, ``licence``.
 """
 
 from __future__ import annotations
@@ -29,10 +31,14 @@ from frozencore.files.strict_yaml import read_typed
 from frozencore.tune.rows import Example, Row, position_of, text_field, texts_field
 from frozencore.tune.rows.row_sources import read_source
 from frozencore.tune.tasks import Origin, Split, Task
-from frozencore.tune.tasks.answers import find_answer, parse_number
+from frozencore.tune.tasks.answers import find_answer, parse_answer, parse_number
 
-_BRACES = re.compile(r"\{\{([^{}]+)\}\}|\{([^{}]+)\}")
-_NAME = re.compile(r"\w[\w .!/\[\]-]*")
+_BRACES = re.compile(r"\{\{([^{}]+)\}\}|\{([^{}]+)\}|\{\{")
+_NAME = re.compile(r"\w[\w .!?/&%#()\[\]-]*")
+_FORMAT = re.compile(r"\s*[|:!.(\[]")
+"""What begins a format, filter or attribute behind a name."""
+_LATEX = re.compile(r"(?:\\[A-Za-z]+(?:\{(?:[^{}]|\{[^{}]*\})*\})*|[\^_])$")
+"""What stands before an argument of LaTeX."""
 
 
 @dataclass(frozen=True)
@@ -49,23 +55,38 @@ class Described:
         Raises:
             DataError: A column is missing or holds something else.
         """
+        shown: set[str] = set()
 
         def filled(braces: re.Match[str]) -> str:
-            name = braces[1] or braces[2]
+            name = braces[1] or braces[2] or "{"
             name = name if name in row else name.strip()
-            if name not in row and not _NAME.fullmatch(name):
+            if name not in row and name.startswith(("{", "%", "#")):
+                raise DataError(
+                    f"Row {row_id}: a prompt names columns as {{name}} or {{{{ name }}}} and takes no other Jinja, but "
+                    f"'{{{name[0]}' is in it. Put a space between braces that are text, as in '{{ {{'."
+                )
+            is_format = bool(braces[1]) or _FORMAT.split(name, maxsplit=1)[0] in row
+            is_text = not _NAME.fullmatch(name) or _LATEX.search(self.prompt[: braces.start()])
+            if name not in row and not is_format and is_text:
                 return braces[0]
+            shown.add(name)
             return text_field(row, name, row_id, or_number=True)
 
         prompt = _BRACES.sub(filled, self.prompt)
+        if not shown:
+            raise DataError(
+                f"Row {row_id}: the prompt must name a column in braces, but {self.prompt!r:.80} names none."
+            )
         if self.choices is None:
             number = text_field(row, self.answer, row_id, or_number=True)
-            if parse_number(find_answer(number, gold=True) or number, alone=True) is None:
+            completion = f" The answer is: {number}"
+            value = parse_number(find_answer(number, gold=True) or number, alone=True)
+            if value is None or value != parse_answer(completion, gold=True):
                 raise DataError(
                     f"Row {row_id}: column {self.answer!r} must hold one number, with no more than words beside it, "
                     f"but holds {number!r:.80}."
                 )
-            return Example(row_id, prompt, f" The answer is: {number}")
+            return Example(row_id, prompt, completion)
         choices = texts_field(row, self.choices, row_id) if isinstance(self.choices, str) else self.choices
         position = position_of(row, self.answer, choices, row_id, or_position=True)
         return Example(row_id, prompt, f" {choices[position]}", tuple(f" {choice}" for choice in choices))
