@@ -101,6 +101,12 @@ def test_a_csv_may_begin_with_empty_lines_and_hold_long_cells(first: str, tmp_pa
     assert csv.field_size_limit() == before
 
 
+def test_separators_at_the_end_of_a_line_are_no_column(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,other,,\na,b,,\nc,d\n,e,\n")
+    rows = [{"text": "a", "other": "b"}, {"text": "c", "other": "d"}, {"text": "", "other": "e"}]
+    assert read_source(str(tmp_path / "a.csv")) == rows
+
+
 WRONG: list[tuple[str, bytes, str]] = [
     ("a.jsonl", b'{"text": "a"}\n{"text": \n', "a.jsonl, line 2"),
     ("a.jsonl", b'{"text": "\xff\xfe"}\n', "must be UTF-8"),
@@ -113,6 +119,9 @@ WRONG: list[tuple[str, bytes, str]] = [
     ("a.csv", b'text\n"a\n', "a.csv, line 1: .*Write it again"),
     ("a.csv", b"text\n\xff\xfe\n", "must be UTF-8"),
     ("a.csv", b"text\n", "holds no rows"),
+    ("a.csv", b"text,other,\na,b,c\n", "line 2: a row must have the 2 columns"),
+    ("a.csv", b",,text,other\n0,1,a,b\n", "the column '' is given twice"),
+    ("a.tsv", b'text\tother\n"a\tb\n', "a.tsv, line 1: .*Write it again"),
     ("a.csv", b"\n\n", "holds no rows"),
     ("a.csv", b"text,other\na,b,c\n", r"^[^:]*a.csv, line 2: a row must have the 2 columns of the first line"),
     ("a.arrow", b"ARROW1 no", "cannot be read as Arrow"),

@@ -153,11 +153,14 @@ def _read_separated(path: Path) -> Iterator[Row]:
         try:
             while reader.fieldnames is not None and not any(map(str.strip, reader.fieldnames)):
                 reader.fieldnames = None  # a line before the header with nothing in its cells
-            _require_once(reader.fieldnames or (), "column")
+            names = list(reader.fieldnames or ())
+            while names and not names[-1].strip():  # separators at the end of the line, as spreadsheets write them
+                names.pop()
+            _require_once(names, "column")
+            reader.fieldnames = names
             for row in reader:
-                if None in row or None in row.values():
-                    size = len(reader.fieldnames or ())
-                    rule = f"a row must have the {size} columns of the first line"
+                if any(map(str.strip, row.pop(None, ()))) or None in row.values():
+                    rule = f"a row must have the {len(names)} columns of the first line"
                     raise ValueError(f"{rule}; quote what holds a separator or a new line")
                 yield row
         except UnicodeDecodeError:
