@@ -24,7 +24,7 @@ Later additions or corrections do not count. Without a marker, or a number after
 | ``10^3``, ``10³``, ``2^{-1}``, ``10**3`` | 1000, 1/2 | powers of a number with a whole exponent      |
 | ``١٤٥``, ``１４５``            | 145      | any script's decimal digits                               |
 | ``7 or 8``                   | 7        | the first number                                          |
-| ``7/0``, ``1e999``           | none     | not a meaningful number                                   |
+| ``7/0``, ``1e999``, ``4 10/3`` | none   | not a meaningful number                                   |
 | ``\\sqrt{2}``, ``2\\pi``, ``2^x``, ``1/2/3``, ``5(2)``, ``0.\\overline{3}`` | none | a part of an expression  |
 """
 
@@ -120,8 +120,10 @@ def parse_number(text: str, *, alone: bool = False) -> Fraction | None:
 
 
 def _fraction(match: re.Match[str]) -> Fraction | None:
-    bottom = _amount(match["bottom"])
-    return _amount(match["whole"] or "0") + _amount(match["top"]) / bottom if bottom else None
+    whole, top, bottom = (_amount(match[part] or "0") for part in ("whole", "top", "bottom"))
+    if not bottom or (match["whole"] and not 0 < top / bottom < 1):
+        return None
+    return whole + top / bottom
 
 
 def _decimal(match: re.Match[str]) -> Fraction | None:
