@@ -117,7 +117,8 @@ def test_a_bad_row_is_one_line(row: dict[str, Any], reason: str, tmp_path: Path)
         ("{n.x}?", "1?"), ("{ä}", "Ä"),
         ('{"a": {ä}, "b": {}}', '{"a": Ä, "b": {}}'), ("\\\\boxed{} {ä}", "\\boxed{} Ä"),
         ("\\\\frac{1}{2} {ä}", "\\frac{1}{2} Ä"), ("\\\\frac{\\\\sqrt{2}}{3}x^{2} {ä}", "\\frac{\\sqrt{2}}{3}x^{2} Ä"),
-        ("\\\\text{ä}", "\\textÄ"), ("{1, 2} {x: 3} {ä}", "{1, 2} {x: 3} Ä"),
+        ("\\\\text{ {ä} }", "\\text{ Ä }"), ("{ä}^{n.x}", "Ä^1"), ("\\\\n{ä}", "\\nÄ"),
+        ("{1, 2} {x: 3} {ä}", "{1, 2} {x: 3} Ä"),
         ("{ä:.2f}", None), ("{{ ä | upper }}", None), ("{{ ä.strip() }}", None), ("{ä|trim}", None),
         ("{my-question}", None), ("{n[x]}", None), ("{ä!r}", None), ("{{missing}}", None), ("{0}", None),
     ],
@@ -139,6 +140,7 @@ def test_every_column_that_a_prompt_names_is_filled_or_refused(prompt: str, want
         ("Write {'sum': 1} or \\\\boxed{1}.", "the prompt must name a column in braces, but .* names none"),
         ("{% if sum %}{sum}{% endif %}", "no other Jinja, but '{%' is in it"),
         ("{# note #}{sum}", "no other Jinja, but '{#' is in it"),
+        ("{sum} goes into \\\\boxed{sum}", r"braces behind \\boxed are LaTeX's, but 'sum' is a column"),
         ("{{{sum}}}", "no other Jinja, but '{{' is in it"),
     ],
 )

@@ -37,8 +37,8 @@ _BRACES = re.compile(r"\{\{([^{}]+)\}\}|\{([^{}]+)\}|\{\{")
 _NAME = re.compile(r"\w[\w .!?/&%#()\[\]-]*")
 _FORMAT = re.compile(r"\s*[|:!.(\[]")
 """What begins a format, filter or attribute behind a name."""
-_LATEX = re.compile(r"(?:\\[A-Za-z]+(?:\{(?:[^{}]|\{[^{}]*\})*\})*|[\^_])$")
-"""What stands before an argument of LaTeX."""
+_LATEX = re.compile(r"(?:(\\[A-Za-z]{2,})(?:\{(?:[^{}]|\{[^{}]*\})*\})*|[\^_])$")
+"""What stands before an argument of LaTeX; a backslash and one letter may be a new line."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,14 @@ class Described:
                     f"Row {row_id}: a prompt names columns as {{name}} or {{{{ name }}}} and takes no other Jinja, but "
                     f"'{{{name[0]}' is in it. Put a space between braces that are text, as in '{{ {{'."
                 )
+            latex = _LATEX.search(self.prompt[: braces.start()])
+            if name in row and latex and latex[1]:
+                raise DataError(
+                    f"Row {row_id}: braces behind {latex[1]} are LaTeX's, but {name!r} is a column. "
+                    f"Write {latex[1]}{{ {{{name}}} }} for the column, or another word for text."
+                )
             is_format = bool(braces[1]) or _FORMAT.split(name, maxsplit=1)[0] in row
-            is_text = not _NAME.fullmatch(name) or _LATEX.search(self.prompt[: braces.start()])
+            is_text = not _NAME.fullmatch(name) or latex is not None
             if name not in row and not is_format and is_text:
                 return braces[0]
             shown.add(name)
