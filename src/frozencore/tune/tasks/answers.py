@@ -66,8 +66,9 @@ _BEHIND = re.compile(
 )
 """What makes a number a part of an expression."""
 _WORDS = r"[^\d\\^/*_#@|π-]*"
-_ONLY_WORDS = re.compile(_WORDS), re.compile(rf"(?!\s*[:!]){_WORDS}")
-"""What may stand before the number of a data set's own answer, and behind it."""
+_SCALE = r"(?i:hundred|thousand|million|billion|trillion|dozen)s?\b"
+_ONLY_WORDS = re.compile(_WORDS), re.compile(rf"(?!\s*(?:[:!]|{_SCALE})){_WORDS}")
+"""What may stand before the number of a data set's own answer, and behind it: no word that changes its value."""
 _NO_WORDS = ("Sm", "No", "Nl")
 """Unicode's categories of mathematical signs and of numerals that are no decimal digits."""
 _IN_A_PAIR = re.compile(rf"[(\[][-+]?(?!{_GROUPED}$){_COMMA_DECIMAL}$")
@@ -165,7 +166,7 @@ _LATEX = [
         (r"(?<=\d)(?:\\[,;: ]|~)(?=\d{3})", "\u00a0"),
         (r"(?:\\[,;:! ])*\\(?:times|cdot)(?![a-z])(?:\\[,;:! ])*", "×"),
         (r"\s?\^\s?\{?\s?\\circ\s?\}?", "°"),
-        (r"\^\s?[{(]\s?([-+]?\d+)\s?[)}](?!\d)|(?<=\d)\*\*(?=[-+]?\d)", r"^\1"),
+        (r"\^\s?[{(]\s?([-+]?\d+)\s?[)}](?!\d)|(?<=\d)(?:\*\*| \*\* )(?=[-+]?\d)", r"^\1"),
         (r"\s*\\over(?![a-z])\s*", "/"),
         (rf"(?<=\d)(?:\s|~|\\[,;:! ])*(?={_FRACTION})", " "),
         (_FRACTION, r"\1\2\3/\4\5\6"),
