@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import sys
 from functools import cache
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -158,6 +159,11 @@ def _quantised_by_vllm() -> bool:
     return bool(building and building.quant_config)
 
 
+def _of_vllm(module: str) -> Any:
+    """A module of vLLM. transformers refuses code whose import statements name a package that is not installed."""
+    return import_module(f"vllm.{module}")
+
+
 def _vllm_config() -> Any:
     """Return the configuration of the vLLM engine that is building the model; None without one."""
     vllm = sys.modules.get("vllm.config")
@@ -189,8 +195,7 @@ def _give_vllm_slots_for_cores() -> None:
     building = _vllm_config()
     if not building or not building.model_config.enforce_eager:
         return
-    from vllm.lora import utils
-    from vllm.platforms import current_platform
+    utils, current_platform = _of_vllm("lora.utils"), _of_vllm("platforms").current_platform
 
     if current_platform.is_cpu() and _slots_for_cores() not in utils._all_lora_classes:
         utils._all_lora_classes = (_slots_for_cores(), *utils._all_lora_classes)
@@ -225,9 +230,9 @@ def _note_batches(punica: Any) -> None:
 
 @cache
 def _slots_for_cores() -> Any:
-    from vllm.lora.layers import ReplicatedLinearWithLoRA
+    with_slots: Any = _of_vllm("lora.layers").ReplicatedLinearWithLoRA
 
-    class CoreWithSlots(ReplicatedLinearWithLoRA):
+    class CoreWithSlots(with_slots):
         """A core layer with a core for each slot, after a core of zeros: rows without a tenant have the slot -1."""
 
         def create_lora_weights(self, max_loras: int, lora_config: Any, model_config: Any = None) -> None:
@@ -304,9 +309,9 @@ class TenantWorker:
             ValueError: The cores belong to another basis than the model's.
         """
         from safetensors.torch import load
-        from vllm.lora.lora_model import LoRAModel
-        from vllm.lora.lora_weights import LoRALayerWeights
-        from vllm.lora.utils import parse_fine_tuned_lora_name
+
+        weights_of_layer = _of_vllm("lora.lora_weights").LoRALayerWeights
+        parse_name = _of_vllm("lora.utils").parse_fine_tuned_lora_name
 
         loras = self.model_runner.lora_manager
         manager = loras._adapter_manager
@@ -315,12 +320,12 @@ class TenantWorker:
         renamed = mapper and mapper.get_rename_mapper()
         layers = {}
         for key, core in load(weights).items():
-            name, is_a = parse_fine_tuned_lora_name(key, renamed)
+            name, is_a = parse_name(key, renamed)
             if not is_a:
                 B = core.to(loras.lora_config.lora_dtype)
                 A = torch.eye(0 if hasattr(manager.modules[name], "cores") else B.shape[1], dtype=B.dtype)
-                layers[name] = LoRALayerWeights(name, B.shape[1], B.shape[1], A, B)
-        tenant = LoRAModel(number, max(layer.rank for layer in layers.values()), layers)
+                layers[name] = weights_of_layer(name, B.shape[1], B.shape[1], A, B)
+        tenant = _of_vllm("lora.lora_model").LoRAModel(number, max(layer.rank for layer in layers.values()), layers)
         manager.remove_adapter(number)
         if len(manager) + 1 > manager.capacity:
             manager.remove_oldest_adapter()
