@@ -40,7 +40,7 @@ MOST_WORKERS = 4  # by default
 SEEDS = 2
 STEPS = 2  # the fewest for measuring the time of a step
 EVALUATED = 6
-CALIBRATED = 4
+CALIBRATED = 8  # one number for all runs of a campaign whose ranks are 64 at most, so that a report may compare them
 TOKENS_OF_A_ROW = 8  # the least tokens of a row: a basis needs a token for each of its directions
 MOST_NEW_TOKENS = 3
 
