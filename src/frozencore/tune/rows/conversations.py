@@ -82,8 +82,11 @@ class Conversation:
         """The text of the first messages, and of the prompt of the assistant's next turn."""
         return self._write(self.messages[:count], asks=True)[0]
 
-    def row(self, loss_on: LossOn = "last") -> TextRow:
+    def row(self, loss_on: LossOn = "last") -> tuple[TextRow, int]:
         """The conversation as a row: the loss is on the assistant's last turn, or on all its turns.
+
+        Returns:
+            The row, and the end of the content of its last turn in its completion; 0 without content.
 
         Raises:
             DataError: A turn cannot be found, or no turn has loss.
@@ -99,17 +102,20 @@ class Conversation:
             whole, _ = self._write(self.messages)
             turns = {number: [self._turn(number, whole)] for number in wanted}
         spans: list[Span] = []
+        content_end = None  # of the last turn with loss
         for number in wanted:
-            self._require_written(number, whole, turns[number])
+            content_end = self._end_of_content(number, whole, turns[number])
+            self._require_written(number, "".join(whole[start:stop] for start, stop in turns[number]), content_end)
             for start, stop in turns[number]:
                 joined = bool(spans) and spans[-1][1] == start
                 spans[-1:] = [(spans[-1][0], stop)] if joined else [*spans[-1:], (start, stop)]
         if not spans:
             raise DataError(f"Row {self.row_id}: the chat template writes nothing of the assistant's turns.")
         start, stop, begin = spans[0][0], spans[-1][1], turns[wanted[-1]][0][0]
-        ended = self._is_ended(wanted[-1], whole, (begin, stop))  # else generation could not stop there
+        behind = whole[begin if content_end is None else content_end : stop].rstrip()
+        ended = behind.endswith(self._ends(wanted[-1]))  # else generation could not stop there
         relative = tuple((first - start, end - start) for first, end in spans)
-        return TextRow(
+        row = TextRow(
             self.row_id,
             whole[:start],
             whole[start:stop],
@@ -120,12 +126,7 @@ class Conversation:
             ended=ended,
             changed=self._left_out(whole, {number: turns[number] for number in wanted}),
         )
-
-    def end_of_content(self, row: TextRow) -> int:
-        """The end of the last message's content in its row's completion."""
-        start, stop = len(row.context), len(row.context) + len(row.completion)
-        last = len(self.messages) - 1
-        return (self._end_of_content(last, row.context + row.completion, (start, stop)) or start) - start
+        return row, 0 if content_end is None else content_end - start
 
     @property
     def _template(self) -> str:
@@ -170,7 +171,7 @@ class Conversation:
                 turns[owners[-1] if owners else asked[0]].append(mark)
         turns = {number: [(start, stop) for start, stop in spans if stop > start] for number, spans in turns.items()}
         behind = whole[turns[asked[-1]][-1][1] :] if turns[asked[-1]] else ""
-        end = self._first_token(behind)  # a turn's end behind the mark: generation needs it
+        end = self.first_token(behind)  # a turn's end behind the mark: generation needs it
         for spans in turns.values():
             if end and spans and whole[spans[-1][1] :].lstrip().startswith(end):
                 stop = whole.index(end, spans[-1][1]) + len(end)
@@ -241,50 +242,52 @@ class Conversation:
         if place is None:
             return None
         same = after[:place].rstrip()
-        return len(same) if same.endswith(self._tokens) else place + len(self._first_token(after[place:]) or "")
+        return len(same) if same.endswith(self._tokens) else place + len(self.first_token(after[place:]) or "")
 
-    def _require_written(self, number: int, whole: str, turn: Sequence[Span]) -> None:
-        message, said = self.messages[number], "".join(whole[start:stop] for start, stop in turn)
+    def _require_written(self, number: int, said: str, content_end: int | None) -> None:
+        message = self.messages[number]
         calls = [call for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
         names = [str((call.get("function") or call).get("name")) for call in calls]
         lost = [name for name in names if name not in said]
-        content = (message.get("content") or "").strip()
-        if lost or (content and (not turn or self._end_of_content(number, whole, (turn[0][0], turn[-1][1])) is None)):
+        if lost or (content_end is None and (message.get("content") or "").strip()):
             what = f"the call of {lost[0]!r}" if lost else "the content"
             raise DataError(
                 f"Row {self.row_id}: the chat template does not write {what} of turn {number + 1}, the assistant's."
             )
 
-    def _end_of_content(self, number: int, whole: str, turn: Span) -> int | None:
+    def _end_of_content(self, number: int, whole: str, turn: Sequence[Span]) -> int | None:
         """The place in the whole text where a message's content ends; None if the template does not write it."""
-        content, said = self.messages[number].get("content") or "", whole[slice(*turn)]
+        if not turn:
+            return None
+        content, begin = self.messages[number].get("content") or "", turn[0][0]
+        said = whole[begin : turn[-1][1]]
         for written in (content, content.strip(), content.rpartition("</think>")[2].strip()):
             if not written or written not in said:
                 continue
             if said.find(written) == said.rfind(written):
-                return turn[0] + said.index(written) + len(written)
+                return begin + said.index(written) + len(written)
             try:  # the same letters stand in the turn's end, or in a call
                 return len(self._write(self.messages)[0]) - len(self._around(self.messages, number)[1])
             except DataError:
                 return None
         return None
 
-    def _is_ended(self, number: int, whole: str, turn: Span) -> bool:
-        """Whether a turn ends with a token at which generation stops.
+    def _ends(self, number: int) -> tuple[str, ...]:
+        """The tokens at which generation stops after a turn.
 
         Any added token ends a text. A call may be written in added tokens, so only a special one ends it, and only if
         the template ends texts too; in GLM's the next turn's first token is the end.
         """
-        ends = self._tokens
-        if self.messages[number].get("tool_calls"):
-            with_text, behind = [*self.messages[:number], {"role": "assistant", "content": "A"}], ""
-            with suppress(DataError):
-                _, behind = self._around(with_text, number)
-            special = [str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special]
-            own_end = self._first_token(behind)
-            ends = (self.tokenizer.eos_token, *(special if own_end else ()), *filter(None, [own_end]))
-        behind = whole[self._end_of_content(number, whole, turn) or turn[0] : turn[1]]
-        return behind.rstrip().endswith(ends)
+        if not self.messages[number].get("tool_calls"):
+            return self._tokens
+        with_text, behind = [*self.messages[:number], {"role": "assistant", "content": "A"}], ""
+        with suppress(DataError):
+            _, behind = self._around(with_text, number)
+        own_end = self.first_token(behind)
+        if own_end is None:
+            return (self.tokenizer.eos_token,)
+        special = (str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special)
+        return (self.tokenizer.eos_token, own_end, *special)
 
     def _left_out(self, whole: str, turns: Mapping[int, Sequence[Span]]) -> tuple[str, ...]:
         """What the template does not write of a conversation whose turns with loss it writes.
@@ -313,7 +316,7 @@ class Conversation:
             lost["tools"] = None
         return tuple(f"{NOT_WRITTEN} {what}" for what in lost)
 
-    def _first_token(self, text: str) -> str | None:
+    def first_token(self, text: str) -> str | None:
         """The added token that a text begins with, after white space."""
         found = [token for token in self._tokens if text.lstrip().startswith(token)]
         return max(found, key=len, default=None)

@@ -119,8 +119,8 @@ class PromptEncoder:
         answer = answer[1:] if answer[:1] == " " and not answer[1:2].isspace() else answer
         messages = [*before, {"role": "user", "content": example.prompt}, {"role": "assistant", "content": answer}]
         talk, changed = self._conversation(messages, example.id, tools)
-        row = talk.row()
-        return _noted(replace(row, choices=(row.completion[: talk.end_of_content(row)],)), changed)
+        row, content_end = talk.row()
+        return _noted(replace(row, choices=(row.completion[:content_end],)), changed)
 
     def render_messages(self, messages: Messages, row_id: str, tools: Sequence[Any] | None = None) -> TextRow:
         """Render a conversation that ends with the assistant's turn.
@@ -129,7 +129,8 @@ class PromptEncoder:
             tools: The tools that the assistant may call, in the chat template's form.
         """
         talk, changed = self._conversation(messages, row_id, tools)
-        return _noted(talk.row(self.loss_on), changed)
+        row, _ = talk.row(self.loss_on)
+        return _noted(row, changed)
 
     def ask(self, messages: Messages, row_id: str) -> TextRow:
         """Render a conversation that ends with the prompt of the assistant's next turn."""
@@ -175,10 +176,9 @@ class PromptEncoder:
         if self.tokenizer.chat_template:
             with suppress(DataError):
                 talk = Conversation(self.tokenizer, probe, "")
-                row = talk.row()
-                behind = row.completion[talk.end_of_content(row) :].lstrip()
-                found = [token for token in added_tokens(self.tokenizer) if behind.startswith(token)]
-                ids |= {self.tokenizer.convert_tokens_to_ids(max(found, key=len))} if found else set()
+                row, content_end = talk.row()
+                end = talk.first_token(row.completion[content_end:])
+                ids |= set() if end is None else {self.tokenizer.convert_tokens_to_ids(end)}
         return tuple(sorted(ids))
 
     def training_rows(self, rows: Sequence[TextRow]) -> list[TokenRow]:
