@@ -440,3 +440,6 @@ def test_a_cut_prompt_keeps_the_start_token_that_the_template_writes(byte_tokeni
     assert len(row.input_ids) == 40
     assert tokenizer.decode(row.input_ids).startswith("<s>QQ")
     assert tokenizer.decode(row.input_ids).endswith("[assistant]A</s>")
+    for max_length, outcome in ((4, "cut"), (3, "too long")):
+        short = PromptEncoder(tokenizer, max_length=max_length, too_long="truncate")
+        assert short.fits([short.render(Example("row-1", "Q" * 80, " A"))]) == [outcome]  # the start alone is no prompt

@@ -192,7 +192,7 @@ class PromptEncoder:
         too_long = [
             (len(row.input_ids) - row.num_context, row.num_context, row.id)
             for text, row in zip(rows, encoded, strict=True)
-            if self._fit(bool(text.context), row.num_context, len(row.input_ids) - row.num_context) == "too long"
+            if self._fit(text, row, len(row.input_ids) - row.num_context) == "too long"
         ]
         if too_long:
             longest, num_context, row_id = max(too_long)
@@ -227,9 +227,10 @@ class PromptEncoder:
             turns = [(first - start, last - start) for first, last in spans]
             turns[-1] = (turns[-1][0], turns[-1][1] + (not row.ended))
             told = (row.id, ids, len(before) + start)
-            one = TokenRow(*told, joined=joined)
-            several = len(spans) > 1
-            found.append(TurnsRow(*told, tuple(turns), joined=joined, pieces=row.pieces) if several else one)
+            if len(spans) > 1:
+                found.append(TurnsRow(*told, tuple(turns), joined=joined, pieces=row.pieces))
+            else:
+                found.append(TokenRow(*told, joined=joined))
         return found
 
     def fits(self, rows: Sequence[TextRow]) -> list[Fit]:
@@ -239,7 +240,7 @@ class PromptEncoder:
         for row, tokens in zip(rows, self.whole_rows(rows), strict=True):
             lengths = map(len, next(choices).choice_ids if row.choices else ())
             longest = max(len(tokens.input_ids) - tokens.num_context, *lengths, 0)
-            found.append(self._fit(bool(row.context), tokens.num_context, longest))
+            found.append(self._fit(row, tokens, longest))
         return found
 
     def choice_rows(self, rows: Sequence[TextRow]) -> list[ChoiceTokens]:
@@ -254,7 +255,7 @@ class PromptEncoder:
         for row in encoded:
             longest = row.num_tokens - len(row.context_ids)
             room = self.max_length - longest
-            if room < len(row.context_ids) and room <= len(self._start_of(row.context_ids)):
+            if room < len(row.context_ids) and not self._holds_prompt(row.context_ids, room):
                 raise DataError(
                     f"Row {row.id}: a choice of {longest} tokens leaves no room for its prompt within the limit of "
                     f"{self.max_length}. Raise the limit with --max-length, or leave the row out."
@@ -341,12 +342,16 @@ class PromptEncoder:
             encoded.append(ChoiceTokens(row.id, [*start, *common], [ids[len(common) :] for ids, _, _ in own]))
         return encoded
 
-    def _fit(self, has_prompt: bool, num_context: int, num_rest: int) -> Fit:
+    def _fit(self, text: TextRow, row: TokenRow, num_rest: int) -> Fit:
         room = self.max_length - num_rest
-        if num_context <= room:
+        if row.num_context <= room:
             return "whole"
-        leaves_room = room > len(self._start_ids) or not has_prompt
+        leaves_room = not text.context or self._holds_prompt(row.input_ids, room)
         return "cut" if self.too_long == "truncate" and leaves_room else "too long"
+
+    def _holds_prompt(self, ids: list[int], room: int) -> bool:
+        """Whether so many tokens hold one of the prompt too, behind those that start the row."""
+        return room > max(len(self._start_ids), len(self._start_of(ids)))
 
     def _refuse_too_long(self, lengths: Sequence[tuple[str, int]], further: str = "") -> None:
         too_long = [(length, row_id) for row_id, length in lengths if length > self.max_length]
