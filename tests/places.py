@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,11 +13,6 @@ DATA = TESTS / "data"
 LAB = ROOT / "lab"
 PAPER_TABLES = LAB / "tests" / "data"
 SHARED = ROOT.parent / "shared"
-
-
-def few(values: Iterable[Any], *fast: Any) -> list[Any]:
-    """All values of a parameter, of which only these are tried in fast tests."""
-    return [value if value in fast else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def smollm2_or_skip() -> Path:

@@ -30,7 +30,7 @@ from frozencore import (
 from frozencore.adapter.mixed_batch import adapter_of_each_row
 from frozencore.adapter.saved.basis import write_basis
 from frozencore.errors import ArtifactError
-from places import few
+from slow import few
 from tiny import tiny_qwen2
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"

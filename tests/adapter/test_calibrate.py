@@ -26,8 +26,8 @@ from frozencore.calibration.taps import CalibrationPass
 from frozencore.errors import CalibrationError
 from frozencore.maths.linalg import principal_cosines
 from frozencore.maths.moments import MOMENT_NAMES, LayerMoments
-from places import few
 from references import numpy_of
+from slow import few
 from tiny import batch_of, tiny_gpt2, tiny_qwen2
 
 NAMES = [layer.name for layer in cores_of(adapted("random"))]

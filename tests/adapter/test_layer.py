@@ -23,8 +23,8 @@ from frozencore.adapter.linear import FrozenCoreLinear, plus_core
 from frozencore.calibration.collect import collect_moments
 from frozencore.errors import ArtifactError, CalibrationError
 from frozencore.files.fingerprint import fingerprint_model
-from places import few
 from references import numpy_of
+from slow import few
 from tiny import batch_of, tiny_gpt2, tiny_llama, tiny_qwen2
 
 EVERY = pytest.mark.parametrize("constructor", few(CONSTRUCTORS, "fcca", "eva", "milora", "random"))

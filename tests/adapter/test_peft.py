@@ -31,7 +31,7 @@ from frozencore.adapter.layer import frozen_core_layers
 from frozencore.adapter.saved.state import UncalibratedWarning
 from frozencore.adapter.shared_factors import SharedFactors
 from frozencore.errors import CalibrationError, ModelError
-from places import few
+from slow import few
 from tiny import tiny_qwen2
 
 

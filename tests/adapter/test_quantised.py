@@ -26,8 +26,8 @@ from frozencore.files.fingerprint import fingerprint_model
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train as train_by_recipe
-from places import few
 from references import numpy_of, reference_moments
+from slow import few
 from tiny import attention_names, draw_examples, tiny_qwen2
 
 bitsandbytes = pytest.importorskip("bitsandbytes")

@@ -31,7 +31,8 @@ from frozencore.calibration.taps import CalibrationPass
 from frozencore.errors import CalibrationError, RankError
 from frozencore.maths.linalg import principal_cosines
 from frozencore.ranks import own_rank
-from places import SOURCES, TESTS, few
+from places import SOURCES, TESTS
+from slow import few
 from tiny import Example, batches_of, draw_examples, tiny_qwen2
 
 EXAMPLES = draw_examples(num_examples=12, seed=5)

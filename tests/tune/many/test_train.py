@@ -27,7 +27,7 @@ from frozencore.tune.scoring.score import held_out_loss
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.selection import Selection
 from frozencore.tune.training.train import train
-from places import few
+from slow import few
 from small_tenants import difference
 from tiny import draw_rows, tiny_gpt2, tiny_qwen2
 

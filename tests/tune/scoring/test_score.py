@@ -24,7 +24,7 @@ from frozencore.tune.run import execute
 from frozencore.tune.scoring.exact_match import SHORT, are_short, complete
 from frozencore.tune.scoring.score import held_out_loss, row_losses, score_completions, score_task
 from frozencore.tune.suite import TEXT_TASKS, find_task
-from places import few
+from slow import few
 from small_tenants import inputs_of, silent
 from tiny import draw_rows, tiny_gpt2, tiny_qwen2
 

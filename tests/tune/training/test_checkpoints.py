@@ -24,7 +24,7 @@ from frozencore.tune.training.callbacks import Seal
 from frozencore.tune.training.checkpoints import Stop, is_complete
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import TrainingReport, train
-from places import few
+from slow import few
 from tiny import ATTENTION, draw_rows, tiny_qwen2
 
 ROWS = draw_rows(20, seed=5)
