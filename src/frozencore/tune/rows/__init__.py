@@ -62,26 +62,31 @@ class TextRow:
 
 @dataclass(frozen=True)
 class TokenRow:
-    """A row as tokens. The loss is on ``input_ids[num_context:]``.
+    """A row as tokens.
 
     Attributes:
+        turns: The spans with loss as beginnings and ends, counted from ``num_context``; empty for all tokens from there.
         joined: The end of the text before the answer, if the first token of the answer holds it too; mostly empty.
+        pieces: The number of these spans that the last turn has.
     """
 
     id: str
     input_ids: list[int]
     num_context: int
+    turns: tuple[tuple[int, int], ...] = field(default=(), kw_only=True)
     joined: str = field(default="", kw_only=True)
+    pieces: int = field(default=1, kw_only=True)
 
     @property
     def loss_spans(self) -> tuple[tuple[int, int], ...]:
         """The spans of tokens with loss, as beginnings and ends."""
-        return ((self.num_context, len(self.input_ids)),)
+        turns = self.turns or ((0, len(self.input_ids) - self.num_context),)
+        return tuple((self.num_context + start, self.num_context + stop) for start, stop in turns)
 
     @property
     def answer_start(self) -> int:
         """The beginning of the last turn with loss, whose text is generated and compared."""
-        return self.num_context
+        return self.loss_spans[-self.pieces][0]
 
     @property
     def num_targets(self) -> int:
@@ -94,35 +99,14 @@ class TokenRow:
         return len(self.input_ids)
 
     @property
-    def content(self) -> dict[str, Any]:
-        """What a hash of rows covers: ids, tokens and where the loss is, as JSON values by name."""
-        return {name: value for name, value in vars(self).items() if name not in ("joined", "pieces")}
-
-    @property
     def trained_on(self) -> list[Any]:
         """The row's content for training, as JSON values."""
-        return list(self.content.values())[1:]
-
-
-@dataclass(frozen=True)
-class TurnsRow(TokenRow):
-    """A conversation with loss on several spans.
-
-    Attributes:
-        turns: The spans' beginnings and ends, counted from ``num_context``.
-        pieces: The number of spans of the last turn.
-    """
-
-    turns: tuple[tuple[int, int], ...]
-    pieces: int = field(default=1, kw_only=True)
+        return [self.input_ids, self.num_context, *([self.turns] if self.turns else [])]
 
     @property
-    def answer_start(self) -> int:
-        return self.loss_spans[-self.pieces][0]
-
-    @property
-    def loss_spans(self) -> tuple[tuple[int, int], ...]:
-        return tuple((self.num_context + start, self.num_context + stop) for start, stop in self.turns)
+    def content(self) -> dict[str, Any]:
+        """What a hash of rows covers: id, tokens and where the loss is, as JSON values by name."""
+        return dict(zip(("id", "input_ids", "num_context", "turns"), (self.id, *self.trained_on), strict=False))
 
 
 @dataclass(frozen=True)

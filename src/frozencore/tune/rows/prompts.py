@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from frozencore.errors import ConfigError, DataError, ModelError
-from frozencore.tune.rows import HALF_A_CHARACTER, ChoiceTokens, Example, TextRow, TokenRow, TurnsRow
+from frozencore.tune.rows import HALF_A_CHARACTER, ChoiceTokens, Example, TextRow, TokenRow
 from frozencore.tune.rows.conversations import (
     Conversation,
     LossOn,
@@ -224,13 +224,10 @@ class PromptEncoder:
             before = [] if row.templated else self._start_ids
             start, stop = spans[0][0], spans[-1][1]
             ids = [*before, *ids[:stop], *([] if row.ended else [self.eos_id])]
-            turns = [(first - start, last - start) for first, last in spans]
-            turns[-1] = (turns[-1][0], turns[-1][1] + (not row.ended))
-            told = (row.id, ids, len(before) + start)
-            if len(spans) > 1:
-                found.append(TurnsRow(*told, tuple(turns), joined=joined, pieces=row.pieces))
-            else:
-                found.append(TokenRow(*told, joined=joined))
+            turns = [(first - start, last - start) for first, last in spans[:-1]]
+            turns += [(spans[-1][0] - start, len(ids) - len(before) - start)] if turns else []
+            pieces = row.pieces if turns else 1
+            found.append(TokenRow(row.id, ids, len(before) + start, turns=tuple(turns), joined=joined, pieces=pieces))
         return found
 
     def fits(self, rows: Sequence[TextRow]) -> list[Fit]:
