@@ -65,7 +65,7 @@ class TokenRow:
     """A row as tokens.
 
     Attributes:
-        turns: The spans with loss as beginnings and ends, counted from ``num_context``; empty for all tokens from there.
+        turns: The spans with loss, beginnings and ends counted from ``num_context``; empty for all tokens from there.
         joined: The end of the text before the answer, if the first token of the answer holds it too; mostly empty.
         pieces: The number of these spans that the last turn has.
     """
