@@ -33,6 +33,8 @@ from harness import RESULTS, ROOT, lines_of, table
 
 DOCS, README, LAB_RESULTS = ROOT / "docs", ROOT / "README.md", ROOT / "lab" / "results"
 Found = Mapping[str, Any]
+TWO_TASKS = {"sst2": "smollm2-seeds", "hellaswag": "smollm2"}
+"""The campaign with the most seeds of each task."""
 NAMES = {
     "fcca": "FCCA", "rawgrad": "RawGrad", "signgrad": "SignGrad", "filora": "FiLoRA", "eva": "EVA", "milora": "MiLoRA",
     "lora_xs": "LoRA-XS", "vera": "VeRA's bases", "random": "Random", "lora": "LoRA", "dora": "DoRA",
@@ -48,10 +50,10 @@ DEFAULTS = {
 # ---------------------------------------------------------------------------------------------- quality on a real model
 
 
-def final_runs() -> dict[str, dict[str, list[Found]]]:
-    """The final runs by task and by name of the method, each in the order of its seeds."""
+def final_runs(campaign: str = "smollm2") -> dict[str, dict[str, list[Found]]]:
+    """A campaign's final runs by task and by name of the method, each in the order of its seeds."""
     found: dict[str, dict[str, list[Found]]] = defaultdict(lambda: defaultdict(list))
-    for record in sorted(lines_of(LAB_RESULTS / "smollm2" / "records.jsonl"), key=lambda record: record["seed"]):
+    for record in sorted(lines_of(LAB_RESULTS / campaign / "records.jsonl"), key=lambda record: record["seed"]):
         if record["config"]["evaluate_on"] == "evaluation":
             found[record["task"]][named(record)].append(record)
     return found
@@ -68,6 +70,12 @@ def named(record: Found) -> str:
 def spread(values: Sequence[float], digits: int, times: float = 1.0) -> str:
     """The mean and the standard deviation."""
     return f"{times * fmean(values):.{digits}f} ± {times * stdev(values):.{digits}f}"
+
+
+def before(runs: Sequence[Found]) -> tuple[str, str]:
+    """The base model's accuracy and loss on the rows of these runs."""
+    accuracy = fmean(one["accuracy_before"] for one in runs)
+    return f"{100 * accuracy:.1f}", f"{fmean(one['held_out_loss_before'] for one in runs):.3f}"
 
 
 def held_out_loss(record: Found) -> float:
@@ -99,9 +107,8 @@ def by_loss(methods: Mapping[str, list[Found]]) -> list[tuple[str, list[Found]]]
 
 def of_task(methods: Mapping[str, list[Found]]) -> str:
     """A task's table: the base model, then the methods by their mean loss."""
-    some, fcca = next(iter(methods.values()))[0], methods["FCCA"]
-    rows = [["base model", "", "", f"{100 * some['accuracy_before']:.1f}", f"{some['held_out_loss_before']:.3f}"]]
-    rows[0] += ["", "", ""]
+    fcca = methods["FCCA"]
+    rows = [["base model", "", "", *before(fcca), "", "", ""]]
     others = [(name, runs) for name, runs in by_loss(methods) if runs is not fcca]
     losses, rises = (differences([runs for _, runs in others], fcca, key) for key in ("held_out_loss", "forgotten"))
     apart = {name: both for (name, _), *both in zip(others, losses, rises, strict=True)}
@@ -223,8 +230,8 @@ def at_a_glance(of_endings: Mapping[str, list[Found]], study: tenants_quality.Te
         runs = of_endings[f"LoRA, {name}"]
         apart = paired_difference(*(scores_by_row(of, "held_out_loss") for of in (runs, of_endings["FCCA"])))
         loss[name] = bold(f"{fmean(map(held_out_loss, runs)):.3f}", apart.mean + (apart.half or 0.0) < 0)
-    before = f"{100 * fmean(one['accuracy'] for one in study.base.values()):.1f}"
-    loss_before = f"{fmean(one['held_out_loss_before'] for one in of_endings['FCCA']):.3f}"
+    accuracy_before = f"{100 * fmean(one['accuracy'] for one in study.base.values()):.1f}"
+    _, loss_before = before(of_endings["FCCA"])
     return table(
         ["SmolLM2-135M-Instruct", "base model", "frozen core, r = 16", *(f"LoRA, {name}" for name in loras)],
         [
@@ -232,7 +239,7 @@ def at_a_glance(of_endings: Mapping[str, list[Found]], study: tenants_quality.Te
             ["bytes of a tenant on disk", "", *(f"{some[name]['disk_bytes']:,}" for name in arms)],
             ["64 tenants in vLLM, tokens a second", *speeds],
             ["tenants that fit 1 GB in vLLM", "", fitting[served.BASIS], NOT_MEASURED, fitting[served.LORA]],
-            ["mean accuracy of 24 tenants, %", before, *accuracy.values()],
+            ["mean accuracy of 24 tenants, %", accuracy_before, *accuracy.values()],
             ["held-out loss on HellaSwag, nats a token", loss_before, *loss.values()],
         ],
     )  # fmt: skip
@@ -248,14 +255,9 @@ SHOWN = ("FCCA", "RawGrad", "SignGrad", "EVA", "LoRA-XS", "Random", "LoRA, r = 1
 
 def on_two_tasks(tasks: Mapping[str, Mapping[str, list[Found]]]) -> str:
     """Eight methods on both tasks: losses and accuracies, empty where a method was not run; first the model before."""
-    before = ["base model", "0"]
-    for task in ("sst2", "hellaswag"):
-        runs = tasks[task]["FCCA"]
-        before += [f"{fmean(one['held_out_loss_before'] for one in runs):.3f}"]
-        before += [f"{100 * fmean(one['accuracy_before'] for one in runs):.1f}"]
-    rows = [before]
+    rows = [["base model", "0", *(text for task in TWO_TASKS for text in before(tasks[task]["FCCA"])[::-1])]]
     for name in SHOWN:
-        found = [methods.get(name) for methods in (tasks["sst2"], tasks["hellaswag"])]
+        found = [tasks[task].get(name) for task in TWO_TASKS]
         cells = [f"{(found[0] or found[1] or [])[0]['values_at_once']:,}"]
         for runs in found:
             cells += (
@@ -271,14 +273,15 @@ def pictures(study: tenants_quality.Tenants, in_vllm: Found) -> Iterator[tuple[s
     """Every picture of the pages, by the name of its file."""
     yield "idea", figures.idea()
     yield "calibration", figures.calibration()
-    tasks = final_runs()
     panels = []
-    for title, task in (("SST-2", "sst2"), ("HellaSwag", "hellaswag")):
-        points = [point_of([*map(held_out_loss, tasks[task][name])]) if name in tasks[task] else None for name in SHOWN]
-        panels.append(figures.Panel(f"loss on {title}", points, 3))
+    for title, (task, campaign) in zip(("SST-2", "HellaSwag"), TWO_TASKS.items(), strict=True):
+        methods = final_runs(campaign)[task]
+        points = [point_of([*map(held_out_loss, methods[name])]) if name in methods else None for name in SHOWN]
+        seeds = len(methods["FCCA"])
+        panels.append(figures.Panel(f"loss on {title}, {seeds} seeds", points, 3))
     colours = [figures.NAVY if name.startswith("LoRA, ") else figures.ORANGE for name in SHOWN]
     about = "Held-out losses of eight methods on two tasks; the numbers are in the table."
-    note = "SmolLM2-135M-Instruct; nats a token, lower is better; mean and standard deviation of three seeds."
+    note = "SmolLM2-135M-Instruct; nats a token, lower is better; mean and standard deviation over the seeds."
     yield "smollm2", figures.chart(SHOWN, colours, panels, about, note)
     arms = [("pooled", 16), ("own", 8), ("own", 32), ("lora", 1), ("lora", 16)]
     labels = ["shared basis, r = 16", "own basis, r = 8", "own basis, r = 32", "LoRA, r = 1", "LoRA, r = 16"]
@@ -321,13 +324,17 @@ def from_(block: str, source: str) -> str:
 def pages(study: tenants_quality.Tenants, in_vllm: Found) -> Iterator[tuple[Path, dict[str, str]]]:
     """Every page with its blocks by name."""
     tasks = final_runs()
+    with_most_seeds = {task: final_runs(campaign)[task] for task, campaign in TWO_TASKS.items()}
+    most = " and ".join(
+        f"`lab/results/{campaign}` ({len(with_most_seeds[task]['FCCA'])} seeds)" for task, campaign in TWO_TASKS.items()
+    )
     runs, changed, files = "`lab/results/smollm2`", "`lab/results/smollm2-ablations`", "`benchmarks/results/{}.json`"
     many, vllm = "`benchmarks/results/tenants-quality.jsonl`", files.format("served")
     yield (
         README,
         {
-            "at-a-glance": from_(at_a_glance(tasks["hellaswag"], study, in_vllm), f"{many}, {vllm}, {runs}"),
-            "two-tasks": from_(on_two_tasks(tasks), f"{runs}: means and standard deviations of three seeds"),
+            "at-a-glance": from_(at_a_glance(with_most_seeds["hellaswag"], study, in_vllm), f"{many}, {vllm}, {runs}"),
+            "two-tasks": from_(on_two_tasks(with_most_seeds), f"{most}: means and standard deviations"),
         },
     )
     step_s, calibration_s = (
@@ -337,6 +344,7 @@ def pages(study: tenants_quality.Tenants, in_vllm: Found) -> Iterator[tuple[Path
     yield (
         DOCS / "results.md",
         {
+            "seeds-sst2": from_(of_task(with_most_seeds["sst2"]), f"`lab/results/{TWO_TASKS['sst2']}`"),
             "smollm2-sst2": from_(of_task(tasks["sst2"]), runs),
             "smollm2-hellaswag": from_(of_task(tasks["hellaswag"]), runs),
             "smollm2-ablations": from_(ablations(), changed),
