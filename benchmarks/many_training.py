@@ -30,15 +30,15 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from contestants import UNCALIBRATED, adapter_config, random_qwen2
-from frozencore.tune.many.losses import row_losses, row_sizes
+from frozencore.tune.many.slots import row_losses, row_sizes
 from frozencore.tune.many.tenant import Tenant
 from frozencore.tune.many.train import train_many
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator, row_costs
-from frozencore.tune.training.batching import group_by_length, pass_tokens_of
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
+from frozencore.tune.training.trainer import group_by_length, pass_tokens_of
 from harness import load_average, medians, parser_of, ratios, table, with_quartiles, write_found
 
 TOGETHER, ALONE, BARE, FLOOR = "together", "one after the other", "in a bare loop", "floor"

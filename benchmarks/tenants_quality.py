@@ -55,9 +55,9 @@ from frozencore.tune.rows.token_batches import make_batches
 from frozencore.tune.scoring.choice import predict_choices
 from frozencore.tune.scoring.forward import take_off
 from frozencore.tune.tasks.splits import calibration_rows
-from frozencore.tune.training.batching import pass_tokens_of
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
+from frozencore.tune.training.trainer import pass_tokens_of
 from harness import RESULTS, Record, Results, best_rate, lines_of, parser_of, table
 from tenant_rows import SEARCHED, TENANTS, Tenant, TenantPlan, make_tenants, write_tenants
 

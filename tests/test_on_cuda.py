@@ -87,8 +87,7 @@ def test_a_compiled_model_keeps_eagers_numbers() -> None:
 
 
 def test_svds_of_one_shape_in_one_batch_give_the_bases_of_the_cpu() -> None:
-    from frozencore.maths.batched_svd import truncated_svds
-    from frozencore.maths.linalg import principal_cosines, truncated_svd
+    from frozencore.maths.linalg import principal_cosines, truncated_svd, truncated_svds
 
     torch.manual_seed(1)
     for shape in ((300, 340), (64, 200)):

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, T5Config, T5F
 from adapted import BATCHES, adapted, logits, on_one_basis, train_at_random
 from frozencore import CoreBank, FrozenCoreConfig, frozen_core_layers
 from frozencore.adapter.layer import FrozenCoreLayer
-from frozencore.adapter.mixed_batch import adapter_of_each_row
+from frozencore.adapter.linear import adapter_of_each_row
 from frozencore.errors import ArtifactError, ConfigError
 from tiny import tiny_gpt2, tiny_qwen2
 

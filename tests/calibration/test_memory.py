@@ -22,7 +22,7 @@ from adapted import BATCHES, DATA_DRIVEN, adapted, cores_of
 from frozencore import CalibrationOptions, FrozenCoreConfig, calibrate, collect_moments, frozen_core_layers
 from frozencore.adapter import calibrate as calibration
 from frozencore.adapter.calibrate import layer_costs, targets_of
-from frozencore.calibration.budget import LayerCost, PassPlan, memory_bytes, plan_passes, smallest_budget
+from frozencore.calibration.calibration_options import LayerCost, PassPlan, memory_bytes, plan_passes, smallest_budget
 from frozencore.calibration.taps import FiniteBatches, LayerRecorder
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.linalg import truncated_svd

@@ -52,7 +52,7 @@ def test_ctrl_c_says_that_something_goes_on_only_if_something_is_saved(
 ) -> None:
     from_the_beginning = "the same command starts from the beginning"
     monkeypatch.setattr("frozencore.tune.run.execute", raising(KeyboardInterrupt))
-    monkeypatch.setattr("frozencore.tune.evaluation.evaluate.evaluate", raising(KeyboardInterrupt))
+    monkeypatch.setattr("frozencore.tune.evaluate.evaluate", raising(KeyboardInterrupt))
     for asked, kept in (
         (("tune", *FEW, "--resume"), ".found/base-score.json"),
         (("evaluate", *FEW), "base/pocket-sentiment/result.json"),

@@ -9,7 +9,7 @@ import torch
 import references as ref
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.basis import COORDINATES, Basis, Energies, basis_from_factors
-from frozencore.maths.objective import closed_form_core, core_gradient
+from frozencore.maths.capture import closed_form_core, core_gradient
 from references import numpy_of
 
 

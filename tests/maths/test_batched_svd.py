@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from frozencore.errors import CalibrationError
-from frozencore.maths import batched_svd
-from frozencore.maths.batched_svd import truncated_svds
-from frozencore.maths.linalg import TruncatedSVD, principal_cosines, truncated_svd
+from frozencore.maths import linalg
+from frozencore.maths.linalg import TruncatedSVD, principal_cosines, truncated_svd, truncated_svds
 
 RANK = 8
 GRAM, WIDE, TALL = (40, 60), (300, 340), (340, 300)  # up to 256 the Gram eigenproblem, above it the Krylov space
@@ -57,7 +56,7 @@ def test_a_matrix_of_low_rank_is_done_by_itself_and_its_neighbours_are_not(
         alone.append(M)
         return truncated_svd(M, rank, seed=seed)
 
-    monkeypatch.setattr(batched_svd, "truncated_svd", counted)
+    monkeypatch.setattr(linalg, "truncated_svd", counted)
     M = torch.stack([decaying(*shape, 0.5, 1), decaying(*shape, 0.5, 2, rank=3), torch.zeros(shape)])
     found = truncated_svds(M, RANK, seeds=[1, 2, 3])
     assert len(alone) == 2

@@ -12,7 +12,7 @@ import references as ref
 from drawn import DrawnLayer, drawn_layer
 from frozencore.constructors import CONSTRUCTORS, BasisOptions, build_basis, fcca_basis, random_basis
 from frozencore.maths.basis import COORDINATES, Basis
-from frozencore.maths.objective import (
+from frozencore.maths.capture import (
     captured_correlation,
     closed_form_core,
     coherence,

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from frozencore.errors import ConfigError
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.processes import is_first, joined, num_started, refuse_several
-from frozencore.tune.training.batching import WITHOUT_LOSS, RowOrder, filled_up
 from frozencore.tune.training.recipe import Recipe
+from frozencore.tune.training.trainer import WITHOUT_LOSS, RowOrder, filled_up
 
 PYTHON = [sys.executable, "-W", "ignore", "-m"]
 TWO = [*PYTHON, "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m"]
@@ -88,7 +88,7 @@ def test_rows_that_cannot_be_shared_evenly_are_refused() -> None:
 
 
 def test_rows_without_a_loss_come_last_in_every_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("frozencore.tune.training.batching.num_ranks", lambda: 2)
+    monkeypatch.setattr("frozencore.tune.training.trainer.num_ranks", lambda: 2)
     rows: list[Any] = [object() for _ in range(10)]
     filled = filled_up(rows, 4)
     assert filled == [*rows, WITHOUT_LOSS, WITHOUT_LOSS]

@@ -15,7 +15,7 @@ from frozencore.calibration.collect import collect_moments
 from frozencore.calibration.moments_file import load_moments
 from frozencore.errors import ArtifactError
 from frozencore.maths.basis import known_basis
-from frozencore.maths.objective import captured_correlation
+from frozencore.maths.capture import captured_correlation
 from frozencore.maths.whitening import damped
 from frozencore.tune.adapt import calibration_batches
 from frozencore.tune.pocket import pocket_model_path

@@ -25,8 +25,15 @@ from frozencore.adapter.bases import adapter_for_new_bases
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.layer import FrozenCoreLayer
 from frozencore.calibration.batches import Batch, CachedBatches, Collator, batches_from, is_batch
-from frozencore.calibration.budget import LayerCost, PassPlan, halved, layer_cost, memory_bytes, plan_passes
-from frozencore.calibration.calibration_options import CalibrationOptions
+from frozencore.calibration.calibration_options import (
+    CalibrationOptions,
+    LayerCost,
+    PassPlan,
+    halved,
+    layer_cost,
+    memory_bytes,
+    plan_passes,
+)
 from frozencore.calibration.collect import collect_moments, share_of
 from frozencore.calibration.layer_owners import assign_owners, reduce_moments, require_same_bases, share_bases
 from frozencore.calibration.loss import require_options_fit
@@ -36,9 +43,8 @@ from frozencore.constructors.fcca import whitened_cross_moment
 from frozencore.device import fits
 from frozencore.errors import CalibrationError
 from frozencore.maths.basis import Basis
-from frozencore.maths.batched_svd import truncated_svds
 from frozencore.maths.capture import CAPTURE_NEEDS, Capture, capture_if_whole
-from frozencore.maths.linalg import TruncatedSVD
+from frozencore.maths.linalg import TruncatedSVD, truncated_svds
 from frozencore.maths.moments import LayerMoments, MomentName, spread
 from frozencore.quiet import with_attributes
 from frozencore.ranks import all_ranks_or_none, enter_together, gathered, largest_over_ranks, own_rank

@@ -37,7 +37,7 @@ from frozencore.constructors import (
     find_constructor,
     refuse_unread,
 )
-from frozencore.constructors.basis_options import AUTO_ALPHA, Alpha, ScaleOptions
+from frozencore.constructors.constructor import AUTO_ALPHA, Alpha, ScaleOptions
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
 from frozencore.files.adapter_folder import CONFIG_FILE, PEFT_TYPE, WEIGHTS_FILE, read_config
 from frozencore.maths.moments import MomentName

@@ -13,10 +13,9 @@ from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.saved.state import Factors
 from frozencore.errors import ArtifactError
 from frozencore.maths.basis import known_basis
-from frozencore.maths.capture import capture
+from frozencore.maths.capture import capture, coherence
 from frozencore.maths.linalg import effective_rank, principal_cosines, truncated_svd
 from frozencore.maths.moments import LayerMoments
-from frozencore.maths.objective import coherence
 from frozencore.maths.whitening import Whitening
 from frozencore.options import without_lists
 from frozencore.words import natural_sort_key

@@ -21,8 +21,7 @@ from frozencore.adapter.bases import require_same_base, set_named_basis
 from frozencore.adapter.config import FrozenCoreConfig, FrozenCoreType
 from frozencore.adapter.folders import require_one_basis
 from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers, is_linear
-from frozencore.adapter.linear import FrozenCoreLinear, FrozenCoreQuantisedLinear
-from frozencore.adapter.mixed_batch import adapter_of_each_row
+from frozencore.adapter.linear import FrozenCoreLinear, FrozenCoreQuantisedLinear, adapter_of_each_row
 from frozencore.adapter.named_layers import (
     attention_projections,
     exclude_unusable,

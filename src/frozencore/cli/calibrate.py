@@ -14,8 +14,7 @@ from frozencore.cli.flags import TakesRun
 from frozencore.cli.tune_many import TENANTS
 from frozencore.tune.config import RunConfig
 from frozencore.tune.folder import ADAPTER, BASIS, MOMENTS_FILE, RECORD, require_new
-from frozencore.tune.locate import require_files
-from frozencore.tune.many.tenants import require_tenant_files
+from frozencore.tune.locate import require_files, require_tenant_files
 
 if TYPE_CHECKING:
     from frozencore.adapter.calibrate import Calibration

@@ -17,7 +17,7 @@ from frozencore.files.adapter_folder import adapter_in, folder_of, read_config
 from frozencore.tune.locate import require_model
 
 if TYPE_CHECKING:
-    from frozencore.tune.evaluation.adapters import BaseWithAdapter
+    from frozencore.tune.evaluate import BaseWithAdapter
     from frozencore.tune.rows.prompts import PromptEncoder
 
 NEW, QUIT = "/new", "/quit"
@@ -40,7 +40,7 @@ def chat(
     if not isinstance(name, str) or not name:
         raise ConfigError("A chat needs a model, and no adapter names one. Give --model NAME.")
     require_model(name)
-    from frozencore.tune.evaluation.adapters import BASE, BaseWithAdapter, adapter_names
+    from frozencore.tune.evaluate import BASE, BaseWithAdapter, adapter_names
     from frozencore.tune.load import load_model
     from frozencore.tune.rows.prompts import PromptEncoder, context_limit
 

@@ -79,7 +79,7 @@ def evaluate(
 
     kept = told_if_nothing_is_kept(lambda: any(output.glob(f"*/*/{RECORD}")))
     with kept, StageDisplay(console) as progress:
-        from frozencore.tune.evaluation import evaluate as evaluation_of
+        from frozencore.tune import evaluate as evaluation_of
 
         progress.started()
         harness_tasks = tuple(name.strip() for name in (lm_eval or "").split(",") if name.strip())

@@ -15,8 +15,7 @@ from frozencore.cli.flags import flag
 from frozencore.errors import ConfigError
 from frozencore.tune.rows import Example
 from frozencore.tune.rows.prompts import PromptEncoder, PromptStyle
-from frozencore.tune.tasks import Task
-from frozencore.tune.tasks.hub_rows import HubDataset
+from frozencore.tune.tasks import HubDataset, Task
 
 MARKS = "⟦", "⟧"
 

@@ -15,7 +15,7 @@ from frozencore.cli.console import console
 from frozencore.cli.flags import DryRun, Out, Resume, TakesRun, require_out, told_if_nothing_is_kept
 from frozencore.tune.config import RunConfig
 from frozencore.tune.folder import interrupted_work, refuse_finished
-from frozencore.tune.many.tenants import find_tenants, require_tenant_files
+from frozencore.tune.locate import find_tenants, require_tenant_files
 from frozencore.tune.processes import is_first, joined, refuse_several
 from frozencore.words import bytes_in_words
 

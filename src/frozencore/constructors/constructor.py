@@ -2,6 +2,8 @@
 
 Your own constructor is a subclass with ``needs`` and ``build``, added by :func:`frozencore.register_constructor`.
 The other methods are optional: they build from singular triples, or start from a core.
+
+The options of a basis come first. A constructor with options of its own adds them in a subclass.
 """
 
 from __future__ import annotations
@@ -9,15 +11,64 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Generic, TypeVar
+from typing import Annotated, ClassVar, Generic, Literal, TypeVar
 
-from frozencore.constructors.basis_options import BasisOptions
+from pydantic import Field
+
 from frozencore.device import torch
 from frozencore.errors import CalibrationError
-from frozencore.maths.basis import Basis
-from frozencore.maths.linalg import TruncatedSVD, seeded_generator
+from frozencore.maths.basis import Basis, Coordinates
+from frozencore.maths.linalg import SvdMethod, TruncatedSVD, seeded_generator
 from frozencore.maths.moments import DIAGONAL_OF, DIAGONALS, LayerMoments, MomentName
-from frozencore.maths.whitening import Whitening
+from frozencore.maths.whitening import Positive, Whitening
+from frozencore.options import check_options
+
+MOST_RANK = 100_000  # no layer is as wide
+Rank = Annotated[int, Field(ge=1, le=MOST_RANK, description="Rank r of the bases; a core holds r x r values.")]
+AUTO_ALPHA = 16.0  # the paper's scale at the paper's rank
+Alpha = Annotated[
+    Positive | Literal["auto"] | None,
+    Field(
+        description="Scale of the cores' update, s = alpha / r. auto: 16, with which one learning rate fits many ranks "
+        "(docs/quickstart.md); none: s = 1, as in the paper."
+    ),
+]
+
+
+@dataclass(frozen=True)
+class BasisOptions:
+    """The options that every constructor has, checked when made.
+
+    A field that a subclass adds becomes a field of ``FrozenCoreConfig``, a key of a campaign and a flag of the command
+    line, under the same name.
+
+    Attributes:
+        rank: r; a layer with fewer inputs or outputs gets ``min(r, m, n)``.
+        seed: Seed of random directions and of randomised SVDs.
+    """
+
+    rank: Rank = 16
+    coordinates: Annotated[
+        Coordinates,
+        Field(
+            description="How P and Q are written in their spans. fisher: scaled by the data's second moments, so that "
+            "a step is equally long for all constructors (orthonormal without moments); qr: orthonormal, as in the "
+            "paper; raw and scaled_raw: for ablations."
+        ),
+    ] = "fisher"
+    svd_method: Annotated[SvdMethod, Field(description="How truncated SVDs are computed.")] = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass(frozen=True)
+class ScaleOptions:
+    """The scale of the cores' update; no constructor reads it."""
+
+    alpha: Alpha = "auto"
+
 
 Options = TypeVar("Options", bound=BasisOptions)
 

@@ -14,8 +14,7 @@ from typing import Annotated, Literal, get_args
 from jaxtyping import Float
 from pydantic import Field
 
-from frozencore.constructors.basis_options import BasisOptions
-from frozencore.constructors.constructor import Constructor, LayerEvidence
+from frozencore.constructors.constructor import BasisOptions, Constructor, LayerEvidence
 from frozencore.device import torch
 from frozencore.errors import ConfigError
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors

@@ -14,8 +14,7 @@ from typing import Annotated
 from jaxtyping import Float
 from pydantic import Field
 
-from frozencore.constructors.basis_options import BasisOptions
-from frozencore.constructors.constructor import Constructor, LayerEvidence, Options, with_cross
+from frozencore.constructors.constructor import BasisOptions, Constructor, LayerEvidence, Options, with_cross
 from frozencore.device import torch
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.linalg import SvdMethod, TruncatedSVD, effective_rank, truncated_svd

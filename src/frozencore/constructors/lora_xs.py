@@ -1,19 +1,20 @@
-"""LoRA-XS: the leading singular directions of the pretrained weight (paper, appendix C; Bałazy et al., 2024).
+"""Singular directions of the pretrained weight, leading (LoRA-XS) or trailing (MiLoRA; paper, appendix C).
 
-    W = U Σ Vᵀ,   P₀ = U_r Σ_r,   Q₀ = V_r
+    W = U Σ Vᵀ,   LoRA-XS (Bałazy et al., 2024):  P₀ = U_r Σ_r,   Q₀ = V_r
+                  MiLoRA (Wang et al., 2024):     P = U[:, k-r:],   Q = V[:, k-r:],   k = min(m, n)
 
-The thin QR of U Σ is U up to sign, so Σ matters only with ``coordinates="raw"``.
+The thin QR of U Σ is U up to sign, so Σ matters only with ``coordinates="raw"``. MiLoRA needs a full eigenproblem: a
+randomised SVD finds only large directions.
 """
 
 from __future__ import annotations
 
 from jaxtyping import Float
 
-from frozencore.constructors.basis_options import BasisOptions
-from frozencore.constructors.constructor import Constructor, LayerEvidence
+from frozencore.constructors.constructor import BasisOptions, Constructor, LayerEvidence
 from frozencore.device import torch
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
-from frozencore.maths.linalg import SvdMethod, effective_rank, truncated_svd
+from frozencore.maths.linalg import SvdMethod, effective_rank, trailing_svd, truncated_svd
 from frozencore.maths.moments import MomentName
 
 
@@ -47,3 +48,21 @@ class LoRAXS(Constructor[BasisOptions]):
             layer.weight(), options.rank, coordinates=options.coordinates, svd_method=options.svd_method,
             seed=layer.seed(0),
         )  # fmt: skip
+
+
+def milora_basis(W: Float[torch.Tensor, "m n"], rank: int, *, coordinates: Coordinates = "qr") -> Basis:
+    """Take the directions that pretraining used least, in float64; singular vectors of zero singular values count."""
+    U, S, V = trailing_svd(W, rank)
+    return basis_from_factors(U, V, rank=len(S), spectrum=S, coordinates=coordinates)
+
+
+class MiLoRA(Constructor[BasisOptions]):
+    weights_only = True
+    label = "MiLoRA-core"
+    word = "residue"
+
+    def needs(self, options: BasisOptions) -> frozenset[MomentName]:
+        return frozenset()
+
+    def build(self, layer: LayerEvidence, options: BasisOptions) -> Basis:
+        return milora_basis(layer.weight(), options.rank, coordinates=options.coordinates)

@@ -1,9 +1,12 @@
-"""Random: an independent orthonormal pair for every layer and seed (paper, appendix C)."""
+"""Random directions (paper, appendix C).
+
+Random: an independent orthonormal pair for every layer and seed. VeRA: one seeded pair of random matrices, shared by
+all layers and sliced to each (Kopiczko et al., 2024).
+"""
 
 from __future__ import annotations
 
-from frozencore.constructors.basis_options import BasisOptions
-from frozencore.constructors.constructor import Constructor, LayerEvidence
+from frozencore.constructors.constructor import BasisOptions, Constructor, LayerEvidence
 from frozencore.device import torch
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.linalg import seeded_generator
@@ -29,3 +32,46 @@ class Random(Constructor[BasisOptions]):
 
     def build(self, layer: LayerEvidence, options: BasisOptions) -> Basis:
         return random_basis(layer.shape, options.rank, coordinates=options.coordinates, seed=layer.seed(options.seed))
+
+
+BLOCK_ROWS = 1024
+
+
+def vera_basis(shape: tuple[int, int], rank: int, *, coordinates: Coordinates = "qr", seed: int = 0) -> Basis:
+    """Take the first m and n rows (and r columns) of the shared pair, orthonormalised; all layers use one seed."""
+    rank = min(rank, *shape)
+    return basis_from_factors(
+        shared_rows(shape[0], rank, seed, "P"),
+        shared_rows(shape[1], rank, seed, "Q"),
+        rank=rank,
+        spectrum=torch.empty(0),
+        coordinates=coordinates,
+    )
+
+
+def shared_rows(num_rows: int, rank: int, seed: int, side: str) -> torch.Tensor:
+    """The leading rows and columns of an endless Gaussian matrix, drawn in blocks so that slices agree at any size."""
+    num_blocks = -(-num_rows // BLOCK_ROWS)
+    columns = [
+        torch.cat(
+            [
+                torch.randn(BLOCK_ROWS, generator=seeded_generator(seed, "vera", side, column, block))
+                for block in range(num_blocks)
+            ]
+        )
+        for column in range(rank)
+    ]
+    return torch.stack(columns, dim=1)[:num_rows]
+
+
+class VeRA(Constructor[BasisOptions]):
+    """VeRA. It ignores the layer's own seed, because all layers share one pair of matrices."""
+
+    label = "VeRA-core"
+    word = "shared"
+
+    def needs(self, options: BasisOptions) -> frozenset[MomentName]:
+        return frozenset()
+
+    def build(self, layer: LayerEvidence, options: BasisOptions) -> Basis:
+        return vera_basis(layer.shape, options.rank, coordinates=options.coordinates, seed=options.seed)

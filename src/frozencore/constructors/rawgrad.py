@@ -5,7 +5,7 @@ G = U Σ Vᵀ,   P = U_r,   Q = V_r
 
 from __future__ import annotations
 
-from frozencore.constructors.basis_options import BasisOptions
+from frozencore.constructors.constructor import BasisOptions
 from frozencore.constructors.fcca import WhitenedCrossMoment, fcca_basis
 from frozencore.maths.basis import Basis, Coordinates
 from frozencore.maths.linalg import SvdMethod

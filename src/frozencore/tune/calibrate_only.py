@@ -19,9 +19,9 @@ from frozencore.tune.adapt import calibration_batches
 from frozencore.tune.config import RunConfig
 from frozencore.tune.folder import ADAPTER, BASIS, MOMENTS_FILE, RECORD, require_new
 from frozencore.tune.load import prepare, resolve_targets
+from frozencore.tune.locate import find_tenants
 from frozencore.tune.make_record import calibrated_on
 from frozencore.tune.many.tenant_rows import read_tenants
-from frozencore.tune.many.tenants import find_tenants
 from frozencore.words import Progress
 
 

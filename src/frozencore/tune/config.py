@@ -33,7 +33,7 @@ from pydantic_core import to_jsonable_python
 
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.constructors import CONSTRUCTORS, BasisOptions, constructor_options, refuse_unread
-from frozencore.constructors.basis_options import Rank, ScaleOptions
+from frozencore.constructors.constructor import Rank, ScaleOptions
 from frozencore.errors import ConfigError, most_telling, own_refusal
 from frozencore.maths.moments import MomentName
 from frozencore.options import Option, options_of

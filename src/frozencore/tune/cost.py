@@ -30,7 +30,7 @@ from frozencore.files.fingerprint import base_tensors, stored_tensors
 from frozencore.maths.linalg import Shape
 from frozencore.tune.config import RunConfig
 from frozencore.tune.load import without_weights
-from frozencore.tune.methods.method import targeted_layers
+from frozencore.tune.methods import targeted_layers
 from frozencore.tune.record import PhasePeaks
 from frozencore.tune.training.callbacks import total_bytes
 

@@ -21,8 +21,7 @@ from frozencore.quiet import quiet_loading
 from frozencore.ranks import num_ranks
 from frozencore.tune.config import MethodConfig, ModelConfig, RowsConfig, ScoringConfig
 from frozencore.tune.locate import model_location
-from frozencore.tune.methods import Targets
-from frozencore.tune.methods.method import targeted_layers
+from frozencore.tune.methods import Targets, targeted_layers
 from frozencore.tune.read_rows import RowCache, RunRows, prepare_rows
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.prompts import PROTOCOL_MAX_LENGTH, PromptEncoder, context_limit

@@ -43,10 +43,10 @@ from frozencore.tune.read_rows import RunRows
 from frozencore.tune.record import TunedRecord
 from frozencore.tune.scores import Score, samples_of, score_run, selection_of
 from frozencore.tune.scoring.forward import take_off
-from frozencore.tune.training.batching import pass_tokens_of
 from frozencore.tune.training.recipe import Recipe, epochs_for
 from frozencore.tune.training.reporting import reporting, require_reporters
 from frozencore.tune.training.train import train
+from frozencore.tune.training.trainer import pass_tokens_of
 from frozencore.words import Progress, as_stage
 
 CHOOSE_STEP = {"select_checkpoint", "select_by", "patience"}  # the options of scoring that no base score depends on

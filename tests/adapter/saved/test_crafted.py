@@ -44,7 +44,7 @@ from frozencore.adapter.inspection import inspect_adapter
 from frozencore.errors import FrozenCoreError
 from frozencore.files.adapter_folder import LARGEST_CONFIG
 from frozencore.files.fingerprint import fingerprint_options
-from frozencore.tune.evaluation.adapters import BaseWithAdapter
+from frozencore.tune.evaluate import BaseWithAdapter
 
 WEIGHTS, CONFIG, HEADER, FACTORS = "adapter_model.safetensors", "adapter_config.json", "basis.json", "basis.safetensors"
 HUGE = int("9" * 400)

@@ -28,7 +28,7 @@ from frozencore.adapter.saved.basis import differing_layer, record_base, sample_
 from frozencore.adapter.saved.card import begin_model_card
 from frozencore.adapter.saved.state import UncalibratedWarning
 from frozencore.errors import ArtifactError, ModelError
-from frozencore.tune.evaluation.adapters import BaseWithAdapter
+from frozencore.tune.evaluate import BaseWithAdapter
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.scoring.score import held_out_loss
 from tiny import tiny_qwen2

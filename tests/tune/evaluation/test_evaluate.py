@@ -14,9 +14,8 @@ from frozencore import FrozenCoreConfig
 from frozencore.cli.evaluate import _notes
 from frozencore.errors import ArtifactError, ConfigError, DataError, ModelError
 from frozencore.files.fingerprint import fingerprint_model
-from frozencore.tune.evaluation import evaluate as module
-from frozencore.tune.evaluation.adapters import BaseWithAdapter, adapter_names
-from frozencore.tune.evaluation.evaluate import Evaluation, evaluate
+from frozencore.tune import evaluate as module
+from frozencore.tune.evaluate import BaseWithAdapter, Evaluation, adapter_names, evaluate
 from frozencore.tune.load import load_model
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.rows.prompts import PromptEncoder

@@ -27,7 +27,7 @@ from hub_folders import FEATURES, write_hub_folder
 from places import SHARED
 
 pytest.importorskip("lm_eval")
-from frozencore.tune.evaluation.harness import _headline, harness_score
+from frozencore.tune.evaluate import _headline, harness_score
 
 NUM_ROWS = 5
 # tiny1m has room for 256 tokens in all

@@ -20,8 +20,8 @@ from frozencore.errors import ArtifactError, ConfigError, DataError, FrozenCoreE
 from frozencore.tune.adapt import Shared, calibration_batches
 from frozencore.tune.calibrate_only import execute_calibration
 from frozencore.tune.config import RunConfig, make_config
+from frozencore.tune.locate import find_tenants
 from frozencore.tune.many.run import TenantOutcome, execute_many
-from frozencore.tune.many.tenants import find_tenants
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import Failure, TunedRecord, read_record
 from frozencore.tune.run import execute

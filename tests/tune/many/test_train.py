@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from adapted import adapted, cores_of, train_at_random
 from frozencore import FrozenCoreConfig
 from frozencore.errors import CalibrationError, ConfigError, DataError, DivergenceError, TrainingError
-from frozencore.tune.many import active_tenants
-from frozencore.tune.many.losses import row_losses
+from frozencore.tune.many.slots import row_losses
 from frozencore.tune.many.tenant import Tenant, Trained, Validation
 from frozencore.tune.many.train import Checkpoints, train_many
 from frozencore.tune.rows.token_batches import PaddingCollator
@@ -274,7 +273,7 @@ def test_a_step_that_does_not_fit_in_memory_is_made_in_smaller_passes(monkeypatc
             raise torch.OutOfMemoryError("no room")
         return losses
 
-    monkeypatch.setattr(active_tenants, "row_losses", no_room_for_three)
+    monkeypatch.setattr("frozencore.tune.many.tenant.row_losses", no_room_for_three)
     narrow = trained_at_once(adapted(), three, tokens_per_batch=64)
     assert max(sizes) > 2
     assert sum(size > 2 for size in sizes) < 8  # each halves the budget for good

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, BloomConfig, Gemma3Config, GPT2Config, M
 
 from frozencore.errors import ArtifactError, ConfigError, DataError, ModelError
 from frozencore.tune.config import make_config
-from frozencore.tune.evaluation.evaluate import Evaluation, evaluate
+from frozencore.tune.evaluate import Evaluation, evaluate
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.rows import Example, TextRow, TokenRow
 from frozencore.tune.rows.prompts import PROMPT_DATE, PromptEncoder, context_limit, with_fixed_date

@@ -17,10 +17,12 @@ from families import make
 from frozencore.errors import DataError, ModelError
 from frozencore.tune.rows import ChoiceTokens, Example
 from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.scoring.choice import choice_logprobs, full_sequence_logprobs, predict_choices
-from frozencore.tune.scoring.shared_prefix import (
+from frozencore.tune.scoring.choice import (
     PrefixTree,
     can_share_prefix,
+    choice_logprobs,
+    full_sequence_logprobs,
+    predict_choices,
     prefix_mask_logprobs,
     prefix_tree_logprobs,
 )

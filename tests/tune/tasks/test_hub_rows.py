@@ -16,7 +16,7 @@ from datasets.arrow_writer import ArrowWriter
 from frozencore.errors import DataError
 from frozencore.files.hub import HUB_TIMEOUT_S
 from frozencore.tune.suite import PAPER_TASKS, find_task
-from frozencore.tune.tasks.hub_rows import HubDataset
+from frozencore.tune.tasks import HubDataset
 from frozencore.tune.tasks.splits import evaluation_rows, split_task
 from hub_folders import ROWS, write_hub_folder
 

@@ -22,7 +22,7 @@ from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.tune.adapt import Shared, calibration_batches
 from frozencore.tune.config import RunConfig
 from frozencore.tune.load import Inputs, resolve_targets
-from frozencore.tune.methods.method import targeted_layers
+from frozencore.tune.methods import targeted_layers
 from frozencore.tune.read_rows import RunRows
 from frozencore.tune.scoring.forward import take_off
 from frozencore.words import Progress

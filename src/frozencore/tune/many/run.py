@@ -16,10 +16,10 @@ from warnings import WarningMessage
 from peft import PeftModel
 from torch import Tensor, nn
 
+from frozencore.adapter.bank import swap_core
 from frozencore.adapter.bases import basis_fingerprint, save_basis, set_bases
 from frozencore.adapter.saved.basis import load_basis
 from frozencore.adapter.saved.card import write_model_card
-from frozencore.adapter.swap import swap_core
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.files.whole_file import write_json
@@ -43,8 +43,7 @@ from frozencore.tune.folder import (
 )
 from frozencore.tune.load import Inputs, resolve_targets
 from frozencore.tune.make_record import AdaptedRun, FinishedRun, calibrated_on, headline, make_record
-from frozencore.tune.many.losses import held_out_losses
-from frozencore.tune.many.slots import CoreStack
+from frozencore.tune.many.slots import CoreStack, held_out_losses
 from frozencore.tune.many.tenant import Tenant, Trained, Validation
 from frozencore.tune.many.tenant_rows import (
     ShareFolders,

@@ -14,7 +14,7 @@ from frozencore.tune.adapt import on_named_basis
 from frozencore.tune.config import RunConfig
 from frozencore.tune.folder import CHECKPOINTS
 from frozencore.tune.load import Inputs, load, prepare
-from frozencore.tune.many.tenants import find_tenants
+from frozencore.tune.locate import find_tenants
 from frozencore.tune.read_rows import RunRows
 from frozencore.words import Progress, num_of
 

@@ -27,9 +27,8 @@ from frozencore.calibration.preserve import own_random_state, plain_passes
 from frozencore.errors import ConfigError, TrainingError
 from frozencore.files.fingerprint import fingerprint_options, fingerprint_tensors
 from frozencore.files.whole_file import whole_file
-from frozencore.tune.many.active_tenants import ActiveTenants
 from frozencore.tune.many.slots import TrainedSlots
-from frozencore.tune.many.tenant import Tenant, TenantState, Trained
+from frozencore.tune.many.tenant import ActiveTenants, Tenant, TenantState, Trained
 from frozencore.tune.scoring.forward import base_of
 from frozencore.tune.training import STEPS_VERSION
 from frozencore.tune.training.checkpoints import (

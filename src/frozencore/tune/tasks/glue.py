@@ -8,9 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from frozencore.tune.tasks import Task
+from frozencore.tune.tasks import HubDataset, Task
 from frozencore.tune.tasks.described_task import Described
-from frozencore.tune.tasks.hub_rows import HubDataset
 
 
 def glue_task(

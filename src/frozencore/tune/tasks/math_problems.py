@@ -6,9 +6,8 @@ import re
 
 from frozencore.errors import DataError
 from frozencore.tune.rows import Example, Row, text_field
-from frozencore.tune.tasks import Task
+from frozencore.tune.tasks import HubDataset, Task
 from frozencore.tune.tasks.answers import parse_answer, parse_number
-from frozencore.tune.tasks.hub_rows import HubDataset
 
 
 def svamp_example(row: Row, row_id: str) -> Example:

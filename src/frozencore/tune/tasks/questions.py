@@ -8,8 +8,7 @@ from functools import partial
 
 from frozencore.errors import DataError
 from frozencore.tune.rows import Example, Row, position_of, text_field, texts_field
-from frozencore.tune.tasks import Task
-from frozencore.tune.tasks.hub_rows import HubDataset
+from frozencore.tune.tasks import HubDataset, Task
 
 
 def arc_example(row: Row, row_id: str, question: str = "question") -> Example:

@@ -4,28 +4,34 @@ OUT/<subject>/<task>/predictions.jsonl    the prediction for every evaluation ro
 OUT/<subject>/<task>/result.json          the score, written last: a task without it is scored again
 OUT/result.json                           all scores
 
-A subject is an adapter by a short name, or ``base``.
-"""
+A subject is an adapter by a short name, or ``base``. The base model is loaded once and not changed."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import math
+import os
 import re
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
 
+from peft import PeftConfig, PeftModel, PeftModelForCausalLM
 from torch import nn
 
-from frozencore.errors import ArtifactError, ConfigError, DataError
+from frozencore.adapter.config import FrozenCoreConfig
+from frozencore.adapter.saved.state import UncalibratedWarning, read_folder
+from frozencore.calibration.preserve import own_random_state
+from frozencore.errors import ArtifactError, ConfigError, DataError, ModelError
 from frozencore.files.fingerprint import fingerprint_model, fingerprint_options
 from frozencore.files.whole_file import require_writable, write_json, write_lines
-from frozencore.tune.evaluation.adapters import BASE, BaseWithAdapter, adapter_names
-from frozencore.tune.evaluation.harness import harness_score, harness_version
 from frozencore.tune.folder import PREDICTIONS, RECORD
 from frozencore.tune.load import load_model, require_embedded
 from frozencore.tune.provenance import provenance
@@ -35,10 +41,198 @@ from frozencore.tune.rows.prompts import PROMPT_DATE, PromptEncoder, PromptStyle
 from frozencore.tune.rows.row_sources import named
 from frozencore.tune.scoring import TaskScore
 from frozencore.tune.scoring.exact_match import are_short
+from frozencore.tune.scoring.forward import take_off
 from frozencore.tune.scoring.score import held_out_loss, score_completions, score_task
 from frozencore.tune.tasks import Task
 from frozencore.tune.tasks.splits import evaluation_rows
-from frozencore.words import Progress, as_stage, num_of, with_note
+from frozencore.words import Progress, as_stage, num_of, one_line, with_note
+
+BASE = "base"
+
+
+class BaseWithAdapter:
+    """A base model with at most one adapter at a time: frozen cores, LoRA, or another PEFT method."""
+
+    def __init__(self, base: nn.Module) -> None:
+        self.base = base
+        self._adapted: PeftModel | None = None
+
+    def without_adapter(self) -> nn.Module:
+        if self._adapted is not None:
+            self.base, self._adapted = take_off(self._adapted), None
+        return self.base
+
+    def with_adapter(self, folder: Path | None) -> nn.Module:
+        """The base model with the adapter saved in a folder, in evaluation mode; None gives the base model alone.
+
+        Raises:
+            ArtifactError: There is no adapter, it is damaged or a pickle, or it does not fit this base.
+        """
+        if folder is None:
+            return self.without_adapter()
+        if not (folder / "adapter_config.json").is_file():
+            raise ArtifactError(
+                f"--adapter {folder} must be a folder of save_pretrained, but has no adapter_config.json."
+            )
+        read_folder(folder)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # missing tensors raise an error below
+                warnings.simplefilter("always", UncalibratedWarning)
+                base = self.without_adapter()
+                config = _read_config(folder)
+                if config.is_prompt_learning:  # it shifts every position
+                    raise ArtifactError(
+                        f"--adapter {folder} holds virtual tokens ({config.peft_type}), which are not scored here. "
+                        "Give an adapter that changes layers."
+                    )
+                self._adapted = PeftModelForCausalLM(base, config)
+                found = self._adapted.load_adapter(str(folder), adapter_name="default")
+        except ArtifactError:
+            raise
+        except Exception as error:  # PEFT and safetensors raise many kinds of errors for a folder that does not fit
+            reason = one_line(error, 200)
+            raise ArtifactError(f"--adapter {folder} does not go on this base model: {reason}") from error
+        odd = [*found.missing_keys, *found.unexpected_keys]
+        if odd:
+            raise ArtifactError(
+                f"--adapter {folder} must fit this base model tensor by tensor, but {len(found.missing_keys)} tensors "
+                f"are missing and {len(found.unexpected_keys)} have no layer, for instance {odd[0]}. "
+                f"Give the base model that it was trained on."
+            )
+        return self._adapted.eval()
+
+
+def adapter_names(folders: list[Path]) -> list[str]:
+    """A short unique name for each adapter folder, from the last parts of its path.
+
+    ``runs/a/adapter`` and ``runs/b/adapter`` become ``a`` and ``b``. No name equals the base model's.
+
+    Raises:
+        ArtifactError: A folder comes twice, or two differ only in upper and lower case.
+    """
+    whole = [Path(os.path.abspath(folder)).parts for folder in folders]  # resolves `..` but not links
+    parts = [[part for part in own if part != "adapter"] or ["adapter"] for own in whole]
+    for length in range(1, max(map(len, parts), default=0) + 1):
+        names = ["-".join(own[-length:]).strip("/") for own in parts]
+        if len({BASE, *map(str.casefold, names)}) == len(names) + 1:  # some file systems ignore case
+            return names
+    if not folders:
+        return []
+    raise ArtifactError("Two --adapter options name the same folder, or differ in case only. Give each once.")
+
+
+def _read_config(folder: Path) -> PeftConfig:
+    """Read the configuration; a local frozen core is checked as a whole first."""
+    config = PeftConfig.from_pretrained(str(folder))
+    if isinstance(config, FrozenCoreConfig):
+        config = FrozenCoreConfig.from_pretrained(str(folder))
+    config.inference_mode = True
+    return config
+
+
+_FIRST_METRICS = ("acc", "exact_match", "f1")
+
+
+def harness_score(
+    model: nn.Module, encoder: PromptEncoder, task: str, *, include_path: Path | None = None, limit: int | None = None
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Run one task of the harness with the harness's own code; the global random states are restored.
+
+    The accuracy of the score is accuracy, exact match or F1 if the task has it, else its first metric.
+
+    Args:
+        include_path: A folder of task files; the task is searched only there.
+
+    Returns:
+        The numbers of the score, with all metrics under the harness's own names, and its record of every row.
+
+    Raises:
+        ConfigError: The harness is not installed, or has no such task.
+        DataError: The task's data cannot be loaded.
+    """
+    lm_eval = _import_harness()
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    with own_random_state(), _quiet():  # simple_evaluate seeds Python, NumPy and torch
+        manager = TaskManager(include_path=include_path and str(include_path), include_defaults=include_path is None)
+        if task not in manager.all_tasks:
+            place = f"in {include_path}" if include_path else "in lm-evaluation-harness"
+            raise ConfigError(f"There is no task {task!r} {place}. `lm_eval ls tasks` lists the harness's own.")
+        lm = HFLM(
+            pretrained=model,
+            tokenizer=encoder.tokenizer,
+            batch_size=8,
+            max_length=encoder.max_length,
+            device=str(next(model.parameters()).device),
+        )
+        try:
+            results = lm_eval.simple_evaluate(
+                model=lm,
+                tasks=[task],
+                limit=limit,
+                bootstrap_iters=0,
+                task_manager=manager,
+                apply_chat_template=encoder.is_chat,
+            )
+        except (OSError, ValueError, KeyError, AssertionError) as error:
+            raise DataError(f"The harness could not run {task!r}: {one_line(error, 200)}") from error
+    metrics = results["results"].get(task) or results["groups"][task]
+    metric = _headline(metrics)
+    error_of = metrics.get(metric.replace(",", "_stderr,"))
+    samples = [sample for samples in results["samples"].values() for sample in samples]
+    score = {
+        "task": task,
+        "accuracy": float(metrics[metric]),
+        "standard_error": error_of if isinstance(error_of, float) else None,
+        "num_examples": sum(len({row["doc_id"] for row in of_task}) for of_task in results["samples"].values()),
+        "metric": metric,
+        "metrics": dict(metrics),
+    }
+    return score, samples
+
+
+def harness_version() -> str:
+    """The version of the installed harness; a ``ConfigError`` if it is not installed."""
+    _import_harness()
+    from importlib.metadata import version
+
+    return version("lm_eval")
+
+
+def _import_harness() -> Any:
+    try:
+        import lm_eval
+    except ImportError as error:
+        raise ConfigError(
+            "Tasks of lm-evaluation-harness need it installed, and it is not: pip install 'frozencore[lm-eval]'."
+        ) from error
+    return lm_eval
+
+
+def _headline(metrics: Mapping[str, Any]) -> str:
+    numbers = [
+        name
+        for name, value in metrics.items()
+        if isinstance(value, float) and math.isfinite(value) and "_stderr" not in name
+    ]
+    if not numbers:
+        raise ModelError(f"The harness gave no metric that is a number: {dict(metrics)}. Check the model's weights.")
+    return next((name for first in _FIRST_METRICS for name in numbers if name.split(",")[0] == first), numbers[0])
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the harness's log inside."""
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
 
 RECORD_FORMAT = 1
 

@@ -1,1 +1,0 @@
-"""The verb ``evaluate``: adapters of one base model on any tasks, including lm-evaluation-harness's."""
