@@ -24,8 +24,7 @@ from frozencore_lab.campaign.estimate import (
     ModelSize,
     run_seconds,
 )
-from frozencore_lab.campaign.job import Job, make_job
-from frozencore_lab.campaign.kinds import KINDS
+from frozencore_lab.campaign.job import KINDS, Job, make_job
 from frozencore_lab.campaign.plan import Ended, Outcomes, Planned, choices, most_further_trials, plan
 from frozencore_lab.campaign.results import load_results, tally
 from frozencore_lab.campaign.shared_moments import moments_key, needs_of

@@ -26,8 +26,7 @@ from forked import FORK
 from frozencore.errors import ConfigError
 from frozencore_lab.campaign import ray_pool, worker_pool
 from frozencore_lab.campaign.driver import drive
-from frozencore_lab.campaign.job import make_job
-from frozencore_lab.campaign.kinds import KINDS
+from frozencore_lab.campaign.job import KINDS, make_job
 from frozencore_lab.campaign.ray_pool import RayPool
 from frozencore_lab.campaign.spec import read_campaign
 from frozencore_lab.campaign.store import Store

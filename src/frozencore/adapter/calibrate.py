@@ -34,9 +34,8 @@ from frozencore.calibration.calibration_options import (
     memory_bytes,
     plan_passes,
 )
-from frozencore.calibration.collect import collect_moments, share_of
+from frozencore.calibration.collect import collect_moments, require_options_fit, share_of
 from frozencore.calibration.layer_owners import assign_owners, reduce_moments, require_same_bases, share_bases
-from frozencore.calibration.loss import require_options_fit
 from frozencore.calibration.taps import LossFn
 from frozencore.constructors import BasisOptions, LayerEvidence, build_basis, find_constructor
 from frozencore.constructors.fcca import whitened_cross_moment

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from frozencore.constructors.constructor import BasisOptions, Constructor, LayerEvidence
 from frozencore.constructors.eva import Eva, EvaOptions, eva_basis
-from frozencore.constructors.fcca import FCCA, FCCAOptions, fcca_basis
+from frozencore.constructors.fcca import FCCA, FCCAOptions, RawGrad, fcca_basis, rawgrad_basis
 from frozencore.constructors.filora import FiLoRA, FiLoRAOptions, filora_basis
 from frozencore.constructors.lora_xs import LoRAXS, MiLoRA, lora_xs_basis, milora_basis
 from frozencore.constructors.random import Random, VeRA, random_basis, vera_basis
-from frozencore.constructors.rawgrad import RawGrad, rawgrad_basis
 from frozencore.constructors.signgrad import SignGrad, SignGradOptions, signgrad_basis
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.basis import Basis

@@ -3,6 +3,10 @@
     T = D^-1/2 G A^-1/2 = U Σ Vᵀ,   P = qr(D^-1/2 U_r),   Q = qr(A^-1/2 V_r)
 
 Shapes: G m x n, A n x n, D m x m (diagonal by default), r the rank.
+
+RawGrad, its control, is the SVD of the cross moment without whitening (paper, appendix C):
+
+    G = U Σ Vᵀ,   P = U_r,   Q = V_r
 """
 
 from __future__ import annotations
@@ -170,3 +174,30 @@ class FCCA(WhitenedCrossMoment[FCCAOptions]):
 
     def whitening(self, options: FCCAOptions) -> Whitening:
         return options.whitening
+
+
+def rawgrad_basis(
+    moments: LayerMoments,
+    rank: int,
+    *,
+    coordinates: Coordinates = "qr",
+    svd_method: SvdMethod = BasisOptions.svd_method,
+    seed: int = 0,
+) -> Basis:
+    """Take the leading singular directions of the loss gradient: no basis of rank r has a larger ``‖PᵀGQ‖_F``."""
+    return fcca_basis(
+        moments,
+        rank,
+        whitening=Whitening(sides="none"),
+        coordinates=coordinates,
+        svd_method=svd_method,
+        seed=seed,
+    )
+
+
+class RawGrad(WhitenedCrossMoment[BasisOptions]):
+    label = "RawGrad"
+    word = "gradient"
+
+    def whitening(self, options: BasisOptions) -> Whitening:
+        return Whitening(sides="none")

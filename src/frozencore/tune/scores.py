@@ -13,7 +13,7 @@ from frozencore.tune.read_rows import ScoredRows
 from frozencore.tune.scoring import Prediction, RowLosses, TaskScore
 from frozencore.tune.scoring.exact_match import complete
 from frozencore.tune.scoring.score import held_out_loss, row_losses, score_completions, score_task
-from frozencore.tune.training.selection import Selection
+from frozencore.tune.training.callbacks import Selection
 from frozencore.words import Progress, as_stage, with_note
 
 SAMPLE_TOKENS = 64

@@ -23,8 +23,8 @@ from frozencore.tune.many.tenant import Tenant, Trained, Validation
 from frozencore.tune.many.train import Checkpoints, train_many
 from frozencore.tune.rows.token_batches import PaddingCollator
 from frozencore.tune.scoring.score import held_out_loss
+from frozencore.tune.training.callbacks import Selection
 from frozencore.tune.training.recipe import Recipe
-from frozencore.tune.training.selection import Selection
 from frozencore.tune.training.train import train
 from slow import few
 from small_tenants import difference

@@ -24,8 +24,8 @@ from frozencore.tune.config import make_config
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.run import execute
 from frozencore.tune.training import reporting
+from frozencore.tune.training.callbacks import Selection
 from frozencore.tune.training.recipe import Recipe
-from frozencore.tune.training.selection import Selection
 from frozencore.tune.training.train import TrainingReport, train
 from tiny import draw_rows
 

@@ -20,8 +20,8 @@ from frozencore.errors import ConfigError, DivergenceError, ModelError, Training
 from frozencore.tune.scoring.score import held_out_loss
 from frozencore.tune.training import callbacks, trainer
 from frozencore.tune.training import train as training
+from frozencore.tune.training.callbacks import Every, Selection
 from frozencore.tune.training.recipe import Recipe
-from frozencore.tune.training.selection import Every, Selection
 from frozencore.tune.training.train import TrainingReport, train
 from tiny import draw_rows, tiny_qwen2
 

@@ -38,7 +38,7 @@ from frozencore.options import Option
 from frozencore.tune.config import PLACES, MethodConfig, SelectionMetric, core_options, run_options
 from frozencore.tune.methods import METHODS
 from frozencore.words import unknown_name
-from frozencore_lab.campaign.kinds import KINDS, NamedKind
+from frozencore_lab.campaign.job import KINDS, NamedKind
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
 Figure = Literal["ranking", "gains", "lines", "state", "values", "panels", "curves"]
@@ -163,7 +163,7 @@ class Study(_Strict):
     """The product of some axes.
 
     Attributes:
-        kind: The kind of study; see :data:`frozencore_lab.campaign.kinds.KINDS`.
+        kind: The kind of study; see :data:`frozencore_lab.campaign.job.KINDS`.
         fixed: Options of every run of this study, which override the campaign's.
         variants: Methods with options that override ``fixed``, as values of the axis ``method``:
             ``{lora-r1: {method: lora, rank: 1}}``.

@@ -19,8 +19,7 @@ from frozencore.tune.read_rows import RowCache
 from frozencore.tune.record import Failure, Provenance
 from frozencore.tune.scores import Score
 from frozencore.words import Progress, one_line
-from frozencore_lab.campaign.job import Job
-from frozencore_lab.campaign.kinds import Work
+from frozencore_lab.campaign.job import Job, Work
 from frozencore_lab.campaign.shared_moments import Needs, SharedWork, calibrating, moments_key
 from frozencore_lab.campaign.store import LOG, Store
 

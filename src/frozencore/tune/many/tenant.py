@@ -20,17 +20,17 @@ from frozencore.errors import DataError
 from frozencore.tune.many.slots import TrainedSlots, held_out_losses, row_losses, row_sizes
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator, row_costs
-from frozencore.tune.training.callbacks import divergence
-from frozencore.tune.training.recipe import Recipe
-from frozencore.tune.training.selection import (
+from frozencore.tune.training.callbacks import (
     Every,
     Selected,
     StepScore,
+    divergence,
     is_due,
     is_patience_lost,
     leader,
     require_choosable,
 )
+from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import TrainingReport
 from frozencore.tune.training.trainer import group_by_length, pass_tokens_of
 

@@ -31,11 +31,20 @@ from frozencore.ranks import from_first, num_ranks
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator
 from frozencore.tune.training import STEPS_VERSION
-from frozencore.tune.training.callbacks import EndedEarly, LossMonitor, Seal, training_state_held
+from frozencore.tune.training.callbacks import (
+    EndedEarly,
+    LossMonitor,
+    Seal,
+    Selected,
+    Selection,
+    is_patience_lost,
+    leader,
+    scores_in,
+    training_state_held,
+)
 from frozencore.tune.training.checkpoints import Stop, defer_stop, explain_disk_errors, starting_point
 from frozencore.tune.training.recipe import Recipe, training_arguments
 from frozencore.tune.training.reporting import Reports
-from frozencore.tune.training.selection import Selected, Selection, is_patience_lost, leader, scores_in
 from frozencore.tune.training.trainer import (
     CompletionTrainer,
     GroupingCollator,

@@ -32,9 +32,8 @@ from frozencore.ranks import num_ranks, sum_over_ranks
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator
 from frozencore.tune.scoring.forward import base_of, forward_accepts
-from frozencore.tune.training.callbacks import LossMonitor
+from frozencore.tune.training.callbacks import LossMonitor, Selection, leader, scores_in
 from frozencore.tune.training.recipe import LEADS, Recipe
-from frozencore.tune.training.selection import Selection, leader, scores_in
 
 WITHOUT_LOSS = TokenRow("", [0], 1)
 RowCollator = Callable[[Sequence[TokenRow]], dict[str, Any]]
