@@ -22,7 +22,7 @@ from exclusions import reason_to_exclude
 from rows import LoraSpelling, retargeted
 
 from frozencore import FrozenCoreConfig, FrozenCoreModel
-from frozencore.adapter.layer import FrozenCoreLayer
+from frozencore.adapter.layer import FrozenCoreLinear
 
 outcomes: dict[str, tuple[str, str]] = {}
 met: list[str] = []  # what the running test has made of ours
@@ -44,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
     _count(FrozenCoreConfig, "from_pretrained")
     _count(FrozenCoreModel, "inject_adapter")
     basis_at_injection(FrozenCoreModel)
-    FrozenCoreLayer.lora_A = property(lambda layer: layer.frozencore_R)  # type: ignore[attr-defined]  # what tests look at
+    FrozenCoreLinear.lora_A = property(lambda layer: layer.frozencore_R)  # type: ignore[attr-defined]  # what tests look at
     if config.getoption("--sabotage"):
         from sabotage import sabotage
 

@@ -16,7 +16,7 @@ from peft import PeftModel, get_peft_model
 from torch import Tensor, nn
 
 from frozencore import FrozenCoreConfig, calibrate, get_bases, load_basis, save_basis, set_bases
-from frozencore.adapter.layer import FrozenCoreLayer
+from frozencore.adapter.layer import FrozenCoreLinear
 from tiny import batches_of, draw_examples, tiny_qwen2
 
 EXAMPLES = draw_examples(num_examples=8, seed=5)
@@ -69,8 +69,8 @@ def on_one_basis(*names: str, place: Path | None = None, **options: object) -> P
     return model.eval()
 
 
-def cores_of(model: nn.Module, adapter_name: str = "default") -> list[FrozenCoreLayer]:
-    return [m for m in model.modules() if isinstance(m, FrozenCoreLayer) and adapter_name in m.frozencore_R]
+def cores_of(model: nn.Module, adapter_name: str = "default") -> list[FrozenCoreLinear]:
+    return [m for m in model.modules() if isinstance(m, FrozenCoreLinear) and adapter_name in m.frozencore_R]
 
 
 def train_at_random(model: nn.Module, adapter_name: str = "default", size: float = 0.5, seed: int = 0) -> None:

@@ -13,7 +13,7 @@ from peft import PeftModel, get_peft_model
 
 from adapted import cores_of
 from frozencore import CalibrationOptions, FrozenCoreConfig, calibrate, collect_moments
-from frozencore.adapter.linear import plus_core
+from frozencore.adapter.layer import plus_core
 from frozencore.calibration.taps import FiniteBatches
 from frozencore.tune.config import RunConfig, make_config
 from frozencore.tune.methods import METHODS

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, T5Config, T5F
 
 from adapted import BATCHES, adapted, logits, on_one_basis, train_at_random
 from frozencore import CoreBank, FrozenCoreConfig, frozen_core_layers
-from frozencore.adapter.layer import FrozenCoreLayer
-from frozencore.adapter.linear import adapter_of_each_row
+from frozencore.adapter.bank import adapter_of_each_row
+from frozencore.adapter.layer import FrozenCoreLinear
 from frozencore.errors import ArtifactError, ConfigError
 from tiny import tiny_gpt2, tiny_qwen2
 
@@ -33,7 +33,7 @@ def trained_cores(model: PeftModel, seed: int) -> Cores:
     return {name: layer.core("default").detach().clone() for name, layer in own_layers(model).items()}
 
 
-def own_layers(model: nn.Module) -> dict[str, FrozenCoreLayer]:
+def own_layers(model: nn.Module) -> dict[str, FrozenCoreLinear]:
     return frozen_core_layers(model, "default")
 
 
@@ -233,7 +233,7 @@ def test_a_core_is_replaced_evicted_and_its_slot_used_again(model: PeftModel, te
     assert sorted(bank) == ["a", "d"]
 
 
-def cores_of_rows(layer: FrozenCoreLayer) -> Tensor:
+def cores_of_rows(layer: FrozenCoreLinear) -> Tensor:
     assert layer.row_cores is not None
     return layer.row_cores.R
 

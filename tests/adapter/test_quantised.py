@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 from adapted import BATCHES, EXAMPLES, adapted, cores_of, logits, train_at_random
 from frozencore import CONSTRUCTORS, FrozenCoreConfig, calibrate, export_lora
-from frozencore.adapter.layer import FrozenCoreLayer
+from frozencore.adapter.layer import FrozenCoreLinear
 from frozencore.calibration.collect import collect_moments
 from frozencore.errors import ModelError
 from frozencore.files.fingerprint import fingerprint_model
@@ -200,15 +200,15 @@ def test_weights_are_dequantised_one_layer_at_a_time(
 ) -> None:
     seen: list[weakref.ref[Tensor]] = []
     alive_at_once: list[int] = []
-    dequantise = FrozenCoreLayer.get_base_weight
+    dequantise = FrozenCoreLinear.get_base_weight
 
-    def counted(layer: FrozenCoreLayer) -> Tensor:
+    def counted(layer: FrozenCoreLinear) -> Tensor:
         alive_at_once.append(1 + sum(weight() is not None for weight in seen))
         weight = dequantise(layer)
         seen.append(weakref.ref(weight))
         return weight
 
-    monkeypatch.setattr(FrozenCoreLayer, "get_base_weight", counted)
+    monkeypatch.setattr(FrozenCoreLinear, "get_base_weight", counted)
     model = adapted(constructor, model=load(folder, "nf4"), dtype=None)
     assert alive_at_once == [1] * len(cores_of(model))
     assert all(weight() is None for weight in seen)

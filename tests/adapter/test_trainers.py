@@ -47,13 +47,12 @@ from trl import (
 from adapted import EXAMPLES, adapted, cores_of, logits, train_at_random
 from forked import as_ranks, ended
 from frozencore import FrozenCoreConfig, calibrate, get_bases, save_basis, set_bases
-from frozencore.adapter.layer import require_own_parameters
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.tune.cost import values_at_once
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.training.recipe import Recipe
-from frozencore.tune.training.train import train
+from frozencore.tune.training.train import require_own_parameters, train
 from tiny import batch_of, draw_examples, tiny_gpt2, tiny_qwen2
 
 STEPS = 6

@@ -1,33 +1,34 @@
-"""A bank of cores: thousands of tenants on one basis in one loaded model; each row of a batch uses its own core.
+"""Cores that change between requests: one for each row of a batch, from a bank of thousands, or swapped in place.
 
     y += s·P(R[slot] Qᵀx)
 
-The cores of a slot are contiguous (Σr² values), so that one copy adds a tenant. The cores of a batch's rows are
-gathered once, when the batch begins. Slot 0 is zero and stands for the base model. Batches of all sizes use the memory
-of the largest one so far. Until a larger one comes the rows' cores stay at their addresses, so CUDA graphs stay valid.
+Adapters on one basis differ only in r x r numbers per layer. In a mixed batch, by PEFT's ``adapter_names`` or from a
+:class:`CoreBank`, each layer reads P and Q once and multiplies every row with its own core, also in training. Adapters
+on different bases compute their own rows. PEFT passes the names to the tuner but not to the model, so forward hooks
+pass them to the layers.
 
-Replace the core of a loaded adapter in place: nothing is allocated, and compiled code stays valid.
-
-Adapters on one basis differ only in r x r numbers per layer. So a server can hold one model and change its task between
-two requests. Reading and comparing the bases takes milliseconds; the copy takes a fraction of a millisecond.
+In a bank the cores of a slot are contiguous (Σr² values), so that one copy adds a tenant. The cores of a batch's rows
+are gathered once, when the batch begins. Slot 0 is zero and stands for the base model. Batches of all sizes use the
+memory of the largest one so far. Until a larger one comes the rows' cores stay at their addresses, so CUDA graphs stay
+valid. A swap replaces the core of a loaded adapter in place: nothing is allocated, and compiled code stays valid.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft.utils import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.folders import read_tensors
-from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers, version_of
-from frozencore.adapter.linear import base_rows, encoder_modules, other_modules, rows_through
+from frozencore.adapter.layer import FrozenCoreLinear, RowCores, frozen_core_layers, version_of
 from frozencore.adapter.saved.state import (
     BASE,
     FLAT,
@@ -47,6 +48,116 @@ from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.adapter_folder import read_config
 from frozencore.quiet import with_attributes
 
+BASE_ROW = "__base__"  # PEFT's name for "no adapter"
+
+
+@contextmanager
+def adapter_of_each_row(model: nn.Module, names: Sequence[str], *, num_beams: int = 1) -> Iterator[None]:
+    """Use the named adapters for the rows of every batch inside.
+
+    Args:
+        names: One adapter name, or ``"__base__"``, per row.
+        num_beams: The number of copies of each row, behind the encoder if there is one.
+    """
+    layers = [m for m in model.modules() if isinstance(m, FrozenCoreLinear | AuxiliaryTrainingWrapper)]
+    frozen = [layer for layer in layers if isinstance(layer, FrozenCoreLinear)]
+    known = {name for layer in frozen for name in layer.frozencore_R}
+    unknown = sorted(set(names) - known - {BASE_ROW})
+    if unknown:
+        raise ValueError(
+            f"Trying to infer with non-existing adapter(s): {', '.join(unknown)}. "
+            f"The model has {', '.join(sorted(known))}, and {BASE_ROW} for the base model."
+        )
+    wanted = [name for name in dict.fromkeys(names) if name != BASE_ROW]
+    kinds = [
+        {
+            (id(layer.frozencore_P[name]), id(layer.frozencore_Q[name]), layer.frozencore_scale[name])
+            for name in wanted
+            if name in layer.frozencore_R
+        }
+        for layer in frozen
+    ]
+    together = all(len(kinds_here) <= 1 for kinds_here in kinds)
+    if model.training and (not together or len(layers) > len(frozen)):
+        raise ValueError(
+            "Cannot pass `adapter_names` in training mode unless all share a basis and train nothing but cores. "
+            "Call model.eval() first, or load cores of one basis."
+        )
+    of_each_beam = [name for name in names for _ in range(num_beams)]
+    in_encoder = {id(module) for module in encoder_modules(model)}
+    with ExitStack() as undo:
+        for layer in layers:
+            names_here = list(names) if id(layer) in in_encoder else of_each_beam
+            if together and isinstance(layer, FrozenCoreLinear):
+                undo.enter_context(rows_through(layer, _row_cores(layer, wanted, names_here)))
+            else:
+                handle = layer.register_forward_pre_hook(_passes_names(layer, names_here), with_kwargs=True)
+                undo.callback(handle.remove)
+        yield
+
+
+@contextmanager
+def rows_through(layer: FrozenCoreLinear, rows: RowCores) -> Iterator[None]:
+    """Use the rows' own cores in a layer, in place of its active adapters, for every batch inside."""
+    layer.require_unmerged()
+    with with_attributes(layer, row_cores=rows):  # an outer batch goes on with its own rows
+        yield
+
+
+def other_modules(model: nn.Module, own: Container[str]) -> list[FrozenCoreLinear | AuxiliaryTrainingWrapper]:
+    """What other adapters change in a model: layers besides those named ``own``, and trained copies of modules."""
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, AuxiliaryTrainingWrapper)
+        or (isinstance(module, FrozenCoreLinear) and module.name not in own)
+    ]
+
+
+@contextmanager
+def base_rows(
+    others: Iterable[FrozenCoreLinear | AuxiliaryTrainingWrapper], num_rows: Callable[[nn.Module], int]
+) -> Iterator[None]:
+    """Use the base model for every row in the modules of other adapters, whichever is active."""
+    with ExitStack() as undo:
+        for module in others:
+            if isinstance(module, FrozenCoreLinear):
+                undo.enter_context(rows_through(module, RowCores(None, torch.empty(num_rows(module), 0, 0))))
+            else:
+                undo.enter_context(with_attributes(module, _disable_adapters=True))
+        yield
+
+
+def _row_cores(layer: FrozenCoreLinear, wanted: Sequence[str], names: Sequence[str]) -> RowCores:
+    """The core of each row; zeros for rows without an adapter in this layer."""
+    here = [name for name in wanted if name in layer.frozencore_R]
+    if not here:
+        return RowCores(None, torch.empty(len(names), 0, 0))
+    cores = [layer.trained_factors(name)[2] for name in here]
+    slot = {name: i for i, name in enumerate(here, start=1)}
+    slots = torch.tensor([slot.get(name, 0) for name in names], device=cores[0].device)
+    transposed = torch.stack([torch.zeros_like(cores[0]), *(R.mT for R in cores)]).index_select(0, slots)
+    return layer.row_cores_of(here[0], transposed.mT)
+
+
+def _passes_names(layer: Any, names: list[str]) -> Any:
+    """Make a hook that passes the names to a layer, except within a batch inside this one that has other rows."""
+    outer = getattr(layer, "row_cores", None)
+
+    def hook(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        is_own = getattr(layer, "row_cores", None) is outer
+        return args, {**kwargs, "adapter_names": names} if is_own else kwargs
+
+    return hook
+
+
+def encoder_modules(model: Any) -> Iterator[nn.Module]:
+    """The modules of an encoder that runs once, before beams repeat the rows."""
+    base = getattr(model, "model", model)
+    if getattr(getattr(base, "config", None), "is_encoder_decoder", False):
+        yield from base.get_encoder().modules()
+
+
 HeldBases = tuple[tuple[Tensor, int, Tensor, int], ...]
 """P and Q of each layer and the versions of their values."""
 
@@ -61,7 +172,7 @@ class ReadyCore:
     """
 
     adapter_name: str
-    layers: tuple[FrozenCoreLayer, ...]
+    layers: tuple[FrozenCoreLinear, ...]
     bases: HeldBases
     cores: tuple[Tensor, ...]
 
@@ -73,10 +184,9 @@ class ReadyCore:
         """
         for layer in self.layers:
             _require_unmerged(layer)
-        require_unmoved(self.layers, self.adapter_name, self.bases, "Call prepare_swap again.")
-        targets = [layer.factors(self.adapter_name)[2] for layer in self.layers]
+        _require_unmoved(self.layers, self.adapter_name, self.bases, "Call prepare_swap again.")
         with torch.no_grad():
-            torch._foreach_copy_(targets, list(self.cores))
+            torch._foreach_copy_([layer.core(self.adapter_name) for layer in self.layers], list(self.cores))
         for layer in self.layers:
             layer.awaits_core.discard(self.adapter_name)
 
@@ -103,26 +213,22 @@ def prepare_swap(
     layers = frozen_core_layers(model, adapter_name)
     if not layers:
         raise ConfigError(f"swap_core needs a frozen-core adapter, but the model has none called {adapter_name!r}.")
-    configs: Any = model.peft_config
-    flat = read_cores(source, layers, adapter_name, configs[adapter_name])
-    for dtype in {layer.core(adapter_name).dtype for layer in layers.values()}:
+    own = {name: layer.core(adapter_name) for name, layer in layers.items()}
+    flat = _read_cores(model, source, layers, adapter_name)
+    for dtype in {R.dtype for R in own.values()}:
         require_finite_in("the core", flat, dtype)
-    new = split_cores(str(source), flat, {name: len(layer.core(adapter_name)) for name, layer in layers.items()})
-    cores = []
-    for name, layer in layers.items():
-        R = layer.factors(adapter_name)[2]
-        cores.append(new[name].detach().to(R.device, R.dtype, copy=True))
+    new = split_cores(str(source), flat, {name: len(R) for name, R in own.items()})
+    cores = tuple(new[name].detach().to(R.device, R.dtype, copy=True) for name, R in own.items())
     here = tuple(layers.values())
-    return ReadyCore(adapter_name, here, held_bases(here, adapter_name), tuple(cores))
+    return ReadyCore(adapter_name, here, _held_bases(here, adapter_name), cores)
 
 
-def held_bases(layers: Iterable[FrozenCoreLayer], adapter_name: str) -> HeldBases:
-    """P and Q of an adapter as they are now."""
+def _held_bases(layers: Iterable[FrozenCoreLinear], adapter_name: str) -> HeldBases:
     factors = (layer.factors(adapter_name) for layer in layers)
     return tuple((P, version_of(P), Q, version_of(Q)) for P, Q, _ in factors)
 
 
-def require_unmoved(layers: Iterable[FrozenCoreLayer], adapter_name: str, held: HeldBases, way_out: str) -> None:
+def _require_unmoved(layers: Iterable[FrozenCoreLinear], adapter_name: str, held: HeldBases, way_out: str) -> None:
     """Refuse cores that were made for bases which an adapter no longer has."""
     for layer, old in zip(layers, held, strict=True):
         P, Q, _ = layer.factors(adapter_name)
@@ -133,25 +239,13 @@ def require_unmoved(layers: Iterable[FrozenCoreLayer], adapter_name: str, held: 
             )
 
 
-def read_cores(
-    source: str | Path | Mapping[str, Tensor],
-    layers: Mapping[str, FrozenCoreLayer],
-    adapter_name: str,
-    config: FrozenCoreConfig,
+def _read_cores(
+    model: Any, source: str | Path | Mapping[str, Tensor], layers: Mapping[str, FrozenCoreLinear], adapter_name: str
 ) -> Tensor:
-    """Read all cores of a saved adapter, a state dict of PEFT's, or R by layer name, for a loaded adapter.
-
-    If the saved adapter names the loaded adapter's basis, its basis is not read.
-
-    Args:
-        layers: The layers of the loaded adapter, with the required basis.
-        config: The configuration of the loaded adapter.
-
-    Returns:
-        Σr² values, layer by layer in the order of the layers' names.
-    """
+    """Read all cores for a loaded adapter with these layers: Σr² values in the order of the layers' names."""
     for layer in layers.values():
         _require_unmerged(layer)
+    config = model.peft_config[adapter_name]
     if isinstance(source, Mapping):
         origin, tensors = "the state dict", source
     elif isinstance(source, str | Path):
@@ -166,10 +260,31 @@ def read_cores(
     return flat
 
 
+def _read_folder(
+    folder: Path, layers: Mapping[str, FrozenCoreLinear], adapter_name: str, config: FrozenCoreConfig
+) -> Mapping[str, Tensor]:
+    """Read the tensors of a folder, without the basis if it names the loaded adapter's; refuse other scales."""
+    named = read_config(folder).get("basis_id")
+    if named is not None and named == config.basis_id:
+        values, tensors = read_folder(folder)
+        theirs_config, held = FrozenCoreConfig.of_file(folder, values), set(layers)
+    else:
+        theirs_config, tensors = read_tensors(folder)
+        held = layers.keys() & {key.removeprefix(BASE).partition(f".{PREFIX}")[0] for key in tensors}
+    for name in held:
+        mine, theirs = layers[name].frozencore_scale[adapter_name], theirs_config.scale_of(name)
+        if mine != theirs:
+            raise ArtifactError(
+                f"The core of layer {name!r} was trained at scale {theirs:g}, but the adapter {adapter_name!r} has "
+                f"{mine:g}. Load it with model.load_adapter instead."
+            )
+    return tensors
+
+
 def _flat_cores(
     origin: str,
     tensors: Mapping[str, Tensor],
-    layers: Mapping[str, FrozenCoreLayer],
+    layers: Mapping[str, FrozenCoreLinear],
     adapter_name: str,
     basis_id: str | None,
 ) -> Tensor:
@@ -205,41 +320,18 @@ def _flat_cores(
     return flatten_cores({name: factors[name].R for name in layers})
 
 
-def _read_folder(
-    folder: Path, layers: Mapping[str, FrozenCoreLayer], adapter_name: str, config: FrozenCoreConfig
-) -> Mapping[str, Tensor]:
-    named = read_config(folder).get("basis_id")
-    if named is not None and named == config.basis_id:
-        values, tensors = read_folder(folder)
-        theirs_config, held = FrozenCoreConfig.of_file(folder, values), set(layers)
-    else:
-        theirs_config, tensors = read_tensors(folder)
-        held = layers.keys() & {key.removeprefix(BASE).partition(f".{PREFIX}")[0] for key in tensors}
-    for name in held:
-        mine, theirs = layers[name].frozencore_scale[adapter_name], theirs_config.scale_of(name)
-        if mine != theirs:
-            raise ArtifactError(
-                f"The core of layer {name!r} was trained at scale {theirs:g}, but the adapter {adapter_name!r} has "
-                f"{mine:g}. Load it with model.load_adapter instead."
-            )
-    return tensors
-
-
-def _require_unmerged(layer: FrozenCoreLayer) -> None:
+def _require_unmerged(layer: FrozenCoreLinear) -> None:
     if layer.merged:
         raise ConfigError(f"Layer {layer.name!r} has merged adapters. Call unmerge_adapter() before swapping cores.")
 
 
-def _require_same_layers(came: Mapping[str, object], layers: Mapping[str, FrozenCoreLayer]) -> None:
+def _require_same_layers(came: Mapping[str, object], layers: Mapping[str, FrozenCoreLinear]) -> None:
     if came.keys() != layers.keys():
         odd = sorted(came.keys() ^ layers.keys())
         raise ArtifactError(
             f"Cores can be swapped between adapters of the same layers, but {odd[0]!r} ({len(odd)} in all) has a core "
             "on one side only. Load the adapter with model.load_adapter instead."
         )
-
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class CoreBank:
@@ -275,14 +367,14 @@ class CoreBank:
                 f"A bank holds cores alone, so that other rows are the base model's, but the adapter {adapter_name!r} "
                 "trains other modules too (modules_to_save or trainable_token_indices). Leave these out of it."
             )
-        if dtype not in DTYPES:
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ConfigError(f"A bank keeps cores in float32, bfloat16 or float16, but {dtype} came.")
         for layer in self.layers.values():
             layer.require_basis(adapter_name)
-        self._bases = held_bases(self.layers.values(), adapter_name)
+        self._bases = _held_bases(self.layers.values(), adapter_name)
         ranks: dict[torch.device, dict[str, int]] = {}
         for name, layer in sorted(self.layers.items()):  # the order of flattened cores
-            R = layer.factors(adapter_name)[2]
+            R = layer.core(adapter_name)
             ranks.setdefault(R.device, {})[name] = len(R)
         self._values = {  # slots x Σr² on each device
             device: torch.zeros(capacity + 1, sum(r * r for r in here.values()), device=device, dtype=dtype)
@@ -292,7 +384,7 @@ class CoreBank:
         self._cores = dict(sorted((name, cores) for view in views for name, cores in view.items()))
         self._slot_of: dict[str, int] = {}
         self._free = list(range(capacity, 0, -1))
-        self._batches: list[_Batch] = []  # one for each depth of nesting
+        self._buffers: list[dict[str, Tensor]] = []  # the largest batch so far, for each depth of nesting
         self._depth = 0
         self._names_lock, self._batch_lock = threading.Lock(), threading.RLock()
 
@@ -319,8 +411,7 @@ class CoreBank:
         if not isinstance(name, str):
             raise ConfigError(f"A core has a name (None is the base model in a batch), but {name!r:.60} came.")
         self._require_own_basis()
-        configs: Any = self.model.peft_config
-        flat = read_cores(source, self.layers, self.adapter_name, configs[self.adapter_name])
+        flat = _read_cores(self.model, source, self.layers, self.adapter_name)
         require_finite_in(f"the core {name!r:.60}", flat, self.dtype)
         by_device = self._by_device(flat)
         with self._names_lock:
@@ -375,9 +466,7 @@ class CoreBank:
                 slots = [0 if name is None else self._slot(name) for name in names]
                 in_encoder = {id(module) for module in encoder_modules(self.model)} if num_beams > 1 else set()
                 times = {name: 1 if id(one) in in_encoder else num_beams for name, one in self.layers.items()}
-                if self._depth == len(self._batches):
-                    self._batches.append(_Batch(self.layers, self.adapter_name))
-                gathered = self._batches[self._depth].gather(self._cores, slots, times)
+                gathered = self._gather(slots, times)
             with ExitStack() as undo, with_attributes(self, _depth=self._depth + 1):
                 for name, R in gathered.items():
                     layer = self.layers[name]
@@ -389,9 +478,27 @@ class CoreBank:
                 )
                 yield
 
+    def _gather(self, slots: Sequence[int], times: Mapping[str, int]) -> dict[str, Tensor]:
+        """Copy the cores of those slots, each so often, into the buffers of this depth of nesting."""
+        if self._depth == len(self._buffers):
+            cores = {name: layer.core(self.adapter_name).detach() for name, layer in self.layers.items()}
+            self._buffers.append({name: R.new_zeros(0, *R.shape) for name, R in cores.items()})
+        buffers, gathered = self._buffers[self._depth], {}
+        places: dict[tuple[torch.device, int], Tensor] = {}
+        for name, buffer in buffers.items():
+            kind = (buffer.device, times[name])
+            if kind not in places:
+                places[kind] = torch.tensor(slots, device=kind[0]).repeat_interleave(kind[1])
+            num_rows = len(places[kind])
+            if num_rows > len(buffer):
+                buffers[name] = buffer.new_zeros(num_rows, *buffer.shape[1:]).mT
+            gathered[name] = buffers[name][:num_rows]
+            gathered[name].copy_(self._cores[name].index_select(0, places[kind]))
+        return gathered
+
     def _require_own_basis(self) -> None:
         way_out = "Make a new CoreBank and put the cores again."
-        require_unmoved(self.layers.values(), self.adapter_name, self._bases, way_out)
+        _require_unmoved(self.layers.values(), self.adapter_name, self._bases, way_out)
 
     def _slot(self, name: str) -> int:
         if name not in self._slot_of:
@@ -409,29 +516,3 @@ class CoreBank:
         for bank, part in zip(self._cores.values(), flat.split(sizes), strict=True):
             by_device[bank.device].append(part)
         return {device: torch.cat(parts) for device, parts in by_device.items()}
-
-
-class _Batch:
-    """The gathered cores of a batch's rows in each layer, in buffers of the largest batch so far."""
-
-    def __init__(self, layers: Mapping[str, FrozenCoreLayer], adapter_name: str) -> None:
-        self.cores = {
-            name: layer.factors(adapter_name)[2].detach().new_zeros(0, rank, rank)
-            for name, layer in layers.items()
-            for rank in [len(layer.core(adapter_name))]
-        }
-
-    def gather(self, cores: Mapping[str, Tensor], slots: Sequence[int], times: Mapping[str, int]) -> dict[str, Tensor]:
-        """Copy the cores of those slots, each so often, from slots x r x r of each layer."""
-        places: dict[tuple[torch.device, int], Tensor] = {}
-        gathered = {}
-        for name, buffer in self.cores.items():
-            kind = (buffer.device, times[name])
-            if kind not in places:
-                places[kind] = torch.tensor(slots, device=kind[0]).repeat_interleave(kind[1])
-            num_rows = len(places[kind])
-            if num_rows > len(buffer):
-                self.cores[name] = buffer.new_zeros(num_rows, *buffer.shape[1:]).mT
-            gathered[name] = self.cores[name][:num_rows]
-            gathered[name].copy_(cores[name].index_select(0, places[kind]))
-        return gathered

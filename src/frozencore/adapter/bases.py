@@ -11,7 +11,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from frozencore.adapter.config import FrozenCoreConfig, find_adapter
-from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
+from frozencore.adapter.layer import FrozenCoreLinear, frozen_core_layers
 from frozencore.adapter.saved.basis import SavedBasis, differing_layer, other_base, record_base
 from frozencore.adapter.saved.state import require_finite_in, require_orthonormal
 from frozencore.errors import ArtifactError, CalibrationError, ConfigError
@@ -21,7 +21,7 @@ from frozencore.maths.basis import ORTHONORMAL_COORDINATES, Basis, known_basis
 
 def adapter_for_new_bases(
     model: nn.Module, adapter_name: str | None, *, reset: bool
-) -> tuple[str, FrozenCoreConfig, dict[str, FrozenCoreLayer]]:
+) -> tuple[str, FrozenCoreConfig, dict[str, FrozenCoreLinear]]:
     """The name, configuration and layers of an adapter that may get new bases.
 
     Args:
@@ -146,7 +146,7 @@ def save_basis(
 
 
 def _checked(
-    name: str, bases: Mapping[str, Any], layer: FrozenCoreLayer, adapter_name: str, config: FrozenCoreConfig
+    name: str, bases: Mapping[str, Any], layer: FrozenCoreLinear, adapter_name: str, config: FrozenCoreConfig
 ) -> Basis:
     P, Q = bases[f"{name}.P"], bases[f"{name}.Q"]
     for X in (P, Q):
@@ -176,7 +176,7 @@ def basis_fingerprint(model: nn.Module) -> str:
 
 
 def set_named_basis(
-    origin: str, config: FrozenCoreConfig, layers: Mapping[str, FrozenCoreLayer], adapter_name: str
+    origin: str, config: FrozenCoreConfig, layers: Mapping[str, FrozenCoreLinear], adapter_name: str
 ) -> None:
     """Set P and Q of a new adapter to its named basis, read from its folder.
 
@@ -191,7 +191,7 @@ def set_named_basis(
 
 
 def require_basis_fits(
-    origin: str, basis: SavedBasis, config: FrozenCoreConfig, layers: Mapping[str, FrozenCoreLayer], adapter_name: str
+    origin: str, basis: SavedBasis, config: FrozenCoreConfig, layers: Mapping[str, FrozenCoreLinear], adapter_name: str
 ) -> None:
     """Refuse a basis whose layers, ranks, scales or base model differ from the adapter's."""
     if basis.layers.keys() != layers.keys():
@@ -216,7 +216,7 @@ def require_basis_fits(
 
 
 def require_same_base(
-    what: str, recorded: Mapping[str, str] | None, config: FrozenCoreConfig, layers: Mapping[str, FrozenCoreLayer]
+    what: str, recorded: Mapping[str, str] | None, config: FrozenCoreConfig, layers: Mapping[str, FrozenCoreLinear]
 ) -> None:
     """Refuse a base model whose weights differ from the record, unless the configuration allows it."""
     if recorded is None or config.allow_other_base:

@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 
 from frozencore.adapter.bases import adapter_for_new_bases
 from frozencore.adapter.config import FrozenCoreConfig
-from frozencore.adapter.layer import FrozenCoreLayer
+from frozencore.adapter.layer import FrozenCoreLinear
 from frozencore.calibration.batches import Batch, CachedBatches, Collator, batches_from, is_batch
 from frozencore.calibration.calibration_options import (
     CalibrationOptions,
@@ -188,7 +188,7 @@ def calibrate(
 class Target:
     """A layer that gets a basis, the rank of its core, and the process that builds the basis."""
 
-    layer: FrozenCoreLayer
+    layer: FrozenCoreLinear
     rank: int
     owner: int
 
@@ -197,7 +197,7 @@ class Target:
         return self.owner == own_rank()
 
 
-def targets_of(layers: Mapping[str, FrozenCoreLayer], adapter_name: str) -> dict[str, Target]:
+def targets_of(layers: Mapping[str, FrozenCoreLinear], adapter_name: str) -> dict[str, Target]:
     """The layers of an adapter by name, their work spread over all processes."""
     owners = assign_owners({name: layer.shape for name, layer in layers.items()})
     return {name: Target(layer, len(layer.core(adapter_name)), owners[name]) for name, layer in layers.items()}

@@ -1,27 +1,36 @@
-"""The adapters on one linear layer: P (m x r) and Q (n x r) in the base layer's dtype, R (r x r) trained in float32.
+"""A linear layer with frozen cores, plain or quantised: ``y = W x + b + s·P R Qᵀ x``.
 
-P and Q are buffers. Until a basis is set they are zero, so the layer computes the same as its base layer.
+P (m x r) and Q (n x r) are buffers in the base layer's dtype; R (r x r) is trained in float32. Until a basis is set P
+and Q are zero, so the layer computes the same as its base layer. The base layer and R are called as modules, so that
+hooks, FSDP and Opacus see them. Between them stand two products:
+
+    z = x Q,    u = R(z),    y = W x + b + s·u Pᵀ
+
+For the backward pass autograd keeps z, r values a token in the dtype of R.
 """
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
-from peft.utils import resolve_quantization_backend
-from peft.utils.other import AuxiliaryTrainingWrapper
+from peft.utils import quantization_extra_repr, resolve_quantization_backend
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
 from frozencore.adapter.saved.basis import sample_weight
 from frozencore.adapter.saved.state import UncalibratedWarning
-from frozencore.adapter.shared_factors import SharedFactors
-from frozencore.errors import ArtifactError, CalibrationError, ConfigError
+from frozencore.calibration.preserve import refuse_rewritten
+from frozencore.errors import ArtifactError, CalibrationError, ModelError
 from frozencore.maths.basis import Basis
+from frozencore.quiet import with_attributes
 
 
 @dataclass(frozen=True)
@@ -38,8 +47,8 @@ class RowCores:
     R: Tensor
 
 
-class FrozenCoreLayer(BaseTunerLayer):
-    """State and arithmetic of the adapters on one base layer with n inputs and m outputs.
+class FrozenCoreLinear(nn.Module, BaseTunerLayer):
+    """Frozen cores on ``nn.Linear`` or ``Conv1D`` with n inputs and m outputs.
 
     ``frozencore_scale``: s. ``frozencore_ready``: whether a basis was set; None if that must be looked up.
     ``awaits_core``: adapters whose core is not loaded yet. ``warned``: adapters without a basis that a warning named,
@@ -49,9 +58,19 @@ class FrozenCoreLayer(BaseTunerLayer):
     adapter_layer_names = ("frozencore_R",)
     other_param_names = ("frozencore_P", "frozencore_Q", "frozencore_scale", "frozencore_ready")
 
+    # PEFT's, which a type checker would take for submodules
+    active_adapters: Any
+    get_base_layer: Callable[[], Any]
+    get_base_weight: Callable[[], Tensor]
+    set_base_weight: Callable[[Tensor], None]
+    set_adapter: Callable[..., None]
+    _cast_input_dtype: Callable[[Tensor, torch.dtype], Tensor]
+    _get_base_layer_device_and_dtype: Callable[..., Any]
+
     def __init__(
         self,
         base_layer: nn.Module,
+        adapter_name: str,
         name: str,
         *,
         dtype: torch.dtype = torch.float32,
@@ -62,6 +81,7 @@ class FrozenCoreLayer(BaseTunerLayer):
         Args:
             dtype: The model's dtype, for a quantised weight that does not show its dtype of computation.
         """
+        super().__init__()
         self.base_layer = base_layer
         self.name = name
         self.model_dtype = dtype
@@ -74,44 +94,128 @@ class FrozenCoreLayer(BaseTunerLayer):
         self.warned = set() if warned is None else warned
         self.row_cores: RowCores | None = None
         self.awaits_core: set[str] = set()
+        self._active_adapter = adapter_name
         self._disable_adapters = False
         self.merged_adapters: list[str] = []
         self.out_features, self.in_features = layer_shape(self.get_base_layer())
         self._samples_at_first = sample_weight(getattr(self.get_base_layer(), "weight", None))
         self._original: tuple[Tensor, tuple[int, int]] | None = None  # while merged: the weight before; version since
+        self.register_load_state_dict_post_hook(FrozenCoreLinear._look_again)
 
     @property
     def shape(self) -> tuple[int, int]:
         """(m, n) of the base layer: its outputs and inputs."""
         return self.out_features, self.in_features
 
-    @property
-    def base_samples(self) -> Tensor | None:
-        """Some values of the weight without merged adapters; for a shard, those read when the layer was wrapped."""
-        weight = self.get_base_layer().weight
-        if self._original is not None and not self._was_changed(self._original[1]):
-            weight = self._original[0]
-        found = sample_weight(weight) if weight.numel() == self.out_features * self.in_features else None
-        return self._samples_at_first if found is None else found
-
-    def _weight_version(self) -> tuple[int, int]:
-        """The base weight and its number of changes in place; setting its data, as merging does, is none."""
-        weight = self.get_base_layer().weight
-        return id(weight), version_of(weight)
-
-    def _was_changed(self, since: tuple[int, int]) -> bool:
-        """Whether the base weight was changed in place; a copy of it counts as unchanged."""
-        now = self._weight_version()
-        return now[0] == since[0] and now != since
-
     def core(self, adapter_name: str) -> Tensor:
         """The core that trains: R (r x r)."""
-        linear: Any = self.frozencore_R[adapter_name]
-        return linear.weight
+        module: Any = self.frozencore_R[adapter_name]
+        return module.weight
 
     def factors(self, adapter_name: str) -> tuple[Tensor, Tensor, Tensor]:
         """P (m x r), Q (n x r) and R (r x r) of an adapter."""
         return self.frozencore_P[adapter_name], self.frozencore_Q[adapter_name], self.core(adapter_name)
+
+    def forward(self, x: Tensor, *args: Any, adapter_names: list[str] | None = None, **kwargs: Any) -> Tensor:
+        """
+        Args:
+            adapter_names: The adapter of each row of x, in place of the active ones; ``"__base__"`` means none.
+        """
+        if adapter_names is not None:
+            self.require_unmerged()
+            self._require_rows(len(adapter_names), x)
+        if self.disable_adapters or self.merged:
+            if self.disable_adapters and self.merged:
+                self.unmerge()
+            return self.base_layer(x, *args, **kwargs)
+        rows = self.row_cores if adapter_names is None else None
+        if rows is not None:
+            self._require_rows(rows.R.shape[0], x)
+        y = self.base_layer(x, *args, **kwargs)
+        if adapter_names is not None:
+            return self._add_rows(y, x, adapter_names)
+        if rows is not None:
+            return y if rows.basis is None else self._plus(y, x, *rows.basis[:2], rows.R, rows.basis[2])
+        for adapter_name in self.active_adapters:
+            if adapter_name in self.frozencore_R:
+                y = self._plus_core(y, x, adapter_name)
+        return y
+
+    def _plus_core(self, y: Tensor, x: Tensor, adapter_name: str) -> Tensor:
+        """Add an adapter's part to the base layer's output."""
+        P, Q, _ = self.trained_factors(adapter_name)
+        core: Any = self.frozencore_R[adapter_name]
+        return self._plus(y, x, P, Q, core, self.frozencore_scale[adapter_name])
+
+    def _plus(self, y: Tensor, x: Tensor, P: Tensor, Q: Tensor, R: nn.Linear | Tensor, scale: float) -> Tensor:
+        return plus_core(y, self._cast_input_dtype(x, Q.dtype), P, Q, R, scale)
+
+    def _require_rows(self, num_rows: int, x: Tensor) -> None:
+        if x.shape[0] != num_rows:
+            raise ValueError(
+                "Length of `adapter_names` should be the same as the number of inputs, but got "
+                f"{num_rows} and {len(x)} respectively. Each row must be one input of layer {self.name!r}."
+            )
+
+    def _add_rows(self, y: Tensor, x: Tensor, adapter_names: list[str]) -> Tensor:
+        """Add each row's own update to the base layer's output."""
+        for adapter_name in dict.fromkeys(adapter_names):
+            if adapter_name in self.frozencore_R:
+                mine = [row for row, name in enumerate(adapter_names) if name == adapter_name]
+                rows = torch.tensor(mine, device=x.device)
+                y = y.index_copy(0, rows, self._plus_core(y[rows], x[rows], adapter_name))
+        return y
+
+    def row_cores_of(self, adapter_name: str, R: Tensor) -> RowCores:
+        """Put cores (rows x r x r) on an adapter's basis."""
+        P, Q, _ = self.trained_factors(adapter_name)
+        return RowCores((P, Q, self.frozencore_scale[adapter_name]), R)
+
+    def require_unmerged(self) -> None:
+        """Refuse rows with adapters of their own while an adapter is merged: each row would get its update."""
+        if self.merged:
+            raise ValueError(
+                "Cannot pass `adapter_names` when there are merged adapters, please call `unmerge_adapter` first."
+            )
+
+    def trained_factors(self, adapter_name: str) -> tuple[Tensor, Tensor, Tensor]:
+        """P, Q and R for a forward pass; refuses cores that were not loaded, and training on a basis of zeros."""
+        if adapter_name in self.awaits_core:
+            raise ArtifactError(
+                f"The cores of the adapter {adapter_name!r} were not loaded: its file holds cores without bases, which "
+                "this loader cannot read. Use PeftModel.from_pretrained, or `frozencore adapter unpack` the folder."
+            )
+        if not self.frozencore_ready[adapter_name]:
+            self._look_for_basis(adapter_name)
+        return self.factors(adapter_name)
+
+    @torch.compiler.assume_constant_result  # a compiled graph cannot read values
+    def _look_for_basis(self, adapter_name: str) -> None:
+        """Raise an error if a basis that is zero is trained on; warn once if a core that is not zero is used on it."""
+        P, _, R = self.factors(adapter_name)
+        if P.is_meta or R.is_meta:
+            return
+        if self.training:
+            self.require_basis(adapter_name)
+        self.frozencore_ready[adapter_name] = bool(P.any())
+        if not P.any() and bool(R.any()) and adapter_name not in self.warned:
+            self.warned.add(adapter_name)
+            warnings.warn(
+                f"A core works on the basis that it was trained on, but the adapter {adapter_name!r} has a trained "
+                "core and no basis, so it acts as the base model. Load the whole adapter, or give it its basis with "
+                "frozencore.set_bases(model, bases) and load the core again.",
+                UncalibratedWarning,
+                stacklevel=2,
+            )
+
+    def require_basis(self, adapter_name: str) -> None:
+        """Raise an error if the basis is zero: it was never set and cannot be trained on."""
+        if not bool(self.frozencore_P[adapter_name].any()):
+            raise CalibrationError(
+                f"A frozen core needs a basis before training, but layer {self.name!r} of adapter {adapter_name!r} "
+                "has none. Call frozencore.calibrate(model, dataloader) first."
+            )
+        self.frozencore_ready[adapter_name] = True
 
     def update_layer(self, adapter_name: str, rank: int, scale: float, *, inference_mode: bool) -> None:
         """Add an adapter without a basis: zero P, Q and R."""
@@ -151,14 +255,6 @@ class FrozenCoreLayer(BaseTunerLayer):
         if random_core:
             nn.init.kaiming_uniform_(self.core(adapter_name), a=5**0.5)
 
-    def are_alike(self, adapter_name: str, other: str) -> bool:
-        """Return whether two adapters have factors of the same kind, and the same scale."""
-        kinds = [
-            (self.frozencore_scale[name], *((X.shape, X.dtype, X.device) for X in self.factors(name)[:2]))
-            for name in (adapter_name, other)
-        ]
-        return kinds[0] == kinds[1]
-
     def require_fit(self, rank: int, basis: Basis) -> None:
         """Raise an error if a basis does not have the shape of factors of this rank in this layer."""
         shapes = (self.out_features, rank), (self.in_features, rank)
@@ -169,17 +265,14 @@ class FrozenCoreLayer(BaseTunerLayer):
                 "Use the rank of the adapter, and moments of this layer."
             )
 
-    def row_cores_of(self, adapter_name: str, R: Tensor) -> RowCores:
-        """Put cores (rows x r x r) on an adapter's basis."""
-        P, Q, _ = self._trained_factors(adapter_name)
-        return RowCores((P, Q, self.frozencore_scale[adapter_name]), R)
-
-    def require_unmerged(self) -> None:
-        """Refuse rows with adapters of their own while an adapter is merged: each row would get its update."""
-        if self.merged:
-            raise ValueError(
-                "Cannot pass `adapter_names` when there are merged adapters, please call `unmerge_adapter` first."
-            )
+    @property
+    def base_samples(self) -> Tensor | None:
+        """Some values of the weight without merged adapters; for a shard, those read when the layer was wrapped."""
+        weight = self.get_base_layer().weight
+        if self._original is not None and not self._was_changed(self._original[1]):
+            weight = self._original[0]
+        found = sample_weight(weight) if weight.numel() == self.out_features * self.in_features else None
+        return self._samples_at_first if found is None else found
 
     def dense_weight(self) -> Tensor:
         """W as m x n in floating point: dequantised if needed, Conv1D transposed. The stored weight is not changed."""
@@ -222,10 +315,13 @@ class FrozenCoreLayer(BaseTunerLayer):
 
     def _set_aside(self) -> None:
         """Keep the weight: subtracting a rounded sum would not restore it."""
-        self._original = self.get_base_layer().weight.data, self._weight_version()
+        weight = self.get_base_layer().weight
+        self._original = weight.data, (id(weight), version_of(weight))
 
-    def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
-        return True
+    def _was_changed(self, since: tuple[int, int]) -> bool:
+        """Whether the base weight was changed in place; a copy counts as unchanged, and so does setting its data."""
+        weight = self.get_base_layer().weight
+        return id(weight) == since[0] and version_of(weight) != since[1]
 
     def _add_to_weight(self, adapter_name: str, sign: float, *, check: bool) -> None:
         weight = self.get_base_weight()
@@ -236,49 +332,13 @@ class FrozenCoreLayer(BaseTunerLayer):
             raise ValueError(f"NaNs detected in the merged weights. The adapter {adapter_name} seems to be broken")
         self.set_base_weight(merged.to(weight.dtype))
 
-    def _trained_factors(self, adapter_name: str) -> tuple[Tensor, Tensor, Tensor]:
-        if adapter_name in self.awaits_core:
-            raise ArtifactError(
-                f"The cores of the adapter {adapter_name!r} were not loaded: its file holds cores without bases, which "
-                "this loader cannot read. Use PeftModel.from_pretrained, or `frozencore adapter unpack` the folder."
-            )
-        if not self.frozencore_ready[adapter_name]:
-            self._look_for_basis(adapter_name)
-        return self.factors(adapter_name)
-
-    @torch.compiler.assume_constant_result  # a compiled graph cannot read values
-    def _look_for_basis(self, adapter_name: str) -> None:
-        """Raise an error if a basis that is zero is trained on; warn once if a core that is not zero is used on it."""
-        P, _, R = self.factors(adapter_name)
-        if P.is_meta or R.is_meta:
-            return
-        if self.training:
-            self.require_basis(adapter_name)
-        self.frozencore_ready[adapter_name] = bool(P.any())
-        if not P.any() and bool(R.any()) and adapter_name not in self.warned:
-            self.warned.add(adapter_name)
-            warnings.warn(
-                f"A core works on the basis that it was trained on, but the adapter {adapter_name!r} has a trained "
-                "core and no basis, so it acts as the base model. Load the whole adapter, or give it its basis with "
-                "frozencore.set_bases(model, bases) and load the core again.",
-                UncalibratedWarning,
-                stacklevel=2,
-            )
-
-    def require_basis(self, adapter_name: str) -> None:
-        """Raise an error if the basis is zero: it was never set and cannot be trained on."""
-        if not bool(self.frozencore_P[adapter_name].any()):
-            raise CalibrationError(
-                f"A frozen core needs a basis before training, but layer {self.name!r} of adapter {adapter_name!r} "
-                "has none. Call frozencore.calibrate(model, dataloader) first."
-            )
-        self.frozencore_ready[adapter_name] = True
+    def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
+        return True
 
     def set_core_dtype(self, adapter_name: str, *, widened: bool) -> None:
         """Cast cores to float32 (float64 on a float64 base), or to the base layer's dtype."""
         _, dtype = self._device_and_dtype()
-        kept = torch.promote_types(dtype, torch.float32) if widened else dtype
-        self.frozencore_R[adapter_name].to(kept)
+        self.frozencore_R[adapter_name].to(torch.promote_types(dtype, torch.float32) if widened else dtype)
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
         """Move an adapter; PEFT's method would round R to the base layer's dtype with ``low_cpu_mem_usage``."""
@@ -293,14 +353,20 @@ class FrozenCoreLayer(BaseTunerLayer):
                 factors.share(adapter_name)
         self.frozencore_R[adapter_name].to(target)
 
-    def make_room_for(self, state_dict: Mapping[str, Any], prefix: str) -> None:
-        """Prepare to load this layer's part of a model's state dict, in which each basis may stand once."""
+    def _device_and_dtype(self) -> tuple[torch.device, torch.dtype]:
+        device, dtype = self._get_base_layer_device_and_dtype(self.get_base_layer())
+        usable = dtype if dtype is not None and dtype.is_floating_point and dtype.itemsize > 1 else self.model_dtype
+        return device if device is not None else torch.device("cpu"), usable
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load this layer's part of a model's state dict, in which each basis may stand once."""
         cores = [name for name in self.frozencore_R if f"{prefix}frozencore_R.{name}.weight" in state_dict]
         for side, factors in (("P", self.frozencore_P), ("Q", self.frozencore_Q)):
             came = [name for name in factors if f"{prefix}frozencore_{side}.{name}" in state_dict]
             factors.make_room(came, cores)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def look_again(self) -> None:
+    def _look_again(self, _: Any) -> None:
         """After tensors were loaded: share equal bases, and look whether there is a basis."""
         for name in reversed(list(self.frozencore_R)):  # a later adapter joins an earlier one, as when it was added
             self.frozencore_P.share(name)
@@ -308,10 +374,222 @@ class FrozenCoreLayer(BaseTunerLayer):
             P = self.frozencore_P[name]
             self.frozencore_ready[name] = None if P.is_meta or not P.any() else True
 
-    def _device_and_dtype(self) -> tuple[torch.device, torch.dtype]:
-        device, dtype = self._get_base_layer_device_and_dtype(self.get_base_layer())
-        usable = dtype if dtype is not None and dtype.is_floating_point and dtype.itemsize > 1 else self.model_dtype
-        return device if device is not None else torch.device("cpu"), usable
+    def extra_repr(self) -> str:
+        return quantization_extra_repr(self)
+
+    def __repr__(self) -> str:
+        return "frozencore." + super().__repr__()
+
+
+class FrozenCoreQuantisedLinear(FrozenCoreLinear):
+    """Frozen cores on a linear layer with a quantisation backend of PEFT's.
+
+    Its weight can be read and trained on only as it was loaded. Merging changes a copy, because subtraction does not
+    restore a rounded weight.
+    """
+
+    def __init__(self, base_layer: nn.Module, adapter_name: str, name: str, **kwargs: Any) -> None:
+        super().__init__(base_layer, adapter_name, name, **kwargs)
+        self._unmerged: list[nn.Module] = []  # in a list, so that torch does not register it as a submodule
+
+    def forward(self, x: Tensor, *args: Any, adapter_names: list[str] | None = None, **kwargs: Any) -> Tensor:
+        """Compute as for a plain layer; refuse to train on a weight that was rewritten for inference."""
+        if torch.is_grad_enabled():
+            refuse_rewritten(self.get_base_layer(), self.name)
+        return super().forward(x, *args, adapter_names=adapter_names, **kwargs)
+
+    def get_base_weight(self) -> Tensor:
+        """The base weight. PEFT's method would read noise from a weight that was rewritten for inference."""
+        refuse_rewritten(self.get_base_layer(), self.name)
+        return super().get_base_weight()
+
+    def dense_weight(self) -> Tensor:
+        """W dequantised, m x n."""
+        try:
+            return super().dense_weight()
+        except (TypeError, NotImplementedError) as error:
+            raise ModelError(
+                f"The quantised weight of layer {self.name!r} cannot be read: {error} "
+                "Use a constructor that does not look at weights, such as fcca, or an unquantised base model."
+            ) from error
+
+    def unmerge(self) -> None:
+        """Restore the original quantised layer."""
+        if self._unmerged:
+            self._owner().base_layer = self._unmerged.pop()
+            self.merged_adapters.clear()
+        else:
+            super().unmerge()
+
+    def _set_aside(self) -> None:
+        """Replace the quantised layer by a copy to merge into."""
+        backend = self.quantization_backend
+        if not backend.supports_merge:
+            raise ModelError(
+                f"A weight quantised by {backend.backend_name} cannot take a merged update. "
+                "Keep the adapter unmerged, or load the base model without quantisation."
+            )
+        warnings.warn(
+            f"Merging rounds the sum to the grid of {backend.backend_name} weights, which changes what the model "
+            "says. Measure the merged model, or keep the adapter unmerged.",
+            stacklevel=3,
+        )
+        owner = self._owner()
+        self._unmerged = [owner.base_layer]
+        owner.base_layer = copy.deepcopy(owner.base_layer)
+
+    def _owner(self) -> Any:
+        """The adapter layer that holds the plain layer: this one, or one nested in it."""
+        layer: Any = self
+        while isinstance(layer.base_layer, BaseTunerLayer):
+            layer = layer.base_layer
+        return layer
+
+
+def plus_core(y: Tensor, x: Tensor, P: Tensor, Q: Tensor, R: nn.Linear | Tensor, scale: float) -> Tensor:
+    """``y + s·P R Qᵀ x`` in the dtype of y.
+
+    The product with R is in the dtype of R, the others are in that of P and Q.
+
+    Args:
+        y: The base layer's output (..., m).
+        x: Its input (..., n), in the dtype of Q.
+        R: A linear layer r -> r; or r x r; or rows x r x r, a core for each row of x.
+    """
+    z = x @ Q
+    u = _through(z.to(R.dtype), R) if isinstance(R, Tensor) else R(z.to(R.weight.dtype))
+    u = u.to(P.dtype)
+    if y.dtype == P.dtype == z.dtype:  # z has another dtype under autocast, which would round a wider y
+        m, r = P.shape
+        return torch.addmm(y.reshape(-1, m), u.reshape(-1, r), P.mT, alpha=scale).view(y.shape)
+    return y + ((u * scale) @ P.mT).to(y.dtype)
+
+
+def _through(z: Tensor, R: Tensor) -> Tensor:
+    """``z Rᵀ`` with one core, or with each row's own: z (..., r) with the tokens of a row contiguous."""
+    if R.ndim == 2:
+        return linear(z, R)
+    rows, r, _ = R.shape
+    if z.numel() == rows * r:  # one token a row, as in generation: bmm takes 2 to 5 times as long
+        return (R.mT * z.reshape(rows, r, 1)).sum(1).view(z.shape)
+    return torch.bmm(z.reshape(rows, -1, r), R.mT).view(z.shape)
+
+
+class SharedFactors(nn.Module):
+    """P or Q of every adapter on one layer: one buffer for each basis, however many adapters use it.
+
+    The buffer has the name of one adapter; the others refer to it. So a state dict holds each basis once, and libraries
+    that copy, save or load tensors never meet one tensor under two names. Equal tensors become one when they are set or
+    loaded.
+
+    They are buffers and not frozen parameters, because trainers count, cast, shard and leave out parameters (ZeRO-3
+    saves without frozen ones). accelerate's FSDP2 takes a module to the meta device and back, and expects that all of a
+    state dict is sharded by then. It keeps buffers that torch counts as not persistent; so do we, and write and read
+    them here, except on the meta device.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._owners: dict[str, str] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._owners
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._owners)
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def keys(self) -> list[str]:
+        """The adapters' names."""
+        return list(self._owners)
+
+    def __getitem__(self, name: str) -> Tensor:
+        held = self._buffers[self._owners[name]]
+        assert held is not None
+        return held
+
+    def __setitem__(self, name: str, tensor: Tensor) -> None:
+        """Give an adapter a tensor of its own."""
+        if name in self._owners:
+            del self[name]
+        self.register_buffer(name, tensor, persistent=False)
+        self._owners[name] = name
+
+    def __delitem__(self, name: str) -> None:
+        held = self[name]
+        owner = self._owners.pop(name)
+        if owner == name:
+            delattr(self, name)
+            if heirs := [other for other, its in self._owners.items() if its == name]:
+                self.register_buffer(heirs[0], held, persistent=False)
+                self._owners |= dict.fromkeys(heirs, heirs[0])
+
+    def join(self, name: str, other: str) -> None:
+        """Let an adapter use another adapter's tensor."""
+        if self._owners.get(name, name) != self._owners[other]:
+            if name in self._owners:
+                del self[name]
+            self._owners[name] = self._owners[other]
+
+    def joined(self, name: str) -> list[str]:
+        """The adapters that use the tensor of this one, itself included."""
+        return [other for other, owner in self._owners.items() if owner == self._owners[name]]
+
+    def fill(self, name: str, values: Tensor) -> None:
+        """Give an adapter new values. Others that share a tensor keep theirs, unless it was not set yet."""
+        own = self[name]
+        if len(self.joined(name)) > 1 and (own.is_meta or own.any()):
+            self[name] = values.to(own.device, own.dtype, copy=True)
+        else:
+            own.copy_(values)
+        self.share(name)
+
+    def share(self, name: str) -> None:
+        """Use another adapter's tensor if it is equal."""
+        own = self[name]
+        if own.is_meta or not own.any():  # not set yet
+            return
+        for other in dict.fromkeys(self._owners.values()):
+            X = self[other]
+            alike = (X.shape, X.dtype, X.device) == (own.shape, own.dtype, own.device)
+            if other != self._owners[name] and alike and torch.equal(X, own):
+                for one in self.joined(name):
+                    self.join(one, other)
+                return
+
+    def make_room(self, came: list[str], cores: list[str]) -> None:
+        """Prepare to load tensors, each into a buffer of its own.
+
+        Args:
+            came: The adapters whose tensors are in the state dict.
+            cores: The adapters whose cores are in it. One without a tensor shared it when the state dict was made; if
+                several tensors are possible, torch's error names the missing one.
+        """
+        groups = {name: [name] for name in came}
+        for name in cores:
+            if name not in came:
+                possible = [other for other in came if other in self.joined(name)] or came
+                if len(possible) == 1:
+                    groups[possible[0]].append(name)
+        for name, group in groups.items():
+            own = self[name]
+            self[name] = own if set(self.joined(name)) <= set(group) else own.clone()
+            for follower in group[1:]:
+                self.join(follower, name)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        with self._persistent({name for name, held in self.named_buffers() if not held.is_meta}):
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        with self._persistent({n for n, held in self.named_buffers() if not held.is_meta or prefix + n in state_dict}):
+            super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _persistent(self, names: set[str]) -> AbstractContextManager[None]:
+        """Let torch count these buffers as persistent inside."""
+        return with_attributes(self, _non_persistent_buffers_set=self._non_persistent_buffers_set - names)
 
 
 def version_of(tensor: Tensor) -> int:
@@ -330,51 +608,7 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | Conv1D) or (quantised and not isinstance(module, BaseTunerLayer))
 
 
-def frozen_core_layers(model: nn.Module, adapter_name: str) -> dict[str, FrozenCoreLayer]:
+def frozen_core_layers(model: nn.Module, adapter_name: str) -> dict[str, FrozenCoreLinear]:
     """The layers that have an adapter, by their name in the base model."""
-    layers = (module for module in model.modules() if isinstance(module, FrozenCoreLayer))
+    layers = (module for module in model.modules() if isinstance(module, FrozenCoreLinear))
     return {layer.name: layer for layer in layers if adapter_name in layer.frozencore_R}
-
-
-def require_own_parameters(model: nn.Module) -> list[Tensor]:
-    """The parameters that the active frozen-core adapters train; refuses frozen cores and other trained parameters."""
-    cores: list[Tensor] = []
-    named: list[Tensor] = []
-    for module in model.modules():
-        if isinstance(module, FrozenCoreLayer):
-            cores += [module.core(name) for name in module.active_adapters if name in module.frozencore_R]
-        elif isinstance(module, AuxiliaryTrainingWrapper):
-            parameters = module.named_parameters()
-            named += [p for name, p in parameters if not set(name.split(".")).isdisjoint(module.active_adapters)]
-    if not cores:
-        return []
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    frozen = [names[id(core)] for core in cores if not core.requires_grad]
-    if frozen:
-        raise ConfigError(
-            f"Every core of an active adapter trains, but {frozen[0]!r} is frozen ({len(frozen)} of {len(cores)}). "
-            "Call set_adapter(name) on the model, or load the adapter with is_trainable=True."
-        )
-    own = {id(parameter) for parameter in [*cores, *named]}
-    foreign = [parameter for parameter in model.parameters() if parameter.requires_grad and id(parameter) not in own]
-    if foreign:
-        raise ConfigError(
-            f"A frozen-core adapter trains its cores, {sum(core.numel() for core in cores):,} values, but "
-            f"{names[id(foreign[0])]!r} trains as well ({len(foreign)} parameters of "
-            f"{sum(p.numel() for p in foreign):,} values in all). Freeze it with requires_grad_(False), or name its "
-            "module in modules_to_save."
-        )
-    return [parameter for parameter in [*cores, *named] if parameter.requires_grad]
-
-
-def require_float32(model: nn.Module) -> None:
-    """Refuse a model without trainable parameters, or with some that are not float32."""
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not trainable:
-        raise ConfigError("Training needs trainable parameters, but this model has none. Add an adapter first.")
-    for name, parameter in trainable.items():
-        if parameter.dtype != torch.float32:
-            raise ConfigError(
-                f"Trainable parameters must be float32 (the frozen ones need not be), but {name!r} is "
-                f"{parameter.dtype}. Add the adapter with autocast_adapter_dtype=True, or load the model in float32."
-            )

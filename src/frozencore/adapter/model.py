@@ -17,11 +17,17 @@ from peft.utils import AuxiliaryTrainingWrapper, get_quantization_kwargs, resolv
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from frozencore.adapter.bank import adapter_of_each_row
 from frozencore.adapter.bases import require_same_base, set_named_basis
 from frozencore.adapter.config import FrozenCoreConfig, FrozenCoreType
 from frozencore.adapter.folders import require_one_basis
-from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers, is_linear
-from frozencore.adapter.linear import FrozenCoreLinear, FrozenCoreQuantisedLinear, adapter_of_each_row
+from frozencore.adapter.layer import (
+    FrozenCoreLinear,
+    FrozenCoreQuantisedLinear,
+    SharedFactors,
+    frozen_core_layers,
+    is_linear,
+)
 from frozencore.adapter.named_layers import (
     attention_projections,
     exclude_unusable,
@@ -50,7 +56,6 @@ from frozencore.adapter.saved.state import (
     warn_of_uncalibrated,
     with_factors,
 )
-from frozencore.adapter.shared_factors import SharedFactors
 from frozencore.calibration.layer_owners import require_same_bases
 from frozencore.calibration.preserve import keep_weights
 from frozencore.constructors import LayerEvidence, build_basis
@@ -65,7 +70,7 @@ class FrozenCoreModel(BaseTuner):
     """Frozen cores on a base model; made by ``peft.get_peft_model(base, FrozenCoreConfig(...))``."""
 
     prefix = PREFIX
-    tuner_layer_cls = FrozenCoreLayer
+    tuner_layer_cls = FrozenCoreLinear
     target_module_mapping: dict[str, list[str]] = {}  # noqa: RUF012 - PEFT reads it; defaults are found by structure
 
     _add_modules_to_save_to_tie = LoraModel._add_modules_to_save_to_tie  # concerns embeddings, not LoRA
@@ -127,7 +132,7 @@ class FrozenCoreModel(BaseTuner):
                 f"{type(parent).__name__} computes with the weight of {current_key!r} and does not call the "
                 "layer, so a core on it would have no effect. Leave it out of target_modules."
             )
-        layer = target if isinstance(target, FrozenCoreLayer) else self._new_layer(target, adapter_name, current_key)
+        layer = target if isinstance(target, FrozenCoreLinear) else self._new_layer(target, adapter_name, current_key)
         layer.update_layer(
             adapter_name,
             rank,
@@ -139,7 +144,7 @@ class FrozenCoreModel(BaseTuner):
                 layer.requires_grad_(False)
             self._replace_module(parent, target_name, layer, target)
 
-    def _give_bases(self, config: FrozenCoreConfig, adapter_name: str, layers: dict[str, FrozenCoreLayer]) -> None:
+    def _give_bases(self, config: FrozenCoreConfig, adapter_name: str, layers: dict[str, FrozenCoreLinear]) -> None:
         """Set the bases of an adapter of the same kind, the named ones, or those that need no data.
 
         Raises:
@@ -168,19 +173,22 @@ class FrozenCoreModel(BaseTuner):
             for layer in layers.values():
                 layer.awaits_core.add(adapter_name)
 
-    def _twin_of(self, config: FrozenCoreConfig, adapter_name: str, layers: dict[str, FrozenCoreLayer]) -> str | None:
+    def _twin_of(self, config: FrozenCoreConfig, adapter_name: str, layers: dict[str, FrozenCoreLinear]) -> str | None:
         """Another adapter of the same configuration, shapes and named basis; the new one gets its bases."""
         for other, its in self.peft_config.items():
             if other == adapter_name or config.basis_id not in (None, its.basis_id):
                 continue
             same = its.constructor == config.constructor and its.basis_options() == config.basis_options()
-            theirs = frozen_core_layers(self.model, other)
-            if (
-                same
-                and theirs.keys() == layers.keys()
-                and all(layer.are_alike(adapter_name, other) for layer in layers.values())
-            ):
-                return other
+            if same and frozen_core_layers(self.model, other).keys() == layers.keys():
+                kinds = [
+                    [
+                        (layer.frozencore_scale[name], *((X.shape, X.dtype, X.device) for X in layer.factors(name)[:2]))
+                        for layer in layers.values()
+                    ]
+                    for name in (adapter_name, other)
+                ]
+                if kinds[0] == kinds[1]:
+                    return other
         return None
 
     def _new_layer(self, target: nn.Module, adapter_name: str, name: str) -> FrozenCoreLinear:
@@ -371,7 +379,7 @@ class FrozenCoreModel(BaseTuner):
             getattr(model, f"get_{kind}_embeddings", lambda: None) for kind in ("output", "input")
         )
         head, embedding = get_head(), get_embedding()
-        if not isinstance(head, FrozenCoreLayer) or head.get_base_layer().weight is not getattr(
+        if not isinstance(head, FrozenCoreLinear) or head.get_base_layer().weight is not getattr(
             embedding, "weight", None
         ):
             return

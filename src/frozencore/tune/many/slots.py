@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
-from frozencore.adapter.layer import FrozenCoreLayer, frozen_core_layers
-from frozencore.adapter.linear import base_rows, other_modules, rows_through
+from frozencore.adapter.bank import base_rows, other_modules, rows_through
+from frozencore.adapter.layer import FrozenCoreLinear, frozen_core_layers
 from frozencore.adapter.saved.state import by_layer
 from frozencore.calibration.batches import rope_limit
 from frozencore.calibration.counted_tokens import IGNORED
@@ -64,7 +64,7 @@ def _is_causal(model: nn.Module) -> bool:
 def _logits_at(model: nn.Module, wanted: Tensor) -> Iterator[bool]:
     """Let the output layer see only the wanted positions, as one row; False if that is impossible."""
     head: Any = base_of(model).get_output_embeddings()
-    if head is None or isinstance(head, FrozenCoreLayer) or not forward_accepts(model, "logits_to_keep"):
+    if head is None or isinstance(head, FrozenCoreLinear) or not forward_accepts(model, "logits_to_keep"):
         yield False  # the output layer has row cores, or the model reads logits in another way
         return
     handle = head.register_forward_pre_hook(lambda _, args: (args[0][wanted].unsqueeze(0), *args[1:]))
