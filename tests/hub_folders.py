@@ -114,9 +114,9 @@ def write_hub_folder(
     """The data set of a task as it lies on the hub: Parquet files and a card that names the configurations."""
     source: Any = find_task(name).source
     folder, config = root / source.path, source.config or "default"
-    splits = {"train": num_train, source.evaluation_split: num_evaluation}
-    if num_validation and source.validation_split:
-        splits[source.validation_split] = num_validation
+    splits = {"train": num_train, source.splits["evaluation"]: num_evaluation}
+    if num_validation and "validation" in source.splits:
+        splits[source.splits["validation"]] = num_validation
     (folder / config).mkdir(parents=True, exist_ok=True)
     for split, count in splits.items():
         column = VARIED[name]

@@ -10,18 +10,9 @@ from frozencore.tune.pocket import POCKET_TASKS
 from frozencore.tune.rows import Example, Row, text_field
 from frozencore.tune.tasks import Task
 from frozencore.tune.tasks.described_task import read_own_task
-from frozencore.tune.tasks.glue import COLA, MRPC, QNLI, RTE, SST2
-from frozencore.tune.tasks.math_problems import GSM8K, SVAMP
-from frozencore.tune.tasks.questions import ARC_CHALLENGE, HELLASWAG, OPENBOOKQA, WINOGRANDE, hellaswag_example
+from frozencore.tune.tasks.paper import PAPER_TASKS as PAPER_TASKS
+from frozencore.tune.tasks.paper import hellaswag_example
 from frozencore.words import unknown_name
-
-PAPER_TASKS: dict[str, Task] = {
-    task.name: task
-    for task in (
-        SVAMP, GSM8K, SST2, QNLI, COLA, RTE, MRPC, ARC_CHALLENGE, OPENBOOKQA, HELLASWAG,
-        WINOGRANDE,
-    )
-}  # fmt: skip
 
 
 def _as_text(task: Task, text: Callable[[Row, str], str]) -> Task:
@@ -50,9 +41,9 @@ def _caption(row: Row, row_id: str) -> str:
 TEXT_TASKS: dict[str, Task] = {
     task.name: task
     for task in (
-        _as_text(HELLASWAG, _caption),
-        _as_text(GSM8K, lambda row, row_id: text_field(row, "question", row_id)),
-        _as_text(SST2, lambda row, row_id: text_field(row, "sentence", row_id)),
+        _as_text(PAPER_TASKS["hellaswag"], _caption),
+        _as_text(PAPER_TASKS["gsm8k"], lambda row, row_id: text_field(row, "question", row_id)),
+        _as_text(PAPER_TASKS["sst2"], lambda row, row_id: text_field(row, "sentence", row_id)),
     )
 }
 TASKS: dict[str, Task] = PAPER_TASKS | TEXT_TASKS | POCKET_TASKS

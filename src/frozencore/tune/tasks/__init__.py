@@ -18,11 +18,7 @@ Scoring = Literal["choice", "exact_match", "text"]
 
 @dataclass(frozen=True)
 class Origin:
-    """A description of the source of rows.
-
-    Attributes:
-        splits: The data set's own names of the existing splits.
-    """
+    """A description of the source of rows, with its own names of the splits that exist."""
 
     name: str
     configuration: str
@@ -46,7 +42,6 @@ class Task:
     """One task of the suite.
 
     Attributes:
-        source: Gives the raw rows of a split.
         to_example: Turns one raw row and its id into an :class:`Example`; raises ``DataError`` on a bad row.
         num_train, num_evaluation, epochs: The protocol's sizes (paper, table "datasets").
         max_new_tokens: Length limit of a generated answer; unused for choices.
@@ -74,33 +69,18 @@ class HubDataset:
     Attributes:
         path: The hub id, ``org/name``; also the path below a data root.
         columns: The columns that every split must have.
-        validation_split: A labeled split for neither training nor evaluation, if the data set has one.
-        num_rows: Rows of each official split.
+        splits: The data set's own names. A validation split is labeled and neither for training nor for evaluation.
     """
 
     path: str
-    evaluation_split: str
     columns: tuple[str, ...]
-    train_split: str = "train"
+    splits: Mapping[Split, str] = field(hash=False)
     config: str | None = None
-    validation_split: str | None = None
-    num_rows: Mapping[str, int] = field(default_factory=dict, hash=False)
-
-    @property
-    def name(self) -> str:
-        """Hub id and configuration."""
-        return self.path + (f" ({self.config})" if self.config else "")
-
-    @property
-    def splits(self) -> dict[Split, str | None]:
-        """The official name of each split; None for a validation split that does not exist."""
-        return {"train": self.train_split, "validation": self.validation_split, "evaluation": self.evaluation_split}
 
     @property
     def origin(self) -> Origin:
         """The hub id and its splits."""
-        splits: dict[Split, str] = {split: name for split, name in self.splits.items() if name is not None}
-        return Origin(self.path, self.config or "default", splits)
+        return Origin(self.path, self.config or "default", self.splits)
 
     def rows(self, split: Split, data_root: Path | None) -> Sequence[Row]:
         """Every row of a split, in its official order; empty for a validation split that does not exist.
@@ -111,23 +91,21 @@ class HubDataset:
         Raises:
             DataError: The data cannot be loaded, lack a column, or are empty.
         """
-        name = self.splits[split]
-        if name is None:
+        if split not in self.splits:
             return ()
+        title = self.path + (f" ({self.config})" if self.config else "")
         folder = None if data_root is None else data_root / self.path
         if folder is not None and not folder.is_dir():
             raise DataError(
-                f"Data set {self.name} must lie at {folder}, but there is no such folder. "
+                f"Data set {title} must lie at {folder}, but there is no such folder. "
                 f"Give the folder that holds {self.path} as --data-root, or leave it out to use the hub."
             )
         way_out = f"The way out: --data-root DIR (a folder that holds {self.path}, of the same schema), or a network."
-        rows = load_split(self.path, self.config, name, folder=folder, way_out=way_out)
-        missing = [column for column in self.columns if column not in rows.column_names]
-        if missing:
+        rows = load_split(self.path, self.config, self.splits[split], folder=folder, way_out=way_out)
+        if missing := [column for column in self.columns if column not in rows.column_names]:
             raise DataError(
-                f"Data set {self.name} needs the columns {', '.join(self.columns)}, but its {name} split lacks "
-                f"{', '.join(missing)} (it has {', '.join(rows.column_names)}). "
+                f"Data set {title} needs the columns {', '.join(self.columns)}, but its {self.splits[split]} split "
+                f"lacks {', '.join(missing)} (it has {', '.join(rows.column_names)}). "
                 f"Point --data-root at data of the hub's schema."
             )
-        result: Sequence[Row] = rows
-        return result
+        return rows

@@ -1,4 +1,4 @@
-"""Tasks described by a prompt with columns in braces: GLUE's (``glue.py``), and the user's own in a YAML file.
+"""Tasks described by a prompt with columns in braces: GLUE's (``paper.py``), and the user's own in a YAML file.
 
     name: capitals
     scoring: choice                 # or exact_match: a generated number

@@ -26,12 +26,7 @@ ValidationSource = Literal["unused train rows", "official validation", "10% of t
 
 @dataclass(frozen=True)
 class TaskSplits:
-    """The rows of one task, disjoint as ids and as normalised text.
-
-    Attributes:
-        validation_from: The source of the validation rows; ``"none"`` if there are none.
-        left_out: The number of training rows left out, by reason.
-    """
+    """The rows of one task, disjoint as ids and as normalised text; ``left_out`` counts training rows by reason."""
 
     train: tuple[Example, ...]
     validation: tuple[Example, ...]
@@ -68,7 +63,7 @@ def split_task(
     num_evaluation = task.num_evaluation if num_evaluation is None else num_evaluation
     _require_positive(num_train=num_train, num_evaluation=num_evaluation)
     evaluation = list(islice(_drawn(task, "evaluation", data_root, seed), num_evaluation))
-    evaluated_texts = {normalised_text(example) for example in evaluation}
+    evaluated_texts = set(map(normalised_text, evaluation))
     leaked: list[Example] = []
     usable = _without(_drawn(task, "train", data_root, seed), evaluated_texts, passed_over=leaked)
     train = list(islice(usable, num_train))
@@ -77,16 +72,16 @@ def split_task(
             f"Task {task.name!r} needs rows to train and to evaluate on, but has {len(train)} and {len(evaluation)} "
             f"({len(leaked)} train rows are also evaluation rows)."
         )
-    seen_texts = evaluated_texts | {normalised_text(example) for example in train}
-    validation = list(islice(_without(usable, seen_texts), num_evaluation))
-    left_out = {}
+    seen_texts = evaluated_texts.union(map(normalised_text, train))
     source: ValidationSource = "unused train rows"
+    validation = list(islice(_without(usable, seen_texts), num_evaluation))
     if not validation:
-        official = _drawn(task, "validation", data_root, seed)
-        validation, source = list(islice(_without(official, seen_texts), num_evaluation)), "official validation"
+        source = "official validation"
+        validation = list(islice(_without(_drawn(task, "validation", data_root, seed), seen_texts), num_evaluation))
+    left_out = {}
     if not validation and not train_on_all and len(train) > 1:
         held_out = max(1, round(VALIDATION_SHARE * len(train)))
-        rest = list(_without(train[held_out:], {normalised_text(example) for example in train[:held_out]}))
+        rest = list(_without(train[held_out:], set(map(normalised_text, train[:held_out]))))
         if rest:
             left_out["also validation rows"] = len(train) - held_out - len(rest)
             validation, train, source = train[:held_out], rest, "10% of train"
@@ -98,13 +93,7 @@ def split_task(
 def evaluation_rows(
     task: Task, data_root: Path | None = None, *, num_evaluation: int | None = None
 ) -> tuple[Example, ...]:
-    """The rows that :func:`split_task` evaluates, without reading the training split.
-
-    Raises:
-        ConfigError: ``num_evaluation`` is not positive.
-        DataError: The task's source is invalid.
-        NoRowsError: The task has no evaluation rows.
-    """
+    """The rows that :func:`split_task` evaluates, without reading the training split; errors are the same."""
     num_evaluation = task.num_evaluation if num_evaluation is None else num_evaluation
     _require_positive(num_evaluation=num_evaluation)
     drawn = tuple(islice(_drawn(task, "evaluation", data_root, SPLIT_SEED), num_evaluation))
