@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,14 @@ import gguf
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from frozencore.tune.pocket import pocket_model_path
 
@@ -19,15 +27,20 @@ NAMES = {
     "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
 }  # fmt: skip
+GEMMA3_NAMES = {
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}  # fmt: skip
 OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
-def gguf_name(module: str) -> str:
+def gguf_name(module: str, names: Mapping[str, str] = NAMES) -> str:
     """``model.layers.3.self_attn.q_proj`` is ``blk.3.attn_q``."""
     if module in OUTSIDE:
         return OUTSIDE[module]
     _, _, number, rest = module.split(".", 3)
-    return f"blk.{number}.{NAMES[rest]}"
+    return f"blk.{number}.{names[rest]}"
 
 
 def interleaved(rows: Tensor, num_heads: int) -> Tensor:
@@ -47,6 +60,12 @@ def tiny_model(kind: str) -> Any:
     torch.manual_seed(0)
     if kind == "llama":
         return LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=False)).eval()
+    if kind == "gemma3":
+        model = Gemma3ForCausalLM(Gemma3TextConfig(**shape, head_dim=8, sliding_window=16)).eval()
+        for name, parameter in model.named_parameters():
+            if "norm" in name:  # eighths, which 1 + weight of the file holds exactly
+                parameter.data = torch.randint(-4, 5, parameter.shape) / 8
+        return model
     model = Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=True)).eval()
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
@@ -63,7 +82,9 @@ def pocket_tokenizer() -> Any:
 def write_gguf(model: Any, file: Path, *, architecture: str | None = None, pre: str = "qwen2") -> Path:
     """Model and the pocket model's tokenizer, matrices and vectors in float32."""
     config, tokenizer = model.config, pocket_tokenizer()
-    writer = gguf.GGUFWriter(file, architecture or config.model_type)
+    is_gemma3 = config.model_type == "gemma3_text"
+    names = NAMES | GEMMA3_NAMES if is_gemma3 else NAMES
+    writer = gguf.GGUFWriter(file, architecture or config.model_type.removesuffix("_text"))
     writer.add_name("tiny")
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -75,6 +96,9 @@ def write_gguf(model: Any, file: Path, *, architecture: str | None = None, pre: 
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
+    if is_gemma3:
+        writer.add_key_length(config.head_dim)
+        writer.add_sliding_window(config.sliding_window)
     _add_tokenizer(writer, tokenizer, pre)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     tied = config.tie_word_embeddings
@@ -84,7 +108,9 @@ def write_gguf(model: Any, file: Path, *, architecture: str | None = None, pre: 
             continue
         last = module.rpartition(".")[2]
         rows = interleaved(tensor, heads[last]) if config.model_type == "llama" and last in heads else tensor
-        writer.add_tensor(f"{gguf_name(module)}.{kind}", np.ascontiguousarray(rows.numpy()))
+        if is_gemma3 and "norm" in module:
+            rows = rows + 1  # llama.cpp multiplies by the weight, transformers by 1 + weight
+        writer.add_tensor(f"{gguf_name(module, names)}.{kind}", np.ascontiguousarray(rows.numpy()))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -19,7 +19,7 @@ from places import SHARED
 pytest.importorskip("gguf")
 from gguf_files import pocket_tokenizer, tiny_model, write_gguf
 
-KINDS = ("llama", "qwen2")
+KINDS = ("llama", "qwen2", "gemma3")
 Command = Callable[..., tuple[int, str, str]]
 
 
@@ -77,8 +77,9 @@ def test_every_damage_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         load_model(str(tmp_path / "tiny.gguf"))
 
 
-def test_a_run_on_a_gguf_file_is_quiet_scored_again_and_exported(command: Command, tmp_path: Path) -> None:
-    file = write_gguf(tiny_model("llama"), tmp_path / "tiny.gguf")
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_a_run_on_a_gguf_file_is_quiet_scored_again_and_exported(kind: str, command: Command, tmp_path: Path) -> None:
+    file = write_gguf(tiny_model(kind), tmp_path / "tiny.gguf")
     few = ("--num-train", "16", "--num-evaluation", "4", "--calibration-size", "8", "--epochs", "1", "--device", "cpu")
     status, _, err = command(
         "tune", "--model", file, "--task", "pocket-sentiment", "--rank", "2", *few, "--out", tmp_path / "run"
@@ -87,7 +88,7 @@ def test_a_run_on_a_gguf_file_is_quiet_scored_again_and_exported(command: Comman
     assert "onverting" not in err
     assert "config file" not in err
     record = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert fingerprint_model(tiny_model("llama")) in json.dumps(record)
+    assert fingerprint_model(tiny_model(kind)) in json.dumps(record)
     adapter = tmp_path / "run" / "adapter"
     assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(file)
     scored = ("--task", "pocket-sentiment", "--num-evaluation", "4", "--device", "cpu", "--out", tmp_path / "scores")
@@ -96,7 +97,7 @@ def test_a_run_on_a_gguf_file_is_quiet_scored_again_and_exported(command: Comman
     status, _, err = command("export", adapter, "--to", "merged", "--out", tmp_path / "merged")
     assert status == 0, err
     merged, _ = load_model(str(tmp_path / "merged"), device="cpu")
-    assert fingerprint_model(merged) != fingerprint_model(tiny_model("llama"))
+    assert fingerprint_model(merged) != fingerprint_model(tiny_model(kind))
     status, out, err = command("export", adapter, "--to", "lora", "--out", tmp_path / "lora")
     assert status == 0, err
     assert "Taken by: vLLM, SGLang, llama.cpp" in out
