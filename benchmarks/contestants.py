@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from frozencore import FrozenCoreConfig
-from frozencore.calibration.counted_tokens import IGNORED, predicted
+from frozencore.calibration.batches import IGNORED, predicted
 
 RANK = 16
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

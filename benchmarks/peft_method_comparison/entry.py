@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from frozencore import CalibrationOptions, calibrate
-from frozencore.calibration.counted_tokens import IGNORED
+from frozencore.calibration.batches import IGNORED
 
 EXPERIMENTS = Path(__file__).parent / "experiments"
 SUITE = Path("method_comparison", "MetaMathQA")

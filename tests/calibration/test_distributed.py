@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from forked import as_ranks, ended
 from frozencore import FrozenCoreConfig, calibrate, frozen_core_layers, ranks
 from frozencore.adapter.calibrate import layer_costs, targets_of
-from frozencore.calibration.layer_owners import assign_owners
+from frozencore.calibration.collect import assign_owners
 from frozencore.calibration.taps import CalibrationPass
 from frozencore.errors import CalibrationError, RankError
 from frozencore.maths.linalg import principal_cosines

@@ -222,7 +222,7 @@ def test_flags_that_wait_name_the_first_batch_and_the_layer_that_met_it_first() 
 
     def recorder(name: str, fine: bool) -> LayerRecorder:
         found = LayerRecorder(name, None)
-        found.input_finite, found.error_finite = torch.tensor(fine), torch.tensor(True)
+        found.finite = {"input": torch.tensor(fine), "output error": torch.tensor(True)}
         return found
 
     waiting, seen = FiniteBatches(), [(True, True, True), (True, False, False), (False, True, True)]

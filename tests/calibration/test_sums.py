@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from frozencore.calibration import taps
-from frozencore.calibration.taps import add_outer
+from frozencore.maths import moments
+from frozencore.maths.moments import add_outer
 
 
 def drawn(num_tokens: int, width: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -20,9 +20,9 @@ def drawn(num_tokens: int, width: int, dtype: torch.dtype, seed: int = 0) -> Ten
 def test_products_of_bfloat16_are_summed_almost_as_in_float32(
     num_tokens: int, p: int, q: int, splits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if splits and not taps._splits():
+    if splits and not moments._splits():
         pytest.skip("this CPU rounds what is added to a product of bfloat16")
-    monkeypatch.setattr(taps, "_splits", lambda: splits)
+    monkeypatch.setattr(moments, "_splits", lambda: splits)
     left, right = drawn(num_tokens, p, torch.bfloat16), drawn(num_tokens, q, torch.bfloat16, seed=1)
     for right in (right, left) if p == q else (right,):  # noqa: B020  # and the values with themselves
         start = torch.full((p, q), 3.0)

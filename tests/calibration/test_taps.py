@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import frozencore.calibration.taps
 import references as ref
+from frozencore.calibration.batches import CountedTokens
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import collect_moments
-from frozencore.calibration.counted_tokens import CountedTokens
 from frozencore.calibration.taps import Taps, capturing
 from frozencore.errors import CalibrationError
 from frozencore.maths.moments import MOMENT_NAMES

@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 from frozencore.adapter.bases import adapter_for_new_bases
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.layer import FrozenCoreLinear
-from frozencore.calibration.batches import Batch, CachedBatches, Collator, batches_from, is_batch
+from frozencore.calibration.batches import Batch, Collator, batches_from, is_batch
 from frozencore.calibration.calibration_options import (
     CalibrationOptions,
     LayerCost,
@@ -34,8 +34,15 @@ from frozencore.calibration.calibration_options import (
     memory_bytes,
     plan_passes,
 )
-from frozencore.calibration.collect import collect_moments, require_options_fit, share_of
-from frozencore.calibration.layer_owners import assign_owners, reduce_moments, require_same_bases, share_bases
+from frozencore.calibration.collect import (
+    assign_owners,
+    collect_moments,
+    reduce_moments,
+    require_options_fit,
+    require_same_bases,
+    share_bases,
+    share_of,
+)
 from frozencore.calibration.taps import LossFn
 from frozencore.constructors import BasisOptions, LayerEvidence, build_basis, find_constructor
 from frozencore.constructors.fcca import whitened_cross_moment
@@ -222,16 +229,12 @@ def _collect_and_build(
     model: nn.Module,
     config: FrozenCoreConfig,
     targets: Mapping[str, Target],
-    batches: Iterable[Batch],
+    batches: Sequence[Batch],
     options: CalibrationOptions,
     loss_fn: LossFn | None,
     tell: Progress,
 ) -> tuple[dict[str, BuiltLayer], float]:
     """Collect and build group by group; returns the layers, and the seconds in passes over the data."""
-    batches = batches if isinstance(batches, Sequence) else CachedBatches(batches)  # all passes read the same
-    with all_ranks_or_none():
-        if options.memory_budget is not None or options.group_size < len(targets):
-            batches = list(batches)  # the plan needs their sizes
     names, size = list(targets), options.group_size
     plan = PassPlan(tuple(tuple(names[i : i + size]) for i in range(0, len(names), size)))
     if options.memory_budget is not None:

@@ -56,7 +56,7 @@ from frozencore.adapter.saved.state import (
     warn_of_uncalibrated,
     with_factors,
 )
-from frozencore.calibration.layer_owners import require_same_bases
+from frozencore.calibration.collect import require_same_bases
 from frozencore.calibration.preserve import keep_weights
 from frozencore.constructors import LayerEvidence, build_basis
 from frozencore.errors import ArtifactError, ConfigError, ModelError

@@ -1,5 +1,5 @@
-"""Batches of calibration data, dictionaries of tensors with a row per example, and the forms in which users give them:
-batches, a data loader, or a dataset of tokenised rows.
+"""Batches of calibration data, dictionaries of tensors with a row per example: the forms in which users give them, and
+the tokens in them that count.
 """
 
 from __future__ import annotations
@@ -7,21 +7,31 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Int
 from peft import PeftModel
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.data import Dataset, IterableDataset
 
+from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.preserve import own_random_state
-from frozencore.errors import ConfigError, DataError
+from frozencore.device import sent
+from frozencore.errors import CalibrationError, ConfigError, DataError
 from frozencore.words import one_line
+
+IGNORED = -100  # the label of a token without loss, as in transformers
+NUM_COMPARED = 8  # rows of an example that show the order of a layer's rows
+BATCH_SIZE = 8
 
 Batch = Any
 """A dictionary of tensors with one row per example; with a loss of the user's own, any object that holds tensors."""
+Collator = Callable[[list[Any]], Batch]
+"""Makes a batch of a list of rows: any data collator of transformers or TRL."""
 
 
 def is_batch(data: Any) -> bool:
@@ -52,14 +62,7 @@ def mapped(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def require_batch(batch: Any, index: int, *, any_form: bool = False) -> None:
-    """Refuse data that are not a batch.
-
-    Args:
-        any_form: Accept any object that holds rows of tensors.
-
-    Raises:
-        DataError: ``batch`` is not a batch; ``index`` is its number in the message.
-    """
+    """Raise a ``DataError`` if this is not a batch, or, in ``any_form``, no object that holds rows of tensors."""
     if num_examples_of(batch) == 0 if any_form else not is_batch(batch):
         what = type(batch).__name__
         if isinstance(batch, Mapping):
@@ -92,22 +95,128 @@ def total_examples(batches: Iterable[Batch], *, any_form: bool = False) -> int |
         return None
 
 
-def take_examples(batches: Iterable[Batch], num_examples: int, *, any_form: bool = False) -> Iterable[Batch]:
-    """Yield batches until ``num_examples`` are reached; the last batch is cut.
+def batches_from(
+    data: Any,
+    *,
+    collator: Collator | None = None,
+    batch_size: int | None = None,
+    num_examples: int | None = None,
+    any_form: bool = False,
+) -> list[Batch]:
+    """Read the user's calibration data as batches, once, so that every pass sees the same batches in the same order.
+
+    Args:
+        data: Batches, or rows if there is a collator: a ``datasets.Dataset``, a PyTorch dataset, a list.
+        collator: Makes a batch of rows. Text columns beside ``input_ids`` are removed first.
+        batch_size: Rows in a batch; 8 by default.
+        num_examples: Read at most this many examples; None reads all.
+        any_form: Accept any object that holds rows of tensors as a batch.
+
+    Raises:
+        ConfigError: Endless or streamed data without ``num_examples``, or a collator for data that are batches.
+        DataError: Rows without a collator, a single batch, or a dictionary of splits.
+    """
+    if num_examples is None and _may_not_end(data):
+        raise ConfigError(
+            f"calibrate reads its data to the end, but this {type(data).__name__} has no known end. "
+            "Pass num_examples=128, for instance."
+        )
+    if isinstance(data, Mapping):  # of tensors, or of splits
+        what = "a single batch: pass [batch]" if is_batch(data) else "one split, such as data['train']"
+        raise DataError(f"calibrate takes batches or a dataset, but a dictionary of {_keys(data)} came. Pass {what}.")
+    if collator is None:
+        _refuse_rows(data, batch_size)
+        batches = data
+    elif batch_size is not None and batch_size < 1:
+        raise ConfigError(f"batch_size must be at least 1 row, but {batch_size} came.")
+    elif getattr(data, "collate_fn", None) is not None:
+        raise ConfigError("A collator makes batches of rows, but a DataLoader gives batches. Leave the collator out.")
+    else:
+        batches = _collated(data, collator, BATCH_SIZE if batch_size is None else batch_size)
+    with own_random_state():  # a loader draws its order from the global generator
+        return list(take_examples(batches, num_examples, any_form=any_form))
+
+
+def take_examples(batches: Iterable[Batch], num_examples: int | None, *, any_form: bool = False) -> Iterable[Batch]:
+    """Yield batches until ``num_examples`` are reached; the last batch is cut. None yields all.
 
     A batch is whole if one of its tensors has another number of rows (patches of images): which to cut is unknown.
     """
-    if num_examples < 1:
+    if num_examples is not None and num_examples < 1:
         raise ConfigError(f"The number of calibration examples must be at least 1, but {num_examples} came.")
     left = num_examples
     for index, batch in enumerate(batches):
         require_batch(batch, index, any_form=any_form)
         rows = num_examples_of(batch)
-        can_be_cut = all(len(tensor) == rows for tensor in tensors_of(batch) if tensor.ndim)
-        yield mapped(batch, partial(_first, left if can_be_cut else None))
-        left -= rows
-        if left <= 0:  # stop before the loader makes a batch that is not needed
+        if left is None or left >= rows or any(len(tensor) != rows for tensor in tensors_of(batch) if tensor.ndim):
+            yield batch
+        else:
+            yield mapped(batch, partial(_first, left))
+        if left is not None and (left := left - rows) <= 0:  # stop before the loader makes a batch that is not needed
             return
+
+
+def _first(count: int, tensor: Tensor) -> Tensor:
+    return tensor[:count] if tensor.ndim else tensor
+
+
+def _collated(data: Iterable[Any] | Dataset[Any], collator: Collator, batch_size: int) -> Iterator[Batch]:
+    """Make batches of a dataset's rows, in order."""
+    # a PyTorch dataset may not be iterable, and may accept indices beyond its length
+    sized: Any = data
+    rows = iter(data) if isinstance(data, Iterable) else (sized[index] for index in range(len(sized)))
+    while chunk := [_without_text(row) for row in itertools.islice(rows, batch_size)]:
+        try:
+            yield collator(chunk)
+        except (TypeError, ValueError, KeyError) as error:
+            if not isinstance(chunk[0], Mapping) or "input_ids" in chunk[0]:
+                raise
+            raise DataError(
+                f"calibrate needs tokenised rows, but these have {_keys(chunk[0])} and the collator cannot read them "
+                f"({one_line(error, 200)}). Tokenise them first, with 'input_ids' and 'labels'."
+            ) from error
+
+
+def _refuse_rows(data: Any, batch_size: int | None) -> None:
+    if batch_size is not None:
+        raise ConfigError("batch_size is for rows with a collator; batches have their size. Pass a collator as well.")
+    if hasattr(data, "column_names"):  # a Dataset of the library datasets, in memory or streamed
+        columns = data.column_names or ()
+        text = "" if "input_ids" in columns else " Tokenise its rows first, with 'input_ids' and 'labels'."
+        raise DataError(
+            f"calibrate needs a collator to make batches of a dataset's rows ({', '.join(map(repr, columns))}). "
+            f"Pass collator=DataCollatorForSeq2Seq(tokenizer), for instance.{text}"
+        )
+
+
+def _may_not_end(data: Any) -> bool:
+    """Return whether data may be endless: iterators of itertools, and datasets without a length, also in a loader."""
+    if isinstance(data, itertools.cycle | itertools.count | itertools.repeat):
+        return operator.length_hint(data, -1) < 0
+    rows = getattr(data, "dataset", data)
+    if not isinstance(rows, IterableDataset) and not hasattr(rows, "column_names"):
+        return False
+    try:
+        return len(rows) < 0
+    except (TypeError, NotImplementedError):
+        return True
+
+
+def _without_text(row: Any) -> Any:
+    """Drop a tokenised row's text columns, as Trainer does: no collator can stack them."""
+    if not isinstance(row, Mapping) or "input_ids" not in row:
+        return row
+    return {key: value for key, value in row.items() if not _is_text(value)}
+
+
+def _is_text(value: Any) -> bool:
+    if isinstance(value, list) and value:
+        return _is_text(value[0])
+    return value is None or isinstance(value, str | bytes | Mapping)
+
+
+def _keys(row: Mapping[Any, Any]) -> str:
+    return ", ".join(repr(key) for key in row)
 
 
 def rope_limit(model: Any) -> int | None:
@@ -158,154 +267,112 @@ def _part(rows: list[int], columns: slice, shape: torch.Size, tensor: Tensor) ->
     return tensor[rows] if tensor.ndim and len(tensor) == shape[0] else tensor
 
 
-def _first(count: int | None, tensor: Tensor) -> Tensor:
-    return tensor[:count] if tensor.ndim else tensor
+def labels_of(batch: Mapping[str, Any]) -> Tensor:
+    """The labels of a batch.
+
+    Raises:
+        CalibrationError: The batch has no labels.
+    """
+    if batch.get("labels") is None:
+        raise CalibrationError(
+            "Calibration needs labels for its loss and its completion tokens, but a batch has the keys "
+            f"{', '.join(sorted(batch))}. Add 'labels' (-100 on tokens without loss)."
+        )
+    return batch["labels"]
 
 
-Collator = Callable[[list[Any]], Batch]
-"""Makes a batch of a list of rows: any data collator of transformers or TRL."""
-
-BATCH_SIZE = 8
+def predicted(labels: Int[Tensor, "b t"]) -> Int[Tensor, "b t"]:
+    """The label that position t predicts: the next token's. The last position predicts none."""
+    return pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
 @dataclass(frozen=True)
-class CollatedRows:
-    """A dataset's rows as batches, in order; can be read several times."""
+class CountedTokens:
+    """The tokens that count in a batch.
 
-    dataset: Iterable[Any] | Dataset[Any]
-    collator: Collator
-    batch_size: int
-
-    def __iter__(self) -> Iterator[Batch]:
-        rows = iter(self.dataset) if isinstance(self.dataset, Iterable) else self._by_index(self.dataset)
-        while chunk := [_without_text(row) for row in itertools.islice(rows, self.batch_size)]:
-            yield self._collated(chunk)
-
-    @staticmethod
-    def _by_index(dataset: Any) -> Iterator[Any]:
-        """Read a PyTorch dataset up to its length: it may not be iterable, and may accept larger indices."""
-        return (dataset[index] for index in range(len(dataset)))
-
-    def _collated(self, rows: list[Any]) -> Batch:
-        try:
-            batch = self.collator(rows)
-        except (TypeError, ValueError, KeyError) as error:
-            if not isinstance(rows[0], Mapping) or "input_ids" in rows[0]:
-                raise
-            raise DataError(
-                f"calibrate needs tokenised rows, but these have {_keys(rows[0])} and the collator cannot read them "
-                f"({one_line(error, 200)}). Tokenise them first, with 'input_ids' and 'labels'."
-            ) from error
-        return batch
-
-
-class CachedBatches:
-    """Batches that are read once and kept, so that every pass sees the same batches in the same order."""
-
-    def __init__(self, batches: Iterable[Batch]) -> None:
-        self.dataset = getattr(batches, "dataset", None)  # tells the number of examples
-        self._batches = batches
-        self._coming: Iterator[Batch] | None = None
-        self._kept: list[Batch] = []
-        self._failure: Exception | None = None
-
-    def __iter__(self) -> Iterator[Batch]:
-        yield from self._kept
-        if self._failure is not None:  # an iterator that has raised looks exhausted, but is not
-            raise self._failure
-        try:
-            self._coming = self._coming or iter(self._batches)
-            for batch in self._coming:
-                self._kept.append(batch)
-                yield batch
-        except Exception as error:
-            self._failure = error
-            raise
-
-
-def batches_from(
-    data: Any,
-    *,
-    collator: Collator | None = None,
-    batch_size: int | None = None,
-    num_examples: int | None = None,
-    any_form: bool = False,
-) -> Iterable[Batch]:
-    """Turn the user's calibration data into batches.
-
-    Args:
-        data: Batches, or rows if there is a collator: a ``datasets.Dataset``, a PyTorch dataset, a list.
-        collator: Makes a batch of rows. Text columns beside ``input_ids`` are removed first.
-        batch_size: Rows in a batch; 8 by default.
-        num_examples: Read at most this many examples, at once; None reads all.
-        any_form: Accept any object that holds rows of tensors as a batch.
-
-    Raises:
-        ConfigError: Endless or streamed data without ``num_examples``, or a collator for data that are batches.
-        DataError: Rows without a collator, a single batch, or a dictionary of splits.
+    Attributes:
+        shape: b and t: examples, and tokens of an example, padding included; None if the batch does not say them.
+        rows: The indices of the counted tokens in the b·t tokens, examples first; None means all.
+        or_all: Count all rows in a layer with another number of rows.
     """
-    if num_examples is None and _may_not_end(data):
-        raise ConfigError(
-            f"calibrate reads its data to the end, but this {type(data).__name__} has no known end. "
-            "Pass num_examples=128, for instance."
-        )
-    if isinstance(data, Mapping):  # of tensors, or of splits
-        what = "a single batch: pass [batch]" if is_batch(data) else "one split, such as data['train']"
-        raise DataError(f"calibrate takes batches or a dataset, but a dictionary of {_keys(data)} came. Pass {what}.")
-    batches = data if collator is None else _collated(data, collator, BATCH_SIZE if batch_size is None else batch_size)
-    if collator is None:
-        _refuse_rows(data, batch_size)
-    if num_examples is None:
-        return batches
-    with own_random_state():  # a loader draws its order from the global generator
-        return list(take_examples(batches, num_examples, any_form=any_form))
+
+    shape: tuple[int, int] | None
+    rows: Tensor | None
+    or_all: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        return 0 if self.shape is None else self.shape[0] * self.shape[1]
+
+    def tokens_first(self) -> CountedTokens:
+        """The same tokens as rows of an input with tokens first: token j of example i is row ``j b + i``."""
+        if self.rows is None or self.shape is None:
+            return self
+        b, t = self.shape
+        return replace(self, rows=(self.rows % t * b + self.rows // t).sort().values)
+
+    def positions(self, example: int) -> list[int]:
+        """The positions of an example's last counted tokens."""
+        if self.shape is None:
+            return []
+        t = self.shape[1]
+        rows = range(example * t, (example + 1) * t) if self.rows is None else self.rows.tolist()
+        return [row - example * t for row in rows if row // t == example][-NUM_COMPARED:]
+
+    @classmethod
+    def from_mask(cls, mask: Bool[Tensor, "b t"], *, device: torch.device | None = None) -> CountedTokens:
+        """The tokens where a mask is true, for use on ``device``; a mask on the CPU avoids synchronising the device."""
+        flat = mask.flatten()
+        rows = None if bool(flat.all()) else sent(flat.nonzero().squeeze(1), device)
+        b, t = mask.shape
+        return cls(shape=(b, t), rows=rows)
+
+    @classmethod
+    def of_call(cls, mask: Any, *, device: torch.device | None = None) -> CountedTokens:
+        """The tokens of one call, from its mask (b x t) if it has one; all rows in layers with another number."""
+        if not isinstance(mask, Tensor) or mask.ndim != 2:
+            return cls(None, None, or_all=True)
+        return replace(cls.from_mask(mask.bool(), device=device), or_all=True)
 
 
-def _collated(data: Any, collator: Collator, batch_size: int) -> CollatedRows:
-    if batch_size < 1:
-        raise ConfigError(f"batch_size must be at least 1 row, but {batch_size} came.")
-    if getattr(data, "collate_fn", None) is not None:
-        raise ConfigError("A collator makes batches of rows, but a DataLoader gives batches. Leave the collator out.")
-    return CollatedRows(data, collator, batch_size)
+def counted_tokens(batch: Mapping[str, Tensor], options: CalibrationOptions) -> Bool[Tensor, "b t"]:
+    """The tokens of a batch whose x and δ enter the moments."""
+    counted = _text(_ids(batch), batch.get("attention_mask"), options)
+    if options.tokens == "completion":
+        counted = counted & predicted(labels_of(batch)).ne(IGNORED)
+    return counted
 
 
-def _refuse_rows(data: Any, batch_size: int | None) -> None:
-    if batch_size is not None:
-        raise ConfigError("batch_size is for rows with a collator; batches have their size. Pass a collator as well.")
-    if hasattr(data, "column_names"):  # a Dataset of the library datasets, in memory or streamed
-        columns = data.column_names or ()
-        text = "" if "input_ids" in columns else " Tokenise its rows first, with 'input_ids' and 'labels'."
-        raise DataError(
-            f"calibrate needs a collator to make batches of a dataset's rows ({', '.join(map(repr, columns))}). "
-            f"Pass collator=DataCollatorForSeq2Seq(tokenizer), for instance.{text}"
-        )
+def counted_source_tokens(batch: Mapping[str, Tensor], options: CalibrationOptions) -> Bool[Tensor, "b s"]:
+    """The encoder's tokens of a batch: all that is not padding, because no completion is among them."""
+    return _text(_ids(batch), batch.get("attention_mask"), options)
 
 
-def _may_not_end(data: Any) -> bool:
-    """Return whether data may be endless: iterators of itertools, and datasets without a length, also in a loader."""
-    if isinstance(data, itertools.cycle | itertools.count | itertools.repeat):
-        return operator.length_hint(data, -1) < 0
-    rows = getattr(data, "dataset", data)
-    if not isinstance(rows, IterableDataset) and not hasattr(rows, "column_names"):
-        return False
-    try:
-        return len(rows) < 0
-    except (TypeError, NotImplementedError):
-        return True
+def has_target_tokens(batch: Mapping[str, Any]) -> bool:
+    """Return whether a batch tells the decoder's tokens by labels or ids."""
+    labels = batch.get("labels")
+    return (isinstance(labels, Tensor) and labels.ndim == 2) or "decoder_input_ids" in batch
 
 
-def _without_text(row: Any) -> Any:
-    """Drop a tokenised row's text columns, as Trainer does: no collator can stack them."""
-    if not isinstance(row, Mapping) or "input_ids" not in row:
-        return row
-    return {key: value for key, value in row.items() if not _is_text(value)}
+def counted_target_tokens(batch: Mapping[str, Tensor], options: CalibrationOptions) -> Bool[Tensor, "b t"]:
+    """The decoder's tokens of a batch: by its mask if there is one, else the tokens that predict a label.
+
+    A classifier has no label for each token. Its tokens are those of ``decoder_input_ids``, or else the source's.
+    """
+    mask, labels = batch.get("decoder_attention_mask"), batch.get("labels")
+    if labels is None or labels.ndim < 2:
+        ids = batch.get("decoder_input_ids")
+        return counted_source_tokens(batch, options) if ids is None else _text(ids, mask, options)
+    predicts = labels.ne(IGNORED)
+    counted = _text(labels, predicts if mask is None else mask, options)
+    return counted & predicts if options.tokens == "completion" else counted
 
 
-def _is_text(value: Any) -> bool:
-    if isinstance(value, list) and value:
-        return _is_text(value[0])
-    return value is None or isinstance(value, str | bytes | Mapping)
+def _ids(batch: Mapping[str, Tensor]) -> Tensor:
+    return batch["input_ids"] if "input_ids" in batch else batch["inputs_embeds"][..., 0]
 
 
-def _keys(row: Mapping[Any, Any]) -> str:
-    return ", ".join(repr(key) for key in row)
+def _text(ids: Tensor, mask: Tensor | None, options: CalibrationOptions) -> Tensor:
+    """All tokens that are not padding, without the skipped first tokens."""
+    text = torch.ones(ids.shape[:2], dtype=torch.bool, device=ids.device) if mask is None else mask.bool()
+    return text & (text.cumsum(1) > options.skip_first) if options.skip_first else text

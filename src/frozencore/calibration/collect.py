@@ -6,52 +6,73 @@ in between.
 
 The loss is the model's, with the data's labels, or the user's own. Example e with completion tokens C_e:
 
-    L = Σ_e (1/|C_e|) Σ_{t ∈ C_e} -log p(token t | tokens before t)"""
+    L = Σ_e (1/|C_e|) Σ_{t ∈ C_e} -log p(token t | tokens before t)
+
+On several ranks each rank sums its own examples, and each layer has one owner, which builds its basis. Sums are reduced
+once: matrices to the layer's owner, vectors and counts to all ranks. The owners then send their bases to every rank, so
+that all ranks hold the same bytes. Without a process group one rank owns every layer.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Float, Int
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.nn.functional import log_softmax, nll_loss
 
 from frozencore.calibration.batches import (
-    Batch,
-    mapped,
-    num_examples_of,
-    on_each_side,
-    require_batch,
-    rope_limit,
-    total_examples,
-)
-from frozencore.calibration.calibration_options import CalibrationOptions
-from frozencore.calibration.counted_tokens import (
     IGNORED,
+    Batch,
     CountedTokens,
     counted_source_tokens,
     counted_target_tokens,
     counted_tokens,
     has_target_tokens,
-    is_encoder_decoder,
     labels_of,
+    mapped,
+    num_examples_of,
+    on_each_side,
     predicted,
+    require_batch,
+    rope_limit,
+    total_examples,
+)
+from frozencore.calibration.calibration_options import CalibrationOptions
+from frozencore.calibration.preserve import preserved
+from frozencore.calibration.taps import (
+    CalibrationPass,
+    LayerRecorder,
+    LossFn,
+    Taps,
+    capturing,
+    is_encoder_decoder,
     watching_encoder,
 )
-from frozencore.calibration.preserve import preserved
-from frozencore.calibration.taps import CalibrationPass, LayerRecorder, LossFn, Taps, capturing
 from frozencore.device import sent
 from frozencore.errors import CalibrationError, ConfigError
+from frozencore.files.fingerprint import fingerprint_tensors
+from frozencore.maths.basis import Basis
 from frozencore.maths.capture import CAPTURE_NEEDS
+from frozencore.maths.linalg import Shape
 from frozencore.maths.moments import MOMENT_NAMES, LayerMoments, MomentName
+from frozencore.ranks import (
+    call_collective,
+    exchange_device,
+    num_ranks,
+    of_every_rank,
+    own_rank,
+    spread,
+    sum_over_ranks,
+)
 from frozencore.words import Progress, unknown_name
-
-_OF_COMPLETIONS = {"weighting": "example_mean", "skip_first": 0}
 
 
 def completion_loss(
@@ -82,16 +103,13 @@ def completion_loss(
 
 
 def require_options_fit(options: CalibrationOptions, loss_fn: LossFn | None) -> None:
-    """Refuse options about completion tokens beside a loss of the user's own.
-
-    Raises:
-        ConfigError: Such an option is not at its default.
-    """
-    odd = [name for name, default in _OF_COMPLETIONS.items() if getattr(options, name) != default]
-    if loss_fn is not None and (odd or options.tokens == "completion"):
+    """Raise a ``ConfigError`` if an option is about completion tokens beside a loss of the user's own."""
+    odd = [name for name in ("weighting", "skip_first") if getattr(options, name) != getattr(CalibrationOptions, name)]
+    odd += ["tokens"] if options.tokens == "completion" else []
+    if loss_fn is not None and odd:
         raise ConfigError(
-            f"The calibration option {(odd or ['tokens'])[0]} is about completion tokens, but a loss_fn does not "
-            "tell them apart. Leave it at its default."
+            f"The calibration option {odd[0]} is about completion tokens, but a loss_fn does not tell them apart. "
+            "Leave it at its default."
         )
 
 
@@ -114,7 +132,13 @@ def loss_of(model: nn.Module, batch: Batch, as_it_came: Batch, taps: Taps) -> Te
         return loss.reshape(()) * num_examples_of(batch)
     can_generate = getattr(model, "can_generate", None)
     if can_generate is None or not can_generate():  # no language model: it returns its own loss
-        return _own_loss(model, batch, taps.options)
+        if (taps.options.tokens, taps.options.weighting) != ("nonpad", "example_mean"):
+            raise ConfigError(
+                "The calibration options tokens and weighting are about completion tokens, and this "
+                f"{type(model).__name__} is no language model: its own loss is used. Leave them at their defaults."
+            )
+        labels_of(batch)  # raises a clear error if there are none
+        return _part(model, model(**batch), "loss") * num_examples_of(batch)
     labels = labels_of(as_it_came)
     if is_encoder_decoder(model):
         return completion_loss(_part(model, model(**batch), "logits"), labels, taps.options)
@@ -127,18 +151,8 @@ def loss_of(model: nn.Module, batch: Batch, as_it_came: Batch, taps: Taps) -> Te
     return completion_loss(_part(model, model(**inputs), "logits"), targets, taps.options)
 
 
-def _own_loss(model: nn.Module, batch: Batch, options: CalibrationOptions) -> Tensor:
-    if (options.tokens, options.weighting) != ("nonpad", "example_mean"):
-        raise ConfigError(
-            "The calibration options tokens and weighting are about completion tokens, and this "
-            f"{type(model).__name__} is no language model: its own loss is used. Leave them at their defaults."
-        )
-    labels_of(batch)  # raises a clear error if there are none
-    return _part(model, model(**batch), "loss") * num_examples_of(batch)
-
-
 def _part(model: nn.Module, output: Any, name: str) -> Tensor:
-    """Read the logits or the loss from a model's output, an object of transformers or a dictionary."""
+    """The logits or the loss of a model's output, an object of transformers or a dictionary."""
     found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
     if not isinstance(found, Tensor):
         raise CalibrationError(
@@ -208,7 +222,7 @@ def collect_moments(
     with preserved(model):
         for index, group in enumerate(groups):
             taps = Taps({name: modules[name] for name in group}, needs, options, loss_fn)
-            recorders = run_pass(model, batches, taps, share_of(progress, index, len(groups)))
+            recorders = _run_pass(model, batches, taps, share_of(progress, index, len(groups)))
             moments |= {name: recorder.moments() for name, recorder in recorders.items()}
     unreached = [name for name, layer in moments.items() if not layer.num_tokens]
     if unreached:
@@ -231,7 +245,7 @@ def share_of(progress: Progress | None, index: int, num_passes: int) -> Progress
     return tell
 
 
-def run_pass(
+def _run_pass(
     model: nn.Module, batches: Iterable[Batch], taps: Taps, progress: Progress | None
 ) -> dict[str, LayerRecorder]:
     """Sum over all batches; :func:`frozencore.calibration.preserve.preserved` must have prepared the model."""
@@ -259,8 +273,8 @@ def _run_batch(model: nn.Module, batch: Batch, capture: CalibrationPass) -> None
     as_it_came, batch = batch, mapped(batch, lambda tensor: sent(tensor, device))
     taps = capture.taps
     if taps.loss_fn is None:
-        count_tokens(as_it_came, capture, device)
-        offer_example(capture, num_examples_of(batch), lambda alone: model(**_inputs(alone(batch), capture)))
+        _count_tokens(as_it_came, capture, device)
+        _offer_example(capture, num_examples_of(batch), lambda alone: model(**_inputs(alone(batch), capture)))
     if not taps.read_errors:
         with torch.no_grad():  # an encoder-decoder needs labels: it makes the decoder's input of them
             if taps.loss_fn is not None:
@@ -270,9 +284,9 @@ def _run_batch(model: nn.Module, batch: Batch, capture: CalibrationPass) -> None
         return
     loss = loss_of(model, batch, as_it_came, taps)
     if not loss.requires_grad:
-        unused = list(taps.layers)
         raise CalibrationError(
-            f"The loss does not depend on layer {unused[0]!r} ({len(unused)} in all): the model does not use it."
+            f"The loss does not depend on layer {next(iter(taps.layers))!r} ({len(taps.layers)} in all): the model "
+            "does not use it."
         )
     loss.backward()
 
@@ -282,11 +296,10 @@ def _inputs(batch: Batch, capture: CalibrationPass) -> Batch:
     return {key: value for key, value in batch.items() if key != "labels" or capture.encoder is not None}
 
 
-def offer_example(capture: CalibrationPass, b: int, run: Callable[[Callable[[Any], Any]], object]) -> None:
-    """Let a layer with rows of unknown order run one example of the current batch alone.
+def _offer_example(capture: CalibrationPass, b: int, run: Callable[[Callable[[Any], Any]], object]) -> None:
+    """Let a layer with rows of unknown order run one of the current batch's b examples alone.
 
     Args:
-        b: The number of examples of the batch.
         run: Runs the model on what a function makes of the batch's tensors.
     """
     orders, tokens = capture.orders, capture.tokens
@@ -313,26 +326,19 @@ def offer_example(capture: CalibrationPass, b: int, run: Callable[[Callable[[Any
     orders.run_alone = run_alone
 
 
-def count_tokens(batch: Batch, capture: CalibrationPass, device: torch.device | None = None) -> None:
+def _count_tokens(batch: Batch, capture: CalibrationPass, device: torch.device) -> None:
     """Tell a pass which tokens of the next batch count, as indices on the model's device."""
     options = capture.taps.options
-    only_nonzero = options.tokens == "nonzero_delta"
-    of_text = bool({"input_ids", "inputs_embeds"} & batch.keys())
-    counted = None
-    if not of_text:  # images, sound: the layers' rows are not the batch's rows
-        mask = batch.get("attention_mask")
-        capture.tokens = CountedTokens.of_call(mask, only_nonzero_delta=only_nonzero, device=device)
-        capture.source_tokens = capture.tokens
-        if capture.encoder is not None and has_target_tokens(batch):
-            counted = counted_target_tokens(batch, options)
-    elif capture.encoder is None:
-        counted = counted_tokens(batch, options)
-    else:
-        counted = counted_target_tokens(batch, options)
-        source = counted_source_tokens(batch, options)
-        capture.source_tokens = CountedTokens.from_mask(source, only_nonzero_delta=only_nonzero, device=device)
-    if counted is not None:
-        capture.tokens = CountedTokens.from_mask(counted, only_nonzero_delta=only_nonzero, device=device)
+    if {"input_ids", "inputs_embeds"} & batch.keys():
+        counted = counted_tokens if capture.encoder is None else counted_target_tokens
+        capture.tokens = CountedTokens.from_mask(counted(batch, options), device=device)
+        if capture.encoder is not None:
+            capture.source_tokens = CountedTokens.from_mask(counted_source_tokens(batch, options), device=device)
+        return
+    # images, sound: the layers' rows are not the batch's rows
+    capture.tokens = capture.source_tokens = CountedTokens.of_call(batch.get("attention_mask"), device=device)
+    if capture.encoder is not None and has_target_tokens(batch):
+        capture.tokens = CountedTokens.from_mask(counted_target_tokens(batch, options), device=device)
 
 
 @contextmanager
@@ -343,23 +349,20 @@ def _watching_calls(model: nn.Module, capture: CalibrationPass) -> Iterator[None
     one row for each token of the call's ``attention_mask`` counts its tokens; other layers (patches, pooled outputs)
     count all rows.
     """
-    only_nonzero = capture.taps.options.tokens == "nonzero_delta"
 
     def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if capture.orders.looks:
             return
         given = _arguments(module, args, kwargs)
-        mask = CountedTokens.of_call(given.get("attention_mask"), only_nonzero_delta=only_nonzero)
-        capture.tokens = mask
+        capture.tokens = capture.source_tokens = CountedTokens.of_call(given.get("attention_mask"))
         if capture.encoder is not None:
-            capture.source_tokens = mask
             labels, of_target = given.get("labels"), given.get("decoder_attention_mask")
             if of_target is None and isinstance(labels, Tensor) and labels.ndim == 2:
                 of_target = labels.ne(IGNORED)
-            capture.tokens = CountedTokens.of_call(of_target, only_nonzero_delta=only_nonzero)
+            capture.tokens = CountedTokens.of_call(of_target)
         if capture.tokens.shape is not None:
             b = capture.tokens.shape[0]
-            offer_example(capture, b, lambda alone: module(*alone(args), **alone(kwargs)))
+            _offer_example(capture, b, lambda alone: module(*alone(args), **alone(kwargs)))
 
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     with ExitStack() as undo:
@@ -377,3 +380,74 @@ def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     except (TypeError, ValueError):
         return kwargs
     return {**bound.arguments, **kwargs}
+
+
+def assign_owners(shapes: Mapping[str, Shape], ranks: int | None = None) -> dict[str, int]:
+    """Assign each layer to a rank of all or of so many, so that the work of SVDs, ``m n min(m, n)``, is balanced."""
+    return spread({name: m * n * min(m, n) for name, (m, n) in shapes.items()}, ranks or num_ranks())
+
+
+def reduce_moments(moments: Mapping[str, LayerMoments], owners: Mapping[str, int]) -> dict[str, LayerMoments]:
+    """Sum over all ranks. The owner gets a layer's matrices; all ranks get its count and its vectors."""
+    if num_ranks() == 1:
+        return dict(moments)
+    reduced = {}
+    for name, layer in moments.items():
+        sums: dict[str, Tensor | None] = {}
+        for moment in layer.names():
+            total = getattr(layer, moment).to(exchange_device())
+            if total.ndim == 1:
+                sums[moment] = sum_over_ranks(total)
+            else:
+                call_collective(partial(dist.reduce, total, dst=owners[name]))
+                sums[moment] = total if owners[name] == own_rank() else None
+        reduced[name] = LayerMoments(num_tokens=int(sum_over_ranks(torch.tensor(layer.num_tokens))), **sums)
+    return reduced
+
+
+def share_bases(
+    own: Mapping[str, Basis], owners: Mapping[str, int], shapes: Mapping[str, tuple[int, int, int]]
+) -> dict[str, Basis]:
+    """Send every layer's basis (m, n, r) from its owner to all ranks; all name the layers in the same order."""
+    if num_ranks() == 1:
+        return dict(own)
+    return {name: _share(own.get(name), owners[name], *shape) for name, shape in shapes.items()}
+
+
+def _share(basis: Basis | None, owner: int, m: int, n: int, r: int) -> Basis:
+    head = torch.zeros(3, dtype=torch.long)
+    if basis is not None:
+        head = torch.tensor([len(basis.spectrum), basis.effective_rank, int(basis.initial_core is not None)])
+
+    def shared(tensor: Tensor | None, *size: int) -> Tensor:
+        whole = torch.empty(size) if tensor is None else tensor
+        whole = whole.to(exchange_device()).contiguous()
+        call_collective(partial(dist.broadcast, whole, src=owner))
+        return whole
+
+    spectrum_length, effective, has_core = shared(head, 3).tolist()
+    return Basis(
+        P=shared(basis.P if basis else None, m, r),
+        Q=shared(basis.Q if basis else None, n, r),
+        spectrum=shared(basis.spectrum if basis else None, spectrum_length),
+        effective_rank=effective,
+        initial_core=shared(basis.initial_core if basis else None, r, r) if has_core else None,
+    )
+
+
+def require_same_bases(factors: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    """Check that all ranks adapt the same layers with the same P and Q; every rank must call it.
+
+    Raises:
+        CalibrationError: A layer differs; the message names the first such layer and the rank.
+    """
+    if num_ranks() == 1:
+        return
+    held = of_every_rank({name: fingerprint_tensors(zip("PQ", pair, strict=True)) for name, pair in factors.items()})
+    for rank, theirs in enumerate(held):
+        odd = [name for name in held[0] | theirs if held[0].get(name) != theirs.get(name)]
+        if odd:
+            raise CalibrationError(
+                f"All ranks must have the same bases, but those of layer {odd[0]!r} ({len(odd)} in all) differ between "
+                f"rank {rank} and rank 0. Call calibrate on every rank, or load the same adapter on all."
+            )

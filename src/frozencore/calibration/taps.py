@@ -7,7 +7,7 @@ and for any storage of the weights. The cost is one extra product.
 Frozen :class:`Taps` describe a pass. While the pass runs, a :class:`CalibrationPass` knows the current batch and
 backward pass and tells each layer's recorder what to add. A recorder knows only its own sums, in float32 or wider.
 
-Shapes: a call's counted tokens N, m out features, n in features.
+Shapes: a call's counted tokens N, m out features, n in features; b examples of t tokens in a batch.
 """
 
 from __future__ import annotations
@@ -15,23 +15,34 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from frozencore.calibration.batches import NUM_COMPARED, CountedTokens
 from frozencore.calibration.calibration_options import CalibrationOptions
-from frozencore.calibration.counted_tokens import CountedTokens, EncoderSide, RowOrders
 from frozencore.device import find_device
 from frozencore.errors import CalibrationError
-from frozencore.maths.moments import BACKWARD_MOMENTS, LayerMoments, MomentName
+from frozencore.maths.moments import (
+    BACKWARD_MOMENTS,
+    LayerMoments,
+    MomentName,
+    add_outer,
+    finite,
+    outer,
+    square_sum,
+    sum_dtype,
+)
 
-HALF = (torch.bfloat16, torch.float16)
-BLOCKS = 4  # of rows of a product on the CPU, one at a time
-MANY = 128  # tokens; the product of fewer takes less time in float32
+LossFn = Callable[[nn.Module, Any], Tensor]
+"""``loss_fn(model, batch)``: one number with a gradient, the mean over the batch's examples."""
+Order = Literal["examples first", "tokens first", "no tokens"]
+STRIP = 2**24  # entries of a product that are moved to another device at a time
+OUTPUT_SIDE: frozenset[MomentName] = frozenset({"output_outer", "output_total"})
 
 
 def select(values: Float[Tensor, "all p"], rows: Tensor | None) -> Float[Tensor, "N p"]:
@@ -39,147 +50,54 @@ def select(values: Float[Tensor, "all p"], rows: Tensor | None) -> Float[Tensor,
     return values if rows is None else values.index_select(0, rows.to(values.device))
 
 
-def sum_dtype(values: Tensor) -> torch.dtype:
-    """The dtype in which values are summed: a bfloat16 sum of 1000 ones is 256."""
-    return torch.promote_types(values.dtype, torch.float32)
-
-
-def square_sum(values: Float[Tensor, "N p"]) -> Float[Tensor, " p"]:
-    """``Σ v⊙v`` over rows; values become float32 first, because a product in half precision would be rounded."""
-    wide = values.to(sum_dtype(values))
-    return torch.linalg.vecdot(wide, wide, dim=0)
-
-
-def outer(left: Float[Tensor, "N p"], right: Float[Tensor, "N q"]) -> Float[Tensor, "p q"]:
-    """``leftᵀ right`` with float32 accumulation."""
-    if left.is_cuda and left.dtype == right.dtype and left.dtype in HALF:
-        return torch.mm(left.mT, right, out_dtype=torch.float32)
-    total = torch.zeros(left.shape[1], right.shape[1], dtype=sum_dtype(left), device=left.device)
-    add_outer(total, left, right)
-    return total
-
-
-def add_outer(total: Float[Tensor, "p q"], left: Float[Tensor, "N p"], right: Float[Tensor, "N q"]) -> None:
-    """``total += leftᵀ right`` in place."""
-    if left.is_cuda and left.dtype == right.dtype and left.dtype in HALF:
-        torch.addmm(total, left.mT, right, out_dtype=torch.float32, out=total)
-        return
-    of_bfloat16 = left.dtype == right.dtype == torch.bfloat16 and left.device.type == "cpu"
-    splits = of_bfloat16 and len(left) >= MANY and _splits()
-    if left is right or splits:
-        _add_blocks(total, left, right, splits=splits)
-    else:
-        total.addmm_(left.mT.to(total.dtype), right.to(total.dtype))
-
-
-def _add_blocks(
-    total: Float[Tensor, "p q"], left: Float[Tensor, "N p"], right: Float[Tensor, "N q"], *, splits: bool
-) -> None:
-    """``total += leftᵀ right``, of a matrix with itself in five eighths of the products: the rest is a copy.
-
-    Args:
-        splits: Multiply bfloat16 values twice: the product, rounded, and what rounding took from it.
-    """
-    is_gram, width = left is right, -(-len(total) // BLOCKS)
-    if not splits:
-        left, right = left.to(total.dtype), right.to(total.dtype)
-    for first in range(0, len(total), width):
-        end, start = first + width, first if is_gram else 0
-        rows, columns = left[:, first:end].mT, right[:, start:]
-        product = rows @ columns
-        for part in (product, torch.addmm(product, rows, columns, beta=-1)) if splits else (product,):
-            total[first:end, start:] += part
-            if is_gram:
-                total[end:, first:end] += part[:, width:].mT
-
-
-@cache
-def _splits() -> bool:
-    """Whether this CPU multiplies bfloat16 fast, and sums products and what is added to them in float32."""
-    if not getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)():
-        return False
-    values = torch.randn(512, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-    found, exact = torch.zeros(64, 64), values.double().mT @ values.double()
-    _add_blocks(found, values, values.clone(), splits=True)
-    return float((found - exact).abs().max()) < 1e-4 * float(exact.abs().max())
-
-
-def finite(values: Tensor) -> Bool[Tensor, ""]:
-    """Return whether the sum of the values is finite, as a tensor on their device."""
-    return values.sum(dtype=sum_dtype(values)).isfinite()
-
-
-LossFn = Callable[[nn.Module, Any], Tensor]
-"""``loss_fn(model, batch)``: one number with a gradient, the mean over the batch's examples."""
-INPUT_SIDE: frozenset[MomentName] = frozenset({"input_square", "input_outer", "input_total"})
-STRIP = 2**24  # entries of a product that are moved to another device at a time
-SIDES = (("input", "input_finite", 0), ("output error", "error_finite", -1))
-"""Each side, its flag, and the index of the layer where NaN started: bad inputs spread from the first layer, bad output
-errors from the last."""
-OUTPUT_SIDE: frozenset[MomentName] = frozenset({"output_outer", "output_total"})
-
-
-@dataclass(frozen=True)
 class ReadInput:
     """The input side of one call, kept for the next layer that reads the same tensor (q, k, v).
 
     Attributes:
-        x: Kept alive, because its address identifies it.
-        values: The counted rows of x.
-        finite: Whether the values are finite.
+        values: The counted rows of the input, N x n.
+        sums: The moments of the input alone.
     """
 
-    x: Tensor
-    values: Float[Tensor, "N n"]
-    sums: dict[MomentName, Tensor]
-    finite: Tensor
-
-    @classmethod
-    def of(cls, x: Tensor, rows: Tensor | None, needs: frozenset[MomentName]) -> ReadInput:
-        values = select(x.reshape(-1, x.shape[-1]), rows)
-        sums: dict[MomentName, Tensor] = {}
+    def __init__(self, x: Tensor, rows: Tensor | None, needs: frozenset[MomentName]) -> None:
+        self._x = x  # kept alive, because its address identifies it
+        self.values = values = select(x.reshape(-1, x.shape[-1]), rows)
+        self.finite = finite(values)
+        self.sums: dict[MomentName, Tensor] = {}
         if "input_square" in needs:
-            sums["input_square"] = square_sum(values)
+            self.sums["input_square"] = square_sum(values)
         if "input_outer" in needs:
-            sums["input_outer"] = outer(values, values)
+            self.sums["input_outer"] = outer(values, values)
         if "input_total" in needs:
-            sums["input_total"] = values.sum(0, dtype=sum_dtype(values))
-        return cls(x, values, sums, finite(values))
+            self.sums["input_total"] = values.sum(0, dtype=sum_dtype(values))
 
     def is_of(self, x: Tensor) -> bool:
-        mine = self.x
+        mine = self._x
         same_place = mine.data_ptr() == x.data_ptr() and mine.shape == x.shape and mine.stride() == x.stride()
         return same_place and mine._version == x._version
 
 
 class LayerRecorder:
-    """The sums of one layer, and whether all values since :meth:`forget_flags` were finite.
-
-    Attributes:
-        input_finite, error_finite: None if there were no calls.
-    """
+    """The sums of one layer, and by side whether all values since the last batch were finite."""
 
     def __init__(self, name: str, stats_device: torch.device | None) -> None:
         self.name = name
         self.num_tokens = 0
         self.totals: dict[MomentName, Tensor] = {}
-        self.input_finite: Tensor | None = None
-        self.error_finite: Tensor | None = None
+        self.finite: dict[str, Tensor] = {}
         self._stats_device = stats_device
 
     def add_input(self, read: ReadInput) -> None:
-        """Count the tokens of an input and add it to the sums."""
-        self.input_finite = read.finite if self.input_finite is None else self.input_finite & read.finite
+        """Count the tokens of an input and add its sums."""
+        self._see("input", read.finite)
         self.num_tokens += len(read.values)
         for name, value in read.sums.items():
-            self._add(name, value)
+            self._add(name, value, shared=True)
 
     def add_error(
         self, error: Float[Tensor, "N m"], values: Float[Tensor, "N n"], needs: frozenset[MomentName]
     ) -> None:
         """Add output errors; ``values`` are the inputs of the same tokens, for the cross moment."""
-        is_finite = finite(error)
-        self.error_finite = is_finite if self.error_finite is None else self.error_finite & is_finite
+        self._see("output error", finite(error))
         if "cross" in needs:
             self._add_product("cross", error, values)
         if "error_square" in needs:
@@ -193,20 +111,21 @@ class LayerRecorder:
         if "output_total" in needs:
             self._add("output_total", output.sum(0, dtype=sum_dtype(output)))
 
-    def forget_flags(self) -> None:
-        self.input_finite = self.error_finite = None
-
     def moments(self) -> LayerMoments:
         """Hand over the sums; the recorder keeps no reference to them."""
         totals, self.totals = self.totals, {}
         return LayerMoments(num_tokens=self.num_tokens, **totals)
 
-    def _add(self, name: MomentName, value: Tensor) -> None:
+    def _see(self, side: str, is_finite: Tensor) -> None:
+        self.finite[side] = self.finite[side] & is_finite if side in self.finite else is_finite
+
+    def _add(self, name: MomentName, value: Tensor, *, shared: bool = False) -> None:
+        """Add a value; a ``shared`` one belongs to other layers too."""
         value = value.to(self._stats_device or value.device)
         if name in self.totals:
             self.totals[name].add_(value)
         else:
-            self.totals[name] = value.clone() if name in INPUT_SIDE else value
+            self.totals[name] = value.clone() if shared else value
 
     def _add_product(self, name: MomentName, left: Tensor, right: Tensor) -> None:
         """Add ``leftᵀ right`` (p x q, from N x p and N x q) without a p x q matrix beside the sum."""
@@ -223,27 +142,26 @@ class LayerRecorder:
             strip.add_(outer(part, right).to(device))
 
 
-@dataclass
 class FiniteBatches:
     """Check batch by batch whether the layers saw finite values.
 
     Flags on a GPU are read after the pass, because each read synchronises the device.
 
     Attributes:
-        waiting: Flags to read: the batch, one of ``SIDES``, the layers, and a flag for each layer.
+        waiting: Flags to read: the batch, the side, the layers, and a flag for each layer.
     """
 
-    waiting: list[tuple[int, tuple[str, str, int], list[str], Tensor]] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.waiting: list[tuple[int, str, list[str], Tensor]] = []
 
     def add(self, batch: int, recorders: Mapping[str, LayerRecorder]) -> None:
-        """Add the flags of a batch.
+        """Add the flags of a batch, and forget them in the recorders.
 
         Raises:
             CalibrationError: The flags are on the CPU, and a value was not finite.
         """
-        for side in SIDES:
-            found = {name: getattr(recorder, side[1]) for name, recorder in recorders.items()}
-            flags = {name: flag for name, flag in found.items() if flag is not None}
+        for side in ("input", "output error"):
+            flags = {name: one.finite.pop(side) for name, one in recorders.items() if side in one.finite}
             if not flags:
                 continue
             device = next((flag.device for flag in flags.values() if flag.device.type != "cpu"), torch.device("cpu"))
@@ -259,14 +177,156 @@ class FiniteBatches:
             CalibrationError: A batch was not finite; the message names the first one.
         """
         while self.waiting:
-            batch, (side, _, first_met), names, flags = self.waiting.pop(0)
+            batch, side, names, flags = self.waiting.pop(0)
             bad = [name for name, fine in zip(names, flags.tolist(), strict=True) if not fine]
             if bad:
+                # bad inputs spread from the first layer on, bad output errors from the last one back
                 raise CalibrationError(
-                    f"NaN or Inf in the {side} of layer {bad[first_met]!r} in calibration batch {batch} ({len(bad)} of "
-                    f"{len(names)} layers). Check the model's weights and that batch; float16 models often need "
-                    "bfloat16."
+                    f"NaN or Inf in the {side} of layer {bad[0 if side == 'input' else -1]!r} in calibration batch "
+                    f"{batch} ({len(bad)} of {len(names)} layers). Check the model's weights and that batch; float16 "
+                    "models often need bfloat16."
                 )
+
+
+class RowOrders:
+    """The order of the rows of each layer's input, from shapes and from one example alone.
+
+    A layer's input has a row for each token, examples first (b x t x n, the usual order) or tokens first (t x b x n),
+    or flattened to b·t x n; or it has rows that do not depend on the batch, such as embeddings of relative positions.
+    Equal numbers of rows prove neither. Where the shape does not show the order, the model runs on one example alone,
+    and its rows are compared with those of the whole batch.
+
+    Attributes:
+        run_alone: Runs one example of the current batch alone; None if it ran, or cannot run.
+        example: Which example that was.
+        copies: How many times it was in its own batch: twice if the current batch has no other example.
+        looks: The example runs now.
+    """
+
+    def __init__(self) -> None:
+        self.run_alone: Callable[[], None] | None = None
+        self.example = 0
+        self.copies = 1
+        self.looks = False
+        self._alone: dict[str, list[tuple[tuple[int, ...], dict[Order, Tensor]]]] = {}  # shapes, and rows by order
+        self._known: dict[tuple[str, int], Order] = {}  # by layer and dimensions of rows; 0 if b or t is 1
+        self._fixed: dict[str, set[tuple[int, ...]]] = {}
+
+    def see(self, name: str, x: Tensor, tokens: CountedTokens) -> None:
+        """Keep some rows of a call with the example alone; ``tokens`` are those of the whole batch."""
+        rows = x.detach().reshape(-1, x.shape[-1])
+        found: dict[Order, Tensor] = {}
+        positions = tokens.positions(self.example)
+        if positions and tokens.shape and len(rows) == self.copies * tokens.shape[1]:
+            found["examples first"] = rows[positions]
+            found["tokens first"] = rows[[self.copies * j for j in positions]]
+        found["no tokens"] = rows[:NUM_COMPARED].clone()
+        self._alone.setdefault(name, []).append((tuple(x.shape[:-1]), found))
+
+    def forget(self) -> None:
+        """Release the rows of the example; the next batch is another one."""
+        self._alone.clear()
+        self.run_alone = None
+
+    def of(self, name: str, x: Tensor, tokens: CountedTokens) -> Order | None:
+        """The order of the rows of a layer's input; None if it cannot be known."""
+        shape = tuple(x.shape[:-1])
+        b, t = tokens.shape if tokens.shape is not None else (0, 0)
+        if b != t and min(b, t) > 1 and shape in ((b, t), (t, b)):
+            order: Order = "examples first" if shape == (b, t) else "tokens first"
+            self._known[name, 2] = order
+            return order
+        is_fixed, has_all = shape in self._fixed.get(name, ()), x[..., 0].numel() == b * t
+        if is_fixed and not has_all:
+            return "no tokens"
+        known = self._known.get((name, len(shape) if min(b, t) > 1 else 0))
+        if has_all and known and not is_fixed:
+            return known
+        if self.run_alone is not None:
+            run, self.run_alone = self.run_alone, None
+            run()
+        if name in self._alone:
+            return self._compared(name, x, tokens)
+        return "examples first" if has_all and min(b, t) == 1 and not is_fixed else None
+
+    def _compared(self, name: str, x: Tensor, tokens: CountedTokens) -> Order | None:
+        """The order in which the rows are nearest to those of the example alone, if they are near."""
+        shape, rows = tuple(x.shape[:-1]), x.detach().reshape(-1, x.shape[-1])
+        places: dict[Order, list[int]] = {}
+        b, t = tokens.shape if tokens.shape is not None else (0, 0)
+        positions = tokens.positions(self.example)
+        if positions and len(rows) == b * t:
+            places["examples first"] = [self.example * t + j for j in positions]
+            places["tokens first"] = [j * b + self.example for j in positions]
+        distances: dict[Order, float] = {}
+        for shape_alone, rows_alone in self._alone[name]:
+            here: dict[Order, list[int]] = places if shape != shape_alone else {**places, "no tokens": []}
+            for order in here.keys() & rows_alone.keys():
+                kept = rows_alone[order].double()
+                mine = rows[:NUM_COMPARED] if order == "no tokens" else rows[places[order]]
+                distance = float((mine.double() - kept).norm() / kept.norm().clamp_min(torch.finfo(torch.double).tiny))
+                order = "examples first" if min(b, t) == 1 and order != "no tokens" else order
+                distances[order] = min(distance, distances.get(order, distance))
+        near = sorted(distances, key=distances.__getitem__)
+        if not near or distances[near[0]] > 0.3 or (near[1:] and distances[near[0]] >= distances[near[1]] / 2):
+            return None
+        if near[0] == "no tokens":
+            self._fixed.setdefault(name, set()).add(shape)
+        else:
+            self._known[name, len(shape) if min(b, t) > 1 else 0] = near[0]
+        return near[0]
+
+
+class EncoderSide:
+    """Tells which layer calls of an encoder-decoder read source tokens, whose padding mask is not the target's.
+
+    A layer does if it is in the encoder, or if it reads the encoder's output (keys and values of cross-attention).
+    Module names differ between architectures, so a reader of that output is recognised by the tensor itself.
+    """
+
+    def __init__(self, encoder: nn.Module) -> None:
+        self._inside = {id(module) for module in encoder.modules()}
+        self._output: Tensor | None = None  # kept alive, because its address identifies it
+
+    def reads_source(self, layer: nn.Module, x: Tensor) -> bool:
+        """Return whether this call's input has a row for each source token."""
+        output = self._output  # addresses are compared, because checkpointing passes a detached x
+        from_encoder = output is not None and output.data_ptr() == x.data_ptr() and output.shape == x.shape
+        return id(layer) in self._inside or from_encoder
+
+    def remember(self, output: Any) -> None:
+        self._output = output[0]
+
+    def forget(self) -> None:
+        self._output = None
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep the encoder's output while the model runs on something else."""
+        output = self._output
+        try:
+            yield
+        finally:
+            self._output = output
+
+
+@contextmanager
+def watching_encoder(model: Any) -> Iterator[EncoderSide | None]:
+    """Watch the encoder side of a model while it runs; None for a model with one mask."""
+    if not is_encoder_decoder(model):
+        yield None
+        return
+    encoder = model.get_encoder()
+    side = EncoderSide(encoder)
+    handle = encoder.register_forward_hook(lambda _, args, output: side.remember(output))
+    try:
+        yield side
+    finally:
+        handle.remove()
+
+
+def is_encoder_decoder(model: Any) -> bool:
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 @dataclass(frozen=True)
@@ -367,11 +427,12 @@ class CalibrationPass:
         """
         needs, rows = self.taps.needs, tokens.rows
         error = None if delta is None else delta.reshape(-1, delta.shape[-1])
-        if tokens.only_nonzero_delta and error is not None:
+        only_nonzero_delta = self.taps.options.tokens == "nonzero_delta" and error is not None
+        if only_nonzero_delta and error is not None:
             nonzero = error.ne(0).any(1)
             rows = nonzero.nonzero().squeeze(1) if rows is None else rows[nonzero[rows]]
-        if self._latest is None or tokens.only_nonzero_delta or not self._latest.is_of(x):
-            self._latest = ReadInput.of(x, rows, needs)
+        if self._latest is None or only_nonzero_delta or not self._latest.is_of(x):
+            self._latest = ReadInput(x, rows, needs)
         read = self._latest
         recorder.add_input(read)
         if y is not None:
@@ -386,8 +447,6 @@ class CalibrationPass:
         if self.encoder is not None:
             self.encoder.forget()
         self.finite_batches.add(batch_index, self.recorders)
-        for recorder in self.recorders.values():
-            recorder.forget_flags()
 
 
 @contextmanager

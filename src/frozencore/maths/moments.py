@@ -8,9 +8,10 @@ and moments of the output y. The raw sums and the token count are stored; means 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Literal, get_args
 
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from frozencore.device import torch
 from frozencore.errors import CalibrationError
@@ -143,3 +144,83 @@ def spread(diagonal: Float[torch.Tensor, " k"]) -> float:
     """Maximum over median of a diagonal moment; large if there are outlier channels, which whitening corrects."""
     median = float(diagonal.median())
     return float(diagonal.max()) / median if median > 0 else float("inf")
+
+
+BLOCKS = 4  # of rows of a product on the CPU, one at a time
+MANY = 128  # tokens; the product of fewer takes less time in float32
+
+
+def sum_dtype(values: torch.Tensor) -> torch.dtype:
+    """The dtype in which values are summed: a bfloat16 sum of 1000 ones is 256."""
+    return torch.promote_types(values.dtype, torch.float32)
+
+
+def square_sum(values: Float[torch.Tensor, "N p"]) -> Float[torch.Tensor, " p"]:
+    """``Σ v⊙v`` over rows; values become float32 first, because a product in half precision would be rounded."""
+    wide = values.to(sum_dtype(values))
+    return torch.linalg.vecdot(wide, wide, dim=0)
+
+
+def outer(left: Float[torch.Tensor, "N p"], right: Float[torch.Tensor, "N q"]) -> Float[torch.Tensor, "p q"]:
+    """``leftᵀ right`` with float32 accumulation."""
+    if left.is_cuda and left.dtype == right.dtype and left.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(left.mT, right, out_dtype=torch.float32)
+    total = torch.zeros(left.shape[1], right.shape[1], dtype=sum_dtype(left), device=left.device)
+    add_outer(total, left, right)
+    return total
+
+
+def add_outer(
+    total: Float[torch.Tensor, "p q"], left: Float[torch.Tensor, "N p"], right: Float[torch.Tensor, "N q"]
+) -> None:
+    """``total += leftᵀ right`` in place."""
+    if left.is_cuda and left.dtype == right.dtype and left.dtype in (torch.bfloat16, torch.float16):
+        torch.addmm(total, left.mT, right, out_dtype=torch.float32, out=total)
+        return
+    of_bfloat16 = left.dtype == right.dtype == torch.bfloat16 and left.device.type == "cpu"
+    splits = of_bfloat16 and len(left) >= MANY and _splits()
+    if left is right or splits:
+        _add_blocks(total, left, right, splits=splits)
+    else:
+        total.addmm_(left.mT.to(total.dtype), right.to(total.dtype))
+
+
+def _add_blocks(
+    total: Float[torch.Tensor, "p q"],
+    left: Float[torch.Tensor, "N p"],
+    right: Float[torch.Tensor, "N q"],
+    *,
+    splits: bool,
+) -> None:
+    """``total += leftᵀ right``, of a matrix with itself in five eighths of the products: the rest is a copy.
+
+    Args:
+        splits: Multiply bfloat16 values twice: the product, rounded, and what rounding took from it.
+    """
+    is_gram, width = left is right, -(-len(total) // BLOCKS)
+    if not splits:
+        left, right = left.to(total.dtype), right.to(total.dtype)
+    for first in range(0, len(total), width):
+        end, start = first + width, first if is_gram else 0
+        rows, columns = left[:, first:end].mT, right[:, start:]
+        product = rows @ columns
+        for part in (product, torch.addmm(product, rows, columns, beta=-1)) if splits else (product,):
+            total[first:end, start:] += part
+            if is_gram:
+                total[end:, first:end] += part[:, width:].mT
+
+
+@cache
+def _splits() -> bool:
+    """Whether this CPU multiplies bfloat16 fast, and sums products and what is added to them in float32."""
+    if not getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)():
+        return False
+    values = torch.randn(512, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found, exact = torch.zeros(64, 64), values.double().mT @ values.double()
+    _add_blocks(found, values, values.clone(), splits=True)
+    return float((found - exact).abs().max()) < 1e-4 * float(exact.abs().max())
+
+
+def finite(values: torch.Tensor) -> Bool[torch.Tensor, ""]:
+    """Return whether the sum of the values is finite, as a tensor on their device."""
+    return values.sum(dtype=sum_dtype(values)).isfinite()

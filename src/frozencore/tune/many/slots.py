@@ -22,8 +22,7 @@ from torch.nn.functional import cross_entropy, pad
 from frozencore.adapter.bank import base_rows, other_modules, rows_through
 from frozencore.adapter.layer import FrozenCoreLinear, frozen_core_layers
 from frozencore.adapter.saved.state import by_layer
-from frozencore.calibration.batches import rope_limit
-from frozencore.calibration.counted_tokens import IGNORED
+from frozencore.calibration.batches import IGNORED, rope_limit
 from frozencore.errors import ConfigError
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator, score_in_groups

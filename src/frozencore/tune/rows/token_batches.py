@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from frozencore.calibration.batches import on_one_side
-from frozencore.calibration.counted_tokens import IGNORED
+from frozencore.calibration.batches import IGNORED, on_one_side
 from frozencore.device import fits
 from frozencore.errors import ModelError
 from frozencore.tune.rows import TokenRow

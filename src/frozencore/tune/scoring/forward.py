@@ -13,7 +13,7 @@ from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import LogitsProcessor
 
-from frozencore.calibration.counted_tokens import IGNORED
+from frozencore.calibration.batches import IGNORED
 from frozencore.calibration.preserve import plain_passes
 from frozencore.errors import ModelError
 

@@ -23,8 +23,7 @@ from torch.utils.data import Sampler
 from transformers import Trainer
 
 from frozencore.adapter.saved.card import begin_model_card
-from frozencore.calibration.batches import on_one_side
-from frozencore.calibration.counted_tokens import IGNORED
+from frozencore.calibration.batches import IGNORED, on_one_side
 from frozencore.calibration.preserve import own_random_state
 from frozencore.errors import DivergenceError, ModelError
 from frozencore.quiet import with_attributes
