@@ -129,6 +129,7 @@ def _add_tokenizer(writer: Any, tokenizer: Any, pre: str) -> None:
     writer.add_token_merges([" ".join(pair) for pair in told["model"]["merges"]])
     writer.add_eos_token_id(tokenizer.eos_token_id)
     writer.add_pad_token_id(tokenizer.pad_token_id)
+    writer.add_unk_token_id(tokenizer.pad_token_id)  # Gemma's tokenizer must have one
     writer.add_add_bos_token(False)
     if tokenizer.chat_template:
         writer.add_chat_template(tokenizer.chat_template)
