@@ -23,8 +23,8 @@ from frozencore import (
     save_basis,
     unpack_adapter,
 )
+from frozencore.adapter.bases import report_angles, report_basis, report_capture
 from frozencore.adapter.folders import read_adapter
-from frozencore.adapter.inspection import report_angles, report_basis, report_capture
 from frozencore.errors import ArtifactError
 from tiny import tiny_qwen2
 

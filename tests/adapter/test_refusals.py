@@ -35,9 +35,9 @@ from frozencore import (
     swap_core,
     unpack_adapter,
 )
+from frozencore.adapter.bases import inspect_adapter, report_angles
 from frozencore.adapter.config import INSTEAD_OF_LORA
 from frozencore.adapter.folders import Factors, read_adapter
-from frozencore.adapter.inspection import inspect_adapter, report_angles
 from frozencore.calibration.collect import collect_moments
 from frozencore.errors import ArtifactError, CalibrationError, ConfigError, FrozenCoreError, ModelError
 from frozencore.maths.moments import LayerMoments

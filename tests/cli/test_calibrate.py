@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from frozencore import CoreBank
-from frozencore.adapter.inspection import AngleReport, BasisReport, CaptureReport, LayerReport
+from frozencore.adapter.bases import AngleReport, BasisReport, CaptureReport, LayerReport
 from frozencore.cli import app as cli
 from frozencore.cli.inspect import inspection_table
 from frozencore.files.adapter_folder import WEIGHTS_FILE

@@ -1,10 +1,11 @@
-"""Get bases from an adapter, set them in another, and save them: computed once, used for many runs."""
+"""Get bases from an adapter, set them in another, save them, and report on them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -13,21 +14,24 @@ from torch import Tensor, nn
 from frozencore.adapter.config import FrozenCoreConfig, find_adapter
 from frozencore.adapter.layer import FrozenCoreLinear, frozen_core_layers
 from frozencore.adapter.saved.basis import SavedBasis, differing_layer, other_base, record_base
-from frozencore.adapter.saved.state import require_finite_in, require_orthonormal
+from frozencore.adapter.saved.state import Factors, require_finite_in, require_orthonormal
 from frozencore.errors import ArtifactError, CalibrationError, ConfigError
 from frozencore.files.fingerprint import fingerprint_tensors
 from frozencore.maths.basis import ORTHONORMAL_COORDINATES, Basis, known_basis
+from frozencore.maths.capture import capture, coherence
+from frozencore.maths.linalg import effective_rank, principal_cosines, truncated_svd
+from frozencore.maths.moments import LayerMoments
+from frozencore.maths.whitening import Whitening
+from frozencore.options import without_lists
+from frozencore.words import natural_sort_key
+
+T = TypeVar("T")
 
 
 def adapter_for_new_bases(
     model: nn.Module, adapter_name: str | None, *, reset: bool
 ) -> tuple[str, FrozenCoreConfig, dict[str, FrozenCoreLinear]]:
-    """The name, configuration and layers of an adapter that may get new bases.
-
-    Args:
-        adapter_name: The active adapter by default.
-        reset: Allow new bases even if the cores have been trained.
-    """
+    """The name, configuration and layers of an adapter (by default the active one) that may get new bases."""
     adapter_name, config = find_adapter(model, adapter_name)
     layers = frozen_core_layers(model, adapter_name)
     for name, module in model.named_modules():
@@ -37,7 +41,7 @@ def adapter_for_new_bases(
                 "Call unmerge_adapter() first."
             )
     for name, layer in layers.items():
-        if not reset and bool(layer.factors(adapter_name)[2].any()):
+        if not reset and bool(layer.core(adapter_name).any()):
             raise CalibrationError(
                 f"The core of layer {name!r} is not zero: a new basis under it would change what it means. "
                 "Pass reset=True to give up what it learned."
@@ -92,7 +96,7 @@ def set_bases(
         )
     saved = bases if isinstance(bases, SavedBasis) else None
     if isinstance(bases, SavedBasis):
-        require_basis_fits(str(bases.place), bases, config, layers, adapter_name)
+        _require_basis_fits(str(bases.place), bases, config, layers, adapter_name)
         bases = bases.tensors
     expected = {f"{name}.{side}" for name in layers for side in "PQ"}
     for odd, what in ((expected - bases.keys(), "are missing"), (bases.keys() - expected, "fit no layer")):
@@ -178,19 +182,15 @@ def basis_fingerprint(model: nn.Module) -> str:
 def set_named_basis(
     origin: str, config: FrozenCoreConfig, layers: Mapping[str, FrozenCoreLinear], adapter_name: str
 ) -> None:
-    """Set P and Q of a new adapter to its named basis, read from its folder.
-
-    Raises:
-        ArtifactError: The basis is not found, or does not fit the layers.
-    """
+    """Set P and Q of a new adapter to its named basis, read from its folder."""
     basis = config.find_basis(origin)
-    require_basis_fits(origin, basis, config, layers, adapter_name)
+    _require_basis_fits(origin, basis, config, layers, adapter_name)
     for name, layer in layers.items():
         if not layer.frozencore_P[adapter_name].is_meta:
             layer.set_basis(adapter_name, known_basis(*basis.layers[name]), random_core=not config.init_weights)
 
 
-def require_basis_fits(
+def _require_basis_fits(
     origin: str, basis: SavedBasis, config: FrozenCoreConfig, layers: Mapping[str, FrozenCoreLinear], adapter_name: str
 ) -> None:
     """Refuse a basis whose layers, ranks, scales or base model differ from the adapter's."""
@@ -224,3 +224,143 @@ def require_same_base(
     odd = differing_layer(recorded, {name: layer.base_samples for name, layer in layers.items()})
     if odd is not None:
         raise other_base(what, odd)
+
+
+@dataclass(frozen=True)
+class BasisReport:
+    """One layer's basis on its own.
+
+    Attributes:
+        output_coherence, input_coherence: Largest leverage of a row of P and of Q over the mean; 1 means evenly spread,
+            m/r (or n/r) means single coordinates only.
+        num_values: r².
+        core_norm: ``‖R‖_F``, the distance that training moved the core.
+    """
+
+    shape: tuple[int, int]
+    rank: int
+    num_values: int
+    basis_bytes: int
+    orthonormality_error: float
+    output_coherence: float
+    input_coherence: float
+    core_norm: float
+
+
+@dataclass(frozen=True)
+class CaptureReport:
+    """One layer's basis against its calibration moments.
+
+    Attributes:
+        gradient_norm, gradient_share: ``‖PᵀGQ‖_F``, and its ratio to ``‖G‖_F``.
+        correlation, correlation_share: J, and its ratio to the best rank-r value ``Σ_{i≤r} σ_i(T)²``.
+        singular_values, effective_rank: The first r values of the whitened cross moment T, and their effective rank.
+        input_spread, error_spread: Maximum over median of a and d.
+    """
+
+    gradient_norm: float
+    gradient_share: float
+    correlation: float
+    correlation_share: float
+    singular_values: tuple[float, ...]
+    effective_rank: int
+    input_spread: float
+    error_spread: float
+
+
+@dataclass(frozen=True)
+class AngleReport:
+    """Mean cosine of the principal angles between two bases of one layer; 1 is the same span."""
+
+    output_cosine: float
+    input_cosine: float
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """The reports on one layer; None without moments or without another adapter."""
+
+    basis: BasisReport
+    capture: CaptureReport | None
+    angles: AngleReport | None
+
+
+def inspect_adapter(
+    config: FrozenCoreConfig,
+    layers: Mapping[str, Factors],
+    *,
+    moments: Mapping[str, LayerMoments] | None = None,
+    other: Mapping[str, Factors] | None = None,
+) -> dict[str, LayerReport]:
+    """Report on every layer of a saved adapter, in the order of layer numbers.
+
+    Args:
+        moments: Must hold every layer's G, a and d.
+        other: Another adapter on the same layers.
+    """
+    damping = Whitening(damping=without_lists(config.damping)).damping_by_side
+    reports = {}
+    for name, own in sorted(layers.items(), key=lambda item: natural_sort_key(item[0])):
+        measured, peer = _same_layer(moments, name, "moments file"), _same_layer(other, name, "other adapter")
+        reports[name] = LayerReport(
+            basis=report_basis(own.P, own.Q, own.R),
+            capture=report_capture(own.P, own.Q, measured, damping) if measured else None,
+            angles=report_angles(own.P, own.Q, peer.P, peer.Q) if peer else None,
+        )
+    return reports
+
+
+def report_basis(P: Tensor, Q: Tensor, R: Tensor) -> BasisReport:
+    """Report on a basis alone."""
+    basis = known_basis(P.float(), Q.float())
+    orthonormal = [torch.linalg.qr(X.float()).Q for X in (P, Q)]
+    return BasisReport(
+        shape=(P.shape[0], Q.shape[0]),
+        rank=basis.rank,
+        num_values=R.numel(),
+        basis_bytes=sum(X.numel() * X.element_size() for X in (P, Q)),
+        orthonormality_error=basis.orthonormality_error(),
+        output_coherence=coherence(orthonormal[0]),
+        input_coherence=coherence(orthonormal[1]),
+        core_norm=float(R.norm()),
+    )
+
+
+def report_capture(P: Tensor, Q: Tensor, moments: LayerMoments, damping: tuple[float, float]) -> CaptureReport:
+    """Report on a basis and moments in the diagonal metric with that relative damping (input, output)."""
+    basis, G, metric = known_basis(P.float(), Q.float()), moments.G, Whitening(damping=damping)
+    if G.shape != (P.shape[0], Q.shape[0]):
+        raise ArtifactError(f"A basis of shape {(P.shape[0], Q.shape[0])} met moments of shape {tuple(G.shape)}.")
+    found = capture(moments, basis, metric)
+    S = torch.zeros(basis.rank)
+    if found.energy:
+        S = truncated_svd(metric.input_root(moments)(metric.output_root(moments)(G).mT).mT, basis.rank).S
+    return CaptureReport(
+        gradient_norm=found.gradient,
+        gradient_share=found.gradient / found.gradient_total if found.gradient_total else 0.0,
+        correlation=found.J,
+        correlation_share=found.J / float(S.double().square().sum()) if found.J else 0.0,
+        singular_values=tuple(S.tolist()),
+        effective_rank=effective_rank(S),
+        input_spread=found.input_spread,
+        error_spread=found.error_spread,
+    )
+
+
+def report_angles(P: Tensor, Q: Tensor, other_P: Tensor, other_Q: Tensor) -> AngleReport:
+    """Report how close two bases of one layer are."""
+    if (P.shape[0], Q.shape[0]) != (other_P.shape[0], other_Q.shape[0]):
+        raise ArtifactError(
+            f"Only bases of the same model compare, but a layer is {P.shape[0]} x {Q.shape[0]} in one adapter and "
+            f"{other_P.shape[0]} x {other_Q.shape[0]} in the other."
+        )
+    return AngleReport(
+        output_cosine=float(principal_cosines(P, other_P).mean()),
+        input_cosine=float(principal_cosines(Q, other_Q).mean()),
+    )
+
+
+def _same_layer(layers: Mapping[str, T] | None, name: str, what: str) -> T | None:
+    if layers is not None and name not in layers:
+        raise ArtifactError(f"The {what} has no layer {name!r}: it was made for other targets or another model.")
+    return None if layers is None else layers[name]

@@ -1,15 +1,14 @@
-"""``calibrate(model, dataloader)``: examples fix P and Q of every adapted layer.
+"""``calibrate(model, dataloader)``: collect the moments of the adapted layers, build their bases, set them.
 
-Three steps: collect the moments of the layers, build their bases, set them. A memory budget makes groups of layers;
-each group is collected and built before the next one. A group that does not fit into memory is split in halves, which
-gives the same bases.
+A memory budget makes groups of layers; each group is collected and built before the next one. A group that does not fit
+into memory is split in halves, which gives the same bases.
 """
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -152,6 +151,7 @@ def calibrate(
     started = time.perf_counter()
     adapter_name, config, layers = adapter_for_new_bases(model, adapter_name, reset=reset)
     targets = targets_of(layers, adapter_name)
+    num_own = sum(target.is_own for target in targets.values())
     options = options or CalibrationOptions()
     require_options_fit(options, loss_fn)
     if memory_budget is not None:
@@ -167,7 +167,7 @@ def calibrate(
                 )  # fmt: skip
             built, collect_s = _collect_and_build(model, config, targets, batches, options, loss_fn, tell)
         else:
-            built, collect_s = _build(config, targets, dict(moments or {}), _count_of(tell, targets)), 0.0
+            built, collect_s = _build(config, targets, dict(moments or {}), tell, (0, num_own)), 0.0
     bases = share_bases(
         {name: one.basis for name, one in built.items() if one.basis is not None},
         {name: target.owner for name, target in targets.items()},
@@ -212,13 +212,7 @@ def targets_of(layers: Mapping[str, FrozenCoreLinear], adapter_name: str) -> dic
 
 @dataclass(frozen=True)
 class BuiltLayer:
-    """What calibration made of one layer.
-
-    Attributes:
-        basis: None in processes that do not own the layer.
-        diagonals: Token count, a and d; None without data.
-        capture: The share of the moments that the basis captures, if G, a and d were all summed.
-    """
+    """The basis of a layer (None in processes that do not own it), token count with a and d, and the capture."""
 
     basis: Basis | None
     diagonals: LayerMoments | None
@@ -243,6 +237,7 @@ def _collect_and_build(
     batched = options.memory_budget is None  # budgets do not count the memory of batched SVDs
     device = _sums_device(model, plan, options.stats_device)
     options = replace(options, group_size=999, memory_budget=None, stats_device=device)
+    num_own = sum(target.is_own for target in targets.values())
     built: dict[str, BuiltLayer] = {}
     collect_s, done, left = 0.0, 0, list(plan.groups)
 
@@ -258,7 +253,8 @@ def _collect_and_build(
         moments = reduce_moments(own, {name: target.owner for name, target in group.items()})
         own.clear()
         collect_s += time.perf_counter() - started
-        built.update(_build(config, group, moments, _count_of(tell, targets, built), batched=batched))
+        num_built = sum(one.basis is not None for one in built.values())
+        built.update(_build(config, group, moments, tell, (num_built, num_own), batched=batched))
 
     while left:
         if fits(work):
@@ -266,15 +262,6 @@ def _collect_and_build(
         else:
             left = halved(left)
     return built, collect_s
-
-
-def _count_of(
-    tell: Progress, targets: Mapping[str, Target], built: Mapping[str, BuiltLayer] | None = None
-) -> Callable[[int], None]:
-    """Report the number of bases that this process has built, beside those that it built before."""
-    total = sum(target.is_own for target in targets.values())
-    before = sum(one.basis is not None for one in (built or {}).values())
-    return lambda done: tell("bases", before + done, total)
 
 
 def _needs(config: FrozenCoreConfig) -> frozenset[MomentName]:
@@ -288,7 +275,7 @@ def layer_costs(
     """The bytes of each layer, equal on all ranks."""
     num_rows = largest_over_ranks(max(map(_num_rows, batches), default=0))
     itemsize = max((p.element_size() for p in model.parameters() if p.is_floating_point()), default=4)
-    needs, in_place = _needs(config), config.metric is not None
+    needs, in_place = _needs(config), config.constructor_entry.metric(config.basis_options()) is not None
     costs = {
         name: layer_cost(
             target.layer.shape, needs, target.rank, num_rows=num_rows, itemsize=itemsize, in_place=in_place
@@ -333,11 +320,16 @@ def _build(
     config: FrozenCoreConfig,
     targets: Mapping[str, Target],
     moments: dict[str, LayerMoments],
-    count: Callable[[int], None],
+    tell: Progress,
+    count: tuple[int, int],
     *,
     batched: bool = True,
 ) -> dict[str, BuiltLayer]:
-    """Build the bases of this process's layers; each entry of ``moments`` is removed after use."""
+    """Build the bases of this process's layers; each entry of ``moments`` is removed after use.
+
+    Args:
+        count: The number of bases that were built before, and in all.
+    """
     built: dict[str, BuiltLayer] = {}
     options = {name: config.basis_options(target.rank) for name, target in targets.items()}
     with all_ranks_or_none():
@@ -346,8 +338,14 @@ def _build(
             evidence = {}
             for name in batch:
                 layer = targets[name].layer
-                evidence[name] = LayerEvidence(name, layer.shape, layer.dense_weight, moments.pop(name, None))
-                _require_tokens(evidence[name], targets[name].rank)
+                one = LayerEvidence(name, layer.shape, layer.dense_weight, moments.pop(name, None))
+                if one.moments is not None and one.moments.num_tokens < targets[name].rank:
+                    raise CalibrationError(
+                        f"A basis of rank {targets[name].rank} needs at least {targets[name].rank} counted tokens, but "
+                        f"layer {name!r} received {one.moments.num_tokens}. Calibrate on more text, or give a lower "
+                        "rank."
+                    )
+                evidence[name] = one
             own = [name for name in batch if targets[name].is_own]
             found = build_batch(config.constructor, [evidence[name] for name in own], [options[name] for name in own])
             for name, basis in zip(own, found, strict=True):
@@ -358,16 +356,8 @@ def _build(
                 capture = capture_if_whole(one.moments, bases[name]) if name in bases else None
                 built[name] = BuiltLayer(bases.get(name), diagonals, capture)
                 if name in bases:
-                    count(sum(one.basis is not None for one in built.values()))
+                    tell("bases", count[0] + sum(one.basis is not None for one in built.values()), count[1])
     return built
-
-
-def _require_tokens(layer: LayerEvidence, rank: int) -> None:
-    if layer.moments is not None and layer.moments.num_tokens < rank:
-        raise CalibrationError(
-            f"A basis of rank {rank} needs at least {rank} counted tokens, but layer {layer.name!r} received "
-            f"{layer.moments.num_tokens}. Calibrate on more text, or give a lower rank."
-        )
 
 
 def batches_of_one_shape(
@@ -384,12 +374,8 @@ def batches_of_one_shape(
     groups: dict[object, list[list[str]]] = {}
     for name in names:
         own, G = options[name], moments[name].cross if name in moments else None
-        if (
-            G is None
-            or not _is_on_gpu(G)
-            or own.svd_method != "auto"
-            or find_constructor(constructor).metric(own) is None
-        ):
+        metric = find_constructor(constructor).metric(own)
+        if G is None or not _is_on_gpu(G) or own.svd_method != "auto" or metric is None:
             groups[name] = [[name]]
             continue
         most = max(1, BATCH_BYTES // (G.numel() * G.element_size()))

@@ -41,13 +41,10 @@ from frozencore.constructors.constructor import AUTO_ALPHA, Alpha, ScaleOptions
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
 from frozencore.files.adapter_folder import CONFIG_FILE, PEFT_TYPE, WEIGHTS_FILE, read_config
 from frozencore.maths.moments import MomentName
-from frozencore.maths.whitening import Whitening
 from frozencore.options import options_of, without_lists
 from frozencore.words import nearest_name, one_line
 
 NOT_READ = ("allow_other_base", "rank_budget")  # the caller's own, and an option whose ranks rank_pattern holds
-WRITE_NAMES = f"Write the layers' full names into {CONFIG_FILE} in its place."
-
 
 INSTEAD_OF_LORA: Mapping[str, str] = {
     "lora_alpha": "the scale is alpha / r (16 / r by default, 1 with alpha=None): give alpha instead",
@@ -213,7 +210,7 @@ class FrozenCoreConfig(PeftConfig, EveryOption):  # type: ignore[misc]  # frozen
         header = read_header(place, self.basis_revision)
         refuse_gone(f"the basis {place}", header["options"])
         refuse_expressions(f"the basis {place}", header["options"], "Save the basis again.")
-        known, defaults = options_of_basis(), {each.name: each.default for each in fields(self)}
+        known, defaults = _options_of_basis(), {each.name: each.default for each in fields(self)}
         for name, value in header["options"].items():
             if name in NOT_READ:
                 continue
@@ -254,11 +251,6 @@ class FrozenCoreConfig(PeftConfig, EveryOption):  # type: ignore[misc]  # frozen
         """The moments that the constructor reads."""
         return self.constructor_entry.needs(self.basis_options())
 
-    @property
-    def metric(self) -> Whitening | None:
-        """The metric of a constructor that needs singular triples alone; None for other constructors."""
-        return self.constructor_entry.metric(self.basis_options())
-
     def basis_options(self, rank: int | None = None) -> BasisOptions:
         """The options of the constructor, checked; ``rank`` overrides r for one layer."""
         options = self.constructor_entry.options
@@ -285,11 +277,7 @@ class FrozenCoreConfig(PeftConfig, EveryOption):  # type: ignore[misc]  # frozen
         return (AUTO_ALPHA if alpha == "auto" else alpha) / self.rank_of(layer)
 
     def find_basis(self, origin: str) -> SavedBasis:
-        """Read the named basis: in or beside the adapter's folder, or from ``basis``.
-
-        Raises:
-            ArtifactError: The basis is missing, is another one, or is damaged.
-        """
+        """Read the named basis: in or beside the adapter's folder, or from ``basis``."""
         assert self.basis_id is not None
         return find_basis(origin, self.basis_id, beside=self._folder, named=self.basis, revision=self.basis_revision)
 
@@ -304,7 +292,7 @@ class FrozenCoreConfig(PeftConfig, EveryOption):  # type: ignore[misc]  # frozen
         overwrite: bool = False,
     ) -> str:
         """Write P and Q with the options that made them as a basis for many adapters; returns its identity."""
-        known = options_of_basis()
+        known = _options_of_basis()
         return write_basis(
             folder,
             factors,
@@ -370,7 +358,7 @@ class FrozenCoreConfig(PeftConfig, EveryOption):  # type: ignore[misc]  # frozen
                     TypeAdapter(wanted).validate_json(json.dumps(values[name]), strict=True)
             except ValidationError as error:
                 raise _wrong_type(folder, f"{name}: {error.errors()[0]['msg'].lower()}") from error
-        refuse_expressions(str(folder), values, WRITE_NAMES)
+        refuse_expressions(str(folder), values, f"Write the layers' full names into {CONFIG_FILE} in its place.")
         return values
 
     def take_seal(self) -> dict[str, Any]:
@@ -387,13 +375,10 @@ class FrozenCoreConfig(PeftConfig, EveryOption):  # type: ignore[misc]  # frozen
         saved = {**super().to_dict(), "load_bases": True, "seal": self._seal_to_write or self.seal}
         options = {name: saved.pop(name, option.default) for name, option in constructor_options().items()}
         saved |= options | saved.pop("own_options")
-        unsaid = {"allow_other_base"}  # set by the caller who loads the adapter, not by the adapter
-        unsaid |= {"basis", "basis_revision", "basis_id"} if self.basis_id is None else set()
-        return {
-            name: sorted(value) if isinstance(value, set) else value
-            for name, value in saved.items()
-            if name not in unsaid
-        }
+        del saved["allow_other_base"]  # set by the caller who loads the adapter, not by the adapter
+        if self.basis_id is None:
+            del saved["basis"], saved["basis_revision"], saved["basis_id"]
+        return {name: sorted(value) if isinstance(value, set) else value for name, value in saved.items()}
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
         """Write the file as PEFT does, but atomically, with the hash of the weights, which are written first.
@@ -414,7 +399,7 @@ class FrozenCoreConfig(PeftConfig, EveryOption):  # type: ignore[misc]  # frozen
             write_model_card(save_directory)
 
 
-def options_of_basis() -> frozenset[str]:
+def _options_of_basis() -> frozenset[str]:
     """The fields that a saved basis records: how P and Q were made, and their layers."""
     own = ("r", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "constructor", "alpha",
            "seed", "rank_pattern", "alpha_pattern", "calibration_tokens")  # fmt: skip

@@ -65,7 +65,7 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
     set_base_weight: Callable[[Tensor], None]
     set_adapter: Callable[..., None]
     _cast_input_dtype: Callable[[Tensor, torch.dtype], Tensor]
-    _get_base_layer_device_and_dtype: Callable[..., Any]
+    _get_base_layer_device_and_dtype: Callable[[nn.Module], Any]
 
     def __init__(
         self,
@@ -222,9 +222,8 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
         rank = min(rank, self.in_features, self.out_features)
         device, dtype = self._device_and_dtype()
         core = nn.Linear(rank, rank, bias=False, device="meta")  # a random initial value would advance the user's RNG
-        core.weight = nn.Parameter(
-            torch.zeros(rank, rank, device=device, dtype=torch.promote_types(dtype, torch.float32))
-        )
+        wide = torch.promote_types(dtype, torch.float32)
+        core.weight = nn.Parameter(torch.zeros(rank, rank, device=device, dtype=wide))
         self.frozencore_R[adapter_name] = core
         self.frozencore_P[adapter_name] = torch.zeros(self.out_features, rank, device=device, dtype=dtype)
         self.frozencore_Q[adapter_name] = torch.zeros(self.in_features, rank, device=device, dtype=dtype)
@@ -325,9 +324,8 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
 
     def _add_to_weight(self, adapter_name: str, sign: float, *, check: bool) -> None:
         weight = self.get_base_weight()
-        merged = (weight.to(torch.promote_types(weight.dtype, torch.float32))) + sign * self.get_delta_weight(
-            adapter_name
-        ).to(weight.device)
+        delta = self.get_delta_weight(adapter_name).to(weight.device)
+        merged = weight.to(torch.promote_types(weight.dtype, torch.float32)) + sign * delta
         if check and not torch.isfinite(merged).all():
             raise ValueError(f"NaNs detected in the merged weights. The adapter {adapter_name} seems to be broken")
         self.set_base_weight(merged.to(weight.dtype))

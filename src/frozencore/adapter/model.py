@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -88,23 +89,27 @@ class FrozenCoreModel(BaseTuner):
                 "An adapter's name has no dot and is no word that torch's modules use (such as 'train', 'keys'), but "
                 f"{adapter_name!r:.60} came. Choose another name."
             )
-        if self.peft_config[adapter_name].target_modules is None:
-            self.peft_config[adapter_name].target_modules = set(attention_projections(model))
-        name_layers(self.peft_config[adapter_name], model)
-        exclude_unusable(self.peft_config[adapter_name], model)
-        require_tokens(self.peft_config[adapter_name].trainable_token_indices, model)
+        config = self.peft_config[adapter_name]
+        if config.target_modules is None:
+            config.target_modules = set(attention_projections(model))
+        name_layers(config, model)
+        exclude_unusable(config, model)
+        require_tokens(config.trainable_token_indices, model)
         keep_weights(model)
         try:
             super().inject_adapter(model, adapter_name, *args, **kwargs)
         except NoMatchingPeftModuleError as error:
             if "not found in the base model" not in str(error):  # PEFT's other errors name their reason
                 raise
-            raise no_match(self.peft_config[adapter_name], model) from error
-        config, layers = self.peft_config[adapter_name], frozen_core_layers(model, adapter_name)
+            raise no_match(config, model) from error
+        layers = frozen_core_layers(model, adapter_name)
         try:
             self._give_bases(config, adapter_name, layers)
         except (ArtifactError, ConfigError):
-            self._take_back(adapter_name)
+            if len(self.peft_config) == 1:
+                self.unload()
+            else:
+                self.delete_adapter(adapter_name)
             raise
         narrow = [name for name, layer in layers.items() if len(layer.core(adapter_name)) < config.rank_of(name)]
         if narrow and not config.load_bases:
@@ -133,23 +138,15 @@ class FrozenCoreModel(BaseTuner):
                 "layer, so a core on it would have no effect. Leave it out of target_modules."
             )
         layer = target if isinstance(target, FrozenCoreLinear) else self._new_layer(target, adapter_name, current_key)
-        layer.update_layer(
-            adapter_name,
-            rank,
-            peft_config.scale_of(current_key),
-            inference_mode=peft_config.inference_mode,
-        )
+        scale = peft_config.scale_of(current_key)
+        layer.update_layer(adapter_name, rank, scale, inference_mode=peft_config.inference_mode)
         if layer is not target:
             if adapter_name not in self.active_adapters:
                 layer.requires_grad_(False)
             self._replace_module(parent, target_name, layer, target)
 
     def _give_bases(self, config: FrozenCoreConfig, adapter_name: str, layers: dict[str, FrozenCoreLinear]) -> None:
-        """Set the bases of an adapter of the same kind, the named ones, or those that need no data.
-
-        Raises:
-            ArtifactError: The named basis is not found or does not fit, or the file is of another base model.
-        """
+        """Set the bases of an adapter of the same kind, the named ones, or those that need no data."""
         if any(its is config for other, its in self.peft_config.items() if other != adapter_name):
             config.awaits_file = False  # the file was the other adapter's
         if config.basis_id is None and config.load_bases:
@@ -212,13 +209,6 @@ class FrozenCoreModel(BaseTuner):
         else:
             super()._replace_module(parent, child_name, new_module, child)
 
-    def _take_back(self, adapter_name: str) -> None:
-        """Remove an adapter that does not fit."""
-        if len(self.peft_config) == 1:
-            self.unload()
-        else:
-            self.delete_adapter(adapter_name)
-
     @classmethod
     def _get_adapter_state_dict(
         cls, model: nn.Module, config: FrozenCoreConfig, adapter_name: str, state_dict: dict[str, Tensor], **kwargs: Any
@@ -227,12 +217,13 @@ class FrozenCoreModel(BaseTuner):
 
         Their hashes are recorded in the configuration. ``state_dict`` is the model's, which holds trained modules too.
         """
-        found = super()._get_adapter_state_dict(
-            model=model, config=config, adapter_name=adapter_name, state_dict=state_dict, **kwargs
+        found: dict[str, Tensor] = dict(
+            super()._get_adapter_state_dict(
+                model=model, config=config, adapter_name=adapter_name, state_dict=state_dict, **kwargs
+            )
         )
         config.modules_to_save = _heads_there(config, model)
         layers = frozen_core_layers(model, adapter_name)
-        found = dict(found)
         cores = {layer: found[key] for key in found for layer, is_core, _ in [key.partition(f".{PREFIX}R.")] if is_core}
         if config.basis_id is not None:
             found = cores_alone(flatten_cores({key.removeprefix(BASE): R for key, R in cores.items()}), config.basis_id)
@@ -316,29 +307,26 @@ class FrozenCoreModel(BaseTuner):
             raise ConfigError(
                 f"The adapters of a sum must be loaded ({', '.join(self.peft_config)}), but {missing or 'none'} came."
             )
-        first, layers, bases = adapters[0], {}, {}
+        first, bases = adapters[0], {}
         for adapter in adapters:
             if self.peft_config[adapter].trains_modules:
                 raise ConfigError(f"Only cores are summed, but the adapter {adapter!r} trained other modules too.")
-            layers[adapter] = frozen_core_layers(self.model, adapter)
             bases[adapter] = {
                 name: (*layer.factors(adapter)[:2], layer.frozencore_scale[adapter])
-                for name, layer in layers[adapter].items()
+                for name, layer in frozen_core_layers(self.model, adapter).items()
             }
             require_one_basis(repr(first), bases[first], repr(adapter), bases[adapter])
+        layers = frozen_core_layers(self.model, first)
         cores = {
-            name: weighted_sum([layer.core(adapter) for adapter in adapters], weights)
-            for name, layer in layers[first].items()
+            name: weighted_sum([layer.core(adapter) for adapter in adapters], weights) for name, layer in layers.items()
         }
         self.peft_config[adapter_name] = copy.deepcopy(self.peft_config[first])
         self.inject_adapter(self.model, adapter_name)
-        for name, layer in layers[first].items():
-            layer.set_basis(adapter_name, known_basis(*bases[first][name][:2]))
-            with torch.no_grad():
-                layer.core(adapter_name).copy_(cores[name])
+        for name, layer in layers.items():
+            layer.set_basis(adapter_name, known_basis(*bases[first][name][:2]), start_core=cores[name])
 
     def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
-        """Merge as PEFT does; warn of an adapter that was never calibrated, and untie an adapted head."""
+        """Merge as PEFT does, after the checks of merging."""
         self._prepare_merging(adapter_names)
         super().merge_adapter(adapter_names=adapter_names, safe_merge=safe_merge)
 
@@ -351,39 +339,32 @@ class FrozenCoreModel(BaseTuner):
         return super()._unload_and_optionally_merge(merge, progressbar, safe_merge, adapter_names)
 
     def _prepare_merging(self, adapter_names: list[str] | None) -> None:
-        for name in self.active_adapters if adapter_names is None else adapter_names:
-            P = next((layer.frozencore_P[name] for layer in frozen_core_layers(self.model, name).values()), None)
+        """Warn of zero bases, refuse weights that two linear layers share, and untie an adapted head."""
+        num_owners = Counter(id(getattr(one, "weight", one)) for one in self.model.modules() if is_linear(one))
+        for adapter_name in self.active_adapters if adapter_names is None else adapter_names:
+            layers = frozen_core_layers(self.model, adapter_name)
+            P = next((layer.frozencore_P[adapter_name] for layer in layers.values()), None)
             if P is not None and not P.is_meta and not P.any():  # all layers get their bases together, so one is enough
-                warn_of_uncalibrated(f"The adapter {name!r} that is merged", "before it is merged")
-            self._require_own_weights(name)
+                warn_of_uncalibrated(f"The adapter {adapter_name!r} that is merged", "before it is merged")
+            for name, layer in layers.items():
+                num_others = num_owners[id(getattr(layer.get_base_layer(), "weight", None))] - 1
+                if num_others > 0:
+                    raise ModelError(
+                        f"Layer {name!r} shares its weight with {num_others} other(s), so a merged update would "
+                        "change them too. Keep the adapter unmerged, or export it as a LoRA."
+                    )
         self._untie_head()
-
-    def _require_own_weights(self, adapter_name: str) -> None:
-        """Refuse to merge into a weight that two linear layers share: both would get the updates of either."""
-        owners: dict[int, list[str]] = {}
-        for name, module in self.model.named_modules():
-            if is_linear(module):
-                owners.setdefault(id(getattr(module, "weight", module)), []).append(name)
-        for name, layer in frozen_core_layers(self.model, adapter_name).items():
-            shared = owners.get(id(getattr(layer.get_base_layer(), "weight", None)), ())
-            if len(shared) > 1:
-                raise ModelError(
-                    f"Layer {name!r} shares its weight with {len(shared) - 1} other(s), so a merged update would "
-                    "change them too. Keep the adapter unmerged, or export it as a LoRA."
-                )
 
     def _untie_head(self) -> None:
         """Give an adapted output layer a weight of its own, so that merging does not change the input embedding."""
         model: Any = self.model
-        get_head, get_embedding = (
-            getattr(model, f"get_{kind}_embeddings", lambda: None) for kind in ("output", "input")
-        )
-        head, embedding = get_head(), get_embedding()
-        if not isinstance(head, FrozenCoreLinear) or head.get_base_layer().weight is not getattr(
-            embedding, "weight", None
-        ):
+        head, embedding = (getattr(model, f"get_{kind}_embeddings", lambda: None)() for kind in ("output", "input"))
+        if not isinstance(head, FrozenCoreLinear):
             return
         layer = head.get_base_layer()
+        is_tied = layer.weight is getattr(embedding, "weight", None)
+        if not is_tied:
+            return
         layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=layer.weight.requires_grad)
         for config in {id(config): config for config in (model.config, model.config.get_text_config())}.values():
             config.tie_word_embeddings = False  # so that the merged model is saved with both
@@ -392,10 +373,8 @@ class FrozenCoreModel(BaseTuner):
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
         """Handle mixed batches in every forward and generate of a PeftModel."""
         names = kwargs.get("adapter_names")
-        if names is None:
-            yield
-            return
-        with adapter_of_each_row(self, names, num_beams=kwargs.get("num_beams") or 1):
+        beams = kwargs.get("num_beams") or 1
+        with nullcontext() if names is None else adapter_of_each_row(self, names, num_beams=beams):
             yield
 
     @property

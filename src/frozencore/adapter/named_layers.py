@@ -16,6 +16,7 @@ import re
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -70,15 +71,17 @@ def compiled(option: str, expression: str) -> re.Pattern[str]:
 
 def key_for(keys: Mapping[str, object], layer: str, option: str) -> str | None:
     """The key of a pattern for a layer: its full name, else the first key that names or matches it."""
-    return layer if layer in keys else next((key for key in keys if _matches(option, key, layer)), None)
-
-
-def _matches(option: str, key: str, layer: str) -> bool:
-    plain = plain_key(key)
-    if plain is None:
-        return compiled(option, rf"(?:.*\.)?(?:{key})").fullmatch(layer) is not None
-    name, is_whole = plain
-    return layer == name if is_whole else _is_end_of(name, layer)
+    if layer in keys:
+        return layer
+    for key in keys:
+        plain = plain_key(key)
+        if plain is None:
+            matches = compiled(option, rf"(?:.*\.)?(?:{key})").fullmatch(layer) is not None
+        else:
+            matches = layer == plain[0] or (not plain[1] and _is_end_of(plain[0], layer))
+        if matches:
+            return key
+    return None
 
 
 def _is_end_of(name: str, layer: str) -> bool:
@@ -167,7 +170,9 @@ def attention_projections(model: nn.Module) -> list[str]:
     inside = [
         name
         for name in modules
-        if _is_target(name, modules) and not name.endswith(_FEW_TOKENS) and not _parents(name).isdisjoint(attention)
+        if not name.endswith(_FEW_TOKENS)
+        and not attention.isdisjoint(accumulate(name.split(".")[:-1], "{}.{}".format))
+        and _is_target(name, modules)
     ]
     text = _language_model(model, modules)
     found = [name for name in inside if text is None or name.startswith(f"{text}.")] or inside
@@ -270,11 +275,6 @@ def _last(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _parents(name: str) -> set[str]:
-    parts = name.split(".")
-    return {".".join(parts[:end]) for end in range(1, len(parts))}
-
-
 def _ends(name: str) -> list[str]:
     """The ends of a name, the shortest first."""
     parts = name.split(".")
@@ -287,18 +287,37 @@ def name_layers(config: Any, model: nn.Module) -> None:
         if getattr(config, field) == named:
             setattr(config, field, given)
     before: dict[str, Any] = {field: getattr(config, field) for field in (*MODULES, *PATTERNS)}
-    names = _modules(model)
-    if is_searched(config.exclude_modules):
-        _name_excluded(config, compiled("exclude_modules", config.exclude_modules), names)
-    if is_searched(config.target_modules):
-        _name_targets(config, compiled("target_modules", config.target_modules), names)
+    names, (targets, excluded) = _modules(model), (before[field] for field in MODULES)
+    if is_searched(excluded):
+        expression, every = compiled("exclude_modules", excluded), targets is None or isinstance(targets, str)
+        wanted = [name for name, module in names.items() if (_carries(module) if every else _is_among(name, targets))]
+        found = {name for name in wanted if expression.fullmatch(name)}
+        if not found:
+            warnings.warn(f"exclude_modules={excluded!r:.100} excludes no layer that is adapted.", stacklevel=5)
+        config.exclude_modules = excluded = found or None
+    if is_searched(targets):
+        expression = compiled("target_modules", targets)
+        found = {name for name in names if expression.fullmatch(name) and not _is_among(name, excluded or ())}
+        if not found:
+            raise ConfigError(
+                f"target_modules={targets!r:.100} matches no layer of this model that is not excluded. Name layers "
+                "that it has, for instance by their ends: ['q_proj', 'v_proj']."
+            )
+        # names match by their ends, so another layer with the same end must be excluded by name
+        if stray := {name for name in names if name not in found and _is_among(name, found)}:
+            config.exclude_modules = excluded = {*(excluded or ()), *stray}
+        config.target_modules = targets = found
     for field in PATTERNS:
         if any(plain_key(key) is None for key in before[field]):
-            targets, excluded = config.target_modules, config.exclude_modules or ()
             every = targets is None or isinstance(targets, str)
-            linear = [name for name, module in names.items() if _carries(module) and not _is_among(name, excluded)]
+            linear = [
+                name for name, module in names.items() if _carries(module) and not _is_among(name, excluded or ())
+            ]
             targeted = [name for name in linear if every or _is_among(name, targets)]
-            setattr(config, field, _by_name(field, before[field], targeted))
+            key_of = {layer: key for layer in targeted if (key := key_for(before[field], layer, field)) is not None}
+            if unused := before[field].keys() - set(key_of.values()):
+                warnings.warn(f"No layer is matched by {sorted(unused)} in {field}.", RuntimeWarning, stacklevel=5)
+            setattr(config, field, {layer: before[field][key] for layer, key in key_of.items()})
     config._expressions = {
         field: (given, getattr(config, field)) for field, given in before.items() if getattr(config, field) != given
     }
@@ -316,34 +335,6 @@ def _modules(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def _name_excluded(config: Any, expression: re.Pattern[str], names: Mapping[str, nn.Module]) -> None:
-    targets: Any = config.target_modules
-    every = targets is None or isinstance(targets, str)
-    wanted = [name for name, module in names.items() if (_carries(module) if every else _is_among(name, targets))]
-    found = {name for name in wanted if expression.fullmatch(name)}
-    if not found:
-        warnings.warn(
-            f"exclude_modules={config.exclude_modules!r:.100} excludes no layer that is adapted.", stacklevel=6
-        )
-    config.exclude_modules = found or None
-
-
-def _name_targets(config: Any, expression: re.Pattern[str], names: Mapping[str, nn.Module]) -> None:
-    wanted = config.target_modules
-    excluded: Collection[str] = config.exclude_modules or ()
-    found = {name for name in names if expression.fullmatch(name) and not _is_among(name, excluded)}
-    if not found:
-        raise ConfigError(
-            f"target_modules={wanted!r:.100} matches no layer of this model that is not excluded. Name layers that it "
-            "has, for instance by their ends: ['q_proj', 'v_proj']."
-        )
-    config.target_modules = found
-    # names match by their ends, so another layer with the same end must be excluded by name
-    stray = {name for name in names if name not in found and _is_among(name, found)}
-    if stray:
-        config.exclude_modules = {*excluded, *stray}
-
-
 def _is_among(name: str, ends: Collection[str]) -> bool:
     """Return whether a name, or one of its ends, is in ``ends``."""
     return any(end in ends for end in _ends(name))
@@ -351,14 +342,6 @@ def _is_among(name: str, ends: Collection[str]) -> bool:
 
 def _carries(module: nn.Module) -> bool:
     return is_linear(module) or isinstance(module, BaseTunerLayer)
-
-
-def _by_name(option: str, pattern: Mapping[str, Any], layers: Iterable[str]) -> dict[str, Any]:
-    """A pattern with the full names of the matched layers as keys."""
-    found = {layer: key for layer in layers if (key := key_for(pattern, layer, option)) is not None}
-    if unused := pattern.keys() - set(found.values()):
-        warnings.warn(f"No layer is matched by {sorted(unused)} in {option}.", RuntimeWarning, stacklevel=6)
-    return {layer: pattern[key] for layer, key in found.items()}
 
 
 def require_tokens(indices: Any, model: nn.Module) -> None:

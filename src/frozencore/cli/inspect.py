@@ -23,7 +23,7 @@ from frozencore.tune.folder import ADAPTER, RECORD
 from frozencore.words import num_of, one_line
 
 if TYPE_CHECKING:
-    from frozencore.adapter.inspection import LayerReport
+    from frozencore.adapter.bases import LayerReport
 
 PARTS = {
     RECORD: "the record",
@@ -83,8 +83,8 @@ def inspect(
     folder, other = adapter_in(adapter), None if against is None else adapter_in(against)
     if moments is not None:
         require_moments(moments)
+    from frozencore.adapter.bases import inspect_adapter
     from frozencore.adapter.folders import read_adapter_or_basis
-    from frozencore.adapter.inspection import inspect_adapter
     from frozencore.calibration.moments_file import load_moments
     from frozencore.maths.basis import ORTHONORMAL_COORDINATES
 

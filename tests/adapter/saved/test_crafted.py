@@ -39,8 +39,8 @@ from frozencore import (
     swap_core,
     unpack_adapter,
 )
+from frozencore.adapter.bases import inspect_adapter
 from frozencore.adapter.folders import read_adapter, read_adapter_or_basis
-from frozencore.adapter.inspection import inspect_adapter
 from frozencore.errors import FrozenCoreError
 from frozencore.files.adapter_folder import LARGEST_CONFIG
 from frozencore.files.fingerprint import fingerprint_options
