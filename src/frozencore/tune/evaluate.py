@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import date
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,9 @@ from frozencore.tune.record import ReadRows
 from frozencore.tune.rows.own_rows import read_rows
 from frozencore.tune.rows.prompts import PROMPT_DATE, PromptEncoder, PromptStyle, asks_for_today, context_limit
 from frozencore.tune.rows.row_sources import named
-from frozencore.tune.scoring import TaskScore
 from frozencore.tune.scoring.exact_match import are_short
 from frozencore.tune.scoring.forward import take_off
-from frozencore.tune.scoring.score import held_out_loss, score_completions, score_task
+from frozencore.tune.scoring.score import TaskScore, held_out_loss, score_completions, score_task
 from frozencore.tune.tasks import Task
 from frozencore.tune.tasks.splits import evaluation_rows
 from frozencore.words import Progress, as_stage, num_of, one_line, with_note
@@ -80,7 +80,10 @@ class BaseWithAdapter:
                 warnings.simplefilter("ignore")  # missing tensors raise an error below
                 warnings.simplefilter("always", UncalibratedWarning)
                 base = self.without_adapter()
-                config = _read_config(folder)
+                config = PeftConfig.from_pretrained(str(folder))
+                if isinstance(config, FrozenCoreConfig):  # a local frozen core is checked as a whole first
+                    config = FrozenCoreConfig.from_pretrained(str(folder))
+                config.inference_mode = True
                 if config.is_prompt_learning:  # it shifts every position
                     raise ArtifactError(
                         f"--adapter {folder} holds virtual tokens ({config.peft_type}), which are not scored here. "
@@ -122,15 +125,6 @@ def adapter_names(folders: list[Path]) -> list[str]:
     raise ArtifactError("Two --adapter options name the same folder, or differ in case only. Give each once.")
 
 
-def _read_config(folder: Path) -> PeftConfig:
-    """Read the configuration; a local frozen core is checked as a whole first."""
-    config = PeftConfig.from_pretrained(str(folder))
-    if isinstance(config, FrozenCoreConfig):
-        config = FrozenCoreConfig.from_pretrained(str(folder))
-    config.inference_mode = True
-    return config
-
-
 _FIRST_METRICS = ("acc", "exact_match", "f1")
 
 
@@ -148,10 +142,10 @@ def harness_score(
         The numbers of the score, with all metrics under the harness's own names, and its record of every row.
 
     Raises:
-        ConfigError: The harness is not installed, or has no such task.
+        ConfigError: The harness has no such task.
         DataError: The task's data cannot be loaded.
     """
-    lm_eval = _import_harness()
+    import lm_eval
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
@@ -195,28 +189,17 @@ def harness_score(
 
 def harness_version() -> str:
     """The version of the installed harness; a ``ConfigError`` if it is not installed."""
-    _import_harness()
-    from importlib.metadata import version
-
-    return version("lm_eval")
-
-
-def _import_harness() -> Any:
     try:
-        import lm_eval
-    except ImportError as error:
+        return version("lm_eval")
+    except PackageNotFoundError as error:
         raise ConfigError(
             "Tasks of lm-evaluation-harness need it installed, and it is not: pip install 'frozencore[lm-eval]'."
         ) from error
-    return lm_eval
 
 
 def _headline(metrics: Mapping[str, Any]) -> str:
-    numbers = [
-        name
-        for name, value in metrics.items()
-        if isinstance(value, float) and math.isfinite(value) and "_stderr" not in name
-    ]
+    values = {name: value for name, value in metrics.items() if isinstance(value, float) and "_stderr" not in name}
+    numbers = [name for name, value in values.items() if math.isfinite(value)]
     if not numbers:
         raise ModelError(f"The harness gave no metric that is a number: {dict(metrics)}. Check the model's weights.")
     return next((name for first in _FIRST_METRICS for name in numbers if name.split(",")[0] == first), numbers[0])
@@ -316,12 +299,7 @@ def evaluate(evaluation: Evaluation, out: Path, progress: Progress) -> dict[str,
     base = BaseWithAdapter(model)
     scores: list[dict[str, Any]] = []
     for subject, folder in subjects.items():
-        digest = hashlib.sha256()
-        for path in sorted(folder.glob("adapter_*")) if folder is not None else ():
-            digest.update(path.name.encode())
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
-        identity = {**common, "adapter": None if folder is None else digest.hexdigest()}
+        identity = {**common, "adapter": None if folder is None else _hash_of(folder)}
         found, reasons = _score_subject(subject, folder, base, scorers, identity, out, progress)
         scores += found
         failed |= reasons
@@ -355,6 +333,16 @@ def _scorers(evaluation: Evaluation, encoder: PromptEncoder, model: Any) -> tupl
         scorers.append(_own_scorer(evaluation.data, encoder, model, evaluation))
     scorers += [_harness_scorer(name, encoder, evaluation) for name in evaluation.harness_tasks]
     return scorers, failed
+
+
+def _hash_of(adapter: Path) -> str:
+    """SHA-256 of an adapter's configuration and weights."""
+    digest = hashlib.sha256()
+    for path in sorted(adapter.glob("adapter_*")):
+        digest.update(path.name.encode())
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
 
 
 def _score_subject(

@@ -10,9 +10,9 @@ from torch import nn
 from frozencore.tune.config import ScoringConfig, SelectionMetric
 from frozencore.tune.load import Inputs
 from frozencore.tune.read_rows import ScoredRows
-from frozencore.tune.scoring import Prediction, RowLosses, TaskScore
 from frozencore.tune.scoring.exact_match import complete
-from frozencore.tune.scoring.score import held_out_loss, row_losses, score_completions, score_task
+from frozencore.tune.scoring.forward import Prediction
+from frozencore.tune.scoring.score import RowLosses, TaskScore, held_out_loss, row_losses, score_completions, score_task
 from frozencore.tune.training.callbacks import Selection
 from frozencore.words import Progress, as_stage, with_note
 

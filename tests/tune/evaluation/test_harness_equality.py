@@ -17,7 +17,7 @@ from frozencore.errors import ConfigError, ModelError
 from frozencore.tune.load import load_model
 from frozencore.tune.pocket import POCKET_TASKS, pocket_model_path
 from frozencore.tune.rows.prompts import PromptEncoder, context_limit
-from frozencore.tune.scoring import Prediction
+from frozencore.tune.scoring.forward import Prediction
 from frozencore.tune.scoring.score import score_task
 from frozencore.tune.suite import PAPER_TASKS
 from frozencore.tune.tasks import Task

@@ -73,14 +73,17 @@ def assert_close(actual: list[list[float]], expected: list[list[float]]) -> None
 
 
 @pytest.mark.parametrize("make_model", [tiny_qwen2, tiny_llama, tiny_gpt2, sliding_window_model])
-@pytest.mark.parametrize("tokens_per_batch", [1, 40, None])
-@pytest.mark.parametrize("share_prefix", [None, False])
-def test_logprobs_equal_one_sequence_at_a_time(
-    make_model: Callable[[], nn.Module], tokens_per_batch: int | None, share_prefix: bool | None
-) -> None:
-    model, rows = make_model(), random_rows(9)
-    actual = choice_logprobs(model, rows, pad_id=0, tokens_per_batch=tokens_per_batch, share_prefix=share_prefix)
-    assert_close(actual, reference_logprobs(model, rows))
+def test_every_way_gives_what_one_sequence_at_a_time_gives(make_model: Callable[[], nn.Module]) -> None:
+    model, rows = make_model().eval(), random_rows(9)
+    expected = reference_logprobs(model, rows)
+    assert_close(choice_logprobs(model, rows, pad_id=0), expected)
+    with torch.no_grad():
+        assert_close(full_sequence_logprobs(model, rows, pad_id=0), expected)
+        if make_model is not sliding_window_model:
+            assert_close(prefix_mask_logprobs(model, rows, pad_id=0), expected)
+            assert_close(prefix_tree_logprobs(model, rows), expected)
+    model.set_attn_implementation("eager")
+    assert_close(choice_logprobs(model, rows, pad_id=0), expected)
 
 
 def test_logprobs_of_an_adapted_model_are_the_adapters() -> None:
@@ -103,17 +106,6 @@ def test_the_prefix_is_shared_only_where_the_mask_decides_what_is_seen() -> None
     assert not can_share_prefix(get_peft_model(tiny_qwen2(), config))
 
 
-@pytest.mark.parametrize("make_model", [tiny_qwen2, tiny_llama, tiny_gpt2])
-def test_the_mask_and_the_tree_give_what_one_sequence_at_a_time_gives(make_model: Callable[[], nn.Module]) -> None:
-    model, rows = make_model().eval(), random_rows(9)
-    expected = reference_logprobs(model, rows)
-    with torch.no_grad():
-        assert_close(prefix_mask_logprobs(model, rows, pad_id=0), expected)
-        assert_close(prefix_tree_logprobs(model, rows), expected)
-    model.set_attn_implementation("eager")
-    assert_close(choice_logprobs(model, rows, pad_id=0), expected)
-
-
 def test_rows_of_the_same_beginning_share_it_and_score_as_alone() -> None:
     model = tiny_qwen2()
     first = ChoiceTokens("first", [5, 6, 7, 8], [[9, 10, 11], [9, 10, 12], [9], [13, 10, 11], [9, 10, 11]])
@@ -130,7 +122,7 @@ def test_a_tree_holds_every_prefix_once() -> None:
     tree = PrefixTree()
     assert [tree.add(ids) for ids in ([5, 6, 7], [5, 6, 8, 7], [9])] == [[0, 1, 2], [0, 1, 3, 4], [5]]
     assert (tree.tokens, tree.positions) == ([5, 6, 7, 8, 7, 9], [0, 1, 2, 2, 3, 0])
-    assert [(segment.start, segment.stop) for segment in tree.segments()] == [(0, 3), (3, 5), (5, 6)]
+    assert [segment.own for segment in tree.segments()] == [slice(0, 3), slice(3, 5), slice(5, 6)]
 
 
 def test_the_models_own_attention_is_back_also_after_an_error() -> None:
@@ -177,9 +169,9 @@ def test_a_prompt_is_computed_once_for_all_its_choices() -> None:
     model, rows = tiny_qwen2(), random_rows(5)
     fed = []
     model.register_forward_pre_hook(lambda _, __, kwargs: fed.append(kwargs["input_ids"].numel()), with_kwargs=True)
-    choice_logprobs(model, rows, pad_id=0, share_prefix=True, tokens_per_batch=1)
-    read = [[tuple(row.context_ids + choice[:-1]) for choice in row.choice_ids] for row in rows]
-    assert sum(fed) == sum(len({ids[: i + 1] for ids in own for i in range(len(ids))}) for own in read)
+    prefix_tree_logprobs(model, rows)
+    read = [tuple(row.context_ids + choice[:-1]) for row in rows for choice in row.choice_ids]
+    assert sum(fed) == len({ids[: i + 1] for ids in read for i in range(len(ids))})
 
 
 @pytest.mark.parametrize("make_model", [tiny_qwen2, sliding_window_model])

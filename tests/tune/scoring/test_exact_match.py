@@ -35,19 +35,14 @@ def reference_greedy(model: nn.Module, ids: list[int], num_tokens: int, end_id: 
     return generated, True
 
 
-@pytest.mark.parametrize("tokens_per_batch", [1, None])
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])
-def test_batches_generate_what_single_prompts_do(
-    encoder: PromptEncoder, byte_model: nn.Module, tokens_per_batch: int | None, family: str
-) -> None:
+def test_batches_generate_what_single_prompts_do(encoder: PromptEncoder, byte_model: nn.Module, family: str) -> None:
     model = byte_model
     if family == "gpt2":
         model = tiny_gpt2()
         model.resize_token_embeddings(300)
     contexts = [encoder.tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
-    generations = generate_greedily(
-        model, contexts, encoder=encoder, max_new_tokens=12, tokens_per_batch=tokens_per_batch
-    )
+    generations = generate_greedily(model, contexts, encoder=encoder, max_new_tokens=12)
     model.eval()
     for context, generation in zip(contexts, generations, strict=True):
         ids, truncated = reference_greedy(model, context, 12, encoder.eos_id)

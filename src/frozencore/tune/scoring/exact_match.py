@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, TextStreamer
+from transformers import GenerationConfig, LogitsProcessor, TextStreamer
 
 from frozencore.calibration.batches import rope_limit
-from frozencore.errors import DataError
+from frozencore.errors import DataError, ModelError
 from frozencore.quiet import with_attributes
 from frozencore.tune.rows import Example, TextRow, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder, context_limit
 from frozencore.tune.rows.token_batches import pad, score_in_groups
-from frozencore.tune.scoring import Prediction
-from frozencore.tune.scoring.forward import RequireFinite, base_of, scoring_mode, vocabulary_of
+from frozencore.tune.scoring.forward import NOT_FINITE, Prediction, base_of, scoring_mode, vocabulary_of
 from frozencore.tune.tasks.answers import parse_answer
 from frozencore.words import Progress
 
@@ -86,9 +85,9 @@ def complete(
     contexts = [row.input_ids[:start] for row, start in zip(rows, starts, strict=True)]
     found = generate_greedily(model, contexts, encoder=encoder, max_new_tokens=max_new_tokens, progress=progress)
     predictions = []
-    end_ids = _end_tokens(base_of(model), encoder)
+    end_ids = _end_tokens(model, encoder)
     for row, start, one in zip(rows, starts, found, strict=True):
-        gold, said = _until_end(row.input_ids[start:], end_ids, encoder.tokenizer).text, one.text
+        gold, said = _until_end(row.input_ids[start:], end_ids, encoder).text, one.text
         is_right = said.strip() == gold.strip() and not one.truncated
         said, gold = said.removeprefix(row.joined), gold.removeprefix(row.joined)
         predictions.append(Prediction(row.id, said.strip(), gold.strip(), is_right, text=said))
@@ -101,42 +100,33 @@ def generate_greedily(
     *,
     encoder: PromptEncoder,
     max_new_tokens: int,
-    tokens_per_batch: int | None = None,
     progress: Progress | None = None,
 ) -> list[Generation]:
-    """Generate greedily after each context, in batches of similar length, padded left.
+    """Generate greedily after each context, in batches of similar length.
 
-    Of the model's own generation settings only the end tokens are used, because a chat model's repetition penalty would
-    change greedy decoding. Generation ends at the end of the model's context. A row that reaches it is generated only
-    with rows of its own length, so that no row's limit depends on another row. The same holds for a row that may cross
-    the limit of LongRoPE, whose frequencies depend on the longest row.
+    Generation ends at the end of the model's context. A row that reaches it is generated only with rows of its own
+    length, so that no row's limit depends on another row. The same holds for a row that may cross the limit of
+    LongRoPE, whose frequencies depend on the longest row.
 
     Raises:
         ModelError: Logits are not finite.
     """
-    base, device = base_of(model), next(model.parameters()).device
-    end_ids = _end_tokens(base, encoder)
-    window = context_limit(base, encoder.tokenizer)
+    end_ids = _end_tokens(model, encoder)
+    window, rope = context_limit(base_of(model), encoder.tokenizer), rope_limit(model) or math.inf
     limits = [max(1, min(max_new_tokens, window - len(context))) for context in contexts]
-    rope = rope_limit(model) or math.inf
     crosses = [len(context) + limit > rope for limit, context in zip(limits, contexts, strict=True)]
     kinds = [(limits[i], len(context) if crosses[i] else 0) for i, context in enumerate(contexts)]
-    generations: list[Generation | None] = [None] * len(contexts)
+    found: dict[int, Generation] = {}
+
+    def score(group: list[int]) -> None:
+        for (limit, _), rows in groupby(sorted(group, key=kinds.__getitem__), key=kinds.__getitem__):
+            own = list(rows)
+            generated = _generate(model, [contexts[i] for i in own], encoder, limit)
+            found.update((i, _until_end(ids, end_ids, encoder)) for i, ids in zip(own, generated, strict=True))
+
     sizes = [(len(context) + max_new_tokens, vocabulary_of(model)) for context in contexts]
-    with scoring_mode(model), _greedy_settings(base, end_ids, encoder.pad_id):
-
-        def score(group: list[int]) -> None:
-            for (limit, _), rows in groupby(sorted(group, key=kinds.__getitem__), key=kinds.__getitem__):
-                own = list(rows)
-                tokens, mask = (t.to(device) for t in pad([contexts[i] for i in own], encoder.pad_id, side="left"))
-                output = base.generate(
-                    input_ids=tokens, attention_mask=mask, max_new_tokens=limit, logits_processor=[RequireFinite()]
-                )
-                for i, ids in zip(own, output[:, tokens.shape[1] :].tolist(), strict=True):
-                    generations[i] = _until_end(ids, end_ids, encoder.tokenizer)
-
-        score_in_groups(score, sizes, device, tokens_per_batch=tokens_per_batch, progress=progress)
-    return [generation for generation in generations if generation is not None]
+    score_in_groups(score, sizes, next(model.parameters()).device, progress=progress)
+    return [found[i] for i in range(len(contexts))]
 
 
 def stream_greedily(
@@ -152,8 +142,7 @@ def stream_greedily(
     Raises:
         ModelError: Logits are not finite.
     """
-    base, device = base_of(model), next(model.parameters()).device
-    end_ids = _end_tokens(base, encoder)
+    end_ids = _end_tokens(model, encoder)
 
     class Words(TextStreamer):
         def put(self, value: Tensor) -> None:
@@ -163,29 +152,47 @@ def stream_greedily(
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
             tell(text)
 
-    (context,) = encoder.context_rows([row])
-    tokens, mask = (t.to(device) for t in pad([context], encoder.pad_id, side="left"))
     words = Words(encoder.tokenizer, skip_prompt=True)
-    generating: Any = base
-    with scoring_mode(model), _greedy_settings(base, end_ids, encoder.pad_id):
-        generating.generate(
-            input_ids=tokens, attention_mask=mask, max_new_tokens=max_new_tokens, streamer=words,
+    _generate(model, encoder.context_rows([row]), encoder, max_new_tokens, streamer=words)
+
+
+def _generate(
+    model: nn.Module, contexts: list[list[int]], encoder: PromptEncoder, max_new_tokens: int, streamer: Any = None
+) -> list[list[int]]:
+    """The new tokens after each context, padded.
+
+    Of the model's own generation settings only the end tokens are used, because a chat model's repetition penalty would
+    change greedy decoding.
+    """
+    base, device = base_of(model), next(model.parameters()).device
+    settings = GenerationConfig(
+        do_sample=False, num_beams=1, eos_token_id=_end_tokens(model, encoder), pad_token_id=encoder.pad_id
+    )
+    tokens, mask = (t.to(device) for t in pad(contexts, encoder.pad_id, side="left"))
+    with scoring_mode(model), with_attributes(base, generation_config=settings):
+        output = base.generate(
+            input_ids=tokens, attention_mask=mask, max_new_tokens=max_new_tokens, streamer=streamer,
             logits_processor=[RequireFinite()],
         )  # fmt: skip
+    new: list[list[int]] = output[:, tokens.shape[1] :].tolist()
+    return new
 
 
-def _until_end(ids: list[int], end_ids: list[int], tokenizer: Any) -> Generation:
+class RequireFinite(LogitsProcessor):
+    """Stop a generation whose logits are not finite."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if not bool(torch.isfinite(scores.amax(-1)).all()):
+            raise ModelError(f"The logits of a generated token {NOT_FINITE}")
+        return scores
+
+
+def _until_end(ids: list[int], end_ids: list[int], encoder: PromptEncoder) -> Generation:
     end = next((i for i, token in enumerate(ids) if token in end_ids), None)
-    return Generation(tokenizer.decode(ids[:end]), truncated=end is None)
+    return Generation(encoder.tokenizer.decode(ids[:end]), truncated=end is None)
 
 
-def _end_tokens(base: Any, encoder: PromptEncoder) -> list[int]:
-    stated = base.generation_config.eos_token_id
+def _end_tokens(model: nn.Module, encoder: PromptEncoder) -> list[int]:
+    stated = base_of(model).generation_config.eos_token_id
     stated = [] if stated is None else [stated] if isinstance(stated, int) else list(stated)
     return sorted({*encoder.end_ids, *stated})
-
-
-def _greedy_settings(base: Any, end_ids: list[int], pad_id: int) -> AbstractContextManager[None]:
-    """Replace the model's generation settings inside, and restore them afterwards."""
-    settings = GenerationConfig(do_sample=False, num_beams=1, eos_token_id=end_ids, pad_token_id=pad_id)
-    return with_attributes(base, generation_config=settings)

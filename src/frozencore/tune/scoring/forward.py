@@ -5,22 +5,39 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from peft import PeftModel
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
-from transformers import LogitsProcessor
 
 from frozencore.calibration.batches import IGNORED
 from frozencore.calibration.preserve import plain_passes
-from frozencore.errors import ModelError
 
 NOT_FINITE = (
     "are not finite. Look for NaN in the weights of the model, and for a core that is too large in its adapter: "
     "`frozencore inspect` shows the norms."
 )
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A model's prediction for one example.
+
+    Attributes:
+        prediction: The chosen choice, or the generated number in normal form; ``None`` for no answer.
+        logprobs: Choice tasks: the compared log-likelihood of each choice, in nats.
+        text: Generated tasks: the generated text, without the prompt.
+    """
+
+    id: str
+    prediction: str | None
+    gold: str
+    correct: bool
+    logprobs: tuple[float, ...] = ()
+    text: str = ""
 
 
 @contextmanager
@@ -52,16 +69,6 @@ def forward_accepts(model: nn.Module, *names: str) -> bool:
     return set(names) <= set(inspect.signature(base_of(model).forward).parameters)
 
 
-def logits_at(model: nn.Module, positions: Tensor, **inputs: Any) -> Tensor:
-    """Logits at some positions of all rows, (rows, positions, vocabulary).
-
-    A model that takes ``logits_to_keep`` computes no others.
-    """
-    if forward_accepts(model, "logits_to_keep"):
-        return model(**inputs, logits_to_keep=positions).logits
-    return model(**inputs).logits[:, positions]
-
-
 def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
     """Log-probabilities of target tokens, in float32 or wider: logits (..., vocabulary), targets (...)."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -75,24 +82,14 @@ def completion_logprobs(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[
     """
     targets = batch["labels"][:, 1:]
     wanted = (targets != IGNORED).any(0).nonzero().squeeze(-1)
-    logits = logits_at(model, wanted, **{name: tensor for name, tensor in batch.items() if name != "labels"})
+    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    if forward_accepts(model, "logits_to_keep"):
+        logits = model(**inputs, logits_to_keep=wanted).logits
+    else:
+        logits = model(**inputs).logits[:, wanted]
     targets = targets[:, wanted]
     counted = targets != IGNORED
     return token_logprobs(logits, targets.clamp_min(0)) * counted, counted
-
-
-class RequireFinite(LogitsProcessor):
-    """Stop a generation whose logits are not finite."""
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return the logits unchanged.
-
-        Raises:
-            ModelError: The largest of a row is NaN or infinite.
-        """
-        if not bool(torch.isfinite(scores.amax(-1)).all()):
-            raise ModelError(f"The logits of a generated token {NOT_FINITE}")
-        return scores
 
 
 def take_off(model: PeftModel) -> nn.Module:

@@ -6,6 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -14,12 +15,67 @@ from frozencore.errors import ConfigError, DataError, ModelError
 from frozencore.tune.rows import Example, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.rows.token_batches import PaddingCollator, score_in_groups
-from frozencore.tune.scoring import RowLosses, TaskScore
 from frozencore.tune.scoring.choice import predict_choices
 from frozencore.tune.scoring.exact_match import SHORT, complete, predict_numbers
-from frozencore.tune.scoring.forward import NOT_FINITE, completion_logprobs, scoring_mode, vocabulary_of
+from frozencore.tune.scoring.forward import NOT_FINITE, Prediction, completion_logprobs, scoring_mode, vocabulary_of
 from frozencore.tune.tasks import Task
 from frozencore.words import Progress, with_note
+
+
+@dataclass(frozen=True)
+class RowLosses:
+    """The held-out loss row by row: the row's id, the summed nats of its completion, and the number of its tokens."""
+
+    ids: tuple[str, ...]
+    nats: tuple[float, ...]
+    tokens: tuple[int, ...]
+
+    @property
+    def mean(self) -> float:
+        """Nats per token over all rows."""
+        return math.fsum(self.nats) / sum(self.tokens)
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """A task's score over its evaluation rows.
+
+    Attributes:
+        held_out_loss: Nats per completion token, including the end token.
+        time_s: Wall time of scoring, including the held-out loss.
+        chance: Expected accuracy of a uniform guess; ``None`` for generated answers.
+        majority_class: Accuracy of always choosing the most frequent position; ``None`` for generated answers.
+        num_ties: Choice tasks: examples in which several choices share the best log-likelihood (the first counts).
+        num_duplicate_choices: Choice tasks: examples with two equal choices.
+        num_cut: Prompts whose beginning was cut because of the length limit.
+        num_truncated: Generated tasks: answers that reached the length limit before the end token.
+        num_unanswered: Generated tasks: texts without a marker followed by a number.
+        row_losses: The held-out loss by row; None if only its mean is known.
+        accuracy: Share of correct predictions, from 0 to 1.
+        standard_error: Standard error of that share over the rows: ``sqrt(p (1 - p) / (n - 1))``.
+    """
+
+    task: str
+    held_out_loss: float
+    predictions: tuple[Prediction, ...]
+    time_s: float
+    chance: float | None = None
+    majority_class: float | None = None
+    num_ties: int = 0
+    num_duplicate_choices: int = 0
+    num_cut: int = 0
+    num_truncated: int = 0
+    num_unanswered: int = 0
+    row_losses: RowLosses | None = None
+    num_examples: int = field(init=False)
+    accuracy: float = field(init=False)
+    standard_error: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        count = len(self.predictions)
+        share = sum(prediction.correct for prediction in self.predictions) / count
+        error = math.sqrt(share * (1 - share) / max(1, count - 1))  # 0 for a single example
+        vars(self).update(num_examples=count, accuracy=share, standard_error=error)
 
 
 def score_task(
@@ -103,24 +159,14 @@ def score_completions(
 
 
 def held_out_loss(
-    model: nn.Module,
-    rows: Sequence[TokenRow],
-    *,
-    pad_id: int,
-    tokens_per_batch: int | None = None,
-    progress: Progress | None = None,
+    model: nn.Module, rows: Sequence[TokenRow], *, pad_id: int, progress: Progress | None = None
 ) -> float:
-    """The mean negative log-probability over all completion tokens; the arguments of :func:`row_losses`."""
-    return row_losses(model, rows, pad_id=pad_id, tokens_per_batch=tokens_per_batch, progress=progress).mean
+    """The mean negative log-probability over all completion tokens; errors as in :func:`row_losses`."""
+    return row_losses(model, rows, pad_id=pad_id, progress=progress).mean
 
 
 def row_losses(
-    model: nn.Module,
-    rows: Sequence[TokenRow],
-    *,
-    pad_id: int,
-    tokens_per_batch: int | None = None,
-    progress: Progress | None = None,
+    model: nn.Module, rows: Sequence[TokenRow], *, pad_id: int, progress: Progress | None = None
 ) -> RowLosses:
     """The negative log-probability of each row's completion tokens, including the end token, in the rows' order.
 
@@ -128,10 +174,9 @@ def row_losses(
         DataError: No row has a token to predict.
         ModelError: The loss is not finite.
     """
-    device = next(model.parameters()).device
-    collate = PaddingCollator(pad_id)
-    vocabulary = vocabulary_of(model)
+    device, collate, vocabulary = next(model.parameters()).device, PaddingCollator(pad_id), vocabulary_of(model)
     sizes = [(len(row.input_ids), (len(row.input_ids) - row.num_context) * vocabulary) for row in rows]
+    lengths = [len(row.input_ids) for row in rows]
     losses: dict[int, tuple[float, int]] = {}
 
     def score(group: list[int]) -> None:
@@ -141,15 +186,7 @@ def row_losses(
         losses.update(zip(group, zip(sums.tolist(), counts.tolist(), strict=True), strict=True))
 
     with scoring_mode(model):
-        score_in_groups(
-            score,
-            sizes,
-            device,
-            lengths=[len(row.input_ids) for row in rows],
-            limit=rope_limit(model),
-            tokens_per_batch=tokens_per_batch,
-            progress=progress,
-        )
+        score_in_groups(score, sizes, device, lengths=lengths, limit=rope_limit(model), progress=progress)
     nats, tokens = zip(*(losses[i] for i in range(len(rows))), strict=True) if rows else ((), ())
     if sum(tokens) == 0:
         raise DataError("A held-out loss needs rows with at least one completion token after another token.")
