@@ -20,9 +20,8 @@ from pydantic import Field
 from adapted import adapted, cores_of, logits
 from frozencore import FrozenCoreConfig, register_constructor, save_basis
 from frozencore.adapter.named_layers import key_for
-from frozencore.constructors import CONSTRUCTORS, BasisOptions, FCCAOptions
+from frozencore.constructors import CONSTRUCTORS, BasisOptions
 from frozencore.errors import ArtifactError, ConfigError
-from frozencore.options import options_of
 from tiny import tiny_qwen2
 from toy import TOY, Toy, ToyOptions, coordinates_from, register_toy
 
@@ -115,6 +114,7 @@ def lora_names(**options: object) -> dict[str, int]:
     [
         {"target_modules": r".*layers\.1\..*(q|v)_proj"},
         {"target_modules": r"^(?!.*layers\.0).*_proj$"},
+        {"target_modules": "all-linear"},
         {"target_modules": "all-linear", "exclude_modules": r".*mlp.*"},
         {"target_modules": ["q_proj", "v_proj"], "exclude_modules": r".*\.0\..*q_proj"},
         {"target_modules": r".*self_attn.*proj", "exclude_modules": ["k_proj"]},
@@ -204,28 +204,13 @@ class OtherDamping(BasisOptions):
 
 
 @dataclasses.dataclass(frozen=True)
-class FarDamping(BasisOptions):
-    """That of fcca but for its bound."""
-
-    damping: Annotated[
-        Annotated[float, Field(gt=1)] | tuple[float, float],
-        Field(description=options_of(FCCAOptions)["damping"].help),
-    ] = FCCAOptions.damping
-
-
-@dataclasses.dataclass(frozen=True)
 class Alpha(BasisOptions):
     alpha: float = 1.0
 
 
 @pytest.mark.parametrize(
     ("name", "options", "taken"),
-    [
-        ("fcca", ToyOptions, "fcca"),
-        ("other", OtherDamping, "damping"),
-        ("other", FarDamping, "damping"),
-        ("other", Alpha, "alpha"),
-    ],
+    [("fcca", ToyOptions, "fcca"), ("other", OtherDamping, "damping"), ("other", Alpha, "alpha")],
 )
 def test_a_name_that_means_something_already_is_refused(name: str, options: type, taken: str) -> None:
     before, row = dict(CONSTRUCTORS), Toy()

@@ -208,13 +208,6 @@ def test_training_before_calibration_is_an_error_that_says_to_call_it(constructo
     model(**BATCHES[0]).loss.backward()
 
 
-@pytest.mark.parametrize("constructor", ["random", "vera", "lora_xs", "milora"])
-def test_a_constructor_without_data_is_ready_at_once(constructor: str) -> None:
-    model = adapted(constructor).train()
-    model(**BATCHES[0]).loss.backward()
-    assert all(bool(layer.frozencore_R["default"].weight.grad.any()) for layer in cores_of(model))
-
-
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradient_checkpointing_changes_no_gradient_of_a_core(use_reentrant: bool) -> None:
     gradients = []
@@ -227,17 +220,6 @@ def test_gradient_checkpointing_changes_no_gradient_of_a_core(use_reentrant: boo
         gradients.append([layer.frozencore_R["default"].weight.grad for layer in cores_of(model)])
     for plain, recomputed in zip(*gradients, strict=True):
         torch.testing.assert_close(plain, recomputed, rtol=1e-8, atol=1e-12)
-
-
-def test_all_linear_targets_every_linear_layer_but_the_head() -> None:
-    model = adapted("random", target_modules="all-linear")
-    adapted_names = {layer.name for layer in cores_of(model)}
-    base = tiny_qwen2()
-    assert adapted_names == {
-        name for name, module in base.named_modules() if isinstance(module, nn.Linear) and name != "lm_head"
-    }
-    model.add_adapter("second", FrozenCoreConfig(r=2, constructor="vera", target_modules="all-linear"))
-    assert {layer.name for layer in cores_of(model, "second")} == adapted_names
 
 
 def test_layers_narrower_than_the_rank_get_the_rank_that_fits_and_one_warning() -> None:
@@ -299,13 +281,6 @@ def test_outputs_and_gradients_are_those_of_float64(shape: tuple[int, ...], rows
     assert outcomes[0][0].dtype == dtype
     for found, expected in zip(*outcomes, strict=True):
         assert float((found.double() - expected).norm()) <= BOUNDS[dtype] * float(expected.norm())
-
-
-@pytest.mark.parametrize("check", [torch.autograd.gradcheck, torch.autograd.gradgradcheck])
-@pytest.mark.parametrize("rows", [False, True])
-def test_first_and_second_derivatives_are_those_of_finite_differences(check: Callable[..., bool], rows: bool) -> None:
-    y, x, P, Q, R = drawn(torch.float64, (2, 2, 7), rows=rows).values()
-    assert check(lambda y, x, R: plus_core(y, x, P, Q, R, SCALE), (y.requires_grad_(), x, R))
 
 
 def saved_storages(model: nn.Module) -> dict[int, int]:
@@ -384,33 +359,6 @@ def test_a_model_without_storage_gives_shapes() -> None:
     model = adapted("random").to("meta").train()
     ids = torch.zeros(2, 5, dtype=torch.long, device="meta")
     assert model(input_ids=ids).logits.shape == (2, 5, 40)
-
-
-def after_steps(model: nn.Module, rate: float, num_steps: int) -> dict[str, Tensor]:
-    """``s·P R Qᵀ`` by layer after steps of AdamW on the model's own loss, without weight decay."""
-    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=rate, weight_decay=0.0)
-    for step in range(num_steps):
-        optimizer.zero_grad()
-        model(**BATCHES[step % len(BATCHES)]).loss.backward()
-        optimizer.step()
-    return {layer.name: layer.get_delta_weight("default").detach() for layer in cores_of(model)}
-
-
-@pytest.mark.parametrize("rank", few([2, 5, 12], 2, 12))
-@pytest.mark.parametrize("width", few([32, 64], 32))
-def test_the_first_step_is_as_long_at_every_rank_and_width(rank: int, width: int) -> None:
-    base = tiny_qwen2(hidden_size=width, intermediate_size=2 * width)
-    model = adapted("fcca", model=base, r=rank, alpha=16.0, target_modules="all-linear")
-    for update in after_steps(model, 1e-3, 1).values():
-        assert float(update.norm()) == pytest.approx(16 * 1e-3, rel=1e-2)  # of a scale of 1 it is r times the rate
-
-
-def test_a_scale_is_a_factor_of_the_rate() -> None:
-    scaled = after_steps(adapted("fcca", r=4, alpha=12.0), 1e-3, 3)
-    faster = after_steps(adapted("fcca", r=4), 3e-3, 3)
-    for name, update in scaled.items():
-        torch.testing.assert_close(update, faster[name], atol=2e-5, rtol=1e-3)
-        assert update.norm() > 1e-2
 
 
 # ------------------------------------------------------------------------------------------------- torch.compile

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,6 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 from adapted import BATCHES, EXAMPLES, adapted, cores_of, logits, train_at_random
 from frozencore import CONSTRUCTORS, FrozenCoreConfig, calibrate, export_lora
-from frozencore.adapter.layer import FrozenCoreLinear
 from frozencore.calibration.collect import collect_moments
 from frozencore.errors import ModelError
 from frozencore.files.fingerprint import fingerprint_model
@@ -192,26 +190,6 @@ def test_how_four_bit_codes_are_stored_does_not_change_a_basis(folder: Path) -> 
     for mine, theirs in zip(cores_of(one), cores_of(other), strict=True):
         for X, Y in zip(mine.factors("default"), theirs.factors("default"), strict=True):
             assert torch.equal(X, Y)
-
-
-@pytest.mark.parametrize("constructor", ["lora_xs", "milora", "eva"])
-def test_weights_are_dequantised_one_layer_at_a_time(
-    folder: Path, constructor: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[weakref.ref[Tensor]] = []
-    alive_at_once: list[int] = []
-    dequantise = FrozenCoreLinear.get_base_weight
-
-    def counted(layer: FrozenCoreLinear) -> Tensor:
-        alive_at_once.append(1 + sum(weight() is not None for weight in seen))
-        weight = dequantise(layer)
-        seen.append(weakref.ref(weight))
-        return weight
-
-    monkeypatch.setattr(FrozenCoreLinear, "get_base_weight", counted)
-    model = adapted(constructor, model=load(folder, "nf4"), dtype=None)
-    assert alive_at_once == [1] * len(cores_of(model))
-    assert all(weight() is None for weight in seen)
 
 
 @EVERY_QUANTISER

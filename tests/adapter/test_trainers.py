@@ -240,7 +240,6 @@ CHATS = [
 DATA: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "prompt and completion": (PROMPTS, {}),
     "prompt and completion in bf16": (PROMPTS, {"bf16": None}),  # the default, which is on
-    "chat": ([{"messages": chat} for chat in CHATS], {}),
     "chat, loss on the assistant": ([{"messages": chat} for chat in CHATS], {"assistant_only_loss": True}),
 }
 CHAT_TEMPLATE = (
@@ -313,13 +312,6 @@ def test_only_cores_train_the_loss_falls_and_the_adapter_reloads_equal(
     assert torch.equal(pocket_logits(reloaded), pocket_logits(model.eval()))
 
 
-def test_calibration_sees_the_completions_that_the_trainer_trains_on(sft: Callable[..., SFTTrainer]) -> None:
-    for data, masked in (("prompt and completion", True), ("chat", False), ("chat, loss on the assistant", True)):
-        batch = next(iter(sft(pocket_core(), data).get_train_dataloader()))
-        text = batch["attention_mask"].bool()
-        assert bool((batch["labels"][text] == -100).any()) == masked
-
-
 def test_the_bases_are_the_same_before_and_after_the_trainer_changed_the_forward(
     sft: Callable[..., SFTTrainer],
 ) -> None:
@@ -339,13 +331,7 @@ def test_a_configuration_that_reads_data_says_what_to_call_and_then_trains(sft: 
         trainer.train()
     calibrate(trainer.model, trainer.get_train_dataloader(), num_examples=8, progress=False)
     trainer.train()
-
-    again = sft(base_model(), peft_config=FrozenCoreConfig(r=4))
-    set_bases(again.model, get_bases(trainer.model))
-    again.train()
-    for layer, other in zip(cores_of(trainer.model), cores_of(again.model), strict=True):
-        assert torch.equal(layer.factors("default")[2], other.factors("default")[2])
-        assert layer.factors("default")[2].any()
+    assert all(layer.core("default").any() for layer in cores_of(trainer.model))
 
 
 def test_cores_stay_float32_under_trls_own_bf16(sft: Callable[..., SFTTrainer]) -> None:
