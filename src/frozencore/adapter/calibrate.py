@@ -27,7 +27,6 @@ from frozencore.calibration.batches import Batch, Collator, batches_from, is_bat
 from frozencore.calibration.calibration_options import (
     CalibrationOptions,
     LayerCost,
-    PassPlan,
     halved,
     layer_cost,
     memory_bytes,
@@ -230,16 +229,16 @@ def _collect_and_build(
 ) -> tuple[dict[str, BuiltLayer], float]:
     """Collect and build group by group; returns the layers, and the seconds in passes over the data."""
     names, size = list(targets), options.group_size
-    plan = PassPlan(tuple(tuple(names[i : i + size]) for i in range(0, len(names), size)))
+    left, peak_bytes = [tuple(names[i : i + size]) for i in range(0, len(names), size)], 0
     if options.memory_budget is not None:
         costs = layer_costs(model, config, targets, batches)
-        plan = plan_passes(costs, memory_bytes(options.memory_budget), group_size=size)
+        left, peak_bytes = plan_passes(costs, memory_bytes(options.memory_budget), group_size=size)
     batched = options.memory_budget is None  # budgets do not count the memory of batched SVDs
-    device = _sums_device(model, plan, options.stats_device)
+    device = _sums_device(model, peak_bytes, options.stats_device)
     options = replace(options, group_size=999, memory_budget=None, stats_device=device)
     num_own = sum(target.is_own for target in targets.values())
     built: dict[str, BuiltLayer] = {}
-    collect_s, done, left = 0.0, 0, list(plan.groups)
+    collect_s, done = 0.0, 0
 
     def work() -> None:
         nonlocal collect_s
@@ -297,13 +296,13 @@ def _num_rows(batch: Batch) -> int:
     return max((v.shape[0] * v.shape[1] for v in batch.values() if isinstance(v, Tensor) and v.ndim > 1), default=0)
 
 
-def _sums_device(model: nn.Module, plan: PassPlan, asked: str | None) -> str | None:
+def _sums_device(model: nn.Module, peak_bytes: int, asked: str | None) -> str | None:
     """The device of the sums: the requested one, else the CPU if the plan does not fit on the model's device."""
     device = next(model.parameters()).device
-    if asked is not None or plan.peak_bytes == 0 or device.type != "cuda":
+    if asked is not None or peak_bytes == 0 or device.type != "cuda":
         return asked
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return None if plan.peak_bytes <= torch.cuda.mem_get_info(device)[0] + unused else "cpu"
+    return None if peak_bytes <= torch.cuda.mem_get_info(device)[0] + unused else "cpu"
 
 
 @contextmanager

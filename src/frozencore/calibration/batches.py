@@ -291,30 +291,28 @@ class CountedTokens:
     """The tokens that count in a batch.
 
     Attributes:
-        shape: b and t: examples, and tokens of an example, padding included; None if the batch does not say them.
+        shape: b and t: examples, and tokens of an example, padding included; zeros if the batch does not say them.
         rows: The indices of the counted tokens in the b·t tokens, examples first; None means all.
         or_all: Count all rows in a layer with another number of rows.
     """
 
-    shape: tuple[int, int] | None
-    rows: Tensor | None
+    shape: tuple[int, int] = (0, 0)
+    rows: Tensor | None = None
     or_all: bool = False
 
     @property
     def num_rows(self) -> int:
-        return 0 if self.shape is None else self.shape[0] * self.shape[1]
+        return self.shape[0] * self.shape[1]
 
     def tokens_first(self) -> CountedTokens:
         """The same tokens as rows of an input with tokens first: token j of example i is row ``j b + i``."""
-        if self.rows is None or self.shape is None:
+        if self.rows is None:
             return self
         b, t = self.shape
         return replace(self, rows=(self.rows % t * b + self.rows // t).sort().values)
 
     def positions(self, example: int) -> list[int]:
         """The positions of an example's last counted tokens."""
-        if self.shape is None:
-            return []
         t = self.shape[1]
         rows = range(example * t, (example + 1) * t) if self.rows is None else self.rows.tolist()
         return [row - example * t for row in rows if row // t == example][-NUM_COMPARED:]
@@ -331,7 +329,7 @@ class CountedTokens:
     def of_call(cls, mask: Any, *, device: torch.device | None = None) -> CountedTokens:
         """The tokens of one call, from its mask (b x t) if it has one; all rows in layers with another number."""
         if not isinstance(mask, Tensor) or mask.ndim != 2:
-            return cls(None, None, or_all=True)
+            return cls(or_all=True)
         return replace(cls.from_mask(mask.bool(), device=device), or_all=True)
 
 

@@ -1,9 +1,7 @@
-"""The options of a calibration pass (docs/method.md says why the defaults).
+"""The options of a calibration pass (docs/method.md says why the defaults), and its plan for a memory budget.
 
-Plan calibration passes for a memory budget: which layers are summed together.
-
-The budget is the memory that calibration takes beyond a plain forward and backward pass over the same batches. It
-covers the sums, the inputs kept for the backward pass, the temporaries of one layer, and the finished bases.
+The budget is the memory that calibration takes beyond a plain forward and backward pass over the same batches: the
+sums, the inputs kept for the backward pass, the temporaries of one layer, and the finished bases.
 Costs are upper bounds in bytes. Letters: a layer of m outputs and n inputs, r the rank, N rows of the largest batch.
 """
 
@@ -22,6 +20,9 @@ from frozencore.maths.moments import MomentName
 from frozencore.options import check_options
 from frozencore.words import at_least, bytes_in_words, read_size
 
+Tokens = Literal["nonpad", "completion", "nonzero_delta"]
+Weighting = Literal["example_mean", "token_sum", "token"]
+
 
 def memory_bytes(size: object) -> int:
     """Read a size in bytes: a number, or text such as ``"8GB"`` or ``"512 MB"`` (1 GB = 1000³, 1 GiB = 1024³).
@@ -35,6 +36,74 @@ def memory_bytes(size: object) -> int:
             f'A memory budget is a positive size such as "8GB", "512 MB" or a number of bytes, but {size!r} came.'
         )
     return found[0]
+
+
+def _size(size: Any) -> Any:
+    memory_bytes(size)
+    return size
+
+
+def _device(name: str) -> str:
+    import torch
+
+    try:
+        torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"stats_device must be a device such as cpu or cuda:1, but {name!r} came.") from error
+    return name
+
+
+def _full_name(weighting: Weighting) -> Weighting:
+    return "token_sum" if weighting == "token" else weighting
+
+
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """Options of one pass; the options that change the sums are part of a moments file's fingerprint."""
+
+    tokens: Annotated[
+        Tokens,
+        Field(
+            description="Tokens that are summed. nonpad: all except padding; completion: those that predict a "
+            "completion token (in an encoder: all except padding); nonzero_delta: those with a nonzero output error."
+        ),
+    ] = "nonpad"
+    skip_first: Annotated[
+        int, Field(ge=0, description="Tokens at the start of each sequence that are not summed (attention sinks).")
+    ] = 0
+    weighting: Annotated[
+        Weighting,
+        AfterValidator(_full_name),
+        Field(
+            description="Weights in the loss. example_mean: every example has the same weight, whatever its number of "
+            "completion tokens. token_sum (or token): every completion token has the same weight, as in training. "
+            "docs/method.md compares both."
+        ),
+    ] = "example_mean"
+    group_size: Annotated[
+        int, Field(ge=1, description="Layers per pass (the paper's calib_group_size); 999 means all at once.")
+    ] = 999
+    memory_budget: Annotated[
+        Annotated[int | str, BeforeValidator(_size)] | None,
+        Field(
+            description="Memory of calibration beyond a plain forward and backward pass, such as 8GB, or a number of "
+            "bytes. Calibration then chooses groups of layers and the sums' device (docs/large-models.md). "
+            "Default: none."
+        ),
+    ] = None
+    stats_device: Annotated[
+        Annotated[str, AfterValidator(_device)] | None,
+        Field(description="Device of the sums, such as cpu. Default: each layer's own device."),
+    ] = None
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        object.__setattr__(self, "weighting", _full_name(self.weighting))
+
+
+def options_of_sums(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that change the sums of a pass; the others say where sums are held, and how many at a time."""
+    return {name: options[name] for name in options if name not in ("group_size", "memory_budget", "stats_device")}
 
 
 @dataclass(frozen=True)
@@ -56,24 +125,17 @@ class LayerCost:
     basis: int
 
 
-@dataclass(frozen=True)
-class PassPlan:
-    """Groups of layers that are calibrated one after the other, each with its own passes over the data.
-
-    Attributes:
-        peak_bytes: An upper bound of calibration's memory; 0 if no budget was given.
-    """
-
-    groups: tuple[tuple[str, ...], ...]
-    peak_bytes: int = 0
-
-
-def plan_passes(costs: Mapping[str, LayerCost], budget: int, *, group_size: int = 999) -> PassPlan:
-    """Find the plan with the fewest passes over the data within a budget.
+def plan_passes(
+    costs: Mapping[str, LayerCost], budget: int, *, group_size: int = 999
+) -> tuple[list[tuple[str, ...]], int]:
+    """Find the fewest groups of layers, each with its own pass over the data, that stay within a budget.
 
     Args:
         costs: By layer name, in the order in which layers run, because neighbours share inputs.
         group_size: The most layers in a group.
+
+    Returns:
+        The groups, and an upper bound of calibration's memory in bytes.
 
     Raises:
         ConfigError: Some layer does not fit; the message names the smallest budget that works.
@@ -90,12 +152,12 @@ def plan_passes(costs: Mapping[str, LayerCost], budget: int, *, group_size: int 
                 f'smallest that works is "{at_least(smallest_budget(costs))}". Smaller batches or fewer target modules '
                 "need less."
             )
-    return PassPlan(tuple(map(tuple, groups)), peak_bytes=max(_peak(costs, group) for group in groups))
+    return [tuple(group) for group in groups], max(_peak(costs, group) for group in groups)
 
 
 def smallest_budget(costs: Mapping[str, LayerCost]) -> int:
     """The bytes needed to calibrate the layers one at a time."""
-    return _peak(costs, [max(costs, key=lambda name: _alone(costs[name]))])
+    return max(_peak(costs, [name]) for name in costs)
 
 
 def layer_cost(
@@ -152,10 +214,6 @@ def _peak(costs: Mapping[str, LayerCost], group: list[str]) -> int:
     return bases + sum(cost.sums for cost in own) + max(passing, building)
 
 
-def _alone(cost: LayerCost) -> int:
-    return cost.sums + max(cost.waiting + cost.passing, cost.building)
-
-
 def halved(groups: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Split the groups into groups of at most half the size of the first."""
     size = len(groups[0])
@@ -171,80 +229,3 @@ def halved(groups: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
         stacklevel=4,
     )
     return [group[i : i + half] for group in groups for i in range(0, len(group), half)]
-
-
-Tokens = Literal["nonpad", "completion", "nonzero_delta"]
-Weighting = Literal["example_mean", "token_sum", "token"]
-
-WHERE_AND_HOW = ("group_size", "memory_budget", "stats_device")
-"""Options that change where sums are held and how many at a time; the sums stay the same."""
-
-
-def _size(size: Any) -> Any:
-    memory_bytes(size)
-    return size
-
-
-def _device(name: str) -> str:
-    import torch
-
-    try:
-        torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"stats_device must be a device such as cpu or cuda:1, but {name!r} came.") from error
-    return name
-
-
-def _full_name(weighting: Weighting) -> Weighting:
-    return "token_sum" if weighting == "token" else weighting
-
-
-MemoryBudget = Annotated[
-    Annotated[int | str, BeforeValidator(_size)] | None,
-    Field(
-        description="Memory of calibration beyond a plain forward and backward pass, such as 8GB, or a number of "
-        "bytes. Calibration then chooses groups of layers and the sums' device (docs/large-models.md). Default: none."
-    ),
-]
-
-
-@dataclass(frozen=True)
-class CalibrationOptions:
-    """Options of one pass; the options that change the sums are part of a moments file's fingerprint."""
-
-    tokens: Annotated[
-        Tokens,
-        Field(
-            description="Tokens that are summed. nonpad: all except padding; completion: those that predict a "
-            "completion token (in an encoder: all except padding); nonzero_delta: those with a nonzero output error."
-        ),
-    ] = "nonpad"
-    skip_first: Annotated[
-        int, Field(ge=0, description="Tokens at the start of each sequence that are not summed (attention sinks).")
-    ] = 0
-    weighting: Annotated[
-        Weighting,
-        AfterValidator(_full_name),
-        Field(
-            description="Weights in the loss. example_mean: every example has the same weight, whatever its number of "
-            "completion tokens. token_sum (or token): every completion token has the same weight, as in training. "
-            "docs/method.md compares both."
-        ),
-    ] = "example_mean"
-    group_size: Annotated[
-        int, Field(ge=1, description="Layers per pass (the paper's calib_group_size); 999 means all at once.")
-    ] = 999
-    memory_budget: MemoryBudget = None
-    stats_device: Annotated[
-        Annotated[str, AfterValidator(_device)] | None,
-        Field(description="Device of the sums, such as cpu. Default: each layer's own device."),
-    ] = None
-
-    def __post_init__(self) -> None:
-        check_options(self)
-        object.__setattr__(self, "weighting", _full_name(self.weighting))
-
-
-def options_of_sums(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that change the sums of a pass, by name."""
-    return {name: value for name, value in options.items() if name not in WHERE_AND_HOW}

@@ -63,6 +63,7 @@ from frozencore.maths.basis import Basis
 from frozencore.maths.capture import CAPTURE_NEEDS
 from frozencore.maths.linalg import Shape
 from frozencore.maths.moments import MOMENT_NAMES, LayerMoments, MomentName
+from frozencore.quiet import with_attributes
 from frozencore.ranks import (
     call_collective,
     exchange_device,
@@ -216,10 +217,10 @@ def collect_moments(
         raise ConfigError(unknown_name("moment", unknown[0], MOMENT_NAMES))
     names = list(modules)
     groups = [names[i : i + options.group_size] for i in range(0, len(names), options.group_size)]
-    if len(groups) > 1:  # all groups must read the same batches, even from a loader that shuffles or can be read once
-        batches = list(batches)
     moments: dict[str, LayerMoments] = {}
     with preserved(model):
+        if len(groups) > 1:  # all must read the same batches, even from a loader that shuffles or can be read once
+            batches = list(batches)
         for index, group in enumerate(groups):
             taps = Taps({name: modules[name] for name in group}, needs, options, loss_fn)
             recorders = _run_pass(model, batches, taps, share_of(progress, index, len(groups)))
@@ -303,7 +304,7 @@ def _offer_example(capture: CalibrationPass, b: int, run: Callable[[Callable[[An
         run: Runs the model on what a function makes of the batch's tensors.
     """
     orders, tokens = capture.orders, capture.tokens
-    if tokens.shape is None or tokens.shape[0] != b:
+    if tokens.shape[0] != b:
         return
 
     def alone(tensor: Tensor) -> Tensor:
@@ -316,7 +317,8 @@ def _offer_example(capture: CalibrationPass, b: int, run: Callable[[Callable[[An
         orders.example = max(reversed(range(b)), key=lambda i: len(tokens.positions(i)))
         orders.copies, orders.looks = 1 if b > 1 else 2, True
         try:
-            with torch.no_grad(), capture.encoder.kept() if capture.encoder else nullcontext():
+            encoder = capture.encoder  # which sees another output now
+            with torch.no_grad(), with_attributes(encoder, output=encoder.output) if encoder else nullcontext():
                 run(lambda batch: mapped(batch, alone))
         except Exception:  # what the model cannot do with one example it may do with the batch
             orders.forget()
@@ -360,8 +362,7 @@ def _watching_calls(model: nn.Module, capture: CalibrationPass) -> Iterator[None
             if of_target is None and isinstance(labels, Tensor) and labels.ndim == 2:
                 of_target = labels.ne(IGNORED)
             capture.tokens = CountedTokens.of_call(of_target)
-        if capture.tokens.shape is not None:
-            b = capture.tokens.shape[0]
+        if b := capture.tokens.shape[0]:
             _offer_example(capture, b, lambda alone: module(*alone(args), **alone(kwargs)))
 
     base = model.get_base_model() if isinstance(model, PeftModel) else model

@@ -63,15 +63,12 @@ def save_moments(path: str | Path, moments: Mapping[str, LayerMoments], fingerpr
         for name, layer in moments.items()
         for moment in layer.names()
     }
-    bad = _not_finite(tensors)
-    if bad is not None:
+    if (bad := _not_finite(tensors)) is not None:
         raise ArtifactError(
             f"Moments are finite, but {bad!r} holds NaN or Inf: {path} is not written. Calibrate again."
         )
-    said = {
-        "fingerprint": asdict(fingerprint),
-        "num_tokens": {name: layer.num_tokens for name, layer in moments.items()},
-    }
+    num_tokens = {name: layer.num_tokens for name, layer in moments.items()}
+    said = {"fingerprint": asdict(fingerprint), "num_tokens": num_tokens}
     header = {"format": FORMAT, **said, "content_sha256": _hash_of(said, tensors)}
     with whole_file(Path(path)) as aside:
         from safetensors.torch import save_file
@@ -80,11 +77,7 @@ def save_moments(path: str | Path, moments: Mapping[str, LayerMoments], fingerpr
 
 
 def require_moments(path: Path) -> None:
-    """Check that a moments file is there.
-
-    Raises:
-        ArtifactError: There is no file.
-    """
+    """Raise an ``ArtifactError`` if there is no moments file."""
     if not path.is_file():
         raise ArtifactError(f"There is no moments file at {path}. Write one with `frozencore calibrate`.")
 
@@ -103,26 +96,24 @@ def load_moments(path: str | Path, expected: MomentsFingerprint | None = None) -
     try:
         with safe_open(path, framework="pt") as file:
             header = _header(path, file.metadata() or {})
-            num_tokens, fingerprint = header["num_tokens"], header["fingerprint"]
+            said = {name: header[name] for name in ("fingerprint", "num_tokens")}
             if expected is not None:
-                _require_same(path, fingerprint, asdict(expected))
+                _require_same(path, said["fingerprint"], asdict(expected))
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
     except (SafetensorError, KeyError, TypeError, ValueError, OSError, RecursionError, RuntimeError) as error:
         reason = one_line(error, 200)
         raise ArtifactError(f"The moments file {path} is damaged ({reason}). Calibrate again.") from error
-    said = {"fingerprint": fingerprint, "num_tokens": num_tokens}
     if header.get("content_sha256") != _hash_of(said, tensors):
         raise ArtifactError(f"The moments file {path} is damaged (its content has another hash). Calibrate again.")
-    bad = _not_finite(tensors)
-    if bad is not None:
+    if (bad := _not_finite(tensors)) is not None:
         raise ArtifactError(f"The moments file {path} holds NaN or Inf in {bad!r}, or no floats. Calibrate again.")
-    found: dict[str, dict[str, torch.Tensor]] = {name: {} for name in num_tokens}
+    found: dict[str, dict[str, torch.Tensor]] = {name: {} for name in said["num_tokens"]}
     for key, tensor in tensors.items():
         name, _, moment = key.rpartition("/")
         if name not in found or moment not in MOMENT_NAMES:
             raise ArtifactError(f"The moments file {path} holds an unknown tensor {key!r}. Calibrate again.")
         found[name][moment] = tensor
-    return {name: LayerMoments(num_tokens=num_tokens[name], **sums) for name, sums in found.items()}
+    return {name: LayerMoments(num_tokens=said["num_tokens"][name], **sums) for name, sums in found.items()}
 
 
 def _header(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:

@@ -9,8 +9,9 @@ gradient any more, and PEFT then dequantises the weight to noise without an erro
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -48,17 +49,15 @@ def preserved(model: nn.Module) -> Iterator[None]:
             undo.callback(setattr, module, "training", module.training)
         for parameter in model.parameters():
             undo.callback(parameter.requires_grad_, parameter.requires_grad)
-        model.eval()
-        for parameter in model.parameters():
             parameter.requires_grad_(False)
-        use_training_kernels(model, undo)
+        model.eval()
+        _use_training_kernels(model, undo)
+        undo.enter_context(plain_passes(model))
         for module in model.modules():
             # a cache wastes memory, and a checkpointed block that runs again would extend it
             config: Any = getattr(module, "config", None)
             if getattr(config, "use_cache", None):
                 undo.enter_context(with_attributes(config, use_cache=False))
-        undo.enter_context(plain_passes(model))
-        for module in model.modules():
             if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
                 module.training = True  # it checkpoints in training mode only
                 # reentrant checkpointing builds a graph only if an input requires a gradient
@@ -125,21 +124,30 @@ def own_random_state() -> Iterator[None]:
             np.random.set_state(numpy_state)
 
 
-def use_training_kernels(model: nn.Module, undo: ExitStack) -> None:
+def _use_training_kernels(model: nn.Module, undo: ExitStack) -> None:
     """Let quantised layers compute as in training; they have no dropout, so nothing becomes random.
 
     The caller restores their modes.
-
-    Raises:
-        ModelError: A weight was rewritten for inference, or, later in a forward pass, a layer passes no gradient.
     """
     for name, module in model.named_modules():
-        if _is_quantised(module):
-            refuse_rewritten(module, name)
-            module.training = True
-            undo.callback(module.register_forward_hook(_refuses_cut(name)).remove)
-            for parameter in module.parameters():  # bitsandbytes casts a bias permanently to the dtype of its input
-                undo.callback(setattr, parameter, "data", parameter.data)
+        # PEFT wants torchao's quantiser as an argument, but uses it only to store a weight, which does not happen here.
+        backend = resolve_quantization_backend(module, get_apply_tensor_subclass=object)
+        if backend is None or isinstance(module, BaseTunerLayer):  # a tuner layer shows its base layer's weight
+            continue
+        refuse_rewritten(module, name)
+        module.training = True
+        undo.callback(module.register_forward_hook(partial(_refuse_cut, name)).remove)
+        for parameter in module.parameters():  # bitsandbytes casts a bias permanently to the dtype of its input
+            undo.callback(setattr, parameter, "data", parameter.data)
+
+
+def _refuse_cut(name: str, _: nn.Module, args: tuple[Any, ...], y: Tensor) -> None:
+    """Refuse, as a hook, a layer that passes no gradient: earlier layers would silently get a wrong one."""
+    if torch.is_grad_enabled() and args and args[0].requires_grad and not y.requires_grad:
+        raise ModelError(
+            f"Quantised layer {name!r} passes no gradient to its input, so nothing before it can be calibrated or "
+            "trained. Use weight-only quantisation, or a constructor that needs no gradient."
+        )
 
 
 def keep_weights(model: nn.Module) -> None:
@@ -157,22 +165,3 @@ def refuse_rewritten(layer: nn.Module, name: str) -> None:
             f"Layer {name!r} was evaluated before, and bitsandbytes rewrote its 4-bit weight for inference on this "
             "CPU: rounded, without gradients, unreadable. Load the model again, and add the adapter before it is run."
         )
-
-
-def _refuses_cut(name: str) -> Callable[..., None]:
-    """Make a hook that raises an error if a layer passes no gradient: earlier layers would silently get a wrong one."""
-
-    def hook(_: nn.Module, args: tuple[Any, ...], y: Tensor) -> None:
-        if torch.is_grad_enabled() and args and args[0].requires_grad and not y.requires_grad:
-            raise ModelError(
-                f"Quantised layer {name!r} passes no gradient to its input, so nothing before it can be calibrated or "
-                "trained. Use weight-only quantisation, or a constructor that needs no gradient."
-            )
-
-    return hook
-
-
-def _is_quantised(module: nn.Module) -> bool:
-    # PEFT wants torchao's quantiser as an argument, but uses it only to store a weight, which does not happen here.
-    backend = resolve_quantization_backend(module, get_apply_tensor_subclass=object)
-    return backend is not None and not isinstance(module, BaseTunerLayer)  # a tuner layer shows its base layer's weight

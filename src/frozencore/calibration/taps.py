@@ -217,7 +217,7 @@ class RowOrders:
         rows = x.detach().reshape(-1, x.shape[-1])
         found: dict[Order, Tensor] = {}
         positions = tokens.positions(self.example)
-        if positions and tokens.shape and len(rows) == self.copies * tokens.shape[1]:
+        if positions and len(rows) == self.copies * tokens.shape[1]:
             found["examples first"] = rows[positions]
             found["tokens first"] = rows[[self.copies * j for j in positions]]
         found["no tokens"] = rows[:NUM_COMPARED].clone()
@@ -231,7 +231,7 @@ class RowOrders:
     def of(self, name: str, x: Tensor, tokens: CountedTokens) -> Order | None:
         """The order of the rows of a layer's input; None if it cannot be known."""
         shape = tuple(x.shape[:-1])
-        b, t = tokens.shape if tokens.shape is not None else (0, 0)
+        b, t = tokens.shape
         if b != t and min(b, t) > 1 and shape in ((b, t), (t, b)):
             order: Order = "examples first" if shape == (b, t) else "tokens first"
             self._known[name, 2] = order
@@ -253,8 +253,7 @@ class RowOrders:
         """The order in which the rows are nearest to those of the example alone, if they are near."""
         shape, rows = tuple(x.shape[:-1]), x.detach().reshape(-1, x.shape[-1])
         places: dict[Order, list[int]] = {}
-        b, t = tokens.shape if tokens.shape is not None else (0, 0)
-        positions = tokens.positions(self.example)
+        (b, t), positions = tokens.shape, tokens.positions(self.example)
         if positions and len(rows) == b * t:
             places["examples first"] = [self.example * t + j for j in positions]
             places["tokens first"] = [j * b + self.example for j in positions]
@@ -285,29 +284,22 @@ class EncoderSide:
     """
 
     def __init__(self, encoder: nn.Module) -> None:
+        self.output: Tensor | None = None  # kept alive, because its address identifies it
         self._inside = {id(module) for module in encoder.modules()}
-        self._output: Tensor | None = None  # kept alive, because its address identifies it
+
+    def remember(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """The encoder's forward hook."""
+        self.output = output[0]
 
     def reads_source(self, layer: nn.Module, x: Tensor) -> bool:
         """Return whether this call's input has a row for each source token."""
-        output = self._output  # addresses are compared, because checkpointing passes a detached x
+        output = self.output  # addresses are compared, because checkpointing passes a detached x
         from_encoder = output is not None and output.data_ptr() == x.data_ptr() and output.shape == x.shape
         return id(layer) in self._inside or from_encoder
 
-    def remember(self, output: Any) -> None:
-        self._output = output[0]
 
-    def forget(self) -> None:
-        self._output = None
-
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Keep the encoder's output while the model runs on something else."""
-        output = self._output
-        try:
-            yield
-        finally:
-            self._output = output
+def is_encoder_decoder(model: Any) -> bool:
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 @contextmanager
@@ -318,15 +310,11 @@ def watching_encoder(model: Any) -> Iterator[EncoderSide | None]:
         return
     encoder = model.get_encoder()
     side = EncoderSide(encoder)
-    handle = encoder.register_forward_hook(lambda _, args, output: side.remember(output))
+    handle = encoder.register_forward_hook(side.remember)
     try:
         yield side
     finally:
         handle.remove()
-
-
-def is_encoder_decoder(model: Any) -> bool:
-    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 @dataclass(frozen=True)
@@ -372,7 +360,7 @@ class CalibrationPass:
 
     Attributes:
         tokens, source_tokens: The counted tokens of the current batch, and the encoder's if the model has one.
-        finite_batches: Whether the batches were finite; to be looked at after the pass.
+        finite_batches: To be looked at after the pass.
     """
 
     def __init__(self, taps: Taps, encoder: EncoderSide | None) -> None:
@@ -380,22 +368,13 @@ class CalibrationPass:
         self.encoder = encoder
         device = find_device(taps.options.stats_device) if taps.options.stats_device else None
         self.recorders = {name: LayerRecorder(name, device) for name in taps.layers}
-        self.tokens = self.source_tokens = CountedTokens(None, None)
+        self.tokens = self.source_tokens = CountedTokens()
         self.orders = RowOrders()
         self.finite_batches = FiniteBatches()
         self._latest: ReadInput | None = None
 
-    def tokens_of(self, layer: nn.Module, x: Tensor) -> CountedTokens:
-        """The counted tokens of the side that a call reads, the encoder's or the other."""
-        reads_source = self.encoder is not None and self.encoder.reads_source(layer, x)
-        return self.source_tokens if reads_source else self.tokens
-
     def rows_of(self, name: str, x: Tensor, tokens: CountedTokens) -> CountedTokens:
-        """The counted rows of a layer's input.
-
-        Raises:
-            CalibrationError: It is not known which token each row belongs to.
-        """
+        """The counted rows of a layer's input; an error if it is not known which token each row belongs to."""
         num_rows = x.numel() // x.shape[-1]
         if tokens.rows is None and (tokens.or_all or num_rows == tokens.num_rows):  # every row counts, in any order
             return tokens
@@ -420,11 +399,7 @@ class CalibrationPass:
         delta: Tensor | None = None,
         y: Tensor | None = None,
     ) -> None:
-        """Add one call: input x (..., n), output error (..., m) and, if asked, output y (..., m).
-
-        Args:
-            tokens: The counted rows of x.
-        """
+        """Add the counted ``tokens`` of a call: input x (..., n), output error and, if asked, output y (..., m)."""
         needs, rows = self.taps.needs, tokens.rows
         error = None if delta is None else delta.reshape(-1, delta.shape[-1])
         only_nonzero_delta = self.taps.options.tokens == "nonzero_delta" and error is not None
@@ -445,7 +420,7 @@ class CalibrationPass:
         self._latest = None
         self.orders.forget()
         if self.encoder is not None:
-            self.encoder.forget()
+            self.encoder.output = None
         self.finite_batches.add(batch_index, self.recorders)
 
 
@@ -461,7 +436,8 @@ def capturing(taps: Taps, encoder: EncoderSide | None = None) -> Iterator[Calibr
         recorder: LayerRecorder, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor
     ) -> Tensor | None:
         x = args[0] if args else next(iter(kwargs.values()))
-        tokens = capture.tokens_of(layer, x)
+        reads_source = encoder is not None and encoder.reads_source(layer, x)
+        tokens = capture.source_tokens if reads_source else capture.tokens
         if capture.orders.looks:
             capture.orders.see(recorder.name, x, tokens)
             return None

@@ -71,13 +71,13 @@ def fcca_basis(
     """
     whitening = whitening or Whitening()
     G = moments.G
-    rank = min(rank, *G.shape)
-    if not G.any():
+    rank, roots = min(rank, *G.shape), None
+    if G.any():
+        roots = whitening.output_root(moments), whitening.input_root(moments)  # line 12: A and D, damped
+        svd = truncated_svd(_whitened(G, *roots, whitening), rank, method=svd_method, seed=seed)  # lines 13 and 14
+    else:
         svd = TruncatedSVD(G[:, :0], G.new_zeros(0), G.mT[:, :0])
-        return fcca_basis_of_svd(svd, moments, rank, whitening=whitening, coordinates=coordinates, seed=seed)
-    roots = whitening.output_root(moments), whitening.input_root(moments)
-    svd = truncated_svd(_whitened(G, *roots, whitening), rank, method=svd_method, seed=seed)
-    return _unwhitened(svd, *roots, moments, whitening, rank=rank, coordinates=coordinates, seed=seed)
+    return fcca_basis_of_svd(svd, moments, rank, whitening=whitening, coordinates=coordinates, seed=seed, roots=roots)
 
 
 def fcca_basis_of_svd(
@@ -88,20 +88,25 @@ def fcca_basis_of_svd(
     whitening: Whitening,
     coordinates: Coordinates = "qr",
     seed: int = 0,
+    roots: tuple[InverseRoot, InverseRoot] | None = None,
 ) -> Basis:
     """Build the basis of :func:`fcca_basis` from the leading singular triples of T instead of G.
 
     Args:
         svd: Empty for a layer without gradient.
         diagonals: Must hold the moments of ``whitening.needs()``, and a and d for ``fisher`` coordinates.
+        roots: ``D^-1/2`` and ``A^-1/2`` where they are known.
     """
-    rank = min(rank, len(svd.U), len(svd.V))
-    roots: tuple[InverseRoot, InverseRoot] = identity, identity
-    if len(svd.S) == 0:
-        svd = svd._replace(S=torch.zeros(rank))
-    else:
-        roots = whitening.output_root(diagonals), whitening.input_root(diagonals)
-    return _unwhitened(svd, *roots, diagonals, whitening, rank=rank, coordinates=coordinates, seed=seed)
+    (U, S, V), rank = svd, min(rank, len(svd.U), len(svd.V))
+    if len(S) == 0:
+        S, roots = torch.zeros(rank), (identity, identity)
+    D_root, A_root = roots or (whitening.output_root(diagonals), whitening.input_root(diagonals))
+    k = effective_rank(S)
+    P0, Q0 = D_root(U[:, :k].double()), A_root(V[:, :k].double())  # line 15
+    return basis_from_factors(  # line 16
+        P0, Q0, rank=rank, spectrum=S, coordinates=coordinates, seed=seed,
+        energies=lambda: diagonals.energies(whitening.needs()),
+    )  # fmt: skip
 
 
 def whitened_cross_moment(moments: LayerMoments, whitening: Whitening) -> Float[torch.Tensor, "m n"]:
@@ -118,26 +123,6 @@ def _whitened(G: torch.Tensor, D_root: InverseRoot, A_root: InverseRoot, whiteni
     if whitening.fisher == "diagonal":  # in place: G is the largest tensor in memory
         return G.mul_(D_root(G.new_ones(len(G), 1))).mul_(A_root(G.new_ones(G.shape[1], 1)).mT)
     return A_root(D_root(G).mT).mT
-
-
-def _unwhitened(
-    svd: TruncatedSVD,
-    D_root: InverseRoot,
-    A_root: InverseRoot,
-    moments: LayerMoments,
-    whitening: Whitening,
-    *,
-    rank: int,
-    coordinates: Coordinates,
-    seed: int,
-) -> Basis:
-    U, S, V = svd
-    k = effective_rank(S)
-    P0, Q0 = D_root(U[:, :k].double()), A_root(V[:, :k].double())
-    return basis_from_factors(
-        P0, Q0, rank=rank, spectrum=S, coordinates=coordinates, seed=seed,
-        energies=lambda: moments.energies(whitening.needs()),
-    )  # fmt: skip
 
 
 class WhitenedCrossMoment(Constructor[Options]):
@@ -185,14 +170,8 @@ def rawgrad_basis(
     seed: int = 0,
 ) -> Basis:
     """Take the leading singular directions of the loss gradient: no basis of rank r has a larger ``‖PᵀGQ‖_F``."""
-    return fcca_basis(
-        moments,
-        rank,
-        whitening=Whitening(sides="none"),
-        coordinates=coordinates,
-        svd_method=svd_method,
-        seed=seed,
-    )
+    none = Whitening(sides="none")
+    return fcca_basis(moments, rank, whitening=none, coordinates=coordinates, svd_method=svd_method, seed=seed)
 
 
 class RawGrad(WhitenedCrossMoment[BasisOptions]):

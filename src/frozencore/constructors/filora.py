@@ -57,14 +57,10 @@ def filora_basis(
         rank = min(rank, len(moments.a), len(moments.d))
         (Q0, input_energy), (P0, error_energy) = (_largest(energy, rank) for energy in (moments.a, moments.d))
     return basis_from_factors(
-        P0[:, : energy_rank(error_energy)],
-        Q0[:, : energy_rank(input_energy)],
-        rank=rank,
-        spectrum=input_energy * error_energy,
-        coordinates=coordinates,
+        P0[:, : energy_rank(error_energy)], Q0[:, : energy_rank(input_energy)], rank=rank,
+        spectrum=input_energy * error_energy, coordinates=coordinates, seed=seed,
         energies=lambda: moments.energies(filora_needs(fisher)),
-        seed=seed,
-    )
+    )  # fmt: skip
 
 
 def _largest(factor: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -40,27 +40,17 @@ BLOCK_ROWS = 1024
 def vera_basis(shape: tuple[int, int], rank: int, *, coordinates: Coordinates = "qr", seed: int = 0) -> Basis:
     """Take the first m and n rows (and r columns) of the shared pair, orthonormalised; all layers use one seed."""
     rank = min(rank, *shape)
-    return basis_from_factors(
-        shared_rows(shape[0], rank, seed, "P"),
-        shared_rows(shape[1], rank, seed, "Q"),
-        rank=rank,
-        spectrum=torch.empty(0),
-        coordinates=coordinates,
-    )
+    P0, Q0 = (shared_rows(width, rank, seed, side) for side, width in zip(("P", "Q"), shape, strict=True))
+    return basis_from_factors(P0, Q0, rank=rank, spectrum=torch.empty(0), coordinates=coordinates)
 
 
 def shared_rows(num_rows: int, rank: int, seed: int, side: str) -> torch.Tensor:
     """The leading rows and columns of an endless Gaussian matrix, drawn in blocks so that slices agree at any size."""
     num_blocks = -(-num_rows // BLOCK_ROWS)
-    columns = [
-        torch.cat(
-            [
-                torch.randn(BLOCK_ROWS, generator=seeded_generator(seed, "vera", side, column, block))
-                for block in range(num_blocks)
-            ]
-        )
-        for column in range(rank)
-    ]
+    columns = []
+    for column in range(rank):
+        generators = (seeded_generator(seed, "vera", side, column, block) for block in range(num_blocks))
+        columns.append(torch.cat([torch.randn(BLOCK_ROWS, generator=generator) for generator in generators]))
     return torch.stack(columns, dim=1)[:num_rows]
 
 

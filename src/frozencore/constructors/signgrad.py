@@ -45,14 +45,9 @@ def signgrad_basis(
     U, S, V = truncated_svd(sign, rank, method=svd_method, seed=seed)
     k = effective_rank(S)
     basis = basis_from_factors(
-        U[:, :k],
-        V[:, :k],
-        rank=rank,
-        spectrum=S,
-        coordinates=coordinates,
-        seed=seed,
+        U[:, :k], V[:, :k], rank=rank, spectrum=S, coordinates=coordinates, seed=seed,
         energies=lambda: (moments.d, moments.a),
-    )
+    )  # fmt: skip
     # Pseudo-inverses, because P and Q are orthonormal in some coordinates only.
     left, right = torch.linalg.pinv(basis.P.double()), torch.linalg.pinv(basis.Q.double())
     core = -(left @ U[:, :k].double()) @ S[:k].double().diag() @ (right @ V[:, :k].double()).mT

@@ -1,16 +1,11 @@
-"""Measure the share of a layer's moments G, a, d that a basis captures (paper, sections 3.1 and 3.2).
-
-    T = D^-1/2 G A^-1/2,   C = (PᵀDP)^-1/2 PᵀGQ (QᵀAQ)^-1/2,   J = ‖C‖²_F ≤ ‖T‖²_F
-
-Shapes: G m x n, a n, d m, P m x r, Q n x r, C r x r; A and D are the damped diagonals. G is read in blocks of rows to
-save memory.
-
-The value of a basis before any training: the local Fisher objective of the paper (eq. 1, theorem 1).
+"""The value of a basis before any training: the local Fisher objective (paper, eq. 1, theorem 1), and the share of a
+layer's moments that the basis captures (sections 3.1 and 3.2).
 
     minimise over rank(ΔW) ≤ r   ⟨G, ΔW⟩ + 1/(2η) ‖D^1/2 ΔW A^1/2‖²_F
+    T = D^-1/2 G A^-1/2,   C = (PᵀDP)^-1/2 PᵀGQ (QᵀAQ)^-1/2,   J = ‖C‖²_F ≤ ‖T‖²_F
 
-Letters: G (m x n) cross moment, A and D damped second moments, P (m x r) and Q (n x r) a basis, η the step, s the
-adapter scale. A and D are given as vectors (diagonal) or matrices (dense).
+Letters: G (m x n) cross moment, A (n) and D (m) damped second moments, as vectors (diagonal) or matrices (dense),
+P (m x r) and Q (n x r) a basis, C r x r, η the step, s the adapter scale.
 """
 
 from __future__ import annotations
@@ -162,7 +157,10 @@ def capture_if_whole(moments: LayerMoments | None, basis: Basis) -> Capture | No
 def _squares(
     G: Float[Tensor, "m n"], A: Float[Tensor, " n"], D: Float[Tensor, " m"], unit: float
 ) -> tuple[float, float]:
-    """``‖G‖²_F`` and ``‖D^-1/2 G A^-1/2‖²_F``, both divided by ``unit²`` to stay in float32's range."""
+    """``‖G‖²_F`` and ``‖D^-1/2 G A^-1/2‖²_F``, both divided by ``unit²`` to stay in float32's range.
+
+    G is read in blocks of rows, to save memory.
+    """
     least = A.min()
     weights = torch.stack([torch.ones_like(A), least / A], dim=1).to(G.dtype)
     blocks = G.split(max(1, BLOCK_VALUES // G.shape[1]))

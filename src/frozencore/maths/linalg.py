@@ -29,6 +29,8 @@ SvdMethod = Literal["auto", "gram", "randomized", "full"]
 SVD_METHODS: tuple[str, ...] = get_args(SvdMethod)
 Shape = tuple[int, int]
 """The shape of a matrix: (m, n)."""
+Triples = tuple["torch.Tensor", "torch.Tensor", "torch.Tensor"]
+"""U, S and V."""
 
 GRAM_LIMIT = 256  # up to this min(m, n) the exact Gram eigenproblem is faster; at 384 it takes twice as long
 KRYLOV_WIDTH, KRYLOV_BLOCKS = 2, 6  # the randomised SVD's block is 2r wide; six blocks span its space
@@ -107,33 +109,23 @@ def trailing_svd(M: Float[torch.Tensor, "m n"], rank: int) -> TruncatedSVD:
     return TruncatedSVD(*canonical_signs(U, S, V))
 
 
-def extreme_eigenpairs(
-    A: Float[torch.Tensor, "n n"], count: int, *, smallest: bool = False
-) -> tuple[Float[torch.Tensor, " k"], Float[torch.Tensor, "n k"]]:
-    """The ``count`` largest or smallest eigenvalues of a symmetric matrix and their eigenvectors, largest first.
+def _smallest_eigenvectors(A: Float[torch.Tensor, "n n"], count: int) -> Float[torch.Tensor, "n k"]:
+    """Eigenvectors of a symmetric matrix's ``count`` smallest eigenvalues, the largest of them first."""
+    if A.device.type != "cpu":
+        return torch.linalg.eigh(A).eigenvectors[:, :count].flip(1)
+    import scipy.linalg  # three quarters of a second, but computing only these takes two thirds of the time of all
 
-    On the CPU only those are computed, which takes two thirds of the time of all of them or less.
-    """
-    import scipy.linalg  # three quarters of a second
-
-    n = len(A)
-    first, last = (0, count - 1) if smallest else (n - count, n - 1)
-    if A.device.type == "cpu":
-        found = scipy.linalg.eigh(A.detach().numpy(), subset_by_index=(first, last), driver="evr", check_finite=False)
-        values, vectors = map(torch.from_numpy, found)
-    else:
-        values, vectors = torch.linalg.eigh(A)
-        values, vectors = values[first : last + 1], vectors[:, first : last + 1]
-    return values.flip(0), vectors.flip(1)
+    found = scipy.linalg.eigh(A.detach().numpy(), subset_by_index=(0, count - 1), driver="evr", check_finite=False)
+    return torch.from_numpy(found[1]).flip(1)
 
 
-def _gram_svd(M: torch.Tensor, rank: int, *, smallest: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _gram_svd(M: torch.Tensor, rank: int, *, smallest: bool = False) -> Triples:
     if M.shape[0] > M.shape[1]:
         V, S, U = _gram_svd(M.mT, rank, smallest=smallest)
         return U, S, V
     X = M.double()
     if smallest:
-        _, U = extreme_eigenpairs(X @ X.mT, rank, smallest=True)
+        U = _smallest_eigenvectors(X @ X.mT, rank)
     else:
         U = torch.linalg.eigh(X @ X.mT).eigenvectors[:, -rank:].flip(1)
     # Squaring loses directions below 1e-8 of the largest; an SVD of the projection recovers their scale.
@@ -141,7 +133,7 @@ def _gram_svd(M: torch.Tensor, rank: int, *, smallest: bool = False) -> tuple[to
     return (U @ W).to(M.dtype), S.to(M.dtype), Vh.mT.to(M.dtype)
 
 
-def _randomized_svd(M: torch.Tensor, rank: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _randomized_svd(M: torch.Tensor, rank: int, seed: int) -> Triples:
     """Block Golub-Kahan: the best triples in the Krylov space of ``MᵀM`` over a random start (Musco and Musco, 2015).
 
     It keeps all blocks, and so takes half the time of subspace iteration (twice the width, 17 products) at the same
@@ -150,6 +142,7 @@ def _randomized_svd(M: torch.Tensor, rank: int, seed: int) -> tuple[torch.Tensor
     width, num_blocks = KRYLOV_WIDTH * rank, KRYLOV_BLOCKS
     if width * num_blocks > min(M.shape):
         width, num_blocks = min(M.shape), 1  # the whole space in one block
+    # V: an orthonormal basis of the space, block after block; images: M V
     V = torch.linalg.qr(_times(M, krylov_start(M, width, seed).to(M.device, M.dtype))).Q
     images = [M @ V]
     for _ in range(num_blocks - 1):
@@ -160,6 +153,7 @@ def _randomized_svd(M: torch.Tensor, rank: int, seed: int) -> tuple[torch.Tensor
     if (V.mT @ V - torch.eye(V.shape[1], dtype=V.dtype, device=V.device)).abs().max() > 1e-5:
         V = torch.linalg.qr(V).Q  # a matrix of low rank has no new directions: its blocks repeat old ones
         image = M @ V
+    # the SVD of M inside the space: of the small T, where M V = U T
     U, T = torch.linalg.qr(image)
     left, S, right = torch.linalg.svd(T, full_matrices=False)
     return U @ left[:, :rank], S[:rank], V @ right[:rank].mT
@@ -183,9 +177,7 @@ def _new_directions(X: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
     return X
 
 
-def canonical_signs(
-    U: torch.Tensor, S: torch.Tensor, V: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def canonical_signs(U: torch.Tensor, S: torch.Tensor, V: torch.Tensor) -> Triples:
     """Flip singular pairs, of one matrix or a batch, so that the largest entry of each left vector is positive."""
     largest = U.gather(-2, U.abs().argmax(-2, keepdim=True))
     signs = torch.where(largest < 0, -1.0, 1.0).to(U.dtype)
@@ -306,9 +298,7 @@ def truncated_svds(M: Float[torch.Tensor, "b m n"], rank: int, *, seeds: Sequenc
     ]
 
 
-def _gram(
-    M: torch.Tensor, rank: int, _: Sequence[int]
-) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], Bool[torch.Tensor, " b"]]:
+def _gram(M: torch.Tensor, rank: int, _: Sequence[int]) -> tuple[Triples, Bool[torch.Tensor, " b"]]:
     if M.shape[1] > M.shape[2]:
         (V, S, U), is_good = _gram(M.mT, rank, _)
         return (U, S, V), is_good
@@ -318,9 +308,7 @@ def _gram(
     return (U.to(M.dtype), S.to(M.dtype), V.to(M.dtype)), is_good
 
 
-def _krylov(
-    M: torch.Tensor, rank: int, seeds: Sequence[int]
-) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], Bool[torch.Tensor, " b"]]:
+def _krylov(M: torch.Tensor, rank: int, seeds: Sequence[int]) -> tuple[Triples, Bool[torch.Tensor, " b"]]:
     """Run block Golub-Kahan on all matrices together."""
     start = torch.stack([krylov_start(M[0], KRYLOV_WIDTH * rank, seed) for seed in seeds]).to(M.device, M.dtype)
     V, is_good = _orthonormal(M.mT @ start)
@@ -341,9 +329,7 @@ def _krylov(
     return triples, is_good & fine & exact & _is_orthonormal(V)
 
 
-def _triples(
-    M: torch.Tensor, right: torch.Tensor
-) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], Bool[torch.Tensor, " b"]]:
+def _triples(M: torch.Tensor, right: torch.Tensor) -> tuple[Triples, Bool[torch.Tensor, " b"]]:
     """Compute U, S and V of each matrix from its right singular vectors (b x n x r), largest first."""
     image = M @ right
     S = torch.linalg.vector_norm(image, dim=-2)

@@ -69,15 +69,15 @@ class Whitening:
         """``A^-1/2``, or the identity if the input side is not whitened."""
         if self.sides not in ("both", "input"):
             return identity
-        second_moment = moments.a if self.fisher == "diagonal" else moments.A
-        return damped_inverse_root(second_moment, self.damping_by_side[0], self.shrinkage)
+        A = moments.a if self.fisher == "diagonal" else moments.A
+        return damped_inverse_root(A, self.damping_by_side[0], self.shrinkage)
 
     def output_root(self, moments: LayerMoments) -> InverseRoot:
         """``D^-1/2``, or the identity if the output side is not whitened."""
         if self.sides not in ("both", "output"):
             return identity
-        second_moment = moments.d if self.fisher == "diagonal" else moments.D
-        return damped_inverse_root(second_moment, self.damping_by_side[1], self.shrinkage)
+        D = moments.d if self.fisher == "diagonal" else moments.D
+        return damped_inverse_root(D, self.damping_by_side[1], self.shrinkage)
 
 
 def damped(
