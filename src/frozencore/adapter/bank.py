@@ -4,8 +4,8 @@
 
 Adapters on one basis differ only in r x r numbers per layer. In a mixed batch, by PEFT's ``adapter_names`` or from a
 :class:`CoreBank`, each layer reads P and Q once and multiplies every row with its own core, also in training. Adapters
-on different bases compute their own rows. PEFT passes the names to the tuner but not to the model, so forward hooks
-pass them to the layers.
+on different bases compute their own rows. PEFT passes the names to the tuner but not to the model, so they are left in
+the layers while a batch runs.
 
 In a bank the cores of a slot are contiguous (Σr² values), so that one copy adds a tenant. The cores of a batch's rows
 are gathered once, when the batch begins. Slot 0 is zero and stands for the base model. Batches of all sizes use the
@@ -29,21 +29,7 @@ from torch import Tensor, nn
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.folders import read_tensors
 from frozencore.adapter.layer import FrozenCoreLinear, RowCores, frozen_core_layers, version_of
-from frozencore.adapter.saved.state import (
-    BASE,
-    FLAT,
-    MARK,
-    PREFIX,
-    by_layer,
-    flatten_cores,
-    layer_factors,
-    read_folder,
-    require_finite,
-    require_finite_in,
-    require_marked,
-    require_size,
-    split_cores,
-)
+from frozencore.adapter.saved import state
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.adapter_folder import read_config
 from frozencore.quiet import with_attributes
@@ -88,18 +74,25 @@ def adapter_of_each_row(model: nn.Module, names: Sequence[str], *, num_beams: in
     with ExitStack() as undo:
         for layer in layers:
             names_here = list(names) if id(layer) in in_encoder else of_each_beam
-            if together and isinstance(layer, FrozenCoreLinear):
-                undo.enter_context(rows_through(layer, _row_cores(layer, wanted, names_here)))
-            else:
-                handle = layer.register_forward_pre_hook(_passes_names(layer, names_here), with_kwargs=True)
-                undo.callback(handle.remove)
+            if isinstance(layer, FrozenCoreLinear):
+                rows = _row_cores(layer, wanted, names_here) if together else names_here
+                undo.enter_context(rows_through(layer, rows))
+            else:  # PEFT's
+                given = {"adapter_names": names_here}
+                hook = layer.register_forward_pre_hook(
+                    lambda _, args, kwargs, given=given: (args, kwargs | given), with_kwargs=True
+                )
+                undo.callback(hook.remove)
         yield
 
 
 @contextmanager
-def rows_through(layer: FrozenCoreLinear, rows: RowCores) -> Iterator[None]:
+def rows_through(layer: FrozenCoreLinear, rows: RowCores | list[str]) -> Iterator[None]:
     """Use the rows' own cores in a layer, in place of its active adapters, for every batch inside."""
-    layer.require_unmerged()
+    if layer.merged:  # each row would get the merged update
+        raise ValueError(
+            "Cannot pass `adapter_names` when there are merged adapters, please call `unmerge_adapter` first."
+        )
     with with_attributes(layer, row_cores=rows):  # an outer batch goes on with its own rows
         yield
 
@@ -140,17 +133,6 @@ def _row_cores(layer: FrozenCoreLinear, wanted: Sequence[str], names: Sequence[s
     return layer.row_cores_of(here[0], transposed.mT)
 
 
-def _passes_names(layer: Any, names: list[str]) -> Any:
-    """Make a hook that passes the names to a layer, except within a batch inside this one that has other rows."""
-    outer = getattr(layer, "row_cores", None)
-
-    def hook(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        is_own = getattr(layer, "row_cores", None) is outer
-        return args, {**kwargs, "adapter_names": names} if is_own else kwargs
-
-    return hook
-
-
 def encoder_modules(model: Any) -> Iterator[nn.Module]:
     """The modules of an encoder that runs once, before beams repeat the rows."""
     base = getattr(model, "model", model)
@@ -182,8 +164,7 @@ class ReadyCore:
         Raises:
             ConfigError: The adapter was merged into the weights, or calibrated or moved since the check.
         """
-        for layer in self.layers:
-            _require_unmerged(layer)
+        _require_unmerged(self.layers)
         _require_unmoved(self.layers, self.adapter_name, self.bases, "Call prepare_swap again.")
         with torch.no_grad():
             torch._foreach_copy_([layer.core(self.adapter_name) for layer in self.layers], list(self.cores))
@@ -216,8 +197,8 @@ def prepare_swap(
     own = {name: layer.core(adapter_name) for name, layer in layers.items()}
     flat = _read_cores(model, source, layers, adapter_name)
     for dtype in {R.dtype for R in own.values()}:
-        require_finite_in("the core", flat, dtype)
-    new = split_cores(str(source), flat, {name: len(R) for name, R in own.items()})
+        state.require_finite_in("the core", flat, dtype)
+    new = state.split_cores(str(source), flat, {name: len(R) for name, R in own.items()})
     cores = tuple(new[name].detach().to(R.device, R.dtype, copy=True) for name, R in own.items())
     here = tuple(layers.values())
     return ReadyCore(adapter_name, here, _held_bases(here, adapter_name), cores)
@@ -243,8 +224,7 @@ def _read_cores(
     model: Any, source: str | Path | Mapping[str, Tensor], layers: Mapping[str, FrozenCoreLinear], adapter_name: str
 ) -> Tensor:
     """Read all cores for a loaded adapter with these layers: Σr² values in the order of the layers' names."""
-    for layer in layers.values():
-        _require_unmerged(layer)
+    _require_unmerged(layers.values())
     config = model.peft_config[adapter_name]
     if isinstance(source, Mapping):
         origin, tensors = "the state dict", source
@@ -256,7 +236,7 @@ def _read_cores(
             f"{type(source).__name__} came."
         )
     flat = _flat_cores(origin, tensors, layers, adapter_name, config.basis_id)
-    require_size(origin, flat, sum(len(layer.core(adapter_name)) ** 2 for layer in layers.values()))
+    state.require_size(origin, flat, sum(len(layer.core(adapter_name)) ** 2 for layer in layers.values()))
     return flat
 
 
@@ -266,11 +246,11 @@ def _read_folder(
     """Read the tensors of a folder, without the basis if it names the loaded adapter's; refuse other scales."""
     named = read_config(folder).get("basis_id")
     if named is not None and named == config.basis_id:
-        values, tensors = read_folder(folder)
+        values, tensors = state.read_folder(folder)
         theirs_config, held = FrozenCoreConfig.of_file(folder, values), set(layers)
     else:
         theirs_config, tensors = read_tensors(folder)
-        held = layers.keys() & {key.removeprefix(BASE).partition(f".{PREFIX}")[0] for key in tensors}
+        held = layers.keys() & {key.removeprefix(state.BASE).partition(f".{state.PREFIX}")[0] for key in tensors}
     for name in held:
         mine, theirs = layers[name].frozencore_scale[adapter_name], theirs_config.scale_of(name)
         if mine != theirs:
@@ -298,17 +278,17 @@ def _flat_cores(
                     f"The core of layer {name!r} is {r} x {r} and finite here, but one of shape {tuple(R.shape)} came, "
                     "or one with NaN or Inf."
                 )
-        return flatten_cores(tensors)
-    if others := [key for key in tensors if f".{PREFIX}" not in key and key not in (FLAT, MARK)]:
+        return state.flatten_cores(tensors)
+    if others := [key for key in tensors if f".{state.PREFIX}" not in key and key not in (state.FLAT, state.MARK)]:
         raise ArtifactError(
             f"Only cores can be swapped, but {origin} holds {others[0]!r} ({len(others)} in all). Load it with "
             "model.load_adapter or peft.set_peft_model_state_dict instead."
         )
-    if FLAT in tensors:
-        require_finite(origin, tensors)
-        require_marked(origin, tensors, basis_id)
-        return tensors[FLAT]
-    factors = layer_factors(origin, tensors)
+    if state.FLAT in tensors:
+        state.require_finite(origin, tensors)
+        state.require_marked(origin, tensors, basis_id)
+        return tensors[state.FLAT]
+    factors = state.layer_factors(origin, tensors)
     _require_same_layers(factors, layers)
     for name, layer in layers.items():
         for mine, theirs in zip(layer.factors(adapter_name), (factors[name].P, factors[name].Q), strict=False):
@@ -317,12 +297,15 @@ def _flat_cores(
                     f"A core works on its own basis only, but layer {name!r} of the adapter {adapter_name!r} has "
                     "another one. Load the adapter with model.load_adapter instead."
                 )
-    return flatten_cores({name: factors[name].R for name in layers})
+    return state.flatten_cores({name: factors[name].R for name in layers})
 
 
-def _require_unmerged(layer: FrozenCoreLinear) -> None:
-    if layer.merged:
-        raise ConfigError(f"Layer {layer.name!r} has merged adapters. Call unmerge_adapter() before swapping cores.")
+def _require_unmerged(layers: Iterable[FrozenCoreLinear]) -> None:
+    for layer in layers:
+        if layer.merged:
+            raise ConfigError(
+                f"Layer {layer.name!r} has merged adapters. Call unmerge_adapter() before swapping cores."
+            )
 
 
 def _require_same_layers(came: Mapping[str, object], layers: Mapping[str, FrozenCoreLinear]) -> None:
@@ -380,7 +363,7 @@ class CoreBank:
             device: torch.zeros(capacity + 1, sum(r * r for r in here.values()), device=device, dtype=dtype)
             for device, here in ranks.items()
         }
-        views = [by_layer(self._values[device], here) for device, here in ranks.items()]
+        views = [state.by_layer(self._values[device], here) for device, here in ranks.items()]
         self._cores = dict(sorted((name, cores) for view in views for name, cores in view.items()))
         self._slot_of: dict[str, int] = {}
         self._free = list(range(capacity, 0, -1))
@@ -412,8 +395,7 @@ class CoreBank:
             raise ConfigError(f"A core has a name (None is the base model in a batch), but {name!r:.60} came.")
         self._require_own_basis()
         flat = _read_cores(self.model, source, self.layers, self.adapter_name)
-        require_finite_in(f"the core {name!r:.60}", flat, self.dtype)
-        by_device = self._by_device(flat)
+        state.require_finite_in(f"the core {name!r:.60}", flat, self.dtype)
         with self._names_lock:
             slot = self._slot_of.get(name)
             if slot is None:
@@ -423,8 +405,12 @@ class CoreBank:
                     )
                 slot = self._free.pop()
             with torch.no_grad():
-                for device, part in by_device.items():
-                    self._values[device][slot].copy_(part)
+                if len(self._values) == 1:
+                    next(iter(self._values.values()))[slot].copy_(flat)
+                else:
+                    ranks = {layer: cores.shape[-1] for layer, cores in self._cores.items()}
+                    for layer, R in state.by_layer(flat, ranks).items():
+                        self._cores[layer][slot].copy_(R)
             self._slot_of[name] = slot
 
     def evict(self, name: str) -> None:
@@ -506,13 +492,3 @@ class CoreBank:
                 f"The bank holds no core {name!r} ({len(self)} of {self.capacity} are there). Put it first."
             )
         return self._slot_of[name]
-
-    def _by_device(self, flat: Tensor) -> dict[torch.device, Tensor]:
-        """The cores of one slot, split by device."""
-        if len(self._values) == 1:
-            return dict.fromkeys(self._values, flat)
-        by_device: dict[torch.device, list[Tensor]] = {device: [] for device in self._values}
-        sizes = [bank[0].numel() for bank in self._cores.values()]
-        for bank, part in zip(self._cores.values(), flat.split(sizes), strict=True):
-            by_device[bank.device].append(part)
-        return {device: torch.cat(parts) for device, parts in by_device.items()}

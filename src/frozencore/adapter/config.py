@@ -17,17 +17,9 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from frozencore.adapter.named_layers import key_for, refuse_expressions, require_names
+from frozencore.adapter.saved import state
 from frozencore.adapter.saved.basis import LARGEST_FLOAT32, SavedBasis, find_basis, read_header, write_basis
 from frozencore.adapter.saved.card import CARD_FILE, num_tokens, write_model_card
-from frozencore.adapter.saved.state import (
-    holds_no_basis,
-    read_seal,
-    refuse_gone,
-    require_loadable,
-    seal_file,
-    seal_tensors,
-    warn_of_uncalibrated,
-)
 from frozencore.constructors import (
     CONSTRUCTORS,
     BasisOptions,
@@ -185,7 +177,7 @@ class FrozenCoreConfig(PeftConfig, EveryOption):  # type: ignore[misc]  # frozen
         if self.basis is not None and self.basis_id is None:
             self._take_from_basis(self.basis)
         if self.seal is not None:
-            self.seal = read_seal("this configuration", self.seal)
+            self.seal = state.read_seal("this configuration", self.seal)
         self.peft_type = FrozenCoreType.FROZENCORE
         require_names(self)
         refuse_foreign_names(self.own_options, constructor_options())
@@ -208,7 +200,7 @@ class FrozenCoreConfig(PeftConfig, EveryOption):  # type: ignore[misc]  # frozen
         if self.load_bases:
             raise ConfigError("The adapter holds a basis of its own: leave basis out, or `frozencore adapter pack` it.")
         header = read_header(place, self.basis_revision)
-        refuse_gone(f"the basis {place}", header["options"])
+        state.refuse_gone(f"the basis {place}", header["options"])
         refuse_expressions(f"the basis {place}", header["options"], "Save the basis again.")
         known, defaults = _options_of_basis(), {each.name: each.default for each in fields(self)}
         for name, value in header["options"].items():
@@ -316,7 +308,7 @@ class FrozenCoreConfig(PeftConfig, EveryOption):  # type: ignore[misc]  # frozen
         folder = Path(pretrained_model_name_or_path, subfolder or "")
         ours = (folder / CONFIG_FILE).exists() and read_config(folder).get("peft_type") == PEFT_TYPE
         if ours:
-            require_loadable(folder)
+            state.require_loadable(folder)
         try:
             config = super().from_pretrained(str(pretrained_model_name_or_path), subfolder=subfolder, **kwargs)
             if isinstance(config, FrozenCoreConfig) and config.basis_id is not None:
@@ -350,7 +342,7 @@ class FrozenCoreConfig(PeftConfig, EveryOption):  # type: ignore[misc]  # frozen
     @classmethod
     def _checked(cls, folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
         """The values that a file may set; refuses other types than the fields', which PEFT would meet much later."""
-        refuse_gone(str(folder), values)
+        state.refuse_gone(str(folder), values)
         values = {name: value for name, value in values.items() if name not in NOT_READ}
         for name, wanted in get_type_hints(cls).items():
             try:
@@ -368,7 +360,7 @@ class FrozenCoreConfig(PeftConfig, EveryOption):  # type: ignore[misc]  # frozen
 
     def prepare_seal(self, tensors: Mapping[str, Tensor], base: Mapping[str, str] | None) -> None:
         """Record the hashes of the tensors to save, and the base model that they belong to."""
-        self._seal_to_write = {**seal_tensors(tensors), "base": None if base is None else dict(base)}
+        self._seal_to_write = {**state.seal_tensors(tensors), "base": None if base is None else dict(base)}
 
     def to_dict(self) -> dict[str, Any]:
         """The values of the file: PEFT's, with sorted sets, flat options, and a mark that the bases are saved too."""
@@ -389,12 +381,12 @@ class FrozenCoreConfig(PeftConfig, EveryOption):  # type: ignore[misc]  # frozen
         if folder.is_file():
             raise AssertionError(f"Provided path ({folder}) should be a directory, not a file")
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = seal_file(folder / WEIGHTS_FILE, self._seal_to_write)
+        tensors = state.seal_file(folder / WEIGHTS_FILE, self._seal_to_write)
         with TemporaryDirectory(prefix=f".{CONFIG_FILE}.", dir=folder) as aside:
             super().save_pretrained(aside, **kwargs)
             os.replace(Path(aside) / CONFIG_FILE, folder / CONFIG_FILE)
-        if holds_no_basis(tensors):
-            warn_of_uncalibrated(f"The adapter saved in {save_directory}", "and save it again")
+        if state.holds_no_basis(tensors):
+            state.warn_of_uncalibrated(f"The adapter saved in {save_directory}", "and save it again")
         if (folder / CARD_FILE).exists():
             write_model_card(save_directory)
 

@@ -92,7 +92,7 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
         self.frozencore_scale: dict[str, float] = {}
         self.frozencore_ready: dict[str, bool | None] = {}
         self.warned = set() if warned is None else warned
-        self.row_cores: RowCores | None = None
+        self.row_cores: RowCores | list[str] | None = None  # each row's core or adapter, in place of the active ones
         self.awaits_core: set[str] = set()
         self._active_adapter = adapter_name
         self._disable_adapters = False
@@ -116,29 +116,30 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
         """P (m x r), Q (n x r) and R (r x r) of an adapter."""
         return self.frozencore_P[adapter_name], self.frozencore_Q[adapter_name], self.core(adapter_name)
 
-    def forward(self, x: Tensor, *args: Any, adapter_names: list[str] | None = None, **kwargs: Any) -> Tensor:
-        """
-        Args:
-            adapter_names: The adapter of each row of x, in place of the active ones; ``"__base__"`` means none.
-        """
-        if adapter_names is not None:
-            self.require_unmerged()
-            self._require_rows(len(adapter_names), x)
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.disable_adapters or self.merged:
             if self.disable_adapters and self.merged:
                 self.unmerge()
             return self.base_layer(x, *args, **kwargs)
-        rows = self.row_cores if adapter_names is None else None
+        rows = self.row_cores
         if rows is not None:
-            self._require_rows(rows.R.shape[0], x)
+            num_rows = rows.R.shape[0] if isinstance(rows, RowCores) else len(rows)
+            if x.shape[0] != num_rows:
+                raise ValueError(
+                    "Length of `adapter_names` should be the same as the number of inputs, but got "
+                    f"{num_rows} and {len(x)} respectively. Each row must be one input of layer {self.name!r}."
+                )
         y = self.base_layer(x, *args, **kwargs)
-        if adapter_names is not None:
-            return self._add_rows(y, x, adapter_names)
-        if rows is not None:
+        if isinstance(rows, RowCores):
             return y if rows.basis is None else self._plus(y, x, *rows.basis[:2], rows.R, rows.basis[2])
-        for adapter_name in self.active_adapters:
-            if adapter_name in self.frozencore_R:
+        for adapter_name in self.active_adapters if rows is None else dict.fromkeys(rows):
+            if adapter_name not in self.frozencore_R:
+                continue
+            if rows is None:
                 y = self._plus_core(y, x, adapter_name)
+            else:
+                own = torch.tensor([i for i, name in enumerate(rows) if name == adapter_name], device=x.device)
+                y = y.index_copy(0, own, self._plus_core(y[own], x[own], adapter_name))
         return y
 
     def _plus_core(self, y: Tensor, x: Tensor, adapter_name: str) -> Tensor:
@@ -150,33 +151,10 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
     def _plus(self, y: Tensor, x: Tensor, P: Tensor, Q: Tensor, R: nn.Linear | Tensor, scale: float) -> Tensor:
         return plus_core(y, self._cast_input_dtype(x, Q.dtype), P, Q, R, scale)
 
-    def _require_rows(self, num_rows: int, x: Tensor) -> None:
-        if x.shape[0] != num_rows:
-            raise ValueError(
-                "Length of `adapter_names` should be the same as the number of inputs, but got "
-                f"{num_rows} and {len(x)} respectively. Each row must be one input of layer {self.name!r}."
-            )
-
-    def _add_rows(self, y: Tensor, x: Tensor, adapter_names: list[str]) -> Tensor:
-        """Add each row's own update to the base layer's output."""
-        for adapter_name in dict.fromkeys(adapter_names):
-            if adapter_name in self.frozencore_R:
-                mine = [row for row, name in enumerate(adapter_names) if name == adapter_name]
-                rows = torch.tensor(mine, device=x.device)
-                y = y.index_copy(0, rows, self._plus_core(y[rows], x[rows], adapter_name))
-        return y
-
     def row_cores_of(self, adapter_name: str, R: Tensor) -> RowCores:
         """Put cores (rows x r x r) on an adapter's basis."""
         P, Q, _ = self.trained_factors(adapter_name)
         return RowCores((P, Q, self.frozencore_scale[adapter_name]), R)
-
-    def require_unmerged(self) -> None:
-        """Refuse rows with adapters of their own while an adapter is merged: each row would get its update."""
-        if self.merged:
-            raise ValueError(
-                "Cannot pass `adapter_names` when there are merged adapters, please call `unmerge_adapter` first."
-            )
 
     def trained_factors(self, adapter_name: str) -> tuple[Tensor, Tensor, Tensor]:
         """P, Q and R for a forward pass; refuses cores that were not loaded, and training on a basis of zeros."""
@@ -390,11 +368,11 @@ class FrozenCoreQuantisedLinear(FrozenCoreLinear):
         super().__init__(base_layer, adapter_name, name, **kwargs)
         self._unmerged: list[nn.Module] = []  # in a list, so that torch does not register it as a submodule
 
-    def forward(self, x: Tensor, *args: Any, adapter_names: list[str] | None = None, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Compute as for a plain layer; refuse to train on a weight that was rewritten for inference."""
         if torch.is_grad_enabled():
             refuse_rewritten(self.get_base_layer(), self.name)
-        return super().forward(x, *args, adapter_names=adapter_names, **kwargs)
+        return super().forward(x, *args, **kwargs)
 
     def get_base_weight(self) -> Tensor:
         """The base weight. PEFT's method would read noise from a weight that was rewritten for inference."""

@@ -18,6 +18,7 @@ from peft.utils import AuxiliaryTrainingWrapper, get_quantization_kwargs, resolv
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from frozencore.adapter import named_layers
 from frozencore.adapter.bank import adapter_of_each_row
 from frozencore.adapter.bases import require_same_base, set_named_basis
 from frozencore.adapter.config import FrozenCoreConfig, FrozenCoreType
@@ -29,34 +30,8 @@ from frozencore.adapter.layer import (
     frozen_core_layers,
     is_linear,
 )
-from frozencore.adapter.named_layers import (
-    attention_projections,
-    exclude_unusable,
-    gives_rows,
-    is_called,
-    name_layers,
-    no_match,
-    require_tokens,
-)
+from frozencore.adapter.saved import state
 from frozencore.adapter.saved.basis import record_base
-from frozencore.adapter.saved.state import (
-    BASE,
-    CLASSIFIERS,
-    FLAT,
-    PREFIX,
-    Factors,
-    cores_alone,
-    flatten_cores,
-    holds_no_basis,
-    require_finite,
-    require_finite_in,
-    require_marked,
-    require_modules,
-    require_sealed,
-    require_sound,
-    warn_of_uncalibrated,
-    with_factors,
-)
 from frozencore.calibration.collect import require_same_bases
 from frozencore.calibration.preserve import keep_weights
 from frozencore.constructors import LayerEvidence, build_basis
@@ -70,7 +45,7 @@ from frozencore.words import one_line
 class FrozenCoreModel(BaseTuner):
     """Frozen cores on a base model; made by ``peft.get_peft_model(base, FrozenCoreConfig(...))``."""
 
-    prefix = PREFIX
+    prefix = state.PREFIX
     tuner_layer_cls = FrozenCoreLinear
     target_module_mapping: dict[str, list[str]] = {}  # noqa: RUF012 - PEFT reads it; defaults are found by structure
 
@@ -91,17 +66,17 @@ class FrozenCoreModel(BaseTuner):
             )
         config = self.peft_config[adapter_name]
         if config.target_modules is None:
-            config.target_modules = set(attention_projections(model))
-        name_layers(config, model)
-        exclude_unusable(config, model)
-        require_tokens(config.trainable_token_indices, model)
+            config.target_modules = set(named_layers.attention_projections(model))
+        named_layers.name_layers(config, model)
+        named_layers.exclude_unusable(config, model)
+        named_layers.require_tokens(config.trainable_token_indices, model)
         keep_weights(model)
         try:
             super().inject_adapter(model, adapter_name, *args, **kwargs)
         except NoMatchingPeftModuleError as error:
             if "not found in the base model" not in str(error):  # PEFT's other errors name their reason
                 raise
-            raise no_match(config, model) from error
+            raise named_layers.no_match(config, model) from error
         layers = frozen_core_layers(model, adapter_name)
         try:
             self._give_bases(config, adapter_name, layers)
@@ -132,7 +107,7 @@ class FrozenCoreModel(BaseTuner):
         rank = peft_config.rank_of(current_key)
         if rank == 0:
             return
-        if not is_called(target_name, parent):
+        if not named_layers.is_called(target_name, parent):
             raise ModelError(
                 f"{type(parent).__name__} computes with the weight of {current_key!r} and does not call the "
                 "layer, so a core on it would have no effect. Leave it out of target_modules."
@@ -192,7 +167,7 @@ class FrozenCoreModel(BaseTuner):
         base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
         backend = resolve_quantization_backend(base, **get_quantization_kwargs(self))
         is_linear = isinstance(base, nn.Linear | Conv1D) or (backend is not None and backend.layer_type == "linear")
-        if not is_linear or not gives_rows(base):
+        if not is_linear or not named_layers.gives_rows(base):
             raise ModelError(
                 f"A frozen core sits on a linear layer, but target {name!r} is a {type(base).__name__}. Name linear "
                 "layers in target_modules; fused experts, routers, embeddings and convolutions are not supported."
@@ -224,17 +199,19 @@ class FrozenCoreModel(BaseTuner):
         )
         config.modules_to_save = _heads_there(config, model)
         layers = frozen_core_layers(model, adapter_name)
-        cores = {layer: found[key] for key in found for layer, is_core, _ in [key.partition(f".{PREFIX}R.")] if is_core}
+        mark = f".{state.PREFIX}R."
+        cores = {key.partition(mark)[0]: R for key, R in found.items() if mark in key}
         if config.basis_id is not None:
-            found = cores_alone(flatten_cores({key.removeprefix(BASE): R for key, R in cores.items()}), config.basis_id)
+            flat = state.flatten_cores({key.removeprefix(state.BASE): R for key, R in cores.items()})
+            found = state.cores_alone(flat, config.basis_id)
         else:  # P and Q may be in the state dict under the name of another adapter
             for key in cores:
-                if (layer := layers.get(key.removeprefix(BASE))) is not None:
+                if (layer := layers.get(key.removeprefix(state.BASE))) is not None:
                     for side, X in zip("PQ", layer.factors(adapter_name), strict=False):
-                        found.setdefault(f"{key}.{PREFIX}{side}.{adapter_name}", X)
+                        found.setdefault(f"{key}.{state.PREFIX}{side}.{adapter_name}", X)
         modules = {key: value for key, value in state_dict.items() if f".modules_to_save.{adapter_name}." in key}
         plain = {key: value for key, value in (found | modules).items() if not value.is_meta}
-        require_finite(f"the adapter {adapter_name!r}", plain, "It is not saved. Lower the learning rate.")
+        state.require_finite(f"the adapter {adapter_name!r}", plain, "It is not saved. Lower the learning rate.")
         if len(plain) == len(found | modules):
             samples = {name: layer.base_samples for name, layer in layers.items()}
             config.prepare_seal(found, record_base(samples) if config.basis_id is None else None)
@@ -248,26 +225,24 @@ class FrozenCoreModel(BaseTuner):
         origin, layers = f"the adapter {adapter_name!r}", frozen_core_layers(model, adapter_name)
         own = {name: layer.factors(adapter_name) for name, layer in layers.items()}
         seal = config.take_seal()
-        require_modules(origin, _heads_there(config, model), config.trainable_token_indices, state_dict)
-        factors = require_sound(origin, state_dict, coordinates=config.coordinates, basis_id=config.basis_id)
+        state.require_modules(origin, _heads_there(config, model), config.trainable_token_indices, state_dict)
+        factors = state.require_sound(origin, state_dict, coordinates=config.coordinates, basis_id=config.basis_id)
         if factors is None:
-            require_marked(origin, state_dict, config.basis_id)
-            require_sealed(origin, seal, state_dict)
+            state.require_marked(origin, state_dict, config.basis_id)
+            state.require_sealed(origin, seal, state_dict)
             on_meta = any(P.is_meta or Q.is_meta for P, Q, _ in own.values())
             for core_dtype in {R.dtype for _, _, R in own.values()}:
-                require_finite_in(origin, state_dict[FLAT], core_dtype)
+                state.require_finite_in(origin, state_dict[state.FLAT], core_dtype)
             # the bases of a model were checked when they were set
             bases = config.find_basis(origin).layers if on_meta else {name: (P, Q) for name, (P, Q, _) in own.items()}
-            state_dict = with_factors(origin, state_dict, bases)
+            state_dict = state.with_factors(origin, state_dict, bases)
         else:
-            require_sealed(origin, seal, state_dict)
+            state.require_sealed(origin, seal, state_dict)
             _require_fit(origin, own, factors, config.base_model_name_or_path)
-            if holds_no_basis(state_dict):
-                warn_of_uncalibrated(f"The adapter {adapter_name!r}", "before it is trained or used")
+            if state.holds_no_basis(state_dict):
+                state.warn_of_uncalibrated(f"The adapter {adapter_name!r}", "before it is trained or used")
             if config.basis_id is not None:
-                pairs = (
-                    (mine, X) for name, f in factors.items() for mine, X in zip(own[name], (f.P, f.Q), strict=False)
-                )
+                pairs = [pair for name, f in factors.items() for pair in zip(own[name], (f.P, f.Q), strict=False)]
                 if not all(mine.is_meta or torch.equal(mine, X.to(mine.device, mine.dtype)) for mine, X in pairs):
                     config.name_basis(None)  # the loaded bases are not the named basis
         for layer in layers.values():
@@ -345,7 +320,7 @@ class FrozenCoreModel(BaseTuner):
             layers = frozen_core_layers(self.model, adapter_name)
             P = next((layer.frozencore_P[adapter_name] for layer in layers.values()), None)
             if P is not None and not P.is_meta and not P.any():  # all layers get their bases together, so one is enough
-                warn_of_uncalibrated(f"The adapter {adapter_name!r} that is merged", "before it is merged")
+                state.warn_of_uncalibrated(f"The adapter {adapter_name!r} that is merged", "before it is merged")
             for name, layer in layers.items():
                 num_others = num_owners[id(getattr(layer.get_base_layer(), "weight", None))] - 1
                 if num_others > 0:
@@ -393,7 +368,7 @@ class FrozenCoreModel(BaseTuner):
             }
         )
         names = (f"base_model.model.{name}" for name, _ in self.model.named_buffers())
-        return [name for name in names if f".{PREFIX}" in name]
+        return [name for name in names if f".{state.PREFIX}" in name]
 
     def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
         """Cast R to float32, or to the base model's dtype if asked. PEFT's own cast would widen P and Q too."""
@@ -406,19 +381,22 @@ def register_with_peft() -> None:
     kind: Any = FrozenCoreType.FROZENCORE
     PEFT_TYPE_TO_CONFIG_MAPPING[kind] = FrozenCoreConfig
     PEFT_TYPE_TO_TUNER_MAPPING[kind] = FrozenCoreModel
-    PEFT_TYPE_TO_PREFIX_MAPPING[kind] = PREFIX
+    PEFT_TYPE_TO_PREFIX_MAPPING[kind] = state.PREFIX
 
 
 def _heads_there(config: FrozenCoreConfig, model: nn.Module) -> list[str] | None:
     """``modules_to_save`` without the names that PEFT adds for every classifier, if the model has neither head."""
     there = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    if there.isdisjoint(CLASSIFIERS):
-        return [name for name in config.modules_to_save or () if name not in CLASSIFIERS] or None
+    if there.isdisjoint(state.CLASSIFIERS):
+        return [name for name in config.modules_to_save or () if name not in state.CLASSIFIERS] or None
     return config.modules_to_save
 
 
 def _require_fit(
-    origin: str, layers: Mapping[str, tuple[Tensor, Tensor, Tensor]], came: Mapping[str, Factors], base: str | None
+    origin: str,
+    layers: Mapping[str, tuple[Tensor, Tensor, Tensor]],
+    came: Mapping[str, state.Factors],
+    base: str | None,
 ) -> None:
     """Refuse factors whose layers or shapes differ from the model's P, Q and R."""
     way_out = f"Load the base model that it was trained on{f': {one_line(base, 200)}' if base else ''}."
@@ -439,7 +417,7 @@ def _require_fit(
     for name, own in layers.items():
         theirs = (came[name].P, came[name].Q, came[name].R)
         for mine, other in zip(own, theirs, strict=True):
-            require_finite_in(f"layer {name!r} of {origin}", other, mine.dtype)
+            state.require_finite_in(f"layer {name!r} of {origin}", other, mine.dtype)
         if any(mine.shape != other.shape for mine, other in zip(own, theirs, strict=True)):
             m, n, r = own[0].shape[0], own[1].shape[0], own[2].shape[0]
             raise ArtifactError(
