@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import references as ref
-from drawn import DrawnLayer, drawn_layer, layer_of_rank
+from drawn import drawn_layer, layer_of_rank
 from frozencore.constructors import (
     CONSTRUCTORS,
     BasisOptions,
@@ -26,7 +26,7 @@ from frozencore.constructors import (
 from frozencore.constructors.eva import EVA_OUTPUTS
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.basis import COORDINATES, Basis
-from frozencore.maths.linalg import SVD_METHODS, SvdMethod, TruncatedSVD, truncated_svd
+from frozencore.maths.linalg import SvdMethod, TruncatedSVD, truncated_svd
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.maths.whitening import Fisher, Sides
 from frozencore.options import options_of
@@ -35,12 +35,6 @@ from references import numpy_of
 READS_DATA = ("fcca", "rawgrad", "signgrad", "filora", "eva")
 READS_GRADIENT = ("fcca", "rawgrad", "signgrad", "filora")
 EVERY = pytest.mark.parametrize("constructor", CONSTRUCTORS)
-
-
-def test_the_table_holds_the_nine_constructors() -> None:
-    assert sorted(CONSTRUCTORS) == sorted(
-        ["fcca", "rawgrad", "filora", "milora", "lora_xs", "vera", "eva", "random", "signgrad"]
-    )
 
 
 @EVERY
@@ -59,26 +53,6 @@ def test_spans_equal_the_reference(constructor: str, dtype: torch.dtype, shape: 
     tolerance = 1e-6 if dtype == torch.float64 else 1e-4
     assert ref.span_distance(numpy_of(basis.P), P0) < tolerance
     assert ref.span_distance(numpy_of(basis.Q), Q0) < tolerance
-
-
-@pytest.mark.parametrize("method", SVD_METHODS)
-@pytest.mark.parametrize("constructor", ["fcca", "rawgrad", "signgrad", "lora_xs"])
-def test_spans_equal_the_reference_for_every_svd_method(constructor: str, method: str) -> None:
-    layer = drawn_layer(40, 30, seed=2)
-    P0, Q0 = ref.REFERENCE_FACTORS[constructor](layer.reference(), 4)
-    basis = build_basis(constructor, layer.evidence(), BasisOptions(rank=4, svd_method=method))
-    assert ref.span_distance(numpy_of(basis.P), P0) < 1e-4
-    assert ref.span_distance(numpy_of(basis.Q), Q0) < 1e-4
-
-
-@pytest.mark.parametrize("coordinates", COORDINATES)
-@EVERY
-def test_coordinates_keep_the_spans(constructor: str, coordinates: str) -> None:
-    layer = drawn_layer().evidence()
-    expected = build_basis(constructor, layer, BasisOptions(rank=4))
-    basis = build_basis(constructor, layer, BasisOptions(rank=4, coordinates=coordinates))
-    assert ref.span_distance(numpy_of(basis.P), numpy_of(expected.P)) < 1e-5
-    assert ref.span_distance(numpy_of(basis.Q), numpy_of(expected.Q)) < 1e-5
 
 
 def in_fisher(X: np.ndarray, second: np.ndarray) -> np.ndarray:
@@ -123,21 +97,20 @@ def test_the_chosen_svd_runs_under_the_layers_own_seed(constructor: str, method:
     assert torch.equal(build_basis(constructor, layer, options).Q, expected.V)
 
 
+@pytest.mark.parametrize(
+    ("shape", "rank"), [((12, 10), 4), ((12, 10), 1), *((s, 8) for s in ((3, 10), (10, 3), (1, 6)))]
+)
 @EVERY
-def test_a_basis_is_float32_orthonormal_and_of_full_effective_rank(constructor: str) -> None:
-    basis = build_basis(constructor, drawn_layer().evidence(), BasisOptions(rank=4, coordinates="qr"))
+def test_a_basis_is_float32_orthonormal_of_the_rank_that_fits_and_its_spectrum_falls(
+    constructor: str, shape: tuple[int, int], rank: int
+) -> None:
+    basis = build_basis(constructor, drawn_layer(*shape).evidence(), BasisOptions(rank=rank, coordinates="qr"))
     assert basis.P.dtype == basis.Q.dtype == torch.float32
-    assert basis.P.shape == (12, 4)
-    assert basis.Q.shape == (10, 4)
+    assert [basis.P.shape, basis.Q.shape] == [(width, min(rank, *shape)) for width in shape]
     assert basis.orthonormality_error() < 1e-6
-    assert basis.effective_rank == 4
-
-
-@EVERY
-def test_the_spectrum_falls(constructor: str) -> None:
-    spectrum = build_basis(constructor, drawn_layer().evidence(), BasisOptions(rank=4)).spectrum
-    assert bool((spectrum[:-1] >= spectrum[1:]).all())
-    assert bool((spectrum >= 0).all())
+    assert basis.effective_rank == basis.rank or shape != (12, 10)  # the signs of a few rows may be equal
+    assert bool((basis.spectrum[:-1] >= basis.spectrum[1:]).all())
+    assert bool((basis.spectrum >= 0).all())
 
 
 @pytest.mark.usefixtures("as_a_user")  # beartype draws from Python's RNG
@@ -209,21 +182,6 @@ def test_bases_ignore_loss_scale_and_sums_against_means(constructor: str) -> Non
         found = build_basis(constructor, other, options)
         torch.testing.assert_close(found.P, expected.P, atol=1e-5, rtol=0)
         torch.testing.assert_close(found.Q, expected.Q, atol=1e-5, rtol=0)
-
-
-@EVERY
-def test_one_direction_is_a_rank(constructor: str) -> None:
-    basis = build_basis(constructor, drawn_layer().evidence(), BasisOptions(rank=1, coordinates="qr"))
-    assert (basis.P.shape, basis.Q.shape) == ((12, 1), (10, 1))
-    assert basis.orthonormality_error() < 1e-6
-
-
-@pytest.mark.parametrize("shape", [(3, 10), (10, 3), (1, 6), (6, 1)])
-@EVERY
-def test_a_narrow_layer_gets_the_rank_that_fits(constructor: str, shape: tuple[int, int]) -> None:
-    basis = build_basis(constructor, drawn_layer(*shape).evidence(), BasisOptions(rank=8, coordinates="qr"))
-    assert basis.rank == min(shape)
-    assert basis.orthonormality_error() < 1e-6
 
 
 @pytest.mark.parametrize("coordinates", COORDINATES)
@@ -340,40 +298,28 @@ def test_the_needed_moments_are_read_all_of_them_and_no_others(constructor: str,
 
 
 @pytest.mark.parametrize("constructor", ["fcca", "rawgrad"])
-@pytest.mark.parametrize("drawn", [drawn_layer(), layer_of_rank(2)], ids=["full rank", "rank 2"])
+@pytest.mark.parametrize("layer_rank", [10, 2, 0])
 @pytest.mark.parametrize("coordinates", COORDINATES)
-def test_a_streamed_basis_is_that_of_the_whole_moment(constructor: str, drawn: DrawnLayer, coordinates: str) -> None:
+def test_the_triples_of_t_give_the_basis_of_the_whole_moment(
+    constructor: str, layer_rank: int, coordinates: str
+) -> None:
     """From the leading singular triples of T alone, and moments without matrices."""
-    e = drawn.reference()
-    A, D = (ref.damped_matrix(np.diag(M), 1e-2) for M in (e.A, e.D))
-    T = torch.tensor(ref.whitened(e.G, A, D) if constructor == "fcca" else e.G)
+    drawn = layer_of_rank(2) if layer_rank == 2 else drawn_layer()
+    drawn = dataclasses.replace(drawn, E=0 * drawn.E) if layer_rank == 0 else drawn
+    layer, e = drawn.evidence(), drawn.reference()
+    svd = TruncatedSVD(torch.zeros(12, 0), torch.zeros(0), torch.zeros(10, 0))
+    if layer_rank:
+        A, D = (ref.damped_matrix(np.diag(M), 1e-2) for M in (e.A, e.D))
+        svd = truncated_svd(torch.tensor(ref.whitened(e.G, A, D) if constructor == "fcca" else e.G), 4)
     own = {"damping": 1e-2} if constructor == "fcca" else {}
-    layer = drawn.evidence()
     options = CONSTRUCTORS[constructor].options(4, coordinates, seed=3, **own)
     slim = dataclasses.replace(layer, moments=layer.data.without_matrices())
-    found = CONSTRUCTORS[constructor].build_of_svd(slim, truncated_svd(T, 4), options)
+    found = CONSTRUCTORS[constructor].build_of_svd(slim, svd, options)
     expected = build_basis(constructor, layer, options)
     assert found.effective_rank == expected.effective_rank
     torch.testing.assert_close(found.spectrum, expected.spectrum, atol=1e-5 * float(expected.spectrum[0]), rtol=0)
     for X, Y in ((found.P, expected.P), (found.Q, expected.Q)):
         torch.testing.assert_close(X, Y, atol=1e-4 * float(Y.abs().max()), rtol=0)
-
-
-@pytest.mark.parametrize("constructor", ["fcca", "rawgrad"])
-@pytest.mark.parametrize("shape", [(12, 10), (3, 10), (10, 3)])
-def test_a_streamed_layer_without_gradient_gets_the_basis_of_a_whole_one(
-    constructor: str, shape: tuple[int, int]
-) -> None:
-    layer, options = drawn_layer(*shape), CONSTRUCTORS[constructor].options(rank=4, seed=3)
-    silent = dataclasses.replace(layer, E=0 * layer.E).evidence()
-    nothing = TruncatedSVD(torch.zeros(shape[0], 0), torch.zeros(0), torch.zeros(shape[1], 0))
-    found, expected = (
-        CONSTRUCTORS[constructor].build_of_svd(silent, nothing, options),
-        build_basis(constructor, silent, options),
-    )
-    for X, Y in ((found.P, expected.P), (found.Q, expected.Q), (found.spectrum, expected.spectrum)):
-        assert torch.equal(X, Y)
-    assert found.effective_rank == 0
 
 
 @pytest.mark.parametrize("constructor", READS_DATA)

@@ -1,20 +1,19 @@
-"""Options of the other constructors."""
+"""What each constructor has of its own: its metric, its options, its draws."""
 
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 
 import references as ref
-from drawn import drawn_layer, layer_of_rank
+from drawn import drawn_layer
 from frozencore.constructors import (
     BasisOptions,
     EvaOptions,
-    FCCAOptions,
-    FiLoRAOptions,
     LayerEvidence,
     build_basis,
     eva_basis,
@@ -29,8 +28,79 @@ from frozencore.constructors import (
 )
 from frozencore.constructors.eva import EVA_OUTPUTS, eva_needs
 from frozencore.errors import ConfigError
+from frozencore.maths.basis import Basis
 from frozencore.maths.moments import LayerMoments
+from frozencore.maths.whitening import Sides, Whitening
 from references import numpy_of
+
+# --------------------------------------------------------------------------------------------- fcca and rawgrad
+
+HUGE = 1e9
+
+
+def assert_same_spans(one: Basis, other: Basis, tolerance: float = 1e-5) -> None:
+    assert ref.span_distance(numpy_of(one.P), numpy_of(other.P)) < tolerance
+    assert ref.span_distance(numpy_of(one.Q), numpy_of(other.Q)) < tolerance
+
+
+@pytest.mark.parametrize("sides", get_args(Sides))
+@pytest.mark.parametrize(("dense", "shrinkage"), [(False, 0.0), (True, 0.0), (True, 0.5)])
+@pytest.mark.parametrize("c", [1e-3, 1.0])
+def test_every_metric_equals_the_reference(sides: str, dense: bool, shrinkage: float, c: float) -> None:
+    layer = drawn_layer(seed=3)
+    whitening = Whitening(sides=sides, fisher="dense" if dense else "diagonal", shrinkage=shrinkage, damping=(c, 2 * c))
+    basis = fcca_basis(layer.moments(), 4, whitening=whitening)
+    P0, Q0 = ref.fcca_factors(
+        layer.reference(), 4, c_input=c, c_output=2 * c, sides=sides, dense=dense, shrinkage=shrinkage
+    )
+    assert ref.span_distance(numpy_of(basis.P), P0) < 1e-5
+    assert ref.span_distance(numpy_of(basis.Q), Q0) < 1e-5
+
+
+def test_raw_coordinates_are_the_papers_factors_up_to_sign() -> None:
+    layer = drawn_layer()
+    basis = fcca_basis(layer.moments(), 4, coordinates="raw")
+    P0, Q0 = ref.fcca_factors(layer.reference(), 4)
+    np.testing.assert_allclose(np.abs(numpy_of(basis.P)), np.abs(P0), rtol=1e-4, atol=1e-5 * np.abs(P0).max())
+    np.testing.assert_allclose(np.abs(numpy_of(basis.Q)), np.abs(Q0), rtol=1e-4, atol=1e-5 * np.abs(Q0).max())
+
+
+def test_the_spectrum_is_that_of_the_whitened_moment() -> None:
+    layer = drawn_layer()
+    e = layer.reference()
+    A, D = (ref.damped_matrix(np.diag(M), 1e-3) for M in (e.A, e.D))
+    expected = ref.svd(ref.whitened(e.G, A, D))[1][:4]
+    np.testing.assert_allclose(numpy_of(fcca_basis(layer.moments(), 4).spectrum), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("fisher", ["diagonal", "dense"])
+def test_damping_both_sides_without_limit_is_rawgrad(fisher: str) -> None:
+    moments = drawn_layer().moments()
+    limit = fcca_basis(moments, 4, whitening=Whitening(fisher=fisher, damping=HUGE))
+    assert_same_spans(limit, rawgrad_basis(moments, 4))
+    torch.testing.assert_close(limit.P, rawgrad_basis(moments, 4).P, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("damping", "sides"), [((HUGE, 1e-3), "output"), ((1e-3, HUGE), "input")])
+@pytest.mark.parametrize("fisher", ["diagonal", "dense"])
+def test_damping_one_side_without_limit_whitens_the_other_alone(fisher: str, damping: tuple, sides: str) -> None:
+    moments = drawn_layer().moments()
+    limit = fcca_basis(moments, 4, whitening=Whitening(fisher=fisher, damping=damping))
+    assert_same_spans(limit, fcca_basis(moments, 4, whitening=Whitening(sides=sides, fisher=fisher)))
+
+
+def test_whitening_undoes_a_change_of_units() -> None:
+    """FCCA's update family is covariant: scaling input and output coordinates scales its factors alike."""
+    layer = drawn_layer()
+    rng = np.random.default_rng(7)
+    u, v = 10 ** rng.uniform(-1, 1, 10), 10 ** rng.uniform(-1, 1, 12)
+    whitening = Whitening(damping=1e-12)
+    scaled = type(layer)(layer.X * u, layer.E * v, layer.W)
+    one, other = (fcca_basis(each.moments(), 4, whitening=whitening) for each in (layer, scaled))
+    # x → u∘x, δ → v∘δ: a direction q of the inputs becomes q/u, one of the outputs p/v.
+    assert ref.span_distance(numpy_of(other.Q), numpy_of(one.Q) / u[:, None]) < 1e-4
+    assert ref.span_distance(numpy_of(other.P), numpy_of(one.P) / v[:, None]) < 1e-4
+
 
 # ------------------------------------------------------------------------------------------------------- milora
 
@@ -75,13 +145,6 @@ def test_filora_with_diagonal_factors_selects_coordinates() -> None:
         np.testing.assert_array_equal(numpy_of(X), np.eye(len(second_moment))[:, chosen])
 
 
-def test_filora_reads_dense_or_diagonal_moments() -> None:
-    layer = drawn_layer().evidence()
-    for fisher in ("dense", "diagonal"):
-        one = build_basis("filora", layer, FiLoRAOptions(rank=3, filora_fisher=fisher, coordinates="qr"))
-        assert torch.equal(one.P, filora_basis(layer.data, 3, fisher=fisher).P)
-
-
 # ---------------------------------------------------------------------------------------------------------- eva
 
 
@@ -99,12 +162,6 @@ def test_evas_raw_output_side_is_the_image_of_its_input_side() -> None:
     layer = drawn_layer()
     raw = eva_basis(layer.moments(), torch.tensor(layer.W), 3, coordinates="raw")
     np.testing.assert_allclose(numpy_of(raw.P), layer.W @ numpy_of(raw.Q), rtol=0, atol=1e-5)
-
-
-def test_centering_changes_evas_basis_where_the_mean_is_large() -> None:
-    layer = drawn_layer(mean=5.0)
-    plain, centered = (eva_basis(layer.moments(), torch.tensor(layer.W), 3, center=c) for c in (False, True))
-    assert ref.span_distance(numpy_of(plain.Q), numpy_of(centered.Q)) > 0.1
 
 
 def test_evas_random_output_side_is_the_same_in_every_version() -> None:
@@ -173,16 +230,10 @@ def evidence(name: str, shape: tuple[int, int]) -> LayerEvidence:
 def test_vera_shares_one_pair_and_slices_it() -> None:
     options = BasisOptions(rank=4, coordinates="raw", seed=2)
     wide = build_basis("vera", evidence("a", (1500, 30)), options)
-    for name, shape in (("b", (1500, 30)), ("c", (1100, 12)), ("d", (20, 30)), ("e", (5, 6))):
-        other = build_basis("vera", evidence(name, shape), options)
-        torch.testing.assert_close(other.P, wide.P[: shape[0]], rtol=0, atol=0)
-        torch.testing.assert_close(other.Q, wide.Q[: shape[1]], rtol=0, atol=0)
-
-
-def test_vera_slices_the_same_pair_for_a_layer_of_smaller_rank() -> None:
-    wide, narrow = vera_basis((40, 30), 24, coordinates="raw"), vera_basis((3, 30), 24, coordinates="raw")
-    torch.testing.assert_close(narrow.P, wide.P[:3, :3], rtol=0, atol=0)
-    torch.testing.assert_close(narrow.Q, wide.Q[:, :3], rtol=0, atol=0)
+    for name, shape in (("b", (1500, 30)), ("c", (1100, 12)), ("d", (20, 30)), ("e", (5, 6)), ("f", (3, 30))):
+        other = build_basis("vera", evidence(name, shape), options)  # (3, 30) has a smaller rank
+        torch.testing.assert_close(other.P, wide.P[: shape[0], : other.rank], rtol=0, atol=0)
+        torch.testing.assert_close(other.Q, wide.Q[: shape[1], : other.rank], rtol=0, atol=0)
 
 
 def test_vera_draws_gaussians_and_its_two_sides_differ() -> None:
@@ -190,12 +241,7 @@ def test_vera_draws_gaussians_and_its_two_sides_differ() -> None:
     assert float(raw.P.mean()) == pytest.approx(0, abs=0.03)
     assert float(raw.P.std()) == pytest.approx(1, abs=0.03)
     assert abs(float((raw.P * raw.Q).mean())) < 0.03
-
-
-def test_no_block_of_veras_endless_matrix_repeats_another() -> None:
-    blocks = vera_basis((3 * 1024, 5), 2, coordinates="raw").P.split(1024)
-    for block, next_block in pairwise(blocks):
-        assert not bool((block == next_block).any())
+    assert not any(bool((block == later).any()) for block, later in pairwise(raw.P[:3072].split(1024)))
 
 
 DRAWS = {  # P[0, :2] and Q[0, :2]
@@ -233,27 +279,14 @@ def test_random_bases_are_uniform_on_average() -> None:
 # ----------------------------------------------------------------------------------------------------- signgrad
 
 
+@pytest.mark.parametrize("coordinates", ["qr", "raw", "scaled_raw"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_signgrads_initial_core_is_the_best_copy_of_one_sign_step(dtype: torch.dtype) -> None:
+def test_signgrads_initial_core_is_the_best_copy_of_one_sign_step(dtype: torch.dtype, coordinates: str) -> None:
     layer = drawn_layer()
-    basis = signgrad_basis(layer.moments(dtype), 4, coordinates="qr")
+    basis = signgrad_basis(layer.moments(dtype), 4, coordinates=coordinates)
     expected = -ref.truncated(np.sign(layer.reference().G), 4)
     found = numpy_of(basis.P) @ numpy_of(basis.initial_core) @ numpy_of(basis.Q).T
     np.testing.assert_allclose(found, expected, atol=1e-5)
-
-
-@pytest.mark.parametrize("coordinates", ["raw", "scaled_raw"])
-def test_signgrads_initial_core_is_right_in_raw_coordinates_too(coordinates: str) -> None:
-    layer = drawn_layer()
-    basis = signgrad_basis(layer.moments(), 4, coordinates=coordinates)
-    found = numpy_of(basis.P) @ numpy_of(basis.initial_core) @ numpy_of(basis.Q).T
-    np.testing.assert_allclose(found, -ref.truncated(np.sign(layer.reference().G), 4), atol=1e-5)
-
-
-def test_only_signgrad_brings_an_initial_core() -> None:
-    layer = drawn_layer().evidence()
-    assert build_basis("signgrad", layer, BasisOptions(rank=3)).initial_core is not None
-    assert build_basis("fcca", layer, BasisOptions(rank=3)).initial_core is None
 
 
 @pytest.mark.parametrize("constructor", ["eva", "filora"])
@@ -264,29 +297,3 @@ def test_a_direction_a_thousandth_as_strong_as_the_first_still_counts(constructo
     W = torch.randn(10, 10, generator=torch.Generator().manual_seed(0))
     basis = build_basis(constructor, LayerEvidence("l", (10, 10), lambda: W, moments), BasisOptions(rank=8))
     assert basis.effective_rank == 8
-
-
-# ------------------------------------------------------------------------------------------------ all of them alone
-
-
-def test_the_functions_have_the_papers_coordinates_and_else_the_defaults_of_the_options() -> None:
-    layer, o = layer_of_rank(2).evidence(), BasisOptions()
-    moments, W, shape, eva = layer.data, layer.weight(), layer.shape, EvaOptions()
-    written = {"coordinates": "qr"}
-    seeded = written | {"seed": o.seed}
-    factored = seeded | {"svd_method": o.svd_method}
-    calls = [
-        (fcca_basis, (moments, 5), factored | {"whitening": FCCAOptions().whitening}),
-        (rawgrad_basis, (moments, 5), factored),
-        (signgrad_basis, (moments, 5), factored),
-        (filora_basis, (moments, 5), seeded | {"fisher": FiLoRAOptions().filora_fisher}),
-        (eva_basis, (moments, W, 5), seeded | {"center": eva.eva_center, "output": eva.eva_output}),
-        (lora_xs_basis, (W, 5), factored),
-        (milora_basis, (W, 5), written),
-        (random_basis, (shape, 5), seeded),
-        (vera_basis, (shape, 5), seeded),
-    ]
-    for make, arguments, spelled in calls:
-        found, expected = make(*arguments), make(*arguments, **spelled)
-        assert torch.equal(found.P, expected.P), make.__name__
-        assert torch.equal(found.Q, expected.Q), make.__name__
