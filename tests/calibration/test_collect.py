@@ -160,25 +160,18 @@ def test_options_choose_the_tokens_and_their_weights_not_padding(case: str, need
     assert_equal(found, expected_moments("qwen2", **reference), 1e-12)
 
 
-@pytest.mark.parametrize("needs", [frozenset({"input_outer"}), frozenset({"input_total", "output_outer"})])
-def test_forward_moments_take_neither_labels_nor_a_backward_pass(needs: frozenset) -> None:
-    model = tiny_qwen2().double()
-    batches = [{key: b[key] for key in ("input_ids", "attention_mask")} for b in batches_of(EXAMPLES, 3)]
-    backwards: list[int] = []
-    model.model.norm.register_full_backward_hook(lambda *_: backwards.append(1))
-    found = collect_moments(model, batches, layer_names(model), needs=needs)
-    assert_equal(found, expected_moments("qwen2"), 1e-12)
-    assert not backwards
-
-
-@pytest.mark.parametrize("needs", [frozenset(MOMENT_NAMES), frozenset({"error_square"})])
-def test_a_batch_takes_one_forward_and_one_backward_pass_whatever_is_summed(needs: frozenset) -> None:
-    model, passes = tiny_qwen2(), []
+@pytest.mark.parametrize(
+    "needs", [EVERYTHING, {"error_square"}, {"input_outer"}, {"input_total", "output_outer"}], ids=len
+)
+def test_a_batch_takes_one_forward_pass_and_for_errors_labels_and_a_backward_pass(needs: set) -> None:
+    model, passes, forward = tiny_qwen2().double(), [], needs <= {"input_outer", "input_total", "output_outer"}
     model.model.norm.register_forward_hook(lambda *_: passes.append("forward"))
     model.model.norm.register_full_backward_hook(lambda *_: passes.append("backward"))
-    found = collect_moments(model, batches_of(EXAMPLES, 4), layer_names(model), needs=needs)
-    assert passes == ["forward", "backward"] * 2
+    batches = [{k: v for k, v in batch.items() if k != "labels" or not forward} for batch in batches_of(EXAMPLES, 4)]
+    found = collect_moments(model, batches, layer_names(model), needs=frozenset(needs))
+    assert passes == (["forward"] if forward else ["forward", "backward"]) * 2
     assert all(set(layer.names()) == needs for layer in found.values())
+    assert_equal(found, expected_moments("qwen2"), 1e-12)
 
 
 # ----------------------------------------------------------------------------------------------------------- data

@@ -216,15 +216,10 @@ def test_adapters_on_a_model_do_not_change_its_fingerprint(modules_to_save: list
         assert fingerprint_model(model) != reference
 
 
-def test_the_fingerprint_of_batches_sees_order_and_masks_but_not_key_order() -> None:
+def test_the_fingerprint_of_batches_and_of_options_ignores_the_order_of_keys_alone() -> None:
     reference = fingerprint_batches(BATCHES)
-    assert reference == fingerprint_batches(iter(BATCHES))
     assert reference == fingerprint_batches([dict(reversed(batch.items())) for batch in BATCHES])
-    assert reference != fingerprint_batches(BATCHES[::-1])
-    assert reference != fingerprint_batches(BATCHES[:1])
-
-
-def test_the_fingerprint_of_options_ignores_key_order_and_refuses_nan() -> None:
+    assert reference not in (fingerprint_batches(BATCHES[::-1]), fingerprint_batches(BATCHES[:1]))
     assert fingerprint_options({"a": 1, "b": 2}) == fingerprint_options({"b": 2, "a": 1})
     with pytest.raises(ValueError, match="not JSON compliant"):
         fingerprint_options({"a": float("nan")})

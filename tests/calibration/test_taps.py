@@ -190,7 +190,6 @@ def test_sums_that_are_held_elsewhere_are_added_strip_by_strip_to_the_same(
             torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
-EVERYTHING = frozenset(MOMENT_NAMES)
 ROUNDING = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-5, torch.float16: 1e-5}
 
 

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 import references as ref
 from frozencore.errors import CalibrationError, ConfigError
+from frozencore.maths import linalg
 from frozencore.maths.linalg import (
     SVD_METHODS,
+    TruncatedSVD,
     all_finite,
     complete_orthonormal,
     effective_rank,
@@ -24,6 +26,7 @@ from frozencore.maths.linalg import (
     thin_qr,
     top_eigenvectors,
     truncated_svd,
+    truncated_svds,
 )
 
 
@@ -31,12 +34,12 @@ def random_matrix(m: int, n: int, seed: int = 0, dtype: torch.dtype = torch.floa
     return torch.tensor(np.random.default_rng(seed).normal(size=(m, n)), dtype=dtype)
 
 
-def slowly_decaying(m: int, n: int, exponent: float, seed: int) -> torch.Tensor:
-    """Singular values i^-exponent under random singular vectors: a truncated SVD has no gap to hold on to."""
+def decaying(m: int, n: int, exponent: float, seed: int, rank: int | None = None) -> torch.Tensor:
+    """Singular values i^-exponent under random singular vectors, none beyond ``rank``: without a gap to hold on to."""
     rng = np.random.default_rng(seed)
-    k = min(m, n)
+    k = min(m, n) if rank is None else rank
     U, V = (np.linalg.qr(rng.normal(size=(width, k)))[0] for width in (m, n))
-    return torch.tensor(U * np.arange(1, k + 1) ** -exponent @ V.T, dtype=torch.float32)
+    return torch.tensor(U * np.arange(1.0, k + 1) ** -exponent @ V.T, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("shape", [(9, 7), (7, 9), (8, 8), (5, 1), (1, 5)])
@@ -78,7 +81,7 @@ def test_gram_svd_finds_small_directions_that_squaring_alone_would_lose() -> Non
 
 @cache
 def decomposed(exponent: float, seed: int) -> tuple[torch.Tensor, ref.Array, ref.Array]:
-    M = slowly_decaying(640, 560, exponent, seed)
+    M = decaying(640, 560, exponent, seed)
     U, _, V = ref.svd(ref.numpy_of(M))
     return M, U, V
 
@@ -123,16 +126,16 @@ def test_nearly_all_energy_says_nothing_of_the_directions_which_need_the_exact_s
     assert float(principal_cosines(exact.U, torch.tensor(left[:, :1]))) > 0.999
 
 
-def test_auto_is_exact_up_to_256_and_randomized_above() -> None:
-    small, large = slowly_decaying(256, 300, 0.5, 0), slowly_decaying(257, 300, 0.5, 0)
-    assert torch.equal(truncated_svd(small, 16).U, truncated_svd(small, 16, method="gram").U)
-    assert torch.equal(truncated_svd(large, 16).U, truncated_svd(large, 16, method="randomized").U)
-
-
-def test_auto_is_exact_above_256_too_where_six_blocks_would_be_all_of_the_space() -> None:
-    M = slowly_decaying(300, 320, 0.5, 0)  # 12r is 288 at r = 24, 300 at r = 25
-    assert torch.equal(truncated_svd(M, 25).U, truncated_svd(M, 25, method="gram").U)
-    assert torch.equal(truncated_svd(M, 24).U, truncated_svd(M, 24, method="randomized").U)
+@pytest.mark.parametrize(
+    ("shape", "rank", "method"),
+    [
+        ((256, 300), 16, "gram"), ((257, 300), 16, "randomized"),
+        ((300, 320), 25, "gram"), ((300, 320), 24, "randomized"),  # six blocks of 2r = 50 would be the whole space
+    ],
+)  # fmt: skip
+def test_auto_is_exact_where_it_is_faster(shape: tuple[int, int], rank: int, method: str) -> None:
+    M = decaying(*shape, 0.5, 0)
+    assert torch.equal(truncated_svd(M, rank).U, truncated_svd(M, rank, method=method).U)
 
 
 @pytest.mark.parametrize("true_rank", [0, 1, 5, 40])
@@ -188,21 +191,15 @@ def test_top_eigenvectors_keep_the_dtype_and_never_fall_below_zero(size: int) ->
     assert all(column[column.abs().argmax()] > 0 for column in vectors.T)
 
 
-def test_top_eigenvectors_equal_numpys() -> None:
-    B = random_matrix(9, 9)
+@pytest.mark.parametrize(
+    ("B", "rank", "tolerance"), [(random_matrix(9, 9), 4, 1e-10), (decaying(400, 400, 0.5, 0), 16, 1e-3)]
+)
+def test_top_eigenvectors_equal_numpys(B: torch.Tensor, rank: int, tolerance: float) -> None:
     A = B @ B.mT
-    vectors, values = top_eigenvectors(A, 4)
-    expected = np.sort(np.linalg.eigvalsh(ref.numpy_of(A)))[::-1][:4]
-    np.testing.assert_allclose(ref.numpy_of(values), expected, rtol=1e-10)
-    assert ref.span_distance(ref.numpy_of(vectors), ref.top_eigenspace(ref.numpy_of(A), 4)) < 1e-10
-
-
-def test_top_eigenvectors_of_a_large_matrix_equal_numpys() -> None:
-    M = slowly_decaying(400, 400, 0.5, 0)
-    A = M @ M.mT
-    vectors, values = top_eigenvectors(A, 16)
-    np.testing.assert_allclose(ref.numpy_of(values), np.arange(1, 17) ** -1.0, rtol=1e-4)
-    assert ref.span_distance(ref.numpy_of(vectors), ref.top_eigenspace(ref.numpy_of(A), 16)) < 1e-3
+    vectors, values = top_eigenvectors(A, rank)
+    expected = np.sort(np.linalg.eigvalsh(ref.numpy_of(A)))[::-1][:rank]
+    np.testing.assert_allclose(ref.numpy_of(values), expected, rtol=tolerance)
+    assert ref.span_distance(ref.numpy_of(vectors), ref.top_eigenspace(ref.numpy_of(A), rank)) < tolerance
 
 
 def test_the_inverse_root_whitens() -> None:
@@ -258,9 +255,12 @@ def test_one_entry_that_is_not_finite_is_found_and_refused_before_any_factorisat
     assert all_finite(M[:, :0])
     M[2, 3] = bad
     assert not all_finite(M)
-    for factorise in (truncated_svd, top_eigenvectors):
+    stacked = torch.stack([random_matrix(5, 5), M])
+    for factorise in (
+        lambda: truncated_svd(M, 2), lambda: top_eigenvectors(M, 2), lambda: truncated_svds(stacked, 2, seeds=[1, 2]),
+    ):  # fmt: skip
         with pytest.raises(CalibrationError, match="holds NaN or Inf. Check the model's weights"):
-            factorise(M, 2)
+            factorise()
 
 
 def test_generators_of_different_purposes_draw_differently() -> None:
@@ -270,3 +270,50 @@ def test_generators_of_different_purposes_draw_differently() -> None:
         for labels in ((), ("a",), ("b",), ("a", 1), ("a1",))
     }
     assert len(draws) == 10
+
+
+# ------------------------------------------------------------------------------------------- many of one shape
+
+RANK = 8
+GRAM, WIDE, TALL = (40, 60), (300, 340), (340, 300)  # up to 256 the Gram eigenproblem, above it the Krylov space
+
+
+def assert_leading(svd: TruncatedSVD, M: torch.Tensor) -> None:
+    """Orthonormal, of the right values, and of the space that holds as much of M as any."""
+    expected = np.linalg.svd(M.double().numpy(), compute_uv=False)[:RANK]
+    np.testing.assert_allclose(svd.S.numpy(), expected, rtol=2e-3, atol=2e-6 * expected[0])
+    for X in (svd.U, svd.V):
+        torch.testing.assert_close(X.mT @ X, torch.eye(RANK), atol=1e-5, rtol=0)
+    captured = float((M.double().mT @ svd.U.double()).square().sum())
+    assert captured == pytest.approx((expected**2).sum(), rel=1e-5)
+    torch.testing.assert_close(M.mT @ svd.U, svd.V * svd.S, atol=2e-4 * float(expected[0]), rtol=0)
+
+
+@pytest.mark.parametrize("shape", [GRAM, GRAM[::-1], WIDE, TALL])
+@pytest.mark.parametrize("exponent", [0.3, 1.0])
+def test_a_batch_has_the_triples_of_each_of_its_matrices(shape: tuple[int, int], exponent: float) -> None:
+    M = torch.stack([decaying(*shape, exponent, seed) * 10.0**seed for seed in range(3)])
+    for i, svd in enumerate(truncated_svds(M, RANK, seeds=[5, 6, 7])):
+        assert_leading(svd, M[i])
+        alone = truncated_svd(M[i], RANK, seed=5 + i)
+        assert float(principal_cosines(svd.U, alone.U).min()) > 0.99
+        assert [part.dtype for part in svd] == [torch.float32] * 3
+
+
+@pytest.mark.parametrize("shape", [GRAM, WIDE])
+def test_a_matrix_of_low_rank_is_done_by_itself_and_its_neighbours_are_not(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone: list[torch.Tensor] = []
+
+    def counted(M: torch.Tensor, rank: int, *, seed: int) -> TruncatedSVD:
+        alone.append(M)
+        return truncated_svd(M, rank, seed=seed)
+
+    monkeypatch.setattr(linalg, "truncated_svd", counted)
+    M = torch.stack([decaying(*shape, 0.5, 1), decaying(*shape, 0.5, 2, rank=3), torch.zeros(shape)])
+    found = truncated_svds(M, RANK, seeds=[1, 2, 3])
+    assert len(alone) == 2
+    assert_leading(found[0], M[0])
+    for svd, (one, seed) in zip(found[1:], zip(M[1:], (2, 3), strict=True), strict=True):
+        assert all(torch.equal(*pair) for pair in zip(svd, truncated_svd(one, RANK, seed=seed), strict=True))
