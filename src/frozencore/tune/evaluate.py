@@ -16,8 +16,8 @@ import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
@@ -70,11 +70,7 @@ class BaseWithAdapter:
         """
         if folder is None:
             return self.without_adapter()
-        if not (folder / "adapter_config.json").is_file():
-            raise ArtifactError(
-                f"--adapter {folder} must be a folder of save_pretrained, but has no adapter_config.json."
-            )
-        read_folder(folder)
+        read_folder(folder)  # refuses a damaged folder and a pickle
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # missing tensors raise an error below
@@ -125,9 +121,6 @@ def adapter_names(folders: list[Path]) -> list[str]:
     raise ArtifactError("Two --adapter options name the same folder, or differ in case only. Give each once.")
 
 
-_FIRST_METRICS = ("acc", "exact_match", "f1")
-
-
 def harness_score(
     model: nn.Module, encoder: PromptEncoder, task: str, *, include_path: Path | None = None, limit: int | None = None
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -149,7 +142,10 @@ def harness_score(
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    with own_random_state(), _quiet():  # simple_evaluate seeds Python, NumPy and torch
+    with own_random_state(), ExitStack() as restored:  # simple_evaluate seeds Python, NumPy and torch
+        logger = logging.getLogger("lm_eval")
+        restored.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.ERROR)
         manager = TaskManager(include_path=include_path and str(include_path), include_defaults=include_path is None)
         if task not in manager.all_tasks:
             place = f"in {include_path}" if include_path else "in lm-evaluation-harness"
@@ -202,22 +198,9 @@ def _headline(metrics: Mapping[str, Any]) -> str:
     numbers = [name for name, value in values.items() if math.isfinite(value)]
     if not numbers:
         raise ModelError(f"The harness gave no metric that is a number: {dict(metrics)}. Check the model's weights.")
-    return next((name for first in _FIRST_METRICS for name in numbers if name.split(",")[0] == first), numbers[0])
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the harness's log inside."""
-    logger = logging.getLogger("lm_eval")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
-RECORD_FORMAT = 1
+    return next(
+        (name for first in ("acc", "exact_match", "f1") for name in numbers if name.split(",")[0] == first), numbers[0]
+    )
 
 
 @dataclass(frozen=True)
@@ -306,7 +289,7 @@ def evaluate(evaluation: Evaluation, out: Path, progress: Progress) -> dict[str,
     if not scores:
         raise DataError(next(iter(failed.values())))
     record = {
-        "format": RECORD_FORMAT,
+        "format": 1,
         **common,
         "model": evaluation.model,
         "adapters": {subject: folder for subject, folder in subjects.items() if folder is not None},
@@ -381,11 +364,10 @@ def _finished(place: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
     """The finished score in a folder, or None."""
     try:
         score: dict[str, Any] = json.loads((place / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        of_score = score.get("identity")
+    except (OSError, ValueError, RecursionError, AttributeError):  # half written, or no object
         return None
-    if not isinstance(score, dict):
-        return None
-    if score.get("identity") != identity:
+    if of_score != identity:
         raise ArtifactError(
             f"{place} holds the score of another model, adapter, set of rows or options. "
             f"Choose another --out, or remove that folder."

@@ -95,10 +95,13 @@ def assert_same(rows: list[tuple[Prediction, dict[str, Any]]], task: Task, *, re
             assert ours.correct == sample["acc"]
 
 
-@pytest.mark.parametrize("name", TASKS)
-@pytest.mark.parametrize("model_name", ["pocket", "tiny1m"])
+@pytest.mark.parametrize(
+    ("model_name", "name"),
+    [("pocket", name) for name in TASKS]
+    + [("tiny1m", name) for name in TASKS if name != "gsm8k"],  # its rows are longer
+)
 def test_every_task_scores_as_the_harness_scores_it(
-    name: str, model_name: str, models: dict[str, Any], exported: Path, shared: Path
+    model_name: str, name: str, models: dict[str, Any], exported: Path, shared: Path
 ) -> None:
     """Float32; the harness adds up in float32, whose last digit is 1.2e-4 from 1024 nats on."""
     model, tokenizer = models[model_name]
@@ -122,7 +125,7 @@ def test_chat_prompts_score_as_the_harness_scores_them(end: str, exported: Path,
     """It moves white space at the end of a template to every choice and scores it there: the same for all of them."""
     model, tokenizer = load_model(str(tiny1m))
     tokenizer.chat_template = (
-        "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>\n{% endfor %}"
+        "{% for m in messages %}<s>{{ m.role }}" + end + "{{ m.content }}</s>\n{% endfor %}"
         "{% if add_generation_prompt %}<s>assistant" + end + "{% endif %}"
     )
     encoder = PromptEncoder(tokenizer, style="chat", max_length=256, too_long="truncate")

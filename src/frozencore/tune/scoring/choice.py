@@ -2,11 +2,10 @@
 
 If the model allows it, the prompt is computed once for all its choices.
 
-On the CPU, attention along a tree of prefixes needs no padding and the fewest operations. The sequences of a batch are
-merged into a tree of tokens. Each token is one column of a single packed sequence, and a segment is a run of successive
-tokens. A prompt and its first choice are one segment; every other choice is another. All operations except attention
-are per token and work on the packed sequence. Attention is computed per segment, over the segment and the columns on
-its path from the root, by the model's own ``sdpa`` function, so that no choice sees another.
+On the CPU a batch is a tree of prefixes, which needs no padding and the fewest operations. Each token is one column of
+a single packed sequence. A segment is a run of successive tokens: a prompt with its first choice, or another choice.
+Attention is computed per segment, over the segment and the columns on its path from the root, so that no choice sees
+another.
 
 On other devices one masked kernel for the whole batch is faster than many small ones. A prompt and all its choices are
 one sequence. By a mask each choice sees the prompt and itself, and its positions continue from the prompt's. Prompts
@@ -55,12 +54,11 @@ def predict_choices(
 ) -> list[Prediction]:
     """Predict the likeliest choice of every example, in order; the first of equally likely ones.
 
-    Args:
-        length_normalised: Compare log-likelihood per character of the choice (the harness's ``acc_norm``).
+    If ``length_normalised``, log-likelihoods per character of the choice are compared (the harness's ``acc_norm``).
 
     Raises:
         DataError: An example's completion is not among its choices, or its text cannot be encoded.
-        ModelError: As in :func:`choice_logprobs`.
+        ModelError: A log-likelihood is not finite, or one row does not fit in memory.
     """
     for example in examples:
         if example.completion not in example.choices:
@@ -83,11 +81,7 @@ def predict_choices(
 def choice_logprobs(
     model: nn.Module, rows: Sequence[ChoiceTokens], *, pad_id: int, progress: Progress | None = None
 ) -> list[list[float]]:
-    """Summed log-probabilities, in nats, of the tokens of every choice, in the rows' order.
-
-    Raises:
-        ModelError: A log-likelihood is not finite, or one row does not fit in memory.
-    """
+    """Summed log-probabilities, in nats, of the tokens of every choice, in the rows' order."""
     share_prefix = can_share_prefix(model)
     limit = rope_limit(model)
     if limit is not None and any(row.num_tokens > limit for row in rows):
@@ -122,16 +116,14 @@ def can_share_prefix(model: nn.Module) -> bool:
 
     Models with sliding windows, recurrent states, flash kernels or without explicit positions use full sequences.
     """
-    base = base_of(model)
-    if getattr(base, "_is_stateful", False) or not forward_accepts(
-        model, "attention_mask", "position_ids", "logits_to_keep"
+    base, adapters = base_of(model), getattr(model, "peft_config", {}).values()
+    if not (
+        forward_accepts(model, "attention_mask", "position_ids", "logits_to_keep")
+        and not getattr(base, "_is_stateful", False)
+        and not any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters)
+        and base.config._attn_implementation in ("sdpa", "eager")
+        and all(type(layer) is DynamicLayer for layer in DynamicCache(config=base.config).layers)
     ):
-        return False
-    if any(getattr(config, "is_prompt_learning", False) for config in getattr(model, "peft_config", {}).values()):
-        return False
-    if base.config._attn_implementation not in ("sdpa", "eager"):
-        return False
-    if not all(type(layer) is DynamicLayer for layer in DynamicCache(config=base.config).layers):
         return False
     # a choice's score must not depend on the previous choice, as it does in a model that ignores the mask
     last = vocabulary_of(model) - 1

@@ -1,8 +1,7 @@
 """The number in a generated answer.
 
 The answer is the first number after the first marker, "The answer is:" or "####" (in the data's own solution, the last
-marker), on the first line that is not empty.
-Later additions or corrections do not count. Without a marker, or a number after it, there is no answer.
+marker), on the first line that is not empty. Later corrections do not count. Otherwise there is no answer.
 
 | text after the marker        | number   | rule                                                      |
 |------------------------------|----------|-----------------------------------------------------------|
@@ -76,13 +75,8 @@ _IN_A_PAIR = re.compile(rf"[(\[][-+]?(?!{_GROUPED}$){_COMMA_DECIMAL}$")
 
 
 def find_answer(text: str, *, gold: bool = False) -> str | None:
-    """The text after the first marker, up to the end of the first line that is not empty.
-
-    Args:
-        gold: Read after the last marker: the data's own solution may use the marker for its steps, and a model's text
-            may go on after its answer.
-    """
-    find = text.rindex if gold else text.index
+    """The first line that is not empty after the first marker; after the last one in a ``gold`` text."""
+    find = text.rindex if gold else text.index  # a solution may mark its steps, and a model may go on after its answer
     places = [(find(marker), len(marker)) for marker in MARKERS if marker in text]
     if not places:
         return None
@@ -100,8 +94,7 @@ def parse_answer(text: str, *, gold: bool = False) -> Fraction | None:
 def parse_number(text: str, *, alone: bool = False) -> Fraction | None:
     """The first number in a text, exactly, by the rules of this module; ``None`` if there is none.
 
-    Args:
-        alone: Only words and units may stand beside it, such as those of ``$12`` or ``5 eggs``.
+    If ``alone``, only words and units may stand beside it, such as those of ``$12`` or ``5 eggs``.
     """
     text = _plain(text)
     match = _NUMBER.search(text)

@@ -50,11 +50,7 @@ class Described:
     choices: Sequence[str] | str | None
 
     def __call__(self, row: Row, row_id: str) -> Example:
-        """Fill the columns into the prompt, and find the answer.
-
-        Raises:
-            DataError: A column is missing or holds something else.
-        """
+        """Fill the columns into the prompt, and find the answer; ``DataError`` if a column does not hold one."""
         shown: set[str] = set()
 
         def filled(braces: re.Match[str]) -> str:
@@ -135,11 +131,7 @@ class FileSource:
 
 
 def read_own_task(path: Path) -> Task:
-    """Read a task from a YAML file.
-
-    Raises:
-        ConfigError: A key or value is wrong; the message names it.
-    """
+    """Read a task from a YAML file; a ``ConfigError`` names the key or value that is wrong."""
     own = read_typed(path, OwnTask, holds="a task")
     if (own.choices is not None) != (own.scoring == "choice"):
         raise ConfigError(

@@ -24,59 +24,41 @@ ALL_THREE: Mapping[Split, str] = {"train": "train", "validation": "validation", 
 def glue_task(name: str, label: str, *, prompt: str, choices: tuple[str, ...], epochs: int, licence: str) -> Task:
     """Make one of GLUE's tasks of one sentence or two; ``choices`` are the answers by label."""
     columns = (*re.findall(r"\{(\w+)\}", prompt), "label")
-    source = HubDataset("nyu-mll/glue", columns, ON_VALIDATION, config=name)
+    source = HubDataset("nyu-mll/glue", columns, ON_VALIDATION, name)
     to_example = Described(prompt, "label", choices)
     return Task(name, "choice", source, to_example, 2000, 500, epochs, licence, label=label, family="GLUE")
 
 
 SST2 = glue_task(
-    "sst2",
-    "SST-2",
-    prompt="Review: {sentence}\nSentiment:",
-    choices=("negative", "positive"),
-    epochs=1,
+    "sst2", "SST-2", prompt="Review: {sentence}\nSentiment:", choices=("negative", "positive"), epochs=1,
     licence="not stated by the data's authors",
-)
+)  # fmt: skip
 """Is a phrase from a film review negative or positive?"""
 
 COLA = glue_task(
-    "cola",
-    "CoLA",
-    prompt="Sentence: {sentence}\nIs this sentence acceptable English?\nAnswer:",
-    choices=("no", "yes"),
-    epochs=2,
-    licence="excerpts of published works, for research (nyu-mll/CoLA-baselines)",
-)
+    "cola", "CoLA", prompt="Sentence: {sentence}\nIs this sentence acceptable English?\nAnswer:", choices=("no", "yes"),
+    epochs=2, licence="excerpts of published works, for research (nyu-mll/CoLA-baselines)",
+)  # fmt: skip
 """Is a sentence acceptable English? The paper reports accuracy of the choice, not the Matthews correlation of GLUE."""
 
 MRPC = glue_task(
-    "mrpc",
-    "MRPC",
+    "mrpc", "MRPC",
     prompt="Sentence 1: {sentence1}\nSentence 2: {sentence2}\nDo both sentences mean the same?\nAnswer:",
-    choices=("no", "yes"),
-    epochs=3,
-    licence="not stated (Microsoft Research Paraphrase Corpus)",
-)
+    choices=("no", "yes"), epochs=3, licence="not stated (Microsoft Research Paraphrase Corpus)",
+)  # fmt: skip
 """Do two sentences of the news mean the same? All 408 rows of the validation split are evaluated."""
 
 QNLI = glue_task(
-    "qnli",
-    "QNLI",
+    "qnli", "QNLI",
     prompt="Question: {question}\nSentence: {sentence}\nDoes the sentence answer the question?\nAnswer:",
-    choices=("yes", "no"),
-    epochs=1,
-    licence="CC BY-SA 4.0 (SQuAD, from which it was made)",
-)
+    choices=("yes", "no"), epochs=1, licence="CC BY-SA 4.0 (SQuAD, from which it was made)",
+)  # fmt: skip
 """Does a sentence of Wikipedia hold the answer to a question? Label 0 is entailment: the answer is there."""
 
 RTE = glue_task(
-    "rte",
-    "RTE",
-    prompt="Text: {sentence1}\nClaim: {sentence2}\nDoes the claim follow from the text?\nAnswer:",
-    choices=("yes", "no"),
-    epochs=3,
-    licence="not stated by the data's authors",
-)
+    "rte", "RTE", prompt="Text: {sentence1}\nClaim: {sentence2}\nDoes the claim follow from the text?\nAnswer:",
+    choices=("yes", "no"), epochs=3, licence="not stated by the data's authors",
+)  # fmt: skip
 """Does one text follow from another? Label 0 is entailment. All 277 rows of the validation split are evaluated."""
 
 
@@ -93,18 +75,10 @@ def svamp_example(row: Row, row_id: str) -> Example:
 
 
 SVAMP = Task(
-    name="svamp",
-    label="SVAMP",
-    family="math",
-    scoring="exact_match",
-    source=HubDataset("ChilleD/SVAMP", ("Body", "Question", "Answer"), ON_TEST),
-    to_example=svamp_example,
-    num_train=700,
-    num_evaluation=300,
-    epochs=3,
+    "svamp", "exact_match", HubDataset("ChilleD/SVAMP", ("Body", "Question", "Answer"), ON_TEST), svamp_example,
+    num_train=700, num_evaluation=300, epochs=3, max_new_tokens=32, label="SVAMP", family="math",
     licence="MIT (arkilpatel/SVAMP)",
-    max_new_tokens=32,
-)
+)  # fmt: skip
 """One-step word problems with a number for an answer."""
 
 
@@ -122,18 +96,10 @@ def gsm8k_example(row: Row, row_id: str) -> Example:
 
 
 GSM8K = Task(
-    name="gsm8k",
-    label="GSM8K",
-    family="math",
-    scoring="exact_match",
-    source=HubDataset("openai/gsm8k", ("question", "answer"), ON_TEST, config="main"),
-    to_example=gsm8k_example,
-    num_train=1500,
-    num_evaluation=300,
-    epochs=2,
+    "gsm8k", "exact_match", HubDataset("openai/gsm8k", ("question", "answer"), ON_TEST, "main"), gsm8k_example,
+    num_train=1500, num_evaluation=300, epochs=2, max_new_tokens=256, label="GSM8K", family="math",
     licence="MIT (openai/grade-school-math)",
-    max_new_tokens=256,
-)
+)  # fmt: skip
 """Word problems of several steps, answered with a worked solution and a number."""
 
 
@@ -156,17 +122,11 @@ def arc_example(row: Row, row_id: str, question: str = "question") -> Example:
 
 
 ARC_CHALLENGE = Task(
-    name="arc_challenge",
-    label="ARC-C",
-    family="reasoning/QA",
-    scoring="choice",
-    source=HubDataset("allenai/ai2_arc", ("question", "choices", "answerKey"), ALL_THREE, config="ARC-Challenge"),
-    to_example=arc_example,
-    num_train=1119,
-    num_evaluation=500,
-    epochs=3,
+    "arc_challenge", "choice",
+    HubDataset("allenai/ai2_arc", ("question", "choices", "answerKey"), ALL_THREE, "ARC-Challenge"), arc_example,
+    num_train=1119, num_evaluation=500, epochs=3, label="ARC-C", family="reasoning/QA",
     licence="CC BY-SA 4.0 (card of allenai/ai2_arc)",
-)
+)  # fmt: skip
 """Science questions of a school exam with three to five options.
 
 The prompt lists the options, and the answer that is scored after it is the text of an option: the paper's accuracy of
@@ -174,17 +134,12 @@ The prompt lists the options, and the answer that is scored after it is the text
 """
 
 OPENBOOKQA = Task(
-    name="openbookqa",
-    label="OBQA",
-    family="reasoning/QA",
-    scoring="choice",
-    source=HubDataset("allenai/openbookqa", ("question_stem", "choices", "answerKey"), ALL_THREE, config="main"),
-    to_example=partial(arc_example, question="question_stem"),
-    num_train=2000,
-    num_evaluation=500,
-    epochs=3,
+    "openbookqa", "choice",
+    HubDataset("allenai/openbookqa", ("question_stem", "choices", "answerKey"), ALL_THREE, "main"),
+    partial(arc_example, question="question_stem"),
+    num_train=2000, num_evaluation=500, epochs=3, label="OBQA", family="reasoning/QA",
     licence="not stated (card of allenai/openbookqa: unknown)",
-)
+)  # fmt: skip
 """Elementary science questions that need common sense and a fact from a book, which is not shown."""
 
 
@@ -210,17 +165,11 @@ def without_tags(text: str) -> str:
 
 
 HELLASWAG = Task(
-    name="hellaswag",
-    label="HellaSwag",
-    family="reasoning/QA",
-    scoring="choice",
-    source=HubDataset("Rowan/hellaswag", ("activity_label", "ctx", "endings", "label"), ON_VALIDATION),
-    to_example=hellaswag_example,
-    num_train=2000,
-    num_evaluation=500,
-    epochs=2,
+    "hellaswag", "choice", HubDataset("Rowan/hellaswag", ("activity_label", "ctx", "endings", "label"), ON_VALIDATION),
+    hellaswag_example,
+    num_train=2000, num_evaluation=500, epochs=2, label="HellaSwag", family="reasoning/QA",
     licence="MIT (rowanz/hellaswag)",
-)
+)  # fmt: skip
 """Which sentence goes on with the caption of a video or with a piece of advice?"""
 
 
@@ -244,19 +193,12 @@ def winogrande_example(row: Row, row_id: str) -> Example:
 
 
 WINOGRANDE = Task(
-    name="winogrande",
-    label="WinoG",
-    family="reasoning/QA",
-    scoring="choice",
-    source=HubDataset(
-        "allenai/winogrande", ("sentence", "option1", "option2", "answer"), ON_VALIDATION, config="winogrande_xl"
-    ),
-    to_example=winogrande_example,
-    num_train=2000,
-    num_evaluation=500,
-    epochs=2,
+    "winogrande", "choice",
+    HubDataset("allenai/winogrande", ("sentence", "option1", "option2", "answer"), ON_VALIDATION, "winogrande_xl"),
+    winogrande_example,
+    num_train=2000, num_evaluation=500, epochs=2, label="WinoG", family="reasoning/QA",
     licence="CC BY (allenai/winogrande)",
-)
+)  # fmt: skip
 """Which of two names or things belongs in the blank?"""
 
 PAPER_TASKS: dict[str, Task] = {
