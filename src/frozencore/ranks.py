@@ -40,23 +40,13 @@ def own_rank() -> int:
 
 
 def spread(costs: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """Assign each name to a rank so that costs are about equal; the largest cost is assigned first."""
+    """Assign each name to a rank so that costs are about equal."""
     load = [0] * ranks
     owners = {}
-    for name in sorted(costs, key=lambda name: (-costs[name], name)):
+    for name in sorted(costs, key=lambda name: (-costs[name], name)):  # the largest first
         owners[name] = min(range(ranks), key=load.__getitem__)
         load[owners[name]] += costs[name]
     return owners
-
-
-@contextmanager
-def by_itself() -> Iterator[None]:
-    """Let this rank work alone inside: nothing is summed, shared or waited for."""
-    before = _BY_ITSELF.set(True)
-    try:
-        yield
-    finally:
-        _BY_ITSELF.reset(before)
 
 
 @contextmanager
@@ -107,9 +97,13 @@ def enter_together(what: str) -> None:
 
 
 def each_by_itself(work: Callable[[], T]) -> T:
-    """Return the result of this rank's own work after all ranks have finished."""
-    with all_ranks_or_none(), by_itself():
-        return work()
+    """Return the result of this rank's own work, in which nothing is shared, after all ranks have finished."""
+    with all_ranks_or_none():
+        before = _BY_ITSELF.set(True)
+        try:
+            return work()
+        finally:
+            _BY_ITSELF.reset(before)
 
 
 def first_before_others(work: Callable[[], T]) -> T:

@@ -24,7 +24,6 @@ from torch.nn.parallel import DistributedDataParallel
 from forked import as_ranks, ended
 from frozencore import FrozenCoreConfig, calibrate, frozen_core_layers, ranks
 from frozencore.adapter.calibrate import layer_costs, targets_of
-from frozencore.calibration.collect import assign_owners
 from frozencore.calibration.taps import CalibrationPass
 from frozencore.errors import CalibrationError, RankError
 from frozencore.maths.linalg import principal_cosines
@@ -318,11 +317,3 @@ def test_a_rank_that_leaves_out_calibration_is_one_clear_line(foreign: bool, tmp
     for line in said:
         assert line.startswith("All ranks must call the same functions in the same order, but rank ")
         assert "\n" not in line
-
-
-def test_owners_share_the_work_evenly() -> None:
-    shapes = {f"mlp{i}": (64, 16) for i in range(4)} | {f"q{i}": (16, 16) for i in range(16)}
-    owners = assign_owners(shapes, 4)
-    cost = [sum(m * n * min(m, n) for name, (m, n) in shapes.items() if owners[name] == rank) for rank in range(4)]
-    assert max(cost) == min(cost)
-    assert owners == assign_owners(dict(reversed(shapes.items())), 4)

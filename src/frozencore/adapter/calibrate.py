@@ -33,7 +33,6 @@ from frozencore.calibration.calibration_options import (
     plan_passes,
 )
 from frozencore.calibration.collect import (
-    assign_owners,
     collect_moments,
     reduce_moments,
     require_options_fit,
@@ -51,7 +50,8 @@ from frozencore.maths.capture import CAPTURE_NEEDS, Capture, capture_if_whole
 from frozencore.maths.linalg import TruncatedSVD, truncated_svds
 from frozencore.maths.moments import LayerMoments, MomentName, spread
 from frozencore.quiet import with_attributes
-from frozencore.ranks import all_ranks_or_none, enter_together, gathered, largest_over_ranks, own_rank
+from frozencore.ranks import all_ranks_or_none, enter_together, gathered, largest_over_ranks, num_ranks, own_rank
+from frozencore.ranks import spread as spread_work
 from frozencore.words import Progress
 
 LAYERS_OF_A_BLOCK = 8  # the most target modules in a decoder block
@@ -205,7 +205,8 @@ class Target:
 
 def targets_of(layers: Mapping[str, FrozenCoreLinear], adapter_name: str) -> dict[str, Target]:
     """The layers of an adapter by name, their work spread over all processes."""
-    owners = assign_owners({name: layer.shape for name, layer in layers.items()})
+    work_of_svd = {name: layer.shape[0] * layer.shape[1] * min(layer.shape) for name, layer in layers.items()}
+    owners = spread_work(work_of_svd, num_ranks())
     return {name: Target(layer, len(layer.core(adapter_name)), owners[name]) for name, layer in layers.items()}
 
 

@@ -61,18 +61,9 @@ from frozencore.errors import CalibrationError, ConfigError
 from frozencore.files.fingerprint import fingerprint_tensors
 from frozencore.maths.basis import Basis
 from frozencore.maths.capture import CAPTURE_NEEDS
-from frozencore.maths.linalg import Shape
 from frozencore.maths.moments import MOMENT_NAMES, LayerMoments, MomentName
 from frozencore.quiet import with_attributes
-from frozencore.ranks import (
-    call_collective,
-    exchange_device,
-    num_ranks,
-    of_every_rank,
-    own_rank,
-    spread,
-    sum_over_ranks,
-)
+from frozencore.ranks import call_collective, exchange_device, num_ranks, of_every_rank, own_rank, sum_over_ranks
 from frozencore.words import Progress, unknown_name
 
 
@@ -381,11 +372,6 @@ def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     except (TypeError, ValueError):
         return kwargs
     return {**bound.arguments, **kwargs}
-
-
-def assign_owners(shapes: Mapping[str, Shape], ranks: int | None = None) -> dict[str, int]:
-    """Assign each layer to a rank of all or of so many, so that the work of SVDs, ``m n min(m, n)``, is balanced."""
-    return spread({name: m * n * min(m, n) for name, (m, n) in shapes.items()}, ranks or num_ranks())
 
 
 def reduce_moments(moments: Mapping[str, LayerMoments], owners: Mapping[str, int]) -> dict[str, LayerMoments]:

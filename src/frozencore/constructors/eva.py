@@ -86,10 +86,11 @@ def eva_basis(
 def _leading(
     moments: LayerMoments, outer: DenseMoment, total: MomentName, center: bool, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if not center:
-        return moments.leading(outer, rank)
-    second, mean = moments.mean(outer), moments.mean(total).double()
-    return top_eigenvectors((second.double() - mean.outer(mean)).to(second.dtype), rank)
+    second = moments.mean(outer)
+    if center:
+        mean = moments.mean(total).double()
+        second = (second.double() - mean.outer(mean)).to(second.dtype)
+    return top_eigenvectors(second, rank)
 
 
 class Eva(Constructor[EvaOptions]):

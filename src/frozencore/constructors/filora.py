@@ -16,7 +16,7 @@ from pydantic import Field
 from frozencore.constructors.constructor import BasisOptions, Constructor, LayerEvidence
 from frozencore.device import torch
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
-from frozencore.maths.linalg import energy_rank
+from frozencore.maths.linalg import energy_rank, top_eigenvectors
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.maths.whitening import Fisher
 
@@ -51,7 +51,7 @@ def filora_basis(
     if fisher == "dense":
         rank = min(rank, len(moments.total("input_outer")), len(moments.total("error_outer")))
         (Q0, input_energy), (P0, error_energy) = (
-            moments.leading(name, rank) for name in ("input_outer", "error_outer")
+            top_eigenvectors(moments.mean(name), rank) for name in ("input_outer", "error_outer")
         )
     else:
         rank = min(rank, len(moments.a), len(moments.d))

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 
 from frozencore.device import torch
 from frozencore.errors import CalibrationError
-from frozencore.maths.linalg import all_finite, top_eigenvectors
+from frozencore.maths.linalg import all_finite
 
 MomentName = Literal[
     "cross", "input_square", "error_square", "input_outer", "error_outer", "input_total", "output_outer",
@@ -112,10 +112,6 @@ class LayerMoments:
             self.D.diagonal() if "error_outer" in read else self.d,
             self.A.diagonal() if "input_outer" in read else self.a,
         )
-
-    def leading(self, name: DenseMoment, rank: int) -> tuple[Float[torch.Tensor, "k r"], Float[torch.Tensor, " r"]]:
-        """Leading eigenvectors and eigenvalues of a dense second moment, as :func:`top_eigenvectors` gives them."""
-        return top_eigenvectors(self.mean(name), rank)
 
     def names(self) -> tuple[MomentName, ...]:
         """The moments that were collected."""
