@@ -53,7 +53,7 @@ def pytest_collection_finish() -> None:
     """Freeze imported objects, so that the garbage collection of every Trainer does not visit them."""
     import transformers  # noqa: F401 - before a test: its log keeps the stderr that it finds, and a test's is closed
 
-    import frozencore.cli.console  # noqa: F401 - before a test that sets COLUMNS: it reads them once
+    import frozencore.cli.display  # noqa: F401 - before a test that sets COLUMNS: it reads them once
 
     gc.collect()
     gc.freeze()

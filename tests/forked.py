@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-import frozencore.cli.run_summary  # noqa: F401 - so that no forked process imports anew: beartype hides a signal then
+import frozencore.cli.run_screen  # noqa: F401 - so that no forked process imports anew: beartype hides a signal then
 
 TIMEOUT_S = 270
 FORK = multiprocessing.get_context("fork")

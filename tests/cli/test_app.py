@@ -104,14 +104,14 @@ def test_debug_is_a_flag_of_every_verb(tmp_path: Path, monkeypatch: pytest.Monke
         cli.main()
 
 
-@pytest.mark.filterwarnings("ignore:'frozencore.cli.console' found in sys.modules")
+@pytest.mark.filterwarnings("ignore:'frozencore.cli.display' found in sys.modules")
 def test_tables_are_as_wide_as_the_terminal_or_as_columns_and_wide_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     for columns, forced, width in (("70", "1", 70), ("70", "", 70), (None, "", 160)):
         monkeypatch.setenv("FORCE_COLOR", forced)
         monkeypatch.delenv("COLUMNS", raising=False)
         if columns is not None:
             monkeypatch.setenv("COLUMNS", columns)
-        assert runpy.run_module("frozencore.cli.console")["console"].width == width
+        assert runpy.run_module("frozencore.cli.display")["console"].width == width
 
 
 @pytest.mark.filterwarnings("ignore:'frozencore.cli.app' found in sys.modules")

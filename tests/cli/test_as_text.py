@@ -18,9 +18,8 @@ from rich.text import Text
 
 import frozencore
 import frozencore_lab
-from frozencore.cli import console as our_console
-from frozencore.cli.console import PlainConsole
-from frozencore.cli.display import StageDisplay
+from frozencore.cli import display as our_console
+from frozencore.cli.display import PlainConsole, StageDisplay
 from frozencore_lab.campaign.results import FinalRun
 from frozencore_lab.campaign.spec import Campaign
 from frozencore_lab.reports.comparison import read_task_means

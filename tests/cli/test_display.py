@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from frozencore.cli.console import PlainConsole
-from frozencore.cli.display import StageDisplay
+from frozencore.cli.display import PlainConsole, StageDisplay
 
 
 def test_on_a_terminal_each_stage_is_one_bar_that_moves_to_its_total_and_keeps_its_last_note() -> None:

@@ -15,7 +15,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 from typer.main import get_command
 
 from frozencore import __version__, _imported_at
-from frozencore.cli.console import console
+from frozencore.cli.display import console
 from frozencore.cli.verbs import GROUPS, NOTHING_KEPT, Verb, add_verbs, all_verbs, refuse_unknown_verb
 from frozencore.errors import CalibrationError, ConfigError, FrozenCoreError
 from frozencore.quiet import ignore_known_warnings

@@ -1,20 +1,25 @@
-"""Show progress: a bar for each stage on a terminal, a plain line now and then elsewhere."""
+"""The console of the verbs, and the progress of stages: a bar on a terminal, a plain line now and then elsewhere."""
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
+import unicodedata
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
+from rich.segment import Segment
 
 from frozencore.tune.folder import interrupted_work
 from frozencore.words import time_in_words
 
+WIDE = 160  # columns in a file or a pipe, unless COLUMNS is set
 LABELS = {
     "start": "Start",
     "load": "Load model and rows",
@@ -30,6 +35,39 @@ LABELS = {
 IMPORTS = "imports and checks"
 LINE_EVERY_S = 10.0  # between two lines of a stage, if there is no terminal
 NARROWEST_BAR, WIDEST_BAR, BESIDE_BAR = 6, 30, 82  # columns; a label, counts, a time and a note stand beside a bar
+
+
+class PlainConsole(Console):
+    """Print text unchanged: brackets are not markup, colons are not emoji, and numbers are not coloured.
+
+    Attributes:
+        began: The time at which the command began, by ``time.perf_counter``; None outside a command.
+    """
+
+    began: float | None = None
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(markup=False, emoji=False, highlight=False, **settings)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Render as Rich does, but escape invisible characters, so that no escape sequence reaches the terminal."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(_escaped(segment.text), segment.style)
+
+
+def _escaped(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(c if _is_visible(c) else c.encode("unicode_escape").decode() for c in text)
+
+
+def _is_visible(character: str) -> bool:
+    return character == "\n" or character.isprintable() or unicodedata.category(character) == "Zs"
+
+
+console = PlainConsole()
+if not console.is_terminal and "COLUMNS" not in os.environ:
+    console.width = WIDE
 
 
 def resume_line(out: Path) -> str:

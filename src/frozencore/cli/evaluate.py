@@ -14,7 +14,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from frozencore.cli.console import console
+from frozencore.cli.display import console
 from frozencore.cli.flags import flag, told_if_nothing_is_kept
 from frozencore.errors import ConfigError
 from frozencore.files.adapter_folder import adapter_in

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from frozencore.calibration.moments_file import require_moments
-from frozencore.cli.console import console
+from frozencore.cli.display import console
 from frozencore.files.adapter_folder import CONFIG_FILE, HEADER_FILE, PEFT_TYPE, adapter_in, read_config
 from frozencore.tune import folder as run_folder
 from frozencore.tune.folder import ADAPTER, RECORD
@@ -24,6 +24,7 @@ from frozencore.words import num_of, one_line
 
 if TYPE_CHECKING:
     from frozencore.adapter.bases import LayerReport
+    from frozencore.adapter.calibrate import Calibration
 
 PARTS = {
     RECORD: "the record",
@@ -174,6 +175,22 @@ def _columns(reports: Sequence[LayerReport]) -> dict[str, Column]:
         columns["cos P"] = [angle.output_cosine for angle in angles]
         columns["cos Q"] = [angle.input_cosine for angle in angles]
     return columns
+
+
+def calibration_summary(calibration: Calibration, *, every_layer: bool = False) -> Group:
+    """Show the result of calibration: the spread over the layers, or a line for each layer."""
+    found = calibration.layers
+    ends = [(layer.spectrum[0], layer.spectrum[-1]) if layer.spectrum else (None, None) for layer in found.values()]
+    columns: dict[str, Column] = {
+        "tokens": [layer.num_tokens for layer in found.values()],
+        "rank": [layer.rank for layer in found.values()],
+        "effective": [layer.effective_rank for layer in found.values()],
+        "σ₁": [first for first, _ in ends],
+        "σ_r": [last for _, last in ends],
+        "max/med a": [layer.input_spread for layer in found.values()],
+        "max/med d": [layer.error_spread for layer in found.values()],
+    }
+    return layer_table(f"Calibration, {calibration.time_s:.1f} s", list(found), columns, every_layer=every_layer)
 
 
 def layer_table(

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from frozencore.cli.console import console
+from frozencore.cli.display import console
 from frozencore.cli.flags import flag
 from frozencore.errors import ConfigError
 from frozencore.tune.rows import Example

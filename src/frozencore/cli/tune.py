@@ -1,22 +1,42 @@
-"""``frozencore tune``: one run and its final screen."""
+"""``frozencore tune``, ``tune-many`` and ``calibrate``: the verbs that take the configuration of a run."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Group
+from rich.table import Table
+from rich.text import Text
 
-from frozencore.cli.console import console
+from frozencore.cli.display import StageDisplay, console, resume_line
 from frozencore.cli.flags import DryRun, Out, Resume, TakesRun, as_flags, require_out, told_if_nothing_is_kept
 from frozencore.files.hub import require_upload, upload
 from frozencore.tune.config import RunConfig
-from frozencore.tune.folder import ADAPTER, OPTIONS_FILE, RECORD, SAMPLES, interrupted_work, refuse_used
-from frozencore.tune.locate import require_files
+from frozencore.tune.folder import (
+    ADAPTER,
+    BASIS,
+    MOMENTS_FILE,
+    OPTIONS_FILE,
+    RECORD,
+    SAMPLES,
+    interrupted_work,
+    refuse_finished,
+    refuse_used,
+    require_new,
+)
+from frozencore.tune.locate import find_tenants, require_files, require_tenant_files
 from frozencore.tune.processes import is_first, joined, refuse_several
+from frozencore.words import bytes_in_words
+
+if TYPE_CHECKING:
+    from frozencore.tune.record import Failure, TunedRecord
 
 DEFAULTS = {"batch_size": "auto", "samples": 3, "exact_match": "auto"}
+TENANTS = "Folder with a row file (as for `tune --data`) for each tenant, named after it; or a YAML file 'name: file'."
 
 
 def _tune(
@@ -39,7 +59,7 @@ def _tune(
         refuse_several("--dry-run")
     require_files(config, moments)
     if dry_run:
-        from frozencore.cli.dry_run import print_dry_run
+        from frozencore.cli.run_screen import print_dry_run
 
         print_dry_run(config, DEFAULTS)
         return
@@ -47,12 +67,10 @@ def _tune(
     refuse_used(output, resume=resume)
     if push_to_hub is not None:
         require_upload(push_to_hub)
-    from frozencore.cli.display import StageDisplay, resume_line
-
     if resume:
         console.print(resume_line(output))
     with told_if_nothing_is_kept(lambda: _kept(output)), joined(), StageDisplay(console) as progress:
-        from frozencore.cli.run_summary import run_summary, sample_lines, size_lines
+        from frozencore.cli.run_screen import run_summary, sample_lines, size_lines
         from frozencore.files.whole_file import write_text
         from frozencore.tune.figures import FIGURE, write_learning
         from frozencore.tune.run import execute
@@ -80,3 +98,128 @@ def _kept(output: Path) -> bool:
 
 
 tune = TakesRun(_tune, defaults=DEFAULTS)
+
+
+def _tune_many(
+    config: RunConfig,
+    tenants: Annotated[Path, typer.Option(help=TENANTS, rich_help_panel="Rows")],
+    output: Out = None,
+    slots: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Tenants that train at once in a process; the others wait for a slot.",
+            rich_help_panel="Training",
+        ),
+    ] = 64,
+    resume: Resume = False,
+    dry_run: DryRun = False,
+) -> None:
+    require_tenant_files(config)
+    if dry_run:
+        refuse_several("--dry-run")
+        from frozencore.cli.run_screen import print_dry_run
+
+        print_dry_run(config, {}, slots)
+        return
+    output = require_out(output)
+    refuse_finished(output, find_tenants(tenants), resume=resume)
+    if resume:
+        console.print(resume_line(output))
+    with told_if_nothing_is_kept(lambda: interrupted_work(output)), joined(), StageDisplay(console) as stages:
+        from frozencore.tune.many.run import execute_many
+        from frozencore.tune.record import Failure
+
+        stages.started()
+        outcomes = execute_many(config, output, stages, num_slots=slots, resume=resume)
+    if not is_first():
+        return
+    records = {name: outcome for name, outcome in outcomes.items() if not isinstance(outcome, Failure)}
+    failures = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Failure)}
+    console.print(_summary(records, failures))
+    console.print(f"Adapters: {output}/NAME/adapter   Records: {output}/NAME/result.json")
+    if failures:
+        raise typer.Exit(1)
+
+
+def _summary(records: Mapping[str, TunedRecord], failures: Mapping[str, Failure]) -> Group:
+    """Show the gain of each tenant, and their cost together."""
+    table = Table(title=f"{len(records) + len(failures)} tenants on one basis", title_justify="left")
+    for heading in ("tenant", "rows", "steps", "held-out loss before", "after", "share, s"):
+        table.add_column(heading, justify="left" if heading == "tenant" else "right")
+    for name, record in records.items():
+        rows, steps = record.rows.trained if record.rows else 0, str(record.training.num_steps)
+        if record.selection is not None and record.selection.kept_step != record.training.num_steps:
+            steps = f"{record.selection.kept_step} of {steps}"
+        losses = (record.held_out_loss_before, record.held_out_loss)
+        table.add_row(
+            name, str(rows), steps, *("" if loss is None else f"{loss:.3f}" for loss in losses),
+            f"{record.training_s:.1f}",
+        )  # fmt: skip
+    for name, failure in failures.items():
+        table.add_row(name, "", "", "", failure.reason, "")
+    lines = [Text(f"{name}: {failure.message}") for name, failure in failures.items()]
+    if records:
+        first, *_ = records.values()
+        lines.append(
+            Text(
+                f"{first.values_at_once:,} trained values each; calibration {first.calibration_s:.1f} s, "
+                f"training {sum(record.training_s for record in records.values()):.1f} s together, "
+                f"peak memory {bytes_in_words(max(record.peak_memory_bytes for record in records.values()))}"
+            )
+        )
+    return Group(table, *lines)
+
+
+tune_many = TakesRun(
+    _tune_many,
+    without=(
+        "data", "task", "data_root", "paper_steps", "rows_by_seed", "report_to", "select_by", "samples", "exact_match",
+        "max_new_tokens", "forgetting", "evaluate_on",
+    ),
+)  # fmt: skip
+
+
+def _calibrate(
+    config: RunConfig,
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--out",
+            "--output",
+            help="New folder for the basis, the adapter and the moments (no moments with --memory-budget).",
+        ),
+    ],
+    tenants: Annotated[
+        Path | None,
+        typer.Option(
+            help=f"{TENANTS} In place of --data: calibrate one basis on --calibration-size rows of each tenant.",
+            rich_help_panel="Rows",
+        ),
+    ] = None,
+    all_layers: Annotated[bool, typer.Option("--all-layers", help="Print a line for each layer.")] = False,
+) -> None:
+    (require_files if tenants is None else require_tenant_files)(config)
+    require_new(output, RECORD, MOMENTS_FILE if config.method.calibration.memory_budget is None else ADAPTER)
+    with warnings.catch_warnings(record=True) as caught, StageDisplay(console) as progress:
+        from frozencore.tune.calibrate_only import execute_calibration
+
+        progress.started()
+        warnings.simplefilter("always")
+        calibration = execute_calibration(config, output, progress, of_tenants=tenants is not None)
+    for told in sorted({str(one.message) for one in caught if one.category is UserWarning}):
+        console.print(f"Warning: {told}", style="yellow")
+    from frozencore.cli.inspect import calibration_summary
+
+    console.print(calibration_summary(calibration, every_layer=all_layers))
+    moments = f"   Moments: {output / MOMENTS_FILE}" if (output / MOMENTS_FILE).exists() else ""
+    console.print(f"Basis: {output / BASIS}   Adapter: {output / ADAPTER}{moments}")
+
+
+calibrate = TakesRun(
+    _calibrate,
+    without=(
+        "basis", "learning_rate", "warmup", "epochs", "batch_size", "accumulation", "save_steps", "report_to",
+        "patience", "samples", "exact_match", "forgetting",
+    ),
+)  # fmt: skip

@@ -59,13 +59,13 @@ VERBS = (
         "Train", RESUMED, by_several=True,
     ),
     Verb(
-        "tune-many", ".tune_many:tune_many",
+        "tune-many", ".tune:tune_many",
         "Train a core for each of many tenants, together on one basis; each gets an adapter and a record.",
         "tune-many --model smollm2 --tenants rows/ --basis runs/basis/basis --out runs/tenants",
         "Train", RESUMED, by_several=True,
     ),
     Verb(
-        "calibrate", ".calibrate:calibrate",
+        "calibrate", ".tune:calibrate",
         "Collect moments and choose the bases without training; write a moments file and an adapter with zero cores.",
         "calibrate --model smollm2 --tenants rows/ --out runs/basis", "Train",
     ),
@@ -88,11 +88,11 @@ VERBS = (
         "export runs/mine --out lora", "Share",
     ),
     Verb(
-        "adapter", ".adapter:adapter_app", "Reduce an adapter to its cores, beside a shared basis; or undo that.",
+        "adapter", ".export:adapter_app", "Reduce an adapter to its cores, beside a shared basis; or undo that.",
         "adapter pack runs/mine --out shared/mine", "Share",
     ),
     Verb(
-        "merge", ".adapter:merge", "Write the exact weighted sum of adapters that share a basis.",
+        "merge", ".export:merge", "Write the exact weighted sum of adapters that share a basis.",
         "merge shared/mine shared/yours --out shared/both", "Share",
     ),
     Verb(

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from frozencore.cli.console import console
+from frozencore.cli.display import console
 from frozencore.errors import ConfigError
 
 campaign_app = typer.Typer(no_args_is_help=True)

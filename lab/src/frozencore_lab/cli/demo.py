@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from frozencore.cli.console import console
+from frozencore.cli.display import console
 
 if TYPE_CHECKING:
     from frozencore_lab.campaign.spec import Campaign

@@ -15,7 +15,7 @@ from scipy.stats import binomtest
 
 from adapted import adapted
 from frozencore import export_lora
-from frozencore.cli.run_summary import run_summary, sample_lines, size_lines, verdict, wilson
+from frozencore.cli.run_screen import run_summary, sample_lines, size_lines, verdict, wilson
 from frozencore.files.adapter_folder import WEIGHTS_FILE
 from frozencore.files.whole_file import read_lines, write_lines
 from frozencore.tune.config import make_config
