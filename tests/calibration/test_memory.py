@@ -62,9 +62,16 @@ def test_an_impossible_budget_names_the_smallest_that_works() -> None:
         plan_passes(costs, smallest - 1)
 
 
-def costs_of(model: PeftModel) -> dict[str, LayerCost]:
+def costs_of(model: PeftModel, batches: list[Any] = BATCHES) -> dict[str, LayerCost]:
     targets = targets_of(frozen_core_layers(model, "default"), "default")
-    return layer_costs(model, model.peft_config["default"], targets, BATCHES)
+    return layer_costs(model, model.peft_config["default"], targets, batches)
+
+
+def test_a_batch_in_another_form_costs_as_much() -> None:
+    """With a loss of the user's own, a batch may be a tuple or hold dictionaries."""
+    model = adapted("fcca", calibrated=False)
+    pairs = [(batch["input_ids"], batch["labels"]) for batch in BATCHES]
+    assert costs_of(model, pairs) == costs_of(model, [{"pair": batch} for batch in BATCHES]) == costs_of(model)
 
 
 @pytest.mark.parametrize("constructor", DATA_DRIVEN)

@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 from frozencore.adapter.bases import adapter_for_new_bases
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.layer import FrozenCoreLinear
-from frozencore.calibration.batches import Batch, Collator, batches_from, is_batch
+from frozencore.calibration.batches import Batch, Collator, batches_from, tensors_of
 from frozencore.calibration.calibration_options import (
     CalibrationOptions,
     LayerCost,
@@ -291,10 +291,8 @@ def layer_costs(
 
 
 def _num_rows(batch: Batch) -> int:
-    """Tokens of a batch, padding included."""
-    if not is_batch(batch):  # reading it raises the error
-        return 0
-    return max((v.shape[0] * v.shape[1] for v in batch.values() if isinstance(v, Tensor) and v.ndim > 1), default=0)
+    """Tokens of a batch of any form, padding included."""
+    return max((tensor.shape[0] * tensor.shape[1] for tensor in tensors_of(batch) if tensor.ndim > 1), default=0)
 
 
 def _sums_device(model: nn.Module, peak_bytes: int, asked: str | None) -> str | None:
