@@ -21,10 +21,10 @@ from frozencore_lab.campaign.results import Tally
 from frozencore_lab.campaign.store import Store
 from frozencore_lab.campaign.worker import Place, Worker
 from frozencore_lab.campaign.worker_pool import Event, LocalPool
+from frozencore_lab.cli import campaign as verbs
 from frozencore_lab.cli import campaign_lines as campaign_command
-from frozencore_lab.cli import demo
+from frozencore_lab.cli.campaign import demo_campaign
 from frozencore_lab.cli.campaign_lines import Board
-from frozencore_lab.cli.demo import demo_campaign
 from places import LAB, PAPER_TABLES
 from small_campaign import write_spec
 
@@ -172,13 +172,13 @@ FEW = {"rank": 4, "calibration_size": 8, "epochs": 1, "num_train": 16, "num_eval
 @pytest.fixture
 def few_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The shipped file with two tasks, two methods and few rows."""
-    content = yaml.safe_load(demo.FILE.read_text())
+    content = yaml.safe_load(verbs.DEMO_FILE.read_text())
     content["base"] |= FEW
     study = content["studies"]["demo"]
     study["axes"] |= {"task": ["pocket-sentiment", "pocket-math"], "method": ["random", "lora-r1"]}
     study["variants"] = {"lora-r1": study["variants"]["lora-r1"]}
     (tmp_path / "few.yaml").write_text(yaml.safe_dump(content))
-    monkeypatch.setattr(demo, "FILE", tmp_path / "few.yaml")
+    monkeypatch.setattr(verbs, "DEMO_FILE", tmp_path / "few.yaml")
 
 
 def test_every_constructor_and_lora_meet_on_every_pocket_task_with_one_seed() -> None:
@@ -189,7 +189,7 @@ def test_every_constructor_and_lora_meet_on_every_pocket_task_with_one_seed() ->
 
 
 def test_the_shipped_file_lies_among_the_campaigns() -> None:
-    assert (LAB / "campaigns" / "demo.yaml").read_bytes() == demo.FILE.read_bytes()
+    assert (LAB / "campaigns" / "demo.yaml").read_bytes() == verbs.DEMO_FILE.read_bytes()
 
 
 @pytest.mark.usefixtures("few_runs")

@@ -10,10 +10,19 @@ from rich.console import Console
 from rich.text import Text
 
 from frozencore_lab.reports.comparison import compare, read_task_means
-from frozencore_lab.reports.labels import TASKS, column_label
 from frozencore_lab.reports.pivot import ACCURACY, COSINES, LOSS, averages, means_csv, measures_of, pivots, runs_csv
 from frozencore_lab.reports.report import study_section
-from frozencore_lab.reports.sheet import Sheet, SheetCell, label, latex, markdown, rich_table, transposed
+from frozencore_lab.reports.sheet import (
+    TASKS,
+    Sheet,
+    SheetCell,
+    column_label,
+    label,
+    latex,
+    markdown,
+    rich_table,
+    transposed,
+)
 from frozencore_lab.reports.tables import counted_values, pivot_sheet
 from places import PAPER_TABLES
 

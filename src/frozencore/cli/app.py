@@ -74,7 +74,7 @@ def app() -> None:
 
 
 def command_of(program: typer.Typer, words: Sequence[str]) -> TyperGroup:
-    """Make the program's command, which shows help texts unchanged and hides less important flags."""
+    """The program's command, which shows help texts unchanged and hides less important flags."""
     command = get_command(program)
     assert isinstance(command, TyperGroup)
     for verb in _commands(command):
@@ -107,11 +107,7 @@ def _commands(command: TyperGroup | TyperCommand) -> Iterator[TyperGroup | Typer
 
 
 def refuse_unknown_flag(command: TyperGroup, words: Sequence[str]) -> None:
-    """Refuse a flag that the verb does not have, and name the nearest one; typer lists all that look similar.
-
-    Raises:
-        ConfigError: Such a flag is among the words.
-    """
+    """Raise ConfigError for a flag that the verb does not have, with the nearest one; typer lists all similar ones."""
     named: list[TyperGroup | TyperCommand] = [command]
     for word in words:
         named += [inner for inner in _commands(named[-1]) if inner.name == word]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from frozencore.adapter.export.serving import LoraReport
+FORMS = "lora", "merged", "basis-model", "tenant"
 
 
 def export(
@@ -66,10 +66,17 @@ def export(
     if base is not None:
         require_model(base)
         base = model_location(base)
-    asked = Asked(adapter_in(folder_of(adapter)), output, base, dtype, rank, with_code, overwrite)
-    require_free(output, overwrite=overwrite, reads=asked.adapter)
+    folder = adapter_in(folder_of(adapter))
+    require_free(output, overwrite=overwrite, reads=folder)
     with quiet_loading():
-        lines = list(FORMS[to](asked))
+        if to == "lora":
+            lines = list(_lora(folder, output, base, dtype, rank, overwrite))
+        elif to == "merged":
+            lines = list(_merged(folder, output, base, dtype, overwrite))
+        elif to == "basis-model":
+            lines = list(_basis_model(folder, output, base, dtype, with_code, overwrite))
+        else:
+            lines = list(_tenant(folder, output, base, dtype, overwrite))
     for line in lines:
         console.print(line)
 
@@ -86,61 +93,48 @@ def check(
     raise typer.Exit(1 if report.problems else 0)
 
 
-@dataclass(frozen=True)
-class Asked:
-    """The arguments of ``frozencore export``.
+def _factor_dtype(name: str) -> torch.dtype:
+    import torch
 
-    Attributes:
-        base: Folder, GGUF file or hub id of the base model; for a tenant, the folder of its basis model.
-    """
-
-    adapter: Path
-    output: Path
-    base: str | None
-    dtype: str
-    rank: int | None
-    with_code: bool
-    overwrite: bool
-
-    @property
-    def dtype_of_factors(self) -> torch.dtype:
-        import torch
-
-        return torch.float32 if self.dtype == "auto" else getattr(torch, self.dtype)
+    return torch.float32 if name == "auto" else getattr(torch, name)
 
 
-def _lora(asked: Asked) -> Iterator[str]:
+def _lora(
+    adapter: Path, output: Path, base: str | None, dtype: str, rank: int | None, overwrite: bool
+) -> Iterator[str]:
     from frozencore.adapter.export.lora import export_lora
     from frozencore.adapter.export.serving import check_lora_directory
 
     lora = export_lora(
-        asked.adapter, asked.output, base=asked.base, dtype=asked.dtype_of_factors, rank=asked.rank,
-        overwrite=asked.overwrite,
+        adapter, output, base=base, dtype=_factor_dtype(dtype), rank=rank,
+        overwrite=overwrite,
     )  # fmt: skip
     zero = f" and {len(lora.zero_layers)} of zeros that engines pack with them" if lora.zero_layers else ""
     yield f"LoRA: {lora.directory}, rank {lora.rank}, {len(lora.layers)} layers{zero}"
     if lora.error is not None:
         yield f"Of the adapter's update, {lora.error:.2%} (Frobenius norm) does not fit into that rank."
-    yield from _serving(check_lora_directory(asked.output))
+    yield from _serving(check_lora_directory(output))
 
 
-def _merged(asked: Asked) -> Iterator[str]:
+def _merged(adapter: Path, output: Path, base: str | None, dtype: str, overwrite: bool) -> Iterator[str]:
     from frozencore.adapter.export.base_model import export_merged
 
     folder = export_merged(
-        asked.adapter, asked.output, base=asked.base, dtype=asked.dtype, overwrite=asked.overwrite
+        adapter, output, base=base, dtype=dtype, overwrite=overwrite
     )  # fmt: skip
     yield f"Merged model: {folder}"
     yield "It is a plain model folder: transformers and every engine that serves its base model can load it."
 
 
-def _basis_model(asked: Asked) -> Iterator[str]:
+def _basis_model(
+    adapter: Path, output: Path, base: str | None, dtype: str, with_code: bool, overwrite: bool
+) -> Iterator[str]:
     from frozencore.adapter.export.basis_model import export_basis_model
     from frozencore.adapter.export.serving import VLLM_MAX_RANKS, vllm_max_rank
 
     model = export_basis_model(
-        asked.adapter, asked.output, base=asked.base, dtype=asked.dtype, with_code=asked.with_code,
-        overwrite=asked.overwrite,
+        adapter, output, base=base, dtype=dtype, with_code=with_code,
+        overwrite=overwrite,
     )  # fmt: skip
     low, high = min(model.ranks.values()), max(model.ranks.values())
     ranks = f"rank {low}" if low == high else f"ranks {low} to {high}"
@@ -148,22 +142,20 @@ def _basis_model(asked: Asked) -> Iterator[str]:
     if (admitted := vllm_max_rank(high)) is None:
         yield f"vLLM serves tenants of rank {VLLM_MAX_RANKS[-1]} at most; PEFT loads them all."
         return
-    flags = f"--max-lora-rank {admitted} --lora-target-modules core{' --trust-remote-code' if asked.with_code else ''}"
+    flags = f"--max-lora-rank {admitted} --lora-target-modules core{' --trust-remote-code' if with_code else ''}"
     yield f"vLLM: vllm serve {model.directory} --enable-lora {flags}"
     yield f"Tenants: frozencore export ADAPTER --to tenant --base {model.directory} --out TENANT"
 
 
-def _tenant(asked: Asked) -> Iterator[str]:
+def _tenant(adapter: Path, output: Path, base: str | None, dtype: str, overwrite: bool) -> Iterator[str]:
     from frozencore.adapter.export.basis_model import export_tenant
     from frozencore.adapter.export.serving import check_lora_directory
 
-    tenant = export_tenant(
-        asked.adapter, asked.output, basis_model=asked.base, dtype=asked.dtype_of_factors, overwrite=asked.overwrite
-    )
-    compared = f"as {asked.base} has it" if asked.base else "not compared: name the basis model with --base"
+    tenant = export_tenant(adapter, output, basis_model=base, dtype=_factor_dtype(dtype), overwrite=overwrite)
+    compared = f"as {base} has it" if base else "not compared: name the basis model with --base"
     layers = f"rank {tenant.rank}, {len(tenant.layers)} layers"
     yield f"Tenant: {tenant.directory}, {layers}, on the basis {tenant.identity[:12]} ({compared})"
-    yield from _serving(check_lora_directory(asked.output))
+    yield from _serving(check_lora_directory(output))
 
 
 def _serving(report: LoraReport) -> Iterator[str]:
@@ -177,11 +169,6 @@ def _serving(report: LoraReport) -> Iterator[str]:
         yield f"vLLM: --enable-lora --max-lora-rank {report.vllm_max_rank}{on_cores}"
     if missing := [engine for engine in ENGINES if engine not in report.engines]:
         yield f"Not taken by: {', '.join(missing)}"
-
-
-FORMS: dict[str, Callable[[Asked], Iterator[str]]] = {
-    "lora": _lora, "merged": _merged, "basis-model": _basis_model, "tenant": _tenant,
-}  # fmt: skip
 
 
 adapter_app = typer.Typer(no_args_is_help=True)
@@ -206,11 +193,9 @@ def pack(
     """Write an adapter that holds only its cores; it then needs its basis to be loaded."""
     folder = adapter_in(adapter)
     _require_places(folder, basis, output)
-    import torch
-
     from frozencore.adapter.folders import pack_adapter
 
-    pack_adapter(folder, basis, output, dtype=None if dtype == "auto" else getattr(torch, dtype))
+    pack_adapter(folder, basis, output, dtype=None if dtype == "auto" else _factor_dtype(dtype))
     _print_size("Adapter", output)
     _print_size("Basis", output.parent / "basis" if basis is None else Path(basis))
 

@@ -45,11 +45,7 @@ SPELLED = {"learning_rate": ("--lr", "--learning-rate")}
 
 
 def flag(name: str, said: str | None = None) -> Any:
-    """Typer's flag of one option of a run, for a verb that takes a few of them; a wrong value is refused.
-
-    Args:
-        said: A help text in place of the option's.
-    """
+    """Typer's flag of one option of a run, for a verb that takes a few of them; ``said`` replaces the option's help."""
     option = run_options()[name]
 
     def check(given: Any) -> Any:
@@ -138,11 +134,7 @@ def help_of(option: Option) -> str:
 
 
 def read_value(option: Option, given: Any) -> Any:
-    """Convert a flag's text to the option's type.
-
-    Raises:
-        ConfigError: The value is not allowed; the message names the flag and the allowed values.
-    """
+    """Convert a flag's text to the option's type; ConfigError names the flag and the allowed values."""
     if given in (None, []) or (given == "none" and option.default is not None and option.may_be_none):
         return None
     meant = [given]
@@ -158,7 +150,7 @@ def read_value(option: Option, given: Any) -> Any:
 
 
 def _completions(option: Option) -> Callable[[str], list[str]]:
-    """Make a shell's completions of the value: the values of a short list, methods or tasks."""
+    """A shell's completions of the value: the values of a short list, methods or tasks."""
     named: Mapping[str, Iterable[str]] = {"method": METHODS, "task": TASKS, "calibration_task": TASKS}
     allowed = [str(value) for kind in option.kinds if get_origin(kind) is Literal for value in get_args(kind)]
 
@@ -174,7 +166,6 @@ def _is_repeated(option: Option) -> bool:
 
 
 def require_out(output: Path | None) -> Path:
-    """The folder of a run that writes one."""
     if output is None:
         raise ConfigError("A run needs a new folder, but none is named. Give --out DIR, or --dry-run to write nothing.")
     return output
@@ -192,11 +183,7 @@ def told_if_nothing_is_kept(kept: Callable[[], object]) -> Iterator[None]:
 
 
 def _take_file(context: typer.Context, file: Path | None) -> Path | None:
-    """Use a file's values as the defaults of the verb's flags.
-
-    Raises:
-        ConfigError: A key is not a flag of the verb, or a value is not allowed; the message names it.
-    """
+    """Use a file's values as the defaults of the verb's flags; a key that is no flag is refused."""
     if file is None:
         return None
     given = read_yaml(file)

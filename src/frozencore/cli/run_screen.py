@@ -41,18 +41,17 @@ SHOWN = 3  # training rows of a dry run
 STILL_FALLING = 0.1  # drop of the loss, as a share, from one quarter of the steps to the next
 NORMAL_95 = 1.96  # deviations of a normal distribution on each side of its middle 95 %
 VALUE_BYTES = 4  # a core and an exported LoRA are float32
+FEWEST_ROWS = 10  # on fewer, the interval of a share is too rough for a verdict
+MOST_PLACES = 8  # names of layers on one line
 END_OF_PROMPT, MOST_OF_ANSWER = 200, 2_000  # characters; samples.jsonl holds all of them
 
 
 def print_dry_run(config: RunConfig, defaults: Mapping[str, Any], num_slots: int | None = None) -> None:
-    """Read a run's model and rows, and print what it would do.
+    """Read a run's model and rows, and print what it would do. What fails before scoring in a run fails here too.
 
     Args:
         defaults: The verb's own defaults.
         num_slots: Tenants that would train at once; None for a run without tenants.
-
-    Raises:
-        FrozenCoreError: The run itself would fail before scoring and training.
     """
     with StageDisplay(console) as progress:
         progress.started()
@@ -179,9 +178,6 @@ def run_summary(record: TunedRecord) -> Group:
     return Group(table, *(Text(line) for line in [*words, *(line for part in parts for line in part(record))]))
 
 
-FEWEST_ROWS = 10  # on fewer, the interval of a share is too rough for a verdict
-
-
 def wilson(share: float, num_rows: int) -> tuple[float, float]:
     """Wilson's 95 % interval of a share; unlike the standard error it is not zero where all rows are right."""
     square = NORMAL_95**2 / num_rows
@@ -228,12 +224,7 @@ def _of_rows(record: TunedRecord) -> Iterator[str]:
 
 
 def recipe_in_words(num_steps: int, recipe: Mapping[str, Any], num_epochs: int | None = None) -> str:
-    """Describe a training in one line: steps, rows of a step, learning rate and warm-up.
-
-    Args:
-        recipe: The recipe in the form of a record.
-        num_epochs: The number of epochs to print; None prints none.
-    """
+    """Describe a training in one line; the recipe has the form of a record."""
     epochs = "" if num_epochs is None else f" in {num_of(num_epochs, 'epoch')}"
     at_once, rows = recipe["batch_size"], recipe["batch_size"] * recipe["accumulation"]
     batches = "" if at_once == rows else f", {at_once} at a time"
@@ -277,9 +268,6 @@ def _kept_step(record: TunedRecord) -> Iterator[str]:
         f"{len(chosen.scores)} scores, which took {chosen.time_s:.1f} s."
         + (" Then they were no better (--patience)." if chosen.stopped_early else "")
     )
-
-
-MOST_PLACES = 8
 
 
 def places_in_words(targets: Sequence[str] | str | None) -> str:

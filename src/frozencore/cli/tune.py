@@ -69,7 +69,8 @@ def _tune(
         require_upload(push_to_hub)
     if resume:
         console.print(resume_line(output))
-    with told_if_nothing_is_kept(lambda: _kept(output)), joined(), StageDisplay(console) as progress:
+    kept = told_if_nothing_is_kept(lambda: interrupted_work(output) or (output / RECORD).is_file())
+    with kept, joined(), StageDisplay(console) as progress:
         from frozencore.cli.run_screen import run_summary, sample_lines, size_lines
         from frozencore.files.whole_file import write_text
         from frozencore.tune.figures import FIGURE, write_learning
@@ -91,10 +92,6 @@ def _tune(
     console.print(f"Adapter: {output / ADAPTER}   Record: {output / RECORD}   Curve: {output / FIGURE}")
     if push_to_hub is not None:
         console.print(f"Uploaded: {upload(output / ADAPTER, push_to_hub)}")
-
-
-def _kept(output: Path) -> bool:
-    return interrupted_work(output) is not None or (output / RECORD).is_file()
 
 
 tune = TakesRun(_tune, defaults=DEFAULTS)

@@ -12,7 +12,7 @@ from typing import Any
 import typer
 
 from frozencore.errors import ConfigError
-from frozencore.words import nearest_name
+from frozencore.words import unknown_name
 
 RESUMED = "the same command with --resume continues from what is saved"
 GOES_ON = "the same command continues from what is saved"
@@ -27,8 +27,8 @@ class Verb:
     """A verb of the command line.
 
     Attributes:
-        place: Module and attribute of its function, or of its own verbs: ``"frozencore_lab.cli.demo:demo"``. A leading
-            dot means this package.
+        place: Module and attribute of its function, or of its own verbs: ``".tune:tune"``. A leading dot means this
+            package.
         example: Command lines for its help, without ``frozencore``.
         when_ended_early: How to continue after Ctrl-C, if something is saved.
         by_several: Whether several processes, such as those of torchrun, may share its work.
@@ -116,7 +116,7 @@ def add_verbs(app: typer.Typer, words: Collection[str]) -> None:
     """Add every verb; one that is not among the words of the command line gets only a name and a help text."""
     for verb in all_verbs():
         module, _, attribute = verb.place.partition(":")
-        called = getattr(import_module(module, __package__), attribute) if verb.name in words else _not_called
+        called = getattr(import_module(module, __package__), attribute) if verb.name in words else lambda: None
         told: dict[str, Any] = {
             "help": verb.help,
             "epilog": "\n\n".join(("For example:", *verb.examples)),
@@ -128,22 +128,12 @@ def add_verbs(app: typer.Typer, words: Collection[str]) -> None:
             app.command(verb.name, **told)(called)
 
 
-def _not_called() -> None:
-    raise AssertionError("a verb that is called is among the words of the command line")
-
-
 def refuse_unknown_verb(words: Sequence[str]) -> None:
-    """Refuse a first word that is not a verb, and suggest the nearest verb.
-
-    Raises:
-        ConfigError: There is no such verb, or it belongs to the lab, which is not installed.
-    """
+    """Raise ConfigError if the first word is no verb, or is a verb of the lab, which is not installed."""
     word = next((word for word in words if word != "--debug"), "-")
     verbs = [verb.name for verb in all_verbs()]
     if word.startswith("-") or word in verbs:
         return
     if word in IN_LAB:
         raise ConfigError(f"frozencore {word}: {LAB_MISSING}")
-    meant = nearest_name(word, verbs)
-    guess = f"Did you mean {meant!r}? " if meant else ""
-    raise ConfigError(f"There is no verb {word!r}. {guess}Known: {', '.join(verbs)}.")
+    raise ConfigError(unknown_name("verb", word, verbs))

@@ -1,16 +1,21 @@
-"""``frozencore campaign`` and ``frozencore schema``: parse, call, print."""
+"""``frozencore campaign``, ``demo`` and ``schema``: parse, call, print."""
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from frozencore.cli.display import console
 from frozencore.errors import ConfigError
+from frozencore.files.whole_file import write_json
+
+if TYPE_CHECKING:
+    from frozencore_lab.campaign.spec import Campaign
 
 campaign_app = typer.Typer(no_args_is_help=True)
 
@@ -25,7 +30,7 @@ Output = Annotated[
 ModelPath = Annotated[
     list[str] | None, typer.Option("--model-path", help="NAME=FOLDER: the folder of a model of the campaign.")
 ]
-FEW_PER_CORE = "Processes; 0: only this one. Default: one per core, at most 4."
+DEMO_FILE = Path(__file__).parents[1] / "demo.yaml"
 
 
 @campaign_app.command("plan")
@@ -96,9 +101,14 @@ def rehearse_(
     ] = None,
 ) -> None:
     """Make a campaign's runs on the pocket model and few rows, and check its report. Status 1 if a cell is empty."""
-    from frozencore_lab.cli.campaign_lines import rehearsal_screen, run_rehearsal
+    from frozencore_lab.campaign.spec import read_campaign
+    from frozencore_lab.cli.campaign_lines import Board, default_folder, rehearsal_screen
+    from frozencore_lab.rehearsal import rehearse
 
-    found = run_rehearsal(spec, output, console, data_root=data_root, num_workers=workers)
+    campaign = read_campaign(spec)
+    folder = output or default_folder(campaign).with_name(f"{campaign.name}-rehearsal")
+    with Board(console, line_every=100) as board:
+        found = rehearse(campaign, folder, data_root, num_workers=workers, watch=board)
     for part in rehearsal_screen(found):
         console.print(part, highlight=False)
     raise typer.Exit(1 if found.lacks else 0)
@@ -150,23 +160,79 @@ def report(
     ] = None,
 ) -> None:
     """Write a campaign's tables, figures and HTML page from its records, or analyse a table of task means."""
-    from frozencore_lab.cli.campaign_lines import report_on_table, write_campaign_report
-
     if folder is not None and table is None:
-        for part in write_campaign_report(folder, output):
-            console.print(part, highlight=False)
+        _write_report(folder, output)
     elif table is not None and folder is None:
         if reference is None:
             raise ConfigError("--table needs --reference NAME: the method that the others are compared with.")
-        console.print(report_on_table(table, reference, json_file))
+        from frozencore_lab.reports.comparison import analyse, comparison_view, read_task_means
+
+        comparison = analyse(read_task_means(table), reference)
+        if json_file is not None:
+            write_json(json_file, asdict(comparison))
+        console.print(comparison_view(comparison))
     else:
         raise ConfigError("A report reads a campaign's folder or --table FILE.csv: give one of them.")
+
+
+def demo(
+    output: Annotated[
+        Path, typer.Option("--out", "--output", help="Folder of the runs and the report, resumed if it exists.")
+    ] = Path("runs/demo"),
+    workers: Annotated[
+        int | None, typer.Option(min=0, help="Runs at a time. Default: one per core, at most eight.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of calibration rows, row order and random directions.")] = 42,
+) -> None:
+    """Adapt the shipped pocket model to its four tasks with every constructor and LoRA, and compare them."""
+    from frozencore_lab.campaign.results import load_results
+    from frozencore_lab.cli.campaign_lines import run_campaign
+    from frozencore_lab.reports.report import study_section
+    from frozencore_lab.reports.sheet import rich_table, transposed
+
+    campaign = demo_campaign(seed)
+    standing = run_campaign(
+        campaign, output, console, data_root=None, models={}, num_workers=workers, device="cpu", ray_address=None,
+        retry_failed=True,
+    )  # fmt: skip
+    _write_report(output)
+    for study in load_results(output).studies:
+        for table in study_section(study).tables:
+            if table.pivot is not None:
+                console.print(rich_table(transposed(table.sheet)))
+    console.print(campaign.about, style="dim", markup=False)
+    raise typer.Exit(0 if not standing.failed and not standing.left else 1)
+
+
+def demo_campaign(seed: int) -> Campaign:
+    """The demo's campaign, with any seed."""
+    from frozencore_lab.campaign.spec import read_campaign
+
+    campaign = read_campaign(DEMO_FILE)
+    studies = {
+        name: study.model_copy(update={"axes": {**study.axes, "seed": (seed,)}})
+        for name, study in campaign.studies.items()
+    }
+    return campaign.model_copy(update={"studies": studies})
 
 
 def schema() -> None:
     from frozencore_lab.campaign.spec import Campaign
 
     sys.stdout.write(json.dumps(Campaign.model_json_schema(), indent=2) + "\n")
+
+
+def _write_report(folder: Path, output: Path | None = None) -> None:
+    """Write the tables, figures and page of a campaign, by default in its ``report/``, and count the files."""
+    from frozencore_lab.campaign.results import load_results
+    from frozencore_lab.reports.report import campaign_document, write_document
+
+    results, output = load_results(folder), output or folder / "report"
+    files = write_document(campaign_document(results), output)
+    missing = sum(len(study.missing) for study in results.studies)
+    num_runs = sum(len(study.runs) for study in results.studies)
+    has = f"{num_runs - missing} of {num_runs} final runs have a result"
+    console.print(f"{has}; {len(files)} files. Open {output / 'index.html'}", highlight=False)
 
 
 def _models(pairs: list[str] | None) -> dict[str, str]:

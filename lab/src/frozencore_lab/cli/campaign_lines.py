@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -263,47 +262,6 @@ def _table(title: str, *headings: str) -> Table:
     for heading in headings:
         table.add_column(heading.removesuffix(">"), justify="right" if heading.endswith(">") else "left")
     return table
-
-
-def write_campaign_report(folder: Path, output: Path | None) -> Iterator[RenderableType]:
-    """Write the tables, figures and page of a campaign, by default in its ``report/``, and count the files."""
-    from frozencore_lab.campaign.results import load_results
-    from frozencore_lab.reports.report import campaign_document, write_document
-
-    results, output = load_results(folder), output or folder / "report"
-    files = write_document(campaign_document(results), output)
-    missing = sum(len(study.missing) for study in results.studies)
-    num_runs = sum(len(study.runs) for study in results.studies)
-    has = f"{num_runs - missing} of {num_runs} final runs have a result"
-    yield f"{has}; {len(files)} files. Open {output / 'index.html'}"
-
-
-def report_on_table(table: Path, reference: str, json_file: Path | None) -> RenderableType:
-    """Compare the columns of a table of task means with a reference column."""
-    from frozencore.files.whole_file import write_json
-    from frozencore_lab.reports.comparison import analyse, comparison_view, read_task_means
-
-    comparison = analyse(read_task_means(table), reference)
-    if json_file is not None:
-        write_json(json_file, asdict(comparison))
-    return comparison_view(comparison)
-
-
-def run_rehearsal(
-    spec: Path, output: Path | None, console: Console, *, data_root: Path | None, num_workers: int | None
-) -> Rehearsal:
-    """Rehearse a specification.
-
-    Raises:
-        ConfigError: The specification is wrong.
-        ArtifactError: The output folder holds something else.
-    """
-    from frozencore_lab.rehearsal import rehearse
-
-    campaign = read_campaign(spec)
-    folder = output or default_folder(campaign).with_name(f"{campaign.name}-rehearsal")
-    with Board(console, line_every=100) as board:
-        return rehearse(campaign, folder, data_root, num_workers=num_workers, watch=board)
 
 
 def rehearsal_screen(found: Rehearsal) -> Iterator[RenderableType]:

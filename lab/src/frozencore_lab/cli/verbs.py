@@ -14,7 +14,7 @@ CAMPAIGN = Verb(
     "campaign run lab/campaigns/demo.yaml --out runs/demo", when_ended_early=GOES_ON,
 )  # fmt: skip
 DEMO = Verb(
-    "demo", "frozencore_lab.cli.demo:demo",
+    "demo", "frozencore_lab.cli.campaign:demo",
     "Adapt the shipped pocket model to its four tasks with every constructor and LoRA, and compare them.",
     "demo", when_ended_early=GOES_ON,
 )  # fmt: skip

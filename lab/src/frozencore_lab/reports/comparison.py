@@ -19,16 +19,18 @@ from frozencore.errors import DataError
 from frozencore.tune.methods import method_name
 from frozencore.words import unknown_name
 from frozencore_lab.campaign.spec import column_key
-from frozencore_lab.reports.labels import FAMILIES, family_of, sentence
 from frozencore_lab.reports.pivot import Pivot, row_labels
 from frozencore_lab.reports.sheet import (
+    FAMILIES,
     Sheet,
     SheetCell,
+    family_of,
     interval,
     label,
     missing,
     number,
     rich_table,
+    sentence,
     signed,
     without_apostrophe,
 )

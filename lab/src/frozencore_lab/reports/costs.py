@@ -15,9 +15,8 @@ from frozencore.tune.record import Resources, TunedRecord
 from frozencore_lab.campaign.plan import Axes
 from frozencore_lab.campaign.results import FinalRun, StudyResults
 from frozencore_lab.campaign.spec import DEFAULT_METHOD
-from frozencore_lab.reports.labels import column_name, titled
 from frozencore_lab.reports.pivot import by_axes, varied_axes
-from frozencore_lab.reports.sheet import Sheet, SheetCell, label, missing, number
+from frozencore_lab.reports.sheet import Sheet, SheetCell, column_name, label, missing, number, titled
 
 HELD = "State held while training, at its peak: gradients and optimiser states."
 

@@ -21,7 +21,6 @@ from frozencore.tune.figures import BLACK, BLUE, GREY, NAVY, ORANGE, binned, met
 from frozencore.tune.methods import METHODS
 from frozencore_lab.campaign.results import StudyResults
 from frozencore_lab.campaign.spec import Study
-from frozencore_lab.reports.labels import axis_name, value_name
 from frozencore_lab.reports.pivot import (
     ACCURACY,
     COSINES,
@@ -34,6 +33,7 @@ from frozencore_lab.reports.pivot import (
     measures_of,
     pivots,
 )
+from frozencore_lab.reports.sheet import axis_name, value_name
 from frozencore_lab.reports.statistics import paired_difference
 from frozencore_lab.reports.tables import counted_values
 

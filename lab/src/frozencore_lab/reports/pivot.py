@@ -13,8 +13,20 @@ from frozencore.tune.record import TunedRecord
 from frozencore_lab.campaign.plan import Axes
 from frozencore_lab.campaign.results import FinalRun, StudyResults
 from frozencore_lab.campaign.spec import Report, Value, column_key
-from frozencore_lab.reports.labels import FAMILIES, axis_name, column_name, family_of, slug, titled, value_name
-from frozencore_lab.reports.sheet import SeedValue, SheetCell, Status, csv_lines, label
+from frozencore_lab.reports.sheet import (
+    FAMILIES,
+    SeedValue,
+    SheetCell,
+    Status,
+    axis_name,
+    column_name,
+    csv_lines,
+    family_of,
+    label,
+    slug,
+    titled,
+    value_name,
+)
 from frozencore_lab.reports.statistics import Scored, mean, sample_std, scored
 
 Key = tuple[Value, ...]

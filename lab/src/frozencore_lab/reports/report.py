@@ -23,11 +23,22 @@ from frozencore_lab.campaign.spec import Campaign
 from frozencore_lab.reports.comparison import compare, comparison_sheet, differences_sheet, names_of
 from frozencore_lab.reports.costs import memory_sheet, state_sheet, study_costs, time_sheet
 from frozencore_lab.reports.figures import Drawing, study_drawings
-from frozencore_lab.reports.labels import axis_name, full_name, sentence, slug, value_name
 from frozencore_lab.reports.pivot import Pivot, averages, column_averages, means_csv, measures_of, pivots, runs_csv
 from frozencore_lab.reports.setup import data_sheet, hyper_parameter_sheet, information_sheet
-from frozencore_lab.reports.sheet import Sheet, SheetCell, csv_text, latex, markdown, markdown_text
-from frozencore_lab.reports.tables import FURTHER, pivot_sheet, search_sheet
+from frozencore_lab.reports.sheet import (
+    Sheet,
+    SheetCell,
+    axis_name,
+    csv_text,
+    full_name,
+    latex,
+    markdown,
+    markdown_text,
+    sentence,
+    slug,
+    value_name,
+)
+from frozencore_lab.reports.tables import best_sheet, pivot_sheet, search_sheet, tradeoff_sheet
 
 
 @dataclass(frozen=True)
@@ -165,9 +176,10 @@ def _pivot_tables(pivot: Pivot, name: str) -> Iterator[Table]:
     """A pivot's own table, further ones, and its comparison with the reference."""
     comparison, remark = compare(pivot)
     yield Table(pivot_sheet(pivot, name), pivot, "" if comparison else remark)
-    for end, (is_asked, make) in FURTHER.items():
-        if is_asked(pivot.report):
-            yield Table(make(pivot, f"{name}-{end}"))
+    if "state" in pivot.report.figures:
+        yield Table(tradeoff_sheet(pivot, f"{name}-tradeoff"))
+    if pivot.report.best:
+        yield Table(best_sheet(pivot, f"{name}-best"))
     if comparison is not None:
         yield Table(
             comparison_sheet(

@@ -18,8 +18,7 @@ from frozencore.tune.tasks.splits import VALIDATION_SHARE
 from frozencore.tune.training.recipe import Recipe
 from frozencore_lab.campaign.results import CampaignResults, StudyResults
 from frozencore_lab.campaign.spec import DEFAULT_METHOD, Campaign, Study
-from frozencore_lab.reports.labels import axis_name, value_name
-from frozencore_lab.reports.sheet import Sheet, SheetCell, label, number
+from frozencore_lab.reports.sheet import Sheet, SheetCell, axis_name, label, number, value_name
 
 SCORED: dict[Scoring, str] = {
     "exact_match": "greedy exact match", "choice": "likelihood of choices", "text": "held-out loss",

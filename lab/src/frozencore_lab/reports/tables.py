@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from frozencore.tune.record import TunedRecord
 from frozencore_lab.campaign.results import StudyResults
-from frozencore_lab.campaign.spec import MATCHED, Report, Value, column_key
-from frozencore_lab.reports.labels import axis_name, full_name, sentence, value_name
+from frozencore_lab.campaign.spec import MATCHED, Value, column_key
 from frozencore_lab.reports.pivot import (
     ACCURACY,
     Average,
@@ -20,7 +19,19 @@ from frozencore_lab.reports.pivot import (
     column_averages,
     row_labels,
 )
-from frozencore_lab.reports.sheet import SHOWN, Sheet, SheetCell, label, missing, number, signed
+from frozencore_lab.reports.sheet import (
+    SHOWN,
+    Sheet,
+    SheetCell,
+    axis_name,
+    full_name,
+    label,
+    missing,
+    number,
+    sentence,
+    signed,
+    value_name,
+)
 from frozencore_lab.reports.statistics import differences
 
 
@@ -277,10 +288,3 @@ def search_sheet(results: StudyResults) -> Sheet:
 
 def _options(options: Mapping[str, Value]) -> str:
     return ", ".join(full_name(axis, value) for axis, value in options.items()) or "as given"
-
-
-FURTHER: dict[str, tuple[Callable[[Report], bool], Callable[[Pivot, str], Sheet]]] = {
-    "tradeoff": (lambda report: "state" in report.figures, tradeoff_sheet),
-    "best": (lambda report: report.best, best_sheet),
-}
-"""Tables below a table of means, by the suffix of their files' names: whether a report requests it, and its sheet."""
