@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from frozencore.words import one_line
+from frozencore.text import one_line
 
 if TYPE_CHECKING:
     from pydantic import ValidationError

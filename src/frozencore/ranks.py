@@ -20,7 +20,7 @@ from torch import Tensor
 
 from frozencore.device import is_out_of_memory
 from frozencore.errors import RankError
-from frozencore.words import one_line
+from frozencore.text import one_line
 
 T = TypeVar("T")
 _BY_ITSELF = ContextVar("by itself", default=False)

@@ -149,7 +149,7 @@ def test_in_the_commands_own_process_every_public_name_is_there_when_it_is_asked
     assert not hasattr(package, "no_such_name")
     assert not hasattr(package, "__wrapped__")
     names: dict[str, object] = {}
-    exec("from frozencore import *; from frozencore import words", names)
+    exec("from frozencore import *; from frozencore import text", names)
     assert {name: names[name] for name in public.__all__} == {name: getattr(public, name) for name in public.__all__}
     assert names["words"] is words
 

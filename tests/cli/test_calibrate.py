@@ -23,8 +23,8 @@ from frozencore.adapter.bases import AngleReport, BasisReport, CaptureReport, La
 from frozencore.cli import app as cli
 from frozencore.cli.inspect import inspection_table
 from frozencore.files.adapter_folder import WEIGHTS_FILE
+from frozencore.text import natural_sort_key
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.words import natural_sort_key
 from small_tenants import adapter_in
 
 Command = Callable[..., tuple[int, str, str]]

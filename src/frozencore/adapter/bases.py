@@ -23,7 +23,7 @@ from frozencore.maths.linalg import effective_rank, principal_cosines, truncated
 from frozencore.maths.moments import LayerMoments
 from frozencore.maths.whitening import Whitening
 from frozencore.options import without_lists
-from frozencore.words import natural_sort_key
+from frozencore.text import natural_sort_key
 
 T = TypeVar("T")
 

@@ -52,7 +52,7 @@ from frozencore.maths.moments import LayerMoments, MomentName, spread
 from frozencore.quiet import with_attributes
 from frozencore.ranks import all_ranks_or_none, enter_together, gathered, largest_over_ranks, num_ranks, own_rank
 from frozencore.ranks import spread as spread_work
-from frozencore.words import Progress
+from frozencore.text import Progress
 
 LAYERS_OF_A_BLOCK = 8  # the most target modules in a decoder block
 BATCH_BYTES = 128 * 2**20  # whitened cross moments held at a time on a GPU

@@ -34,7 +34,7 @@ from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
 from frozencore.files.adapter_folder import CONFIG_FILE, PEFT_TYPE, WEIGHTS_FILE, read_config
 from frozencore.maths.moments import MomentName
 from frozencore.options import options_of, without_lists
-from frozencore.words import nearest_name, one_line
+from frozencore.text import nearest_name, one_line
 
 NOT_READ = ("allow_other_base", "rank_budget")  # the caller's own, and an option whose ranks rank_pattern holds
 

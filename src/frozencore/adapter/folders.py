@@ -35,7 +35,7 @@ from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.adapter_folder import CONFIG_FILE, HEADER_FILE, PEFT_TYPE, WEIGHTS_FILE, read_config
 from frozencore.files.whole_file import whole_folder
 from frozencore.maths.linalg import weighted_sum
-from frozencore.words import one_line
+from frozencore.text import one_line
 
 ScaledBasis = tuple[Tensor, Tensor, float]
 """P, Q and the scale of a layer."""

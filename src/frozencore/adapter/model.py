@@ -39,7 +39,7 @@ from frozencore.errors import ArtifactError, ConfigError, ModelError
 from frozencore.maths.basis import known_basis
 from frozencore.maths.linalg import weighted_sum
 from frozencore.ranks import enter_together
-from frozencore.words import one_line
+from frozencore.text import one_line
 
 
 class FrozenCoreModel(BaseTuner):

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from frozencore.adapter.layer import is_linear
 from frozencore.errors import ArtifactError, ConfigError
-from frozencore.words import nearest_name
+from frozencore.text import nearest_name
 
 ALL_LINEAR = "all-linear"
 MODULES, PATTERNS = ("target_modules", "exclude_modules"), ("rank_pattern", "alpha_pattern")

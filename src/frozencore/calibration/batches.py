@@ -22,7 +22,7 @@ from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.preserve import own_random_state
 from frozencore.device import sent
 from frozencore.errors import CalibrationError, ConfigError, DataError
-from frozencore.words import one_line
+from frozencore.text import one_line
 
 IGNORED = -100  # the label of a token without loss, as in transformers
 NUM_COMPARED = 8  # rows of an example that show the order of a layer's rows

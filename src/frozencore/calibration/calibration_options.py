@@ -18,7 +18,7 @@ from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.linalg import GRAM_LIMIT, KRYLOV_BLOCKS, KRYLOV_WIDTH, Shape
 from frozencore.maths.moments import MomentName
 from frozencore.options import check_options
-from frozencore.words import at_least, bytes_in_words, read_size
+from frozencore.text import at_least, bytes_in_words, read_size
 
 Tokens = Literal["nonpad", "completion", "nonzero_delta"]
 Weighting = Literal["example_mean", "token_sum", "token"]

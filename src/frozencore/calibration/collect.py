@@ -64,7 +64,7 @@ from frozencore.maths.capture import CAPTURE_NEEDS
 from frozencore.maths.moments import MOMENT_NAMES, LayerMoments, MomentName
 from frozencore.quiet import with_attributes
 from frozencore.ranks import call_collective, exchange_device, num_ranks, of_every_rank, own_rank, sum_over_ranks
-from frozencore.words import Progress, unknown_name
+from frozencore.text import Progress, unknown_name
 
 
 def completion_loss(

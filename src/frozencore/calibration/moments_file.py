@@ -25,7 +25,7 @@ from frozencore.files.fingerprint import fingerprint_batches, fingerprint_model,
 from frozencore.files.whole_file import whole_file
 from frozencore.maths.linalg import all_finite
 from frozencore.maths.moments import MOMENT_NAMES, LayerMoments
-from frozencore.words import one_line
+from frozencore.text import one_line
 
 FORMAT, KEY = 2, "frozencore-moments"
 OPTIONS_THAT_WENT = ("fisher_labels", "seed")

@@ -19,8 +19,8 @@ from frozencore.cli.display import console
 from frozencore.cli.verbs import GROUPS, NOTHING_KEPT, Verb, add_verbs, all_verbs, refuse_unknown_verb
 from frozencore.errors import CalibrationError, ConfigError, FrozenCoreError
 from frozencore.quiet import ignore_known_warnings
+from frozencore.text import nearest_name, num_of, one_line
 from frozencore.tune.processes import is_first, refuse_several
-from frozencore.words import nearest_name, num_of, one_line
 
 HELP, HELP_ALL = ("--help", "-h"), "--help-all"
 _COMPLETES = "_FROZENCORE_COMPLETE"  # a shell sets it when it asks for completions

@@ -16,8 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, 
 from rich.progress import Progress as Bars
 from rich.segment import Segment
 
+from frozencore.text import time_in_words
 from frozencore.tune.folder import interrupted_work
-from frozencore.words import time_in_words
 
 WIDE = 160  # columns in a file or a pipe, unless COLUMNS is set
 LABELS = {

@@ -14,8 +14,8 @@ from frozencore.errors import ConfigError
 from frozencore.files.adapter_folder import adapter_in, folder_of, read_config
 from frozencore.files.whole_file import require_free
 from frozencore.quiet import quiet_loading
+from frozencore.text import unknown_name
 from frozencore.tune.locate import model_location, require_basis, require_model
-from frozencore.words import unknown_name
 
 if TYPE_CHECKING:
     import torch

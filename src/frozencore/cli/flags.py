@@ -24,10 +24,10 @@ from frozencore.constructors import described
 from frozencore.errors import ConfigError, own_refusal
 from frozencore.files.strict_yaml import read_yaml
 from frozencore.options import Option
+from frozencore.text import flag_of, nearest_name
 from frozencore.tune.config import RunConfig, make_config, run_options
 from frozencore.tune.methods import METHODS
 from frozencore.tune.suite import TASKS
-from frozencore.words import flag_of, nearest_name
 
 PANELS = {
     "model": "Model", "rows": "Rows", "method": "Method and bases", "training": "Training", "scoring": "Scoring",

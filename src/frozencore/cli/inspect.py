@@ -18,9 +18,9 @@ from rich.text import Text
 from frozencore.calibration.moments_file import require_moments
 from frozencore.cli.display import console
 from frozencore.files.adapter_folder import CONFIG_FILE, HEADER_FILE, PEFT_TYPE, adapter_in, read_config
+from frozencore.text import num_of, one_line
 from frozencore.tune import folder as run_folder
 from frozencore.tune.folder import ADAPTER, RECORD
-from frozencore.words import num_of, one_line
 
 if TYPE_CHECKING:
     from frozencore.adapter.bases import LayerReport

@@ -24,6 +24,7 @@ from frozencore.cli.flags import as_flags
 from frozencore.cli.tasks import marked
 from frozencore.files.adapter_folder import WEIGHTS_FILE, read_config
 from frozencore.files.whole_file import read_lines
+from frozencore.text import Progress, bytes_in_words, num_of, one_line
 from frozencore.tune.adapt import on_named_basis
 from frozencore.tune.config import RunConfig
 from frozencore.tune.cost import memory_bytes, size_of, training_state_bytes, values_at_once
@@ -35,7 +36,6 @@ from frozencore.tune.rows import TokenRow
 from frozencore.tune.run import recipe_of
 from frozencore.tune.training.recipe import FEWEST_STEPS
 from frozencore.tune.training.reporting import require_reporters
-from frozencore.words import Progress, bytes_in_words, num_of, one_line
 
 SHOWN = 3  # training rows of a dry run
 STILL_FALLING = 0.1  # drop of the loss, as a share, from one quarter of the steps to the next

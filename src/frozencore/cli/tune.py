@@ -15,6 +15,7 @@ from rich.text import Text
 from frozencore.cli.display import StageDisplay, console, resume_line
 from frozencore.cli.flags import DryRun, Out, Resume, TakesRun, as_flags, require_out, told_if_nothing_is_kept
 from frozencore.files.hub import require_upload, upload
+from frozencore.text import bytes_in_words
 from frozencore.tune.config import RunConfig
 from frozencore.tune.folder import (
     ADAPTER,
@@ -30,7 +31,6 @@ from frozencore.tune.folder import (
 )
 from frozencore.tune.locate import find_tenants, require_files, require_tenant_files
 from frozencore.tune.processes import is_first, joined, refuse_several
-from frozencore.words import bytes_in_words
 
 if TYPE_CHECKING:
     from frozencore.tune.record import Failure, TunedRecord

@@ -12,7 +12,7 @@ from typing import Any
 import typer
 
 from frozencore.errors import ConfigError
-from frozencore.words import unknown_name
+from frozencore.text import unknown_name
 
 RESUMED = "the same command with --resume continues from what is saved"
 GOES_ON = "the same command continues from what is saved"

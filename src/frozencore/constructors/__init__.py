@@ -19,7 +19,7 @@ from frozencore.constructors.signgrad import SignGrad, SignGradOptions, signgrad
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.basis import Basis
 from frozencore.options import Option, options_of
-from frozencore.words import unknown_name
+from frozencore.text import unknown_name
 
 __all__ = [
     "CONSTRUCTORS", "DEFAULT", "BasisOptions", "Constructor", "EvaOptions", "FCCAOptions", "FiLoRAOptions",

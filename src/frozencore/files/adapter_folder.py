@@ -8,7 +8,7 @@ from typing import Any
 
 from frozencore.errors import ArtifactError
 from frozencore.files.hub import hub_answers, is_hub_id, why_not_given
-from frozencore.words import one_line
+from frozencore.text import one_line
 
 CONFIG_FILE, WEIGHTS_FILE, PICKLE_FILE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 HEADER_FILE, FACTORS_FILE = "basis.json", "basis.safetensors"  # the files of a basis

@@ -14,7 +14,7 @@ from typing import Any
 
 from frozencore.errors import ModelError
 from frozencore.quiet import with_attributes
-from frozencore.words import one_line
+from frozencore.text import one_line
 
 _MAGIC = b"GGUF"
 

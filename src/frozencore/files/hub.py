@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from frozencore.errors import ArtifactError, ConfigError, ModelError
 from frozencore.files.gguf_model import find_gguf
-from frozencore.words import one_line
+from frozencore.text import one_line
 
 HUB_TIMEOUT_S = 10.0
 

@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from frozencore.errors import ConfigError, most_telling, own_refusal
-from frozencore.words import one_line
+from frozencore.text import one_line
 
 
 class _Loader(yaml.SafeLoader):

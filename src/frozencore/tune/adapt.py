@@ -24,12 +24,12 @@ from frozencore.maths.capture import Capture, capture_if_whole
 from frozencore.maths.moments import LayerMoments
 from frozencore.options import without_lists
 from frozencore.ranks import num_ranks, own_rank
+from frozencore.text import Progress, flag_of
 from frozencore.tune.config import MethodConfig, RunConfig, make_config, run_options
 from frozencore.tune.load import Inputs
 from frozencore.tune.methods import Targets
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import make_batches
-from frozencore.words import Progress, flag_of
 
 CALIBRATION_BATCH = 8
 OLD_DEFAULT = {"q_proj", "k_proj", "v_proj", "o_proj", "out_proj"}  # of bases that were saved before names were found

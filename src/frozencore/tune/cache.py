@@ -22,13 +22,13 @@ from transformers import PreTrainedModel
 from frozencore.adapter.calibrate import Calibration
 from frozencore.errors import ArtifactError, FrozenCoreError
 from frozencore.files.whole_file import write_text
+from frozencore.text import Progress
 from frozencore.tune.adapt import Adapted, adapt
 from frozencore.tune.config import MethodConfig
 from frozencore.tune.folder import ADAPTER, CACHE, CALIBRATION, CHECKPOINTS
 from frozencore.tune.load import Inputs
 from frozencore.tune.methods import Method, Targets
 from frozencore.tune.training.checkpoints import checkpoints
-from frozencore.words import Progress
 
 
 class RunCache:

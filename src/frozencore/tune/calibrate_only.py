@@ -15,6 +15,7 @@ from frozencore.calibration.collect import collect_moments
 from frozencore.calibration.moments_file import MomentsFingerprint, save_moments
 from frozencore.errors import ConfigError
 from frozencore.maths.capture import CAPTURE_NEEDS
+from frozencore.text import Progress
 from frozencore.tune.adapt import calibration_batches
 from frozencore.tune.config import RunConfig
 from frozencore.tune.folder import ADAPTER, BASIS, MOMENTS_FILE, RECORD, require_new
@@ -22,7 +23,6 @@ from frozencore.tune.load import prepare, resolve_targets
 from frozencore.tune.locate import find_tenants
 from frozencore.tune.make_record import calibrated_on
 from frozencore.tune.many.tenant_rows import read_tenants
-from frozencore.words import Progress
 
 
 def execute_calibration(config: RunConfig, out: Path, progress: Progress, *, of_tenants: bool = False) -> Calibration:

@@ -37,11 +37,11 @@ from frozencore.constructors.constructor import Rank, ScaleOptions
 from frozencore.errors import ConfigError, most_telling, own_refusal
 from frozencore.maths.moments import MomentName
 from frozencore.options import Option, options_of
+from frozencore.text import flag_of, unknown_name
 from frozencore.tune.methods import AdapterOptions, Method, Targets, find_method
 from frozencore.tune.rows.prompts import PROMPT_DATE, LossOn, PromptStyle
 from frozencore.tune.rows.row_sources import in_words, sources_of
 from frozencore.tune.suite import find_task
-from frozencore.words import flag_of, unknown_name
 
 PLACES = ("data_root", "device")
 """Options of the machine, which do not change the results."""

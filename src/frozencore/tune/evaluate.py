@@ -33,6 +33,7 @@ from frozencore.calibration.preserve import own_random_state
 from frozencore.errors import ArtifactError, ConfigError, DataError, ModelError
 from frozencore.files.fingerprint import fingerprint_model, fingerprint_options
 from frozencore.files.whole_file import require_writable, write_json, write_lines
+from frozencore.text import Progress, as_stage, num_of, one_line, with_note
 from frozencore.tune.folder import PREDICTIONS, RECORD
 from frozencore.tune.load import load_model, require_embedded
 from frozencore.tune.provenance import provenance
@@ -45,7 +46,6 @@ from frozencore.tune.scoring.forward import take_off
 from frozencore.tune.scoring.score import TaskScore, held_out_loss, score_completions, score_task
 from frozencore.tune.tasks import Task
 from frozencore.tune.tasks.splits import evaluation_rows
-from frozencore.words import Progress, as_stage, num_of, one_line, with_note
 
 BASE = "base"
 

@@ -19,13 +19,13 @@ from frozencore.files.gguf_model import read_tokenizer, read_weights, why_unread
 from frozencore.files.hub import safe_loading
 from frozencore.quiet import quiet_loading
 from frozencore.ranks import num_ranks
+from frozencore.text import Progress, num_of
 from frozencore.tune.config import MethodConfig, ModelConfig, RowsConfig, ScoringConfig
 from frozencore.tune.locate import model_location
 from frozencore.tune.methods import Targets, targeted_layers
 from frozencore.tune.read_rows import RowCache, RunRows, prepare_rows
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.prompts import PROTOCOL_MAX_LENGTH, PromptEncoder, context_limit
-from frozencore.words import Progress, num_of
 
 _WAY_OUT = "Give a folder that save_pretrained wrote, a GGUF file or a hub id."
 

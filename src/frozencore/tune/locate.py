@@ -11,12 +11,12 @@ from frozencore.errors import ArtifactError, ConfigError, DataError, ModelError
 from frozencore.files.adapter_folder import FACTORS_FILE, HEADER_FILE
 from frozencore.files.hub import is_hub_id, safe_loading
 from frozencore.files.strict_yaml import read_yaml
+from frozencore.text import nearest_name, one_line
 from frozencore.tune.config import RunConfig
 from frozencore.tune.folder import BASIS, CHECKPOINTS
 from frozencore.tune.pocket import POCKET_MODEL, pocket_model_path
 from frozencore.tune.rows.row_sources import KINDS, READERS, require_source, sources_of
 from frozencore.tune.smollm2 import SMOLLM2, smollm2_path
-from frozencore.words import nearest_name, one_line
 
 MODEL_CONFIG = "config.json"
 

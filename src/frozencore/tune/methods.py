@@ -21,7 +21,7 @@ from frozencore.errors import ConfigError
 from frozencore.files.whole_file import whole_folder
 from frozencore.maths.moments import MomentName
 from frozencore.options import options_of
-from frozencore.words import unknown_name
+from frozencore.text import unknown_name
 
 if TYPE_CHECKING:
     import torch

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from frozencore.errors import ConfigError, NoRowsError
 from frozencore.files.fingerprint import fingerprint_options
+from frozencore.text import num_of
 from frozencore.tune.config import RowsConfig, ScoringConfig
 from frozencore.tune.record import ReadRows, SourceRows
 from frozencore.tune.rows import Example, TextRow, TokenRow
@@ -28,7 +29,6 @@ from frozencore.tune.tasks.splits import (
     normalised,
     split_task,
 )
-from frozencore.words import num_of
 
 HELD_OUT_SHARE, HELD_OUT_MOST = 0.1, 500
 TOO_LONG = "too long"

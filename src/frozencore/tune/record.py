@@ -12,11 +12,11 @@ from typing import Annotated, Any, Final, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
+from frozencore.text import num_of, one_line
 from frozencore.tune.config import RunConfig
 from frozencore.tune.provenance import provenance
 from frozencore.tune.rows import NOT_WRITTEN
 from frozencore.tune.rows.row_sources import in_words
-from frozencore.words import num_of, one_line
 
 RECORD_FORMAT: Final = 1
 Count = Annotated[int, Field(ge=0, lt=2**63)]

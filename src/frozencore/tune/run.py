@@ -19,6 +19,7 @@ from frozencore.errors import DivergenceError, ModelError
 from frozencore.files.fingerprint import fingerprint_model, fingerprint_options
 from frozencore.files.whole_file import write_json, write_lines
 from frozencore.ranks import all_ranks_or_none, from_first, num_ranks, own_rank
+from frozencore.text import Progress, as_stage
 from frozencore.tune.adapt import Shared, adapt, adapter_identity, on_named_basis
 from frozencore.tune.cache import RunCache
 from frozencore.tune.config import RunConfig, ScoringConfig, TrainingConfig
@@ -47,7 +48,6 @@ from frozencore.tune.training.recipe import Recipe, epochs_for
 from frozencore.tune.training.reporting import reporting, require_reporters
 from frozencore.tune.training.train import train
 from frozencore.tune.training.trainer import pass_tokens_of
-from frozencore.words import Progress, as_stage
 
 CHOOSE_STEP = {"select_checkpoint", "select_by", "patience"}  # the options of scoring that no base score depends on
 

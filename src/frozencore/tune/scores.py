@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from frozencore.text import Progress, as_stage, with_note
 from frozencore.tune.config import ScoringConfig, SelectionMetric
 from frozencore.tune.load import Inputs
 from frozencore.tune.read_rows import ScoredRows
@@ -14,7 +15,6 @@ from frozencore.tune.scoring.exact_match import complete
 from frozencore.tune.scoring.forward import Prediction
 from frozencore.tune.scoring.score import RowLosses, TaskScore, held_out_loss, row_losses, score_completions, score_task
 from frozencore.tune.training.callbacks import Selection
-from frozencore.words import Progress, as_stage, with_note
 
 SAMPLE_TOKENS = 64
 

@@ -18,7 +18,7 @@ from frozencore.errors import FrozenCoreError, ModelError
 from frozencore.files.gguf_model import read_tokenizer, read_weights
 from frozencore.files.hub import safe_loading
 from frozencore.files.whole_file import whole_folder
-from frozencore.words import bytes_in_words, one_line
+from frozencore.text import bytes_in_words, one_line
 
 SMOLLM2 = "smollm2"
 """The name of the model in place of a hub id."""

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from frozencore.errors import ConfigError
+from frozencore.text import unknown_name
 from frozencore.tune.pocket import POCKET_TASKS
 from frozencore.tune.rows import Example, Row, text_field
 from frozencore.tune.tasks import Task
 from frozencore.tune.tasks.described_task import read_own_task
 from frozencore.tune.tasks.paper import PAPER_TASKS as PAPER_TASKS
 from frozencore.tune.tasks.paper import hellaswag_example
-from frozencore.words import unknown_name
 
 
 def _as_text(task: Task, text: Callable[[Row, str], str]) -> Task:

@@ -15,11 +15,11 @@ import torch
 
 from frozencore.device import place_of
 from frozencore.errors import ConfigError, DataError, ModelError, NoRowsError
+from frozencore.text import bytes_in_words, num_of, time_in_words
 from frozencore.tune.config import RunConfig
 from frozencore.tune.cost import TOKENS_A_ROW, ModelSize, memory_bytes, moment_bytes, size_of
 from frozencore.tune.load import load_config
 from frozencore.tune.read_rows import task_splits
-from frozencore.words import bytes_in_words, num_of, time_in_words
 from frozencore_lab.campaign.job import Job
 from frozencore_lab.campaign.plan import Planned
 from frozencore_lab.campaign.results import measured_seconds, tally

@@ -17,10 +17,10 @@ from pydantic_core import core_schema, to_jsonable_python
 from frozencore.constructors import readers
 from frozencore.errors import ConfigError
 from frozencore.files.fingerprint import fingerprint_options
+from frozencore.text import Progress
 from frozencore.tune.config import PLACES, RunConfig, core_options, make_config
 from frozencore.tune.rows.row_sources import STANDARD_INPUT
 from frozencore.tune.suite import find_task
-from frozencore.words import Progress
 
 if TYPE_CHECKING:
     from frozencore.tune.adapt import Shared

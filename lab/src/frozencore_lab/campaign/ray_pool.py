@@ -18,7 +18,7 @@ from typing import Any
 
 from frozencore.errors import ConfigError
 from frozencore.quiet import ignore_known_warnings
-from frozencore.words import one_line
+from frozencore.text import one_line
 from frozencore_lab.campaign.job import Job
 from frozencore_lab.campaign.shared_moments import Needs
 from frozencore_lab.campaign.store import SPECIFICATION

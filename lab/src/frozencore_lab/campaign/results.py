@@ -10,10 +10,10 @@ from typing import Any
 
 from frozencore.errors import ArtifactError
 from frozencore.files.fingerprint import fingerprint_options
+from frozencore.text import time_in_words
 from frozencore.tune.config import PLACES, RowsConfig
 from frozencore.tune.record import Failure, RunRecord, TunedRecord
 from frozencore.tune.training import STEPS_VERSION
-from frozencore.words import time_in_words
 from frozencore_lab.campaign.job import Job
 from frozencore_lab.campaign.plan import Axes, Choice, Planned, choices, plan
 from frozencore_lab.campaign.spec import Campaign, Study

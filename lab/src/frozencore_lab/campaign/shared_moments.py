@@ -19,13 +19,13 @@ from frozencore.files.fingerprint import fingerprint_model, fingerprint_options
 from frozencore.files.whole_file import remove_left, whole_file
 from frozencore.maths.capture import CAPTURE_NEEDS
 from frozencore.maths.moments import LayerMoments, MomentName
+from frozencore.text import Progress
 from frozencore.tune.adapt import Shared, calibration_batches
 from frozencore.tune.config import RunConfig
 from frozencore.tune.load import Inputs, resolve_targets
 from frozencore.tune.methods import targeted_layers
 from frozencore.tune.read_rows import RunRows
 from frozencore.tune.scoring.forward import take_off
-from frozencore.words import Progress
 from frozencore_lab.campaign.job import Job
 from frozencore_lab.campaign.store import Store
 

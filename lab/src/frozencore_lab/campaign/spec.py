@@ -35,9 +35,9 @@ from frozencore.constructors import described, readers
 from frozencore.errors import ConfigError
 from frozencore.files.strict_yaml import read_typed
 from frozencore.options import Option
+from frozencore.text import unknown_name
 from frozencore.tune.config import PLACES, MethodConfig, SelectionMetric, core_options, run_options
 from frozencore.tune.methods import METHODS
-from frozencore.words import unknown_name
 from frozencore_lab.campaign.job import KINDS, NamedKind
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]

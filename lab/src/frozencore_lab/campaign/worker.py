@@ -12,13 +12,13 @@ from typing import TextIO
 
 from frozencore.device import is_out_of_memory
 from frozencore.errors import ArtifactError, DivergenceError, FrozenCoreError
+from frozencore.text import Progress, one_line
 from frozencore.tune.config import ModelConfig, RunConfig
 from frozencore.tune.folder import ADAPTER
 from frozencore.tune.load import Base, load
 from frozencore.tune.read_rows import RowCache
 from frozencore.tune.record import Failure, Provenance
 from frozencore.tune.scores import Score
-from frozencore.words import Progress, one_line
 from frozencore_lab.campaign.job import Job, Work
 from frozencore_lab.campaign.shared_moments import Needs, SharedWork, calibrating, moments_key
 from frozencore_lab.campaign.store import LOG, Store

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from frozencore.device import torch
 from frozencore.errors import ArtifactError
 from frozencore.quiet import ignore_known_warnings
-from frozencore.words import Progress
+from frozencore.text import Progress
 
 if TYPE_CHECKING:
     from frozencore_lab.campaign.job import Job

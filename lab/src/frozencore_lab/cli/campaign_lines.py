@@ -20,8 +20,8 @@ from rich.text import Text
 
 from frozencore.cli.display import LABELS
 from frozencore.errors import ConfigError, TrainingError
+from frozencore.text import Progress, num_of, time_in_words
 from frozencore.tune.record import Failure, RunRecord
-from frozencore.words import Progress, num_of, time_in_words
 from frozencore_lab.campaign.driver import drive
 from frozencore_lab.campaign.estimate import search_rows
 from frozencore_lab.campaign.job import Job

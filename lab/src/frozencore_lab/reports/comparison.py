@@ -16,8 +16,8 @@ from pathlib import Path
 from rich.console import Group
 
 from frozencore.errors import DataError
+from frozencore.text import unknown_name
 from frozencore.tune.methods import method_name
-from frozencore.words import unknown_name
 from frozencore_lab.campaign.spec import column_key
 from frozencore_lab.reports.pivot import Pivot, row_labels
 from frozencore_lab.reports.sheet import (

@@ -12,9 +12,9 @@ from typing import Any, Literal
 from rich.table import Table
 from rich.text import Text
 
+from frozencore.text import one_line
 from frozencore.tune.methods import METHODS, method_name
 from frozencore.tune.suite import PAPER_TASKS
-from frozencore.words import one_line
 from frozencore_lab.campaign.results import FinalRun
 
 Status = Literal["done", "missing", "diverged", "failed", "absent"]

@@ -30,7 +30,7 @@ from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError, Model
 from frozencore.files.gguf_model import model_class, read_tokenizer, read_weights, why_unreadable
 from frozencore.files.hub import safe_loading
 from frozencore.files.whole_file import whole_folder
-from frozencore.words import one_line
+from frozencore.text import one_line
 
 _TOKENIZER = "tokenizer_config.json"
 

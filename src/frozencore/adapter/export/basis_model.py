@@ -41,7 +41,7 @@ from frozencore.errors import ArtifactError, ModelError
 from frozencore.files.adapter_folder import BASIS_MODEL_TYPE, CONFIG_FILE, HEADER_FILE, MODEL_CONFIG, WEIGHTS_FILE
 from frozencore.files.hub import safe_loading
 from frozencore.files.whole_file import whole_folder
-from frozencore.words import one_line
+from frozencore.text import one_line
 from frozencore_basis_model import ENTRY, config_class
 
 CODE_FILE, CORE = "frozencore_basis_model.py", "core"

@@ -26,7 +26,7 @@ from frozencore.adapter.export.base_model import layers_of, lost_in_peft
 from frozencore.adapter.saved.state import BASE
 from frozencore.errors import ArtifactError, ModelError
 from frozencore.files.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
-from frozencore.words import one_line
+from frozencore.text import one_line
 
 VLLM, SGLANG, LLAMA_CPP = "vLLM", "SGLang", "llama.cpp"
 ENGINES = (VLLM, SGLANG, LLAMA_CPP)

@@ -37,7 +37,7 @@ from frozencore.files.fingerprint import fingerprint_options
 from frozencore.files.hub import hub_answers, is_hub_id, why_not_given
 from frozencore.files.whole_file import whole_folder
 from frozencore.maths.linalg import all_finite
-from frozencore.words import one_line
+from frozencore.text import one_line
 
 FORMAT = 1
 LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127

@@ -23,7 +23,7 @@ from safetensors import safe_open
 from frozencore.adapter.saved.state import PREFIX
 from frozencore.errors import ArtifactError
 from frozencore.files.adapter_folder import WEIGHTS_FILE
-from frozencore.words import bytes_in_words, one_line
+from frozencore.text import bytes_in_words, one_line
 
 CARD_FILE = "README.md"
 _BEGIN, _END = "<!-- frozencore:begin -->", "<!-- frozencore:end -->"

@@ -24,6 +24,7 @@ from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.files.whole_file import write_json
 from frozencore.ranks import each_by_itself, first_before_others, from_first, gathered, own_rank
+from frozencore.text import Progress, as_stage
 from frozencore.tune.adapt import Adapted, adapter_identity
 from frozencore.tune.cache import RunCache
 from frozencore.tune.config import RunConfig
@@ -58,7 +59,6 @@ from frozencore.tune.record import Failure, Provenance, TunedRecord, read_record
 from frozencore.tune.run import recipe_of
 from frozencore.tune.scores import Score
 from frozencore.tune.training.checkpoints import newest_complete
-from frozencore.words import Progress, as_stage
 
 
 def execute_many(

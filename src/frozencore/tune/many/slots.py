@@ -24,11 +24,11 @@ from frozencore.adapter.layer import FrozenCoreLinear, frozen_core_layers
 from frozencore.adapter.saved.state import by_layer
 from frozencore.calibration.batches import IGNORED, rope_limit
 from frozencore.errors import ConfigError
+from frozencore.text import Progress
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator, score_in_groups
 from frozencore.tune.scoring.forward import base_of, forward_accepts, scoring_mode, vocabulary_of
 from frozencore.tune.training.callbacks import total_bytes
-from frozencore.words import Progress
 
 
 def row_losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

@@ -10,13 +10,13 @@ from pathlib import Path
 from frozencore.errors import ConfigError, FrozenCoreError, TrainingError
 from frozencore.files.whole_file import whole_folder
 from frozencore.ranks import num_ranks, own_rank, spread
+from frozencore.text import Progress, num_of
 from frozencore.tune.adapt import on_named_basis
 from frozencore.tune.config import RunConfig
 from frozencore.tune.folder import CHECKPOINTS
 from frozencore.tune.load import Inputs, load, prepare
 from frozencore.tune.locate import find_tenants
 from frozencore.tune.read_rows import RunRows
-from frozencore.words import Progress, num_of
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from frozencore.calibration.preserve import own_random_state, plain_passes
 from frozencore.errors import ConfigError, TrainingError
 from frozencore.files.fingerprint import fingerprint_options, fingerprint_tensors
 from frozencore.files.whole_file import whole_file
+from frozencore.text import Progress, one_line
 from frozencore.tune.many.slots import TrainedSlots
 from frozencore.tune.many.tenant import ActiveTenants, Tenant, TenantState, Trained
 from frozencore.tune.scoring.forward import base_of
@@ -43,7 +44,6 @@ from frozencore.tune.training.checkpoints import (
 )
 from frozencore.tune.training.train import TrainingReport
 from frozencore.tune.training.trainer import own_use_cache
-from frozencore.words import Progress, one_line
 
 SLOTS = 64
 CHECKPOINT_S = 60.0

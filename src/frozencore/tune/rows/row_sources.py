@@ -16,8 +16,8 @@ from typing import Any
 from frozencore.errors import ConfigError, DataError
 from frozencore.files.hub import hub_answers
 from frozencore.quiet import with_attributes
+from frozencore.text import nearest_name, one_line
 from frozencore.tune.rows import Row
-from frozencore.words import nearest_name, one_line
 
 Data = str | tuple[str, ...]
 """One source, or several."""

@@ -14,8 +14,8 @@ from torch.nn.utils.rnn import pad_sequence
 from frozencore.calibration.batches import IGNORED, on_one_side
 from frozencore.device import fits
 from frozencore.errors import ModelError
+from frozencore.text import Progress
 from frozencore.tune.rows import TokenRow
-from frozencore.words import Progress
 
 LOGITS_BUDGET = 2**26  # values held at once: 256 MiB of float32
 

@@ -28,6 +28,7 @@ from transformers.cache_utils import DynamicLayer
 from frozencore.calibration.batches import on_one_side, rope_limit
 from frozencore.errors import DataError, ModelError
 from frozencore.quiet import with_attributes
+from frozencore.text import Progress
 from frozencore.tune.rows import ChoiceTokens, Example, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.rows.token_batches import PaddingCollator, pad, score_in_groups
@@ -41,7 +42,6 @@ from frozencore.tune.scoring.forward import (
     token_logprobs,
     vocabulary_of,
 )
-from frozencore.words import Progress
 
 
 def predict_choices(

@@ -15,12 +15,12 @@ from transformers import GenerationConfig, LogitsProcessor, TextStreamer
 from frozencore.calibration.batches import rope_limit
 from frozencore.errors import DataError, ModelError
 from frozencore.quiet import with_attributes
+from frozencore.text import Progress
 from frozencore.tune.rows import Example, TextRow, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder, context_limit
 from frozencore.tune.rows.token_batches import pad, score_in_groups
 from frozencore.tune.scoring.forward import NOT_FINITE, Prediction, base_of, scoring_mode, vocabulary_of
 from frozencore.tune.tasks.answers import parse_answer
-from frozencore.words import Progress
 
 SHORT = 16  # tokens of a completion, without its end token
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from frozencore.calibration.batches import rope_limit
 from frozencore.errors import ConfigError, DataError, ModelError
+from frozencore.text import Progress, with_note
 from frozencore.tune.rows import Example, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.rows.token_batches import PaddingCollator, score_in_groups
@@ -19,7 +20,6 @@ from frozencore.tune.scoring.choice import predict_choices
 from frozencore.tune.scoring.exact_match import SHORT, complete, predict_numbers
 from frozencore.tune.scoring.forward import NOT_FINITE, Prediction, completion_logprobs, scoring_mode, vocabulary_of
 from frozencore.tune.tasks import Task
-from frozencore.words import Progress, with_note
 
 
 @dataclass(frozen=True)

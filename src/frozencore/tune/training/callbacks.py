@@ -16,8 +16,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from frozencore.errors import ConfigError, DivergenceError, TrainingError
 from frozencore.ranks import largest_over_ranks, wait_for_all
+from frozencore.text import Progress
 from frozencore.tune.training.checkpoints import Stop, is_complete, seal_checkpoint
-from frozencore.words import Progress
 
 Every = Literal["epoch"] | int
 

@@ -21,7 +21,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from frozencore.errors import ConfigError, TrainingError
-from frozencore.words import one_line
+from frozencore.text import one_line
 
 SEAL = "complete.json"
 TENANT_STATES = "seats.json"  # in a checkpoint of many tenants: the tenants in slots

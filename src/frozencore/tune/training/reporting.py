@@ -15,7 +15,7 @@ from transformers.integrations import get_available_reporting_integrations, get_
 from transformers.integrations.integration_utils import TensorBoardCallback, WandbCallback
 
 from frozencore.errors import ConfigError
-from frozencore.words import one_line
+from frozencore.text import one_line
 
 Reporter = Literal["tensorboard", "trackio", "wandb"]
 LOGS = "logs"

@@ -30,6 +30,7 @@ from frozencore.calibration.batches import on_one_side, rope_limit
 from frozencore.calibration.preserve import own_random_state, plain_passes
 from frozencore.errors import ConfigError, DataError, DivergenceError, TrainingError
 from frozencore.ranks import from_first, num_ranks
+from frozencore.text import Progress
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator
 from frozencore.tune.training import STEPS_VERSION
@@ -56,7 +57,6 @@ from frozencore.tune.training.trainer import (
     own_use_cache,
     without_fillers,
 )
-from frozencore.words import Progress
 
 
 @dataclass(frozen=True)

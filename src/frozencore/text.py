@@ -1,4 +1,4 @@
-"""Text for users: one-line text, sizes, times, names, and the progress of long steps."""
+"""Text on one line, sizes, times and names for users, and the progress of long steps."""
 
 from __future__ import annotations
 

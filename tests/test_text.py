@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from frozencore import errors
 from frozencore.errors import FrozenCoreError
-from frozencore.words import at_least, bytes_in_words, one_line, read_size, time_in_words
+from frozencore.text import at_least, bytes_in_words, one_line, read_size, time_in_words
 
 ERRORS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, FrozenCoreError)]
 
