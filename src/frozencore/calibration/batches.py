@@ -333,23 +333,18 @@ class CountedTokens:
         return replace(cls.from_mask(mask.bool(), device=device), or_all=True)
 
 
+def text_tokens(batch: Mapping[str, Tensor], options: CalibrationOptions) -> Bool[Tensor, "b t"]:
+    """The tokens of a batch that are not padding, without the skipped first ones; the encoder's if there is one."""
+    ids = batch["input_ids"] if "input_ids" in batch else batch["inputs_embeds"][..., 0]
+    return _text(ids, batch.get("attention_mask"), options)
+
+
 def counted_tokens(batch: Mapping[str, Tensor], options: CalibrationOptions) -> Bool[Tensor, "b t"]:
     """The tokens of a batch whose x and δ enter the moments."""
-    counted = _text(_ids(batch), batch.get("attention_mask"), options)
+    counted = text_tokens(batch, options)
     if options.tokens == "completion":
         counted = counted & predicted(labels_of(batch)).ne(IGNORED)
     return counted
-
-
-def counted_source_tokens(batch: Mapping[str, Tensor], options: CalibrationOptions) -> Bool[Tensor, "b s"]:
-    """The encoder's tokens of a batch: all that is not padding, because no completion is among them."""
-    return _text(_ids(batch), batch.get("attention_mask"), options)
-
-
-def has_target_tokens(batch: Mapping[str, Any]) -> bool:
-    """Return whether a batch tells the decoder's tokens by labels or ids."""
-    labels = batch.get("labels")
-    return (isinstance(labels, Tensor) and labels.ndim == 2) or "decoder_input_ids" in batch
 
 
 def counted_target_tokens(batch: Mapping[str, Tensor], options: CalibrationOptions) -> Bool[Tensor, "b t"]:
@@ -360,17 +355,12 @@ def counted_target_tokens(batch: Mapping[str, Tensor], options: CalibrationOptio
     mask, labels = batch.get("decoder_attention_mask"), batch.get("labels")
     if labels is None or labels.ndim < 2:
         ids = batch.get("decoder_input_ids")
-        return counted_source_tokens(batch, options) if ids is None else _text(ids, mask, options)
+        return text_tokens(batch, options) if ids is None else _text(ids, mask, options)
     predicts = labels.ne(IGNORED)
     counted = _text(labels, predicts if mask is None else mask, options)
     return counted & predicts if options.tokens == "completion" else counted
 
 
-def _ids(batch: Mapping[str, Tensor]) -> Tensor:
-    return batch["input_ids"] if "input_ids" in batch else batch["inputs_embeds"][..., 0]
-
-
 def _text(ids: Tensor, mask: Tensor | None, options: CalibrationOptions) -> Tensor:
-    """All tokens that are not padding, without the skipped first tokens."""
     text = torch.ones(ids.shape[:2], dtype=torch.bool, device=ids.device) if mask is None else mask.bool()
     return text & (text.cumsum(1) > options.skip_first) if options.skip_first else text

@@ -32,10 +32,8 @@ from frozencore.calibration.batches import (
     IGNORED,
     Batch,
     CountedTokens,
-    counted_source_tokens,
     counted_target_tokens,
     counted_tokens,
-    has_target_tokens,
     labels_of,
     mapped,
     num_examples_of,
@@ -43,6 +41,7 @@ from frozencore.calibration.batches import (
     predicted,
     require_batch,
     rope_limit,
+    text_tokens,
     total_examples,
 )
 from frozencore.calibration.calibration_options import CalibrationOptions
@@ -326,11 +325,13 @@ def _count_tokens(batch: Batch, capture: CalibrationPass, device: torch.device) 
         counted = counted_tokens if capture.encoder is None else counted_target_tokens
         capture.tokens = CountedTokens.from_mask(counted(batch, options), device=device)
         if capture.encoder is not None:
-            capture.source_tokens = CountedTokens.from_mask(counted_source_tokens(batch, options), device=device)
+            capture.source_tokens = CountedTokens.from_mask(text_tokens(batch, options), device=device)
         return
     # images, sound: the layers' rows are not the batch's rows
     capture.tokens = capture.source_tokens = CountedTokens.of_call(batch.get("attention_mask"), device=device)
-    if capture.encoder is not None and has_target_tokens(batch):
+    labels = batch.get("labels")
+    of_text = (isinstance(labels, Tensor) and labels.ndim == 2) or "decoder_input_ids" in batch
+    if capture.encoder is not None and of_text:
         capture.tokens = CountedTokens.from_mask(counted_target_tokens(batch, options), device=device)
 
 
