@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import frozencore
-from frozencore import public, words
+from frozencore import public, text
 from frozencore.cli import app as cli
 from frozencore.errors import ArtifactError
 from frozencore.tune.pocket import pocket_model_path
@@ -151,7 +151,7 @@ def test_in_the_commands_own_process_every_public_name_is_there_when_it_is_asked
     names: dict[str, object] = {}
     exec("from frozencore import *; from frozencore import text", names)
     assert {name: names[name] for name in public.__all__} == {name: getattr(public, name) for name in public.__all__}
-    assert names["words"] is words
+    assert names["text"] is text
 
 
 def test_the_package_lists_its_public_names_and_no_others() -> None:
