@@ -90,7 +90,7 @@ def options_of(holder: type) -> Mapping[str, Option]:
 
 
 @cache
-def _read(holder: Any) -> Mapping[str, Option]:
+def _read(holder: Any) -> Mapping[str, Option]:  # a type is hashable, which mypy does not know
     full, plain = get_type_hints(holder, include_extras=True), get_type_hints(holder)
     if issubclass(holder, BaseModel):
         defaults = {name: MISSING if f.is_required() else f.default for name, f in holder.model_fields.items()}
@@ -101,11 +101,7 @@ def _read(holder: Any) -> Mapping[str, Option]:
 
 
 def check_options(holder: Any) -> None:
-    """Check all values of a dataclass.
-
-    Raises:
-        ConfigError: A value is not allowed; the message names the option and the allowed values.
-    """
+    """Check all values of a dataclass, as :meth:`Option.check` does."""
     for name, option in options_of(type(holder)).items():
         option.check(getattr(holder, name))
 

@@ -50,21 +50,6 @@ def test_in_a_file_a_long_stage_says_every_few_seconds_how_far_it_is_and_how_lon
     ]
 
 
-def test_the_lines_of_stages_add_up_to_the_whole_though_each_speaks_late() -> None:
-    printed, now = io.StringIO(), iter([0.0, 0.0, 6.0, 20.0, 21.0, 36.5, 38.0])
-    with StageDisplay(Console(file=printed, width=120), clock=lambda: next(now)) as stages:
-        stages("load", 1, 1)
-        stages("score base", 6, 6)  # its first word is its last
-        stages("train", 1, 2)
-        stages("train", 2, 2)
-    assert printed.getvalue().splitlines() == [
-        "Load model and rows: 1 in 6.0 s",
-        "Score the base model: 6 in 14.0 s",
-        "Train: 2 in 16.5 s",
-        "In all: 38.0 s, 1.5 s of it between the stages",
-    ]
-
-
 def test_a_stage_that_goes_on_after_its_end_gets_a_line_for_each_end() -> None:
     """Accuracy, then loss, then samples: what no line said was counted as calibration."""
     printed, now = io.StringIO(), iter([0.0, 0.0, 5.0, 9.0, 12.0, 20.0, 20.0])

@@ -7,17 +7,16 @@ import time
 import unicodedata
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bars
 from rich.segment import Segment
 
 from frozencore.text import time_in_words
-from frozencore.tune.folder import interrupted_work
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
 
 WIDE = 160  # columns in a file or a pipe, unless COLUMNS is set
 LABELS = {
@@ -70,12 +69,6 @@ if not console.is_terminal and "COLUMNS" not in os.environ:
     console.width = WIDE
 
 
-def resume_line(out: Path) -> str:
-    """Say from which checkpoint a run resumes."""
-    kept = interrupted_work(out)
-    return f"Nothing to go on from in {out}: from the start" if kept is None else f"Goes on from {kept} in {out}"
-
-
 @dataclass
 class Stage:
     """One stage of the work.
@@ -108,6 +101,10 @@ class StageDisplay:
     """
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.perf_counter) -> None:
+        # imported here, because a command that shows its help draws no bar
+        from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bars
+
         self.console = console
         self.clock = clock
         self.began = self.latest = clock()

@@ -12,7 +12,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from frozencore.cli.display import StageDisplay, console, resume_line
+from frozencore.cli.display import StageDisplay, console
 from frozencore.cli.flags import DryRun, Out, Resume, TakesRun, as_flags, require_out, told_if_nothing_is_kept
 from frozencore.files.hub import require_upload, upload
 from frozencore.text import bytes_in_words
@@ -68,7 +68,7 @@ def _tune(
     if push_to_hub is not None:
         require_upload(push_to_hub)
     if resume:
-        console.print(resume_line(output))
+        _print_resumed(output)
     kept = told_if_nothing_is_kept(lambda: interrupted_work(output) or (output / RECORD).is_file())
     with kept, joined(), StageDisplay(console) as progress:
         from frozencore.cli.run_screen import run_summary, sample_lines, size_lines
@@ -97,6 +97,14 @@ def _tune(
 tune = TakesRun(_tune, defaults=DEFAULTS)
 
 
+def _print_resumed(output: Path) -> None:
+    """Print from which checkpoint a run resumes."""
+    kept = interrupted_work(output)
+    console.print(
+        f"Nothing to go on from in {output}: from the start" if kept is None else f"Goes on from {kept} in {output}"
+    )
+
+
 def _tune_many(
     config: RunConfig,
     tenants: Annotated[Path, typer.Option(help=TENANTS, rich_help_panel="Rows")],
@@ -122,7 +130,7 @@ def _tune_many(
     output = require_out(output)
     refuse_finished(output, find_tenants(tenants), resume=resume)
     if resume:
-        console.print(resume_line(output))
+        _print_resumed(output)
     with told_if_nothing_is_kept(lambda: interrupted_work(output)), joined(), StageDisplay(console) as stages:
         from frozencore.tune.many.run import execute_many
         from frozencore.tune.record import Failure
