@@ -122,6 +122,33 @@ def of_task(methods: Mapping[str, list[Found]]) -> str:
     return table([*heads, "rise on other texts", "rise minus FCCA's"], rows)
 
 
+def one_rate() -> str:
+    """Constructors in orthonormal coordinates at one rate for all, beside rates of their own: losses less FCCA's.
+
+    The runs of ``smollm2-seeds`` have the rates of their own, Fisher coordinates and the default scale.
+    """
+    rates: dict[str, dict[str, list[Found]]] = defaultdict(lambda: defaultdict(list))
+    records = lines_of(LAB_RESULTS / "smollm2-paper" / "records.jsonl")
+    for record in sorted(records, key=lambda one: (one["resolved"]["recipe"]["learning_rate"], one["seed"])):
+        rates[f"{record['resolved']['recipe']['learning_rate']:g}"][named(record)].append(record)
+    seeds = [run["seed"] for run in next(iter(rates.values()))["FCCA"]]
+    own = final_runs("smollm2-seeds")["sst2"]
+    rates["their own"] = {name: [run for run in runs if run["seed"] in seeds] for name, runs in own.items()}
+    names = [name for name in NAMES.values() if name in next(iter(rates.values()))]
+    rows: dict[str, list[str]] = {name: [name] for name in names}
+    for methods in rates.values():
+        others = [name for name in names if name in methods and name != "FCCA"]
+        less = dict(
+            zip(others, differences([methods[n] for n in others], methods["FCCA"], "held_out_loss"), strict=True)
+        )
+        for name in names:
+            runs = methods.get(name)
+            score = f"{100 * fmean(run['accuracy'] for run in runs):.1f}" if runs else ""
+            rows[name] += [score, spread([*map(held_out_loss, runs)], 3) if runs else "not run", less.get(name, "")]
+    heads = [text for rate in rates for text in (f"{rate}: accuracy, %", "held-out loss", "minus FCCA's")]
+    return table(["learning rate", *heads], rows.values())
+
+
 def ablations() -> str:
     """FCCA with one option changed: losses beside those of the default, a line a change."""
     found: dict[tuple[tuple[str, str], ...], list[Found]] = defaultdict(list)
@@ -347,6 +374,7 @@ def pages(study: tenants_quality.Tenants, in_vllm: Found) -> Iterator[tuple[Path
             "seeds-sst2": from_(of_task(with_most_seeds["sst2"]), f"`lab/results/{TWO_TASKS['sst2']}`"),
             "smollm2-sst2": from_(of_task(tasks["sst2"]), runs),
             "smollm2-hellaswag": from_(of_task(tasks["hellaswag"]), runs),
+            "one-rate": from_(one_rate(), "`lab/results/smollm2-paper` and `lab/results/smollm2-seeds`"),
             "smollm2-ablations": from_(ablations(), changed),
             "smollm2-stability": from_(stability(), changed),
             "smollm2-speed": from_(smollm2.table_of(found_in("smollm2")), files.format("smollm2")),
