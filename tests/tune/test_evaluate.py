@@ -1,27 +1,37 @@
-"""Scores of adapters on one base: as if each were loaded alone, and never computed twice."""
+"""Scores of adapters on one base: as if each were loaded alone, never computed twice, and those of the harness."""
 
 from __future__ import annotations
 
 import json
+import random
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import nn
 
 from frozencore import FrozenCoreConfig
 from frozencore.cli.evaluate import _notes
 from frozencore.errors import ArtifactError, ConfigError, DataError, ModelError
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.tune import evaluate as module
-from frozencore.tune.evaluate import BaseWithAdapter, Evaluation, adapter_names, evaluate
+from frozencore.tune.evaluate import BaseWithAdapter, Evaluation, _headline, adapter_names, evaluate, harness_score
 from frozencore.tune.load import load_model
-from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.pocket import POCKET_TASKS, pocket_model_path
+from frozencore.tune.rows.prompts import PromptEncoder, context_limit
+from frozencore.tune.scoring.forward import Prediction
 from frozencore.tune.scoring.score import score_task
-from frozencore.tune.suite import find_task
+from frozencore.tune.suite import PAPER_TASKS, find_task
 from frozencore.tune.tasks.splits import evaluation_rows
+from harness_tasks import PREFIX, export_tasks
+from hub_folders import FEATURES, write_hub_folder
+from places import SHARED
 from small_tenants import silent
 
 POCKET = str(pocket_model_path())
@@ -158,14 +168,10 @@ def test_prompts_beyond_the_limit_are_refused_or_counted(tmp_path: Path) -> None
         evaluate(evaluation(max_length=4096), tmp_path / "e", silent)
 
 
-def test_an_adapter_of_another_model_is_refused(adapters: dict[str, Path], tmp_path: Path) -> None:
-    weights = adapters["lora-0"] / "adapter_model.safetensors"
-    from safetensors.torch import load_file, save_file
-
-    damaged = tmp_path / "damaged"
-    damaged.mkdir()
-    (damaged / "adapter_config.json").write_text((adapters["lora-0"] / "adapter_config.json").read_text())
-    tensors = load_file(weights)
+def test_an_adapter_that_does_not_fit_is_refused_in_one_line(adapters: dict[str, Path], tmp_path: Path) -> None:
+    base, folder = load_model(POCKET, device="cpu")[0], adapters["lora-0"]
+    damaged = shutil.copytree(folder, tmp_path / "damaged")
+    tensors = load_file(folder / "adapter_model.safetensors")
     some = next(iter(tensors))
     cases = {
         "does not go on this base model": tensors | {some: torch.zeros(3, 3)},
@@ -176,10 +182,14 @@ def test_an_adapter_of_another_model_is_refused(adapters: dict[str, Path], tmp_p
     for reason, wrong in cases.items():
         save_file(wrong, damaged / "adapter_model.safetensors")
         with pytest.raises(ArtifactError, match=reason) as error:
-            BaseWithAdapter(load_model(POCKET, device="cpu")[0]).with_adapter(damaged)
+            BaseWithAdapter(base).with_adapter(damaged)
         assert "\n" not in str(error.value)
     with pytest.raises(ArtifactError, match=r"has no adapter_config.json"):
-        BaseWithAdapter(load_model(POCKET, device="cpu")[0]).with_adapter(tmp_path)
+        BaseWithAdapter(base).with_adapter(tmp_path)
+    virtual = get_peft_model(base, PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
+    virtual.save_pretrained(tmp_path / "virtual")
+    with pytest.raises(ArtifactError, match=r"holds virtual tokens \(.*PROMPT_TUNING\), which are not scored"):
+        BaseWithAdapter(load_model(POCKET, device="cpu")[0]).with_adapter(tmp_path / "virtual")
 
 
 def test_adapters_get_short_names_of_their_own() -> None:
@@ -196,8 +206,128 @@ def test_adapters_get_short_names_of_their_own() -> None:
         names("/x/a", "/x/a")
 
 
-def test_an_adapter_of_virtual_tokens_is_refused(tmp_path: Path) -> None:
-    base = load_model(POCKET, device="cpu")[0]
-    get_peft_model(base, PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")).save_pretrained(tmp_path)
-    with pytest.raises(ArtifactError, match=r"holds virtual tokens \(.*PROMPT_TUNING\), which are not scored"):
-        BaseWithAdapter(load_model(POCKET, device="cpu")[0]).with_adapter(tmp_path)
+NUM_ROWS = 5
+# tiny1m has room for 256 tokens in all
+ALL_TASKS = {name: replace(task, max_new_tokens=24) for name, task in (PAPER_TASKS | POCKET_TASKS).items()}
+MODELS = {"pocket": POCKET, "tiny1m": str(SHARED / "models" / "tiny1m")}
+
+
+def root_of(name: str, exported: Path) -> Path:
+    return exported.parent / name if name in FEATURES else SHARED / "data"
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Our tasks as files of the harness."""
+    pytest.importorskip("lm_eval")
+    if not SHARED.is_dir():
+        pytest.skip("no ../shared beside this checkout")
+    folder = tmp_path_factory.mktemp("lm-eval") / "tasks"
+    for name, task in ALL_TASKS.items():
+        if name in FEATURES:
+            write_hub_folder(root_of(name, folder), name, num_train=2, num_evaluation=NUM_ROWS)
+        export_tasks([task], folder, data_root=root_of(name, folder), num_evaluation=NUM_ROWS)
+    return folder
+
+
+def model_and_encoder(name: str, dtype: str = "auto") -> tuple[nn.Module, PromptEncoder]:
+    model, tokenizer = load_model(MODELS[name], dtype=dtype)
+    return model, PromptEncoder(tokenizer, max_length=context_limit(model, tokenizer), too_long="truncate")
+
+
+@pytest.fixture(scope="module")
+def pocket() -> tuple[nn.Module, PromptEncoder]:
+    return model_and_encoder("pocket")
+
+
+def both(
+    model: nn.Module, encoder: PromptEncoder, name: str, exported: Path
+) -> list[tuple[Prediction, dict[str, Any]]]:
+    """Our prediction and the harness's record of every row that needs no cutting."""
+    task = ALL_TASKS[name]
+    examples = evaluation_rows(task, root_of(name, exported), num_evaluation=NUM_ROWS)
+    ours = score_task(model, encoder, task, examples)
+    _, theirs = harness_score(model, encoder, PREFIX + name, include_path=exported)
+    assert [sample["doc"]["id"] for sample in theirs] == [example.id for example in examples]
+    generated = task.max_new_tokens if task.scoring == "exact_match" else 0
+    style = "chat" if encoder.is_chat else "plain"
+    room = PromptEncoder(encoder.tokenizer, style=style, max_length=encoder.max_length - generated)
+    return [
+        (prediction, dict(sample))
+        for example, prediction, sample in zip(examples, ours.predictions, theirs, strict=True)
+        if room.count_too_long([room.render(example)]) == 0
+    ]
+
+
+@pytest.mark.parametrize("model_name", MODELS)
+def test_every_task_scores_as_the_harness_scores_it(model_name: str, exported: Path) -> None:
+    """Float32; the harness adds up in float32, whose last digit is 1.2e-4 from 1024 nats on."""
+    model, encoder = model_and_encoder(model_name)
+    for name, task in ALL_TASKS.items():
+        if (model_name, name) == ("tiny1m", "gsm8k"):  # its rows are longer
+            continue
+        rows = both(model, encoder, name, exported)
+        assert rows
+        for ours, sample in rows:
+            if task.scoring == "exact_match":
+                assert ours.text == sample["filtered_resps"][0]
+                assert ours.correct == sample["exact_match"]
+            else:
+                theirs = [logprob for logprob, _ in sample["filtered_resps"]]
+                assert ours.logprobs == pytest.approx(theirs, abs=1e-4, rel=2.5e-7)
+                assert ours.prediction == " " + sample["doc"]["choices"][theirs.index(max(theirs))]
+                assert ours.correct == sample["acc"]
+
+
+@pytest.mark.parametrize("model_name", MODELS)
+def test_in_float64_the_difference_is_nil(model_name: str, exported: Path) -> None:
+    for ours, sample in both(*model_and_encoder(model_name, "float64"), "hellaswag", exported):
+        assert ours.logprobs == pytest.approx([logprob for logprob, _ in sample["filtered_resps"]], abs=1e-8)
+
+
+@pytest.mark.parametrize("end", [":", "\n"])
+def test_chat_prompts_score_as_the_harness_scores_them(end: str, exported: Path) -> None:
+    """It moves white space at the end of a template to every choice and scores it there: the same for all of them."""
+    model, tokenizer = load_model(MODELS["tiny1m"])
+    tokenizer.chat_template = (
+        "{% for m in messages %}<s>{{ m.role }}" + end + "{{ m.content }}</s>\n{% endfor %}"
+        "{% if add_generation_prompt %}<s>assistant" + end + "{% endif %}"
+    )
+    encoder = PromptEncoder(tokenizer, style="chat", max_length=256, too_long="truncate")
+    for name in ("sst2", "hellaswag"):
+        for ours, sample in both(model, encoder, name, exported):
+            theirs = [logprob for logprob, _ in sample["filtered_resps"]]
+            extra = theirs[0] - ours.logprobs[0] if end == "\n" else 0.0
+            assert [value + extra for value in ours.logprobs] == pytest.approx(theirs, abs=1e-4)
+            assert ours.correct == sample["acc"]
+
+
+def test_the_harness_leaves_the_random_states_as_they_were(pocket: tuple[Any, Any], exported: Path) -> None:
+    random.seed(5)
+    np.random.seed(5)
+    torch.manual_seed(5)
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()  # type: ignore[union-attr]
+    harness_score(*pocket, f"{PREFIX}pocket-entailment", include_path=exported)
+    assert random.getstate() == before[0]
+    assert np.random.get_state()[1].tolist() == before[1]  # type: ignore[union-attr]
+    assert torch.equal(torch.get_rng_state(), before[2])
+
+
+def test_a_group_counts_the_examples_of_each_task(pocket: tuple[Any, Any], exported: Path, tmp_path: Path) -> None:
+    """The harness numbers the examples of each task from 0."""
+    names = [f"{PREFIX}pocket-entailment", f"{PREFIX}pocket-sentiment"]
+    shutil.copytree(exported, tmp_path / "tasks")
+    metric = "[{metric: acc, aggregation: mean}]"
+    (tmp_path / "tasks" / "both.yaml").write_text(f"group: both\ntask: {names}\naggregate_metric_list: {metric}\n")
+    score, samples = harness_score(*pocket, "both", include_path=tmp_path / "tasks")
+    assert score["num_examples"] == len(samples) == 2 * NUM_ROWS
+    with pytest.raises(ConfigError, match="There is no task 'nothing' in "):
+        harness_score(*pocket, "nothing", include_path=exported)
+
+
+def test_the_metric_shown_is_accuracy_where_there_is_one_and_never_a_nan_or_a_standard_error() -> None:
+    nan = float("nan")
+    assert _headline({"alias": "a", "bleu,none": 0.1, "acc_stderr,none": 0.2, "acc,none": 0.5}) == "acc,none"
+    assert _headline({"acc,none": nan, "bleu,none": 0.1}) == "bleu,none"
+    with pytest.raises(ModelError, match="no metric that is a number: .*Check the model's weights"):
+        _headline({"alias": "a", "perplexity,none": nan, "perplexity_stderr,none": 0.1})
