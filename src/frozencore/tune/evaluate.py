@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import date
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -135,10 +135,10 @@ def harness_score(
         The numbers of the score, with all metrics under the harness's own names, and its record of every row.
 
     Raises:
-        ConfigError: The harness has no such task.
+        ConfigError: The harness is not installed, or has no such task.
         DataError: The task's data cannot be loaded.
     """
-    import lm_eval
+    lm_eval = _import_harness()
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
@@ -185,12 +185,18 @@ def harness_score(
 
 def harness_version() -> str:
     """The version of the installed harness; a ``ConfigError`` if it is not installed."""
+    _import_harness()
+    return version("lm_eval")
+
+
+def _import_harness() -> Any:
     try:
-        return version("lm_eval")
-    except PackageNotFoundError as error:
+        import lm_eval
+    except ImportError as error:
         raise ConfigError(
             "Tasks of lm-evaluation-harness need it installed, and it is not: pip install 'frozencore[lm-eval]'."
         ) from error
+    return lm_eval
 
 
 def _headline(metrics: Mapping[str, Any]) -> str:
