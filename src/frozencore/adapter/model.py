@@ -26,12 +26,12 @@ from frozencore.adapter.folders import require_one_basis
 from frozencore.adapter.layer import (
     FrozenCoreLinear,
     FrozenCoreQuantisedLinear,
-    SharedFactors,
     frozen_core_layers,
     is_linear,
 )
 from frozencore.adapter.saved import state
 from frozencore.adapter.saved.basis import record_base
+from frozencore.adapter.shared_factors import SharedFactors
 from frozencore.calibration.collect import require_same_bases
 from frozencore.calibration.preserve import keep_weights
 from frozencore.constructors import LayerEvidence, build_basis
