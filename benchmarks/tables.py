@@ -14,6 +14,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -50,6 +51,7 @@ DEFAULTS = {
 # ---------------------------------------------------------------------------------------------- quality on a real model
 
 
+@cache  # a file of megabytes, of which several blocks and pictures are made
 def final_runs(campaign: str = "smollm2") -> dict[str, dict[str, list[Found]]]:
     """A campaign's final runs by task and by name of the method, each in the order of its seeds."""
     found: dict[str, dict[str, list[Found]]] = defaultdict(lambda: defaultdict(list))
@@ -76,6 +78,10 @@ def before(runs: Sequence[Found]) -> tuple[str, str]:
     """The base model's accuracy and loss on the rows of these runs."""
     accuracy = fmean(one["accuracy_before"] for one in runs)
     return f"{100 * accuracy:.1f}", f"{fmean(one['held_out_loss_before'] for one in runs):.3f}"
+
+
+def rate_of(record: Found) -> float:
+    return record["resolved"]["recipe"]["learning_rate"]
 
 
 def held_out_loss(record: Found) -> float:
@@ -114,7 +120,7 @@ def of_task(methods: Mapping[str, list[Found]]) -> str:
     apart = {name: both for (name, _), *both in zip(others, losses, rises, strict=True)}
     for name, runs in by_loss(methods):
         scores = spread([run["accuracy"] for run in runs], 1, 100), spread([*map(held_out_loss, runs)], 3)
-        rate = f"{runs[0]['resolved']['recipe']['learning_rate']:g}"
+        rate = f"{rate_of(runs[0]):g}"
         loss, rise = apart.get(name, ["", ""])
         risen_by = spread([*map(risen, runs)], 2)
         rows.append([name, rate, f"{runs[0]['values_at_once']:,}", *scores, loss, risen_by, rise])
@@ -127,14 +133,15 @@ def one_rate() -> str:
 
     The runs of ``smollm2-seeds`` have the rates of their own, Fisher coordinates and the default scale.
     """
-    rates: dict[str, dict[str, list[Found]]] = defaultdict(lambda: defaultdict(list))
-    records = lines_of(LAB_RESULTS / "smollm2-paper" / "records.jsonl")
-    for record in sorted(records, key=lambda one: (one["resolved"]["recipe"]["learning_rate"], one["seed"])):
-        rates[f"{record['resolved']['recipe']['learning_rate']:g}"][named(record)].append(record)
+    runs = final_runs("smollm2-paper")["sst2"]
+    rates: dict[str, dict[str, list[Found]]] = {
+        f"{rate:g}": {name: [run for run in own if rate_of(run) == rate] for name, own in runs.items()}
+        for rate in sorted({rate_of(run) for own in runs.values() for run in own})
+    }
     seeds = [run["seed"] for run in next(iter(rates.values()))["FCCA"]]
-    own = final_runs("smollm2-seeds")["sst2"]
-    rates["their own"] = {name: [run for run in runs if run["seed"] in seeds] for name, runs in own.items()}
-    names = [name for name in NAMES.values() if name in next(iter(rates.values()))]
+    at_own_rates = final_runs("smollm2-seeds")["sst2"]
+    rates["their own"] = {name: [run for run in own if run["seed"] in seeds] for name, own in at_own_rates.items()}
+    names = [name for name in NAMES.values() if name in runs]
     rows: dict[str, list[str]] = {name: [name] for name in names}
     for methods in rates.values():
         others = [name for name in names if name in methods and name != "FCCA"]
@@ -142,9 +149,9 @@ def one_rate() -> str:
             zip(others, differences([methods[n] for n in others], methods["FCCA"], "held_out_loss"), strict=True)
         )
         for name in names:
-            runs = methods.get(name)
-            score = f"{100 * fmean(run['accuracy'] for run in runs):.1f}" if runs else ""
-            rows[name] += [score, spread([*map(held_out_loss, runs)], 3) if runs else "not run", less.get(name, "")]
+            own = methods.get(name)
+            score = f"{100 * fmean(run['accuracy'] for run in own):.1f}" if own else ""
+            rows[name] += [score, spread([*map(held_out_loss, own)], 3) if own else "not run", less.get(name, "")]
     heads = [text for rate in rates for text in (f"{rate}: accuracy, %", "held-out loss", "minus FCCA's")]
     return table(["learning rate", *heads], rows.values())
 
