@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from frozencore.adapter.export.serving import LoraReport
+
 FORMS = "lora", "merged", "basis-model", "tenant"
 
 
@@ -105,10 +106,7 @@ def _lora(
     from frozencore.adapter.export.lora import export_lora
     from frozencore.adapter.export.serving import check_lora_directory
 
-    lora = export_lora(
-        adapter, output, base=base, dtype=_factor_dtype(dtype), rank=rank,
-        overwrite=overwrite,
-    )  # fmt: skip
+    lora = export_lora(adapter, output, base=base, dtype=_factor_dtype(dtype), rank=rank, overwrite=overwrite)
     zero = f" and {len(lora.zero_layers)} of zeros that engines pack with them" if lora.zero_layers else ""
     yield f"LoRA: {lora.directory}, rank {lora.rank}, {len(lora.layers)} layers{zero}"
     if lora.error is not None:
@@ -119,10 +117,7 @@ def _lora(
 def _merged(adapter: Path, output: Path, base: str | None, dtype: str, overwrite: bool) -> Iterator[str]:
     from frozencore.adapter.export.base_model import export_merged
 
-    folder = export_merged(
-        adapter, output, base=base, dtype=dtype, overwrite=overwrite
-    )  # fmt: skip
-    yield f"Merged model: {folder}"
+    yield f"Merged model: {export_merged(adapter, output, base=base, dtype=dtype, overwrite=overwrite)}"
     yield "It is a plain model folder: transformers and every engine that serves its base model can load it."
 
 
@@ -132,10 +127,7 @@ def _basis_model(
     from frozencore.adapter.export.basis_model import export_basis_model
     from frozencore.adapter.export.serving import VLLM_MAX_RANKS, vllm_max_rank
 
-    model = export_basis_model(
-        adapter, output, base=base, dtype=dtype, with_code=with_code,
-        overwrite=overwrite,
-    )  # fmt: skip
+    model = export_basis_model(adapter, output, base=base, dtype=dtype, with_code=with_code, overwrite=overwrite)
     low, high = min(model.ranks.values()), max(model.ranks.values())
     ranks = f"rank {low}" if low == high else f"ranks {low} to {high}"
     yield f"Basis model: {model.directory}, {ranks}, {len(model.ranks)} layers, basis {model.identity[:12]}"
