@@ -108,7 +108,11 @@ class Stepper:
     def step(self, *batches: Batch) -> None:
         for batch in batches:
             (self.model(**batch).loss / len(batches)).backward()
+        self.update()
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+
+    def update(self) -> None:
         if self.optimizer is not None:
             nn.utils.clip_grad_norm_(self.trained, 1.0)
             self.optimizer.step()
-            self.optimizer.zero_grad()
