@@ -34,7 +34,7 @@ from harness import RESULTS, ROOT, lines_of, table
 
 DOCS, README, LAB_RESULTS = ROOT / "docs", ROOT / "README.md", ROOT / "lab" / "results"
 Found = Mapping[str, Any]
-TWO_TASKS = {"sst2": "smollm2-seeds", "hellaswag": "smollm2"}
+TWO_TASKS = {"sst2": "smollm2-seeds", "hellaswag": "smollm2-endings"}
 """The campaign with the most seeds of each task."""
 NAMES = {
     "fcca": "FCCA", "rawgrad": "RawGrad", "signgrad": "SignGrad", "filora": "FiLoRA", "eva": "EVA", "milora": "MiLoRA",
@@ -62,10 +62,11 @@ def final_runs(campaign: str = "smollm2") -> dict[str, dict[str, list[Found]]]:
 
 
 def named(record: Found) -> str:
-    """The method as a table names it: of LoRA with its rank and its layers."""
+    """The method as a table names it, with its rank (of a core if it is not 16) and its layers."""
     config, name = record["config"], NAMES[record["method"]]
-    if record["method"] in ("lora", "dora", "pissa"):
-        name += f", r = {config.get('rank', 16)}"
+    rank = config.get("rank", 16)
+    if record["method"] in ("lora", "dora", "pissa") or rank != 16:
+        name += f", r = {rank}"
     return f"{name}, all linear layers" if config.get("targets") == "all-linear" else name
 
 
@@ -99,9 +100,14 @@ def scores_by_row(runs: Sequence[Found], key: str) -> list[Scored]:
 
 
 def differences(others: Sequence[Sequence[Found]], runs: Sequence[Found], key: str) -> list[str]:
-    """The differences of several methods' runs from one method's; a star marks p < .05 after Holm over all of them."""
-    own = scores_by_row(runs, key)
-    found = adjusted([paired_difference(scores_by_row(other, key), own) for other in others])
+    """The differences of several methods' runs from one method's."""
+    return differences_of([(other, runs) for other in others], key)
+
+
+def differences_of(pairs: Sequence[tuple[Sequence[Found], Sequence[Found]]], key: str) -> list[str]:
+    """Of each pair of methods' runs the first minus the second; a star marks p < .05 after Holm over all pairs."""
+    scores = [[scores_by_row(runs, key) for runs in pair] for pair in pairs]
+    found = adjusted([paired_difference(one, other) for one, other in scores])
     stars = ["" if one.holm is None or one.holm >= 0.05 else " *" for one in found]
     return [f"{one.mean:+.3f} ± {one.half:.3f}{star}" for one, star in zip(found, stars, strict=True)]
 
@@ -111,14 +117,19 @@ def by_loss(methods: Mapping[str, list[Found]]) -> list[tuple[str, list[Found]]]
     return sorted(methods.items(), key=lambda item: fmean(map(held_out_loss, item[1])))
 
 
-def of_task(methods: Mapping[str, list[Found]]) -> str:
-    """A task's table: the base model, then the methods by their mean loss."""
-    fcca = methods["FCCA"]
+def by_values(methods: Mapping[str, list[Found]]) -> list[tuple[str, list[Found]]]:
+    """The methods, the fewest trained values first."""
+    return sorted(methods.items(), key=lambda item: item[1][0]["values_at_once"])
+
+
+def of_task(methods: Sequence[tuple[str, list[Found]]]) -> str:
+    """A task's table: the base model, then the methods in their order."""
+    fcca = dict(methods)["FCCA"]
     rows = [["base model", "", "", *before(fcca), "", "", ""]]
-    others = [(name, runs) for name, runs in by_loss(methods) if runs is not fcca]
+    others = [(name, runs) for name, runs in methods if runs is not fcca]
     losses, rises = (differences([runs for _, runs in others], fcca, key) for key in ("held_out_loss", "forgotten"))
     apart = {name: both for (name, _), *both in zip(others, losses, rises, strict=True)}
-    for name, runs in by_loss(methods):
+    for name, runs in methods:
         scores = spread([run["accuracy"] for run in runs], 1, 100), spread([*map(held_out_loss, runs)], 3)
         rate = f"{rate_of(runs[0]):g}"
         loss, rise = apart.get(name, ["", ""])
@@ -126,6 +137,31 @@ def of_task(methods: Mapping[str, list[Found]]) -> str:
         rows.append([name, rate, f"{runs[0]['values_at_once']:,}", *scores, loss, risen_by, rise])
     heads = ["method", "learning rate", "values", "accuracy, %", "held-out loss", "minus FCCA's"]
     return table([*heads, "rise on other texts", "rise minus FCCA's"], rows)
+
+
+def of_values() -> Mapping[str, list[Found]]:
+    """Cores and LoRA of several shapes on HellaSwag, each at a rate of its own."""
+    return final_runs("smollm2-values")["hellaswag"]
+
+
+EQUAL_VALUES = (
+    ("FCCA, r = 32", "LoRA, r = 1"),
+    ("FCCA, r = 32, all linear layers", "LoRA, r = 2"),
+    ("FCCA, r = 64", "LoRA, r = 4"),
+)
+
+
+def at_equal_values() -> str:
+    """Cores beside LoRAs of about as many trained values: the differences, LoRA's minus the core's."""
+    found = of_values()
+    pairs = [(found[lora], found[core]) for core, lora in EQUAL_VALUES]
+    losses, rises = (differences_of(pairs, key) for key in ("held_out_loss", "forgotten"))
+    sides = [
+        [f"{name.replace('FCCA', 'core')}: {found[name][0]['values_at_once']:,}" for name in pair]
+        for pair in EQUAL_VALUES
+    ]
+    rows = [[*pair, loss, rise] for pair, loss, rise in zip(sides, losses, rises, strict=True)]
+    return table(["core: values", "LoRA: values", "held-out loss", "rise on other texts"], rows)
 
 
 def one_rate() -> str:
@@ -317,6 +353,22 @@ def pictures(study: tenants_quality.Tenants, in_vllm: Found) -> Iterator[tuple[s
     about = "Held-out losses of eight methods on two tasks; the numbers are in the table."
     note = "SmolLM2-135M-Instruct; nats a token, lower is better; mean and standard deviation over the seeds."
     yield "smollm2", figures.chart(SHOWN, colours, panels, about, note)
+    shapes = [(name, runs) for name, runs in by_values(of_values()) if name != "FCCA"]
+    labels = []
+    for name, runs in shapes:
+        shape = name.replace("FCCA, all", "core, r = 16, all").replace("FCCA", "core").removesuffix(" linear layers")
+        labels.append(f"{runs[0]['values_at_once']:,}: {shape}")
+    panels = [
+        figures.Panel(heading, [apart(runs, of_values()["FCCA"], key) for _, runs in shapes], digits, True)
+        for heading, key, digits in (
+            ("loss, nats a token", "held_out_loss", 3),
+            ("rise on other texts", "forgotten", 2),
+        )
+    ]
+    colours = [figures.NAVY if "LoRA" in name else figures.ORANGE for name, _ in shapes]
+    about = "Differences of cores and LoRAs from a core of rank 16, by trained values; the numbers are in the table."
+    note = "HellaSwag; minus a core of rank 16 (30,720 values); three seeds, 95 % intervals."
+    yield "values", figures.chart(labels, colours, panels, about, note)
     arms = [("pooled", 16), ("own", 8), ("own", 32), ("lora", 1), ("lora", 16)]
     labels = ["shared basis, r = 16", "own basis, r = 8", "own basis, r = 32", "LoRA, r = 1", "LoRA, r = 16"]
     panels = [
@@ -350,6 +402,12 @@ def point_of(values: Sequence[float]) -> figures.Point:
     return figures.Point(fmean(values), fmean(values) - stdev(values), fmean(values) + stdev(values))
 
 
+def apart(others: Sequence[Found], runs: Sequence[Found], key: str) -> figures.Point:
+    """The difference of a method's runs from another's, with its interval."""
+    found = paired_difference(scores_by_row(others, key), scores_by_row(runs, key))
+    return figures.Point(found.mean, found.mean - (found.half or 0.0), found.mean + (found.half or 0.0))
+
+
 def from_(block: str, source: str) -> str:
     """A block with a line that says what it was made from."""
     return f"{block}\nFrom {source}.\n"
@@ -367,7 +425,10 @@ def pages(study: tenants_quality.Tenants, in_vllm: Found) -> Iterator[tuple[Path
     yield (
         README,
         {
-            "at-a-glance": from_(at_a_glance(with_most_seeds["hellaswag"], study, in_vllm), f"{many}, {vllm}, {runs}"),
+            "at-a-glance": from_(
+                at_a_glance(with_most_seeds["hellaswag"], study, in_vllm),
+                f"{many}, {vllm}, `lab/results/{TWO_TASKS['hellaswag']}`",
+            ),
             "two-tasks": from_(on_two_tasks(with_most_seeds), f"{most}: means and standard deviations"),
         },
     )
@@ -378,9 +439,14 @@ def pages(study: tenants_quality.Tenants, in_vllm: Found) -> Iterator[tuple[Path
     yield (
         DOCS / "results.md",
         {
-            "seeds-sst2": from_(of_task(with_most_seeds["sst2"]), f"`lab/results/{TWO_TASKS['sst2']}`"),
-            "smollm2-sst2": from_(of_task(tasks["sst2"]), runs),
-            "smollm2-hellaswag": from_(of_task(tasks["hellaswag"]), runs),
+            "seeds-sst2": from_(of_task(by_loss(with_most_seeds["sst2"])), f"`lab/results/{TWO_TASKS['sst2']}`"),
+            "seeds-hellaswag": from_(
+                of_task(by_loss(with_most_seeds["hellaswag"])), f"`lab/results/{TWO_TASKS['hellaswag']}`"
+            ),
+            "equal-values": from_(at_equal_values(), "`lab/results/smollm2-values`"),
+            "values": from_(of_task(by_values(of_values())), "`lab/results/smollm2-values`"),
+            "smollm2-sst2": from_(of_task(by_loss(tasks["sst2"])), runs),
+            "smollm2-hellaswag": from_(of_task(by_loss(tasks["hellaswag"])), runs),
             "one-rate": from_(one_rate(), "`lab/results/smollm2-paper` and `lab/results/smollm2-seeds`"),
             "smollm2-ablations": from_(ablations(), changed),
             "smollm2-stability": from_(stability(), changed),
