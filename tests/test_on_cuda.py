@@ -130,9 +130,10 @@ def test_a_run_on_the_gpu_scores_as_on_the_cpu(method: str, task: str, tmp_path:
 
 
 def run_on(device: str, method: str, task: str) -> RunConfig:
+    rank = {} if method == "full" else {"rank": 4}
     return make_config(
-        model=str(pocket_model_path()), task=task, method=method, rank=4, calibration_size=16, batch_size=8,
-        accumulation=1, epochs=1, num_train=32, num_evaluation=20, device=device,
+        model=str(pocket_model_path()), task=task, method=method, calibration_size=16, batch_size=8, accumulation=1,
+        epochs=1, num_train=32, num_evaluation=20, device=device, **rank,
     )  # fmt: skip
 
 
