@@ -70,7 +70,10 @@ def test_the_product_is_that_of_float64(dtype: torch.dtype, tolerance: float, ro
 
 
 def test_a_compiled_model_keeps_eagers_numbers() -> None:
-    model = calibrated("cuda", torch.bfloat16).train()
+    torch.manual_seed(1)
+    model = calibrated(
+        "cuda"
+    ).train()  # in bfloat16 the compiler rounds elsewhere: gradients of this model differ by 5 %
     batch = {name: tensor.cuda() for name, tensor in BATCHES[0].items()}
     cores = [layer.factors("default")[2] for layer in cores_of(model)]
     with torch.no_grad():
@@ -83,7 +86,7 @@ def test_a_compiled_model_keeps_eagers_numbers() -> None:
 
     expected = outcome(model)
     for one, right in zip(outcome(torch.compile(model, fullgraph=True)), expected, strict=True):
-        assert float((one.float() - right.float()).norm() / right.float().norm()) < 5e-2
+        assert float((one - right).norm() / right.norm()) < 1e-4
 
 
 def test_svds_of_one_shape_in_one_batch_give_the_bases_of_the_cpu() -> None:
