@@ -71,9 +71,7 @@ def test_the_product_is_that_of_float64(dtype: torch.dtype, tolerance: float, ro
 
 def test_a_compiled_model_keeps_eagers_numbers() -> None:
     torch.manual_seed(1)
-    model = calibrated(
-        "cuda"
-    ).train()  # in bfloat16 the compiler rounds elsewhere: gradients of this model differ by 5 %
+    model = calibrated("cuda").train()  # in bfloat16 a compiler that rounds elsewhere moves gradients by 5 %
     batch = {name: tensor.cuda() for name, tensor in BATCHES[0].items()}
     cores = [layer.factors("default")[2] for layer in cores_of(model)]
     with torch.no_grad():
