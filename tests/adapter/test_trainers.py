@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import trl
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from datasets import Dataset
@@ -30,18 +31,6 @@ from transformers import (
     Trainer,
     TrainerCallback,
     TrainingArguments,
-)
-from trl import (
-    DPOConfig,
-    DPOTrainer,
-    GRPOConfig,
-    GRPOTrainer,
-    KTOConfig,
-    KTOTrainer,
-    RLOOConfig,
-    RLOOTrainer,
-    SFTConfig,
-    SFTTrainer,
 )
 
 from adapted import EXAMPLES, adapted, cores_of, logits, train_at_random
@@ -258,6 +247,9 @@ def pocket_core(constructor: str = "fcca") -> PeftModel:
     return get_peft_model(base_model(), FrozenCoreConfig(r=4, constructor=constructor))
 
 
+Sft = Callable[..., trl.SFTTrainer]
+
+
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
     tokenizer = AutoTokenizer.from_pretrained(pocket_model_path())
@@ -266,18 +258,18 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 
 @pytest.fixture
-def sft(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Callable[..., SFTTrainer]:
+def sft(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Sft:
     """Makes a trainer with TRL's defaults, checkpointing included, but for size and place."""
 
-    def make(model: nn.Module, data: str = "prompt and completion", **options: Any) -> SFTTrainer:
+    def make(model: nn.Module, data: str = "prompt and completion", **options: Any) -> trl.SFTTrainer:
         rows, changes = DATA[data]
         settings = {
             "max_steps": 12, "per_device_train_batch_size": 8, "learning_rate": 5e-3, "logging_steps": 1,
             "bf16": False, "use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no",
         }  # fmt: skip
-        return SFTTrainer(
+        return trl.SFTTrainer(
             model,
-            SFTConfig(str(tmp_path / "run"), **{**settings, **changes}),
+            trl.SFTConfig(str(tmp_path / "run"), **{**settings, **changes}),
             train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer,
             **options,
@@ -292,9 +284,7 @@ def pocket_logits(model: nn.Module) -> Tensor:
 
 
 @pytest.mark.parametrize("data", ["prompt and completion", "chat, loss on the assistant"])
-def test_only_cores_train_the_loss_falls_and_the_adapter_reloads_equal(
-    data: str, sft: Callable[..., SFTTrainer], tmp_path: Path
-) -> None:
+def test_only_cores_train_the_loss_falls_and_the_adapter_reloads_equal(data: str, sft: Sft, tmp_path: Path) -> None:
     model = pocket_core()
     trainer = sft(model, data)
     calibrate(model, trainer.get_train_dataloader(), progress=False)
@@ -312,9 +302,7 @@ def test_only_cores_train_the_loss_falls_and_the_adapter_reloads_equal(
     assert torch.equal(pocket_logits(reloaded), pocket_logits(model.eval()))
 
 
-def test_the_bases_are_the_same_before_and_after_the_trainer_changed_the_forward(
-    sft: Callable[..., SFTTrainer],
-) -> None:
+def test_the_bases_are_the_same_before_and_after_the_trainer_changed_the_forward(sft: Sft) -> None:
     model = pocket_core()
     trainer = sft(model)  # puts a fused head on the model and turns checkpointing on
     batches = list(trainer.get_train_dataloader())
@@ -325,7 +313,7 @@ def test_the_bases_are_the_same_before_and_after_the_trainer_changed_the_forward
     assert all(torch.equal(basis, expected[key]) for key, basis in get_bases(model).items())
 
 
-def test_a_configuration_that_reads_data_says_what_to_call_and_then_trains(sft: Callable[..., SFTTrainer]) -> None:
+def test_a_configuration_that_reads_data_says_what_to_call_and_then_trains(sft: Sft) -> None:
     trainer = sft(base_model(), peft_config=FrozenCoreConfig(r=4))
     with pytest.raises(CalibrationError, match=r"Call frozencore.calibrate\(model, dataloader\) first"):
         trainer.train()
@@ -334,7 +322,7 @@ def test_a_configuration_that_reads_data_says_what_to_call_and_then_trains(sft: 
     assert all(layer.core("default").any() for layer in cores_of(trainer.model))
 
 
-def test_cores_stay_float32_under_trls_own_bf16(sft: Callable[..., SFTTrainer]) -> None:
+def test_cores_stay_float32_under_trls_own_bf16(sft: Sft) -> None:
     model = pocket_core("random")
     trainer = sft(model, "prompt and completion in bf16")
     trainer.args.max_steps = 2  # on a CPU without bf16 each takes a second
@@ -343,7 +331,7 @@ def test_cores_stay_float32_under_trls_own_bf16(sft: Callable[..., SFTTrainer]) 
     assert {layer.factors("default")[2].dtype for layer in cores_of(model)} == {torch.float32}
 
 
-def test_trl_rounds_the_cores_of_a_quantised_base_and_one_line_takes_it_back(sft: Callable[..., SFTTrainer]) -> None:
+def test_trl_rounds_the_cores_of_a_quantised_base_and_one_line_takes_it_back(sft: Sft) -> None:
     quantised = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     base = AutoModelForCausalLM.from_pretrained(pocket_model_path(), quantization_config=quantised, device_map="cpu")
     model = get_peft_model(base, FrozenCoreConfig(r=4, constructor="random"))
@@ -381,10 +369,10 @@ PREFERENCES = [{"prompt": p, "chosen": c, "rejected": " tom has 7 ."} for p, c i
 RATED = [{**row, "label": i % 2 == 0} for i, row in enumerate(PROMPTS[:4])]
 SAMPLED = {"beta": 0.1, "num_generations": 2, "max_completion_length": 4}
 TRAINERS: dict[str, tuple[type, type, list[dict[str, Any]], dict[str, Any], str, float]] = {
-    "DPO": (DPOTrainer, DPOConfig, PREFERENCES, {}, "loss", math.log(2)),
-    "KTO": (KTOTrainer, KTOConfig, RATED, {}, "rewards/chosen", 0.0),
-    "GRPO": (GRPOTrainer, GRPOConfig, PROMPTS[:4], SAMPLED, "kl", 0.0),
-    "RLOO": (RLOOTrainer, RLOOConfig, PROMPTS[:4], SAMPLED, "kl", 0.0),
+    "DPO": (trl.DPOTrainer, trl.DPOConfig, PREFERENCES, {}, "loss", math.log(2)),
+    "KTO": (trl.KTOTrainer, trl.KTOConfig, RATED, {}, "rewards/chosen", 0.0),
+    "GRPO": (trl.GRPOTrainer, trl.GRPOConfig, PROMPTS[:4], SAMPLED, "kl", 0.0),
+    "RLOO": (trl.RLOOTrainer, trl.RLOOConfig, PROMPTS[:4], SAMPLED, "kl", 0.0),
 }
 
 
@@ -418,8 +406,8 @@ def test_the_reference_is_the_adapter_that_training_starts_from(
 def test_an_uncalibrated_adapter_and_its_reference_get_one_basis(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
-    trainer = DPOTrainer(
-        get_peft_model(base_model(), FrozenCoreConfig(r=4)), args=DPOConfig(str(tmp_path), **QUIET),
+    trainer = trl.DPOTrainer(
+        get_peft_model(base_model(), FrozenCoreConfig(r=4)), args=trl.DPOConfig(str(tmp_path), **QUIET),
         train_dataset=Dataset.from_list(PREFERENCES), processing_class=tokenizer,
     )  # fmt: skip
     calibrate(trainer.model, trainer.get_train_dataloader(), loss_fn=trainer.compute_loss, progress=False)
