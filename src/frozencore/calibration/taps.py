@@ -32,7 +32,6 @@ from frozencore.maths.moments import (
     LayerMoments,
     MomentName,
     add_outer,
-    finite,
     outer,
     square_sum,
     sum_dtype,
@@ -55,13 +54,14 @@ class ReadInput:
 
     Attributes:
         values: The counted rows of the input, N x n.
+        total: The sum of all values, which is finite only if they are.
         sums: The moments of the input alone.
     """
 
     def __init__(self, x: Tensor, rows: Tensor | None, needs: frozenset[MomentName]) -> None:
         self._x = x  # kept alive, because its address identifies it
         self.values = values = select(x.reshape(-1, x.shape[-1]), rows)
-        self.finite = finite(values)
+        self.total = values.sum(dtype=sum_dtype(values))
         self.sums: dict[MomentName, Tensor] = {}
         if "input_square" in needs:
             self.sums["input_square"] = square_sum(values)
@@ -77,18 +77,18 @@ class ReadInput:
 
 
 class LayerRecorder:
-    """The sums of one layer, and by side whether all values since the last batch were finite."""
+    """The sums of one layer, and by side the sum of all values since the last batch, finite only if they all are."""
 
     def __init__(self, name: str, stats_device: torch.device | None) -> None:
         self.name = name
         self.num_tokens = 0
         self.totals: dict[MomentName, Tensor] = {}
-        self.finite: dict[str, Tensor] = {}
+        self.seen: dict[str, Tensor] = {}
         self._stats_device = stats_device
 
     def add_input(self, read: ReadInput) -> None:
         """Count the tokens of an input and add its sums."""
-        self._see("input", read.finite)
+        self._see("input", read.total)
         self.num_tokens += len(read.values)
         for name, value in read.sums.items():
             self._add(name, value, shared=True)
@@ -97,7 +97,7 @@ class LayerRecorder:
         self, error: Float[Tensor, "N m"], values: Float[Tensor, "N n"], needs: frozenset[MomentName]
     ) -> None:
         """Add output errors; ``values`` are the inputs of the same tokens, for the cross moment."""
-        self._see("output error", finite(error))
+        self._see("output error", error.sum(dtype=sum_dtype(error)))
         if "cross" in needs:
             self._add_product("cross", error, values)
         if "error_square" in needs:
@@ -116,8 +116,8 @@ class LayerRecorder:
         totals, self.totals = self.totals, {}
         return LayerMoments(num_tokens=self.num_tokens, **totals)
 
-    def _see(self, side: str, is_finite: Tensor) -> None:
-        self.finite[side] = self.finite[side] & is_finite if side in self.finite else is_finite
+    def _see(self, side: str, total: Tensor) -> None:
+        self.seen[side] = self.seen[side] + total if side in self.seen else total
 
     def _add(self, name: MomentName, value: Tensor, *, shared: bool = False) -> None:
         """Add a value; a ``shared`` one belongs to other layers too."""
@@ -155,18 +155,19 @@ class FiniteBatches:
         self.waiting: list[tuple[int, str, list[str], Tensor]] = []
 
     def add(self, batch: int, recorders: Mapping[str, LayerRecorder]) -> None:
-        """Add the flags of a batch, and forget them in the recorders.
+        """Add the flags of a batch, and forget the sums in the recorders.
 
         Raises:
             CalibrationError: The flags are on the CPU, and a value was not finite.
         """
         for side in ("input", "output error"):
-            flags = {name: one.finite.pop(side) for name, one in recorders.items() if side in one.finite}
-            if not flags:
+            totals = {name: one.seen.pop(side) for name, one in recorders.items() if side in one.seen}
+            if not totals:
                 continue
-            device = next((flag.device for flag in flags.values() if flag.device.type != "cpu"), torch.device("cpu"))
-            stacked = torch.stack([flag.to(device, non_blocking=True) for flag in flags.values()])
-            self.waiting.append((batch, side, list(flags), stacked))
+            devices = (total.device for total in totals.values())
+            device = next((one for one in devices if one.type != "cpu"), torch.device("cpu"))
+            stacked = torch.stack([total.to(device, non_blocking=True) for total in totals.values()])
+            self.waiting.append((batch, side, list(totals), stacked.isfinite()))
             if device.type == "cpu":
                 self.look()
 

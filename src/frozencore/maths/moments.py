@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Literal, get_args
 
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 
 from frozencore.device import torch
 from frozencore.errors import CalibrationError
@@ -215,8 +215,3 @@ def _splits() -> bool:
     found, exact = torch.zeros(64, 64), values.double().mT @ values.double()
     _add_blocks(found, values, values.clone(), splits=True)
     return float((found - exact).abs().max()) < 1e-4 * float(exact.abs().max())
-
-
-def finite(values: torch.Tensor) -> Bool[torch.Tensor, ""]:
-    """Return whether the sum of the values is finite, as a tensor on their device."""
-    return values.sum(dtype=sum_dtype(values)).isfinite()
