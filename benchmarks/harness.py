@@ -55,7 +55,7 @@ class Results:
     """The lines of a file, one for each measurement; one that is there need not be made again.
 
     Attributes:
-        common: Fields of every line that is added.
+        common: Fields of every line that is added; those of the file must have the same, but for the versions of code.
         by: The fields that name a measurement beside its phase; a search's lines also by what it ``varies``.
     """
 
@@ -68,6 +68,9 @@ class Results:
     def __post_init__(self) -> None:
         if self.file.exists():
             for record in lines_of(self.file):
+                for name in self.common.keys() - {"commit", "versions"}:
+                    if record.get(name) != self.common[name]:
+                        raise SystemExit(f"{self.file} was measured with another {name}. Give another --out.")
                 self.found[self._key(record)] = record
 
     def _key(self, record: Mapping[str, Any]) -> tuple[Any, ...]:

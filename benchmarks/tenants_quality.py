@@ -48,7 +48,7 @@ from frozencore.tune.load import load_model
 from frozencore.tune.many.tenant import Tenant as CoreTenant
 from frozencore.tune.many.train import train_many
 from frozencore.tune.methods import METHODS, AdapterOptions
-from frozencore.tune.provenance import source_commit
+from frozencore.tune.provenance import provenance, source_commit
 from frozencore.tune.rows import Example, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.rows.token_batches import make_batches
@@ -370,6 +370,7 @@ def main() -> None:
         "model": fingerprint_model(model),
         "dtype": dtype,
         "commit": source_commit(),
+        "steps_version": provenance()["steps_version"],
         "versions": {package: version(package) for package in ("torch", "transformers", "peft")},
         "rows": sha256(json.dumps(manifest).encode()).hexdigest(),
         "recipe": {"rows_a_step": ROWS_A_STEP, "fewest_steps": FEWEST_STEPS, "warmup": WARMUP},
