@@ -369,8 +369,9 @@ def pictures(study: tenants_quality.Tenants, in_vllm: Found) -> Iterator[tuple[s
     about = "Differences of cores and LoRAs from a core of rank 16, by trained values; the numbers are in the table."
     note = "HellaSwag; minus a core of rank 16 (30,720 values); three seeds, 95 % intervals."
     yield "values", figures.chart(labels, colours, panels, about, note)
-    arms = [("pooled", 16), ("own", 8), ("own", 32), ("lora", 1), ("lora", 16)]
-    labels = ["shared basis, r = 16", "own basis, r = 8", "own basis, r = 32", "LoRA, r = 1", "LoRA, r = 16"]
+    arms = [("pooled", 16), ("pooled", 32), ("own", 8), ("own", 32), ("lora", 1), ("lora", 16)]
+    shown = {"pooled": "shared basis", "own": "own basis", "lora": "LoRA"}
+    labels = [f"{shown[arm]}, r = {rank}" for arm, rank in arms]
     panels = [
         figures.Panel(
             heading, [figures.Point(*study.difference(arm, measure, list(study.tenants))) for arm in arms], digits, True
