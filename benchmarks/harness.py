@@ -68,9 +68,9 @@ class Results:
     def __post_init__(self) -> None:
         if self.file.exists():
             for record in lines_of(self.file):
-                for name in self.common.keys() - {"commit", "versions"}:
-                    if record.get(name) != self.common[name]:
-                        raise SystemExit(f"{self.file} was measured with another {name}. Give another --out.")
+                for name, value in self.common.items():
+                    if name not in ("commit", "versions") and record.get(name) != value:
+                        raise SystemExit(f"{self.file} was measured with other {name}. Give another --out.")
                 self.found[self._key(record)] = record
 
     def _key(self, record: Mapping[str, Any]) -> tuple[Any, ...]:

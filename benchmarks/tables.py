@@ -144,6 +144,11 @@ def of_values() -> Mapping[str, list[Found]]:
     return final_runs("smollm2-values")["hellaswag"]
 
 
+def as_core(name: str) -> str:
+    """The name of a shape where all constructors are FCCA."""
+    return name.replace("FCCA, all", "core, r = 16, all").replace("FCCA", "core")
+
+
 EQUAL_VALUES = (
     ("FCCA, r = 32", "LoRA, r = 1"),
     ("FCCA, r = 32, all linear layers", "LoRA, r = 2"),
@@ -156,10 +161,7 @@ def at_equal_values() -> str:
     found = of_values()
     pairs = [(found[lora], found[core]) for core, lora in EQUAL_VALUES]
     losses, rises = (differences_of(pairs, key) for key in ("held_out_loss", "forgotten"))
-    sides = [
-        [f"{name.replace('FCCA', 'core')}: {found[name][0]['values_at_once']:,}" for name in pair]
-        for pair in EQUAL_VALUES
-    ]
+    sides = [[f"{as_core(name)}: {found[name][0]['values_at_once']:,}" for name in pair] for pair in EQUAL_VALUES]
     rows = [[*pair, loss, rise] for pair, loss, rise in zip(sides, losses, rises, strict=True)]
     return table(["core: values", "LoRA: values", "held-out loss", "rise on other texts"], rows)
 
@@ -353,13 +355,11 @@ def pictures(study: tenants_quality.Tenants, in_vllm: Found) -> Iterator[tuple[s
     about = "Held-out losses of eight methods on two tasks; the numbers are in the table."
     note = "SmolLM2-135M-Instruct; nats a token, lower is better; mean and standard deviation over the seeds."
     yield "smollm2", figures.chart(SHOWN, colours, panels, about, note)
-    shapes = [(name, runs) for name, runs in by_values(of_values()) if name != "FCCA"]
-    labels = []
-    for name, runs in shapes:
-        shape = name.replace("FCCA, all", "core, r = 16, all").replace("FCCA", "core").removesuffix(" linear layers")
-        labels.append(f"{runs[0]['values_at_once']:,}: {shape}")
+    core = of_values()["FCCA"]
+    shapes = [(name, runs) for name, runs in by_values(of_values()) if runs is not core]
+    labels = [f"{runs[0]['values_at_once']:,}: {as_core(name).removesuffix(' linear layers')}" for name, runs in shapes]
     panels = [
-        figures.Panel(heading, [apart(runs, of_values()["FCCA"], key) for _, runs in shapes], digits, True)
+        figures.Panel(heading, [point_apart(runs, core, key) for _, runs in shapes], digits, True)
         for heading, key, digits in (
             ("loss, nats a token", "held_out_loss", 3),
             ("rise on other texts", "forgotten", 2),
@@ -370,8 +370,8 @@ def pictures(study: tenants_quality.Tenants, in_vllm: Found) -> Iterator[tuple[s
     note = "HellaSwag; minus a core of rank 16 (30,720 values); three seeds, 95 % intervals."
     yield "values", figures.chart(labels, colours, panels, about, note)
     arms = [("pooled", 16), ("pooled", 32), ("own", 8), ("own", 32), ("lora", 1), ("lora", 16)]
-    shown = {"pooled": "shared basis", "own": "own basis", "lora": "LoRA"}
-    labels = [f"{shown[arm]}, r = {rank}" for arm, rank in arms]
+    who = {"pooled": "shared basis", "own": "own basis", "lora": "LoRA"}
+    labels = [f"{who[arm]}, r = {rank}" for arm, rank in arms]
     panels = [
         figures.Panel(
             heading, [figures.Point(*study.difference(arm, measure, list(study.tenants))) for arm in arms], digits, True
@@ -403,10 +403,11 @@ def point_of(values: Sequence[float]) -> figures.Point:
     return figures.Point(fmean(values), fmean(values) - stdev(values), fmean(values) + stdev(values))
 
 
-def apart(others: Sequence[Found], runs: Sequence[Found], key: str) -> figures.Point:
+def point_apart(others: Sequence[Found], runs: Sequence[Found], key: str) -> figures.Point:
     """The difference of a method's runs from another's, with its interval."""
     found = paired_difference(scores_by_row(others, key), scores_by_row(runs, key))
-    return figures.Point(found.mean, found.mean - (found.half or 0.0), found.mean + (found.half or 0.0))
+    half = found.half or 0.0
+    return figures.Point(found.mean, found.mean - half, found.mean + half)
 
 
 def from_(block: str, source: str) -> str:

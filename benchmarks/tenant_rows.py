@@ -232,31 +232,30 @@ def evenly(pool: Sequence[tuple[Made, Example]], count: int) -> Iterator[tuple[M
             yield own.pop()
 
 
-def write_tenants(tenants: Mapping[str, Tenant], out: Path) -> dict[str, object]:
-    """Write ``out/PART/NAME.jsonl`` and the manifest, which says what each tenant is and hashes its rows.
-
-    Raises:
-        SystemExit: The folder holds other rows.
-    """
-    texts, about = {}, {}
-    for name, tenant in tenants.items():
-        own = {
-            part: "".join(json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in tenant.rows[part])
-            for part in tenant.rows
-        }
-        texts |= {out / part / f"{name}.jsonl": text for part, text in own.items()}
-        about[name] = {
+def manifest_of(tenants: Mapping[str, Tenant]) -> dict[str, object]:
+    """What each tenant is, with hashes of its rows."""
+    about = {
+        name: {
             "task": tenant.plan.task,
             "about": tenant.plan.about,
             "calibrated": tenant.plan.calibrated,
             "rows": {part: len(rows) for part, rows in tenant.rows.items()},
-            "sha256": {part: sha256(text.encode()).hexdigest() for part, text in own.items()},
+            "sha256": {part: sha256(_lines(rows).encode()).hexdigest() for part, rows in tenant.rows.items()},
         }
-    manifest = {"seed": SEED, "longest_prompt": LONGEST, "searched": list(SEARCHED), "tenants": about}
-    if (out / MANIFEST).exists() and json.loads((out / MANIFEST).read_text(encoding="utf-8")) != manifest:
-        raise SystemExit(f"{out} holds other rows, with which these would be compared. Give another --out.")
-    for file, text in texts.items():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
-    write_json(out / MANIFEST, manifest)
-    return manifest
+        for name, tenant in tenants.items()
+    }
+    return {"seed": SEED, "longest_prompt": LONGEST, "searched": list(SEARCHED), "tenants": about}
+
+
+def write_tenants(tenants: Mapping[str, Tenant], out: Path) -> None:
+    """Write ``out/PART/NAME.jsonl`` and the manifest."""
+    for name, tenant in tenants.items():
+        for part, rows in tenant.rows.items():
+            file = out / part / f"{name}.jsonl"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(_lines(rows), encoding="utf-8")
+    write_json(out / MANIFEST, manifest_of(tenants))
+
+
+def _lines(rows: Sequence[Example]) -> str:
+    return "".join(json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in rows)

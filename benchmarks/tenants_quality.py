@@ -23,7 +23,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
-from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -48,7 +47,7 @@ from frozencore.tune.load import load_model
 from frozencore.tune.many.tenant import Tenant as CoreTenant
 from frozencore.tune.many.train import train_many
 from frozencore.tune.methods import METHODS, AdapterOptions
-from frozencore.tune.provenance import provenance, source_commit
+from frozencore.tune.provenance import provenance
 from frozencore.tune.rows import Example, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.rows.token_batches import make_batches
@@ -59,7 +58,7 @@ from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
 from frozencore.tune.training.trainer import pass_tokens_of
 from harness import RESULTS, Record, Results, best_rate, lines_of, parser_of, table
-from tenant_rows import SEARCHED, TENANTS, Tenant, TenantPlan, make_tenants, write_tenants
+from tenant_rows import SEARCHED, TENANTS, Tenant, TenantPlan, make_tenants, manifest_of, write_tenants
 
 CORE_ARMS = {"own": "fcca", "pooled": "fcca"}
 LABELS = {"own": "its own basis", "pooled": "one basis of the rows of 16 tenants", "lora": "a LoRA"}
@@ -365,18 +364,19 @@ def main() -> None:
         scale, tenants = QUICK, make_tenants(QUICK_TENANTS, None, validation=8, held_out=8)
     else:
         scale, tenants = FULL, make_tenants(TENANTS, options.data_root)
-    manifest = write_tenants(tenants, options.out.with_suffix(""))
+    where = provenance()
     common = {
         "model": fingerprint_model(model),
         "dtype": dtype,
-        "commit": source_commit(),
-        "steps_version": provenance()["steps_version"],
-        "versions": {package: version(package) for package in ("torch", "transformers", "peft")},
-        "rows": sha256(json.dumps(manifest).encode()).hexdigest(),
+        "commit": where["commit"],
+        "steps_version": where["steps_version"],
+        "versions": {package: where["versions"][package] for package in ("torch", "transformers", "peft")},
+        "rows": sha256(json.dumps(manifest_of(tenants)).encode()).hexdigest(),
         "recipe": {"rows_a_step": ROWS_A_STEP, "fewest_steps": FEWEST_STEPS, "warmup": WARMUP},
         "calibration": CALIBRATION,
     }
     results = Results(options.out, common, by=("arm", "rank", "seed", "tenant"))
+    write_tenants(tenants, options.out.with_suffix(""))
     Study(model, PromptEncoder(tokenizer, style="plain"), tenants, results, scale).run()
 
 

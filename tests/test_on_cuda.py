@@ -27,9 +27,9 @@ BATCHES = batches_of(draw_examples(num_examples=8, seed=3), 4)
 MIB = 2**20
 
 
-def calibrated(device: str, dtype: torch.dtype = torch.float32, **options: Any) -> PeftModel:
+def calibrated(device: str, **options: Any) -> PeftModel:
     config = FrozenCoreConfig(r=4, target_modules=list(ATTENTION), task_type="CAUSAL_LM")
-    model = get_peft_model(tiny_qwen2().to(device, dtype), config)
+    model = get_peft_model(tiny_qwen2().to(device), config)
     calibrate(model, BATCHES, progress=False, **options)
     return model
 

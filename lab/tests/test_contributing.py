@@ -19,24 +19,27 @@ def rows() -> dict[str, str]:
     return {thing.split(",")[0]: files for thing, files in lines}
 
 
+def files(thing: str) -> dict[str, list[Path]]:
+    """The files that the table names for a thing, by name; one without a folder may be beside another."""
+    names = re.findall(r"`([\w/]+\.py)`", rows()[thing])
+    beside = [Path(), *(Path(name).parent for name in names if "/" in name)]
+    return {
+        name: [
+            file for room in ROOMS for folder in beside for file in room.glob(str(folder / name.replace("NAME", "*")))
+        ]
+        for name in names
+    }
+
+
 @pytest.mark.parametrize("thing", rows())
 def test_every_file_that_the_table_names_is_there(thing: str) -> None:
-    names = re.findall(r"`([\w/]+\.py)`", rows()[thing])
-    assert names
-    for name in names:
-        beside = [Path(other).parent for other in names if "/" in other]
-        places = [room / folder / name for room in ROOMS for folder in (Path(), *beside)]
-        assert any(list(place.parent.glob(place.name.replace("NAME", "*"))) for place in places), name
+    found = files(thing)
+    assert found
+    assert not [name for name, places in found.items() if not places]
 
 
 @pytest.mark.parametrize("thing", rows())
 def test_every_name_that_the_table_says_is_in_a_file_that_it_names(thing: str) -> None:
-    files = [
-        found
-        for name in re.findall(r"`([\w/]+\.py)`", rows()[thing])
-        for room in ROOMS
-        for found in room.glob(f"**/{name}")
-    ]
-    code = "".join(file.read_text(encoding="utf-8") for file in files)
+    code = "".join(file.read_text(encoding="utf-8") for places in files(thing).values() for file in places)
     names = re.findall(r"`((?!NAME)[A-Z_][A-Za-z_]+|[a-z]+_[a-z_]+)`", rows()[thing])
     assert not [name for name in names if name not in code]
