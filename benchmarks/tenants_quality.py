@@ -52,7 +52,7 @@ from frozencore.tune.rows import Example, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.rows.token_batches import make_batches
 from frozencore.tune.scoring.choice import predict_choices
-from frozencore.tune.scoring.forward import take_off
+from frozencore.tune.scoring.forward import unload_adapter
 from frozencore.tune.tasks.splits import calibration_rows
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
@@ -141,7 +141,7 @@ class Study:
             self._moments = None
             bare = self.adapter("random", 1, 0)
             names = list(frozen_core_layers(bare, "default"))
-            take_off(bare)
+            unload_adapter(bare)
             layers = {name: self.model.get_submodule(name) for name in names}
             found = {
                 name: collect_moments(self.model, self.calibration_batches(name, seed), layers, needs=CAPTURE_NEEDS)
@@ -228,7 +228,7 @@ class Study:
                 calibrate(model, moments=moments[name], reset=True, progress=False)
                 yield from self.cores(model, [job for job in jobs if job[0] == name], seed, part, shared=False)
         finally:
-            take_off(model)
+            unload_adapter(model)
 
     def cores(
         self, model: PeftModel, jobs: Sequence[tuple[str, float]], seed: int, part: str, *, shared: bool
@@ -267,7 +267,7 @@ class Study:
             }
             return about, self.score(model, name, part)
         finally:
-            take_off(model)
+            unload_adapter(model)
 
 
 def bytes_of(model: PeftModel, *, shared: bool) -> Record:

@@ -69,7 +69,7 @@ class Day:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
-def test_a_day_of_forty_steps(model: str, tmp_path: Path) -> None:
+def test_a_day_of_many_steps(model: str, tmp_path: Path) -> None:
     try:
         place = model_location(model)
     except ModelError as error:
@@ -81,8 +81,7 @@ def test_a_day_of_forty_steps(model: str, tmp_path: Path) -> None:
     # Looking around
     day.do("--version", r"frozencore \d")
     day.do("--help", "Calibrate, train, score and save")
-    day.do("tasks list", "svamp")
-    day.do("tasks show pocket-sentiment --model pocket", "Review")
+    day.do("tasks", "svamp")
     day.do("tune --model nowhere --data rows.jsonl --out runs/x", "nowhere", status=2)
     day.do("tune --model pocket --data nothing.jsonl --out runs/x", "there is no file", status=2)
 
@@ -159,8 +158,6 @@ def test_a_day_of_forty_steps(model: str, tmp_path: Path) -> None:
     cores = tmp_path / "many" / "anna" / "adapter" / "adapter_model.safetensors"
     assert cores.stat().st_size < 4 * num_layers * 4**2 + 1024
     day.do("merge many/anna/adapter many/ben/adapter --out both", "both")
-    day.do("adapter unpack both --basis shop/basis --out whole", "whole")
-    day.do("adapter pack whole --basis shop/basis --out packed", "packed")
 
     # Leaving
     day.do("export runs/first/adapter --out lora", "vLLM")
@@ -182,7 +179,7 @@ def test_a_day_of_forty_steps(model: str, tmp_path: Path) -> None:
     day.do("campaign status mine", "2")
     day.do("campaign report mine")
     assert (tmp_path / "mine" / "report" / "index.html").exists()
-    assert day.steps >= 40
+    assert day.steps >= 36
 
 
 def _umask() -> int:

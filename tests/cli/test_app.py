@@ -68,11 +68,9 @@ def test_ctrl_c_says_that_something_goes_on_only_if_something_is_saved(
     monkeypatch.chdir(tmp_path)
     Path("tune/adapter_config.json").write_text("{}")  # an adapter that is called as a verb
     monkeypatch.setattr("frozencore.adapter.folders.merge_adapters", raising(KeyboardInterrupt))
-    monkeypatch.setattr("frozencore.adapter.folders.unpack_adapter", raising(KeyboardInterrupt))
-    for verb in (("merge",), ("adapter", "unpack")):
-        status, _, err = command(*verb, "tune", "--out", "run")
-        assert status == 130
-        assert err.splitlines()[-1] == f"frozencore: interrupted; {from_the_beginning}"
+    status, _, err = command("merge", "tune", "--out", "run")
+    assert status == 130
+    assert err.splitlines()[-1] == f"frozencore: interrupted; {from_the_beginning}"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_args, get_origin
 import pytest
 
 from frozencore.calibration.calibration_options import CalibrationOptions
-from frozencore.cli.flags import TakesRun, as_flags
+from frozencore.cli.flags import RunCommand, as_flags
 from frozencore.cli.tune import tune
 from frozencore.constructors import CONSTRUCTORS
 from frozencore.errors import ConfigError
@@ -35,7 +35,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunConfig]:
 
     def parse(command: Command, *words: str | Path, run: tuple[str, ...] = RUN) -> RunConfig:
         found: list[RunConfig] = []
-        monkeypatch.setattr("frozencore.cli.tune.tune", TakesRun(lambda config: found.append(config)))
+        monkeypatch.setattr("frozencore.cli.tune.tune", RunCommand(lambda config: found.append(config)))
         status, _, errors = command("tune", *run, *words)
         assert (status, errors) == (0, "")
         return found[0]

@@ -11,16 +11,13 @@ from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM, Phi3Config, Phi3ForCausalLM
 
 from adapted import adapted
-from frozencore.calibration.batches import rope_limit
 from frozencore.calibration.collect import collect_moments
-from frozencore.tune.rows import ChoiceTokens, TokenRow
+from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.scoring.choice import choice_logprobs
 from frozencore.tune.scoring.exact_match import generate_greedily
-from frozencore.tune.scoring.score import held_out_loss
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
-from tiny import batches_of, draw_examples, tiny_qwen2
+from tiny import batches_of, draw_examples
 
 LIMIT = 12
 SIZE = {
@@ -52,32 +49,6 @@ def rows() -> list[TokenRow]:
 
 
 ROWS = rows()
-
-
-@torch.no_grad()
-def logprob(model: nn.Module, context: list[int], ids: list[int]) -> float:
-    logp = model(input_ids=torch.tensor([context + ids])).logits[0].double().log_softmax(-1)
-    return sum(float(logp[len(context) - 1 + i, token]) for i, token in enumerate(ids))
-
-
-def test_scores_of_rows_on_both_sides_of_long_ropes_limit_are_those_of_the_rows_alone() -> None:
-    model = long_rope()
-    assert (rope_limit(model), rope_limit(tiny_qwen2())) == (LIMIT, None)
-    alone = [logprob(model, row.input_ids[:2], row.input_ids[2:]) for row in ROWS]
-    assert held_out_loss(model, ROWS, pad_id=0) == pytest.approx(
-        -sum(alone) / sum(r.num_targets for r in ROWS), rel=1e-5
-    )
-    choices = [ChoiceTokens(row.id, row.input_ids[:-2], [row.input_ids[-2:], row.input_ids[:6]]) for row in ROWS]
-    for row, found in zip(choices, choice_logprobs(model, choices, pad_id=0), strict=True):
-        assert found == pytest.approx([logprob(model, row.context_ids, ids) for ids in row.choice_ids], abs=1e-4)
-
-
-def test_a_generation_on_both_sides_of_long_ropes_limit_is_that_of_the_prompt_alone(encoder: PromptEncoder) -> None:
-    model, contexts = long_rope(), [row.input_ids for row in ROWS]
-    together = generate_greedily(model, contexts, encoder=encoder, max_new_tokens=4)
-    assert together == [
-        generate_greedily(model, [context], encoder=encoder, max_new_tokens=4)[0] for context in contexts
-    ]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -198,7 +198,9 @@ class FrozenCoreConfig(PeftConfig, EveryOption):  # type: ignore[misc]  # frozen
     def _take_from_basis(self, place: str | Path) -> None:
         """Take rank, targets, scale and constructor from a saved basis if they are at their defaults."""
         if self.load_bases:
-            raise ConfigError("The adapter holds a basis of its own: leave basis out, or `frozencore adapter pack` it.")
+            raise ConfigError(
+                "The adapter holds a basis of its own: leave basis out, or reduce it with `frozencore.pack_adapter`."
+            )
         header = read_header(place, self.basis_revision)
         state.refuse_gone(f"the basis {place}", header["options"])
         refuse_expressions(f"the basis {place}", header["options"], "Save the basis again.")

@@ -160,7 +160,7 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
         if adapter_name in self.awaits_core:
             raise ArtifactError(
                 f"The cores of the adapter {adapter_name!r} were not loaded: its file holds cores without bases, which "
-                "this loader cannot read. Use PeftModel.from_pretrained, or `frozencore adapter unpack` the folder."
+                "this loader cannot read. Use PeftModel.from_pretrained, or `frozencore.unpack_adapter`."
             )
         if not self.frozencore_ready[adapter_name]:
             self._look_for_basis(adapter_name)

@@ -80,9 +80,9 @@ def command_of(program: typer.Typer, words: Sequence[str]) -> TyperGroup:
     for verb in _commands(command):
         flags = {str(flag.name): flag for flag in verb.params if isinstance(flag, TyperOption)}
         if "calibration_size" in flags and not {*HELP}.isdisjoint(words):
-            from frozencore.cli.flags import IN_SIGHT
+            from frozencore.cli.flags import BASIC_FLAGS
 
-            rest = [flag for name, flag in flags.items() if name not in IN_SIGHT]
+            rest = [flag for name, flag in flags.items() if name not in BASIC_FLAGS]
             for flag in rest:
                 flag.hidden = True
             verb.epilog = f"{verb.epilog}\n\n{num_of(len(rest), 'more flag')}: frozencore {verb.name} {HELP_ALL}"

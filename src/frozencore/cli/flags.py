@@ -34,7 +34,7 @@ PANELS = {
     "verb": "Run",
 }  # fmt: skip
 """The groups of flags in the help, by the part of the configuration that holds them; the last: a verb's own flags."""
-IN_SIGHT = (
+BASIC_FLAGS = (
     "model", "data", "task", "tenants", "data_root", "max_length", "calibration_size", "method", "rank", "targets",
     "basis", "learning_rate", "epochs", "batch_size", "accumulation", "slots", "select_checkpoint", "output", "resume",
     "dry_run", "config_file", "all_layers",
@@ -62,7 +62,7 @@ DryRun = Annotated[
 ]
 
 
-class TakesRun:
+class RunCommand:
     """A verb for typer: the parameter ``config`` becomes a flag for each option of a run.
 
     Args:

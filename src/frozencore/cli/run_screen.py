@@ -21,7 +21,6 @@ from torch import nn
 from frozencore.adapter.saved.state import FLAT, PREFIX
 from frozencore.cli.display import StageDisplay, console
 from frozencore.cli.flags import as_flags
-from frozencore.cli.tasks import marked
 from frozencore.files.adapter_folder import WEIGHTS_FILE, read_config
 from frozencore.files.whole_file import read_lines
 from frozencore.text import Progress, bytes_in_words, num_of, one_line
@@ -41,7 +40,7 @@ SHOWN = 3  # training rows of a dry run
 STILL_FALLING = 0.1  # drop of the loss, as a share, from one quarter of the steps to the next
 NORMAL_95 = 1.96  # deviations of a normal distribution on each side of its middle 95 %
 VALUE_BYTES = 4  # a core and an exported LoRA are float32
-FEWEST_ROWS = 10  # on fewer, the interval of a share is too rough for a verdict
+MARKS = "⟦", "⟧"  # around the tokens that carry the loss
 MOST_PLACES = 8  # names of layers on one line
 END_OF_PROMPT, MOST_OF_ANSWER = 200, 2_000  # characters; samples.jsonl holds all of them
 
@@ -102,7 +101,8 @@ def _training_rows(rows: Sequence[TokenRow], decode: Callable[[list[int]], str])
         yield Text(f"\nTraining row {row.id} (the marked part carries the loss)", style="bold")
         starts = [0, *(stop for _, stop in row.loss_spans)]
         for last, (start, stop) in zip(starts, row.loss_spans, strict=False):
-            yield marked(decode(row.input_ids[last:start]), decode(row.input_ids[start:stop]))
+            completion = f"{MARKS[0]}{decode(row.input_ids[start:stop])}{MARKS[1]}"
+            yield Text.assemble(decode(row.input_ids[last:start]), (completion, "reverse"))
 
 
 def _sets(config: RunConfig, inputs: Inputs) -> Iterator[Text]:
@@ -160,13 +160,13 @@ def run_summary(record: TunedRecord) -> Group:
     table.add_column("")
     table.add_column("before", justify="right")
     table.add_column("after", justify="right")
-    words = []
     before, after, score, rows = record.accuracy_before, record.accuracy, record.score, record.rows
     if before is not None and after is not None and score is not None and rows is not None:
         low, high = map(percent, wilson(after, rows.scored))
         label = f"accuracy, % of {num_of(rows.scored, 'row')} (95 % interval)"
         table.add_row(label, percent(before), f"{percent(after)} ({low} to {high})")
-        words = [verdict(after, before, score.majority_class, rows.scored)]
+        if score.majority_class is not None:
+            table.add_row("always the most frequent answer, %", "", percent(score.majority_class))
     unit = ", nats/token"
     losses = {f"held-out loss{unit}": (record.held_out_loss_before, record.held_out_loss)}
     losses |= {
@@ -175,7 +175,7 @@ def run_summary(record: TunedRecord) -> Group:
     for name, pair in losses.items():
         table.add_row(name, *("" if loss is None else f"{loss:.3f}" for loss in pair))
     parts = (_of_rows, _of_training, _kept_step, _cost)
-    return Group(table, *(Text(line) for line in [*words, *(line for part in parts for line in part(record))]))
+    return Group(table, *(Text(line) for part in parts for line in part(record)))
 
 
 def wilson(share: float, num_rows: int) -> tuple[float, float]:
@@ -184,19 +184,6 @@ def wilson(share: float, num_rows: int) -> tuple[float, float]:
     middle = share + square / 2
     half = sqrt(square * share * (1 - share) + square**2 / 4)
     return max(0.0, middle - half) / (1 + square), min(1.0, (middle + half) / (1 + square))
-
-
-def verdict(accuracy: float, before: float, majority: float | None, num_rows: int) -> str:
-    """Say whether a run beats the majority class, or without classes the base model, which is measured too."""
-    if majority is not None:
-        floor, highest, name = majority, majority, "the majority class"
-    else:
-        floor, highest, name = before, wilson(before, num_rows)[1], "the base model"
-    if accuracy <= floor:
-        return f"Does not beat {name} ({percent(floor)} %)."
-    is_clear = num_rows >= FEWEST_ROWS and wilson(accuracy, num_rows)[0] > highest
-    sure = "clearly" if is_clear else f"but not clearly on {num_of(num_rows, 'row')}"
-    return f"Beats {name} ({percent(floor)} %), {sure}."
 
 
 def percent(share: float) -> str:
@@ -306,7 +293,7 @@ def sample_lines(file: Path) -> Iterator[RenderableType]:
 
 
 def size_lines(adapter: Path) -> Iterator[str]:
-    """Show the size of an adapter's weights; with its basis also the sizes as cores and as LoRA, and how to pack it."""
+    """Show the size of an adapter's weights; with its basis also the sizes as cores and as LoRA."""
     with safe_open(adapter / WEIGHTS_FILE, framework="numpy") as file:
         shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118 - not a mapping
     config, stored = read_config(adapter), bytes_in_words((adapter / WEIGHTS_FILE).stat().st_size)
@@ -324,4 +311,3 @@ def size_lines(adapter: Path) -> Iterator[str]:
             f"Size of {values['R']:,} trained values: {stored} with their basis, "
             f"{bytes_in_words(VALUE_BYTES * values['R'])} on a basis that adapters share, {as_lora} as LoRA."
         )
-        yield f"Smaller: frozencore adapter pack {adapter} --out shared/{adapter.absolute().parent.name}"

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from frozencore.cli.display import StageDisplay, console
-from frozencore.cli.flags import DryRun, Out, Resume, TakesRun, as_flags, require_out, told_if_nothing_is_kept
+from frozencore.cli.flags import DryRun, Out, Resume, RunCommand, as_flags, require_out, told_if_nothing_is_kept
 from frozencore.files.hub import require_upload, upload
 from frozencore.text import bytes_in_words
 from frozencore.tune.config import RunConfig
@@ -94,7 +94,7 @@ def _tune(
         console.print(f"Uploaded: {upload(output / ADAPTER, push_to_hub)}")
 
 
-tune = TakesRun(_tune, defaults=DEFAULTS)
+tune = RunCommand(_tune, defaults=DEFAULTS)
 
 
 def _print_resumed(output: Path) -> None:
@@ -176,7 +176,7 @@ def _summary(records: Mapping[str, TunedRecord], failures: Mapping[str, Failure]
     return Group(table, *lines)
 
 
-tune_many = TakesRun(
+tune_many = RunCommand(
     _tune_many,
     without=(
         "data", "task", "data_root", "paper_steps", "rows_by_seed", "report_to", "select_by", "samples", "exact_match",
@@ -221,7 +221,7 @@ def _calibrate(
     console.print(f"Basis: {output / BASIS}   Adapter: {output / ADAPTER}{moments}")
 
 
-calibrate = TakesRun(
+calibrate = RunCommand(
     _calibrate,
     without=(
         "basis", "learning_rate", "warmup", "epochs", "batch_size", "accumulation", "save_steps", "report_to",

@@ -88,21 +88,15 @@ VERBS = (
         "export runs/mine --out lora", "Share",
     ),
     Verb(
-        "adapter", ".export:adapter_app", "Reduce an adapter to its cores, beside a shared basis; or undo that.",
-        "adapter pack runs/mine --out shared/mine", "Share",
-    ),
-    Verb(
         "merge", ".export:merge", "Write the exact weighted sum of adapters that share a basis.",
-        "merge shared/mine shared/yours --out shared/both", "Share",
+        "merge tenants/anna tenants/ben --out tenants/both", "Share",
     ),
     Verb(
         "check", ".export:check",
         "Say which serving engines can load a LoRA directory. Exit status 1 if one of them cannot.",
         "check lora", "Share",
     ),
-    Verb(
-        "tasks", ".tasks:tasks_app", "List the tasks, or show one as a model sees it.", "tasks show pocket-math",
-    ),
+    Verb("tasks", ".tasks:tasks", "List the tasks with their rows, epochs, scoring and data sets.", "tasks"),
 )  # fmt: skip
 
 

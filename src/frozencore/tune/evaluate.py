@@ -42,7 +42,7 @@ from frozencore.tune.rows.own_rows import read_rows
 from frozencore.tune.rows.prompts import PROMPT_DATE, PromptEncoder, PromptStyle, asks_for_today, context_limit
 from frozencore.tune.rows.row_sources import named
 from frozencore.tune.scoring.exact_match import are_short
-from frozencore.tune.scoring.forward import take_off
+from frozencore.tune.scoring.forward import unload_adapter
 from frozencore.tune.scoring.score import TaskScore, held_out_loss, score_completions, score_task
 from frozencore.tune.tasks import Task
 from frozencore.tune.tasks.splits import evaluation_rows
@@ -59,7 +59,7 @@ class BaseWithAdapter:
 
     def without_adapter(self) -> nn.Module:
         if self._adapted is not None:
-            self.base, self._adapted = take_off(self._adapted), None
+            self.base, self._adapted = unload_adapter(self._adapted), None
         return self.base
 
     def with_adapter(self, folder: Path | None) -> nn.Module:

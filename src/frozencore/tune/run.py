@@ -43,7 +43,7 @@ from frozencore.tune.methods import Method
 from frozencore.tune.read_rows import RunRows
 from frozencore.tune.record import TunedRecord
 from frozencore.tune.scores import Score, samples_of, score_run, selection_of
-from frozencore.tune.scoring.forward import take_off
+from frozencore.tune.scoring.forward import unload_adapter
 from frozencore.tune.training.recipe import Recipe, epochs_for
 from frozencore.tune.training.reporting import reporting, require_reporters
 from frozencore.tune.training.train import train
@@ -130,7 +130,7 @@ def execute(
         if reports is not None:
             reports.tell(record.scores)
     if is_lent and not method.changes_base:
-        take_off(model)
+        unload_adapter(model)
     return record
 
 

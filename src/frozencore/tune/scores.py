@@ -13,7 +13,14 @@ from frozencore.tune.load import Inputs
 from frozencore.tune.read_rows import ScoredRows
 from frozencore.tune.scoring.exact_match import complete
 from frozencore.tune.scoring.forward import Prediction
-from frozencore.tune.scoring.score import RowLosses, TaskScore, held_out_loss, row_losses, score_completions, score_task
+from frozencore.tune.scoring.score import (
+    RowLosses,
+    TaskScore,
+    held_out_loss,
+    losses_of_rows,
+    score_completions,
+    score_task,
+)
 from frozencore.tune.training.callbacks import Selection
 
 SAMPLE_TOKENS = 64
@@ -55,7 +62,7 @@ def score_rows(
     """
     task = inputs.rows.task
     if task is None:
-        losses = row_losses(model, rows.tokens, pad_id=inputs.encoder.pad_id, progress=with_note(progress, "loss"))
+        losses = losses_of_rows(model, rows.tokens, pad_id=inputs.encoder.pad_id, progress=with_note(progress, "loss"))
         matched = None
         if inputs.rows.exact_match and by == "accuracy":
             told = with_note(progress, "completions")
@@ -66,7 +73,7 @@ def score_rows(
         )  # fmt: skip
         return Score(losses.mean, matched, tuple(said), row_losses=losses)
     if task.scoring == "text" or by == "held_out_loss":
-        losses = row_losses(model, rows.tokens, pad_id=inputs.encoder.pad_id, progress=progress)
+        losses = losses_of_rows(model, rows.tokens, pad_id=inputs.encoder.pad_id, progress=progress)
         return Score(losses.mean, row_losses=losses)
     score = score_task(model, inputs.encoder, task, rows.examples, progress=progress)
     return Score(score.held_out_loss, task=score, row_losses=score.row_losses)

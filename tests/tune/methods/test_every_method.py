@@ -16,7 +16,7 @@ from adapted import BATCHES
 from frozencore import calibrate, frozen_core_layers, get_bases
 from frozencore.errors import ConfigError
 from frozencore.tune.methods import METHODS, AdapterOptions, find_method
-from frozencore.tune.scoring.forward import take_off
+from frozencore.tune.scoring.forward import unload_adapter
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
 from tiny import ATTENTION, VOCABULARY, draw_rows, tiny_qwen2
@@ -100,7 +100,7 @@ def test_untrained_it_is_the_base_model_and_trained_it_reloads_on_it(name: str, 
     assert torch.equal(logits(model), trained)
     reloaded = PeftModel.from_pretrained(base, tmp_path / "adapter")
     torch.testing.assert_close(logits(reloaded), trained, atol=1e-5, rtol=1e-4)
-    bare = take_off(reloaded).state_dict()
+    bare = unload_adapter(reloaded).state_dict()
     assert all(torch.equal(bare[key], value) for key, value in original.items())
 
 

@@ -18,7 +18,7 @@ from frozencore.tune.config import make_config
 from frozencore.tune.cost import values_at_once
 from frozencore.tune.load import resolve_targets
 from frozencore.tune.methods import METHODS, AdapterOptions
-from frozencore.tune.scoring.forward import take_off
+from frozencore.tune.scoring.forward import unload_adapter
 from frozencore.tune.scoring.score import held_out_loss
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
@@ -89,7 +89,7 @@ def test_trained_it_reloads_on_the_original_base_which_comes_out_as_it_went_in(k
     trained = logits(model)
     FULL.save(model, tmp_path / "adapter", tmp_path / "start")
     torch.testing.assert_close(logits(PeftModel.from_pretrained(MODELS[kind](), tmp_path / "adapter")), trained)
-    bare = take_off(model)
+    bare = unload_adapter(model)
     assert (trained - logits(bare)).abs().max() > 1e-2
     assert all(torch.equal(bare.state_dict()[key], value) for key, value in original.items())
     assert (kind != "untied") == (bare.get_output_embeddings().weight is bare.get_input_embeddings().weight)

@@ -18,13 +18,11 @@ from frozencore.errors import DataError, ModelError
 from frozencore.tune.rows import ChoiceTokens, Example
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.scoring.choice import (
-    PrefixTree,
     can_share_prefix,
     choice_logprobs,
     full_sequence_logprobs,
     predict_choices,
     prefix_mask_logprobs,
-    prefix_tree_logprobs,
 )
 from tiny import VOCABULARY, tiny_gpt2, tiny_llama, tiny_qwen2
 
@@ -72,7 +70,9 @@ def assert_close(actual: list[list[float]], expected: list[list[float]]) -> None
         assert ours == pytest.approx(theirs, abs=1e-4)
 
 
-@pytest.mark.parametrize("make_model", [tiny_qwen2, tiny_llama, tiny_gpt2, sliding_window_model])
+@pytest.mark.parametrize(
+    "make_model", [tiny_qwen2, tiny_llama, tiny_gpt2, sliding_window_model, lambda: make("falcon")]
+)
 def test_every_way_gives_what_one_sequence_at_a_time_gives(make_model: Callable[[], nn.Module]) -> None:
     model, rows = make_model().eval(), random_rows(9)
     expected = reference_logprobs(model, rows)
@@ -81,7 +81,6 @@ def test_every_way_gives_what_one_sequence_at_a_time_gives(make_model: Callable[
         assert_close(full_sequence_logprobs(model, rows, pad_id=0), expected)
         if make_model is not sliding_window_model:
             assert_close(prefix_mask_logprobs(model, rows, pad_id=0), expected)
-            assert_close(prefix_tree_logprobs(model, rows), expected)
     model.set_attn_implementation("eager")
     assert_close(choice_logprobs(model, rows, pad_id=0), expected)
 
@@ -118,25 +117,6 @@ def test_rows_of_the_same_beginning_share_it_and_score_as_alone() -> None:
     assert choice_logprobs(model, [first], pad_id=0)[0][0] == choice_logprobs(model, [first], pad_id=0)[0][4]
 
 
-def test_a_tree_holds_every_prefix_once() -> None:
-    tree = PrefixTree()
-    assert [tree.add(ids) for ids in ([5, 6, 7], [5, 6, 8, 7], [9])] == [[0, 1, 2], [0, 1, 3, 4], [5]]
-    assert (tree.tokens, tree.positions) == ([5, 6, 7, 8, 7, 9], [0, 1, 2, 2, 3, 0])
-    assert [segment.own for segment in tree.segments()] == [slice(0, 3), slice(3, 5), slice(5, 6)]
-
-
-def test_the_models_own_attention_is_back_also_after_an_error() -> None:
-    model = tiny_qwen2()
-
-    def fail(*_: object) -> None:
-        raise RuntimeError("injected")
-
-    model.lm_head.register_forward_pre_hook(fail)
-    with pytest.raises(RuntimeError, match="injected"):
-        prefix_tree_logprobs(model, random_rows(3))
-    assert model.config._attn_implementation == "sdpa"
-
-
 class MaskIgnored(nn.Module):
     """A model that sees whatever came before, however it is masked."""
 
@@ -152,10 +132,9 @@ class MaskIgnored(nn.Module):
     ("make_model", "same_weights"),
     [
         (lambda: MaskIgnored(tiny_llama()), tiny_llama),
-        (lambda: make("falcon").eval(), lambda: make("falcon")),  # its attention takes no mask of ours
         (tiny_all_logits, tiny_qwen2),  # it cannot leave logits out
     ],
-    ids=["ignores the mask", "own mask", "all logits"],
+    ids=["ignores the mask", "all logits"],
 )
 def test_a_model_that_cannot_share_a_prefix_is_found_out_and_scored_in_full(
     make_model: Callable[[], nn.Module], same_weights: Callable[[], nn.Module]
@@ -169,9 +148,9 @@ def test_a_prompt_is_computed_once_for_all_its_choices() -> None:
     model, rows = tiny_qwen2(), random_rows(5)
     fed = []
     model.register_forward_pre_hook(lambda _, __, kwargs: fed.append(kwargs["input_ids"].numel()), with_kwargs=True)
-    prefix_tree_logprobs(model, rows)
-    read = [tuple(row.context_ids + choice[:-1]) for row in rows for choice in row.choice_ids]
-    assert sum(fed) == len({ids[: i + 1] for ids in read for i in range(len(ids))})
+    for row in rows:
+        prefix_mask_logprobs(model, [row], pad_id=0)
+    assert sum(fed) == sum(len(row.context_ids) + sum(len(c) - 1 for c in row.choice_ids) for row in rows)
 
 
 @pytest.mark.parametrize("make_model", [tiny_qwen2, sliding_window_model])

@@ -22,7 +22,7 @@ from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.rows.token_batches import LOGITS_BUDGET, score_in_groups
 from frozencore.tune.run import execute
 from frozencore.tune.scoring.exact_match import SHORT, are_short, complete
-from frozencore.tune.scoring.score import held_out_loss, row_losses, score_completions, score_task
+from frozencore.tune.scoring.score import held_out_loss, losses_of_rows, score_completions, score_task
 from frozencore.tune.suite import TEXT_TASKS, find_task
 from slow import few
 from small_tenants import inputs_of, silent
@@ -43,7 +43,7 @@ def test_the_loss_is_the_mean_over_completion_tokens(make_model: Callable[[], nn
             total -= float(logprobs[position - 1, row.input_ids[position]])
             count += 1
         by_row.append((total - sum(nats for nats, _ in by_row), count - sum(tokens for _, tokens in by_row)))
-    actual = row_losses(model, ROWS, pad_id=0)
+    actual = losses_of_rows(model, ROWS, pad_id=0)
     assert actual.mean == pytest.approx(total / count, abs=1e-5)
     assert actual.nats == pytest.approx([nats for nats, _ in by_row], abs=1e-4)
     assert list(actual.tokens) == [tokens for _, tokens in by_row]

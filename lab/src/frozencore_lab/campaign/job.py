@@ -122,7 +122,7 @@ class Stability(StudyKind):
         from frozencore.tune.folder import RECORD
         from frozencore.tune.load import resolve_targets
         from frozencore.tune.record import RECORD_FORMAT, Provenance, RecordedConfig, StabilityRecord
-        from frozencore.tune.scoring.forward import take_off
+        from frozencore.tune.scoring.forward import unload_adapter
 
         assert work.reference is not None
         found, num_calibration = [], []
@@ -132,7 +132,7 @@ class Stability(StudyKind):
             adapted = adapt(config.method, inputs, targets, work.progress, shared=shared)
             found.append(get_bases(adapted.model))
             num_calibration.append(len(inputs.rows.calibration))
-            take_off(adapted.model)
+            unload_adapter(adapted.model)
         few, many = found
         cosines: dict[str, dict[str, float]] = {"P": {}, "Q": {}}
         for name, basis in few.items():

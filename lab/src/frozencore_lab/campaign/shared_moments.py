@@ -25,7 +25,7 @@ from frozencore.tune.config import RunConfig
 from frozencore.tune.load import Inputs, resolve_targets
 from frozencore.tune.methods import targeted_layers
 from frozencore.tune.read_rows import RunRows
-from frozencore.tune.scoring.forward import take_off
+from frozencore.tune.scoring.forward import unload_adapter
 from frozencore_lab.campaign.job import Job
 from frozencore_lab.campaign.store import Store
 
@@ -143,5 +143,5 @@ class SharedWork:
                 remove_left(file.parent, file.name)
                 with whole_file(file) as aside:
                     save_file(get_bases(model), aside)
-                take_off(model)
+                unload_adapter(model)
         return load_file(file)

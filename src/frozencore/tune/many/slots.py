@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy, pad
 from frozencore.adapter.bank import base_rows, other_modules, rows_through
 from frozencore.adapter.layer import FrozenCoreLinear, frozen_core_layers
 from frozencore.adapter.saved.state import by_layer
-from frozencore.calibration.batches import IGNORED, rope_limit
+from frozencore.calibration.batches import IGNORED
 from frozencore.errors import ConfigError
 from frozencore.text import Progress
 from frozencore.tune.rows import TokenRow
@@ -103,8 +103,6 @@ def held_out_losses(
             score,
             row_sizes(model, rows),
             device,
-            lengths=[len(row.input_ids) for row in rows],
-            limit=rope_limit(model),
             tokens_per_batch=tokens_per_batch,
             progress=progress,
         )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from frozencore.calibration.batches import IGNORED, on_one_side
+from frozencore.calibration.batches import IGNORED
 from frozencore.device import fits
 from frozencore.errors import ModelError
 from frozencore.text import Progress
@@ -61,8 +61,6 @@ def score_in_groups(
     sizes: Sequence[tuple[int, int]],
     device: torch.device,
     *,
-    lengths: Sequence[int] = (),
-    limit: int | None = None,
     tokens_per_batch: int | None = None,
     progress: Progress | None = None,
 ) -> None:
@@ -71,8 +69,6 @@ def score_in_groups(
     Args:
         score: Must have no effect if it raises, because its group is scored again.
         sizes, tokens_per_batch: See :func:`group_rows`.
-        lengths, limit: Rows of a ``length`` up to ``limit`` (:func:`frozencore.calibration.batches.rope_limit`) and
-            longer ones are in separate groups.
 
     Raises:
         ModelError: A single row does not fit.
@@ -82,7 +78,8 @@ def score_in_groups(
     while pending:
         groups = group_rows([sizes[i] for i in pending], device, tokens_per_batch, shrink=shrink)
         done: set[int] = set()
-        for rows in on_one_side(([pending[i] for i in group] for group in groups), lengths, limit):
+        for group in groups:
+            rows = [pending[i] for i in group]
             if not fits(partial(score, rows)):
                 if len(rows) == 1:
                     raise ModelError(

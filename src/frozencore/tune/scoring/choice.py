@@ -1,33 +1,21 @@
 """Choice by log-likelihood: the choice whose tokens have the highest summed log-probability after the prompt.
 
-If the model allows it, the prompt is computed once for all its choices.
-
-On the CPU a batch is a tree of prefixes, which needs no padding and the fewest operations. Each token is one column of
-a single packed sequence. A segment is a run of successive tokens: a prompt with its first choice, or another choice.
-Attention is computed per segment, over the segment and the columns on its path from the root, so that no choice sees
-another.
-
-On other devices one masked kernel for the whole batch is faster than many small ones. A prompt and all its choices are
-one sequence. By a mask each choice sees the prompt and itself, and its positions continue from the prompt's. Prompts
-are padded left and choices right, so that the columns of the needed logits are the same in every row.
+If the model allows it, the prompt is computed once for all its choices: a prompt and its choices are one sequence. By a
+mask each choice sees the prompt and itself, and its positions continue from the prompt's. Prompts are padded left and
+choices right, so that the columns of the needed logits are the same in every row.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, DynamicCache
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from frozencore.calibration.batches import on_one_side, rope_limit
 from frozencore.errors import DataError, ModelError
-from frozencore.quiet import with_attributes
 from frozencore.text import Progress
 from frozencore.tune.rows import ChoiceTokens, Example, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
@@ -83,9 +71,6 @@ def choice_logprobs(
 ) -> list[list[float]]:
     """Summed log-probabilities, in nats, of the tokens of every choice, in the rows' order."""
     share_prefix = can_share_prefix(model)
-    limit = rope_limit(model)
-    if limit is not None and any(row.num_tokens > limit for row in rows):
-        share_prefix = False  # one row's choices may lie on both sides
     vocabulary = vocabulary_of(model)
     sizes = []  # tokens and logits that a row adds to a forward pass
     for row in rows:
@@ -97,7 +82,7 @@ def choice_logprobs(
             num_tokens = len(row.choice_ids) * row.num_tokens
         sizes.append((num_tokens, num_scored * vocabulary))
     logprobs: list[list[float]] = [[] for _ in rows]
-    of_rows = shared_prefix_logprobs if share_prefix else full_sequence_logprobs
+    of_rows = prefix_mask_logprobs if share_prefix else full_sequence_logprobs
 
     def score(group: list[int]) -> None:
         scored = of_rows(model, [rows[i] for i in group], pad_id=pad_id)
@@ -130,140 +115,30 @@ def can_share_prefix(model: nn.Module) -> bool:
     probes = [ChoiceTokens("probe", [0, last], [first, [last, 0, last]]) for first in ([0], [last, last, last])]
     try:
         with scoring_mode(model):
-            one, other = (shared_prefix_logprobs(model, [probe], pad_id=0)[0][1] for probe in probes)
+            one, other = (prefix_mask_logprobs(model, [probe], pad_id=0)[0][1] for probe in probes)
     except Exception:  # a model's own attention may require another mask, and raises any error
         return False
     return abs(one - other) <= 1e-3 or not (math.isfinite(one) and math.isfinite(other))
-
-
-def shared_prefix_logprobs(model: nn.Module, rows: Sequence[ChoiceTokens], *, pad_id: int) -> list[list[float]]:
-    """Summed token log-probabilities, in nats, of every choice of every row."""
-    on_cpu = next(model.parameters()).device.type == "cpu"
-    if on_cpu and base_of(model).config.get_text_config()._attn_implementation == "sdpa":
-        return prefix_tree_logprobs(model, rows)
-    return prefix_mask_logprobs(model, rows, pad_id=pad_id)
 
 
 def full_sequence_logprobs(model: nn.Module, rows: Sequence[ChoiceTokens], *, pad_id: int) -> list[list[float]]:
     """Compute the same with one full sequence per choice, padded right: slower, but right for every causal model."""
     device = next(model.parameters()).device
     full = [TokenRow(row.id, row.context_ids + ids, len(row.context_ids)) for row in rows for ids in row.choice_ids]
-    sums = torch.zeros(len(full), dtype=torch.float64)  # in float32, hundreds of nats have an error in the fifth digit
-    for side in on_one_side([range(len(full))], [len(row.input_ids) for row in full], rope_limit(model)):
-        padded = PaddingCollator(pad_id)([full[i] for i in side])
-        batch = {name: tensor.to(device) for name, tensor in padded.items()}
-        sums[side] = completion_logprobs(model, batch)[0].cpu().double().sum(-1)
-    return _by_row(sums, rows)
+    batch = {name: tensor.to(device) for name, tensor in PaddingCollator(pad_id)(full).items()}
+    # in float32, hundreds of nats have an error in the fifth digit
+    return _by_row(completion_logprobs(model, batch)[0].cpu().double().sum(-1), rows)
 
 
 def _by_row(sums: Tensor, rows: Sequence[ChoiceTokens]) -> list[list[float]]:
     return [one.tolist() for one in sums.split([len(row.choice_ids) for row in rows])]
 
 
-_NAME = "frozencore_prefix_tree"
-_NO_PARENT = -1
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Some columns, and the columns that they see: through a mask if these are more than their own."""
-
-    own: slice
-    seen: slice | Tensor
-    mask: Tensor | None = None
-
-
-_segments: ContextVar[list[Segment]] = ContextVar("segments")
-
-
-@dataclass(frozen=True)
-class PrefixTree:
-    """One column for each distinct prefix: its last token, its length minus one, and its parent's column."""
-
-    tokens: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    columns: dict[tuple[int, int], int] = field(default_factory=dict)
-
-    def add(self, ids: Sequence[int]) -> list[int]:
-        """The column of every prefix of a sequence; new prefixes are appended."""
-        path = []
-        column = _NO_PARENT
-        for position, token in enumerate(ids):
-            parent, column = column, self.columns.setdefault((column, token), len(self.tokens))
-            if column == len(self.tokens):
-                self.tokens.append(token)
-                self.positions.append(position)
-                self.parents.append(parent)
-            path.append(column)
-        return path
-
-    def segments(self) -> list[Segment]:
-        starts = [column for column, parent in enumerate(self.parents) if parent != column - 1 or column == 0]
-        found = []
-        for start, stop in zip(starts, [*starts[1:], len(self.tokens)], strict=True):
-            before: list[int] = []
-            column = self.parents[start]
-            while column != _NO_PARENT:
-                before.append(column)
-                column = self.parents[column]
-            own = slice(start, stop)
-            if before:
-                seen = torch.tensor([*reversed(before), *range(start, stop)])
-                mask = torch.ones(stop - start, len(seen), dtype=torch.bool).tril(len(before))
-                found.append(Segment(own, seen, mask[None, None]))
-            else:
-                found.append(Segment(own, own))
-        return found
-
-
-def prefix_tree_logprobs(model: nn.Module, rows: Sequence[ChoiceTokens]) -> list[list[float]]:
-    """Compute :func:`shared_prefix_logprobs` with a tree of prefixes, for a model on the CPU."""
-    tree = PrefixTree()
-    read, targets = [], []
-    for row in rows:
-        for choice in row.choice_ids:
-            path = tree.add(row.context_ids + choice[:-1])  # a choice's last token is scored but never read
-            read += path[len(row.context_ids) - 1 :]
-            targets += choice
-    wanted, of_wanted = torch.tensor(read).unique(return_inverse=True)
-    token = _segments.set(tree.segments())
-    try:
-        with with_attributes(base_of(model).config.get_text_config(), _attn_implementation=_NAME):
-            logits = model(
-                input_ids=torch.tensor([tree.tokens]),
-                position_ids=torch.tensor([tree.positions]),
-                use_cache=False,
-                logits_to_keep=wanted,
-            ).logits[0]
-    finally:
-        _segments.reset(token)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    scored = logits[of_wanted, torch.tensor(targets)] - logits.logsumexp(-1)[of_wanted]
-    of_choices = scored.double().split([len(choice) for row in rows for choice in row.choice_ids])
-    return _by_row(torch.stack([one.sum() for one in of_choices]), rows)
-
-
-def _attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _: Tensor | None, **options: Any
-) -> tuple[Tensor, None]:
-    """Attention from queries, keys, values (1, heads, columns, size) to (1, columns, heads, size)."""
-    attend = AttentionInterface()["sdpa"]
-    parts = []
-    for segment in _segments.get():
-        seen = segment.seen  # index_select is three times faster than indexing
-        k, v = (x[:, :, seen] if isinstance(seen, slice) else x.index_select(2, seen) for x in (key, value))
-        parts.append(attend(module, query[:, :, segment.own], k, v, segment.mask, **options)[0])
-    return torch.cat(parts, dim=1), None
-
-
-AttentionInterface.register(_NAME, _attend)
-
 _PROMPT, _PADDING = 0, -1  # parts of a row; the choices are 1, 2, ...
 
 
 def prefix_mask_logprobs(model: nn.Module, rows: Sequence[ChoiceTokens], *, pad_id: int) -> list[list[float]]:
-    """Compute :func:`shared_prefix_logprobs` with one masked sequence a row."""
+    """Summed token log-probabilities, in nats, of every choice of every row: one masked sequence a row."""
     device = next(model.parameters()).device
     prompts, prompt_mask = pad([row.context_ids for row in rows], pad_id, side="left")
     inputs: list[list[int]] = [[] for _ in rows]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, TextStreamer
 
-from frozencore.calibration.batches import rope_limit
 from frozencore.errors import DataError, ModelError
 from frozencore.quiet import with_attributes
 from frozencore.text import Progress
@@ -104,22 +102,19 @@ def generate_greedily(
 ) -> list[Generation]:
     """Generate greedily after each context, in batches of similar length.
 
-    Generation ends at the end of the model's context. A row that reaches it is generated only with rows of its own
-    length, so that no row's limit depends on another row. The same holds for a row that may cross the limit of
-    LongRoPE, whose frequencies depend on the longest row.
+    Generation ends at the end of the model's context. Rows of one batch have the same limit, so that no row's limit
+    depends on another row.
 
     Raises:
         ModelError: Logits are not finite.
     """
     end_ids = _end_tokens(model, encoder)
-    window, rope = context_limit(base_of(model), encoder.tokenizer), rope_limit(model) or math.inf
+    window = context_limit(base_of(model), encoder.tokenizer)
     limits = [max(1, min(max_new_tokens, window - len(context))) for context in contexts]
-    crosses = [len(context) + limit > rope for limit, context in zip(limits, contexts, strict=True)]
-    kinds = [(limits[i], len(context) if crosses[i] else 0) for i, context in enumerate(contexts)]
     found: dict[int, Generation] = {}
 
     def score(group: list[int]) -> None:
-        for (limit, _), rows in groupby(sorted(group, key=kinds.__getitem__), key=kinds.__getitem__):
+        for limit, rows in groupby(sorted(group, key=limits.__getitem__), key=limits.__getitem__):
             own = list(rows)
             generated = _generate(model, [contexts[i] for i in own], encoder, limit)
             found.update((i, _until_end(ids, end_ids, encoder)) for i, ids in zip(own, generated, strict=True))

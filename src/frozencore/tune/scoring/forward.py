@@ -92,7 +92,7 @@ def completion_logprobs(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[
     return token_logprobs(logits, targets.clamp_min(0)) * counted, counted
 
 
-def take_off(model: PeftModel) -> nn.Module:
+def unload_adapter(model: PeftModel) -> nn.Module:
     """Remove the adapter and return the original transformers model."""
     base: Any = base_of(model)
     copied = {name: m.original_module for name, m in base.named_modules() if isinstance(m, ModulesToSaveWrapper)}

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from frozencore.calibration.batches import rope_limit
 from frozencore.errors import ConfigError, DataError, ModelError
 from frozencore.text import Progress, with_note
 from frozencore.tune.rows import Example, TokenRow
@@ -114,7 +113,7 @@ def score_task(
         )
         num_unanswered = sum(p.prediction is None for p in predictions)
     texts = [encoder.render(example) for example in examples]
-    losses = row_losses(
+    losses = losses_of_rows(
         model, encoder.training_rows(texts), pad_id=encoder.pad_id, progress=progress and with_note(progress, "loss")
     )
     return TaskScore(
@@ -161,11 +160,11 @@ def score_completions(
 def held_out_loss(
     model: nn.Module, rows: Sequence[TokenRow], *, pad_id: int, progress: Progress | None = None
 ) -> float:
-    """The mean negative log-probability over all completion tokens; errors as in :func:`row_losses`."""
-    return row_losses(model, rows, pad_id=pad_id, progress=progress).mean
+    """The mean negative log-probability over all completion tokens; errors as in :func:`losses_of_rows`."""
+    return losses_of_rows(model, rows, pad_id=pad_id, progress=progress).mean
 
 
-def row_losses(
+def losses_of_rows(
     model: nn.Module, rows: Sequence[TokenRow], *, pad_id: int, progress: Progress | None = None
 ) -> RowLosses:
     """The negative log-probability of each row's completion tokens, including the end token, in the rows' order.
@@ -176,7 +175,6 @@ def row_losses(
     """
     device, collate, vocabulary = next(model.parameters()).device, PaddingCollator(pad_id), vocabulary_of(model)
     sizes = [(len(row.input_ids), (len(row.input_ids) - row.num_context) * vocabulary) for row in rows]
-    lengths = [len(row.input_ids) for row in rows]
     losses: dict[int, tuple[float, int]] = {}
 
     def score(group: list[int]) -> None:
@@ -186,7 +184,7 @@ def row_losses(
         losses.update(zip(group, zip(sums.tolist(), counts.tolist(), strict=True), strict=True))
 
     with scoring_mode(model):
-        score_in_groups(score, sizes, device, lengths=lengths, limit=rope_limit(model), progress=progress)
+        score_in_groups(score, sizes, device, progress=progress)
     nats, tokens = zip(*(losses[i] for i in range(len(rows))), strict=True) if rows else ((), ())
     if sum(tokens) == 0:
         raise DataError("A held-out loss needs rows with at least one completion token after another token.")
