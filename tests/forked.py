@@ -1,72 +1,108 @@
-"""Commands and scripts in forked processes: without the seconds that a new one needs for its imports."""
+"""Commands and scripts in processes forked from a server that has imported everything and computed nothing.
+
+A process that has computed must not be forked to compute: the child copies the locks of MKL and OpenMP as they are at
+that moment, and one in thousands hangs. A new interpreter for each command would take seconds to import.
+"""
 
 from __future__ import annotations
 
 import faulthandler
-import json
 import multiprocessing
 import os
 import runpy
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-import frozencore.cli.run_screen  # noqa: F401 - so that no forked process imports anew: beartype hides a signal then
-
 TIMEOUT_S = 270
+# One server for each process of pytest. What it starts is pickled: functions of modules, `partial` for their arguments.
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["frozencore.cli.run_screen", "frozencore_lab.cli.campaign", "matplotlib.pyplot"])
+# For processes that have computed nothing themselves: what the server started may start others.
 FORK = multiprocessing.get_context("fork")
-
-
-def forget_cuda() -> None:
-    """In a forked process: where its parent has used a GPU, it cannot; it computes on the CPU.
-
-    A copied lock may hold it for ever (MKL's, once in thousands), so it ends with its stack after some minutes.
-    """
-    faulthandler.dump_traceback_later(TIMEOUT_S, exit=True, file=2)
-    torch.cuda.is_available = lambda: False
-    torch.cuda.device_count = lambda: 0
 
 
 @dataclass(frozen=True)
 class Ended:
-    """Exit status of a process, and what it said."""
+    """Exit status of a process, and the text of its two streams."""
 
     status: int
     out: str
     err: str
 
 
-def ended(call: Callable[[], object], said: Path, *, timeout_s: float = TIMEOUT_S + 10) -> Ended:
-    """Call it in a forked process, to its end.
+def ended(call: Callable[[], object], folder: Path, *, timeout_s: float = TIMEOUT_S + 10) -> Ended:
+    """Run ``call`` in a process of its own, to its end.
 
     Args:
-        said: A folder, for what it says: ``out`` and ``err``.
+        call: A function of a module, or a ``partial`` of one.
+        folder: Receives its streams as the files ``out`` and ``err``.
     """
-    process = FORK.Process(target=_call, args=(call, said))
-    process.start()
+    process = in_a_process(call, folder)
     process.join(timeout_s)
     assert process.exitcode is not None, f"not at its end after {timeout_s:.0f} s"
-    return Ended(process.exitcode, (said / "out").read_text(), (said / "err").read_text())
+    return Ended(process.exitcode, (folder / "out").read_text(), (folder / "err").read_text())
 
 
-def study(program: Path, out: Path) -> list[dict[str, Any]]:
-    """The lines of a study at its tiniest; a second run must find them all, and measure nothing."""
-    command = script(program, "--quick", "--out", out)
-    first = ended(command, out.parent)
-    assert first.status == 0, first.err[-2000:]
-    before = out.read_bytes()
-    assert ended(command, out.parent).status == 0
-    assert out.read_bytes() == before
-    return [json.loads(line) for line in before.decode().splitlines()]
+def start(words: list[str], folder: Path) -> Any:
+    """Start ``frozencore`` with those words; if it has workers, they are forked from it.
+
+    Args:
+        folder: Receives its streams as the files ``out`` and ``err``.
+    """
+    return in_a_process(partial(command, words), folder)
+
+
+def in_a_process(call: Callable[[], object], folder: Path) -> Any:
+    """Start ``call`` in a process of its own, with the working directory and the environment of this moment."""
+    process = SERVER.Process(target=_enter, args=(call, folder, Path.cwd(), dict(os.environ)))
+    process.start()
+    return process
+
+
+def _enter(call: Callable[[], object], folder: Path, cwd: Path, environment: Mapping[str, str]) -> None:
+    import torch
+
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment, CUDA_VISIBLE_DEVICES="")
+    torch.set_num_threads(1)
+    for descriptor, name in ((1, "out"), (2, "err")):
+        with (folder / name).open("w") as file:
+            os.dup2(file.fileno(), descriptor)
+    sys.stdout, sys.stderr = (open(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2))  # noqa: SIM115
+    faulthandler.dump_traceback_later(TIMEOUT_S, exit=True, file=2)
+    call()
+
+
+def command(words: list[str]) -> None:
+    """Run ``frozencore`` with those words here, where nothing was computed before: its workers are forked from it."""
+    from frozencore.cli import app
+
+    multiprocessing.get_context = lambda method=None: FORK  # type: ignore[assignment]
+    sys.argv = ["frozencore", *words]
+    app.main()
+
+
+def script(path: Path, *words: object) -> Callable[[], object]:
+    """A call that does the same as ``python path words``."""
+    return partial(_script, path, [str(word) for word in words])
+
+
+def _script(path: Path, words: list[str]) -> None:
+    sys.argv = [str(path), *words]
+    sys.path.insert(0, str(path.parent))
+    runpy.run_path(str(path), run_name="__main__")
 
 
 def as_ranks(size: int, call: Callable[[int], object]) -> None:
-    """Call it with its rank in so many forked processes, whose environments are those of ``torchrun``.
+    """Call it with its rank in so many processes, whose environments are those of ``torchrun``.
+
+    They are forked from this process, so it must have computed nothing: call it through ``ended``.
 
     Raises:
         RuntimeError: Not all of them ended well.
@@ -86,53 +122,5 @@ def as_ranks(size: int, call: Callable[[int], object]) -> None:
 
 
 def _be_rank(call: Callable[[int], object], rank: int, environment: dict[str, str]) -> None:
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(reset_partial_state=True)  # a training before the fork left it one process's
     os.environ.update(environment)
     call(rank)
-
-
-def script(path: Path, *words: object) -> Callable[[], object]:
-    """A call that does the same as ``python path words``."""
-
-    def run() -> None:
-        sys.argv = [str(path), *map(str, words)]
-        sys.path.insert(0, str(path.parent))
-        for neighbour in path.parent.glob("*.py"):  # a folder of tests may bear the name of a module beside the script
-            sys.modules.pop(neighbour.stem, None)
-        runpy.run_path(str(path), run_name="__main__")
-
-    return run
-
-
-def _call(call: Callable[[], object], said: Path) -> None:
-    forget_cuda()
-    torch.set_num_threads(1)
-    for descriptor, name in ((1, "out"), (2, "err")):
-        with (said / name).open("w") as file:
-            os.dup2(file.fileno(), descriptor)
-    sys.stdout, sys.stderr = (open(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2))  # noqa: SIM115
-    call()
-
-
-def start(words: list[str], said: Path) -> Any:
-    """Start ``frozencore`` with those words; its workers, if it has any, are forked from it.
-
-    Args:
-        said: A folder, for what it says: ``out`` and ``err``.
-    """
-    process = FORK.Process(target=_run, args=(words, said))
-    process.start()
-    return process
-
-
-def _run(words: list[str], said: Path) -> None:
-    from frozencore.cli import app as cli
-
-    forget_cuda()
-    torch.set_num_threads(1)
-    multiprocessing.get_context = lambda method=None: FORK
-    sys.argv = ["frozencore", *words]
-    sys.stdout, sys.stderr = ((said / name).open("w", buffering=1) for name in ("out", "err"))
-    cli.main()

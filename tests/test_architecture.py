@@ -50,3 +50,12 @@ def test_rooms_stand_on_at_most_nine_floors_without_a_circle() -> None:
     for room in TopologicalSorter(below).static_order():  # raises CycleError
         floor[room] = 1 + max((floor[under] for under in below[room]), default=0)
     assert max(floor.values()) <= MOST_FLOORS, sorted(floor.items(), key=lambda item: item[1])
+
+
+def test_only_the_module_of_the_fork_server_forks() -> None:
+    """A process that has computed and is forked may hang in a lock of MKL, once in thousands of times."""
+    ways = {"os.fork(", 'get_context("fork")', "set_start_method", "multiprocessing.Process("}
+    root = SOURCES[0].parents[1]
+    files = [file for folder in ("src", "lab", "tests", "benchmarks") for file in (root / folder).rglob("*.py")]
+    forking = {file.name for file in files for way in ways if way in file.read_text(encoding="utf-8")}
+    assert forking <= {"forked.py", "test_architecture.py", "test_distributed.py"}  # ranks of a process of the server

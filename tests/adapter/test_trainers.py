@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -185,7 +186,7 @@ def test_opacus_makes_a_step_of_clipped_rows(mode: str) -> None:
         torch.testing.assert_close(old - new, clipped, rtol=1e-3, atol=1e-6)
 
 
-def shard_by_accelerate(out: Path) -> None:
+def shard_by_accelerate(out: Path, rank: int) -> None:
     """As ``accelerate launch`` with TRL's fsdp2.yaml: the model goes to the meta device, and comes back sharded."""
     dist.init_process_group("gloo")
     plugin = FullyShardedDataParallelPlugin(
@@ -214,7 +215,7 @@ def shard_by_accelerate(out: Path) -> None:
 
 
 def test_accelerates_fsdp2_shards_a_model_that_waits_on_the_meta_device(tmp_path: Path) -> None:
-    done = ended(lambda: as_ranks(1, lambda _: shard_by_accelerate(tmp_path / "done")), tmp_path, timeout_s=120)
+    done = ended(partial(as_ranks, 1, partial(shard_by_accelerate, tmp_path / "done")), tmp_path, timeout_s=120)
     assert done.status == 0, done.err[-2000:]
     assert (tmp_path / "done").exists()
 

@@ -9,6 +9,7 @@ import signal
 import time
 from dataclasses import astuple
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from signal import SIGKILL, SIGSTOP, Signals
 from typing import Any
@@ -102,10 +103,10 @@ def failure(work: Any) -> str:
     return ""
 
 
-def main(out: Path) -> None:
-    """Everything that one rank does; the environment says which it is."""
+def main(out: Path, rank: int) -> None:
+    """Everything that one rank does."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    rank, size = dist.get_rank(), dist.get_world_size()
+    size = dist.get_world_size()
     share = EXAMPLES[rank::size]
     report: dict[str, Any] = {}
 
@@ -193,7 +194,7 @@ TIMEOUT_S = 10  # of the process group, where a rank is lost
 def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The results of each rank; one launch for the whole file."""
     out = tmp_path_factory.mktemp("ranks")
-    done = ended(lambda: as_ranks(request.param, lambda rank: main(out)), out)
+    done = ended(partial(as_ranks, request.param, partial(main, out)), out)
     assert done.status == 0, done.err[-2000:]
     return [torch.load(out / f"rank{rank}.pt", weights_only=True) for rank in range(request.param)]
 
@@ -282,7 +283,7 @@ def test_a_rank_that_is_lost_ends_the_others_within_the_timeout(
     num_ranks: int, stage: str, how: Signals, tmp_path: Path
 ) -> None:
     """Killed, its connections close; stopped, it only stays silent."""
-    done = ended(lambda: lose_a_rank(num_ranks, tmp_path, stage, how, TIMEOUT_S), tmp_path, timeout_s=120)
+    done = ended(partial(lose_a_rank, num_ranks, tmp_path, stage, how, TIMEOUT_S), tmp_path, timeout_s=120)
     assert done.status == 0, done.err[-2000:]
     for rank in range(num_ranks - 1):
         report = json.loads((tmp_path / f"rank{rank}.json").read_text())
@@ -291,10 +292,10 @@ def test_a_rank_that_is_lost_ends_the_others_within_the_timeout(
         assert report["bases as before"]
 
 
-def leave_out_a_call(out: Path, foreign: bool) -> None:
+def leave_out_a_call(out: Path, foreign: bool, rank: int) -> None:
     """Rank 0 calibrates, while rank 1 wraps the model, or exchanges objects of its own."""
     dist.init_process_group("gloo")
-    rank, model, ranks.LATE_S = dist.get_rank(), adapted("random"), 1
+    model, ranks.LATE_S = adapted("random"), 1
     try:
         if rank == 0:
             calibrate(model, progress=False)
@@ -309,7 +310,7 @@ def leave_out_a_call(out: Path, foreign: bool) -> None:
 
 @pytest.mark.parametrize("foreign", [False, True])
 def test_a_rank_that_leaves_out_calibration_is_one_clear_line(foreign: bool, tmp_path: Path) -> None:
-    done = ended(lambda: as_ranks(2, lambda _: leave_out_a_call(tmp_path, foreign)), tmp_path, timeout_s=60)
+    done = ended(partial(as_ranks, 2, partial(leave_out_a_call, tmp_path, foreign)), tmp_path, timeout_s=60)
     assert done.status == 0, done.err[-2000:]
     said = [(tmp_path / f"{rank}").read_text() for rank in range(1 if foreign else 2)]
     theirs = "another exchange of torch.distributed" if foreign else "torch's DistributedDataParallel on the model"

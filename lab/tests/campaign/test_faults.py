@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from forked import forget_cuda
+from forked import command as run_command
+from forked import in_a_process
 from frozencore.tune.record import Failure, RunRecord
 from frozencore_lab.campaign.plan import plan
 from frozencore_lab.campaign.spec import read_campaign
@@ -200,25 +200,10 @@ def test_two_arrays_of_single_runs_make_the_campaign(command: Command, tmp_path:
     assert results_of(one_by_one) == results_of(driven)
 
 
-FORK = multiprocessing.get_context("fork")  # without the seconds that a new process needs for its imports
-
-
-def drive_here(spec: Path, folder: Path, num_workers: int) -> None:
-    """The command, in a forked process; its workers are forked from it."""
-    import torch
-
-    from frozencore.cli import app as cli
-
-    forget_cuda()
-    torch.set_num_threads(1)
-    multiprocessing.get_context = lambda method=None: FORK
+def drive_here(words: list[str]) -> None:
+    """The command; its workers are forked from it."""
     os.register_at_fork(after_in_child=let_go_of_the_lock)
-    with Path(os.devnull).open("w") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
-        os.dup2(nowhere.fileno(), 2)
-        words = ["campaign", "run", str(spec), "--output", str(folder), "--workers", str(num_workers)]
-        sys.argv = ["frozencore", *words]
-        cli.main()
+    run_command(words)
 
 
 def let_go_of_the_lock() -> None:
@@ -230,9 +215,8 @@ def let_go_of_the_lock() -> None:
 
 
 def forked(spec: Path, folder: Path, num_workers: int = 0) -> Any:
-    process = FORK.Process(target=drive_here, args=(spec, folder, num_workers))
-    process.start()
-    return process
+    words = ["campaign", "run", str(spec), "--output", str(folder), "--workers", str(num_workers)]
+    return in_a_process(partial(drive_here, words), folder.parent)
 
 
 def goes_on(folder: Path, num_stages: int, alive: Callable[[], bool]) -> bool:

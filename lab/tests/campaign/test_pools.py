@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 
-from forked import FORK
+from forked import SERVER
 from frozencore.errors import ConfigError
 from frozencore_lab.campaign import ray_pool, worker_pool
 from frozencore_lab.campaign.driver import drive
@@ -78,12 +78,11 @@ def trains_until_it_is_told(connection: Connection, driver: int, number: int, nu
 
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., LocalPool]:
-    """Makes a pool of forked processes, without the seconds that new ones need for their imports."""
+    """Makes a pool of processes of the fork server, without the seconds that new ones need for their imports."""
 
     def make(size: int, work: Callable[..., None]) -> LocalPool:
-        monkeypatch.setattr(multiprocessing, "get_context", lambda method=None: FORK)
+        monkeypatch.setattr(multiprocessing, "get_context", lambda method=None: SERVER)
         monkeypatch.setattr(worker_pool, "_work", work)
-        monkeypatch.setattr(worker_pool, "GOOD_BYE_S", 0.1)  # a forked one holds our end of its connection, too
         return LocalPool(size, Worker(Store(tmp_path), Place()))
 
     return make

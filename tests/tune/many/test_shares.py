@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from forked import Ended, as_ranks, ended
-from frozencore.cli import app as cli
+from forked import Ended, as_ranks, command, ended
 from frozencore.errors import ConfigError, TrainingError
 from frozencore.ranks import spread
 from frozencore.tune.many import run as executing
@@ -43,20 +43,20 @@ def by_two(asked: list[str], said: Path, fails: int | None = None, *, is_scored:
         is_scored: The base model is, and may not be once more.
     """
 
-    def be(rank: int) -> None:
-        def refuses(*_: Any, **__: Any) -> Any:
-            raise TrainingError("No room on the\ndisk.")
-
-        if rank == fails:
-            executing.train_many = refuses
-        if is_scored:
-            score = executing.held_out_losses
-            executing.held_out_losses = lambda *of, **how: score(*of, **how) if "through" in how else refuses()
-        sys.argv = ["frozencore", *asked]
-        cli.main()
-
     said.mkdir(exist_ok=True)
-    return ended(lambda: as_ranks(2, be), said)
+    return ended(partial(as_ranks, 2, partial(be, asked, fails, is_scored)), said)
+
+
+def be(asked: list[str], fails: int | None, is_scored: bool, rank: int) -> None:
+    def refuses(*_: Any, **__: Any) -> Any:
+        raise TrainingError("No room on the\ndisk.")
+
+    if rank == fails:
+        executing.train_many = refuses
+    if is_scored:
+        score = executing.held_out_losses
+        executing.held_out_losses = lambda *of, **how: score(*of, **how) if "through" in how else refuses()
+    command(asked)
 
 
 def same_tenants(out: Path, together: tuple[Path, dict[str, TenantOutcome]]) -> None:

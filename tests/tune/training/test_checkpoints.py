@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from torch import nn
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from adapted import BATCHES
-from forked import forget_cuda
+from forked import ended
 from frozencore import calibrate
 from frozencore.errors import TrainingError
 from frozencore.tune.methods import METHODS, AdapterOptions
@@ -97,8 +98,8 @@ def require_equal(a: nn.Module, b: nn.Module) -> None:
     assert all(one == other and torch.equal(x, y) for (one, x), (other, y) in pairs)
 
 
-def train_and_count(folder: Path, killed_at: int | None) -> int:
-    """The number of writes of a training to its checkpoint folder; it is killed, as by the system, at one of them."""
+def train_and_count(folder: Path, killed_at: int | None) -> None:
+    """Count what a training writes to its checkpoint folder; it is killed, as by the system, at one of its writes."""
     num_touches = 0
 
     def watch(event: str, words: tuple[object, ...]) -> None:
@@ -110,24 +111,13 @@ def train_and_count(folder: Path, killed_at: int | None) -> int:
 
     sys.addaudithook(watch)
     trained("alone", folder)
-    return num_touches
+    (folder.parent / "touches").write_text(str(num_touches))
 
 
 def in_a_child(folder: Path, killed_at: int | None) -> int:
     """The touches of a training in a process of its own; 0 if it was killed."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            forget_cuda()
-            os.write(writer, str(train_and_count(folder, killed_at)).encode())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as told:
-        found = told.read()
-    os.waitpid(child, 0)
-    return int(found or 0)
+    done = ended(partial(train_and_count, folder, killed_at), folder.parent)
+    return 0 if done.status == -signal.SIGKILL else int((folder.parent / "touches").read_text())
 
 
 def stages(num_touches: int) -> list[int]:
