@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
-from peft import PeftModel
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.data import Dataset, IterableDataset
@@ -217,54 +216,6 @@ def _is_text(value: Any) -> bool:
 
 def _keys(row: Mapping[Any, Any]) -> str:
     return ", ".join(repr(key) for key in row)
-
-
-def rope_limit(model: Any) -> int | None:
-    """The length beyond which LongRoPE uses other frequencies; None for a model without it.
-
-    transformers chooses the frequencies of all rows of a batch by its longest row. So rows on the two sides of the
-    limit must not share a batch.
-    """
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
-    config: Any = getattr(base, "config", None)
-    rope = getattr(config.get_text_config(), "rope_parameters", None) if hasattr(config, "get_text_config") else None
-    of_layers = [rope, *rope.values()] if isinstance(rope, Mapping) else []
-    limits = [
-        one["original_max_position_embeddings"]
-        for one in of_layers
-        if isinstance(one, Mapping) and one.get("rope_type") == "longrope"
-    ]
-    return min(limits, default=None)
-
-
-def on_one_side(groups: Iterable[Iterable[int]], lengths: Sequence[int], limit: int | None) -> list[list[int]]:
-    """Split groups of row indices so that no group has rows on both sides of a limit."""
-    found: list[list[int]] = []
-    for group in groups:
-        sides: dict[bool, list[int]] = {}
-        for index in group:
-            sides.setdefault(limit is not None and lengths[index] > limit, []).append(index)
-        found += sides.values()
-    return found
-
-
-def on_each_side(batch: Batch, limit: int | None) -> list[Batch]:
-    """Split a batch whose rows lie on both sides of the limit of LongRoPE, and cut the padding of each part."""
-    mask = batch.get("attention_mask") if limit is not None and isinstance(batch, Mapping) else None
-    if not isinstance(mask, Tensor) or mask.ndim != 2 or "position_ids" in batch or mask.shape[1] <= (limit or 0):
-        return [batch]
-    parts = []
-    for rows in on_one_side([range(len(mask))], mask.sum(1).tolist(), limit):
-        (columns,) = mask[rows].any(0).nonzero(as_tuple=True)
-        cut = slice(int(columns.min()), int(columns.max()) + 1) if len(columns) else slice(None)
-        parts.append(mapped(batch, partial(_part, rows, cut, mask.shape)))
-    return parts
-
-
-def _part(rows: list[int], columns: slice, shape: torch.Size, tensor: Tensor) -> Tensor:
-    if tensor.shape[:2] == shape:
-        return tensor[rows][:, columns]
-    return tensor[rows] if tensor.ndim and len(tensor) == shape[0] else tensor
 
 
 def labels_of(batch: Mapping[str, Any]) -> Tensor:

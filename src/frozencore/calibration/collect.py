@@ -37,10 +37,8 @@ from frozencore.calibration.batches import (
     labels_of,
     mapped,
     num_examples_of,
-    on_each_side,
     predicted,
     require_batch,
-    rope_limit,
     text_tokens,
     total_examples,
 )
@@ -247,9 +245,8 @@ def _run_pass(
             watched.enter_context(_watching_calls(model, capture))
         for index, batch in enumerate(batches):
             require_batch(batch, index, any_form=any_form)
-            for part in on_each_side(batch, None if any_form else rope_limit(model)):
-                _run_batch(model, part, capture)
-                capture.finish_batch(index)
+            _run_batch(model, batch, capture)
+            capture.finish_batch(index)
             num_examples += num_examples_of(batch)
             if progress:
                 progress("calibration", num_examples, total)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from frozencore.calibration.batches import on_one_side, rope_limit
 from frozencore.device import fits
 from frozencore.errors import DataError
 from frozencore.tune.many.slots import TrainedSlots, held_out_losses, row_losses, row_sizes
@@ -238,10 +237,8 @@ class ActiveTenants:
         costs, most = row_costs(row_sizes(self.model, flat), self.slots.device, self.tokens_per_batch)
         counts = [sum(row.num_targets for row in of_tenant) for of_tenant in rows]
         weights = [1 / counts[slot] if counts[slot] else math.nan for slot in slot_of]  # a step's loss is a mean
-        lengths, limit = [len(row.input_ids) for row in flat], rope_limit(self.model)
         while True:
             groups = group_by_length(costs, most // self._shrink, self._pass_tokens)
-            groups = on_one_side(groups, lengths, limit)
             work = partial(self._passes, groups, flat, slot_of, weights, losses)
             if all(len(group) == 1 for group in groups):
                 work()

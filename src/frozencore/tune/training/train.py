@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
 
 from frozencore.adapter.layer import FrozenCoreLinear
-from frozencore.calibration.batches import on_one_side, rope_limit
 from frozencore.calibration.preserve import own_random_state, plain_passes
 from frozencore.errors import ConfigError, DataError, DivergenceError, TrainingError
 from frozencore.ranks import from_first, num_ranks
@@ -137,7 +136,7 @@ def train(
         raise ConfigError(
             f"Between checkpoints there must be at least one step, got checkpoint_steps={checkpoint_steps}."
         )
-    own, collate = _batches(model, rows, recipe, pad_id)
+    own, collate = _batches(rows, recipe, pad_id)
     identity = {**(identity or {}), **_identity(model, recipe, rows, selection)}
     values_at_once = sum(p.numel() for p in model.parameters() if p.requires_grad)
     resumed_from = starting_point(checkpoint_dir, resume, identity)
@@ -206,17 +205,14 @@ def train(
     )
 
 
-def _batches(model: nn.Module, rows: Sequence[TokenRow], recipe: Recipe, pad_id: int) -> tuple[Recipe, RowCollator]:
+def _batches(rows: Sequence[TokenRow], recipe: Recipe, pad_id: int) -> tuple[Recipe, RowCollator]:
     """This process's share of the recipe, and the function that makes rows a batch or the groups of a step."""
-    own, limit = recipe.of_each(num_ranks()), rope_limit(model)
-    mixed = len(on_one_side([range(len(rows))], [len(row.input_ids) for row in rows], limit)) > 1
+    own = recipe.of_each(num_ranks())
     # all processes need the same number of passes
-    if (recipe.pass_tokens is not None or mixed) and num_ranks() == 1:
+    if recipe.pass_tokens is not None and num_ranks() == 1:
         most_tokens = recipe.batch_size * max(len(row.input_ids) for row in rows)
         own = replace(own, batch_size=own.batch_size * own.accumulation, accumulation=1)
-        return own, GroupingCollator(pad_id, most_tokens, recipe.pass_tokens or 0, limit)
-    if mixed:
-        own = replace(own, batch_size=1, accumulation=own.batch_size * own.accumulation)
+        return own, GroupingCollator(pad_id, most_tokens, recipe.pass_tokens)
     return own, PaddingCollator(pad_id)
 
 

@@ -23,7 +23,7 @@ from torch.utils.data import Sampler
 from transformers import Trainer
 
 from frozencore.adapter.saved.card import begin_model_card
-from frozencore.calibration.batches import IGNORED, on_one_side
+from frozencore.calibration.batches import IGNORED
 from frozencore.calibration.preserve import own_random_state
 from frozencore.errors import DivergenceError, ModelError
 from frozencore.quiet import with_attributes
@@ -124,11 +124,10 @@ class GroupingCollator:
     pad_id: int
     most_tokens: int
     pass_tokens: int
-    limit: int | None = None  # of frozencore.calibration.batches.rope_limit
 
     def __call__(self, rows: Sequence[TokenRow]) -> dict[str, Any]:
         lengths = [len(row.input_ids) for row in rows]
-        groups = on_one_side(group_by_length(lengths, self.most_tokens, self.pass_tokens), lengths, self.limit)
+        groups = group_by_length(lengths, self.most_tokens, self.pass_tokens)
         return {GROUPS: [PaddingCollator(self.pad_id)([rows[i] for i in group]) for group in groups]}
 
 
