@@ -38,7 +38,7 @@ BY_TASK = {
         "fcca_basis", "rawgrad_basis", "signgrad_basis", "filora_basis", "eva_basis", "lora_xs_basis", "milora_basis",
         "vera_basis", "random_basis", "Basis", "Whitening",
     ),
-    "Add a constructor": ("register_constructor", "CONSTRUCTORS", "build_basis", "BasisOptions", "LayerEvidence"),
+    "Add a constructor": ("register_constructor", "CONSTRUCTORS", "build_basis", "BasisOptions", "LayerData"),
 }  # fmt: skip
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from frozencore.constructors import LayerEvidence
+from frozencore.constructors import LayerData
 from frozencore.maths.moments import LayerMoments
 from references import Array, Evidence
 
@@ -48,9 +48,9 @@ class DrawnLayer:
             e.y_mean += y / N
         return e
 
-    def evidence(self, dtype: torch.dtype = torch.float64, name: str = "layer.0") -> LayerEvidence:
+    def evidence(self, dtype: torch.dtype = torch.float64, name: str = "layer.0") -> LayerData:
         W = torch.tensor(self.W, dtype=dtype)
-        return LayerEvidence(name, self.W.shape, lambda: W, self.moments(dtype))
+        return LayerData(name, self.W.shape, lambda: W, self.moments(dtype))
 
 
 def drawn_layer(

@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
-from frozencore.device import fits, is_out_of_memory
+from frozencore.device import is_out_of_memory, run_unless_oom
 from frozencore.tune.training.recipe import Recipe, training_arguments
 
 NO_ROOM = [
@@ -37,7 +37,7 @@ def test_work_without_room_is_over_before_less_is_tried(
         held.append(weakref.ref(block))
         raise type(error)(*error.args)
 
-    assert not fits(work)
+    assert not run_unless_oom(work)
     assert held[0]() is None
     assert emptied == ([True] if has_gpu else [])
 
@@ -63,7 +63,7 @@ def test_a_trainer_trains_on_the_device_of_its_model(tmp_path: Path, monkeypatch
 
 def test_work_that_fits_is_done_once() -> None:
     done: list[int] = []
-    assert fits(lambda: done.append(1))
+    assert run_unless_oom(lambda: done.append(1))
     assert done == [1]
 
 
@@ -72,5 +72,5 @@ def test_another_error_of_the_work_is_raised() -> None:
         raise RuntimeError("shapes cannot be multiplied")
 
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
-        fits(work)
+        run_unless_oom(work)
     assert not is_out_of_memory(caught.value)

@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from frozencore import register_constructor
-from frozencore.constructors import CONSTRUCTORS, BasisOptions, Constructor, LayerEvidence
+from frozencore.constructors import CONSTRUCTORS, BasisOptions, Constructor, LayerData
 from frozencore.maths.basis import Basis, basis_from_factors
 from frozencore.maths.moments import MomentName
 
@@ -31,7 +31,7 @@ class Toy(Constructor[ToyOptions]):
     def needs(self, options: ToyOptions) -> frozenset[MomentName]:
         return frozenset()
 
-    def build(self, layer: LayerEvidence, options: ToyOptions) -> Basis:
+    def build(self, layer: LayerData, options: ToyOptions) -> Basis:
         P0, Q0 = (coordinates_from(options.toy_offset, width, options.rank) for width in layer.shape)
         return basis_from_factors(P0, Q0, rank=options.rank, spectrum=torch.empty(0), coordinates=options.coordinates)
 

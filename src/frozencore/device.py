@@ -67,7 +67,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
 
 
-def fits(work: Callable[[], object]) -> bool:
+def run_unless_oom(work: Callable[[], object]) -> bool:
     """Do the work; return False if there was too little memory, and free the work's memory."""
     try:
         work()

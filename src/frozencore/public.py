@@ -21,7 +21,7 @@ from frozencore.calibration.moments_file import load_moments, save_moments
 from frozencore.constructors import (
     CONSTRUCTORS,
     BasisOptions,
-    LayerEvidence,
+    LayerData,
     build_basis,
     eva_basis,
     fcca_basis,
@@ -48,7 +48,7 @@ __all__ = [
     "FrozenCoreConfig",
     "FrozenCoreError",
     "FrozenCoreModel",
-    "LayerEvidence",
+    "LayerData",
     "LayerMoments",
     "SavedBasis",
     "Whitening",

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from forked import as_ranks, ended
-from frozencore import FrozenCoreConfig, calibrate, frozen_core_layers, ranks
+from frozencore import FrozenCoreConfig, calibrate, distributed, frozen_core_layers
 from frozencore.adapter.calibrate import layer_costs, targets_of
 from frozencore.calibration.taps import CalibrationPass
 from frozencore.errors import CalibrationError, RankError
@@ -295,7 +295,7 @@ def test_a_rank_that_is_lost_ends_the_others_within_the_timeout(
 def leave_out_a_call(out: Path, foreign: bool, rank: int) -> None:
     """Rank 0 calibrates, while rank 1 wraps the model, or exchanges objects of its own."""
     dist.init_process_group("gloo")
-    model, ranks.LATE_S = adapted("random"), 1
+    model, distributed.LATE_S = adapted("random"), 1
     try:
         if rank == 0:
             calibrate(model, progress=False)

@@ -19,7 +19,7 @@ from frozencore.constructors import (
     EvaOptions,
     FCCAOptions,
     FiLoRAOptions,
-    LayerEvidence,
+    LayerData,
     build_basis,
     find_constructor,
 )
@@ -234,7 +234,7 @@ def test_equal_singular_values_give_a_valid_deterministic_basis(constructor: str
     eye = torch.eye(8)
     names = ("cross", "input_outer", "error_outer")
     moments = LayerMoments(8, input_square=torch.ones(8), error_square=torch.ones(8), **dict.fromkeys(names, eye))
-    layer = LayerEvidence("layer", (8, 8), lambda: eye, moments)
+    layer = LayerData("layer", (8, 8), lambda: eye, moments)
     first, second = (build_basis(constructor, layer, BasisOptions(rank=3)) for _ in range(2))
     assert first.orthonormality_error() < 1e-6
     assert torch.equal(first.P, second.P)

@@ -14,7 +14,7 @@ from drawn import drawn_layer
 from frozencore.constructors import (
     BasisOptions,
     EvaOptions,
-    LayerEvidence,
+    LayerData,
     build_basis,
     eva_basis,
     fcca_basis,
@@ -223,8 +223,8 @@ def test_evas_output_side_survives_a_weight_that_kills_a_direction() -> None:
 # ---------------------------------------------------------------------------------------------- vera and random
 
 
-def evidence(name: str, shape: tuple[int, int]) -> LayerEvidence:
-    return LayerEvidence(name, shape, lambda: torch.empty(shape))
+def evidence(name: str, shape: tuple[int, int]) -> LayerData:
+    return LayerData(name, shape, lambda: torch.empty(shape))
 
 
 def test_vera_shares_one_pair_and_slices_it() -> None:
@@ -254,7 +254,7 @@ DRAWS = {  # P[0, :2] and Q[0, :2]
 @pytest.mark.parametrize("constructor", DRAWS)
 def test_a_seed_means_the_same_directions_in_every_version(constructor: str) -> None:
     """A recorded configuration makes the same bases again, so names of random draws must not change."""
-    layer = LayerEvidence("layer.0", (30, 20), lambda: torch.zeros(30, 20))
+    layer = LayerData("layer.0", (30, 20), lambda: torch.zeros(30, 20))
     basis = build_basis(constructor, layer, BasisOptions(rank=4, coordinates="raw", seed=7))
     for X, expected in zip((basis.P, basis.Q), DRAWS[constructor], strict=True):
         np.testing.assert_allclose(numpy_of(X)[0, :2], expected, atol=2e-5)
@@ -295,5 +295,5 @@ def test_a_direction_a_thousandth_as_strong_as_the_first_still_counts(constructo
     strengths = torch.tensor([1.4e3, *[1.0] * 9])
     moments = LayerMoments(num_tokens=1, input_outer=strengths.square().diag(), error_outer=strengths.square().diag())
     W = torch.randn(10, 10, generator=torch.Generator().manual_seed(0))
-    basis = build_basis(constructor, LayerEvidence("l", (10, 10), lambda: W, moments), BasisOptions(rank=8))
+    basis = build_basis(constructor, LayerData("l", (10, 10), lambda: W, moments), BasisOptions(rank=8))
     assert basis.effective_rank == 8

@@ -32,26 +32,28 @@ from frozencore.calibration.calibration_options import (
     memory_bytes,
     plan_passes,
 )
-from frozencore.calibration.collect import (
-    collect_moments,
-    reduce_moments,
-    require_options_fit,
-    require_same_bases,
-    share_bases,
-    share_of,
-)
+from frozencore.calibration.collect import collect_moments, require_options_fit, share_of
 from frozencore.calibration.taps import LossFn
-from frozencore.constructors import BasisOptions, LayerEvidence, build_basis, find_constructor
+from frozencore.constructors import BasisOptions, LayerData, build_basis, find_constructor
 from frozencore.constructors.fcca import whitened_cross_moment
-from frozencore.device import fits
+from frozencore.device import run_unless_oom
+from frozencore.distributed import (
+    all_ranks_or_none,
+    assign_owners,
+    enter_together,
+    gathered,
+    largest_over_ranks,
+    num_ranks,
+    own_rank,
+    reduce_moments,
+    require_same_bases,
+)
 from frozencore.errors import CalibrationError
 from frozencore.maths.basis import Basis
 from frozencore.maths.capture import CAPTURE_NEEDS, Capture, capture_if_whole
 from frozencore.maths.linalg import TruncatedSVD, truncated_svds
 from frozencore.maths.moments import LayerMoments, MomentName, spread
 from frozencore.quiet import with_attributes
-from frozencore.ranks import all_ranks_or_none, enter_together, gathered, largest_over_ranks, num_ranks, own_rank
-from frozencore.ranks import spread as spread_work
 from frozencore.text import Progress
 
 LAYERS_OF_A_BLOCK = 8  # the most target modules in a decoder block
@@ -167,11 +169,7 @@ def calibrate(
             built, collect_s = _collect_and_build(model, config, targets, batches, options, loss_fn, tell)
         else:
             built, collect_s = _build(config, targets, dict(moments or {}), tell, (0, num_own)), 0.0
-    bases = share_bases(
-        {name: one.basis for name, one in built.items() if one.basis is not None},
-        {name: target.owner for name, target in targets.items()},
-        {name: (*target.layer.shape, target.rank) for name, target in targets.items()},
-    )
+    bases = gathered({name: one.basis.to("cpu") for name, one in built.items() if one.basis is not None})
     require_same_bases({name: (basis.P, basis.Q) for name, basis in bases.items()})
     captures = gathered({name: one.capture for name, one in built.items() if one.capture is not None})
     for name, layer in layers.items():
@@ -206,7 +204,7 @@ class Target:
 def targets_of(layers: Mapping[str, FrozenCoreLinear], adapter_name: str) -> dict[str, Target]:
     """The layers of an adapter by name, their work spread over all processes."""
     work_of_svd = {name: layer.shape[0] * layer.shape[1] * min(layer.shape) for name, layer in layers.items()}
-    owners = spread_work(work_of_svd, num_ranks())
+    owners = assign_owners(work_of_svd, num_ranks())
     return {name: Target(layer, len(layer.core(adapter_name)), owners[name]) for name, layer in layers.items()}
 
 
@@ -257,7 +255,7 @@ def _collect_and_build(
         built.update(_build(config, group, moments, tell, (num_built, num_own), batched=batched))
 
     while left:
-        if fits(work):
+        if run_unless_oom(work):
             done, left = done + 1, left[1:]
         else:
             left = halved(left)
@@ -336,7 +334,7 @@ def _build(
             evidence = {}
             for name in batch:
                 layer = targets[name].layer
-                one = LayerEvidence(name, layer.shape, layer.dense_weight, moments.pop(name, None))
+                one = LayerData(name, layer.shape, layer.dense_weight, moments.pop(name, None))
                 if one.moments is not None and one.moments.num_tokens < targets[name].rank:
                     raise CalibrationError(
                         f"A basis of rank {targets[name].rank} needs at least {targets[name].rank} counted tokens, but "
@@ -388,7 +386,7 @@ def _is_on_gpu(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
-def build_batch(constructor: str, layers: Sequence[LayerEvidence], options: Sequence[BasisOptions]) -> list[Basis]:
+def build_batch(constructor: str, layers: Sequence[LayerData], options: Sequence[BasisOptions]) -> list[Basis]:
     """Build a group of :func:`batches_of_one_shape`; equals ``build_basis`` except for rounding."""
     if len(layers) < 2:
         return [build_basis(constructor, layer, own) for layer, own in zip(layers, options, strict=True)]

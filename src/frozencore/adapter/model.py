@@ -32,13 +32,12 @@ from frozencore.adapter.layer import (
 from frozencore.adapter.saved import state
 from frozencore.adapter.saved.basis import record_base
 from frozencore.adapter.shared_factors import SharedFactors
-from frozencore.calibration.collect import require_same_bases
 from frozencore.calibration.preserve import keep_weights
-from frozencore.constructors import LayerEvidence, build_basis
+from frozencore.constructors import LayerData, build_basis
+from frozencore.distributed import enter_together, require_same_bases
 from frozencore.errors import ArtifactError, ConfigError, ModelError
 from frozencore.maths.basis import known_basis
 from frozencore.maths.linalg import weighted_sum
-from frozencore.ranks import enter_together
 from frozencore.text import one_line
 
 
@@ -138,7 +137,7 @@ class FrozenCoreModel(BaseTuner):
                 P, _, R = layer.factors(adapter_name)
                 if P.is_meta or R.is_meta or layer.weight.is_meta:
                     continue  # on the meta device there are only shapes, so bases cannot be built
-                evidence = LayerEvidence(name, layer.shape, layer.dense_weight)
+                evidence = LayerData(name, layer.shape, layer.dense_weight)
                 basis = build_basis(config.constructor, evidence, config.basis_options(len(R)))
                 layer.set_basis(adapter_name, basis, random_core=not config.init_weights)
         if config.awaits_file:  # cores alone

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from frozencore.constructors.constructor import BasisOptions, Constructor, LayerEvidence
+from frozencore.constructors.constructor import BasisOptions, Constructor, LayerData
 from frozencore.constructors.eva import Eva, EvaOptions, eva_basis
 from frozencore.constructors.fcca import FCCA, FCCAOptions, RawGrad, fcca_basis, rawgrad_basis
 from frozencore.constructors.filora import FiLoRA, FiLoRAOptions, filora_basis
@@ -23,7 +23,7 @@ from frozencore.text import unknown_name
 
 __all__ = [
     "CONSTRUCTORS", "DEFAULT", "BasisOptions", "Constructor", "EvaOptions", "FCCAOptions", "FiLoRAOptions",
-    "LayerEvidence", "SignGradOptions", "build_basis", "constructor_options", "described", "eva_basis", "fcca_basis",
+    "LayerData", "SignGradOptions", "build_basis", "constructor_options", "described", "eva_basis", "fcca_basis",
     "filora_basis", "find_constructor", "lora_xs_basis", "milora_basis", "random_basis", "rawgrad_basis", "readers",
     "refuse_unread", "signgrad_basis", "vera_basis",
 ]  # fmt: skip
@@ -101,7 +101,7 @@ def refuse_unread(constructor: str, given: Mapping[str, Any]) -> None:
             )
 
 
-def build_basis(constructor: str, layer: LayerEvidence, options: BasisOptions) -> Basis:
+def build_basis(constructor: str, layer: LayerData, options: BasisOptions) -> Basis:
     """Build one layer's basis with the named constructor; errors name the layer.
 
     Args:

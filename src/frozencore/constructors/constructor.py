@@ -74,7 +74,7 @@ Options = TypeVar("Options", bound=BasisOptions)
 
 
 @dataclass(frozen=True)
-class LayerEvidence:
+class LayerData:
     """The data of one layer that a constructor may read.
 
     Attributes:
@@ -123,7 +123,7 @@ class Constructor(ABC, Generic[Options]):
         """The moments that the constructor reads."""
 
     @abstractmethod
-    def build(self, layer: LayerEvidence, options: Options) -> Basis:
+    def build(self, layer: LayerData, options: Options) -> Basis:
         """The basis of one layer."""
 
     def metric(self, options: Options) -> Whitening | None:
@@ -133,7 +133,7 @@ class Constructor(ABC, Generic[Options]):
         """
         return None
 
-    def build_of_svd(self, layer: LayerEvidence, svd: TruncatedSVD, options: Options) -> Basis:
+    def build_of_svd(self, layer: LayerData, svd: TruncatedSVD, options: Options) -> Basis:
         """Build the basis from singular triples in the metric, and from moments without matrices."""
         raise NotImplementedError(f"{type(self).__name__} has no metric, so it cannot build from singular triples.")
 

@@ -14,7 +14,7 @@ from typing import Annotated, Literal, get_args
 from jaxtyping import Float
 from pydantic import Field
 
-from frozencore.constructors.constructor import BasisOptions, Constructor, LayerEvidence
+from frozencore.constructors.constructor import BasisOptions, Constructor, LayerData
 from frozencore.device import torch
 from frozencore.errors import ConfigError
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
@@ -101,7 +101,7 @@ class Eva(Constructor[EvaOptions]):
     def needs(self, options: EvaOptions) -> frozenset[MomentName]:
         return eva_needs(center=options.eva_center, output=options.eva_output)
 
-    def build(self, layer: LayerEvidence, options: EvaOptions) -> Basis:
+    def build(self, layer: LayerData, options: EvaOptions) -> Basis:
         return eva_basis(
             layer.data, layer.weight(), options.rank, center=options.eva_center, output=options.eva_output,
             coordinates=options.coordinates, seed=layer.seed(options.seed),

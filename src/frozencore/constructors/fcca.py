@@ -18,7 +18,7 @@ from typing import Annotated
 from jaxtyping import Float
 from pydantic import Field
 
-from frozencore.constructors.constructor import BasisOptions, Constructor, LayerEvidence, Options, with_cross
+from frozencore.constructors.constructor import BasisOptions, Constructor, LayerData, Options, with_cross
 from frozencore.device import torch
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.linalg import SvdMethod, TruncatedSVD, effective_rank, truncated_svd
@@ -135,7 +135,7 @@ class WhitenedCrossMoment(Constructor[Options]):
     def needs(self, options: Options) -> frozenset[MomentName]:
         return with_cross(self.whitening(options).needs(), options)
 
-    def build(self, layer: LayerEvidence, options: Options) -> Basis:
+    def build(self, layer: LayerData, options: Options) -> Basis:
         return fcca_basis(
             layer.data, options.rank, whitening=self.whitening(options), coordinates=options.coordinates,
             svd_method=options.svd_method, seed=layer.seed(options.seed),
@@ -145,7 +145,7 @@ class WhitenedCrossMoment(Constructor[Options]):
         whitening = self.whitening(options)
         return whitening if whitening.fisher == "diagonal" else None
 
-    def build_of_svd(self, layer: LayerEvidence, svd: TruncatedSVD, options: Options) -> Basis:
+    def build_of_svd(self, layer: LayerData, svd: TruncatedSVD, options: Options) -> Basis:
         return fcca_basis_of_svd(
             svd, layer.data, options.rank, whitening=self.whitening(options), coordinates=options.coordinates,
             seed=layer.seed(options.seed),

@@ -13,7 +13,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from frozencore.constructors.constructor import BasisOptions, Constructor, LayerEvidence
+from frozencore.constructors.constructor import BasisOptions, Constructor, LayerData
 from frozencore.device import torch
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.linalg import energy_rank, top_eigenvectors
@@ -76,7 +76,7 @@ class FiLoRA(Constructor[FiLoRAOptions]):
     def needs(self, options: FiLoRAOptions) -> frozenset[MomentName]:
         return filora_needs(options.filora_fisher)
 
-    def build(self, layer: LayerEvidence, options: FiLoRAOptions) -> Basis:
+    def build(self, layer: LayerData, options: FiLoRAOptions) -> Basis:
         return filora_basis(
             layer.data, options.rank, fisher=options.filora_fisher, coordinates=options.coordinates,
             seed=layer.seed(options.seed),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from jaxtyping import Float
 
-from frozencore.constructors.constructor import BasisOptions, Constructor, LayerEvidence
+from frozencore.constructors.constructor import BasisOptions, Constructor, LayerData
 from frozencore.device import torch
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.linalg import SvdMethod, effective_rank, trailing_svd, truncated_svd
@@ -43,7 +43,7 @@ class LoRAXS(Constructor[BasisOptions]):
     def needs(self, options: BasisOptions) -> frozenset[MomentName]:
         return frozenset()
 
-    def build(self, layer: LayerEvidence, options: BasisOptions) -> Basis:
+    def build(self, layer: LayerData, options: BasisOptions) -> Basis:
         return lora_xs_basis(
             layer.weight(), options.rank, coordinates=options.coordinates, svd_method=options.svd_method,
             seed=layer.seed(0),
@@ -64,5 +64,5 @@ class MiLoRA(Constructor[BasisOptions]):
     def needs(self, options: BasisOptions) -> frozenset[MomentName]:
         return frozenset()
 
-    def build(self, layer: LayerEvidence, options: BasisOptions) -> Basis:
+    def build(self, layer: LayerData, options: BasisOptions) -> Basis:
         return milora_basis(layer.weight(), options.rank, coordinates=options.coordinates)

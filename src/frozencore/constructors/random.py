@@ -6,7 +6,7 @@ all layers and sliced to each (Kopiczko et al., 2024).
 
 from __future__ import annotations
 
-from frozencore.constructors.constructor import BasisOptions, Constructor, LayerEvidence
+from frozencore.constructors.constructor import BasisOptions, Constructor, LayerData
 from frozencore.device import torch
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.linalg import seeded_generator
@@ -30,7 +30,7 @@ class Random(Constructor[BasisOptions]):
     def needs(self, options: BasisOptions) -> frozenset[MomentName]:
         return frozenset()
 
-    def build(self, layer: LayerEvidence, options: BasisOptions) -> Basis:
+    def build(self, layer: LayerData, options: BasisOptions) -> Basis:
         return random_basis(layer.shape, options.rank, coordinates=options.coordinates, seed=layer.seed(options.seed))
 
 
@@ -63,5 +63,5 @@ class VeRA(Constructor[BasisOptions]):
     def needs(self, options: BasisOptions) -> frozenset[MomentName]:
         return frozenset()
 
-    def build(self, layer: LayerEvidence, options: BasisOptions) -> Basis:
+    def build(self, layer: LayerData, options: BasisOptions) -> Basis:
         return vera_basis(layer.shape, options.rank, coordinates=options.coordinates, seed=options.seed)

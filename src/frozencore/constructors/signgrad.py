@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from frozencore.constructors.constructor import BasisOptions, Constructor, LayerEvidence, with_cross
+from frozencore.constructors.constructor import BasisOptions, Constructor, LayerData, with_cross
 from frozencore.device import torch
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.linalg import SvdMethod, effective_rank, truncated_svd
@@ -62,7 +62,7 @@ class SignGrad(Constructor[SignGradOptions]):
     def needs(self, options: SignGradOptions) -> frozenset[MomentName]:
         return with_cross(frozenset(), options)
 
-    def build(self, layer: LayerEvidence, options: SignGradOptions) -> Basis:
+    def build(self, layer: LayerData, options: SignGradOptions) -> Basis:
         return signgrad_basis(
             layer.data, options.rank, coordinates=options.coordinates, svd_method=options.svd_method,
             seed=layer.seed(options.seed),

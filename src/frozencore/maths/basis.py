@@ -14,7 +14,7 @@ so every column of Q has the input energy of a random unit direction, whichever 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from jaxtyping import Float
@@ -53,6 +53,14 @@ class Basis:
     @property
     def rank(self) -> int:
         return self.P.shape[1]
+
+    def to(self, device: torch.device | str) -> Basis:
+        """The same basis on another device."""
+        core = self.initial_core
+        return replace(
+            self, P=self.P.to(device), Q=self.Q.to(device), spectrum=self.spectrum.to(device),
+            initial_core=None if core is None else core.to(device),
+        )  # fmt: skip
 
     def orthonormality_error(self) -> float:
         """The largest entry of ``|PᵀP - I|`` and ``|QᵀQ - I|``."""

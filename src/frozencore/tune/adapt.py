@@ -18,12 +18,12 @@ from frozencore.adapter.saved.basis import read_header
 from frozencore.calibration.batches import Batch
 from frozencore.calibration.calibration_options import options_of_sums
 from frozencore.calibration.moments_file import MomentsFingerprint, load_moments
+from frozencore.distributed import num_ranks, own_rank
 from frozencore.errors import ConfigError
 from frozencore.maths.basis import known_basis
 from frozencore.maths.capture import Capture, capture_if_whole
 from frozencore.maths.moments import LayerMoments
 from frozencore.options import without_lists
-from frozencore.ranks import num_ranks, own_rank
 from frozencore.text import Progress, flag_of
 from frozencore.tune.config import MethodConfig, RunConfig, make_config, run_options
 from frozencore.tune.load import Inputs

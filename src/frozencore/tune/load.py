@@ -14,11 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from frozencore.adapter.named_layers import attention_projections, linear_names
 from frozencore.device import place_of
+from frozencore.distributed import num_ranks
 from frozencore.errors import ConfigError, ModelError
 from frozencore.files.gguf_model import read_tokenizer, read_weights, why_unreadable
 from frozencore.files.hub import safe_loading
 from frozencore.quiet import quiet_loading
-from frozencore.ranks import num_ranks
 from frozencore.text import Progress, num_of
 from frozencore.tune.config import MethodConfig, ModelConfig, RowsConfig, ScoringConfig
 from frozencore.tune.locate import model_location

@@ -13,8 +13,8 @@ from warnings import WarningMessage
 
 from frozencore.adapter.calibrate import Calibration
 from frozencore.adapter.saved.basis import read_header
+from frozencore.distributed import num_ranks
 from frozencore.maths.capture import METRIC, Capture
-from frozencore.ranks import num_ranks
 from frozencore.tune.adapt import Adapted
 from frozencore.tune.config import MethodConfig, RowsConfig, RunConfig, ScoredOn
 from frozencore.tune.cost import FLOAT32_BYTES, PeakMemory, model_bytes, values_at_once

@@ -15,10 +15,10 @@ from torch import nn
 
 from frozencore.adapter.bases import basis_fingerprint
 from frozencore.adapter.saved.card import write_model_card
+from frozencore.distributed import all_ranks_or_none, from_first, num_ranks, own_rank
 from frozencore.errors import DivergenceError, ModelError
 from frozencore.files.fingerprint import fingerprint_model, fingerprint_options
 from frozencore.files.whole_file import write_json, write_lines
-from frozencore.ranks import all_ranks_or_none, from_first, num_ranks, own_rank
 from frozencore.text import Progress, as_stage
 from frozencore.tune.adapt import Shared, adapt, adapter_identity, on_named_basis
 from frozencore.tune.cache import RunCache

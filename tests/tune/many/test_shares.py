@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from forked import Ended, as_ranks, command, ended
+from frozencore.distributed import assign_owners
 from frozencore.errors import ConfigError, TrainingError
-from frozencore.ranks import spread
 from frozencore.tune.many import run as executing
 from frozencore.tune.many import tenant_rows as shares
 from frozencore.tune.many.run import TenantOutcome
@@ -120,7 +120,7 @@ def test_shares_differ_by_the_dearest_tenant_at_most() -> None:
     drawn = random.Random(0)
     for size in (1, 2, 3, 8):
         costs = {f"tenant {i}": drawn.randrange(1, 500) for i in range(40)}
-        found = spread(costs, size)
+        found = assign_owners(costs, size)
         loads = [sum(costs[name] for name, rank in found.items() if rank == own) for own in range(size)]
         assert found.keys() == costs.keys()
         assert max(loads) - min(loads) <= max(costs.values())

@@ -20,10 +20,10 @@ from frozencore.adapter.bank import swap_core
 from frozencore.adapter.bases import basis_fingerprint, save_basis, set_bases
 from frozencore.adapter.saved.basis import load_basis
 from frozencore.adapter.saved.card import write_model_card
+from frozencore.distributed import each_by_itself, first_before_others, from_first, gathered, own_rank
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.files.whole_file import write_json
-from frozencore.ranks import each_by_itself, first_before_others, from_first, gathered, own_rank
 from frozencore.text import Progress, as_stage
 from frozencore.tune.adapt import Adapted, adapter_identity
 from frozencore.tune.cache import RunCache

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from frozencore.device import fits
+from frozencore.device import run_unless_oom
 from frozencore.errors import DataError
 from frozencore.tune.many.slots import TrainedSlots, held_out_losses, row_losses, row_sizes
 from frozencore.tune.rows import TokenRow
@@ -243,7 +243,7 @@ class ActiveTenants:
             if all(len(group) == 1 for group in groups):
                 work()
                 break
-            if fits(work):
+            if run_unless_oom(work):
                 break
             self.slots.gradients.zero_()
             losses.zero_()

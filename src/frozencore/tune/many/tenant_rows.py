@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from frozencore.distributed import assign_owners, num_ranks, own_rank
 from frozencore.errors import ConfigError, FrozenCoreError, TrainingError
 from frozencore.files.whole_file import whole_folder
-from frozencore.ranks import num_ranks, own_rank, spread
 from frozencore.text import Progress, num_of
 from frozencore.tune.adapt import on_named_basis
 from frozencore.tune.config import RunConfig
@@ -101,7 +101,7 @@ def own_tenants(tenants: Mapping[str, TenantRows]) -> dict[str, TenantRows]:
             "processes. Start fewer."
         )
     num_tokens = {name: sum(len(row.input_ids) for row in one.rows.train) for name, one in tenants.items()}
-    trains = spread(num_tokens, num_ranks())
+    trains = assign_owners(num_tokens, num_ranks())
     return {name: one for name, one in tenants.items() if trains[name] == own_rank()}
 
 
@@ -117,7 +117,7 @@ class ShareFolders:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first process, also inside :func:`frozencore.ranks.each_by_itself`."""
+        """Whether this is the first process, also inside :func:`frozencore.distributed.each_by_itself`."""
         return self._rank == 0
 
     def require_as_many(self) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from frozencore.calibration.batches import IGNORED
-from frozencore.device import fits
+from frozencore.device import run_unless_oom
 from frozencore.errors import ModelError
 from frozencore.text import Progress
 from frozencore.tune.rows import TokenRow
@@ -80,7 +80,7 @@ def score_in_groups(
         done: set[int] = set()
         for group in groups:
             rows = [pending[i] for i in group]
-            if not fits(partial(score, rows)):
+            if not run_unless_oom(partial(score, rows)):
                 if len(rows) == 1:
                     raise ModelError(
                         f"One row of {sizes[rows[0]][0]} tokens does not fit in the memory of {device}. "

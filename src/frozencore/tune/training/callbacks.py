@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from frozencore.distributed import largest_over_ranks, wait_for_all
 from frozencore.errors import ConfigError, DivergenceError, TrainingError
-from frozencore.ranks import largest_over_ranks, wait_for_all
 from frozencore.text import Progress
 from frozencore.tune.training.checkpoints import Stop, is_complete, seal_checkpoint
 

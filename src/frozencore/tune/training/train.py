@@ -27,8 +27,8 @@ from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
 
 from frozencore.adapter.layer import FrozenCoreLinear
 from frozencore.calibration.preserve import own_random_state, plain_passes
+from frozencore.distributed import from_first, num_ranks
 from frozencore.errors import ConfigError, DataError, DivergenceError, TrainingError
-from frozencore.ranks import from_first, num_ranks
 from frozencore.text import Progress
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator

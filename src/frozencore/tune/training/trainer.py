@@ -25,9 +25,9 @@ from transformers import Trainer
 from frozencore.adapter.saved.card import begin_model_card
 from frozencore.calibration.batches import IGNORED
 from frozencore.calibration.preserve import own_random_state
+from frozencore.distributed import num_ranks, sum_over_ranks
 from frozencore.errors import DivergenceError, ModelError
 from frozencore.quiet import with_attributes
-from frozencore.ranks import num_ranks, sum_over_ranks
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator
 from frozencore.tune.scoring.forward import base_of, forward_accepts

@@ -1,4 +1,4 @@
-"""Process groups: the number of ranks, this rank, and exchanges between ranks.
+"""Process groups: the number of ranks, this rank, exchanges between ranks, and what calibration reduces and compares.
 
 Without an initialised process group there is one rank, and every function returns at once. :func:`all_ranks_or_none`
 handles failures: the failed rank raises its own error, and the others raise an error that names the failed rank.
@@ -19,7 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from frozencore.device import is_out_of_memory
-from frozencore.errors import RankError
+from frozencore.errors import CalibrationError, RankError
+from frozencore.files.fingerprint import fingerprint_tensors
+from frozencore.maths.moments import LayerMoments
 from frozencore.text import one_line
 
 T = TypeVar("T")
@@ -39,7 +41,7 @@ def own_rank() -> int:
     return dist.get_rank() if num_ranks() > 1 else 0
 
 
-def spread(costs: Mapping[str, int], ranks: int) -> dict[str, int]:
+def assign_owners(costs: Mapping[str, int], ranks: int) -> dict[str, int]:
     """Assign each name to a rank so that costs are about equal."""
     load = [0] * ranks
     owners = {}
@@ -163,6 +165,42 @@ def sum_over_ranks(total: Tensor) -> Tensor:
 def largest_over_ranks(number: int) -> int:
     """The largest of every rank's numbers, on every rank."""
     return max(of_every_rank(number))
+
+
+def reduce_moments(moments: Mapping[str, LayerMoments], owners: Mapping[str, int]) -> dict[str, LayerMoments]:
+    """Sum over all ranks. The owner gets a layer's matrices; all ranks get its count and its vectors."""
+    if num_ranks() == 1:
+        return dict(moments)
+    reduced = {}
+    for name, layer in moments.items():
+        sums: dict[str, Tensor | None] = {}
+        for moment in layer.names():
+            total = getattr(layer, moment).to(exchange_device())
+            if total.ndim == 1:
+                sums[moment] = sum_over_ranks(total)
+            else:
+                call_collective(partial(dist.reduce, total, dst=owners[name]))
+                sums[moment] = total if owners[name] == own_rank() else None
+        reduced[name] = LayerMoments(num_tokens=int(sum_over_ranks(torch.tensor(layer.num_tokens))), **sums)
+    return reduced
+
+
+def require_same_bases(factors: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    """Check that all ranks adapt the same layers with the same P and Q; every rank must call it.
+
+    Raises:
+        CalibrationError: A layer differs; the message names the first such layer and the rank.
+    """
+    if num_ranks() == 1:
+        return
+    every = of_every_rank({name: fingerprint_tensors(zip("PQ", pair, strict=True)) for name, pair in factors.items()})
+    for rank, theirs in enumerate(every):
+        odd = [name for name in every[0] | theirs if every[0].get(name) != theirs.get(name)]
+        if odd:
+            raise CalibrationError(
+                f"All ranks must have the same bases, but those of layer {odd[0]!r} ({len(odd)} in all) differ between "
+                f"rank {rank} and rank 0. Call calibrate on every rank, or load the same adapter on all."
+            )
 
 
 def call_collective(collective: Callable[[], object]) -> None:
