@@ -15,14 +15,14 @@ MOST_FLOORS = 9
 
 
 def room_of(module: str) -> str:
-    """The folder of a module; single files of the library are the ground floor, except its names and its command."""
+    """The folder of a module; single files of the library are the ground floor, except three."""
     package, *inside = module.split(".")
     if not inside or inside[0] == "public":
         return f"{package}: public names"
     if inside[0] == "__main__":
         return f"{package}.cli"
     source = next(source for source in SOURCES if source.name == package)
-    is_room = (source / inside[0]).is_dir() or source != SOURCES[0]
+    is_room = (source / inside[0]).is_dir() or source != SOURCES[0] or inside[0] == "distributed"
     return f"{package}.{inside[0]}" if is_room else "ground floor"
 
 
