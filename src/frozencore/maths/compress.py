@@ -1,0 +1,145 @@
+"""One basis for the updates of many adapters, and a core for each: Tucker-2 of factored matrices.
+
+    max over orthonormal P, Q   Σ_t ‖Pᵀ ΔW_t Q‖² / ‖ΔW_t‖²,    ΔW_t = B_t A_t,    R_t = Pᵀ ΔW_t Q
+
+(JD-Full of Compress-then-Serve, arXiv 2407.00066). Each side is improved in turn while the other stays, so the
+objective never falls. No m x n matrix is formed. The result is exact if all updates lie in one span of rank r.
+
+Shapes: m out features, n in features, r rank; B_t m x k_t, A_t k_t x n; Σk is the number of columns of all B_t.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxtyping import Float
+
+from frozencore.device import torch
+from frozencore.errors import ConfigError
+from frozencore.maths.linalg import complete_orthonormal, require_finite, seeded_generator, thin_qr, truncated_svd
+
+Update = tuple["torch.Tensor", "torch.Tensor"]
+"""B (m x k) and A (k x n) of an update B A."""
+
+EXACT_WIDTH = 512
+"""Up to this width each side gets its leading singular vectors; above it one power step, which is much faster."""
+TOLERANCE, MOST_SWEEPS = 1e-5, 50
+
+
+@dataclass(frozen=True)
+class Compression:
+    """The shared basis of one layer.
+
+    Attributes:
+        P, Q: Orthonormal factors, m x r and n x r.
+        cores: R_t = Pᵀ ΔW_t Q (r x r) of each update.
+        energies: ‖ΔW_t‖² of each update.
+        objectives: The objective at the start and after each sweep; its upper bound is the number of nonzero updates.
+    """
+
+    P: Float[torch.Tensor, "m r"]
+    Q: Float[torch.Tensor, "n r"]
+    cores: tuple[Float[torch.Tensor, "r r"], ...]
+    energies: tuple[float, ...]
+    objectives: tuple[float, ...]
+
+    @property
+    def kept_energies(self) -> tuple[float, ...]:
+        """‖R_t‖² of each update: its part inside the basis."""
+        return tuple(float(R.double().square().sum()) for R in self.cores)
+
+
+def compress(
+    updates: Sequence[Update],
+    rank: int,
+    *,
+    seed: int = 0,
+    exact_width: int = EXACT_WIDTH,
+    tolerance: float = TOLERANCE,
+) -> Compression:
+    """Find the basis that keeps the most of all updates, each divided by its norm.
+
+    Args:
+        updates: B_t and A_t of each update, in one float dtype; the k_t may differ.
+        rank: r, at most ``min(m, n)``.
+        seed: Seed of the directions that are added if the updates span fewer than r.
+        exact_width: Width up to which each step is exact.
+        tolerance: Stop when a sweep improves the objective by less than this share.
+
+    Raises:
+        ConfigError: The rank is larger than the layer.
+        CalibrationError: An update is not finite.
+    """
+    m, n = updates[0][0].shape[0], updates[0][1].shape[1]
+    if not 1 <= rank <= min(m, n):
+        raise ConfigError(f"A basis of a layer of {m} x {n} has a rank from 1 to {min(m, n)}, but {rank} came.")
+    for B, A in updates:
+        require_finite(B)
+        require_finite(A)
+    energies = tuple(energy(B, A) for B, A in updates)
+    scaled = [(B / e**0.5, A) for (B, A), e in zip(updates, energies, strict=True) if e > 0]
+    if scaled:
+        P, Q, objectives = _alternate(scaled, rank, exact_width, tolerance)
+    else:
+        P, Q, objectives = updates[0][0].new_zeros(m, 0), updates[0][0].new_zeros(n, 0), [0.0]
+    P, Q = (
+        complete_orthonormal(X, rank, seeded_generator(seed, "compress", side))
+        for side, X in (("P", P), ("Q", Q))
+    )  # fmt: skip
+    cores = tuple((P.mT @ B) @ (A @ Q) for B, A in updates)
+    return Compression(P, Q, cores, energies, tuple(objectives))
+
+
+def energy(B: Float[torch.Tensor, "m k"], A: Float[torch.Tensor, "k n"]) -> float:
+    """``‖B A‖² = tr((BᵀB)(AAᵀ))``, in float64."""
+    B, A = B.double(), A.double()
+    return max(0.0, float(((B.mT @ B) * (A @ A.mT)).sum()))
+
+
+def _alternate(
+    updates: Sequence[Update], rank: int, exact_width: int, tolerance: float
+) -> tuple[torch.Tensor, torch.Tensor, list[float]]:
+    """P, Q and the objectives; the factors have fewer than ``rank`` columns if the updates span fewer."""
+    sizes = [A.shape[0] for _, A in updates]
+    B, A = torch.cat([B for B, _ in updates], dim=1), torch.cat([A.mT for _, A in updates], dim=1)
+    # HOSVD: P from [B_t L_t] with L_t L_tᵀ = A_t A_tᵀ, then Q for this P
+    whole = torch.cat([one @ _root(other) for one, other in zip(B.split(sizes, 1), A.split(sizes, 1), strict=True)], 1)
+    P = truncated_svd(whole, rank).U
+    del whole
+    Q = truncated_svd(_images(A, B.mT @ P, sizes), rank).U
+    objectives = [_objective(B.mT @ P, A.mT @ Q, sizes)]
+    for _ in range(MOST_SWEEPS):
+        P = _improved(_images(B, A.mT @ Q, sizes), P, rank, exact_width)
+        Q = _improved(_images(A, B.mT @ P, sizes), Q, rank, exact_width)
+        objectives.append(_objective(B.mT @ P, A.mT @ Q, sizes))
+        if objectives[-1] - objectives[-2] <= tolerance * objectives[-1]:
+            break
+    return P, Q, objectives
+
+
+def _images(F: torch.Tensor, projected: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """``[F_t Z_t]`` with Z_t (k_t x r) the other factor of update t on its basis; a root of Z_t Z_tᵀ if it is smaller.
+
+    The leading left singular vectors of this matrix are the best basis on this side.
+    """
+    blocks = zip(F.split(sizes, 1), projected.split(sizes, 0), strict=True)
+    return torch.cat([one @ (Z if Z.shape[1] <= Z.shape[0] else _root(Z.mT)) for one, Z in blocks], dim=1)
+
+
+def _root(X: Float[torch.Tensor, "d k"]) -> Float[torch.Tensor, "k k"]:
+    """L with ``L Lᵀ = XᵀX``."""
+    values, vectors = torch.linalg.eigh(X.double().mT @ X.double())
+    return (vectors * values.clamp_min(0).sqrt()).to(X.dtype)
+
+
+def _improved(M: torch.Tensor, X: torch.Tensor, rank: int, exact_width: int) -> torch.Tensor:
+    """An orthonormal basis for which ``‖XᵀM‖`` is not smaller: the best one, or a power step from X."""
+    if min(M.shape) <= exact_width:
+        return truncated_svd(M, rank, method="gram").U
+    return thin_qr(M @ (M.mT @ X))[0]
+
+
+def _objective(left: torch.Tensor, right: torch.Tensor, sizes: Sequence[int]) -> float:
+    blocks = zip(left.split(sizes), right.split(sizes), strict=True)
+    return sum(float((one.mT @ other).double().square().sum()) for one, other in blocks)

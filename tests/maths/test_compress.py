@@ -1,0 +1,104 @@
+"""Compressing updates into one basis, against a dense Tucker-2 in float64 that forms every update."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from frozencore.errors import CalibrationError, ConfigError
+from frozencore.maths.compress import Update, compress, energy
+
+M, N = 14, 11
+
+
+def drawn(ranks: list[int], seed: int = 0, m: int = M, n: int = N) -> list[Update]:
+    """Updates of these ranks, of very different sizes, whose singular values decay."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    return [(10.0**t * normal(m, k) * 0.6 ** torch.arange(k), normal(k, n)) for t, k in enumerate(ranks)]
+
+
+def dense_tucker(updates: list[Update], rank: int, sweeps: int = 2000) -> tuple[Tensor, Tensor, float]:
+    """HOOI of whole updates, each divided by its norm: start from the stack, then exact SVDs in turn."""
+    whole = torch.stack([B @ A / torch.linalg.matrix_norm(B @ A) for B, A in updates])
+    P = torch.linalg.svd(torch.cat(list(whole), dim=1)).U[:, :rank]
+    for _ in range(sweeps):
+        Q = torch.linalg.svd(torch.cat([D.mT @ P for D in whole], dim=1)).U[:, :rank]
+        P = torch.linalg.svd(torch.cat([D @ Q for D in whole], dim=1)).U[:, :rank]
+    return P, Q, float((P.mT @ whole @ Q).square().sum())
+
+
+@pytest.mark.parametrize("ranks", [[3, 3, 3, 3], [1, 2, 6, 4, 1]])
+@pytest.mark.parametrize("rank", [1, 3, 5])
+def test_the_basis_and_the_cores_are_those_of_a_dense_tucker_decomposition(ranks: list[int], rank: int) -> None:
+    updates = drawn(ranks)
+    found = compress(updates, rank, tolerance=0.0)
+    P, Q, objective = dense_tucker(updates, rank)
+    assert found.objectives[-1] == pytest.approx(objective, rel=1e-6)
+    torch.testing.assert_close(found.P @ found.P.mT, P @ P.mT, atol=1e-2, rtol=0)
+    for (B, A), R in zip(updates, found.cores, strict=True):
+        torch.testing.assert_close(R, found.P.mT @ (B @ A) @ found.Q)
+    whole = [float((B @ A).square().sum()) for B, A in updates]
+    assert found.energies == pytest.approx(whole)
+    kept = sum(own / all_of_it for own, all_of_it in zip(found.kept_energies, whole, strict=True))
+    assert kept == pytest.approx(objective, rel=1e-6)
+
+
+@pytest.mark.parametrize("exact_width", [512, 0])
+def test_no_sweep_loses_and_the_factors_are_orthonormal(exact_width: int) -> None:
+    for seed in range(5):
+        found = compress(drawn([4, 2, 5, 3], seed), 3, exact_width=exact_width, tolerance=0.0)
+        assert len(found.objectives) > 2
+        assert all(after >= before - 1e-12 for before, after in pairwise(found.objectives))
+        for X in (found.P, found.Q):
+            torch.testing.assert_close(X.mT @ X, torch.eye(3, dtype=X.dtype))
+
+
+def test_power_steps_reach_what_exact_steps_reach() -> None:
+    updates = drawn([4, 2, 5, 3])
+    exact, powers = (compress(updates, 4, exact_width=width, tolerance=1e-9) for width in (512, 0))
+    assert powers.objectives[-1] == pytest.approx(exact.objectives[-1], rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("case", ["ranks that fit", "one span"])
+def test_what_fits_is_kept_exactly(case: str, dtype: torch.dtype) -> None:
+    updates = drawn([2, 1, 3]) if case == "ranks that fit" else drawn([6] * 4)
+    if case == "one span":
+        (B, _), (_, A) = updates[0], updates[1]
+        cores = [R @ R2 for R, (_, R2) in zip([torch.randn(6, 6).double()] * 4, drawn([6] * 4, 3, 6, 6), strict=True)]
+        updates = [(B, R @ A) for R in cores]
+    updates = [(B.to(dtype), A.to(dtype)) for B, A in updates]
+    found = compress(updates, 6)
+    for (B, A), R in zip(updates, found.cores, strict=True):
+        error = torch.linalg.matrix_norm(found.P @ R @ found.Q.mT - B @ A) / torch.linalg.matrix_norm(B @ A)
+        assert error < (1e-6 if dtype == torch.float64 else 1e-3)
+
+
+def test_every_update_counts_the_same_and_one_that_is_zero_does_not() -> None:
+    updates = drawn([3, 3, 3])
+    found = compress(updates, 2)
+    rescaled = compress([(B * 7.0**t, A / 3) for t, (B, A) in enumerate(updates)], 2)
+    with_zero = compress([*updates, (torch.zeros(M, 2).double(), torch.randn(2, N).double())], 2)
+    for other in (rescaled, with_zero):
+        torch.testing.assert_close(other.P @ other.P.mT, found.P @ found.P.mT)
+    assert not with_zero.cores[-1].any()
+    assert not compress([(torch.zeros(M, 2), torch.zeros(2, N))], 2).cores[0].any()
+
+
+def test_energies_come_from_the_factors() -> None:
+    for B, A in drawn([1, 4, 9]):
+        assert energy(B, A) == pytest.approx(float((B @ A).square().sum()))
+
+
+def test_a_rank_above_the_layer_and_values_that_are_not_finite_are_refused() -> None:
+    with pytest.raises(ConfigError, match="rank from 1 to 11, but 12 came"):
+        compress(drawn([2]), 12)
+    with pytest.raises(CalibrationError, match="NaN or Inf"):
+        compress([*drawn([2]), (torch.full((M, 1), torch.nan).double(), torch.ones(1, N).double())], 2)
