@@ -16,7 +16,7 @@ QUICK = ["--quick"]
 TINY = ["--tiny", "--smollm2", str(pocket_model_path())]
 WORDS = {
     "step": QUICK, "calibration": QUICK, "smollm2": QUICK, "tenants": QUICK, "many_training": QUICK,
-    "tenants_quality": QUICK, "gpu": TINY,
+    "tenants_quality": QUICK, "compress_quality": QUICK, "gpu": TINY,
 }  # fmt: skip
 
 
@@ -28,5 +28,5 @@ def test_a_benchmark_runs_at_its_tiniest(name: str, tmp_path: Path) -> None:
     done = subprocess.run(words, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = out.read_text(encoding="utf-8")
-    assert json.loads(lines.splitlines()[-1] if name == "tenants_quality" else lines)
+    assert json.loads(lines.splitlines()[-1] if name.endswith("_quality") else lines)
     assert '"error"' not in lines
