@@ -262,11 +262,10 @@ class CompressStudy:
                     pooled[layer] = pooled[layer] + found if layer in pooled else found
             model = self.study.adapter("pooled", self.rank, SEED)
             calibrate(model, moments=pooled, progress=False)
-            layers = frozen_core_layers(model, "default")
-            factors = {name: layer.factors("default")[:2] for name, layer in layers.items()}
-            stored = {
-                f"{name}.{side}": X.contiguous() for name, pair in factors.items() for side, X in zip("PQ", pair)
-            }  # fmt: skip
+            stored = {}
+            for name, layer in frozen_core_layers(model, "default").items():
+                P, Q, _ = layer.factors("default")
+                stored |= {f"{name}.P": P.contiguous(), f"{name}.Q": Q.contiguous()}
             save_file(stored, file)
             take_off(model)
         stored = load_file(file)
