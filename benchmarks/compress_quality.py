@@ -43,7 +43,7 @@ from frozencore.tune.many.tenant import Tenant as CoreTenant
 from frozencore.tune.many.train import train_many
 from frozencore.tune.provenance import provenance
 from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.scoring.forward import take_off
+from frozencore.tune.scoring.forward import unload_adapter
 from frozencore.tune.training.train import train
 from frozencore.tune.training.trainer import pass_tokens_of
 from harness import RESULTS, Results, parser_of
@@ -85,20 +85,22 @@ class CompressStudy:
         sixteen, rank = self.study.calibrated, self.rank
         own = self.trained("own", rank, sixteen)
         self.score_on("own, learned", own, sixteen, rank)
-        self.newcomers_on("learned", own, rank, LEARNED_RATES)
-        self.newcomers_on("pooled", None, rank, (RATES["pooled"],))
+        self.newcomers_on("learned", own, rank, LEARNED_RATES[:1])
         self.trained("own", rank, self.newcomers)
         loras = self.trained("lora", rank, self.everyone)
         for other in self.ranks[:2]:
             self.score_on("lora, compressed", loras, self.everyone, other)
+        self.kept(loras)
+        self.newcomers_on("pooled", None, rank, (RATES["pooled"],))
+        self.base()
+        self.newcomers_on("learned", own, rank, LEARNED_RATES[1:])
         self.newcomers_on("learned", own, 2 * rank, LEARNED_RATES)
         self.score_mean(loras, rank)
         self.score_on("lora, others", {name: loras[name] for name in sixteen}, self.newcomers, rank, of=loras)
-        self.kept(loras)
-        for other in self.ranks[2:]:
-            self.score_on("lora, compressed", loras, self.everyone, other)
         self.train_on("own, learned, trained on", own, rank)
         self.score_on("own, learned", own, sixteen, 2 * rank)
+        for other in self.ranks[2:]:
+            self.score_on("lora, compressed", loras, self.everyone, other)
         small = self.trained("lora", 1, self.everyone)
         for other in self.ranks:
             self.score_on("lora 1, compressed", small, self.everyone, other)
@@ -127,7 +129,7 @@ class CompressStudy:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 save_file(factors_of(model), file)
                 self.add(arm, rank, name, model)
-                take_off(model)
+                unload_adapter(model)
             stored = load_file(file)
             found[name] = {key[:-2]: (stored[key], stored[f"{key[:-2]}.A"]) for key in stored if key.endswith(".B")}
         return found
@@ -149,7 +151,7 @@ class CompressStudy:
     def moments(self, name: str) -> dict[str, LayerMoments]:
         bare = self.study.adapter("random", 1, 0)
         names = list(frozen_core_layers(bare, "default"))
-        take_off(bare)
+        unload_adapter(bare)
         layers = {layer: self.study.model.get_submodule(layer) for layer in names}
         return collect_moments(
             self.study.model, self.study.calibration_batches(name, SEED), layers, needs=CAPTURE_NEEDS
@@ -202,7 +204,7 @@ class CompressStudy:
             cores, kept = self.projected((of or sources)[name], basis, rank)
             swap_core(model, cores)
             self.add(arm, rank, name, model, kept=kept, sources=len(sources))
-        take_off(model)
+        unload_adapter(model)
 
     def score_mean(self, sources: Mapping[str, Updates], rank: int) -> None:
         missing = [name for name in sources if not self.has("lora, mean", rank, name)]
@@ -214,7 +216,7 @@ class CompressStudy:
         swap_core(model, {layer: torch.stack([cores[layer] for cores in every]).mean(0) for layer in basis})
         for name in missing:
             self.add("lora, mean", rank, name, model, sources=len(sources))
-        take_off(model)
+        unload_adapter(model)
 
     def kept(self, sources: Mapping[str, Updates]) -> None:
         """The share that 6, 12 and 24 adapters keep at each rank: tenants evenly from the list."""
@@ -250,7 +252,7 @@ class CompressStudy:
                 swap_core(model, done[name])
                 validation = self.study.score(model, name, "validation")["loss"]
                 self.add(named, rank, name, model, learning_rate=rate, validation_loss=validation)
-            take_off(model)
+            unload_adapter(model)
 
     def pooled_basis(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """One FCCA of rows of the calibrated tenants, as in tenants_quality.py."""
@@ -267,7 +269,7 @@ class CompressStudy:
                 P, Q, _ = layer.factors("default")
                 stored |= {f"{name}.P": P.contiguous(), f"{name}.Q": Q.contiguous()}
             save_file(stored, file)
-            take_off(model)
+            unload_adapter(model)
         stored = load_file(file)
         return tuple({key[:-2]: X for key, X in stored.items() if key.endswith(side)} for side in (".P", ".Q"))  # type: ignore[return-value]
 
@@ -284,7 +286,7 @@ class CompressStudy:
             done = train_many(model, {name: tenant}, pad_id=self.study.encoder.pad_id)
             swap_core(model, done[name].cores)
             self.add(arm, rank, name, model)
-        take_off(model)
+        unload_adapter(model)
 
 
 def factors_of(model: PeftModel) -> dict[str, Tensor]:
@@ -331,7 +333,6 @@ def main() -> None:
     work = options.work or options.out.with_suffix(".work")
     ranks, rank = ((2, 4, 8), 4) if options.quick else ((16, 32, 64), RANK)
     whole = CompressStudy(study, work, results, ranks, rank)
-    whole.base()
     whole.run()
 
 
