@@ -1,4 +1,4 @@
-"""Our tasks as files of lm-evaluation-harness, with which the tests compare our scores with the harness's own.
+"""Our tasks as files of lm-evaluation-harness, and its record of every row, with which the tests compare our scores.
 
 The files contain the full prompts, not templates of the hub's columns, so that prompts and rows are exactly the same.
 Choices are stored without their leading space: the harness adds its own, except under a chat template, as we do.
@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from torch import nn
 
+from frozencore.calibration.preserve import own_random_state
 from frozencore.files.whole_file import write_lines, write_text
 from frozencore.tune.rows import Example
+from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.tasks import Task, answers
 from frozencore.tune.tasks.splits import evaluation_rows
 
@@ -95,3 +98,19 @@ def _description(task: Task) -> dict[str, Any]:
         metrics = ["acc", "acc_norm"]
     measured = [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in metrics]
     return {**head, "metric_list": measured, "metadata": {"version": 1.0}}
+
+
+def harness_samples(model: nn.Module, encoder: PromptEncoder, task: str, folder: Path) -> list[dict[str, Any]]:
+    """The harness's record of every row of a task in a folder of task files."""
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    lm = HFLM(pretrained=model, tokenizer=encoder.tokenizer, batch_size=8, max_length=encoder.max_length, device="cpu")
+    manager = TaskManager(include_path=str(folder), include_defaults=False)
+    with own_random_state():  # simple_evaluate seeds Python, NumPy and torch
+        results = lm_eval.simple_evaluate(
+            model=lm, tasks=[task], bootstrap_iters=0, task_manager=manager, apply_chat_template=encoder.is_chat
+        )
+    samples: list[dict[str, Any]] = results["samples"][task]
+    return samples

@@ -21,8 +21,6 @@ from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.rows import TextRow
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.scoring.exact_match import stream_greedily
-from frozencore.tune.suite import find_task
-from harness_tasks import export_tasks
 
 Command = Callable[..., tuple[int, str, str]]
 POCKET = ["--model", str(pocket_model_path())]
@@ -34,10 +32,11 @@ def test_evaluate_shows_a_table_and_writes_every_score(command: Command, tmp_pat
     record = json.loads((tmp_path / "result.json").read_text())
     assert status == 0
     assert {score["task"] for score in record["scores"]} == {"pocket-math", "pocket-sentiment"}
-    for heading in ("accuracy %", "± se", "chance", "majority", "truncated", "ties", "mean of 2 tasks"):
+    for heading in ("accuracy %", "chance", "majority", "mean of 2 tasks"):
         assert heading in out
     assert "base: pocket-math: 10 in" in out
-    assert "cut prompts" not in out
+    assert "cut prompts" not in out  # no empty columns
+    assert "duplicates" not in out
 
 
 def test_a_task_of_ones_own_is_scored_by_its_file(command: Command, tmp_path: Path) -> None:
@@ -97,32 +96,25 @@ def test_long_completions_of_ones_own_rows_have_a_loss_and_no_accuracy(command: 
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "Tom", "completion": " has two cats" * 9}) + "\n")
     status, out, _ = command("evaluate", *POCKET, "--data", tmp_path / "rows.jsonl", "--out", tmp_path / "e")
     (score,) = json.loads((tmp_path / "e" / "result.json").read_text())["scores"]
-    assert (status, score["accuracy"]) == (0, None)
+    assert (status, score.get("accuracy")) == (0, None)
     assert f"{score['held_out_loss']:.3f}" in out
 
 
-def test_a_failed_task_is_named_and_the_exit_status_is_one(command: Command, tmp_path: Path) -> None:
-    words = ["--task", "svamp,pocket-math", "--data-root", tmp_path, "--num-evaluation", "5", "--out", tmp_path / "e"]
-    status, out, _ = command("evaluate", *POCKET, *words)
+def test_each_failure_beside_a_good_task_is_a_row_and_the_exit_status_is_one(command: Command, tmp_path: Path) -> None:
+    words = ["--task", "svamp,pocket-mth,pocket-math", "--data", tmp_path / "none.jsonl", "--data-root", tmp_path]
+    status, out, _ = command("evaluate", *POCKET, *words, "--num-evaluation", "5", "--out", tmp_path / "e")
+    said = " ".join(out.split())
     assert status == 1
-    assert "svamp was not scored: Data set ChilleD/SVAMP must lie at" in " ".join(out.split())
+    assert "svamp was not scored: Data set ChilleD/SVAMP must lie at" in said
+    assert "pocket-mth was not scored: There is no task 'pocket-mth'" in said
+    assert "none.jsonl was not scored: " in said
+    assert said.index("pocket-mth cannot be scored") < said.index("Load model and rows")
 
 
 def test_tasks_are_listed(command: Command) -> None:
     status, out, _ = command("tasks")
     assert status == 0
     assert re.search(r"winogrande .*2000 / 500 .* choice .*allenai/winogrande, winogrande_xl", out)
-
-
-def test_harness_tasks_stand_in_the_same_table(command: Command, tmp_path: Path) -> None:
-    pytest.importorskip("lm_eval")
-    export_tasks([find_task("pocket-entailment")], tmp_path / "t", num_evaluation=6)
-    words = ["--lm-eval", "frozencore_pocket-entailment", "--include-path", tmp_path / "t", "--num-evaluation", "6"]
-    status, out, _ = command("evaluate", *POCKET, *words, "--task", "pocket-entailment", "--out", tmp_path / "e")
-    assert status == 0
-    ours, theirs = json.loads((tmp_path / "e" / "result.json").read_text())["scores"]
-    assert (ours["accuracy"], ours["num_examples"]) == (theirs["accuracy"], theirs["num_examples"])
-    assert "frozencore_pocket-entailment: the harness's acc,none" in out
 
 
 QUESTION, SECOND = "Tom has 3 cats and buys 2 cats .", "Ann has 2 dogs ."

@@ -1,15 +1,13 @@
-"""Scores of adapters on one base: as if each were loaded alone, never computed twice, and those of the harness."""
+"""Scores of adapters on one base: as if each were loaded alone, and those of lm-evaluation-harness."""
 
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
@@ -17,20 +15,27 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from frozencore import FrozenCoreConfig
-from frozencore.cli.evaluate import _notes
 from frozencore.errors import ArtifactError, ConfigError, DataError, ModelError
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.tune import evaluate as module
-from frozencore.tune.evaluate import BaseWithAdapter, Evaluation, _headline, adapter_names, evaluate, harness_score
+from frozencore.tune.evaluate import (
+    BaseWithAdapter,
+    Evaluation,
+    EvaluationRecord,
+    adapter_names,
+    evaluate_adapters,
+    trained_with,
+)
 from frozencore.tune.load import load_model
 from frozencore.tune.pocket import POCKET_TASKS, pocket_model_path
 from frozencore.tune.rows.prompts import PromptEncoder, context_limit
 from frozencore.tune.scoring.forward import Prediction
-from frozencore.tune.scoring.score import score_task
+from frozencore.tune.scoring.score import held_out_loss, score_task
 from frozencore.tune.suite import PAPER_TASKS, find_task
 from frozencore.tune.tasks.splits import evaluation_rows
-from harness_tasks import PREFIX, export_tasks
+from harness_tasks import PREFIX, export_tasks, harness_samples
 from hub_folders import FEATURES, write_hub_folder
+from made_up import made_up_record
 from places import SHARED
 from small_tenants import silent
 
@@ -69,20 +74,20 @@ def test_every_adapter_scores_as_if_it_were_loaded_alone(
     loads = []
     monkeypatch.setattr(module, "load_model", lambda *a, **k: loads.append(1) or load_model(*a, **k))
     order = ["cores-0", "cores-1", "lora-0", "lora-1"]
-    record = evaluate(
+    record = evaluate_adapters(
         evaluation(adapters=tuple(adapters[name] for name in order), with_base=True), tmp_path / "e", silent
     )
     assert len(loads) == 1
-    assert list(dict.fromkeys(score["subject"] for score in record["scores"])) == ["base", *order]
-    found = {(score["subject"], score["task"]): score for score in record["scores"]}
+    assert list(dict.fromkeys(score.subject for score in record.scores)) == ["base", *order]
+    found = {(score.subject, score.task): score for score in record.scores}
     for name in order:
         model, tokenizer = load_model(POCKET, device="cpu")
         alone = PeftModel.from_pretrained(model, adapters[name])
         for task in TASKS:
             score = score_task(alone, PromptEncoder(tokenizer), task, evaluation_rows(task, num_evaluation=12))
-            assert found[name, task.name]["accuracy"] == score.accuracy
-            assert found[name, task.name]["held_out_loss"] == pytest.approx(score.held_out_loss, abs=1e-6)
-    losses = {score["held_out_loss"] for score in record["scores"]}
+            assert found[name, task.name].accuracy == score.accuracy
+            assert found[name, task.name].held_out_loss == pytest.approx(score.held_out_loss, abs=1e-6)
+    losses = {score.held_out_loss for score in record.scores}
     assert len(losses) == 10
     lines = (tmp_path / "e" / "lora-0" / "pocket-math" / "predictions.jsonl").read_text().splitlines()
     assert len(lines) == 12
@@ -99,36 +104,61 @@ def test_the_base_comes_out_of_every_adapter_as_it_went_in(adapters: dict[str, P
         assert not any(".base_layer" in name for name, _ in subject.without_adapter().named_parameters())
 
 
-def test_finished_tasks_are_kept_and_half_written_ones_are_scored_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "e"
-    first = evaluate(evaluation(), out, silent)
-    (out / "base" / "pocket-math" / "result.json").write_text('{"task": "pocket-m')
-    (out / "base" / "pocket-math" / "predictions.jsonl").write_text('{"id"')
-    scored = []
-    again = evaluate(evaluation(), out, lambda stage, *_: scored.append(stage))
-    assert set(scored) == {"load", "base: pocket-math"}
-    timeless = [[{k: v for k, v in s.items() if k != "time_s"} for s in r["scores"]] for r in (first, again)]
-    assert timeless[0] == timeless[1]
-    assert len((out / "base" / "pocket-math" / "predictions.jsonl").read_text().splitlines()) == 12
-
-
-def test_scores_of_other_options_are_not_taken_for_these(tmp_path: Path) -> None:
-    evaluate(evaluation(tasks=TASKS[:1]), tmp_path / "e", silent)
-    for changes in ({"num_evaluation": 5}, {"length_normalised": True}, {"dtype": "bfloat16"}, {"max_length": 100}):
-        with pytest.raises(ArtifactError, match="holds the score of another model") as error:
-            evaluate(evaluation(**{"tasks": TASKS[:1], **changes}), tmp_path / "e", silent)
-        assert "\n" not in str(error.value)
-
-
-def test_a_task_without_data_is_reported_and_the_others_go_on(tmp_path: Path) -> None:
-    tasks = (find_task("sst2"), TASKS[0])
-    record = evaluate(evaluation(tasks=tasks, data_root=tmp_path), tmp_path / "e", silent)
-    assert [score["task"] for score in record["scores"]] == ["pocket-entailment"]
-    assert "nyu-mll/glue" in record["failed"]["sst2"]
+def test_each_failure_is_a_row_and_the_others_are_scored(tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "Is 1 a number?"}\n')
+    tasks = (find_task("sst2"), TASKS[0], find_task("sst2-text"))
+    wrong = {"data": str(tmp_path / "bad.jsonl"), "failed": {"nothing": "There is no task 'nothing'."}}
+    record = evaluate_adapters(evaluation(tasks=tasks, data_root=tmp_path, **wrong), tmp_path / "e", silent)
+    assert {score.task: score.failure is None for score in record.scores} == {
+        "sst2": False, "pocket-entailment": True, "sst2-text": False, "bad.jsonl": False, "nothing": False,
+    }  # fmt: skip
+    assert "nyu-mll/glue" in record.failed["sst2"]
+    assert EvaluationRecord.model_validate_json((tmp_path / "e" / "result.json").read_text()) == record
     with pytest.raises(DataError, match="nyu-mll/glue"):
-        evaluate(evaluation(tasks=tasks[:1], data_root=tmp_path), tmp_path / "f", silent)
+        evaluate_adapters(evaluation(tasks=tasks[:1], data_root=tmp_path), tmp_path / "f", silent)
+    with pytest.raises(ArtifactError, match="already holds a finished run"):
+        evaluate_adapters(evaluation(tasks=TASKS[:1]), tmp_path / "e", silent)
+
+
+def test_a_text_task_has_a_loss_and_no_accuracy(tmp_path: Path) -> None:
+    text = replace(TASKS[0], name="text", scoring="text")
+    (score,) = evaluate_adapters(evaluation(tasks=(text,)), tmp_path / "e", silent).scores
+    model, tokenizer = load_model(POCKET, device="cpu")
+    encoder = PromptEncoder(tokenizer)
+    rows = encoder.training_rows([encoder.render(one) for one in evaluation_rows(text, num_evaluation=12)])
+    assert (score.accuracy, score.num_examples) == (None, 12)
+    assert score.held_out_loss == held_out_loss(model, rows, pad_id=encoder.pad_id)
+
+
+def test_an_adapter_that_does_not_fit_is_refused_before_the_first_score(
+    adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    damaged = shutil.copytree(adapters["lora-0"], tmp_path / "damaged")
+    (damaged / "adapter_model.safetensors").write_bytes(b"nothing")
+    stages: list[str] = []
+    with pytest.raises(ArtifactError):
+        evaluate_adapters(
+            evaluation(adapters=(adapters["cores-0"], damaged)), tmp_path / "e", lambda stage, *_: stages.append(stage)
+        )
+    assert set(stages) == {"load"}
+
+
+def test_prompts_are_in_the_style_of_the_adapters_run(adapters: dict[str, Path], tmp_path: Path) -> None:
+    model, tokenizer = load_model(POCKET, device="cpu")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    run = tmp_path / "run"
+    shutil.copytree(adapters["cores-0"], run / "adapter")
+    record = made_up_record({"task": "svamp"}, config={"prompt_style": "plain", "dtype": "float32"})
+    (run / "result.json").write_text(json.dumps(record.content()))
+    assert trained_with(run / "adapter").prompt_style == "plain"
+    chat = evaluation(model=str(tmp_path / "model"), tasks=TASKS[1:], adapters=(run / "adapter",), with_base=True)
+    found = evaluate_adapters(chat, tmp_path / "e", silent)
+    assert found.prompt_styles == {"base": "chat", "run": "plain"}
+    plain = evaluate_adapters(replace(chat, prompt_style="plain"), tmp_path / "f", silent)
+    assert found.scores[0].held_out_loss != plain.scores[0].held_out_loss
+    assert found.scores[1].held_out_loss == plain.scores[1].held_out_loss
 
 
 def test_own_rows_are_read_as_tune_reads_them(tmp_path: Path) -> None:
@@ -137,11 +167,11 @@ def test_own_rows_are_read_as_tune_reads_them(tmp_path: Path) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     told = []
     own = evaluation(tasks=(), data=str(file), num_evaluation=2)
-    record = evaluate(own, tmp_path / "out", lambda *said: told.append(said[-1]))
-    assert record["reading"]["rows.jsonl"]["unused_columns"] == ["source"]
-    assert record["reading"]["rows.jsonl"]["left_out"] == {"beyond --num-evaluation": 1}
+    record = evaluate_adapters(own, tmp_path / "out", lambda *said: told.append(said[-1]))
+    assert record.reading is not None
+    assert record.reading.unused_columns == ("source",)
+    assert record.reading.left_out == {"beyond --num-evaluation": 1}
     assert any("1 column not used: source" in note for note in told)
-    assert "1 column not used: source" in "".join(_notes(record))
 
 
 def test_a_token_without_an_embedding_is_refused_before_any_score(
@@ -155,17 +185,17 @@ def test_a_token_without_an_embedding_is_refused_before_any_score(
     monkeypatch.setattr(module, "load_model", narrower)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "Is 1 a number?", "completion": " yes"}\n')
     with pytest.raises(ModelError, match="but the model has embeddings of 8 tokens only"):
-        evaluate(evaluation(tasks=(), data=str(tmp_path / "rows.jsonl")), tmp_path / "out", silent)
+        evaluate_adapters(evaluation(tasks=(), data=str(tmp_path / "rows.jsonl")), tmp_path / "out", silent)
     assert not (tmp_path / "out").exists()
 
 
 def test_prompts_beyond_the_limit_are_refused_or_counted(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"12 of 12 rows are longer than the limit of 5 tokens"):
-        evaluate(evaluation(tasks=TASKS[:1], max_length=5), tmp_path / "e", silent)
-    record = evaluate(evaluation(tasks=TASKS[:1], max_length=5, truncate=True), tmp_path / "e", silent)
-    assert record["scores"][0]["num_cut"] == 12
+        evaluate_adapters(evaluation(tasks=TASKS[:1], max_length=5), tmp_path / "e", silent)
+    record = evaluate_adapters(evaluation(tasks=TASKS[:1], max_length=5, truncate=True), tmp_path / "e", silent)
+    assert record.scores[0].num_cut == 12
     with pytest.raises(ConfigError, match="--max-length 4096 is beyond the model's context of 512"):
-        evaluate(evaluation(max_length=4096), tmp_path / "e", silent)
+        evaluate_adapters(evaluation(max_length=4096), tmp_path / "f", silent)
 
 
 def test_an_adapter_that_does_not_fit_is_refused_in_one_line(adapters: dict[str, Path], tmp_path: Path) -> None:
@@ -235,11 +265,6 @@ def model_and_encoder(name: str, dtype: str = "auto") -> tuple[nn.Module, Prompt
     return model, PromptEncoder(tokenizer, max_length=context_limit(model, tokenizer), too_long="truncate")
 
 
-@pytest.fixture(scope="module")
-def pocket() -> tuple[nn.Module, PromptEncoder]:
-    return model_and_encoder("pocket")
-
-
 def both(
     model: nn.Module, encoder: PromptEncoder, name: str, exported: Path
 ) -> list[tuple[Prediction, dict[str, Any]]]:
@@ -247,7 +272,7 @@ def both(
     task = ALL_TASKS[name]
     examples = evaluation_rows(task, root_of(name, exported), num_evaluation=NUM_ROWS)
     ours = score_task(model, encoder, task, examples)
-    _, theirs = harness_score(model, encoder, PREFIX + name, include_path=exported)
+    theirs = harness_samples(model, encoder, PREFIX + name, exported)
     assert [sample["doc"]["id"] for sample in theirs] == [example.id for example in examples]
     generated = task.max_new_tokens if task.scoring == "exact_match" else 0
     style = "chat" if encoder.is_chat else "plain"
@@ -300,34 +325,3 @@ def test_chat_prompts_score_as_the_harness_scores_them(end: str, exported: Path)
             extra = theirs[0] - ours.logprobs[0] if end == "\n" else 0.0
             assert [value + extra for value in ours.logprobs] == pytest.approx(theirs, abs=1e-4)
             assert ours.correct == sample["acc"]
-
-
-def test_the_harness_leaves_the_random_states_as_they_were(pocket: tuple[Any, Any], exported: Path) -> None:
-    random.seed(5)
-    np.random.seed(5)
-    torch.manual_seed(5)
-    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()  # type: ignore[union-attr]
-    harness_score(*pocket, f"{PREFIX}pocket-entailment", include_path=exported)
-    assert random.getstate() == before[0]
-    assert np.random.get_state()[1].tolist() == before[1]  # type: ignore[union-attr]
-    assert torch.equal(torch.get_rng_state(), before[2])
-
-
-def test_a_group_counts_the_examples_of_each_task(pocket: tuple[Any, Any], exported: Path, tmp_path: Path) -> None:
-    """The harness numbers the examples of each task from 0."""
-    names = [f"{PREFIX}pocket-entailment", f"{PREFIX}pocket-sentiment"]
-    shutil.copytree(exported, tmp_path / "tasks")
-    metric = "[{metric: acc, aggregation: mean}]"
-    (tmp_path / "tasks" / "both.yaml").write_text(f"group: both\ntask: {names}\naggregate_metric_list: {metric}\n")
-    score, samples = harness_score(*pocket, "both", include_path=tmp_path / "tasks")
-    assert score["num_examples"] == len(samples) == 2 * NUM_ROWS
-    with pytest.raises(ConfigError, match="There is no task 'nothing' in "):
-        harness_score(*pocket, "nothing", include_path=exported)
-
-
-def test_the_metric_shown_is_accuracy_where_there_is_one_and_never_a_nan_or_a_standard_error() -> None:
-    nan = float("nan")
-    assert _headline({"alias": "a", "bleu,none": 0.1, "acc_stderr,none": 0.2, "acc,none": 0.5}) == "acc,none"
-    assert _headline({"acc,none": nan, "bleu,none": 0.1}) == "bleu,none"
-    with pytest.raises(ModelError, match="no metric that is a number: .*Check the model's weights"):
-        _headline({"alias": "a", "perplexity,none": nan, "perplexity_stderr,none": 0.1})

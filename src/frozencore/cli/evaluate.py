@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from datetime import date
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from frozencore.cli.display import console
-from frozencore.cli.flags import flag, told_if_nothing_is_kept
-from frozencore.errors import ConfigError
-from frozencore.files.adapter_folder import adapter_in
-from frozencore.files.whole_file import require_writable
-from frozencore.tune.folder import RECORD
-from frozencore.tune.rows.prompts import PROMPT_DATE, PromptStyle
-from frozencore.tune.rows.row_sources import require_source, sources_of
+from frozencore.cli.display import StageDisplay, console
+from frozencore.cli.flags import flag
+from frozencore.errors import ConfigError, FrozenCoreError
+from frozencore.files.adapter_folder import adapter_in, folder_of
+from frozencore.tune.folder import RECORD, require_new
+from frozencore.tune.locate import require_data_root, require_model
+from frozencore.tune.rows.prompts import PromptStyle
+from frozencore.tune.rows.row_sources import named, require_source, sources_of
+from frozencore.tune.suite import find_tasks
+from frozencore.tune.tasks import Task
 
-COUNTS = {"num_truncated": "truncated", "num_unanswered": "no answer", "num_ties": "ties"}
-RARE_COUNTS = {"num_duplicate_choices": "duplicates", "num_cut": "cut prompts"}  # shown if not zero
+if TYPE_CHECKING:
+    from frozencore.tune.evaluate import EvaluationRecord, TaskResult
 
 
 def evaluate(
     model: Annotated[str, flag("model")],
-    output: Annotated[Path, typer.Option("--out", "--output", help="Folder of the scores; finished scores are kept.")],
+    output: Annotated[Path, typer.Option("--out", "--output", help="New folder for the scores and predictions.")],
     task: Annotated[
         str | None, typer.Option(help="all (the paper's eleven), task names, or your own YAML files; comma-separated.")
     ] = None,
@@ -40,13 +39,9 @@ def evaluate(
         ),
     ] = None,
     columns: Annotated[str | None, flag("columns")] = None,
-    lm_eval: Annotated[
-        str | None, typer.Option(help="Tasks of lm-evaluation-harness by name (needs frozencore[lm-eval]).")
-    ] = None,
-    include_path: Annotated[Path | None, typer.Option(help="Folder of task files for --lm-eval.")] = None,
     adapter: Annotated[
-        list[Path] | None,
-        typer.Option(help="Folder of a run, or of an adapter (cores, LoRA); may be repeated."),
+        list[str] | None,
+        typer.Option(help="Folder of a run; folder or hub id of an adapter (cores, LoRA). May be repeated."),
     ] = None,
     with_base: Annotated[bool, typer.Option("--with-base", help="Score the model without adapters too.")] = False,
     data_root: Annotated[Path | None, flag("data_root")] = None,
@@ -54,8 +49,10 @@ def evaluate(
     length_normalised: Annotated[
         bool, typer.Option("--length-normalised", help="Compare choices by log-likelihood per character.")
     ] = False,
-    prompt_style: Annotated[str, flag("prompt_style")] = "auto",
-    prompt_date: Annotated[str, flag("prompt_date")] = str(PROMPT_DATE),
+    prompt_style: Annotated[
+        str | None,
+        flag("prompt_style", "auto, chat or plain. Default: as the run of each adapter wrote its prompts, else auto."),
+    ] = None,
     max_length: Annotated[int | None, flag("max_length", "Tokens of a row. Default: the model's context.")] = None,
     truncate: Annotated[
         bool, typer.Option("--truncate", help="Cut long prompts at their beginning, and count them.")
@@ -63,107 +60,96 @@ def evaluate(
     dtype: Annotated[str, flag("dtype")] = "auto",
     device: Annotated[str, flag("device")] = "auto",
 ) -> None:
-    if task is None and lm_eval is None and data is None:
-        raise ConfigError("There is nothing to score: give --data FILE, --task all, --task NAME or --lm-eval NAME.")
-    from frozencore.tune.locate import require_data_root, require_model
-    from frozencore.tune.suite import find_tasks
-
-    tasks = tuple(find_tasks(task)) if task is not None else ()
+    found: dict[str, Task | ConfigError] = find_tasks(task or "")
+    errors: dict[str, FrozenCoreError] = {name: one for name, one in found.items() if isinstance(one, ConfigError)}
+    if data is not None:
+        try:
+            require_source(data)
+        except FrozenCoreError as error:
+            errors[named(data)], data = error, None
+    tasks = tuple(one for one in found.values() if isinstance(one, Task))
+    if not tasks and data is None:
+        raise next(iter(errors.values()), ConfigError("There is nothing to score: give --data FILE or --task NAME."))
     require_model(model)
     require_data_root(data_root)
-    if data is not None:
-        require_source(data)
-    adapters = tuple(map(adapter_in, adapter or ()))
-    require_writable(output)
-    from frozencore.cli.display import StageDisplay
-
-    kept = told_if_nothing_is_kept(lambda: any(output.glob(f"*/*/{RECORD}")))
-    with kept, StageDisplay(console) as progress:
-        from frozencore.tune import evaluate as evaluation_of
+    adapters = tuple(adapter_in(folder_of(one)) for one in adapter or ())
+    require_new(output, RECORD)
+    failed = {name: str(one) for name, one in errors.items()}
+    for name, reason in failed.items():
+        console.print(f"{name} cannot be scored: {reason}", style="yellow", soft_wrap=True)
+    with StageDisplay(console) as progress:
+        from frozencore.tune.evaluate import Evaluation, evaluate_adapters
 
         progress.started()
-        harness_tasks = tuple(name.strip() for name in (lm_eval or "").split(",") if name.strip())
-        evaluation = evaluation_of.Evaluation(
-            model=model, tasks=tasks, data=data, columns=columns, harness_tasks=harness_tasks,
-            include_path=include_path, adapters=adapters, with_base=with_base, data_root=data_root,
-            prompt_style=cast(PromptStyle, prompt_style), prompt_date=date.fromisoformat(prompt_date),
-            max_length=max_length, truncate=truncate, length_normalised=length_normalised,
-            num_evaluation=num_evaluation, dtype=dtype, device=device,
+        evaluation = Evaluation(
+            model=model, tasks=tasks, data=data, columns=columns, adapters=adapters, with_base=with_base,
+            failed=failed, data_root=data_root,
+            prompt_style=cast(PromptStyle | None, prompt_style), max_length=max_length, truncate=truncate,
+            length_normalised=length_normalised, num_evaluation=num_evaluation, dtype=dtype, device=device,
         )  # fmt: skip
-        record = evaluation_of.evaluate(evaluation, output, progress)
+        record = evaluate_adapters(evaluation, output, progress)
     console.print(evaluation_table(record))
     for run in runs_trained_on(data, adapters):
         console.print(f"{run} was trained on rows of {data}: its scores are not those of new rows.", soft_wrap=True)
-    console.print(f"Predictions and scores: {output}")
-    raise typer.Exit(1 if record["failed"] else 0)
+    console.print(f"Predictions and scores: {output}", soft_wrap=True)
+    raise typer.Exit(1 if record.failed else 0)
 
 
-def runs_trained_on(data: str | None, adapters: Sequence[Path]) -> list[Path]:
-    """The folders of the runs that read the file of the scored rows, by its name in their records."""
-    if data is None:
-        return []
-    from frozencore.tune.record import read_record
+def runs_trained_on(data: str | None, adapters: Sequence[Path]) -> Iterator[Path]:
+    """Yield the folders of the runs that read the file of the scored rows, by its name in their records."""
+    from frozencore.tune.evaluate import record_of_run
 
-    found = []
-    for run in (adapter.parent for adapter in adapters):
-        with suppress(OSError, ValueError):  # a run without a sound record tells nothing
-            read = read_record((run / RECORD).read_text(encoding="utf-8")).config.data
-            if read is not None and Path(data).resolve() in [Path(one).resolve() for one in sources_of(read)]:
-                found.append(run)
-    return found
+    for adapter in adapters if data is not None else ():
+        record = record_of_run(adapter)
+        read = None if record is None else record.config.data
+        if read is not None and Path(data or "").resolve() in [Path(one).resolve() for one in sources_of(read)]:
+            yield adapter.parent
 
 
-def evaluation_table(record: Mapping[str, Any]) -> Group:
+COLUMNS = {
+    "rows": "num_examples", "accuracy %": "accuracy", "± se": "standard_error", "chance": "chance",
+    "majority": "majority_class", "truncated": "num_truncated", "no answer": "num_unanswered", "ties": "num_ties",
+    "duplicates": "num_duplicate_choices", "cut prompts": "num_cut", "nats/token": "held_out_loss",
+}  # fmt: skip
+"""The columns of the table by heading; a column without a value, or with zeros alone, is left out."""
+
+
+def evaluation_table(record: EvaluationRecord) -> Group:
     """Show every score of every adapter, the means, and the reasons for missing scores."""
-    table = Table(title=f"Evaluation of {record['model']}", title_justify="left")
-    rare = {key: title for key, title in RARE_COUNTS.items() if any(score.get(key) for score in record["scores"])}
-    counts = COUNTS | rare
-    for heading in (
-        "subject", "task", "rows", "accuracy %", "± se", "chance", "majority", *counts.values(), "nats/token",
-    ):  # fmt: skip
+    scored = [score for score in record.scores if score.failure is None]
+    columns = {title: name for title, name in COLUMNS.items() if {_cell(score, name) for score in scored} - {"", "0"}}
+    table = Table(title=f"Evaluation of {record.model}", title_justify="left")
+    for heading in ("subject", "task", *columns):
         table.add_column(heading, justify="left" if heading in ("subject", "task") else "right")
-    for subject in dict.fromkeys(score["subject"] for score in record["scores"]):
-        scores = [score for score in record["scores"] if score["subject"] == subject]
-        for i, score in enumerate(scores):
-            table.add_row(subject if i == 0 else "", *_cells(score, counts), end_section=i == len(scores) - 1)
-    return Group(table, *map(Text, [*_means(record["scores"]), *_notes(record)]))
+    last = ""
+    for score in record.scores:
+        if last and score.subject != last:
+            table.add_section()
+        cells = [""] * len(columns) if score.failure else [_cell(score, name) for name in columns.values()]
+        table.add_row(score.subject if score.subject != last else "", score.task, *cells)
+        last = score.subject
+    reading = [record.reading.in_words] if record.reading else []
+    reasons = dict.fromkeys(f"{one.task} was not scored: {one.failure}" for one in record.scores if one.failure)
+    return Group(table, *map(Text, [*_means(scored), *reading, *reasons]))
 
 
-def _cells(score: Mapping[str, Any], counts: Mapping[str, str]) -> list[str]:
-    error = score.get("standard_error") or None  # 0 where all rows are right or all wrong: the formula says nothing
-    shares = [score["accuracy"], error, *(score.get(name) for name in ("chance", "majority_class"))]
-    loss = score.get("held_out_loss")
-    return [
-        score["task"],
-        str(score["num_examples"]),
-        *("" if share is None else f"{100 * share:.1f}" for share in shares),
-        *(str(score.get(count, "")) for count in counts),
-        "" if loss is None else f"{loss:.3f}",
-    ]
+def _cell(score: TaskResult, name: str) -> str:
+    value = getattr(score, name)
+    if value is None or (name == "standard_error" and not value):  # 0 where all rows are right or all wrong
+        return ""
+    return str(value) if isinstance(value, int) else f"{value:.3f}" if name == "held_out_loss" else f"{100 * value:.1f}"
 
 
-def _means(scores: Sequence[Mapping[str, Any]]) -> list[str]:
+def _means(scores: Sequence[TaskResult]) -> list[str]:
     """Unweighted means, if all adapters have scores on the same two or more tasks."""
     by_subject: dict[str, dict[str, float]] = {}
     for score in scores:
-        if score["accuracy"] is not None:
-            by_subject.setdefault(score["subject"], {})[score["task"]] = score["accuracy"]
+        if score.accuracy is not None:
+            by_subject.setdefault(score.subject, {})[score.task] = score.accuracy
     tasks = [set(own) for own in by_subject.values()]
     if not tasks or len(tasks[0]) < 2 or any(own != tasks[0] for own in tasks):
         return []
     return [
         f"{subject}: mean of {len(own)} tasks {100 * sum(own.values()) / len(own):.1f} %"
         for subject, own in by_subject.items()
-    ]
-
-
-def _notes(record: Mapping[str, Any]) -> list[str]:
-    from frozencore.tune.record import ReadRows
-
-    metrics = {score["task"]: score["metric"] for score in record["scores"] if "metric" in score}
-    readings = [ReadRows.model_validate_json(json.dumps(one)) for one in record.get("reading", {}).values()]
-    return [
-        *(reading.in_words for reading in readings),
-        *(f"{task}: the harness's {metric}" for task, metric in metrics.items()),
-        *(f"{task} was not scored: {reason}" for task, reason in record["failed"].items()),
     ]

@@ -72,7 +72,7 @@ VERBS = (
     Verb(
         "evaluate", ".evaluate:evaluate",
         "Score a model, or several adapters on it, on many tasks. Exit status 1 if a task could not be scored.",
-        "evaluate --model smollm2 --adapter runs/mine --data rows.jsonl --out scores", "Use", GOES_ON,
+        "evaluate --model smollm2 --adapter runs/mine --data rows.jsonl --out scores", "Use",
     ),
     Verb(
         "chat", ".chat:chat", "Talk with a model and with adapters on it; each streams its answer in turn.",

@@ -1,53 +1,46 @@
-"""Score one base model, or several adapters on it, over many tasks; a finished task is not scored again.
+"""Score one base model, or several adapters on it, over many tasks.
 
-OUT/<subject>/<task>/predictions.jsonl    the prediction for every evaluation row
-OUT/<subject>/<task>/result.json          the score, written last: a task without it is scored again
-OUT/result.json                           all scores
+OUT/<subject>/<task>/predictions.jsonl    the prediction for every scored row
+OUT/result.json                           all scores, written last
 
 A subject is an adapter by a short name, or ``base``. The base model is loaded once and not changed."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
-import math
 import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from datetime import date
-from importlib.metadata import version
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from peft import PeftConfig, PeftModel, PeftModelForCausalLM
 from torch import nn
 
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.saved.state import UncalibratedWarning, read_folder
-from frozencore.calibration.preserve import own_random_state
-from frozencore.errors import ArtifactError, ConfigError, DataError, ModelError
-from frozencore.files.fingerprint import fingerprint_model, fingerprint_options
-from frozencore.files.whole_file import require_writable, write_json, write_lines
-from frozencore.text import Progress, as_stage, num_of, one_line, with_note
-from frozencore.tune.folder import PREDICTIONS, RECORD
-from frozencore.tune.load import load_model, require_embedded
-from frozencore.tune.provenance import provenance
-from frozencore.tune.record import ReadRows
+from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
+from frozencore.files.fingerprint import fingerprint_model
+from frozencore.files.whole_file import write_json, write_lines
+from frozencore.text import Progress, as_stage, num_of, one_line
+from frozencore.tune.folder import PREDICTIONS, RECORD, require_new
+from frozencore.tune.load import Base, load_model, require_embedded
+from frozencore.tune.read_rows import ScoredRows
+from frozencore.tune.record import Hashes, Provenance, ReadRows, RecordPart, RunRecord, read_record
 from frozencore.tune.rows.own_rows import read_rows
-from frozencore.tune.rows.prompts import PROMPT_DATE, PromptEncoder, PromptStyle, asks_for_today, context_limit
+from frozencore.tune.rows.prompts import PromptEncoder, PromptStyle, context_limit
 from frozencore.tune.rows.row_sources import named
+from frozencore.tune.scores import Score, score_rows
 from frozencore.tune.scoring.exact_match import are_short
 from frozencore.tune.scoring.forward import unload_adapter
-from frozencore.tune.scoring.score import TaskScore, held_out_loss, score_completions, score_task
 from frozencore.tune.tasks import Task
 from frozencore.tune.tasks.splits import evaluation_rows
 
 BASE = "base"
+NO_ROWS = ScoredRows((), [])
 
 
 class BaseWithAdapter:
@@ -56,10 +49,11 @@ class BaseWithAdapter:
     def __init__(self, base: nn.Module) -> None:
         self.base = base
         self._adapted: PeftModel | None = None
+        self._folder: Path | None = None
 
     def without_adapter(self) -> nn.Module:
         if self._adapted is not None:
-            self.base, self._adapted = unload_adapter(self._adapted), None
+            self.base, self._adapted, self._folder = unload_adapter(self._adapted), None, None
         return self.base
 
     def with_adapter(self, folder: Path | None) -> nn.Module:
@@ -70,6 +64,8 @@ class BaseWithAdapter:
         """
         if folder is None:
             return self.without_adapter()
+        if self._adapted is not None and self._folder == folder:
+            return self._adapted.eval()
         read_folder(folder)  # refuses a damaged folder and a pickle
         try:
             with warnings.catch_warnings():
@@ -99,6 +95,7 @@ class BaseWithAdapter:
                 f"are missing and {len(found.unexpected_keys)} have no layer, for instance {odd[0]}. "
                 f"Give the base model that it was trained on."
             )
+        self._folder = folder
         return self._adapted.eval()
 
 
@@ -121,103 +118,15 @@ def adapter_names(folders: list[Path]) -> list[str]:
     raise ArtifactError("Two --adapter options name the same folder, or differ in case only. Give each once.")
 
 
-def harness_score(
-    model: nn.Module, encoder: PromptEncoder, task: str, *, include_path: Path | None = None, limit: int | None = None
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Run one task of the harness with the harness's own code; the global random states are restored.
-
-    The accuracy of the score is accuracy, exact match or F1 if the task has it, else its first metric.
-
-    Args:
-        include_path: A folder of task files; the task is searched only there.
-
-    Returns:
-        The numbers of the score, with all metrics under the harness's own names, and its record of every row.
-
-    Raises:
-        ConfigError: The harness is not installed, or has no such task.
-        DataError: The task's data cannot be loaded.
-    """
-    lm_eval = _import_harness()
-    from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
-
-    with own_random_state(), ExitStack() as restored:  # simple_evaluate seeds Python, NumPy and torch
-        logger = logging.getLogger("lm_eval")
-        restored.callback(logger.setLevel, logger.level)
-        logger.setLevel(logging.ERROR)
-        manager = TaskManager(include_path=include_path and str(include_path), include_defaults=include_path is None)
-        if task not in manager.all_tasks:
-            place = f"in {include_path}" if include_path else "in lm-evaluation-harness"
-            raise ConfigError(f"There is no task {task!r} {place}. `lm_eval ls tasks` lists the harness's own.")
-        lm = HFLM(
-            pretrained=model,
-            tokenizer=encoder.tokenizer,
-            batch_size=8,
-            max_length=encoder.max_length,
-            device=str(next(model.parameters()).device),
-        )
-        try:
-            results = lm_eval.simple_evaluate(
-                model=lm,
-                tasks=[task],
-                limit=limit,
-                bootstrap_iters=0,
-                task_manager=manager,
-                apply_chat_template=encoder.is_chat,
-            )
-        except (OSError, ValueError, KeyError, AssertionError) as error:
-            raise DataError(f"The harness could not run {task!r}: {one_line(error, 200)}") from error
-    metrics = results["results"].get(task) or results["groups"][task]
-    metric = _headline(metrics)
-    error_of = metrics.get(metric.replace(",", "_stderr,"))
-    samples = [sample for samples in results["samples"].values() for sample in samples]
-    score = {
-        "task": task,
-        "accuracy": float(metrics[metric]),
-        "standard_error": error_of if isinstance(error_of, float) else None,
-        "num_examples": sum(len({row["doc_id"] for row in of_task}) for of_task in results["samples"].values()),
-        "metric": metric,
-        "metrics": dict(metrics),
-    }
-    return score, samples
-
-
-def harness_version() -> str:
-    """The version of the installed harness; a ``ConfigError`` if it is not installed."""
-    _import_harness()
-    return version("lm_eval")
-
-
-def _import_harness() -> Any:
-    try:
-        import lm_eval
-    except ImportError as error:
-        raise ConfigError(
-            "Tasks of lm-evaluation-harness need it installed, and it is not: pip install 'frozencore[lm-eval]'."
-        ) from error
-    return lm_eval
-
-
-def _headline(metrics: Mapping[str, Any]) -> str:
-    values = {name: value for name, value in metrics.items() if isinstance(value, float) and "_stderr" not in name}
-    numbers = [name for name, value in values.items() if math.isfinite(value)]
-    if not numbers:
-        raise ModelError(f"The harness gave no metric that is a number: {dict(metrics)}. Check the model's weights.")
-    return next(
-        (name for first in ("acc", "exact_match", "f1") for name in numbers if name.split(",")[0] == first), numbers[0]
-    )
-
-
 @dataclass(frozen=True)
 class Evaluation:
     """The model, adapters, tasks and options of an evaluation.
 
     Attributes:
         data: The user's own rows, as for ``frozencore tune --data``; ``columns`` names their columns.
-        harness_tasks: Names of tasks of lm-evaluation-harness, or of the task files in ``include_path``.
+        failed: Names of tasks that cannot be scored, with the reason; each is a row of the record.
         adapters: Folders of saved adapters. Without any, or with ``with_base``, the base model is scored.
-        prompt_date: The date for a chat template that asks for it.
+        prompt_style: None is the style that the run of each adapter used, and ``auto`` for the base model.
         max_length: The most tokens of a prompt with its answer; None is the model's context.
         num_evaluation: Rows of each task; None is the task's default.
     """
@@ -226,13 +135,11 @@ class Evaluation:
     tasks: tuple[Task, ...] = ()
     data: str | None = None
     columns: str | None = None
-    harness_tasks: tuple[str, ...] = ()
-    include_path: Path | None = None
+    failed: Mapping[str, str] = field(default_factory=dict)
     adapters: tuple[Path, ...] = ()
     with_base: bool = False
     data_root: Path | None = None
-    prompt_style: PromptStyle = "auto"
-    prompt_date: date = PROMPT_DATE
+    prompt_style: PromptStyle | None = None
     max_length: int | None = None
     truncate: bool = False
     length_normalised: bool = False
@@ -241,186 +148,177 @@ class Evaluation:
     device: str = "auto"
 
 
-def evaluate(evaluation: Evaluation, out: Path, progress: Progress) -> dict[str, Any]:
+class TaskResult(RecordPart):
+    """The score of one subject on one task, as in :class:`frozencore.tune.scoring.score.TaskScore`.
+
+    Attributes:
+        accuracy: Missing for texts, and for own rows with a long completion.
+        failure: Why the task has no score.
+    """
+
+    subject: str
+    task: str
+    num_examples: int = 0
+    accuracy: float | None = None
+    standard_error: float | None = None
+    chance: float | None = None
+    majority_class: float | None = None
+    held_out_loss: float | None = None
+    num_ties: int = 0
+    num_duplicate_choices: int = 0
+    num_cut: int = 0
+    num_truncated: int = 0
+    num_unanswered: int = 0
+    time_s: float = 0.0
+    failure: str | None = None
+
+    @classmethod
+    def of(cls, subject: str, task: str, score: Score, num_examples: int) -> TaskResult:
+        """The record of a score."""
+        numbers = {} if score.task is None else {k: v for k, v in vars(score.task).items() if k in cls.model_fields}
+        always = {"subject": subject, "task": task, "num_examples": num_examples}
+        return cls(**{**numbers, **always, "held_out_loss": score.held_out_loss})
+
+
+class EvaluationRecord(RecordPart):
+    """All scores of an evaluation: the content of ``OUT/result.json``."""
+
+    format: Literal[1]
+    model: str
+    adapters: dict[str, str]
+    prompt_styles: dict[str, str]
+    dtype: str
+    max_length: int
+    truncate: bool
+    length_normalised: bool
+    scores: tuple[TaskResult, ...]
+    reading: ReadRows | None = None
+    hashes: Hashes
+    provenance: Provenance
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """The reason of each missing score, by task."""
+        return {score.task: score.failure for score in self.scores if score.failure is not None}
+
+
+def evaluate_adapters(evaluation: Evaluation, out: Path, progress: Progress) -> EvaluationRecord:
     """Score every subject on every task and write ``out``.
 
-    A task whose data are missing, malformed or too long is reported under ``"failed"``; the other tasks continue.
-
-    Returns:
-        The record of ``out/result.json``.
+    All rows are read and all adapters loaded before the first score. Then a task that cannot be scored is a row with
+    its reason, and the others go on.
 
     Raises:
-        DataError: No task could be scored; the message is the first reason.
-        ArtifactError: ``out`` holds scores of something else, or an adapter does not fit.
-        FrozenCoreError: The model cannot be loaded.
+        FrozenCoreError: The model or an adapter cannot be loaded, ``out`` holds an evaluation, or no task could be
+            scored; the message is then the first reason.
     """
-    require_writable(out)
+    require_new(out, RECORD)
     names = adapter_names(list(evaluation.adapters))
-    subjects: dict[str, Path | None] = dict(zip(names, evaluation.adapters, strict=True))
-    if evaluation.with_base or not subjects:
-        subjects = {BASE: None, **subjects}
+    subjects: dict[str, Path | None] = {BASE: None} if evaluation.with_base or not names else {}
+    subjects |= zip(names, evaluation.adapters, strict=True)
     progress("load", 0, None, evaluation.model)
-    model, tokenizer = load_model(evaluation.model, dtype=evaluation.dtype, device=evaluation.device)
-    limit = context_limit(model, tokenizer)
+    base = Base(*load_model(evaluation.model, dtype=evaluation.dtype, device=evaluation.device))
+    limit = context_limit(base.model, base.tokenizer)
     if evaluation.max_length is not None and evaluation.max_length > limit:
         raise ConfigError(f"--max-length {evaluation.max_length} is beyond the model's context of {limit} tokens.")
-    encoder = PromptEncoder(
-        tokenizer,
-        style=evaluation.prompt_style,
-        today=evaluation.prompt_date,
-        max_length=evaluation.max_length or limit,
-        too_long="truncate" if evaluation.truncate else "refuse",
-    )
-    scorers, failed = _scorers(evaluation, encoder, model)
-    readings = {scorer.name: scorer.reading for scorer in scorers if scorer.reading is not None}
-    said = [line for reading in readings.values() for line in reading.not_as_given]
-    progress("load", 1, 1, ", ".join([num_of(len(scorers), "task"), *said]))
+    encoders = {
+        subject: PromptEncoder(
+            base.tokenizer,
+            style=evaluation.prompt_style or trained_with(folder).prompt_style,
+            max_length=evaluation.max_length or limit,
+            too_long="truncate" if evaluation.truncate else "refuse",
+        )
+        for subject, folder in subjects.items()
+    }
+    by_style = {encoder.is_chat: encoder for encoder in encoders.values()}
+    read = {style: list(_read(evaluation, encoder, base.model)) for style, encoder in by_style.items()}
+    adapted = BaseWithAdapter(base.model)
+    for folder in subjects.values():
+        adapted.with_adapter(folder)
+    reading = next((one.reading for tasks in read.values() for one in tasks if one.reading is not None), None)
+    num_tasks = num_of(sum(one.failure is None for one in next(iter(read.values()))), "task")
+    progress("load", 1, 1, ", ".join([num_tasks, *(reading.not_as_given if reading else ())]))
 
-    common = {
-        "model": fingerprint_model(model),
-        "dtype": str(model.dtype),
-        "prompt_style": "chat" if encoder.is_chat else "plain",
-        "max_length": encoder.max_length,
-        "truncate": evaluation.truncate,
-    }
-    if encoder.is_chat and asks_for_today(tokenizer):
-        common["prompt_date"] = evaluation.prompt_date.isoformat()
-    base = BaseWithAdapter(model)
-    scores: list[dict[str, Any]] = []
+    scores = []
     for subject, folder in subjects.items():
-        identity = {**common, "adapter": None if folder is None else _hash_of(folder)}
-        found, reasons = _score_subject(subject, folder, base, scorers, identity, out, progress)
-        scores += found
-        failed |= reasons
-    if not scores:
-        raise DataError(next(iter(failed.values())))
-    record = {
-        "format": 1,
-        **common,
-        "model": evaluation.model,
-        "adapters": {subject: folder for subject, folder in subjects.items() if folder is not None},
-        "length_normalised": evaluation.length_normalised,
-        "scores": scores,
-        **({"reading": {name: reading.content() for name, reading in readings.items()}} if readings else {}),
-        "failed": failed,
-        "hashes": {"model": common["model"]},
-        "provenance": provenance(next(model.parameters()).device),
-    }
-    write_json(out / RECORD, record)
+        encoder = encoders[subject]
+        for one in read[encoder.is_chat]:
+            stage = as_stage(progress, f"{subject}: {one.name}")
+            try:
+                if one.failure is not None:
+                    raise one.failure
+                score = score_rows(
+                    adapted.with_adapter(folder), encoder, one.task, one.rows, stage, exact_match=one.exact_match,
+                    length_normalised=evaluation.length_normalised,
+                )  # fmt: skip
+            except FrozenCoreError as error:
+                failure = error
+                scores.append(TaskResult(subject=subject, task=one.name, failure=str(error)))
+                continue
+            scores.append(TaskResult.of(subject, one.name, score, len(one.rows.tokens)))
+            predictions = score.task.predictions if score.task else ()
+            write_lines(out / subject / one.name / PREDICTIONS, map(asdict, predictions))
+    if all(score.failure is not None for score in scores):
+        raise failure
+    record = EvaluationRecord(
+        format=1,
+        model=evaluation.model,
+        adapters={subject: str(folder) for subject, folder in subjects.items() if folder is not None},
+        prompt_styles={subject: "chat" if encoder.is_chat else "plain" for subject, encoder in encoders.items()},
+        dtype=str(base.model.dtype),
+        max_length=evaluation.max_length or limit,
+        truncate=evaluation.truncate,
+        length_normalised=evaluation.length_normalised,
+        scores=tuple(scores),
+        reading=reading,
+        hashes=Hashes(model=fingerprint_model(adapted.without_adapter())),
+        provenance=Provenance.here(next(base.model.parameters()).device),
+    )
+    write_json(out / RECORD, record.content())
     return record
 
 
-def _scorers(evaluation: Evaluation, encoder: PromptEncoder, model: Any) -> tuple[list[TaskScorer], dict[str, str]]:
-    """Make a scorer for every task whose rows can be read, and a one-line reason for every other task."""
-    scorers, failed = [], {}
-    for task in evaluation.tasks:
-        try:
-            scorers.append(_suite_scorer(task, encoder, evaluation))
-        except DataError as error:
-            failed[task.name] = str(error)
-    if evaluation.data is not None:
-        scorers.append(_own_scorer(evaluation.data, encoder, model, evaluation))
-    scorers += [_harness_scorer(name, encoder, evaluation) for name in evaluation.harness_tasks]
-    return scorers, failed
-
-
-def _hash_of(adapter: Path) -> str:
-    """SHA-256 of an adapter's configuration and weights."""
-    digest = hashlib.sha256()
-    for path in sorted(adapter.glob("adapter_*")):
-        digest.update(path.name.encode())
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
-
-
-def _score_subject(
-    subject: str,
-    folder: Path | None,
-    base: BaseWithAdapter,
-    scorers: list[TaskScorer],
-    identity: dict[str, Any],
-    out: Path,
-    progress: Progress,
-) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Score one adapter, and give the reasons for missing scores; it is loaded only if a task is left."""
-    scores: list[dict[str, Any]] = []
-    failed: dict[str, str] = {}
-    model = None
-    for scorer in scorers:
-        place = out / subject / scorer.name
-        wanted = {**identity, **scorer.identity}
-        score = _finished(place, wanted)
-        if score is None:
-            if model is None:
-                model = base.with_adapter(folder)
-            try:
-                summary, predictions = scorer.score(model, as_stage(progress, f"{subject}: {scorer.name}"))
-            except DataError as error:
-                failed[scorer.name] = str(error)
-                continue
-            write_lines(place / PREDICTIONS, predictions)
-            score = {"subject": subject, **summary, "identity": wanted}
-            write_json(place / RECORD, score)
-        scores.append(score)
-    return scores, failed
-
-
-def _finished(place: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
-    """The finished score in a folder, or None."""
-    try:
-        score: dict[str, Any] = json.loads((place / RECORD).read_text(encoding="utf-8"))
-        of_score = score.get("identity")
-    except (OSError, ValueError, RecursionError, AttributeError):  # half written, or no object
-        return None
-    if of_score != identity:
-        raise ArtifactError(
-            f"{place} holds the score of another model, adapter, set of rows or options. "
-            f"Choose another --out, or remove that folder."
-        )
-    return score
-
-
-ScoreAndPredictions = tuple[dict[str, Any], Iterable[Mapping[str, Any]]]
-"""The numbers of a score, and the predictions by row."""
-
-
 @dataclass(frozen=True)
-class TaskScorer:
-    """One task, ready to score a model on.
+class TaskRows:
+    """The rows of one task, or the error that prevents its score.
 
     Attributes:
-        identity: The inputs of the score beside the model and the common options.
-        score: Scores a model; raises ``DataError`` if the rows do not suit it.
+        task: None for own rows, whose completions are compared if ``exact_match``.
         reading: A summary of reading own rows.
     """
 
     name: str
-    identity: Mapping[str, Any]
-    score: Callable[[nn.Module, Progress], ScoreAndPredictions]
+    task: Task | None = None
+    rows: ScoredRows = NO_ROWS
+    exact_match: bool = False
     reading: ReadRows | None = None
+    failure: FrozenCoreError | None = None
 
 
-def _suite_scorer(task: Task, encoder: PromptEncoder, evaluation: Evaluation) -> TaskScorer:
-    """Make a scorer of a task of the suite; raises ``DataError`` if its rows cannot be read."""
-    examples = evaluation_rows(task, evaluation.data_root, num_evaluation=evaluation.num_evaluation)
-    options = {"length_normalised": evaluation.length_normalised}
+def _read(evaluation: Evaluation, encoder: PromptEncoder, model: Any) -> Iterator[TaskRows]:
+    """Read the rows of every task, in the style of one encoder."""
+    for task in evaluation.tasks:
+        try:
+            examples = tuple(evaluation_rows(task, evaluation.data_root, num_evaluation=evaluation.num_evaluation))
+            tokens = encoder.training_rows([encoder.render(example) for example in examples])
+            require_embedded(model, encoder.tokenizer, tokens)
+            yield TaskRows(task.name, task, ScoredRows(examples, tokens))
+        except FrozenCoreError as error:
+            yield TaskRows(task.name, failure=error)
+    if evaluation.data is not None:
+        name = re.sub(r"[^\w.-]+", "-", named(evaluation.data))  # becomes a folder's name
+        try:
+            yield _own_rows(name, evaluation.data, evaluation, encoder, model)
+        except FrozenCoreError as error:
+            yield TaskRows(name, failure=error)
+    for name, reason in evaluation.failed.items():
+        yield TaskRows(name, failure=ConfigError(reason))
 
-    def score(model: nn.Module, progress: Progress) -> ScoreAndPredictions:
-        return _scored(score_task(model, encoder, task, examples, **options, progress=progress))
 
-    hashed = fingerprint_options({"rows": list(map(asdict, examples))})
-    identity = {"rows": hashed, "max_new_tokens": task.max_new_tokens, **options}
-    return TaskScorer(task.name, identity, score)
-
-
-def _own_scorer(data: str, encoder: PromptEncoder, model: nn.Module, evaluation: Evaluation) -> TaskScorer:
-    """Score the loss on the user's own rows, and, if all completions are short, the share that is exactly right."""
-    num_rows = evaluation.num_evaluation
-    if num_rows is not None and num_rows < 1:
-        raise ConfigError(f"Row counts must be positive, but {num_rows} came.")
+def _own_rows(name: str, data: str, evaluation: Evaluation, encoder: PromptEncoder, model: Any) -> TaskRows:
+    """Read the user's own rows. If all completions are short, those that are exactly right are counted."""
     own = read_rows(data, encoder, evaluation.columns)
-    texts = own.texts[:num_rows]
+    texts = own.texts[: evaluation.num_evaluation]
     rows = encoder.training_rows(texts)
     require_embedded(model, encoder.tokenizer, rows)
     num_beyond = len(own.texts) - len(texts)
@@ -433,37 +331,30 @@ def _own_scorer(data: str, encoder: PromptEncoder, model: nn.Module, evaluation:
         joined=sum(bool(row.joined) for row in rows) or None,
     )
     compares = own.columns != ("text",) and are_short(rows)
-    name = re.sub(r"[^\w.-]+", "-", named(data))  # becomes a folder's name
-
-    def score(model: nn.Module, progress: Progress) -> ScoreAndPredictions:
-        loss = held_out_loss(model, rows, pad_id=encoder.pad_id, progress=with_note(progress, "loss"))
-        if not compares:
-            return {"task": name, "accuracy": None, "num_examples": len(rows), "held_out_loss": loss}, ()
-        progress = with_note(progress, "completions")
-        summary, predictions = _scored(score_completions(model, encoder, rows, held_out_loss=loss, progress=progress))
-        return {**summary, "task": name}, predictions
-
-    return TaskScorer(name, {"rows": fingerprint_options({"rows": [row.content for row in rows]})}, score, reading)
+    return TaskRows(name, rows=ScoredRows((), rows), exact_match=compares, reading=reading)
 
 
-def _harness_scorer(name: str, encoder: PromptEncoder, evaluation: Evaluation) -> TaskScorer:
-    """Make a scorer of a task of the harness; its name and data are checked when it is scored."""
-    folder, limit = evaluation.include_path, evaluation.num_evaluation
+@dataclass(frozen=True)
+class TrainedWith:
+    """The settings of an adapter's run that its answers depend on."""
 
-    def score(model: nn.Module, progress: Progress) -> ScoreAndPredictions:
-        progress("score", 0, 1, "lm-evaluation-harness")
-        found, samples = harness_score(model, encoder, name, include_path=folder, limit=limit)
-        progress("score", 1, 1, found["metric"])
-        return found, samples
-
-    identity: dict[str, Any] = {"harness": harness_version(), "include_path": str(folder), "limit": limit}
-    if folder is not None:
-        files = (file for file in sorted(folder.rglob("*")) if file.is_file() and "__pycache__" not in file.parts)
-        content = {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
-        identity["files"] = fingerprint_options(content)
-    return TaskScorer(name, identity, score)
+    dtype: str = "auto"
+    prompt_style: PromptStyle = "auto"
+    system: str | None = None
 
 
-def _scored(found: TaskScore) -> ScoreAndPredictions:
-    summary = {key: value for key, value in vars(found).items() if key not in ("predictions", "row_losses")}
-    return summary, map(asdict, found.predictions)
+def record_of_run(adapter: Path) -> RunRecord | None:
+    """The record beside an adapter's folder; None if there is none, or it is damaged."""
+    with suppress(OSError, ValueError):
+        return read_record((adapter.parent / RECORD).read_text(encoding="utf-8"))
+    return None
+
+
+def trained_with(adapter: Path | None) -> TrainedWith:
+    """The settings of an adapter's run; the defaults for the base model and for an adapter without a record."""
+    record = None if adapter is None else record_of_run(adapter)
+    if record is None:
+        return TrainedWith()
+    known = {**(record.config.model_extra or {}), "dtype": record.config.dtype, **(record.model_extra or {})}
+    given = {name: known[name] for name in ("dtype", "prompt_style", "system") if known.get(name) is not None}
+    return TrainedWith(**given)

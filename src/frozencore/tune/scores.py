@@ -11,6 +11,7 @@ from frozencore.text import Progress, as_stage, with_note
 from frozencore.tune.config import ScoringConfig, SelectionMetric
 from frozencore.tune.load import Inputs
 from frozencore.tune.read_rows import ScoredRows
+from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.scoring.exact_match import complete
 from frozencore.tune.scoring.forward import Prediction
 from frozencore.tune.scoring.score import (
@@ -21,6 +22,7 @@ from frozencore.tune.scoring.score import (
     score_completions,
     score_task,
 )
+from frozencore.tune.tasks import Task
 from frozencore.tune.training.callbacks import Selection
 
 SAMPLE_TOKENS = 64
@@ -46,44 +48,46 @@ class Score:
 
 def score_rows(
     model: nn.Module,
-    inputs: Inputs,
+    encoder: PromptEncoder,
+    task: Task | None,
     rows: ScoredRows,
     progress: Progress,
     *,
+    exact_match: bool = False,
+    length_normalised: bool = False,
     by: SelectionMetric = "accuracy",
     samples: int = 0,
     max_new_tokens: int | None = None,
 ) -> Score:
-    """Score a model on rows of the run's task or file.
+    """Score a model on rows of a task, or of the user's own file if ``task`` is None.
 
     Args:
+        exact_match: Generate and compare the completions of own rows.
+        length_normalised: Compare choices by log-likelihood per character.
         by: ``held_out_loss`` skips the accuracy.
         samples: The number of own rows to complete, with at most ``max_new_tokens``.
     """
-    task = inputs.rows.task
-    if task is None:
-        losses = losses_of_rows(model, rows.tokens, pad_id=inputs.encoder.pad_id, progress=with_note(progress, "loss"))
-        matched = None
-        if inputs.rows.exact_match and by == "accuracy":
-            told = with_note(progress, "completions")
-            matched = score_completions(model, inputs.encoder, rows.tokens, held_out_loss=losses.mean, progress=told)
-        said, _ = complete(
-            model, inputs.encoder, rows.tokens[:samples], max_new_tokens=max_new_tokens or SAMPLE_TOKENS,
-            progress=with_note(progress, "samples"),
-        )  # fmt: skip
-        return Score(losses.mean, matched, tuple(said), row_losses=losses)
-    if task.scoring == "text" or by == "held_out_loss":
-        losses = losses_of_rows(model, rows.tokens, pad_id=inputs.encoder.pad_id, progress=progress)
-        return Score(losses.mean, row_losses=losses)
-    score = score_task(model, inputs.encoder, task, rows.examples, progress=progress)
-    return Score(score.held_out_loss, task=score, row_losses=score.row_losses)
+    if task is not None and task.scoring != "text" and by == "accuracy":
+        score = score_task(model, encoder, task, rows.examples, length_normalised=length_normalised, progress=progress)
+        return Score(score.held_out_loss, task=score, row_losses=score.row_losses)
+    noted = progress if task else with_note(progress, "loss")
+    losses, matched = losses_of_rows(model, rows.tokens, pad_id=encoder.pad_id, progress=noted), None
+    if exact_match and by == "accuracy":
+        told = with_note(progress, "completions")
+        matched = score_completions(model, encoder, rows.tokens, held_out_loss=losses.mean, progress=told)
+    said, _ = complete(
+        model, encoder, () if task else rows.tokens[:samples], max_new_tokens=max_new_tokens or SAMPLE_TOKENS,
+        progress=with_note(progress, "samples"),
+    )  # fmt: skip
+    return Score(losses.mean, matched, tuple(said), row_losses=losses)
 
 
 def score_run(model: nn.Module, inputs: Inputs, config: ScoringConfig, progress: Progress) -> Score:
     """Score a model on the rows that give the run's score."""
     score = score_rows(
-        model, inputs, inputs.rows.scored, progress, samples=config.samples, max_new_tokens=config.max_new_tokens
-    )
+        model, inputs.encoder, inputs.rows.task, inputs.rows.scored, progress, exact_match=inputs.rows.exact_match,
+        samples=config.samples, max_new_tokens=config.max_new_tokens,
+    )  # fmt: skip
     others = {
         task: held_out_loss(model, rows, pad_id=inputs.encoder.pad_id, progress=with_note(progress, f"loss on {task}"))
         for task, rows in inputs.rows.others.items()
@@ -107,7 +111,10 @@ def selection_of(config: ScoringConfig, inputs: Inputs, progress: Progress) -> S
         return None
 
     def score(model: nn.Module) -> tuple[float, float | None]:
-        found = score_rows(model, inputs, rows, as_stage(progress, "validate"), by=config.select_by)
+        found = score_rows(
+            model, inputs.encoder, inputs.rows.task, rows, as_stage(progress, "validate"), by=config.select_by,
+            exact_match=inputs.rows.exact_match,
+        )  # fmt: skip
         return found.held_out_loss, found.task.accuracy if found.task else None
 
     identity = f"{inputs.rows.fingerprints['validation']} by {config.select_by}"

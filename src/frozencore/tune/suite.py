@@ -62,17 +62,15 @@ def find_task(name: str) -> Task:
     return TASKS[name]
 
 
-def find_tasks(names: str) -> list[Task]:
-    """The tasks of a comma-separated list; ``all`` is the paper's eleven.
+def find_tasks(names: str) -> dict[str, Task | ConfigError]:
+    """The tasks of a comma-separated list by name, with the error in place of a task that cannot be found.
 
-    Raises:
-        ConfigError: As in :func:`find_task`, or two tasks have the same name.
+    ``all`` is the paper's eleven. A task that is named twice counts once.
     """
-    asked = [part.strip() for part in names.split(",") if part.strip()]
-    tasks = [task for name in asked for task in (PAPER_TASKS.values() if name == "all" else [find_task(name)])]
-    if not tasks:
-        raise ConfigError("--task names no task. Give names separated by commas, or all.")
-    twice = {task.name for task in tasks if [other.name for other in tasks].count(task.name) > 1}
-    if twice:
-        raise ConfigError(f"--task must name each task once, but {', '.join(sorted(twice))} comes twice.")
-    return tasks
+    found: dict[str, Task | ConfigError] = {}
+    for name in (part.strip() for part in names.split(",") if part.strip()):
+        try:
+            found |= PAPER_TASKS if name == "all" else {(task := find_task(name)).name: task}
+        except ConfigError as error:
+            found[name] = error
+    return found
