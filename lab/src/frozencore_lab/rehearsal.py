@@ -25,11 +25,12 @@ from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import Failure
 from frozencore.tune.suite import find_task
 from frozencore_lab.campaign.driver import Watch, drive
+from frozencore_lab.campaign.job import Place
 from frozencore_lab.campaign.plan import Planned, plan
 from frozencore_lab.campaign.results import load_results
 from frozencore_lab.campaign.spec import Campaign
 from frozencore_lab.campaign.store import Store
-from frozencore_lab.campaign.worker import Place, Worker
+from frozencore_lab.campaign.worker import Worker
 from frozencore_lab.campaign.worker_pool import LocalPool, OwnProcess
 from frozencore_lab.reports.figures import asked_figures
 from frozencore_lab.reports.report import Document, Section, campaign_document, write_document
@@ -186,8 +187,7 @@ def _empty_cells(section: Section) -> Iterator[Lack]:
         for line, place, cell in _numbers(sheet):
             if cell.is_empty:
                 row = ", ".join(label.text for label in line[: sheet.num_labels] if label.text)
-                messages = [run.message for run in cell.runs if run.value is None and run.message]
-                why = messages[0] if messages else cell.hint or "no reason is known"
+                why = cell.hint or "no reason is known"
                 yield Lack(section.name, f"{sheet.name}: {row}, {sheet.headings[place]}", why)
         if table.remark:
             yield Lack(section.name, sheet.name, table.remark)

@@ -18,12 +18,6 @@ from frozencore.errors import ConfigError
 from frozencore.options import options_of
 from frozencore.tune.config import run_options
 from frozencore.tune.record import Failure
-from frozencore_lab.campaign.estimate import (
-    OVERHEAD_S,
-    TOKENS_A_ROW,
-    ModelSize,
-    run_seconds,
-)
 from frozencore_lab.campaign.job import KINDS, Job, make_job
 from frozencore_lab.campaign.plan import Ended, Outcomes, Planned, choices, most_further_trials, plan
 from frozencore_lab.campaign.results import load_results, tally
@@ -318,16 +312,6 @@ def test_where_one_method_reads_g_every_run_with_bases_on_that_model_is_measured
         make_job("tune", {**OPTIONS, "method": "fcca", "model": "another"}),
     ):
         assert not needs_of([free, elsewhere]).get(moments_key(free.config))
-
-
-def test_a_stability_run_is_estimated_at_its_calibration_alone() -> None:
-    size, speed = ModelSize(1_000_000, ((8, 8),)), 1e9
-    options = {**OPTIONS, "num_train": 50, "num_evaluation": 20, "epochs": 1, "calibration_size": 30}
-    stability = run_seconds(make_job("stability", options, 64), size, speed)
-    tuned = run_seconds(make_job("tune", options), size, speed)
-    operations = TOKENS_A_ROW * size.num_parameters
-    assert stability == pytest.approx(OVERHEAD_S + operations * 4 * 30 / speed)
-    assert tuned - stability == pytest.approx(operations * (4 * 50 + 2 * 2 * 20) / speed)
 
 
 def test_a_number_in_scientific_notation_is_a_number(tmp_path: Path) -> None:

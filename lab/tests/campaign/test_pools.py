@@ -26,11 +26,11 @@ from forked import SERVER
 from frozencore.errors import ConfigError
 from frozencore_lab.campaign import ray_pool, worker_pool
 from frozencore_lab.campaign.driver import drive
-from frozencore_lab.campaign.job import KINDS, make_job
+from frozencore_lab.campaign.job import KINDS, Place, make_job
 from frozencore_lab.campaign.ray_pool import RayPool
 from frozencore_lab.campaign.spec import read_campaign
 from frozencore_lab.campaign.store import Store
-from frozencore_lab.campaign.worker import Place, Worker
+from frozencore_lab.campaign.worker import Worker
 from frozencore_lab.campaign.worker_pool import Event, LocalPool, OwnProcess, WorkerPool
 from undisturbed import ENVIRONMENT, TWO_METHODS, index_of, results_of, specification
 

@@ -21,10 +21,10 @@ from frozencore.tune.adapt import calibration_batches
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import Failure, RunRecord
 from frozencore.tune.run import execute
-from frozencore_lab.campaign.job import Job, make_job
+from frozencore_lab.campaign.job import Job, Place, make_job
 from frozencore_lab.campaign.shared_moments import needs_of
 from frozencore_lab.campaign.store import Store
-from frozencore_lab.campaign.worker import Place, Worker
+from frozencore_lab.campaign.worker import Worker
 from small_tenants import inputs_of
 
 OPTIONS: dict[str, Any] = {

@@ -62,7 +62,6 @@ def test_plan_run_status_and_report(num_workers: str, call: Call, tmp_path: Path
     planned = call("plan", spec, "--out", folder)
     assert "4 different runs" in planned
     assert "4 ready" in planned
-    assert "Estimate for the 4 runs left" in planned
     assert not Path(folder).exists()
 
     listed = call("plan", spec, "--out", folder, "--runs").splitlines()

@@ -6,7 +6,7 @@ and a row of :data:`KINDS`. No other code compares names of kinds."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -169,6 +169,20 @@ NamedKind = Annotated[
 ID_DIGITS = 16
 PAPERS_CORES = {"coordinates": "qr", "alpha": None}
 """The paper's values of core options; our defaults differ. An id leaves these values out, as it leaves out defaults."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The machine of runs, with its folders of models by name; it is not part of a campaign's identity."""
+
+    data_root: Path | None = None
+    device: str = "auto"
+    models: dict[str, str] = field(default_factory=dict)
+
+    def put(self, config: RunConfig) -> RunConfig:
+        """The configuration for this machine."""
+        model = self.models.get(config.model.name, config.model.name)
+        return config.replaced(data_root=self.data_root, device=self.device, model=model)
 
 
 @dataclass(frozen=True)

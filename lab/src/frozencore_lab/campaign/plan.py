@@ -6,15 +6,17 @@ that rate, one at a time. The plan then grows as runs end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 from typing import Any, Literal
 
-from frozencore.errors import ConfigError
+from frozencore.errors import ConfigError, DataError, NoRowsError
+from frozencore.tune.config import RunConfig
+from frozencore.tune.read_rows import task_splits
 from frozencore.tune.record import Failure, RunRecord, TunedRecord
-from frozencore_lab.campaign.job import Job, make_job
+from frozencore_lab.campaign.job import Job, Place, make_job
 from frozencore_lab.campaign.spec import DEFAULT_METHOD, MOST_RUNS, Campaign, Search, Study, Value
 
 Phase = Literal["search", "final"]
@@ -195,3 +197,42 @@ def _products(axes: Mapping[str, tuple[Value, ...]]) -> list[Axes]:
 def _require_few(num_runs: int) -> None:
     if num_runs > MOST_RUNS:
         raise ConfigError(f"a campaign may have at most {MOST_RUNS:,} runs. Split it.")
+
+
+@dataclass(frozen=True)
+class SearchRows:
+    """The numbers of rows of one task's trials, and the source of the scored ones; or why they are ``unseen`` here."""
+
+    task: str
+    studies: tuple[str, ...]
+    trained: int | None = None
+    scored: int | None = None
+    source: str = ""
+    unseen: str = ""
+
+
+def search_rows(planned: Iterable[Planned], place: Place) -> list[SearchRows]:
+    """The rows of every task with a search.
+
+    Raises:
+        NoRowsError: A task leaves no rows for a search; the message names task and study.
+    """
+    studies: dict[tuple[object, ...], list[str]] = {}
+    configs: dict[tuple[object, ...], RunConfig] = {}
+    for run in planned:
+        if run.phase == "search" and run.job and run.job.config.rows.task is not None:
+            config = place.put(run.job.config)
+            which = (config.rows.task, config.rows.num_train, config.rows.num_evaluation)
+            configs.setdefault(which, config)
+            studies.setdefault(which, []).append(run.study)
+    found = []
+    for key, config in configs.items():
+        task, own = str(config.rows.task), tuple(dict.fromkeys(studies[key]))
+        try:
+            splits = task_splits(config.rows, config.scoring)
+            found.append(SearchRows(task, own, len(splits.train), len(splits.validation), splits.validation_from))
+        except NoRowsError as error:
+            raise NoRowsError(f"Study {own[0]!r} searches on task {task!r}, but has no rows for it: {error}") from error
+        except DataError as error:
+            found.append(SearchRows(task, own, unseen=str(error)))
+    return found

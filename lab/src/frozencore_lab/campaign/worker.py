@@ -13,31 +13,17 @@ from typing import TextIO
 from frozencore.device import is_out_of_memory
 from frozencore.errors import ArtifactError, DivergenceError, FrozenCoreError
 from frozencore.text import Progress, one_line
-from frozencore.tune.config import ModelConfig, RunConfig
+from frozencore.tune.config import ModelConfig
 from frozencore.tune.folder import ADAPTER
 from frozencore.tune.load import Base, load
 from frozencore.tune.read_rows import RowCache
 from frozencore.tune.record import Failure, Provenance
 from frozencore.tune.scores import Score
-from frozencore_lab.campaign.job import Job, Work
+from frozencore_lab.campaign.job import Job, Place, Work
 from frozencore_lab.campaign.shared_moments import Needs, SharedWork, calibrating, moments_key
 from frozencore_lab.campaign.store import LOG, Store
 
 NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-
-
-@dataclass(frozen=True)
-class Place:
-    """The machine of runs, with its folders of models by name; it is not part of a campaign's identity."""
-
-    data_root: Path | None = None
-    device: str = "auto"
-    models: dict[str, str] = field(default_factory=dict)
-
-    def put(self, config: RunConfig) -> RunConfig:
-        """The configuration for this machine."""
-        model = self.models.get(config.model.name, config.model.name)
-        return config.replaced(data_root=self.data_root, device=self.device, model=model)
 
 
 class _UnwritableError(ArtifactError):

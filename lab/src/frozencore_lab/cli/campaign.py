@@ -42,11 +42,10 @@ def plan_(
         typer.Option("--ids", help="Print only the ids of ready runs, one a line, and make the folder for `one`."),
     ] = False,
     runs: Annotated[bool, typer.Option("--runs", help="Print every run with its options and state.")] = False,
-    device: Annotated[str, typer.Option(help="Device of the runs, for the estimate.")] = "auto",
     data_root: DataRoot = None,
     model_path: ModelPath = None,
 ) -> None:
-    """Print the runs, the source of the searches' rows, and estimates of time, memory and disk; start nothing."""
+    """Print the runs, the source of the searches' rows, and the time left if some runs are done; start nothing."""
     from frozencore_lab.cli.campaign_lines import plan_lines, ready_ids, run_lines
 
     if ids:
@@ -54,7 +53,7 @@ def plan_(
         return
     for line in run_lines(spec, output) if runs else ():
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    for part in plan_lines(spec, output, data_root=data_root, models=_models(model_path), device=device):
+    for part in plan_lines(spec, output, data_root=data_root, models=_models(model_path)):
         console.print(part, highlight=False)
 
 

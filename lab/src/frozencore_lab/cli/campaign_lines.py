@@ -23,14 +23,13 @@ from frozencore.errors import ConfigError, TrainingError
 from frozencore.text import Progress, num_of, time_in_words
 from frozencore.tune.record import Failure, RunRecord
 from frozencore_lab.campaign.driver import drive
-from frozencore_lab.campaign.estimate import search_rows
-from frozencore_lab.campaign.job import Job
-from frozencore_lab.campaign.plan import Planned, most_further_trials, plan
-from frozencore_lab.campaign.results import Tally, failure_lines, tally
+from frozencore_lab.campaign.job import Job, Place
+from frozencore_lab.campaign.plan import Planned, most_further_trials, plan, search_rows
+from frozencore_lab.campaign.results import Tally, failure_lines, tally, time_to_go
 from frozencore_lab.campaign.shared_moments import needs_of
 from frozencore_lab.campaign.spec import Campaign, read_campaign
 from frozencore_lab.campaign.store import Store
-from frozencore_lab.campaign.worker import Place, Worker
+from frozencore_lab.campaign.worker import Worker
 from frozencore_lab.campaign.worker_pool import Event, LocalPool, OwnProcess, WorkerPool
 
 if TYPE_CHECKING:
@@ -221,11 +220,9 @@ def run_lines(spec: Path, output: Path | None) -> Iterator[str]:
 
 
 def plan_lines(
-    spec: Path, output: Path | None, *, data_root: Path | None, models: dict[str, str], device: str
+    spec: Path, output: Path | None, *, data_root: Path | None, models: dict[str, str]
 ) -> Iterator[RenderableType]:
-    """Yield the studies with their runs, and estimates of time, memory and disk."""
-    from frozencore_lab.campaign.estimate import estimate_lines
-
+    """Yield the studies with their runs, and the rows of the searches."""
     campaign, store = _opened(spec, output)
     planned = plan(campaign, store.outcome)
     table = _table(f"Campaign {campaign.name}", "study", "what", "search runs>", "final runs>", "done>")
@@ -242,10 +239,9 @@ def plan_lines(
         f"{num_of(standing.finished + standing.failed + standing.left, 'different run')} at most (studies share equal "
         f"ones){beyond}: "
         f"{standing.finished} finished, {standing.failed} failed, {standing.ready} ready, "
-        f"{standing.waiting} wait for their search. Folder: {store.folder}"
+        f"{standing.waiting} wait for their search{time_to_go(planned, store, 1)}. Folder: {store.folder}"
     )
-    place = _place(campaign, data_root, device, models)
-    rows = search_rows(planned, place)
+    rows = search_rows(planned, _place(campaign, data_root, "auto", models))
     if rows:
         table = _table("Rows of the searches", "task", "trained on>", "scored on>", "which are", "studies")
         for found in rows:
@@ -253,7 +249,6 @@ def plan_lines(
             table.add_row(found.task, *counts, found.source or "could not look", ", ".join(found.studies))
         yield table
     yield from (f"Rows of {found.task}: could not look. {found.unseen}" for found in rows if found.unseen)
-    yield from estimate_lines(planned, store, place)
 
 
 def _table(title: str, *headings: str) -> Table:

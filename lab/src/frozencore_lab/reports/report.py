@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -28,15 +28,12 @@ from frozencore_lab.reports.setup import data_sheet, hyper_parameter_sheet, info
 from frozencore_lab.reports.sheet import (
     Sheet,
     SheetCell,
-    axis_name,
     csv_text,
-    full_name,
     latex,
     markdown,
     markdown_text,
     sentence,
     slug,
-    value_name,
 )
 from frozencore_lab.reports.tables import best_sheet, pivot_sheet, search_sheet, tradeoff_sheet
 
@@ -211,7 +208,6 @@ def _headline(pivot: Pivot) -> Iterator[str]:
     yield f"{pivot.title}: {best}, then {next_one} ({measure.title}, {of})."
 
 
-HASH_DIGITS = 16
 FEW_COLUMNS = 4
 """The most columns of a table on a phone; with more, each of its lines becomes a list."""
 TEMPLATES = Environment(
@@ -265,9 +261,8 @@ def document_page(document: Document, figures: Path) -> str:
     """The page's HTML, with the pictures of a folder of figures."""
     records = {run.run_id: run.record for run in document.runs if run.record is not None}.values()
     return TEMPLATES.get_template("page.html").render(
-        document=document, facts=_facts(document), count_runs=count_runs, heading=_heading, caption=_caption,
+        document=document, count_runs=count_runs, heading=_heading, caption=_caption,
         source_counts=sorted(Counter(_source(record.provenance) for record in records).items()), classes=_classes,
-        runs_of=lambda cell: [(one.seed, one.run.run_id, one.shown(".6g")) for one in cell.runs],
         sort_value=lambda cell: "" if cell.value is None else str(cell.value).replace("inf", "Infinity"),
         protocol_yaml=protocol_yaml, few_columns=FEW_COLUMNS,
         picture=lambda name: base64.b64encode((figures / f"{name}.png").read_bytes()).decode(),
@@ -297,33 +292,6 @@ def _classes(sheet: Sheet, place: int, cell: SheetCell) -> str:
 def _source(source: Provenance) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in source.versions.items())
     return f"commit {source.commit}; {versions}; {source.device}, {source.platform}"
-
-
-def _facts(document: Document) -> dict[str, dict[str, str]]:
-    """The text of the dialog of each run in a table, beside its value."""
-    sheets = [table.sheet for section in document.sections for table in section.tables]
-    cells = (cell for sheet in sheets for line in (*sheet.rows, *sheet.foot) for cell in line)
-    shown = {one.run.run_id for cell in cells for one in cell.runs}
-    return {run.run_id: _facts_of(run) for run in document.runs[::-1] if run.run_id in shown and run.run_id is not None}
-
-
-def _facts_of(run: FinalRun) -> dict[str, str]:
-    facts = {"run": str(run.run_id), "axes": ", ".join(full_name(*item) for item in run.axes.items())}
-    if run.record is not None:
-        facts |= {"options": _options(run.record.config.content()), "source": _source(run.record.provenance)}
-        hashes = run.record.hashes.content() if run.record.hashes is not None else {}
-        facts |= {f"{name} hash": str(value)[:HASH_DIGITS] for name, value in hashes.items()}
-    elif run.failure is not None:
-        facts["failure"] = f"{run.failure.reason}: {run.failure.message}"
-    return facts
-
-
-def _options(config: Mapping[str, Any]) -> str:
-    return ", ".join(
-        f"{axis_name(name)} {value_name(name, value)}"
-        for name, value in {**config, **config.get("core", {})}.items()
-        if value is not None and name not in ("core", "data_root", "device")
-    )
 
 
 def protocol_yaml(campaign: Campaign) -> str:

@@ -50,7 +50,6 @@ class SheetCell:
         spread: Shown small after ``±``.
         value: The unrounded value, for sorting and for CSV; None if there is none.
         best: Whether it is the best of the compared cells, which is shown bold.
-        runs: The runs that it was computed from.
         is_undefined: The inputs exist, but the statistic is undefined for them.
     """
 
@@ -59,7 +58,6 @@ class SheetCell:
     value: float | str | None = None
     best: bool = False
     hint: str = ""
-    runs: tuple[SeedValue, ...] = ()
     is_undefined: bool = False
 
     @property

@@ -165,11 +165,9 @@ def pivot_cell(pivot: Pivot, row: Key, column: Key, *, best: bool = False) -> Sh
     hint = "; ".join(f"seed {one.seed}: {one.shown(f'.{decimals}f')}" for one in cell.runs)
     if cell.mean is None:
         counted = f" {len(cell.known)}/{len(cell.runs)}" if cell.known else ""
-        return SheetCell(SHOWN[cell.status] + counted, hint=hint, runs=cell.runs)
+        return SheetCell(SHOWN[cell.status] + counted, hint=hint)
     mark = "†" if cell.status == "diverged" else ""
-    return SheetCell(
-        f"{cell.mean:.{decimals}f}{mark}", _spread(cell.std, decimals), cell.mean, best, hint=hint, runs=cell.runs
-    )
+    return SheetCell(f"{cell.mean:.{decimals}f}{mark}", _spread(cell.std, decimals), cell.mean, best, hint=hint)
 
 
 def average_cell(average: Average, decimals: int, *, best: bool = False) -> SheetCell:

@@ -14,12 +14,10 @@ from frozencore.tune.config import RunConfig
 from frozencore.tune.read_rows import prepare_rows, task_splits
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.tasks.splits import TaskSplits
-from frozencore_lab.campaign.estimate import search_rows
-from frozencore_lab.campaign.job import Job, make_job
-from frozencore_lab.campaign.plan import Planned, plan
+from frozencore_lab.campaign.job import Job, Place, make_job
+from frozencore_lab.campaign.plan import Planned, plan, search_rows
 from frozencore_lab.campaign.shared_moments import moments_file
 from frozencore_lab.campaign.spec import read_campaign
-from frozencore_lab.campaign.worker import Place
 from hub_folders import write_hub_folder
 from places import LAB
 from small_campaign import write_spec
