@@ -117,7 +117,10 @@ def race(name: str, base: nn.Module, setting: Setting, rounds: int) -> dict[str,
     for turn in range(rounds + 1):
         one = long[f"tenant {turn % setting.num_tenants}"]
         work: dict[str, tuple[Callable[[], object], int]] = {
-            TOGETHER: (partial(train_many, ours, short, pad_id=0, num_slots=setting.num_tenants), num_together),
+            TOGETHER: (
+                partial(train_many, ours, short, {}.update, pad_id=0, num_slots=setting.num_tenants),
+                num_together,
+            ),
             ALONE: (partial(train, ours, one.rows, one.recipe, pad_id=0), setting.steps_alone),
             BARE: (partial(bare_loop, ours.train(), one), setting.steps_alone),
             FLOOR: (partial(pass_through, floor, short, setting.steps_together), num_together),

@@ -45,6 +45,7 @@ from frozencore.maths.capture import CAPTURE_NEEDS
 from frozencore.maths.moments import LayerMoments
 from frozencore.tune.load import load_model
 from frozencore.tune.many.tenant import Tenant as CoreTenant
+from frozencore.tune.many.tenant import Trained
 from frozencore.tune.many.train import train_many
 from frozencore.tune.methods import METHODS, AdapterOptions
 from frozencore.tune.provenance import provenance
@@ -237,7 +238,8 @@ class Study:
         together = {
             f"{name} {rate}": CoreTenant(self.train_rows[name], self.recipe(name, rate, seed)) for name, rate in jobs
         }
-        done = train_many(model, together, pad_id=self.encoder.pad_id)
+        done: dict[str, Trained] = {}
+        train_many(model, together, done.update, pad_id=self.encoder.pad_id)
         basis = basis_fingerprint(model)
         sizes = bytes_of(model, shared=shared)
         for name, rate in jobs:

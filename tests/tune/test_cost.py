@@ -30,7 +30,7 @@ from frozencore.tune.cost import (
     training_state_bytes,
     values_at_once,
 )
-from frozencore.tune.many.tenant import Tenant
+from frozencore.tune.many.tenant import Tenant, Trained
 from frozencore.tune.many.train import train_many
 from frozencore.tune.methods import METHODS, AdapterOptions
 from frozencore.tune.pocket import pocket_model_path
@@ -63,7 +63,8 @@ def test_whole_models_are_counted_in_the_same_way_and_tied_weights_once() -> Non
 
 def test_a_tenant_in_company_holds_what_it_would_alone() -> None:
     model = adapted()
-    trained = train_many(model, {"anna": Tenant(ROWS, RECIPE), "ben": Tenant(ROWS[:3], RECIPE)}, pad_id=0)
+    trained: dict[str, Trained] = {}
+    train_many(model, {"anna": Tenant(ROWS, RECIPE), "ben": Tenant(ROWS[:3], RECIPE)}, trained.update, pad_id=0)
     alone = train(adapted(), ROWS, RECIPE, pad_id=0)
     assert {one.report.state_held_bytes for one in trained.values()} == {alone.state_held_bytes}
 

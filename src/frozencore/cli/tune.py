@@ -14,8 +14,9 @@ from rich.text import Text
 
 from frozencore.cli.display import StageDisplay, console
 from frozencore.cli.flags import DryRun, Out, Resume, RunCommand, as_flags, require_out, told_if_nothing_is_kept
+from frozencore.errors import FrozenCoreError, RankError
 from frozencore.files.hub import require_upload, upload
-from frozencore.text import bytes_in_words
+from frozencore.text import bytes_in_words, num_of
 from frozencore.tune.config import RunConfig
 from frozencore.tune.folder import (
     ADAPTER,
@@ -25,12 +26,12 @@ from frozencore.tune.folder import (
     RECORD,
     SAMPLES,
     interrupted_work,
-    refuse_finished,
     refuse_used,
     require_new,
 )
 from frozencore.tune.locate import find_tenants, require_files, require_tenant_files
-from frozencore.tune.processes import is_first, joined, refuse_several
+from frozencore.tune.many.folder import refuse_taken
+from frozencore.tune.processes import is_first, joined, num_started, own_number, refuse_several
 
 if TYPE_CHECKING:
     from frozencore.tune.record import Failure, TunedRecord
@@ -128,22 +129,32 @@ def _tune_many(
         print_dry_run(config, {}, slots)
         return
     output = require_out(output)
-    refuse_finished(output, find_tenants(tenants), resume=resume)
+    names = find_tenants(tenants)
+    if num_started() == 1:  # else another process may have finished a tenant of its own already
+        refuse_taken(output, names, resume=resume)
+
+    def num_kept() -> int:
+        return sum((output / name / RECORD).is_file() for name in names)
+
     if resume:
-        _print_resumed(output)
-    with told_if_nothing_is_kept(lambda: interrupted_work(output)), joined(), StageDisplay(console) as stages:
+        console.print(f"{num_kept()} of {num_of(len(names), 'tenant')} have their result in {output}")
+    with told_if_nothing_is_kept(num_kept), StageDisplay(console) as stages:
         from frozencore.tune.many.run import execute_many
         from frozencore.tune.record import Failure
 
         stages.started()
-        outcomes = execute_many(config, output, stages, num_slots=slots, resume=resume)
-    if not is_first():
-        return
+        try:
+            outcomes = execute_many(config, output, stages, num_slots=slots, resume=resume)
+        except FrozenCoreError as error:
+            if is_first():
+                raise
+            raise RankError(f"Process {own_number() + 1} of {num_started()}: {error}") from error
+    console.quiet = False  # each process tells of its own tenants
     records = {name: outcome for name, outcome in outcomes.items() if not isinstance(outcome, Failure)}
     failures = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Failure)}
     console.print(_summary(records, failures))
     console.print(f"Adapters: {output}/NAME/adapter   Records: {output}/NAME/result.json")
-    if failures:
+    if failures and num_started() == 1:  # torchrun would end the other processes before they have finished
         raise typer.Exit(1)
 
 
@@ -179,8 +190,8 @@ def _summary(records: Mapping[str, TunedRecord], failures: Mapping[str, Failure]
 tune_many = RunCommand(
     _tune_many,
     without=(
-        "data", "task", "data_root", "paper_steps", "rows_by_seed", "report_to", "select_by", "samples", "exact_match",
-        "max_new_tokens", "forgetting", "evaluate_on",
+        "data", "task", "data_root", "paper_steps", "rows_by_seed", "report_to", "save_steps", "select_by", "samples",
+        "exact_match", "max_new_tokens", "forgetting", "evaluate_on",
     ),
 )  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -17,6 +17,7 @@ RECORD, FAILURE = "result.json", "failure.json"
 OPTIONS_FILE = "run.yaml"  # the options of `tune`, in the form of --config
 PREDICTIONS, SAMPLES = "predictions.jsonl", "samples.jsonl"
 ADAPTER, BASIS = IN_A_RUN, "basis"
+MANIFEST = "tenants.json"  # beside the basis that many tenants share: what it was made of
 MOMENTS_FILE = "moments.safetensors"
 CHECKPOINTS, CACHE = "checkpoints", ".found"  # exist until a run ends
 BASE_SCORE, CALIBRATION = "base-score.json", "calibration.json"  # files in the cache
@@ -107,21 +108,3 @@ def refuse_used(out: Path, *, resume: bool) -> None:
     require_new(out, RECORD)
     if not resume:
         refuse_interrupted(out)
-
-
-def refuse_finished(out: Path, names: Iterable[str], *, resume: bool) -> None:
-    """Check before any work that the tenants of these names may be trained into the folder.
-
-    Raises:
-        ArtifactError: The folder cannot be written, or holds the finished run of a tenant.
-        TrainingError: The folder holds an interrupted run, and ``resume`` is off.
-    """
-    require_writable(out)
-    if not resume:
-        refuse_interrupted(out)
-    finished = [name for name in names if (out / name / RECORD).exists()]
-    if finished and not (resume and (out / CHECKPOINTS).is_dir()):
-        raise ArtifactError(
-            f"{out} already holds a finished run of {finished[0]!r} ({len(finished)} in all). Choose another --out, "
-            "or remove that folder."
-        )

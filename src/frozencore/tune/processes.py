@@ -18,9 +18,22 @@ def num_started() -> int:
     return int(os.environ.get("WORLD_SIZE", "1")) if together else 1
 
 
+def own_number() -> int:
+    """The number of this process among those that were started together, from 0."""
+    return int(os.environ["RANK"]) if num_started() > 1 else 0
+
+
 def is_first() -> bool:
     """Return whether this process prints and writes."""
-    return num_started() == 1 or os.environ["RANK"] == "0"
+    return own_number() == 0
+
+
+def use_own_gpu() -> None:
+    """Make this process's own GPU the default one, if there are GPUs; it joins no process group."""
+    import torch
+
+    if num_started() > 1 and torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
 @contextmanager

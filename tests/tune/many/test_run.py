@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,16 +19,38 @@ from forked import start
 from frozencore import FrozenCoreConfig, calibrate, load_basis
 from frozencore.adapter.bases import basis_fingerprint
 from frozencore.adapter.layer import frozen_core_layers
-from frozencore.errors import ArtifactError, ConfigError, DataError, FrozenCoreError, TrainingError
+from frozencore.errors import ArtifactError, ConfigError, DataError, TrainingError
 from frozencore.tune.adapt import Shared, calibration_batches
 from frozencore.tune.calibrate_only import execute_calibration
-from frozencore.tune.config import RunConfig, make_config
+from frozencore.tune.config import make_config
 from frozencore.tune.locate import find_tenants
 from frozencore.tune.many.run import TenantOutcome, execute_many
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import Failure, TunedRecord, read_record
 from frozencore.tune.run import execute
 from small_tenants import SIZES, adapter_in, config_of, cores_in, difference, inputs_of, silent
+
+
+def words_of(tenants: Path, out: Path, *more: str) -> list[str]:
+    """The work of the fixture ``together`` as a command."""
+    few = "--rank 4 --calibration-size 16 --batch-size 2 --accumulation 2 --epochs 2 --slots 2 --device cpu"
+    whole = ["tune-many", "--model", str(pocket_model_path()), "--tenants", str(tenants), *few.split()]
+    return [*whole, "--select-checkpoint", "epoch", "--output", str(out), *more]
+
+
+def cores_bytes(folder: Path) -> bytes:
+    return (folder / "adapter" / "adapter_model.safetensors").read_bytes()
+
+
+def content_of(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def finished(together: tuple[Path, dict[str, TenantOutcome]], tmp_path: Path) -> Path:
+    """A copy of the folder of a finished run."""
+    shutil.copytree(together[0], tmp_path / "finished")
+    return tmp_path / "finished"
 
 
 def test_the_basis_is_a_plain_calibration_on_the_rows_that_a_run_of_each_tenant_would_calibrate_on(
@@ -82,7 +107,7 @@ def test_each_tenant_gets_an_adapter_on_the_common_basis_and_a_record(
     together: tuple[Path, dict[str, TenantOutcome]],
 ) -> None:
     out, records = together
-    assert sorted(path.name for path in out.iterdir()) == ["anna", "basis", "ben", "cleo"]
+    assert sorted(path.name for path in out.iterdir()) == ["anna", "basis", "ben", "cleo", "tenants.json"]
     assert list(records) == list(SIZES)
     hashes = set()
     for name, record in records.items():
@@ -118,65 +143,183 @@ def test_a_saved_basis_spares_the_pass_and_is_not_copied(
         assert adapters[0].read_bytes() == adapters[1].read_bytes()
 
 
-def test_a_killed_run_goes_on_to_the_same_adapters(
+def test_a_killed_run_keeps_its_results_and_trains_the_others_from_their_start(
     tenants: Path, together: tuple[Path, dict[str, TenantOutcome]], tmp_path: Path
 ) -> None:
     whole, _ = together
-    words = ["tune-many", "--model", str(pocket_model_path()), "--tenants", str(tenants), "--rank", "4"]
-    words += ["--calibration-size", "16", "--batch-size", "2", "--accumulation", "2", "--epochs", "2", "--slots", "2"]
-    words += ["--select-checkpoint", "epoch", "--device", "cpu", "--output", str(tmp_path / "cut")]
-    process = start(words, tmp_path)
+    process = start(words_of(tenants, tmp_path / "cut"), tmp_path)
     while process.is_alive() and not list((tmp_path / "cut").glob("*/result.json")):
         time.sleep(0.001)
     process.kill()
     process.join()
     assert process.exitcode == -signal.SIGKILL
     config = config_of(tenants, select_checkpoint="epoch")
-    with pytest.raises(TrainingError, match="cut holds an interrupted run, which has kept .* with --resume"):
+    with pytest.raises(ArtifactError, match="already holds a finished run of .*--resume"):
         execute_many(config, tmp_path / "cut", silent, num_slots=2)
-    with pytest.raises(FrozenCoreError, match="made with others: tenants"):
-        execute_many(
-            config_of(tenants, epochs=3, select_checkpoint="epoch"), tmp_path / "cut", silent, num_slots=2, resume=True
-        )
-    shutil.copytree(tenants, tmp_path / "renamed")
-    (tmp_path / "renamed" / "ben.jsonl").rename(tmp_path / "renamed" / "bert.jsonl")
-    other = config_of(tmp_path / "renamed", select_checkpoint="epoch")
-    with pytest.raises(FrozenCoreError, match="made with others: tenants") as refused:
-        execute_many(other, tmp_path / "cut", silent, num_slots=2, resume=True)
-    assert "\n" not in str(refused.value)
-    stages: set[str] = set()
-    records = execute_many(config, tmp_path / "cut", lambda stage, *_: stages.add(stage), num_slots=2, resume=True)
-    assert stages == {"load", "train"}
-    assert list(records) == list(SIZES)
-    assert sorted(path.name for path in (tmp_path / "cut").iterdir()) == ["anna", "basis", "ben", "cleo"]
+    done = {file.parent.name: file.stat().st_mtime_ns for file in (tmp_path / "cut").glob("*/result.json")}
+    resumed = execute_many(config, tmp_path / "cut", silent, num_slots=2, resume=True)
+    assert list(resumed) == list(SIZES)
+    assert sorted(path.name for path in (tmp_path / "cut").iterdir()) == sorted(["basis", "tenants.json", *SIZES])
     for name in SIZES:
-        adapters = [folder / name / "adapter" / "adapter_model.safetensors" for folder in (whole, tmp_path / "cut")]
-        assert adapters[0].read_bytes() == adapters[1].read_bytes()
-    with pytest.raises(ArtifactError, match=r"already holds a finished run of 'anna' \(3 in all\)"):
-        execute_many(config, tmp_path / "cut", silent, num_slots=2, resume=True)
+        assert cores_bytes(tmp_path / "cut" / name) == cores_bytes(whole / name)
+        record = read_record((tmp_path / "cut" / name / "result.json").read_text())
+        assert record == resumed[name]
+        assert record.calibration.num_tokens == together[1][name].calibration.num_tokens
+        assert record.criterion == together[1][name].criterion
+    for name, time_ns in done.items():
+        assert (tmp_path / "cut" / name / "result.json").stat().st_mtime_ns == time_ns
+    stages: set[str] = set()
+    again = execute_many(config, tmp_path / "cut", lambda stage, *_: stages.add(stage), resume=True)
+    assert again == resumed
+    assert stages <= {"load"}
 
 
-def test_a_resumed_run_that_lists_its_tenants_in_another_order_gives_each_its_own(
+def test_a_newcomer_is_trained_beside_results_that_stand_on_a_named_basis(
     tenants: Path, together: tuple[Path, dict[str, TenantOutcome]], tmp_path: Path
 ) -> None:
-    def stop(stage: str, *_: object) -> None:
-        if stage == "train":
-            raise KeyboardInterrupt
+    basis, out = str(together[0] / "basis"), tmp_path / "out"
 
-    def config_in(order: tuple[str, ...]) -> RunConfig:
-        listed = tmp_path / f"{order[0]}-first.yaml"
-        listed.write_text("".join(f"{name}: {tenants}/{name}.jsonl\n" for name in order))
-        return config_of(listed, select_checkpoint="epoch")
+    def train(*names: str) -> dict[str, TenantOutcome]:
+        listed = tmp_path / "tenants.yaml"
+        listed.write_text("".join(f"{name}: {tenants}/{name}.jsonl\n" for name in names))
+        few = {"model": str(pocket_model_path()), "batch_size": 2, "accumulation": 2, "epochs": 2, "device": "cpu"}
+        config = make_config(data=listed, basis=basis, select_checkpoint="epoch", **few)
+        return execute_many(config, out, silent, num_slots=2, resume=True)
 
-    with pytest.raises(KeyboardInterrupt):
-        execute_many(config_in(("anna", "ben", "cleo")), tmp_path / "cut", stop, num_slots=2)
-    resumed = execute_many(config_in(("cleo", "anna", "ben")), tmp_path / "cut", silent, num_slots=2, resume=True)
-    assert list(resumed) == ["cleo", "anna", "ben"]
-    for name, record in together[1].items():
-        assert resumed[name].held_out_loss_before == record.held_out_loss_before
-        assert resumed[name].training.losses == record.training.losses
-        mine, theirs = (cores_in(out / name) for out in (tmp_path / "cut", together[0]))
-        assert all(torch.equal(mine[layer], R) for layer, R in theirs.items())
+    first = train("anna", "cleo")
+    assert list(second := train("cleo", "ben", "anna")) == ["cleo", "ben", "anna"]
+    assert {name: second[name] for name in first} == first
+    for name in SIZES:
+        assert cores_bytes(out / name) == cores_bytes(together[0] / name)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"method": "filora"}, "method fcca .now filora"),
+        ({"damping": 10.0}, "damping"),
+        ({"calibration_size": 8}, "calibration_size 16 .now 8"),
+        ({"rank": 3}, "rank 4 .now 3"),
+        ({"epochs": 3}, "epochs 2 .now 3"),
+        ({"learning_rate": 1e-3}, "learning_rate"),
+        ({"num_evaluation": 1}, "num_evaluation"),
+    ],
+)
+def test_a_resumed_run_with_other_options_is_refused_and_changes_no_file(
+    tenants: Path, finished: Path, options: dict[str, Any], named: str
+) -> None:
+    before = content_of(finished)
+    with pytest.raises(ArtifactError, match=named) as refused:
+        execute_many(config_of(tenants, **{"select_checkpoint": "epoch", **options}), finished, silent, resume=True)
+    assert "\n" not in str(refused.value)
+    assert content_of(finished) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [({"method": "filora"}, "method fcca"), ({"damping": 10.0}, "damping"), ({"calibration_size": 8}, "calibration r")],
+)
+def test_a_run_that_was_killed_before_its_first_record_goes_on_on_its_own_basis_only(
+    tenants: Path, finished: Path, tmp_path: Path, options: dict[str, Any], named: str
+) -> None:
+    shutil.copytree(finished, tmp_path / "cut", ignore=shutil.ignore_patterns(*SIZES))
+    config = config_of(tenants, select_checkpoint="epoch")
+    with pytest.raises(TrainingError, match="--resume"):
+        execute_many(config, tmp_path / "cut", silent)
+    with pytest.raises(ArtifactError, match=named):
+        execute_many(config_of(tenants, select_checkpoint="epoch", **options), tmp_path / "cut", silent, resume=True)
+    (tmp_path / "cut" / "tenants.json").unlink()
+    with pytest.raises(ArtifactError, match="name that basis with --basis"):
+        execute_many(config, tmp_path / "cut", silent, resume=True)
+
+
+def test_what_somebody_else_put_into_a_tenants_folder_is_refused_by_name_and_stays(
+    tenants: Path, finished: Path, tmp_path: Path
+) -> None:
+    """A LoRA on anna's rows as ben's result, other rows under a tenant's name, and files of a user's own."""
+    config, out = config_of(tenants, select_checkpoint="epoch"), tmp_path / "out"
+
+    def lora() -> None:
+        shutil.rmtree(out / "ben")
+        execute(config_of(tenants / "anna.jsonl", method="lora"), out / "ben", silent)
+
+    def of_anna() -> None:
+        shutil.rmtree(out / "ben")
+        shutil.copytree(out / "anna", out / "ben")
+
+    def notes() -> None:
+        shutil.rmtree(out / "ben")
+        (out / "ben").mkdir()
+        (out / "ben" / "notes.txt").write_text("mine")
+
+    def own_file() -> None:
+        shutil.rmtree(out / "ben")
+        (out / "ben").write_text("mine")
+
+    def torn() -> None:
+        (out / "ben" / "result.json").write_text("{")
+
+    def without_adapter() -> None:
+        shutil.rmtree(out / "ben" / "adapter")
+
+    def compared() -> None:
+        (out / "ben" / "result.json").write_text('{"format": 1, "config": {}, "cosine_P": 1, "cosine_Q": 1}')
+
+    for put, named in (
+        (lora, "method lora .now fcca"), (of_anna, "hash of train"), (notes, r"holds 'notes\.txt'"),
+        (own_file, "is a file"), (torn, "damaged"), (without_adapter, "no adapter"), (compared, "no adapter"),
+    ):  # fmt: skip
+        shutil.copytree(finished, out)
+        put()
+        before = content_of(out)
+        for resume in (True, False):
+            with pytest.raises(ArtifactError, match=named if resume else "ben|anna"):
+                execute_many(config, out, silent, resume=resume)
+        with pytest.raises(ArtifactError, match=f"ben.*({named})"):
+            execute_many(config, out, silent, resume=True)
+        assert content_of(out) == before
+        shutil.rmtree(out)
+
+
+def test_a_users_own_files_beside_a_result_and_beside_the_tenants_stay(
+    tenants: Path, finished: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(finished, tmp_path / "out")
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    (tmp_path / "out" / "ben" / "notes.txt").write_text("mine")
+    shutil.rmtree(tmp_path / "out" / "anna")
+    (tmp_path / "out" / "anna").mkdir()
+    execute_many(config_of(tenants, select_checkpoint="epoch"), tmp_path / "out", silent, num_slots=2, resume=True)
+    assert {"result.json", "notes.txt"} <= {path.name for path in (tmp_path / "out" / "ben").iterdir()}
+    assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
+    assert cores_bytes(tmp_path / "out" / "anna") == cores_bytes(finished / "anna")
+
+
+def test_a_run_of_the_other_command_in_a_tenants_folder_is_not_touched(
+    tenants: Path, finished: Path, tmp_path: Path
+) -> None:
+    """``tune`` runs in ``out/ben`` when the tenants start, and when ben's training ends."""
+    config, out = config_of(tenants, select_checkpoint="epoch"), tmp_path / "out"
+    shutil.copytree(finished, out, ignore=shutil.ignore_patterns("ben", "cleo"))
+    (out / "ben").mkdir()
+    (out / "ben" / "run.yaml").write_text("rank: 4")
+    other = os.open(out / "ben", os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    with pytest.raises(TrainingError, match=r"another process is running in .*ben"):
+        execute_many(config, out, silent, resume=True)
+    os.close(other)
+    shutil.rmtree(out / "ben")
+
+    def begins(stage: str, *_: object) -> None:
+        if stage == "train" and not (out / "ben").exists():
+            (out / "ben").mkdir()
+            (out / "ben" / "run.yaml").write_text("rank: 4")
+
+    found = execute_many(config, out, begins, num_slots=1, resume=True)
+    assert isinstance(found["ben"], Failure)
+    assert "run.yaml" in found["ben"].message
+    assert [path.name for path in (out / "ben").iterdir()] == ["run.yaml"]
+    assert cores_bytes(out / "cleo") == cores_bytes(finished / "cleo")
 
 
 def test_a_bad_row_of_one_tenant_is_refused_in_one_line_before_anything_is_written(
@@ -204,9 +347,9 @@ def test_what_a_tenant_is_called_and_where_its_rows_are_is_checked(tenants: Path
             find_tenants(path)
     for content, rule in (
         ("- a", "one line each"),
-        ("checkpoints: a.jsonl", "not basis or checkpoints"),
+        ("tenants.json: a.jsonl", "not basis or tenants.json"),
         ("a/b: c.jsonl", "Rename"),
-        ("Basis: c.jsonl", "not basis or checkpoints"),
+        ("Basis: c.jsonl", "not basis or tenants.json"),
         ("Anna: a.jsonl\nanna: b.jsonl", "'Anna' and 'anna' would share a folder"),
         ("É: a.jsonl\né: b.jsonl", "would share a folder"),
         ("-rf: c.jsonl", "not '.' or '-' first"),
@@ -225,8 +368,9 @@ def test_what_a_tenant_is_called_and_where_its_rows_are_is_checked(tenants: Path
 def test_options_that_make_no_sense_for_tenants_are_refused(tenants: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'lora' trains others"):
         execute_many(config_of(tenants, method="lora"), tmp_path, silent)
-    with pytest.raises(ConfigError, match="^--report-to is for a run that trains alone, but tenants"):
-        execute_many(config_of(tenants, report_to=("tensorboard",)), tmp_path, silent)
+    for option, given in (("report_to", ("tensorboard",)), ("save_steps", 3)):
+        with pytest.raises(ConfigError, match=f"^--{option.replace('_', '-')} is for a run that trains alone"):
+            execute_many(config_of(tenants, **{option: given}), tmp_path, silent)
 
 
 def test_one_that_diverges_is_said_to_and_the_others_end(command, tenants: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -241,10 +385,10 @@ def test_one_that_diverges_is_said_to_and_the_others_end(command, tenants: Path,
     for name in SIZES:
         failure = json.loads((tmp_path / "out" / name / "failure.json").read_text())
         assert failure["reason"] == "diverged"
-        assert (tmp_path / "out" / name / "last-good-adapter" / "adapter_model.safetensors").is_file()
+        assert [path.name for path in (tmp_path / "out" / name).iterdir()] == ["failure.json"]
         assert f"{name}: Training diverged" in out
     assert isinstance(Failure.model_validate(failure), Failure)
-    assert tune_many("--method", "random")[0] == 0
+    assert tune_many("--method", "random", "--resume")[0] == 0
     for name in SIZES:  # nothing of the failure stays beside the record
         assert {path.name for path in (tmp_path / "out" / name).iterdir()} == {"adapter", "result.json"}
 

@@ -1,122 +1,98 @@
-"""``tune-many`` by several processes against one: the same tenants, whoever trained them."""
+"""``tune-many`` by several processes against one: each trains its share of the tenants, and they exchange nothing."""
 
 from __future__ import annotations
 
 import json
-import os
 import random
-import re
-import subprocess
 import sys
-import time
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
+import torch.distributed
 
-from forked import Ended, as_ranks, command, ended
+from forked import Ended, as_ranks, ended
+from frozencore.cli import app as cli
 from frozencore.distributed import assign_owners
-from frozencore.errors import ConfigError, TrainingError
-from frozencore.tune.many import run as executing
 from frozencore.tune.many import tenant_rows as shares
 from frozencore.tune.many.run import TenantOutcome
 from frozencore.tune.pocket import pocket_model_path
 from small_tenants import SIZES, cores_in, difference
 
-TORCHRUN = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-
 
 def words(tenants: Path, out: Path, *more: str) -> list[str]:
-    """The work of the fixture ``together`` as a command."""
-    few = "--rank 4 --calibration-size 16 --batch-size 2 --accumulation 2 --epochs 2 --slots 2 --device cpu"
+    few = "--batch-size 2 --accumulation 2 --epochs 2 --slots 2 --device cpu --select-checkpoint epoch"
     whole = ["tune-many", "--model", str(pocket_model_path()), "--tenants", str(tenants), *few.split()]
-    return [*whole, "--select-checkpoint", "epoch", "--output", str(out), *more]
+    return [*whole, "--output", str(out), *more]
 
 
-def by_two(asked: list[str], said: Path, fails: int | None = None, *, is_scored: bool = False) -> Ended:
-    """Two forked processes are the command; training fails in one of them, if asked for.
+def by_two(asked: list[str], said: Path) -> Ended:
+    """Run the command in two forked processes with torchrun's environment; exchanges between them are errors."""
 
-    Args:
-        is_scored: The base model is, and may not be once more.
-    """
+    def be(rank: int) -> None:
+        def refuses(*_: Any, **__: Any) -> Any:
+            raise AssertionError("an exchange")
+
+        torch.distributed.init_process_group = refuses
+        sys.argv = ["frozencore", *asked]
+        cli.main()
 
     said.mkdir(exist_ok=True)
-    return ended(partial(as_ranks, 2, partial(be, asked, fails, is_scored)), said)
+    return ended(lambda: as_ranks(2, be), said)
 
 
-def be(asked: list[str], fails: int | None, is_scored: bool, rank: int) -> None:
-    def refuses(*_: Any, **__: Any) -> Any:
-        raise TrainingError("No room on the\ndisk.")
-
-    if rank == fails:
-        executing.train_many = refuses
-    if is_scored:
-        score = executing.held_out_losses
-        executing.held_out_losses = lambda *of, **how: score(*of, **how) if "through" in how else refuses()
-    command(asked)
-
-
-def same_tenants(out: Path, together: tuple[Path, dict[str, TenantOutcome]]) -> None:
-    """To rounding, and in the same files."""
-    one, records = together
-    files, of_one = ({path.relative_to(folder) for path in folder.rglob("*")} for folder in (out, one))
-    assert files == of_one
-    for file in ("basis.safetensors", "basis.json"):
-        assert (out / "basis" / file).read_bytes() == (one / "basis" / file).read_bytes()
+def test_two_processes_leave_what_one_leaves_and_go_on_with_what_is_missing(
+    tenants: Path, together: tuple[Path, dict[str, TenantOutcome]], tmp_path: Path
+) -> None:
+    (one, records), out = together, tmp_path / "two"
+    basis = ("--basis", str(one / "basis"))
+    done = by_two(words(tenants, out, *basis), tmp_path / "first")
+    assert (done.status, done.err) == (0, "")
+    assert all(done.out.count(f" {name} ") == 1 for name in SIZES)
+    assert sorted(path.name for path in out.iterdir()) == list(SIZES)
     for name, alone in records.items():
         record = json.loads((out / name / "result.json").read_text())
         assert record["training"]["losses"] == pytest.approx(alone.training.losses, rel=1e-5)
         for key in ("held_out_loss_before", "held_out_loss"):
             assert record[key] == pytest.approx(getattr(alone, key), rel=1e-5)
-        assert record["hashes"] == alone.hashes.content()
-        assert record["config"] == alone.config.content()
-        assert record["resolved"] == alone.resolved.content()
+        for key in ("model", "train", "evaluation", "validation", "basis"):
+            assert record["hashes"][key] == getattr(alone.hashes, key)
         assert difference(cores_in(out / name), cores_in(one / name)) < 1e-5
-
-
-def test_of_two_processes_one_fails_in_a_line_and_both_go_on_to_what_one_process_leaves(
-    tenants: Path, together: tuple[Path, dict[str, TenantOutcome]], tmp_path: Path, command: Any
-) -> None:
-    out = tmp_path / "two"
-    done = by_two(words(tenants, out), tmp_path / "first", fails=1)
-    assert done.status != 0
-    assert [line for line in done.err.splitlines() if line.startswith("frozencore: ")] == [
-        "frozencore: Rank 1 failed: No room on the disk."
-    ]
-    assert [path.parent.name for path in out.glob("*/result.json")] == ["ben"]  # that is the first's whole share
-    status, _, said = command(*words(tenants, out, "--resume"))
-    assert (status, said.count("\n")) == (2, 1)
-    assert said.endswith(f"but 2 began {out} and 1 came. Resume it with 2.\n")
-    done = by_two(words(tenants, out, "--resume"), tmp_path / "second", is_scored=True)
+    times = {name: (out / name / "result.json").stat().st_mtime_ns for name in SIZES}
+    (out / "ben" / "result.json").unlink()
+    (out / "ben" / "adapter").rename(tmp_path / "before")
+    done = by_two(words(tenants, out, *basis, "--resume"), tmp_path / "second")
     assert (done.status, done.err) == (0, "")
-    same_tenants(out, together)
-    assert done.out.count("3 tenants on one basis") == done.out.count("Adapters: ") == 1
-    assert all(len(re.findall(rf"^│ {name} ", done.out, re.MULTILINE)) == 1 for name in SIZES)
-    companies = [json.loads((out / name / "result.json").read_text())["company"] for name in SIZES]
-    assert companies == [{"tenants": 2, "slots": 2}, {"tenants": 1, "slots": 1}, {"tenants": 2, "slots": 2}]
+    changed = [name for name in SIZES if (out / name / "result.json").stat().st_mtime_ns != times[name]]
+    assert changed == ["ben"]
+    core = "adapter_model.safetensors"
+    assert (out / "ben" / "adapter" / core).read_bytes() == (tmp_path / "before" / core).read_bytes()
 
 
-@pytest.mark.slow
-def test_two_processes_of_torchrun_that_were_killed_go_on_to_what_one_leaves(
-    tenants: Path, together: tuple[Path, dict[str, TenantOutcome]], tmp_path: Path
+@pytest.mark.parametrize(
+    ("more", "rule"),
+    [
+        ((), "a basis that --basis names"),
+        (("--basis", "BASIS", "--device", "cpu:0"), "--device cpu:0"),
+        (("--basis", "BASIS", "--tenants", "ONE"), "there are 1 tenant for 2"),
+    ],
+)
+def test_what_several_processes_cannot_share_is_refused_in_a_line_each(
+    tenants: Path, together: tuple[Path, dict[str, TenantOutcome]], tmp_path: Path, more: tuple[str, ...], rule: str
 ) -> None:
-    out, environment = tmp_path / "cut", {**os.environ, "OMP_NUM_THREADS": "1"}
-    started = [*TORCHRUN, "-m", "frozencore", *words(tenants, out)]
-    first = subprocess.Popen(started, env=environment, stderr=subprocess.DEVNULL)
-    while first.poll() is None and not list(out.glob("checkpoints/share-2/*/complete.json")):
-        time.sleep(0.001)
-    psutil.Process(first.pid).children()[-1].kill()  # torchrun then ends the other
-    assert first.wait() != 0
-    assert (out / "checkpoints").is_dir()
-    second = subprocess.run([*started, "--resume"], env=environment, capture_output=True, text=True)
-    assert second.returncode == 0, second.stderr
-    same_tenants(out, together)
+    one = tmp_path / "one.yaml"
+    one.write_text(f"anna: {tenants}/anna.jsonl\n")
+    places = {"BASIS": str(together[0] / "basis"), "ONE": str(one)}
+    done = by_two(words(tenants, tmp_path / "out", *(places.get(word, word) for word in more)), tmp_path)
+    assert done.status != 0
+    refusals = [line for line in done.err.splitlines() if line.startswith("frozencore: ")]
+    assert len(refusals) == 2
+    assert all(rule in line for line in refusals)
+    assert not (tmp_path / "out").exists()
 
 
-def test_shares_differ_by_the_dearest_tenant_at_most() -> None:
+def test_shares_differ_by_the_largest_tenant_at_most() -> None:
     drawn = random.Random(0)
     for size in (1, 2, 3, 8):
         costs = {f"tenant {i}": drawn.randrange(1, 500) for i in range(40)}
@@ -126,18 +102,17 @@ def test_shares_differ_by_the_dearest_tenant_at_most() -> None:
         assert max(loads) - min(loads) <= max(costs.values())
 
 
-def test_a_tenant_counts_by_its_tokens_and_there_is_one_for_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    def tenant(num_rows: int, length: int) -> Any:
-        rows = SimpleNamespace(train=[SimpleNamespace(input_ids=[0] * length)] * num_rows)
-        return SimpleNamespace(rows=rows)
-
-    tenants = {"few long rows": tenant(2, 100), "many short rows": tenant(20, 5), "as many": tenant(20, 5)}
-    monkeypatch.setattr(shares, "num_ranks", lambda: 2)
+def test_a_share_is_a_tenants_bytes_and_every_tenant_has_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {}
+    for name, size in {"large": 300, "small": 100, "as small": 100}.items():
+        files[name] = tmp_path / name
+        files[name].write_bytes(b" " * size)
+    config: Any = SimpleNamespace(method=SimpleNamespace(basis="here"), model=SimpleNamespace(device="cpu"))
+    monkeypatch.setattr(shares, "num_started", lambda: 2)
     found = []
     for rank in (0, 1):
-        monkeypatch.setattr(shares, "own_rank", lambda rank=rank: rank)
-        found.append(list(shares.own_tenants(tenants)))
-    assert found == [["few long rows"], ["many short rows", "as many"]]
-    monkeypatch.setattr(shares, "num_ranks", lambda: 4)
-    with pytest.raises(ConfigError, match="there are 3 tenants for 4 processes. Start fewer"):
-        shares.own_tenants(tenants)
+        monkeypatch.setattr(shares, "own_number", lambda rank=rank: rank)
+        found.append(list(shares._own_share(config, files)))
+    assert found == [["large"], ["small", "as small"]]

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import signal
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from itertools import permutations
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,16 +11,15 @@ from torch import Tensor, nn
 
 from adapted import adapted, cores_of, train_at_random
 from frozencore import FrozenCoreConfig
-from frozencore.errors import CalibrationError, ConfigError, DataError, DivergenceError, TrainingError
+from frozencore.errors import CalibrationError, ConfigError, DataError
 from frozencore.tune.many.slots import row_losses
 from frozencore.tune.many.tenant import Tenant, Trained, Validation
-from frozencore.tune.many.train import Checkpoints, train_many
+from frozencore.tune.many.train import train_many
 from frozencore.tune.rows.token_batches import PaddingCollator
 from frozencore.tune.scoring.score import held_out_loss
 from frozencore.tune.training.callbacks import Selection
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
-from slow import few
 from small_tenants import difference
 from tiny import draw_rows, tiny_gpt2, tiny_qwen2
 
@@ -45,7 +38,9 @@ TWO = {name: TENANTS[name] for name in ("anna", "ben")}
 
 
 def trained_at_once(model: nn.Module, tenants: Mapping[str, Tenant] = TENANTS, **options: object) -> dict[str, Trained]:
-    return train_many(model, tenants, pad_id=0, **options)
+    ended: dict[str, Trained] = {}
+    train_many(model, tenants, ended.update, pad_id=0, **options)
+    return {name: ended[name] for name in tenants}
 
 
 def alone(model: nn.Module, tenant: Tenant) -> tuple[dict[str, Tensor], tuple[float, ...]]:
@@ -74,31 +69,10 @@ def test_what_is_not_of_a_tenant_does_not_reach_it() -> None:
     wild = {"wild": Tenant(draw_rows(30, seed=9), replace(RECIPE, learning_rate=1e38)), "anna": TENANTS["anna"]}
     beside = trained_at_once(adapted(), wild, tokens_per_batch=1)
     assert "diverged at step" in str(beside["wild"].diverged)
+    assert beside["wild"].cores == {}
     assert beside["anna"].diverged is None
     assert beside["anna"].report.losses == lone["anna"].report.losses
     assert all(torch.equal(R, lone["anna"].cores[name]) for name, R in beside["anna"].cores.items())
-
-
-def test_a_tenant_that_diverged_has_the_cores_that_it_would_have_alone() -> None:
-    def with_nan_from(step: int) -> nn.Module:
-        """The loss of one batch a step, in its first row."""
-        model, passes = adapted(), iter(range(1, 1000))
-
-        def spoil(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-            if next(passes) >= step:
-                output[0] = torch.nan
-
-        model.model.model.embed_tokens.register_forward_hook(spoil)
-        return model
-
-    one = Tenant(TENANTS["anna"].rows, replace(RECIPE, batch_size=4, accumulation=1))
-    trained = trained_at_once(with_nan_from(5), {"anna": one}, tokens_per_batch=1000)["anna"]
-    model = with_nan_from(5)
-    with pytest.raises(DivergenceError) as told:
-        train(model, one.rows, one.recipe, pad_id=0)
-    assert str(told.value).split(": ")[0] == str(trained.diverged).split(": ")[0] == "Training diverged at step 5 of 8"
-    assert difference(trained.cores, cores_by_name(model)) < 1e-5
-    assert trained.report.num_steps == len(trained.report.losses) == 4
 
 
 def test_each_tenant_starts_from_the_core_of_the_adapter_which_stays() -> None:
@@ -129,137 +103,10 @@ def test_a_16_bit_base_trains_float32_cores() -> None:
     assert trained["anna"].report.losses == pytest.approx(losses, rel=0.02)
 
 
-class StoppedError(Exception):
-    pass
-
-
-def until(step: int, folder: Path) -> None:
-    """Stop after so many steps of all tenants, each with its checkpoint."""
-    calls = iter(range(1, 1000))
-
-    def stop(stage: str, done: int, total: int | None, note: str = "") -> None:
-        assert stage == "train"
-        assert done <= total
-        if next(calls) == step:
-            raise StoppedError
-
-    with pytest.raises(StoppedError):
-        trained_at_once(adapted(), VALIDATED, num_slots=2, checkpoint_dir=folder, checkpoint_s=0, progress=stop)
-
-
 VALIDATED = TENANTS | {
     "anna": replace(TENANTS["anna"], validation=Validation(draw_rows(6, seed=11), every=2)),
     "dora": replace(TENANTS["dora"], validation=Validation(draw_rows(3, seed=12), every=3, patience=2)),
 }
-
-
-def assert_same(left: dict[str, Trained], right: dict[str, Trained]) -> None:
-    assert list(left) == list(right)
-    for name, one in left.items():
-        assert all(torch.equal(R, right[name].cores[layer]) for layer, R in one.cores.items())
-        assert one.report.losses == right[name].report.losses
-        scores = [
-            report.selected and (report.selected.scores, report.selected.step)
-            for report in (one.report, right[name].report)
-        ]
-        assert scores[0] == scores[1]
-
-
-@pytest.fixture(scope="module")
-def whole() -> dict[str, Trained]:
-    """The result of an uninterrupted training of all tenants."""
-    return trained_at_once(adapted(), VALIDATED, num_slots=2)
-
-
-@pytest.mark.parametrize("step", few([4, 9, 14], 9))
-def test_a_resumed_training_is_bit_equal_to_an_uninterrupted_one(
-    tmp_path: Path, step: int, whole: dict[str, Trained]
-) -> None:
-    until(step, tmp_path)
-    newest = tmp_path / f"checkpoint-{step}"
-    (newest / "values.safetensors").write_bytes((newest / "values.safetensors").read_bytes()[:-9])  # half-written
-    told: list[str] = []
-    resumed = trained_at_once(
-        adapted(), VALIDATED, num_slots=2, checkpoint_dir=tmp_path, resume=True, on_end=lambda these: told.extend(these)
-    )
-    assert {one.report.resumed_from for one in resumed.values()} == {tmp_path / f"checkpoint-{step - 1}"}
-    assert_same(resumed, whole)
-    assert sorted(told) == sorted(VALIDATED)
-    again = trained_at_once(adapted(), VALIDATED, num_slots=2, checkpoint_dir=tmp_path, resume=True)  # at its end
-    assert_same(again, whole)
-
-
-def test_a_resumed_training_knows_its_tenants_by_name(
-    tmp_path: Path, after_ends: Path, whole: dict[str, Trained]
-) -> None:
-    shutil.copytree(after_ends, tmp_path, dirs_exist_ok=True)
-    for names in [list(VALIDATED)[::-1], *permutations(VALIDATED)][:121:30]:  # the first one trains to the end
-        same = {name: VALIDATED[name] for name in names}
-        resumed = trained_at_once(adapted(), same, num_slots=2, checkpoint_dir=tmp_path, resume=True)
-        assert list(resumed) == list(names)
-        assert_same({name: resumed[name] for name in whole}, whole)
-
-
-def test_a_checkpoint_is_written_every_so_many_common_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[int] = []
-    write = Checkpoints.write
-
-    def note(self: Checkpoints, active: Any) -> None:
-        written.append(len(steps))  # of which progress has been told: the step that ends now is not among them
-        write(self, active)
-
-    steps: list[int] = []
-    monkeypatch.setattr(Checkpoints, "write", note)
-    trained_at_once(
-        adapted(), TENANTS, num_slots=8, checkpoint_dir=tmp_path, checkpoint_s=1e9, checkpoint_steps=3,
-        progress=lambda *_: steps.append(1),
-    )  # fmt: skip
-    assert written == [0, *range(2, len(steps) - 1, 3), len(steps) - 1]
-
-
-@pytest.mark.parametrize("at", few([0, 6], 6))
-def test_sigterm_takes_effect_after_a_step_with_its_checkpoint(
-    tmp_path: Path, at: int, whole: dict[str, Trained]
-) -> None:
-    heard, steps = [], iter(range(1000))
-    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
-
-    def told(*_: object) -> None:
-        if next(steps) == at:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    try:
-        with pytest.raises(TrainingError, match=r"stop with \d of 5 tenants at their end\. Its checkpoint is whole"):
-            trained_at_once(adapted(), VALIDATED, num_slots=2, checkpoint_dir=tmp_path, progress=told)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert heard == [signal.SIGTERM]
-    resumed = trained_at_once(adapted(), VALIDATED, num_slots=2, checkpoint_dir=tmp_path, resume=True)
-    assert {one.report.resumed_from for one in resumed.values()} == {tmp_path / f"checkpoint-{at + 2}"}
-    assert_same(resumed, whole)
-
-
-@pytest.fixture(scope="module")
-def after_ends(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoints of a training of tenants that was stopped when some tenants had ended."""
-    folder = tmp_path_factory.mktemp("stopped")
-    until(14, folder)
-    return folder
-
-
-@pytest.mark.parametrize("damage", ["cut", "gone", "other"])
-def test_a_damaged_file_of_a_tenant_that_had_ended_is_told_in_one_line(
-    tmp_path: Path, damage: str, after_ends: Path
-) -> None:
-    shutil.copytree(after_ends, tmp_path, dirs_exist_ok=True)
-    file = next((tmp_path / "ended").iterdir())
-    content = file.read_bytes()
-    file.unlink()
-    if damage != "gone":
-        file.write_bytes(content[:-9] if damage == "cut" else content.replace(b"report", b"retort"))
-    with pytest.raises(TrainingError, match=r"had ended, but .* is damaged .*Remove") as error:
-        trained_at_once(adapted(), VALIDATED, num_slots=2, checkpoint_dir=tmp_path, resume=True)
-    assert "\n" not in str(error.value)
 
 
 def test_a_step_that_does_not_fit_in_memory_is_made_in_smaller_passes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,21 +137,6 @@ def test_layers_whose_product_is_not_plain_train_the_same() -> None:
     hooked, plain = trained_at_once(model, TWO), trained_at_once(adapted(), TWO)
     for name, trained in hooked.items():
         assert difference(trained.cores, plain[name].cores) < 1e-5
-
-
-def test_a_checkpoint_of_other_tenants_is_refused(tmp_path: Path) -> None:
-    until(3, tmp_path)
-    of_ben = {"ben": replace(TENANTS["ben"], rows=draw_rows(4, seed=8))}
-    for tenants, slots, constructor, said in (
-        (TENANTS, 2, "fcca", r"tenants \w{12} \(now \w{12}\)"),
-        (VALIDATED | of_ben, 2, "fcca", r"tenants \w{12} \(now \w{12}\)"),
-        (VALIDATED, 3, "fcca", r"slots 2 \(now 3\)"),
-        (VALIDATED, 2, "random", r"basis \w{12} \(now \w{12}\)\. Resume"),
-    ):
-        with pytest.raises(TrainingError, match=f"made with others: {said}"):
-            trained_at_once(adapted(constructor), tenants, num_slots=slots, checkpoint_dir=tmp_path, resume=True)
-    with pytest.raises(TrainingError, match="folder without checkpoints"):
-        trained_at_once(adapted(), VALIDATED, num_slots=2, checkpoint_dir=tmp_path)
 
 
 def test_validation_rows_choose_the_step_that_they_would_choose_alone() -> None:

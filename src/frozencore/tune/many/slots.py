@@ -184,11 +184,7 @@ class TrainedSlots(CoreStack):
 
     def __init__(self, model: nn.Module, num_slots: int, *, adapter_name: str = "default") -> None:
         super().__init__(model, num_slots, adapter_name=adapter_name)
-        self.gradients, self.first, self.second, self.sound = (torch.zeros_like(self.values) for _ in range(4))
-
-    def state(self) -> dict[str, Tensor]:
-        """The state for resuming: cores, moments, and the last cores with finite loss."""
-        return {"values": self.values, "first": self.first, "second": self.second, "sound": self.sound}
+        self.gradients, self.first, self.second = (torch.zeros_like(self.values) for _ in range(3))
 
     @property
     def state_held_bytes(self) -> int:
@@ -200,11 +196,10 @@ class TrainedSlots(CoreStack):
         for state in (self.gradients, self.first, self.second):
             state[slot].zero_()
         self.values[slot] = self.start
-        self.sound[slot] = self.start
 
     def move(self, source: int, target: int) -> None:
         """Move a tenant to another slot, between two steps."""
-        for state in self.state().values():
+        for state in (self.values, self.first, self.second):
             state[target] = state[source]
 
     def row_gradients(self, slots: Sequence[int], losses: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
@@ -246,7 +241,6 @@ class TrainedSlots(CoreStack):
         used = len(norms)
         values, g, m, v = (state[:used] for state in (self.values, self.gradients, self.first, self.second))
         (beta1, beta2), column = BETAS, self._column
-        self.sound[:used].copy_(values)
         g.mul_((column(largest_norms) / (norms.unsqueeze(1) + CLIP_EPSILON)).clamp_(max=1.0))
         m.lerp_(g, 1 - beta1)
         v.mul_(beta2).addcmul_(g, g, value=1 - beta2)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +89,7 @@ class Trained:
     """The result of a tenant.
 
     Attributes:
-        cores: R (r x r, float32, on the CPU) by layer: the last, the selected, or after divergence the last good one.
+        cores: R (r x r, float32, on the CPU) by layer, the last or the selected; none after a divergence.
         report: Steps and losses; seconds are the tenant's share of each step, by tokens.
         diverged: The reason in one line if it diverged; None otherwise.
     """
@@ -136,7 +134,7 @@ class TenantState:
         if leader(self.scores) is self.scores[-1]:
             self.best = values.clone()
 
-    def report(self, resumed_from: Path | None) -> TrainingReport:
+    def report(self) -> TrainingReport:
         chosen = None
         if self.scores and self.diverged is None:
             stopped = self.step < self.tenant.num_steps
@@ -146,25 +144,9 @@ class TenantState:
             losses=tuple(self.losses),
             time_s=sum(self.steps_s),
             step_s=median(self.steps_s) if self.steps_s else None,
-            resumed_from=resumed_from,
+            resumed_from=None,
             selected=chosen,
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """The state as JSON values, without tenant and tensors."""
-        return {
-            "name": self.name,
-            "losses": self.losses,
-            "scores": [asdict(score) for score in self.scores],
-            "steps_s": self.steps_s,
-            "scoring_s": self.scoring_s,
-            "diverged": self.diverged,
-        }
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any], tenant: Tenant, best: Tensor | None) -> TenantState:
-        scores = [StepScore(**score) for score in content.pop("scores")]
-        return cls(tenant=tenant, scores=scores, best=best, **content)
 
 
 class ActiveTenants:
@@ -186,17 +168,30 @@ class ActiveTenants:
         self.model, self.tenants, self.slots, self.pad_id = model, tenants, slots, pad_id
         self.tokens_per_batch = tokens_per_batch
         self.states: list[TenantState] = []
-        self.waiting = sorted(tenants, key=lambda name: -tenants[name].num_steps)  # longest trainings first
-        self.num_steps = 0
+        self._num_steps = sum(tenant.num_steps for tenant in tenants.values())
+        self._waiting_steps = self._num_steps
+        longest_first = sorted(tenants, key=lambda name: -tenants[name].num_steps)
+        self.waiting = longest_first[::-1]  # the next is at the end
         self._shrink, self._pass_tokens = 1, pass_tokens_of(model)
 
     def fill(self) -> bool:
         """Give free slots to waiting tenants; False if all have ended."""
         while self.waiting and len(self.states) < len(self.slots):
-            name = self.waiting.pop(0)
+            name = self.waiting.pop()
+            self._waiting_steps -= self.tenants[name].num_steps
             self.slots.clear(len(self.states))
             self.states.append(TenantState(name, self.tenants[name]))
         return bool(self.states)
+
+    @property
+    def progress(self) -> tuple[int, int, str]:
+        """Steps done and total steps of all tenants, and a text with the mean loss."""
+        ended = len(self.tenants) - len(self.waiting) - len(self.states)
+        note = f"{ended} of {len(self.tenants)} have ended"
+        if losses := [state.losses[-1] for state in self.states if state.losses]:
+            note += f", {len(self.states)} train at loss {sum(losses) / len(losses):.3f}"
+        to_do = self._waiting_steps + sum(state.tenant.num_steps - state.step for state in self.states)
+        return self._num_steps - to_do, self._num_steps, note
 
     def step(self) -> list[tuple[TenantState, Tensor]]:
         """Make one optimizer step for every tenant in a slot; return the tenants that ended, with their kept cores."""
@@ -208,9 +203,6 @@ class ActiveTenants:
                 state.diverged = divergence(
                     state.step + 1, state.tenant.num_steps, loss, norm, state.tenant.recipe.learning_rate
                 )
-        last_good = {  # copied, because the step below overwrites them
-            state.name: self.slots.sound[slot].clone() for slot, state in enumerate(self.states) if state.diverged
-        }
         recipes = [state.tenant.recipe for state in self.states]
         self.slots.step(
             norms,
@@ -219,7 +211,6 @@ class ActiveTenants:
             largest_norms=[recipe.max_grad_norm for recipe in recipes],
             decays=[recipe.weight_decay for recipe in recipes],
         )
-        self.num_steps += 1
         sizes = [sum(len(row.input_ids) for row in of_tenant) for of_tenant in rows]
         share_s = (time.perf_counter() - started) / sum(sizes)
         for state, loss, size in zip(self.states, losses.tolist(), sizes, strict=True):
@@ -227,7 +218,7 @@ class ActiveTenants:
                 state.losses.append(loss)
             state.steps_s.append(share_s * size)
         self._score()
-        return self._leave(last_good)
+        return self._leave()
 
     def _gradients(self, rows: list[list[TokenRow]]) -> tuple[Tensor, Tensor]:
         """Compute the loss of each tenant and leave its gradient in its slot; return losses and gradient norms."""
@@ -295,16 +286,13 @@ class ActiveTenants:
         else:
             state.diverged = f"Training diverged at step {state.step}: the loss on validation rows is {loss}."
 
-    def _leave(self, last_good: Mapping[str, Tensor]) -> list[tuple[TenantState, Tensor]]:
+    def _leave(self) -> list[tuple[TenantState, Tensor]]:
         """Remove the tenants that have ended and return them with the cores to keep; the last slot fills a free one."""
         gone = []
         for slot in reversed(range(len(self.states))):
             state = self.states[slot]
             if state.has_ended:
-                kept = self.slots.values[slot] if state.best is None else state.best
-                if state.diverged:
-                    kept = last_good.get(state.name, self.slots.sound[slot])
-                gone.append((state, kept.clone()))
+                gone.append((state, self.slots.values[slot].clone() if state.best is None else state.best))
                 if slot < len(self.states) - 1:
                     self.slots.move(len(self.states) - 1, slot)
                     self.states[slot] = self.states[-1]

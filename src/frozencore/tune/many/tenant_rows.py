@@ -7,15 +7,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from frozencore.distributed import assign_owners, num_ranks, own_rank
-from frozencore.errors import ConfigError, FrozenCoreError, TrainingError
-from frozencore.files.whole_file import whole_folder
+from frozencore.errors import ConfigError, FrozenCoreError
+from frozencore.distributed import assign_owners
 from frozencore.text import Progress, num_of
 from frozencore.tune.adapt import on_named_basis
 from frozencore.tune.config import RunConfig
-from frozencore.tune.folder import CHECKPOINTS
 from frozencore.tune.load import Inputs, load, prepare
 from frozencore.tune.locate import find_tenants
+from frozencore.tune.processes import num_started, own_number
 from frozencore.tune.read_rows import RunRows
 
 
@@ -28,23 +27,49 @@ class TenantRows:
 
 
 def tenants_of(config: RunConfig) -> tuple[RunConfig, dict[str, Path]]:
-    """The configuration with its basis, and the row file of each tenant.
+    """The configuration with its basis, and the row file of each tenant of this process.
 
     Raises:
-        ConfigError: An option cannot be used with many tenants, or the method has no cores.
+        ConfigError: An option cannot be used with many tenants, the method has no cores, or several processes have no
+            named basis.
         DataError: There are no row files.
     """
-    if config.training.report_to is not None:
-        raise ConfigError(
-            "--report-to is for a run that trains alone, but tenants train side by side, on one basis and in common "
-            "batches. Leave one out."
+    for name in ("report_to", "save_steps"):
+        config.training.refuse_changed(
+            (name,),
+            "{flag} is for a run that trains alone, but tenants train side by side, in common batches. Leave it out.",
         )
     config = on_named_basis(config)
     if config.rows.data is None or not config.method.entry.has_bases:
         raise ConfigError(
             f"Tenants have a row file and a core each, on one basis, but {config.method.name!r} trains others."
         )
-    return config, find_tenants(Path(config.rows.learns))
+    files = find_tenants(Path(config.rows.learns))
+    if num_started() > 1:
+        files = _own_share(config, files)
+    return config, files
+
+
+def _own_share(config: RunConfig, files: Mapping[str, Path]) -> dict[str, Path]:
+    """The tenants of this process, in order; the files of each process have about equal sizes."""
+    if config.method.basis is None:
+        raise ConfigError(
+            f"Several processes train on a basis that --basis names, but {num_started()} were started without it. "
+            "Calibrate it first (frozencore calibrate --tenants), or start one process."
+        )
+    if ":" in config.model.device:
+        raise ConfigError(
+            f"Each of several processes has a GPU of its own, but --device {config.model.device} came for "
+            f"{num_started()}. Use cuda."
+        )
+    if len(files) < num_started():
+        raise ConfigError(
+            f"Each process trains a tenant at least, but there are {num_of(len(files), 'tenant')} for {num_started()} "
+            "processes. Start fewer."
+        )
+    sizes = {name: file.stat().st_size if file.exists() else 0 for name, file in files.items()}
+    trains = assign_owners(sizes, num_started())
+    return {name: file for name, file in files.items() if trains[name] == own_number()}
 
 
 def read_tenants(
@@ -57,17 +82,6 @@ def read_tenants(
     Raises:
         FrozenCoreError: A tenant's file cannot be read, split or tokenised; the message names the tenant.
     """
-    inputs, own = _read_each(config, files, progress)
-    sets = [one.rows.calibration for one in own.values()]
-    calibration = sets[0] if config.rows.calibration_task is not None else [row for rows in sets for row in rows]
-    every_row = [row for one in own.values() for row in one.rows.train]
-    return replace(inputs, rows=RunRows(None, (), every_row, calibration, [], "none")), own
-
-
-def _read_each(
-    config: RunConfig, files: Mapping[str, Path], progress: Progress
-) -> tuple[Inputs, dict[str, TenantRows]]:
-    """Load the model with the rows of the last tenant, and each tenant's own rows, with calibration rows."""
     progress("load", 0, len(files), config.model.name)
     base = load(config.model)
     own: dict[str, TenantRows] = {}
@@ -77,7 +91,10 @@ def _read_each(
             inputs = prepare(config.model, config_here.rows, config.scoring, lambda *_: None, base)
         own[name] = TenantRows(config_here, inputs.rows)
         progress("load", number, len(files), f"{name}: {inputs.rows.in_words}")
-    return inputs, own
+    sets = [one.rows.calibration for one in own.values()]
+    calibration = sets[0] if config.rows.calibration_task is not None else [row for rows in sets for row in rows]
+    every_row = [row for one in own.values() for row in one.rows.train]
+    return replace(inputs, rows=RunRows(None, (), every_row, calibration, [], "none")), own
 
 
 @contextmanager
@@ -87,65 +104,3 @@ def naming_tenant(tenant: str) -> Iterator[None]:
         yield
     except FrozenCoreError as error:
         raise type(error)(f"Tenant {tenant}: {error}") from error
-
-
-def own_tenants(tenants: Mapping[str, TenantRows]) -> dict[str, TenantRows]:
-    """The tenants of this process, in order; all processes get about as many training tokens.
-
-    Raises:
-        ConfigError: There are fewer tenants than processes.
-    """
-    if len(tenants) < num_ranks():
-        raise ConfigError(
-            f"Each process trains a tenant at least, but there are {num_of(len(tenants), 'tenant')} for {num_ranks()} "
-            "processes. Start fewer."
-        )
-    num_tokens = {name: sum(len(row.input_ids) for row in one.rows.train) for name, one in tenants.items()}
-    trains = assign_owners(num_tokens, num_ranks())
-    return {name: one for name, one in tenants.items() if trains[name] == own_rank()}
-
-
-class ShareFolders:
-    """The checkpoint folders of the processes: the first has the usual folder, the others are beside it.
-
-    Args:
-        out: The run's folder.
-    """
-
-    def __init__(self, out: Path) -> None:
-        self._out, self._rank, self._size = out, own_rank(), num_ranks()
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the first process, also inside :func:`frozencore.distributed.each_by_itself`."""
-        return self._rank == 0
-
-    def require_as_many(self) -> None:
-        """Check that a resumed run has the same number of processes.
-
-        Raises:
-            TrainingError: The number differs, so the shares differ.
-        """
-        begun = 1 + len(list((self._out / CHECKPOINTS).glob("share-*")))
-        if (self._out / CHECKPOINTS).is_dir() and begun != self._size:
-            raise TrainingError(
-                f"Each process goes on with the tenants that it has begun with, but {begun} began "
-                f"{self._out} and {self._size} came. Resume it with {begun}."
-            )
-
-    def make(self) -> None:
-        """Make all folders in the first process, so that their number is known from the start."""
-        begun = self._out / CHECKPOINTS
-        if self._rank > 0 or self._size == 1 or begun.is_dir():
-            return
-        with whole_folder(begun, overwrite=None) as folder:  # a kill leaves all of them or none
-            for rank in range(1, self._size):
-                (folder / self._of(rank).name).mkdir()
-
-    @property
-    def own(self) -> Path:
-        return self._of(self._rank)
-
-    def _of(self, rank: int) -> Path:
-        begun = self._out / CHECKPOINTS
-        return begun / f"share-{rank + 1}" if rank else begun

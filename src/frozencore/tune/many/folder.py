@@ -1,0 +1,121 @@
+"""The folder of many tenants: a folder for each tenant, which is written whole, and the results that stand in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from frozencore.errors import ArtifactError, TrainingError
+from frozencore.files.adapter_folder import WEIGHTS_FILE
+from frozencore.files.whole_file import require_writable
+from frozencore.text import one_line
+from frozencore.tune.config import RunConfig
+from frozencore.tune.folder import ADAPTER, FAILURE, MANIFEST, RECORD, locked
+from frozencore.tune.record import Hashes, RecordedConfig, TunedRecord, read_record
+
+PLACES = frozenset({"data", "eval_data", "data_root", "device", "basis", "start_from"})
+"""Options that say where something is; its content is hashed."""
+_WAY_OUT = "Choose another --out, or move that folder away."
+
+
+def refuse_taken(out: Path, names: Iterable[str], *, resume: bool) -> None:
+    """Check before any work that the tenants of these names may be trained into the folder.
+
+    A tenant's folder appears when its record is whole. A folder with other files belongs to somebody else.
+
+    Raises:
+        ArtifactError: The folder cannot be written, or a tenant's folder holds other files, or a record without
+            ``resume``.
+        TrainingError: Another process is running in a tenant's folder; or ``out`` holds a run of tenants, and
+            ``resume`` is off.
+    """
+    require_writable(out)
+    finished = []
+    for name in names:
+        held = files_in(out / name)
+        if not held:
+            continue
+        with locked(out / name):
+            if RECORD in held:
+                finished.append(name)
+            else:
+                require_unused(out / name)
+    if finished and not resume:
+        raise ArtifactError(
+            f"{out} already holds a finished run of {finished[0]!r} ({len(finished)} in all). Train the other tenants "
+            "with --resume, choose another --out, or remove that folder."
+        )
+    if not resume and (out / MANIFEST).exists():
+        raise TrainingError(f"{out} holds a basis of a run of tenants. Go on with --resume, or choose another --out.")
+
+
+def require_unused(folder: Path) -> None:
+    """Refuse a tenant's folder that holds anything but the failure of an earlier run."""
+    held = files_in(folder)
+    if held not in ([], [FAILURE]):
+        raise ArtifactError(f"A tenant's folder is new, but {folder} holds {held[0]!r}. {_WAY_OUT}")
+
+
+def files_in(folder: Path) -> list[str]:
+    """The names in a folder; empty if it does not exist."""
+    if folder.exists() and not folder.is_dir():
+        raise ArtifactError(f"A tenant has a folder of its own, but {folder} is a file. Choose another --out.")
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+def standing_record(folder: Path, config: RunConfig, hashes: Mapping[str, str]) -> TunedRecord | None:
+    """The record of this run in a tenant's folder; None without a record.
+
+    Args:
+        config: The tenant's configuration.
+        hashes: Those of this run: the base model's, and of the training and evaluation rows.
+
+    Raises:
+        ArtifactError: The record is damaged, has no adapter, or is that of a run with other rows, another base model or
+            other options.
+    """
+    if not (folder / RECORD).exists():
+        return None
+    try:
+        record = read_record((folder / RECORD).read_text(encoding="utf-8"))
+        if not isinstance(record, TunedRecord) or not (folder / ADAPTER / WEIGHTS_FILE).is_file():
+            raise ValueError("it has no adapter")
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"{folder / RECORD} is damaged: {one_line(error, 200)}. {_WAY_OUT}") from error
+    theirs = {**_options(record.config), **_hashes(record.hashes, hashes)}
+    own = {**_options(RecordedConfig.of(config)), **{f"hash of {name}": digest for name, digest in hashes.items()}}
+    refuse_differing(f"that in {folder}", theirs, own)
+    return record
+
+
+def require_basis(folder: Path, record: TunedRecord, basis: str) -> None:
+    """Refuse a record of a core on another basis."""
+    refuse_differing(f"that in {folder}", _hashes(record.hashes, ["basis"]), {"hash of basis": basis})
+
+
+def refuse_differing(what: str, theirs: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Refuse results of another run; the message names each option and hash that differs."""
+    odd = [name for name in {**theirs, **own} if theirs.get(name) != own.get(name)]
+    if odd:
+        said = ", ".join(
+            f"{one_line(name, 40)} {one_line(theirs.get(name), 12)} (now {one_line(own.get(name), 12)})" for name in odd
+        )
+        raise ArtifactError(
+            f"Results in --out are kept if rows, basis, base model and options are this run's, but {what} differs: "
+            f"{said}. Give the same, or choose another --out."
+        )
+
+
+def _options(config: RecordedConfig) -> dict[str, Any]:
+    """The options that a resumed run must share, by name."""
+    content = config.content()
+    options: dict[str, Any] = {"on a named basis": content.get("basis") is not None}
+    for name, value in content.items():
+        if name not in PLACES:
+            options |= value if isinstance(value, dict) else {name: value}
+    return options
+
+
+def _hashes(hashes: Hashes | None, names: Iterable[str]) -> dict[str, Any]:
+    return {f"hash of {name}": getattr(hashes, name, None) for name in names}
