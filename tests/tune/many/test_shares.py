@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed
 
-from forked import Ended, as_ranks, ended
-from frozencore.cli import app as cli
+from forked import Ended, as_ranks, command, ended
 from frozencore.distributed import assign_owners
 from frozencore.tune.many import tenant_rows as shares
 from frozencore.tune.many.run import TenantOutcome
@@ -30,16 +29,16 @@ def words(tenants: Path, out: Path, *more: str) -> list[str]:
 def by_two(asked: list[str], said: Path) -> Ended:
     """Run the command in two forked processes with torchrun's environment; exchanges between them are errors."""
 
-    def be(rank: int) -> None:
-        def refuses(*_: Any, **__: Any) -> Any:
-            raise AssertionError("an exchange")
-
-        torch.distributed.init_process_group = refuses
-        sys.argv = ["frozencore", *asked]
-        cli.main()
-
     said.mkdir(exist_ok=True)
-    return ended(lambda: as_ranks(2, be), said)
+    return ended(partial(as_ranks, 2, partial(be, asked)), said)
+
+
+def be(asked: list[str], rank: int) -> None:
+    def refuses(*_: Any, **__: Any) -> Any:
+        raise AssertionError("an exchange")
+
+    torch.distributed.init_process_group = refuses
+    command(asked)
 
 
 def test_two_processes_leave_what_one_leaves_and_go_on_with_what_is_missing(
@@ -84,12 +83,12 @@ def test_what_several_processes_cannot_share_is_refused_in_a_line_each(
     one = tmp_path / "one.yaml"
     one.write_text(f"anna: {tenants}/anna.jsonl\n")
     places = {"BASIS": str(together[0] / "basis"), "ONE": str(one)}
-    done = by_two(words(tenants, tmp_path / "out", *(places.get(word, word) for word in more)), tmp_path)
+    done = by_two(words(tenants, tmp_path / "many", *(places.get(word, word) for word in more)), tmp_path)
     assert done.status != 0
     refusals = [line for line in done.err.splitlines() if line.startswith("frozencore: ")]
     assert len(refusals) == 2
     assert all(rule in line for line in refusals)
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "many").exists()
 
 
 def test_shares_differ_by_the_largest_tenant_at_most() -> None:

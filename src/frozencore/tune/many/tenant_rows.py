@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from frozencore.errors import ConfigError, FrozenCoreError
 from frozencore.distributed import assign_owners
+from frozencore.errors import ConfigError, FrozenCoreError
 from frozencore.text import Progress, num_of
 from frozencore.tune.adapt import on_named_basis
 from frozencore.tune.config import RunConfig
