@@ -115,9 +115,11 @@ def test_a_day_of_many_steps(model: str, tmp_path: Path) -> None:
     # Rows of other kinds
     day.write("long.jsonl", [*rows, {"prompt": "Tom has " + "many " * 200 + "cats .", "completion": " two cats"}])
     day.do(f"tune --model pocket --data long.jsonl {few} --max-length 64 --out runs/long", "are longer than", status=2)
-    day.do(f"tune --model pocket --data long.jsonl {few} --max-length 64 --truncate --out runs/long", "1 prompt cut")
     day.do(
-        f"tune --model pocket --data long.jsonl {few} --max-length 64 --skip-long --out runs/less",
+        f"tune --model pocket --data long.jsonl {few} --max-length 64 --too-long cut --out runs/long", "1 prompt cut"
+    )
+    day.do(
+        f"tune --model pocket --data long.jsonl {few} --max-length 64 --too-long skip --out runs/less",
         "1 left out",
     )
     with (tmp_path / "rows.csv").open("w", newline="") as file:

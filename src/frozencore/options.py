@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from datetime import date
 from functools import cache, cached_property
 from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -112,7 +111,7 @@ def without_lists(value: Any) -> Any:
 
 
 _NAMES = {
-    bool: "true or false", int: "a whole number", float: "a number", str: "text", date: "a day as YYYY-MM-DD",
+    bool: "true or false", int: "a whole number", float: "a number", str: "text",
     NoneType: "none",
 }  # fmt: skip
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from datetime import date
 from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
@@ -125,13 +124,12 @@ targets: [q_proj, v_proj]
 alpha: none
 damping: [1e-2, 1]
 eva-output: null
-truncate: yes
-prompt-date: 2025-01-31
+too-long: cut
 select-checkpoint: 3
 """
 CONFIG = make_config(
     model="pocket", task="sst2", learning_rate=1e-3, calibration_size=16, targets=("q_proj", "v_proj"),
-    core={"damping": (1e-2, 1.0), "alpha": None}, truncate=True, prompt_date=date(2025, 1, 31), select_checkpoint=3,
+    core={"damping": (1e-2, 1.0), "alpha": None}, too_long="cut", select_checkpoint=3,
 )  # fmt: skip
 
 

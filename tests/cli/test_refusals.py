@@ -93,7 +93,6 @@ BEFORE_TORCH = {
     f"tune {P} --tokens all {X}": "--tokens must be one of nonpad, completion, nonzero_delta, but 'all' came",
     f"calibrate {P} --shrinkage 2 {X}": "--shrinkage must be a number .* but '2' came",
     f"calibrate {P} --eva-center {X}": "The method 'fcca' does not read eva_center .it is for eva.",
-    f"tune {P} --prompt-date yesterday {X}": "--prompt-date must be a day as YYYY-MM-DD, but 'yesterday' came",
     f"tune --config modl.yaml {X}": "the key 'modl', which `tune` does not know. Did you mean model",
     f"tune --config zzz.yaml {X}": "the key 'zzz', which `tune` does not know. See `frozencore tune --help`.",
     f"tune --config twice.yaml {X}": "gives learning-rate twice, by its two names",

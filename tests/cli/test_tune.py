@@ -194,12 +194,11 @@ def test_rows_that_are_too_long_are_refused_or_left_out_and_counted(command: Com
     long = [{"prompt": "Tom has cats . " * 9, "completion": " one"}, {"prompt": "Tom", "completion": " has" * 30}]
     rows = write(tmp_path / "rows.jsonl", [*pairs("cats", 10), *long])
     words = [*WORDS, "--data", rows, "--max-length", "16"]
-    for cuts in ([], ["--truncate"]):
-        status, _, err = command(*words, *cuts, "--out", tmp_path / "run")
-        assert (status, err.count("\n")) == (2, 1)
-        assert "--skip-long" in err
-        assert not (tmp_path / "run").exists()
-    status, out, _ = command(*words, "--truncate", "--skip-long", "--out", tmp_path / "run")
+    status, _, err = command(*words, "--out", tmp_path / "run")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "--too-long skip" in err
+    assert not (tmp_path / "run").exists()
+    status, out, _ = command(*words, "--too-long", "cut", "--out", tmp_path / "run")
     assert status == 0
     assert "10 rows to train on, 1 to score, 1 prompt cut, 1 row skipped as too long" in out
     assert "Read 12 rows by prompt and completion; 1 left out (too long)." in out

@@ -192,7 +192,7 @@ def test_a_token_without_an_embedding_is_refused_before_any_score(
 def test_prompts_beyond_the_limit_are_refused_or_counted(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"12 of 12 rows are longer than the limit of 5 tokens"):
         evaluate_adapters(evaluation(tasks=TASKS[:1], max_length=5), tmp_path / "e", silent)
-    record = evaluate_adapters(evaluation(tasks=TASKS[:1], max_length=5, truncate=True), tmp_path / "e", silent)
+    record = evaluate_adapters(evaluation(tasks=TASKS[:1], max_length=5, too_long="cut"), tmp_path / "e", silent)
     assert record.scores[0].num_cut == 12
     with pytest.raises(ConfigError, match="--max-length 4096 is beyond the model's context of 512"):
         evaluate_adapters(evaluation(max_length=4096), tmp_path / "f", silent)
@@ -262,7 +262,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def model_and_encoder(name: str, dtype: str = "auto") -> tuple[nn.Module, PromptEncoder]:
     model, tokenizer = load_model(MODELS[name], dtype=dtype)
-    return model, PromptEncoder(tokenizer, max_length=context_limit(model, tokenizer), too_long="truncate")
+    return model, PromptEncoder(tokenizer, max_length=context_limit(model, tokenizer), too_long="cut")
 
 
 def both(
@@ -318,7 +318,7 @@ def test_chat_prompts_score_as_the_harness_scores_them(end: str, exported: Path)
         "{% for m in messages %}<s>{{ m.role }}" + end + "{{ m.content }}</s>\n{% endfor %}"
         "{% if add_generation_prompt %}<s>assistant" + end + "{% endif %}"
     )
-    encoder = PromptEncoder(tokenizer, style="chat", max_length=256, too_long="truncate")
+    encoder = PromptEncoder(tokenizer, style="chat", max_length=256, too_long="cut")
     for name in ("sst2", "hellaswag"):
         for ours, sample in both(model, encoder, name, exported):
             theirs = [logprob for logprob, _ in sample["filtered_resps"]]

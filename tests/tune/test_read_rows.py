@@ -91,17 +91,17 @@ def test_rows_that_are_too_long_are_left_out_and_counted_where_that_is_allowed(
     rows += [{"prompt": "Tom " * 40 + str(i), "completion": " ends"} for i in range(3)]
     rows += [{"prompt": f"Tell me {i}", "completion": " all" * 40} for i in range(2)]
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    cutting = PromptEncoder(byte_tokenizer(), max_length=60, too_long="truncate")
+    cutting = PromptEncoder(byte_tokenizer(), max_length=60, too_long="cut")
     refusing = PromptEncoder(byte_tokenizer(), max_length=60)
-    with pytest.raises(DataError, match=r"of [12] of \d+ rows leave no room"):
-        rows_of(config_of(data=path, truncate=True), cutting)
-    for encoder, truncate, expected in ((cutting, True, (33, 3, 2)), (refusing, False, (30, 0, 5))):
-        found = rows_of(config_of(data=path, truncate=truncate, skip_long=True), encoder)
+    with pytest.raises(DataError, match=r"rows are longer than the limit of 60"):
+        rows_of(config_of(data=path), refusing)
+    for encoder, too_long, expected in ((cutting, "cut", (33, 3, 2)), (refusing, "skip", (30, 0, 5))):
+        found = rows_of(config_of(data=path, too_long=too_long), encoder)
         assert (len(found.train) + len(found.held_out), found.num_cut, found.num_skipped) == expected
         assert max(len(row.input_ids) for row in (*found.train, *found.held_out)) <= 60
         assert {row.input_ids[-1] for row in (*found.train, *found.held_out)} == {encoder.eos_id}
-    task = config_of(task=write_task(tmp_path, num_train=20), skip_long=True)
-    with pytest.raises(NoRowsError, match="--skip-long left none of 18 rows"):
+    task = config_of(task=write_task(tmp_path, num_train=20), too_long="skip")
+    with pytest.raises(NoRowsError, match="--too-long left none of 18 rows"):
         rows_of(task, PromptEncoder(byte_tokenizer(), max_length=5))
 
 
@@ -115,7 +115,7 @@ def test_every_row_that_was_read_is_trained_on_held_out_or_said_to_be_left_out(
         ({"num_train": 20}, {"beyond --num-train": 7}),
         ({"evaluate_on": "validation"}, {"kept to evaluate on": 3}),
     ):
-        found = rows_of(config_of(data=path, skip_bad=True, skip_long=True, **options), encoder)
+        found = rows_of(config_of(data=path, skip_bad=True, too_long="skip", **options), encoder)
         assert found.reading is not None
         assert found.reading.left_out == {"column 'text' must hold text": 1, "too long": 1} | why
         used = len(found.train) + len(found.held_out)
@@ -132,7 +132,7 @@ def test_rows_that_are_left_out_beside_the_rows_of_the_run_are_counted_too(
     ):
         write_texts(tmp_path / f"{name}.jsonl", (*texts, "long " * 200, ""))
     given = {"eval_data": str(tmp_path / "eval.jsonl"), "num_evaluation": 2}
-    found = rows_of(config_of(data=tmp_path / "train.jsonl", skip_bad=True, skip_long=True, **given), encoder)
+    found = rows_of(config_of(data=tmp_path / "train.jsonl", skip_bad=True, too_long="skip", **given), encoder)
     assert (len(found.train), len(found.held_out)) == (5, 2)
     bad = "column 'text' must hold text"
     assert found.reading is not None

@@ -46,7 +46,7 @@ def chat(
 
     base, tokenizer = load_model(name, dtype=dtype, device=device)
     limit = max(2, context_limit(base, tokenizer) - max_new_tokens)
-    encoder = PromptEncoder(tokenizer, max_length=limit, too_long="truncate")
+    encoder = PromptEncoder(tokenizer, max_length=limit, too_long="cut")
     if system is not None and not encoder.is_chat:
         raise ConfigError("--system needs a chat template, but this model's tokenizer has none: leave it out.")
     speakers = [Speaker(BASE, None)] if with_base or not folders else []

@@ -17,7 +17,7 @@ from frozencore.errors import ConfigError, FrozenCoreError
 from frozencore.files.adapter_folder import adapter_in, folder_of
 from frozencore.tune.folder import RECORD, require_new
 from frozencore.tune.locate import require_data_root, require_model
-from frozencore.tune.rows.prompts import PromptStyle
+from frozencore.tune.rows.prompts import PromptStyle, TooLong
 from frozencore.tune.rows.row_sources import named, require_source, sources_of
 from frozencore.tune.suite import find_tasks
 from frozencore.tune.tasks import Task
@@ -54,9 +54,7 @@ def evaluate(
         flag("prompt_style", "auto, chat or plain. Default: as the run of each adapter wrote its prompts, else auto."),
     ] = None,
     max_length: Annotated[int | None, flag("max_length", "Tokens of a row. Default: the model's context.")] = None,
-    truncate: Annotated[
-        bool, typer.Option("--truncate", help="Cut long prompts at their beginning, and count them.")
-    ] = False,
+    too_long: Annotated[str, flag("too_long")] = "refuse",
     dtype: Annotated[str, flag("dtype")] = "auto",
     device: Annotated[str, flag("device")] = "auto",
 ) -> None:
@@ -83,8 +81,8 @@ def evaluate(
         progress.started()
         evaluation = Evaluation(
             model=model, tasks=tasks, data=data, columns=columns, adapters=adapters, with_base=with_base,
-            failed=failed, data_root=data_root,
-            prompt_style=cast(PromptStyle | None, prompt_style), max_length=max_length, truncate=truncate,
+            failed=failed, data_root=data_root, max_length=max_length,
+            prompt_style=cast(PromptStyle | None, prompt_style), too_long=cast(TooLong, too_long),
             length_normalised=length_normalised, num_evaluation=num_evaluation, dtype=dtype, device=device,
         )  # fmt: skip
         record = evaluate_adapters(evaluation, output, progress)

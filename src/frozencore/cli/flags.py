@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING
-from datetime import date
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -40,7 +39,7 @@ BASIC_FLAGS = (
     "dry_run", "config_file", "all_layers",
 )  # fmt: skip
 """The flags of a run that ``--help`` shows; ``--help-all`` shows the others too."""
-METAVARS = {int: "<int>", float: "<float>", Path: "<path>", date: "YYYY-MM-DD"}
+METAVARS = {int: "<int>", float: "<float>", Path: "<path>"}
 SPELLED = {"learning_rate": ("--lr", "--learning-rate")}
 
 

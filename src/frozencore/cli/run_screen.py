@@ -204,10 +204,10 @@ def _of_rows(record: TunedRecord) -> Iterator[str]:
             "nonsense. Give more rows, 128 or more if you can."
         )
     if found.cut:
-        yield f"{num_of(found.cut, 'prompt')} cut at the beginning (--truncate)."
+        yield f"{num_of(found.cut, 'prompt')} cut at the beginning (--too-long cut)."
     if found.skipped and found.read is None:
         was = "was" if found.skipped == 1 else "were"
-        yield f"{num_of(found.skipped, 'row')} {was} too long and left out (--skip-long)."
+        yield f"{num_of(found.skipped, 'row')} {was} too long and left out (--too-long)."
 
 
 def recipe_in_words(num_steps: int, recipe: Mapping[str, Any], num_epochs: int | None = None) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import date
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -39,7 +38,7 @@ from frozencore.maths.moments import MomentName
 from frozencore.options import Option, options_of
 from frozencore.text import flag_of, unknown_name
 from frozencore.tune.methods import AdapterOptions, Method, Targets, find_method
-from frozencore.tune.rows.prompts import PROMPT_DATE, LossOn, PromptStyle
+from frozencore.tune.rows.prompts import LossOn, PromptStyle, TooLong
 from frozencore.tune.rows.row_sources import in_words, sources_of
 from frozencore.tune.suite import find_task
 
@@ -121,16 +120,13 @@ class RowsConfig(ConfigPart):
     max_length: Annotated[
         int | None, Field(ge=2, description="The most tokens of a row. Default: 512, or the model's context if less.")
     ] = None
-    truncate: Annotated[
-        bool,
+    too_long: Annotated[
+        TooLong,
         Field(
-            description="Cut long prompts at their beginning, texts without a prompt at their end, instead of stopping."
+            description="Rows beyond --max-length. refuse: stop. cut: cut prompts at their beginning and texts without "
+            "a prompt at their end, and leave out rows whose completion is too long. skip: leave them out."
         ),
-    ] = False
-    skip_long: Annotated[
-        bool,
-        Field(description="Leave out rows that are too long; with --truncate, only rows with a too long completion."),
-    ] = False
+    ] = "refuse"
     skip_bad: Annotated[
         bool,
         Field(
@@ -161,9 +157,6 @@ class RowsConfig(ConfigPart):
         Field(description="Turns of the assistant in a conversation that carry the loss: the last one, or all."),
     ] = "last"
     prompt_style: Annotated[PromptStyle, Field(description="How a task's prompts are written.")] = "auto"
-    prompt_date: Annotated[date, Field(description="The date to give to a chat template that asks for today's.")] = (
-        PROMPT_DATE
-    )
     calibration_size: Annotated[
         int, Field(ge=1, description="Training rows that the calibration pass reads, of each tenant.")
     ] = 128

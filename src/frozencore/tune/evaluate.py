@@ -31,7 +31,7 @@ from frozencore.tune.load import Base, load_model, require_embedded
 from frozencore.tune.read_rows import ScoredRows
 from frozencore.tune.record import Hashes, Provenance, ReadRows, RecordPart, RunRecord, read_record
 from frozencore.tune.rows.own_rows import read_rows
-from frozencore.tune.rows.prompts import PromptEncoder, PromptStyle, context_limit
+from frozencore.tune.rows.prompts import PromptEncoder, PromptStyle, TooLong, context_limit
 from frozencore.tune.rows.row_sources import named
 from frozencore.tune.scores import Score, score_rows
 from frozencore.tune.scoring.exact_match import are_short
@@ -141,7 +141,7 @@ class Evaluation:
     data_root: Path | None = None
     prompt_style: PromptStyle | None = None
     max_length: int | None = None
-    truncate: bool = False
+    too_long: TooLong = "refuse"
     length_normalised: bool = False
     num_evaluation: int | None = None
     dtype: str = "auto"
@@ -189,7 +189,7 @@ class EvaluationRecord(RecordPart):
     prompt_styles: dict[str, str]
     dtype: str
     max_length: int
-    truncate: bool
+    too_long: TooLong
     length_normalised: bool
     scores: tuple[TaskResult, ...]
     reading: ReadRows | None = None
@@ -226,7 +226,7 @@ def evaluate_adapters(evaluation: Evaluation, out: Path, progress: Progress) -> 
             base.tokenizer,
             style=evaluation.prompt_style or trained_with(folder).prompt_style,
             max_length=evaluation.max_length or limit,
-            too_long="truncate" if evaluation.truncate else "refuse",
+            too_long=evaluation.too_long,
         )
         for subject, folder in subjects.items()
     }
@@ -267,7 +267,7 @@ def evaluate_adapters(evaluation: Evaluation, out: Path, progress: Progress) -> 
         prompt_styles={subject: "chat" if encoder.is_chat else "plain" for subject, encoder in encoders.items()},
         dtype=str(base.model.dtype),
         max_length=evaluation.max_length or limit,
-        truncate=evaluation.truncate,
+        too_long=evaluation.too_long,
         length_normalised=evaluation.length_normalised,
         scores=tuple(scores),
         reading=reading,

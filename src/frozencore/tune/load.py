@@ -231,9 +231,8 @@ def encoder_of(config: RowsConfig, base: Base) -> PromptEncoder:
     encoder = PromptEncoder(
         base.tokenizer,
         style=config.prompt_style,
-        today=config.prompt_date,
         max_length=config.max_length or min(PROTOCOL_MAX_LENGTH, limit),
-        too_long="truncate" if config.truncate else "refuse",
+        too_long=config.too_long,
         loss_on=config.loss_on,
     )
     if encoder.max_length > limit:

@@ -146,9 +146,9 @@ def make_record(run: FinishedRun) -> TunedRecord:
 def used_rows(config: RowsConfig, scored_on: ScoredOn, rows: RunRows) -> UsedRows:
     """The record of the rows of a run."""
     read: dict[str, Any] = dict(rows.reading or ())
-    if config.truncate:
+    if config.too_long == "cut":
         read["cut"] = rows.num_cut
-    if config.skip_long:
+    if config.too_long != "refuse":
         read["skipped"] = rows.num_skipped
     return UsedRows(
         trained=len(rows.train),

@@ -232,9 +232,8 @@ def _tokens(config: RowsConfig, examples: Sequence[Example], encoder: PromptEnco
     encoded_by = (
         getattr(encoder.tokenizer, "backend_tokenizer", encoder.tokenizer),  # one for all runs of a loaded model
         config.max_length,
-        config.truncate,
+        config.too_long,
         config.prompt_style,
-        config.prompt_date,
     )
     return kept.get(
         (tuple(examples), encoded_by),
@@ -334,8 +333,7 @@ class _Fitting:
     """Drop rows that are too long, if allowed, and count them and the prompts to cut."""
 
     def __init__(self, config: RowsConfig, encoder: PromptEncoder) -> None:
-        self._config, self._encoder = config, encoder
-        self._may_drop = config.truncate or config.skip_long
+        self._encoder, self._may_drop = encoder, config.too_long != "refuse"
         self.num_cut = self.num_skipped = 0
 
     def texts(self, rows: list[TextRow]) -> list[TextRow]:
@@ -351,15 +349,15 @@ class _Fitting:
         if not self._may_drop:
             return [True] * len(rows)
         found = self._encoder.fits(rows)
-        skipped = found.count("too long") if self._config.skip_long else 0
+        skipped = found.count("too long")
         if rows and skipped == len(rows):
             raise NoRowsError(
-                f"--skip-long left none of {len(rows)} rows: all are longer than {self._encoder.max_length} tokens. "
+                f"--too-long left none of {len(rows)} rows: all are longer than {self._encoder.max_length} tokens. "
                 "Raise the limit with --max-length."
             )
         self.num_cut += found.count("cut")
         self.num_skipped += skipped
-        return [fit != "too long" or not self._config.skip_long for fit in found]
+        return [fit != "too long" for fit in found]
 
 
 def _share_of(rows: Sequence[TextRow]) -> int:

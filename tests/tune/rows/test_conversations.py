@@ -166,7 +166,7 @@ def test_each_of_the_assistants_turns_has_the_loss_with_its_end_and_nothing_else
     assert with_loss(encoder, row) == ["Paris</s>", "Rome, of course</s>"]
     kept = [token for token in labels_of(row) if token != -100]
     assert encoder.tokenizer.decode(kept) == "Paris</s>Rome, of course</s>"
-    cut = row_of(encoder_of(template, max_length=60, too_long="truncate"))
+    cut = row_of(encoder_of(template, max_length=60, too_long="cut"))
     assert (len(cut.input_ids), with_loss(encoder, cut)) == (60, with_loss(encoder, row))
     last = encoder_of(template, "last")
     assert row_of(encoder, TURNS[:2]) == row_of(last, TURNS[:2])

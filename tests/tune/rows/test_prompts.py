@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from datetime import date, datetime
@@ -16,17 +15,13 @@ from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, BloomConfig, Gemma3Config, GPT2Config, MptConfig
 
-from frozencore.errors import ArtifactError, ConfigError, DataError, ModelError
-from frozencore.tune.config import make_config
-from frozencore.tune.evaluate import Evaluation, evaluate
-from frozencore.tune.pocket import pocket_model_path
+from frozencore.errors import ConfigError, DataError, ModelError
 from frozencore.tune.rows import Example, TextRow, TokenRow
 from frozencore.tune.rows.prompts import PROMPT_DATE, PromptEncoder, context_limit, with_fixed_date
 from frozencore.tune.rows.token_batches import PaddingCollator, group_rows, make_batches
 from frozencore.tune.scoring.score import held_out_loss
 from frozencore.tune.suite import find_task
 from frozencore.tune.tasks.splits import split_task
-from small_tenants import inputs_of
 from tiny import tiny_qwen2
 
 EXAMPLE = Example("row-1", "Is it?", " yes", (" yes", " no"))
@@ -205,7 +200,7 @@ def test_long_rows_are_refused_in_one_line_with_counts(byte_tokenizer: Callable[
 def test_truncation_cuts_the_oldest_prompt_tokens_and_keeps_start_and_completion(
     byte_tokenizer: Callable[..., Any],
 ) -> None:
-    encoder = PromptEncoder(byte_tokenizer(adds_start=True), max_length=8, too_long="truncate")
+    encoder = PromptEncoder(byte_tokenizer(adds_start=True), max_length=8, too_long="cut")
     rows = [TextRow("row-1", "0123456789", "abc", ("abc", "d")), TextRow("row-2", "", "0123456789", ("0",))]
     decode = encoder.tokenizer.decode
     long_prompt, long_text = encoder.training_rows(rows)
@@ -221,12 +216,12 @@ def test_a_completion_is_never_cut_and_what_leaves_no_room_for_its_prompt_is_nam
     byte_tokenizer: Callable[..., Any],
 ) -> None:
     rows = [TextRow("row-1", "0123456789", "abcd"), TextRow("row-2", "xyz", "abcdef"), TextRow("row-3", "x", "a" * 99)]
-    encoder = PromptEncoder(byte_tokenizer(adds_start=True), max_length=8, too_long="truncate")
+    encoder = PromptEncoder(byte_tokenizer(adds_start=True), max_length=8, too_long="cut")
     for kept, said in (
         (rows[:2], r"1 of 2 rows .* 8 tokens \(the longest, row-2, has 7 after a prompt of 4\)"),
         (rows, r"2 of 3 rows .* 8 tokens \(the longest, row-3, has 100 after a prompt of 2\)"),
     ):
-        with pytest.raises(DataError, match=rf"completion is not cut.* {said}.*--max-length.*--skip-long") as error:
+        with pytest.raises(DataError, match=rf"completion is not cut.* {said}.*--max-length.*--too-long skip") as error:
             encoder.training_rows(kept)
         assert "\n" not in str(error.value)
     rows += [
@@ -293,14 +288,14 @@ HELLO = [{"role": "user", "content": "Is it?"}]
 
 
 @pytest.fixture
-def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Makes it another day of January 2031."""
+def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[date], None]:
+    """Makes it another day."""
 
-    def set_day(day: int) -> None:
+    def set_day(day: date) -> None:
         class Clock(datetime):
             @classmethod
             def now(cls, tz: Any = None) -> datetime:
-                return datetime(2031, 1, day, 12)
+                return datetime(day.year, day.month, day.day, 12)
 
         monkeypatch.setattr(chat_template_utils, "datetime", Clock)
 
@@ -314,10 +309,10 @@ def dated(byte_tokenizer: Callable[..., Any]) -> Any:
     return tokenizer
 
 
-def test_prompts_are_the_same_tokens_tomorrow(dated: Any, on: Callable[[int], None]) -> None:
+def test_prompts_are_the_same_tokens_tomorrow(dated: Any, on: Callable[[date], None]) -> None:
     rows, without = [], []
     for day in (1, 2):
-        on(day)
+        on(date(2031, 1, day))
         encoder = PromptEncoder(dated)
         text = encoder.render(EXAMPLE)
         rows.append((encoder.training_rows([text]), encoder.choice_rows([text]), encoder.context_rows([text])))
@@ -326,86 +321,23 @@ def test_prompts_are_the_same_tokens_tomorrow(dated: Any, on: Callable[[int], No
     assert without[0] != without[1]  # the clock that the templates asked was ours to fake
 
 
-@pytest.mark.parametrize("template", [BOTH, REGARDLESS, "\n" + REGARDLESS, "\n\n  {{- strftime_now('%F') }} ", LLAMA])
+@pytest.mark.parametrize("template", [BOTH, REGARDLESS, "\n\n  {{- strftime_now('%F') }} ", LLAMA])
 def test_the_fixed_date_stands_where_the_template_puts_the_days(
-    template: str, dated: Any, on: Callable[[int], None]
+    template: str, dated: Any, on: Callable[[date], None]
 ) -> None:
     """On that very day the tokenizer itself gives the same text, to the byte."""
-    on(5)
+    on(PROMPT_DATE)
     dated.chat_template = template if template == BOTH else template + MESSAGES
     plain = dated.apply_chat_template(HELLO, tokenize=False, add_generation_prompt=True)
-    assert "2031" in plain
-    encoder = PromptEncoder(dated, today=date(2031, 1, 5))
+    assert "2024" in plain
+    encoder = PromptEncoder(dated)
     shown = encoder.tokenizer.apply_chat_template(HELLO, tokenize=False, add_generation_prompt=True)  # as the harness
     assert encoder.render(EXAMPLE).context == shown == plain
-    assert "2031" not in PromptEncoder(dated).render(EXAMPLE).context
-
-
-def test_every_directive_is_spelled_as_strftime_spells_it(dated: Any) -> None:
-    directives = "%a %A %w %d %b %B %m %y %Y %H %I %M %S %f %p %j %U %W %c %x %X %G %u %V %F %T %-d %-m %-H %-j"
-    dated.chat_template = f"{{{{ strftime_now('{directives}') }}}}"
-    for today in (date(2024, 7, 6), date(2031, 12, 29)):
-        shown = with_fixed_date(dated, today).apply_chat_template(HELLO, tokenize=False)
-        assert shown == datetime(today.year, today.month, today.day).strftime(directives)
-
-
-def test_templates_by_name_and_templates_without_a_date(byte_tokenizer: Callable[..., Any]) -> None:
-    tokenizer = byte_tokenizer(chat=True)
-    assert with_fixed_date(tokenizer, PROMPT_DATE) is tokenizer
-    assert with_fixed_date(byte_tokenizer(), PROMPT_DATE).chat_template is None
-    tokenizer.chat_template = {"default": "{{ strftime_now('%Y') }}", "tool_use": "tools"}
-    named = with_fixed_date(tokenizer, PROMPT_DATE)
+    dated.chat_template = {"default": "{{ strftime_now('%Y') }}", "tool_use": "tools"}
+    named = with_fixed_date(dated)
     assert [named.apply_chat_template(HELLO, tokenize=False, chat_template=name) for name in (None, "tool_use")] == [
         "2024", "tools",
     ]  # fmt: skip
-
-
-@pytest.fixture
-def dated_model(tmp_path: Path) -> Path:
-    """The pocket model with a chat template that prints the date."""
-    folder = tmp_path / "dated"
-    folder.mkdir()
-    for file in pocket_model_path().iterdir():
-        (folder / file.name).symlink_to(file)
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").unlink()
-    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": BOTH}))
-    return folder
-
-
-def test_a_run_says_its_date_and_has_its_rows(dated_model: Path) -> None:
-    options = {
-        "model": str(dated_model), "task": "pocket-sentiment", "num_train": 8, "num_evaluation": 4,
-        "calibration_size": 4, "device": "cpu",
-    }  # fmt: skip
-    default, same, other = (
-        make_config(**options, **date) for date in ({}, {"prompt_date": "2024-07-26"}, {"prompt_date": "2025-01-01"})
-    )
-    assert default.content()["prompt_date"] == "2024-07-26"
-    assert default == same
-    rows = [inputs_of(config).rows.fingerprints for config in (default, other)]
-    assert rows[0] != rows[1]
-
-
-def test_scores_of_another_date_are_not_taken_for_these(dated_model: Path, tmp_path: Path) -> None:
-    task = find_task("pocket-sentiment")
-    evaluation = Evaluation(model=str(dated_model), tasks=(task,), num_evaluation=4, device="cpu")
-    record = evaluate(evaluation, tmp_path / "out", lambda *_: None)
-    assert record["prompt_date"] == "2024-07-26"
-    other = Evaluation(
-        model=str(dated_model), tasks=(task,), num_evaluation=4, device="cpu", prompt_date=date(2025, 1, 1)
-    )
-    with pytest.raises(ArtifactError, match="holds the score of another model, adapter, set of rows or options"):
-        evaluate(other, tmp_path / "out", lambda *_: None)
-
-
-def test_a_date_that_is_none_is_one_line(command: Callable[..., Any], tmp_path: Path) -> None:
-    words = ("--model", "pocket", "--task", "pocket-math", "--out", tmp_path / "out", "--prompt-date", "26 Jul 2024")
-    for verb in ("tune", "evaluate", "calibrate"):
-        status, _, error = command(verb, *words)
-        assert (status, "--prompt-date must be a day as YYYY-MM-DD, but '26 Jul 2024' came" in error) == (2, True)
-    with pytest.raises(ConfigError, match="--prompt-date: "):
-        make_config(model="pocket", task="pocket-math", prompt_date="tomorrow")
 
 
 def test_several_start_tokens_are_written_once(byte_tokenizer: Callable[..., Any]) -> None:
@@ -435,11 +367,11 @@ def test_a_cut_prompt_keeps_the_start_token_that_the_template_writes(byte_tokeni
         "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}</s>{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
-    encoder = PromptEncoder(tokenizer, max_length=40, too_long="truncate")
+    encoder = PromptEncoder(tokenizer, max_length=40, too_long="cut")
     (row,) = encoder.training_rows([encoder.render(Example("row-1", "Q" * 80, " A"))])
     assert len(row.input_ids) == 40
     assert tokenizer.decode(row.input_ids).startswith("<s>QQ")
     assert tokenizer.decode(row.input_ids).endswith("[assistant]A</s>")
     for max_length, outcome in ((4, "cut"), (3, "too long")):
-        short = PromptEncoder(tokenizer, max_length=max_length, too_long="truncate")
+        short = PromptEncoder(tokenizer, max_length=max_length, too_long="cut")
         assert short.fits([short.render(Example("row-1", "Q" * 80, " A"))]) == [outcome]  # the start alone is no prompt

@@ -134,7 +134,7 @@ def test_duplicate_choices_and_cut_prompts_are_counted(
         Example("row-1", "Which?", " a", (" a", " a")),
         Example("row-2", "Which of these many?" * 3, " a", (" a", " b")),
     ]
-    encoder = PromptEncoder(byte_tokenizer(), max_length=20, too_long="truncate")
+    encoder = PromptEncoder(byte_tokenizer(), max_length=20, too_long="cut")
     score = score_task(byte_model, encoder, find_task("sst2"), examples)
     assert (score.num_duplicate_choices, score.num_cut, score.num_ties) == (1, 1, 1)
 
@@ -153,7 +153,7 @@ def test_a_choice_beyond_the_limit_is_refused_however_prompts_are_cut(
     num_tokens: int, adds_start: bool, byte_tokenizer: Callable[..., Any], byte_model: nn.Module
 ) -> None:
     examples = [Example("row-long", "Which of these?", " a", (" a", "b" * (num_tokens + (not adds_start))))]
-    for too_long, message in (("refuse", "1 of 1 rows are longer"), ("truncate", "leaves no room for its prompt")):
+    for too_long, message in (("refuse", "1 of 1 rows are longer"), ("cut", "leaves no room for its prompt")):
         encoder = PromptEncoder(byte_tokenizer(adds_start=adds_start), max_length=20, too_long=too_long)  # type: ignore[arg-type]
         with pytest.raises(DataError, match=f"{message}.*20") as caught:
             score_task(byte_model, encoder, find_task("sst2"), examples)

@@ -169,6 +169,8 @@ NamedKind = Annotated[
 ID_DIGITS = 16
 PAPERS_CORES = {"coordinates": "qr", "alpha": None}
 """The paper's values of core options; our defaults differ. An id leaves these values out, as it leaves out defaults."""
+NAMES_IN_IDS = {("too_long", "cut"): "truncate", ("too_long", "skip"): "skip_long"}
+"""The names under which an id holds some values, so that the ids of finished runs stay."""
 
 
 @dataclass(frozen=True)
@@ -208,6 +210,10 @@ class Job:
             if value != default[name] and self.config.method.name in readers(name)
         }
         values |= {"core": core} if core else {}
+        for (name, value), in_ids in NAMES_IN_IDS.items():
+            if values.get(name) == value:
+                values |= {in_ids: True}
+                del values[name]
         values["learning_rate"] = self.config.resolved_learning_rate
         values["warmup"] = self.config.resolved_warmup
         if self.config.rows.task is not None:

@@ -8,12 +8,13 @@ prompt moves to the completion, as in lm-evaluation-harness.
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import date, datetime, time
+from datetime import date
 from functools import cached_property
 from typing import Any, Literal
 
@@ -29,12 +30,12 @@ from frozencore.tune.rows.conversations import (
 )
 
 PromptStyle = Literal["auto", "chat", "plain"]
-TooLong = Literal["refuse", "truncate"]
+TooLong = Literal["refuse", "cut", "skip"]
 Fit = Literal["whole", "cut", "too long"]
 PROTOCOL_MAX_LENGTH = 512
 PROMPT_DATE = date(2024, 7, 26)
-"""The default date of Llama 3.1's and 3.2's own templates."""
-_CLOCK, _DIRECTIVES, _UNPADDED = "strftime_now", "aAwdbBmyYHIpMSfjUWcxXGuVeDFhRT", "dmHIMSjy"
+"""The date that every chat template gets as today's: the default of Llama 3.1's and 3.2's own."""
+_CLOCK = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
 
 class PromptEncoder:
@@ -44,10 +45,10 @@ class PromptEncoder:
         style: ``chat`` uses the tokenizer's chat template, ``plain`` uses prompts unchanged; ``auto`` is ``chat`` if
             there is a template.
         max_length: The limit in tokens, including the end token.
-        too_long: For longer rows, ``refuse`` raises an error with their number; ``truncate`` cuts the prompt at its
-            beginning (at least one token stays), and a text without a prompt at its end. A completion is never cut;
-            one that leaves no space for its prompt is an error.
-        today: The date for a chat template that asks for it.
+        too_long: For longer rows, ``refuse`` and ``skip`` raise an error with their number (the caller leaves out the
+            rows that do not fit, see :meth:`fits`); ``cut`` cuts the prompt at its beginning (at least one token
+            stays), and a text without a prompt at its end. A completion is never cut; one that leaves no space for its
+            prompt is an error.
         loss_on: The assistant's turns with loss: the last one, or all.
 
     Raises:
@@ -62,7 +63,6 @@ class PromptEncoder:
         style: PromptStyle = "auto",
         max_length: int = PROTOCOL_MAX_LENGTH,
         too_long: TooLong = "refuse",
-        today: date = PROMPT_DATE,
         loss_on: LossOn = "last",
     ) -> None:
         if style == "chat" and not tokenizer.chat_template:
@@ -73,7 +73,7 @@ class PromptEncoder:
             raise ConfigError(f"A row needs room for two tokens, got max_length={max_length}.")
         if tokenizer.eos_token_id is None:
             raise ModelError("Training and scoring need an end token, but this tokenizer has none. Set eos_token.")
-        self.tokenizer = with_fixed_date(tokenizer, today)
+        self.tokenizer = with_fixed_date(tokenizer)
         self.is_chat = style == "chat" or (style == "auto" and bool(tokenizer.chat_template))
         self.max_length = max_length
         self.too_long = too_long
@@ -188,7 +188,9 @@ class PromptEncoder:
             DataError: Rows are longer than the limit (unless prompts are cut), or a completion has no tokens.
         """
         encoded, found = self.whole_rows(rows), []
-        self._refuse_too_long([(row.id, len(row.input_ids)) for row in encoded], "; --skip-long leaves such rows out")
+        self._refuse_too_long(
+            [(row.id, len(row.input_ids)) for row in encoded], "; --too-long skip leaves such rows out"
+        )
         too_long = [
             (len(row.input_ids) - row.num_context, row.num_context, row.id)
             for text, row in zip(rows, encoded, strict=True)
@@ -199,7 +201,7 @@ class PromptEncoder:
             raise DataError(
                 f"A completion is not cut, but those of {len(too_long)} of {len(rows)} rows leave no room for their "
                 f"prompts within the limit of {self.max_length} tokens (the longest, {row_id}, has {longest} after a "
-                f"prompt of {num_context}). Raise the limit with --max-length, or leave such rows out with --skip-long."
+                f"prompt of {num_context}). Raise the limit with --max-length, or leave them out (--too-long skip)."
             )
         for row in encoded:
             completion = row.input_ids[row.num_context :]
@@ -344,7 +346,7 @@ class PromptEncoder:
         if row.num_context <= room:
             return "whole"
         leaves_room = not text.context or self._holds_prompt(row.input_ids, room)
-        return "cut" if self.too_long == "truncate" and leaves_room else "too long"
+        return "cut" if self.too_long == "cut" and leaves_room else "too long"
 
     def _holds_prompt(self, ids: list[int], room: int) -> bool:
         """Whether so many tokens hold one of the prompt too, behind those that start the row."""
@@ -352,12 +354,12 @@ class PromptEncoder:
 
     def _refuse_too_long(self, lengths: Sequence[tuple[str, int]], further: str = "") -> None:
         too_long = [(length, row_id) for row_id, length in lengths if length > self.max_length]
-        if too_long and self.too_long == "refuse":
+        if too_long and self.too_long != "cut":
             longest, row_id = max(too_long)
             raise DataError(
                 f"{len(too_long)} of {len(lengths)} rows are longer than the limit of {self.max_length} tokens "
                 f"(the longest, {row_id}, has {longest}). Raise the limit with --max-length, "
-                f"or cut the beginning of long prompts with --truncate{further}."
+                f"or cut the beginning of long prompts with --too-long cut{further}."
             )
 
     def _cut_context(self, ids: list[int], room: int) -> list[int]:
@@ -405,25 +407,21 @@ def context_limit(model: Any, tokenizer: Any) -> int:
     return min((limit for limit in limits if 0 < limit < 1e9), default=sys.maxsize)
 
 
-def asks_for_today(tokenizer: Any) -> bool:
-    """Return whether a chat template of the tokenizer asks for the date."""
-    return any(_CLOCK in template for template in templates_of(tokenizer))
+def with_fixed_date(tokenizer: Any) -> Any:
+    """The tokenizer, or a copy whose chat templates write :data:`PROMPT_DATE` where they ask for today's date.
 
-
-def with_fixed_date(tokenizer: Any, today: date) -> Any:
-    """The tokenizer, or a copy whose chat templates get this date at midnight as the current time.
-
-    With today's date, prompts would change from day to day, and with them moments, checkpoints and scores. transformers
-    does not allow replacing ``strftime_now``, so a macro of that name stands before the template.
+    With today's date, prompts would change from day to day, and with them moments, checkpoints and scores.
     """
-    if not asks_for_today(tokenizer):
+    if not any(map(_CLOCK.search, templates_of(tokenizer))):
         return tokenizer
-    now = datetime.combine(today, time())
-    spelled = {f"%{letter}": now.strftime(f"%{letter}") for letter in _DIRECTIVES}
-    spelled |= {f"%-{letter}": str(int(spelled[f"%{letter}"])) for letter in _UNPADDED}
-    replaced = "".join(f"|replace({directive!r}, {text!r})" for directive, text in spelled.items())
-    clock = f"{{% macro {_CLOCK}(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n"  # Jinja drops the line break
     dated, templates = copy.copy(tokenizer), tokenizer.chat_template
-    is_one = isinstance(templates, str)
-    dated.chat_template = clock + templates if is_one else {name: clock + text for name, text in templates.items()}
+    dated.chat_template = (
+        _dated(templates)
+        if isinstance(templates, str)
+        else {name: _dated(template) for name, template in templates.items()}
+    )
     return dated
+
+
+def _dated(template: str) -> str:
+    return _CLOCK.sub(lambda call: repr(PROMPT_DATE.strftime(call[2])), template)
