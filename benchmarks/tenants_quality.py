@@ -69,6 +69,7 @@ RANK, SEEDS = 16, (42, 43, 44)
 ROWS_A_STEP, FEWEST_STEPS, WARMUP = 8, 16, 0.1
 CALIBRATION = 64  # rows of each tenant
 MOST_RATES = 6
+DRAWS = 10_000  # of the bootstrap
 
 Arm = tuple[str, int]
 """The name of an arm and its rank."""
@@ -317,13 +318,25 @@ class Tenants:
     def difference(
         self, arm: Arm, measure: str, names: Sequence[str], other: Arm = ("own", RANK)
     ) -> tuple[float, float, float]:
-        """The mean difference from another arm and its interval, which resamples tenants, and seeds for all."""
+        """The mean difference from another arm, and its interval.
+
+        Tenants of one data set are alike, so each draw takes data sets with replacement, then as many tenants of each
+        as it has, and seeds for all of them.
+        """
         found = self.values(arm, measure, names) - self.values(other, measure, names)
-        draw, (num_tenants, num_seeds) = np.random.default_rng(0), found.shape
-        tenants = draw.integers(num_tenants, size=(10_000, num_tenants))
-        seeds = draw.integers(num_seeds, size=(10_000, num_seeds))
-        means = found[tenants[:, :, None], seeds[:, None, :]].mean(axis=(1, 2))
-        low, high = np.quantile(means, [0.025, 0.975])
+        draw, num_seeds = np.random.default_rng(0), found.shape[1]
+        task_of = [self.tenants[name]["task"] for name in names]
+        members = [[i for i, task in enumerate(task_of) if task == source] for source in dict.fromkeys(task_of)]
+        seeds = draw.integers(num_seeds, size=(DRAWS, num_seeds))
+        by_tenant = found[:, seeds].mean(axis=2).T  # (draws, tenants)
+        sums, counts = np.zeros(DRAWS), np.zeros(DRAWS)
+        for sources in draw.integers(len(members), size=(len(members), DRAWS)):
+            for source, own in enumerate(members):
+                taken = np.flatnonzero(sources == source)
+                tenants = np.array(own)[draw.integers(len(own), size=(len(taken), len(own)))]
+                sums[taken] += by_tenant[taken[:, None], tenants].sum(axis=1)
+                counts[taken] += len(own)
+        low, high = np.quantile(sums / counts, [0.025, 0.975])
         return float(found.mean()), float(low), float(high)
 
     def apart(self, arm: Arm, measure: str, names: Sequence[str]) -> str:
