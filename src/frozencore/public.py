@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from frozencore.adapter.bank import CoreBank, prepare_swap, swap_core
+from frozencore.adapter.bank import CoreBank
 from frozencore.adapter.bases import get_bases, save_basis, set_bases
 from frozencore.adapter.calibrate import Calibration, calibrate
 from frozencore.adapter.config import FrozenCoreConfig, register_constructor
@@ -15,6 +15,7 @@ from frozencore.adapter.layer import frozen_core_layers
 from frozencore.adapter.model import FrozenCoreModel
 from frozencore.adapter.saved.basis import SavedBasis, load_basis
 from frozencore.adapter.saved.card import write_model_card
+from frozencore.adapter.swap import prepare_swap, swap_core
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import collect_moments
 from frozencore.calibration.moments_file import load_moments, save_moments

@@ -27,7 +27,7 @@ from frozencore import (
     set_bases,
     swap_core,
 )
-from frozencore.adapter.bank import adapter_of_each_row
+from frozencore.adapter.per_row import adapter_of_each_row
 from frozencore.adapter.saved.basis import write_basis
 from frozencore.errors import ArtifactError
 from slow import few

@@ -13,12 +13,21 @@ import pytest
 import torch
 from peft import PeftModel, get_peft_model
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, T5Config, T5ForConditionalGeneration
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    BitsAndBytesConfig,
+    SwinConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+)
 
 from adapted import BATCHES, adapted, logits, on_one_basis, train_at_random
+from families import make
 from frozencore import CoreBank, FrozenCoreConfig, frozen_core_layers
-from frozencore.adapter.bank import adapter_of_each_row
 from frozencore.adapter.layer import FrozenCoreLinear
+from frozencore.adapter.per_row import adapter_of_each_row
 from frozencore.errors import ArtifactError, ConfigError
 from tiny import tiny_gpt2, tiny_qwen2
 
@@ -234,8 +243,8 @@ def test_a_core_is_replaced_evicted_and_its_slot_used_again(model: PeftModel, te
 
 
 def cores_of_rows(layer: FrozenCoreLinear) -> Tensor:
-    assert layer.row_cores is not None
-    return layer.row_cores.R
+    assert layer.per_row is not None
+    return layer.per_row.parts[0].R
 
 
 def test_batches_of_all_sizes_are_at_the_place_of_the_largest(model: PeftModel, tenants: dict[str, Cores]) -> None:
@@ -349,7 +358,7 @@ def test_cores_in_16_bits_take_half_the_memory_and_multiply_in_float32(
     model: PeftModel, tenants: dict[str, Cores]
 ) -> None:
     full, half = CoreBank(model, 8), CoreBank(model, 8, dtype=torch.bfloat16)
-    sizes = [sum(values.nbytes for values in bank._values.values()) for bank in (full, half)]
+    sizes = [sum(values.nbytes for values in bank.blocks.values()) for bank in (full, half)]
     assert sizes[0] == 2 * sizes[1] == 9 * 4 * sum(len(R) ** 2 for R in tenants["a"].values())
     half.put("a", tenants["a"])
     with half.rows(["a"] * 4):
@@ -379,3 +388,174 @@ def test_what_cannot_be_put_is_one_line_and_leaves_the_bank_as_it_was(
         assert "\n" not in str(caught.value)
     assert list(bank) == ["a"]
     assert all(torch.equal(core, tenants["a"][layer]) for layer, core in bank.get("a").items())
+
+
+# ------------------------------------------------------------------------------- what a row is, and until when
+
+
+def tiny_vit(kind: str) -> nn.Module:
+    """A model of images; it reads no tokens."""
+    torch.manual_seed(0)
+    if kind == "vit":
+        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+        config: Any = ViTConfig(**sizes, image_size=8, patch_size=4, num_labels=3, initializer_range=0.5)
+    else:
+        sizes = {"embed_dim": 8, "depths": [1], "num_heads": [2], "window_size": 2}
+        config = SwinConfig(**sizes, image_size=8, patch_size=2, num_labels=3, initializer_range=0.5)
+    return AutoModelForImageClassification.from_config(config).eval()
+
+
+def two_adapters(base: nn.Module, **options: object) -> PeftModel:
+    model = get_peft_model(base, FrozenCoreConfig(r=3, constructor="random", **options), adapter_name="a")
+    model.add_adapter("b", FrozenCoreConfig(r=3, constructor="random", **options))
+    for seed, name in enumerate("ab"):
+        train_at_random(model, name, seed=seed)
+    return model.eval()
+
+
+@torch.no_grad()
+def test_rows_of_a_model_that_reads_no_tokens_are_its_own_adapters() -> None:
+    model, images = two_adapters(tiny_vit("vit"), target_modules="all-linear"), torch.randn(4, 3, 8, 8)
+    mixed = model(pixel_values=images, adapter_names=ROWS).logits
+    for row, name in enumerate(ROWS):
+        model.set_adapter("a" if name == "__base__" else name)
+        with model.disable_adapter() if name == "__base__" else nullcontext():
+            torch.testing.assert_close(mixed[row], model(pixel_values=images).logits[row], rtol=1e-4, atol=1e-5)
+
+
+class Routed(nn.Module):
+    """A model of two experts, each for the tokens of one parity."""
+
+    def __init__(self, named: str) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 8)
+        self.named = named
+        self.add_module(named, nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.get_submodule(self.named)):
+            mine = input_ids % 2 == i
+            y[mine] = expert(x[mine])
+        return y
+
+
+class OddTokens(nn.Module):
+    """A layer that no pass of a plain row reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.odd = nn.Embedding(8, 8), nn.Linear(8, 8)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        return self.odd(x) if bool((input_ids == 7).all()) else x
+
+
+EIGHT = {"input_ids": torch.full((8, 8), 7)}
+OTHER_AXES: dict[str, Callable[[], tuple[PeftModel, dict[str, Tensor]]]] = {
+    "windows of tokens": lambda: (two_adapters(make("longformer")), EIGHT),
+    "tokens first": lambda: (two_adapters(make("xlnet"), target_modules=["layer_1"]), EIGHT),
+    "windows of an image": lambda: (
+        two_adapters(tiny_vit("swin"), target_modules=["q_proj"]),
+        {"pixel_values": torch.randn(8, 3, 8, 8)},
+    ),
+    "an expert": lambda: (
+        two_adapters(Routed("experts"), target_modules=["experts.0", "experts.1"]),
+        {"input_ids": torch.tensor([[7], *[[6]] * 7])},
+    ),
+    "never seen": lambda: (two_adapters(OddTokens(), target_modules=["odd"]), EIGHT),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_AXES)
+def test_a_batch_whose_first_axis_is_not_known_to_be_the_rows_is_refused(case: str) -> None:
+    model, batch = OTHER_AXES[case]()
+    bank = CoreBank(model, 1, adapter_name="a")
+    bank.put("x", {name: layer.core("a") for name, layer in frozen_core_layers(model, "a").items()})
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="not known to be the batch"):
+            model(**batch, adapter_names=["a", "b"] * 4)
+        with pytest.raises(ConfigError, match="not known to be the batch"), bank.rows(["x"] * 8):
+            model(**batch)
+    model(**batch)  # a plain batch runs
+
+
+def test_the_pass_that_finds_the_first_axis_leaves_random_numbers_and_modes_as_they_were() -> None:
+    model = adapted("fcca").train()
+    model.model.model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    before = torch.get_rng_state()
+    with CoreBank(model, 1).rows([None] * 4):
+        assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing_computes_again_with_the_rows_of_the_batch_or_not_at_all(use_reentrant: bool) -> None:
+    gradients = []
+    for checkpointed in (False, True):
+        model = on_one_basis("a", "b").train()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("frozencore_R" in name)
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+            model.enable_input_require_grads()
+        with adapter_of_each_row(model, ROWS):
+            model(**BATCHES[0]).loss.backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    for key, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][key], gradient, rtol=1e-5, atol=1e-7)
+    loss = model(**BATCHES[0], adapter_names=ROWS).loss
+    with pytest.raises(ConfigError, match=r"bank.rows\(\.\.\.\)"):
+        loss.backward()
+    bank = CoreBank(model, 1, adapter_name="a")
+    with bank.rows([None] * 4):
+        loss = model(**BATCHES[0]).loss
+    with pytest.raises(ConfigError, match=r"bank.rows\(\.\.\.\)"), bank.rows([None] * 4):
+        loss.backward()
+    model(**BATCHES[0]).loss.backward()  # a plain step goes on
+
+
+def test_two_banks_of_one_model_in_two_threads_do_not_mix_their_rows(
+    model: PeftModel, tenants: dict[str, Cores]
+) -> None:
+    banks = {name: filled(model, {"x": tenants[name]}) for name in "ab"}
+    expected = {name: rows_of(model, tenants[name]) for name in "ab"}
+    odd: list[object] = []
+
+    def run(name: str) -> None:
+        try:
+            for _ in range(15):
+                with banks[name].rows(["x"] * 4):
+                    if not torch.equal(logits(model), expected[name]):
+                        odd.append(name)
+        except BaseException as error:
+            odd.append(error)
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not odd
+
+
+@pytest.mark.parametrize("made_inside", [True, False])
+def test_a_bank_works_in_and_after_inference_mode(
+    model: PeftModel, tenants: dict[str, Cores], made_inside: bool
+) -> None:
+    expected = [rows_of(model, tenants[name]) for name in "ab"]
+    with torch.inference_mode(made_inside):
+        bank = CoreBank(model, 4)
+    for inside in (True, False, True):
+        with torch.inference_mode(inside), torch.no_grad():
+            bank.put("x", tenants["a"])
+            for names in (["x"] * 4, [None, "x", "x", "x"]):
+                with bank.rows(names):
+                    torch.testing.assert_close(logits(model)[1:], expected[0][1:], rtol=1e-5, atol=1e-5)
+            bank.put("x", tenants["b"])
+            with bank.rows(["x"] * 4):
+                assert torch.equal(logits(model), expected[1])

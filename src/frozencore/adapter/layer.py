@@ -28,22 +28,34 @@ from frozencore.adapter.saved.basis import sample_weight
 from frozencore.adapter.saved.state import UncalibratedWarning
 from frozencore.adapter.shared_factors import SharedFactors
 from frozencore.calibration.preserve import refuse_rewritten
-from frozencore.errors import ArtifactError, CalibrationError, ModelError
+from frozencore.errors import ArtifactError, CalibrationError, ConfigError, ModelError
 from frozencore.maths.basis import Basis
 
 
 @dataclass(frozen=True)
-class RowCores:
-    """The cores of a batch's rows in one layer.
+class CorePart:
+    """Cores on one basis: R is rows x r x r, one for each row of a batch; or r x r for the numbered rows alone.
 
-    Attributes:
-        basis: P, Q and s of all cores; None if no row has a core in this layer.
-        R: rows x r x r, the core of each row; zeros for a row without a core. Its values may change between two calls
-            of a compiled model. Rows of one token are fastest if the transposes are contiguous.
+    The values of R may change between two calls of a compiled model. Rows of one token are fastest if the transposes
+    are contiguous.
     """
 
-    basis: tuple[Tensor, Tensor, float] | None
+    P: Tensor
+    Q: Tensor
     R: Tensor
+    scale: float
+    rows: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class PerRowCores:
+    """The cores of a batch's rows in one layer; without parts all rows are the base model's."""
+
+    parts: tuple[CorePart, ...]
+    num_rows: int
+
+
+BASE_ROWS = PerRowCores((), 0)
 
 
 class FrozenCoreLinear(nn.Module, BaseTunerLayer):
@@ -91,7 +103,8 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
         self.frozencore_scale: dict[str, float] = {}
         self.frozencore_ready: dict[str, bool | None] = {}
         self.warned = set() if warned is None else warned
-        self.row_cores: RowCores | list[str] | None = None  # each row's core or adapter, in place of the active ones
+        self.per_row: PerRowCores | None = None  # in place of the active adapters
+        self.has_batch_axis: bool | None = None  # whether the first axis of its input is the batch; None: not known yet
         self.awaits_core: set[str] = set()
         self._active_adapter = adapter_name
         self._disable_adapters = False
@@ -120,40 +133,36 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
             if self.disable_adapters and self.merged:
                 self.unmerge()
             return self.base_layer(x, *args, **kwargs)
-        rows = self.row_cores
-        if rows is not None:
-            num_rows = rows.R.shape[0] if isinstance(rows, RowCores) else len(rows)
-            if x.shape[0] != num_rows:
+        y, rows = self.base_layer(x, *args, **kwargs), self.per_row
+        if rows is None:
+            for adapter_name in self.active_adapters:
+                if adapter_name in self.frozencore_R:
+                    P, Q, _ = self.trained_factors(adapter_name)
+                    core: Any = self.frozencore_R[adapter_name]
+                    y = self._plus(y, x, P, Q, core, self.frozencore_scale[adapter_name])
+            return y
+        if rows.parts:
+            require_batch_axis(self, self.name)
+            if len(x) != rows.num_rows:
                 raise ValueError(
                     "Length of `adapter_names` should be the same as the number of inputs, but got "
-                    f"{num_rows} and {len(x)} respectively. Each row must be one input of layer {self.name!r}."
+                    f"{rows.num_rows} and {len(x)} respectively. Each row must be one input of layer {self.name!r}."
                 )
-        y = self.base_layer(x, *args, **kwargs)
-        if isinstance(rows, RowCores):
-            return y if rows.basis is None else self._plus(y, x, *rows.basis[:2], rows.R, rows.basis[2])
-        for adapter_name in self.active_adapters if rows is None else dict.fromkeys(rows):
-            if adapter_name not in self.frozencore_R:
-                continue
-            if rows is None:
-                y = self._plus_core(y, x, adapter_name)
+        for part in rows.parts:
+            if part.rows is None:
+                y = self._plus(y, x, part.P, part.Q, part.R, part.scale)
             else:
-                own = torch.tensor([i for i, name in enumerate(rows) if name == adapter_name], device=x.device)
-                y = y.index_copy(0, own, self._plus_core(y[own], x[own], adapter_name))
+                here = part.rows
+                y = y.index_copy(0, here, self._plus(y[here], x[here], part.P, part.Q, part.R, part.scale))
         return y
-
-    def _plus_core(self, y: Tensor, x: Tensor, adapter_name: str) -> Tensor:
-        """Add an adapter's part to the base layer's output."""
-        P, Q, _ = self.trained_factors(adapter_name)
-        core: Any = self.frozencore_R[adapter_name]
-        return self._plus(y, x, P, Q, core, self.frozencore_scale[adapter_name])
 
     def _plus(self, y: Tensor, x: Tensor, P: Tensor, Q: Tensor, R: nn.Linear | Tensor, scale: float) -> Tensor:
         return plus_core(y, self._cast_input_dtype(x, Q.dtype), P, Q, R, scale)
 
-    def row_cores_of(self, adapter_name: str, R: Tensor) -> RowCores:
+    def per_row_cores(self, adapter_name: str, R: Tensor) -> PerRowCores:
         """Put cores (rows x r x r) on an adapter's basis."""
         P, Q, _ = self.trained_factors(adapter_name)
-        return RowCores((P, Q, self.frozencore_scale[adapter_name]), R)
+        return PerRowCores((CorePart(P, Q, R, self.frozencore_scale[adapter_name]),), len(R))
 
     def trained_factors(self, adapter_name: str) -> tuple[Tensor, Tensor, Tensor]:
         """P, Q and R for a forward pass; refuses cores that were not loaded, and training on a basis of zeros."""
@@ -448,6 +457,15 @@ def _through(z: Tensor, R: Tensor) -> Tensor:
     if z.numel() == rows * r:  # one token a row, as in generation: bmm takes 2 to 5 times as long
         return (R.mT * z.reshape(rows, r, 1)).sum(1).view(z.shape)
     return torch.bmm(z.reshape(rows, -1, r), R.mT).view(z.shape)
+
+
+def require_batch_axis(module: Any, name: str) -> None:
+    """Refuse rows with cores of their own where the first axis of a module's input is not known to be the batch."""
+    if not getattr(module, "has_batch_axis", None):
+        raise ConfigError(
+            f"A row with a core of its own is an index of a layer's first axis, but that of {name!r} is not known to "
+            "be the batch (it may hold tokens, windows, or an expert's share). Run the rows of each adapter alone."
+        )
 
 
 def version_of(tensor: Tensor) -> int:

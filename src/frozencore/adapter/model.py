@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from frozencore.adapter import named_layers
-from frozencore.adapter.bank import adapter_of_each_row
 from frozencore.adapter.bases import require_same_base, set_named_basis
 from frozencore.adapter.config import FrozenCoreConfig, FrozenCoreType
 from frozencore.adapter.folders import require_one_basis
@@ -29,6 +28,7 @@ from frozencore.adapter.layer import (
     frozen_core_layers,
     is_linear,
 )
+from frozencore.adapter.per_row import adapter_of_each_row
 from frozencore.adapter.saved import state
 from frozencore.adapter.saved.basis import record_base
 from frozencore.adapter.shared_factors import SharedFactors

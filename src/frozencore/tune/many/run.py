@@ -11,9 +11,10 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from frozencore.adapter.bank import swap_core
+from frozencore.adapter.bank import CoreStack
 from frozencore.adapter.bases import basis_fingerprint
 from frozencore.adapter.saved.card import write_model_card
+from frozencore.adapter.swap import swap_core
 from frozencore.errors import FrozenCoreError
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.files.whole_file import whole_folder, write_json
@@ -25,7 +26,7 @@ from frozencore.tune.load import resolve_targets
 from frozencore.tune.make_record import AdaptedRun, FinishedRun, calibrated_on, headline, make_record
 from frozencore.tune.many.common_basis import adapt_for_all
 from frozencore.tune.many.folder import refuse_taken, require_basis, require_unused, standing_record
-from frozencore.tune.many.slots import CoreStack, held_out_losses
+from frozencore.tune.many.slots import held_out_losses
 from frozencore.tune.many.tenant import Tenant, Trained, Validation
 from frozencore.tune.many.tenant_rows import TenantRows, naming_tenant, read_tenants, tenants_of
 from frozencore.tune.many.train import SLOTS, train_many
@@ -154,9 +155,9 @@ class Finisher:
         model, pad_id = self.common.adapted.model, self.common.inputs.encoder.pad_id
         stack = CoreStack(model, len(cores))
         for slot, of_tenant in enumerate(cores.values()):
-            stack.put(slot, of_tenant)
+            stack.fill(slot, of_tenant)
         sets = [self.own[name].rows.held_out for name in cores]
-        losses = held_out_losses(model, sets, pad_id=pad_id, through=stack.rows)
+        losses = held_out_losses(model, sets, pad_id=pad_id, through=stack.of_slots)
         return dict(zip(cores, losses, strict=True))
 
     def _finish(self, name: str, trained: Trained, loss: float, diverged: str | None) -> TenantOutcome:

@@ -11,16 +11,16 @@ at completion tokens. With a large vocabulary the other logits would cost more t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
-from frozencore.adapter.bank import base_rows, other_modules, rows_through
-from frozencore.adapter.layer import FrozenCoreLinear, frozen_core_layers
+from frozencore.adapter.bank import CoreStack
+from frozencore.adapter.layer import FrozenCoreLinear
 from frozencore.adapter.saved.state import by_layer
 from frozencore.calibration.batches import IGNORED
 from frozencore.errors import ConfigError
@@ -116,37 +116,28 @@ def row_sizes(model: nn.Module, rows: Sequence[TokenRow]) -> list[tuple[int, int
     return [(len(row.input_ids), row.num_targets * vocabulary) for row in rows]
 
 
-class CoreStack:
-    """A stack of cores for the rows of a batch.
+BETAS, EPSILON = (0.9, 0.999), 1e-8  # as the Trainer's
+CLIP_EPSILON = 1e-6  # as torch's clip_grad_norm_
 
-    Args:
-        model: A model with a frozen-core adapter; all cores use its P, Q and scale. Its own core is not changed.
+
+class TrainedSlots(CoreStack):
+    """A :class:`CoreStack` with gradients and moments; the used slots come first.
 
     Raises:
-        ConfigError: There is no such adapter, it has no basis or is merged, or its cores are not float32 on one device.
+        ConfigError: Also if the adapter's cores are not float32 on one device.
     """
 
     def __init__(self, model: nn.Module, num_slots: int, *, adapter_name: str = "default") -> None:
-        self.adapter_name = adapter_name
-        self.layers = frozen_core_layers(model, adapter_name)
-        if not self.layers:
-            raise ConfigError(f"Many cores need a frozen-core adapter, but the model has none called {adapter_name!r}.")
-        self.others = other_modules(model, self.layers)
-        own = {name: layer.factors(adapter_name)[2].detach() for name, layer in self.layers.items()}
-        for layer in self.layers.values():
-            layer.require_basis(adapter_name)
-            if layer.merged:
-                raise ConfigError(f"Layer {layer.name!r} has merged adapters. Call unmerge_adapter() first.")
-        kinds = sorted({f"{R.dtype} on {R.device}" for R in own.values()})
+        super().__init__(model, num_slots, adapter_name=adapter_name)
+        own = [layer.core(adapter_name).detach() for layer in self.layers.values()]
+        kinds = sorted({f"{R.dtype} on {R.device}" for R in own})
         if len(kinds) > 1 or not kinds[0].startswith("torch.float32 "):
             raise ConfigError(
                 f"Cores that train together are float32 and on one device, but these are {' and '.join(kinds)}."
             )
-        self.ranks = {name: len(R) for name, R in own.items()}
-        self.start = torch.cat([R.flatten() for R in own.values()])
-        self.device = self.start.device
-        self.values = torch.zeros(num_slots, len(self.start), device=self.device)
-        self.cores = {name: view.detach() for name, view in self.by_layer(self.values).items()}
+        self.start = torch.cat([R.flatten() for R in own])
+        ((self.device, self.values),) = self.blocks.items()
+        self.gradients, self.first, self.second = (torch.zeros_like(self.values) for _ in range(3))
 
     def __len__(self) -> int:
         return len(self.values)
@@ -154,37 +145,6 @@ class CoreStack:
     def by_layer(self, flat: Tensor) -> dict[str, Tensor]:
         """Views (..., r, r) of contiguous values (..., Σr²)."""
         return by_layer(flat, self.ranks)
-
-    def put(self, slot: int, cores: Mapping[str, Tensor]) -> None:
-        """Fill a slot with R (r x r) of each layer."""
-        self.values[slot] = torch.cat([cores[name].flatten() for name in self.ranks]).to(self.device)
-
-    def rows(self, slots: Sequence[int]) -> AbstractContextManager[None]:
-        """Use the core of its slot for each row of a batch."""
-        places = torch.tensor(slots, device=self.device)
-        return self._through({name: core[places] for name, core in self.cores.items()})
-
-    @contextmanager
-    def _through(self, cores: Mapping[str, Tensor]) -> Iterator[None]:
-        """Use its own core (rows x r x r) of each layer for each row of a batch."""
-        with ExitStack() as undo:
-            for name, layer in self.layers.items():
-                undo.enter_context(rows_through(layer, layer.row_cores_of(self.adapter_name, cores[name])))
-            num_rows = len(next(iter(cores.values())))
-            undo.enter_context(base_rows(self.others, lambda _: num_rows))
-            yield
-
-
-BETAS, EPSILON = (0.9, 0.999), 1e-8  # as the Trainer's
-CLIP_EPSILON = 1e-6  # as torch's clip_grad_norm_
-
-
-class TrainedSlots(CoreStack):
-    """A :class:`CoreStack` with gradients and moments; the used slots come first."""
-
-    def __init__(self, model: nn.Module, num_slots: int, *, adapter_name: str = "default") -> None:
-        super().__init__(model, num_slots, adapter_name=adapter_name)
-        self.gradients, self.first, self.second = (torch.zeros_like(self.values) for _ in range(3))
 
     @property
     def state_held_bytes(self) -> int:
@@ -211,7 +171,7 @@ class TrainedSlots(CoreStack):
         """
         places = torch.tensor(slots, device=self.device)
         copies = {name: core[places].requires_grad_() for name, core in self.cores.items()}
-        with self._through(copies):
+        with self.through(copies):
             found = losses()
             gradients = torch.autograd.grad(found.sum(), list(copies.values()), materialize_grads=True)
         return found.detach(), torch.cat([gradient.flatten(1) for gradient in gradients], dim=1)

@@ -271,7 +271,7 @@ class ActiveTenants:
             self.model,
             sets,
             pad_id=self.pad_id,
-            through=lambda of_rows: self.slots.rows([due[i] for i in of_rows]),
+            through=lambda of_rows: self.slots.of_slots([due[i] for i in of_rows]),
             tokens_per_batch=self.tokens_per_batch,
         )
         share_s = (time.perf_counter() - started) / sum(map(len, sets))

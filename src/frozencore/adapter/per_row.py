@@ -1,0 +1,290 @@
+"""Per-row cores: every row of a batch goes through a core of its own.
+
+    y += s·P(R[row] Qᵀx)
+
+Adapters on one basis differ only in r x r numbers a layer. In a mixed batch, by PEFT's ``adapter_names`` or from a
+:class:`frozencore.CoreBank`, each layer reads P and Q once and multiplies every row with its own core, also in
+training. Adapters on different bases compute their own rows. PEFT passes the names to the tuner but not to the model,
+so the layers hold the batch's cores while it runs.
+
+A row is an index of the first axis of a layer's input. Some models put tokens or windows there, and routed experts see
+tokens of any row. So one pass of two rows of three tokens shows, once a model, in which layers the first axis is the
+batch; a mixed batch is refused in all others.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTuner
+from peft.utils import AuxiliaryTrainingWrapper
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from frozencore.adapter.layer import BASE_ROWS, CorePart, FrozenCoreLinear, PerRowCores, require_batch_axis
+from frozencore.calibration.preserve import own_random_state
+from frozencore.errors import ConfigError
+from frozencore.quiet import with_attributes
+
+BASE_ROW = "__base__"  # PEFT's name for "no adapter"
+ADAPTED = (FrozenCoreLinear, AuxiliaryTrainingWrapper)
+_LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+
+
+@contextmanager
+def adapter_of_each_row(model: nn.Module, names: Sequence[str], *, num_beams: int = 1) -> Iterator[None]:
+    """Use the named adapters for the rows of every batch inside.
+
+    Args:
+        names: One adapter name, or ``"__base__"``, per row.
+        num_beams: The number of copies of each row, behind the encoder if there is one.
+    """
+    layers = [module for module in model.modules() if isinstance(module, FrozenCoreLinear)]
+    wrappers = [module for module in model.modules() if isinstance(module, AuxiliaryTrainingWrapper)]
+    known = {name for layer in layers for name in layer.frozencore_R}
+    if unknown := sorted(set(names) - known - {BASE_ROW}):
+        raise ValueError(
+            f"Trying to infer with non-existing adapter(s): {', '.join(unknown)}. "
+            f"The model has {', '.join(sorted(known))}, and {BASE_ROW} for the base model."
+        )
+    wanted = [name for name in dict.fromkeys(names) if name != BASE_ROW]
+    together = all(
+        len({_basis_of(layer, name) for name in wanted if name in layer.frozencore_R}) < 2 for layer in layers
+    )
+    if model.training and (wrappers or not together):
+        raise ValueError(
+            "Cannot pass `adapter_names` in training mode unless all share a basis and train nothing but cores. "
+            "Call model.eval() first, or load cores of one basis."
+        )
+    times = repetitions(model, num_beams)
+    cores_of = _stacked if together else _apart
+    rows = {layer: cores_of(layer, wanted, _repeated(names, times(layer))) for layer in layers}
+    with mixed_batch(model, rows, wrappers), ExitStack() as undo:
+        for wrapper in wrappers:
+            undo.callback(_pass_names(wrapper, _repeated(names, times(wrapper))))
+        yield
+
+
+def _basis_of(layer: FrozenCoreLinear, name: str) -> tuple[int, int, float]:
+    return id(layer.frozencore_P[name]), id(layer.frozencore_Q[name]), layer.frozencore_scale[name]
+
+
+def _repeated(names: Sequence[str], times: int) -> list[str]:
+    return [name for name in names for _ in range(times)]
+
+
+def _stacked(layer: FrozenCoreLinear, wanted: Sequence[str], names: Sequence[str]) -> PerRowCores:
+    """The core of each row on the adapters' one basis; zeros for rows without an adapter in this layer."""
+    here = [name for name in wanted if name in layer.frozencore_R]
+    if not here:
+        return BASE_ROWS
+    cores = [layer.trained_factors(name)[2] for name in here]
+    slot = {name: i for i, name in enumerate(here, start=1)}
+    slots = torch.tensor([slot.get(name, 0) for name in names], device=cores[0].device)
+    transposed = torch.stack([torch.zeros_like(cores[0]), *(R.mT for R in cores)]).index_select(0, slots)
+    return layer.per_row_cores(here[0], transposed.mT)
+
+
+def _apart(layer: FrozenCoreLinear, wanted: Sequence[str], names: Sequence[str]) -> PerRowCores:
+    """The rows of each adapter, on its own basis."""
+    parts = []
+    for wanted_name in wanted:
+        if wanted_name in layer.frozencore_R:
+            P, Q, R = layer.trained_factors(wanted_name)
+            rows = torch.tensor([i for i, name in enumerate(names) if name == wanted_name], device=R.device)
+            parts.append(CorePart(P, Q, R, layer.frozencore_scale[wanted_name], rows))
+    return PerRowCores(tuple(parts), len(names))
+
+
+def _pass_names(wrapper: AuxiliaryTrainingWrapper, names: list[str]) -> Callable[[], None]:
+    """Give the names to a trained copy of a module, which PEFT computes row by row; returns what undoes it."""
+
+    def add_names(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        require_batch_axis(module, type(module).__name__)
+        return args, {**kwargs, "adapter_names": names}
+
+    return wrapper.register_forward_pre_hook(add_names, with_kwargs=True).remove
+
+
+@contextmanager
+def cores_of_rows(
+    model: nn.Module,
+    layers: Mapping[str, FrozenCoreLinear],
+    adapter_name: str,
+    cores: Mapping[str, Tensor],
+    others: Iterable[nn.Module],
+) -> Iterator[None]:
+    """Use cores (rows x r x r, by layer) on one adapter's basis for the rows of every batch inside.
+
+    Args:
+        others: See :func:`other_modules`. They compute the base model for every row, whichever adapter is active.
+    """
+    rows = {layer: layer.per_row_cores(adapter_name, cores[name]) for name, layer in layers.items()}
+    rows |= {module: BASE_ROWS for module in others if isinstance(module, FrozenCoreLinear)}
+    with mixed_batch(model, rows), ExitStack() as undo:
+        for module in others:
+            if isinstance(module, AuxiliaryTrainingWrapper):
+                undo.enter_context(with_attributes(module, _disable_adapters=True))
+        yield
+
+
+def other_modules(model: nn.Module, layers: Mapping[str, FrozenCoreLinear]) -> list[nn.Module]:
+    """What other adapters change in a model: layers besides these, and trained copies of modules."""
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, AuxiliaryTrainingWrapper)
+        or (isinstance(module, FrozenCoreLinear) and module.name not in layers)
+    ]
+
+
+def repetitions(model: nn.Module, num_beams: int) -> Callable[[nn.Module], int]:
+    """How often a module sees each row: once in an encoder, which runs before beams repeat the rows."""
+    base: Any = base_model_of(model)
+    has_encoder = num_beams > 1 and getattr(getattr(base, "config", None), "is_encoder_decoder", False)
+    in_encoder = {id(module) for module in base.get_encoder().modules()} if has_encoder else set()
+    return lambda module: 1 if id(module) in in_encoder else num_beams
+
+
+def base_model_of(model: Any) -> nn.Module:
+    """The user's model below PEFT's wrappers."""
+    if isinstance(model, PeftModel):
+        model = model.base_model
+    return model.model if isinstance(model, BaseTuner) else model
+
+
+def lock_of(model: nn.Module) -> threading.RLock:
+    """The lock of a model: only one thread runs a mixed batch on it."""
+    return _LOCKS.setdefault(base_model_of(model), threading.RLock())
+
+
+@contextmanager
+def mixed_batch(
+    model: nn.Module, rows: Mapping[FrozenCoreLinear, PerRowCores], wrappers: Sequence[nn.Module] = ()
+) -> Iterator[None]:
+    """Use per-row cores in layers, in place of their active adapters, for every batch inside.
+
+    A batch inside another one has its own rows; the outer one then goes on with its own.
+
+    Args:
+        wrappers: Trained copies of modules, which compute row by row too.
+
+    Raises:
+        ValueError: A layer is merged, so that each row would get the merged update.
+    """
+    with lock_of(model), ExitStack() as undo:
+        for layer in rows:
+            if layer.merged:
+                raise ValueError(
+                    "Cannot pass `adapter_names` when there are merged adapters, please call `unmerge_adapter` first."
+                )
+        if any(getattr(module, "has_batch_axis", None) is None for module in (*rows, *wrappers)):
+            _find_batch_axes(base_model_of(model), undo)
+        for layer, cores in rows.items():
+            undo.enter_context(with_attributes(layer, per_row=cores))
+        if model.training and rows:
+            _refuse_late_recomputation(model, rows, undo)
+        yield
+
+
+def _refuse_late_recomputation(model: nn.Module, rows: Mapping[FrozenCoreLinear, PerRowCores], undo: ExitStack) -> None:
+    """Let gradient checkpointing fail where it computes a block again after the batch's rows were left."""
+    layer, cores = next(iter(rows.items()))
+
+    def checked(block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if layer.per_row is not cores:
+            raise ConfigError(
+                "Gradient checkpointing computes a block again in backward, with the rows of the first time, but these "
+                "were left. Call backward inside of bank.rows(...), or model.gradient_checkpointing_disable() before "
+                "a batch with adapter_names."
+            )
+        return block(*args, **kwargs)
+
+    for module in model.modules():
+        checkpoint: Any = vars(module).get("_gradient_checkpointing_func")
+        if checkpoint is not None:
+            guarded = lambda block, *args, _run=checkpoint, **kwargs: _run(partial(checked, block), *args, **kwargs)  # noqa: E731
+            undo.enter_context(with_attributes(module, _gradient_checkpointing_func=guarded))
+
+
+def _find_batch_axes(base: Any, undo: ExitStack) -> None:
+    """Find the layers whose first axis is the batch: by a pass of two rows of three tokens, once a model.
+
+    A model that reads no tokens, or more than tokens, runs on the first row of its first batch twice.
+    """
+    base = getattr(base, "_orig_mod", base)  # a compiled model
+
+    def unknown(part: nn.Module) -> list[Any]:
+        adapted = (module for module in part.modules() if isinstance(module, ADAPTED))
+        return [module for module in adapted if getattr(module, "has_batch_axis", None) is None]
+
+    has_encoder = bool(getattr(getattr(base, "config", None), "is_encoder_decoder", False))
+    names = ("input_ids", "decoder_input_ids") if has_encoder else ("input_ids",)
+    if inspect.signature(base.forward).parameters.keys() >= set(names):
+        ids = torch.tensor([[1, 2, 3], [1, 2, 3]], device=next(base.parameters()).device)
+        if _watch(base, base, (), dict.fromkeys(names, ids)):
+            for module in unknown(base):
+                module.has_batch_axis = False  # never called
+            return
+    is_watching: list[bool] = []
+
+    def run_twice(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if not is_watching and unknown(module):
+            is_watching.append(True)  # an encoder is called inside of its model
+            _watch(base, module, *_first_row_twice(args, kwargs))
+            is_watching.clear()
+
+    for module in (base, base.get_encoder()) if has_encoder else (base,):
+        undo.callback(module.register_forward_pre_hook(run_twice, with_kwargs=True).remove)
+
+
+def _watch(base: nn.Module, part: nn.Module, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Note for each layer whether its first axis has the two rows that these inputs have; False if they do not run."""
+    found: dict[Any, bool] = {}
+    routed = {module for name, module in base.named_modules() if _is_routed(name, base)}
+
+    def see(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        x = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        found[module] = found.get(module, True) and module not in routed and x.shape[:1] == (2,)
+
+    with ExitStack() as undo, own_random_state(), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        for module in base.modules():
+            undo.callback(setattr, module, "training", module.training)
+            if isinstance(module, ADAPTED):
+                undo.callback(module.register_forward_pre_hook(see, with_kwargs=True).remove)
+            if isinstance(module, FrozenCoreLinear):
+                undo.enter_context(with_attributes(module, per_row=BASE_ROWS))
+        base.eval()
+        try:
+            part(*args, **kwargs)
+        except Exception:  # any model's, on inputs that its user did not give
+            return False
+    for module, has_batch_axis in found.items():
+        module.has_batch_axis = has_batch_axis
+    return True
+
+
+def _is_routed(name: str, base: nn.Module) -> bool:
+    """Whether a layer is inside of a routed expert, which sees tokens of any row; a shared one sees all."""
+    parts, module = name.split(".")[:-1], base
+    for part in parts:
+        module = getattr(module, part)
+        if any("expert" in word.lower() and "shared" not in word.lower() for word in (part, type(module).__name__)):
+            return True
+    return False
+
+
+def _first_row_twice(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Inputs in which the first row of a batch stands twice, without a cache, which a pass would change."""
+    inputs = args, {name: value for name, value in kwargs.items() if name != "past_key_values"}
+    size = next((len(value) for value in tree_leaves(inputs) if isinstance(value, Tensor) and value.ndim), 0)
+    twice: Any = tree_map_only(Tensor, lambda x: x[[0, 0]] if x.ndim and len(x) == size else x, inputs)
+    return twice

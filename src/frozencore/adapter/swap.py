@@ -1,0 +1,194 @@
+"""Swap the cores of a loaded adapter in place: nothing is allocated, and compiled code stays valid."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from frozencore.adapter.config import FrozenCoreConfig
+from frozencore.adapter.folders import read_tensors
+from frozencore.adapter.layer import FrozenCoreLinear, frozen_core_layers, version_of
+from frozencore.adapter.saved import state
+from frozencore.errors import ArtifactError, ConfigError
+from frozencore.files.adapter_folder import read_config
+
+HeldBases = tuple[tuple[Tensor, int, Tensor, int], ...]
+"""P and Q of each layer and the versions of their values."""
+
+
+@dataclass(frozen=True)
+class ReadyCore:
+    """Cores that were checked against a loaded adapter; :meth:`swap_in` copies them.
+
+    Attributes:
+        bases: P and Q of each layer, and their versions at the time of the check.
+        cores: One r x r tensor a layer, on the layer's device and in its dtype.
+    """
+
+    adapter_name: str
+    layers: tuple[FrozenCoreLinear, ...]
+    bases: HeldBases
+    cores: tuple[Tensor, ...]
+
+    def swap_in(self) -> None:
+        """Copy the cores into the loaded adapter.
+
+        Raises:
+            ConfigError: The adapter was merged into the weights, or calibrated or moved since the check.
+        """
+        require_unmerged(self.layers)
+        require_unmoved(self.layers, self.adapter_name, self.bases, "Call prepare_swap again.")
+        with torch.no_grad():
+            torch._foreach_copy_([layer.core(self.adapter_name) for layer in self.layers], list(self.cores))
+        for layer in self.layers:
+            layer.awaits_core.discard(self.adapter_name)
+
+
+def swap_core(model: nn.Module, source: str | Path | Mapping[str, Tensor], *, adapter_name: str = "default") -> None:
+    """Copy the cores of a saved adapter into a loaded adapter with the same bases.
+
+    Args:
+        source: A folder that ``save_pretrained`` wrote, the state dict of ``peft.get_peft_model_state_dict``, or R
+            (r x r) by layer name. A state dict has no scale, so the loaded adapter's is assumed. R by layer name do
+            not say what basis they are of: only their layers and ranks are checked.
+
+    Raises:
+        ConfigError: The model has no such adapter, or it is merged into the weights.
+        ArtifactError: Other layers, ranks, scales or bases, or trained modules besides cores. Nothing is copied then.
+    """
+    prepare_swap(model, source, adapter_name=adapter_name).swap_in()
+
+
+def prepare_swap(
+    model: nn.Module, source: str | Path | Mapping[str, Tensor], *, adapter_name: str = "default"
+) -> ReadyCore:
+    """Read and check the cores of a saved adapter once, to swap them in many times; see :func:`swap_core`."""
+    layers = frozen_core_layers(model, adapter_name)
+    if not layers:
+        raise ConfigError(f"swap_core needs a frozen-core adapter, but the model has none called {adapter_name!r}.")
+    own = {name: layer.core(adapter_name) for name, layer in layers.items()}
+    flat = read_cores(model, source, layers, adapter_name)
+    for dtype in {R.dtype for R in own.values()}:
+        state.require_finite_in("the core", flat, dtype)
+    new = state.by_layer(flat, {name: len(own[name]) for name in sorted(own)})
+    cores = tuple(new[name].detach().to(R.device, R.dtype, copy=True) for name, R in own.items())
+    here = tuple(layers.values())
+    return ReadyCore(adapter_name, here, held_bases(here, adapter_name), cores)
+
+
+def held_bases(layers: Iterable[FrozenCoreLinear], adapter_name: str) -> HeldBases:
+    factors = (layer.factors(adapter_name) for layer in layers)
+    return tuple((P, version_of(P), Q, version_of(Q)) for P, Q, _ in factors)
+
+
+def require_unmoved(layers: Iterable[FrozenCoreLinear], adapter_name: str, held: HeldBases, way_out: str) -> None:
+    """Refuse cores that were made for bases which an adapter no longer has."""
+    for layer, old in zip(layers, held, strict=True):
+        P, Q, _ = layer.factors(adapter_name)
+        if P is not old[0] or Q is not old[2] or (version_of(P), version_of(Q)) != (old[1], old[3]):
+            raise ConfigError(
+                f"A core works on its own basis only, but the basis of layer {layer.name!r} of the adapter "
+                f"{adapter_name!r} was set or moved since. {way_out}"
+            )
+
+
+def read_cores(
+    model: Any, source: str | Path | Mapping[str, Tensor], layers: Mapping[str, FrozenCoreLinear], adapter_name: str
+) -> Tensor:
+    """Read all cores for a loaded adapter with these layers: Σr² values in the order of the layers' names."""
+    require_unmerged(layers.values())
+    config = model.peft_config[adapter_name]
+    if isinstance(source, Mapping):
+        origin, tensors = "the state dict", source
+    elif isinstance(source, str | Path):
+        origin, tensors = str(source), _read_folder(Path(source), layers, adapter_name, config)
+    else:
+        raise ConfigError(
+            f"Cores are a folder that save_pretrained wrote, a state dict, or R by layer name, but a "
+            f"{type(source).__name__} came."
+        )
+    flat = _flat_cores(origin, tensors, layers, adapter_name, config.basis_id)
+    state.require_size(origin, flat, sum(len(layer.core(adapter_name)) ** 2 for layer in layers.values()))
+    return flat
+
+
+def _read_folder(
+    folder: Path, layers: Mapping[str, FrozenCoreLinear], adapter_name: str, config: FrozenCoreConfig
+) -> Mapping[str, Tensor]:
+    """Read the tensors of a folder, without the basis if it names the loaded adapter's; refuse other scales."""
+    named = read_config(folder).get("basis_id")
+    if named is not None and named == config.basis_id:
+        values, tensors = state.read_folder(folder)
+        theirs_config, held = FrozenCoreConfig.of_file(folder, values), set(layers)
+    else:
+        theirs_config, tensors = read_tensors(folder)
+        held = layers.keys() & {key.removeprefix(state.BASE).partition(f".{state.PREFIX}")[0] for key in tensors}
+    for name in held:
+        mine, theirs = layers[name].frozencore_scale[adapter_name], theirs_config.scale_of(name)
+        if mine != theirs:
+            raise ArtifactError(
+                f"The core of layer {name!r} was trained at scale {theirs:g}, but the adapter {adapter_name!r} has "
+                f"{mine:g}. Load it with model.load_adapter instead."
+            )
+    return tensors
+
+
+def _flat_cores(
+    origin: str,
+    tensors: Mapping[str, Tensor],
+    layers: Mapping[str, FrozenCoreLinear],
+    adapter_name: str,
+    basis_id: str | None,
+) -> Tensor:
+    """All cores as one vector: from R by layer name, from cores alone, or from P, Q and R of the same bases."""
+    if tensors.keys() & layers.keys():  # R by layer name
+        _require_same_layers(tensors, layers)
+        for name, R in tensors.items():
+            r = len(layers[name].core(adapter_name))
+            if R.shape != (r, r) or not torch.isfinite(R.float()).all():
+                raise ArtifactError(
+                    f"The core of layer {name!r} is {r} x {r} and finite here, but one of shape {tuple(R.shape)} came, "
+                    "or one with NaN or Inf."
+                )
+        return state.flatten_cores(tensors)
+    if others := [key for key in tensors if f".{state.PREFIX}" not in key and key not in (state.FLAT, state.MARK)]:
+        raise ArtifactError(
+            f"Only cores can be swapped, but {origin} holds {others[0]!r} ({len(others)} in all). Load it with "
+            "model.load_adapter or peft.set_peft_model_state_dict instead."
+        )
+    if state.FLAT in tensors:
+        state.require_finite(origin, tensors)
+        state.require_marked(origin, tensors, basis_id)
+        return tensors[state.FLAT]
+    factors = state.layer_factors(origin, tensors)
+    _require_same_layers(factors, layers)
+    for name, layer in layers.items():
+        for mine, theirs in zip(layer.factors(adapter_name), (factors[name].P, factors[name].Q), strict=False):
+            if mine.shape != theirs.shape or not torch.equal(mine, theirs.to(mine.device, mine.dtype)):
+                raise ArtifactError(
+                    f"A core works on its own basis only, but layer {name!r} of the adapter {adapter_name!r} has "
+                    "another one. Load the adapter with model.load_adapter instead."
+                )
+    return state.flatten_cores({name: factors[name].R for name in layers})
+
+
+def require_unmerged(layers: Iterable[FrozenCoreLinear]) -> None:
+    for layer in layers:
+        if layer.merged:
+            raise ConfigError(
+                f"Layer {layer.name!r} has merged adapters. Call unmerge_adapter() before swapping cores."
+            )
+
+
+def _require_same_layers(came: Mapping[str, object], layers: Mapping[str, FrozenCoreLinear]) -> None:
+    if came.keys() != layers.keys():
+        odd = sorted(came.keys() ^ layers.keys())
+        raise ArtifactError(
+            f"Cores can be swapped between adapters of the same layers, but {odd[0]!r} ({len(odd)} in all) has a core "
+            "on one side only. Load the adapter with model.load_adapter instead."
+        )
