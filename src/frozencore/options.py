@@ -136,7 +136,10 @@ def _in_words(kind: Any, bounds: Sequence[Any] = ()) -> str:
         first, *others = get_args(kind)
         size = "" if others == [Ellipsis] else f" of {1 + len(others)}"
         return f"a list{size}, each {_in_words(first)}"
-    limits = {name: getattr(bound, name) for bound in bounds for name in ("gt", "ge", "le") if hasattr(bound, name)}
-    words = {"gt": "above", "ge": "from", "le": "to"} if "le" in limits else {"gt": "above", "ge": "of at least"}
-    said = [f"{words[name]} {limits[name]:g}" for name in words if name in limits and kind in (int, float)]
+    limits = {
+        name: getattr(bound, name) for bound in bounds for name in ("gt", "ge", "lt", "le") if hasattr(bound, name)
+    }
+    words = {"gt": "above", "ge": "from" if "le" in limits else "of at least", "lt": "below", "le": "to"}
+    numbers = {name: limit if isinstance(limit, int) else f"{limit:g}" for name, limit in limits.items()}
+    said = [f"{words[name]} {numbers[name]}" for name in words if name in limits and kind in (int, float)]
     return " ".join([_NAMES.get(kind, str(kind)), *said])

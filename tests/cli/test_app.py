@@ -56,11 +56,12 @@ def test_ctrl_c_says_that_something_goes_on_only_if_something_is_saved(
     status, _, err = command(*asked, "--out", out)
     assert status == 130
     assert err.splitlines()[-1] == f"frozencore: interrupted; nothing is saved yet; {from_the_beginning}"
-    (out / ".found").mkdir(parents=True)
-    (out / ".found" / "base-score.json").write_text("{}")
+    out.mkdir()
+    (out / "base-score.json").write_text("{}")
     assert command(*asked, "--out", out)[2].splitlines()[-1].endswith(" continues from what is saved")
 
     monkeypatch.chdir(tmp_path)
+    Path("tune").mkdir()
     Path("tune/adapter_config.json").write_text("{}")  # an adapter that is called as a verb
     monkeypatch.setattr("frozencore.adapter.folders.merge_adapters", raising(KeyboardInterrupt))
     status, _, err = command("merge", "tune", "--out", "run")

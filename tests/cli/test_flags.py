@@ -12,12 +12,12 @@ from typing import Annotated, Any, get_args, get_origin
 import pytest
 
 from frozencore.calibration.calibration_options import CalibrationOptions
-from frozencore.cli.flags import RunCommand, as_flags
+from frozencore.cli.flags import RunCommand
 from frozencore.cli.tune import tune
 from frozencore.constructors import CONSTRUCTORS
 from frozencore.errors import ConfigError
 from frozencore.options import options_of
-from frozencore.tune.config import RunConfig, make_config
+from frozencore.tune.config import RunConfig, as_flags, make_config
 from frozencore.tune.methods import METHODS
 from frozencore_lab.campaign.job import make_job
 from frozencore_lab.campaign.plan import plan
@@ -133,7 +133,7 @@ CONFIG = make_config(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("text", [FILE, as_flags(CONFIG), as_flags(CONFIG, {})])
+@pytest.mark.parametrize("text", [FILE, as_flags(CONFIG)])
 def test_a_file_of_flags_asks_for_what_the_flags_ask_for_and_the_command_line_has_the_last_word(
     text: str, command: Command, given: Callable[..., RunConfig], tmp_path: Path
 ) -> None:

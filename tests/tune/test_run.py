@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +92,8 @@ def test_every_method_runs_and_its_adapter_reloads_to_the_same_score(method: str
     config = config_of(method=method, **unsaid)
     record = execute(config, tmp_path / "run", silent)
     assert json.loads((tmp_path / "run" / "result.json").read_text())["accuracy"] == record.accuracy
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["adapter", "predictions.jsonl", "result.json"]
+    written = ["adapter", "predictions.jsonl", "result.json", "run.yaml", "training.png"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == written
 
     prepared = inputs_of(config)
     assert fingerprint_model(prepared.model) == record.hashes.model
@@ -202,50 +206,119 @@ def bytes_in(folder: Path) -> dict[Path, bytes]:
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def no_work(stage: str, *_: object) -> None:
+    raise AssertionError(f"{stage}: the options are compared before any work")
+
+
 @pytest.mark.parametrize(
     ("changed", "difference"),
     [
-        ({"method": "rawgrad"}, r"others: method fcca \(now rawgrad\)\. Resume"),
-        ({"rank": 3}, r"others: rank 4 \(now 3\), trainable parameters \w+ "),
-        ({"calibration_size": 8}, r"others: calibration rows \w{12} \(now \w{12}\)\. Resume"),
-        ({"core": {"damping": 0.1}}, r"others: damping 0\.001 \(now 0\.1\)\. Resume"),
-        ({"targets": ("q_proj",)}, r"others: targets \['q_proj', .* \(now \['q_proj'\]\), trainable"),
-        ({"dtype": "bfloat16"}, r"others: base model \w{12} \(now \w{12}\)"),
-        ({"num_train": 16}, r"others: calibration rows .*, rows \w{12} \(now \w{12}\)\. Resume"),
-        ({"learning_rate": 1e-4}, r"others: learning_rate 0\.01 \(now 0\.0001\)\. Resume"),
-        ({"seed": 7}, r"others: .*seed 42 \(now 7\)"),
+        ({"method": "rawgrad"}, "--method rawgrad came, before: fcca"),
+        ({"rank": 3}, "--rank 3 came, before: 4"),
+        ({"rank": 16}, "--rank 16 came, before: 4"),  # the default
+        ({"core": {"damping": 10.0}}, "--damping 10.0 came, before: 0.001"),
+        ({"targets": ("q_proj",)}, r"--targets \['q_proj'\] came, before: none"),
+        ({"dtype": "bfloat16"}, "--dtype bfloat16 came, before: auto"),
+        ({"num_train": 16}, "--num-train 16 came, before: 24"),
+        ({"epochs": 1}, "--epochs 1 came, before: 2"),
+        ({"seed": 7}, "--seed 7 came, before: 42"),
     ],
 )
-def test_a_run_is_not_resumed_with_other_options_and_the_difference_is_shown(
+def test_a_run_is_not_resumed_with_another_option_which_is_named_before_any_work(
     changed: dict[str, Any], difference: str, interrupted: Path
 ) -> None:
     before = bytes_in(interrupted)
     with pytest.raises(TrainingError, match=difference) as caught:
-        execute(config_of(epochs=2, **changed), interrupted, silent, resume=True)
+        execute(config_of(**{"epochs": 2, **changed}), interrupted, no_work, resume=True)
     assert "\n" not in str(caught.value)
     assert bytes_in(interrupted) == before
 
 
-def test_a_run_that_diverges_keeps_its_last_good_core_and_a_baseline_which_has_none_nothing(tmp_path: Path) -> None:
-    with pytest.raises(DivergenceError, match=r"diverged at step \d+ of \d+: .* The last good core is in ") as caught:
+def test_a_run_is_not_resumed_on_another_model_or_on_other_rows(tmp_path: Path) -> None:
+    rows, model = tmp_path / "rows.jsonl", tmp_path / "model"
+    config = config_of(task=None, data=rows, num_train=None, num_evaluation=None, model=str(model))
+
+    def write(shift: int) -> None:
+        shutil.copytree(pocket_model_path(), model, dirs_exist_ok=True)
+        texts = [json.dumps({"prompt": f"Tom has {i + shift} cats .", "completion": f" {i} cats"}) for i in range(40)]
+        rows.write_text("\n".join(texts) + "\n")
+
+    write(0)
+    with pytest.raises(KeyboardInterrupt):
+        execute(config, tmp_path / "run", stop_at("train"))
+    before = bytes_in(tmp_path / "run")
+    write(1)
+    with pytest.raises(TrainingError, match="the train rows and the calibration rows and the evaluation rows changed"):
+        execute(config, tmp_path / "run", silent, resume=True)
+    write(0)
+    other = AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        other.lm_head.weight[0] += 1
+    other.save_pretrained(model)
+    with pytest.raises(TrainingError, match="but the base model changed"):
+        execute(config, tmp_path / "run", silent, resume=True)
+    assert bytes_in(tmp_path / "run") == before
+
+
+def stop_at(stage: str) -> Callable[..., None]:
+    def stop(came: str, *_: object) -> None:
+        if came == stage:
+            raise KeyboardInterrupt
+
+    return stop
+
+
+def test_a_run_that_is_killed_again_and_again_never_reads_a_part_of_another(
+    whole: tuple[TunedRecord, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill while the start is written, and a try with other damping in between."""
+    out = tmp_path / "run"
+
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    for damping in (0.001, 10.0, 0.001):
+        config = config_of(core={"damping": damping})
+        with monkeypatch.context() as patched:
+            patched.setattr("frozencore.tune.adapt.PeftModel.save_pretrained", killed)
+            error = TrainingError if damping == 10.0 else KeyboardInterrupt
+            with pytest.raises(error):
+                execute(config, out, silent, resume=out.exists())
+    record = execute(config_of(core={"damping": 0.001}), out, silent, resume=True)
+    assert record.criterion == whole[0].criterion
+    assert record.hashes == whole[0].hashes
+    assert record.training == whole[0].training
+
+
+def test_a_run_that_ends_while_another_waits_for_its_folder_is_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, flock = tmp_path / "run", fcntl.flock
+
+    def end_meanwhile(folder: int, how: int) -> None:
+        flock(folder, how)
+        (out / "result.json").write_text("{}")
+
+    monkeypatch.setattr("frozencore.tune.folder.fcntl.flock", end_meanwhile)
+    with pytest.raises(ArtifactError, match="already holds a finished run"):
+        execute(config_of(), out, no_work)
+    assert (out / "result.json").read_text() == "{}"
+
+
+def test_a_run_that_diverges_leaves_no_record(tmp_path: Path) -> None:
+    with pytest.raises(DivergenceError, match=r"diverged at step \d+ of \d+: ") as caught:
         execute(config_of(learning_rate=1e30), tmp_path / "run", silent)
-    kept = tmp_path / "run" / "last-good-adapter"
-    assert str(caught.value).endswith(f"{kept}.")
     assert "\n" not in str(caught.value)
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(pocket_model_path()), kept)
-    assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
-    with pytest.raises(DivergenceError, match=r"diverged at step \d+ of \d+") as caught:
-        execute(config_of(method="lora", learning_rate=1e30), tmp_path / "lora", silent)
-    assert "last good core" not in str(caught.value)
-    assert not list(tmp_path.glob("*/result.json"))
-    assert not (tmp_path / "lora" / "last-good-adapter").exists()
+    assert not (tmp_path / "run" / "result.json").exists()
+    assert not (tmp_path / "run" / "adapter").exists()
 
 
 def test_own_rows_are_scored_by_held_out_loss(tmp_path: Path) -> None:
     rows = [{"prompt": f"Tom has {i} cats .", "completion": f" {i} cats"} for i in range(40)]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    record = execute(config_of(task=None, data=path, num_train=None, num_evaluation=None), tmp_path / "run", silent)
+    own = {"task": None, "data": path, "num_train": None, "num_evaluation": None, "exact_match": "no"}
+    record = execute(config_of(**own), tmp_path / "run", silent)
     assert record.held_out_loss < record.held_out_loss_before
     assert not record.has("accuracy")
     assert "accuracy" not in json.loads((tmp_path / "run" / "result.json").read_text())

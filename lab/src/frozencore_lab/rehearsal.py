@@ -57,7 +57,7 @@ class RehearsalPlace(Place):
         steps_an_epoch = math.ceil(STEPS / epochs)
         changes: dict[str, Any] = {
             "model": str(pocket_model_path()), "dtype": "float32", "epochs": epochs,
-            "num_train": max(calibrated, (steps_an_epoch - 1) * config.training.rows_a_step + 1),
+            "num_train": max(calibrated, (steps_an_epoch - 1) * config.training.effective_batch_size + 1),
             "num_evaluation": EVALUATED, "calibration_size": calibrated, "max_new_tokens": MOST_NEW_TOKENS,
             "max_length": None, "too_long": "cut",
         }  # fmt: skip

@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
-import yaml
 from pydantic import ValidationError
-from pydantic_core import to_jsonable_python
 
 from frozencore.cli.verbs import NOTHING_KEPT
 from frozencore.constructors import described
@@ -24,7 +22,8 @@ from frozencore.errors import ConfigError, own_refusal
 from frozencore.files.strict_yaml import read_yaml
 from frozencore.options import Option
 from frozencore.text import flag_of, nearest_name
-from frozencore.tune.config import RunConfig, make_config, run_options
+from frozencore.tune.config import make_config, run_options
+from frozencore.tune.folder import OPTIONS_FILE
 from frozencore.tune.methods import METHODS
 from frozencore.tune.suite import TASKS
 
@@ -54,8 +53,27 @@ def flag(name: str, said: str | None = None) -> Any:
     return typer.Option(help=said or help_of(option), autocompletion=_completions(option), callback=check)
 
 
-Out = Annotated[Path | None, typer.Option("--out", "--output", help="New folder for adapters and records.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue the run that is in --out.")]
+def _take_resumed(context: typer.Context, param: typer.CallbackParam, value: Any) -> Any:
+    """Use the options of the run in ``--out`` as the defaults of the flags if the run is resumed."""
+    context.meta[str(param.name)] = value
+    out, resumed = context.meta.get("output"), context.meta.get("resume")
+    if resumed and out is not None and (Path(out) / OPTIONS_FILE).is_file():
+        context.default_map = {**_flags_in(context, Path(out) / OPTIONS_FILE), **(context.default_map or {})}
+    return value
+
+
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        "--out", "--output", help="New folder for adapters and records.", is_eager=True, callback=_take_resumed
+    ),
+]
+Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume", help="Continue the run that is in --out, with its options.", is_eager=True, callback=_take_resumed
+    ),
+]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Write nothing: say what the run would read and need, show its first rows.")
 ]
@@ -66,13 +84,10 @@ class RunCommand:
 
     Args:
         without: Options that the verb does not take.
-        defaults: Other defaults for some options.
     """
 
-    def __init__(
-        self, verb: Callable[..., None], *, without: Collection[str] = (), defaults: Mapping[str, Any] | None = None
-    ) -> None:
-        self._verb, self._without, self._defaults = verb, without, defaults or {}
+    def __init__(self, verb: Callable[..., None], *, without: Collection[str] = ()) -> None:
+        self._verb, self._without = verb, without
         self.__name__, self.__annotations__ = verb.__name__, {}
 
     @property
@@ -89,9 +104,10 @@ class RunCommand:
         return Signature(sorted(flags, key=lambda one: order.index(get_args(one.annotation)[1].rich_help_panel)))
 
     def __call__(self, **given: Any) -> None:
-        known = run_options()
-        own = {name: value for name, value in given.items() if name not in known and name != "config_file"}
-        values = {name: read_value(known[name], given[name]) for name in known.keys() & given.keys()}
+        known, context = run_options(), given.pop("config_file")
+        own = {name: value for name, value in given.items() if name not in known}
+        named = [name for name in known.keys() & given.keys() if context.get_parameter_source(name).name != "DEFAULT"]
+        values = {name: read_value(known[name], given[name]) for name in named}
         if (tenants := own.get("tenants")) is not None:
             if values.get("data") is not None:
                 raise ConfigError("--tenants and --data name the same thing. Leave one out.")
@@ -100,7 +116,7 @@ class RunCommand:
 
     def _flag(self, option: Any) -> Parameter:
         """Typer's flag of an option. Values are read as text, so that each wrong one is refused in the same words."""
-        default = self._defaults.get(option.name, option.default)
+        default = option.default
         kind: Any = list[str] if _is_repeated(option) else bool if option.plain is bool else str
         info = typer.Option(
             *SPELLED.get(option.name, (flag_of(option.name),)),
@@ -181,10 +197,15 @@ def told_if_nothing_is_kept(kept: Callable[[], object]) -> Iterator[None]:
         raise
 
 
-def _take_file(context: typer.Context, file: Path | None) -> Path | None:
-    """Use a file's values as the defaults of the verb's flags; a key that is no flag is refused."""
-    if file is None:
-        return None
+def _take_file(context: typer.Context, file: Path | None) -> typer.Context:
+    """Use a file's values as the defaults of the verb's flags; the context tells which flags are given."""
+    if file is not None:
+        context.default_map = {**(context.default_map or {}), **_flags_in(context, file)}
+    return context
+
+
+def _flags_in(context: typer.Context, file: Path) -> dict[str, Any]:
+    """Read the flags of a verb from a file; a key that is no flag is refused."""
     given = read_yaml(file)
     if not isinstance(given, dict):
         raise ConfigError(f"{file} must hold flags as `rank: 8`, a line each.")
@@ -216,8 +237,7 @@ def _take_file(context: typer.Context, file: Path | None) -> Path | None:
         elif value is not None:
             texts = list(map(str, parts))
             values[str(parameter.name)] = texts if getattr(parameter, "multiple", False) else ",".join(texts)
-    context.default_map = values
-    return file
+    return values
 
 
 ConfigFile = Annotated[
@@ -229,23 +249,3 @@ ConfigFile = Annotated[
         callback=_take_file,
     ),
 ]
-
-
-def as_flags(config: RunConfig, defaults: Mapping[str, Any] | None = None, *, many: bool = False) -> str:
-    """Write a configuration as the text of a file for ``--config``.
-
-    Args:
-        defaults: A verb's own defaults. If given, options at their defaults are left out.
-        many: The file is for ``tune-many``, whose rows are those of ``--tenants``.
-    """
-    given: dict[str, Any] = {}
-    for name, option in run_options().items():
-        value = option.value_in(config)
-        if defaults is not None and value == defaults.get(name, option.default):
-            continue
-        key = "tenants" if many and name == "data" else name.replace("_", "-")
-        if value is not None:
-            given[key] = to_jsonable_python(value)
-        elif option.default is not None:
-            given[key] = "none"
-    return yaml.safe_dump(given, sort_keys=False)

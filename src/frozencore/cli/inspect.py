@@ -35,7 +35,7 @@ PARTS = {
     run_folder.PREDICTIONS: "the answer to each scored row",
     run_folder.SAMPLES: "sample answers before and after training",
     run_folder.CHECKPOINTS: "checkpoints of an interrupted run: the same command with --resume continues",
-    run_folder.CACHE: "results of an interrupted run: the same command with --resume continues",
+    run_folder.START: "results of an interrupted run: the same command with --resume continues",
 }
 """The parts of a run's folder."""
 QUANTITIES: dict[str, tuple[str, str, Literal["small", "large", ""]]] = {

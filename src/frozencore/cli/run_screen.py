@@ -20,12 +20,11 @@ from torch import nn
 
 from frozencore.adapter.saved.state import FLAT, PREFIX
 from frozencore.cli.display import StageDisplay, console
-from frozencore.cli.flags import as_flags
 from frozencore.files.adapter_folder import WEIGHTS_FILE, read_config
 from frozencore.files.whole_file import read_lines
 from frozencore.text import Progress, bytes_in_words, num_of, one_line
 from frozencore.tune.adapt import on_named_basis
-from frozencore.tune.config import RunConfig
+from frozencore.tune.config import RunConfig, as_flags
 from frozencore.tune.cost import memory_bytes, size_of, training_state_bytes, values_at_once
 from frozencore.tune.load import Inputs, prepare, resolve_targets, without_weights
 from frozencore.tune.many.run import tenant_of
@@ -45,11 +44,10 @@ MOST_PLACES = 8  # names of layers on one line
 END_OF_PROMPT, MOST_OF_ANSWER = 200, 2_000  # characters; samples.jsonl holds all of them
 
 
-def print_dry_run(config: RunConfig, defaults: Mapping[str, Any], num_slots: int | None = None) -> None:
+def print_dry_run(config: RunConfig, num_slots: int | None = None) -> None:
     """Read a run's model and rows, and print what it would do. What fails before scoring in a run fails here too.
 
     Args:
-        defaults: The verb's own defaults.
         num_slots: Tenants that would train at once; None for a run without tenants.
     """
     with StageDisplay(console) as progress:
@@ -58,7 +56,7 @@ def print_dry_run(config: RunConfig, defaults: Mapping[str, Any], num_slots: int
             _of_run(config, progress) if num_slots is None else _of_tenants(config, num_slots, progress)
         )
     lines.append(Text("\nThe options that differ from the defaults, as a file for --config", style="bold"))
-    lines.append(Text(as_flags(config, defaults, many=num_slots is not None).rstrip()))
+    lines.append(Text(as_flags(config, many=num_slots is not None).rstrip()))
     lines += _training_rows(rows[:SHOWN], inputs.encoder.tokenizer.decode)
     for line in lines:
         console.print(line, soft_wrap=True)

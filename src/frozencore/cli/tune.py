@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from frozencore.cli.display import StageDisplay, console
-from frozencore.cli.flags import DryRun, Out, Resume, RunCommand, as_flags, require_out, told_if_nothing_is_kept
+from frozencore.cli.flags import DryRun, Out, Resume, RunCommand, require_out, told_if_nothing_is_kept
 from frozencore.errors import FrozenCoreError, RankError
 from frozencore.files.hub import require_upload, upload
 from frozencore.text import bytes_in_words, num_of
@@ -21,13 +21,14 @@ from frozencore.tune.config import RunConfig
 from frozencore.tune.folder import (
     ADAPTER,
     BASIS,
+    FIGURE,
     MOMENTS_FILE,
-    OPTIONS_FILE,
     RECORD,
     SAMPLES,
     interrupted_work,
     refuse_used,
     require_new,
+    require_same_options,
 )
 from frozencore.tune.locate import find_tenants, require_files, require_tenant_files
 from frozencore.tune.many.folder import refuse_taken
@@ -36,7 +37,6 @@ from frozencore.tune.processes import is_first, joined, num_started, own_number,
 if TYPE_CHECKING:
     from frozencore.tune.record import Failure, TunedRecord
 
-DEFAULTS = {"batch_size": "auto", "samples": 3, "exact_match": "auto"}
 TENANTS = "Folder with a row file (as for `tune --data`) for each tenant, named after it; or a YAML file 'name: file'."
 
 
@@ -62,10 +62,12 @@ def _tune(
     if dry_run:
         from frozencore.cli.run_screen import print_dry_run
 
-        print_dry_run(config, DEFAULTS)
+        print_dry_run(config)
         return
     output = require_out(output)
     refuse_used(output, resume=resume)
+    if resume:
+        require_same_options(output, config)
     if push_to_hub is not None:
         require_upload(push_to_hub)
     if resume:
@@ -73,8 +75,6 @@ def _tune(
     kept = told_if_nothing_is_kept(lambda: interrupted_work(output) or (output / RECORD).is_file())
     with kept, joined(), StageDisplay(console) as progress:
         from frozencore.cli.run_screen import run_summary, sample_lines, size_lines
-        from frozencore.files.whole_file import write_text
-        from frozencore.tune.figures import FIGURE, write_learning
         from frozencore.tune.run import execute
 
         progress.started()
@@ -88,14 +88,12 @@ def _tune(
         console.print(Group(*sample_lines(output / SAMPLES)))
     for line in size_lines(output / ADAPTER):
         console.print(line, soft_wrap=True)
-    write_text(output / OPTIONS_FILE, as_flags(config))
-    write_learning(record, output)
     console.print(f"Adapter: {output / ADAPTER}   Record: {output / RECORD}   Curve: {output / FIGURE}")
     if push_to_hub is not None:
         console.print(f"Uploaded: {upload(output / ADAPTER, push_to_hub)}")
 
 
-tune = RunCommand(_tune, defaults=DEFAULTS)
+tune = RunCommand(_tune)
 
 
 def _print_resumed(output: Path) -> None:
@@ -126,7 +124,7 @@ def _tune_many(
         refuse_several("--dry-run")
         from frozencore.cli.run_screen import print_dry_run
 
-        print_dry_run(config, {}, slots)
+        print_dry_run(config, slots)
         return
     output = require_out(output)
     names = find_tenants(tenants)

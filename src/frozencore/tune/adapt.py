@@ -2,38 +2,44 @@
 
 from __future__ import annotations
 
+import json
 import time
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from peft import PeftModel
+from pydantic import TypeAdapter
 from pydantic_core import to_jsonable_python
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from frozencore.adapter.calibrate import Calibration, calibrate
 from frozencore.adapter.layer import frozen_core_layers
 from frozencore.adapter.saved.basis import read_header
+from frozencore.adapter.saved.card import begin_model_card
 from frozencore.calibration.batches import Batch
 from frozencore.calibration.calibration_options import options_of_sums
 from frozencore.calibration.moments_file import MomentsFingerprint, load_moments
 from frozencore.distributed import num_ranks, own_rank
 from frozencore.errors import ConfigError
+from frozencore.files.whole_file import whole_folder
 from frozencore.maths.basis import known_basis
 from frozencore.maths.capture import Capture, capture_if_whole
 from frozencore.maths.moments import LayerMoments
 from frozencore.options import without_lists
 from frozencore.text import Progress, flag_of
-from frozencore.tune.config import MethodConfig, RunConfig, make_config, run_options
+from frozencore.tune.config import MethodConfig, RunConfig, core_options
+from frozencore.tune.folder import CALIBRATION
 from frozencore.tune.load import Inputs
-from frozencore.tune.methods import Targets
+from frozencore.tune.methods import Method, Targets
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import make_batches
 
 CALIBRATION_BATCH = 8
 OLD_DEFAULT = {"q_proj", "k_proj", "v_proj", "o_proj", "out_proj"}  # of bases that were saved before names were found
-DECIDED = {"method": "constructor", "rank": "r", "targets": "target_modules"}
 
 
 @dataclass(frozen=True)
@@ -41,19 +47,23 @@ class Adapted:
     """A model with the adapter of a run.
 
     Attributes:
+        targets: The adapted layers.
         calibration: None if the method reads no data.
         time_s: Seconds of adding and calibrating.
         captures: How much of the moments the bases capture, by layer, where it is known.
+        warnings: The warnings of the calibration.
     """
 
     model: PeftModel
+    targets: Targets
     calibration: Calibration | None
     time_s: float
     captures: Mapping[str, Capture] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Shared:
+class Precomputed:
     """Values of earlier runs with the same model and rows, in place of new computations.
 
     Attributes:
@@ -69,26 +79,23 @@ def on_named_basis(config: RunConfig) -> RunConfig:
     """Fill a configuration with the method, rank, targets and options of its saved basis, if it names one.
 
     Raises:
-        ConfigError: The configuration has another method, rank or option than the basis.
+        ConfigError: The configuration gives another method, rank or option than the basis.
         ArtifactError: There is no such basis, or it is damaged.
     """
     if config.method.basis is None:
         return config
-    options = read_header(config.method.basis)["options"]
-    asked = config.values()
-    core = {name: options.get(name, value) for name, value in config.method.core.items()}
-    decided = {own: options.get(theirs) for own, theirs in DECIDED.items()}
-    if isinstance(decided["targets"], str) and decided["targets"] != "all-linear":
-        decided["targets"] = None  # may be a regular expression, which only the basis can name
-    elif set(decided["targets"] or ()) == OLD_DEFAULT:
-        decided["targets"] = None  # the default in Python, which names projections that this model may not have
-    for name, value in {**decided, **core}.items():
-        if asked[name] not in (run_options()[name].default, value, without_lists(value)):
-            raise ConfigError(
-                f"The basis in {config.method.basis} has {name.replace('_', '-')} {value}, but {asked[name]} came. "
-                f"Leave {flag_of(name)} out."
-            )
-    return make_config(**{**asked, **decided, **core})
+    options, method = read_header(config.method.basis)["options"], config.method
+    targets = options.get("target_modules")
+    if (isinstance(targets, str) and targets != "all-linear") or set(targets or ()) == OLD_DEFAULT:
+        targets = None  # a regular expression, or the default in Python: names that this model may not have
+    decided = {"name": options["constructor"], "rank": options["r"], "targets": without_lists(targets)}
+    core = {name: without_lists(options.get(name, option.default)) for name, option in core_options().items()}
+    given = {name: getattr(method, name) for name in method.model_fields_set & decided.keys()} | method.core
+    for name, value in given.items():
+        if value != (its := {**decided, **core}[name]):
+            flag = flag_of("method" if name == "name" else name)
+            raise ConfigError(f"The basis in {method.basis} determines {flag}: {its}, but {value} came. Leave it out.")
+    return config.model_copy(update={"method": method.model_copy(update={**decided, "core": core})})
 
 
 def adapt(
@@ -98,7 +105,7 @@ def adapt(
     progress: Progress,
     *,
     moments_file: Path | None = None,
-    shared: Shared | None = None,
+    precomputed: Precomputed | None = None,
 ) -> Adapted:
     """Add the adapter to the model, with bases computed from the run's calibration rows.
 
@@ -108,18 +115,50 @@ def adapt(
     if moments_file and not config.moments_needed:
         what = f"the method {config.name!r}, which reads no data" if config.basis is None else "a saved basis"
         raise ConfigError(f"--moments is of no use to {what}: leave it out.")
-    started, shared = time.perf_counter(), shared or Shared()
-    model = config.entry.add(inputs.model, config.adapter_options(targets), shared.bases)
-    if shared.bases is not None or not config.moments_needed:
-        time_s = time.perf_counter() - started
-        return Adapted(model, None, time_s, _captures(model, shared.moments) if config.entry.has_bases else {})
-    moments, batches = shared.moments, calibration_batches(inputs.rows.calibration, inputs.encoder.pad_id)
-    if moments_file:
-        moments = load_moments(moments_file, MomentsFingerprint.of(model, batches, config.calibration))
-    if moments is None:
-        batches = own_share(batches)
-    calibration = calibrate(model, batches, options=config.calibration, moments=moments, progress=progress)
-    return Adapted(model, calibration, time.perf_counter() - started, calibration.captures)
+    started, known, calibration = time.perf_counter(), precomputed or Precomputed(), None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = config.entry.add(inputs.model, config.adapter_options(targets), known.bases)
+        if known.bases is None and config.moments_needed:
+            batches, moments = calibration_batches(inputs.rows.calibration, inputs.encoder.pad_id), known.moments
+            if moments_file:
+                moments = load_moments(moments_file, MomentsFingerprint.of(model, batches, config.calibration))
+            if moments is None:
+                batches = own_share(batches)
+            calibration = calibrate(model, batches, options=config.calibration, moments=moments, progress=progress)
+    time_s = time.perf_counter() - started
+    if calibration is not None:
+        captures = calibration.captures
+    else:
+        captures = _captures(model, known.moments) if config.entry.has_bases else {}
+    said = tuple(sorted({str(one.message) for one in caught if one.category is UserWarning}))
+    return Adapted(model, targets, calibration, time_s, captures, said)
+
+
+def save_start(adapted: Adapted, method: Method, folder: Path) -> None:
+    """Save what a resumed run, or the end of this one, needs of the adapter's start; for many methods nothing."""
+    if adapted.calibration is None:
+        method.keep_start(adapted.model, folder)
+        return
+    content = {
+        "calibration": TypeAdapter(Calibration).dump_python(adapted.calibration, mode="json"),
+        "time_s": adapted.time_s,
+        "warnings": adapted.warnings,
+    }
+    with whole_folder(folder, overwrite=True) as aside:
+        begin_model_card(aside)
+        adapted.model.save_pretrained(str(aside))
+        (aside / CALIBRATION).write_text(json.dumps(content))
+
+
+def load_start(model: PreTrainedModel, targets: Targets, folder: Path) -> Adapted:
+    """Put the calibrated start of an interrupted run on the model."""
+    stored = json.loads((folder / CALIBRATION).read_text())
+    calibration = TypeAdapter(Calibration).validate_python(stored["calibration"], strict=False)
+    adapted = PeftModel.from_pretrained(model, folder, is_trainable=True)
+    return Adapted(
+        adapted, targets, calibration, stored["time_s"], calibration.captures, tuple(stored["warnings"])
+    )  # fmt: skip
 
 
 def _captures(model: PeftModel, moments: Mapping[str, LayerMoments] | None) -> dict[str, Capture]:
@@ -154,6 +193,7 @@ def own_share(batches: list[Batch]) -> list[Batch]:
 
 def adapter_identity(config: MethodConfig, targets: Targets, hashes: Mapping[str, str]) -> dict[str, Any]:
     """The inputs that determine an adapter, as JSON values by name."""
+    core = {name: config.core.get(name, option.default) for name, option in core_options().items()}
     return {
         "base model": hashes["model"],
         "calibration rows": hashes["calibration"],
@@ -161,7 +201,7 @@ def adapter_identity(config: MethodConfig, targets: Targets, hashes: Mapping[str
         "rank": config.rank,
         "targets": targets if isinstance(targets, str) else list(targets),
         "memory_budget": config.calibration.memory_budget,
-        **to_jsonable_python(config.core),
+        **to_jsonable_python(core),
         **options_of_sums(vars(config.calibration)),
         **({} if config.basis is None else {"basis": read_header(config.basis)["identity"]}),
     }

@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import yaml
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -196,12 +197,12 @@ def core_options() -> dict[str, Option]:
 
 
 def _read_core(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Check options of the constructors, and fill in the defaults of the others."""
-    found = {name: option.default for name, option in core_options().items()}
+    """Check the given options of the constructors."""
+    found, known = {}, core_options()
     for name, value in given.items():
-        if name not in found:
-            raise ConfigError(unknown_name("option", name, found))
-        option = core_options()[name]
+        if name not in known:
+            raise ConfigError(unknown_name("option", name, known))
+        option = known[name]
         try:  # through JSON, in which a list may become a tuple and text never becomes a number
             found[name] = option.adapter.validate_json(json.dumps(value, default=str), strict=True)
         except ValidationError as error:
@@ -215,7 +216,7 @@ class MethodConfig(ConfigPart):
     """What is trained: the method, its layers, its bases and their calibration.
 
     Attributes:
-        core: Options of the cores and of every constructor, by name.
+        core: The given options of cores and constructors, by name.
     """
 
     name: Annotated[str, Field(description="What to train.")] = "fcca"
@@ -235,7 +236,7 @@ class MethodConfig(ConfigPart):
             "and scale, and the adapter is saved as cores only."
         ),
     ] = None
-    core: Annotated[dict[str, Any], BeforeValidator(_read_core)] = Field(default={}, validate_default=True)
+    core: Annotated[dict[str, Any], BeforeValidator(_read_core)] = {}
     calibration: CalibrationOptions = CalibrationOptions()
     seed: Seed = SEED
 
@@ -285,7 +286,7 @@ class TrainingConfig(ConfigPart):
     ] = None
     batch_size: Annotated[
         Literal["auto"] | PositiveInt, Field(description="Rows in one forward pass. auto: as many rows as fit.")
-    ] = 1
+    ] = "auto"
     accumulation: Annotated[
         int,
         Field(
@@ -316,7 +317,7 @@ class TrainingConfig(ConfigPart):
         return method.warmup if self.warmup is None else self.warmup
 
     @property
-    def rows_a_step(self) -> int:
+    def effective_batch_size(self) -> int:
         """Training rows of one optimizer step, for any batch size."""
         return self.accumulation * (1 if self.batch_size == "auto" else self.batch_size)
 
@@ -345,14 +346,14 @@ class ScoringConfig(ConfigPart):
     ] = None
     samples: Annotated[
         int, Field(ge=0, description="Held-out rows of --data to complete before and after training.")
-    ] = 0
+    ] = 3
     exact_match: Annotated[
         Literal["no", "yes", "auto"],
         Field(
             description="Generate the completions of held-out rows of --data and count those that are exactly right; "
             "auto: only if no completion is longer than 16 tokens."
         ),
-    ] = "no"
+    ] = "auto"
     max_new_tokens: Annotated[
         int | None, Field(ge=1, description="The most tokens of a generated answer. Default: the task's number.")
     ] = None
@@ -493,6 +494,21 @@ def _options_of_table(_table: tuple[type, ...]) -> Mapping[str, RunOption]:
                 paths = (*(known.paths if known else ()), path)
                 found[name] = RunOption(name, option.type, option.plain, option.default, paths)
     return found
+
+
+def as_flags(config: RunConfig, *, many: bool = False) -> str:
+    """Write the options that are not at their defaults as the text of a file for ``--config``.
+
+    Args:
+        many: The file is for ``tune-many``, whose rows are those of ``--tenants``.
+    """
+    given: dict[str, Any] = {}
+    for name, option in run_options().items():
+        value = option.value_in(config)
+        if value != option.default:
+            key = "tenants" if many and name == "data" else name.replace("_", "-")
+            given[key] = "none" if value is None else to_jsonable_python(value)
+    return yaml.safe_dump(given, sort_keys=False)
 
 
 def make_config(*, strict: bool = False, **values: Any) -> RunConfig:

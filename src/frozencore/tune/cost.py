@@ -170,7 +170,8 @@ def size_of(config: PretrainedConfig) -> ModelSize:
 def memory_bytes(config: RunConfig, size: ModelSize) -> int:
     """Estimate the bytes of weights, moments and activations of a run."""
     weight_bytes = 4 if config.model.dtype == "float32" else 2
-    at_once = config.training.rows_a_step if config.training.batch_size == "auto" else config.training.batch_size
+    training = config.training
+    at_once = training.effective_batch_size if training.batch_size == "auto" else training.batch_size
     activations = 34 * TOKENS_A_ROW * at_once * int(size.num_parameters**0.5) * weight_bytes
     return size.num_parameters * weight_bytes + moment_bytes(config, size) + activations
 
@@ -197,7 +198,7 @@ SHARE_OF_MEMORY = 0.5  # of the memory beside the weights; the rest is for fragm
 LOGIT_BYTES = 12  # per token and vocabulary entry: logits, in float32, and their gradient
 
 
-def rows_at_once(rows_a_step: int, longest: int, model: Any) -> int:
+def rows_at_once(num_rows: int, longest: int, model: Any) -> int:
     """The largest divisor of a step's rows that fits into the memory of the model's device, if all are the longest row.
 
     It uses the device's total memory, not the free memory, so that a resumed run splits its steps as before.
@@ -209,7 +210,7 @@ def rows_at_once(rows_a_step: int, longest: int, model: Any) -> int:
     weights = sum(parameter.nbytes for parameter in model.parameters())
     there = SHARE_OF_MEMORY * (memory_of(next(model.parameters()).device) - weights)
     fitting = there // row_bytes(longest, model)
-    return next((n for n in range(rows_a_step, 1, -1) if rows_a_step % n == 0 and n <= fitting), 1)
+    return next((n for n in range(num_rows, 1, -1) if num_rows % n == 0 and n <= fitting), 1)
 
 
 def row_bytes(length: int, model: Any) -> int:

@@ -6,15 +6,12 @@ navy), full fine-tuning black, the base model grey.
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib as mpl
 import numpy as np
 
-from frozencore.files.whole_file import write_text
 from frozencore.tune.methods import METHODS
 from frozencore.tune.record import TunedRecord
 
@@ -27,11 +24,10 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 plt.rcParams["text.parse_math"] = False  # names may contain dollar signs
 
 __all__ = [
-    "BLACK", "BLUE", "CORES", "FACTORS", "FIGURE", "GREY", "NAVY", "ORANGE", "POINTS", "binned", "method_colour",
-    "plain_ticks", "plt", "save_figure", "write_learning",
+    "BLACK", "BLUE", "CORES", "FACTORS", "GREY", "NAVY", "ORANGE", "POINTS", "binned", "method_colour",
+    "plain_ticks", "plt", "save_figure", "write_curve",
 ]  # fmt: skip
 
-HISTORY, FIGURE = "history.csv", "training.png"
 POINTS = 20  # of a curve, each the mean of several steps: single batches differ more than methods
 ORANGE, BLUE, NAVY, GREY, BLACK = "#E69F00", "#56B4E9", "#0072B2", "#999999", "#222222"
 CORES = (ORANGE, "#B35900", "#F2C14E", "#7A3E00", "#D9825B", "#A68A00", "#C9A66B", "#8C6239", "#E8B4A0")
@@ -75,17 +71,9 @@ def binned(losses: Sequence[float]) -> tuple[list[float], list[float]]:
     return [float(part.mean()) + 1 for part in parts], [float(np.mean([losses[i] for i in part])) for part in parts]
 
 
-def write_learning(record: TunedRecord, out: Path) -> None:
-    """Write ``history.csv``, with a line for each step, and ``training.png``."""
-    scores = {score.step: score for score in record.selection.scores} if record.selection else {}
-    text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(("step", "loss", "validation_loss", "validation_accuracy"))
-    for step, loss in enumerate(record.training.losses, start=1):
-        score = scores.get(step)
-        rows.writerow([step, loss, *((score.held_out_loss, score.accuracy) if score else (None, None))])
-    write_text(out / HISTORY, text.getvalue())
-    save_figure(_figure(record), out / FIGURE)
+def write_curve(record: TunedRecord, file: Path) -> None:
+    """Draw the losses and scores of a training."""
+    save_figure(_figure(record), file)
 
 
 def _figure(record: TunedRecord) -> Figure:
@@ -110,9 +98,8 @@ def _figure(record: TunedRecord) -> Figure:
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("optimiser step")
     axes.set_ylabel("loss, nats per token")
-    axes.set_title(
-        f"{record.method} on {record.task or record.config.sources}", fontsize=10, loc="left", parse_math=False
-    )
+    title = f"{record.config.model}, {record.method} on {record.task or record.config.sources}"
+    axes.set_title(title, fontsize=10, loc="left", parse_math=False)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
     figure.tight_layout()

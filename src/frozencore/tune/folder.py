@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from frozencore.errors import ArtifactError, TrainingError
+import yaml
+
+from frozencore.errors import ArtifactError, FrozenCoreError, TrainingError
 from frozencore.files.adapter_folder import IN_A_RUN
-from frozencore.files.whole_file import require_writable
+from frozencore.files.strict_yaml import read_yaml
+from frozencore.files.whole_file import require_writable, write_json, write_text
+from frozencore.text import flag_of
+from frozencore.tune.config import PLACES, RunConfig, as_flags, run_options
 from frozencore.tune.training.checkpoints import newest_complete, step_of
 
 RECORD, FAILURE = "result.json", "failure.json"
-OPTIONS_FILE = "run.yaml"  # the options of `tune`, in the form of --config
-PREDICTIONS, SAMPLES = "predictions.jsonl", "samples.jsonl"
+OPTIONS_FILE = "run.yaml"  # the given options of a run, in the form of --config
+PREDICTIONS, SAMPLES, FIGURE = "predictions.jsonl", "samples.jsonl", "training.png"
 ADAPTER, BASIS = IN_A_RUN, "basis"
 MANIFEST = "tenants.json"  # beside the basis that many tenants share: what it was made of
 MOMENTS_FILE = "moments.safetensors"
-CHECKPOINTS, CACHE = "checkpoints", ".found"  # exist until a run ends
-BASE_SCORE, CALIBRATION = "base-score.json", "calibration.json"  # files in the cache
-START, LAST_GOOD = "start", "last-good-adapter"  # the first state that saving may need; the core before a divergence
+HASHES, BASE_SCORE, START, CHECKPOINTS = "inputs.json", "base-score.json", "start", "checkpoints"  # until a run ends
+CALIBRATION = "calibration.json"  # in the start: the calibration that made it
 _WORK = {RECORD: "a finished run", MOMENTS_FILE: "a calibration", ADAPTER: "a calibration"}
+_MAY_DIFFER = (*PLACES, "model", "report_to", "save_steps")  # in a resumed run; the model is compared by its hash
 
 
 def interrupted_work(out: Path) -> str | None:
@@ -30,11 +37,69 @@ def interrupted_work(out: Path) -> str | None:
     newest = newest_complete(out / CHECKPOINTS)
     if newest is not None:
         return f"its step {step_of(newest)}"
-    kept = ((CALIBRATION, "its bases"), (BASE_SCORE, "the base model's score"))
-    for name, words in kept:
-        if (out / CACHE / name).is_file():
-            return words
-    return None
+    if (out / START / CALIBRATION).is_file():
+        return "its bases"
+    return "the base model's score" if (out / BASE_SCORE).is_file() else None
+
+
+def begin(out: Path, config: RunConfig, hashes: Mapping[str, str], *, resume: bool) -> None:
+    """Write the given options of a run and the hashes of its inputs; compare the hashes if the run is resumed.
+
+    Raises:
+        TrainingError: The base model or the rows are not those that the run began with.
+    """
+    if resume and (out / HASHES).is_file():
+        before = json.loads((out / HASHES).read_text())
+        odd = [name for name in {**before, **hashes} if before.get(name) != hashes.get(name)]
+        if odd:
+            what = " and ".join("the base model" if name == "model" else f"the {name} rows" for name in odd)
+            raise TrainingError(
+                f"To resume, model and rows must be those that {out} began with, but {what} changed. Choose another "
+                "--out."
+            )
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    write_text(out / OPTIONS_FILE, as_flags(config))
+    write_json(out / HASHES, hashes)
+
+
+def remove_work(out: Path) -> None:
+    """Remove the files that only resuming needs."""
+    for name in (CHECKPOINTS, START, BASE_SCORE, HASHES):
+        if (out / name).is_dir():
+            shutil.rmtree(out / name, ignore_errors=True)
+        else:
+            (out / name).unlink(missing_ok=True)
+
+
+@contextmanager
+def removed_if_refused(out: Path) -> Iterator[None]:
+    """If bad input raises an error inside, remove what a new run has written."""
+    try:
+        yield
+    except FrozenCoreError:
+        remove_work(out)
+        (out / OPTIONS_FILE).unlink(missing_ok=True)
+        raise
+
+
+def require_same_options(out: Path, config: RunConfig) -> None:
+    """Check before any work that a resumed run has the options that it began with.
+
+    Raises:
+        TrainingError: An option differs; the message names it with both values.
+    """
+    if not (out / OPTIONS_FILE).is_file():
+        return
+    before, now = read_yaml(out / OPTIONS_FILE), yaml.safe_load(as_flags(config))
+    for name, option in run_options().items():
+        default = "none" if option.default is None else option.default
+        was, given = (flags.get(name.replace("_", "-"), default) for flags in (before, now))
+        if was != given and name not in _MAY_DIFFER:
+            raise TrainingError(
+                f"A resumed run has the options that it began with, but {flag_of(name)} {given} came, before: {was}. "
+                f"`--resume --out {out}` needs no other option; or choose another --out."
+            )
 
 
 @contextmanager
@@ -97,7 +162,7 @@ def refuse_interrupted(out: Path) -> None:
 
 
 def refuse_used(out: Path, *, resume: bool) -> None:
-    """Check before any work that a run may use the folder.
+    """Check that a run may use the folder.
 
     Raises:
         ArtifactError: The folder cannot be written, or holds a finished run.

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
-from warnings import WarningMessage
 
 from frozencore.adapter.calibrate import Calibration
 from frozencore.adapter.saved.basis import read_header
@@ -20,7 +18,6 @@ from frozencore.tune.config import MethodConfig, RowsConfig, RunConfig, ScoredOn
 from frozencore.tune.cost import FLOAT32_BYTES, PeakMemory, model_bytes, values_at_once
 from frozencore.tune.folder import ADAPTER
 from frozencore.tune.load import Inputs
-from frozencore.tune.methods import Targets
 from frozencore.tune.read_rows import RunRows
 from frozencore.tune.record import (
     RECORD_FORMAT,
@@ -54,57 +51,43 @@ LAYER_NUMBERS = (
 DIGITS = 6  # of the numbers of a layer, because a record may have hundreds of layers
 
 
-@dataclass(frozen=True)
-class AdaptedRun:
-    """A run that is ready to train, alone or with others.
+def make_record(
+    config: RunConfig,
+    inputs: Inputs,
+    adapted: Adapted,
+    recipe: Recipe,
+    report: TrainingReport,
+    scores: tuple[Score, Score],
+    *,
+    hashes: Mapping[str, str],
+    folder: Path,
+    memory: PeakMemory,
+    started: float,
+) -> TunedRecord:
+    """Make the content of ``result.json`` for a run whose adapter is saved.
 
-    Attributes:
-        folder: The folder of the run.
+    Args:
+        scores: Before and after training.
         hashes: SHA-256 of the base model, of the rows and of the bases, by name.
-        memory: The peaks of the run's phases.
-        warned: The warnings of the calibration.
         started: ``time.perf_counter()`` when the run began.
     """
-
-    config: RunConfig
-    inputs: Inputs
-    folder: Path
-    targets: Targets
-    hashes: Mapping[str, str]
-    adapted: Adapted
-    memory: PeakMemory
-    warned: Sequence[WarningMessage]
-    started: float
-
-
-@dataclass(frozen=True)
-class FinishedRun(AdaptedRun):
-    """A run that has trained, with its scores before and after: all that its record tells."""
-
-    recipe: Recipe
-    report: TrainingReport
-    before: Score
-    after: Score
-
-
-def make_record(run: FinishedRun) -> TunedRecord:
-    """Make the content of ``result.json`` for a run whose adapter is saved."""
-    config, report, rows, model = run.config, run.report, run.inputs.rows, run.adapted.model
+    (before, after), rows, model = scores, inputs.rows, adapted.model
     at_once = report.values_at_once or values_at_once(model)
-    saved = sum(file.stat().st_size for file in (run.folder / ADAPTER).glob("*.safetensors"))
+    saved = sum(file.stat().st_size for file in (folder / ADAPTER).glob("*.safetensors"))
     can_be_made_again = config.method.entry.frozen_can_be_made_again
     beside = report.side_by_side
     forgetting = {
-        task: OtherTask(loss_before=finite_or_none(run.before.others[task]), loss=finite_or_none(loss))
-        for task, loss in run.after.others.items()
+        task: OtherTask(loss_before=finite_or_none(before.others[task]), loss=finite_or_none(loss))
+        for task, loss in after.others.items()
     }
     further = {
-        "selection": _selection(run),
+        "selection": _selection(config, rows, report),
         "company": CompanySize(tenants=beside[0], slots=beside[1]) if beside else None,
         "forgetting": forgetting or None,
-        "row_losses": _row_losses(run.after),
+        "row_losses": _row_losses(after),
         "processes": num_ranks() if num_ranks() > 1 else None,
     }
+    base = inputs.model
     return TunedRecord(
         format=RECORD_FORMAT,
         config=RecordedConfig.of(config),
@@ -112,33 +95,39 @@ def make_record(run: FinishedRun) -> TunedRecord:
         method=config.method.name,
         seed=config.rows.seed,
         rows=used_rows(config.rows, config.scoring.evaluate_on, rows),
-        held_out_loss_before=finite_or_none(run.before.held_out_loss),
-        held_out_loss=finite_or_none(run.after.held_out_loss),
-        **_accuracies(run.before, run.after),
+        held_out_loss_before=finite_or_none(before.held_out_loss),
+        held_out_loss=finite_or_none(after.held_out_loss),
+        **_accuracies(before, after),
         values_at_once=at_once,
         state_held_bytes=report.state_held_bytes,
         saved_bytes=saved,
         model_bytes=model_bytes(model),
-        calibration_s=run.adapted.time_s,
+        calibration_s=adapted.time_s,
         training_s=report.time_s,
-        total_s=time.perf_counter() - run.started,
-        peak_memory_bytes=run.memory.largest,
+        total_s=time.perf_counter() - started,
+        peak_memory_bytes=memory.largest,
         resources=Resources(
             magnitude_parameters=sum(p.numel() for name, p in model.named_parameters() if "magnitude" in name),
             saved_bytes_without_bases=FLOAT32_BYTES * at_once if can_be_made_again else saved,
-            calibration_s=run.adapted.time_s,
+            calibration_s=adapted.time_s,
             step_s=report.step_s,
             num_steps=report.num_steps,
-            peak_memory_bytes=run.memory.largest,
-            peaks=run.memory.peaks if beside is None else None,  # its training was shared
+            peak_memory_bytes=memory.largest,
+            peaks=memory.peaks if beside is None else None,  # its training was shared
         ),
         training=TrainedSteps(num_steps=report.num_steps, final_loss=report.final_loss, losses=report.losses),
         **_known(further),
-        resolved=Resolved(targets=run.targets, recipe=run.recipe.content(), max_length=run.inputs.encoder.max_length),
-        calibration=_calibration_summary(run.adapted.calibration),
-        criterion=criterion_of(run.adapted.captures),
-        hashes=Hashes(**run.hashes),
-        warnings=tuple(sorted({str(one.message) for one in run.warned if one.category is UserWarning})),
+        resolved=Resolved(
+            targets=adapted.targets,
+            recipe=recipe.content(),
+            max_length=inputs.encoder.max_length,
+            prompt_style="chat" if inputs.encoder.is_chat else "plain",
+            dtype=str(base.dtype).removeprefix("torch."),
+        ),
+        calibration=_calibration_summary(adapted.calibration),
+        criterion=criterion_of(adapted.captures),
+        hashes=Hashes(**hashes),
+        warnings=adapted.warnings,
         provenance=Provenance.here(next(model.parameters()).device),
     )
 
@@ -249,16 +238,16 @@ def _row_losses(score: Score) -> RecordedLosses | None:
     return RecordedLosses(numbers=tuple(int(number) for *_, number in ids), nats=nats, tokens=found.tokens)
 
 
-def _selection(run: FinishedRun) -> SelectedCheckpoint | None:
-    every, rows, found = run.config.scoring.select_checkpoint, run.inputs.rows.validation, run.report.selected
+def _selection(config: RunConfig, rows: RunRows, report: TrainingReport) -> SelectedCheckpoint | None:
+    every, found = config.scoring.select_checkpoint, report.selected
     if every == "none":
         return None
-    if rows is None or found is None:
-        return SelectedCheckpoint(every=every, rows=0, kept_step=run.report.num_steps)
+    if rows.validation is None or found is None:
+        return SelectedCheckpoint(every=every, rows=0, kept_step=report.num_steps)
     return SelectedCheckpoint(
         every=every,
         by="held_out_loss" if found.scores[0].accuracy is None else "accuracy",
-        rows=len(rows.tokens),
+        rows=len(rows.validation.tokens),
         kept_step=found.step,
         scores=tuple(StepScored(**vars(score)) for score in found.scores),
         time_s=found.time_s,

@@ -35,6 +35,7 @@ class RecordPart(BaseModel):
 class RecordedConfig(RecordPart):
     """The options of a run, as the version that wrote them names them; those that this version reads have types."""
 
+    model: str = ""
     rank: Count | None = None
     targets: tuple[str, ...] | str | None = None
     data: tuple[str, ...] | str | None = None
@@ -270,11 +271,20 @@ class Resources(RecordPart):
 
 
 class Resolved(RecordPart):
-    """The decisions that the configuration left open."""
+    """The decisions that the configuration left open; chat and evaluate use the last three.
+
+    Attributes:
+        prompt_style: ``chat`` (the tokenizer's template) or ``plain``.
+        dtype: The dtype of the base model's weights, such as ``bfloat16``.
+        system: The system text that all conversations of the training rows begin with; None if there is none.
+    """
 
     targets: tuple[str, ...] | str
     recipe: dict[str, Any]
     max_length: Count
+    prompt_style: Literal["chat", "plain"] | None = None
+    dtype: str | None = None
+    system: str | None = None
 
 
 class CalibrationSummary(RecordPart):

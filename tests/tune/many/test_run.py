@@ -20,7 +20,7 @@ from frozencore import FrozenCoreConfig, calibrate, load_basis
 from frozencore.adapter.bases import basis_fingerprint
 from frozencore.adapter.layer import frozen_core_layers
 from frozencore.errors import ArtifactError, ConfigError, DataError, TrainingError
-from frozencore.tune.adapt import Shared, calibration_batches
+from frozencore.tune.adapt import Precomputed, calibration_batches
 from frozencore.tune.calibrate_only import execute_calibration
 from frozencore.tune.config import make_config
 from frozencore.tune.locate import find_tenants
@@ -90,7 +90,7 @@ def test_a_tenant_of_tune_many_is_that_of_tune_on_the_same_basis(
 ) -> None:
     (out, records), name = together, "ben"
     config = config_of(tenants / f"{name}.jsonl", select_checkpoint="epoch")
-    alone = execute(config, tmp_path / "alone", silent, shared=Shared(bases=load_basis(out / "basis")))
+    alone = execute(config, tmp_path / "alone", silent, precomputed=Precomputed(bases=load_basis(out / "basis")))
     record = records[name]
     assert isinstance(record, TunedRecord)
     assert record.training.losses == pytest.approx(alone.training.losses, rel=1e-5)
@@ -148,7 +148,7 @@ def test_a_killed_run_keeps_its_results_and_trains_the_others_from_their_start(
 ) -> None:
     whole, _ = together
     process = start(words_of(tenants, tmp_path / "cut"), tmp_path)
-    while process.is_alive() and not list((tmp_path / "cut").glob("*/result.json")):
+    while process.is_alive() and not any((tmp_path / "cut" / name / "result.json").exists() for name in SIZES):
         time.sleep(0.001)
     process.kill()
     process.join()

@@ -23,7 +23,7 @@ from frozencore.tune.rows.row_sources import STANDARD_INPUT
 from frozencore.tune.suite import find_task
 
 if TYPE_CHECKING:
-    from frozencore.tune.adapt import Shared
+    from frozencore.tune.adapt import Precomputed
     from frozencore.tune.load import Base, Inputs
     from frozencore.tune.read_rows import RowCache
     from frozencore.tune.scores import Score
@@ -52,7 +52,7 @@ class Work:
     base_scores: dict[str, Score]
     store: SharedWork | None
 
-    def inputs(self, config: RunConfig) -> tuple[Inputs, Shared | None]:
+    def inputs(self, config: RunConfig) -> tuple[Inputs, Precomputed | None]:
         """The model with the rows of a configuration, and the moments and bases that it shares."""
         from frozencore.tune.load import prepare
 
@@ -95,7 +95,7 @@ class Tune(StudyKind):
         inputs, shared = work.inputs(work.config)
         execute(
             work.config, work.folder, work.progress, resume=True, inputs=inputs, base_scores=work.base_scores,
-            shared=shared,
+            precomputed=shared,
         )  # fmt: skip
 
 
@@ -129,7 +129,7 @@ class Stability(StudyKind):
         for config in (work.config, work.reference):
             inputs, shared = work.inputs(config)
             targets = resolve_targets(work.config.method, inputs.model)
-            adapted = adapt(config.method, inputs, targets, work.progress, shared=shared)
+            adapted = adapt(config.method, inputs, targets, work.progress, precomputed=shared)
             found.append(get_bases(adapted.model))
             num_calibration.append(len(inputs.rows.calibration))
             unload_adapter(adapted.model)
@@ -167,6 +167,8 @@ NamedKind = Annotated[
 
 
 ID_DIGITS = 16
+DEFAULTS = {"batch_size": 1, "samples": 0, "exact_match": "no"}
+"""The values of runs that name no others, where those of ``tune`` differ. An id leaves them out, as other defaults."""
 PAPERS_CORES = {"coordinates": "qr", "alpha": None}
 """The paper's values of core options; our defaults differ. An id leaves these values out, as it leaves out defaults."""
 NAMES_IN_IDS = {("too_long", "cut"): "truncate", ("too_long", "skip"): "skip_long"}
@@ -202,7 +204,12 @@ class Job:
         A new option of a later version does not change it.
         """
         given = self.config.content(changed=True)
-        values = {name: value for name, value in given.items() if name not in (*PLACES, "core")}
+        given |= {name: value for name, value in self.config.content().items() if name in DEFAULTS}
+        values = {
+            name: value
+            for name, value in given.items()
+            if name not in (*PLACES, "core") and (name not in DEFAULTS or value != DEFAULTS[name])
+        }
         default = {name: option.default for name, option in core_options().items()} | PAPERS_CORES
         core = {
             name: to_jsonable_python(value)
@@ -234,4 +241,4 @@ def make_job(kind: str, options: dict[str, Any], reference_size: int | None = No
     sources = {data} if isinstance(data, str) else {*data}
     if STANDARD_INPUT in {*sources, options.get("eval_data")}:
         raise ConfigError("data: the standard input can be read once, but each run reads its rows. Give a file.")
-    return Job(KINDS[kind], make_config(strict=True, **options), reference_size)
+    return Job(KINDS[kind], make_config(strict=True, **{**DEFAULTS, **options}), reference_size)

@@ -20,7 +20,7 @@ from frozencore.files.whole_file import remove_left, whole_file
 from frozencore.maths.capture import CAPTURE_NEEDS
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.text import Progress
-from frozencore.tune.adapt import Shared, calibration_batches
+from frozencore.tune.adapt import Precomputed, calibration_batches
 from frozencore.tune.config import RunConfig
 from frozencore.tune.load import Inputs, resolve_targets
 from frozencore.tune.methods import targeted_layers
@@ -97,7 +97,7 @@ class SharedWork:
     store: Store
     needs: Needs
 
-    def of(self, config: RunConfig, inputs: Inputs, progress: Progress) -> Shared | None:
+    def of(self, config: RunConfig, inputs: Inputs, progress: Progress) -> Precomputed | None:
         """The moments and the weights-only bases of a run; None if it computes its own.
 
         A method that reads no data is measured on the moments, if the campaign needs G, a and d anyway.
@@ -107,7 +107,7 @@ class SharedWork:
         method = config.method.entry
         measures = method.has_bases and self.needs.get(moments_key(config), frozenset()) >= CAPTURE_NEEDS
         moments = self.moments(config, inputs, progress) if config.method.moments_needed or measures else None
-        return Shared(moments, self._weight_bases(config, inputs) if method.weights_only else None)
+        return Precomputed(moments, self._weight_bases(config, inputs) if method.weights_only else None)
 
     def moments(self, config: RunConfig, inputs: Inputs, progress: Progress) -> dict[str, LayerMoments]:
         """The moments of a run's calibration rows: from the file, or collected for all runs that need them."""

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from warnings import WarningMessage
 
 from pydantic import TypeAdapter
 
@@ -30,63 +28,62 @@ CALIBRATION = TypeAdapter(Calibration | None)
 
 def adapt_for_all(
     config: RunConfig, inputs: Inputs, targets: Targets, out: Path, model_hash: str, progress: Progress
-) -> tuple[Adapted, list[WarningMessage]]:
+) -> Adapted:
     """Add the adapter of all tenants to the model, and save its basis in ``out/basis`` if it has no name yet.
 
     A resumed run loads that basis. ``out/tenants.json`` says what the basis was made of: it is written before the
     basis, and again after it with the calibration that the tenants' records tell.
 
-    Returns:
-        The model, and the warnings of its calibration.
-
     Raises:
         ArtifactError: ``out/basis`` is another one, of a run with other options or rows.
     """
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        if config.method.basis is not None:
-            return adapt(config.method, inputs, targets, progress), warned
-        of = adapter_identity(config.method, targets, {"model": model_hash, **inputs.rows.fingerprints})
-        identity = json.loads(json.dumps(of))
-        folder, file = out / BASIS, out / MANIFEST
-        made = _read_manifest(file)
-        if made is not None:
-            refuse_differing(str(file), made["identity"], identity)
-        elif folder.exists():
-            raise ArtifactError(
-                f"Tenants train on the basis that their options give, but {folder} is that of another run. Choose "
-                "another --out, or name that basis with --basis."
-            )
-        if made is not None and "basis" in made:
-            return _load(config, inputs, targets, folder, made, progress), warned
-        adapted = adapt(config.method, inputs, targets, progress)
-        if not adapted.model.peft_config["default"].initial_step:  # else each core is saved with its own basis
-            write_json(file, {"identity": identity})
-            said = calibrated_on(config.method, config.rows, inputs.rows, adapted.calibration)
-            save_basis(adapted.model, folder, calibrated_on=said, overwrite=True)
-            content = {
-                "identity": identity,
-                "basis": basis_fingerprint(adapted.model),
-                "calibration": CALIBRATION.dump_python(adapted.calibration, mode="json"),
-                "time_s": adapted.time_s,
-                "warnings": sorted({str(one.message) for one in warned if one.category is UserWarning}),
-            }
-            write_json(file, content)
-    return adapted, warned
+    if config.method.basis is not None:
+        return adapt(config.method, inputs, targets, progress)
+    of = adapter_identity(config.method, targets, {"model": model_hash, **inputs.rows.fingerprints})
+    identity = json.loads(json.dumps(of))
+    folder, file = out / BASIS, out / MANIFEST
+    made = _read_manifest(file)
+    if made is not None:
+        refuse_differing(str(file), made["identity"], identity)
+    elif folder.exists():
+        raise ArtifactError(
+            f"Tenants train on the basis that their options give, but {folder} is that of another run. Choose "
+            "another --out, or name that basis with --basis."
+        )
+    if made is not None and "basis" in made:
+        return _load(config, inputs, targets, folder, made, progress)
+    adapted = adapt(config.method, inputs, targets, progress)
+    if not adapted.model.peft_config["default"].initial_step:  # else each core is saved with its own basis
+        write_json(file, {"identity": identity})
+        said = calibrated_on(config.method, config.rows, inputs.rows, adapted.calibration)
+        save_basis(adapted.model, folder, calibrated_on=said, overwrite=True)
+        content = {
+            "identity": identity,
+            "basis": basis_fingerprint(adapted.model),
+            "calibration": CALIBRATION.dump_python(adapted.calibration, mode="json"),
+            "time_s": adapted.time_s,
+            "warnings": adapted.warnings,
+        }
+        write_json(file, content)
+    return adapted
 
 
 def _load(
     config: RunConfig, inputs: Inputs, targets: Targets, folder: Path, made: Mapping[str, Any], progress: Progress
 ) -> Adapted:
-    """Add the adapter on the saved basis, and repeat the calibration's warnings."""
+    """Add the adapter on the saved basis, with the numbers and warnings of its calibration."""
     on_basis = config.method.model_copy(update={"basis": str(folder)})
     adapted = adapt(on_basis, inputs, targets, progress)
     refuse_differing(str(folder), {"hash of basis": made["basis"]}, {"hash of basis": basis_fingerprint(adapted.model)})
-    for message in made["warnings"]:
-        warnings.warn(message, stacklevel=2)
     calibration = CALIBRATION.validate_python(made["calibration"], strict=False)
     captures = {} if calibration is None else calibration.captures
-    return replace(adapted, calibration=calibration, time_s=float(made["time_s"]), captures=captures)
+    return replace(
+        adapted,
+        calibration=calibration,
+        time_s=float(made["time_s"]),
+        captures=captures,
+        warnings=tuple(made["warnings"]),
+    )
 
 
 def _read_manifest(file: Path) -> dict[str, Any] | None:

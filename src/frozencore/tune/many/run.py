@@ -19,11 +19,12 @@ from frozencore.errors import FrozenCoreError
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.files.whole_file import whole_folder, write_json
 from frozencore.text import Progress, as_stage
+from frozencore.tune.adapt import Adapted
 from frozencore.tune.config import RunConfig
 from frozencore.tune.cost import PeakMemory
 from frozencore.tune.folder import ADAPTER, FAILURE, RECORD, START, locked
-from frozencore.tune.load import resolve_targets
-from frozencore.tune.make_record import AdaptedRun, FinishedRun, calibrated_on, headline, make_record
+from frozencore.tune.load import Inputs, resolve_targets
+from frozencore.tune.make_record import calibrated_on, headline, make_record
 from frozencore.tune.many.common_basis import adapt_for_all
 from frozencore.tune.many.folder import refuse_taken, require_basis, require_unused, standing_record
 from frozencore.tune.many.slots import held_out_losses
@@ -81,7 +82,7 @@ def execute_many(
             if (record := standing_record(out / name, one.config, {"model": model_hash, **_scored(one)})) is not None
         }
         memory = PeakMemory(inputs.model)
-        adapted, warned = adapt_for_all(config, inputs, targets, out, model_hash, progress)
+        adapted = adapt_for_all(config, inputs, targets, out, model_hash, progress)
         hashes = {"model": model_hash, "basis": basis_fingerprint(adapted.model)}
         for name, record in standing.items():
             require_basis(out / name, record, hashes["basis"])
@@ -94,7 +95,7 @@ def execute_many(
                 progress=as_stage(progress, "score base"),
             )
         finisher = Finisher(
-            AdaptedRun(config, inputs, out, targets, hashes, adapted, memory, warned, started),
+            Common(config, inputs, out, hashes, adapted, memory, started),
             to_train,
             dict(zip(to_train, losses, strict=True)),
             side_by_side=(len(to_train), min(num_slots, len(to_train))),
@@ -125,6 +126,25 @@ def tenant_of(own: TenantRows, model: nn.Module) -> Tenant:
 
 
 @dataclass(frozen=True)
+class Common:
+    """What all tenants of a run share.
+
+    Attributes:
+        folder: The folder of all tenants.
+        hashes: SHA-256 of the base model and of the basis.
+        started: ``time.perf_counter()`` when the run began.
+    """
+
+    config: RunConfig
+    inputs: Inputs
+    folder: Path
+    hashes: Mapping[str, str]
+    adapted: Adapted
+    memory: PeakMemory
+    started: float
+
+
+@dataclass(frozen=True)
 class Finisher:
     """Score, save and record tenants when they end.
 
@@ -135,7 +155,7 @@ class Finisher:
         side_by_side: The number of tenants, and how many train at once.
     """
 
-    common: AdaptedRun
+    common: Common
     own: Mapping[str, TenantRows]
     before: Mapping[str, float]
     side_by_side: tuple[int, int]
@@ -187,24 +207,22 @@ class Finisher:
         rows = dict(own.rows.fingerprints)
         if own.config.method.basis is None:
             rows["calibration"] = common.inputs.rows.fingerprints["calibration"]  # rows of every tenant
-        here = replace(
-            common,
-            config=own.config,
-            inputs=replace(common.inputs, rows=own.rows),
-            folder=folder,
+        after = Score(loss)
+        record = make_record(
+            own.config,
+            replace(common.inputs, rows=own.rows),
+            common.adapted,
+            recipe_of(own.config.training, own.config.method.entry, own.rows, common.adapted.model),
+            replace(trained.report, side_by_side=self.side_by_side),
+            (Score(self.before[name]), after),
             hashes={**rows, **common.hashes},
+            folder=folder,
+            memory=common.memory,
+            started=common.started,
         )
-        run = FinishedRun(
-            **vars(here),
-            recipe=recipe_of(own.config.training, own.config.method.entry, own.rows, common.adapted.model),
-            report=replace(trained.report, side_by_side=self.side_by_side),
-            before=Score(self.before[name]),
-            after=Score(loss),
-        )
-        record = make_record(run)
         calibration = calibrated_on(
             common.config.method, common.config.rows, common.inputs.rows, common.adapted.calibration
         )
-        write_model_card(folder / ADAPTER, calibration=calibration, scores=headline(run.after))
+        write_model_card(folder / ADAPTER, calibration=calibration, scores=headline(after))
         write_json(folder / RECORD, record.content())
         return record

@@ -24,9 +24,9 @@ FEWEST_STEPS, MOST_EPOCHS = 32, 8
 LEADS = "eval_leads"  # the metric by which the Trainer keeps a step
 
 
-def epochs_for(num_rows: int, rows_a_step: int) -> int:
+def epochs_for(num_rows: int, effective_batch_size: int) -> int:
     """Default epochs of own rows: enough for ``FEWEST_STEPS`` optimizer steps, at most 8."""
-    return min(MOST_EPOCHS, math.ceil(FEWEST_STEPS / math.ceil(num_rows / rows_a_step)))
+    return min(MOST_EPOCHS, math.ceil(FEWEST_STEPS / math.ceil(num_rows / effective_batch_size)))
 
 
 @dataclass(frozen=True)
