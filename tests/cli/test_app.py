@@ -52,7 +52,7 @@ def test_ctrl_c_says_that_something_goes_on_only_if_something_is_saved(
 ) -> None:
     from_the_beginning = "the same command starts from the beginning"
     monkeypatch.setattr("frozencore.tune.run.execute", raising(KeyboardInterrupt))
-    asked, out = ("tune", *FEW, "--resume"), tmp_path / "run"
+    asked, out = ("tune", *FEW, "--resume"), tmp_path / "tune"
     status, _, err = command(*asked, "--out", out)
     assert status == 130
     assert err.splitlines()[-1] == f"frozencore: interrupted; nothing is saved yet; {from_the_beginning}"
@@ -61,7 +61,6 @@ def test_ctrl_c_says_that_something_goes_on_only_if_something_is_saved(
     assert command(*asked, "--out", out)[2].splitlines()[-1].endswith(" continues from what is saved")
 
     monkeypatch.chdir(tmp_path)
-    Path("tune").mkdir()
     Path("tune/adapter_config.json").write_text("{}")  # an adapter that is called as a verb
     monkeypatch.setattr("frozencore.adapter.folders.merge_adapters", raising(KeyboardInterrupt))
     status, _, err = command("merge", "tune", "--out", "run")
