@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from frozencore import errors
 from frozencore.errors import FrozenCoreError
-from frozencore.text import at_least, bytes_in_words, one_line, read_size, time_in_words
+from frozencore.text import bytes_in_words, one_line, time_in_words
 
 ERRORS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, FrozenCoreError)]
 
@@ -45,15 +45,6 @@ def test_no_more_is_kept_than_was_asked_for() -> None:
 def test_every_error_of_ours_is_one_line_whatever_it_quotes(kind: type[FrozenCoreError]) -> None:
     assert len(ERRORS) > 5
     assert str(kind("No layer 'a\r', 'b\nc'.\x1b[31m")) == "No layer 'a\\r', 'b c'.\\x1b[31m"
-
-
-@pytest.mark.parametrize("num_bytes", [1, 999, 1001, 700_000, 10**7, 10**7 + 1, 97_000_001, 3 * 2**40 + 5])
-def test_the_smallest_size_that_works_is_read_again_as_no_less_and_hardly_more(num_bytes: int) -> None:
-    read = read_size(at_least(num_bytes))
-    assert read is not None
-    size, has_unit = read
-    assert has_unit
-    assert num_bytes <= size < num_bytes + max(1024, num_bytes / 10)
 
 
 def test_bytes_are_said_to_a_tenth_of_their_unit() -> None:

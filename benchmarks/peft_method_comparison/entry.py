@@ -67,7 +67,7 @@ def calibration_batches(rows: Sequence[Any], tokenizer: Any, seed: int) -> Itera
         yield batch | {"labels": labels}
 
 
-def with_calibration(suite: ModuleType, experiment: str, memory_budget: str | None) -> Callable[..., nn.Module]:
+def with_calibration(suite: ModuleType, experiment: str, group_size: int) -> Callable[..., nn.Module]:
     """The suite's ``get_model``, and the bases chosen."""
     build: Callable[..., nn.Module] = suite.get_model
 
@@ -79,7 +79,7 @@ def with_calibration(suite: ModuleType, experiment: str, memory_budget: str | No
             tokenizer=tokenizer, query_template=recipe.query_template, print_fn=suite.print_verbose
         )
         batches = list(calibration_batches(rows, tokenizer, recipe.seed))
-        calibrate(model, batches, options=CalibrationOptions(memory_budget=memory_budget))
+        calibrate(model, batches, options=CalibrationOptions(group_size=group_size))
         return model
 
     return built
@@ -89,13 +89,13 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiment", help=f"One of {EXPERIMENTS}.")
     parser.add_argument("--peft", type=Path, required=True, help="A clone of huggingface/peft, installed from there.")
-    parser.add_argument("--memory-budget", help="What the calibration may take beyond a step, 8GB for instance.")
+    parser.add_argument("--group-size", type=int, default=CalibrationOptions.group_size, help="Layers a pass.")
     parser.add_argument("--clean", action="store_true", help="The suite's: keep no checkpoint.")
     given = parser.parse_args(words)
     suite = load_suite(given.peft)
     experiment = place_experiment(given.experiment)
     suite.print_verbose = lambda *texts, **options: print(*texts, **options | {"file": sys.stderr})
-    suite.get_model = with_calibration(suite, experiment, given.memory_budget)
+    suite.get_model = with_calibration(suite, experiment, given.group_size)
     name = suite.validate_experiment_path(experiment)
     suite.main(path_experiment=experiment, experiment_name=name, clean=given.clean, bucket_name=None)
 

@@ -16,6 +16,7 @@ from frozencore.adapter.model import FrozenCoreModel
 from frozencore.adapter.saved.basis import SavedBasis, load_basis
 from frozencore.adapter.saved.card import write_model_card
 from frozencore.adapter.swap import prepare_swap, swap_core
+from frozencore.calibration.calibrate import build_bases
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import collect_moments
 from frozencore.calibration.moments_file import load_moments, save_moments
@@ -53,6 +54,7 @@ __all__ = [
     "LayerMoments",
     "SavedBasis",
     "Whitening",
+    "build_bases",
     "build_basis",
     "calibrate",
     "check_lora_directory",

@@ -8,11 +8,6 @@ from difflib import get_close_matches
 from typing import Protocol, runtime_checkable
 
 _LAYOUT = re.compile(r"(?:\r\n|[\n\t]|[^\S\r\v\f\x1c-\x1f\x85\u2028\u2029])+")
-UNITS = {"b": 1} | {
-    f"{prefix}{infix}b": base**power
-    for power, prefix in enumerate("kmgt", start=1)
-    for infix, base in (("", 1000), ("i", 1024))
-}
 
 
 def one_line(text: object, longest: int | None = None) -> str:
@@ -30,25 +25,10 @@ def one_line(text: object, longest: int | None = None) -> str:
     return line[:longest]
 
 
-def read_size(size: object) -> tuple[int, bool] | None:
-    """Read a positive whole number, and whether it has a unit (1 GB = 1000³, 1 GiB = 1024³); None if it is no size."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(size))
-    if found is None or isinstance(size, bool) or (found[2] and found[2].lower() not in UNITS):
-        return None
-    number = int(float(found[1]) * UNITS.get(found[2].lower(), 1))
-    return (number, bool(found[2])) if number >= 1 else None
-
-
 def bytes_in_words(num_bytes: float) -> str:
     """A rounded number of bytes: ``1.5 MB``, ``12.0 GB`` (a KB is 1000 bytes)."""
     unit, length = ("GB", 10**9) if num_bytes >= 10**9 else ("MB", 10**6) if num_bytes >= 10**6 else ("KB", 1000)
     return f"{num_bytes / length:.1f} {unit}"
-
-
-def at_least(num_bytes: int) -> str:
-    """A size, rounded up, that :func:`read_size` reads: ``97MB``."""
-    unit, length = ("MB", 10**6) if num_bytes > 10**7 else ("KB", 1000)
-    return f"{-(-num_bytes // length)}{unit}"
 
 
 def time_in_words(seconds: float) -> str:

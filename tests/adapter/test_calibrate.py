@@ -19,11 +19,10 @@ from transformers import DataCollatorWithFlattening
 import references as ref
 from adapted import BATCHES, DATA_DRIVEN, EXAMPLES, adapted, cores_of, logits
 from frozencore import CONSTRUCTORS, CalibrationOptions, FrozenCoreConfig, calibrate
-from frozencore.adapter import calibrate as calibration
+from frozencore.calibration import calibrate as calibration
 from frozencore.calibration.collect import collect_moments
-from frozencore.calibration.taps import CalibrationPass
+from frozencore.calibration.hooks import CalibrationPass
 from frozencore.errors import CalibrationError
-from frozencore.maths.linalg import principal_cosines
 from frozencore.maths.moments import MOMENT_NAMES
 from references import numpy_of
 from slow import few
@@ -355,59 +354,3 @@ def test_data_that_run_out_of_memory_themselves_are_never_taken_for_shorter_ones
 
     with pytest.raises(RuntimeError, match="allocate"):
         calibrate(adapted("fcca", calibrated=False), data(), progress=False)
-
-
-# ------------------------------------------------------------------- layers of one shape, built together as on a GPU
-
-
-@pytest.fixture
-def batches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Layers are built together on this device too; how many each time."""
-    sizes: list[int] = []
-    build = calibration.build_batch
-
-    def counted(constructor: str, layers: Any, options: Any) -> Any:
-        if len(layers) > 1:
-            sizes.append(len(layers))
-        return build(constructor, layers, options)
-
-    monkeypatch.setattr(calibration, "_is_on_gpu", lambda _: True)
-    monkeypatch.setattr(calibration, "build_batch", counted)
-    return sizes
-
-
-def built(constructor: str, **options: Any) -> dict[str, tuple[Tensor, Tensor, int]]:
-    calibration_options = options.pop("calibrate", {})
-    model = adapted(constructor, calibrated=False, dtype=torch.float64, **options)
-    calibration = calibrate(model, BATCHES, progress=False, **calibration_options)
-    return {
-        layer.name: (*layer.factors("default")[:2], calibration.layers[layer.name].effective_rank)
-        for layer in cores_of(model)
-    }
-
-
-@pytest.mark.parametrize("constructor", ["fcca", "rawgrad"])
-def test_layers_of_one_shape_get_the_bases_that_each_would_get_alone(constructor: str, batches: list[int]) -> None:
-    found = built(constructor)
-    assert sorted(batches) == [4, 4]  # q and o of two blocks, k and v
-    batches.clear()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibration, "_is_on_gpu", lambda _: False)
-        alone = built(constructor)
-    assert batches == []
-    for name, (P, Q, rank) in found.items():
-        assert rank == alone[name][2]
-        for X, Y in ((P, alone[name][0]), (Q, alone[name][1])):
-            assert float(principal_cosines(X, Y).min()) > 1 - 1e-6
-
-
-def test_ranks_of_their_own_and_budgets_are_not_mixed(batches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    built("fcca", rank_pattern={r"0\.self_attn\.q_proj": 2})
-    assert sorted(batches) == [3, 4]
-    batches.clear()
-    built("fcca", calibrate={"memory_budget": "1GiB"})
-    built("eva")
-    assert batches == []
-    monkeypatch.setattr(calibration, "BATCH_BYTES", 2 * 32 * 32 * 8)
-    built("fcca")
-    assert sorted(batches) == [2, 2, 4]

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import time
-from dataclasses import astuple
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -23,9 +22,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from forked import as_ranks, ended
-from frozencore import FrozenCoreConfig, calibrate, distributed, frozen_core_layers
-from frozencore.adapter.calibrate import layer_costs, targets_of
-from frozencore.calibration.taps import CalibrationPass
+from frozencore import FrozenCoreConfig, calibrate, distributed
+from frozencore.calibration.hooks import CalibrationPass
 from frozencore.errors import CalibrationError, RankError
 from frozencore.maths.linalg import principal_cosines
 from slow import few
@@ -87,14 +85,6 @@ def bases_where_one_rank_has_little_room(share: list[Example]) -> dict[str, torc
     return bases(model)
 
 
-def costs(batches: list[dict[str, torch.Tensor]]) -> dict[str, tuple[Any, ...]]:
-    """The costs of each layer for a memory budget."""
-    model = adapted("fcca")
-    targets = targets_of(frozen_core_layers(model, "default"), "default")
-    found = layer_costs(model, model.peft_config["default"], targets, batches)
-    return {name: astuple(cost) for name, cost in found.items()}
-
-
 def failure(work: Any) -> str:
     try:
         work()
@@ -118,7 +108,6 @@ def main(out: Path, rank: int) -> None:
         captured = {name: layer.capture for name, layer in calibration.layers.items()}
         report[f"{constructor} J"] = {name: found and found.J for name, found in captured.items()}
 
-    report["costs"] = costs(batches_of(share, 1 + rank))
     report["little room"] = bases_where_one_rank_has_little_room(share)
 
     model = adapted("fcca")
@@ -223,13 +212,6 @@ def test_the_bases_are_those_of_one_process_on_all_examples(constructor: str, re
         assert {name: J for name, J in report[f"{constructor} J"].items() if J} == pytest.approx(captured, rel=1e-4)
     tokens = {name: layer.num_tokens for name, layer in calibration.layers.items()}
     assert reports[0][f"{constructor} tokens"] == tokens
-
-
-def test_a_budget_counts_the_largest_batch_of_all_ranks_on_each_of_them(reports: list[dict[str, Any]]) -> None:
-    """Ranks that planned other passes would wait for one another for ever."""
-    size = len(reports)
-    batches = [batch for rank in range(size) for batch in batches_of(EXAMPLES[rank::size], 1 + rank)]
-    assert all(report["costs"] == costs(batches) for report in reports)
 
 
 @pytest.mark.parametrize("how", ["step", "fsdp step"])

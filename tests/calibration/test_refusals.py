@@ -24,15 +24,12 @@ ROWS = [{"input_ids": list(e.ids), "labels": [-100] * e.num_prompt + list(e.ids[
 
 # -------------------------------------------------------------------------------------------------------- options
 
-SIZE = 'memory budget is a positive size such as "8GB"'
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"tokens": "all"}, "tokens must be one of nonpad, completion, nonzero_delta, but 'all' came"),
     ({"weighting": "sum"}, "weighting must be one of"),
     ({"skip_first": -1}, "skip_first must be a whole number of at least 0, but -1 came"),
     ({"group_size": 0}, "group_size must be a whole number of at least 1, but 0 came"),
     ({"stats_device": "abacus"}, "stats_device must be a device such as cpu or cuda:1, but 'abacus' came"),
-    *(({"memory_budget": size}, SIZE) for size in
-      ("", "GiB", "8 gallons", "-3GB", "0", 0, -1, "1e9", "8GiB 2", True, 1.5j, [1])),
 ]  # fmt: skip
 
 
@@ -174,7 +171,7 @@ DATA: list[Refusal] = [
     (calibrated(ROWS), DataError, "number 0 is 'input_ids': list, .*rows with a collator"),
     (calibrated(ROWS, num_examples=2), DataError, "number 0 is 'input_ids': list"),
     (calibrated([{key: value[0] for key, value in batch_of(EXAMPLES).items()}]), DataError, "number 0 is"),
-    (calibrated([BATCHES[0], "b"], memory_budget="1GiB"), DataError, "number 1 is str"),
+    (calibrated([BATCHES[0], "b"]), DataError, "number 1 is str"),
     (calibrated(DatasetDict(train=Dataset.from_list(ROWS))), DataError, "one split, such as"),
     (calibrated(batch_of(EXAMPLES)), DataError, "a single batch: pass \\[batch\\]"),
     (calibrated(itertools.cycle(BATCHES)), ConfigError, "num_examples=128"),
@@ -194,7 +191,6 @@ DATA: list[Refusal] = [
     (calibrated(loss_fn=own_loss, options=CalibrationOptions(weighting="token")),
      ConfigError, "option weighting is about completion"),
     (calibrated([("a", 1)], loss_fn=own_loss), DataError, "number 0 is tuple"),
-    (calibrated(memory_budget=1000), ConfigError, "smallest that works is"),
 ]  # fmt: skip
 
 REFUSALS = [*COLLECTING, *DATA]

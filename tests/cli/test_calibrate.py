@@ -13,16 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from frozencore import CoreBank
 from frozencore.adapter.bases import AngleReport, BasisReport, CaptureReport, LayerReport
 from frozencore.cli import app as cli
 from frozencore.cli.inspect import inspection_table
-from frozencore.files.adapter_folder import WEIGHTS_FILE
 from frozencore.text import natural_sort_key
 from frozencore.tune.pocket import pocket_model_path
 from small_tenants import adapter_in
@@ -69,22 +66,6 @@ def test_calibrate_then_inspect_shows_what_the_basis_captured(command: Command, 
     assert "coher. P: coherence of P: largest leverage of an output" in out
     assert "16 layers; 256 trained values" in out
     assert "PᵀP" not in out
-
-
-def test_a_memory_budget_leaves_the_bases_and_no_sums(
-    command: Command, calibrated: tuple[Path, str], tmp_path: Path
-) -> None:
-    thrifty = (*DAMPED, "--out", tmp_path / "thrifty", "--memory-budget", "1GiB")
-    status, out, _ = command(*thrifty, "--all-layers")
-    assert (status, "Moments:" in out, "layers.3.self_attn.q_proj" in out) == (0, False, True)
-    assert {path.name for path in (tmp_path / "thrifty").iterdir()} == {"adapter", "basis"}
-    adapters = [folder / "adapter" for folder in (calibrated[0], tmp_path / "thrifty")]
-    assert all(json.loads((one / "adapter_config.json").read_text())["damping"] == [0.1, 0.01] for one in adapters)
-    whole, in_groups = (load_file(one / WEIGHTS_FILE) for one in adapters)
-    assert whole.keys() == in_groups.keys()
-    for key, X in whole.items():
-        torch.testing.assert_close(X, in_groups[key], atol=1e-3, rtol=0)
-    assert "already holds a calibration" in command(*thrifty)[2]
 
 
 def test_tune_on_a_basis_takes_everything_from_it_and_saves_cores_alone(

@@ -80,15 +80,9 @@ def test_a_flag_is_the_option_of_that_name(
     assert given(command, *words).content(changed=True)[group] == options
 
 
-def test_a_memory_budget_and_targets_are_read_as_they_are_meant(
-    command: Command, given: Callable[..., RunConfig]
-) -> None:
-    config = given(command, "--memory-budget", "8GiB", "--targets", "q_proj, v_proj", "--lr", "1e-3")
-    assert (config.method.calibration.memory_budget, config.method.targets, config.training.learning_rate) == (
-        "8GiB",
-        ("q_proj", "v_proj"),
-        1e-3,
-    )
+def test_targets_are_read_as_they_are_meant(command: Command, given: Callable[..., RunConfig]) -> None:
+    config = given(command, "--targets", "q_proj, v_proj", "--lr", "1e-3")
+    assert (config.method.targets, config.training.learning_rate) == (("q_proj", "v_proj"), 1e-3)
     assert given(command, "--targets", "all-linear").method.targets == "all-linear"
 
 

@@ -26,7 +26,7 @@ from frozencore.constructors import (
 from frozencore.constructors.eva import EVA_OUTPUTS
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.basis import COORDINATES, Basis
-from frozencore.maths.linalg import SvdMethod, TruncatedSVD, truncated_svd
+from frozencore.maths.linalg import SvdMethod, truncated_svd
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.maths.whitening import Fisher, Sides
 from frozencore.options import options_of
@@ -295,31 +295,6 @@ def test_the_needed_moments_are_read_all_of_them_and_no_others(constructor: str,
     for name in needed:
         with pytest.raises(CalibrationError, match=rf"Layer 'layer\.0'.*{name!r} is needed here but was not collected"):
             basis_from(needed - {name})
-
-
-@pytest.mark.parametrize("constructor", ["fcca", "rawgrad"])
-@pytest.mark.parametrize("layer_rank", [10, 2, 0])
-@pytest.mark.parametrize("coordinates", COORDINATES)
-def test_the_triples_of_t_give_the_basis_of_the_whole_moment(
-    constructor: str, layer_rank: int, coordinates: str
-) -> None:
-    """From the leading singular triples of T alone, and moments without matrices."""
-    drawn = layer_of_rank(2) if layer_rank == 2 else drawn_layer()
-    drawn = dataclasses.replace(drawn, E=0 * drawn.E) if layer_rank == 0 else drawn
-    layer, e = drawn.evidence(), drawn.reference()
-    svd = TruncatedSVD(torch.zeros(12, 0), torch.zeros(0), torch.zeros(10, 0))
-    if layer_rank:
-        A, D = (ref.damped_matrix(np.diag(M), 1e-2) for M in (e.A, e.D))
-        svd = truncated_svd(torch.tensor(ref.whitened(e.G, A, D) if constructor == "fcca" else e.G), 4)
-    own = {"damping": 1e-2} if constructor == "fcca" else {}
-    options = CONSTRUCTORS[constructor].options(4, coordinates, seed=3, **own)
-    slim = dataclasses.replace(layer, moments=layer.data.without_matrices())
-    found = CONSTRUCTORS[constructor].build_of_svd(slim, svd, options)
-    expected = build_basis(constructor, layer, options)
-    assert found.effective_rank == expected.effective_rank
-    torch.testing.assert_close(found.spectrum, expected.spectrum, atol=1e-5 * float(expected.spectrum[0]), rtol=0)
-    for X, Y in ((found.P, expected.P), (found.Q, expected.Q)):
-        torch.testing.assert_close(X, Y, atol=1e-4 * float(Y.abs().max()), rtol=0)
 
 
 @pytest.mark.parametrize("constructor", READS_DATA)

@@ -14,15 +14,15 @@ import references as ref
 from drawn import DrawnLayer, drawn_layer
 from frozencore.constructors import CONSTRUCTORS, BasisOptions, build_basis, fcca_basis, random_basis
 from frozencore.errors import CalibrationError
-from frozencore.maths import capture as capturing
+from frozencore.maths import capture as capture_module
 from frozencore.maths.basis import COORDINATES, Basis
 from frozencore.maths.capture import (
     Capture,
-    capture,
     captured_correlation,
     closed_form_core,
     coherence,
     local_objective,
+    measure_capture,
     projected_gradient_norm,
 )
 from frozencore.maths.moments import spread
@@ -174,7 +174,7 @@ SIZES = st.integers(3, 9)
 def test_every_number_is_its_definition(m: int, n: int, rank: int, seed: int, coordinates: str) -> None:
     layer = drawn_layer(m, n, num_tokens=40, seed=seed)
     basis = random_basis((m, n), rank, coordinates=coordinates, seed=seed)
-    found = capture(layer.moments(), basis)
+    found = measure_capture(layer.moments(), basis)
     G, T, P, Q, C = reference(layer, basis)
     spans = [np.linalg.qr(X)[0] for X in (P, Q)]
     assert found.gradient == pytest.approx(np.linalg.norm(spans[0].T @ G @ spans[1]), rel=1e-5)
@@ -190,14 +190,14 @@ def test_every_number_is_its_definition(m: int, n: int, rank: int, seed: int, co
 
 def test_of_fcca_they_are_the_leading_singular_values_and_no_other_basis_holds_more() -> None:
     layer = drawn_layer(12, 10)
-    own = capture(layer.moments(), fcca_basis(layer.moments(), RANK))
+    own = measure_capture(layer.moments(), fcca_basis(layer.moments(), RANK))
     _, T, *_ = reference(layer, fcca_basis(layer.moments(), RANK))
     assert own.values == pytest.approx(list(np.linalg.svd(T)[1][:RANK]), rel=1e-5)
     assert own.effective_rank == RANK
-    whole = capture(layer.moments(), fcca_basis(layer.moments(), 10))
+    whole = measure_capture(layer.moments(), fcca_basis(layer.moments(), 10))
     assert pytest.approx(whole.energy, rel=1e-6) == whole.J
     for seed in range(5):
-        other = capture(layer.moments(), random_basis((12, 10), RANK, seed=seed))
+        other = measure_capture(layer.moments(), random_basis((12, 10), RANK, seed=seed))
         assert other.J < own.J
         assert other.energy == own.energy
 
@@ -205,7 +205,7 @@ def test_of_fcca_they_are_the_leading_singular_values_and_no_other_basis_holds_m
 def test_a_gradient_of_few_directions_has_as_many() -> None:
     moments = drawn_layer(12, 10).moments()
     low = replace(moments, cross=torch.outer(torch.arange(1.0, 13), torch.ones(10)).double())
-    found = capture(low, random_basis((12, 10), RANK, seed=1))
+    found = measure_capture(low, random_basis((12, 10), RANK, seed=1))
     assert found.effective_rank == 1
     assert found.participation == pytest.approx(1)
 
@@ -213,7 +213,7 @@ def test_a_gradient_of_few_directions_has_as_many() -> None:
 def test_the_scale_of_the_loss_changes_the_gradient_alone_also_where_its_squares_are_no_float32() -> None:
     moments, basis = drawn_layer(12, 10).moments(torch.float32), random_basis((12, 10), RANK)
     scaled = replace(moments, cross=1e-18 * moments.cross, error_square=1e-36 * moments.error_square)
-    plain, small = capture(moments, basis), capture(scaled, basis)
+    plain, small = measure_capture(moments, basis), measure_capture(scaled, basis)
     assert small.values == pytest.approx(plain.values, rel=1e-4)
     assert small.energy == pytest.approx(plain.energy, rel=1e-4)
     assert small.gradient == pytest.approx(1e-18 * plain.gradient, rel=1e-4)
@@ -222,9 +222,9 @@ def test_the_scale_of_the_loss_changes_the_gradient_alone_also_where_its_squares
 
 def test_blocks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     moments, basis = drawn_layer(12, 10).moments(), random_basis((12, 10), RANK)
-    whole = capture(moments, basis)
-    monkeypatch.setattr(capturing, "BLOCK_VALUES", 37)  # three rows, and one at the end
-    split = capture(moments, basis)
+    whole = measure_capture(moments, basis)
+    monkeypatch.setattr(capture_module, "BLOCK_VALUES", 37)  # three rows, and one at the end
+    split = measure_capture(moments, basis)
     assert split.values == pytest.approx(whole.values, rel=1e-12)
     assert (split.energy, split.gradient) == (pytest.approx(whole.energy), pytest.approx(whole.gradient))
 
@@ -232,7 +232,7 @@ def test_blocks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_gradient_nothing_is_captured_and_nothing_fails() -> None:
     moments = drawn_layer(12, 10).moments()
     silent = replace(moments, cross=torch.zeros(12, 10), error_square=torch.zeros(12))
-    found = capture(silent, random_basis((12, 10), RANK))
+    found = measure_capture(silent, random_basis((12, 10), RANK))
     assert found == Capture(0.0, 0.0, (0.0, 0.0, 0.0), 0.0, spread(moments.a), float("inf"))
     assert (found.J, found.effective_rank, found.participation) == (0.0, 0, 0.0)
 
@@ -241,4 +241,4 @@ def test_what_was_not_collected_is_said() -> None:
     moments = drawn_layer(12, 10).moments()
     for name in ("cross", "input_square", "error_square"):
         with pytest.raises(CalibrationError, match=f"'{name}' is needed here but was not collected"):
-            capture(replace(moments, **{name: None}), random_basis((12, 10), RANK))
+            measure_capture(replace(moments, **{name: None}), random_basis((12, 10), RANK))

@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 
 import references as ref
 from frozencore.errors import CalibrationError, ConfigError
-from frozencore.maths import linalg
 from frozencore.maths.linalg import (
     SVD_METHODS,
-    TruncatedSVD,
     all_finite,
     complete_orthonormal,
     effective_rank,
@@ -26,7 +24,6 @@ from frozencore.maths.linalg import (
     thin_qr,
     top_eigenvectors,
     truncated_svd,
-    truncated_svds,
 )
 
 
@@ -255,10 +252,7 @@ def test_one_entry_that_is_not_finite_is_found_and_refused_before_any_factorisat
     assert all_finite(M[:, :0])
     M[2, 3] = bad
     assert not all_finite(M)
-    stacked = torch.stack([random_matrix(5, 5), M])
-    for factorise in (
-        lambda: truncated_svd(M, 2), lambda: top_eigenvectors(M, 2), lambda: truncated_svds(stacked, 2, seeds=[1, 2]),
-    ):  # fmt: skip
+    for factorise in (lambda: truncated_svd(M, 2), lambda: top_eigenvectors(M, 2)):
         with pytest.raises(CalibrationError, match="holds NaN or Inf. Check the model's weights"):
             factorise()
 
@@ -270,50 +264,3 @@ def test_generators_of_different_purposes_draw_differently() -> None:
         for labels in ((), ("a",), ("b",), ("a", 1), ("a1",))
     }
     assert len(draws) == 10
-
-
-# ------------------------------------------------------------------------------------------- many of one shape
-
-RANK = 8
-GRAM, WIDE, TALL = (40, 60), (300, 340), (340, 300)  # up to 256 the Gram eigenproblem, above it the Krylov space
-
-
-def assert_leading(svd: TruncatedSVD, M: torch.Tensor) -> None:
-    """Orthonormal, of the right values, and of the space that holds as much of M as any."""
-    expected = np.linalg.svd(M.double().numpy(), compute_uv=False)[:RANK]
-    np.testing.assert_allclose(svd.S.numpy(), expected, rtol=2e-3, atol=2e-6 * expected[0])
-    for X in (svd.U, svd.V):
-        torch.testing.assert_close(X.mT @ X, torch.eye(RANK), atol=1e-5, rtol=0)
-    captured = float((M.double().mT @ svd.U.double()).square().sum())
-    assert captured == pytest.approx((expected**2).sum(), rel=1e-5)
-    torch.testing.assert_close(M.mT @ svd.U, svd.V * svd.S, atol=2e-4 * float(expected[0]), rtol=0)
-
-
-@pytest.mark.parametrize("shape", [GRAM, GRAM[::-1], WIDE, TALL])
-@pytest.mark.parametrize("exponent", [0.3, 1.0])
-def test_a_batch_has_the_triples_of_each_of_its_matrices(shape: tuple[int, int], exponent: float) -> None:
-    M = torch.stack([decaying(*shape, exponent, seed) * 10.0**seed for seed in range(3)])
-    for i, svd in enumerate(truncated_svds(M, RANK, seeds=[5, 6, 7])):
-        assert_leading(svd, M[i])
-        alone = truncated_svd(M[i], RANK, seed=5 + i)
-        assert float(principal_cosines(svd.U, alone.U).min()) > 0.99
-        assert [part.dtype for part in svd] == [torch.float32] * 3
-
-
-@pytest.mark.parametrize("shape", [GRAM, WIDE])
-def test_a_matrix_of_low_rank_is_done_by_itself_and_its_neighbours_are_not(
-    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    alone: list[torch.Tensor] = []
-
-    def counted(M: torch.Tensor, rank: int, *, seed: int) -> TruncatedSVD:
-        alone.append(M)
-        return truncated_svd(M, rank, seed=seed)
-
-    monkeypatch.setattr(linalg, "truncated_svd", counted)
-    M = torch.stack([decaying(*shape, 0.5, 1), decaying(*shape, 0.5, 2, rank=3), torch.zeros(shape)])
-    found = truncated_svds(M, RANK, seeds=[1, 2, 3])
-    assert len(alone) == 2
-    assert_leading(found[0], M[0])
-    for svd, (one, seed) in zip(found[1:], zip(M[1:], (2, 3), strict=True), strict=True):
-        assert all(torch.equal(*pair) for pair in zip(svd, truncated_svd(one, RANK, seed=seed), strict=True))

@@ -59,7 +59,7 @@ def test_the_id_is_the_configuration_and_nothing_else() -> None:
 
 def test_where_and_how_much_at_a_time_sums_are_made_decides_neither_them_nor_at_its_default_a_run() -> None:
     plain = make_job("tune", OPTIONS)
-    assert make_job("tune", {**OPTIONS, "group_size": 999, "stats_device": None, "memory_budget": None}).id == plain.id
+    assert make_job("tune", {**OPTIONS, "group_size": 999, "stats_device": None}).id == plain.id
     for option in ({"group_size": 4}, {"stats_device": "cpu"}):
         job = make_job("tune", OPTIONS | option)
         assert job.id != plain.id  # a study may compare them
@@ -308,7 +308,6 @@ def test_where_one_method_reads_g_every_run_with_bases_on_that_model_is_measured
     assert moments_key(lora.config) not in needs_of([lora, reads])
     for elsewhere in (
         make_job("profile", {**OPTIONS, "method": "fcca"}),
-        make_job("tune", {**OPTIONS, "method": "fcca", "memory_budget": "1GiB"}),
         make_job("tune", {**OPTIONS, "method": "fcca", "model": "another"}),
     ):
         assert not needs_of([free, elsewhere]).get(moments_key(free.config))

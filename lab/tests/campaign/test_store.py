@@ -126,7 +126,6 @@ def test_a_record_says_what_its_run_was_asked_for(name: str) -> None:
     [
         ({"damping": 0.1}, "a294a435710325f0", "a954193af8d1a2d9"),
         ({"damping": 1}, "53fbe49b0a577588", "a954193af8d1a2d9"),
-        ({"memory_budget": "8GiB"}, "29bf900ed0cece1a", "a954193af8d1a2d9"),
         ({"skip_first": 2}, "2e2de4a5ecbcd269", "51ba0a939357ea65"),
         ({"alpha": 3}, "9f703ac3d29726a9", "a954193af8d1a2d9"),
         ({"targets": ["q_proj", "v_proj"]}, "2baf2f7f75b447da", "769b44508dc121e7"),

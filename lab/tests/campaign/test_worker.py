@@ -158,10 +158,3 @@ def test_a_first_run_collects_for_all_also_where_the_model_lies_elsewhere(store:
         (file,) = (store.shared / "moments").glob("*.safetensors")
         files.append((file.stat().st_ino, file.stat().st_mtime_ns))
     assert files[0] == files[1]
-
-
-def test_a_run_with_a_memory_budget_shares_no_sums(store: Store) -> None:
-    job = job_of("fcca", memory_budget="1GiB")
-    assert Worker(store, Place()).run(job, {}, silent)
-    assert record_of(store, job).config.content()["memory_budget"] == "1GiB"
-    assert not store.shared.exists()

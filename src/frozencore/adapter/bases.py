@@ -18,7 +18,7 @@ from frozencore.adapter.saved.state import Factors, require_finite_in, require_o
 from frozencore.errors import ArtifactError, CalibrationError, ConfigError
 from frozencore.files.fingerprint import fingerprint_tensors
 from frozencore.maths.basis import ORTHONORMAL_COORDINATES, Basis, known_basis
-from frozencore.maths.capture import capture, coherence
+from frozencore.maths.capture import coherence, measure_capture
 from frozencore.maths.linalg import effective_rank, principal_cosines, truncated_svd
 from frozencore.maths.moments import LayerMoments
 from frozencore.maths.whitening import Whitening
@@ -72,9 +72,13 @@ def get_bases(model: nn.Module, adapter_name: str | None = None) -> dict[str, Te
 
 
 def set_bases(
-    model: nn.Module, bases: Mapping[str, Tensor] | SavedBasis, *, adapter_name: str | None = None, reset: bool = False
+    model: nn.Module,
+    bases: Mapping[str, Tensor] | Mapping[str, Basis] | SavedBasis,
+    *,
+    adapter_name: str | None = None,
+    reset: bool = False,
 ) -> None:
-    """Give an adapter the bases of :func:`get_bases` instead of calibrating it, and reset its cores to zero.
+    """Give an adapter the bases of :func:`get_bases` or ``build_bases``, and reset its cores to zero.
 
     Args:
         bases: Bases of the same layers and ranks. The base model is not checked; on other weights the bases are as
@@ -89,30 +93,44 @@ def set_bases(
             are, an adapter is merged, or a core is trained. No basis is changed then.
     """
     adapter_name, config, layers = adapter_for_new_bases(model, adapter_name, reset=reset)
-    if config.initial_step:
+    saved = bases if isinstance(bases, SavedBasis) else None
+    given: Mapping[str, Any] = bases.tensors if isinstance(bases, SavedBasis) else bases
+    built = {name: basis for name, basis in given.items() if isinstance(basis, Basis)}
+    if config.initial_step and not built:
         raise ConfigError(
             f"initial_step={config.initial_step:g} starts from a core that bases alone do not hold. "
             "Call calibrate, with moments collected once, or leave initial_step out."
         )
-    saved = bases if isinstance(bases, SavedBasis) else None
-    if isinstance(bases, SavedBasis):
-        _require_basis_fits(str(bases.place), bases, config, layers, adapter_name)
-        bases = bases.tensors
+    if saved is not None:
+        _require_basis_fits(str(saved.place), saved, config, layers, adapter_name)
+    if built:
+        given = {f"{name}.{side}": X for name, basis in built.items() for side, X in (("P", basis.P), ("Q", basis.Q))}
     expected = {f"{name}.{side}" for name in layers for side in "PQ"}
-    for odd, what in ((expected - bases.keys(), "are missing"), (bases.keys() - expected, "fit no layer")):
+    for odd, what in ((expected - given.keys(), "are missing"), (given.keys() - expected, "fit no layer")):
         if odd:
             raise CalibrationError(
                 f"{len(odd)} of {len(expected)} bases {what} (first: {min(odd)!r}). "
                 "Use bases that get_bases took from an adapter with the same target_modules."
             )
-    checked = {name: _checked(name, bases, layer, adapter_name, config) for name, layer in layers.items()}
-    for name, layer in layers.items():
-        layer.set_basis(adapter_name, checked[name], random_core=not config.init_weights)
+    checked = {name: _checked(name, given, layer, adapter_name, config) for name, layer in layers.items()}
+    put_bases(adapter_name, config, layers, checked | built)
     config.calibration_tokens = None  # unknown from bases alone
-    config.name_basis(None)
     if saved is not None:
         config.calibration_tokens = saved.options.get("calibration_tokens")
         config.name_basis(saved.identity, saved.place, saved.revision)
+
+
+def put_bases(
+    adapter_name: str, config: FrozenCoreConfig, layers: Mapping[str, FrozenCoreLinear], bases: Mapping[str, Basis]
+) -> None:
+    """Set the basis of every layer and its core's start; nothing is changed if one does not fit."""
+    for name, layer in layers.items():
+        layer.require_fit(len(layer.core(adapter_name)), bases[name])
+    for name, layer in layers.items():
+        scale = layer.frozencore_scale[adapter_name]
+        start = config.constructor_entry.start_core(bases[name], config.basis_options(), scale)
+        layer.set_basis(adapter_name, bases[name], start_core=start, random_core=not config.init_weights)
+    config.name_basis(None)
 
 
 def save_basis(
@@ -331,7 +349,7 @@ def report_capture(P: Tensor, Q: Tensor, moments: LayerMoments, damping: tuple[f
     basis, G, metric = known_basis(P.float(), Q.float()), moments.G, Whitening(damping=damping)
     if G.shape != (P.shape[0], Q.shape[0]):
         raise ArtifactError(f"A basis of shape {(P.shape[0], Q.shape[0])} met moments of shape {tuple(G.shape)}.")
-    found = capture(moments, basis, metric)
+    found = measure_capture(moments, basis, metric)
     S = torch.zeros(basis.rank)
     if found.energy:
         S = truncated_svd(metric.input_root(moments)(metric.output_root(moments)(G).mT).mT, basis.rank).S

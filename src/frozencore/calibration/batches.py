@@ -24,7 +24,6 @@ from frozencore.errors import CalibrationError, ConfigError, DataError
 from frozencore.text import one_line
 
 IGNORED = -100  # the label of a token without loss, as in transformers
-NUM_COMPARED = 8  # rows of an example that show the order of a layer's rows
 BATCH_SIZE = 8
 
 Batch = Any
@@ -254,19 +253,6 @@ class CountedTokens:
     @property
     def num_rows(self) -> int:
         return self.shape[0] * self.shape[1]
-
-    def tokens_first(self) -> CountedTokens:
-        """The same tokens as rows of an input with tokens first: token j of example i is row ``j b + i``."""
-        if self.rows is None:
-            return self
-        b, t = self.shape
-        return replace(self, rows=(self.rows % t * b + self.rows // t).sort().values)
-
-    def positions(self, example: int) -> list[int]:
-        """The positions of an example's last counted tokens."""
-        t = self.shape[1]
-        rows = range(example * t, (example + 1) * t) if self.rows is None else self.rows.tolist()
-        return [row - example * t for row in rows if row // t == example][-NUM_COMPARED:]
 
     @classmethod
     def from_mask(cls, mask: Bool[Tensor, "b t"], *, device: torch.device | None = None) -> CountedTokens:

@@ -16,8 +16,8 @@ that all ranks hold the same bytes. Without a process group one rank owns every 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -41,21 +41,20 @@ from frozencore.calibration.batches import (
     total_examples,
 )
 from frozencore.calibration.calibration_options import CalibrationOptions
-from frozencore.calibration.preserve import preserved
-from frozencore.calibration.taps import (
+from frozencore.calibration.hooks import (
     CalibrationPass,
+    Hooks,
     LayerRecorder,
     LossFn,
-    Taps,
-    capturing,
     is_encoder_decoder,
+    recording,
     watching_encoder,
 )
+from frozencore.calibration.preserve import preserved
 from frozencore.device import sent
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.capture import CAPTURE_NEEDS
 from frozencore.maths.moments import MOMENT_NAMES, LayerMoments, MomentName
-from frozencore.quiet import with_attributes
 from frozencore.text import Progress, unknown_name
 
 
@@ -97,7 +96,7 @@ def require_options_fit(options: CalibrationOptions, loss_fn: LossFn | None) -> 
         )
 
 
-def loss_of(model: nn.Module, batch: Batch, as_it_came: Batch, taps: Taps) -> Tensor:
+def loss_of(model: nn.Module, batch: Batch, as_it_came: Batch, hooks: Hooks) -> Tensor:
     """Run one forward pass over a batch and compute its loss, summed over the examples.
 
     Args:
@@ -106,8 +105,8 @@ def loss_of(model: nn.Module, batch: Batch, as_it_came: Batch, taps: Taps) -> Te
     Raises:
         CalibrationError: The loss is not a single number, or the model returns none.
     """
-    if taps.loss_fn is not None:
-        loss = taps.loss_fn(model, batch)
+    if hooks.loss_fn is not None:
+        loss = hooks.loss_fn(model, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             came = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise CalibrationError(
@@ -116,7 +115,7 @@ def loss_of(model: nn.Module, batch: Batch, as_it_came: Batch, taps: Taps) -> Te
         return loss.reshape(()) * num_examples_of(batch)
     can_generate = getattr(model, "can_generate", None)
     if can_generate is None or not can_generate():  # no language model: it returns its own loss
-        if (taps.options.tokens, taps.options.weighting) != ("nonpad", "example_mean"):
+        if (hooks.options.tokens, hooks.options.weighting) != ("nonpad", "example_mean"):
             raise ConfigError(
                 "The calibration options tokens and weighting are about completion tokens, and this "
                 f"{type(model).__name__} is no language model: its own loss is used. Leave them at their defaults."
@@ -125,14 +124,14 @@ def loss_of(model: nn.Module, batch: Batch, as_it_came: Batch, taps: Taps) -> Te
         return _part(model, model(**batch), "loss") * num_examples_of(batch)
     labels = labels_of(as_it_came)
     if is_encoder_decoder(model):
-        return completion_loss(_part(model, model(**batch), "logits"), labels, taps.options)
+        return completion_loss(_part(model, model(**batch), "logits"), labels, hooks.options)
     targets = predicted(labels)
     inputs = {key: value for key, value in batch.items() if key != "labels"}
-    if not _needs_all_logits(model, taps):
+    if not _needs_all_logits(model, hooks):
         kept = targets.ne(IGNORED).any(0).nonzero().squeeze(1)
         targets = targets[:, kept]
         inputs["logits_to_keep"] = sent(kept, inputs["input_ids"].device) if "input_ids" in inputs else kept
-    return completion_loss(_part(model, model(**inputs), "logits"), targets, taps.options)
+    return completion_loss(_part(model, model(**inputs), "logits"), targets, hooks.options)
 
 
 def _part(model: nn.Module, output: Any, name: str) -> Tensor:
@@ -146,7 +145,7 @@ def _part(model: nn.Module, output: Any, name: str) -> Tensor:
     return found
 
 
-def _needs_all_logits(model: nn.Module, taps: Taps) -> bool:
+def _needs_all_logits(model: nn.Module, hooks: Hooks) -> bool:
     """Return whether all positions need logits: a layer of the head is captured, or the model cannot leave any out.
 
     Without the other positions, a pass takes a seventh less time (benchmarks/calibration.py).
@@ -155,7 +154,7 @@ def _needs_all_logits(model: nn.Module, taps: Taps) -> bool:
     backbone = getattr(base, getattr(base, "base_model_prefix", ""), base)
     below_head = {id(module) for module in backbone.modules()}
     return "logits_to_keep" not in inspect.signature(base.forward).parameters or any(
-        id(layer) not in below_head or layer is base.get_output_embeddings() for layer in taps.layers.values()
+        id(layer) not in below_head or layer is base.get_output_embeddings() for layer in hooks.layers.values()
     )
 
 
@@ -205,8 +204,8 @@ def collect_moments(
         if len(groups) > 1:  # all must read the same batches, even from a loader that shuffles or can be read once
             batches = list(batches)
         for index, group in enumerate(groups):
-            taps = Taps({name: modules[name] for name in group}, needs, options, loss_fn)
-            recorders = _run_pass(model, batches, taps, share_of(progress, index, len(groups)))
+            hooks = Hooks({name: modules[name] for name in group}, needs, options, loss_fn)
+            recorders = _run_pass(model, batches, hooks, share_of(progress, index, len(groups)))
             moments |= {name: recorder.moments() for name, recorder in recorders.items()}
     unreached = [name for name, layer in moments.items() if not layer.num_tokens]
     if unreached:
@@ -230,105 +229,73 @@ def share_of(progress: Progress | None, index: int, num_passes: int) -> Progress
 
 
 def _run_pass(
-    model: nn.Module, batches: Iterable[Batch], taps: Taps, progress: Progress | None
+    model: nn.Module, batches: Iterable[Batch], hooks: Hooks, progress: Progress | None
 ) -> dict[str, LayerRecorder]:
     """Sum over all batches; :func:`frozencore.calibration.preserve.preserved` must have prepared the model."""
-    any_form = taps.loss_fn is not None
+    any_form = hooks.loss_fn is not None
     num_examples, total = 0, total_examples(batches, any_form=any_form)
-    with watching_encoder(model) as encoder, capturing(taps, encoder) as capture, ExitStack() as watched:
+    with watching_encoder(model) as encoder, recording(hooks, encoder) as running, ExitStack() as watched:
         if any_form:
-            watched.enter_context(_watching_calls(model, capture))
+            watched.enter_context(_watching_calls(model, running))
         for index, batch in enumerate(batches):
             require_batch(batch, index, any_form=any_form)
-            _run_batch(model, batch, capture)
-            capture.finish_batch(index)
+            _run_batch(model, batch, running)
+            running.finish_batch(index)
             num_examples += num_examples_of(batch)
             if progress:
                 progress("calibration", num_examples, total)
-        capture.finite_batches.look()
+        running.finite_batches.look()
         if num_examples == 0:
             raise CalibrationError("Calibration needs examples, but the data gave none. Check the dataloader.")
-        return capture.recorders
+        return running.recorders
 
 
-def _run_batch(model: nn.Module, batch: Batch, capture: CalibrationPass) -> None:
+def _run_batch(model: nn.Module, batch: Batch, running: CalibrationPass) -> None:
     device = next(model.parameters()).device
     as_it_came, batch = batch, mapped(batch, lambda tensor: sent(tensor, device))
-    taps = capture.taps
-    if taps.loss_fn is None:
-        _count_tokens(as_it_came, capture, device)
-        _offer_example(capture, num_examples_of(batch), lambda alone: model(**_inputs(alone(batch), capture)))
-    if not taps.read_errors:
+    hooks = running.hooks
+    if hooks.loss_fn is None:
+        _count_tokens(as_it_came, running, device)
+    if not hooks.read_errors:
         with torch.no_grad():  # an encoder-decoder needs labels: it makes the decoder's input of them
-            if taps.loss_fn is not None:
-                taps.loss_fn(model, batch)
+            if hooks.loss_fn is not None:
+                hooks.loss_fn(model, batch)
             else:
-                model(**_inputs(batch, capture))
+                model(**_inputs(batch, running))
         return
-    loss = loss_of(model, batch, as_it_came, taps)
+    loss = loss_of(model, batch, as_it_came, hooks)
     if not loss.requires_grad:
         raise CalibrationError(
-            f"The loss does not depend on layer {next(iter(taps.layers))!r} ({len(taps.layers)} in all): the model "
+            f"The loss does not depend on layer {next(iter(hooks.layers))!r} ({len(hooks.layers)} in all): the model "
             "does not use it."
         )
     loss.backward()
 
 
-def _inputs(batch: Batch, capture: CalibrationPass) -> Batch:
+def _inputs(batch: Batch, running: CalibrationPass) -> Batch:
     """The inputs of a forward pass without a loss; an encoder-decoder makes the decoder's input of the labels."""
-    return {key: value for key, value in batch.items() if key != "labels" or capture.encoder is not None}
+    return {key: value for key, value in batch.items() if key != "labels" or running.encoder is not None}
 
 
-def _offer_example(capture: CalibrationPass, b: int, run: Callable[[Callable[[Any], Any]], object]) -> None:
-    """Let a layer with rows of unknown order run one of the current batch's b examples alone.
-
-    Args:
-        run: Runs the model on what a function makes of the batch's tensors.
-    """
-    orders, tokens = capture.orders, capture.tokens
-    if tokens.shape[0] != b:
-        return
-
-    def alone(tensor: Tensor) -> Tensor:
-        dim = next((dim for dim, size in enumerate(tensor.shape) if size == b), None)
-        if dim is None:
-            return tensor
-        return tensor.narrow(dim, orders.example, 1) if b > 1 else torch.cat([tensor, tensor], dim)
-
-    def run_alone() -> None:
-        orders.example = max(reversed(range(b)), key=lambda i: len(tokens.positions(i)))
-        orders.copies, orders.looks = 1 if b > 1 else 2, True
-        try:
-            encoder = capture.encoder  # which sees another output now
-            with torch.no_grad(), with_attributes(encoder, output=encoder.output) if encoder else nullcontext():
-                run(lambda batch: mapped(batch, alone))
-        except Exception:  # what the model cannot do with one example it may do with the batch
-            orders.forget()
-        finally:
-            orders.looks = False
-
-    orders.run_alone = run_alone
-
-
-def _count_tokens(batch: Batch, capture: CalibrationPass, device: torch.device) -> None:
+def _count_tokens(batch: Batch, running: CalibrationPass, device: torch.device) -> None:
     """Tell a pass which tokens of the next batch count, as indices on the model's device."""
-    options = capture.taps.options
+    options = running.hooks.options
     if {"input_ids", "inputs_embeds"} & batch.keys():
-        counted = counted_tokens if capture.encoder is None else counted_target_tokens
-        capture.tokens = CountedTokens.from_mask(counted(batch, options), device=device)
-        if capture.encoder is not None:
-            capture.source_tokens = CountedTokens.from_mask(text_tokens(batch, options), device=device)
+        counted = counted_tokens if running.encoder is None else counted_target_tokens
+        running.tokens = CountedTokens.from_mask(counted(batch, options), device=device)
+        if running.encoder is not None:
+            running.source_tokens = CountedTokens.from_mask(text_tokens(batch, options), device=device)
         return
     # images, sound: the layers' rows are not the batch's rows
-    capture.tokens = capture.source_tokens = CountedTokens.of_call(batch.get("attention_mask"), device=device)
+    running.tokens = running.source_tokens = CountedTokens.of_call(batch.get("attention_mask"), device=device)
     labels = batch.get("labels")
     of_text = (isinstance(labels, Tensor) and labels.ndim == 2) or "decoder_input_ids" in batch
-    if capture.encoder is not None and of_text:
-        capture.tokens = CountedTokens.from_mask(counted_target_tokens(batch, options), device=device)
+    if running.encoder is not None and of_text:
+        running.tokens = CountedTokens.from_mask(counted_target_tokens(batch, options), device=device)
 
 
 @contextmanager
-def _watching_calls(model: nn.Module, capture: CalibrationPass) -> Iterator[None]:
+def _watching_calls(model: nn.Module, running: CalibrationPass) -> Iterator[None]:
     """Read the counted rows from the masks of each call of the model, or of the base model under its adapters.
 
     A loss of the user's own may call the model with any input, so the batch cannot tell which rows count. A layer with
@@ -337,17 +304,13 @@ def _watching_calls(model: nn.Module, capture: CalibrationPass) -> Iterator[None
     """
 
     def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if capture.orders.looks:
-            return
         given = _arguments(module, args, kwargs)
-        capture.tokens = capture.source_tokens = CountedTokens.of_call(given.get("attention_mask"))
-        if capture.encoder is not None:
+        running.tokens = running.source_tokens = CountedTokens.of_call(given.get("attention_mask"))
+        if running.encoder is not None:
             labels, of_target = given.get("labels"), given.get("decoder_attention_mask")
             if of_target is None and isinstance(labels, Tensor) and labels.ndim == 2:
                 of_target = labels.ne(IGNORED)
-            capture.tokens = CountedTokens.of_call(of_target)
-        if b := capture.tokens.shape[0]:
-            _offer_example(capture, b, lambda alone: module(*alone(args), **alone(kwargs)))
+            running.tokens = CountedTokens.of_call(of_target)
 
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     with ExitStack() as undo:

@@ -179,8 +179,8 @@ def _line_of(error: Exception) -> str | None:
     if not is_out_of_memory(error):
         return None
     return (
-        f"out of memory ({one_line(error, 200)}): use a smaller --batch-size or --max-length, --memory-budget for the "
-        "calibration, or --dtype bfloat16"
+        f"out of memory ({one_line(error, 200)}): use a smaller --batch-size or --max-length, --group-size 50 for "
+        "the calibration, or --dtype bfloat16"
     )
 
 

@@ -198,11 +198,7 @@ def _calibrate(
     config: RunConfig,
     output: Annotated[
         Path,
-        typer.Option(
-            "--out",
-            "--output",
-            help="New folder for the basis, the adapter and the moments (no moments with --memory-budget).",
-        ),
+        typer.Option("--out", "--output", help="New folder for the basis, the adapter and the moments."),
     ],
     tenants: Annotated[
         Path | None,
@@ -214,7 +210,7 @@ def _calibrate(
     all_layers: Annotated[bool, typer.Option("--all-layers", help="Print a line for each layer.")] = False,
 ) -> None:
     (require_files if tenants is None else require_tenant_files)(config)
-    require_new(output, RECORD, MOMENTS_FILE if config.method.calibration.memory_budget is None else ADAPTER)
+    require_new(output, RECORD, MOMENTS_FILE)
     with warnings.catch_warnings(record=True) as caught, StageDisplay(console) as progress:
         from frozencore.tune.calibrate_only import execute_calibration
 

@@ -1,7 +1,7 @@
 """A constructor: a class that names the moments it needs and builds the basis of a layer from them.
 
 Your own constructor is a subclass with ``needs`` and ``build``, added by :func:`frozencore.register_constructor`.
-The other methods are optional: they build from singular triples, or start from a core.
+``start_core`` is optional.
 
 The options of a basis come first. A constructor with options of its own adds them in a subclass.
 """
@@ -18,9 +18,9 @@ from pydantic import Field
 from frozencore.device import torch
 from frozencore.errors import CalibrationError
 from frozencore.maths.basis import Basis, Coordinates
-from frozencore.maths.linalg import SvdMethod, TruncatedSVD, seeded_generator
+from frozencore.maths.linalg import SvdMethod, seeded_generator
 from frozencore.maths.moments import DIAGONAL_OF, DIAGONALS, LayerMoments, MomentName
-from frozencore.maths.whitening import Positive, Whitening
+from frozencore.maths.whitening import Positive
 from frozencore.options import check_options
 
 MOST_RANK = 100_000  # no layer is as wide
@@ -125,17 +125,6 @@ class Constructor(ABC, Generic[Options]):
     @abstractmethod
     def build(self, layer: LayerData, options: Options) -> Basis:
         """The basis of one layer."""
-
-    def metric(self, options: Options) -> Whitening | None:
-        """The diagonal metric, if the basis needs only the leading singular triples of the cross moment whitened in it.
-
-        Layers of one shape can then be decomposed in one batch. None if the constructor reads more.
-        """
-        return None
-
-    def build_of_svd(self, layer: LayerData, svd: TruncatedSVD, options: Options) -> Basis:
-        """Build the basis from singular triples in the metric, and from moments without matrices."""
-        raise NotImplementedError(f"{type(self).__name__} has no metric, so it cannot build from singular triples.")
 
     def start_core(self, basis: Basis, options: Options, scale: float) -> torch.Tensor | None:
         """The core (r x r) at the start of training, for an adapter of this scale; None for a zero core."""

@@ -15,15 +15,14 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Annotated
 
-from jaxtyping import Float
 from pydantic import Field
 
 from frozencore.constructors.constructor import BasisOptions, Constructor, LayerData, Options, with_cross
 from frozencore.device import torch
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
-from frozencore.maths.linalg import SvdMethod, TruncatedSVD, effective_rank, truncated_svd
+from frozencore.maths.linalg import SvdMethod, effective_rank, truncated_svd
 from frozencore.maths.moments import LayerMoments, MomentName
-from frozencore.maths.whitening import Damping, Fisher, Fraction, InverseRoot, Sides, Whitening, identity
+from frozencore.maths.whitening import Damping, Fisher, Fraction, InverseRoot, Sides, Whitening
 
 
 @dataclass(frozen=True)
@@ -71,52 +70,19 @@ def fcca_basis(
     """
     whitening = whitening or Whitening()
     G = moments.G
-    rank, roots = min(rank, *G.shape), None
+    rank = min(rank, *G.shape)
     if G.any():
-        roots = whitening.output_root(moments), whitening.input_root(moments)  # line 12: A and D, damped
-        svd = truncated_svd(_whitened(G, *roots, whitening), rank, method=svd_method, seed=seed)  # lines 13 and 14
+        D_root, A_root = whitening.output_root(moments), whitening.input_root(moments)  # line 12: A and D, damped
+        T = _whitened(G, D_root, A_root, whitening)  # line 13
+        U, S, V = truncated_svd(T, rank, method=svd_method, seed=seed)  # line 14
+        k = effective_rank(S)
+        P0, Q0 = D_root(U[:, :k].double()), A_root(V[:, :k].double())  # line 15
     else:
-        svd = TruncatedSVD(G[:, :0], G.new_zeros(0), G.mT[:, :0])
-    return fcca_basis_of_svd(svd, moments, rank, whitening=whitening, coordinates=coordinates, seed=seed, roots=roots)
-
-
-def fcca_basis_of_svd(
-    svd: TruncatedSVD,
-    diagonals: LayerMoments,
-    rank: int,
-    *,
-    whitening: Whitening,
-    coordinates: Coordinates = "qr",
-    seed: int = 0,
-    roots: tuple[InverseRoot, InverseRoot] | None = None,
-) -> Basis:
-    """Build the basis of :func:`fcca_basis` from the leading singular triples of T instead of G.
-
-    Args:
-        svd: Empty for a layer without gradient.
-        diagonals: Must hold the moments of ``whitening.needs()``, and a and d for ``fisher`` coordinates.
-        roots: ``D^-1/2`` and ``A^-1/2`` where they are known.
-    """
-    (U, S, V), rank = svd, min(rank, len(svd.U), len(svd.V))
-    if len(S) == 0:
-        S, roots = torch.zeros(rank), (identity, identity)
-    D_root, A_root = roots or (whitening.output_root(diagonals), whitening.input_root(diagonals))
-    k = effective_rank(S)
-    P0, Q0 = D_root(U[:, :k].double()), A_root(V[:, :k].double())  # line 15
+        P0, Q0, S = G[:, :0], G.mT[:, :0], torch.zeros(rank)
     return basis_from_factors(  # line 16
         P0, Q0, rank=rank, spectrum=S, coordinates=coordinates, seed=seed,
-        energies=lambda: diagonals.energies(whitening.needs()),
+        energies=lambda: moments.energies(whitening.needs()),
     )  # fmt: skip
-
-
-def whitened_cross_moment(moments: LayerMoments, whitening: Whitening) -> Float[torch.Tensor, "m n"]:
-    """``T = D^-1/2 G A^-1/2``; zero where G is.
-
-    Raises:
-        CalibrationError: As in :func:`fcca_basis`.
-    """
-    G = moments.G
-    return _whitened(G, whitening.output_root(moments), whitening.input_root(moments), whitening) if G.any() else G
 
 
 def _whitened(G: torch.Tensor, D_root: InverseRoot, A_root: InverseRoot, whitening: Whitening) -> torch.Tensor:
@@ -139,16 +105,6 @@ class WhitenedCrossMoment(Constructor[Options]):
         return fcca_basis(
             layer.data, options.rank, whitening=self.whitening(options), coordinates=options.coordinates,
             svd_method=options.svd_method, seed=layer.seed(options.seed),
-        )  # fmt: skip
-
-    def metric(self, options: Options) -> Whitening | None:
-        whitening = self.whitening(options)
-        return whitening if whitening.fisher == "diagonal" else None
-
-    def build_of_svd(self, layer: LayerData, svd: TruncatedSVD, options: Options) -> Basis:
-        return fcca_basis_of_svd(
-            svd, layer.data, options.rank, whitening=self.whitening(options), coordinates=options.coordinates,
-            seed=layer.seed(options.seed),
         )  # fmt: skip
 
 

@@ -118,7 +118,7 @@ class Capture:
         return self.J**2 / fourth if fourth else 0.0
 
 
-def capture(moments: LayerMoments, basis: Basis, metric: Whitening = METRIC) -> Capture:
+def measure_capture(moments: LayerMoments, basis: Basis, metric: Whitening = METRIC) -> Capture:
     """Measure a basis in the diagonal metric with the damping of ``metric``.
 
     Raises:
@@ -144,12 +144,12 @@ def capture(moments: LayerMoments, basis: Basis, metric: Whitening = METRIC) -> 
     )
 
 
-def capture_if_whole(moments: LayerMoments | None, basis: Basis) -> Capture | None:
-    """Run :func:`capture`; return None if a moment is missing or unusable."""
+def capture_or_none(moments: LayerMoments | None, basis: Basis) -> Capture | None:
+    """Run :func:`measure_capture`; return None if a moment is missing or unusable."""
     if moments is None or not set(moments.names()) >= CAPTURE_NEEDS:
         return None
     try:
-        return capture(moments, basis)
+        return measure_capture(moments, basis)
     except (CalibrationError, torch.linalg.LinAlgError):
         return None
 

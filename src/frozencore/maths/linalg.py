@@ -2,14 +2,6 @@
 
 Letters: M any m x n matrix, r the rank, U Σ Vᵀ its SVD. Every result is deterministic: signs are canonical,
 random starts have their own generator, and the global RNG is never touched.
-
-The second half computes truncated SVDs of many matrices of one shape with one batched call for each step, because
-single SVDs would spend a GPU's time on kernel launches. The method is that of :func:`truncated_svd` (a Gram
-eigenproblem, a block Krylov space). Columns are orthonormalised twice by Cholesky factors of Gram matrices in float64,
-because a batched QR runs matrix by matrix. A matrix for which this is not exact enough (low rank, ill-conditioned) is
-done alone. The device is synchronised once.
-
-Shapes of a batch: M b x m x n, rank r, Krylov blocks of k columns.
 """
 
 from __future__ import annotations
@@ -17,10 +9,9 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Literal, NamedTuple, get_args
 
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 
 from frozencore.device import torch
 from frozencore.errors import CalibrationError, ConfigError
@@ -178,7 +169,7 @@ def _new_directions(X: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
 
 
 def canonical_signs(U: torch.Tensor, S: torch.Tensor, V: torch.Tensor) -> Triples:
-    """Flip singular pairs, of one matrix or a batch, so that the largest entry of each left vector is positive."""
+    """Flip singular pairs so that the largest entry of each left vector is positive."""
     largest = U.gather(-2, U.abs().argmax(-2, keepdim=True))
     signs = torch.where(largest < 0, -1.0, 1.0).to(U.dtype)
     return U * signs, S, V * signs.to(V.dtype)
@@ -273,83 +264,3 @@ def weighted_sum(cores: Sequence[torch.Tensor], weights: Sequence[float]) -> tor
         raise ConfigError(f"A sum of {len(cores)} adapters needs as many finite weights, but {list(weights)} came.")
     total = torch.stack([weight * R.detach().double() for weight, R in zip(weights, cores, strict=True)]).sum(0)
     return total.to(cores[0].dtype)
-
-
-SMALLEST = 1e-5  # relative to the largest singular value: a smaller direction takes the exact method
-LEAST_ORTHONORMAL = 1e-5
-
-
-def truncated_svds(M: Float[torch.Tensor, "b m n"], rank: int, *, seeds: Sequence[int]) -> list[TruncatedSVD]:
-    """The ``min(rank, m, n)`` leading singular triples of each matrix, with canonical signs.
-
-    Args:
-        seeds: The seed of each matrix's random start, as for :func:`truncated_svd`.
-
-    Raises:
-        CalibrationError: A matrix is not finite.
-    """
-    require_finite(M)
-    rank = min(rank, *M.shape[1:])
-    triples, is_good = (_krylov if prefers_krylov(M[0], rank) else _gram)(M, rank, seeds)
-    found = zip(*canonical_signs(*triples), strict=True)
-    return [
-        TruncatedSVD(*triple) if good else truncated_svd(M[i], rank, seed=seeds[i])
-        for i, (triple, good) in enumerate(zip(found, is_good.tolist(), strict=True))
-    ]
-
-
-def _gram(M: torch.Tensor, rank: int, _: Sequence[int]) -> tuple[Triples, Bool[torch.Tensor, " b"]]:
-    if M.shape[1] > M.shape[2]:
-        (V, S, U), is_good = _gram(M.mT, rank, _)
-        return (U, S, V), is_good
-    X = M.double()
-    U = torch.linalg.eigh(X @ X.mT).eigenvectors[..., -rank:].flip(-1)
-    (V, S, U), is_good = _triples(X.mT, U)
-    return (U.to(M.dtype), S.to(M.dtype), V.to(M.dtype)), is_good
-
-
-def _krylov(M: torch.Tensor, rank: int, seeds: Sequence[int]) -> tuple[Triples, Bool[torch.Tensor, " b"]]:
-    """Run block Golub-Kahan on all matrices together."""
-    start = torch.stack([krylov_start(M[0], KRYLOV_WIDTH * rank, seed) for seed in seeds]).to(M.device, M.dtype)
-    V, is_good = _orthonormal(M.mT @ start)
-    images = [M @ V]
-    for _ in range(KRYLOV_BLOCKS - 1):
-        left, fine = _orthonormal(images[-1])
-        block = M.mT @ left
-        is_good &= fine
-        for _ in range(2):  # a second pass of Gram-Schmidt removes the round-off of the first
-            block, fine = _orthonormal(block - V @ (V.mT @ block))
-            is_good &= fine
-        V = torch.cat([V, block], dim=-1)
-        images.append(M @ block)
-    image = torch.cat(images, dim=-1).double()
-    turn = torch.linalg.eigh(image.mT @ image).eigenvectors[..., -rank:].flip(-1)
-    right, fine = _orthonormal(V @ turn.to(V.dtype))
-    triples, exact = _triples(M, right)
-    return triples, is_good & fine & exact & _is_orthonormal(V)
-
-
-def _triples(M: torch.Tensor, right: torch.Tensor) -> tuple[Triples, Bool[torch.Tensor, " b"]]:
-    """Compute U, S and V of each matrix from its right singular vectors (b x n x r), largest first."""
-    image = M @ right
-    S = torch.linalg.vector_norm(image, dim=-2)
-    U, is_good = _orthonormal(image)
-    falls = torch.stack([before >= after * (1 - 1e-4) for before, after in pairwise(S.unbind(-1))] or [S[:, 0] >= 0])
-    return (U, S, right), is_good & (S[:, -1] > SMALLEST * S[:, 0]) & falls.all(0)
-
-
-def _orthonormal(X: torch.Tensor) -> tuple[torch.Tensor, Bool[torch.Tensor, " b"]]:
-    """Orthonormalise the columns in their order, and tell for which matrices that succeeded."""
-    Q = X.double()
-    is_good = torch.ones(len(X), dtype=torch.bool, device=X.device)
-    for _ in range(2):  # the first pass leaves an error of the condition number squared, the second none
-        factor, failed = torch.linalg.cholesky_ex(Q.mT @ Q, upper=True)
-        Q = torch.linalg.solve_triangular(factor, Q, upper=True, left=False)
-        is_good &= failed == 0
-    return Q.to(X.dtype), is_good
-
-
-def _is_orthonormal(V: torch.Tensor) -> Bool[torch.Tensor, " b"]:
-    """Return whether each V is orthonormal; a V with NaN is not."""
-    eye = torch.eye(V.shape[-1], dtype=V.dtype, device=V.device)
-    return (V.mT @ V - eye).abs().amax((-1, -2)) < LEAST_ORTHONORMAL

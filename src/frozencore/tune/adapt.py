@@ -27,7 +27,7 @@ from frozencore.distributed import num_ranks, own_rank
 from frozencore.errors import ConfigError
 from frozencore.files.whole_file import whole_folder
 from frozencore.maths.basis import known_basis
-from frozencore.maths.capture import Capture, capture_if_whole
+from frozencore.maths.capture import Capture, capture_or_none
 from frozencore.maths.moments import LayerMoments
 from frozencore.options import without_lists
 from frozencore.text import Progress, flag_of
@@ -167,7 +167,7 @@ def _captures(model: PeftModel, moments: Mapping[str, LayerMoments] | None) -> d
         return {}
     layers = frozen_core_layers(model, "default")
     bases = {name: known_basis(*layer.factors("default")[:2]) for name, layer in layers.items()}
-    found = {name: capture_if_whole(moments.get(name), basis) for name, basis in bases.items()}
+    found = {name: capture_or_none(moments.get(name), basis) for name, basis in bases.items()}
     return {name: captured for name, captured in found.items() if captured is not None}
 
 
@@ -200,7 +200,6 @@ def adapter_identity(config: MethodConfig, targets: Targets, hashes: Mapping[str
         "method": config.name,
         "rank": config.rank,
         "targets": targets if isinstance(targets, str) else list(targets),
-        "memory_budget": config.calibration.memory_budget,
         **to_jsonable_python(core),
         **options_of_sums(vars(config.calibration)),
         **({} if config.basis is None else {"basis": read_header(config.basis)["identity"]}),

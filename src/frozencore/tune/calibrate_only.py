@@ -28,8 +28,6 @@ from frozencore.tune.many.tenant_rows import read_tenants
 def execute_calibration(config: RunConfig, out: Path, progress: Progress, *, of_tenants: bool = False) -> Calibration:
     """Write ``out/moments.safetensors``, ``out/adapter`` with zero cores, and ``out/basis`` for many adapters.
 
-    With a memory budget no moments file is written, because the budget avoids holding the sums of all layers.
-
     Args:
         of_tenants: The data name tenants. The calibration rows are ``calibration_size`` rows of each.
 
@@ -44,7 +42,7 @@ def execute_calibration(config: RunConfig, out: Path, progress: Progress, *, of_
         )
     if of_tenants and config.rows.calibration_task is not None:
         raise ConfigError("--tenants calibrates on rows of each tenant: leave --calibration-task out.")
-    require_new(out, RECORD, MOMENTS_FILE if config.method.calibration.memory_budget is None else ADAPTER)
+    require_new(out, RECORD, MOMENTS_FILE)
     if of_tenants:
         inputs, _ = read_tenants(config, find_tenants(Path(config.rows.learns)), progress)
     else:
@@ -55,18 +53,15 @@ def execute_calibration(config: RunConfig, out: Path, progress: Progress, *, of_
     model = config.method.entry.add(inputs.model, config.method.adapter_options(targets))
     needs = config.method.moments_needed | CAPTURE_NEEDS  # inspect reads G, a and d
     started = time.perf_counter()
-    moments = None
-    if config.method.calibration.memory_budget is None:
-        layers = {name: layer.get_base_layer() for name, layer in frozen_core_layers(model, "default").items()}
-        moments = collect_moments(
-            model.get_base_model(), batches, layers, needs=needs, options=config.method.calibration, progress=progress
-        )
+    layers = {name: layer.get_base_layer() for name, layer in frozen_core_layers(model, "default").items()}
+    moments = collect_moments(
+        model.get_base_model(), batches, layers, needs=needs, options=config.method.calibration, progress=progress
+    )
     collect_s = time.perf_counter() - started
-    calibration = calibrate(model, batches, options=config.method.calibration, moments=moments, progress=progress)
+    calibration = calibrate(model, moments=moments, progress=progress)
     calibration = replace(calibration, collect_s=calibration.collect_s + collect_s)
     _write(config, model, out, calibrated_on(config.method, config.rows, inputs.rows, calibration))
-    if moments is not None:
-        save_moments(out / MOMENTS_FILE, moments, fingerprint)  # last, because it marks a complete folder
+    save_moments(out / MOMENTS_FILE, moments, fingerprint)  # last, because it marks a complete folder
     return calibration
 
 

@@ -462,7 +462,7 @@ class RunOption(Option):
     def group(self) -> str | None:
         """The group that holds it in records, ``core`` or ``calibration``; None for the others."""
         group = self.paths[0][1]
-        return group if group in GROUPS and self.name != "memory_budget" else None  # records have that one outside
+        return group if group in GROUPS else None
 
     def value_in(self, config: RunConfig) -> Any:
         """Its value in a configuration."""

@@ -66,7 +66,7 @@ def needs_of(jobs: Iterable[Job]) -> Needs:
     If one method of a campaign reads the gradient G of a model, all runs with bases on this model need G, a and d. So
     each run records how much its bases capture, whether or not its method reads G, and in any order of runs.
     """
-    sharing = [job for job in jobs if not job.kind.is_alone and _shares_moments(job.config)]
+    sharing = [job for job in jobs if not job.kind.is_alone]
     measured = {job.config.model.name for job in sharing if "cross" in job.config.method.moments_needed}
     needs: dict[str, frozenset[MomentName]] = {}
     for job in sharing:
@@ -77,11 +77,6 @@ def needs_of(jobs: Iterable[Job]) -> Needs:
             key = moments_key(config)
             needs[key] = needs.get(key, frozenset()) | wanted
     return needs
-
-
-def _shares_moments(config: RunConfig) -> bool:
-    """Return whether a run shares moments: a memory budget allows no file."""
-    return config.method.calibration.memory_budget is None
 
 
 def calibrating(job: Job) -> list[RunConfig]:
@@ -102,8 +97,6 @@ class SharedWork:
 
         A method that reads no data is measured on the moments, if the campaign needs G, a and d anyway.
         """
-        if not _shares_moments(config):
-            return None
         method = config.method.entry
         measures = method.has_bases and self.needs.get(moments_key(config), frozenset()) >= CAPTURE_NEEDS
         moments = self.moments(config, inputs, progress) if config.method.moments_needed or measures else None

@@ -4,8 +4,8 @@ An identity autograd function is added to the layer's output. Its forward saves 
 output error δ and adds ``δᵀx``, ``Σ x²``, ``Σ δ²``. Each call is counted once, with or without gradient checkpointing
 and for any storage of the weights. The cost is one extra product.
 
-Frozen :class:`Taps` describe a pass. While the pass runs, a :class:`CalibrationPass` knows the current batch and
-backward pass and tells each layer's recorder what to add. A recorder knows only its own sums, in float32 or wider.
+Frozen :class:`Hooks` describe a pass. While the pass runs, a :class:`CalibrationPass` knows the current batch and
+tells each layer's recorder what to add. A recorder knows only its own sums, in float32 or wider.
 
 Shapes: a call's counted tokens N, m out features, n in features; b examples of t tokens in a batch.
 """
@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from frozencore.calibration.batches import NUM_COMPARED, CountedTokens
+from frozencore.calibration.batches import CountedTokens
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.device import find_device
 from frozencore.errors import CalibrationError
@@ -39,7 +39,6 @@ from frozencore.maths.moments import (
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 """``loss_fn(model, batch)``: one number with a gradient, the mean over the batch's examples."""
-Order = Literal["examples first", "tokens first", "no tokens"]
 STRIP = 2**24  # entries of a product that are moved to another device at a time
 OUTPUT_SIDE: frozenset[MomentName] = frozenset({"output_outer", "output_total"})
 
@@ -189,94 +188,6 @@ class FiniteBatches:
                 )
 
 
-class RowOrders:
-    """The order of the rows of each layer's input, from shapes and from one example alone.
-
-    A layer's input has a row for each token, examples first (b x t x n, the usual order) or tokens first (t x b x n),
-    or flattened to b·t x n; or it has rows that do not depend on the batch, such as embeddings of relative positions.
-    Equal numbers of rows prove neither. Where the shape does not show the order, the model runs on one example alone,
-    and its rows are compared with those of the whole batch.
-
-    Attributes:
-        run_alone: Runs one example of the current batch alone; None if it ran, or cannot run.
-        example: Which example that was.
-        copies: How many times it was in its own batch: twice if the current batch has no other example.
-        looks: The example runs now.
-    """
-
-    def __init__(self) -> None:
-        self.run_alone: Callable[[], None] | None = None
-        self.example = 0
-        self.copies = 1
-        self.looks = False
-        self._alone: dict[str, list[tuple[tuple[int, ...], dict[Order, Tensor]]]] = {}  # shapes, and rows by order
-        self._known: dict[tuple[str, int], Order] = {}  # by layer and dimensions of rows; 0 if b or t is 1
-        self._fixed: dict[str, set[tuple[int, ...]]] = {}
-
-    def see(self, name: str, x: Tensor, tokens: CountedTokens) -> None:
-        """Keep some rows of a call with the example alone; ``tokens`` are those of the whole batch."""
-        rows = x.detach().reshape(-1, x.shape[-1])
-        found: dict[Order, Tensor] = {}
-        positions = tokens.positions(self.example)
-        if positions and len(rows) == self.copies * tokens.shape[1]:
-            found["examples first"] = rows[positions]
-            found["tokens first"] = rows[[self.copies * j for j in positions]]
-        found["no tokens"] = rows[:NUM_COMPARED].clone()
-        self._alone.setdefault(name, []).append((tuple(x.shape[:-1]), found))
-
-    def forget(self) -> None:
-        """Release the rows of the example; the next batch is another one."""
-        self._alone.clear()
-        self.run_alone = None
-
-    def of(self, name: str, x: Tensor, tokens: CountedTokens) -> Order | None:
-        """The order of the rows of a layer's input; None if it cannot be known."""
-        shape = tuple(x.shape[:-1])
-        b, t = tokens.shape
-        if b != t and min(b, t) > 1 and shape in ((b, t), (t, b)):
-            order: Order = "examples first" if shape == (b, t) else "tokens first"
-            self._known[name, 2] = order
-            return order
-        is_fixed, has_all = shape in self._fixed.get(name, ()), x[..., 0].numel() == b * t
-        if is_fixed and not has_all:
-            return "no tokens"
-        known = self._known.get((name, len(shape) if min(b, t) > 1 else 0))
-        if has_all and known and not is_fixed:
-            return known
-        if self.run_alone is not None:
-            run, self.run_alone = self.run_alone, None
-            run()
-        if name in self._alone:
-            return self._compared(name, x, tokens)
-        return "examples first" if has_all and min(b, t) == 1 and not is_fixed else None
-
-    def _compared(self, name: str, x: Tensor, tokens: CountedTokens) -> Order | None:
-        """The order in which the rows are nearest to those of the example alone, if they are near."""
-        shape, rows = tuple(x.shape[:-1]), x.detach().reshape(-1, x.shape[-1])
-        places: dict[Order, list[int]] = {}
-        (b, t), positions = tokens.shape, tokens.positions(self.example)
-        if positions and len(rows) == b * t:
-            places["examples first"] = [self.example * t + j for j in positions]
-            places["tokens first"] = [j * b + self.example for j in positions]
-        distances: dict[Order, float] = {}
-        for shape_alone, rows_alone in self._alone[name]:
-            here: dict[Order, list[int]] = places if shape != shape_alone else {**places, "no tokens": []}
-            for order in here.keys() & rows_alone.keys():
-                kept = rows_alone[order].double()
-                mine = rows[:NUM_COMPARED] if order == "no tokens" else rows[places[order]]
-                distance = float((mine.double() - kept).norm() / kept.norm().clamp_min(torch.finfo(torch.double).tiny))
-                order = "examples first" if min(b, t) == 1 and order != "no tokens" else order
-                distances[order] = min(distance, distances.get(order, distance))
-        near = sorted(distances, key=distances.__getitem__)
-        if not near or distances[near[0]] > 0.3 or (near[1:] and distances[near[0]] >= distances[near[1]] / 2):
-            return None
-        if near[0] == "no tokens":
-            self._fixed.setdefault(name, set()).add(shape)
-        else:
-            self._known[name, len(shape) if min(b, t) > 1 else 0] = near[0]
-        return near[0]
-
-
 class EncoderSide:
     """Tells which layer calls of an encoder-decoder read source tokens, whose padding mask is not the target's.
 
@@ -319,7 +230,7 @@ def watching_encoder(model: Any) -> Iterator[EncoderSide | None]:
 
 
 @dataclass(frozen=True)
-class Taps:
+class Hooks:
     """The layers of one pass, and the sums to collect."""
 
     layers: Mapping[str, nn.Module]
@@ -333,7 +244,7 @@ class Taps:
         return self.options.tokens == "nonzero_delta" or not self.needs.isdisjoint(BACKWARD_MOMENTS)
 
 
-class _Tap(torch.autograd.Function):
+class _Recorded(torch.autograd.Function):
     """Identity on y. ``anchor`` is a scalar that requires a gradient, so the backward pass reaches every layer.
 
     y is marked as changed in place: a model may then go on and change it in place, and the error is that of y before.
@@ -364,32 +275,31 @@ class CalibrationPass:
         finite_batches: To be looked at after the pass.
     """
 
-    def __init__(self, taps: Taps, encoder: EncoderSide | None) -> None:
-        self.taps = taps
+    def __init__(self, hooks: Hooks, encoder: EncoderSide | None) -> None:
+        self.hooks = hooks
         self.encoder = encoder
-        device = find_device(taps.options.stats_device) if taps.options.stats_device else None
-        self.recorders = {name: LayerRecorder(name, device) for name in taps.layers}
+        device = find_device(hooks.options.stats_device) if hooks.options.stats_device else None
+        self.recorders = {name: LayerRecorder(name, device) for name in hooks.layers}
         self.tokens = self.source_tokens = CountedTokens()
-        self.orders = RowOrders()
         self.finite_batches = FiniteBatches()
         self._latest: ReadInput | None = None
 
     def rows_of(self, name: str, x: Tensor, tokens: CountedTokens) -> CountedTokens:
-        """The counted rows of a layer's input; an error if it is not known which token each row belongs to."""
-        num_rows = x.numel() // x.shape[-1]
-        if tokens.rows is None and (tokens.or_all or num_rows == tokens.num_rows):  # every row counts, in any order
-            return tokens
-        order = self.orders.of(name, x, tokens) if not tokens.or_all or num_rows == tokens.num_rows else "no tokens"
-        if order == "examples first":
-            return tokens
-        if order == "tokens first":
-            return tokens.tokens_first()
-        if order == "no tokens":
+        """The counted rows of a layer's input, whose first axis is the batch (b x t x n, or b·t x n).
+
+        Raises:
+            CalibrationError: The input has other rows, so padding cannot be told from text.
+        """
+        shape, num_rows = tuple(x.shape[:-1]), x.numel() // x.shape[-1]
+        if tokens.or_all and num_rows != tokens.num_rows:  # an image's patches, a pooled output
             return replace(tokens, rows=None)
+        in_order = shape in (tokens.shape, (tokens.num_rows,)) or 1 in tokens.shape
+        if num_rows == tokens.num_rows and (tokens.rows is None or in_order):
+            return tokens
         raise CalibrationError(
-            f"Layer {name!r} saw {num_rows} rows where the batch has {tokens.num_rows} tokens, "
-            f"{'in an unknown order, ' if num_rows == tokens.num_rows else ''}so padding cannot be told from text. "
-            "Routed experts and pooled layers cannot be calibrated; leave them out of target_modules."
+            f"Layer {name!r} read rows of shape {shape} where the batch has {' x '.join(map(str, tokens.shape))} "
+            "tokens, so padding cannot be told from text. Calibrate on rows without padding, or leave layers such as "
+            "routed experts, pooled ones and those that read tokens first out of target_modules."
         )
 
     def record(
@@ -401,9 +311,9 @@ class CalibrationPass:
         y: Tensor | None = None,
     ) -> None:
         """Add the counted ``tokens`` of a call: input x (..., n), output error and, if asked, output y (..., m)."""
-        needs, rows = self.taps.needs, tokens.rows
+        needs, rows = self.hooks.needs, tokens.rows
         error = None if delta is None else delta.reshape(-1, delta.shape[-1])
-        only_nonzero_delta = self.taps.options.tokens == "nonzero_delta" and error is not None
+        only_nonzero_delta = self.hooks.options.tokens == "nonzero_delta" and error is not None
         if only_nonzero_delta and error is not None:
             nonzero = error.ne(0).any(1)
             rows = nonzero.nonzero().squeeze(1) if rows is None else rows[nonzero[rows]]
@@ -419,42 +329,38 @@ class CalibrationPass:
     def finish_batch(self, batch_index: int) -> None:
         """Release the batch's tensors and keep its finite flags; flags on a GPU are read after the pass."""
         self._latest = None
-        self.orders.forget()
         if self.encoder is not None:
             self.encoder.output = None
         self.finite_batches.add(batch_index, self.recorders)
 
 
 @contextmanager
-def capturing(taps: Taps, encoder: EncoderSide | None = None) -> Iterator[CalibrationPass]:
-    """Record the tapped layers of a model while it runs; the hooks are always removed afterwards."""
-    capture = CalibrationPass(taps, encoder)
+def recording(hooks: Hooks, encoder: EncoderSide | None = None) -> Iterator[CalibrationPass]:
+    """Record the layers of a model while it runs; the hooks are always removed afterwards."""
+    running = CalibrationPass(hooks, encoder)
     handles: list[RemovableHandle] = []
     anchors: dict[torch.device, Tensor] = {}
-    keeps_output = not taps.needs.isdisjoint(OUTPUT_SIDE)
+    keeps_output = not hooks.needs.isdisjoint(OUTPUT_SIDE)
 
-    def tap(
+    def record(
         recorder: LayerRecorder, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor
     ) -> Tensor | None:
         x = args[0] if args else next(iter(kwargs.values()))
         reads_source = encoder is not None and encoder.reads_source(layer, x)
-        tokens = capture.source_tokens if reads_source else capture.tokens
-        if capture.orders.looks:
-            capture.orders.see(recorder.name, x, tokens)
-            return None
-        record = partial(capture.record, recorder, capture.rows_of(recorder.name, x, tokens))
-        if not taps.read_errors:
-            record(x.detach(), y=y.detach() if keeps_output else None)
+        tokens = running.source_tokens if reads_source else running.tokens
+        add = partial(running.record, recorder, running.rows_of(recorder.name, x, tokens))
+        if not hooks.read_errors:
+            add(x.detach(), y=y.detach() if keeps_output else None)
             return None
         anchor = anchors.setdefault(y.device, torch.zeros((), device=y.device, requires_grad=True))
         y = y.clone() if y._is_view() else y  # autograd forbids changes of some views
-        return _Tap.apply(y, x.detach(), anchor, record, keeps_output)
+        return _Recorded.apply(y, x.detach(), anchor, add, keeps_output)
 
     try:
-        for name, layer in taps.layers.items():
-            hook = partial(tap, capture.recorders[name])
+        for name, layer in hooks.layers.items():
+            hook = partial(record, running.recorders[name])
             handles.append(layer.register_forward_hook(hook, with_kwargs=True))
-        yield capture
+        yield running
     finally:
         for handle in handles:
             handle.remove()
