@@ -1,4 +1,4 @@
-"""Rooms stand on at most nine floors without a circle."""
+"""Rooms stand on at most ten floors without a circle."""
 
 from __future__ import annotations
 
