@@ -43,7 +43,7 @@ SETTINGS = {
 }  # fmt: skip
 
 SYNCS = 20
-BASE, BASIS, LORA = "base model", "basis model", "LoRA"
+BASE, BASIS, LORA, LORA_1 = "base model", "basis model", "LoRA", "LoRA, r = 1"
 
 
 @dataclass(frozen=True)

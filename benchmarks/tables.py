@@ -274,71 +274,56 @@ def found_in(name: str) -> Found:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
-NOT_MEASURED = "not measured"
-
-
 def at_a_glance(of_endings: Mapping[str, list[Found]], study: tenants_quality.Tenants, in_vllm: Found) -> str:
-    """A frozen core beside LoRA, six facts; bold where LoRA is ahead and the interval of the difference has no zero.
+    """Cores beside LoRAs, a fact a line; bold where the interval of the difference from the shared core has no zero.
 
-    The first column is the base model.
+    The first column is the base model. A line of an engine has all engines' adapters or is left out.
     """
     everyone, shared = list(study.tenants), ("pooled", 16)
-    arms = {"core": shared, "r = 1": ("lora", 1), "r = 16": ("lora", 16)}
-    some = {name: next(iter(next(iter(study.arms[arm].values())).values())) for name, arm in arms.items()}
-    loras = ("r = 1", "r = 16")
-    rates = {(row["engine"], row["tenants"]): row["tokens_per_s"] for row in in_vllm["rows"]}
-    speeds = [
-        f"{rates[served.BASE, 0]:.0f}",
-        f"{rates[served.BASIS, 64]:.0f}",
-        NOT_MEASURED,
-        f"{rates[served.LORA, 64]:.0f}",
-    ]
-    fitting = {name: f"{1e9 // one['slot_bytes']:,.0f}" for name, one in in_vllm["adapter"].items()}
-    accuracy = {name: f"{study.values(arm, 'accuracy', everyone).mean():.1f}" for name, arm in arms.items()}
-    loss = {"core": f"{fmean(map(held_out_loss, of_endings['FCCA'])):.3f}"}
-    for name in loras:
-        low = study.difference(arms[name], "accuracy", everyone, shared)[1]
-        accuracy[name] = bold(accuracy[name], low > 0)
-        runs = of_endings[f"LoRA, {name}"]
-        apart = paired_difference(*(scores_by_row(of, "held_out_loss") for of in (runs, of_endings["FCCA"])))
-        loss[name] = bold(f"{fmean(map(held_out_loss, runs)):.3f}", apart.mean + (apart.half or 0.0) < 0)
+    arms = [("own", 16), shared, ("lora", 1), ("lora", 16)]
+    some = [next(iter(next(iter(study.arms[arm].values())).values())) for arm in arms]
+    accuracies = []
+    for arm in arms:
+        _, low, high = study.difference(arm, "accuracy", everyone, shared)
+        accuracies.append(bold(f"{study.values(arm, 'accuracy', everyone).mean():.1f}", low > 0 or high < 0))
+    losses = [f"{fmean(map(held_out_loss, of_endings['FCCA'])):.3f}", ""]
+    for name in ("LoRA, r = 1", "LoRA, r = 16"):
+        apart = paired_difference(
+            *(scores_by_row(of, "held_out_loss") for of in (of_endings[name], of_endings["FCCA"]))
+        )
+        is_apart = abs(apart.mean) > (apart.half or 0.0)
+        losses.append(bold(f"{fmean(map(held_out_loss, of_endings[name])):.3f}", is_apart))
     accuracy_before = f"{100 * fmean(one['accuracy'] for one in study.base.values()):.1f}"
     _, loss_before = before(of_endings["FCCA"])
     return table(
-        ["SmolLM2-135M-Instruct", "base model", "frozen core, r = 16", *(f"LoRA, {name}" for name in loras)],
+        ["", "base model", "core, own basis, r = 16", "core, shared basis, r = 16", "LoRA, r = 1", "LoRA, r = 16"],
         [
-            ["trained values", "0", *(f"{some[name]['values']:,}" for name in arms)],
-            ["bytes of a tenant on disk", "", *(f"{some[name]['disk_bytes']:,}" for name in arms)],
-            ["64 tenants in vLLM, tokens a second", *speeds],
-            ["tenants that fit 1 GB in vLLM", "", fitting[served.BASIS], NOT_MEASURED, fitting[served.LORA]],
-            ["mean accuracy of 24 tenants, %", accuracy_before, *accuracy.values()],
-            ["held-out loss on HellaSwag, nats a token", loss_before, *loss.values()],
+            ["trained values", "0", *(f"{one['values']:,}" for one in some)],
+            ["bytes of a tenant on disk", "", *(f"{one['disk_bytes']:,}" for one in some)],
+            ["mean accuracy of 24 tenants, %", accuracy_before, *accuracies],
+            ["held-out loss on HellaSwag, nats a token", loss_before, *losses],
+            *in_an_engine(in_vllm),
         ],
     )  # fmt: skip
 
 
-def bold(text: str, is_ahead: bool) -> str:
-    return f"**{text}**" if is_ahead else text
+def in_an_engine(in_vllm: Found) -> Iterator[list[str]]:
+    """The lines of the table at a glance that vLLM gives: empty until LoRAs of rank 1 were measured there too."""
+    engines = [served.BASE, served.BASIS, served.LORA_1, served.LORA]
+    rates = {row["engine"]: row["tokens_per_s"] for row in in_vllm["rows"] if row["tenants"] in (0, 64)}
+    if served.LORA_1 in rates:
+        base, *others = (f"{rates[engine]:.0f}" for engine in engines)
+        yield ["64 tenants in vLLM, tokens a second", base, "", *others]
+        slots = [f"{1e9 // in_vllm['adapter'][engine]['slot_bytes']:,.0f}" for engine in engines[1:]]
+        yield ["slots that fit 1 GB in vLLM", "", "", *slots]
+
+
+def bold(text: str, is_apart: bool) -> str:
+    return f"**{text}**" if is_apart else text
 
 
 SHOWN = ("FCCA", "RawGrad", "SignGrad", "EVA", "LoRA-XS", "Random", "LoRA, r = 1", "LoRA, r = 16")
-"""The methods of the README's table and figure, in the order of every legend."""
-
-
-def on_two_tasks(tasks: Mapping[str, Mapping[str, list[Found]]]) -> str:
-    """Eight methods on both tasks: losses and accuracies, empty where a method was not run; first the model before."""
-    rows = [["base model", "0", *(text for task in TWO_TASKS for text in before(tasks[task]["FCCA"])[::-1])]]
-    for name in SHOWN:
-        found = [tasks[task].get(name) for task in TWO_TASKS]
-        cells = [f"{(found[0] or found[1] or [])[0]['values_at_once']:,}"]
-        for runs in found:
-            cells += (
-                [spread([*map(held_out_loss, runs)], 3), spread([one["accuracy"] for one in runs], 1, 100)]
-                if runs
-                else ["", ""]
-            )
-        rows.append([name, *cells])
-    return table(["method", "values", "SST-2: loss", "accuracy, %", "HellaSwag: loss", "accuracy, %"], rows)
+"""The methods of the README's figure, in the order of every legend."""
 
 
 def pictures(study: tenants_quality.Tenants, in_vllm: Found) -> Iterator[tuple[str, str]]:
@@ -419,9 +404,6 @@ def pages(study: tenants_quality.Tenants, in_vllm: Found) -> Iterator[tuple[Path
     """Every page with its blocks by name."""
     tasks = final_runs()
     with_most_seeds = {task: final_runs(campaign)[task] for task, campaign in TWO_TASKS.items()}
-    most = " and ".join(
-        f"`lab/results/{campaign}` ({len(with_most_seeds[task]['FCCA'])} seeds)" for task, campaign in TWO_TASKS.items()
-    )
     runs, changed, files = "`lab/results/smollm2`", "`lab/results/smollm2-ablations`", "`benchmarks/results/{}.json`"
     many, vllm = "`benchmarks/results/tenants-quality.jsonl`", files.format("served")
     yield (
@@ -431,7 +413,6 @@ def pages(study: tenants_quality.Tenants, in_vllm: Found) -> Iterator[tuple[Path
                 at_a_glance(with_most_seeds["hellaswag"], study, in_vllm),
                 f"{many}, {vllm}, `lab/results/{TWO_TASKS['hellaswag']}`",
             ),
-            "two-tasks": from_(on_two_tasks(with_most_seeds), f"{most}: means and standard deviations"),
         },
     )
     step_s, calibration_s = (
