@@ -21,7 +21,7 @@ from adapted import BATCHES, DATA_DRIVEN, EXAMPLES, adapted, cores_of, logits, t
 from frozencore import CONSTRUCTORS, CoreBank, FrozenCoreConfig, calibrate, swap_core
 from frozencore.adapter.layer import FrozenCoreLinear, plus_core
 from frozencore.calibration.collect import collect_moments
-from frozencore.errors import ArtifactError, CalibrationError
+from frozencore.errors import ArtifactError, CalibrationError, ModelError
 from frozencore.files.fingerprint import fingerprint_model
 from references import numpy_of
 from slow import few
@@ -126,36 +126,66 @@ def test_merging_keeps_the_logits_and_unmerging_gives_the_same_bits_back_however
     assert torch.equal(logits(model.unload()), plain)
 
 
-def test_a_merged_weight_that_is_moved_or_cast_is_restored_and_one_that_is_changed_keeps_the_change() -> None:
+def test_a_merged_weight_that_is_cast_is_restored() -> None:
+    model = adapted("random", trained=True)
+    before = cores_of(model)[0].get_base_layer().weight.detach().clone()
+    model.merge_adapter()
+    model.bfloat16().unmerge_adapter()
+    assert torch.equal(cores_of(model)[0].get_base_layer().weight, before.bfloat16())
+
+
+def _assign(model: PeftModel, weight: nn.Parameter, new: Tensor) -> None:
+    name = next(name for name, p in model.named_parameters() if p is weight)
+    model.load_state_dict({name: new}, strict=False, assign=True)
+
+
+CHANGES: dict[str, Callable[[PeftModel, nn.Parameter, Tensor], Any]] = {
+    "in place": lambda _, weight, new: weight.data.copy_(new),
+    "loaded": lambda model, weight, new: model.load_state_dict(
+        {next(name for name, p in model.named_parameters() if p is weight): new}, strict=False
+    ),
+    "assigned": _assign,
+    "one bit": lambda _, weight, __: weight.data.view(torch.int32)[0, 0].bitwise_xor_(1),
+}
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("way", CHANGES)
+def test_base_weights_that_were_changed_while_merged_are_not_thrown_away(way: str, copied: bool) -> None:
+    model = adapted("random", trained=True)
+    model.merge_adapter()
+    model = copy.deepcopy(model) if copied else model
+    layer = cores_of(model)[0]
+    with torch.no_grad():
+        CHANGES[way](model, layer.get_base_layer().weight, torch.ones(layer.shape))
+    changed = layer.get_base_layer().weight.clone()
+    with pytest.raises(ModelError, match="loaded or changed since"):
+        model.unmerge_adapter()
+    assert torch.equal(layer.get_base_layer().weight, changed)
+
+
+def test_a_core_or_basis_that_changes_while_it_is_merged_does_not_hinder_unmerging() -> None:
     model = adapted("random", trained=True)
     layer = cores_of(model)[0]
     before = layer.get_base_layer().weight.detach().clone()
     model.merge_adapter()
-    model.bfloat16().unmerge_adapter()
-    assert torch.equal(layer.get_base_layer().weight, before.bfloat16())
-    model = adapted("random", trained=True)
-    model.merge_adapter()
     with torch.no_grad():
-        cores_of(model)[0].get_base_layer().weight.add_(1.0)
+        for factor in layer.factors("default"):
+            factor.mul_(2)
     model.unmerge_adapter()
-    torch.testing.assert_close(cores_of(model)[0].get_base_layer().weight, before + 1.0, rtol=0, atol=1e-5)
+    assert torch.equal(layer.get_base_layer().weight, before)
 
 
-def test_a_base_that_is_changed_under_an_adapter_is_another_base(tmp_path: Path) -> None:
+def test_an_adapter_that_is_saved_while_it_is_merged_is_of_the_base_from_before(tmp_path: Path) -> None:
     model = adapted("random", trained=True)
-    model.save_pretrained(str(tmp_path / "before"))
     model.merge_adapter()
     model.save_pretrained(str(tmp_path / "merged"))
     with torch.no_grad():
         cores_of(model)[0].get_base_layer().weight.mul_(1.1)
-    model.unmerge_adapter()
-    model.save_pretrained(str(tmp_path / "after"))
-    for name in ("before", "merged"):
-        PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path / name))
-        with pytest.raises(ArtifactError, match="another base model"):
-            model.load_adapter(str(tmp_path / name), name)
+    model.save_pretrained(str(tmp_path / "changed"))
+    PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path / "merged"))
     with pytest.raises(ArtifactError, match="another base model"):
-        PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path / "after"))
+        PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path / "changed"))
 
 
 def test_a_16_bit_weight_is_rounded_once_when_an_update_is_merged() -> None:

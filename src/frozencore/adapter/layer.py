@@ -30,6 +30,7 @@ from frozencore.adapter.shared_factors import SharedFactors
 from frozencore.calibration.preserve import refuse_rewritten
 from frozencore.errors import ArtifactError, CalibrationError, ConfigError, ModelError
 from frozencore.maths.basis import Basis
+from frozencore.quiet import with_attributes
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,11 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
     ``frozencore_scale``: s. ``frozencore_ready``: whether a basis was set; None if that must be looked up.
     ``awaits_core``: adapters whose core is not loaded yet. ``warned``: adapters without a basis that a warning named,
     one set for all layers.
+
+    >>> layer = FrozenCoreLinear(nn.Linear(4, 3), "default", "its name in the model")
+    >>> layer.update_layer("default", 2, 1.0, inference_mode=False)
+    >>> [tuple(factor.shape) for factor in layer.factors("default")]
+    [(3, 2), (4, 2), (2, 2)]
     """
 
     adapter_layer_names = ("frozencore_R",)
@@ -111,7 +117,8 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
         self.merged_adapters: list[str] = []
         self.out_features, self.in_features = layer_shape(self.get_base_layer())
         self._samples_at_first = sample_weight(getattr(self.get_base_layer(), "weight", None))
-        self._original: tuple[Tensor, tuple[int, int]] | None = None  # while merged: the weight before; version since
+        self._before_merge: Any = None  # while merged: the original weight, or the quantised layer with it
+        self._updates: list[tuple[Tensor, Tensor, Tensor, float]] = []  # while merged: P, Q, R and s of each
         self.register_load_state_dict_post_hook(FrozenCoreLinear._look_again)
 
     @property
@@ -253,9 +260,7 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
     @property
     def base_samples(self) -> Tensor | None:
         """Some values of the weight without merged adapters; for a shard, those read when the layer was wrapped."""
-        weight = self.get_base_layer().weight
-        if self._original is not None and not self._was_changed(self._original[1]):
-            weight = self._original[0]
+        weight = self._original_weight() if self.merged and self._is_as_merged() else self.get_base_layer().weight
         found = sample_weight(weight) if weight.numel() == self.out_features * self.in_features else None
         return self._samples_at_first if found is None else found
 
@@ -266,8 +271,10 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
 
     def get_delta_weight(self, adapter_name: str) -> Tensor:
         """``s·P R Qᵀ`` in the layout of the base weight, computed in float32."""
-        P, Q, R = self.factors(adapter_name)
-        delta = (P.to(R.dtype) @ R @ Q.to(R.dtype).mT) * self.frozencore_scale[adapter_name]
+        return self._update(*self.factors(adapter_name), self.frozencore_scale[adapter_name])
+
+    def _update(self, P: Tensor, Q: Tensor, R: Tensor, scale: float) -> Tensor:
+        delta = (P.to(R.dtype) @ R @ Q.to(R.dtype).mT) * scale
         return delta.mT if isinstance(self.get_base_layer(), Conv1D) else delta
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
@@ -282,39 +289,58 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
             if adapter_name in self.frozencore_R:
                 if not self.merged:
                     self._set_aside()
-                self._add_to_weight(adapter_name, 1.0, check=safe_merge)
+                P, Q, R = (factor.detach().clone() for factor in self.factors(adapter_name))
+                merged = self._sum(self.get_base_weight(), update := (P, Q, R, self.frozencore_scale[adapter_name]))
+                if safe_merge and not torch.isfinite(merged).all():
+                    raise ValueError(
+                        f"NaNs detected in the merged weights. The adapter {adapter_name} seems to be broken"
+                    )
+                self.set_base_weight(merged)
+                self._updates.append(update)
                 self.merged_adapters.append(adapter_name)
 
     def unmerge(self) -> None:
-        """Restore the original weight exactly; a weight that was changed in place since loses the updates instead."""
+        """Restore the original weight bit by bit; subtracting a rounded sum would not.
+
+        Raises:
+            ModelError: The weight is not the original plus the updates: it was loaded or changed since.
+        """
         if not self.merged:
             warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
             return
-        original, self._original = self._original, None
-        weight = self.get_base_layer().weight
-        if original is not None and not self._was_changed(original[1]):
-            weight.data = original[0].to(weight.device, weight.dtype)
-            self.merged_adapters.clear()
-        while self.merged_adapters:
-            self._add_to_weight(self.merged_adapters.pop(), -1.0, check=False)
+        if not self._is_as_merged():
+            raise ModelError(
+                f"Unmerging puts back the weight from before merging, but that of layer {self.name!r} was loaded or "
+                "changed since, and that would be lost. Load or change base weights while no adapter is merged."
+            )
+        self._put_back()
+        self._before_merge = None
+        self._updates.clear()
+        self.merged_adapters.clear()
 
     def _set_aside(self) -> None:
-        """Keep the weight: subtracting a rounded sum would not restore it."""
-        weight = self.get_base_layer().weight
-        self._original = weight.data, (id(weight), version_of(weight))
+        """Keep the original weight."""
+        self._before_merge = self.get_base_layer().weight.data
 
-    def _was_changed(self, since: tuple[int, int]) -> bool:
-        """Whether the base weight was changed in place; a copy counts as unchanged, and so does setting its data."""
-        weight = self.get_base_layer().weight
-        return id(weight) == since[0] and version_of(weight) != since[1]
+    def _original_weight(self) -> Tensor:
+        weight: Tensor = self._before_merge
+        return weight
 
-    def _add_to_weight(self, adapter_name: str, sign: float, *, check: bool) -> None:
-        weight = self.get_base_weight()
-        delta = self.get_delta_weight(adapter_name).to(weight.device)
-        merged = weight.to(torch.promote_types(weight.dtype, torch.float32)) + sign * delta
-        if check and not torch.isfinite(merged).all():
-            raise ValueError(f"NaNs detected in the merged weights. The adapter {adapter_name} seems to be broken")
-        self.set_base_weight(merged.to(weight.dtype))
+    def _put_back(self) -> None:
+        weight = self.get_base_layer().weight
+        weight.data = self._before_merge.to(weight.device, weight.dtype)
+
+    def _is_as_merged(self) -> bool:
+        """Whether the weight is the original plus the updates, computed again; a cast or moved one is too."""
+        merged = self._before_merge
+        for update in self._updates:
+            merged = self._sum(merged, update)
+        weight = self.get_base_layer().weight.data
+        return have_same_bits(merged.to(weight.device, weight.dtype), weight)
+
+    def _sum(self, weight: Tensor, update: tuple[Tensor, Tensor, Tensor, float]) -> Tensor:
+        delta = self._update(*update).to(weight.device)
+        return (weight.to(torch.promote_types(weight.dtype, torch.float32)) + delta).to(weight.dtype)
 
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
         return True
@@ -372,10 +398,6 @@ class FrozenCoreQuantisedLinear(FrozenCoreLinear):
     restore a rounded weight.
     """
 
-    def __init__(self, base_layer: nn.Module, adapter_name: str, name: str, **kwargs: Any) -> None:
-        super().__init__(base_layer, adapter_name, name, **kwargs)
-        self._unmerged: list[nn.Module] = []  # in a list, so that torch does not register it as a submodule
-
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Compute as for a plain layer; refuse to train on a weight that was rewritten for inference."""
         if torch.is_grad_enabled():
@@ -397,14 +419,6 @@ class FrozenCoreQuantisedLinear(FrozenCoreLinear):
                 "Use a constructor that does not look at weights, such as fcca, or an unquantised base model."
             ) from error
 
-    def unmerge(self) -> None:
-        """Restore the original quantised layer."""
-        if self._unmerged:
-            self._owner().base_layer = self._unmerged.pop()
-            self.merged_adapters.clear()
-        else:
-            super().unmerge()
-
     def _set_aside(self) -> None:
         """Replace the quantised layer by a copy to merge into."""
         backend = self.quantization_backend
@@ -419,8 +433,22 @@ class FrozenCoreQuantisedLinear(FrozenCoreLinear):
             stacklevel=3,
         )
         owner = self._owner()
-        self._unmerged = [owner.base_layer]
+        self._before_merge = (owner.base_layer,)  # in a tuple, so that torch does not register it as a submodule
         owner.base_layer = copy.deepcopy(owner.base_layer)
+
+    def _original_weight(self) -> Tensor:
+        weight: Tensor = self._before_merge[0].weight
+        return weight
+
+    def _put_back(self) -> None:
+        (self._owner().base_layer,) = self._before_merge
+
+    def _is_as_merged(self) -> bool:
+        owner, weight = self._owner(), self.get_base_weight()
+        with with_attributes(owner, base_layer=copy.deepcopy(self._before_merge[0])):
+            for update in self._updates:
+                self.set_base_weight(self._sum(self.get_base_weight(), update))
+            return have_same_bits(self.get_base_weight(), weight)
 
     def _owner(self) -> Any:
         """The adapter layer that holds the plain layer: this one, or one nested in it."""
@@ -439,6 +467,10 @@ def plus_core(y: Tensor, x: Tensor, P: Tensor, Q: Tensor, R: nn.Linear | Tensor,
         y: The base layer's output (..., m).
         x: Its input (..., n), in the dtype of Q.
         R: A linear layer r -> r; or r x r; or rows x r x r, a core for each row of x.
+
+    >>> x, P, Q, R = torch.ones(1, 4), torch.ones(3, 2), torch.ones(4, 2), torch.eye(2)
+    >>> plus_core(torch.ones(1, 3), x, P, Q, R, 0.5)
+    tensor([[5., 5., 5.]])
     """
     z = x @ Q
     u = _through(z.to(R.dtype), R) if isinstance(R, Tensor) else R(z.to(R.weight.dtype))
@@ -468,9 +500,10 @@ def require_batch_axis(module: Any, name: str) -> None:
         )
 
 
-def version_of(tensor: Tensor) -> int:
-    """The number of changes of a tensor in place; 0 for an inference tensor, which counts none."""
-    return 0 if tensor.is_inference() else tensor._version
+def have_same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one dtype are equal, NaN included."""
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.itemsize]
+    return torch.equal(one.view(integer), other.view(integer))
 
 
 def layer_shape(layer: Any) -> tuple[int, int]:
@@ -479,7 +512,11 @@ def layer_shape(layer: Any) -> tuple[int, int]:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer, quantised or not, but not an adapter layer of ours."""
+    """Return whether a module is a linear layer, quantised or not, but not an adapter layer of ours.
+
+    >>> is_linear(nn.Linear(4, 3)), is_linear(nn.Embedding(4, 3))
+    (True, False)
+    """
     quantised = isinstance(getattr(module, "in_features", None), int) and hasattr(module, "out_features")
     return isinstance(module, nn.Linear | Conv1D) or (quantised and not isinstance(module, BaseTunerLayer))
 
