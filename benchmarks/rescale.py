@@ -1,6 +1,6 @@
 """The same function in uneven channels: copies of a model whose channels are rescaled, for lab/campaigns/outliers.yaml.
 
-    python benchmarks/rescale.py --model DIR --out runs/spreads     # spread-0, spread-0.5, ... spread-2
+    python benchmarks/rescale.py --model DIR --out runs/spreads     # spread-0, spread-1, spread-2
 
 Each RMSNorm before attention multiplies channel i by t_i more, and column i of q, k and v is divided by it; row j of v
 is multiplied by u_j, and the columns of o that read it are divided by it. With log t and log u normal of a standard
@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from frozencore.files.whole_file import whole_folder
 
-SPREADS = (0.0, 0.5, 1.0, 1.5, 2.0)
+SPREADS = (0.0, 1.0, 2.0)
 
 
 @torch.no_grad()
