@@ -17,12 +17,11 @@ from frozencore.errors import ConfigError
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.processes import is_first, joined, num_started, refuse_several
 from frozencore.tune.training.recipe import Recipe
-from frozencore.tune.training.trainer import WITHOUT_LOSS, RowOrder, filled_up
 
 PYTHON = [sys.executable, "-W", "ignore", "-m"]
 TWO = [*PYTHON, "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m"]
 ASKED = [
-    "--model", str(pocket_model_path()), "--task", "pocket-sentiment", "--num-train", "90", "--num-evaluation", "20",
+    "--model", str(pocket_model_path()), "--task", "pocket-sentiment", "--num-train", "96", "--num-evaluation", "20",
     "--epochs", "2", "--lr", "1e-2", "--device", "cpu", "--calibration-size", "40",
 ]  # fmt: skip
 
@@ -85,23 +84,6 @@ def test_the_steps_of_all_are_the_steps_of_one(batch_size: int, accumulation: in
 def test_rows_that_cannot_be_shared_evenly_are_refused() -> None:
     with pytest.raises(ConfigError, match="8 came for 3 processes"):
         Recipe(learning_rate=1e-3, warmup=0.1).of_each(3)
-
-
-def test_rows_without_a_loss_come_last_in_every_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("frozencore.tune.training.trainer.num_ranks", lambda: 2)
-    rows: list[Any] = [object() for _ in range(10)]
-    filled = filled_up(rows, 4)
-    assert filled == [*rows, WITHOUT_LOSS, WITHOUT_LOSS]
-    order = RowOrder(filled, Recipe(learning_rate=1.0, warmup=0.0, seed=3))
-    assert len(order) == 12
-    epochs = []
-    for epoch in (0, 1):
-        order.set_epoch(epoch)
-        epochs.append(list(order))
-    for seen in epochs:
-        assert sorted(seen[:10]) == list(range(10))
-        assert seen[10:] == [10, 11]
-    assert epochs[0] != epochs[1]
 
 
 def test_processes_are_several_where_a_launcher_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,8 +32,7 @@ from frozencore.tune.many.tenant_rows import read_tenants, tenants_of
 from frozencore.tune.record import TunedRecord
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.run import recipe_of
-from frozencore.tune.training.recipe import FEWEST_STEPS
-from frozencore.tune.training.reporting import require_reporters
+from frozencore.tune.training.recipe import FEWEST_STEPS, require_reporters
 
 SHOWN = 3  # training rows of a dry run
 STILL_FALLING = 0.1  # drop of the loss, as a share, from one quarter of the steps to the next

@@ -18,7 +18,7 @@ from frozencore.files.strict_yaml import read_yaml
 from frozencore.files.whole_file import require_writable, write_json, write_text
 from frozencore.text import flag_of
 from frozencore.tune.config import PLACES, RunConfig, as_flags, run_options
-from frozencore.tune.training.checkpoints import newest_complete, step_of
+from frozencore.tune.training.checkpoints import newest_whole, step_of
 
 RECORD, FAILURE = "result.json", "failure.json"
 OPTIONS_FILE = "run.yaml"  # the given options of a run, in the form of --config
@@ -34,7 +34,7 @@ _MAY_DIFFER = (*PLACES, "model", "report_to", "save_steps")  # in a resumed run;
 
 def interrupted_work(out: Path) -> str | None:
     """Describe the files of an interrupted run in a folder; None if there are none."""
-    newest = newest_complete(out / CHECKPOINTS)
+    newest = newest_whole(out / CHECKPOINTS)
     if newest is not None:
         return f"its step {step_of(newest)}"
     if (out / START / CALIBRATION).is_file():

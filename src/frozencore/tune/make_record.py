@@ -34,7 +34,6 @@ from frozencore.tune.record import (
     Resolved,
     Resources,
     SelectedCheckpoint,
-    StepScored,
     TrainedSteps,
     TunedRecord,
     UsedRows,
@@ -81,7 +80,7 @@ def make_record(
         for task, loss in after.others.items()
     }
     further = {
-        "selection": _selection(config, rows, report),
+        "selection": _selection(config, report),
         "company": CompanySize(tenants=beside[0], slots=beside[1]) if beside else None,
         "forgetting": forgetting or None,
         "row_losses": _row_losses(after),
@@ -238,21 +237,11 @@ def _row_losses(score: Score) -> RecordedLosses | None:
     return RecordedLosses(numbers=tuple(int(number) for *_, number in ids), nats=nats, tokens=found.tokens)
 
 
-def _selection(config: RunConfig, rows: RunRows, report: TrainingReport) -> SelectedCheckpoint | None:
-    every, found = config.scoring.select_checkpoint, report.selected
+def _selection(config: RunConfig, report: TrainingReport) -> SelectedCheckpoint | None:
+    every = config.scoring.select_checkpoint
     if every == "none":
         return None
-    if rows.validation is None or found is None:
-        return SelectedCheckpoint(every=every, rows=0, kept_step=report.num_steps)
-    return SelectedCheckpoint(
-        every=every,
-        by="held_out_loss" if found.scores[0].accuracy is None else "accuracy",
-        rows=len(rows.validation.tokens),
-        kept_step=found.step,
-        scores=tuple(StepScored(**vars(score)) for score in found.scores),
-        time_s=found.time_s,
-        **({"stopped_early": True} if found.stopped else {}),
-    )
+    return report.selected or SelectedCheckpoint(every=every, rows=0, kept_step=report.num_steps)
 
 
 def _calibration_summary(calibration: Calibration | None) -> CalibrationSummary | None:

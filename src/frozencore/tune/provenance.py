@@ -11,8 +11,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from frozencore.tune.training import STEPS_VERSION
-
+STEPS_VERSION = 2
+"""Part of a checkpoint's identity and of a record. It changes with the order of rows or the schedule, because a resumed
+training must go on with those it began with, and a campaign compares runs of one kind."""
 PACKAGES = ("frozencore", "torch", "transformers", "peft", "accelerate", "datasets", "safetensors", "numpy")
 
 
@@ -28,7 +29,7 @@ def provenance(device: object = "auto") -> dict[str, Any]:
         "versions": dict(_versions()),
         "python": platform.python_version(),
         "commit": source_commit(),
-        "steps_version": STEPS_VERSION["version of the steps"],
+        "steps_version": STEPS_VERSION,
         "platform": platform.platform(),
         "device": _hardware_name(str(device)),
         "num_threads": torch.get_num_threads(),

@@ -47,8 +47,7 @@ from frozencore.tune.read_rows import RunRows
 from frozencore.tune.record import TunedRecord
 from frozencore.tune.scores import Score, samples_of, score_run, selection_of
 from frozencore.tune.scoring.forward import unload_adapter
-from frozencore.tune.training.recipe import Recipe, epochs_for
-from frozencore.tune.training.reporting import reporting, require_reporters
+from frozencore.tune.training.recipe import Recipe, epochs_for, require_reporters
 from frozencore.tune.training.train import train
 from frozencore.tune.training.trainer import pass_tokens_of
 
@@ -116,12 +115,12 @@ def execute(
                     if is_first:
                         save_start(adapted, method, out / START)
 
-        reports = held.enter_context(reporting(config.training.report_to or (), out, config.content()))
         with memory.phase("training"):
             report = train(
                 adapted.model, inputs.rows.train, recipe, pad_id=inputs.encoder.pad_id,
                 checkpoint_dir=out / CHECKPOINTS, checkpoint_steps=config.training.save_steps, resume=resume,
-                selection=selection_of(config.scoring, inputs, progress), reports=reports, progress=progress,
+                selection=selection_of(config.scoring, inputs, progress), report_to=config.training.report_to or (),
+                progress=progress,
             )  # fmt: skip
 
         def finish() -> TunedRecord:
@@ -146,8 +145,6 @@ def execute(
             return record
 
         record = from_first(finish)
-        if reports is not None:
-            reports.tell(record.scores)
     if is_lent and not method.changes_base:
         unload_adapter(adapted.model)
     return record

@@ -118,4 +118,4 @@ def selection_of(config: ScoringConfig, inputs: Inputs, progress: Progress) -> S
         return found.held_out_loss, found.task.accuracy if found.task else None
 
     identity = f"{inputs.rows.fingerprints['validation']} by {config.select_by}"
-    return Selection(config.select_checkpoint, score, identity, config.patience)
+    return Selection(config.select_checkpoint, score, identity, config.patience, num_rows=len(rows.tokens))

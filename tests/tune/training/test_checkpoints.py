@@ -21,8 +21,8 @@ from forked import ended
 from frozencore import calibrate
 from frozencore.errors import TrainingError
 from frozencore.tune.methods import METHODS, AdapterOptions
-from frozencore.tune.training.callbacks import Seal
-from frozencore.tune.training.checkpoints import Stop, is_complete
+from frozencore.tune.training.callbacks import Saving
+from frozencore.tune.training.checkpoints import Stop, is_whole
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import TrainingReport, train
 from slow import few
@@ -31,7 +31,7 @@ from tiny import ATTENTION, draw_rows, tiny_qwen2
 ROWS = draw_rows(20, seed=5)
 RECIPE = Recipe(learning_rate=1e-2, epochs=2, batch_size=2, accumulation=3, warmup=0.3, pass_tokens=5)  # eight steps
 WRITES = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree", "os.listdir"}
-DAMAGES = ("truncated", "unsealed", "empty")
+DAMAGES = ("unmarked", "empty")
 
 
 def made(name: str) -> nn.Module:
@@ -74,19 +74,18 @@ def test_a_resumed_training_is_bit_equal_to_an_uninterrupted_one(name: str, tmp_
         assert weights.stat().st_size == (tmp_path / "adapter" / weights.name).stat().st_size
 
 
-@pytest.mark.parametrize("damage", few(DAMAGES, "truncated"))
-def test_a_damaged_checkpoint_is_skipped_with_a_warning(damage: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", few(DAMAGES, "unmarked"))
+def test_a_checkpoint_that_is_not_whole_is_skipped_with_a_warning(damage: str, tmp_path: Path) -> None:
     whole, expected = trained("fcca", tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
         trained("fcca", tmp_path / "cut", stop_at=7)
     newest = tmp_path / "cut" / "checkpoint-6"
     spoil: dict[str, Callable[[], object]] = {
-        "truncated": lambda: os.truncate(newest / "adapter_model.safetensors", 99),
-        "unsealed": lambda: (newest / "complete.json").unlink(),
+        "unmarked": lambda: (newest / "complete.json").unlink(),
         "empty": lambda: (tmp_path / "cut" / "checkpoint-7").mkdir(),
     }
     spoil[damage]()
-    with pytest.warns(UserWarning, match=r"checkpoint-[67] is not complete, so training continues from an earlier"):
+    with pytest.warns(UserWarning, match=r"checkpoint-[67] is not whole, so training continues from an earlier"):
         resumed, report = trained("fcca", tmp_path / "cut", resume=True)
     assert report.resumed_from == tmp_path / "cut" / ("checkpoint-6" if damage == "empty" else "checkpoint-4")
     assert report.losses == expected.losses
@@ -165,14 +164,17 @@ def test_a_full_disk_stops_the_training_and_what_was_whole_stays_usable(small_di
     assert resumed.losses == trained("alone", None)[1].losses
 
 
-def test_of_several_processes_one_seals_a_checkpoint(tmp_path: Path) -> None:
+def test_of_several_processes_one_marks_a_checkpoint_as_whole(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint-3"
     folder.mkdir()
     (folder / "weights").write_text("w")
-    seal, arguments = Seal({"seed": 1}, Stop(), None, None), TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    saving, arguments = (
+        Saving({"seed": 1}, Stop(), None, None),
+        TrainingArguments(output_dir=str(tmp_path), use_cpu=True),
+    )
     for is_first in (False, True):
-        seal.on_save(arguments, TrainerState(global_step=3, is_world_process_zero=is_first), TrainerControl())
-        assert is_complete(folder) == is_first
+        saving.on_save(arguments, TrainerState(global_step=3, is_world_process_zero=is_first), TrainerControl())
+        assert is_whole(folder) == is_first
 
 
 @pytest.mark.parametrize(

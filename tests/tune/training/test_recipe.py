@@ -8,7 +8,6 @@ import json
 import math
 import random
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from adapted import adapted
-from frozencore.errors import ConfigError, DataError, DivergenceError, TrainingError
+from frozencore.errors import ConfigError, DataError, TrainingError
 from frozencore.tune.rows.token_batches import PaddingCollator
 from frozencore.tune.training.recipe import Recipe, epochs_for
 from frozencore.tune.training.train import train
@@ -146,10 +145,6 @@ def test_epochs_of_all_seeds_have_different_orders() -> None:
     assert tuple(recipes[3].row_order(50, 7)) == orders[37]
 
 
-class StoppedError(Exception):
-    pass
-
-
 def test_divergence_stops_at_its_step_and_is_never_saved(tmp_path: Path) -> None:
     model = tiny_qwen2()
     with pytest.raises(TrainingError, match=r"diverged at step \d of 8: .*Lower the learning rate") as error:
@@ -157,29 +152,6 @@ def test_divergence_stops_at_its_step_and_is_never_saved(tmp_path: Path) -> None
     assert "\n" not in str(error.value)
     for state in tmp_path.glob("*/trainer_state.json"):
         assert all(math.isfinite(entry["loss"]) for entry in json.loads(state.read_text())["log_history"])
-
-
-def test_after_divergence_the_cores_are_those_whose_loss_was_last_finite() -> None:
-    def trained(until: int, fault: Callable[[nn.Module], None], kind: type[Exception]) -> dict[str, torch.Tensor]:
-        model = adapted("random")
-
-        def progress(_: str, done: int, *__: object) -> None:
-            if done == until:
-                fault(model)
-
-        with pytest.raises(kind):
-            train(model, ROWS, RECIPE, pad_id=0, progress=progress)
-        return {name: value for name, value in weights(model).items() if "frozencore_R" in name}
-
-    def stop(_: nn.Module) -> None:
-        raise StoppedError
-
-    def spoil(model: nn.Module) -> None:
-        model.model.model.norm.weight.data[0] = torch.nan
-
-    good, kept = trained(3, stop, StoppedError), trained(4, spoil, DivergenceError)  # the fifth loss is NaN
-    assert any(core.any() for core in good.values())
-    assert all(torch.equal(kept[name], core) for name, core in good.items())
 
 
 def test_a_nan_in_the_model_is_told_from_divergence() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -113,7 +114,7 @@ def test_the_values_of_the_best_scored_step_are_kept(scores: tuple[tuple[float, 
     assert [(s.step, s.held_out_loss, s.accuracy) for s in report.selected.scores] == [
         (STEPS_AN_EPOCH * (i + 1), *score) for i, score in enumerate(scores)
     ]
-    assert report.selected.step == STEPS_AN_EPOCH * (kept + 1)
+    assert report.selected.kept_step == STEPS_AN_EPOCH * (kept + 1)
 
 
 def test_scoring_changes_nothing_of_the_training() -> None:
@@ -177,7 +178,10 @@ def test_a_training_that_was_interrupted_chooses_as_if_it_had_not_been(
     assert report.resumed_from == (tmp_path / f"checkpoint-{saved}" if saved else None)
     assert expected.selected is not None
     assert report.selected is not None
-    assert (report.selected.scores, report.selected.step) == (expected.selected.scores, expected.selected.step)
+    assert (report.selected.scores, report.selected.kept_step) == (
+        expected.selected.scores,
+        expected.selected.kept_step,
+    )
     assert same(values(resumed), whole)
 
 
@@ -190,7 +194,7 @@ def test_the_best_step_is_put_back_for_every_kind_of_model(tmp_path: Path) -> No
         assert not same(scorer.seen[0], scorer.seen[1])
 
 
-def test_a_moved_folder_goes_on_and_a_damaged_best_step_is_one_line(tmp_path: Path) -> None:
+def test_a_moved_folder_goes_on_and_a_missing_best_step_is_one_line(tmp_path: Path) -> None:
     scores = ((1.0, None), (2.0, None), (3.0, None))
     scorer = Scripted(*scores)
     with pytest.raises(StoppedError):
@@ -198,8 +202,8 @@ def test_a_moved_folder_goes_on_and_a_damaged_best_step_is_one_line(tmp_path: Pa
     (tmp_path / "old").rename(tmp_path / "new")
     _, model = run(Scripted(*scores[2:]), folder=tmp_path / "new", resume=True)
     assert same(values(model), scorer.seen[0])
-    (tmp_path / "new" / "checkpoint-4" / "adapter_model.safetensors").unlink()
-    with pytest.raises(TrainingError, match="The best step so far is 4, but .*checkpoint-4 is missing or damaged"):
+    shutil.rmtree(tmp_path / "new" / "checkpoint-4")
+    with pytest.raises(TrainingError, match="The best step so far is 4, but .*checkpoint-4 is incomplete"):
         run(Scripted(), folder=tmp_path / "new", resume=True)
 
 
@@ -212,19 +216,12 @@ def test_checkpoints_of_another_choice_are_refused(tmp_path: Path) -> None:
         run(None, folder=tmp_path, resume=True)
 
 
-def test_a_model_whose_validation_loss_is_no_number_has_diverged_and_gets_its_last_good_core_back() -> None:
-    model = adapted("random")
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-    def broken(model: nn.Module) -> tuple[float, float | None]:
-        for parameter in trained:
-            parameter.data.fill_(torch.nan)
+def test_a_model_whose_validation_loss_is_no_number_has_diverged() -> None:
+    def broken(_: nn.Module) -> tuple[float, float | None]:
         raise ModelError("The model's loss on held-out rows is not finite.")
 
     with pytest.raises(DivergenceError, match="Training diverged at step 4 of 12: The model's loss on held-out rows"):
-        run(broken, model=model)
-    assert all(bool(parameter.isfinite().all()) for parameter in trained)
-    assert any(bool(parameter.any()) for parameter in trained)  # of step 3
+        run(broken)
 
 
 def test_the_time_of_scoring_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,8 +266,8 @@ def test_a_training_ends_after_so_many_scores_that_are_no_better_and_keeps_the_b
     again = trained(Scripted(), resume=True)  # killed after its end, it neither trains nor scores again
     for one in (report, again):
         assert one.selected is not None
-        assert one.selected.stopped
-        assert (one.num_steps, len(one.losses), one.selected.step) == (8, 8, 4)
+        assert one.selected.stopped_early
+        assert (one.num_steps, len(one.losses), one.selected.kept_step) == (8, 8, 4)
         assert [score.step for score in one.selected.scores] == [2, 4, 6, 8]
     assert same(values(model), best)
     assert again.state_held_bytes == report.state_held_bytes
@@ -283,7 +280,7 @@ def test_patience_that_is_never_lost_changes_nothing() -> None:
     other = train(adapted("random"), ROWS, RECIPE, pad_id=0, selection=patient)
     assert (other.losses, other.num_steps) == (report.losses, NUM_STEPS)
     assert other.selected is not None
-    assert not other.selected.stopped  # the last score has no step after it
+    assert not other.selected.stopped_early  # the last score has no step after it
     with pytest.raises(ConfigError, match="a number of scores, at least 1"):
         Selection("epoch", really, identity="rows", patience=0)
     with pytest.raises(ConfigError, match="at least 1, but 0 came"):

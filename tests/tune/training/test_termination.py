@@ -20,7 +20,7 @@ import frozencore.tune.figures  # noqa: F401 - so that no forked command spends 
 from forked import start
 from frozencore.errors import TrainingError
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.training.checkpoints import checkpoints, is_complete
+from frozencore.tune.training.checkpoints import checkpoints, is_whole
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import TrainingReport, train
 from tiny import draw_rows, tiny_qwen2
@@ -104,7 +104,7 @@ def test_a_training_that_is_told_to_stop_goes_on_bit_equal(
     assert "\n" not in str(caught.value)
     assert heard == [number]
     assert signal.getsignal(number) is handler
-    assert is_complete(tmp_path / "cut" / f"checkpoint-{step + 1}")
+    assert is_whole(tmp_path / "cut" / f"checkpoint-{step + 1}")
     resumed = tiny_qwen2()
     report = run(tmp_path / "cut", resumed, every=every)
     assert report.resumed_from == tmp_path / "cut" / f"checkpoint-{step + 1}"
@@ -193,7 +193,7 @@ def test_a_run_that_is_interrupted_goes_on_to_the_same_end_from_what_it_has_foun
     checkpoint = cut / "checkpoints" / "checkpoint-3" / "complete.json"
     line = terminated(tune(cut, "--save-steps", "3"), tmp_path, checkpoint.exists, signal.SIGINT)
     last = newest(cut / "checkpoints")
-    assert is_complete(last)
+    assert is_whole(last)
     step = last.name.split("-")[1]
     way_on = "the same command with --resume continues from what is saved"
     assert line == f"frozencore: interrupted; step {step} of 16 is saved; {way_on}"
@@ -256,7 +256,7 @@ def test_a_campaign_that_is_terminated_keeps_the_step_of_every_run(
     assert len(trained) == num_runs
     for folder in trained:
         last = newest(folder / "checkpoints")
-        assert is_complete(last)
+        assert is_whole(last)
         told = [line for line in (folder / "log.txt").read_text().splitlines() if line.startswith("train ")]
         assert told[-1].startswith(f"train {last.name.split('-')[1]}/")
     finished(campaign(cut, 0), tmp_path)

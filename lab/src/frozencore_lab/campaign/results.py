@@ -12,8 +12,8 @@ from frozencore.errors import ArtifactError
 from frozencore.files.fingerprint import fingerprint_options
 from frozencore.text import time_in_words
 from frozencore.tune.config import PLACES, RowsConfig
+from frozencore.tune.provenance import STEPS_VERSION
 from frozencore.tune.record import Failure, RunRecord, TunedRecord
-from frozencore.tune.training import STEPS_VERSION
 from frozencore_lab.campaign.job import Job
 from frozencore_lab.campaign.plan import Axes, Choice, Planned, choices, plan
 from frozencore_lab.campaign.spec import Campaign, Study
@@ -126,7 +126,7 @@ def require_comparable(planned: Sequence[Planned], store: Store, *, with_missing
         end = store.outcome(run.job.id) if run.job else None
         if run.job is None or isinstance(end, Failure) or (end is None and not with_missing):
             continue
-        steps = STEPS_VERSION["version of the steps"] if end is None else end.provenance.steps_version
+        steps = STEPS_VERSION if end is None else end.provenance.steps_version
         traits = {("the version of the training's steps", ""): str(steps or 1), **_defaults(run.job, end)}
         model, content = run.job.config.model.name, run.job.config.content()
         rows = {option: content[option] for option in _DECIDE_ROWS}

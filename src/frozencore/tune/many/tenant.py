@@ -15,16 +15,15 @@ from torch import Tensor, nn
 from frozencore.device import run_unless_oom
 from frozencore.errors import DataError
 from frozencore.tune.many.slots import TrainedSlots, held_out_losses, row_losses, row_sizes
+from frozencore.tune.record import SelectedCheckpoint, StepScored
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator, row_costs
 from frozencore.tune.training.callbacks import (
     Every,
-    Selected,
-    StepScore,
+    best_score,
     divergence,
     is_due,
     is_patience_lost,
-    leader,
     require_choosable,
 )
 from frozencore.tune.training.recipe import Recipe
@@ -111,7 +110,7 @@ class TenantState:
     name: str
     tenant: Tenant
     losses: list[float] = field(default_factory=list)
-    scores: list[StepScore] = field(default_factory=list)
+    scores: list[StepScored] = field(default_factory=list)
     best: Tensor | None = None
     steps_s: list[float] = field(default_factory=list)
     scoring_s: float = 0.0
@@ -130,15 +129,22 @@ class TenantState:
 
     def scored(self, loss: float, values: Tensor) -> None:
         """Record the score of the current values, and keep them if they are the best so far."""
-        self.scores.append(StepScore(self.step, loss, None))
-        if leader(self.scores) is self.scores[-1]:
+        self.scores.append(StepScored(step=self.step, held_out_loss=loss, accuracy=None))
+        if best_score(self.scores) is self.scores[-1]:
             self.best = values.clone()
 
     def report(self) -> TrainingReport:
-        chosen = None
-        if self.scores and self.diverged is None:
-            stopped = self.step < self.tenant.num_steps
-            chosen = Selected(tuple(self.scores), leader(self.scores).step, self.scoring_s, stopped)
+        chosen, validation = None, self.tenant.validation
+        if self.scores and self.diverged is None and validation is not None:
+            chosen = SelectedCheckpoint(
+                every=validation.every,
+                by="held_out_loss",
+                rows=len(validation.rows),
+                kept_step=best_score(self.scores).step,
+                scores=tuple(self.scores),
+                time_s=self.scoring_s,
+                **({"stopped_early": True} if self.step < self.tenant.num_steps else {}),
+            )
         return TrainingReport(
             num_steps=self.step,
             losses=tuple(self.losses),

@@ -1,4 +1,4 @@
-"""Callbacks of a training: they watch its losses, choose its step by validation rows, and seal its checkpoints."""
+"""Callbacks of a training: they watch its losses, choose its step by validation rows, and mark its checkpoints."""
 
 from __future__ import annotations
 
@@ -17,23 +17,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from frozencore.distributed import largest_over_ranks, wait_for_all
 from frozencore.errors import ConfigError, DivergenceError, TrainingError
 from frozencore.text import Progress
-from frozencore.tune.training.checkpoints import Stop, is_complete, seal_checkpoint
+from frozencore.tune.record import StepScored
+from frozencore.tune.training.checkpoints import Stop, is_whole, mark_whole
 
 Every = Literal["epoch"] | int
-
-
-@dataclass(frozen=True)
-class StepScore:
-    """The validation scores after a step: nats per completion token, and accuracy."""
-
-    step: int
-    held_out_loss: float
-    accuracy: float | None = None
-
-    @property
-    def worth(self) -> tuple[float, float]:
-        """A sort key, larger is better: accuracy if there is one, then a lower loss."""
-        return self.accuracy or 0.0, -self.held_out_loss
 
 
 @dataclass(frozen=True)
@@ -45,31 +32,23 @@ class Selection:
         score: Computes a model's held-out loss and accuracy (None: only the loss chooses), without changing it.
         identity: The inputs of the scores; a resumed checkpoint must share them.
         patience: End the training after so many scores in a row without improvement; None never does.
+        num_rows: The number of validation rows, for the record.
     """
 
     every: Every
     score: Callable[[nn.Module], tuple[float, float | None]]
     identity: str
     patience: int | None = None
+    num_rows: int = 0
 
     def __post_init__(self) -> None:
         require_choosable(self.every, self.patience)
 
 
-@dataclass(frozen=True)
-class Selected:
-    """All scores in order, the kept step, the seconds of scoring in this call, and whether training ended early."""
-
-    scores: tuple[StepScore, ...]
-    step: int
-    time_s: float
-    stopped: bool = False
-
-
-def scores_in(history: Sequence[Mapping[str, Any]]) -> list[StepScore]:
+def scores_in(history: Sequence[Mapping[str, Any]]) -> list[StepScored]:
     """The scores in the history that the Trainer logs and saves with each checkpoint."""
     return [
-        StepScore(entry["step"], entry["eval_loss"], entry.get("eval_accuracy"))
+        StepScored(step=entry["step"], held_out_loss=entry["eval_loss"], accuracy=entry.get("eval_accuracy"))
         for entry in history
         if "eval_loss" in entry
     ]
@@ -93,14 +72,14 @@ def is_due(every: Every, step: int, num_steps: int, steps_an_epoch: int) -> bool
     return step > 0 and (step % interval == 0 or step == num_steps)
 
 
-def leader(scores: Sequence[StepScore]) -> StepScore:
-    """The best score; the first of equal ones."""
-    return max(scores, key=lambda score: score.worth)
+def best_score(scores: Sequence[StepScored]) -> StepScored:
+    """The score with the best accuracy, then the lowest loss; the first of equal ones."""
+    return max(scores, key=lambda score: (score.accuracy or 0.0, -score.held_out_loss))
 
 
-def is_patience_lost(scores: Sequence[StepScore], patience: int | None) -> bool:
+def is_patience_lost(scores: Sequence[StepScored], patience: int | None) -> bool:
     """Return whether the last ``patience`` scores brought no improvement."""
-    return patience is not None and bool(scores) and len(scores) - 1 - scores.index(leader(scores)) >= patience
+    return patience is not None and bool(scores) and len(scores) - 1 - scores.index(best_score(scores)) >= patience
 
 
 SPEED_STEPS = 20  # averaged for the printed speed
@@ -110,38 +89,18 @@ class LossMonitor(TrainerCallback):
     """Report each step's loss, and stop at the first loss that is not finite, before it is saved.
 
     Args:
-        kept: Parameters whose last values with finite loss and gradient are kept for :meth:`put_back`.
         tokens_a_step: The mean number of tokens of a step, without padding.
 
     Attributes:
         paused_s: Seconds of scoring validation rows so far, which are no part of a step.
     """
 
-    def __init__(
-        self,
-        progress: Progress | None,
-        kept: Sequence[Tensor] = (),
-        tokens_a_step: float = 0.0,
-    ) -> None:
+    def __init__(self, progress: Progress | None, tokens_a_step: float = 0.0) -> None:
         self.progress = progress
         self.tokens_a_step = tokens_a_step
         self.paused_s = 0.0
         self.step_ends: list[float] = []
-        self._parameters = kept
         self._reported: tuple[int, int] | None = None
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Copy the parameters, which are now on their device and restored from a checkpoint."""
-        self._kept = [parameter.detach() for parameter in self._parameters]
-        self._good = [value.clone() for value in self._kept]
-        self._tried = [value.clone() for value in self._kept]
-
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        """Copy the parameters that gave the step's loss, before the step changes them."""
-        if self._kept:
-            torch._foreach_copy_(self._tried, self._kept)
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, float], **_: Any
@@ -154,18 +113,12 @@ class LossMonitor(TrainerCallback):
             raise DivergenceError(
                 divergence(state.global_step, state.max_steps, loss, gradient_norm, args.learning_rate)
             )
-        self._good, self._tried = self._tried, self._good
         if self.progress is not None:
             ends, speed = self.step_ends[-SPEED_STEPS:], ""
             if len(ends) > 1 and ends[-1] > ends[0]:  # the first step's start is unknown
                 speed = f", {self.tokens_a_step * (len(ends) - 1) / (ends[-1] - ends[0]):,.0f} tokens/s"
             self._reported = state.global_step, state.max_steps
             self.progress("train", *self._reported, f"loss {loss:.3f}, rate {logs['learning_rate']:.1e}{speed}")
-
-    def put_back(self) -> None:
-        """Restore the parameters' last good values after a step that diverged."""
-        if self._kept:
-            torch._foreach_copy_(self._kept, self._good)
 
     def say_it_stops(self) -> None:
         """Confirm a request to stop while a step is running."""
@@ -186,8 +139,8 @@ class EndedEarly(Exception):  # noqa: N818  # no error
     """A resumed training has ended early before, because its scores stopped improving."""
 
 
-class Seal(TrainerCallback):
-    """Seal every checkpoint after the Trainer has written it; save and end the training when a signal asks to.
+class Saving(TrainerCallback):
+    """Mark every checkpoint as whole after the Trainer has written it; save and end when a signal asks to.
 
     Args:
         identity: The inputs of the run.
@@ -203,9 +156,9 @@ class Seal(TrainerCallback):
         state.save_steps, state.eval_steps = int(args.save_steps), int(args.eval_steps or 0)
         if state.best_global_step:
             best = Path(str(args.output_dir)) / f"checkpoint-{state.best_global_step}"
-            if not is_complete(best):
+            if not is_whole(best):
                 raise TrainingError(
-                    f"The best step so far is {state.best_global_step}, but {best} is missing or damaged. Remove the "
+                    f"The best step so far is {state.best_global_step}, but {best} is incomplete. Remove the "
                     f"checkpoints in {args.output_dir} and train again."
                 )
             state.best_model_checkpoint = str(best)
@@ -227,7 +180,7 @@ class Seal(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         wait_for_all()  # each process writes its own files
         if state.is_world_process_zero:
-            seal_checkpoint(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}", self.identity)
+            mark_whole(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}", self.identity)
             self.stop.saved = f"step {state.global_step} of {state.max_steps} is saved"
 
 
@@ -239,8 +192,7 @@ def total_bytes(tensors: Iterable[Tensor]) -> int:
 def training_state_held(optimizer: torch.optim.Optimizer) -> int:
     """Bytes that a training holds between steps: gradients, and the optimizer's states of the parameters it has moved.
 
-    Not counted: the base model, the trained values and their basis, activations, step counters, and the copies of the
-    last good values.
+    Not counted: the base model, the trained values and their basis, activations, and step counters.
     """
     states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
     return sum(parameter.nbytes for parameter in optimizer.state) + total_bytes(states)

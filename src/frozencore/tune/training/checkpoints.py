@@ -1,14 +1,11 @@
-"""Checkpoints with a seal that shows whether they are complete and which run they belong to; signals that ask to stop.
+"""Checkpoints with a state file that marks them as whole and names their run; signals that ask to stop.
 
-The Trainer writes a checkpoint file by file. A seal, written last, lists every file's hash and the inputs of the run. A
-folder without a seal, or with a file that does not match it, is incomplete and ignored.
+The Trainer writes a checkpoint file by file, and :data:`STATE` comes last. A folder without it is ignored.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import signal
 import threading
 import warnings
@@ -21,38 +18,28 @@ from typing import Any
 from safetensors import SafetensorError
 
 from frozencore.errors import ConfigError, TrainingError
+from frozencore.files.whole_file import write_text
 from frozencore.text import one_line
 
-SEAL = "complete.json"
-TENANT_STATES = "seats.json"  # in a checkpoint of many tenants: the tenants in slots
+STATE = "complete.json"
 
 
-def seal_checkpoint(folder: Path, identity: Mapping[str, Any]) -> None:
-    """Mark a checkpoint as complete: write the hashes of its files and the inputs of its run, atomically."""
-    files = {str(path.relative_to(folder)): _sha256(path) for path in sorted(folder.rglob("*")) if path.is_file()}
-    unsealed = folder / f"{SEAL}.part"
-    unsealed.write_text(json.dumps({"identity": dict(identity), "files": files}, indent=1))
-    os.replace(unsealed, folder / SEAL)
+def mark_whole(folder: Path, identity: Mapping[str, Any]) -> None:
+    """Mark a checkpoint as whole: write the inputs of its run, atomically."""
+    write_text(folder / STATE, json.dumps(dict(identity), indent=1))
 
 
-def _read_seal(folder: Path) -> dict[str, Any] | None:
-    """The inputs of a checkpoint's run; None if a file does not match the seal."""
+def _identity_of(folder: Path) -> dict[str, Any] | None:
+    """The inputs of a checkpoint's run; None if the checkpoint is not whole."""
     try:
-        seal = json.loads((folder / SEAL).read_text())
-        whole = all(".." not in name and _sha256(folder / name) == digest for name, digest in seal["files"].items())
-        return dict(seal["identity"]) if whole else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return dict(json.loads((folder / STATE).read_text()))
+    except (OSError, ValueError, TypeError):
         return None
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def is_complete(folder: Path) -> bool:
-    """Return whether a checkpoint has a seal and every file matches it."""
-    return _read_seal(folder) is not None
+def is_whole(folder: Path) -> bool:
+    """Return whether a checkpoint was written to its end."""
+    return _identity_of(folder) is not None
 
 
 def checkpoints(out_dir: Path) -> list[Path]:
@@ -66,15 +53,15 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.split("-")[1])
 
 
-def newest_complete(out_dir: Path) -> Path | None:
-    """The complete checkpoint with the most steps, of any run; None if there is none."""
-    return next(filter(is_complete, reversed(checkpoints(out_dir))), None)
+def newest_whole(out_dir: Path) -> Path | None:
+    """The whole checkpoint with the most steps, of any run; None if there is none."""
+    return next(filter(is_whole, reversed(checkpoints(out_dir))), None)
 
 
 def starting_point(checkpoint_dir: Path | None, resume: bool, identity: Mapping[str, Any]) -> Path | None:
-    """The newest complete checkpoint to resume from; None for a training that starts at the beginning.
+    """The newest whole checkpoint to resume from; None for a training that starts at the beginning.
 
-    Warns of newer checkpoints that are damaged.
+    Warns of newer checkpoints that are not whole.
 
     Args:
         identity: The inputs of the run that starts, as JSON values by name.
@@ -96,13 +83,13 @@ def starting_point(checkpoint_dir: Path | None, resume: bool, identity: Mapping[
             )
         return None
     for folder in reversed(checkpoints(checkpoint_dir)):
-        if (seal := _read_seal(folder)) is None:
-            warnings.warn(f"{folder} is not complete, so training continues from an earlier step.", stacklevel=2)
+        if (saved := _identity_of(folder)) is None:
+            warnings.warn(f"{folder} is not whole, so training continues from an earlier step.", stacklevel=2)
             continue
-        odd = [name for name in {**seal, **identity} if seal.get(name) != identity.get(name)]
+        odd = [name for name in {**saved, **identity} if saved.get(name) != identity.get(name)]
         if odd:
             differences = ", ".join(
-                f"{one_line(name, 40)} {one_line(seal.get(name), 12)} (now {one_line(identity.get(name), 12)})"
+                f"{one_line(name, 40)} {one_line(saved.get(name), 12)} (now {one_line(identity.get(name), 12)})"
                 for name in odd
             )
             raise TrainingError(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -12,10 +14,10 @@ import torch
 from accelerate import DistributedType
 from torch import nn
 from transformers import TrainingArguments
+from transformers.integrations import get_available_reporting_integrations
 
 from frozencore.errors import ConfigError
 from frozencore.tune.config import TrainingConfig
-from frozencore.tune.training.reporting import ReportedArguments
 
 DEFAULTS = TrainingConfig()
 """The default options of a run; their values are the recipe's defaults."""
@@ -109,8 +111,28 @@ class Recipe:
         return self.epochs * math.ceil(math.ceil(num_rows / self.batch_size) / self.accumulation)
 
 
+def require_reporters(names: Sequence[str]) -> None:
+    """Check before any work that the reporters' packages are installed.
+
+    Raises:
+        ConfigError: A package is missing.
+    """
+    for name in set(names).difference(get_available_reporting_integrations() if names else ()):
+        raise ConfigError(
+            f"To report to {name} takes its package, which is not installed here. pip install {name}, or leave it "
+            "out of --report-to."
+        )
+
+
 def training_arguments(
-    model: nn.Module, recipe: Recipe, own: Recipe, folder: Path, *, save_steps: int | None, score_steps: int | None
+    model: nn.Module,
+    recipe: Recipe,
+    own: Recipe,
+    folder: Path,
+    *,
+    save_steps: int | None,
+    score_steps: int | None,
+    report_to: Sequence[str] = (),
 ) -> TrainingArguments:
     """The recipe as transformers' arguments.
 
@@ -120,9 +142,10 @@ def training_arguments(
         save_steps: Steps between checkpoints; None saves nothing to resume from.
         score_steps: Steps between scores on validation rows, which choose the step to keep; None for no choice. Each
             scored step has a checkpoint.
+        report_to: The reporters of transformers. The name of the folder above and the time name the run there.
     """
     saves = score_steps or save_steps
-    arguments = ReportedArguments(
+    arguments = TrainingArguments(
         output_dir=str(folder),
         learning_rate=recipe.learning_rate,
         num_train_epochs=recipe.epochs,
@@ -143,7 +166,8 @@ def training_arguments(
         greater_is_better=None if score_steps is None else True,
         logging_steps=1,
         logging_nan_inf_filter=False,
-        report_to="none",
+        report_to=list(report_to) or "none",
+        run_name=f"{folder.absolute().parent.name}-{time.strftime('%Y%m%d-%H%M%S')}",
         disable_tqdm=True,
         remove_unused_columns=False,
         dataloader_pin_memory=False,

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -24,38 +24,38 @@ import torch
 from peft.utils import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
+from transformers.integrations.integration_utils import TensorBoardCallback
 
 from frozencore.adapter.layer import FrozenCoreLinear
 from frozencore.calibration.preserve import own_random_state, plain_passes
 from frozencore.distributed import from_first, num_ranks
-from frozencore.errors import ConfigError, DataError, DivergenceError, TrainingError
+from frozencore.errors import ConfigError, DataError, TrainingError
 from frozencore.text import Progress
+from frozencore.tune.provenance import STEPS_VERSION
+from frozencore.tune.record import SelectedCheckpoint
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator
-from frozencore.tune.training import STEPS_VERSION
 from frozencore.tune.training.callbacks import (
     EndedEarly,
     LossMonitor,
-    Seal,
-    Selected,
+    Saving,
     Selection,
+    best_score,
     is_patience_lost,
-    leader,
     scores_in,
     training_state_held,
 )
 from frozencore.tune.training.checkpoints import Stop, defer_stop, explain_disk_errors, starting_point
 from frozencore.tune.training.recipe import Recipe, training_arguments
-from frozencore.tune.training.reporting import Reports
 from frozencore.tune.training.trainer import (
     CompletionTrainer,
     GroupingCollator,
     RowCollator,
     adapters_known,
-    filled_up,
     own_use_cache,
-    without_fillers,
 )
+
+LOGS = "logs"
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class TrainingReport:
     Attributes:
         num_steps: Optimizer steps, including those before a resumed checkpoint.
         losses: The loss of each step, in nats per completion token.
-        time_s: Wall time of this call, without scoring validation rows and starting reporters.
+        time_s: Wall time of this call, without scoring validation rows.
         step_s: Median seconds from one step's end to the next; None for a single step.
         resumed_from: The resumed checkpoint.
         selected: The chosen step and its scores; None if no choice was requested.
@@ -79,7 +79,7 @@ class TrainingReport:
     time_s: float
     step_s: float | None
     resumed_from: Path | None
-    selected: Selected | None = None
+    selected: SelectedCheckpoint | None = None
     side_by_side: tuple[int, int] | None = None
     values_at_once: int | None = None
     state_held_bytes: int = 0
@@ -100,9 +100,8 @@ def train(
     checkpoint_dir: Path | None = None,
     checkpoint_steps: int | None = None,
     resume: bool = False,
-    identity: Mapping[str, Any] | None = None,
     selection: Selection | None = None,
-    reports: Reports | None = None,
+    report_to: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> TrainingReport:
     """Train the trainable parameters of a model in place, on its device.
@@ -113,39 +112,38 @@ def train(
     Args:
         checkpoint_dir: The folder of checkpoints; ``None`` writes none.
         checkpoint_steps: Optimizer steps between checkpoints; ``None`` writes one after each epoch.
-        resume: Continue from the newest complete checkpoint, on a CPU with the same bits as without interruption; from
+        resume: Continue from the newest whole checkpoint, on a CPU with the same bits as without interruption; from
             the start if there is none.
-        identity: Further inputs that a resumed checkpoint must share, beside recipe, rows and the shapes of the trained
-            parameters; JSON values by name.
         selection: Chooses the step to keep by validation rows; ``None`` keeps the last step.
-        reports: The reporters, which get each loss.
+        report_to: Reporters of transformers, which get each loss; TensorBoard writes into ``logs`` beside
+            ``checkpoint_dir``.
 
     Raises:
         ConfigError: Nothing is trainable, trainable parameters are below float32, parameters outside the frozen-core
             adapter's configuration are trainable, or the model does not separate rows joined end to end.
         DataError: There are no rows.
-        DivergenceError: The loss is not finite. A frozen-core adapter then has its last good values.
+        DivergenceError: The loss is not finite.
         TrainingError: A checkpoint cannot be written, or the folder holds checkpoints of another run, or ``resume``
             is off.
     """
     if not rows:
         raise DataError("Training needs at least one row, got none.")
     require_float32(model)
-    kept = require_own_parameters(model)
+    require_own_parameters(model)
     if checkpoint_steps is not None and checkpoint_steps < 1:
         raise ConfigError(
             f"Between checkpoints there must be at least one step, got checkpoint_steps={checkpoint_steps}."
         )
     own, collate = _batches(rows, recipe, pad_id)
-    identity = {**(identity or {}), **_identity(model, recipe, rows, selection)}
+    identity = _identity(model, recipe, rows, selection)
     values_at_once = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    resumed_from = starting_point(checkpoint_dir, resume, identity)
+    resumed_from = from_first(lambda: starting_point(checkpoint_dir, resume, identity))
     steps_an_epoch = recipe.num_steps(len(rows)) // recipe.epochs
     score_steps = None
     if selection is not None:
         score_steps = steps_an_epoch if selection.every == "epoch" else selection.every
     start = time.perf_counter()
-    monitor = LossMonitor(progress, kept, tokens_a_step=sum(row.num_tokens for row in rows) / steps_an_epoch)
+    monitor = LossMonitor(progress, tokens_a_step=sum(row.num_tokens for row in rows) / steps_an_epoch)
     with ExitStack() as restored:
         stop = restored.enter_context(defer_stop(monitor.say_it_stops)) if checkpoint_dir else Stop()
         restored.enter_context(own_random_state())
@@ -155,9 +153,8 @@ def train(
         folder = checkpoint_dir or Path(from_first(lambda: aside))  # one folder for all processes
         callbacks: list[TrainerCallback] = [
             monitor,
-            Seal(identity, stop, selection, every=checkpoint_steps if selection else None),
+            Saving(identity, stop, selection, every=checkpoint_steps if selection else None),
             *([EarlyStoppingCallback(selection.patience)] if selection and selection.patience else []),
-            *([reports] if reports else []),
         ]
         save_steps = None if checkpoint_dir is None else checkpoint_steps or steps_an_epoch
         with adapters_known(model):
@@ -166,21 +163,23 @@ def train(
                 selection,
                 monitor,
                 model=model,
-                args=training_arguments(model, recipe, own, folder, save_steps=save_steps, score_steps=score_steps),
-                data_collator=without_fillers(collate),
-                train_dataset=filled_up(rows, own.batch_size * num_ranks()),
+                args=training_arguments(
+                    model, recipe, own, folder, save_steps=save_steps, score_steps=score_steps, report_to=report_to
+                ),
+                data_collator=collate,
+                train_dataset=list(rows),
                 eval_dataset=[],  # the trainer scores by its selection
                 callbacks=callbacks,
             )
         trainer.remove_callback(PrinterCallback)
+        for callback in trainer.callback_handler.callbacks:
+            if isinstance(callback, TensorBoardCallback):
+                callback.logging_dir = callback.logging_dir or str(folder.parent / LOGS)
         with explain_disk_errors(checkpoint_dir):
             try:
                 trainer.train(resume_from_checkpoint=None if resumed_from is None else str(resumed_from))
             except EndedEarly:
                 trainer._load_best_model()
-            except DivergenceError:
-                monitor.put_back()
-                raise
     state, scores = trainer.state, scores_in(trainer.state.log_history)
     is_early = state.global_step < state.max_steps
     if is_early and not (selection and is_patience_lost(scores, selection.patience)):
@@ -191,12 +190,19 @@ def train(
     model.eval()
     selected = None
     if selection is not None:
-        selected = Selected(tuple(scores), leader(scores).step, monitor.paused_s, is_early)
-    beside_s = monitor.paused_s + (reports.begin_s if reports else 0.0)
+        selected = SelectedCheckpoint(
+            every=selection.every,
+            by="held_out_loss" if scores[0].accuracy is None else "accuracy",
+            rows=selection.num_rows,
+            kept_step=best_score(scores).step,
+            scores=tuple(scores),
+            time_s=monitor.paused_s,
+            **({"stopped_early": True} if is_early else {}),
+        )
     return TrainingReport(
         num_steps=state.global_step,
         losses=tuple(entry["loss"] for entry in state.log_history if "loss" in entry),
-        time_s=time.perf_counter() - start - beside_s,
+        time_s=time.perf_counter() - start - monitor.paused_s,
         step_s=median(b - a for a, b in pairwise(monitor.step_ends)) if len(monitor.step_ends) > 1 else None,
         resumed_from=resumed_from,
         selected=selected,
@@ -226,7 +232,7 @@ def _identity(
         chosen |= {} if selection.patience is None else {"patience": selection.patience}
     shapes = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     return {
-        **STEPS_VERSION,
+        "version of the steps": STEPS_VERSION,
         **recipe.content(),
         "rows": _hash_of([row.trained_on for row in rows]),
         "trainable parameters": _hash_of(shapes),

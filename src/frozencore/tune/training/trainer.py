@@ -1,7 +1,7 @@
 """transformers' ``Trainer`` for completions: no logits on prompts, rows grouped by length in a step, our scores.
 
-The rows of a step are grouped by length, or filled up for several processes. A step is the same except for rounding:
-the same rows, and the mean loss over all their completion tokens.
+A step is the same for any grouping except for rounding: the same rows, and the mean loss over all their completion
+tokens.
 """
 
 from __future__ import annotations
@@ -31,40 +31,27 @@ from frozencore.quiet import with_attributes
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator
 from frozencore.tune.scoring.forward import base_of, forward_accepts
-from frozencore.tune.training.callbacks import LossMonitor, Selection, leader, scores_in
+from frozencore.tune.training.callbacks import LossMonitor, Selection, best_score, scores_in
 from frozencore.tune.training.recipe import LEADS, Recipe
 
-WITHOUT_LOSS = TokenRow("", [0], 1)
 RowCollator = Callable[[Sequence[TokenRow]], dict[str, Any]]
 
 
-def filled_up(rows: Sequence[TokenRow], multiple: int) -> list[TokenRow]:
-    """Add rows without loss in a process group, so that all processes get the same number of batches."""
-    missing = -len(rows) % multiple if num_ranks() > 1 else 0
-    return [*rows, *[WITHOUT_LOSS] * missing]
-
-
-def without_fillers(collate: RowCollator) -> RowCollator:
-    """Make a collator that drops rows without loss, except one if a process has no other rows."""
-    return lambda rows: collate([row for row in rows if row is not WITHOUT_LOSS] or rows[:1])
-
-
 class RowOrder(Sampler[int]):
-    """The rows in the order of the recipe; rows without loss come last.
+    """The rows in the order of the recipe.
 
-    accelerate distributes batches over processes in turn, so all processes together train on the rows of one step.
+    accelerate distributes batches over processes in turn, so all processes together train on the rows of one step; it
+    fills the last step of an epoch with the first rows (``even_batches``).
     """
 
-    def __init__(self, rows: Sequence[TokenRow], recipe: Recipe) -> None:
-        self._num_rows, self._recipe, self._epoch = len(rows), recipe, 0
-        self._num_of_loss = sum(row is not WITHOUT_LOSS for row in rows)
+    def __init__(self, num_rows: int, recipe: Recipe) -> None:
+        self._num_rows, self._recipe, self._epoch = num_rows, recipe, 0
 
     def __len__(self) -> int:
         return self._num_rows
 
     def __iter__(self) -> Iterator[int]:
-        yield from self._recipe.row_order(self._num_of_loss, self._epoch)
-        yield from range(self._num_of_loss, self._num_rows)
+        yield from self._recipe.row_order(self._num_rows, self._epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """Called before each epoch."""
@@ -148,7 +135,7 @@ class CompletionTrainer(Trainer):
         super().__init__(**trainer)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        return RowOrder(self.train_dataset, self.recipe)
+        return RowOrder(len(self.train_dataset), self.recipe)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         share = partial(self.recipe.share_of_rate, num_steps=num_training_steps)
@@ -222,7 +209,7 @@ class CompletionTrainer(Trainer):
         except ModelError as error:
             raise DivergenceError(f"Training diverged at step {step} of {self.state.max_steps}: {error}") from error
         self.log({"eval_loss": loss} | ({} if accuracy is None else {"eval_accuracy": accuracy}))
-        metrics = {LEADS: float(step if leader(scores_in(self.state.log_history)).step == step else 0)}
+        metrics = {LEADS: float(step if best_score(scores_in(self.state.log_history)).step == step else 0)}
         self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)  # changes its control
         self.monitor.paused_s += time.perf_counter() - started
         return metrics
