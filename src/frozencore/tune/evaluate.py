@@ -328,7 +328,7 @@ def _own_rows(name: str, data: str, evaluation: Evaluation, encoder: PromptEncod
         left_out={"beyond --num-evaluation": num_beyond} if num_beyond else {},
         unused_columns=own.unused,
         changed=Counter(what for text in texts for what in text.changed),
-        joined=sum(bool(row.joined) for row in rows) or None,
+        joined=sum(bool(row.overlap) for row in rows) or None,
     )
     compares = own.columns != ("text",) and are_short(rows)
     return TaskRows(name, rows=ScoredRows((), rows), exact_match=compares, reading=reading)

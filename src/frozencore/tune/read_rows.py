@@ -270,7 +270,7 @@ def _own_rows(config: RowsConfig, scoring: ScoringConfig, data: Data, encoder: P
         given = read_rows(config.eval_data, encoder, config.columns, skip_bad=config.skip_bad)
     every = [*read, *([] if given is None else [given])]
     forms = {own.columns for own in every}
-    if config.loss_on == "all" and not any(text.turns for text in texts):
+    if config.loss_on == "all" and not any(own.is_talk for own in read):
         raise ConfigError(f"--loss-on all is about conversations, but {config.learns} holds none. Leave it out.")
 
     unused: Counter[str] = Counter()
@@ -318,7 +318,7 @@ def _own_rows(config: RowsConfig, scoring: ScoringConfig, data: Data, encoder: P
         left_out={why: count for why, count in unused.items() if count},
         unused_columns=tuple(dict.fromkeys(column for own in every for column in own.unused)),
         changed=Counter(what for own in every for text in own.texts for what in text.changed),
-        joined=sum(bool(row.joined) for row in (*rows, *scored)) or None,
+        joined=sum(bool(row.overlap) for row in (*rows, *scored)) or None,
         sources=tuple(several) if len(several) > 1 else (),
         held_out_from=None if config.eval_data is None else named(config.eval_data),
     )

@@ -15,7 +15,7 @@ from pydantic_core import from_json
 from frozencore.text import num_of, one_line
 from frozencore.tune.config import RunConfig
 from frozencore.tune.provenance import provenance
-from frozencore.tune.rows import NOT_WRITTEN
+from frozencore.tune.rows import CONTROL, NOT_WRITTEN
 from frozencore.tune.rows.row_sources import in_words
 
 RECORD_FORMAT: Final = 1
@@ -134,7 +134,7 @@ class ReadRows(RecordPart):
         lines = [f"{num_of(len(self.unused_columns), 'column')} not used: {unused}"] if unused else []
         for what, count in self.changed.items():
             rows = num_of(count, "row")
-            lines.append(f"in {rows} {what}" if what.startswith(NOT_WRITTEN) else f"{rows} changed: {what}")
+            lines.append(f"in {rows} {what}" if what.startswith((NOT_WRITTEN, CONTROL)) else f"{rows} changed: {what}")
         if self.joined:
             where = "one token holds the end of the prompt and the beginning of the completion"
             lines.append(f"in {num_of(self.joined, 'row')} {where}; begin completions with a space")

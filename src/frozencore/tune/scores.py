@@ -99,7 +99,7 @@ def samples_of(inputs: Inputs, before: Sequence[Prediction], after: Sequence[Pre
     """Prompts as the model reads them, the expected answers, and the model's answers; JSON values by name."""
     decode, found = inputs.encoder.tokenizer.decode, []
     for row, was, now in zip(inputs.rows.held_out, before, after, strict=False):
-        prompt = decode(row.input_ids[: row.answer_start or max(1, len(row.input_ids) // 2)]) + row.joined
+        prompt = decode(row.input_ids[: row.answer_start or max(1, len(row.input_ids) // 2)]) + row.overlap
         found.append({"id": row.id, "prompt": prompt, "wanted": now.gold, "before": was.text, "after": now.text})
     return found
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import trl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
@@ -17,6 +20,7 @@ from torch.nn.functional import cross_entropy
 from chat_templates import SPECIAL, TEMPLATES, marked, plain
 from frozencore.errors import DataError
 from frozencore.tune.rows import Example, TokenRow
+from frozencore.tune.rows.conversations import SYSTEM_FOLDED, added_tokens
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.rows.token_batches import PaddingCollator, labels_of
 from frozencore.tune.scoring.exact_match import complete
@@ -58,6 +62,18 @@ FORMS: dict[str, tuple[list[dict[str, Any]], Any]] = {
 }  # fmt: skip
 
 
+NOT_PLACED = {
+    ("an end of its own for the last", "two answers"), ("an empty thought for the last", "two answers"),
+    ("asks without a thought", "two answers"), ("channels", "two answers"), ("channels", "thoughts beside it"),
+    ("a space before the answer, tools before the last question", "a call alone"),
+}  # fmt: skip
+"""Conversations of which a template writes an earlier turn otherwise than after its prompt."""
+MAY_BE_REFUSED = (
+    "writes the thought that it opens", "a space before the answer, tools before the last question",
+    "an empty thought for the last",
+)  # fmt: skip
+
+
 def talk_encoder(byte_tokenizer: Callable[..., Any], template: str, loss_on: Any, **options: Any) -> PromptEncoder:
     tokenizer = byte_tokenizer(special=SPECIAL, **options)
     tokenizer.chat_template = template
@@ -72,7 +88,7 @@ def require_the_templates_own(
     encoder = talk_encoder(byte_tokenizer, written, "all")
     text = encoder.render_messages(turns, "row-1", tools)
     (row,) = encoder.training_rows([text])
-    ids = row.input_ids if text.ended else row.input_ids[:-1]
+    ids = row.input_ids if (text.suffix is not None) else row.input_ids[:-1]
     as_given = [{**turn, "content": turn["content"] or ""} for turn in turns]
     if "arguments }}" in template:  # it takes them as text
         called = {"type": "function", "function": {"name": "capital", "arguments": '{"of": "France"}'}}
@@ -82,9 +98,13 @@ def require_the_templates_own(
     )
     assert ids == theirs["input_ids"][: len(ids)]
     mask = [int(label != -100) for label in labels_of(row)]
-    assert mask[: len(ids)] == theirs["assistant_masks"][: len(ids)]
+    wanted = theirs["assistant_masks"]
+    if template == TEMPLATES["no end"]:  # the next turn's mark is where generation stops
+        marks, before = set(encoder.tokenizer.added_tokens_decoder), [0, *wanted]
+        wanted = [int(own or (before[i] and ids[i] in marks)) for i, own in enumerate(wanted[: len(ids)])]
+    assert mask[: len(ids)] == wanted[: len(ids)]
     assert not any(theirs["assistant_masks"][len(ids) :])
-    if not text.ended:
+    if not (text.suffix is not None):
         assert row.input_ids[-1] == encoder.eos_id
         assert mask[-1]
     last = talk_encoder(byte_tokenizer, written, "last")
@@ -105,7 +125,12 @@ def require_the_templates_own(
 def test_a_conversation_is_the_templates_own_text_and_its_loss_is_on_the_templates_answers(
     name: str, form: str, with_marks: bool, byte_tokenizer: Callable[..., Any]
 ) -> None:
-    require_the_templates_own(byte_tokenizer, TEMPLATES[name], with_marks, *FORMS[form])
+    if with_marks or (name, form) not in NOT_PLACED:
+        require_the_templates_own(byte_tokenizer, TEMPLATES[name], with_marks, *FORMS[form])
+    else:
+        turns, tools = FORMS[form]
+        with pytest.raises(DataError, match="cannot be placed. Use --loss-on last, or rows of prompt and completion"):
+            talk_encoder(byte_tokenizer, plain(TEMPLATES[name]), "all").render_messages(turns, "row-1", tools)
 
 
 WORDS = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)  # the special tokens are longer than chance
@@ -135,7 +160,12 @@ NOT_AS_TEXT = [name for name, template in TEMPLATES.items() if "arguments }}" no
 def test_any_conversation_is_the_templates_own_text(
     drawn: tuple[list[dict[str, Any]], Any], with_marks: bool, name: str, byte_tokenizer: Callable[..., Any]
 ) -> None:
-    require_the_templates_own(byte_tokenizer, TEMPLATES[name], with_marks or "mark" in name, *drawn)
+    turns, tools = drawn
+    try:
+        require_the_templates_own(byte_tokenizer, TEMPLATES[name], with_marks or "mark" in name, turns, tools)
+    except DataError:
+        assert not with_marks
+        assert name in MAY_BE_REFUSED
 
 
 @pytest.fixture
@@ -228,7 +258,13 @@ def test_loss_and_batches_count_the_turns_alone(
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
-@pytest.mark.parametrize("flag", [{"weight": 0}, {"train": False}, {"weight": 0.0, "train": None}])
+@pytest.mark.parametrize(
+    "flag",
+    [
+        {"weight": 0}, {"train": False}, {"weight": 0.0, "train": None}, {"loss": False}, {"loss": "false"},
+        {"loss_mask": 0}, {"trainable": "no"}, {"train": "0"},
+    ],
+)  # fmt: skip
 def test_a_message_without_weight_has_no_loss(
     template: str, flag: dict[str, Any], encoder_of: Callable[..., PromptEncoder]
 ) -> None:
@@ -260,7 +296,7 @@ def test_generation_ends_at_the_templates_own_end(byte_tokenizer: Callable[..., 
     for name, ends in (
         ("another end", {"</s>", "<end_of_turn>"}),
         ("an end after the last", {"</s>", "<|end|>"}),
-        ("no end", {"</s>"}),
+        ("no end", {"</s>", "<|user|>"}),
     ):
         encoder = talk_encoder(byte_tokenizer, plain(TEMPLATES[name]), "last")
         assert {*encoder.tokenizer.convert_ids_to_tokens(encoder.end_ids)} == ends
@@ -294,8 +330,9 @@ def test_what_the_template_does_not_write_of_a_rows_context_is_counted(byte_toke
     ):
         text = encoder.render_messages([*before, ASKED, {**SAID, "reasoning_content": None}], "row-1", tools)
         assert set(text.changed) == {f"the chat template does not write {what}" for what in lost}
-    text = encoder.render_messages([ASKED, {**SAID, "reasoning_content": "Paris"}], "row-1")
-    assert text.changed == ("the chat template does not write reasoning_content",)
+    for key, value in (("reasoning_content", "Paris"), ("mask", True), ("prefix", False), ("score", 0.5)):
+        text = encoder.render_messages([ASKED, {**SAID, key: value}], "row-1")
+        assert text.changed == (f"the chat template does not write {key}",)
 
 
 def test_a_turn_that_the_template_marks_in_pieces_has_the_same_loss_as_last_and_as_all(
@@ -348,3 +385,75 @@ def test_a_template_that_takes_arguments_as_text_gets_the_rows_own_text(
     called = {"role": "assistant", "tool_calls": [{"function": {"name": "capital", "arguments": given}}]}
     text = PromptEncoder(tokenizer).render_messages([ASKED, called], "row-1")
     assert text.completion == "capital" + (given if isinstance(given, str) else '{"of": "France"}')
+
+
+def completion_of(loss_on: Any, num_completion: int, encoder_of: Callable[..., PromptEncoder]) -> list[str]:
+    encoder = encoder_of(PLAIN, loss_on)
+    text = encoder.render_messages(TURNS, "row-1", num_completion=num_completion)
+    return with_loss(encoder, encoder.training_rows([text])[0])
+
+
+def test_every_assistants_turn_of_a_completion_has_loss(encoder_of: Callable[..., PromptEncoder]) -> None:
+    """As with TRL's ``assistant_only_loss``; its mask of a completion alone covers the user's turns in it too."""
+    assert completion_of("last", 3, encoder_of) == ["Paris</s>", "Rome, of course</s>"]
+    assert completion_of("last", 1, encoder_of) == ["Rome, of course</s>"]
+    assert completion_of("all", 1, encoder_of) == ["Paris</s>", "Rome, of course</s>"]
+
+
+def test_the_system_text_stands_in_the_first_question_if_the_template_takes_no_system_turn(
+    encoder_of: Callable[..., PromptEncoder],
+) -> None:
+    """As Mistral's and Gemma's templates do it, or refuse it."""
+    alternates = (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate user/assistant') }}{% endif %}{% endfor %}"
+    )
+    system = {"role": "system", "content": "Be brief."}
+    for loss_on in ("last", "all"):
+        encoder = encoder_of(alternates + PLAIN, loss_on)
+        text = encoder.render_messages([system, *TURNS], "row-1")
+        assert text.changed == (SYSTEM_FOLDED,)
+        folded = {"role": "user", "content": "Be brief.\n\nCapital of France?"}
+        plain_text = encoder.render_messages([folded, *TURNS[1:]], "row-1")
+        assert (text.context, text.completion) == (plain_text.context, plain_text.completion)
+        weightless = encoder.render_messages([system, TURNS[0], {**TURNS[1], "weight": 0}, *TURNS[2:]], "row-1")
+        assert weightless.completion == "Rome, of course</s>"
+        assert encoder.ask([system, TURNS[0]], "row-1").context.startswith("<s>user\nBe brief.\n\nCapital")
+
+
+def test_a_control_token_inside_of_a_text_is_named_and_the_gold_is_not_cut(
+    encoder_of: Callable[..., PromptEncoder], byte_model: nn.Module
+) -> None:
+    encoder = encoder_of(PLAIN, "last")
+    text = encoder.render_messages([ASKED, {**SAID, "content": "one</s>two</s>"}], "row-1")
+    assert [what.partition(" stood ")[0] for what in text.changed] == [
+        "</s>", "the control token </s> stands inside of a text",
+    ]  # fmt: skip
+    assert encoder.plain("row-1", "a<s>b</s>").changed[-1] == "the control token <s> stands inside of a text"
+    ((found,), _) = complete(byte_model, encoder, encoder.training_rows([text]), max_new_tokens=1)
+    assert found.gold == "one</s>two"
+
+
+CHATS = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
+OF_PARTS = ("idefics3", "llava_next", "smolvlm")
+"""Templates that take contents as lists of parts, for images."""
+MARK = re.compile(r"<[|｜][^<>|｜\s]+[|｜]>|<(?:start|end)_of_\w+>|<turn\|>|<\|turn>")
+
+
+@pytest.mark.parametrize("file", CHATS, ids=lambda file: file.stem)
+def test_every_template_of_trl_has_loss_on_each_turn_and_its_end(
+    file: Path, byte_tokenizer: Callable[..., Any]
+) -> None:
+    turns = [turn | {"content": turn["content"] + "."} for turn in TURNS]
+    for loss_on, answers in (("last", ["Rome, of course."]), ("all", ["Paris.", "Rome, of course."])):
+        tokenizer = byte_tokenizer(special=tuple(dict.fromkeys(MARK.findall(file.read_text()))))
+        tokenizer.chat_template = file.read_text()
+        encoder = PromptEncoder(tokenizer, loss_on=loss_on, max_length=100_000)
+        if file.stem.removesuffix("_training") in OF_PARTS:
+            with pytest.raises(DataError, match=r"^Row row-1: [^\n]*$"):
+                row_of(encoder, turns)
+            continue
+        spans, special = with_loss(encoder, row_of(encoder, turns)), tuple(added_tokens(tokenizer))
+        assert [answer in span for answer, span in zip(answers, spans, strict=True)] == [True] * len(answers)
+        assert all(span.rstrip().endswith(special) for span in spans)
+        assert not any("Italy" in span for span in spans)

@@ -199,7 +199,10 @@ def test_start_and_end_tokens_in_a_text_are_written_once_and_counted(
     tmp_path: Path, chat: bool, byte_tokenizer: Callable[..., Any]
 ) -> None:
     encoder = PromptEncoder(byte_tokenizer(adds_start=True, chat=chat))
-    encoder.tokenizer.chat_template = chat and "<s>{% for m in messages %}{{ m.content }}{% endfor %}</s>"
+    if chat:
+        encoder.tokenizer.chat_template = (
+            "<s>{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
+        )
     for row, wanted in (
         ({"prompt": "<s>Hi", "completion": "you</s>"}, "<s>Hiyou</s>"),
         ({"prompt": "Hi", "completion": "you</s>\n"}, "<s>Hiyou</s>"),
@@ -240,6 +243,9 @@ def answered(**options: Any) -> dict[str, Any]:
     [
         ([], "holds no rows"),
         ([{"question": "a"}], "needs the columns prompt and completion, .* or text, but row 1 has question"),
+        ([PAIR, PAIR | {"label": False}], r"holds good and bad answers .* KTOTrainer.*--columns"),
+        ([PAIR | {"label": "True"}], r"holds good and bad answers"),
+        ([answered(loss="maybe")], r"a message's flags of loss must be true or false"),
         ([{"prompt": "a", "chosen": "b", "rejected": "c"}], r"holds preferences .* examples/dpo.py"),
         ([PAIR, {"prompt": "a"}], r"Row row-2: column 'completion' must hold text, but holds nothing"),
         ([PAIR, PAIR, {"prompt": "a", "completion": ""}], r"Row row-3: column 'completion'"),
@@ -252,7 +258,7 @@ def answered(**options: Any) -> dict[str, Any]:
         ([CONVERSATIONAL | {"completion": "Paris"}], r"Row row-1: column 'completion' must hold a list of turns"),
         ([{"conversations": [{"from": "bing", "value": "a"}]}], r"a turn of 'conversations' is from human, .*'bing'"),
         ([answered(weight=0)], "Row row-1: no turn to learn is left, as messages have weight 0 or train false"),
-        ([answered(weight=0.5)], r"Row row-1: a message's weight must be 0 or 1 and its train a truth .*, got \[0.5\]"),
+        ([answered(weight=0.5)], r"Row row-1: a message's flags of loss must be true .* got {'weight': 0.5}"),
         ([MESSAGES | {"history": [["a"]]}], r"Row row-1: column 'history' must hold pairs"),
         (
             [answered(tool_calls=[CALL | {"function": {"arguments": "{"}}])],

@@ -59,6 +59,10 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[Any], object]]] = {
     "end": (
         ModelError, "need an end token, but this", lambda t: [setattr(t, "eos_token", None), PromptEncoder(t)],
     ),
+    "slow": (
+        ModelError, "Rows need a fast tokenizer",
+        lambda t: PromptEncoder(SimpleNamespace(eos_token_id=1, is_fast=False, chat_template=None)),
+    ),
     "template": (
         DataError, "Row 7: the tokenizer's chat template refuses it: .*no users here",
         lambda t: [
@@ -141,26 +145,6 @@ def joining_tokenizer(kind: str, byte_tokenizer: Callable[..., Any]) -> Any:
         tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     tokenizer.add_special_tokens([AddedToken("</s>", special=True)])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", model_max_length=512)
-
-
-def test_a_tokenizer_without_places_is_used_where_its_tokens_part(byte_tokenizer: Callable[..., Any]) -> None:
-    fast = byte_tokenizer(merges=(("b", "c"),))
-
-    class Slow:
-        is_fast = False
-
-        def __init__(self) -> None:
-            vars(self).update(eos_token_id=fast.eos_token_id, eos_token="</s>", bos_token="<s>", chat_template=None)
-
-        def __call__(self, text: Any, return_offsets_mapping: bool = False, **options: Any) -> Any:
-            assert not return_offsets_mapping
-            return fast(text, **options)
-
-    encoder = PromptEncoder(Slow())
-    rows = [TextRow("row-1", "ab", "xd"), TextRow("row-2", "ab", "cd")]
-    assert encoder.training_rows(rows[:1]) == PromptEncoder(fast).training_rows(rows[:1])
-    with pytest.raises(DataError, match="Row row-2: its tokenizer joins characters across the place where the loss"):
-        encoder.training_rows(rows)
 
 
 def test_the_limit_is_the_text_models_and_no_stated_limit_is_none(byte_tokenizer: Callable[..., Any]) -> None:

@@ -97,9 +97,9 @@ def test_a_token_across_the_end_of_a_prompt_is_generated_and_left_out_of_the_ans
     encoder = PromptEncoder(tokenizer, style="plain")
     pairs = [("It is late", "shipping"), ("It is late", "shipped"), ("It is late:", " yes")]
     rows = encoder.training_rows([encoder.render(Example(str(i), *pair)) for i, pair in enumerate(pairs)])
-    assert [row.joined for row in rows] == ["e", "e", ""]  # `es` is a token
+    assert [row.overlap for row in rows] == ["e", "e", ""]  # `es` is a token
     for row, (prompt, _) in zip(rows, pairs, strict=True):
-        assert tokenizer.decode(row.input_ids[: row.num_context]) + row.joined == prompt
+        assert tokenizer.decode(row.input_ids[: row.num_context]) + row.overlap == prompt
     recipe = Recipe(learning_rate=3e-3, warmup=0.1, epochs=60, batch_size=2, accumulation=1)
     train(model, rows[::2], recipe, pad_id=encoder.pad_id)
     found, _ = complete(model, encoder, rows, max_new_tokens=10)

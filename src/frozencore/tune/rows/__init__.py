@@ -12,6 +12,8 @@ from frozencore.errors import DataError
 
 HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")  # JSON may hold one alone, which no tokenizer takes
 NOT_WRITTEN = "the chat template does not write"
+CONTROL = "the control token"
+"""How notes begin that name something of a row that was not changed."""
 Row = Mapping[str, Any]
 """A row as read: values by column."""
 
@@ -41,10 +43,10 @@ class TextRow:
     Attributes:
         choices: Texts that may follow the context, without an end.
         templated: Whether the chat template wrote the text, with its own start token.
-        turns: The spans of a conversation's completion with loss, as beginnings and ends; empty for all of it.
-        pieces: The number of these spans that the last turn has.
-        rest: The text of the template after the completion. It has no loss and is not read.
-        ended: Whether the completion has an end token of its own; no other is added.
+        loss_spans: The spans of the completion with loss, as beginnings and ends; empty for all of it.
+        num_answer_spans: The number of these spans that the last turn has.
+        suffix: The text of the template after the completion. It has no loss and is not read. None if the completion
+            has no end token of its own; then one is added.
         changed: What was changed in the row, or is not written of it, for a person.
     """
 
@@ -53,10 +55,9 @@ class TextRow:
     completion: str
     choices: tuple[str, ...] = ()
     templated: bool = False
-    turns: tuple[tuple[int, int], ...] = ()
-    pieces: int = 1
-    rest: str = ""
-    ended: bool = False
+    loss_spans: tuple[tuple[int, int], ...] = ()
+    num_answer_spans: int = 1
+    suffix: str | None = None
     changed: tuple[str, ...] = ()
 
 
@@ -65,28 +66,28 @@ class TokenRow:
     """A row as tokens.
 
     Attributes:
-        turns: The spans with loss, beginnings and ends counted from ``num_context``; empty for all tokens from there.
-        joined: The end of the text before the answer, if the first token of the answer holds it too; mostly empty.
-        pieces: The number of these spans that the last turn has.
+        spans: The spans with loss, beginnings and ends counted from ``num_context``; empty for all tokens from there.
+        overlap: The end of the text before the answer, if the first token of the answer holds it too; mostly empty.
+        num_answer_spans: The number of these spans that the last turn has.
     """
 
     id: str
     input_ids: list[int]
     num_context: int
-    turns: tuple[tuple[int, int], ...] = field(default=(), kw_only=True)
-    joined: str = field(default="", kw_only=True)
-    pieces: int = field(default=1, kw_only=True)
+    spans: tuple[tuple[int, int], ...] = field(default=(), kw_only=True)
+    overlap: str = field(default="", kw_only=True)
+    num_answer_spans: int = field(default=1, kw_only=True)
 
     @property
     def loss_spans(self) -> tuple[tuple[int, int], ...]:
         """The spans of tokens with loss, as beginnings and ends."""
-        turns = self.turns or ((0, len(self.input_ids) - self.num_context),)
-        return tuple((self.num_context + start, self.num_context + stop) for start, stop in turns)
+        spans = self.spans or ((0, len(self.input_ids) - self.num_context),)
+        return tuple((self.num_context + start, self.num_context + stop) for start, stop in spans)
 
     @property
     def answer_start(self) -> int:
         """The beginning of the last turn with loss, whose text is generated and compared."""
-        return self.loss_spans[-self.pieces][0]
+        return self.loss_spans[-self.num_answer_spans][0]
 
     @property
     def num_targets(self) -> int:
@@ -101,7 +102,7 @@ class TokenRow:
     @property
     def trained_on(self) -> list[Any]:
         """The row's content for training, as JSON values."""
-        return [self.input_ids, self.num_context, *([self.turns] if self.turns else [])]
+        return [self.input_ids, self.num_context, *([self.spans] if self.spans else [])]
 
     @property
     def content(self) -> dict[str, Any]:

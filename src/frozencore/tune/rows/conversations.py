@@ -1,10 +1,9 @@
 """Render conversations with the chat template, and find the assistant's turns, which carry the loss.
 
 The template writes a conversation once, as a whole; a turn is a span of that text. A template may mark the spans itself
-(``{% generation %}``). Otherwise a turn begins where the prompt of its answer ends, and ends where the template ends
-the conversation up to it. A template may write a turn differently if other turns follow (earlier reasoning is dropped,
-the prompt opens a thought). Then the turn is found by writing two other answers in its place: what stays the same
-before and after them is not the answer. A row whose turn cannot be found exactly is refused.
+(``{% generation %}``). Otherwise a turn begins where the prompt of its answer ends, without a thought that only the
+prompt opens, and ends where the template ends the conversation up to it. A row whose turns cannot be found so is
+refused.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, Literal, TypeVar
 
 from frozencore.errors import ConfigError, DataError
@@ -26,9 +25,13 @@ LossOn = Literal["last", "all"]
 Span = tuple[int, int]
 Text = TypeVar("Text", str, list[int])
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_THOUGHT = re.compile(r"(?:</?think>\s*)+$")
-_FLAGS = ("weight", "train")
+_OPEN_THOUGHT = re.compile(r"(?:</?think>\s*)+$")
+_THOUGHT = re.compile(r"\s*<think>.*?</think>\n*", re.DOTALL)
+_FLAGS = ("weight", "train", "loss", "loss_mask", "trainable")
+_TRUTHS = dict.fromkeys(("true", "1", "1.0", "yes"), True) | dict.fromkeys(("false", "0", "0.0", "no"), False)
 _NOT_TEXT = ("role", "type", "id", "tool_call_id")  # a template may take these in one form only
+_PROBE = ("qx0xq", "qx1xq", "qx2xq", "qx3xq")
+SYSTEM_FOLDED = "the system text stands before the first question, as the chat template takes no system turn"
 
 
 def templates_of(tokenizer: Any) -> Collection[str]:
@@ -37,36 +40,120 @@ def templates_of(tokenizer: Any) -> Collection[str]:
     return templates.values() if isinstance(templates, dict) else [templates]
 
 
-class Conversation:
-    """Messages in the form that the tokenizer's chat template takes.
+class ChatTemplate:
+    """The chat template of a tokenizer.
 
-    Arguments of tool calls that are JSON text become objects. If a template refuses a message without content, it gets
-    empty content. If it refuses arguments that are objects, or writes them as Python does, it gets JSON text: the text
-    as given, if it was text.
-
-    Args:
-        messages: Each has a role and a content; ``weight`` 0 or ``train`` false takes the loss from the assistant's
-            message.
-        tools: The tools that the assistant may call.
+    Attributes:
+        tokens: The texts of special and added tokens.
 
     Raises:
         ConfigError: The tokenizer has no chat template.
-        DataError: The template refuses the messages.
     """
 
-    def __init__(self, tokenizer: Any, messages: Messages, row_id: str, tools: Sequence[Any] | None = None) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         if not tokenizer.chat_template:
             raise ConfigError(
                 "Chat messages need a chat template, but this tokenizer has none. Use prompt/completion rows."
             )
-        self.tokenizer, self.row_id, self.tools = tokenizer, row_id, tools
-        self._tokens = added_tokens(tokenizer)
+        self.tokenizer = tokenizer
+        self.tokens = added_tokens(tokenizer)
+
+    def source(self, tools: Any = None) -> str:
+        """The template that is used with these tools."""
+        source: str = self.tokenizer.get_chat_template(None, tools)
+        return source
+
+    def write(
+        self, messages: Messages, row_id: str = "", tools: Any = None, *, asks: bool = False, marked: bool = False
+    ) -> tuple[str, list[Span]]:
+        """The text of messages, and the spans that the template marks.
+
+        Args:
+            asks: End with the prompt of the assistant's next turn.
+
+        Raises:
+            DataError: The template refuses the messages, or they hold half a character.
+        """
+        options = {"add_generation_prompt": asks, "return_assistant_tokens_mask": marked}
+        try:
+            text, marks = _render(self.source(tools), self.tokenizer.special_tokens_map, tools, messages, **options)
+        except Exception as error:  # templates are programs and may raise any error
+            raise DataError(f"Row {row_id}: the tokenizer's chat template refuses it: {error}") from error
+        if HALF_A_CHARACTER.search(text):
+            raise DataError(f"Row {row_id}: a message must hold text, but half a character of UTF-16 is in it.")
+        return text, marks
+
+    @cached_property
+    def _written_after(self) -> tuple[str, str]:
+        """The text between an answer and the next question, and the text after the last answer of a conversation."""
+        roles = ("user", "assistant") * 2
+        try:
+            text, _ = self.write([{"role": role, "content": mark} for role, mark in zip(roles, _PROBE, strict=True)])
+        except DataError:
+            return "", ""
+        return text.partition(_PROBE[1])[2].partition(_PROBE[2])[0], text.partition(_PROBE[3])[2]
+
+    @property
+    def suffix(self) -> str:
+        """The text after the last answer of a conversation."""
+        return self._written_after[1]
+
+    @property
+    def end(self) -> str | None:
+        """The token that ends the last answer of a conversation; None if the template writes none."""
+        return self.first_token(self.suffix)
+
+    @property
+    def inner_end(self) -> str | None:
+        """The token after an answer that a question follows; it may be the mark of the next turn."""
+        return self.first_token(self._written_after[0])
+
+    @cached_property
+    def takes_system(self) -> bool:
+        """Whether the template takes a system message before the first question."""
+        asked = {"role": "user", "content": "A"}
+        try:
+            self.write([{"role": "system", "content": "A"}, asked], asks=True)
+        except DataError:
+            return False
+        return True
+
+    def first_token(self, text: str) -> str | None:
+        """The added token that a text begins with, after white space."""
+        found = [token for token in self.tokens if text.lstrip().startswith(token)]
+        return max(found, key=len, default=None)
+
+
+class Conversation:
+    """Messages in the form that a chat template takes.
+
+    Arguments of tool calls that are JSON text become objects. If a template refuses a message without content, it gets
+    empty content. If it refuses arguments that are objects, or writes them as Python does, it gets JSON text: the text
+    as given, if it was text. If it takes no system message, the system text stands before the first question.
+
+    Args:
+        messages: Each has a role and a content; a flag such as ``weight`` 0 or ``train`` false takes the loss from the
+            assistant's message.
+        tools: The tools that the assistant may call.
+
+    Raises:
+        DataError: The template refuses the messages.
+    """
+
+    def __init__(
+        self, template: ChatTemplate, messages: Messages, row_id: str, tools: Sequence[Any] | None = None
+    ) -> None:
+        self.template, self.row_id, self.tools = template, row_id, tools
+        self.is_folded = _has_system(messages) and not template.takes_system
+        if self.is_folded:
+            text = "\n\n".join(message["content"] for message in messages[:2])
+            messages = [{**messages[1], "content": text}, *messages[2:]]
         self.has_loss = [self._flag(message) for message in messages]
-        told = [_without_flags(message, row_id) for message in messages]
-        given = [_with_arguments(message, lambda value: _object(value, row_id)) for message in told]
+        plain = [_without_flags(message, row_id) for message in messages]
+        given = [_with_arguments(message, lambda value: _object(value, row_id)) for message in plain]
         forms: list[list[Message]] = [given]
-        if any(message.get("tool_calls") for message in told):
-            as_text = [_with_arguments(message, _json_text) for message in told]
+        if any(message.get("tool_calls") for message in plain):
+            as_text = [_with_arguments(message, _json_text) for message in plain]
             forms = [[{**empty, **message} for message in form] for form in (given, as_text) for empty in _EMPTIES]
         objects = [found for message in given for found in _arguments(message) if found]
         for form in forms:
@@ -80,85 +167,69 @@ class Conversation:
 
     def prompt(self, count: int) -> str:
         """The text of the first messages, and of the prompt of the assistant's next turn."""
-        return self._write(self.messages[:count], asks=True)[0]
+        return self._write(count, asks=True)[0] if count else ""
 
-    def row(self, loss_on: LossOn = "last") -> tuple[TextRow, int]:
-        """The conversation as a row: the loss is on the assistant's last turn, or on all its turns.
+    def row(self, loss_on: LossOn = "last", num_completion: int = 1) -> TextRow:
+        """The conversation as a row.
 
-        Returns:
-            The row, and the end of the content of its last turn in its completion; 0 without content.
+        Args:
+            loss_on: The loss is on all the assistant's turns, or on those in the completion.
+            num_completion: The number of messages at the end that are the completion.
 
         Raises:
             DataError: A turn cannot be found, or no turn has loss.
         """
         asked = [number for number, message in enumerate(self.messages) if message["role"] == "assistant"]
-        last = asked[-1]
-        wanted = [number for number in (asked if loss_on == "all" else [last]) if self.has_loss[number]]
+        first = 0 if loss_on == "all" else len(self.messages) - num_completion
+        wanted = [number for number in asked if number >= first and self.has_loss[number]]
         if not wanted:
-            raise DataError(f"Row {self.row_id}: no turn to learn is left, as messages have weight 0 or train false.")
-        if _MARKS.search(self._template):
+            raise DataError(
+                f"Row {self.row_id}: no turn to learn is left, as messages have weight 0 or train false "
+                "(or loss, loss_mask, trainable)."
+            )
+        if _MARKS.search(self.template.source(self.tools)):
             whole, turns = self._marked(asked)
         else:
-            whole, _ = self._write(self.messages)
+            whole, _ = self._write(len(self.messages))
             turns = {number: [self._turn(number, whole)] for number in wanted}
         spans: list[Span] = []
-        content_end = None  # of the last turn with loss
         for number in wanted:
-            content_end = self._end_of_content(number, whole, turns[number])
-            self._require_written(number, "".join(whole[start:stop] for start, stop in turns[number]), content_end)
+            self._require_written(number, "".join(whole[start:stop] for start, stop in turns[number]))
             for start, stop in turns[number]:
-                joined = bool(spans) and spans[-1][1] == start
-                spans[-1:] = [(spans[-1][0], stop)] if joined else [*spans[-1:], (start, stop)]
+                follows = bool(spans) and spans[-1][1] == start
+                spans[-1:] = [(spans[-1][0], stop)] if follows else [*spans[-1:], (start, stop)]
         if not spans:
             raise DataError(f"Row {self.row_id}: the chat template writes nothing of the assistant's turns.")
-        start, stop, begin = spans[0][0], spans[-1][1], turns[wanted[-1]][0][0]
-        behind = whole[begin if content_end is None else content_end : stop].rstrip()
-        ended = behind.endswith(self._ends(wanted[-1]))  # else generation could not stop there
-        relative = tuple((first - start, end - start) for first, end in spans)
-        row = TextRow(
+        start, stop = spans[0][0], spans[-1][1]
+        begin = turns[wanted[-1]][0][0] if turns[wanted[-1]] else start
+        is_ended = self._is_ended(wanted[-1], whole[begin:stop])  # else generation could not stop there
+        return TextRow(
             self.row_id,
             whole[:start],
             whole[start:stop],
             templated=True,
-            turns=relative if loss_on == "all" or len(relative) > 1 else (),
-            pieces=sum(end > begin for _, end in spans),
-            rest=whole[stop:] if ended else "",
-            ended=ended,
-            changed=self._left_out(whole, {number: turns[number] for number in wanted}),
+            loss_spans=tuple((first - start, end - start) for first, end in spans) if len(spans) > 1 else (),
+            num_answer_spans=sum(end > begin for _, end in spans),
+            suffix=whole[stop:] if is_ended else None,
+            changed=(
+                *([SYSTEM_FOLDED] if self.is_folded else []),
+                *self._left_out(whole, {number: turns[number] for number in wanted}),
+            ),
         )
-        return row, 0 if content_end is None else content_end - start
 
-    @property
-    def _template(self) -> str:
-        template: str = self.tokenizer.get_chat_template(None, self.tools)
-        return template
-
-    def _write(self, messages: Messages, *, asks: bool = False, marked: bool = False) -> tuple[str, list[Span]]:
-        """The template's text, and the spans that it marks."""
-        if not messages:
-            return "", []
-        special, options = self.tokenizer.special_tokens_map, {"add_generation_prompt": asks}
-        try:
-            text, marks = _render(
-                self._template, special, self.tools, messages, return_assistant_tokens_mask=marked, **options
-            )
-        except Exception as error:  # templates are programs and may raise any error
-            raise DataError(f"Row {self.row_id}: the tokenizer's chat template refuses it: {error}") from error
-        if HALF_A_CHARACTER.search(text):
-            raise DataError(f"Row {self.row_id}: a message must hold text, but half a character of UTF-16 is in it.")
-        return text, marks
+    def _write(self, count: int, *, asks: bool = False, marked: bool = False) -> tuple[str, list[Span]]:
+        return self.template.write(self.messages[:count], self.row_id, self.tools, asks=asks, marked=marked)
 
     def _flag(self, message: Message) -> bool:
-        given = [message.get(name) for name in _FLAGS if message.get(name) is not None]
-        if any(not isinstance(value, int | float) or value not in (0, 1) for value in given):
-            raise DataError(
-                f"Row {self.row_id}: a message's weight must be 0 or 1 and its train a truth value, got {given}."
-            )
-        return all(given)
+        given = {name: message[name] for name in _FLAGS if message.get(name) is not None}
+        truths = [_TRUTHS.get(str(value).strip().lower()) for value in given.values()]
+        if None in truths:
+            raise DataError(f"Row {self.row_id}: a message's flags of loss must be true or false, 0 or 1, got {given}.")
+        return all(truths)
 
     def _marked(self, asked: Sequence[int]) -> tuple[str, dict[int, list[Span]]]:
         """The whole text, and for each of the assistant's messages the spans that the template marks."""
-        whole, marks = self._write(self.messages, marked=True)
+        whole, marks = self._write(len(self.messages), marked=True)
         if not any(stop > start for start, stop in marks):
             raise DataError(f"Row {self.row_id}: the chat template marks none of the assistant's turns.")
         if len(marks) == len(asked):
@@ -170,163 +241,118 @@ class Conversation:
                 owners = [number for number in asked if begins[number] < mark[1]]
                 turns[owners[-1] if owners else asked[0]].append(mark)
         turns = {number: [(start, stop) for start, stop in spans if stop > start] for number, spans in turns.items()}
-        behind = whole[turns[asked[-1]][-1][1] :] if turns[asked[-1]] else ""
-        end = self.first_token(behind)  # a turn's end behind the mark: generation needs it
-        for spans in turns.values():
-            if end and spans and whole[spans[-1][1] :].lstrip().startswith(end):
-                stop = whole.index(end, spans[-1][1]) + len(end)
-                spans[-1] = (spans[-1][0], stop)
+        for number, spans in turns.items():
+            if spans:
+                spans[-1] = (spans[-1][0], self._end_of(number, whole, *spans[-1]))
         return whole, turns
 
     def _turn(self, number: int, whole: str) -> Span:
-        prompt, is_last = self.prompt(number), number == len(self.messages) - 1
-        turn = whole if is_last else self._write(self.messages[: number + 1])[0]
-        content = self.messages[number].get("content") or ""  # without the white space that the template writes
-        stop = max(len(turn.rstrip()), turn.rfind(content) + len(content) if content.strip() else 0)
+        """The span of an assistant's turn, by the difference of prompts."""
+        prompt = self.prompt(number)
         if not whole.startswith(prompt):
-            prompt = _THOUGHT.sub("", prompt)  # that the prompt opens or closes, and the template does not write
-        begins, ends = number > 0 and whole.startswith(prompt), whole.startswith(turn[:stop])
-        if begins and ends and len(prompt) < stop:
-            return len(prompt), stop
-        before, after = self._around(self.messages, number)
-        short_before, short_after = self._around(self.messages[: number + 1], number)
-        start = self._start(number, prompt, before, short_before)
-        start = len(prompt) if begins else start
-        end = len(whole) - len(after)
-        if start is None or not whole.startswith(before[:start]) or not whole.endswith(after):
-            raise self._lost(number)
-        if is_last:
-            return start, stop
-        length = self._length_of_end(after, short_after)
-        if length is None or end + length <= start:
-            raise self._lost(number)
-        return start, end + length
+            prompt = _OPEN_THOUGHT.sub("", prompt)  # the template does not write the thought that the prompt opens
+        start = len(prompt)
+        if not number or not whole.startswith(prompt):
+            raise self._not_placed(number)
+        if number == len(self.messages) - 1:
+            suffix = self.template.suffix
+            return start, len(whole) - len(suffix) + len(suffix.rstrip()) if whole.endswith(suffix) else len(
+                whole.rstrip()
+            )
+        turn, rest = self._write(number + 1)[0], whole[start:]
+        thought = _THOUGHT.match(turn, start)
+        if thought and not _THOUGHT.match(rest):  # earlier thoughts are left out
+            turn = prompt + turn[thought.end() :]
+        turn = turn.rstrip()
+        same = len(shared_beginning([turn, whole]))
+        if same < len(turn):  # the last turn of a conversation ends with another token, or with one more
+            for token in self.template.tokens:
+                place = whole.rfind(token, 0, same + len(token) - 1)
+                same = place if place < same < place + len(token) else same
+        stop = self._end_of(number, whole, start, len(whole[:same].rstrip()) if same < len(turn) else same)
+        if same < start or (same < len(turn) and not self._is_ended(number, whole[start:stop])):
+            raise self._not_placed(number)
+        return start, stop
 
-    def _around(self, messages: Messages, number: int) -> tuple[str, str]:
-        """What the template writes before and after the content of a message, whatever the content is."""
-        texts = []
-        for content in "AB":
-            changed = [*messages[:number], {**messages[number], "content": content}, *messages[number + 1 :]]
-            texts.append(self._write(changed)[0])
-        if texts[0] == texts[1]:
-            raise self._lost(number)
-        before, after = shared_beginning(texts), shared_beginning([text[::-1] for text in texts])[::-1]
-        return before, after
+    def _end_of(self, number: int, whole: str, start: int, stop: int) -> int:
+        """The end of a turn with the token after it, if it does not end with a token at which generation stops."""
+        token = None if self._is_ended(number, whole[start:stop]) else self.template.first_token(whole[stop:])
+        return stop if token is None else whole.index(token, stop) + len(token)
 
-    def _start(self, number: int, prompt: str, before: str, short_before: str) -> int | None:
-        """The place in the whole text that the prompt of the answer leads to; None if it is unknown."""
-        place = number or len(self.messages) - 1
-        asked, said = self.prompt(place), self._write(self.messages[:place])[0]
-        asked = asked.removeprefix(said) if asked.startswith(said) else ""  # else the prompt does not follow
-        for header in (asked, _THOUGHT.sub("", asked)):
-            if header and header in before:
-                return before.rindex(header) + len(header)
-        if number and prompt.startswith(short_before):  # what the prompt opens, the template does not write
-            return len(before)
-        if not number or not short_before.startswith(prompt):
-            return None
-        written = short_before[len(prompt) :]  # by the template, at the beginning of every answer
-        return len(before) - len(written) * before.endswith(written)
+    def _is_ended(self, number: int, turn: str) -> bool:
+        """Return whether a turn ends with a token at which generation stops.
 
-    def _length_of_end(self, after: str, short_after: str) -> int | None:
-        """The length of a turn's end, if other messages follow; None if it is unknown.
-
-        The last turn of a conversation may end with another token, or with one more.
+        A call may be written in added tokens, so only a special one ends it, and only if the template ends texts too;
+        in GLM's the next turn's first token is the end.
         """
-        common = shared_beginning([after, short_after])
-        if common == short_after:
-            return len(common.rstrip())
-        places = range(len(common), -1, -1)
-        tails = ((place, after[place:], short_after[place:]) for place in places)
-        place = next((at for at, *both in tails if all(tail.startswith(self._tokens) for tail in both)), None)
-        if place is None:
-            return None
-        same = after[:place].rstrip()
-        return len(same) if same.endswith(self._tokens) else place + len(self.first_token(after[place:]) or "")
+        ends = {self.template.tokenizer.eos_token, self.template.inner_end} - {None}
+        ends |= {token for token in self.template.tokens if token in self.template.suffix}
+        if self.messages[number].get("tool_calls") and self.template.end is not None:
+            ends |= set(special_tokens(self.template.tokenizer))
+        return turn.rstrip().endswith(tuple(ends))
 
-    def _require_written(self, number: int, said: str, content_end: int | None) -> None:
+    def _require_written(self, number: int, turn: str) -> None:
         message = self.messages[number]
         calls = [call for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
         names = [str((call.get("function") or call).get("name")) for call in calls]
-        lost = [name for name in names if name not in said]
-        if lost or (content_end is None and (message.get("content") or "").strip()):
+        lost = [name for name in names if name not in turn]
+        content = (message.get("content") or "").strip()
+        is_written = content in turn or content.rpartition("</think>")[2].strip() in turn
+        if lost or not is_written or (content and not turn):
             what = f"the call of {lost[0]!r}" if lost else "the content"
             raise DataError(
                 f"Row {self.row_id}: the chat template does not write {what} of turn {number + 1}, the assistant's."
             )
 
-    def _end_of_content(self, number: int, whole: str, turn: Sequence[Span]) -> int | None:
-        """The place in the whole text where a message's content ends; None if the template does not write it."""
-        if not turn:
-            return None
-        content, begin = self.messages[number].get("content") or "", turn[0][0]
-        said = whole[begin : turn[-1][1]]
-        for written in (content, content.strip(), content.rpartition("</think>")[2].strip()):
-            if not written or written not in said:
-                continue
-            if said.find(written) == said.rfind(written):
-                return begin + said.index(written) + len(written)
-            try:  # the same letters stand in the turn's end, or in a call
-                return len(self._write(self.messages)[0]) - len(self._around(self.messages, number)[1])
-            except DataError:
-                return None
-        return None
-
-    def _ends(self, number: int) -> tuple[str, ...]:
-        """The tokens at which generation stops after a turn.
-
-        Any added token ends a text. A call may be written in added tokens, so only a special one ends it, and only if
-        the template ends texts too; in GLM's the next turn's first token is the end.
-        """
-        if not self.messages[number].get("tool_calls"):
-            return self._tokens
-        with_text, behind = [*self.messages[:number], {"role": "assistant", "content": "A"}], ""
-        with suppress(DataError):
-            _, behind = self._around(with_text, number)
-        own_end = self.first_token(behind)
-        if own_end is None:
-            return (self.tokenizer.eos_token,)
-        special = (str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special)
-        return (self.tokenizer.eos_token, own_end, *special)
-
     def _left_out(self, whole: str, turns: Mapping[int, Sequence[Span]]) -> tuple[str, ...]:
         """What the template does not write of a conversation whose turns with loss it writes.
 
-        Every text is replaced by a mark of its own, and the marks are looked for in what the template writes then.
-        Earlier thoughts, which have no loss, may be missing.
+        Every text is replaced by a mark of its own, and the marks are looked for in what the template writes then. A
+        key that holds a number or a truth value is left out, and the text compared. Earlier thoughts, which have no
+        loss, may be missing.
         """
         marked, places = _with_marks(self.messages)
-        special, messages = _json_text(self.tokenizer.special_tokens_map), _json_text(marked)
-        text = _rendered(self._template, special, _json_text(self.tools), messages)
+        written = partial(
+            _rendered, self.template.source(self.tools), _json_text(self.template.tokenizer.special_tokens_map)
+        )
+        tools, messages = _json_text(self.tools), _json_text(marked)
+        text = written(tools, messages)
         if text is None:
             return ()
-        written = {place for mark, place in places.items() if mark in text}
+        found = {place for mark, place in places.items() if mark in text}
         lost: dict[str, None] = {}
-        for number, key, _ in (place for place in dict.fromkeys(places.values()) if place not in written):
+        for number, key, _ in (place for place in dict.fromkeys(places.values()) if place not in found):
             role = self.messages[number]["role"]
             if key == "tool_calls" or key == "content":
                 lost[f"{'a call' if key == 'tool_calls' else 'content'} of the {role}"] = None
             elif role != "assistant" or number in turns:
                 lost[key] = None
+        for key in {
+            key: None for message in marked for key, value in message.items() if isinstance(value, int | float)
+        }:
+            without = [{name: value for name, value in message.items() if name != key} for message in marked]
+            if written(tools, _json_text(without)) == text:
+                lost[key] = None
         for number, spans in turns.items():
             thought = str(self.messages[number].get("content") or "").rpartition("</think>")[0].rpartition("<think>")[2]
             if thought.strip() and thought.strip() not in "".join(whole[start:stop] for start, stop in spans):
                 lost["a thought in the content"] = None
-        if self.tools and text == _rendered(self._template, special, "null", messages):
+        if self.tools and text == written("null", messages):
             lost["tools"] = None
         return tuple(f"{NOT_WRITTEN} {what}" for what in lost)
 
-    def first_token(self, text: str) -> str | None:
-        """The added token that a text begins with, after white space."""
-        found = [token for token in self._tokens if text.lstrip().startswith(token)]
-        return max(found, key=len, default=None)
-
-    def _lost(self, number: int) -> DataError:
+    def _not_placed(self, number: int) -> DataError:
         return DataError(
             f"Row {self.row_id}: the chat template writes turn {number + 1}, the assistant's, otherwise than after its "
-            "prompt, so the tokens with loss cannot be placed. "
-            + ("Leave it out." if number == len(self.messages) - 1 else "Use --loss-on last.")
+            "prompt, so the tokens with loss cannot be placed. Use --loss-on last, or rows of prompt and completion "
+            "(with --prompt-style plain if the template writes them so too)."
         )
+
+
+def _has_system(messages: Messages) -> bool:
+    """Whether a system message stands before a question, both of text."""
+    roles = tuple(message.get("role") for message in messages[:2])
+    return roles == ("system", "user") and all(isinstance(message.get("content"), str) for message in messages[:2])
 
 
 def shared_beginning(sequences: Sequence[Text]) -> Text:
@@ -340,6 +366,12 @@ def added_tokens(tokenizer: Any) -> tuple[str, ...]:
     """The texts of special tokens and of tokens added to the vocabulary, which no other token can be merged with."""
     tokens = dict.fromkeys((*map(str, tokenizer.all_special_tokens), *tokenizer.get_added_vocab()))
     return tuple(token for token in tokens if token.strip())
+
+
+def special_tokens(tokenizer: Any) -> tuple[str, ...]:
+    """The texts of a tokenizer's special tokens, also of those that have no role."""
+    tokens = (str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
+    return tuple(dict.fromkeys((*map(str, tokenizer.all_special_tokens), *tokens)))
 
 
 _EMPTIES: tuple[Message, ...] = ({}, {"content": ""})

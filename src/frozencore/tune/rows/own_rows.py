@@ -7,9 +7,9 @@
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}   (ShareGPT)
     {"text": "Paris is the capital of France."}
 
-The loss is on the completion, the output, the assistant's last turn, or the whole text. Turns may call
-tools, listed in the column ``tools``; the ``content`` of such a turn may be null. The column ``system`` holds the first
-message of a conversation, and ``history`` pairs of a question and an answer before the last question.
+The loss is on the completion (the assistant's turns of it), the output, the assistant's last turn, or the whole text.
+Turns may call tools, listed in the column ``tools``; the ``content`` of such a turn may be null. The column ``system``
+holds the first message of a conversation, and ``history`` pairs of a question and an answer before the last question.
 """
 
 from __future__ import annotations
@@ -40,12 +40,14 @@ class OwnRows:
         columns: The columns of the form, such as ``("prompt", "completion")``.
         bad: The number of rows left out, by reason.
         unused: The columns of the source that are not read.
+        is_talk: Whether the rows are conversations.
     """
 
     texts: list[TextRow]
     columns: tuple[str, ...]
     bad: Mapping[str, int]
     unused: tuple[str, ...] = ()
+    is_talk: bool = False
 
     @property
     def num_read(self) -> int:
@@ -77,6 +79,12 @@ def read_rows(
         for row in rows
     ]
     form = _form_of(rows, origin)
+    if form == PAIR and columns is None and any(_is_verdict(row.get("label")) for row in rows):
+        raise DataError(
+            f"{origin} holds good and bad answers (label: true or false), and `tune` would learn both: leave out rows "
+            "with a false label, or train with TRL's KTOTrainer. If the label says something else, name the columns: "
+            "--columns prompt=prompt,completion=completion."
+        )
     is_talk = form in (("messages",), ("conversations",)) or isinstance(rows[0].get("prompt"), list)
     beside = _BESIDE if is_talk or (encoder.is_chat and form != ("text",)) else ()  # the columns that are read too
     if form == ALPACA_FORM:
@@ -94,7 +102,11 @@ def read_rows(
             bad[why.partition(", but")[0].rstrip(".")] += 1  # without the value
     if not texts:
         raise NoRowsError(f"--skip-bad left none of {len(rows)} rows of {origin}: {next(iter(bad))}.")
-    return OwnRows(texts, form, bad, tuple(column for column in given if column not in used))
+    return OwnRows(texts, form, bad, tuple(column for column in given if column not in used), is_talk)
+
+
+def _is_verdict(label: Any) -> bool:
+    return isinstance(label, bool) or str(label).strip().lower() in ("true", "false")
 
 
 def _names(columns: str, row: Row, origin: str) -> dict[str, str]:
@@ -130,7 +142,8 @@ def _form_of(rows: Sequence[Row], origin: str) -> tuple[str, ...]:
 def _render_pair(row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
     if isinstance(row.get("prompt"), list):
         prompt, completion = (_turns(row, column, row_id) for column in PAIR)
-        return _render_turns([*prompt, *completion], "completion", row, row_id, encoder)
+        turns = [*prompt, *completion]
+        return _render_turns(turns, "completion", row, row_id, encoder, num_completion=len(completion))
     asked, answer = (_text(row, column, row_id) for column in PAIR)
     before, tools = (_before(row, row_id), _tools(row, row_id)) if encoder.is_chat else ([], None)
     return encoder.render(Example(row_id, asked, answer), before, tools)
@@ -178,7 +191,9 @@ def _turns(row: Row, column: str, row_id: str, role: str = "role") -> list[dict[
     return [dict(turn) for turn in turns]
 
 
-def _render_turns(turns: list[dict[str, Any]], column: str, row: Row, row_id: str, encoder: PromptEncoder) -> TextRow:
+def _render_turns(
+    turns: list[dict[str, Any]], column: str, row: Row, row_id: str, encoder: PromptEncoder, *, num_completion: int = 1
+) -> TextRow:
     for turn in turns:
         if turn.get("content") != "" and (turn.get("content") is not None or not turn.get("tool_calls")):
             text_field(turn, "content", row_id)
@@ -193,7 +208,7 @@ def _render_turns(turns: list[dict[str, Any]], column: str, row: Row, row_id: st
         if before[0]["role"] == "system" and before[0]["content"] != turns[0]["content"]:
             raise DataError(f"Row {row_id}: column 'system' and the first turn must be the same, but they differ.")
         before, turns = [turns[0], *(turn for turn in before if turn["role"] != "system")], turns[1:]
-    return encoder.render_messages([*before, *turns], row_id, tools=_tools(row, row_id))
+    return encoder.render_messages([*before, *turns], row_id, _tools(row, row_id), num_completion=num_completion)
 
 
 def _before(row: Row, row_id: str) -> list[dict[str, Any]]:

@@ -11,21 +11,22 @@ import copy
 import re
 import sys
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from functools import cached_property
 from typing import Any, Literal
 
 from frozencore.errors import ConfigError, DataError, ModelError
-from frozencore.tune.rows import HALF_A_CHARACTER, ChoiceTokens, Example, TextRow, TokenRow
+from frozencore.tune.rows import CONTROL, HALF_A_CHARACTER, ChoiceTokens, Example, TextRow, TokenRow
 from frozencore.tune.rows.conversations import (
+    ChatTemplate,
     Conversation,
     LossOn,
     Messages,
     added_tokens,
     shared_beginning,
+    special_tokens,
     templates_of,
 )
 
@@ -53,7 +54,7 @@ class PromptEncoder:
 
     Raises:
         ConfigError: ``chat`` without a template, or a limit below two tokens.
-        ModelError: The tokenizer has no end token.
+        ModelError: The tokenizer has no end token, or is a slow one, which does not say where its tokens stand.
     """
 
     def __init__(
@@ -73,6 +74,11 @@ class PromptEncoder:
             raise ConfigError(f"A row needs room for two tokens, got max_length={max_length}.")
         if tokenizer.eos_token_id is None:
             raise ModelError("Training and scoring need an end token, but this tokenizer has none. Set eos_token.")
+        if not tokenizer.is_fast:
+            raise ModelError(
+                f"Rows need a fast tokenizer, which says where each token stands, but {type(tokenizer).__name__} is a "
+                "slow one. Save it with tokenizer.json, or use the model's fast tokenizer."
+            )
         self.tokenizer = with_fixed_date(tokenizer)
         self.is_chat = style == "chat" or (style == "auto" and bool(tokenizer.chat_template))
         self.max_length = max_length
@@ -87,6 +93,14 @@ class PromptEncoder:
     @cached_property
     def _starts(self) -> tuple[str, ...]:
         return tuple(self.tokenizer.convert_ids_to_tokens(self._start_ids))
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        return ChatTemplate(self.tokenizer)
+
+    @cached_property
+    def _special(self) -> tuple[str, ...]:
+        return special_tokens(self.tokenizer)
 
     @cached_property
     def _added(self) -> frozenset[int]:
@@ -118,41 +132,48 @@ class PromptEncoder:
             raise DataError(f"Row {example.id}: a completion must hold at least one token, got {answer!r}.")
         answer = answer[1:] if answer[:1] == " " and not answer[1:2].isspace() else answer
         messages = [*before, {"role": "user", "content": example.prompt}, {"role": "assistant", "content": answer}]
-        talk, changed = self._conversation(messages, example.id, tools)
-        row, content_end = talk.row()
-        return _noted(replace(row, choices=(row.completion[:content_end],)), changed)
+        row = self.render_messages(messages, example.id, tools)
+        suffix = self._template.suffix.rstrip()
+        if not row.completion.endswith(suffix):
+            raise DataError(
+                f"Row {example.id}: the chat template ends this answer otherwise than others, so it has no place. "
+                "Use --prompt-style plain."
+            )
+        return replace(row, choices=(row.completion.removesuffix(suffix),))
 
-    def render_messages(self, messages: Messages, row_id: str, tools: Sequence[Any] | None = None) -> TextRow:
+    def render_messages(
+        self, messages: Messages, row_id: str, tools: Sequence[Any] | None = None, *, num_completion: int = 1
+    ) -> TextRow:
         """Render a conversation that ends with the assistant's turn.
+
+        Start and end tokens that messages hold at their ends are left to the template.
 
         Args:
             tools: The tools that the assistant may call, in the chat template's form.
+            num_completion: The number of messages at the end that are the completion.
         """
-        talk, changed = self._conversation(messages, row_id, tools)
-        row, _ = talk.row(self.loss_on)
-        return _noted(row, changed)
-
-    def ask(self, messages: Messages, row_id: str) -> TextRow:
-        """Render a conversation that ends with the prompt of the assistant's next turn."""
-        talk = Conversation(self.tokenizer, messages, row_id)
-        return TextRow(row_id, talk.prompt(len(messages)), "", templated=True)
-
-    def _conversation(
-        self, messages: Messages, row_id: str, tools: Sequence[Any] | None = None
-    ) -> tuple[Conversation, tuple[str, ...]]:
-        """Start and end tokens that messages hold at their ends are left to the template."""
         changed: dict[str, None] = {}
         ends = tuple(filter(None, map(self.tokenizer.convert_ids_to_tokens, self.end_ids)))
         starts = tuple(filter(None, (self.tokenizer.bos_token, *self._starts)))
-        once = []
+        cleaned: list[Mapping[str, Any]] = []
         for message in messages:
             content = message.get("content")
             if isinstance(content, str):
                 content, doubled = _without_tokens(content, starts, ends)
-                changed |= dict.fromkeys(map(_written_once, doubled))
+                changed |= dict.fromkeys((*map(_written_once, doubled), *self._control_tokens(content)))
                 message = {**message, "content": content}
-            once.append(message)
-        return Conversation(self.tokenizer, once, row_id, tools), tuple(changed)
+            cleaned.append(message)
+        row = Conversation(self._template, cleaned, row_id, tools).row(self.loss_on, num_completion)
+        return replace(row, changed=(*changed, *row.changed))
+
+    def ask(self, messages: Messages, row_id: str) -> TextRow:
+        """Render a conversation that ends with the prompt of the assistant's next turn."""
+        talk = Conversation(self._template, messages, row_id)
+        return TextRow(row_id, talk.prompt(len(talk.messages)), "", templated=True)
+
+    def _control_tokens(self, text: str) -> list[str]:
+        """A note for each special token that a text spells."""
+        return [f"{CONTROL} {token} stands inside of a text" for token in self._special if token in text]
 
     def _once(self, row: TextRow) -> TextRow:
         """A plain row without the start and end tokens that every row gets."""
@@ -161,7 +182,7 @@ class PromptEncoder:
         context, starts = _without_tokens(row.context, self._starts, ())
         first = () if row.context else self._starts
         completion, ends = _without_tokens(row.completion, first, (self.tokenizer.eos_token,))
-        changed = tuple(map(_written_once, starts + ends))
+        changed = (*map(_written_once, starts + ends), *self._control_tokens(context + completion))
         return replace(row, context=context, completion=completion, changed=changed)
 
     def plain(self, row_id: str, text: str) -> TextRow:
@@ -170,16 +191,9 @@ class PromptEncoder:
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
-        """The tokens that end an answer: the tokenizer's end token, and the first token after a chat's answer."""
-        probe = [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}]
-        ids = {self.eos_id}
-        if self.tokenizer.chat_template:
-            with suppress(DataError):
-                talk = Conversation(self.tokenizer, probe, "")
-                row, content_end = talk.row()
-                end = talk.first_token(row.completion[content_end:])
-                ids |= set() if end is None else {self.tokenizer.convert_tokens_to_ids(end)}
-        return tuple(sorted(ids))
+        """The tokens that end an answer: the tokenizer's end token, and the first tokens after a chat's answers."""
+        ends = {self._template.end, self._template.inner_end} - {None} if self.tokenizer.chat_template else ()
+        return tuple(sorted({self.eos_id, *map(self.tokenizer.convert_tokens_to_ids, ends)}))
 
     def training_rows(self, rows: Sequence[TextRow]) -> list[TokenRow]:
         """The tokens of context, completion and end token.
@@ -216,20 +230,26 @@ class PromptEncoder:
         cuts = []
         for row in rows:
             start, end = len(row.context), len(row.context) + len(row.completion)
-            turns = [(start + first, start + stop) for first, stop in row.turns] or [(start, end)]
-            turns[0], turns[-1] = (start, turns[0][1]), (turns[-1][0], end)
-            cuts.append(turns)
+            cuts.append([(start + first, start + stop) for first, stop in row.loss_spans] or [(start, end)])
         found: list[TokenRow] = []
-        for row, (ids, spans, joined) in zip(rows, self._split(rows, list(map(_whole, rows)), cuts), strict=True):
+        for row, (ids, spans, overlap) in zip(rows, self._split(list(map(_whole, rows)), cuts), strict=True):
             if any(first >= last for first, last in spans):
                 raise DataError(f"Row {row.id}: a completion must hold at least one token, got {row.completion!r}.")
             before = [] if row.templated else self._start_ids
             start, stop = spans[0][0], spans[-1][1]
-            ids = [*before, *ids[:stop], *([] if row.ended else [self.eos_id])]
-            turns = [(first - start, last - start) for first, last in spans[:-1]]
-            turns += [(spans[-1][0] - start, len(ids) - len(before) - start)] if turns else []
-            pieces = row.pieces if turns else 1
-            found.append(TokenRow(row.id, ids, len(before) + start, turns=tuple(turns), joined=joined, pieces=pieces))
+            ids = [*before, *ids[:stop], *([self.eos_id] if row.suffix is None else [])]
+            inner = [(first - start, last - start) for first, last in spans[:-1]]
+            inner += [(spans[-1][0] - start, len(ids) - len(before) - start)] if inner else []
+            found.append(
+                TokenRow(
+                    row.id,
+                    ids,
+                    len(before) + start,
+                    spans=tuple(inner),
+                    overlap=overlap,
+                    num_answer_spans=row.num_answer_spans if inner else 1,
+                )
+            )
         return found
 
     def fits(self, rows: Sequence[TextRow]) -> list[Fit]:
@@ -275,49 +295,33 @@ class PromptEncoder:
         return sum(length > self.max_length for length in (*choices, *contexts))
 
     def _split(
-        self, rows: Sequence[TextRow], texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]
+        self, texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]
     ) -> list[tuple[list[int], list[tuple[int, int]], str]]:
         """The tokens of each text, and its spans of characters as spans of the tokens that hold any of them.
 
         The third value is the text before the last span that the span's first token holds too; mostly it is empty.
-
-        Raises:
-            DataError: The tokenizer does not say which characters a token holds, and joins some across a boundary.
         """
         if not texts:
             return []
-        tokenise, with_places = self.tokenizer, self.tokenizer.is_fast
         unique = list(dict.fromkeys(texts))
-        found = tokenise(unique, add_special_tokens=False, verbose=False, return_offsets_mapping=with_places)
-        ids_of: dict[str, list[int]] = dict(zip(unique, found["input_ids"], strict=True))
+        found = self.tokenizer(unique, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
+        tokens_of = dict(zip(unique, zip(found["input_ids"], found["offset_mapping"], strict=True), strict=True))
         split = []
-        if with_places:
-            places = dict(zip(unique, found["offset_mapping"], strict=True))
-            for text, cuts in zip(texts, spans, strict=True):
-                starts, stops = zip(*places[text], strict=True) if places[text] else ((), ())
-                ends = {len(text): len(starts)} | {b: bisect_left(starts, b) for _, b in cuts if b < len(text)}
-                firsts = {a: bisect_right(stops, a) for a, _ in cuts}
-                for a, i in firsts.items():  # an added token may hold the white space behind it, and is not the label's
-                    firsts[a] += i < len(starts) and starts[i] < a and ids_of[text][i] in self._added
-                parts = [(firsts[a], ends[b]) for a, b in cuts]
-                (first, _), (begins, _) = parts[-1], cuts[-1]
-                joined = text[starts[first] : begins] if first < len(starts) else ""
-                split.append((ids_of[text], parts, joined))
-            return split
-        for row, text, cuts in zip(rows, texts, spans, strict=True):
-            before = {cut: text[:cut] for span in cuts for cut in span}
-            shorter = {cut: tokenise(part, add_special_tokens=False)["input_ids"] for cut, part in before.items()}
-            if any(ids_of[text][: len(part)] != part for part in shorter.values()):
-                raise DataError(
-                    f"Row {row.id}: its tokenizer joins characters across the place where the loss begins or ends. "
-                    "Use the model's fast tokenizer."
-                )
-            split.append((ids_of[text], [(len(shorter[a]), len(shorter[b])) for a, b in cuts], ""))
+        for text, cuts in zip(texts, spans, strict=True):
+            ids, places = tokens_of[text]
+            starts, stops = zip(*places, strict=True) if places else ((), ())
+            ends = {len(text): len(starts)} | {b: bisect_left(starts, b) for _, b in cuts if b < len(text)}
+            firsts = {a: bisect_right(stops, a) for a, _ in cuts}
+            for a, i in firsts.items():  # an added token may hold the white space behind it, and is not the label's
+                firsts[a] += i < len(starts) and starts[i] < a and ids[i] in self._added
+            parts = [(firsts[a], ends[b]) for a, b in cuts]
+            (first, _), (begins, _) = parts[-1], cuts[-1]
+            split.append((ids, parts, text[starts[first] : begins] if first < len(starts) else ""))
         return split
 
     def _contexts(self, rows: Sequence[TextRow]) -> list[list[int]]:
         texts = list(map(_whole, rows))
-        split = self._split(rows, texts, [[(len(row.context), len(_whole(row)))] for row in rows])
+        split = self._split(texts, [[(len(row.context), len(_whole(row)))] for row in rows])
         starts = [[] if row.templated else self._start_ids for row in rows]
         return [[*start, *ids[: spans[0][0]]] for start, (ids, spans, _) in zip(starts, split, strict=True)]
 
@@ -329,7 +333,7 @@ class PromptEncoder:
                 )
         flat = [(row, row.context + choice) for row in rows for choice in row.choices]
         cuts = [[(len(row.context), len(text))] for row, text in flat]
-        split = iter(self._split([row for row, _ in flat], [text for _, text in flat], cuts))
+        split = iter(self._split([text for _, text in flat], cuts))
         encoded = []
         for row in rows:
             own = [next(split) for _ in row.choices]
@@ -376,11 +380,7 @@ class PromptEncoder:
 
 
 def _whole(row: TextRow) -> str:
-    return row.context + row.completion + row.rest
-
-
-def _noted(row: TextRow, changed: tuple[str, ...]) -> TextRow:
-    return replace(row, changed=(*changed, *row.changed))
+    return row.context + row.completion + (row.suffix or "")
 
 
 def _without_tokens(text: str, starts: Sequence[str], ends: Sequence[str]) -> tuple[str, list[str]]:

@@ -75,7 +75,7 @@ def complete(
 ) -> tuple[list[Prediction], int]:
     """Complete each row, and count the completions that reached the length limit.
 
-    A completion is right if it equals the row's own up to the first end token, except for surrounding white space; all
+    A completion is right if it equals the row's own without its end tokens, except for surrounding white space; all
     other special tokens count. Rows without a prompt are continued from their first half. If the first token of a
     row's completion holds the end of its prompt too, that text is compared and left out of the prediction.
     """
@@ -85,9 +85,12 @@ def complete(
     predictions = []
     end_ids = _end_tokens(model, encoder)
     for row, start, one in zip(rows, starts, found, strict=True):
-        gold, said = _until_end(row.input_ids[start:], end_ids, encoder).text, one.text
+        ids = row.input_ids[start:]
+        while ids and ids[-1] in end_ids:  # an end token inside of the text is a part of it
+            ids.pop()
+        gold, said = encoder.tokenizer.decode(ids), one.text
         is_right = said.strip() == gold.strip() and not one.truncated
-        said, gold = said.removeprefix(row.joined), gold.removeprefix(row.joined)
+        said, gold = said.removeprefix(row.overlap), gold.removeprefix(row.overlap)
         predictions.append(Prediction(row.id, said.strip(), gold.strip(), is_right, text=said))
     return predictions, sum(one.truncated for one in found)
 
