@@ -33,8 +33,9 @@ def silent(stage: str, done: int, total: int | None, note: str = "", /) -> None:
     pass
 
 
-def adapter_in(folder: Path) -> PeftModel:
-    return PeftModel.from_pretrained(load_model(str(pocket_model_path()), device="cpu")[0], folder / "adapter")
+def adapter_in(folder: Path, *, is_trainable: bool = False) -> PeftModel:
+    base, _ = load_model(str(pocket_model_path()), device="cpu")
+    return PeftModel.from_pretrained(base, folder / "adapter", is_trainable=is_trainable)
 
 
 def cores_in(folder: Path) -> dict[str, Tensor]:

@@ -229,7 +229,7 @@ def _calibrate(
 calibrate = RunCommand(
     _calibrate,
     without=(
-        "basis", "learning_rate", "warmup", "epochs", "batch_size", "accumulation", "save_steps", "report_to",
-        "patience", "samples", "exact_match", "forgetting",
+        "basis", "start_from", "learning_rate", "warmup", "epochs", "batch_size", "accumulation", "save_steps",
+        "report_to", "patience", "samples", "exact_match", "forgetting",
     ),
 )  # fmt: skip

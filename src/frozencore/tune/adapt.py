@@ -18,13 +18,15 @@ from transformers import PreTrainedModel
 
 from frozencore.adapter.calibrate import Calibration, calibrate
 from frozencore.adapter.layer import frozen_core_layers
-from frozencore.adapter.saved.basis import read_header
+from frozencore.adapter.mean_core import mean_core
+from frozencore.adapter.saved.basis import load_basis, read_header
 from frozencore.adapter.saved.card import begin_model_card
 from frozencore.calibration.batches import Batch
 from frozencore.calibration.calibration_options import options_of_sums
 from frozencore.calibration.moments_file import MomentsFingerprint, load_moments
 from frozencore.distributed import num_ranks, own_rank
 from frozencore.errors import ConfigError
+from frozencore.files.fingerprint import fingerprint_tensors
 from frozencore.files.whole_file import whole_folder
 from frozencore.maths.basis import known_basis
 from frozencore.maths.capture import Capture, capture_or_none
@@ -96,6 +98,28 @@ def on_named_basis(config: RunConfig) -> RunConfig:
             flag = flag_of("method" if name == "name" else name)
             raise ConfigError(f"The basis in {method.basis} determines {flag}: {its}, but {value} came. Leave it out.")
     return config.model_copy(update={"method": method.model_copy(update={**decided, "core": core})})
+
+
+@dataclass(frozen=True)
+class StartingCore:
+    """The core that training starts from: a state dict of cores on the run's basis, and its hash."""
+
+    tensors: Mapping[str, Tensor]
+    sha256: str
+
+
+def starting_core(config: MethodConfig) -> StartingCore | None:
+    """Read the core of ``start_from``; None if training starts from zero.
+
+    Raises:
+        ConfigError, ArtifactError: See :func:`frozencore.adapter.mean_core.mean_core`.
+    """
+    if config.start_from is None or config.basis is None:
+        return None
+    basis = load_basis(config.basis)
+    size = sum(P.shape[1] ** 2 for P, _ in basis.layers.values())
+    tensors = mean_core(config.start_from, basis.identity, size)
+    return StartingCore(tensors, fingerprint_tensors(sorted(tensors.items())))
 
 
 def adapt(
@@ -203,4 +227,5 @@ def adapter_identity(config: MethodConfig, targets: Targets, hashes: Mapping[str
         **to_jsonable_python(core),
         **options_of_sums(vars(config.calibration)),
         **({} if config.basis is None else {"basis": read_header(config.basis)["identity"]}),
+        **({"start": hashes["start"]} if "start" in hashes else {}),
     }

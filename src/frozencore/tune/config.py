@@ -236,6 +236,13 @@ class MethodConfig(ConfigPart):
             "and scale, and the adapter is saved as cores only."
         ),
     ] = None
+    start_from: Annotated[
+        str | None,
+        Field(
+            description="Start from a saved core on --basis, or from the mean of cores: the folder of an adapter or a "
+            "run, a folder of tenants, or a YAML file of weights (NAME: weight) in such a folder. Default: zero."
+        ),
+    ] = None
     core: Annotated[dict[str, Any], BeforeValidator(_read_core)] = {}
     calibration: CalibrationOptions = CalibrationOptions()
     seed: Seed = SEED
@@ -247,6 +254,8 @@ class MethodConfig(ConfigPart):
         refuse_unread(self.name, {name: v for name, v in self.core.items() if v != defaults[name].default})
         if self.basis is not None and self.layers is not None:
             raise ConfigError("A saved basis has its own layers: leave --layers out.")
+        if self.start_from is not None and self.basis is None:
+            raise ConfigError("--start-from takes cores on a saved basis: name that basis with --basis.")
         return self
 
     @property

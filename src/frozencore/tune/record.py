@@ -75,7 +75,10 @@ class Provenance(RecordPart):
 
 
 class Hashes(RecordPart):
-    """SHA-256 of the base weights, of each set of rows, and of the bases (frozen cores only)."""
+    """SHA-256 of the base weights, of each set of rows, of the bases (frozen cores only), and of a core to start from.
+
+    ``start`` is missing if training started from zero.
+    """
 
     model: str
     train: str | None = None
@@ -84,6 +87,7 @@ class Hashes(RecordPart):
     validation: str | None = None
     others: str | None = None
     basis: str | None = None
+    start: str | None = None
 
 
 class SourceRows(RecordPart):

@@ -12,6 +12,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 from torch import nn
 
+from frozencore.adapter.bank import swap_core
 from frozencore.adapter.bases import basis_fingerprint
 from frozencore.adapter.saved.card import write_model_card
 from frozencore.distributed import all_ranks_or_none, from_first, num_ranks, own_rank
@@ -19,7 +20,7 @@ from frozencore.errors import DivergenceError, ModelError
 from frozencore.files.fingerprint import fingerprint_model, fingerprint_options
 from frozencore.files.whole_file import require_writable, write_json, write_lines, write_text
 from frozencore.text import Progress, as_stage
-from frozencore.tune.adapt import Precomputed, adapt, load_start, on_named_basis, save_start
+from frozencore.tune.adapt import Precomputed, adapt, load_start, on_named_basis, save_start, starting_core
 from frozencore.tune.config import RunConfig, ScoringConfig, TrainingConfig
 from frozencore.tune.cost import PeakMemory, rows_at_once
 from frozencore.tune.figures import write_curve
@@ -92,12 +93,15 @@ def execute(
                 require_same_options(out, given)
             require_reporters(config.training.report_to or ())
             config = on_named_basis(config)
+            start = starting_core(config.method)
             inputs = inputs or prepare(config.model, config.rows, config.scoring, progress)
             recipe = recipe_of(config.training, config.method.entry, inputs.rows, inputs.model)
             recipe.of_each(num_ranks())  # refuses a step that cannot be shared evenly
         method, targets, model = config.method.entry, resolve_targets(config.method, inputs.model), inputs.model
         progress("hash", 0, 1)
         hashes = {"model": fingerprint_model(model), **inputs.rows.fingerprints}
+        if start is not None:
+            hashes["start"] = start.sha256
         progress("hash", 1, 1)
         known = {} if base_scores is None else base_scores
 
@@ -115,6 +119,8 @@ def execute(
                     if is_first:
                         save_start(adapted, method, out / START)
 
+        if start is not None:
+            swap_core(adapted.model, start.tensors)
         with memory.phase("training"):
             report = train(
                 adapted.model, inputs.rows.train, recipe, pad_id=inputs.encoder.pad_id,

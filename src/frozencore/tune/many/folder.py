@@ -83,7 +83,7 @@ def standing_record(folder: Path, config: RunConfig, hashes: Mapping[str, str]) 
             raise ValueError("it has no adapter")
     except (OSError, ValueError) as error:
         raise ArtifactError(f"{folder / RECORD} is damaged: {one_line(error, 200)}. {_WAY_OUT}") from error
-    theirs = {**_options(record.config), **_hashes(record.hashes, hashes)}
+    theirs = {**_options(record.config), **_hashes(record.hashes, {*hashes, "start"})}
     own = {**_options(RecordedConfig.of(config)), **{f"hash of {name}": digest for name, digest in hashes.items()}}
     refuse_differing(f"that in {folder}", theirs, own)
     return record

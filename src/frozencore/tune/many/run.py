@@ -19,7 +19,7 @@ from frozencore.errors import FrozenCoreError
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.files.whole_file import whole_folder, write_json
 from frozencore.text import Progress, as_stage
-from frozencore.tune.adapt import Adapted
+from frozencore.tune.adapt import Adapted, starting_core
 from frozencore.tune.config import RunConfig
 from frozencore.tune.cost import PeakMemory
 from frozencore.tune.folder import ADAPTER, FAILURE, RECORD, START, locked
@@ -66,6 +66,7 @@ def execute_many(
     """
     started = time.perf_counter()
     config, files = tenants_of(config)
+    start = starting_core(config.method)
     use_own_gpu()
     with ExitStack() as held:
         refuse_taken(out, files, resume=resume)
@@ -75,15 +76,17 @@ def execute_many(
         for name, one in own.items():
             with naming_tenant(repr(name)):
                 tenant_of(one, inputs.model)  # raises errors before anything is written
-        targets, model_hash = resolve_targets(config.method, inputs.model), fingerprint_model(inputs.model)
+        targets, hashes = resolve_targets(config.method, inputs.model), {"model": fingerprint_model(inputs.model)}
+        if start is not None:
+            hashes["start"] = start.sha256
         standing = {
             name: record
             for name, one in own.items()
-            if (record := standing_record(out / name, one.config, {"model": model_hash, **_scored(one)})) is not None
+            if (record := standing_record(out / name, one.config, {**hashes, **_scored(one)})) is not None
         }
         memory = PeakMemory(inputs.model)
-        adapted = adapt_for_all(config, inputs, targets, out, model_hash, progress)
-        hashes = {"model": model_hash, "basis": basis_fingerprint(adapted.model)}
+        adapted = adapt_for_all(config, inputs, targets, out, hashes["model"], progress)
+        hashes["basis"] = basis_fingerprint(adapted.model)
         for name, record in standing.items():
             require_basis(out / name, record, hashes["basis"])
         to_train = {name: one for name, one in own.items() if name not in standing}
@@ -94,6 +97,8 @@ def execute_many(
                 pad_id=inputs.encoder.pad_id,
                 progress=as_stage(progress, "score base"),
             )
+        if start is not None:
+            swap_core(adapted.model, start.tensors)
         finisher = Finisher(
             Common(config, inputs, out, hashes, adapted, memory, started),
             to_train,
