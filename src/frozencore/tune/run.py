@@ -12,9 +12,9 @@ from pathlib import Path
 from pydantic import TypeAdapter
 from torch import nn
 
-from frozencore.adapter.bank import swap_core
 from frozencore.adapter.bases import basis_fingerprint
 from frozencore.adapter.saved.card import write_model_card
+from frozencore.adapter.swap import swap_core
 from frozencore.distributed import all_ranks_or_none, from_first, num_ranks, own_rank
 from frozencore.errors import DivergenceError, ModelError
 from frozencore.files.fingerprint import fingerprint_model, fingerprint_options

@@ -14,7 +14,7 @@ from frozencore.tune.config import RunConfig
 from frozencore.tune.folder import ADAPTER, FAILURE, MANIFEST, RECORD, locked
 from frozencore.tune.record import Hashes, RecordedConfig, TunedRecord, read_record
 
-PLACES = frozenset({"data", "eval_data", "data_root", "device", "basis", "start_from"})
+PLACES = frozenset({"model", "data", "eval_data", "data_root", "device", "basis", "start_from"})
 """Options that say where something is; its content is hashed."""
 _WAY_OUT = "Choose another --out, or move that folder away."
 

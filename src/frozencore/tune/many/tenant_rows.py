@@ -39,7 +39,7 @@ def tenants_of(config: RunConfig) -> tuple[RunConfig, dict[str, Path]]:
             (name,),
             "{flag} is for a run that trains alone, but tenants train side by side, in common batches. Leave it out.",
         )
-    config = on_named_basis(config)
+    config = on_named_basis(config).replaced(samples=0, exact_match="no")  # nothing is generated
     if config.rows.data is None or not config.method.entry.has_bases:
         raise ConfigError(
             f"Tenants have a row file and a core each, on one basis, but {config.method.name!r} trains others."
