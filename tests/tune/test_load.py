@@ -132,3 +132,46 @@ def test_a_model_with_a_part_for_images_is_trained_and_exported_in_the_class_tha
     stock = PeftModel.from_pretrained(type(saved).from_pretrained(tmp_path / "base"), tmp_path / "lora")
     for exported in (stock, type(saved).from_pretrained(tmp_path / "merged")):
         torch.testing.assert_close(exported(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def saved_as(tmp_path: Path) -> Callable[[torch.dtype], str]:
+    """The pocket model saved in another dtype."""
+
+    def save(dtype: torch.dtype) -> str:
+        model, tokenizer = load_model("pocket", device="cpu")
+        for part in (model.to(dtype), tokenizer):
+            part.save_pretrained(tmp_path / "saved")
+        return str(tmp_path / "saved")
+
+    return save
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("is_fast", "memory", "auto"), [(True, 2**40, None), (False, 2**40, torch.float32), (False, 1, None)]
+)
+def test_auto_is_float32_on_a_cpu_that_computes_the_saved_dtype_slowly_if_memory_holds_it(
+    dtype: torch.dtype,
+    is_fast: bool,
+    memory: int,
+    auto: torch.dtype | None,
+    saved_as: Callable[[torch.dtype], str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name, folder = str(dtype).removeprefix("torch."), saved_as(dtype)
+    for query in ("_is_mkldnn_bf16_supported", "_is_mkldnn_fp16_supported"):
+        monkeypatch.setattr(torch.ops.mkldnn, query, lambda: is_fast)
+    monkeypatch.setattr(models, "memory_of", lambda _: memory)
+    model, _ = load_model(folder, device="cpu")
+    assert model.dtype == (auto or dtype)
+    asked, _ = load_model(folder, dtype=name, device="cpu")
+    assert asked.dtype == dtype
+    saved = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    assert all(torch.equal(p.to(dtype), q) for p, q in zip(model.parameters(), saved.parameters(), strict=True))
+    said = models.dtype_in_words(model, "auto")
+    assert (said is None) == is_fast
+    assert models.dtype_in_words(asked, name) is None
+    if said is not None:
+        assert name in said
+        assert "float32" in said

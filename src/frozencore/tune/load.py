@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from frozencore.adapter.named_layers import attention_projections, linear_names
-from frozencore.device import place_of
+from frozencore.device import computes_fast, memory_of, place_of
 from frozencore.distributed import num_ranks
 from frozencore.errors import ConfigError, ModelError
 from frozencore.files.gguf_model import read_tokenizer, read_weights, why_unreadable
@@ -27,6 +27,8 @@ from frozencore.tune.read_rows import RowCache, RunRows, prepare_rows
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.prompts import PROTOCOL_MAX_LENGTH, PromptEncoder, context_limit
 
+FLOAT32_BYTES = 4
+SHARE_OF_MEMORY = 0.5  # of the machine's, for the weights in float32
 _WAY_OUT = "Give a folder that save_pretrained wrote, a GGUF file or a hub id."
 
 
@@ -35,7 +37,8 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> tuple
 
     Args:
         name: Hub id, local folder, GGUF file, ``pocket`` or ``smollm2``. Local files are read without the network.
-        dtype: ``auto`` is the dtype that the model was saved in; float32 for quantised GGUF files.
+        dtype: ``auto`` is the dtype that the model was saved in; float32 for quantised GGUF files, and on a CPU that
+            does not compute in the saved dtype itself, if its memory holds float32.
         device: ``auto`` is the first GPU, or the CPU; of several processes, each one's own.
 
     Raises:
@@ -51,8 +54,22 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> tuple
     with quiet_loading():
         tokenizer, model = _loaded(name, lambda loading: (_tokenizer(loading), _weights(loading, dtype)), refusal)
     model = model.to(place).eval()
+    is_slow = dtype == "auto" and not computes_fast(model.dtype, place) and not getattr(model, "is_quantized", False)
+    if is_slow and FLOAT32_BYTES * model.num_parameters() <= SHARE_OF_MEMORY * memory_of(place):
+        model = model.float()
     _require_causal(model, name)
     return model, tokenizer
+
+
+def dtype_in_words(model: PreTrainedModel, dtype: str) -> str | None:
+    """Say if ``auto`` chose another dtype than the saved one, or one that this CPU computes slowly; else None."""
+    saved = getattr(model.config, "dtype", None)
+    if dtype != "auto" or not isinstance(saved, torch.dtype) or computes_fast(saved, model.device):
+        return None
+    name = str(saved).removeprefix("torch.")
+    if model.dtype == torch.float32:
+        return f"float32, because this CPU computes {name} slowly (--dtype {name} takes half the memory)"
+    return f"{name} is about eight times as slow on this CPU as float32, which its memory does not hold"
 
 
 def _require_causal(model: PreTrainedModel, name: str) -> None:
@@ -217,7 +234,8 @@ def prepare(
     encoder = encoder_of(rows, base)
     read = prepare_rows(rows, scoring, encoder, row_cache)
     require_embedded(base.model, base.tokenizer, (*read.train, *read.held_out, *read.calibration))
-    progress("load", 1, 1, read.in_words)
+    note = dtype_in_words(base.model, model.dtype)
+    progress("load", 1, 1, read.in_words if note is None else f"{read.in_words}; {note}")
     return Inputs(base.model, encoder, read)
 
 
