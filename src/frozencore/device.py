@@ -55,6 +55,16 @@ def sent(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     return tensor if device is None else tensor.to(device, non_blocking=device.type != "cpu")
 
 
+def execution_device(module: torch.nn.Module) -> torch.device:
+    """The device on which a module computes: where its weights are, or where accelerate loads offloaded ones."""
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    if device.type == "meta":
+        for part in module.modules():
+            if (place := getattr(getattr(part, "_hf_hook", None), "execution_device", None)) is not None:
+                return torch.device(place)
+    return device
+
+
 def memory_of(device: torch.device) -> int:
     """Bytes of a GPU's memory; for any other device, bytes of the machine's."""
     if device.type == "cuda":

@@ -196,3 +196,43 @@ def test_calibration_works_where_the_caller_turned_gradients_off(context: type, 
     with context():
         found = collect_moments(qwen2, batches_of(EXAMPLES, 3), names)
     assert all(torch.equal(found[name].cross, expected[name].cross) for name in names)
+
+
+@pytest.mark.parametrize("kind", ["boolean", "additive"])
+@pytest.mark.parametrize("with_loss_fn", [False, True])
+def test_packed_rows_with_a_mask_of_pairs_of_tokens_have_the_moments_of_the_rows_apart(
+    kind: str, with_loss_fn: bool
+) -> None:
+    model = tiny_qwen2().double()
+    options = None if with_loss_fn else CalibrationOptions(weighting="token_sum")
+    owner = torch.tensor([i for i, example in enumerate(EXAMPLES) for _ in example.ids] + [-1] * 3)  # -1: padding
+    size = len(owner)
+    sees = (owner[:, None] == owner) & torch.ones(size, size).tril().bool() & (owner >= 0)
+    packed = {
+        "input_ids": torch.tensor([[i for example in EXAMPLES for i in example.ids] + [7] * 3]),
+        "position_ids": torch.tensor([[i for example in EXAMPLES for i in range(len(example.ids))] + [0] * 3]),
+        "labels": torch.cat([batch_of([example])["labels"] for example in EXAMPLES] + [torch.full((1, 3), -100)], 1),
+        "attention_mask": (sees if kind == "boolean" else (~sees).double() * -1e300)[None, None],
+    }
+    rows = [batch_of([example]) for example in EXAMPLES]
+    of_rows, of_packed = (
+        collect_moments(
+            model, one, attention_names(model), options=options,
+            loss_fn=(lambda model, batch: model(**batch, num_items_in_batch=1).loss) if with_loss_fn else None,
+        )
+        for one in (rows, [packed])
+    )  # fmt: skip
+    for name, moments in of_rows.items():
+        assert of_packed[name].num_tokens == moments.num_tokens == size - 3
+        for moment in moments.names():
+            wanted = getattr(moments, moment)
+            torch.testing.assert_close(getattr(of_packed[name], moment), wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_labels_of_32_bits_are_those_of_64() -> None:
+    batch = batch_of(EXAMPLES)
+    narrow, wide = (
+        collect_moments(tiny_qwen2(), [one], attention_names(tiny_qwen2()))
+        for one in ({**batch, "labels": batch["labels"].int()}, batch)
+    )
+    assert all(torch.equal(narrow[name].cross, moments.cross) for name, moments in wide.items())

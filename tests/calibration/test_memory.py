@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload, disk_offload
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from peft import PeftModel, get_peft_model
 from torch import nn
 
 from adapted import BATCHES, DATA_DRIVEN, adapted, cores_of
-from frozencore import CalibrationOptions, FrozenCoreConfig, calibrate, collect_moments
+from frozencore import CONSTRUCTORS, CalibrationOptions, FrozenCoreConfig, calibrate, collect_moments
 from frozencore.calibration.hooks import FiniteBatches
 from frozencore.maths.moments import MOMENT_NAMES
+from slow import few
 from tiny import attention_names, tiny_qwen2
 
 ON_CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
@@ -25,6 +28,27 @@ def spread_out(device: str) -> nn.Module:
     hook = AlignDevicesHook(execution_device=device, io_same_device=True, place_submodules=True)
     add_hook_to_module(model.model.layers[1].to(device), hook)
     return model
+
+
+@pytest.mark.parametrize("place", ["memory", "disk"])
+@pytest.mark.parametrize("constructor", few(CONSTRUCTORS, "fcca", "random", "lora_xs"))
+def test_weights_that_accelerate_offloads_give_the_bases_loss_and_gradient_of_plain_ones(
+    constructor: str, place: str, tmp_path: Path
+) -> None:
+    base = tiny_qwen2().eval()
+    if place == "disk":
+        disk_offload(base, tmp_path, execution_device=torch.device("cpu"))
+    else:
+        cpu_offload(base, execution_device=torch.device("cpu"))
+    expected, model = adapted(constructor), adapted(constructor, model=base, dtype=None)
+    assert next(layer.weight for layer in cores_of(model)).is_meta
+    losses = [one(**BATCHES[0]).loss for one in (model, expected)]
+    assert torch.equal(*losses)
+    for loss in losses:
+        loss.backward()
+    for layer, other in zip(cores_of(model), cores_of(expected), strict=True):
+        assert all(torch.equal(X, Y) for X, Y in zip(layer.factors("default"), other.factors("default"), strict=True))
+        assert torch.equal(layer.core("default").grad, other.core("default").grad)
 
 
 @pytest.mark.parametrize("stats_device", [None, "cpu"])

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate.utils import align_module_device
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from peft.utils import quantization_extra_repr, resolve_quantization_backend
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from frozencore.adapter.saved.basis import sample_weight
 from frozencore.adapter.saved.state import UncalibratedWarning
 from frozencore.adapter.shared_factors import SharedFactors
 from frozencore.calibration.preserve import refuse_rewritten
+from frozencore.device import execution_device
 from frozencore.errors import ArtifactError, CalibrationError, ConfigError, ModelError
 from frozencore.maths.basis import Basis
 from frozencore.quiet import with_attributes
@@ -266,7 +268,8 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
 
     def dense_weight(self) -> Tensor:
         """W as m x n in floating point: dequantised if needed, Conv1D transposed. The stored weight is not changed."""
-        weight = self.get_base_weight()
+        with align_module_device(self.get_base_layer()):  # loads an offloaded weight
+            weight = self.get_base_weight()
         return weight.mT if isinstance(self.get_base_layer(), Conv1D) else weight
 
     def get_delta_weight(self, adapter_name: str) -> Tensor:
@@ -366,6 +369,8 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
     def _device_and_dtype(self) -> tuple[torch.device, torch.dtype]:
         device, dtype = self._get_base_layer_device_and_dtype(self.get_base_layer())
         usable = dtype if dtype is not None and dtype.is_floating_point and dtype.itemsize > 1 else self.model_dtype
+        if device is not None and device.type == "meta":
+            device = execution_device(self.get_base_layer())
         return device if device is not None else torch.device("cpu"), usable
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

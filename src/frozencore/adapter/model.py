@@ -112,12 +112,12 @@ class FrozenCoreModel(BaseTuner):
                 "layer, so a core on it would have no effect. Leave it out of target_modules."
             )
         layer = target if isinstance(target, FrozenCoreLinear) else self._new_layer(target, adapter_name, current_key)
+        if layer is not target:  # first: PEFT moves what a new layer holds to its weight's device, meta if offloaded
+            self._replace_module(parent, target_name, layer, target)
         scale = peft_config.scale_of(current_key)
         layer.update_layer(adapter_name, rank, scale, inference_mode=peft_config.inference_mode)
-        if layer is not target:
-            if adapter_name not in self.active_adapters:
-                layer.requires_grad_(False)
-            self._replace_module(parent, target_name, layer, target)
+        if layer is not target and adapter_name not in self.active_adapters:
+            layer.requires_grad_(False)
 
     def _give_bases(self, config: FrozenCoreConfig, adapter_name: str, layers: dict[str, FrozenCoreLinear]) -> None:
         """Set the bases of an adapter of the same kind, the named ones, or those that need no data."""
@@ -135,7 +135,7 @@ class FrozenCoreModel(BaseTuner):
         elif not config.load_bases and not config.needs_calibration:
             for name, layer in layers.items():
                 P, _, R = layer.factors(adapter_name)
-                if P.is_meta or R.is_meta or layer.weight.is_meta:
+                if P.is_meta or R.is_meta:
                     continue  # on the meta device there are only shapes, so bases cannot be built
                 evidence = LayerData(name, layer.shape, layer.dense_weight)
                 basis = build_basis(config.constructor, evidence, config.basis_options(len(R)))

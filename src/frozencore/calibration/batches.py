@@ -264,10 +264,22 @@ class CountedTokens:
 
     @classmethod
     def of_call(cls, mask: Any, *, device: torch.device | None = None) -> CountedTokens:
-        """The tokens of one call, from its mask (b x t) if it has one; all rows in layers with another number."""
-        if not isinstance(mask, Tensor) or mask.ndim != 2:
+        """The tokens of one call, from its mask if it has one; all rows in layers with another number."""
+        if not isinstance(mask, Tensor) or mask.ndim < 2:
             return cls(or_all=True)
-        return replace(cls.from_mask(mask.bool(), device=device), or_all=True)
+        return replace(cls.from_mask(shown_tokens(mask), device=device), or_all=True)
+
+
+def shown_tokens(mask: Tensor) -> Bool[Tensor, "b t"]:
+    """The tokens that an attention mask shows (b x t).
+
+    In a mask of packed rows (b x heads x t x t, boolean, or additive: 0 shows) they are those that see themselves.
+    """
+    if mask.ndim == 2:
+        return mask.bool()
+    own = mask.diagonal(dim1=-2, dim2=-1)
+    seen = own >= 0 if own.is_floating_point() else own.bool()
+    return seen.any(1) if seen.ndim == 3 else seen
 
 
 def text_tokens(batch: Mapping[str, Tensor], options: CalibrationOptions) -> Bool[Tensor, "b t"]:
@@ -299,5 +311,5 @@ def counted_target_tokens(batch: Mapping[str, Tensor], options: CalibrationOptio
 
 
 def _text(ids: Tensor, mask: Tensor | None, options: CalibrationOptions) -> Tensor:
-    text = torch.ones(ids.shape[:2], dtype=torch.bool, device=ids.device) if mask is None else mask.bool()
+    text = torch.ones(ids.shape[:2], dtype=torch.bool, device=ids.device) if mask is None else shown_tokens(mask)
     return text & (text.cumsum(1) > options.skip_first) if options.skip_first else text

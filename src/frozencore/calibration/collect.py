@@ -51,7 +51,7 @@ from frozencore.calibration.hooks import (
     watching_encoder,
 )
 from frozencore.calibration.preserve import preserved
-from frozencore.device import sent
+from frozencore.device import execution_device, sent
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.capture import CAPTURE_NEEDS
 from frozencore.maths.moments import MOMENT_NAMES, LayerMoments, MomentName
@@ -251,9 +251,10 @@ def _run_pass(
 
 
 def _run_batch(model: nn.Module, batch: Batch, running: CalibrationPass) -> None:
-    device = next(model.parameters()).device
+    hooks, device = running.hooks, execution_device(model)
+    if hooks.loss_fn is None and getattr(batch.get("labels"), "dtype", None) in (torch.int32, torch.int16):
+        batch = {**batch, "labels": batch["labels"].long()}  # torch's losses take int64 alone
     as_it_came, batch = batch, mapped(batch, lambda tensor: sent(tensor, device))
-    hooks = running.hooks
     if hooks.loss_fn is None:
         _count_tokens(as_it_came, running, device)
     if not hooks.read_errors:

@@ -47,9 +47,9 @@ def preserved(model: nn.Module) -> Iterator[None]:
         undo.enter_context(torch.enable_grad())
         for module in model.modules():
             undo.callback(setattr, module, "training", module.training)
-        for parameter in model.parameters():
-            undo.callback(parameter.requires_grad_, parameter.requires_grad)
-            parameter.requires_grad_(False)
+            for name, parameter in module.named_parameters(recurse=False):
+                undo.callback(_set_requires_grad, module, name, parameter.requires_grad)
+                parameter.requires_grad_(False)
         model.eval()
         _use_training_kernels(model, undo)
         undo.enter_context(plain_passes(model))
@@ -66,6 +66,11 @@ def preserved(model: nn.Module) -> Iterator[None]:
                 )
                 undo.callback(handle.remove)
         yield
+
+
+def _set_requires_grad(module: nn.Module, name: str, flag: bool) -> None:
+    """Set the flag of the parameter that is there now: accelerate's offloading replaces parameters in each pass."""
+    getattr(module, name).requires_grad_(flag)
 
 
 RATES = ("drop", "jitter", "z_loss", "mask_time_prob", "mask_feature_prob")  # the last two hide parts of a sound
