@@ -56,10 +56,10 @@ def flag_of(option: str) -> str:
     return "--" + option.replace("_", "-")
 
 
-def nearest_name(came: str, known: Iterable[str]) -> str | None:
-    """The known name most similar to a given name; None if none is similar."""
+def nearest_name(given: str, known: Iterable[str], *, similar: float = 0.6) -> str | None:
+    """The known name most similar to a given name, by difflib's ratio; None if none is similar."""
     by_plain = {name.casefold(): name for name in known}
-    nearest = get_close_matches(came.casefold(), list(by_plain), n=1)
+    nearest = get_close_matches(given.casefold(), list(by_plain), n=1, cutoff=similar)
     return by_plain[nearest[0]] if nearest else None
 
 

@@ -64,8 +64,8 @@ def test_ctrl_c_says_that_something_goes_on_only_if_something_is_saved(
     Path("tune").mkdir()
     Path("tune/adapter_config.json").write_text("{}")  # an adapter that is called as a verb
     monkeypatch.setattr("frozencore.adapter.folders.merge_adapters", raising(KeyboardInterrupt))
-    status, _, err = command("merge", "tune", "--out", "run")
-    assert status == 130
+    status, _, err = command("merge", "tune", "--out", "merged")
+    assert status == 130, err
     assert err.splitlines()[-1] == f"frozencore: interrupted; {from_the_beginning}"
 
 

@@ -5,19 +5,25 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import fields
 from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 import pytest
+from peft import LoraConfig
+from transformers import TrainingArguments
+from trl import ModelConfig, ScriptArguments, SFTConfig
 
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.cli.flags import RunCommand
+from frozencore.cli.foreign_flags import OURS, counterpart
 from frozencore.cli.tune import tune
 from frozencore.constructors import CONSTRUCTORS
 from frozencore.errors import ConfigError
 from frozencore.options import options_of
-from frozencore.tune.config import RunConfig, as_flags, make_config
+from frozencore.text import flag_of
+from frozencore.tune.config import RunConfig, as_flags, make_config, run_options
 from frozencore.tune.methods import METHODS
 from frozencore_lab.campaign.job import make_job
 from frozencore_lab.campaign.plan import plan
@@ -109,6 +115,17 @@ def test_defaults_are_those_of_the_dataclasses() -> None:
     assert get_args(parameters["eva_center"].annotation)[0] is bool
 
 
+def test_every_name_of_the_trainer_of_trl_and_of_peft_is_a_flag_of_ours_or_has_a_line() -> None:
+    ours = {*run_options(), "push_to_hub", "debug", "dtype"}
+    kinds = (TrainingArguments, SFTConfig, ModelConfig, ScriptArguments, LoraConfig)
+    names = {field.name for kind in kinds for field in fields(kind)}
+    assert [name for name in sorted(names - ours) if counterpart(f"--{name}") is None] == []
+    parameters = signature(tune).parameters  # type: ignore[arg-type]  # callable as typer sees it
+    flags = {flag for one in parameters.values() for flag in get_args(one.annotation)[1].param_decls}
+    flags |= {flag_of(name) for name in parameters} | {"--out"}
+    assert [flag for flag in OURS if flag.split()[0] not in flags] == []
+
+
 FILE = """
 model: pocket
 task: sst2
@@ -119,11 +136,12 @@ alpha: none
 damping: [1e-2, 1]
 eva-output: null
 too-long: cut
+exact-match: yes
 select-checkpoint: 3
 """
 CONFIG = make_config(
     model="pocket", task="sst2", learning_rate=1e-3, calibration_size=16, targets=("q_proj", "v_proj"),
-    core={"damping": (1e-2, 1.0), "alpha": None}, too_long="cut", select_checkpoint=3,
+    core={"damping": (1e-2, 1.0), "alpha": None}, too_long="cut", exact_match="yes", select_checkpoint=3,
 )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from typer.main import get_command
 
 from frozencore import __version__, _imported_at
 from frozencore.cli.display import console
+from frozencore.cli.foreign_flags import counterpart
 from frozencore.cli.verbs import GROUPS, NOTHING_KEPT, Verb, add_verbs, all_verbs, refuse_unknown_verb
 from frozencore.errors import CalibrationError, ConfigError, FrozenCoreError
 from frozencore.quiet import ignore_known_warnings
@@ -24,6 +25,8 @@ from frozencore.tune.processes import is_first, refuse_several
 
 HELP, HELP_ALL = ("--help", "-h"), "--help-all"
 _COMPLETES = "_FROZENCORE_COMPLETE"  # a shell sets it when it asks for completions
+NEARLY = 0.8  # similarity of a misspelt flag; names less similar mean something else
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # typer exports only this kind of it
 REFUSED, INTERRUPTED, TERMINATED = 2, 130, 143  # exit statuses of an error, of Ctrl-C and of SIGTERM
 
 
@@ -70,7 +73,9 @@ def app() -> None:
     command = command_of(program(words), words)
     if _COMPLETES not in os.environ:
         refuse_unknown_flag(command, asked)
-    command(asked, prog_name="frozencore")  # shells complete it by this name
+        _call(command, asked or [HELP[0]])
+    else:
+        command(asked, prog_name="frozencore")  # shells complete it by this name
 
 
 def command_of(program: typer.Typer, words: Sequence[str]) -> TyperGroup:
@@ -107,16 +112,45 @@ def _commands(command: TyperGroup | TyperCommand) -> Iterator[TyperGroup | Typer
 
 
 def refuse_unknown_flag(command: TyperGroup, words: Sequence[str]) -> None:
-    """Raise ConfigError for a flag that the verb does not have, with the nearest one; typer lists all similar ones."""
+    """Raise ConfigError for a flag that the verb does not have: with our flag of that meaning, or of that spelling."""
+    parameters = [parameter for one in _named(command, words) for parameter in one.params]
+    flags = {flag for parameter in parameters for flag in (*parameter.opts, *parameter.secondary_opts)} | {*HELP}
+    for word in words:
+        given = word.partition("=")[0]
+        if not given.startswith("--") or given in flags or given == "--":
+            continue
+        if (dashed := given.replace("_", "-")) in flags:
+            raise ConfigError(f"There is no flag {given}. Did you mean {dashed}?")
+        nearest = nearest_name(given, flags, similar=NEARLY)
+        guess = f"Did you mean {nearest}?" if nearest else f"See `{_help_of(command, words)}`."
+        raise ConfigError(counterpart(given) or f"There is no flag {given}. {guess}")
+
+
+def _named(command: TyperGroup, words: Sequence[str]) -> list[TyperGroup | TyperCommand]:
+    """The command, the verb in it that the words name, and a verb of that verb."""
     named: list[TyperGroup | TyperCommand] = [command]
     for word in words:
         named += [inner for inner in _commands(named[-1]) if inner.name == word]
-    parameters = [parameter for one in named for parameter in one.params]
-    flags = {flag for parameter in parameters for flag in (*parameter.opts, *parameter.secondary_opts)} | {*HELP}
-    for word in words:
-        came = word.partition("=")[0]
-        if came.startswith("--") and came not in flags and (nearest := nearest_name(came, flags)) is not None:
-            raise ConfigError(f"There is no flag {came}. Did you mean {nearest}?")
+    return named
+
+
+def _help_of(command: TyperGroup, words: Sequence[str]) -> str:
+    return " ".join(("frozencore", *(str(one.name) for one in _named(command, words)[1:]), HELP[0]))
+
+
+def _call(command: TyperGroup, words: Sequence[str]) -> None:
+    """Call the command. What typer would refuse in a box of several lines is a ConfigError."""
+    try:
+        with command.make_context("frozencore", list(words)) as context:
+            command.invoke(context)
+        sys.exit(0)
+    except typer.Exit as end:
+        sys.exit(end.exit_code)
+    except UsageError as error:
+        said = error.format_message()  # type: ignore[attr-defined]
+        if not said:  # a group of verbs without a verb: its help is printed already
+            sys.exit(REFUSED)
+        raise ConfigError(f"{one_line(said).rstrip('.')}. See `{_help_of(command, words)}`.") from None
 
 
 def _words() -> list[str]:
@@ -159,6 +193,9 @@ def main() -> None:
         if end.code in (INTERRUPTED, TERMINATED):  # typer turns Ctrl-C into the first
             _end_early(end.code, end)
         raise
+    except BrokenPipeError:  # the reader of the output has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except (FrozenCoreError, OSError, RuntimeError, MemoryError) as error:
         line = None if os.environ.get("FROZENCORE_DEBUG") else _line_of(error)
         if line is None:

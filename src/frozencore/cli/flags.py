@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 from pydantic import ValidationError
 
+from frozencore.cli.foreign_flags import counterpart
 from frozencore.cli.verbs import NOTHING_KEPT
 from frozencore.constructors import described
 from frozencore.errors import ConfigError, own_refusal
@@ -33,9 +34,9 @@ PANELS = {
 }  # fmt: skip
 """The groups of flags in the help, by the part of the configuration that holds them; the last: a verb's own flags."""
 BASIC_FLAGS = (
-    "model", "data", "task", "tenants", "data_root", "max_length", "calibration_size", "method", "rank", "targets",
-    "basis", "learning_rate", "epochs", "batch_size", "accumulation", "slots", "select_checkpoint", "output", "resume",
-    "dry_run", "config_file", "all_layers",
+    "model", "data", "columns", "eval_data", "task", "tenants", "data_root", "max_length", "calibration_size",
+    "method", "rank", "targets", "basis", "learning_rate", "epochs", "batch_size", "accumulation", "slots",
+    "select_checkpoint", "output", "resume", "dry_run", "config_file", "all_layers",
 )  # fmt: skip
 """The flags of a run that ``--help`` shows; ``--help-all`` shows the others too."""
 METAVARS = {int: "<int>", float: "<float>", Path: "<path>"}
@@ -219,8 +220,9 @@ def _flags_in(context: typer.Context, file: Path) -> dict[str, Any]:
     for key, value in given.items():
         name = str(key).replace("_", "-")
         if name not in flags:
-            near = nearest_name(name, flags)
+            near = nearest_name(name, flags, similar=0.75)
             meant = f"Did you mean {near}?" if near else f"See `frozencore {context.info_name} --help`."
+            meant = counterpart(str(key)) or meant
             raise ConfigError(
                 f"{file} has the key {str(key)!r:.80}, which `{context.info_name}` does not know. {meant}"
             )
@@ -232,8 +234,8 @@ def _flags_in(context: typer.Context, file: Path) -> dict[str, Any]:
             raise ConfigError(
                 f"{file}, {name}: a value is a number, a word, yes or no, or a list of such, but {value!r:.80} came."
             )
-        if isinstance(value, bool):
-            values[str(parameter.name)] = value
+        if isinstance(value, bool):  # YAML reads yes and no as these
+            values[str(parameter.name)] = value if getattr(parameter, "is_flag", False) else "yes" if value else "no"
         elif value is not None:
             texts = list(map(str, parts))
             values[str(parameter.name)] = texts if getattr(parameter, "multiple", False) else ",".join(texts)
