@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from adapted import adapted
 from frozencore import FrozenCoreConfig, export_lora
+from frozencore.adapter.saved.adapter import checksum_of
 from frozencore.calibration.moments_file import MomentsFingerprint, load_moments, save_moments
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
 from frozencore.files.strict_yaml import read_yaml
@@ -162,7 +163,8 @@ def test_any_value_in_an_adapters_configuration_is_exported_or_refused_in_one_li
     with TemporaryDirectory() as folder:
         changed = Path(shutil.copytree(adapter, Path(folder) / "adapter"))
         values = json.loads((changed / "adapter_config.json").read_text())
-        (changed / "adapter_config.json").write_text(json.dumps(values | {"seal": None} | {option: value}))
+        values |= {option: value}
+        (changed / "adapter_config.json").write_text(json.dumps(values | {"checksum": checksum_of(values)}))
         attempt(lambda: export_lora(changed, Path(folder) / "lora"), FrozenCoreError)
 
 

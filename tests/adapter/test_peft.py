@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 from adapted import BATCHES, adapted, cores_of, logits, needs_own_integration, on_one_basis, train_at_random
 from frozencore import CONSTRUCTORS, FrozenCoreConfig, calibrate, export_merged, get_bases, set_bases, swap_core
 from frozencore.adapter.layer import frozen_core_layers
-from frozencore.adapter.saved.state import UncalibratedWarning
+from frozencore.adapter.saved.tensors import UncalibratedWarning
 from frozencore.adapter.shared_factors import SharedFactors
 from frozencore.errors import CalibrationError, ModelError
 from slow import few

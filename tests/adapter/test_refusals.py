@@ -195,8 +195,9 @@ ADDING: list[Refusal] = [
     (add(mixtral, target_modules=["experts"]), ModelError, r"is a MixtralExperts.*fused experts"),
     (add(target_modules=["q_prj"]), ConfigError, "Did you mean 'q_proj'.*are called down_proj, gate_proj, k_proj"),
     *((lambda room, name=name: room.model.add_adapter(name, FrozenCoreConfig(r=2, constructor="random")),
-       ConfigError, r"An adapter's name has no dot and .* Choose another name\.")
-      for name in ("v1.5", ".", "", "train", "items", "share", "join")),
+       ConfigError, r"An adapter's name is one plain part of a path .* Choose another name\.")
+      for name in ("v1.5", ".", "..", "", "/", "a/b", "a\\b", " a", "a\n", "n" * 256, "train", "items", "share", "join",
+                   "0", "1", "layers", "q_proj", "weight", "model", "base_layer")),
 ]  # fmt: skip
 
 # ------------------------------------------------------------------------------------------------------ bases

@@ -94,11 +94,16 @@ def test_every_adapter_scores_as_if_it_were_loaded_alone(
     assert {"id", "prediction", "gold", "correct", "text"} <= json.loads(lines[0]).keys()
 
 
-def test_the_base_comes_out_of_every_adapter_as_it_went_in(adapters: dict[str, Path]) -> None:
+def test_the_base_comes_out_of_every_adapter_as_it_went_in(adapters: dict[str, Path], tmp_path: Path) -> None:
+    """Also out of a LoRA whose file holds a weight of the base model."""
     base, _ = load_model(POCKET, device="cpu")
     before = fingerprint_model(base)
+    holding = Path(shutil.copytree(adapters["lora-0"], tmp_path / "holding"))
+    held = load_file(holding / "adapter_model.safetensors")
+    held["base_model.model.model.norm.weight"] = torch.full_like(base.model.norm.weight, 0.5)
+    save_file(held, holding / "adapter_model.safetensors", {"format": "pt"})
     subject = BaseWithAdapter(base)
-    for folder in adapters.values():
+    for folder in (*adapters.values(), holding):
         subject.with_adapter(folder)
         assert fingerprint_model(subject.without_adapter()) == before
         assert not any(".base_layer" in name for name, _ in subject.without_adapter().named_parameters())

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from frozencore.adapter.layer import frozen_core_layers
 from frozencore.adapter.per_row import cores_of_rows, lock_of, other_modules, repetitions
-from frozencore.adapter.saved import state
+from frozencore.adapter.saved import tensors as state
 from frozencore.adapter.swap import held_bases, read_cores, require_unmerged, require_unmoved
 from frozencore.errors import ConfigError
 from frozencore.quiet import with_attributes

@@ -12,9 +12,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from frozencore.adapter.config import FrozenCoreConfig, find_adapter
-from frozencore.adapter.layer import FrozenCoreLinear, frozen_core_layers
-from frozencore.adapter.saved.basis import SavedBasis, differing_layer, other_base, record_base
-from frozencore.adapter.saved.state import Factors, require_finite_in, require_orthonormal
+from frozencore.adapter.layer import FrozenCoreLinear, bases_of, frozen_core_layers
+from frozencore.adapter.saved.base_record import differing_layer, other_base, record_base
+from frozencore.adapter.saved.basis import SavedBasis
+from frozencore.adapter.saved.tensors import Factors, require_finite_in, require_orthonormal
 from frozencore.errors import ArtifactError, CalibrationError, ConfigError
 from frozencore.files.fingerprint import fingerprint_tensors
 from frozencore.maths.basis import ORTHONORMAL_COORDINATES, Basis, known_basis
@@ -118,6 +119,7 @@ def set_bases(
     if saved is not None:
         config.calibration_tokens = saved.options.get("calibration_tokens")
         config.name_basis(saved.identity, saved.place, saved.revision)
+        config.trust_basis(bases_of(layers, adapter_name))
 
 
 def put_bases(
@@ -164,6 +166,7 @@ def save_basis(
         Path(folder), factors, scales, base=base, calibrated_on=calibrated_on, overwrite=overwrite
     )
     config.name_basis(identity, str(folder))
+    config.trust_basis(bases_of(layers, adapter_name))
     return identity
 
 

@@ -5,38 +5,54 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import Any, get_type_hints
 
 from peft import PeftConfig
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
+from frozencore.adapter.layer import version_of
 from frozencore.adapter.named_layers import key_for, refuse_expressions, require_names
-from frozencore.adapter.saved import state
-from frozencore.adapter.saved.basis import LARGEST_FLOAT32, SavedBasis, find_basis, read_header, write_basis
+from frozencore.adapter.saved.adapter import SavedAdapter, checksum_of, require_checksum
+from frozencore.adapter.saved.basis import (
+    LARGEST_FLOAT32,
+    SavedBasis,
+    basis_beside,
+    load_named_basis,
+    read_header,
+    write_basis,
+)
 from frozencore.adapter.saved.card import CARD_FILE, num_tokens, write_model_card
+from frozencore.adapter.saved.tensors import Bases, hash_bases
 from frozencore.constructors import (
     CONSTRUCTORS,
     BasisOptions,
     Constructor,
+    EvaOptions,
+    FCCAOptions,
+    FiLoRAOptions,
+    SignGradOptions,
     constructor_options,
     described,
     find_constructor,
     refuse_unread,
 )
 from frozencore.constructors.constructor import AUTO_ALPHA, Alpha, ScaleOptions
+from frozencore.constructors.eva import EvaOutput
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
-from frozencore.files.adapter_folder import CONFIG_FILE, PEFT_TYPE, WEIGHTS_FILE, read_config
+from frozencore.files.adapter_folder import CONFIG_FILE, PEFT_TYPE, PICKLE_FILE, WEIGHTS_FILE, read_config
+from frozencore.files.whole_file import allow_as_umask
+from frozencore.maths.basis import Coordinates
+from frozencore.maths.linalg import SvdMethod
 from frozencore.maths.moments import MomentName
+from frozencore.maths.whitening import Damping, Fisher, Fraction, Sides
 from frozencore.options import options_of, without_lists
 from frozencore.text import nearest_name, one_line
-
-NOT_READ = ("allow_other_base", "rank_budget")  # the caller's own, and an option whose ranks rank_pattern holds
 
 INSTEAD_OF_LORA: Mapping[str, str] = {
     "lora_alpha": "the scale is alpha / r (16 / r by default, 1 with alpha=None): give alpha instead",
@@ -83,14 +99,6 @@ class FrozenCoreType(str, Enum):  # noqa: UP042 - PEFT formats the type with str
     FROZENCORE = PEFT_TYPE
 
 
-if TYPE_CHECKING:
-    from frozencore.constructors import EveryOption
-else:  # one field for each option of the constructors
-    EveryOption = make_dataclass(
-        "EveryOption", [(option.name, option.plain, option.default) for option in constructor_options().values()]
-    )
-
-
 def _with_named_options(config: type) -> type:
     """Let ``__init__`` accept options of registered constructors, and refuse option names of other libraries."""
     init: Callable[..., None] = config.__init__  # type: ignore[misc]
@@ -113,11 +121,11 @@ def _with_named_options(config: type) -> type:
 
 @_with_named_options
 @dataclass
-class FrozenCoreConfig(PeftConfig, EveryOption):  # type: ignore[misc]  # frozen it is for type checkers alone
+class FrozenCoreConfig(PeftConfig):
     """Configuration of a frozen-core adapter: ``y = (W + s·P R Qᵀ) x`` with only R (r x r) trained.
 
-    Every option of a constructor is a field too, under its own name (:mod:`frozencore.constructors`). An option that
-    the chosen constructor does not read is refused.
+    The options of the constructors come last (:mod:`frozencore.constructors`). An option that the chosen constructor
+    does not read is refused.
 
     Args:
         r: Rank; a layer with fewer inputs or outputs gets ``min(r, m, n)``.
@@ -133,9 +141,10 @@ class FrozenCoreConfig(PeftConfig, EveryOption):  # type: ignore[misc]  # frozen
         init_weights: False draws random cores from torch's global generator. An untrained adapter then changes the
             output, for tests of serving and switching.
         calibration_tokens: Written by ``calibrate``: the number of tokens that the bases were computed from.
-        load_bases: Written by ``save_pretrained``: P and Q are in the file and are not built.
-        seal: Written by ``save_pretrained``: hashes of the weights and some values of the base model, which loading
-            checks (:mod:`frozencore.adapter.saved.state`).
+        load_bases: Written by ``save_pretrained``: the tensors come from a file, so that P and Q are not built.
+        tensors_sha256, base_record, checksum: Written by ``save_pretrained``: the hash of the tensors, some values of
+            the base model, and the hash of the configuration, which loading checks
+            (:mod:`frozencore.adapter.saved.adapter`).
         basis: A saved basis to use: the folder of :func:`frozencore.save_basis`, or a hub id (with
             ``basis_revision``). It determines rank, targets, scale and constructor. The adapter is saved as cores only.
         basis_id: Written by ``save_pretrained``: the identity of the basis that the cores belong to.
@@ -161,23 +170,30 @@ class FrozenCoreConfig(PeftConfig, EveryOption):  # type: ignore[misc]  # frozen
     init_weights: bool = True
     calibration_tokens: int | None = None
     load_bases: bool = False
-    seal: dict[str, Any] | None = None
+    tensors_sha256: str | None = None
+    base_record: dict[str, str] | None = None
+    checksum: str | None = None
     basis: str | None = None
     basis_revision: str | None = None
     basis_id: str | None = None
     allow_other_base: bool = False
     own_options: dict[str, Any] = field(default_factory=dict)
+    coordinates: Coordinates = BasisOptions.coordinates
+    svd_method: SvdMethod = BasisOptions.svd_method
+    whiten: Sides = FCCAOptions.whiten
+    fisher: Fisher = FCCAOptions.fisher
+    shrinkage: Fraction = FCCAOptions.shrinkage
+    damping: Damping = FCCAOptions.damping
+    filora_fisher: Fisher = FiLoRAOptions.filora_fisher
+    eva_center: bool = EvaOptions.eva_center
+    eva_output: EvaOutput = EvaOptions.eva_output
+    initial_step: float = SignGradOptions.initial_step
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._seal_to_write: dict[str, Any] | None = None
-        self.awaits_file = self.load_bases  # the tensors of a file come after the layers
-        self._folder: Path | None = None  # the folder that the adapter was read from
-        self._expressions: dict[str, tuple[Any, Any]] = {}  # fields as given, and as layer names
+        self._trusted: tuple[str, object] | None = None  # the hash of the named basis in the model, and when it was so
         if self.basis is not None and self.basis_id is None:
             self._take_from_basis(self.basis)
-        if self.seal is not None:
-            self.seal = state.read_seal("this configuration", self.seal)
         self.peft_type = FrozenCoreType.FROZENCORE
         require_names(self)
         refuse_foreign_names(self.own_options, constructor_options())
@@ -202,12 +218,9 @@ class FrozenCoreConfig(PeftConfig, EveryOption):  # type: ignore[misc]  # frozen
                 "The adapter holds a basis of its own: leave basis out, or reduce it with `frozencore.pack_adapter`."
             )
         header = read_header(place, self.basis_revision)
-        state.refuse_gone(f"the basis {place}", header["options"])
         refuse_expressions(f"the basis {place}", header["options"], "Save the basis again.")
         known, defaults = _options_of_basis(), {each.name: each.default for each in fields(self)}
         for name, value in header["options"].items():
-            if name in NOT_READ:
-                continue
             if name not in known:
                 raise ArtifactError(
                     f"The basis in {place} has an option {name!r:.50} that this frozencore does not know."
@@ -271,9 +284,9 @@ class FrozenCoreConfig(PeftConfig, EveryOption):  # type: ignore[misc]  # frozen
         return (AUTO_ALPHA if alpha == "auto" else alpha) / self.rank_of(layer)
 
     def find_basis(self, origin: str) -> SavedBasis:
-        """Read the named basis: in or beside the adapter's folder, or from ``basis``."""
+        """Read the named basis."""
         assert self.basis_id is not None
-        return find_basis(origin, self.basis_id, beside=self._folder, named=self.basis, revision=self.basis_revision)
+        return load_named_basis(origin, self.basis_id, self.basis, self.basis_revision)
 
     def write_basis(
         self,
@@ -299,8 +312,22 @@ class FrozenCoreConfig(PeftConfig, EveryOption):  # type: ignore[misc]  # frozen
         )
 
     def name_basis(self, identity: str | None, place: str | None = None, revision: str | None = None) -> None:
-        """Record that the adapter uses a saved basis and is saved as cores only; None: it has a basis of its own."""
-        self.basis, self.basis_revision, self.basis_id, self._folder = place, revision, identity, None
+        """Record that the adapter is saved as cores of a saved basis; None: it is saved with its own P and Q."""
+        self.basis, self.basis_revision, self.basis_id = place, revision, identity
+        self.load_bases, self._trusted = False, None
+
+    def trust_basis(self, bases: Bases) -> None:
+        """Record P and Q that were just set to the named basis, by layer name and in the dtype of the model."""
+        self._trusted = (hash_bases(bases), _moment(bases))
+
+    def named_basis(self, bases: Bases) -> str | None:
+        """The identity of the named basis if the adapter's P and Q, by layer name, are still those of that basis."""
+        if self.basis_id is None or any(X.is_meta for pair in bases.values() for X in pair):
+            return self.basis_id
+        if self._trusted is None or (self._trusted[1] != _moment(bases) and self._trusted[0] != hash_bases(bases)):
+            return None
+        self._trusted = (self._trusted[0], _moment(bases))
+        return self.basis_id
 
     @classmethod
     def from_pretrained(
@@ -309,13 +336,13 @@ class FrozenCoreConfig(PeftConfig, EveryOption):  # type: ignore[misc]  # frozen
         """Read a configuration as PEFT does; a local folder is checked as a whole first."""
         folder = Path(pretrained_model_name_or_path, subfolder or "")
         ours = (folder / CONFIG_FILE).exists() and read_config(folder).get("peft_type") == PEFT_TYPE
-        if ours:
-            state.require_loadable(folder)
+        if ours and any(os.path.lexists(folder / name) for name in (WEIGHTS_FILE, PICKLE_FILE)):
+            SavedAdapter.read(folder)
         try:
             config = super().from_pretrained(str(pretrained_model_name_or_path), subfolder=subfolder, **kwargs)
             if isinstance(config, FrozenCoreConfig) and config.basis_id is not None:
-                config._folder = folder if ours else None
-                config.basis = str(kwargs.get("basis") or config.basis or "") or None  # PEFT prefers the file's
+                beside = basis_beside(config.basis_id, folder) if ours else None
+                config.basis = str(kwargs.get("basis") or beside or config.basis or "") or None
             return config
         except (TypeError, AttributeError, KeyError, ValueError, ArithmeticError) as error:
             if isinstance(error, FrozenCoreError) or not ours:
@@ -344,8 +371,8 @@ class FrozenCoreConfig(PeftConfig, EveryOption):  # type: ignore[misc]  # frozen
     @classmethod
     def _checked(cls, folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
         """The values that a file may set; refuses other types than the fields', which PEFT would meet much later."""
-        state.refuse_gone(str(folder), values)
-        values = {name: value for name, value in values.items() if name not in NOT_READ}
+        require_checksum(str(folder), values)
+        values = {name: value for name, value in values.items() if name != "allow_other_base"}
         for name, wanted in get_type_hints(cls).items():
             try:
                 if name in values:
@@ -355,40 +382,27 @@ class FrozenCoreConfig(PeftConfig, EveryOption):  # type: ignore[misc]  # frozen
         refuse_expressions(str(folder), values, f"Write the layers' full names into {CONFIG_FILE} in its place.")
         return values
 
-    def take_seal(self) -> dict[str, Any]:
-        """Return the file's seal once, because other weights may be loaded later."""
-        seal, self.seal, self.awaits_file = self.seal, None, False
-        return seal or {}
-
-    def prepare_seal(self, tensors: Mapping[str, Tensor], base: Mapping[str, str] | None) -> None:
-        """Record the hashes of the tensors to save, and the base model that they belong to."""
-        self._seal_to_write = {**state.seal_tensors(tensors), "base": None if base is None else dict(base)}
-
     def to_dict(self) -> dict[str, Any]:
-        """The values of the file: PEFT's, with sorted sets, flat options, and a mark that the bases are saved too."""
-        saved = {**super().to_dict(), "load_bases": True, "seal": self._seal_to_write or self.seal}
-        options = {name: saved.pop(name, option.default) for name, option in constructor_options().items()}
-        saved |= options | saved.pop("own_options")
+        """The values of the file: PEFT's, with sorted sets and flat options, and their checksum."""
+        saved = {**super().to_dict(), "load_bases": True}
+        saved |= saved.pop("own_options")
         del saved["allow_other_base"]  # set by the caller who loads the adapter, not by the adapter
         if self.basis_id is None:
             del saved["basis"], saved["basis_revision"], saved["basis_id"]
-        return {name: sorted(value) if isinstance(value, set) else value for name, value in saved.items()}
+        saved = {name: sorted(value) if isinstance(value, set) else value for name, value in saved.items()}
+        return {**saved, "checksum": checksum_of(saved)}
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
-        """Write the file as PEFT does, but atomically, with the hash of the weights, which are written first.
-
-        An empty card of PEFT is filled in. Warns of an adapter that was never calibrated.
-        """
+        """Write the file as PEFT does, but atomically, and fill in PEFT's empty card."""
         folder = Path(save_directory)
         if folder.is_file():
             raise AssertionError(f"Provided path ({folder}) should be a directory, not a file")
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = state.seal_file(folder / WEIGHTS_FILE, self._seal_to_write)
+        if (folder / WEIGHTS_FILE).is_file():
+            allow_as_umask(folder / WEIGHTS_FILE)
         with TemporaryDirectory(prefix=f".{CONFIG_FILE}.", dir=folder) as aside:
             super().save_pretrained(aside, **kwargs)
             os.replace(Path(aside) / CONFIG_FILE, folder / CONFIG_FILE)
-        if state.holds_no_basis(tensors):
-            state.warn_of_uncalibrated(f"The adapter saved in {save_directory}", "and save it again")
         if (folder / CARD_FILE).exists():
             write_model_card(save_directory)
 
@@ -398,6 +412,11 @@ def _options_of_basis() -> frozenset[str]:
     own = ("r", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "constructor", "alpha",
            "seed", "rank_pattern", "alpha_pattern", "calibration_tokens")  # fmt: skip
     return frozenset({*own, *constructor_options()}) - {"initial_step"}
+
+
+def _moment(bases: Bases) -> object:
+    """A value that differs once a tensor was replaced or changed in place."""
+    return [(name, id(X), X.data_ptr(), version_of(X)) for name, pair in bases.items() for X in pair]
 
 
 def _plain(value: Any) -> Any:

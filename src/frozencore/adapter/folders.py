@@ -6,36 +6,28 @@ added and subtracted by their cores.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from frozencore.adapter.config import FrozenCoreConfig
+from frozencore.adapter.saved.adapter import SavedAdapter
 from frozencore.adapter.saved.basis import load_basis
-from frozencore.adapter.saved.card import CARD_FILE
-from frozencore.adapter.saved.state import (
-    FLAT,
-    PREFIX,
+from frozencore.adapter.saved.tensors import (
+    CORES,
     Factors,
-    cores_alone,
+    cores_key,
     flatten_cores,
     layer_factors,
-    read_folder,
-    seal_tensors,
+    other_keys,
+    vector_of,
     with_factors,
 )
 from frozencore.errors import ArtifactError, ConfigError
-from frozencore.files.adapter_folder import CONFIG_FILE, HEADER_FILE, PEFT_TYPE, WEIGHTS_FILE, read_config
-from frozencore.files.whole_file import whole_folder
+from frozencore.files.adapter_folder import HEADER_FILE
 from frozencore.maths.linalg import weighted_sum
-from frozencore.text import one_line
 
 ScaledBasis = tuple[Tensor, Tensor, float]
 """P, Q and the scale of a layer."""
@@ -64,43 +56,21 @@ def read_tensors(
     Args:
         basis: The basis of an adapter of cores alone, if not in the folder, beside it or where it says.
     """
-    directory = Path(directory)
-    kind = read_config(directory).get("peft_type")
-    if kind != PEFT_TYPE:
-        raise ArtifactError(f"{directory} holds a {one_line(kind, 40)} adapter, not a frozen core. Read it with PEFT.")
-    values, tensors = read_folder(directory)
-    config = FrozenCoreConfig.of_file(directory, values)
-    if FLAT not in tensors:
-        return config, tensors
-    config._folder, config.basis = directory, config.basis if basis is None else str(basis)
-    return config, with_factors(str(directory), tensors, config.find_basis(str(directory)).layers)
-
-
-def write_adapter(
-    out: Path, tensors: Mapping[str, Tensor], *, like: Path, changes: Mapping[str, Any] | None = None
-) -> Path:
-    """Write a new adapter folder with the configuration and the card of another.
-
-    Args:
-        tensors: The tensors by their names in an adapter file.
-        like: The folder of the other adapter.
-        changes: New values of the configuration; None removes a value. ``base`` is the seal's record of the base model.
-    """
-    values = read_config(like)
-    changes = {"base": (values.get("seal") or {}).get("base"), **(changes or {})}
-    values |= {name: value for name, value in changes.items() if name != "base"}
-    for name in changes:
-        if values.get(name, ...) is None:
-            del values[name]
-    with whole_folder(out, overwrite=None, reads=like) as aside:
-        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, aside / WEIGHTS_FILE, {"format": "pt"})
-        seal = {**seal_tensors(tensors), "base": changes["base"]}
-        seal["weights_sha256"] = hashlib.sha256((aside / WEIGHTS_FILE).read_bytes()).hexdigest()
-        text = json.dumps({**values, "seal": seal}, indent=2, sort_keys=True)  # as PEFT writes it
-        (aside / CONFIG_FILE).write_text(text, encoding="utf-8")
-        if (like / CARD_FILE).is_file():
-            shutil.copyfile(like / CARD_FILE, aside / CARD_FILE)
-    return out
+    saved = SavedAdapter.read(Path(directory))
+    config = FrozenCoreConfig.of_file(Path(directory), saved.values)
+    tensors, scales = dict(saved.tensors), {}
+    if vector_of(tensors) is not None:
+        config.basis = config.basis if basis is None else str(basis)
+        named = config.find_basis(saved.origin)
+        tensors, scales = with_factors(saved.origin, tensors, named.layers), named.scales
+    for name, f in layer_factors(saved.origin, tensors).items():
+        rank = min(config.rank_of(name), len(f.P), len(f.Q))
+        if rank != len(f.R) or scales.get(name, config.scale_of(name)) != config.scale_of(name):
+            raise ArtifactError(
+                f"The configuration of {directory} gives layer {name!r} another rank or scale than its basis has. Save "
+                "or download the adapter again."
+            )
+    return config, tensors
 
 
 def merge_adapters(adapters: Sequence[str | Path], out: str | Path, *, weights: Sequence[float] | None = None) -> Path:
@@ -131,10 +101,11 @@ def merge_adapters(adapters: Sequence[str | Path], out: str | Path, *, weights: 
         require_one_basis(str(adapters[0]), bases[0], str(folder), own)
     flat = flatten_cores({name: weighted_sum([factors[name].R for _, factors in read], weights) for name in first})
     if config.basis_id is None:
-        tensors = with_factors(str(out), {FLAT: flat}, {name: (f.P, f.Q) for name, f in first.items()})
+        tensors = with_factors(str(out), {CORES: flat}, {name: (f.P, f.Q) for name, f in first.items()})
     else:
-        tensors = cores_alone(flat, config.basis_id)
-    return write_adapter(Path(out), tensors, like=Path(adapters[0]))
+        tensors = {cores_key(config.basis_id): flat}
+    first_folder = Path(adapters[0])
+    return SavedAdapter.read(first_folder).write(Path(out), tensors=tensors, reads=first_folder)
 
 
 def _bases_of(config: FrozenCoreConfig, factors: Mapping[str, Factors]) -> dict[str, ScaledBasis]:
@@ -196,10 +167,11 @@ def pack_adapter(
             f"not those of {basis}. Name the basis that it was trained on."
         )
     cores = flatten_cores({name: f.R for name, f in factors.items()})
-    others = {key: tensor for key, tensor in tensors.items() if f".{PREFIX}" not in key}
-    changes = {"basis": str(basis), "basis_id": saved.identity, "base": None}
-    packed = cores_alone(cores if dtype is None else cores.to(dtype), saved.identity) | others
-    return write_adapter(Path(out), packed, like=Path(adapter), changes=changes)
+    packed = {cores_key(saved.identity): cores if dtype is None else cores.to(dtype)}
+    packed |= {key: tensors[key] for key in other_keys(tensors)}
+    return SavedAdapter.read(Path(adapter)).write(
+        Path(out), tensors=packed, reads=Path(adapter), basis=str(basis), basis_id=saved.identity, base_record=None
+    )
 
 
 def _write_own_basis(adapter: str | Path, config: FrozenCoreConfig, factors: Mapping[str, Factors], out: Path) -> None:
@@ -207,7 +179,7 @@ def _write_own_basis(adapter: str | Path, config: FrozenCoreConfig, factors: Map
         raise ArtifactError(f"The cores in {adapter} began with an initial step, which no basis holds: keep it whole.")
     tensors = {f"{name}.{side}": X for name, f in factors.items() for side, X in (("P", f.P), ("Q", f.Q))}
     scales = {name: config.scale_of(name) for name in factors}
-    config.write_basis(out, tensors, scales, base=(config.seal or {}).get("base"))
+    config.write_basis(out, tensors, scales, base=config.base_record)
 
 
 def unpack_adapter(adapter: str | Path, out: str | Path, *, basis: str | Path | None = None) -> Path:
@@ -225,6 +197,8 @@ def unpack_adapter(adapter: str | Path, out: str | Path, *, basis: str | Path | 
     config, tensors = read_tensors(adapter, basis=basis)
     if config.basis_id is None:
         raise ArtifactError(f"{adapter} holds its basis already.")
-    base = config.find_basis(str(adapter)).base
-    changes = {"basis": None, "basis_revision": None, "basis_id": None, "base": base}
-    return write_adapter(Path(out), tensors, like=Path(adapter), changes=changes)
+    without_basis = {"basis": None, "basis_revision": None, "basis_id": None}
+    record = config.find_basis(str(adapter)).base
+    return SavedAdapter.read(Path(adapter)).write(
+        Path(out), tensors=tensors, reads=Path(adapter), base_record=record, **without_basis
+    )

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -25,14 +26,27 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
-from frozencore.adapter.saved.basis import sample_weight
-from frozencore.adapter.saved.state import UncalibratedWarning
+from frozencore.adapter.saved.base_record import sample_weight
+from frozencore.adapter.saved.tensors import UncalibratedWarning
 from frozencore.adapter.shared_factors import SharedFactors
 from frozencore.calibration.preserve import refuse_rewritten
 from frozencore.device import execution_device
 from frozencore.errors import ArtifactError, CalibrationError, ConfigError, ModelError
 from frozencore.maths.basis import Basis
 from frozencore.quiet import with_attributes
+
+
+class BasisState(Enum):
+    """What a layer knows of an adapter's tensors.
+
+    ``UNKNOWN``: P and Q may be zero, the next forward pass looks. ``ABSENT``: they are zero. ``AWAITS_CORE``: the core
+    is in a file that was not loaded. ``READY``: P and Q are set.
+    """
+
+    UNKNOWN = "unknown"
+    ABSENT = "absent"
+    AWAITS_CORE = "awaits core"
+    READY = "ready"
 
 
 @dataclass(frozen=True)
@@ -64,9 +78,8 @@ BASE_ROWS = PerRowCores((), 0)
 class FrozenCoreLinear(nn.Module, BaseTunerLayer):
     """Frozen cores on ``nn.Linear`` or ``Conv1D`` with n inputs and m outputs.
 
-    ``frozencore_scale``: s. ``frozencore_ready``: whether a basis was set; None if that must be looked up.
-    ``awaits_core``: adapters whose core is not loaded yet. ``warned``: adapters without a basis that a warning named,
-    one set for all layers.
+    ``frozencore_scale``: s. ``frozencore_state``: see :class:`BasisState`. ``warned``: adapters without a basis that a
+    warning named, one set for all layers.
 
     >>> layer = FrozenCoreLinear(nn.Linear(4, 3), "default", "its name in the model")
     >>> layer.update_layer("default", 2, 1.0, inference_mode=False)
@@ -75,7 +88,7 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
     """
 
     adapter_layer_names = ("frozencore_R",)
-    other_param_names = ("frozencore_P", "frozencore_Q", "frozencore_scale", "frozencore_ready")
+    other_param_names = ("frozencore_P", "frozencore_Q", "frozencore_scale", "frozencore_state")
 
     # PEFT's, which a type checker would take for submodules
     active_adapters: Any
@@ -109,11 +122,10 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
         self.frozencore_Q = SharedFactors()
         self.frozencore_R = nn.ModuleDict()
         self.frozencore_scale: dict[str, float] = {}
-        self.frozencore_ready: dict[str, bool | None] = {}
+        self.frozencore_state: dict[str, BasisState] = {}
         self.warned = set() if warned is None else warned
         self.per_row: PerRowCores | None = None  # in place of the active adapters
         self.has_batch_axis: bool | None = None  # whether the first axis of its input is the batch; None: not known yet
-        self.awaits_core: set[str] = set()
         self._active_adapter = adapter_name
         self._disable_adapters = False
         self.merged_adapters: list[str] = []
@@ -175,12 +187,13 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
 
     def trained_factors(self, adapter_name: str) -> tuple[Tensor, Tensor, Tensor]:
         """P, Q and R for a forward pass; refuses cores that were not loaded, and training on a basis of zeros."""
-        if adapter_name in self.awaits_core:
+        state = self.frozencore_state[adapter_name]
+        if state is BasisState.AWAITS_CORE:
             raise ArtifactError(
                 f"The cores of the adapter {adapter_name!r} were not loaded: its file holds cores without bases, which "
                 "this loader cannot read. Use PeftModel.from_pretrained, or `frozencore.unpack_adapter`."
             )
-        if not self.frozencore_ready[adapter_name]:
+        if state is not BasisState.READY:
             self._look_for_basis(adapter_name)
         return self.factors(adapter_name)
 
@@ -192,8 +205,9 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
             return
         if self.training:
             self.require_basis(adapter_name)
-        self.frozencore_ready[adapter_name] = bool(P.any())
-        if not P.any() and bool(R.any()) and adapter_name not in self.warned:
+        has_basis = bool(P.any())
+        self.frozencore_state[adapter_name] = BasisState.READY if has_basis else BasisState.ABSENT
+        if not has_basis and bool(R.any()) and adapter_name not in self.warned:
             self.warned.add(adapter_name)
             warnings.warn(
                 f"A core works on the basis that it was trained on, but the adapter {adapter_name!r} has a trained "
@@ -210,7 +224,6 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
                 f"A frozen core needs a basis before training, but layer {self.name!r} of adapter {adapter_name!r} "
                 "has none. Call frozencore.calibrate(model, dataloader) first."
             )
-        self.frozencore_ready[adapter_name] = True
 
     def update_layer(self, adapter_name: str, rank: int, scale: float, *, inference_mode: bool) -> None:
         """Add an adapter without a basis: zero P, Q and R."""
@@ -223,7 +236,7 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
         self.frozencore_P[adapter_name] = torch.zeros(self.out_features, rank, device=device, dtype=dtype)
         self.frozencore_Q[adapter_name] = torch.zeros(self.in_features, rank, device=device, dtype=dtype)
         self.frozencore_scale[adapter_name] = scale
-        self.frozencore_ready[adapter_name] = None
+        self.frozencore_state[adapter_name] = BasisState.UNKNOWN
         self.set_adapter(self.active_adapters, inference_mode=inference_mode)
 
     def set_basis(
@@ -240,7 +253,7 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
                 nn.init.kaiming_uniform_(R, a=5**0.5)
             if start_core is not None:
                 R.copy_(start_core)
-        self.frozencore_ready[adapter_name] = True
+        self.frozencore_state[adapter_name] = BasisState.READY
 
     def share_basis(self, adapter_name: str, other: str, *, random_core: bool) -> None:
         """Let a new adapter use the P and Q of another adapter of the same shapes."""
@@ -387,7 +400,9 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
             self.frozencore_P.share(name)
             self.frozencore_Q.share(name)
             P = self.frozencore_P[name]
-            self.frozencore_ready[name] = None if P.is_meta or not P.any() else True
+            if self.frozencore_state[name] is not BasisState.AWAITS_CORE:
+                has_basis = not P.is_meta and bool(P.any())
+                self.frozencore_state[name] = BasisState.READY if has_basis else BasisState.UNKNOWN
 
     def extra_repr(self) -> str:
         return quantization_extra_repr(self)
@@ -530,3 +545,8 @@ def frozen_core_layers(model: nn.Module, adapter_name: str) -> dict[str, FrozenC
     """The layers that have an adapter, by their name in the base model."""
     layers = (module for module in model.modules() if isinstance(module, FrozenCoreLinear))
     return {layer.name: layer for layer in layers if adapter_name in layer.frozencore_R}
+
+
+def bases_of(layers: Mapping[str, FrozenCoreLinear], adapter_name: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """P and Q of an adapter by layer name."""
+    return {name: layer.factors(adapter_name)[:2] for name, layer in layers.items()}

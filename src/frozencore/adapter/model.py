@@ -23,19 +23,41 @@ from frozencore.adapter.bases import require_same_base, set_named_basis
 from frozencore.adapter.config import FrozenCoreConfig, FrozenCoreType
 from frozencore.adapter.folders import require_one_basis
 from frozencore.adapter.layer import (
+    BasisState,
     FrozenCoreLinear,
     FrozenCoreQuantisedLinear,
+    bases_of,
     frozen_core_layers,
     is_linear,
 )
 from frozencore.adapter.per_row import adapter_of_each_row
-from frozencore.adapter.saved import state
-from frozencore.adapter.saved.basis import record_base
+from frozencore.adapter.saved.adapter import require_tensors
+from frozencore.adapter.saved.base_record import record_base
+from frozencore.adapter.saved.tensors import (
+    BASE,
+    CLASSIFIERS,
+    PREFIX,
+    Factors,
+    cores_key,
+    flatten_cores,
+    foreign_tensor,
+    hash_tensors,
+    holds_no_basis,
+    other_keys,
+    require_cores_of,
+    require_finite,
+    require_finite_in,
+    require_modules,
+    require_sound,
+    warn_of_uncalibrated,
+    with_factors,
+)
 from frozencore.adapter.shared_factors import SharedFactors
 from frozencore.calibration.preserve import keep_weights
 from frozencore.constructors import LayerData, build_basis
 from frozencore.distributed import enter_together, require_same_bases
 from frozencore.errors import ArtifactError, ConfigError, ModelError
+from frozencore.files.fingerprint import base_tensors
 from frozencore.maths.basis import known_basis
 from frozencore.maths.linalg import weighted_sum
 from frozencore.text import one_line
@@ -44,7 +66,7 @@ from frozencore.text import one_line
 class FrozenCoreModel(BaseTuner):
     """Frozen cores on a base model; made by ``peft.get_peft_model(base, FrozenCoreConfig(...))``."""
 
-    prefix = state.PREFIX
+    prefix = PREFIX
     tuner_layer_cls = FrozenCoreLinear
     target_module_mapping: dict[str, list[str]] = {}  # noqa: RUF012 - PEFT reads it; defaults are found by structure
 
@@ -53,17 +75,14 @@ class FrozenCoreModel(BaseTuner):
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Add an adapter as PEFT does, with the bases that need no data; warn of layers narrower than the rank.
 
+        The model gets a copy of the configuration, which may be used for other models too.
+
         Raises:
             ArtifactError: A saved adapter was made on another base model, unless its configuration allows that.
             ConfigError: No layer matches the configuration, or the adapter cannot have this name.
         """
-        taken = any(hasattr(holder, adapter_name) for holder in (nn.ModuleDict(), SharedFactors()))
-        if "." in adapter_name or not adapter_name or taken:
-            raise ConfigError(
-                "An adapter's name has no dot and is no word that torch's modules use (such as 'train', 'keys'), but "
-                f"{adapter_name!r:.60} came. Choose another name."
-            )
-        config = self.peft_config[adapter_name]
+        _require_name(adapter_name, model)
+        config = self.peft_config[adapter_name] = copy.deepcopy(self.peft_config[adapter_name])
         if config.target_modules is None:
             config.target_modules = set(named_layers.attention_projections(model))
         named_layers.name_layers(config, model)
@@ -121,18 +140,15 @@ class FrozenCoreModel(BaseTuner):
 
     def _give_bases(self, config: FrozenCoreConfig, adapter_name: str, layers: dict[str, FrozenCoreLinear]) -> None:
         """Set the bases of an adapter of the same kind, the named ones, or those that need no data."""
-        if any(its is config for other, its in self.peft_config.items() if other != adapter_name):
-            config.awaits_file = False  # the file was the other adapter's
         if config.basis_id is None and config.load_bases:
-            require_same_base("The adapter", (config.seal or {}).get("base"), config, layers)
-        if config.basis_id is None and config.awaits_file:
+            require_same_base("The adapter", config.base_record, config, layers)
             return
-        if (twin := self._twin_of(config, adapter_name, layers)) is not None:
+        if (other := self._with_same_basis(config, adapter_name, layers)) is not None:
             for layer in layers.values():
-                layer.share_basis(adapter_name, twin, random_core=not config.init_weights)
+                layer.share_basis(adapter_name, other, random_core=not config.init_weights)
         elif config.basis_id is not None:
             set_named_basis(f"the adapter {adapter_name!r}", config, layers, adapter_name)
-        elif not config.load_bases and not config.needs_calibration:
+        elif not config.needs_calibration:
             for name, layer in layers.items():
                 P, _, R = layer.factors(adapter_name)
                 if P.is_meta or R.is_meta:
@@ -140,26 +156,33 @@ class FrozenCoreModel(BaseTuner):
                 evidence = LayerData(name, layer.shape, layer.dense_weight)
                 basis = build_basis(config.constructor, evidence, config.basis_options(len(R)))
                 layer.set_basis(adapter_name, basis, random_core=not config.init_weights)
-        if config.awaits_file:  # cores alone
+        if config.basis_id is not None:
+            config.trust_basis(bases_of(layers, adapter_name))
+        if config.load_bases:  # cores alone
             for layer in layers.values():
-                layer.awaits_core.add(adapter_name)
+                layer.frozencore_state[adapter_name] = BasisState.AWAITS_CORE
 
-    def _twin_of(self, config: FrozenCoreConfig, adapter_name: str, layers: dict[str, FrozenCoreLinear]) -> str | None:
-        """Another adapter of the same configuration, shapes and named basis; the new one gets its bases."""
+    def _with_same_basis(
+        self, config: FrozenCoreConfig, adapter_name: str, layers: dict[str, FrozenCoreLinear]
+    ) -> str | None:
+        """Another adapter with the bases of the new one: of the same configuration, shapes and named basis."""
         for other, its in self.peft_config.items():
-            if other == adapter_name or config.basis_id not in (None, its.basis_id):
+            if other == adapter_name or its.constructor != config.constructor:
                 continue
-            same = its.constructor == config.constructor and its.basis_options() == config.basis_options()
-            if same and frozen_core_layers(self.model, other).keys() == layers.keys():
-                kinds = [
-                    [
-                        (layer.frozencore_scale[name], *((X.shape, X.dtype, X.device) for X in layer.factors(name)[:2]))
-                        for layer in layers.values()
-                    ]
-                    for name in (adapter_name, other)
+            theirs = frozen_core_layers(self.model, other)
+            if its.basis_options() != config.basis_options() or theirs.keys() != layers.keys():
+                continue
+            if config.basis_id is not None and its.named_basis(bases_of(theirs, other)) != config.basis_id:
+                continue
+            kinds = [
+                [
+                    (layer.frozencore_scale[name], *((X.shape, X.dtype, X.device) for X in layer.factors(name)[:2]))
+                    for layer in layers.values()
                 ]
-                if kinds[0] == kinds[1]:
-                    return other
+                for name in (adapter_name, other)
+            ]
+            if kinds[0] == kinds[1]:
+                return other
         return None
 
     def _new_layer(self, target: nn.Module, adapter_name: str, name: str) -> FrozenCoreLinear:
@@ -189,7 +212,8 @@ class FrozenCoreModel(BaseTuner):
     ) -> dict[str, Tensor]:
         """Turn PEFT's state dict of an adapter into the tensors of a file; refuse NaN and Inf before it is written.
 
-        Their hashes are recorded in the configuration. ``state_dict`` is the model's, which holds trained modules too.
+        Their hash and the base model's record go into the configuration. ``state_dict`` is the model's, which holds
+        trained modules too.
         """
         found: dict[str, Tensor] = dict(
             super()._get_adapter_state_dict(
@@ -198,23 +222,29 @@ class FrozenCoreModel(BaseTuner):
         )
         config.modules_to_save = _heads_there(config, model)
         layers = frozen_core_layers(model, adapter_name)
-        mark = f".{state.PREFIX}R."
+        bases = bases_of(layers, adapter_name)
+        mark = f".{PREFIX}R."
         cores = {key.partition(mark)[0]: R for key, R in found.items() if mark in key}
-        if config.basis_id is not None:
-            flat = state.flatten_cores({key.removeprefix(state.BASE): R for key, R in cores.items()})
-            found = state.cores_alone(flat, config.basis_id)
-        else:  # P and Q may be in the state dict under the name of another adapter
-            for key in cores:
-                if (layer := layers.get(key.removeprefix(state.BASE))) is not None:
-                    for side, X in zip("PQ", layer.factors(adapter_name), strict=False):
-                        found.setdefault(f"{key}.{state.PREFIX}{side}.{adapter_name}", X)
-        modules = {key: value for key, value in state_dict.items() if f".modules_to_save.{adapter_name}." in key}
-        plain = {key: value for key, value in (found | modules).items() if not value.is_meta}
-        state.require_finite(f"the adapter {adapter_name!r}", plain, "It is not saved. Lower the learning rate.")
-        if len(plain) == len(found | modules):
-            samples = {name: layer.base_samples for name, layer in layers.items()}
-            config.prepare_seal(found, record_base(samples) if config.basis_id is None else None)
-        return found
+        basis_id = config.named_basis(bases)
+        if basis_id is None:
+            config.name_basis(None)  # P and Q were changed since they were named
+            for key in cores:  # P and Q may be in the state dict under the name of another adapter
+                for side, X in zip("PQ", bases.get(key.removeprefix(BASE), ()), strict=False):
+                    found.setdefault(f"{key}.{PREFIX}{side}.{adapter_name}", X)
+        elif cores:
+            flat = flatten_cores({key.removeprefix(BASE): R for key, R in cores.items()})
+            found = {cores_key(basis_id): flat}
+        found |= _trained_modules(model, adapter_name, state_dict)
+        plain = {key: value for key, value in found.items() if not value.is_meta}
+        require_finite(f"the adapter {adapter_name!r}", plain, "It is not saved. Lower the learning rate.")
+        if holds_no_basis(plain):
+            warn_of_uncalibrated(f"The adapter {adapter_name!r} that is saved", "and save it again")
+        config.tensors_sha256 = config.base_record = None
+        if len(plain) == len(found):  # else they have no values yet
+            config.tensors_sha256 = hash_tensors(found)
+            if config.basis_id is None:
+                config.base_record = record_base({name: layer.base_samples for name, layer in layers.items()})
+        return _TensorsToSave(found)
 
     @classmethod
     def _remap_adapter_state_dict_for_load(
@@ -223,29 +253,38 @@ class FrozenCoreModel(BaseTuner):
         """Turn the tensors of a file into PEFT's state dict, with all checks before the model changes."""
         origin, layers = f"the adapter {adapter_name!r}", frozen_core_layers(model, adapter_name)
         own = {name: layer.factors(adapter_name) for name, layer in layers.items()}
-        seal = config.take_seal()
-        state.require_modules(origin, _heads_there(config, model), config.trainable_token_indices, state_dict)
-        factors = state.require_sound(origin, state_dict, coordinates=config.coordinates, basis_id=config.basis_id)
+        bases = bases_of(layers, adapter_name)
+        require_modules(origin, _heads_there(config, model), config.trainable_token_indices, state_dict)
+        trained = _keys_of_trained_modules(model, adapter_name)
+        for key in other_keys(state_dict):
+            if key.removeprefix(BASE) not in trained:
+                raise foreign_tensor(origin, key)
+        basis_id = config.named_basis(bases)
+        factors = require_sound(origin, state_dict, coordinates=config.coordinates, basis_id=basis_id)
+        if config.load_bases:  # other weights may be loaded later
+            require_tensors(origin, config.tensors_sha256, state_dict)
         if factors is None:
-            state.require_marked(origin, state_dict, config.basis_id)
-            state.require_sealed(origin, seal, state_dict)
-            on_meta = any(P.is_meta or Q.is_meta for P, Q, _ in own.values())
             for core_dtype in {R.dtype for _, _, R in own.values()}:
-                state.require_finite_in(origin, state_dict[state.FLAT], core_dtype)
-            # the bases of a model were checked when they were set
-            bases = config.find_basis(origin).layers if on_meta else {name: (P, Q) for name, (P, Q, _) in own.items()}
-            state_dict = state.with_factors(origin, state_dict, bases)
+                require_finite_in(origin, require_cores_of(origin, state_dict, basis_id), core_dtype)
+            if any(X.is_meta for pair in bases.values() for X in pair):
+                named = config.find_basis(origin).layers
+                held = {
+                    name: (named[name][0].to(P.dtype), named[name][1].to(Q.dtype)) for name, (P, Q) in bases.items()
+                }
+                config.trust_basis(held)
+                bases = named
+            state_dict = with_factors(origin, state_dict, bases)
         else:
-            state.require_sealed(origin, seal, state_dict)
             _require_fit(origin, own, factors, config.base_model_name_or_path)
-            if state.holds_no_basis(state_dict):
-                state.warn_of_uncalibrated(f"The adapter {adapter_name!r}", "before it is trained or used")
-            if config.basis_id is not None:
-                pairs = [pair for name, f in factors.items() for pair in zip(own[name], (f.P, f.Q), strict=False)]
+            if holds_no_basis(state_dict):
+                warn_of_uncalibrated(f"The adapter {adapter_name!r}", "before it is trained or used")
+            if basis_id is not None:
+                pairs = [pair for name, f in factors.items() for pair in zip(bases[name], (f.P, f.Q), strict=True)]
                 if not all(mine.is_meta or torch.equal(mine, X.to(mine.device, mine.dtype)) for mine, X in pairs):
                     config.name_basis(None)  # the loaded bases are not the named basis
+        config.load_bases = False
         for layer in layers.values():
-            layer.awaits_core.discard(adapter_name)
+            layer.frozencore_state[adapter_name] = BasisState.UNKNOWN  # until the tensors are there
         return super()._remap_adapter_state_dict_for_load(
             model=model, config=config, adapter_name=adapter_name, state_dict=state_dict
         )
@@ -319,7 +358,7 @@ class FrozenCoreModel(BaseTuner):
             layers = frozen_core_layers(self.model, adapter_name)
             P = next((layer.frozencore_P[adapter_name] for layer in layers.values()), None)
             if P is not None and not P.is_meta and not P.any():  # all layers get their bases together, so one is enough
-                state.warn_of_uncalibrated(f"The adapter {adapter_name!r} that is merged", "before it is merged")
+                warn_of_uncalibrated(f"The adapter {adapter_name!r} that is merged", "before it is merged")
             for name, layer in layers.items():
                 num_others = num_owners[id(getattr(layer.get_base_layer(), "weight", None))] - 1
                 if num_others > 0:
@@ -367,7 +406,7 @@ class FrozenCoreModel(BaseTuner):
             }
         )
         names = (f"base_model.model.{name}" for name, _ in self.model.named_buffers())
-        return [name for name in names if f".{state.PREFIX}" in name]
+        return [name for name in names if f".{PREFIX}" in name]
 
     def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
         """Cast R to float32, or to the base model's dtype if asked. PEFT's own cast would widen P and Q too."""
@@ -380,21 +419,72 @@ def register_with_peft() -> None:
     kind: Any = FrozenCoreType.FROZENCORE
     PEFT_TYPE_TO_CONFIG_MAPPING[kind] = FrozenCoreConfig
     PEFT_TYPE_TO_TUNER_MAPPING[kind] = FrozenCoreModel
-    PEFT_TYPE_TO_PREFIX_MAPPING[kind] = state.PREFIX
+    PEFT_TYPE_TO_PREFIX_MAPPING[kind] = PREFIX
+
+
+class _TensorsToSave(dict[str, Tensor]):
+    """All tensors of an adapter. PEFT adds embeddings and heads of the base model to them, which are left out."""
+
+    def update(self, added: Mapping[str, Tensor]) -> None:  # type: ignore[override]  # as PEFT calls it
+        inner = (".base_layer.", ".original_module.", ".modules_to_save.", ".token_adapter.", f".{PREFIX}")
+        if plain := [key for key in added if key not in self and not any(part in key for part in inner)]:
+            warnings.warn(
+                f"The base model's {plain[0]!r} is not saved with the adapter, even if it was resized: save the base "
+                "model too, or name the module in modules_to_save.",
+                stacklevel=2,
+            )
+
+
+def _trained_modules(model: nn.Module, adapter_name: str, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors that ``modules_to_save`` and ``trainable_token_indices`` name, as PEFT saves them."""
+    found: dict[str, Tensor] = {}
+    for name, module in _wrappers(model):
+        inside = {key.removeprefix(f"{name}."): X for key, X in state_dict.items() if key.startswith(f"{name}.")}
+        found |= {f"{name}.{key}": X for key, X in module.adapter_state_dict(adapter_name, inside).items()}
+    return found
+
+
+def _keys_of_trained_modules(model: nn.Module, adapter_name: str) -> set[str]:
+    """The names under which PEFT loads what ``modules_to_save`` and ``trainable_token_indices`` name."""
+    return {
+        f"{name}.{key}".removeprefix(BASE)
+        for name, module in _wrappers(model)
+        for key in module.adapter_state_dict_load_map(adapter_name).values()
+    }
+
+
+def _wrappers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, module in model.named_modules():
+        if isinstance(module, AuxiliaryTrainingWrapper):
+            yield name.removeprefix("_fsdp_wrapped_module."), module
+
+
+def _require_name(adapter_name: str, model: nn.Module) -> None:
+    """Refuse a name that is not one plain part of a path, or that PEFT would find in the names of other weights."""
+    parts = {part for key, _ in base_tensors(model) for part in key.split(".")}
+    parts |= {"base_model", "model", "base_layer", "modules_to_save", "original_module", "token_adapter"}
+    is_plain = adapter_name.isprintable() and adapter_name == adapter_name.strip()
+    is_plain = is_plain and 0 < len(adapter_name.encode()) < 256
+    of_torch = any(hasattr(holder, adapter_name) for holder in (nn.ModuleDict(), SharedFactors()))
+    if not is_plain or any(sign in adapter_name for sign in "./\\") or of_torch or adapter_name in parts:
+        raise ConfigError(
+            "An adapter's name is one plain part of a path without a dot, no word that torch's modules use (such as "
+            f"'train', 'keys'), and no part of a weight's name, but {adapter_name!r:.60} came. Choose another name."
+        )
 
 
 def _heads_there(config: FrozenCoreConfig, model: nn.Module) -> list[str] | None:
     """``modules_to_save`` without the names that PEFT adds for every classifier, if the model has neither head."""
     there = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    if there.isdisjoint(state.CLASSIFIERS):
-        return [name for name in config.modules_to_save or () if name not in state.CLASSIFIERS] or None
+    if there.isdisjoint(CLASSIFIERS):
+        return [name for name in config.modules_to_save or () if name not in CLASSIFIERS] or None
     return config.modules_to_save
 
 
 def _require_fit(
     origin: str,
     layers: Mapping[str, tuple[Tensor, Tensor, Tensor]],
-    came: Mapping[str, state.Factors],
+    came: Mapping[str, Factors],
     base: str | None,
 ) -> None:
     """Refuse factors whose layers or shapes differ from the model's P, Q and R."""
@@ -416,7 +506,7 @@ def _require_fit(
     for name, own in layers.items():
         theirs = (came[name].P, came[name].Q, came[name].R)
         for mine, other in zip(own, theirs, strict=True):
-            state.require_finite_in(f"layer {name!r} of {origin}", other, mine.dtype)
+            require_finite_in(f"layer {name!r} of {origin}", other, mine.dtype)
         if any(mine.shape != other.shape for mine, other in zip(own, theirs, strict=True)):
             m, n, r = own[0].shape[0], own[1].shape[0], own[2].shape[0]
             raise ArtifactError(

@@ -282,10 +282,7 @@ def _ends(name: str) -> list[str]:
 
 
 def name_layers(config: Any, model: nn.Module) -> None:
-    """Replace the expressions of a configuration by names; a second model starts from the expressions again."""
-    for field, (given, named) in config._expressions.items():
-        if getattr(config, field) == named:
-            setattr(config, field, given)
+    """Replace the expressions of a configuration by names."""
     before: dict[str, Any] = {field: getattr(config, field) for field in (*MODULES, *PATTERNS)}
     names, (targets, excluded) = _modules(model), (before[field] for field in MODULES)
     if is_searched(excluded):
@@ -318,9 +315,6 @@ def name_layers(config: Any, model: nn.Module) -> None:
             if unused := before[field].keys() - set(key_of.values()):
                 warnings.warn(f"No layer is matched by {sorted(unused)} in {field}.", RuntimeWarning, stacklevel=5)
             setattr(config, field, {layer: before[field][key] for layer, key in key_of.items()})
-    config._expressions = {
-        field: (given, getattr(config, field)) for field, given in before.items() if getattr(config, field) != given
-    }
 
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:

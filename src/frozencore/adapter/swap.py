@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.folders import read_tensors
-from frozencore.adapter.layer import FrozenCoreLinear, frozen_core_layers
-from frozencore.adapter.saved import state
+from frozencore.adapter.layer import BasisState, FrozenCoreLinear, bases_of, frozen_core_layers
+from frozencore.adapter.saved import tensors as state
+from frozencore.adapter.saved.adapter import SavedAdapter
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.adapter_folder import read_config
 
@@ -46,7 +47,7 @@ class ReadyCore:
         with torch.no_grad():
             torch._foreach_copy_([layer.core(self.adapter_name) for layer in self.layers], list(self.cores))
         for layer in self.layers:
-            layer.awaits_core.discard(self.adapter_name)
+            layer.frozencore_state[self.adapter_name] = BasisState.READY
 
 
 def swap_core(model: nn.Module, source: str | Path | Mapping[str, Tensor], *, adapter_name: str = "default") -> None:
@@ -107,29 +108,29 @@ def read_cores(
 ) -> Tensor:
     """Read all cores for a loaded adapter with these layers: Σr² values in the order of the layers' names."""
     require_unmerged(layers.values())
-    config = model.peft_config[adapter_name]
+    basis_id = model.peft_config[adapter_name].named_basis(bases_of(layers, adapter_name))
     if isinstance(source, Mapping):
         origin, tensors = "the state dict", source
     elif isinstance(source, str | Path):
-        origin, tensors = str(source), _read_folder(Path(source), layers, adapter_name, config)
+        origin, tensors = str(source), _read_folder(Path(source), layers, adapter_name, basis_id)
     else:
         raise ConfigError(
             f"Cores are a folder that save_pretrained wrote, a state dict, or R by layer name, but a "
             f"{type(source).__name__} came."
         )
-    flat = _flat_cores(origin, tensors, layers, adapter_name, config.basis_id)
+    flat = _flat_cores(origin, tensors, layers, adapter_name, basis_id)
     state.require_size(origin, flat, sum(len(layer.core(adapter_name)) ** 2 for layer in layers.values()))
     return flat
 
 
 def _read_folder(
-    folder: Path, layers: Mapping[str, FrozenCoreLinear], adapter_name: str, config: FrozenCoreConfig
+    folder: Path, layers: Mapping[str, FrozenCoreLinear], adapter_name: str, basis_id: str | None
 ) -> Mapping[str, Tensor]:
     """Read the tensors of a folder, without the basis if it names the loaded adapter's; refuse other scales."""
     named = read_config(folder).get("basis_id")
-    if named is not None and named == config.basis_id:
-        values, tensors = state.read_folder(folder)
-        theirs_config, held = FrozenCoreConfig.of_file(folder, values), set(layers)
+    if named is not None and named == basis_id:
+        saved = SavedAdapter.read(folder)
+        theirs_config, tensors, held = FrozenCoreConfig.of_file(folder, saved.values), saved.tensors, set(layers)
     else:
         theirs_config, tensors = read_tensors(folder)
         held = layers.keys() & {key.removeprefix(state.BASE).partition(f".{state.PREFIX}")[0] for key in tensors}
@@ -161,15 +162,14 @@ def _flat_cores(
                     "or one with NaN or Inf."
                 )
         return state.flatten_cores(tensors)
-    if others := [key for key in tensors if f".{state.PREFIX}" not in key and key not in (state.FLAT, state.MARK)]:
+    if others := state.other_keys(tensors):
         raise ArtifactError(
             f"Only cores can be swapped, but {origin} holds {others[0]!r} ({len(others)} in all). Load it with "
             "model.load_adapter or peft.set_peft_model_state_dict instead."
         )
-    if state.FLAT in tensors:
+    if state.vector_of(tensors) is not None:
         state.require_finite(origin, tensors)
-        state.require_marked(origin, tensors, basis_id)
-        return tensors[state.FLAT]
+        return state.require_cores_of(origin, tensors, basis_id)
     factors = state.layer_factors(origin, tensors)
     _require_same_layers(factors, layers)
     for name, layer in layers.items():

@@ -18,7 +18,7 @@ from rich.text import Text
 from safetensors import safe_open
 from torch import nn
 
-from frozencore.adapter.saved.state import FLAT, PREFIX
+from frozencore.adapter.saved.tensors import CORES, PREFIX
 from frozencore.cli.display import StageDisplay, console
 from frozencore.files.adapter_folder import WEIGHTS_FILE, read_config
 from frozencore.files.whole_file import read_lines
@@ -300,7 +300,11 @@ def size_lines(adapter: Path) -> Iterator[str]:
             values[key.rpartition(PREFIX)[2].removesuffix(".weight")] += prod(shape)
     as_lora = bytes_in_words(VALUE_BYTES * (values["P"] + values["Q"]))
     if not values["R"]:
-        yield f"Size: {stored}, cores alone on their basis." if FLAT in shapes else f"Size: {stored}."
+        yield (
+            f"Size: {stored}, cores alone on their basis."
+            if any(key.startswith(CORES) for key in shapes)
+            else f"Size: {stored}."
+        )
     elif config.get("initial_step"):  # its bases cannot be shared
         yield f"Size: {stored} with its bases, {as_lora} as LoRA."
     else:

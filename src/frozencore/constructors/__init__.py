@@ -6,8 +6,7 @@ Configurations, campaigns and flags read this table.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from frozencore.constructors.constructor import BasisOptions, Constructor, LayerData
 from frozencore.constructors.eva import Eva, EvaOptions, eva_basis
@@ -40,15 +39,6 @@ CONSTRUCTORS: dict[str, Constructor[Any]] = {
     "vera": VeRA(),
 }
 DEFAULT = "fcca"
-
-if TYPE_CHECKING:  # editors cannot see fields that are made from a table
-
-    @dataclass(frozen=True)
-    class EveryOption(FCCAOptions, FiLoRAOptions, EvaOptions, SignGradOptions):
-        rank: int = field(init=False)
-
-else:
-    EveryOption = object
 
 
 def find_constructor(name: str) -> Constructor[Any]:

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from peft import PeftConfig, PeftModel, PeftModelForCausalLM
-from torch import nn
+from torch import Tensor, nn
 
 from frozencore.adapter.config import FrozenCoreConfig
-from frozencore.adapter.saved.state import UncalibratedWarning, read_folder
+from frozencore.adapter.saved.adapter import read_files
+from frozencore.adapter.saved.tensors import UncalibratedWarning
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.files.whole_file import write_json, write_lines
@@ -50,10 +51,12 @@ class BaseWithAdapter:
         self.base = base
         self._adapted: PeftModel | None = None
         self._folder: Path | None = None
+        self._own_weights: dict[str, Tensor] = {}  # those of the base model that the adapter's file replaced
 
     def without_adapter(self) -> nn.Module:
         if self._adapted is not None:
             self.base, self._adapted, self._folder = unload_adapter(self._adapted), None, None
+            self.base.load_state_dict(self._own_weights, strict=False)
         return self.base
 
     def with_adapter(self, folder: Path | None) -> nn.Module:
@@ -66,12 +69,15 @@ class BaseWithAdapter:
             return self.without_adapter()
         if self._adapted is not None and self._folder == folder:
             return self._adapted.eval()
-        read_folder(folder)  # refuses a damaged folder and a pickle
+        _, tensors = read_files(folder)  # refuses a damaged folder and a pickle
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # missing tensors raise an error below
                 warnings.simplefilter("always", UncalibratedWarning)
                 base = self.without_adapter()
+                named = {key.removeprefix("base_model.model.").replace(".base_layer.", ".") for key in tensors}
+                state = base.state_dict()
+                self._own_weights = {name: state[name].clone() for name in named & state.keys()}
                 config = PeftConfig.from_pretrained(str(folder))
                 if isinstance(config, FrozenCoreConfig):  # a local frozen core is checked as a whole first
                     config = FrozenCoreConfig.from_pretrained(str(folder))

@@ -1,7 +1,8 @@
 """Crafted adapters and bases are refused in one line by every function that reads them.
 
 A case is a sound folder with one thing that a stranger may write: a damaged file, another type, a number that is too
-large, an expression in place of names. Seals and identities are made anew where the value itself is what is met.
+large, an expression in place of names, a tensor of the base model. Checksums and identities are made anew where the
+value itself is what is met.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ from frozencore import (
 )
 from frozencore.adapter.bases import inspect_adapter
 from frozencore.adapter.folders import read_adapter, read_adapter_or_basis
+from frozencore.adapter.saved.adapter import checksum_of
+from frozencore.adapter.saved.tensors import hash_tensors
 from frozencore.errors import FrozenCoreError
 from frozencore.files.adapter_folder import LARGEST_CONFIG
 from frozencore.files.fingerprint import fingerprint_options
@@ -156,12 +159,35 @@ def values(where: frozenset[str] = ONTO_A_MODEL, message: str = "", kind: str = 
 
 
 def set_values(folder: Path, **changed: Any) -> None:
-    file = folder / CONFIG
-    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    """Other values, with the checksum that they give."""
+    content = json.loads((folder / CONFIG).read_text()) | changed
+    (folder / CONFIG).write_text(json.dumps(content | {"checksum": checksum_of(content)}))
+
+
+def changed_by_hand(name: str, to: Any, kind: str = "adapter") -> Case:
+    """A value that changes what is computed, with the checksum of the saved one."""
+
+    def craft(folder: Path) -> None:
+        content = json.loads((folder / CONFIG).read_text())
+        assert content.get(name, ...) != to
+        (folder / CONFIG).write_text(json.dumps(content | {name: to}))
+
+    return Case(kind, craft, ALL, "their checksum differs")
+
+
+def foreign(key: str, kind: str = "adapter", **values: Any) -> Case:
+    """One tensor more, which would change the base model if it were loaded; the hashes are those of the file."""
+
+    def craft(folder: Path) -> None:
+        held = load_file(folder / WEIGHTS) | {f"base_model.model.{key}": torch.full((20, 16), 0.5)}
+        save_file(held, folder / WEIGHTS, {"format": "pt"})
+        set_values(folder, tensors_sha256=hash_tensors(held), **values)
+
+    return Case(kind, craft, ALL, re.escape(f"also holds 'base_model.model.{key}'"))
 
 
 def tensors(part: str, change: Callable[[Tensor], Tensor], message: str = "", kind: str = "adapter") -> Case:
-    """Other tensors under the names that end so, without a seal."""
+    """Other tensors under the names that end so, with their hash."""
     return edited(lambda held: {k: change(X) if k.endswith(part) else X for k, X in held.items()}, message, kind)
 
 
@@ -169,7 +195,7 @@ def edited(change: Callable[[dict[str, Tensor]], dict[str, Tensor]], message: st
     def craft(folder: Path) -> None:
         held = change(load_file(folder / WEIGHTS))
         save_file({key: X.contiguous() for key, X in held.items()}, folder / WEIGHTS, {"format": "pt"})
-        set_values(folder, seal=None)
+        set_values(folder, tensors_sha256=hash_tensors(held))
 
     return Case(kind, craft, ALL, message)
 
@@ -227,11 +253,10 @@ def write_half(folder: Path) -> None:
 
 
 def another_basis(folder: Path) -> None:
-    """Orthonormal too, and recorded as it was saved but for the hash of the whole file."""
+    """Orthonormal too."""
     held = load_file(folder / WEIGHTS)
     key = next(key for key in held if key.endswith("_P"))
     save_file(held | {key: held[key].flip(0)}, folder / WEIGHTS, metadata={"format": "pt"})
-    set_values(folder, seal=json.loads((folder / CONFIG).read_text())["seal"] | {"weights_sha256": None})
 
 
 def named(place: str) -> Case:
@@ -246,7 +271,7 @@ CASES: dict[str, Case] = {
     "truncated": file(WEIGHTS, lambda content: content[:-100], "is damaged"),
     "empty": file(WEIGHTS, lambda _: b"", "is damaged"),
     "garbage": file(WEIGHTS, lambda _: bytes(range(256)) * 40, "is damaged"),
-    "a flipped bit": file(WEIGHTS, flipped, "is not the file that was saved"),
+    "a flipped bit": file(WEIGHTS, flipped, "are not those that were saved"),
     "a header that claims terabytes": file(WEIGHTS, terabytes, "is damaged"),
     "a pickle": Case("adapter", replaced(leave_a_pickle), message="never opened"),
     "a link to itself": Case("adapter", replaced(lambda f: (f / WEIGHTS).symlink_to(WEIGHTS)), message=NO_FILE),
@@ -254,7 +279,7 @@ CASES: dict[str, Case] = {
     "a pipe": Case("adapter", replaced(lambda f: os.mkfifo(f / WEIGHTS)), message=NO_FILE),
     "no weights": Case("adapter", replaced(lambda _: None), OURS, NO_FILE),
     "written while read": Case("adapter", write_half, message="just being written"),
-    "another basis under the cores": Case("adapter", another_basis, message="bases in .* are not those"),
+    "another basis under the cores": Case("adapter", another_basis, message="tensors of .* are not those"),
     # the file of the configuration
     "truncated JSON": file(CONFIG, lambda content: content[:40], "is damaged", refuse=OURS),
     "nested JSON": file(CONFIG, lambda _: b"[" * 100_000, "is damaged", refuse=OURS),
@@ -262,13 +287,31 @@ CASES: dict[str, Case] = {
     "many megabytes": file(CONFIG, lambda content: content + b" " * LARGEST_CONFIG, "larger than 16,777,216 bytes"),
     "no configuration": Case("adapter", lambda f: (f / CONFIG).unlink(), OURS, f"has no {CONFIG}"),
     "an unknown type": values(OURS, "OF_TOMORROW", peft_type="OF_TOMORROW"),
-    "a newer format": values(ALL, "has format 99", seal={"format": 99}),
-    "a malformed seal": values(ALL, "seal .* is malformed", seal=[1]),
-    "a seal that is a number": values(ALL, "seal .* is malformed", seal=7),
-    # options of earlier versions
-    "rounds of 400 digits": values(ALL, "sum of rounds", rounds=HUGE),
-    "a basis that grew": values(ALL, "grew from rank", scale_rank=2),
-    "a rank budget that was never spent": values(ALL, "no ranks yet", rank_budget=2**63, rank_pattern={}),
+    "no checksum": Case("adapter", lambda f: (f / CONFIG).write_text((f / CONFIG).read_text().replace("checksum", "x")),
+                        ALL, "their checksum differs"),
+    "a hash that is a list": values(ALL, "", tensors_sha256=[1]),
+    "a record of the base model that is a list": values(base_record=[1]),
+    "a value of a newer version": changed_by_hand("peft_type_of_tomorrow", 1),
+    # a value that changes what is computed
+    **{f"another {name}": changed_by_hand(name, to) for name, to in {
+        "r": 1, "alpha": 3.0, "rank_pattern": {"q_proj": 1}, "alpha_pattern": {"q_proj": 3.0},
+        "target_modules": ["q_proj"], "exclude_modules": ["q_proj"], "layers_to_transform": [0],
+        "modules_to_save": ["norm"], "trainable_token_indices": [1], "ensure_weight_tying": True, "constructor": "vera",
+        "coordinates": "raw", "seed": 1, "init_weights": False, "load_bases": False, "base_record": None,
+        "tensors_sha256": None, "svd_method": "full", "damping": 0.1}.items()},
+    **{f"another {name} of cores": changed_by_hand(name, to, "cores") for name, to in {
+        "r": 1, "alpha": 3.0, "rank_pattern": {"q_proj": 1}, "target_modules": ["q_proj"], "basis_id": "0" * 64
+    }.items()},
+    "a rank of 0 with its checksum": values(ALL, "", rank_pattern={"q_proj": 0}),
+    "a rank of cores of 0 with its checksum": values(ALL, "", "cores", rank_pattern={"q_proj": 0}),
+    "another rank of cores with its checksum": values(ALL, "", "cores", r=1),
+    "another scale of one layer of cores": values(ALL, "", "cores", alpha_pattern={"q_proj": 3.0}),
+    # a tensor of the base model
+    **{f"a foreign {key}": foreign(key) for key in (
+        "model.norm.weight", "model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.base_layer.weight",
+        "model.layers.0.self_attn.q_proj.base_layer.bias", "lm_head.weight", "lm_head.base_layer.weight")},
+    "a foreign tensor beside cores alone": foreign("model.norm.weight", "cores"),
+    "the original of a trained module": foreign("lm_head.original_module.weight", modules_to_save=["lm_head"]),
     # values
     "a scale of 400 digits": values(alpha=HUGE),
     "a layer's scale of 400 digits": values(alpha_pattern={"q_proj": HUGE}),
@@ -313,18 +356,21 @@ CASES: dict[str, Case] = {
         lambda held: {k: X for k, X in held.items() if not k.endswith("q_proj.frozencore_R.weight")},
         "where P, Q and R are needed",
     ),
-    "no core at all": edited(lambda _: {"base_model.model.lm_head.weight": torch.ones(2, 2)}, "holds no frozen core"),
-    "a name of a path": edited(lambda held: {**held, "../x": torch.zeros(1)}, "named like a module"),
-    "a name with an escape": edited(lambda held: {**held, "a\x1b[31m": torch.zeros(1)}, "named like a module"),
+    "no core at all": edited(lambda _: {}, "holds no frozen core"),
+    "a name of a path": edited(lambda held: {**held, "../x": torch.zeros(1)}, "also holds"),
+    "a name with an escape": edited(lambda held: {**held, "a\x1b[31m": torch.zeros(1)}, "also holds"),
     # cores alone
     "cores of whole numbers": tensors("", lambda X: X.to(torch.uint8), kind="cores"),
     "cores in 8 bits": tensors("", lambda X: X.to(torch.float8_e4m3fn), kind="cores"),
-    "cores with NaN": tensors("_cores", lambda X: torch.full_like(X, torch.nan), "holds NaN or Inf", "cores"),
-    "cores beyond float32": tensors("_cores", lambda X: torch.full_like(X, 3.5e38, dtype=torch.float64), "", "cores"),
-    "fewer cores": tensors("_cores", lambda X: X[:-1], "", "cores"),
+    "cores with NaN": tensors("", lambda X: torch.full_like(X, torch.nan), "holds NaN or Inf", "cores"),
+    "cores beyond float32": tensors("", lambda X: torch.full_like(X, 3.5e38, dtype=torch.float64), "", "cores"),
+    "fewer cores": tensors("", lambda X: X[:-1], "", "cores"),
     "cores of no basis": values(ALL, "does not say on which basis", "cores", basis_id=None, basis=None),
+    "cores of two bases": edited(
+        lambda held: {**held, "frozencore_cores_0": next(iter(held.values())).clone()}, "also holds", "cores"
+    ),
     "cores of an unknown basis": values(ALL, "", "cores", basis_id="0" * 64),
-    "cores at another scale": values(ONTO_A_MODEL, "scale", "cores", alpha=30.0),
+    "cores at another scale": values(ALL, "scale", "cores", alpha=30.0),
     "a basis of 5000 letters": named("x" * 5000),
     "a basis with a zero byte": named("\x00"),
     "a basis of nobody": named("~nobody/x"),
@@ -344,10 +390,7 @@ CASES: dict[str, Case] = {
     "ranks of a basis by expression": header(
         "options", "rank_pattern", to={ENDLESS: 2}, where=MAKES_LAYERS, message="expression.*Save the basis again"
     ),
-    "a rank budget of a basis": header(
-        "options", "rank_budget", to=28, where=MAKES_LAYERS, message="rank_budget=28 and no ranks yet"
-    ),
-    "a basis that grew from another": header("grown_from", to={}, message="grew from another one"),
+    "an unknown option of a basis": header("options", "rank_budget", to=28, where=MAKES_LAYERS, message="rank_budget"),
     "another key in a header": file(HEADER, lambda c: c.replace(b"scales", b"scalez"), "", kind="basis", refuse=BASIS),
     "a cut header": file(HEADER, lambda _: b"{", "is damaged", kind="basis", refuse=BASIS),
     "a flipped bit of factors": file(FACTORS, flipped, "is damaged", kind="basis", refuse=BASIS),

@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from frozencore.adapter.folders import read_adapter
 from frozencore.adapter.layer import is_linear, layer_shape
-from frozencore.adapter.saved.state import BASE
+from frozencore.adapter.saved.tensors import BASE
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError, ModelError
 from frozencore.files.gguf_model import model_class, read_tokenizer, read_weights, why_unreadable
 from frozencore.files.hub import safe_loading

@@ -34,9 +34,10 @@ from frozencore.adapter.export.lora import (
     require_dtype,
 )
 from frozencore.adapter.folders import read_adapter
-from frozencore.adapter.saved.basis import SavedBasis, differing_layer, load_basis, other_base, sample_weight
+from frozencore.adapter.saved.base_record import differing_layer, other_base, sample_weight
+from frozencore.adapter.saved.basis import SavedBasis, load_basis
 from frozencore.adapter.saved.card import CARD_FILE
-from frozencore.adapter.saved.state import BASE
+from frozencore.adapter.saved.tensors import BASE
 from frozencore.errors import ArtifactError, ModelError
 from frozencore.files.adapter_folder import BASIS_MODEL_TYPE, CONFIG_FILE, HEADER_FILE, MODEL_CONFIG, WEIGHTS_FILE
 from frozencore.files.hub import safe_loading
@@ -152,7 +153,7 @@ def _read_basis(directory: Path) -> SavedBasis:
         return load_basis(directory)
     config, factors = read_adapter(directory)
     require_bases(factors)
-    recorded = (config.seal or {}).get("base")
+    recorded = config.base_record
     if config.basis_id is not None:
         recorded = config.find_basis(str(directory)).base
     layers, name = {name: (f.P, f.Q) for name, f in factors.items()}, config.base_model_name_or_path

@@ -24,7 +24,7 @@ from frozencore.adapter.export.base_model import BaseLayers, layers_of, targets_
 from frozencore.adapter.folders import read_tensors
 from frozencore.adapter.layer import frozen_core_layers
 from frozencore.adapter.saved.card import num_tokens, write_model_card
-from frozencore.adapter.saved.state import BASE, PREFIX, Factors, layer_factors
+from frozencore.adapter.saved.tensors import BASE, Factors, layer_factors
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
 from frozencore.files.whole_file import whole_folder
@@ -267,9 +267,6 @@ def export_source(
         folder = Path(model_or_directory)
         config, tensors = read_tensors(folder)
         factors = layer_factors(str(folder), tensors)
-        others = [key for key in tensors if f".{PREFIX}" not in key]
-        if others:
-            raise ConfigError(f"{folder} also holds {others[0]!r}, {_NOT_LORA}")
         named = config.base_model_name_or_path
         base = base if base is not None else named if named and Path(named).exists() else None
         scales = {each: config.scale_of(each) for each in factors}

@@ -1,1 +1,1 @@
-"""A saved adapter or basis: its tensors, its seal, its card, reading and writing it."""
+"""A saved adapter or basis: its tensors and their checksum, its card, reading and writing it."""

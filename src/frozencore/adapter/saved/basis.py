@@ -1,21 +1,14 @@
-"""A basis that many adapters share, in a folder of its own, and the record of the base model that it was made on.
+"""A basis that many adapters share, in a folder of its own.
 
     basis.safetensors   ``<layer>.P`` (m x r) and ``<layer>.Q`` (n x r)
     basis.json          options, scales, calibration data, values of the base model, and the identity
 
 The identity is the SHA-256 of everything else in the two files. Adapters of cores only name their basis by it, so the
 folder may be anywhere.
-
-The record of a base model holds a few values of each adapted weight. Values are stored instead of a hash, because a
-model may be loaded in another dtype, and float32 -> float16 -> bfloat16 does not round like float32 -> bfloat16. In the
-same dtype values must be equal; between two dtypes they may differ by the rounding of both. A quantised, sharded or
-empty (meta) weight has no values, so nothing is recorded or compared.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 import json
 from collections.abc import Mapping
@@ -23,13 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from safetensors.torch import load, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from frozencore.errors import ArtifactError
 from frozencore.files.adapter_folder import FACTORS_FILE, HEADER_FILE, LARGEST_CONFIG, is_folder
@@ -41,11 +32,6 @@ from frozencore.text import one_line
 
 FORMAT = 1
 LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
-NUM_SAMPLES = 8  # per weight, evenly spaced from the first to the last value
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -58,7 +44,7 @@ class SavedBasis:
         scales: s by layer name.
         options: Fields of :class:`frozencore.FrozenCoreConfig`: the constructor with its options, ranks, targets.
         calibrated_on: A description of the calibration data; None if unknown.
-        base: The record of the base model (:func:`record_base`); None if unknown.
+        base: The record of the base model (``record_base``); None if unknown.
         base_model: The name of the base model.
         place, revision: The folder or hub id that the basis was read from.
     """
@@ -168,11 +154,6 @@ def read_header(place: str | Path, revision: str | None = None) -> dict[str, Any
 def _require_sound(place: str | Path, header: Mapping[str, Any]) -> None:
     """Check the format, the identity and the types of a header."""
     number = header["format"]
-    if "grown_from" in header:
-        raise ArtifactError(
-            f"A basis has the columns of one calibration, but that in {place} grew from another one, which this "
-            "version does not read. Calibrate a new one."
-        )
     if isinstance(number, int) and number > FORMAT:
         raise ArtifactError(
             f"The basis in {place} has format {number}, and this frozencore reads up to {FORMAT}. "
@@ -191,37 +172,37 @@ def _require_sound(place: str | Path, header: Mapping[str, Any]) -> None:
         raise ValueError(f"{HEADER_FILE} holds a value of a wrong type")
 
 
-def find_basis(
-    origin: str, identity: str, *, beside: Path | None, named: str | None, revision: str | None
-) -> SavedBasis:
-    """Find the basis with this identity, and read it.
+def basis_beside(identity: str, folder: Path) -> Path | None:
+    """Find the basis with this identity: in an adapter's folder, the two above it, and the folder ``basis`` of each."""
+    for parent in (folder, *folder.absolute().parents[:2]):
+        for place in (parent / "basis", parent):
+            if (place / HEADER_FILE).is_file() and read_header(place)["identity"] == identity:
+                return place
+    return None
+
+
+def load_named_basis(origin: str, identity: str, place: str | None, revision: str | None) -> SavedBasis:
+    """Read the basis that an adapter names.
 
     Args:
-        beside: The adapter's folder. First this folder and the two folders above are searched, each with its folder
-            ``basis``.
-        named: The folder or hub id in the configuration, searched last.
+        place: Its folder or hub id; None if it is unknown.
+
+    Raises:
+        ArtifactError: It is not there, or has another identity.
     """
-    above = () if beside is None else (beside, *beside.absolute().parents[:2])
-    for folder in (place for parent in above for place in (parent / "basis", parent)):
-        if (folder / HEADER_FILE).is_file() and read_header(folder)["identity"] == identity:
-            return load_basis(folder)
-    holds = f"{origin} holds cores alone, on the basis {identity[:12]}, which is"
-    if named is None:
+    if place is None or not (is_folder(place) or is_hub_id(place)):
+        nor = "" if place is None else f" or at {place[:300]}"
         raise ArtifactError(
-            f"{holds} not beside it. Get that basis folder and put it there as 'basis', or pass basis=FOLDER."
+            f"{origin} holds cores alone, on the basis {identity[:12]}, which is not beside it{nor}. Get that basis "
+            "folder and put it beside the adapter as 'basis', or pass basis=FOLDER."
         )
-    if not (is_folder(named) or is_hub_id(named)):
-        raise ArtifactError(
-            f"{holds} neither beside it nor at {named[:300]}. Get that basis folder and put it beside the adapter as "
-            "'basis', or pass basis=FOLDER."
-        )
-    theirs = read_header(named, revision)["identity"]
+    theirs = read_header(place, revision)["identity"]
     if theirs != identity:
         raise ArtifactError(
-            f"{origin} holds cores on the basis {identity[:12]}, but {named} is the basis {theirs[:12]}: on "
+            f"{origin} holds cores on the basis {identity[:12]}, but {place} is the basis {theirs[:12]}: on "
             "another basis they mean nothing. Get the basis that they were trained on."
         )
-    return load_basis(named, revision)
+    return load_basis(place, revision)
 
 
 def _file(place: str | Path, revision: str | None, name: str) -> Path:
@@ -250,62 +231,3 @@ def _damaged(place: str | Path, error: Exception | str) -> ArtifactError:
 def is_usable_float(tensor: Tensor) -> bool:
     """Return whether torch can compute with a tensor's floats; 8-bit floats can only be stored."""
     return tensor.is_floating_point() and tensor.dtype.itemsize > 1
-
-
-def sample_weight(weight: Any) -> Tensor | None:
-    """Read some values of a plain weight, in its dtype; None for a quantised, sharded or missing weight."""
-    if type(weight) not in (Tensor, nn.Parameter) or weight.is_meta or weight.dtype not in _DTYPES.values():
-        return None
-    if weight.numel() < NUM_SAMPLES:
-        return None
-    positions = [i * (weight.numel() - 1) // (NUM_SAMPLES - 1) for i in range(NUM_SAMPLES)]
-    return weight.detach().flatten()[positions]
-
-
-def record_base(samples: Mapping[str, Tensor | None]) -> dict[str, str] | None:
-    """Make the record of a base model from the samples by layer name; None if a layer has no sample."""
-    found = [samples[name] for name in sorted(samples)]
-    plain = [sample for sample in found if sample is not None]
-    if not plain or len(plain) < len(found):
-        return None
-    values = torch.cat([sample.float().cpu() for sample in plain]).numpy().astype("<f4")
-    coarsest = max((sample.dtype for sample in plain), key=lambda dtype: torch.finfo(dtype).eps)
-    return {
-        "dtype": str(coarsest).removeprefix("torch."),
-        "values": base64.b64encode(values.tobytes()).decode("ascii"),
-    }
-
-
-def differing_layer(recorded: Mapping[str, Any], samples: Mapping[str, Tensor | None]) -> str | None:
-    """The first layer whose weight differs from the record; None if all agree or cannot be compared."""
-    present = record_base(samples)
-    if present is None:
-        return None
-    (theirs, their_dtype), (mine, my_dtype) = _values(recorded), _values(present)
-    if theirs.shape != mine.shape:
-        return None  # layers differ; their names are checked elsewhere
-    tolerance: Any = 0.0
-    if their_dtype != my_dtype:
-        kinds = [torch.finfo(dtype) for dtype in (their_dtype, my_dtype)]
-        smallest = max(kind.smallest_normal * kind.eps for kind in kinds)
-        tolerance = sum(kind.eps for kind in kinds) / 2 * np.maximum(np.abs(theirs), np.abs(mine)) + smallest
-    bad = np.flatnonzero(~(np.abs(theirs - mine) <= tolerance))
-    return sorted(samples)[bad[0] // NUM_SAMPLES] if len(bad) else None
-
-
-def _values(recorded: Mapping[str, Any]) -> tuple[Any, torch.dtype]:
-    try:
-        values = np.frombuffer(base64.b64decode(recorded["values"], validate=True), dtype="<f4").astype(np.float64)
-        return values, _DTYPES[recorded["dtype"]]
-    except (KeyError, TypeError, ValueError, binascii.Error) as error:
-        raise ArtifactError(
-            f"The adapter's record of its base model is malformed ({error}). Save or download it again."
-        ) from error
-
-
-def other_base(what: str, layer: str) -> ArtifactError:
-    """The error for a layer whose weight differs from the record."""
-    return ArtifactError(
-        f"{what} was made on another base model: the weight of layer {layer!r} differs. Load that model, or "
-        "pass allow_other_base=True to PeftModel.from_pretrained to use it on this one."
-    )

@@ -20,7 +20,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import safe_open
 
-from frozencore.adapter.saved.state import PREFIX
+from frozencore.adapter.saved.tensors import PREFIX
 from frozencore.errors import ArtifactError
 from frozencore.files.adapter_folder import WEIGHTS_FILE
 from frozencore.text import bytes_in_words, one_line

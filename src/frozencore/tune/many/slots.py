@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy, pad
 
 from frozencore.adapter.bank import CoreStack
 from frozencore.adapter.layer import FrozenCoreLinear
-from frozencore.adapter.saved.state import by_layer
+from frozencore.adapter.saved.tensors import by_layer
 from frozencore.calibration.batches import IGNORED
 from frozencore.errors import ConfigError
 from frozencore.text import Progress

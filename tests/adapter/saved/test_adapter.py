@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import os
@@ -17,17 +18,27 @@ from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.utils import validate_repo_id
 from hypothesis import given
 from hypothesis import strategies as st
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from adapted import adapted, cores_of, logits, train_at_random
-from frozencore import CoreBank, FrozenCoreConfig, export_lora, save_basis, write_model_card
+from adapted import BATCHES, adapted, cores_of, logits, train_at_random
+from frozencore import (
+    CoreBank,
+    FrozenCoreConfig,
+    calibrate,
+    export_lora,
+    merge_adapters,
+    save_basis,
+    swap_core,
+    write_model_card,
+)
 from frozencore.adapter.folders import read_adapter
-from frozencore.adapter.saved.basis import differing_layer, record_base, sample_weight
+from frozencore.adapter.saved.adapter import checksum_of
+from frozencore.adapter.saved.base_record import differing_layer, record_base, sample_weight
 from frozencore.adapter.saved.card import begin_model_card
-from frozencore.adapter.saved.state import UncalibratedWarning
-from frozencore.errors import ArtifactError, ModelError
+from frozencore.adapter.saved.tensors import UncalibratedWarning
+from frozencore.errors import ArtifactError, ConfigError, ModelError
 from frozencore.tune.evaluate import BaseWithAdapter
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.scoring.score import held_out_loss
@@ -44,8 +55,9 @@ def saved(tmp_path: Path) -> Path:
 
 
 def edit_config(folder: Path, **values: Any) -> None:
-    content = json.loads((folder / CONFIG).read_text())
-    (folder / CONFIG).write_text(json.dumps(content | values))
+    """Change values, with the checksum that they give."""
+    content = json.loads((folder / CONFIG).read_text()) | values
+    (folder / CONFIG).write_text(json.dumps(content | {"checksum": checksum_of(content)}))
 
 
 def first(tensors: dict[str, Tensor], part: str) -> str:
@@ -84,9 +96,7 @@ def test_a_reader_beside_a_writer_gets_one_whole_adapter_or_one_line(tmp_path: P
     assert not any("\n" in line for line in refused)
 
 
-def test_an_adapter_without_a_seal_in_the_linked_files_of_the_hubs_cache_loads(saved: Path, tmp_path: Path) -> None:
-    """Earlier versions wrote no seal."""
-    edit_config(saved, seal=None)
+def test_an_adapter_in_the_linked_files_of_the_hubs_cache_loads(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "snapshot").mkdir()
     for name in (WEIGHTS, CONFIG):
         (tmp_path / "snapshot" / name).symlink_to(saved / name)
@@ -101,12 +111,12 @@ def test_the_tensors_that_reach_the_model_are_checked_whatever_file_they_came_fr
     tensors = load_file(saved / WEIGHTS)
     tensors[first(tensors, "R")][0, 0] += 1
     save_file(tensors, saved / WEIGHTS, metadata={"format": "pt"})
-    with pytest.raises(ArtifactError, match="cores .* are not those that were saved"):
+    with pytest.raises(ArtifactError, match="tensors .* are not those that were saved"):
         PeftModel.from_pretrained(tiny_qwen2(), str(saved), config=config)
 
 
 def test_other_weights_may_be_loaded_into_an_adapter_later(saved: Path, tmp_path: Path) -> None:
-    """As the Trainer does with its best checkpoint: the seal is that of the first file only."""
+    """As the Trainer does with its best checkpoint: the recorded hash is that of the first file only."""
     loaded = PeftModel.from_pretrained(tiny_qwen2(), str(saved), is_trainable=True)
     train_at_random(loaded, seed=4)
     expected = logits(loaded)
@@ -142,6 +152,151 @@ def test_the_same_adapter_saved_twice_is_the_same_bytes(tmp_path: Path) -> None:
         assert {p.name for p in (tmp_path / name).iterdir()} == {p.name for p in (tmp_path / "a").iterdir()}
         for path in (tmp_path / "a").iterdir():
             assert path.read_bytes() == (tmp_path / name / path.name).read_bytes(), path.name
+
+
+# -------------------------------------------------------------------------------- nothing but the adapter's own tensors
+
+
+def on_the_head(dtype: torch.dtype = torch.float32, **options: Any) -> PeftModel:
+    return adapted("random", model=tiny_qwen2(), dtype=dtype, target_modules=["lm_head"], trained=True, **options)
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`", "ignore:Model has `tie_word_embeddings=True`")
+def test_an_adapter_on_the_head_holds_no_head_and_leaves_that_of_its_base(tmp_path: Path) -> None:
+    """PEFT adds the base model's head to what it saves; from bfloat16 it would come back rounded."""
+    on_the_head(torch.bfloat16).save_pretrained(str(tmp_path / "half"))
+    assert {key.rpartition(".frozencore_")[0] for key in load_file(tmp_path / "half" / WEIGHTS)} == {
+        "base_model.model.lm_head"
+    }
+    for seed in (0, 1):  # its own base in another dtype, and another one
+        base, before = tiny_qwen2(seed=seed), logits(tiny_qwen2(seed=seed))
+        loaded = PeftModel.from_pretrained(base, str(tmp_path / "half"), allow_other_base=True).eval()
+        assert not torch.equal(logits(loaded), before)
+        with loaded.disable_adapter():
+            assert torch.equal(logits(loaded), before)
+        assert torch.equal(logits(loaded.unload()), before)
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`", "ignore:Model has `tie_word_embeddings=True`")
+def test_a_saved_adapter_on_the_head_is_exported_summed_and_swapped_as_the_one_in_the_model(tmp_path: Path) -> None:
+    model = on_the_head()
+    model.save_pretrained(str(tmp_path / "saved"))
+    expected = logits(model)
+    for source, name in ((model, "of the model"), (tmp_path / "saved", "of the folder")):
+        export_lora(source, tmp_path / name, base=tiny_qwen2() if name == "of the folder" else None)
+    ours, theirs = (load_file(tmp_path / f"of the {name}" / WEIGHTS) for name in ("model", "folder"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    merge_adapters([tmp_path / "saved"] * 2, tmp_path / "mean")
+    assert torch.equal(logits(PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path / "mean")).eval()), expected)
+    train_at_random(model, seed=9)
+    swap_core(model, tmp_path / "saved")
+    assert torch.equal(logits(model), expected)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "model.norm.weight",
+        "model.embed_tokens.weight",
+        "model.layers.0.self_attn.q_proj.base_layer.weight",
+        "lm_head.weight",
+    ],
+)
+def test_a_foreign_tensor_in_a_state_dict_is_refused_and_changes_nothing(key: str) -> None:
+    """As from a hub id, of which PEFT hands over tensors alone."""
+    model = adapted("random", trained=True)
+    before = {name: X.clone() for name, X in model.state_dict().items()}
+    held = get_peft_model_state_dict(model)
+    own = next(X for name, X in before.items() if name.endswith(key))
+    with pytest.raises(ArtifactError, match="also holds"):
+        set_peft_model_state_dict(model, held | {f"base_model.model.{key}": torch.full_like(own, 0.5)})
+    assert all(torch.equal(X, before[name]) for name, X in model.state_dict().items())
+
+
+def test_a_resized_embedding_is_named_and_not_saved(tmp_path: Path) -> None:
+    model = tiny_qwen2()
+    model.resize_token_embeddings(64)
+    with pytest.warns(UserWarning, match=r"'base_model\.model\.model\.embed_tokens\.weight' is not saved"):
+        adapted("random", model=model).save_pretrained(str(tmp_path), save_embedding_layers=True)
+    assert not [key for key in load_file(tmp_path / WEIGHTS) if "frozencore" not in key]
+
+
+# --------------------------------------------------------------------------- a configuration that several models share
+
+
+def test_one_configuration_for_two_models_names_the_basis_of_one(tmp_path: Path) -> None:
+    """A usual loop over seeds."""
+    config = FrozenCoreConfig(r=3, constructor="fcca", alpha=None, target_modules=["q_proj", "v_proj"])
+    models = [get_peft_model(tiny_qwen2(), config).eval() for _ in range(2)]
+    for model, batches in zip(models, (BATCHES, BATCHES[:1]), strict=True):
+        calibrate(model, batches, progress=False)
+    save_basis(models[0], tmp_path / "basis")
+    for seed, model in enumerate(models):
+        train_at_random(model, seed=seed)
+        model.save_pretrained(str(tmp_path / str(seed)))
+        loaded = PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path / str(seed))).eval()
+        assert torch.equal(logits(loaded), logits(model))
+    assert config.basis_id is None
+    with pytest.raises(ArtifactError, match="works on its own basis"):
+        CoreBank(models[0], 1).put("other", tmp_path / "1")
+
+
+def test_one_configuration_for_two_adapters_of_a_model(tmp_path: Path) -> None:
+    config = FrozenCoreConfig(r=3, constructor="fcca", alpha=None, target_modules=["q_proj", "v_proj"])
+    model = get_peft_model(tiny_qwen2(), config)
+    model.add_adapter("two", config)
+    calibrate(model, BATCHES, adapter_name="default", progress=False)
+    save_basis(model, tmp_path / "basis", adapter_name="default")
+    calibrate(model, BATCHES[:1], adapter_name="two", progress=False)
+    train_at_random(model)
+    model.save_pretrained(str(tmp_path / "saved"))
+    for name, folder in (("default", tmp_path / "saved"), ("two", tmp_path / "saved" / "two")):
+        model.set_adapter(name)
+        loaded = PeftModel.from_pretrained(tiny_qwen2(), str(folder)).eval()
+        assert torch.equal(logits(loaded), logits(model.eval()))
+
+
+@pytest.mark.parametrize("how", ["in place", "a state dict", "rounded"])
+def test_a_basis_that_was_changed_under_its_name_is_saved_with_the_cores(how: str, tmp_path: Path) -> None:
+    model = adapted("fcca", trained=True)
+    save_basis(model, tmp_path / "basis")
+    if how == "in place":
+        for layer in cores_of(model):
+            layer.frozencore_P["default"].copy_(layer.frozencore_P["default"].flip(1))
+    elif how == "a state dict":
+        model.load_state_dict(adapted("rawgrad", trained=True).state_dict())
+    else:
+        model.half().float()
+    model.save_pretrained(str(tmp_path / "saved"))
+    assert len(load_file(tmp_path / "saved" / WEIGHTS)) == 3 * len(cores_of(model))
+    loaded = PeftModel.from_pretrained(
+        copy.deepcopy(model.get_base_model()), str(tmp_path / "saved"), adapter_name="new"
+    )
+    assert torch.equal(logits(loaded.eval()), logits(model))
+
+
+# ------------------------------------------------------------------------------------------------------ adapter names
+
+
+def test_adapters_of_any_plain_name_are_saved_and_loaded_whole(tmp_path: Path) -> None:
+    names = ["anna", "Anna 2", "日本", "7", "c", "frozencore", "a-b_c", "basis", "adapter_model"]
+    model = adapted("random", trained=True)
+    for seed, name in enumerate(names, start=1):
+        model.add_adapter(name, FrozenCoreConfig(r=3, constructor="random", seed=seed))
+    train_at_random(model)
+    model.save_pretrained(str(tmp_path))
+    for name in names:
+        model.set_adapter(name)
+        loaded = PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path / name), adapter_name=name).eval()
+        assert torch.equal(logits(loaded), logits(model.eval()))
+    for load in (
+        lambda: PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path), adapter_name="a/b"),
+        lambda: PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path), adapter_name="0"),
+        lambda: model.load_adapter(str(tmp_path), adapter_name="/"),
+    ):
+        with pytest.raises(ConfigError, match="An adapter's name is one plain part of a path"):
+            load()
 
 
 # ---------------------------------------------------------------------------------------------------- the base model
@@ -191,11 +346,10 @@ def test_no_rounding_between_two_dtypes_makes_another_base(values: list[float]) 
 def test_a_base_model_of_other_layers_is_refused_in_one_line(
     overrides: dict[str, int], message: str, saved: Path
 ) -> None:
-    for seal in (json.loads((saved / CONFIG).read_text())["seal"], None):
-        edit_config(saved, seal=seal, allow_other_base=True, base_model_name_or_path="org/base")
-        with pytest.raises(ArtifactError, match=message) as caught:
-            PeftModel.from_pretrained(tiny_qwen2(**overrides), str(saved), allow_other_base=True)
-        assert str(caught.value).endswith("Load the base model that it was trained on: org/base.")
+    edit_config(saved, base_model_name_or_path="org/base")
+    with pytest.raises(ArtifactError, match=message) as caught:
+        PeftModel.from_pretrained(tiny_qwen2(**overrides), str(saved), allow_other_base=True)
+    assert str(caught.value).endswith("Load the base model that it was trained on: org/base.")
 
 
 def test_weights_that_show_no_values_and_bases_of_other_layers_are_not_compared() -> None:
@@ -228,7 +382,7 @@ def test_a_lora_that_is_a_pickle_or_not_finite_is_not_scored(tmp_path: Path) -> 
         BaseWithAdapter(tiny_qwen2()).with_adapter(tmp_path / "nan")
 
 
-def test_the_state_of_an_adapter_without_storage_has_names_and_shapes_but_no_seal() -> None:
+def test_the_state_of_an_adapter_without_storage_has_names_and_shapes_but_no_hash() -> None:
     """Its hash would be that of nothing, and whatever is loaded later would seem to have been changed."""
     with torch.device("meta"):
         base = tiny_qwen2()
@@ -236,7 +390,7 @@ def test_the_state_of_an_adapter_without_storage_has_names_and_shapes_but_no_sea
     state, expected = (get_peft_model_state_dict(each) for each in (model, adapted("random")))
     assert {name: X.shape for name, X in state.items()} == {name: X.shape for name, X in expected.items()}
     assert all(X.is_meta for X in state.values())
-    assert model.peft_config["default"].to_dict()["seal"] is None
+    assert model.peft_config["default"].to_dict()["tensors_sha256"] is None
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])

@@ -1,0 +1,84 @@
+"""A record of the base model that an adapter or a basis was made on: a few values of each adapted weight.
+
+Values are stored instead of a hash, because a model may be loaded in another dtype, and float32 -> float16 -> bfloat16
+does not round like float32 -> bfloat16. In the same dtype values must be equal; between two dtypes they may differ by
+the rounding of both. A quantised, sharded or empty (meta) weight has no values, so nothing is recorded or compared.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from frozencore.errors import ArtifactError
+
+NUM_SAMPLES = 8  # per weight, evenly spaced from the first to the last value
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+}  # fmt: skip
+
+
+def sample_weight(weight: Any) -> Tensor | None:
+    """Read some values of a plain weight, in its dtype; None for a quantised, sharded or missing weight."""
+    if type(weight) not in (Tensor, nn.Parameter) or weight.is_meta or weight.dtype not in _DTYPES.values():
+        return None
+    if weight.numel() < NUM_SAMPLES:
+        return None
+    positions = [i * (weight.numel() - 1) // (NUM_SAMPLES - 1) for i in range(NUM_SAMPLES)]
+    return weight.detach().flatten()[positions]
+
+
+def record_base(samples: Mapping[str, Tensor | None]) -> dict[str, str] | None:
+    """Make the record of a base model from the samples by layer name; None if a layer has no sample."""
+    found = [samples[name] for name in sorted(samples)]
+    plain = [sample for sample in found if sample is not None]
+    if not plain or len(plain) < len(found):
+        return None
+    values = torch.cat([sample.float().cpu() for sample in plain]).numpy().astype("<f4")
+    coarsest = max((sample.dtype for sample in plain), key=lambda dtype: torch.finfo(dtype).eps)
+    return {
+        "dtype": str(coarsest).removeprefix("torch."),
+        "values": base64.b64encode(values.tobytes()).decode("ascii"),
+    }
+
+
+def differing_layer(recorded: Mapping[str, Any], samples: Mapping[str, Tensor | None]) -> str | None:
+    """The first layer whose weight differs from the record; None if all agree or cannot be compared."""
+    present = record_base(samples)
+    if present is None:
+        return None
+    (theirs, their_dtype), (mine, my_dtype) = _values(recorded), _values(present)
+    if theirs.shape != mine.shape:
+        return None  # layers differ; their names are checked elsewhere
+    tolerance: Any = 0.0
+    if their_dtype != my_dtype:
+        kinds = [torch.finfo(dtype) for dtype in (their_dtype, my_dtype)]
+        smallest = max(kind.smallest_normal * kind.eps for kind in kinds)
+        tolerance = sum(kind.eps for kind in kinds) / 2 * np.maximum(np.abs(theirs), np.abs(mine)) + smallest
+    bad = np.flatnonzero(~(np.abs(theirs - mine) <= tolerance))
+    return sorted(samples)[bad[0] // NUM_SAMPLES] if len(bad) else None
+
+
+def _values(recorded: Mapping[str, Any]) -> tuple[Any, torch.dtype]:
+    try:
+        values = np.frombuffer(base64.b64decode(recorded["values"], validate=True), dtype="<f4").astype(np.float64)
+        return values, _DTYPES[recorded["dtype"]]
+    except (KeyError, TypeError, ValueError, binascii.Error) as error:
+        raise ArtifactError(
+            f"The adapter's record of its base model is malformed ({error}). Save or download it again."
+        ) from error
+
+
+def other_base(what: str, layer: str) -> ArtifactError:
+    """The error for a layer whose weight differs from the record."""
+    return ArtifactError(
+        f"{what} was made on another base model: the weight of layer {layer!r} differs. Load that model, or "
+        "pass allow_other_base=True to PeftModel.from_pretrained to use it on this one."
+    )
