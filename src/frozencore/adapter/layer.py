@@ -547,6 +547,11 @@ def frozen_core_layers(model: nn.Module, adapter_name: str) -> dict[str, FrozenC
     return {layer.name: layer for layer in layers if adapter_name in layer.frozencore_R}
 
 
+def version_of(tensor: Tensor) -> int:
+    """The number of changes of a tensor in place; 0 for an inference tensor, which counts none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def bases_of(layers: Mapping[str, FrozenCoreLinear], adapter_name: str) -> dict[str, tuple[Tensor, Tensor]]:
     """P and Q of an adapter by layer name."""
     return {name: layer.factors(adapter_name)[:2] for name, layer in layers.items()}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.folders import read_tensors
-from frozencore.adapter.layer import BasisState, FrozenCoreLinear, bases_of, frozen_core_layers
+from frozencore.adapter.layer import BasisState, FrozenCoreLinear, bases_of, frozen_core_layers, version_of
 from frozencore.adapter.saved import tensors as state
 from frozencore.adapter.saved.adapter import SavedAdapter
 from frozencore.errors import ArtifactError, ConfigError
@@ -84,19 +84,14 @@ def prepare_swap(
 
 def held_bases(layers: Iterable[FrozenCoreLinear], adapter_name: str) -> HeldBases:
     factors = (layer.factors(adapter_name) for layer in layers)
-    return tuple((P, _version(P), Q, _version(Q)) for P, Q, _ in factors)
-
-
-def _version(tensor: Tensor) -> int:
-    """The number of changes of a tensor in place; 0 for an inference tensor, which counts none."""
-    return 0 if tensor.is_inference() else tensor._version
+    return tuple((P, version_of(P), Q, version_of(Q)) for P, Q, _ in factors)
 
 
 def require_unmoved(layers: Iterable[FrozenCoreLinear], adapter_name: str, held: HeldBases, way_out: str) -> None:
     """Refuse cores that were made for bases which an adapter no longer has."""
     for layer, old in zip(layers, held, strict=True):
         P, Q, _ = layer.factors(adapter_name)
-        if P is not old[0] or Q is not old[2] or (_version(P), _version(Q)) != (old[1], old[3]):
+        if P is not old[0] or Q is not old[2] or (version_of(P), version_of(Q)) != (old[1], old[3]):
             raise ConfigError(
                 f"A core works on its own basis only, but the basis of layer {layer.name!r} of the adapter "
                 f"{adapter_name!r} was set or moved since. {way_out}"
