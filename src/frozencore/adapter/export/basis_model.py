@@ -37,7 +37,7 @@ from frozencore.adapter.folders import read_adapter
 from frozencore.adapter.saved.base_record import differing_layer, other_base, sample_weight
 from frozencore.adapter.saved.basis import SavedBasis, load_basis
 from frozencore.adapter.saved.card import CARD_FILE
-from frozencore.adapter.saved.tensors import BASE
+from frozencore.adapter.saved.tensors import BASE, Bases
 from frozencore.errors import ArtifactError, ModelError
 from frozencore.files.adapter_folder import BASIS_MODEL_TYPE, CONFIG_FILE, HEADER_FILE, MODEL_CONFIG, WEIGHTS_FILE
 from frozencore.files.hub import safe_loading
@@ -48,8 +48,6 @@ from frozencore_basis_model import ENTRY, config_class
 CODE_FILE, CORE = "frozencore_basis_model.py", "core"
 # With this name vLLM and SGLang use the model that AutoModel builds, without options.
 ARCHITECTURE = "TransformersForCausalLM"
-Bases = Mapping[str, tuple[Tensor, Tensor]]
-"""P (m x r) and Q (n x r) by layer name."""
 
 
 @dataclass(frozen=True)
