@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from frozencore.adapter.saved.state import FLAT, MARK, cores_alone, read_folder, require_size
+from frozencore.adapter.saved.adapter import SavedAdapter
+from frozencore.adapter.saved.tensors import cores_key, require_size, vector_of
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.adapter_folder import CONFIG_FILE, HEADER_FILE, IN_A_RUN, PEFT_TYPE, read_config
 from frozencore.files.strict_yaml import read_yaml
@@ -38,7 +39,7 @@ def mean_core(place: str | Path, identity: str, size: int) -> dict[str, Tensor]:
     mean = torch.zeros(size, dtype=torch.float64)
     for folder, weight in weights.items():
         mean += weight * _core_on(folder, identity, size)
-    return cores_alone((mean / total).float(), identity)
+    return {cores_key(identity): (mean / total).float()}
 
 
 def weights_in(place: Path) -> dict[Path, float]:
@@ -91,8 +92,9 @@ def _core_on(folder: Path, identity: str, size: int) -> Tensor:
             f"Training starts from cores on its own basis ({identity[:12]}), but {folder} is on {named[:12]}. Name "
             "tenants of this basis, or that basis with --basis."
         )
-    _, tensors = read_folder(folder)
-    if tensors.keys() - {FLAT, MARK} or FLAT not in tensors:
+    tensors = SavedAdapter.read(folder).tensors
+    flat = vector_of(tensors)
+    if flat is None or len(tensors) > 1:
         raise ArtifactError(f"Training starts from cores alone, but {folder} holds other trained modules too.")
-    require_size(str(folder), tensors[FLAT], size)
-    return tensors[FLAT].double()
+    require_size(str(folder), flat, size)
+    return flat.double()

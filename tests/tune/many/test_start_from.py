@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from frozencore import load_basis
 from frozencore.adapter.mean_core import mean_core
-from frozencore.adapter.saved.state import FLAT
+from frozencore.adapter.saved.adapter import checksum_of
+from frozencore.adapter.saved.tensors import hash_tensors, vector_of
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
 from frozencore.tune.config import RunConfig, make_config
 from frozencore.tune.many.run import TenantOutcome, execute_many
@@ -34,11 +35,11 @@ def on_basis(data: Path, together: Together, **options: Any) -> RunConfig:
 def mean_of(place: Path, together: Together) -> torch.Tensor:
     basis = load_basis(together[0] / "basis")
     size = sum(P.shape[1] ** 2 for P, _ in basis.layers.values())
-    return mean_core(place, basis.identity, size)[FLAT]
+    return vector_of(mean_core(place, basis.identity, size))
 
 
 def flat_of(folder: Path) -> torch.Tensor:
-    return load_file(folder / "adapter" / "adapter_model.safetensors")[FLAT]
+    return vector_of(load_file(folder / "adapter" / "adapter_model.safetensors"))
 
 
 def test_the_mean_of_a_folder_is_that_of_its_tenants_and_one_core_is_itself(together: Together, tmp_path: Path) -> None:
@@ -104,11 +105,11 @@ def _other_basis(out: Path) -> Path:
 def _changed(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], Path]:
     def put(out: Path) -> Path:
         file = out / "anna" / "adapter" / "adapter_model.safetensors"
-        tensors = load_file(file)
-        save_file({**tensors, FLAT: change(tensors[FLAT])}, file)
+        tensors = {key: change(flat) for key, flat in load_file(file).items()}
+        save_file(tensors, file)
         config = out / "anna" / "adapter" / "adapter_config.json"
-        values = json.loads(config.read_text())
-        config.write_text(json.dumps({**values, "seal": None}))
+        values = {**json.loads(config.read_text()), "tensors_sha256": hash_tensors(tensors)}
+        config.write_text(json.dumps({**values, "checksum": checksum_of(values)}))
         return out
 
     return put
