@@ -52,7 +52,7 @@ DEFAULTS = {
 
 
 @cache  # a file of megabytes, of which several blocks and pictures are made
-def final_runs(campaign: str = "smollm2") -> dict[str, dict[str, list[Found]]]:
+def final_runs(campaign: str) -> dict[str, dict[str, list[Found]]]:
     """A campaign's final runs by task and by name of the method, each in the order of its seeds."""
     found: dict[str, dict[str, list[Found]]] = defaultdict(lambda: defaultdict(list))
     for record in sorted(lines_of(LAB_RESULTS / campaign / "records.jsonl"), key=lambda record: record["seed"]):
@@ -105,11 +105,14 @@ def differences(others: Sequence[Sequence[Found]], runs: Sequence[Found], key: s
 
 
 def differences_of(pairs: Sequence[tuple[Sequence[Found], Sequence[Found]]], key: str) -> list[str]:
-    """Of each pair of methods' runs the first minus the second; a star marks p < .05 after Holm over all pairs."""
+    """Each pair's first minus second, with degrees of freedom; a star marks p < .05 after Holm over all pairs."""
     scores = [[scores_by_row(runs, key) for runs in pair] for pair in pairs]
     found = adjusted([paired_difference(one, other) for one, other in scores])
     stars = ["" if one.holm is None or one.holm >= 0.05 else " *" for one in found]
-    return [f"{one.mean:+.3f} ± {one.half:.3f}{star}" for one, star in zip(found, stars, strict=True)]
+    return [
+        f"{one.mean:+.3f} ± {one.half:.3f}{star}" + ("" if one.freedom is None else f" [{one.freedom:.0f}]")
+        for one, star in zip(found, stars, strict=True)
+    ]
 
 
 def by_loss(methods: Mapping[str, list[Found]]) -> list[tuple[str, list[Found]]]:
@@ -402,9 +405,8 @@ def from_(block: str, source: str) -> str:
 
 def pages(study: tenants_quality.Tenants, in_vllm: Found) -> Iterator[tuple[Path, dict[str, str]]]:
     """Every page with its blocks by name."""
-    tasks = final_runs()
     with_most_seeds = {task: final_runs(campaign)[task] for task, campaign in TWO_TASKS.items()}
-    runs, changed, files = "`lab/results/smollm2`", "`lab/results/smollm2-ablations`", "`benchmarks/results/{}.json`"
+    changed, files = "`lab/results/smollm2-ablations`", "`benchmarks/results/{}.json`"
     many, vllm = "`benchmarks/results/tenants-quality.jsonl`", files.format("served")
     yield (
         README,
@@ -428,8 +430,6 @@ def pages(study: tenants_quality.Tenants, in_vllm: Found) -> Iterator[tuple[Path
             ),
             "equal-values": from_(at_equal_values(), "`lab/results/smollm2-values`"),
             "values": from_(of_task(by_values(of_values())), "`lab/results/smollm2-values`"),
-            "smollm2-sst2": from_(of_task(by_loss(tasks["sst2"])), runs),
-            "smollm2-hellaswag": from_(of_task(by_loss(tasks["hellaswag"])), runs),
             "one-rate": from_(one_rate(), "`lab/results/smollm2-paper` and `lab/results/smollm2-seeds`"),
             "smollm2-ablations": from_(ablations(), changed),
             "smollm2-stability": from_(stability(), changed),

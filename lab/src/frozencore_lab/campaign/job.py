@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
 
 from pydantic import GetPydanticSchema
 from pydantic_core import core_schema, to_jsonable_python
@@ -27,7 +27,13 @@ if TYPE_CHECKING:
     from frozencore.tune.load import Base, Inputs
     from frozencore.tune.read_rows import RowCache
     from frozencore.tune.scores import Score
-    from frozencore_lab.campaign.shared_moments import SharedWork
+
+
+class Shared(Protocol):
+    """Moments and bases that the runs of a campaign share."""
+
+    def of(self, config: RunConfig, inputs: Inputs, progress: Progress) -> Precomputed | None:
+        """Those of one run; None if it computes its own."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,7 @@ class Work:
         folder: The job's folder, in which ``result.json`` is written last.
         base: The loaded model; a job leaves it without an adapter, unless its method changes the model.
         rows, base_scores: Rows and base scores of the worker's earlier jobs.
-        store: Moments and bases that jobs share; None for a job that runs alone.
+        shared: Moments and bases that jobs share; None for a job that runs alone.
     """
 
     config: RunConfig
@@ -50,14 +56,14 @@ class Work:
     base: Base
     rows: RowCache
     base_scores: dict[str, Score]
-    store: SharedWork | None
+    shared: Shared | None
 
     def inputs(self, config: RunConfig) -> tuple[Inputs, Precomputed | None]:
         """The model with the rows of a configuration, and the moments and bases that it shares."""
         from frozencore.tune.load import prepare
 
         inputs = prepare(config.model, config.rows, config.scoring, self.progress, self.base, row_cache=self.rows)
-        return inputs, None if self.store is None else self.store.of(config, inputs, self.progress)
+        return inputs, None if self.shared is None else self.shared.of(config, inputs, self.progress)
 
 
 @dataclass(frozen=True)

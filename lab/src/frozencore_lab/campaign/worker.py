@@ -93,7 +93,7 @@ class Worker:
             base=self._base[1],
             rows=self._rows,
             base_scores=self._scores,
-            store=None if job.kind.is_alone else SharedWork(self.store, here),
+            shared=None if job.kind.is_alone else SharedWork(self.store, here),
         )
         job.kind.run(work)
         if config.method.entry.changes_base:

@@ -157,6 +157,7 @@ class Difference:
         half: Half the interval's width; None if neither seeds nor rows repeat.
         p: None without an interval, or if all differences are equal.
         over: What the interval counts.
+        freedom: Student's degrees of freedom; None without an interval.
         holm: p after Holm's adjustment over all comparisons with the same reference; see :func:`adjusted`.
     """
 
@@ -164,6 +165,7 @@ class Difference:
     half: float | None
     p: float | None
     over: Over
+    freedom: float | None = None
     holm: float | None = None
 
 
@@ -192,7 +194,7 @@ def paired_difference(runs: Sequence[Scored], others: Sequence[Scored], *, draws
     freedom = variance**2 / (of_seeds**2 / max(1, num_seeds - 1) + of_rows**2 / max(1, num_rows - 1))
     error = math.sqrt(variance)
     half = float(stats.t.ppf((1 + COVERAGE) / 2, freedom)) * error
-    return Difference(mean, half, float(2 * stats.t.sf(abs(mean) / error, freedom)), over)
+    return Difference(mean, half, float(2 * stats.t.sf(abs(mean) / error, freedom)), over, freedom)
 
 
 def adjusted(differences: Sequence[Difference]) -> list[Difference]:
