@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import mmap
 import resource
 import sys
@@ -96,68 +95,6 @@ MIB = 2**20
 
 
 @pytest.fixture
-def memory() -> PeakMemory:
-    gc.collect()  # garbage of other tests, collected within a phase, would be counted as a shrinking of it
-    found = PeakMemory(nn.Linear(2, 2))
-    if not found._forgets:
-        pytest.skip("this system counts over the whole life of a process")
-    return found
-
-
-def held(num_mib: int) -> mmap.mmap:
-    """Memory of the system's own, whatever the process has freed before and would use again."""
-    pages = mmap.mmap(-1, num_mib * MIB)
-    for start in range(0, len(pages), mmap.PAGESIZE):
-        pages[start] = 1
-    return pages
-
-
-def beyond(peaks: PhasePeaks | None) -> tuple[float, ...]:
-    """MiB of each phase above what was held."""
-    assert peaks is not None
-    phases = (peaks.calibration_bytes, peaks.training_bytes, peaks.scoring_bytes)
-    return tuple((peak - peaks.held_bytes) / MIB for peak in phases)
-
-
-def test_each_phase_has_its_own_peak_also_after_a_higher_one(memory: PeakMemory) -> None:
-    with memory.phase("calibration"):
-        held(128).close()
-    with memory.phase("training"):
-        kept = held(16)
-    with memory.phase("scoring"):
-        held(48).close()
-    assert beyond(memory.peaks) == pytest.approx((128, 16, 16 + 48), abs=8)
-    assert memory.peaks is not None
-    assert memory.largest == memory.peaks.calibration_bytes
-    kept.close()
-
-
-def test_what_a_phase_has_freed_is_not_held_against_the_next(memory: PeakMemory) -> None:
-    with memory.phase("calibration"):
-        blocks = [torch.ones(8 * 1024) for _ in range(2000)]  # 32 KiB each: of the C library's own store
-        last = blocks[-1]  # above the others: they are a hole in it
-        del blocks
-    with memory.phase("training"):
-        pass
-    with memory.phase("scoring"):
-        pass
-    calibration, training, _ = beyond(memory.peaks)
-    assert calibration - training > 50
-    assert training < 16
-    del last
-
-
-def test_a_phase_that_failed_leaves_no_peaks(memory: PeakMemory) -> None:
-    with pytest.raises(ValueError, match="in the middle"), memory.phase("calibration"):
-        raise ValueError("in the middle")
-    for name in ("training", "scoring"):
-        with memory.phase(name):  # type: ignore[arg-type]
-            pass
-    assert memory.peaks is None
-    assert memory.largest > 0
-
-
-@pytest.fixture
 def on_gpus(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     """The peaks of three GPUs, which reset to 1."""
     most = {0: 99, 1: 5, 2: 7}
@@ -180,16 +117,18 @@ def test_with_gpus_the_fullest_of_those_that_hold_the_model_counts(on_gpus: dict
     assert memory.largest == 40
 
 
-def test_where_peaks_cannot_be_forgotten_there_is_one_of_the_process(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(cost, "CLEAR_REFS", tmp_path / "nowhere" / "clear_refs")
+def test_on_a_cpu_the_peak_is_that_of_the_run_and_not_of_the_process_before_it() -> None:
+    pages = mmap.mmap(-1, 128 * MIB)
+    pages[:] = b"1" * len(pages)
+    before = process_peak_bytes()
+    pages.close()
     memory = PeakMemory(nn.Linear(2, 2))
-    for name in ("calibration", "training", "scoring"):
-        with memory.phase(name):  # type: ignore[arg-type]
-            pass
+    if memory.largest == before:
+        pytest.skip("this system counts over the whole life of a process")
+    assert memory.largest < before - 100 * MIB
+    with memory.phase("training"):
+        pass
     assert memory.peaks is None
-    assert memory.largest == pytest.approx(process_peak_bytes(), abs=MIB)
 
 
 @pytest.mark.parametrize(
@@ -211,20 +150,6 @@ def few(**options: object) -> RunConfig:
         model=str(pocket_model_path()), task="pocket-sentiment", epochs=1, num_evaluation=8, device="cpu",
         **{"num_train": 24, "calibration_size": 8, "rank": 4, **options},
     )  # fmt: skip
-
-
-def test_methods_and_phases_of_real_runs_differ_as_they_must(memory: PeakMemory, tmp_path: Path) -> None:
-    """Calibrating FCCA runs the model backwards and sums G; a random basis needs neither. Training runs it for both."""
-    found = {}
-    for method in ("fcca", "random"):
-        config = few(method=method, rank=16, num_train=8, batch_size=8, accumulation=1)
-        record = execute(config, tmp_path / method, lambda *_: None)
-        assert record.resources is not None
-        found[method] = beyond(record.resources.peaks)
-        assert record.peak_memory_bytes == record.resources.peak_memory_bytes
-    (fcca, _, _), (random, training, _) = found["fcca"], found["random"]
-    assert fcca > random + 4
-    assert training > random + 4
 
 
 def kept_bytes(model: nn.Module, ids: Tensor) -> int:
@@ -271,7 +196,7 @@ def test_as_many_go_at_once_as_fit_and_divide_a_step(
 
 def test_a_run_cut_as_it_fits_is_the_run_of_one_row_after_the_other(tmp_path: Path) -> None:
     fitted = execute(few(batch_size="auto"), tmp_path / "fitted", lambda *_: None)
-    alone = execute(few(), tmp_path / "alone", lambda *_: None)
+    alone = execute(few(batch_size=1), tmp_path / "alone", lambda *_: None)
     for record, batch_size, accumulation in ((fitted, 8, 1), (alone, 1, 8)):
         assert record.resolved is not None
         assert record.resolved.recipe.items() >= {"batch_size": batch_size, "accumulation": accumulation}.items()

@@ -1,10 +1,9 @@
-"""Measure the cost of a run: trained values, training state, stored bytes, and the peak memory of each phase.
+"""Measure the cost of a run: trained values, training state, stored bytes, and the peak memory.
 
 Shapes: a target matrix is (m, n), outputs and inputs; r is the rank.
 
-The system records one peak over a process's whole life, and a process keeps its freed memory. So before each phase free
-memory is returned and the peak is reset; a small phase after a large one then shows its own peak. Every peak includes
-the memory of Python and its libraries. The need of a method is its peak above ``held_bytes``.
+On a CPU the system records one peak, which includes the memory of Python and its libraries; it is reset when a run
+begins, after free memory was returned.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import ctypes
 import resource
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -64,7 +63,7 @@ FORGET_THE_PEAK = "5"
 
 
 class PeakMemory:
-    """Record the peak memory of each phase of one run.
+    """Record the peak memory of a run: on GPUs of each phase, else of the process since the run began.
 
     Args:
         model: The loaded base model without an adapter; the memory held now becomes ``held_bytes``.
@@ -72,57 +71,39 @@ class PeakMemory:
 
     def __init__(self, model: nn.Module) -> None:
         self._devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-        self._forgets = self._begin_anew()
-        self._held = self._now()
+        self._held = max((torch.cuda.memory_allocated(device) for device in self._devices), default=0)
         self._peaks: dict[RunPhase, int] = {}
+        if not self._devices:
+            _give_back_what_is_free()
+            with suppress(OSError):  # not Linux, or not permitted: the peak is that of the process's life
+                CLEAR_REFS.write_text(FORGET_THE_PEAK)
 
     @contextmanager
     def phase(self, name: RunPhase) -> Iterator[None]:
-        """Measure the block; a block that fails is not recorded."""
-        self._begin_anew()
+        """Measure the block on GPUs; a block that fails is not recorded."""
+        for device in self._devices:
+            torch.cuda.reset_peak_memory_stats(device)
         yield
-        self._peaks[name] = self._peak()
+        if self._devices:
+            self._peaks[name] = max(torch.cuda.max_memory_allocated(device) for device in self._devices)
 
     @property
     def largest(self) -> int:
-        """The largest peak in bytes: of the phases, or of the process's life if phases cannot be separated."""
-        return max(self._peaks.values()) if self._forgets and self._peaks else self._peak()
+        """The largest peak in bytes."""
+        return max(self._peaks.values(), default=self._held) if self._devices else process_peak_bytes()
 
     @property
     def peaks(self) -> PhasePeaks | None:
-        """The peak of each phase; None if the system cannot separate phases, or a phase is missing."""
-        if not self._forgets or len(self._peaks) < 3:
+        """The peak of each phase; None without GPUs, or if a phase is missing."""
+        if len(self._peaks) < 3:
             return None
         return PhasePeaks(
-            measured="device" if self._devices else "process",
+            measured="device",
             held_bytes=self._held,
             calibration_bytes=self._peaks["calibration"],
             training_bytes=self._peaks["training"],
             scoring_bytes=self._peaks["scoring"],
         )
-
-    def _begin_anew(self) -> bool:
-        """Reset the peak; False if the system cannot."""
-        if self._devices:
-            for device in self._devices:
-                torch.cuda.reset_peak_memory_stats(device)
-            return True
-        _give_back_what_is_free()
-        try:
-            CLEAR_REFS.write_text(FORGET_THE_PEAK)
-        except OSError:  # not Linux, or not permitted
-            return False
-        return True
-
-    def _now(self) -> int:
-        if self._devices:
-            return max(torch.cuda.memory_allocated(device) for device in self._devices)
-        return _status("VmRSS") or 0
-
-    def _peak(self) -> int:
-        if self._devices:
-            return max(torch.cuda.max_memory_allocated(device) for device in self._devices)
-        return process_peak_bytes()
 
 
 def process_peak_bytes() -> int:
