@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from peft import PeftModel
 from torch import Tensor, nn
 from torch.nn.functional import log_softmax, nll_loss
 
@@ -145,12 +144,17 @@ def _part(model: nn.Module, output: Any, name: str) -> Tensor:
     return found
 
 
+def _base_of(model: Any) -> Any:
+    """The model under an adapter library's wrapper, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def _needs_all_logits(model: nn.Module, hooks: Hooks) -> bool:
     """Return whether all positions need logits: a layer of the head is captured, or the model cannot leave any out.
 
     Without the other positions, a pass takes a seventh less time (benchmarks/calibration.py).
     """
-    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = _base_of(model)
     backbone = getattr(base, getattr(base, "base_model_prefix", ""), base)
     below_head = {id(module) for module in backbone.modules()}
     return "logits_to_keep" not in inspect.signature(base.forward).parameters or any(
@@ -189,6 +193,11 @@ def collect_moments(
         ConfigError: There is no moment of a name in ``needs``.
         CalibrationError: No examples, no labels, NaN or Inf (the message names batch and layer), or a layer without
             counted tokens.
+
+    >>> model, batch = nn.Sequential(nn.Linear(4, 3)), {"x": torch.randn(5, 4)}
+    >>> found = collect_moments(model, [batch], ["0"], loss_fn=lambda model, batch: model(batch["x"]).square().mean())
+    >>> found["0"].G.shape, found["0"].num_tokens
+    (torch.Size([3, 4]), 5)
     """
     options = options or CalibrationOptions()
     require_options_fit(options, loss_fn)
@@ -313,7 +322,7 @@ def _watching_calls(model: nn.Module, running: CalibrationPass) -> Iterator[None
                 of_target = labels.ne(IGNORED)
             running.tokens = CountedTokens.of_call(of_target)
 
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = _base_of(model)
     with ExitStack() as undo:
         for module in {id(module): module for module in (model, base)}.values():
             undo.callback(module.register_forward_pre_hook(see, with_kwargs=True).remove)

@@ -73,7 +73,9 @@ def _set_requires_grad(module: nn.Module, name: str, flag: bool) -> None:
     getattr(module, name).requires_grad_(flag)
 
 
-RATES = ("drop", "jitter", "z_loss", "mask_time_prob", "mask_feature_prob")  # the last two hide parts of a sound
+# Parts of names of attributes that make a pass random or add a loss: dropout and layerdrop, a router's noise, a loss on
+# the size of logits, and masks that hide parts of a sound.
+RATES = ("drop", "jitter", "z_loss", "mask_time_prob", "mask_feature_prob")
 
 
 @contextmanager

@@ -96,6 +96,10 @@ def build_basis(constructor: str, layer: LayerData, options: BasisOptions) -> Ba
 
     Args:
         options: Options of the constructor's class. Plain ``BasisOptions`` use the defaults of its own options.
+
+    >>> layer = LayerData("q_proj", (6, 4), weight=lambda: torch.randn(6, 4))
+    >>> build_basis("lora_xs", layer, BasisOptions(rank=2)).Q.shape
+    torch.Size([4, 2])
     """
     row = find_constructor(constructor)
     try:

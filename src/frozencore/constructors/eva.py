@@ -59,6 +59,10 @@ def eva_basis(
 
     Args:
         center: Subtract the mean first: variance instead of energy.
+
+    >>> moments = LayerMoments(1, input_outer=torch.diag(torch.tensor([1.0, 9.0])))
+    >>> eva_basis(moments, W=torch.eye(2), rank=1).Q.abs().squeeze().tolist()
+    [0.0, 1.0]
     """
     rank = min(rank, *W.shape)
     V, energy = _leading(moments, "input_outer", "input_total", center, rank)

@@ -67,6 +67,11 @@ def fcca_basis(
 
     Raises:
         CalibrationError: A moment is missing or not finite, or a second moment is zero where G is not.
+
+    >>> a, d, G = torch.ones(3), torch.ones(2), torch.tensor([[0.0, 2.0, 0.0], [1.0, 0.0, 0.0]])
+    >>> basis = fcca_basis(LayerMoments(1, cross=G, input_square=a, error_square=d), rank=1)
+    >>> basis.P.abs().squeeze().tolist(), basis.Q.abs().squeeze().tolist()
+    ([1.0, 0.0], [0.0, 1.0, 0.0])
     """
     whitening = whitening or Whitening()
     G = moments.G
@@ -125,7 +130,11 @@ def rawgrad_basis(
     svd_method: SvdMethod = BasisOptions.svd_method,
     seed: int = 0,
 ) -> Basis:
-    """Take the leading singular directions of the loss gradient: no basis of rank r has a larger ``‖PᵀGQ‖_F``."""
+    """Take the leading singular directions of the loss gradient: no basis of rank r has a larger ``‖PᵀGQ‖_F``.
+
+    >>> rawgrad_basis(LayerMoments(1, cross=torch.diag(torch.tensor([1.0, 3.0]))), rank=1).Q.abs().squeeze().tolist()
+    [0.0, 1.0]
+    """
     none = Whitening(sides="none")
     return fcca_basis(moments, rank, whitening=none, coordinates=coordinates, svd_method=svd_method, seed=seed)
 

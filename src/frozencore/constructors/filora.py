@@ -47,6 +47,11 @@ def filora_basis(
     """Take the directions with the most energy, separately for inputs and output errors.
 
     The spectrum holds the products of the two sides' eigenvalues.
+
+    >>> moments = LayerMoments(1, input_square=torch.tensor([1.0, 9.0]), error_square=torch.tensor([4.0, 2.0]))
+    >>> basis = filora_basis(moments, rank=1, fisher="diagonal")
+    >>> basis.P.abs().squeeze().tolist(), basis.Q.abs().squeeze().tolist(), basis.spectrum.tolist()
+    ([1.0, 0.0], [0.0, 1.0], [36.0])
     """
     if fisher == "dense":
         rank = min(rank, len(moments.total("input_outer")), len(moments.total("error_outer")))

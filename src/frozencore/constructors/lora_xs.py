@@ -26,7 +26,11 @@ def lora_xs_basis(
     svd_method: SvdMethod = BasisOptions.svd_method,
     seed: int = 0,
 ) -> Basis:
-    """Take the directions that pretraining used most; the task is ignored."""
+    """Take the directions that pretraining used most; the task is ignored.
+
+    >>> lora_xs_basis(torch.diag(torch.tensor([1.0, 3.0])), rank=1).P.abs().squeeze().tolist()
+    [0.0, 1.0]
+    """
     rank = min(rank, *W.shape)
     U, S, V = truncated_svd(W.float(), rank, method=svd_method, seed=seed)
     k = effective_rank(S)
@@ -51,7 +55,11 @@ class LoRAXS(Constructor[BasisOptions]):
 
 
 def milora_basis(W: Float[torch.Tensor, "m n"], rank: int, *, coordinates: Coordinates = "qr") -> Basis:
-    """Take the directions that pretraining used least, in float64; singular vectors of zero singular values count."""
+    """Take the directions that pretraining used least, in float64; singular vectors of zero singular values count.
+
+    >>> milora_basis(torch.diag(torch.tensor([1.0, 3.0])), rank=1).P.abs().squeeze().tolist()
+    [1.0, 0.0]
+    """
     U, S, V = trailing_svd(W, rank)
     return basis_from_factors(U, V, rank=len(S), spectrum=S, coordinates=coordinates)
 

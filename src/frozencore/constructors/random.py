@@ -14,7 +14,12 @@ from frozencore.maths.moments import MomentName
 
 
 def random_basis(shape: tuple[int, int], rank: int, *, coordinates: Coordinates = "qr", seed: int = 0) -> Basis:
-    """Draw Gaussian m x r and n x r matrices and orthonormalise them."""
+    """Draw Gaussian m x r and n x r matrices and orthonormalise them.
+
+    >>> basis = random_basis((6, 4), rank=2, seed=1)
+    >>> basis.P.shape, basis.orthonormality_error() < 1e-6
+    (torch.Size([6, 2]), True)
+    """
     rank = min(rank, *shape)
     P0, Q0 = (
         torch.randn(width, rank, generator=seeded_generator(seed, "random", side))
@@ -38,7 +43,11 @@ BLOCK_ROWS = 1024
 
 
 def vera_basis(shape: tuple[int, int], rank: int, *, coordinates: Coordinates = "qr", seed: int = 0) -> Basis:
-    """Take the first m and n rows (and r columns) of the shared pair, orthonormalised; all layers use one seed."""
+    """Take the first m and n rows (and r columns) of the shared pair, orthonormalised; all layers use one seed.
+
+    >>> torch.equal(vera_basis((6, 4), rank=2).Q, vera_basis((8, 4), rank=2).Q)
+    True
+    """
     rank = min(rank, *shape)
     P0, Q0 = (shared_rows(width, rank, seed, side) for side, width in zip(("P", "Q"), shape, strict=True))
     return basis_from_factors(P0, Q0, rank=rank, spectrum=torch.empty(0), coordinates=coordinates)

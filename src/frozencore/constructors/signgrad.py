@@ -39,6 +39,11 @@ def signgrad_basis(
     """Take the leading singular directions of ``sign(G)``; ``initial_core`` is the best rank-r copy of one sign step.
 
     The adapter multiplies ``initial_core`` by the chosen step over its scale, or ignores it.
+
+    >>> G = torch.tensor([[0.1, -5.0], [0.2, -7.0]])
+    >>> basis = signgrad_basis(LayerMoments(1, cross=G), rank=1)
+    >>> (basis.P @ basis.initial_core @ basis.Q.mT).round(decimals=4).tolist()  # minus the sign of G
+    [[-1.0, 1.0], [-1.0, 1.0]]
     """
     sign = moments.G.sign()
     rank = min(rank, *sign.shape)

@@ -91,6 +91,11 @@ def basis_from_factors(
         rank: Columns of the result, at most ``min(m, n)``.
         energies: Returns the diagonals d and a for ``fisher`` coordinates. A side without a diagonal, or with an
             all-zero one, uses ``qr`` coordinates.
+
+    >>> P0, Q0 = torch.tensor([[3.0], [4.0]]), torch.tensor([[2.0], [0.0], [0.0]])
+    >>> basis = basis_from_factors(P0, Q0, rank=1, spectrum=torch.ones(1), coordinates="qr")
+    >>> basis.P.squeeze().tolist(), basis.Q.abs().squeeze().tolist()
+    ([0.6000000238418579, 0.800000011920929], [1.0, 0.0, 0.0])
     """
     for side, factor in (("P", P0), ("Q", Q0)):
         if not torch.isfinite(factor).all():
@@ -113,6 +118,11 @@ def fisher_orthonormal(
     """``X (XᵀMX)^-1/2`` in float64, with M the diagonal second moment over its mean; X itself if M is None or zero.
 
     Directions with less energy than ``LEAST_ENERGY`` are scaled as if they had ``LEAST_ENERGY``.
+
+    >>> a = torch.tensor([4.0, 1.0, 1.0])
+    >>> Q = fisher_orthonormal(torch.eye(3)[:, :2], a)
+    >>> (Q.mT @ (a[:, None] * Q)).round(decimals=6).tolist()  # mean(a) = 2 times the identity
+    [[2.0, 0.0], [0.0, 2.0]]
     """
     if energy is None or not energy.any():
         return X

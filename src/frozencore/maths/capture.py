@@ -24,7 +24,12 @@ from frozencore.maths.whitening import Whitening, damped
 
 
 def local_objective(G: Float[Tensor, "m n"], A: Tensor, D: Tensor, delta_W: Float[Tensor, "m n"], step: float) -> float:
-    """The value of the local objective at an update ``delta_W``; negative is an improvement."""
+    """The value of the local objective at an update ``delta_W``; negative is an improvement.
+
+    >>> G, A, D = torch.eye(2), torch.ones(2), torch.ones(2)
+    >>> local_objective(G, A, D, -G, step=1.0)
+    -1.0
+    """
     linear = (G.double() * delta_W.double()).sum()
     metric = (delta_W.double() * _times(D, _times(A, delta_W.mT).mT)).sum()
     return float(linear + metric / (2 * step))
@@ -60,7 +65,12 @@ def captured_correlation(G: Float[Tensor, "m n"], A: Tensor, D: Tensor, basis: B
 def closed_form_core(
     G: Float[Tensor, "m n"], A: Tensor, D: Tensor, basis: Basis, *, step: float = 1.0, scale: float = 1.0
 ) -> Float[Tensor, "r r"]:
-    """The core that minimises the local objective: ``R* = -(η/s) (PᵀDP)^-1 PᵀGQ (QᵀAQ)^-1``."""
+    """The core that minimises the local objective: ``R* = -(η/s) (PᵀDP)^-1 PᵀGQ (QᵀAQ)^-1``.
+
+    >>> basis = Basis(torch.eye(2)[:, :1], torch.eye(2)[:, :1], torch.ones(1), 1)
+    >>> closed_form_core(torch.eye(2), torch.full((2,), 2.0), torch.ones(2), basis).item()
+    -0.5
+    """
     P, Q = basis.P.double(), basis.Q.double()
     half = torch.linalg.solve(P.mT @ _times(D, P), core_gradient(G, basis))
     return -(step / scale) * torch.linalg.solve(Q.mT @ _times(A, Q), half.mT).mT
@@ -124,6 +134,12 @@ def measure_capture(moments: LayerMoments, basis: Basis, metric: Whitening = MET
     Raises:
         CalibrationError: A moment is missing or not finite.
         torch.linalg.LinAlgError: The columns of P or Q depend on one another.
+
+    >>> moments = LayerMoments(1, cross=torch.diag(torch.tensor([2.0, 1.0])), input_square=torch.ones(2),
+    ...                        error_square=torch.ones(2))
+    >>> found = measure_capture(moments, Basis(torch.eye(2)[:, :1], torch.eye(2)[:, :1], torch.ones(1), 1))
+    >>> round(found.gradient**2 / found.gradient_total**2, 6)
+    0.8
     """
     G, count = moments.total("cross"), moments.num_tokens
     spreads = spread(moments.a), spread(moments.d)

@@ -37,7 +37,11 @@ class TruncatedSVD(NamedTuple):
 
 
 def seeded_generator(seed: int, *labels: str | int) -> torch.Generator:
-    """Make a CPU generator for one named purpose, so that no draw depends on the order of other draws."""
+    """Make a CPU generator for one named purpose, so that no draw depends on the order of other draws.
+
+    >>> torch.equal(*(torch.randn(3, generator=seeded_generator(0, "layer", "q_proj")) for _ in range(2)))
+    True
+    """
     digest = hashlib.sha256("\x1f".join(str(part) for part in (seed, *labels)).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
@@ -55,6 +59,10 @@ def truncated_svd(
 
     Raises:
         CalibrationError: ``M`` is not finite.
+
+    >>> U, S, V = truncated_svd(torch.diag(torch.tensor([1.0, 3.0, 2.0])), rank=2)
+    >>> S.tolist(), U.abs().argmax(0).tolist()
+    ([3.0, 2.0], [1, 2])
     """
     require_finite(M)
     rank = min(rank, *M.shape)
@@ -176,7 +184,12 @@ def canonical_signs(U: torch.Tensor, S: torch.Tensor, V: torch.Tensor) -> Triple
 
 
 def thin_qr(X: Float[torch.Tensor, "m r"]) -> tuple[Float[torch.Tensor, "m r"], Float[torch.Tensor, "r r"]]:
-    """Thin QR ``X = Q T`` with a positive diagonal of T, which makes it unique at full rank."""
+    """Thin QR ``X = Q T`` with a positive diagonal of T, which makes it unique at full rank.
+
+    >>> Q, T = thin_qr(torch.tensor([[-3.0], [-4.0]]))
+    >>> round(T.item(), 6)
+    5.0
+    """
     Q, T = torch.linalg.qr(X)
     signs = torch.where(T.diagonal() < 0, -1.0, 1.0).to(X.dtype)
     return Q * signs, T * signs[:, None]
@@ -225,13 +238,21 @@ def inverse_root(A: Float[torch.Tensor, "n n"], smallest: float) -> Float[torch.
     Args:
         smallest: A lower bound of the true eigenvalues, the damping of ``A``. Eigenvalues below it, from rounding, are
             raised to it.
+
+    >>> inverse_root(torch.diag(torch.tensor([4.0, 16.0])), smallest=1e-6).diagonal().tolist()
+    [0.5, 0.25]
     """
     eigenvalues, vectors = torch.linalg.eigh(A.double())
     return (vectors * eigenvalues.clamp_min(smallest).rsqrt()) @ vectors.mT
 
 
 def principal_cosines(X: Float[torch.Tensor, "m p"], Y: Float[torch.Tensor, "m q"]) -> Float[torch.Tensor, " k"]:
-    """Cosines of the principal angles between two column spans, largest first, in [0, 1]."""
+    """Cosines of the principal angles between two column spans, largest first, in [0, 1].
+
+    >>> X = torch.eye(3)
+    >>> principal_cosines(X[:, :2], X[:, 1:]).tolist()
+    [1.0, 0.0]
+    """
     QX, _ = torch.linalg.qr(X.double())
     QY, _ = torch.linalg.qr(Y.double())
     return torch.linalg.svdvals(QX.mT @ QY).clamp_max(1)
@@ -248,7 +269,11 @@ def energy_rank(energy: Float[torch.Tensor, " r"]) -> int:
 
 
 def effective_rank(S: Float[torch.Tensor, " r"]) -> int:
-    """The number of singular values above ``1e-6`` of the largest one; zero for a zero matrix."""
+    """The number of singular values above ``1e-6`` of the largest one; zero for a zero matrix.
+
+    >>> effective_rank(torch.tensor([2.0, 1.0, 1e-9]))
+    2
+    """
     if S.numel() == 0:
         return 0
     return int((RANK_TOLERANCE * S[0] < S).sum())

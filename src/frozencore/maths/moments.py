@@ -41,6 +41,11 @@ class LayerMoments:
         input_total, output_total: ``Σ x`` (n) and ``Σ y`` (m).
 
     A moment that was not collected is None; the properties then raise ``CalibrationError``.
+
+    >>> x, delta = torch.randn(100, 4), torch.randn(100, 3)  # inputs and output errors of 100 tokens
+    >>> moments = LayerMoments(100, cross=delta.mT @ x, input_square=x.square().sum(0))
+    >>> moments.G.shape, moments.names()
+    (torch.Size([3, 4]), ('cross', 'input_square'))
     """
 
     num_tokens: int
@@ -137,7 +142,11 @@ assert {field.name for field in fields(LayerMoments)} == {"num_tokens", *MOMENT_
 
 
 def spread(diagonal: Float[torch.Tensor, " k"]) -> float:
-    """Maximum over median of a diagonal moment; large if there are outlier channels, which whitening corrects."""
+    """Maximum over median of a diagonal moment; large if there are outlier channels, which whitening corrects.
+
+    >>> spread(torch.tensor([1.0, 2.0, 60.0]))
+    30.0
+    """
     median = float(diagonal.median())
     return float(diagonal.max()) / median if median > 0 else float("inf")
 
@@ -169,7 +178,13 @@ def outer(left: Float[torch.Tensor, "N p"], right: Float[torch.Tensor, "N q"]) -
 def add_outer(
     total: Float[torch.Tensor, "p q"], left: Float[torch.Tensor, "N p"], right: Float[torch.Tensor, "N q"]
 ) -> None:
-    """``total += leftᵀ right`` in place."""
+    """``total += leftᵀ right`` in place.
+
+    >>> total = torch.ones(1, 2)
+    >>> add_outer(total, torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
+    >>> total.tolist()
+    [[2.0, 3.0]]
+    """
     if left.is_cuda and left.dtype == right.dtype and left.dtype in (torch.bfloat16, torch.float16):
         torch.addmm(total, left.mT, right, out_dtype=torch.float32, out=total)
         return

@@ -38,6 +38,9 @@ class Whitening:
         fisher: ``diagonal`` moments, or ``dense`` K-FAC factors.
         shrinkage: With dense factors, the share λ of the diagonal: ``(1 - λ)·A + λ·diag(A)``.
         damping: c of ``ε = c·mean(diagonal)``; one number, or one for the input and one for the output side.
+
+    >>> sorted(Whitening(sides="input").needs())
+    ['input_square']
     """
 
     sides: Sides = "both"
@@ -97,7 +100,12 @@ def damped(
 def damped_inverse_root(
     second_moment: Float[torch.Tensor, " n"] | Float[torch.Tensor, "n n"], damping: float, shrinkage: float = 0.0
 ) -> InverseRoot:
-    """The inverse square root of a damped diagonal (vector) or dense (matrix) second moment."""
+    """The inverse square root of a damped diagonal (vector) or dense (matrix) second moment.
+
+    >>> root = damped_inverse_root(torch.tensor([3.0, 15.0]), damping=1 / 9)  # epsilon = 1
+    >>> root(torch.ones(2, 1)).squeeze().tolist()
+    [0.5, 0.25]
+    """
     metric = damped(second_moment, damping, shrinkage)
     if metric.ndim == 1:
         root = metric.rsqrt()
