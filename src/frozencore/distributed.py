@@ -28,7 +28,7 @@ T = TypeVar("T")
 _BY_ITSELF = ContextVar("by itself", default=False)
 _ENTRIES = count()
 _TAG = "frozencore"
-LATE_S = 10
+LATE_S = 10  # a rank that comes later is waited for by the first exchange
 
 
 def num_ranks() -> int:
