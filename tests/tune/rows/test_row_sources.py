@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import sys
@@ -95,10 +94,9 @@ def arrow_with_twins() -> bytes:
 
 @pytest.mark.parametrize("first", ["", "\n\n", " \n", ",,\n\n"])
 def test_a_csv_may_begin_with_empty_lines_and_hold_long_cells(first: str, tmp_path: Path) -> None:
-    before, long = csv.field_size_limit(), "x" * 140_000
-    (tmp_path / "a.csv").write_text(f"{first}text,other\n\n{long},b\n")
-    assert read_source(str(tmp_path / "a.csv")) == [{"text": long, "other": "b"}]
-    assert csv.field_size_limit() == before
+    long = "    indented\n" + "x" * 140_000
+    (tmp_path / "a.csv").write_text(f'{first}text,other\n\n"{long}",NA\n')
+    assert read_source(str(tmp_path / "a.csv")) == [{"text": long, "other": "NA"}]
 
 
 def test_separators_at_the_end_of_a_line_are_no_column(tmp_path: Path) -> None:
@@ -115,15 +113,13 @@ WRONG: list[tuple[str, bytes, str]] = [
     ("a.json", b'[{"text": "a", "text": "b"}]', "'text' is given twice"),
     ("a.json", b'{"text": "a"}', "must be one JSON list of objects"),
     ("a.csv", b"text,text\na,b\n", "'text' is given twice"),
-    ("a.csv", b"text,other\na\n", "line 2: a row must have the 2 columns"),
-    ("a.csv", b'text\n"a\n', "a.csv, line 1: .*Write it again"),
+    ("a.csv", b'text\n"a\n', "a.csv cannot be read as CSV: .*inside string"),
     ("a.csv", b"text\n\xff\xfe\n", "must be UTF-8"),
     ("a.csv", b"text\n", "holds no rows"),
-    ("a.csv", b"text,other,\na,b,c\n", "line 2: a row must have the 2 columns"),
     ("a.csv", b",,text,other\n0,1,a,b\n", "the column '' is given twice"),
-    ("a.tsv", b'text\tother\n"a\tb\n', "a.tsv, line 1: .*Write it again"),
+    ("a.tsv", b'text\tother\n"a\tb\n', "a.tsv cannot be read as TSV: .*inside string"),
     ("a.csv", b"\n\n", "holds no rows"),
-    ("a.csv", b"text,other\na,b,c\n", r"^[^:]*a.csv, line 2: a row must have the 2 columns of the first line"),
+    ("a.csv", b"text,other\na,b,c\n", r"^[^:]*a.csv cannot be read as CSV: .*2 fields in line 2, saw 3"),
     ("a.arrow", b"ARROW1 no", "cannot be read as Arrow"),
     ("a.arrow", arrow_with_twins(), "the column 'text' is given twice"),
     ("a.parquet", b"nothing", "cannot be read as Parquet"),

@@ -70,6 +70,10 @@ def test_choices_may_stand_in_the_file_and_numbers_need_none(tmp_path: Path) -> 
         (CAPITALS.replace("choices: options\n", ""), "choices belong to 'scoring: choice'"),
         (CAPITALS.replace("options", "[yes-only]"), "give two texts or more"),
         (CAPITALS.replace("answer: answer\n", ""), "answer: field required"),
+        *(
+            (CAPITALS.replace("{country}", jinja), "columns are named as {name}, and Jinja is not read")
+            for jinja in ("{{country}}", "{% if a %}{country}", "{# note #}{country}")
+        ),
         (CAPITALS.replace("{country}", "it"), "prompt: name the columns that it shows in braces"),
         (CAPITALS.replace("name: capitals", "name: a/b"), "name: string should match"),
         (CAPITALS.replace("name: capitals", "name: .."), "name: string should match"),
@@ -113,14 +117,11 @@ def test_a_bad_row_is_one_line(row: dict[str, Any], reason: str, tmp_path: Path)
 @pytest.mark.parametrize(
     ("prompt", "wanted"),
     [
-        ("{my question}", "Why?"), ("{ my question }", "Why?"), ("{{my question}}", "Why?"), ("{{ q-x }}", "How?"),
-        ("{n.x}?", "1?"), ("{ä}", "Ä"),
-        ('{"a": {ä}, "b": {}}', '{"a": Ä, "b": {}}'), ("\\\\boxed{} {ä}", "\\boxed{} Ä"),
-        ("\\\\frac{1}{2} {ä}", "\\frac{1}{2} Ä"), ("\\\\frac{\\\\sqrt{2}}{3}x^{2} {ä}", "\\frac{\\sqrt{2}}{3}x^{2} Ä"),
-        ("\\\\text{ {ä} }", "\\text{ Ä }"), ("{ä}^{n.x}", "Ä^1"), ("\\\\n{ä}", "\\nÄ"),
+        ("{my question}", "Why?"), ("{q-x}", "How?"), ("{n.x}?", "1?"), ("{ä}", "Ä"), ("{ ä } {ä}", "{ ä } Ä"),
+        ('{"a": {ä}, "b": {}}', '{"a": Ä, "b": {}}'), ("\\\\frac{1}{2}x^{2} {ä}", "\\frac{1}{2}x^{2} Ä"),
         ("{1, 2} {x: 3} {ä}", "{1, 2} {x: 3} Ä"),
-        ("{ä:.2f}", None), ("{{ ä | upper }}", None), ("{{ ä.strip() }}", None), ("{ä|trim}", None),
-        ("{my-question}", None), ("{n[x]}", None), ("{ä!r}", None), ("{{missing}}", None), ("{0}", None),
+        ("{ä:.2f}", None), ("{ä|trim}", None), ("{my-question}", None), ("{n.x[0]}", None), ("{ä!r}", None),
+        ("{missing} {ä}", None), ("\\\\boxed{text} {ä}", None),
     ],
 )  # fmt: skip
 def test_every_column_that_a_prompt_names_is_filled_or_refused(prompt: str, wanted: str | None, tmp_path: Path) -> None:
@@ -134,19 +135,10 @@ def test_every_column_that_a_prompt_names_is_filled_or_refused(prompt: str, want
         assert evaluation_rows(task)[0].prompt == wanted
 
 
-@pytest.mark.parametrize(
-    ("prompt", "reason"),
-    [
-        ("Write {'sum': 1} or \\\\boxed{1}.", "the prompt must name a column in braces, but .* names none"),
-        ("{% if sum %}{sum}{% endif %}", "no other Jinja, but '{%' is in it"),
-        ("{# note #}{sum}", "no other Jinja, but '{#' is in it"),
-        ("{sum} goes into \\\\boxed{sum}", r"braces behind \\boxed are LaTeX's, but 'sum' is a column"),
-        ("{{{sum}}}", "no other Jinja, but '{{' is in it"),
-    ],
-)
-def test_a_prompt_of_text_alone_or_of_other_jinja_is_refused(prompt: str, reason: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=f"Row evaluation-0: .*{reason}"):
-        evaluation_rows(find_task(task_file(tmp_path, SUMS.replace("{a} + {b} =", prompt), [{"sum": 1}])))
+def test_a_prompt_of_text_alone_is_refused(tmp_path: Path) -> None:
+    text = SUMS.replace("{a} + {b} =", "Write {'sum': 1} or \\\\boxed{1}.")
+    with pytest.raises(DataError, match="Row evaluation-0: the prompt must name a column in braces"):
+        evaluation_rows(find_task(task_file(tmp_path, text, [{"sum": 1}])))
 
 
 @pytest.mark.parametrize("answer", ["The sum:\n5", "12:30", "3 apples and 4 pears", "Step 1.\nSo 48+24=72."])
@@ -185,9 +177,8 @@ def test_without_training_rows_a_task_is_for_evaluation_only(tmp_path: Path) -> 
         evaluation_rows(task)
 
 
-def test_a_list_of_tasks_names_each_once() -> None:
-    assert len(find_tasks("all")) == 11
-    assert [task.name for task in find_tasks("sst2, svamp")] == ["sst2", "svamp"]
-    for names, reason in (("all,sst2", "sst2 comes twice"), (" , ", "names no task"), ("sst3", "Did you mean 'sst2'")):
-        with pytest.raises(ConfigError, match=reason):
-            find_tasks(names)
+def test_tasks_of_a_list_are_found_by_name_and_a_typo_is_its_own_error() -> None:
+    assert len(find_tasks("all,sst2")) == 11
+    found = find_tasks("sst2, svamp, sst3")
+    assert list(found) == ["sst2", "svamp", "sst3"]
+    assert "Did you mean 'sst2'" in str(found["sst3"])

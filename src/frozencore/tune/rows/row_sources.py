@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
 import re
@@ -146,29 +145,32 @@ def _read_json(path: Path) -> Sequence[Row]:
     return rows
 
 
-def _read_separated(path: Path) -> Iterator[Row]:
-    limit = csv.field_size_limit(2**31 - 1)  # the greatest on every platform; the default is 131,072 characters
-    with path.open(encoding="utf-8-sig", newline="") as lines:
-        reader = csv.DictReader(lines, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
-        try:
-            while reader.fieldnames is not None and not any(map(str.strip, reader.fieldnames)):
-                reader.fieldnames = None  # a line before the header with nothing in its cells
-            names = list(reader.fieldnames or ())
-            while names and not names[-1].strip():  # separators at the end of the line, as spreadsheets write them
-                names.pop()
-            _require_once(names, "column")
-            reader.fieldnames = names
-            for row in reader:
-                if any(map(str.strip, row.pop(None, ()))) or None in row.values():
-                    rule = f"a row must have the {len(names)} columns of the first line"
-                    raise ValueError(f"{rule}; quote what holds a separator or a new line")
-                yield row
-        except UnicodeDecodeError:
-            raise
-        except (csv.Error, ValueError) as error:
-            raise DataError(f"{path}, line {reader.line_num}: {error}. Write it again.") from error
-        finally:
-            csv.field_size_limit(limit)
+def _read_separated(path: Path) -> list[Row]:
+    import pandas  # the import takes a second
+
+    try:
+        table = pandas.read_csv(
+            path,
+            sep="\t" if path.suffix == ".tsv" else ",",
+            header=None,
+            dtype=str,
+            keep_default_na=False,
+            encoding="utf-8-sig",
+        )
+        lines = table.fillna("").to_numpy().tolist()
+        while lines and not any(map(str.strip, lines[0])):  # before the header
+            lines.pop(0)
+        names, *rows = lines or [[]]
+        while names and not names[-1].strip() and not any(row[len(names) - 1].strip() for row in rows):
+            names.pop()  # separators at the end of the line, as spreadsheets write them
+        _require_once(names, "column")
+    except pandas.errors.EmptyDataError:
+        return []
+    except UnicodeDecodeError:
+        raise
+    except ValueError as error:  # pandas' errors of parsing among them
+        raise DataError(f"{path} cannot be read as {path.suffix[1:].upper()}: {one_line(error, 200)}") from error
+    return [dict(zip(names, row, strict=False)) for row in rows]
 
 
 def _read_arrow(path: Path) -> Sequence[Row]:

@@ -9,9 +9,8 @@
     answer: answer                  # a column: the text of a choice, or its position from 0; or the number
     epochs: 3
 
-``{question}`` stands for the column of that name, and so does ``{{ question }}``. Braces around what cannot be a name,
-as in JSON, and those of LaTeX, as in ``\\frac{1}{2}`` and ``x^{2}``, are text. A format or filter behind a column
-(``{price:.2f}``), other Jinja and a prompt without a column are refused.
+``{question}`` stands for the column of that name. A word in braces that is no column is refused, and so is a format
+behind a name (``{price:.2f}``); a space inside, as in ``{ word }``, makes it text. Other braces are text.
 
 Further keys: ``validation``, ``num_train``, ``num_evaluation``, ``max_new_tokens``, ``licence``.
 """
@@ -33,12 +32,10 @@ from frozencore.tune.rows.row_sources import read_source
 from frozencore.tune.tasks import Origin, Split, Task
 from frozencore.tune.tasks.answers import find_answer, parse_answer, parse_number
 
-_BRACES = re.compile(r"\{\{([^{}]+)\}\}|\{([^{}]+)\}|\{\{")
-_NAME = re.compile(r"\w[\w .!?/&%#()\[\]-]*")
-_FORMAT = re.compile(r"\s*[|:!.(\[]")
-"""What begins a format, filter or attribute behind a name."""
-_LATEX = re.compile(r"(?:(\\[A-Za-z]{2,})(?:\{(?:[^{}]|\{[^{}]*\})*\})*|[\^_])$")
-"""What stands before an argument of LaTeX; a backslash and one letter may be a new line."""
+_BRACES = re.compile(r"\{([^{}]+)\}")
+_NAME = re.compile(r"[^\W\d]\w*(?:[ .-]+\w+)*")
+_FORMAT = re.compile(r"[|:!(\[]")
+_JINJA = re.compile(r"\{[{%#]")
 
 
 @dataclass(frozen=True)
@@ -54,22 +51,9 @@ class Described:
         shown: set[str] = set()
 
         def filled(braces: re.Match[str]) -> str:
-            name = braces[1] or braces[2] or "{"
-            name = name if name in row else name.strip()
-            if name not in row and name.startswith(("{", "%", "#")):
-                raise DataError(
-                    f"Row {row_id}: a prompt names columns as {{name}} or {{{{ name }}}} and takes no other Jinja, but "
-                    f"'{{{name[0]}' is in it. Put a space between braces that are text, as in '{{ {{'."
-                )
-            latex = _LATEX.search(self.prompt[: braces.start()])
-            if name in row and latex and latex[1]:
-                raise DataError(
-                    f"Row {row_id}: braces behind {latex[1]} are LaTeX's, but {name!r} is a column. "
-                    f"Write {latex[1]}{{ {{{name}}} }} for the column, or another word for text."
-                )
-            is_format = bool(braces[1]) or _FORMAT.split(name, maxsplit=1)[0] in row
-            is_text = not _NAME.fullmatch(name) or latex is not None
-            if name not in row and not is_format and is_text:
+            name = braces[1]
+            is_format = _FORMAT.split(name, maxsplit=1)[0] in row
+            if name not in row and not is_format and not _NAME.fullmatch(name):
                 return braces[0]
             shown.add(name)
             return text_field(row, name, row_id, or_number=True)
@@ -139,6 +123,11 @@ def read_own_task(path: Path) -> Task:
         )
     if isinstance(own.choices, list) and (len(own.choices) < 2 or not all(map(str.strip, own.choices))):
         raise ConfigError(f"{path}: choices: give two texts or more, none empty, but {own.choices!r} came.")
+    if _JINJA.search(own.prompt):
+        raise ConfigError(
+            f"{path}: prompt: columns are named as {{name}}, and Jinja is not read. Put a space between braces that "
+            "are text, as in '{ {'."
+        )
     if not _BRACES.search(own.prompt):
         raise ConfigError(f"{path}: prompt: name the columns that it shows in braces, as {{question}}; none is named.")
     named: dict[Split, str | None] = {"train": own.train, "validation": own.validation, "evaluation": own.evaluation}
