@@ -29,7 +29,7 @@ def execute_calibration(config: RunConfig, out: Path, progress: Progress, *, of_
     """Write ``out/moments.safetensors``, ``out/adapter`` with zero cores, and ``out/basis`` for many adapters.
 
     Args:
-        of_tenants: The data name tenants. The calibration rows are ``calibration_size`` rows of each.
+        of_tenants: The data name tenants. The calibration rows are ``calibration_size`` rows in all, spread over them.
 
     Raises:
         ConfigError: The method reads no data, or a calibration task was named beside tenants.

@@ -159,7 +159,7 @@ class RowsConfig(ConfigPart):
     ] = "last"
     prompt_style: Annotated[PromptStyle, Field(description="How a task's prompts are written.")] = "auto"
     calibration_size: Annotated[
-        int, Field(ge=1, description="Training rows that the calibration pass reads, of each tenant.")
+        int, Field(ge=1, description="Training rows that the calibration pass reads; of several tenants, in all.")
     ] = 128
     calibration_task: Annotated[
         str | None, Field(description="Task of the calibration rows. Default: the task to learn.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -234,8 +235,9 @@ def prepare(
     encoder = encoder_of(rows, base)
     read = prepare_rows(rows, scoring, encoder, row_cache)
     require_embedded(base.model, base.tokenizer, (*read.train, *read.held_out, *read.calibration))
-    note = dtype_in_words(base.model, model.dtype)
-    progress("load", 1, 1, read.in_words if note is None else f"{read.in_words}; {note}")
+    has_limit = context_limit(base.model, base.tokenizer) < sys.maxsize
+    notes = (dtype_in_words(base.model, model.dtype), None if has_limit else "the model states no longest context")
+    progress("load", 1, 1, "; ".join([read.in_words, *filter(None, notes)]))
     return Inputs(base.model, encoder, read)
 
 

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import transformers.utils.chat_template_utils as chat_template_utils
+from huggingface_hub.errors import StrictDataclassError
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer, BloomConfig, Gemma3Config, GPT2Config, MptConfig
+from transformers import CONFIG_MAPPING, AutoTokenizer, BloomConfig, Gemma3Config, GPT2Config, MptConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from frozencore.errors import ConfigError, DataError, ModelError
 from frozencore.tune.rows import Example, TextRow, TokenRow
@@ -154,10 +156,29 @@ def test_the_limit_is_the_text_models_and_no_stated_limit_is_none(byte_tokenizer
         (Gemma3Config(text_config={"max_position_embeddings": 2048}), 512, 512),
         (GPT2Config(n_positions=77), 1e30, 77),
         (MptConfig(max_seq_len=99), 1e30, 99),
+        (BloomConfig(seq_length=88), 1e30, 88),
         (BloomConfig(), 1e30, sys.maxsize),
     ):
         tokenizer.model_max_length = own
         assert context_limit(SimpleNamespace(config=config), tokenizer) == limit
+
+
+UNLIMITED = {"bloom", "cpmant", "falcon_mamba", "mamba", "mamba2", "recurrent_gemma", "xlnet", "xlstm"}
+"""Models whose configurations state no longest context: recurrent ones, and relative positions."""
+
+
+def test_every_causal_configuration_of_transformers_has_its_limit_or_states_none() -> None:
+    tokenizer, without, limits = SimpleNamespace(model_max_length=1e30), set(), set()
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        try:
+            model = SimpleNamespace(config=CONFIG_MAPPING[kind]())
+            limit = context_limit(model, tokenizer)
+        except (ValueError, StrictDataclassError):  # parts of several models, which is no causal language model of ours
+            continue
+        (without if limit == sys.maxsize else limits).add(kind)
+        assert limit >= 77
+    assert without <= UNLIMITED
+    assert len(limits) > 150
 
 
 def test_padding_needs_no_embedding_of_its_own(byte_tokenizer: Callable[..., Any]) -> None:

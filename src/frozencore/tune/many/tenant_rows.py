@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from frozencore.tune.load import Inputs, load, prepare
 from frozencore.tune.locate import find_tenants
 from frozencore.tune.processes import num_started, own_number
 from frozencore.tune.read_rows import RunRows
+from frozencore.tune.rows import TokenRow
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ def read_tenants(
 ) -> tuple[Inputs, dict[str, TenantRows]]:
     """Load the model with the rows of the basis, and each tenant's own rows.
 
-    The basis is calibrated on ``calibration_size`` rows of each tenant, or of the calibration task if one is named.
+    The basis is calibrated on ``calibration_size`` rows in all, spread over the tenants, or on those of the calibration
+    task if one is named.
 
     Raises:
         FrozenCoreError: A tenant's file cannot be read, split or tokenised; the message names the tenant.
@@ -92,9 +94,21 @@ def read_tenants(
         own[name] = TenantRows(config_here, inputs.rows)
         progress("load", number, len(files), f"{name}: {inputs.rows.in_words}")
     sets = [one.rows.calibration for one in own.values()]
-    calibration = sets[0] if config.rows.calibration_task is not None else [row for rows in sets for row in rows]
+    calibration = sets[0] if config.rows.calibration_task is not None else _spread(sets, config.rows.calibration_size)
     every_row = [row for one in own.values() for row in one.rows.train]
     return replace(inputs, rows=RunRows(None, (), every_row, calibration, [], "none")), own
+
+
+def _spread(sets: Sequence[Sequence[TokenRow]], num_rows: int) -> list[TokenRow]:
+    """The first rows of each set, about as many of each; with more sets than rows, of sets at equal distances."""
+    if len(sets) > num_rows:
+        sets = [sets[i * len(sets) // num_rows] for i in range(num_rows)]
+    counts = [0] * len(sets)
+    while sum(counts) < min(num_rows, sum(map(len, sets))):
+        unfinished = [i for i, rows in enumerate(sets) if counts[i] < len(rows)]
+        for i in unfinished[: num_rows - sum(counts)]:
+            counts[i] += 1
+    return [row for rows, count in zip(sets, counts, strict=True) for row in rows[:count]]
 
 
 @contextmanager

@@ -399,10 +399,17 @@ def _written_once(token: str) -> str:
     return f"{token} stood in a text where it is written anyway, and is written once"
 
 
+CONTEXT_NAMES = (
+    "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_seq_length", "max_sequence_length",
+    "seq_length", "context_length", "model_max_length", "max_target_positions",
+)  # fmt: skip
+"""The names of the longest context in the configurations of transformers' causal models, and in Bloom's files."""
+
+
 def context_limit(model: Any, tokenizer: Any) -> int:
     """The largest number of tokens for the language model and its tokenizer; no stated limit is no limit."""
     config = model.config.get_text_config()
-    stated = [getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len")]
+    stated = [getattr(config, name, None) for name in CONTEXT_NAMES]
     limits = [int(limit) for limit in (*stated, tokenizer.model_max_length) if isinstance(limit, int | float)]
     return min((limit for limit in limits if 0 < limit < 1e9), default=sys.maxsize)
 
