@@ -305,6 +305,22 @@ def test_loss_on_all_turns_takes_conversations(files: tuple[str, str], byte_toke
         own_rows(encoder, files[0], loss_on="all")
 
 
+@pytest.mark.parametrize(
+    ("texts", "system"), [(("Be brief.",), "Be brief."), (("Be brief.", "Rhyme."), None), (("Be brief.", None), None)]
+)
+def test_the_system_text_of_all_conversations_is_known(
+    texts: tuple[str | None, ...], system: str | None, tmp_path: Path, byte_tokenizer: Callable[..., Any]
+) -> None:
+    rows: list[dict[str, Any]] = []
+    for i in range(20):
+        text = texts[i % len(texts)]
+        first = [] if text is None else [{"role": "system", "content": text}]
+        turns = [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}!"}]
+        rows.append({"messages": [*first, *turns]})
+    encoder = PromptEncoder(byte_tokenizer(chat=True))
+    assert own_rows(encoder, write_rows(tmp_path / "rows.jsonl", rows)).system == system
+
+
 @pytest.mark.parametrize(("num_unique", "num_equal", "held_out"), [(10, 90, 10), (40, 3, 10), (0, 100, 0), (1, 99, 1)])
 def test_equal_rows_stay_in_one_part_and_never_take_the_training_rows(
     num_unique: int, num_equal: int, held_out: int, tmp_path: Path, encoder: PromptEncoder

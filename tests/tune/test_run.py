@@ -126,6 +126,7 @@ def test_the_record_holds_what_is_needed_to_trust_it(whole: tuple[TunedRecord, P
     assert record.config.content()["calibration_size"] == 16
     assert record.resolved.recipe["learning_rate"] == 1e-2
     assert record.resolved.targets == ("q_proj", "k_proj", "v_proj", "o_proj")
+    assert (record.resolved.prompt_style, record.resolved.dtype) == ("plain", "float32")
     assert {"model", "train", "calibration", "evaluation", "basis"} == record.hashes.content().keys()
     assert record.training.num_steps == len(record.training.losses) == 3
     assert record.calibration.smallest_effective_rank == 4

@@ -98,7 +98,7 @@ def _figure(record: TunedRecord) -> Figure:
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("optimiser step")
     axes.set_ylabel("loss, nats per token")
-    title = f"{record.config.model}, {record.method} on {record.task or record.config.sources}"
+    title = f"{Path(record.config.model).name}, {record.method} on {record.task or record.config.sources}"
     axes.set_title(title, fontsize=10, loc="left", parse_math=False)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)

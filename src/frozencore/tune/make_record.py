@@ -86,7 +86,6 @@ def make_record(
         "row_losses": _row_losses(after),
         "processes": num_ranks() if num_ranks() > 1 else None,
     }
-    base = inputs.model
     return TunedRecord(
         format=RECORD_FORMAT,
         config=RecordedConfig.of(config),
@@ -121,7 +120,8 @@ def make_record(
             recipe=recipe.content(),
             max_length=inputs.encoder.max_length,
             prompt_style="chat" if inputs.encoder.is_chat else "plain",
-            dtype=str(base.dtype).removeprefix("torch."),
+            dtype=str(inputs.model.dtype).removeprefix("torch."),
+            **({} if rows.system is None else {"system": rows.system}),
         ),
         calibration=_calibration_summary(adapted.calibration),
         criterion=criterion_of(adapted.captures),

@@ -57,6 +57,7 @@ class RunRows:
             configuration does not allow it.
         reading: A summary of reading own rows; None for a task.
         exact_match: Whether completions of own rows are generated and compared.
+        system: The system text that all conversations begin with; None if there is none.
         others: Plain texts of other tasks by task; their loss before and after training shows what the run forgets.
     """
 
@@ -71,6 +72,7 @@ class RunRows:
     num_skipped: int = 0
     reading: ReadRows | None = None
     exact_match: bool = False
+    system: str | None = None
     others: Mapping[str, list[TokenRow]] = field(default_factory=dict)
 
     @property
@@ -151,7 +153,10 @@ def prepare_rows(
     else:
         assert config.data is not None
         rows = _own_rows(config, scoring, config.data, encoder)
-    return replace(rows, others=_other_texts(config, scoring, encoder, kept or RowCache()))
+    system = next(iter(encoder.systems)) if len(encoder.systems) == 1 else ""
+    return replace(
+        rows, system=system or None, others=_other_texts(config, scoring, encoder, kept or RowCache())
+    )  # fmt: skip
 
 
 def task_splits(config: RowsConfig, scoring: ScoringConfig, kept: RowCache | None = None) -> TaskSplits:

@@ -84,6 +84,7 @@ class PromptEncoder:
         self.max_length = max_length
         self.too_long = too_long
         self.loss_on = loss_on
+        self.systems: set[str] = set()  # the system texts of the rendered conversations; "" for none
         self.eos_id: int = tokenizer.eos_token_id
         self.pad_id = self.eos_id  # padding is masked, and a model may have no embedding of its tokenizer's own
         bare, full = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
@@ -153,6 +154,8 @@ class PromptEncoder:
             num_completion: The number of messages at the end that are the completion.
         """
         changed: dict[str, None] = {}
+        begins_with = messages[0] if messages and messages[0].get("role") == "system" else {}
+        self.systems.add(str(begins_with.get("content") or ""))
         ends = tuple(filter(None, map(self.tokenizer.convert_ids_to_tokens, self.end_ids)))
         starts = tuple(filter(None, (self.tokenizer.bos_token, *self._starts)))
         cleaned: list[Mapping[str, Any]] = []
