@@ -48,6 +48,8 @@ def write_files(folder: Path) -> None:
         (folder / name).write_text(text)
     adapted("random", target_modules=["q_proj"]).save_pretrained(str(folder / "run/adapter"))
     tiny_qwen2().save_pretrained(folder / "base")
+    (folder / "a-basis").mkdir()
+    (folder / "a-basis" / "basis.json").write_text("{}")
 
 
 M = "--model pocket"
@@ -93,6 +95,7 @@ BEFORE_TORCH = {
     f"tune {P} --push-to-hub mine {X}": "OWNER/NAME",
     f"tune {P} --push-to-hub ./anna {X}": "OWNER/NAME",
     f"tune {P} --push-to-hub anna/mine {X}": "login",
+    f"tune {P} --push-to-hub anna/mine --basis a-basis {X}": "a-basis is a folder\\. Upload it .* --basis OWNER/NAME",
     f"tune {P} --rank 0 {X}": "--rank",
     f"tune {P} --seed -1 {X}": "--seed",
     f"tune {P} --targets , {X}": "--targets",

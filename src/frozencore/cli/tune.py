@@ -14,7 +14,7 @@ from rich.text import Text
 
 from frozencore.cli.display import StageDisplay, console
 from frozencore.cli.flags import DryRun, Out, Resume, RunCommand, require_out, told_if_nothing_is_kept
-from frozencore.errors import FrozenCoreError, RankError
+from frozencore.errors import ConfigError, FrozenCoreError, RankError
 from frozencore.files.hub import require_upload, upload
 from frozencore.text import bytes_in_words, num_of
 from frozencore.tune.config import RunConfig
@@ -69,6 +69,11 @@ def _tune(
     if resume:
         require_same_options(output, config)
     if push_to_hub is not None:
+        if config.method.basis is not None and Path(config.method.basis).is_dir():
+            raise ConfigError(
+                f"--push-to-hub uploads cores alone, whose basis must be on the hub too, but {config.method.basis} is a "
+                "folder. Upload it (hf upload OWNER/NAME FOLDER), and give --basis OWNER/NAME."
+            )
         require_upload(push_to_hub)
     if resume:
         _print_resumed(output)

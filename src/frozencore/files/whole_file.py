@@ -76,6 +76,7 @@ def whole_folder(out: Path, *, overwrite: bool | None, reads: Path | None = None
 
 def _temporary(path: Path) -> Path:
     """A name beside a path, random because a killed process with the same id may have left its own."""
+    path = path if path.name not in ("", "..") else path.resolve()
     return path.with_name(f".{path.name}.{token_hex(4)}.tmp")
 
 
@@ -83,6 +84,12 @@ def _put_in_place(new: Path, out: Path) -> None:
     """Rename a folder; a folder that it replaces is removed only after that, or gets its place back."""
     if not out.is_dir():
         new.rename(out)
+        return
+    if out.samefile("."):  # a process whose folder is renamed or removed would find no file by its relative path
+        for old in out.iterdir():
+            shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
+        for part in new.iterdir():
+            part.rename(out / part.name)
         return
     old = new.with_suffix(".old")
     out.rename(old)

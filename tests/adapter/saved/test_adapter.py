@@ -18,7 +18,14 @@ from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.utils import validate_repo_id
 from hypothesis import given
 from hypothesis import strategies as st
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import (
+    LoraConfig,
+    PeftModel,
+    PromptTuningConfig,
+    get_peft_model,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -274,6 +281,23 @@ def test_a_basis_that_was_changed_under_its_name_is_saved_with_the_cores(how: st
         copy.deepcopy(model.get_base_model()), str(tmp_path / "saved"), adapter_name="new"
     )
     assert torch.equal(logits(loaded.eval()), logits(model))
+
+
+@pytest.mark.parametrize("place", [".", "../here"])
+def test_an_empty_working_folder_is_written_into(
+    place: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    export_lora(saved, place)
+    assert Path(CONFIG).is_file()
+    export_lora(saved, place, overwrite=True)
+    assert Path(WEIGHTS).is_file()
+    with pytest.raises(ArtifactError, match="is there already"):
+        save_basis(adapted("random"), place)
+    save_basis(adapted("random"), place, overwrite=True)
+    assert {path.name for path in Path().iterdir()} == {"basis.json", "basis.safetensors"}
+    assert {path.name for path in tmp_path.iterdir()} == {"adapter", "here"}
 
 
 # ------------------------------------------------------------------------------------------------------ adapter names
@@ -570,6 +594,11 @@ def test_an_export_has_a_card_without_our_import_and_a_configuration_alone_none(
     assert [path.name for path in (tmp_path / "alone").iterdir()] == ["adapter_config.json"]
     with pytest.raises(ArtifactError, match="cannot be brought up to date"):
         write_model_card(tmp_path / "nothing")
+    get_peft_model(tiny_qwen2(), PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")).save_pretrained(
+        str(tmp_path / "tokens")
+    )
+    with pytest.raises(ArtifactError, match="PROMPT_TUNING"):
+        write_model_card(tmp_path / "tokens")
 
 
 @pytest.mark.parametrize("half_filled", [False, True])

@@ -22,7 +22,7 @@ from safetensors import safe_open
 
 from frozencore.adapter.saved.tensors import PREFIX
 from frozencore.errors import ArtifactError
-from frozencore.files.adapter_folder import WEIGHTS_FILE
+from frozencore.files.adapter_folder import PEFT_TYPE, WEIGHTS_FILE
 from frozencore.text import bytes_in_words, one_line
 
 CARD_FILE = "README.md"
@@ -59,6 +59,12 @@ def write_model_card(
         card = ModelCard.load(path) if path.exists() else ModelCard.from_template(ModelCardData())
     except (OSError, ValueError) as error:
         raise ArtifactError(f"The card of {directory} cannot be brought up to date: {error}.") from error
+    kind = config.get("peft_type") if isinstance(config, dict) else None
+    if kind not in (PEFT_TYPE, "LORA"):
+        raise ArtifactError(
+            f"A card is of a frozen core or of its export as a LoRA, but {directory} holds a {one_line(kind, 40)} "
+            "adapter."
+        )
     _describe(card.data, config, license)
     section = "\n".join([_BEGIN, *_lines(directory, config, calibration, scores, card.data.get("license")), _END])
     card.text = _placed(card.text, section)
