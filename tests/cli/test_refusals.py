@@ -95,7 +95,7 @@ BEFORE_TORCH = {
     f"tune {P} --push-to-hub mine {X}": "OWNER/NAME",
     f"tune {P} --push-to-hub ./anna {X}": "OWNER/NAME",
     f"tune {P} --push-to-hub anna/mine {X}": "login",
-    f"tune {P} --push-to-hub anna/mine --basis a-basis {X}": "a-basis is a folder\\. Upload it .* --basis OWNER/NAME",
+    f"tune {P} --push-to-hub anna/mine --basis a-basis {X}": "a-basis is a folder. Upload it .* --basis OWNER/NAME",
     f"tune {P} --rank 0 {X}": "--rank",
     f"tune {P} --seed -1 {X}": "--seed",
     f"tune {P} --targets , {X}": "--targets",

@@ -71,7 +71,7 @@ def _tune(
     if push_to_hub is not None:
         if config.method.basis is not None and Path(config.method.basis).is_dir():
             raise ConfigError(
-                f"--push-to-hub uploads cores alone, whose basis must be on the hub too, but {config.method.basis} is a "
+                f"--push-to-hub uploads cores, whose basis must be on the hub too, but {config.method.basis} is a "
                 "folder. Upload it (hf upload OWNER/NAME FOLDER), and give --basis OWNER/NAME."
             )
         require_upload(push_to_hub)
