@@ -10,12 +10,14 @@ from typing import Any
 
 # The beginning of a warning by the logger that says it. PEFT and transformers import torchao and bitsandbytes wherever
 # they are installed; the warnings are about binaries for other machines, about enums, and about a kernel for 4-bit
-# weights on the CPU. The last one is about the order of checkpoints, which their numbers tell as well.
+# weights on the CPU. The next is about the order of
+# checkpoints, which their numbers tell as well, and the last about a model's card without a head.
 _OF_NO_USE = {
     "torchao": "Failed to load ",
     "torch.utils._pytree": "%s is an Enum subclass",
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
     "transformers.trainer_utils": "mtime may not be reliable",
+    "huggingface_hub.repocard": "Repo card metadata block was not found",
 }
 
 

@@ -21,6 +21,7 @@ from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.rows import TextRow
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.scoring.exact_match import stream_greedily
+from made_up import made_up_record
 
 Command = Callable[..., tuple[int, str, str]]
 POCKET = ["--model", str(pocket_model_path())]
@@ -148,7 +149,7 @@ def said_by(model: torch.nn.Module, text: str, max_new_tokens: int) -> str:
 def answers(out: str, name: str) -> list[str]:
     """The answers of one speaker, in order."""
     parts = out.split(f"\n{name}:\n")[1:]
-    return [part.partition("\n\n")[0].strip() for part in parts]
+    return [part.partition("\n\n")[0].replace("(The model ended its answer at once.)", "").strip() for part in parts]
 
 
 def test_every_adapter_and_the_base_answer_as_they_generate(
@@ -203,3 +204,28 @@ def test_a_conversation_is_rendered_whole_and_begun_anew_when_asked(
         "system Be brief. user one assistant yes user two bot",
         "system Be brief. user three bot",
     ]
+
+
+def test_chat_takes_style_and_system_text_of_the_run_and_says_that_an_answer_is_empty(
+    command: Command, adapters: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, run = tmp_path / "model", tmp_path / "run"
+    tokenizer = AutoTokenizer.from_pretrained(pocket_model_path())
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}bot"
+    AutoModelForCausalLM.from_pretrained(pocket_model_path()).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    shutil.copytree(adapters[0] / "adapter", run / "adapter")
+    seen: list[str] = []
+    monkeypatch.setattr(
+        "frozencore.tune.scoring.exact_match.stream_greedily",
+        lambda model, row, encoder, *, max_new_tokens, tell: seen.append(row.context),
+    )
+    for own in ({"prompt_style": "chat", "system": "Be brief."}, {"prompt_style": "plain"}):
+        resolved = {"targets": "all-linear", "max_length": 512, "recipe": {}, "dtype": "float32", **own}
+        record = made_up_record({"task": "svamp"}, resolved=resolved)
+        (run / "result.json").write_text(json.dumps(record.content()))
+        monkeypatch.setattr("sys.stdin", io.StringIO("one\n"))
+        status, out, err = command("chat", run, "--model", model, "--device", "cpu")
+        assert (status, err) == (0, "")
+        assert "ended its answer at once" in out
+    assert seen == ["system Be brief. user one bot", "one"]

@@ -14,9 +14,10 @@ from scipy.stats import binomtest
 
 from adapted import adapted
 from frozencore import export_lora, pack_adapter
-from frozencore.cli.run_screen import run_summary, sample_lines, size_lines, wilson
+from frozencore.cli.run_screen import run_summary, sample_lines, size_lines
 from frozencore.files.adapter_folder import WEIGHTS_FILE
 from frozencore.files.whole_file import read_lines, write_lines
+from frozencore.text import wilson
 from frozencore.tune.config import make_config
 from made_up import made_up_record
 from tiny import tiny_qwen2
@@ -124,6 +125,16 @@ def test_a_run_whose_loss_no_longer_falls_or_only_swings_says_nothing_of_it() ->
     swinging = [0.3 + 0.25 * (-1) ** step - 0.001 * step for step in range(40)]
     for losses in (flat, swinging, flat[:4]):
         assert "falling" not in falling(losses)
+
+
+def test_a_perfect_run_is_not_told_to_train_longer() -> None:
+    losses = [4.0 * 0.9**step for step in range(40)]
+    training = {"num_steps": 40, "final_loss": losses[-1], "losses": losses}
+    own = {"learning_rate": 1e-2, "warmup": 0.1, "batch_size": 8, "accumulation": 1, "epochs": 3}
+    resolved = {"targets": "all-linear", "max_length": 512, "recipe": own}
+    for accuracy, said in ((1.0, False), (0.9, True)):
+        record = made_up_record({"task": "svamp"}, resolved=resolved, training=training, accuracy=accuracy)
+        assert ("still falling" in shown(run_summary(record))) is said
 
 
 UNITS = {"KB": 1000, "MB": 10**6}

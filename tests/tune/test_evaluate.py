@@ -24,7 +24,7 @@ from frozencore.tune.evaluate import (
     EvaluationRecord,
     adapter_names,
     evaluate_adapters,
-    trained_with,
+    style_of,
 )
 from frozencore.tune.load import load_model
 from frozencore.tune.pocket import POCKET_TASKS, pocket_model_path
@@ -155,9 +155,10 @@ def test_prompts_are_in_the_style_of_the_adapters_run(adapters: dict[str, Path],
     tokenizer.save_pretrained(tmp_path / "model")
     run = tmp_path / "run"
     shutil.copytree(adapters["cores-0"], run / "adapter")
-    record = made_up_record({"task": "svamp"}, config={"prompt_style": "plain", "dtype": "float32"})
+    resolved = {"targets": "all-linear", "max_length": 512, "recipe": {}, "prompt_style": "plain"}
+    record = made_up_record({"task": "svamp"}, resolved=resolved)
     (run / "result.json").write_text(json.dumps(record.content()))
-    assert trained_with(run / "adapter").prompt_style == "plain"
+    assert style_of(run / "adapter") == "plain"
     chat = evaluation(model=str(tmp_path / "model"), tasks=TASKS[1:], adapters=(run / "adapter",), with_base=True)
     found = evaluate_adapters(chat, tmp_path / "e", silent)
     assert found.prompt_styles == {"base": "chat", "run": "plain"}

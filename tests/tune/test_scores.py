@@ -12,7 +12,9 @@ from peft import PeftModel
 from frozencore.tune.config import RunConfig, make_config
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import SelectedCheckpoint, TunedRecord
+from frozencore.tune.rows import TokenRow
 from frozencore.tune.run import execute
+from frozencore.tune.scores import sample_rows
 from frozencore.tune.scoring.score import score_task
 from frozencore_lab.campaign.job import make_job
 from frozencore_lab.campaign.plan import plan
@@ -110,3 +112,8 @@ def test_the_papers_campaigns_choose_their_checkpoints(name: str) -> None:
     jobs = [run.job for run in plan(read_campaign(LAB / "campaigns" / f"{name}.yaml"), lambda _: None) if run.job]
     assert {job.config.scoring.select_checkpoint for job in jobs if job.kind.name == "tune"} == {"epoch"}
     assert {job.config.scoring.select_checkpoint for job in jobs if job.kind.name == "profile"} <= {"none"}
+
+
+def test_samples_are_of_different_prompts() -> None:
+    rows = [TokenRow(f"r{i}", [prompt, prompt, 9], 2) for i, prompt in enumerate((5, 5, 6, 5, 7))]
+    assert [row.id for row in sample_rows(rows, 4)] == ["r0", "r2", "r4", "r1"]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -15,6 +15,7 @@ from frozencore.cli.flags import flag
 from frozencore.errors import ConfigError
 from frozencore.files.adapter_folder import adapter_in, folder_of, read_config
 from frozencore.tune.locate import require_model
+from frozencore.tune.rows.prompts import PromptStyle
 
 if TYPE_CHECKING:
     from frozencore.tune.evaluate import BaseWithAdapter
@@ -30,9 +31,16 @@ def chat(
     ] = None,
     model: Annotated[str | None, typer.Option(help="The base model. Default: the first adapter's base model.")] = None,
     with_base: Annotated[bool, typer.Option("--with-base", help="Let the model without adapters answer too.")] = False,
-    system: Annotated[str | None, typer.Option(help="The system message of the conversation.")] = None,
+    system: Annotated[
+        str | None, typer.Option(help="The system message. Default: that of the rows which the adapter was trained on.")
+    ] = None,
+    prompt_style: Annotated[
+        str | None, flag("prompt_style", "auto, chat or plain. Default: as the run of each adapter wrote its prompts.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The longest answer, in tokens.")] = 256,
-    dtype: Annotated[str, flag("dtype")] = "auto",
+    dtype: Annotated[
+        str | None, flag("dtype", "Dtype of the model's weights. Default: that of the first adapter's run, or auto.")
+    ] = None,
     device: Annotated[str, flag("device")] = "auto",
 ) -> None:
     folders = [adapter_in(folder_of(adapter)) for adapter in adapters or ()]
@@ -40,31 +48,38 @@ def chat(
     if not isinstance(name, str) or not name:
         raise ConfigError("A chat needs a model, and no adapter names one. Give --model NAME.")
     require_model(name)
-    from frozencore.tune.evaluate import BASE, BaseWithAdapter, adapter_names
+    from frozencore.tune.evaluate import BASE, BaseWithAdapter, adapter_names, settings_of, style_of
     from frozencore.tune.load import load_model
     from frozencore.tune.rows.prompts import PromptEncoder, context_limit
 
-    base, tokenizer = load_model(name, dtype=dtype, device=device)
+    runs = {folder: settings_of(folder) for folder in folders}
+    first = runs[folders[0]] if folders else None
+    base, tokenizer = load_model(name, dtype=dtype or (first and first.dtype) or "auto", device=device)
     limit = max(2, context_limit(base, tokenizer) - max_new_tokens)
-    encoder = PromptEncoder(tokenizer, max_length=limit, too_long="cut")
-    if system is not None and not encoder.is_chat:
-        raise ConfigError("--system needs a chat template, but this model's tokenizer has none: leave it out.")
-    speakers = [Speaker(BASE, None)] if with_base or not folders else []
-    speakers += [Speaker(own, folder) for own, folder in zip(adapter_names(folders), folders, strict=True)]
+
+    def speaker(own: str, folder: Path | None) -> Speaker:
+        style = cast(PromptStyle, prompt_style or style_of(folder))
+        encoder = PromptEncoder(tokenizer, style=style, max_length=limit, too_long="cut")
+        if system is not None and not encoder.is_chat:
+            raise ConfigError("--system needs a chat template, but this model's tokenizer has none: leave it out.")
+        run = None if folder is None else runs[folder]
+        return Speaker(own, folder, encoder, (run.system if run else None) if system is None else system)
+
+    speakers = [speaker(BASE, None)] if with_base or not folders else []
+    speakers += [speaker(own, folder) for own, folder in zip(adapter_names(folders), folders, strict=True)]
     adapted = BaseWithAdapter(base)
-    for speaker in speakers:
-        adapted.with_adapter(speaker.folder)  # refuses an adapter that does not fit before the first question
-    kept = "" if encoder.is_chat else " The model has no chat template: it continues each line that you type."
-    console.print(
-        f"{name}, {', '.join(speaker.name for speaker in speakers)}.{kept} {NEW}: a new chat; {QUIT}: the end."
-    )
+    for one in speakers:
+        adapted.with_adapter(one.folder)  # refuses an adapter that does not fit before the first question
+    is_plain = not all(one.encoder.is_chat for one in speakers)
+    kept = " Without a chat template each line that you type is continued." if is_plain else ""
+    console.print(f"{name}, {', '.join(one.name for one in speakers)}.{kept} {NEW}: a new chat; {QUIT}: the end.")
     for question in _questions():
         if question == NEW:
-            for speaker in speakers:
-                speaker.turns.clear()
+            for one in speakers:
+                one.turns.clear()
             continue
-        for speaker in speakers:
-            speaker.answer(question, adapted, encoder, system, max_new_tokens)
+        for one in speakers:
+            one.answer(question, adapted, max_new_tokens)
 
 
 def _questions() -> Iterator[str]:
@@ -86,22 +101,24 @@ class Speaker:
 
     Attributes:
         folder: The adapter's folder; None for the base model.
+        encoder, system: How the prompts are written, and the system message.
         turns: The messages so far; each speaker remembers its own answers.
     """
 
     name: str
     folder: Path | None
+    encoder: PromptEncoder
+    system: str | None
     turns: list[dict[str, str]] = field(default_factory=list)
 
-    def answer(
-        self, question: str, base: BaseWithAdapter, encoder: PromptEncoder, system: str | None, max_new_tokens: int
-    ) -> None:
+    def answer(self, question: str, base: BaseWithAdapter, max_new_tokens: int) -> None:
         """Stream the answer to a question. Ctrl-C ends the answer, not the chat."""
         from frozencore.tune.rows import TextRow
         from frozencore.tune.scoring.exact_match import stream_greedily
 
         self.turns.append({"role": "user", "content": question})
-        first = [] if system is None else [{"role": "system", "content": system}]
+        encoder = self.encoder
+        first = [] if self.system is None else [{"role": "system", "content": self.system}]
         row = TextRow(self.name, question, "")
         if encoder.is_chat:
             row = encoder.ask([*first, *self.turns], self.name)
@@ -117,5 +134,7 @@ class Speaker:
         with suppress(KeyboardInterrupt):
             model = base.with_adapter(self.folder)
             stream_greedily(model, row, encoder, max_new_tokens=max_new_tokens, tell=tell)
+            if not "".join(pieces).strip():
+                console.print("(The model ended its answer at once.)", style="dim", end="")
         console.print()
         self.turns.append({"role": "assistant", "content": "".join(pieces).strip()})

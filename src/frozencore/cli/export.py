@@ -79,7 +79,7 @@ def export(
         else:
             lines = list(_tenant(folder, output, base, dtype, overwrite))
     for line in lines:
-        console.print(line)
+        console.print(line, soft_wrap=True)
 
 
 def check(
@@ -164,7 +164,9 @@ def _serving(report: LoraReport) -> Iterator[str]:
 
 
 def merge(
-    adapters: Annotated[list[Path], typer.Argument(help="Folders of runs or of adapters, on one basis.")],
+    adapters: Annotated[
+        list[str], typer.Argument(help="Folders of runs; folders or hub ids of adapters; on one basis.")
+    ],
     output: Annotated[Path, typer.Option("--out", "--output", help="New folder.")],
     weights: Annotated[
         str | None, typer.Option(help="A weight for each, separated by commas; may be negative. Default: their mean.")
@@ -174,7 +176,7 @@ def merge(
         shares = None if weights is None else [float(part) for part in weights.split(",")]
     except ValueError as error:
         raise ConfigError(f"--weights are numbers separated by commas, but {weights!r} came.") from error
-    folders = [adapter_in(adapter) for adapter in adapters]
+    folders = [adapter_in(folder_of(adapter)) for adapter in adapters]
     require_free(output, overwrite=None, reads=folders[0])
     from frozencore.adapter.folders import merge_adapters
 

@@ -17,8 +17,8 @@ from rich.text import Text
 
 from frozencore.calibration.moments_file import require_moments
 from frozencore.cli.display import console
-from frozencore.files.adapter_folder import CONFIG_FILE, HEADER_FILE, PEFT_TYPE, adapter_in, read_config
-from frozencore.text import num_of, one_line
+from frozencore.files.adapter_folder import CONFIG_FILE, HEADER_FILE, PEFT_TYPE, adapter_in, folder_of, read_config
+from frozencore.text import accuracy_in_words, num_of, one_line
 from frozencore.tune import folder as run_folder
 from frozencore.tune.folder import ADAPTER, RECORD
 
@@ -67,21 +67,24 @@ Column = Sequence[float | None]
 
 
 def inspect(
-    adapter: Annotated[Path, typer.Argument(help="Folder of a run, of a saved frozen-core adapter, or of a basis.")],
+    adapter: Annotated[
+        str, typer.Argument(help="Folder of a run; folder or hub id of a saved frozen-core adapter, or of a basis.")
+    ],
     moments: Annotated[
         Path | None, typer.Option(help="Moments file: show how much of the gradient the bases capture.")
     ] = None,
     against: Annotated[
-        Path | None, typer.Option(help="Another adapter or basis: show the principal angles between the bases.")
+        str | None, typer.Option(help="Another adapter or basis: show the principal angles between the bases.")
     ] = None,
     all_layers: Annotated[bool, typer.Option("--all-layers", help="Print a line for each layer.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    inside, inner = [] if as_json else list(contents(adapter)), adapter / ADAPTER
+    place = folder_of(adapter)
+    inside, inner = [] if as_json else list(contents(place)), place / ADAPTER
     if inside and (not (inner / CONFIG_FILE).is_file() or read_config(inner).get("peft_type") != PEFT_TYPE):
         console.print(*inside, sep="\n", soft_wrap=True)
         return
-    folder, other = adapter_in(adapter), None if against is None else adapter_in(against)
+    folder, other = adapter_in(place), None if against is None else adapter_in(folder_of(against))
     if moments is not None:
         require_moments(moments)
     from frozencore.adapter.bases import inspect_adapter
@@ -128,7 +131,9 @@ def _of_record(file: Path) -> str:
         return "a record, but not of a run, or damaged"
     if not isinstance(record, TunedRecord):
         return "how near two bases are"
-    scored = f", accuracy {record.accuracy:.4f}" if record.has("accuracy") else ""
+    scored = ""
+    if record.accuracy is not None and record.rows is not None:
+        scored = f", accuracy {accuracy_in_words(record.accuracy, record.rows.scored)}"
     return f"the record of {record.method} on {record.task or record.config.sources}{scored}"
 
 

@@ -22,7 +22,7 @@ from frozencore.adapter.saved.tensors import CORES, PREFIX
 from frozencore.cli.display import StageDisplay, console
 from frozencore.files.adapter_folder import WEIGHTS_FILE, read_config
 from frozencore.files.whole_file import read_lines
-from frozencore.text import Progress, bytes_in_words, num_of, one_line
+from frozencore.text import Progress, bytes_in_words, num_of, one_line, percent, wilson
 from frozencore.tune.adapt import on_named_basis
 from frozencore.tune.config import RunConfig, as_flags
 from frozencore.tune.cost import memory_bytes, size_of, training_state_bytes, values_at_once
@@ -36,7 +36,6 @@ from frozencore.tune.training.recipe import FEWEST_STEPS, require_reporters
 
 SHOWN = 3  # training rows of a dry run
 STILL_FALLING = 0.1  # drop of the loss, as a share, from one quarter of the steps to the next
-NORMAL_95 = 1.96  # deviations of a normal distribution on each side of its middle 95 %
 VALUE_BYTES = 4  # a core and an exported LoRA are float32
 MARKS = "⟦", "⟧"  # around the tokens that carry the loss
 MOST_PLACES = 8  # names of layers on one line
@@ -171,21 +170,17 @@ def run_summary(record: TunedRecord) -> Group:
     }
     for name, pair in losses.items():
         table.add_row(name, *("" if loss is None else f"{loss:.3f}" for loss in pair))
-    parts = (_of_rows, _of_training, _kept_step, _cost)
+    parts = (_of_matches, _of_rows, _of_training, _kept_step, _cost)
     return Group(table, *(Text(line) for part in parts for line in part(record)))
 
 
-def wilson(share: float, num_rows: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share; unlike the standard error it is not zero where all rows are right."""
-    square = NORMAL_95**2 / num_rows
-    middle = share + square / 2
-    half = sqrt(square * share * (1 - share) + square**2 / 4)
-    return max(0.0, middle - half) / (1 + square), min(1.0, (middle + half) / (1 + square))
-
-
-def percent(share: float) -> str:
-    """A share as a percentage with one decimal."""
-    return f"{100 * share:.1f}"
+def _of_matches(record: TunedRecord) -> Iterator[str]:
+    """Say why no completion of own rows was right before training."""
+    if record.task is None and record.has("accuracy") and record.accuracy_before == 0:
+        yield (
+            "0.0 before: an answer counts if it is the row's completion to the letter, and the base model answers in "
+            "its own words. Compare the losses."
+        )
 
 
 def _of_rows(record: TunedRecord) -> Iterator[str]:
@@ -229,7 +224,8 @@ def _of_training(record: TunedRecord) -> Iterator[str]:
         return
     before, last = losses[-2 * quarter : -quarter], losses[-quarter:]
     drop, error = mean(before) - mean(last), sqrt((variance(before) + variance(last)) / quarter)
-    if drop > max(STILL_FALLING * mean(before), 2 * error):
+    is_perfect = record.has("accuracy") and record.accuracy == 1
+    if drop > max(STILL_FALLING * mean(before), 2 * error) and not is_perfect:
         yield (
             f"The training loss was still falling: {mean(last):.3f} in the last quarter of the steps, "
             f"{mean(before):.3f} in the one before. Try --epochs {2 * record.resolved.recipe['epochs']} or a larger "
@@ -275,10 +271,10 @@ def _cost(record: TunedRecord) -> Iterator[str]:
 
 
 def sample_lines(file: Path) -> Iterator[RenderableType]:
-    """Show for each sample the end of its prompt, the expected answer, and the answers before and after training."""
+    """Show for each sample its last question, the expected answer, and the answers before and after training."""
     for line in read_lines(file):
         sample = json.loads(line)
-        prompt = one_line(sample["prompt"], 10_000)
+        prompt = one_line(sample.get("turn", sample["prompt"]), 10_000)
         cut = "…" if len(prompt) > END_OF_PROMPT else ""
         yield Text(f"\n{sample['id']}: {cut}{prompt[-END_OF_PROMPT:]}", style="bold")
         answers = Table.grid(padding=(0, 2))

@@ -16,6 +16,7 @@ from frozencore.cli.display import StageDisplay, console
 from frozencore.cli.flags import DryRun, Out, Resume, RunCommand, require_out, told_if_nothing_is_kept
 from frozencore.errors import ConfigError, FrozenCoreError, RankError
 from frozencore.files.hub import require_upload, upload
+from frozencore.files.whole_file import write_text
 from frozencore.text import bytes_in_words, num_of
 from frozencore.tune.config import RunConfig
 from frozencore.tune.folder import (
@@ -93,8 +94,11 @@ def _tune(
         console.print(Group(*sample_lines(output / SAMPLES)))
     for line in size_lines(output / ADAPTER):
         console.print(line, soft_wrap=True)
-    console.print(f"Adapter: {output / ADAPTER}   Record: {output / RECORD}   Curve: {output / FIGURE}")
+    console.print(f"Adapter: {output / ADAPTER}   Record: {output / RECORD}   Curve: {output / FIGURE}", soft_wrap=True)
     if push_to_hub is not None:
+        card = output / ADAPTER / "README.md"
+        if card.is_file():  # its code loads the adapter from the hub
+            write_text(card, card.read_text(encoding="utf-8").replace(f'"{output / ADAPTER}"', f'"{push_to_hub}"'))
         console.print(f"Uploaded: {upload(output / ADAPTER, push_to_hub)}")
 
 

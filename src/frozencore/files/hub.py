@@ -13,20 +13,24 @@ from frozencore.files.gguf_model import find_gguf
 from frozencore.text import one_line
 
 HUB_TIMEOUT_S = 10.0
+_answered: set[tuple[str, str, str]] = set()  # repositories of which a hub has answered in this process
 
 
 def hub_answers(kind: Literal["model", "dataset"], name: str, *, timeout_s: float = HUB_TIMEOUT_S) -> bool:
-    """Return whether the hub answers a request about a repository, with any answer."""
+    """Return whether the hub answers a request about a repository, with any answer; an answer is asked for once."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
     api = HfApi()
+    if (kind, name, api.endpoint) in _answered:
+        return True
     try:
         (api.model_info if kind == "model" else api.dataset_info)(name, timeout=timeout_s)
     except HfHubHTTPError:
-        return True
+        pass
     except Exception:  # a network can fail in many ways
         return False
+    _answered.add((kind, name, api.endpoint))
     return True
 
 

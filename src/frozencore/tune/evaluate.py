@@ -30,7 +30,16 @@ from frozencore.text import Progress, as_stage, num_of, one_line
 from frozencore.tune.folder import PREDICTIONS, RECORD, require_new
 from frozencore.tune.load import Base, load_model, require_embedded
 from frozencore.tune.read_rows import ScoredRows
-from frozencore.tune.record import Hashes, Provenance, ReadRows, RecordPart, RunRecord, read_record
+from frozencore.tune.record import (
+    Hashes,
+    Provenance,
+    ReadRows,
+    RecordPart,
+    Resolved,
+    RunRecord,
+    TunedRecord,
+    read_record,
+)
 from frozencore.tune.rows.own_rows import read_rows
 from frozencore.tune.rows.prompts import PromptEncoder, PromptStyle, TooLong, context_limit
 from frozencore.tune.rows.row_sources import named
@@ -230,7 +239,7 @@ def evaluate_adapters(evaluation: Evaluation, out: Path, progress: Progress) -> 
     encoders = {
         subject: PromptEncoder(
             base.tokenizer,
-            style=evaluation.prompt_style or trained_with(folder).prompt_style,
+            style=evaluation.prompt_style or style_of(folder),
             max_length=evaluation.max_length or limit,
             too_long=evaluation.too_long,
         )
@@ -340,15 +349,6 @@ def _own_rows(name: str, data: str, evaluation: Evaluation, encoder: PromptEncod
     return TaskRows(name, rows=ScoredRows((), rows), exact_match=compares, reading=reading)
 
 
-@dataclass(frozen=True)
-class TrainedWith:
-    """The settings of an adapter's run that its answers depend on."""
-
-    dtype: str = "auto"
-    prompt_style: PromptStyle = "auto"
-    system: str | None = None
-
-
 def record_of_run(adapter: Path) -> RunRecord | None:
     """The record beside an adapter's folder; None if there is none, or it is damaged."""
     with suppress(OSError, ValueError):
@@ -356,11 +356,13 @@ def record_of_run(adapter: Path) -> RunRecord | None:
     return None
 
 
-def trained_with(adapter: Path | None) -> TrainedWith:
-    """The settings of an adapter's run; the defaults for the base model and for an adapter without a record."""
+def settings_of(adapter: Path | None) -> Resolved | None:
+    """The settings of an adapter's run, among them its prompt style; None without a record, and for the base model."""
     record = None if adapter is None else record_of_run(adapter)
-    if record is None:
-        return TrainedWith()
-    known = {**(record.config.model_extra or {}), "dtype": record.config.dtype, **(record.model_extra or {})}
-    given = {name: known[name] for name in ("dtype", "prompt_style", "system") if known.get(name) is not None}
-    return TrainedWith(**given)
+    return record.resolved if isinstance(record, TunedRecord) else None
+
+
+def style_of(adapter: Path | None) -> PromptStyle:
+    """The prompt style of an adapter's run; ``auto`` without a record."""
+    settings = settings_of(adapter)
+    return (settings and settings.prompt_style) or "auto"

@@ -13,6 +13,7 @@ from frozencore.adapter.calibrate import Calibration
 from frozencore.adapter.saved.basis import read_header
 from frozencore.distributed import num_ranks
 from frozencore.maths.capture import METRIC, Capture
+from frozencore.text import accuracy_in_words
 from frozencore.tune.adapt import Adapted
 from frozencore.tune.config import MethodConfig, RowsConfig, RunConfig, ScoredOn
 from frozencore.tune.cost import FLOAT32_BYTES, PeakMemory, model_bytes, values_at_once
@@ -147,9 +148,10 @@ def used_rows(config: RowsConfig, scored_on: ScoredOn, rows: RunRows) -> UsedRow
     )
 
 
-def headline(score: Score) -> dict[str, float]:
+def headline(score: Score) -> dict[str, float | str]:
     """The scores that the model card shows."""
-    accuracy = {"accuracy": score.task.accuracy} if score.task else {}
+    task = score.task
+    accuracy = {"accuracy": accuracy_in_words(task.accuracy, task.num_examples)} if task else {}
     return {**accuracy, "held-out nats per token": score.held_out_loss}
 
 

@@ -11,6 +11,7 @@ from frozencore.text import Progress, as_stage, with_note
 from frozencore.tune.config import ScoringConfig, SelectionMetric
 from frozencore.tune.load import Inputs
 from frozencore.tune.read_rows import ScoredRows
+from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.scoring.exact_match import complete
 from frozencore.tune.scoring.forward import Prediction
@@ -75,10 +76,10 @@ def score_rows(
     if exact_match and by == "accuracy":
         told = with_note(progress, "completions")
         matched = score_completions(model, encoder, rows.tokens, held_out_loss=losses.mean, progress=told)
+    shown = () if task else sample_rows(rows.tokens, samples)
     said, _ = complete(
-        model, encoder, () if task else rows.tokens[:samples], max_new_tokens=max_new_tokens or SAMPLE_TOKENS,
-        progress=with_note(progress, "samples"),
-    )  # fmt: skip
+        model, encoder, shown, max_new_tokens=max_new_tokens or SAMPLE_TOKENS, progress=with_note(progress, "samples")
+    )
     return Score(losses.mean, matched, tuple(said), row_losses=losses)
 
 
@@ -95,12 +96,29 @@ def score_run(model: nn.Module, inputs: Inputs, config: ScoringConfig, progress:
     return replace(score, others=others)
 
 
+def sample_rows(rows: Sequence[TokenRow], count: int) -> list[TokenRow]:
+    """The first rows with different prompts; rows of equal prompts follow if there are no others."""
+    by_prompt = {tuple(row.input_ids[: row.answer_start]): row for row in reversed(rows)}
+    first = {id(row) for row in by_prompt.values()}
+    return sorted(rows, key=lambda row: id(row) not in first)[:count]
+
+
 def samples_of(inputs: Inputs, before: Sequence[Prediction], after: Sequence[Prediction]) -> list[dict[str, str]]:
-    """Prompts as the model reads them, the expected answers, and the model's answers; JSON values by name."""
-    decode, found = inputs.encoder.tokenizer.decode, []
-    for row, was, now in zip(inputs.rows.held_out, before, after, strict=False):
-        prompt = decode(row.input_ids[: row.answer_start or max(1, len(row.input_ids) // 2)]) + row.overlap
-        found.append({"id": row.id, "prompt": prompt, "wanted": now.gold, "before": was.text, "after": now.text})
+    """Prompts as the model reads them, the expected answers, and the model's answers; JSON values by name.
+
+    ``turn`` is the last question of a conversation.
+    """
+    tokenizer, found = inputs.encoder.tokenizer, []
+    rows = sample_rows(inputs.rows.held_out, len(after))
+    for row, was, now in zip(rows, before, after, strict=True):
+        prompt = row.input_ids[: row.answer_start or max(1, len(row.input_ids) // 2)]
+        answers = {"wanted": now.gold, "before": was.text, "after": now.text}
+        sample = {"id": row.id, "prompt": tokenizer.decode(prompt) + row.overlap, **answers}
+        ends = [i for i, token in enumerate(prompt) if token in inputs.encoder.end_ids]
+        if inputs.encoder.is_chat and ends:
+            start = ends[-2] + 1 if len(ends) > 1 else 0
+            sample["turn"] = tokenizer.decode(prompt[start : ends[-1]], skip_special_tokens=True).strip()
+        found.append(sample)
     return found
 
 

