@@ -92,6 +92,11 @@ VERBS = (
         "merge tenants/anna tenants/ben --out tenants/both", "Share",
     ),
     Verb(
+        "compress", ".compress:compress",
+        "Compress LoRAs, or adapters on bases of their own, into one basis and a core for each.",
+        "compress loras/* --rank 32 --out shop", "Share",
+    ),
+    Verb(
         "check", ".export:check",
         "Say which serving engines can load a LoRA directory. Exit status 1 if one of them cannot.",
         "check lora", "Share",

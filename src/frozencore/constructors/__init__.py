@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from frozencore.constructors.constructor import BasisOptions, Constructor, LayerData
+from frozencore.constructors.constructor import BasisOptions, Compressed, Constructor, LayerData
 from frozencore.constructors.eva import Eva, EvaOptions, eva_basis
 from frozencore.constructors.fcca import FCCA, FCCAOptions, RawGrad, fcca_basis, rawgrad_basis
 from frozencore.constructors.filora import FiLoRA, FiLoRAOptions, filora_basis
@@ -21,10 +21,10 @@ from frozencore.options import Option, options_of
 from frozencore.text import unknown_name
 
 __all__ = [
-    "CONSTRUCTORS", "DEFAULT", "BasisOptions", "Constructor", "EvaOptions", "FCCAOptions", "FiLoRAOptions",
-    "LayerData", "SignGradOptions", "build_basis", "constructor_options", "described", "eva_basis", "fcca_basis",
-    "filora_basis", "find_constructor", "lora_xs_basis", "milora_basis", "random_basis", "rawgrad_basis", "readers",
-    "refuse_unread", "signgrad_basis", "vera_basis",
+    "COMPRESSED", "CONSTRUCTORS", "DEFAULT", "BasisOptions", "Constructor", "EvaOptions", "FCCAOptions",
+    "FiLoRAOptions", "LayerData", "SignGradOptions", "build_basis", "constructor_options", "described", "eva_basis",
+    "fcca_basis", "filora_basis", "find_constructor", "lora_xs_basis", "milora_basis", "random_basis",
+    "rawgrad_basis", "readers", "refuse_unread", "signgrad_basis", "vera_basis",
 ]  # fmt: skip
 
 CONSTRUCTORS: dict[str, Constructor[Any]] = {
@@ -39,6 +39,8 @@ CONSTRUCTORS: dict[str, Constructor[Any]] = {
     "vera": VeRA(),
 }
 DEFAULT = "fcca"
+COMPRESSED = "compressed"
+"""The constructor that a basis of `frozencore compress` names: it is not in the table, because it builds no basis."""
 
 
 def find_constructor(name: str) -> Constructor[Any]:
@@ -47,6 +49,8 @@ def find_constructor(name: str) -> Constructor[Any]:
     Raises:
         ConfigError: There is no such constructor; the message suggests the nearest name.
     """
+    if name == COMPRESSED:
+        return Compressed()
     if not isinstance(name, str) or name not in CONSTRUCTORS:
         raise ConfigError(unknown_name("constructor", str(name), CONSTRUCTORS))
     return CONSTRUCTORS[name]

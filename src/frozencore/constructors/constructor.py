@@ -131,6 +131,22 @@ class Constructor(ABC, Generic[Options]):
         return None
 
 
+class Compressed(Constructor[BasisOptions]):
+    """Bases that were found from other adapters (:mod:`frozencore.adapter.compress`), so they can only be read."""
+
+    label = "Compressed"
+    word = "adapters"
+
+    def needs(self, options: BasisOptions) -> frozenset[MomentName]:
+        return frozenset()
+
+    def build(self, layer: LayerData, options: BasisOptions) -> Basis:
+        raise CalibrationError(
+            f"A compressed basis comes from other adapters, but layer {layer.name!r} has none of one. Name the folder "
+            "that `frozencore compress` wrote with basis= (--basis)."
+        )
+
+
 def with_cross(needs: frozenset[MomentName], options: BasisOptions) -> frozenset[MomentName]:
     """Add G, and the diagonals that Fisher coordinates need, to a set of moments."""
     diagonals = DIAGONALS - {vector for vector, matrix in DIAGONAL_OF.items() if matrix in needs}

@@ -127,11 +127,7 @@ def find_tenants(path: Path) -> dict[str, Path]:
     tenants: dict[str, Path] = {}
     known = {name: name for name in RESERVED}  # by the name on a disk that ignores case
     for name, file in named:
-        if not _NAME.fullmatch(name) or _on_disk(name) in RESERVED:
-            raise ConfigError(
-                f"A tenant's name becomes a folder's: at most 100 letters, digits, '.', '_' and '-' (not '.' or '-' "
-                f"first), and not {' or '.join(RESERVED)}, but {one_line(name, 60)!r} came. Rename {file.name}."
-            )
+        require_tenant_name(name, file.name)
         if name in tenants:
             raise ConfigError(f"Each tenant has one row file, but {name!r} has {tenants[name].name} and {file.name}.")
         if (other := known.setdefault(_on_disk(name), name)) != name:
@@ -140,6 +136,22 @@ def find_tenants(path: Path) -> dict[str, Path]:
             )
         tenants[name] = file
     return tenants
+
+
+def require_tenant_name(name: str, of: str) -> None:
+    """Check that a tenant's name can be a folder's.
+
+    Args:
+        of: The file or folder that it is from.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    if not _NAME.fullmatch(name) or _on_disk(name) in RESERVED:
+        raise ConfigError(
+            f"A tenant's name becomes a folder's: at most 100 letters, digits, '.', '_' and '-' (not '.' or '-' "
+            f"first), and not {' or '.join(RESERVED)}, but {one_line(name, 60)!r} came. Rename {of}."
+        )
 
 
 def _on_disk(name: str) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field
 
-from frozencore.constructors import CONSTRUCTORS, BasisOptions
+from frozencore.constructors import COMPRESSED, CONSTRUCTORS, BasisOptions, find_constructor
 from frozencore.errors import ConfigError
 from frozencore.files.whole_file import whole_folder
 from frozencore.maths.moments import MomentName
@@ -315,11 +315,13 @@ class FrozenCore(Method):
         return adapted
 
     def needs(self, options: AdapterOptions) -> frozenset[MomentName]:
-        return frozenset() if options.basis is not None else CONSTRUCTORS[self.constructor].needs(self._read(options))
+        return (
+            frozenset() if options.basis is not None else find_constructor(self.constructor).needs(self._read(options))
+        )
 
     def _read(self, options: AdapterOptions) -> BasisOptions:
         """The constructor's own options."""
-        of_row = CONSTRUCTORS[self.constructor].options
+        of_row = find_constructor(self.constructor).options
         read = {name: value for name, value in options.core.items() if name in options_of(of_row)}
         return of_row(rank=options.rank, seed=options.seed, **read)
 
@@ -347,7 +349,7 @@ class FrozenCores(Mapping[str, Method]):
     """A view of the constructors' table with a row for each constructor, including later additions."""
 
     def __getitem__(self, name: str) -> Method:
-        row = CONSTRUCTORS[name]
+        row = find_constructor(name) if name == COMPRESSED else CONSTRUCTORS[name]
         return FrozenCore(
             constructor=name, label=row.label or name, word=row.word, trains=("core",),
             learning_rate=CORE_LEARNING_RATE, weights_only=row.weights_only,

@@ -1,0 +1,388 @@
+"""LoRAs, and frozen cores on bases of their own, as one basis and a core for each (:mod:`frozencore.maths.compress`).
+
+    out/basis            P and Q of every layer that an adapter has
+    out/NAME/adapter     the core of each adapter, on that basis
+    out/compress.json    what each adapter keeps
+
+Adapters are read one layer at a time, so the updates of one layer of all adapters are in memory, with all cores.
+
+Shapes: m out features, n in features, r rank.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from frozencore.adapter.config import FrozenCoreConfig
+from frozencore.adapter.export.base_model import layers_of
+from frozencore.adapter.export.serving import RULES, LoraDirectory, read_lora_directory
+from frozencore.adapter.folders import read_adapter
+from frozencore.adapter.named_layers import key_for, refuse_expressions
+from frozencore.adapter.saved.basis import SavedBasis, differing_layer, record_base, sample_weight
+from frozencore.adapter.saved.card import begin_model_card
+from frozencore.adapter.saved.state import BASE, PREFIX, cores_alone, flatten_cores
+from frozencore.constructors import COMPRESSED
+from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
+from frozencore.files.adapter_folder import PEFT_TYPE, WEIGHTS_FILE, adapter_in, folder_of, read_config
+from frozencore.files.whole_file import whole_folder, write_json
+from frozencore.maths.compress import Update, compress
+from frozencore.text import Progress, num_of
+
+BASIS, ADAPTER, RECORD = "basis", "adapter", "compress.json"
+UNREADABLE = frozenset(
+    {"is_lora", "rank_is_positive", "alpha_is_a_number", "no_dora", "no_bias", "no_whole_modules", "plain_start",
+     "no_variant", "no_activation", "no_tenant", "some_factors", "only_factors", "factors_in_pairs", "factors_fit",
+     "ranks_are_r", "all_finite"}
+)  # fmt: skip
+"""The rules of :mod:`frozencore.adapter.export.serving` without which factors are not the whole update."""
+OTHER_PARTS = ("trainable_token_indices", "target_parameters")
+PLAIN = ("float64", "float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Source(ABC):
+    """An adapter to compress.
+
+    Attributes:
+        place: The folder or hub id, for errors.
+        base_model: The name of its base model, if it has one.
+        base: The record of the base model's weights, if there is one.
+        shapes: (m, n) by layer.
+        targets: Names that select exactly its layers; None if only the full names do.
+    """
+
+    place: str
+    folder: Path
+    base_model: str | None
+    task_type: str | None
+    base: Mapping[str, str] | None
+    shapes: Mapping[str, tuple[int, int]]
+    targets: frozenset[str] | None
+
+    @abstractmethod
+    def update(self, layer: str) -> Update:
+        """B (m x k, with the scale) and A (k x n) of a layer, in float32."""
+
+
+@dataclass(frozen=True)
+class Lora(Source):
+    scales: Mapping[str, float]
+
+    def update(self, layer: str) -> Update:
+        with safe_open(self.folder / WEIGHTS_FILE, framework="pt") as file:
+            A, B = (file.get_tensor(f"{BASE}{layer}.lora_{side}.weight").float() for side in "AB")
+        return self.scales[layer] * B, A
+
+
+@dataclass(frozen=True)
+class Core(Source):
+    """A frozen core.
+
+    Attributes:
+        basis: Its named basis, which sources share; None if P and Q are in its file.
+        cores: R by layer, if it has a named basis.
+    """
+
+    scales: Mapping[str, float]
+    basis: SavedBasis | None
+    cores: Mapping[str, Tensor]
+
+    def update(self, layer: str) -> Update:
+        if self.basis is not None:
+            (P, Q), R = self.basis.layers[layer], self.cores[layer]
+        else:
+            with safe_open(self.folder / WEIGHTS_FILE, framework="pt") as file:
+                P, Q, R = (file.get_tensor(f"{BASE}{layer}.{PREFIX}{name}") for name in ("P", "Q", "R.weight"))
+        return self.scales[layer] * P.float() @ R.float(), Q.float().mT
+
+
+def read_source(place: str, bases: dict[str, SavedBasis]) -> Source:
+    """Check an adapter, and read all but its factors.
+
+    Args:
+        bases: Bases by identity; a named basis that is not there is added.
+
+    Raises:
+        ArtifactError: It is no adapter, is damaged, or changes more than linear layers by low-rank products.
+    """
+    folder = adapter_in(folder_of(place))
+    if read_config(folder).get("peft_type") == PEFT_TYPE:
+        return _read_core(place, folder, bases)
+    return _read_lora(place, read_lora_directory(folder), folder)
+
+
+def _read_core(place: str, folder: Path, bases: dict[str, SavedBasis]) -> Core:
+    config, factors = read_adapter(folder)
+    if config.trains_modules:
+        raise _unreadable(place, "modules besides its cores were trained", "merge it into the base model")
+    if not any(bool(f.P.any()) for f in factors.values()):
+        raise _unreadable(place, "it was never calibrated", "train it")
+    basis, cores, base = None, {}, (config.seal or {}).get("base")
+    if config.basis_id is not None:
+        basis = bases.setdefault(config.basis_id, config.find_basis(place))
+        cores, base = {name: f.R for name, f in factors.items()}, basis.base
+    shapes = {name: (len(f.P), len(f.Q)) for name, f in factors.items()}
+    partial = config.layers_to_transform is not None or config.exclude_modules or 0 in config.rank_pattern.values()
+    return Core(
+        place, folder, config.base_model_name_or_path, _task_of(config.task_type), base, shapes,
+        targets=None if partial else _targets(config.target_modules, shapes),
+        scales={name: config.scale_of(name) for name in factors}, basis=basis, cores=cores,
+    )  # fmt: skip
+
+
+def _read_lora(place: str, lora: LoraDirectory, folder: Path) -> Lora:
+    config = lora.config
+    for rule in RULES:
+        if rule.name in UNREADABLE and (found := rule.broken(lora)) is not None:
+            raise _unreadable(place, found, rule.remedy)
+    if part := next((name for name in OTHER_PARTS if config.get(name)), None):
+        raise _unreadable(place, f"{part} is set", "merge it into the base model")
+    for key, facts in lora.tensors.items():
+        if ".lora_embedding_" in key:
+            raise _unreadable(place, f"{key!r} adapts an embedding", "merge it into the base model")
+        if facts.dtype not in PLAIN:
+            raise _unreadable(place, f"{key!r} is {facts.dtype}", "save it in float32")
+    patterns = {name: lora.mapping(name) for name in ("rank_pattern", "alpha_pattern")}
+    refuse_expressions(place, patterns, "Write the layers' full names in its place.")
+    scales: dict[str, float] = {}
+    shapes: dict[str, tuple[int, int]] = {}
+    for layer, A, B in lora.pairs:
+        rank, alpha = (
+            config[option] if (own := key_for(pattern, layer, option)) is None else pattern[own]
+            for option, pattern in (("r", patterns["rank_pattern"]), ("lora_alpha", patterns["alpha_pattern"]))
+        )
+        if rank != A[0]:
+            raise _unreadable(place, f"{layer!r} has rank {A[0]} and the configuration {rank}", "save it again")
+        if not isinstance(alpha, int | float) or not abs(alpha) < 1e30:
+            raise _unreadable(place, f"alpha_pattern gives {layer!r} {alpha!r:.40}", "save it again")
+        scales[layer], shapes[layer] = alpha / (rank**0.5 if config.get("use_rslora") else rank), (B[0], A[1])
+    partial = any(config.get(name) for name in ("exclude_modules", "layers_pattern"))
+    partial = partial or config.get("layers_to_transform") is not None
+    return Lora(
+        place, folder, config.get("base_model_name_or_path"), _task_of(config.get("task_type")), None, shapes,
+        targets=None if partial else _targets(config.get("target_modules"), shapes), scales=scales,
+    )  # fmt: skip
+
+
+def _unreadable(place: str, found: str, remedy: str) -> ArtifactError:
+    return ArtifactError(
+        f"The whole update of an adapter must be low-rank products, but of {place} {found}: leave it out (--skip-bad), "
+        f"or {remedy}."
+    )
+
+
+def _task_of(task: Any) -> str | None:
+    return getattr(task, "value", task)
+
+
+def _targets(named: Any, layers: Mapping[str, Any]) -> frozenset[str] | None:
+    """The names in ``target_modules`` if each layer is named by one of them; None otherwise."""
+    names = frozenset(named) if isinstance(named, list | set) else frozenset[str]()
+    return names if all(any(f".{layer}".endswith(f".{name}") for name in names) for layer in layers) else None
+
+
+def _other_bases(sources: Mapping[str, Source], base: nn.Module | None) -> dict[str, str]:
+    """The sources of another base model than most, or than the given one, with the reason."""
+    named = Counter(source.base_model for source in sources.values() if source.base_model)
+    usual, found = next(iter(dict(named.most_common(1))), None), {}
+    known = dict(layers_of(base).shapes) if base is not None else {}
+    samples = {layer: sample_weight(base.get_submodule(layer).weight) for layer in known} if base is not None else {}
+    records: dict[frozenset[str], Mapping[str, str]] = {}
+    for name, source in sources.items():
+        if source.base_model not in (None, usual):
+            found[name] = f"it names the base model {source.base_model}, and most of the others {usual}"
+            continue
+        for layer, shape in source.shapes.items():
+            own = known.get(layer) if base is not None else known.setdefault(layer, shape)
+            if own != shape:
+                there = f"{own[0]} x {own[1]}" if own else "missing"
+                found[name] = f"its layer {layer!r} is {shape[0]} x {shape[1]}, which is {there} in the base model"
+                break
+        if name in found or source.base is None:
+            continue
+        if base is not None:
+            odd = differing_layer(source.base, {layer: samples[layer] for layer in source.shapes})
+            if odd is not None:
+                found[name] = f"the weight of layer {odd!r} is another one there"
+            continue
+        first = records.setdefault(frozenset(source.shapes), source.base)
+        if first["dtype"] == source.base["dtype"] and first["values"] != source.base["values"]:
+            found[name] = "the weights of its base model are other ones than those of the first frozen core"
+    return found
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The share of an adapter's update that its core keeps, ``‖PᵀΔWQ‖² / ‖ΔW‖²``.
+
+    Attributes:
+        layers: The share in each layer.
+    """
+
+    share: float
+    layers: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """What was written.
+
+    Attributes:
+        kept: By adapter.
+        skipped: The reason by adapter.
+    """
+
+    folder: Path
+    identity: str
+    rank: int
+    num_layers: int
+    kept: Mapping[str, Kept]
+    skipped: Mapping[str, str]
+
+
+def compress_adapters(
+    adapters: Mapping[str, str | Path],
+    out: str | Path,
+    *,
+    rank: int,
+    base: nn.Module | None = None,
+    skip_bad: bool = False,
+    progress: Progress = lambda *_: None,
+) -> Compressed:
+    """Compress saved adapters of one base model into one basis and a core for each.
+
+    Args:
+        adapters: Folder or hub id of each, by the name of its new folder.
+        out: New folder.
+        rank: r of the basis.
+        base: The base model, to compare layers and weights with, and to record in the basis.
+        skip_bad: Leave out adapters that cannot be compressed instead of refusing all.
+
+    Raises:
+        ArtifactError: An adapter cannot be read, is of another base model, or changes more than linear layers by
+            low-rank products; or ``out`` exists. Nothing is written then.
+        ConfigError: The rank is larger than a layer.
+    """
+    out = Path(out)
+    sources, skipped = _read_sources(adapters, base, skip_bad, progress)
+    shapes = {layer: shape for source in sources.values() for layer, shape in source.shapes.items()}
+    for layer, shape in shapes.items():
+        if not 1 <= rank <= min(shape):
+            raise ConfigError(
+                f"A basis has a rank from 1 to the width of its narrowest layer, but {rank} came and {layer!r} is "
+                f"{shape[0]} x {shape[1]}. Give --rank {min(min(each) for each in shapes.values())} or less."
+            )
+    config = _config_of(sources, rank, shapes, base)
+    factors: dict[str, Tensor] = {}
+    cores: dict[str, dict[str, Tensor]] = {name: {} for name in sources}
+    energies: dict[str, dict[str, tuple[float, float]]] = {name: {} for name in sources}
+    for number, layer in enumerate(shapes, start=1):
+        have = [name for name, source in sources.items() if layer in source.shapes]
+        found = compress([sources[name].update(layer) for name in have], rank)
+        factors |= {f"{layer}.P": found.P.contiguous(), f"{layer}.Q": found.Q.contiguous()}
+        for name in sources:
+            cores[name][layer] = torch.zeros(rank, rank)
+        for name, R, *energy in zip(have, found.cores, found.kept_energies, found.energies, strict=True):
+            cores[name][layer] = R / config.scale_of(layer)
+            energies[name][layer] = (energy[0], energy[1])
+        progress("compress", number, len(shapes), layer)
+    record = _record_of(sources, shapes, base)
+    kept = {name: _kept(own) for name, own in energies.items()}
+    with whole_folder(out, overwrite=None) as aside:
+        scales = {layer: config.scale_of(layer) for layer in shapes}
+        made_of = f"{num_of(len(sources), 'adapter')}, compressed"
+        identity = config.write_basis(aside / BASIS, factors, scales, base=record, calibrated_on=made_of)
+        for name, own in cores.items():
+            _write_core(aside, out, name, own, config)
+        content = {
+            name: {"from": source.place, "kept": kept[name].share, "layers": kept[name].layers}
+            for name, source in sources.items()
+        }
+        write_json(aside / RECORD, {"basis": identity, "rank": rank, "adapters": content, "skipped": skipped})
+    return Compressed(out, identity, rank, len(shapes), kept, skipped)
+
+
+def _read_sources(
+    adapters: Mapping[str, str | Path], base: nn.Module | None, skip_bad: bool, progress: Progress
+) -> tuple[dict[str, Source], dict[str, str]]:
+    """The adapters that can be compressed together, and why others cannot."""
+    sources: dict[str, Source] = {}
+    skipped: dict[str, str] = {}
+    bases: dict[str, SavedBasis] = {}
+    for number, (name, place) in enumerate(adapters.items(), start=1):
+        try:
+            sources[name] = read_source(str(place), bases)
+        except FrozenCoreError as error:
+            if not skip_bad:
+                raise
+            skipped[name] = str(error)
+        progress("read", number, len(adapters), name)
+    for name, reason in _other_bases(sources, base).items():
+        place = sources.pop(name).place
+        skipped[name] = f"One base model has all adapters, but of {place} {reason}: leave it out (--skip-bad)."
+        if not skip_bad:
+            raise ArtifactError(skipped[name])
+    if not sources:
+        raise ArtifactError(f"There is no adapter to compress. {next(iter(skipped.values()), 'Name one.')}")
+    return sources, skipped
+
+
+def _config_of(
+    sources: Mapping[str, Source], rank: int, layers: Mapping[str, Any], base: nn.Module | None
+) -> FrozenCoreConfig:
+    """The configuration of the basis: its layers by short names if these select no others."""
+    tasks = {source.task_type for source in sources.values()}
+    names = [source.base_model for source in sources.values() if source.base_model]
+    targets = [source.targets for source in sources.values()]
+    named = frozenset().union(*(own for own in targets if own is not None))
+    if base is not None:
+        matched = {name for name in layers_of(base).shapes if any(f".{name}".endswith(f".{one}") for one in named)}
+    if None in targets or (base is not None and matched != layers.keys()):
+        named = frozenset(layers)
+    return FrozenCoreConfig(
+        r=rank, target_modules=sorted(named), constructor=COMPRESSED,
+        base_model_name_or_path=names[0] if names else getattr(getattr(base, "config", None), "_name_or_path", None),
+        task_type=tasks.pop() if len(tasks) == 1 else None,
+    )  # fmt: skip
+
+
+def _record_of(
+    sources: Mapping[str, Source], layers: Mapping[str, Any], base: nn.Module | None
+) -> Mapping[str, str] | None:
+    """Some values of the base model's weights: from the model, or from an adapter that has the same layers."""
+    if base is not None:
+        return record_base({layer: sample_weight(base.get_submodule(layer).weight) for layer in layers})
+    records = (source.base for source in sources.values() if source.shapes.keys() == layers.keys())
+    return next((record for record in records if record is not None), None)
+
+
+def _kept(energies: Mapping[str, tuple[float, float]]) -> Kept:
+    """Shares of energies; a layer without an update keeps all of it."""
+    shares = {layer: min(1.0, kept / whole) if whole > 0 else 1.0 for layer, (kept, whole) in energies.items()}
+    kept, whole = (sum(own[side] for own in energies.values()) for side in (0, 1))
+    return Kept(min(1.0, kept / whole) if whole > 0 else 1.0, shares)
+
+
+def _write_core(aside: Path, out: Path, name: str, cores: Mapping[str, Tensor], basis: FrozenCoreConfig) -> None:
+    """Write an adapter of cores alone on the basis beside it."""
+    config = FrozenCoreConfig(
+        basis=str(aside / BASIS), base_model_name_or_path=basis.base_model_name_or_path, task_type=basis.task_type,
+        inference_mode=True,
+    )  # fmt: skip
+    assert config.basis_id is not None
+    config.basis = str(out / BASIS)  # where it will be
+    tensors, folder = cores_alone(flatten_cores(cores), config.basis_id), aside / name / ADAPTER
+    begin_model_card(folder)
+    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    config.prepare_seal(tensors, None)
+    config.save_pretrained(folder)

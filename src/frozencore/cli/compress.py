@@ -1,0 +1,84 @@
+"""``frozencore compress``: many adapters as one basis and a core for each, with the share of each that is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from frozencore.cli.display import StageDisplay, console
+from frozencore.files.whole_file import require_free
+from frozencore.text import num_of
+from frozencore.tune.locate import model_location, require_model, require_tenant_name
+
+if TYPE_CHECKING:
+    from frozencore.adapter.compress import Compressed
+
+ENOUGH = 0.6
+"""Below this share of its update an adapter may lose accuracy (docs/many-tenants.md)."""
+MOST_ROWS = 40
+
+
+def compress(
+    adapters: Annotated[
+        list[str],
+        typer.Argument(help="Folders or hub ids of LoRAs of one base model, or of frozen cores on bases of their own."),
+    ],
+    output: Annotated[Path, typer.Option("--out", "--output", help="New folder for the basis and the cores.")],
+    rank: Annotated[int, typer.Option(min=1, help="Rank of the basis; a core holds rank x rank values a layer.")] = 32,
+    model: Annotated[
+        str | None,
+        typer.Option(help="The base model, to compare layers and weights with, and to record in the basis."),
+    ] = None,
+    skip_bad: Annotated[
+        bool, typer.Option("--skip-bad", help="Leave out adapters that cannot be compressed, with the reason.")
+    ] = False,
+) -> None:
+    require_free(output, overwrite=None)
+    if model is not None:
+        require_model(model)
+    with StageDisplay(console) as progress:
+        from frozencore.adapter.compress import compress_adapters
+        from frozencore.tune.evaluate import adapter_names
+        from frozencore.tune.load import load_model
+
+        progress.started()
+        named = dict(zip(adapter_names([Path(place) for place in adapters]), adapters, strict=True))
+        for name, place in named.items():
+            require_tenant_name(name, place)
+        base = None if model is None else load_model(model_location(model), device="cpu")[0]
+        done = compress_adapters(named, output, rank=rank, base=base, skip_bad=skip_bad, progress=progress)
+    console.print(_summary(done))
+    console.print(f"Basis: {output}/basis   Adapters: {output}/NAME/adapter", soft_wrap=True)
+
+
+def _summary(done: Compressed) -> Group:
+    """The share that each adapter keeps, those with the least first if there are many."""
+    least_first = sorted(done.kept, key=lambda name: done.kept[name].share)
+    shown = least_first[:MOST_ROWS] if len(least_first) > MOST_ROWS else list(done.kept)
+    table = Table(title=f"{num_of(len(done.kept), 'adapter')} on one basis of rank {done.rank}", title_justify="left")
+    for heading in ("adapter", "share kept", "layer that keeps least", "share"):
+        table.add_column(heading, justify="right" if heading.startswith("share") else "left")
+    for name in shown:
+        kept = done.kept[name]
+        layer = min(kept.layers, key=kept.layers.__getitem__)
+        table.add_row(name, f"{kept.share:.1%}", layer, f"{kept.layers[layer]:.1%}")
+    lines = [Text(f"Skipped {name}: {reason}") for name, reason in done.skipped.items()]
+    if len(shown) < len(done.kept):
+        rest = done.kept[least_first[MOST_ROWS]].share
+        lines.append(
+            Text(f"The other {len(done.kept) - len(shown):,} keep {rest:.1%} or more: {done.folder}/compress.json")
+        )
+    few = [name for name in least_first if done.kept[name].share < ENOUGH]
+    if few:
+        lines.append(
+            Text(
+                f"{num_of(len(few), 'adapter')} keep less than {ENOUGH:.0%}, the least {few[0]}: give a larger --rank, "
+                "or leave out those that have little in common with the others."
+            )
+        )
+    return Group(table, *lines)
