@@ -40,6 +40,7 @@ from frozencore.maths.compress import Compression, compress
 from frozencore.maths.moments import LayerMoments
 from frozencore.tune.load import load_model
 from frozencore.tune.many.tenant import Tenant as CoreTenant
+from frozencore.tune.many.tenant import Trained
 from frozencore.tune.many.train import train_many
 from frozencore.tune.provenance import provenance
 from frozencore.tune.rows.prompts import PromptEncoder
@@ -161,8 +162,9 @@ class CompressStudy:
         """Train tenants together; the model gets the core of the last one."""
         recipes = {name: self.study.recipe(name, rate, SEED) for name, rate in rates.items()}
         together = {name: CoreTenant(self.study.train_rows[name], recipe) for name, recipe in recipes.items()}
-        done = train_many(model, together, pad_id=self.study.encoder.pad_id)
-        cores = {name: one.cores for name, one in done.items()}
+        done: dict[str, Trained] = {}
+        train_many(model, together, done.update, pad_id=self.study.encoder.pad_id)
+        cores = {name: done[name].cores for name in rates}
         swap_core(model, next(reversed(cores.values())))
         return cores
 
@@ -283,7 +285,8 @@ class CompressStudy:
             swap_core(model, self.projected(sources[name], basis, rank)[0])
             recipe = replace(self.study.recipe(name, TRAINED_ON_RATE, SEED), epochs=1)
             tenant = CoreTenant(self.study.train_rows[name], recipe)
-            done = train_many(model, {name: tenant}, pad_id=self.study.encoder.pad_id)
+            done: dict[str, Trained] = {}
+            train_many(model, {name: tenant}, done.update, pad_id=self.study.encoder.pad_id)
             swap_core(model, done[name].cores)
             self.add(arm, rank, name, model)
         unload_adapter(model)

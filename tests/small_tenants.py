@@ -33,9 +33,9 @@ def silent(stage: str, done: int, total: int | None, note: str = "", /) -> None:
     pass
 
 
-def adapter_in(folder: Path, *, is_trainable: bool = False) -> PeftModel:
+def adapter_in(folder: Path, name: str = "adapter", *, is_trainable: bool = False) -> PeftModel:
     base, _ = load_model(str(pocket_model_path()), device="cpu")
-    return PeftModel.from_pretrained(base, folder / "adapter", is_trainable=is_trainable)
+    return PeftModel.from_pretrained(base, folder / name, is_trainable=is_trainable)
 
 
 def cores_in(folder: Path) -> dict[str, Tensor]:

@@ -151,7 +151,9 @@ def test_mixed_adapters_share_a_basis_that_names_its_base_model_and_serve_from_a
 def test_compressed_adapters_are_summed_and_exported_as_tenants_of_a_basis_model(
     shop: Path, base: Path, tmp_path: Path
 ) -> None:
-    both = merge_adapters([shop / "shop/anna/adapter", shop / "shop/cleo/adapter"], tmp_path / "both", weights=[1.0, 0.0])
+    both = merge_adapters(
+        [shop / "shop/anna/adapter", shop / "shop/cleo/adapter"], tmp_path / "both", weights=[1.0, 0.0]
+    )
     torch.testing.assert_close(loaded(base, both), loaded(base, shop / "anna"), atol=5e-4, rtol=1e-3)
     exported = export_basis_model(shop / "shop/basis", tmp_path / "model", base=base)
     tenant = export_tenant(shop / "shop/anna/adapter", tmp_path / "tenant", basis_model=tmp_path / "model")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,12 +12,16 @@ from rich.table import Table
 from rich.text import Text
 
 from frozencore.cli.display import StageDisplay, console
+from frozencore.errors import ConfigError
 from frozencore.files.whole_file import require_free
 from frozencore.text import num_of
-from frozencore.tune.locate import model_location, require_model, require_tenant_name
+from frozencore.tune.locate import find_tenants, model_location, require_model, require_tenant_name
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from frozencore.adapter.compress import Compressed
+    from frozencore.tune.scores import Score
 
 ENOUGH = 0.6
 """Below this share of its update an adapter may lose accuracy (docs/many-tenants.md)."""
@@ -34,6 +39,13 @@ def compress(
         str | None,
         typer.Option(help="The base model, to compare layers and weights with, and to record in the basis."),
     ] = None,
+    tenants: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder with a row file for adapters, named after them: score the base model, each adapter, its core, "
+            "and its core trained on for an epoch. Needs --model."
+        ),
+    ] = None,
     skip_bad: Annotated[
         bool, typer.Option("--skip-bad", help="Leave out adapters that cannot be compressed, with the reason.")
     ] = False,
@@ -41,8 +53,13 @@ def compress(
     require_free(output, overwrite=None)
     if model is not None:
         require_model(model)
+    elif tenants is not None:
+        raise ConfigError("--tenants scores rows with the base model: give it with --model.")
+    if tenants is not None:
+        find_tenants(tenants)
     with StageDisplay(console) as progress:
         from frozencore.adapter.compress import compress_adapters
+        from frozencore.tune.compressed import TRAINED_ON, read_rows_of, score_compressed
         from frozencore.tune.evaluate import adapter_names
         from frozencore.tune.load import load_model
 
@@ -50,10 +67,33 @@ def compress(
         named = dict(zip(adapter_names([Path(place) for place in adapters]), adapters, strict=True))
         for name, place in named.items():
             require_tenant_name(name, place)
-        base = None if model is None else load_model(model_location(model), device="cpu")[0]
+        to_score = None if tenants is None else read_rows_of(str(model), tenants, named.keys(), progress)
+        base: nn.Module | None = None if to_score is None else to_score.inputs.model
+        if model is not None and base is None:
+            base = load_model(model_location(model), device="cpu")[0]
         done = compress_adapters(named, output, rank=rank, base=base, skip_bad=skip_bad, progress=progress)
+        scores = {} if to_score is None else score_compressed(to_score.only(done.kept), output, named, progress)
     console.print(_summary(done))
-    console.print(f"Basis: {output}/basis   Adapters: {output}/NAME/adapter", soft_wrap=True)
+    if scores:
+        console.print(_scores(scores))
+    trained_on = f"   Trained on: {output}/NAME/{TRAINED_ON}" if scores else ""
+    console.print(f"Basis: {output}/basis   Adapters: {output}/NAME/adapter{trained_on}", soft_wrap=True)
+
+
+def _scores(scores: Mapping[str, Mapping[str, Score]]) -> Table:
+    """Loss and accuracy of each arm."""
+    arms = list(next(iter(scores.values())))
+    table = Table(title="Held-out nats a token, and exact answers of short ones", title_justify="left")
+    table.add_column("tenant")
+    for arm in arms:
+        table.add_column(arm, justify="right")
+    for name, of_tenant in scores.items():
+        table.add_row(name, *(_in_words(of_tenant[arm]) for arm in arms))
+    return table
+
+
+def _in_words(score: Score) -> str:
+    return f"{score.held_out_loss:.3f}" + (f", {score.task.accuracy:.0%}" if score.task else "")
 
 
 def _summary(done: Compressed) -> Group:

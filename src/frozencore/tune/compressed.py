@@ -1,0 +1,96 @@
+"""Score compressed adapters on rows of their tenants, and train each core on from where compression left it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import nn
+
+from frozencore.adapter.bank import swap_core
+from frozencore.errors import ConfigError
+from frozencore.files.adapter_folder import adapter_in, folder_of
+from frozencore.text import Progress, with_note
+from frozencore.tune.config import make_config
+from frozencore.tune.evaluate import BaseWithAdapter
+from frozencore.tune.folder import ADAPTER, BASIS, START
+from frozencore.tune.load import Inputs
+from frozencore.tune.locate import find_tenants
+from frozencore.tune.many.tenant import Tenant, Trained
+from frozencore.tune.many.tenant_rows import TenantRows, read_tenants
+from frozencore.tune.many.train import train_many
+from frozencore.tune.methods import AdapterOptions, find_method
+from frozencore.tune.run import recipe_of
+from frozencore.tune.scores import Score, score_rows
+
+TRAINED_ON = "trained-on"
+"""The folder of a core that was trained on, beside the compressed one."""
+RATE, EPOCHS = 5e-3, 1
+
+
+@dataclass(frozen=True)
+class TenantsToScore:
+    """The base model and the rows of tenants."""
+
+    inputs: Inputs
+    rows: Mapping[str, TenantRows]
+
+    def only(self, names: Collection[str]) -> TenantsToScore:
+        """Leave out tenants whose adapters were not compressed."""
+        return replace(self, rows={name: own for name, own in self.rows.items() if name in names})
+
+
+def read_rows_of(model: str, rows: Path, names: Collection[str], progress: Progress) -> TenantsToScore:
+    """Load the base model, and the rows of those adapters that have a file.
+
+    Raises:
+        ConfigError: A file has no adapter of its name.
+        FrozenCoreError: The model or a tenant's rows cannot be read.
+    """
+    files = find_tenants(rows)
+    if odd := next((name for name in files if name not in names), None):
+        raise ConfigError(
+            f"A row file of --tenants is named after its adapter, but {files[odd].name} has none: the adapters are "
+            f"{', '.join(sorted(names)[:8])}. Rename it, or take it out."
+        )
+    config = make_config(model=model, data=str(rows), exact_match="auto", learning_rate=RATE, epochs=EPOCHS)
+    return TenantsToScore(*read_tenants(config, files, progress))
+
+
+def score_compressed(
+    tenants: TenantsToScore, shop: Path, adapters: Mapping[str, str | Path], progress: Progress
+) -> dict[str, dict[str, Score]]:
+    """Score each tenant's held-out rows with the base model, its own adapter, its core, and its core trained on.
+
+    Args:
+        shop: The folder of ``frozencore compress``. Cores that were trained on are saved in ``NAME/trained-on``.
+        adapters: The adapters that were compressed, by name.
+    """
+    held = BaseWithAdapter(tenants.inputs.model)
+    found: dict[str, dict[str, Score]] = {name: {} for name in tenants.rows}
+    for name in tenants.rows:
+        folder = adapter_in(folder_of(str(adapters[name])))
+        for arm, model in (("base", held.without_adapter()), ("own", held.with_adapter(folder))):
+            found[name][arm] = _score(tenants, model, name, progress)
+    method = find_method("compressed")
+    options = AdapterOptions(rank=1, targets="all-linear", seed=0, core={}, basis=str(shop / BASIS))
+    model = method.add(held.without_adapter(), options)
+    for name, own in tenants.rows.items():
+        swap_core(model, shop / name / ADAPTER)
+        found[name]["compressed"] = _score(tenants, model.eval(), name, progress)
+        recipe = recipe_of(own.config.training, method, own.rows, model)
+        done: dict[str, Trained] = {}
+        tenant, pad_id = {name: Tenant(own.rows.train, recipe)}, tenants.inputs.encoder.pad_id
+        train_many(model, tenant, done.update, pad_id=pad_id, progress=progress)
+        swap_core(model, done[name].cores)
+        method.save(model, shop / name / TRAINED_ON, shop / name / START)
+        found[name]["trained on"] = _score(tenants, model, name, progress)
+    return found
+
+
+def _score(tenants: TenantsToScore, model: nn.Module, name: str, progress: Progress) -> Score:
+    rows = tenants.rows[name].rows
+    return score_rows(
+        model, tenants.inputs.encoder, rows.task, rows.scored, with_note(progress, name), exact_match=rows.exact_match
+    )

@@ -1,0 +1,76 @@
+"""``compress``: the table, rows of tenants, and a newcomer on the basis."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from frozencore import load_basis
+from frozencore.tune.pocket import pocket_model_path
+from small_tenants import adapter_in
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def loras(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("loras")
+    for seed, name in enumerate(("anna", "ben", "cleo")):
+        model = AutoModelForCausalLM.from_pretrained(pocket_model_path())
+        lora = get_peft_model(model, LoraConfig(r=4, lora_alpha=4, target_modules=["q_proj", "v_proj"]))
+        generator = torch.Generator().manual_seed(seed)
+        for key, parameter in lora.named_parameters():
+            if "lora_" in key:
+                parameter.data = 0.05 * torch.randn(parameter.shape, generator=generator)
+        lora.save_pretrained(str(folder / name))
+    (folder / "rows").mkdir()
+    sums = [{"prompt": f"How many is {i} and 2?", "completion": f" {i + 2}"} for i in range(24)]
+    (folder / "rows/anna.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
+    return folder
+
+
+def test_what_is_kept_is_told_and_a_larger_rank_is_asked_for(command: Command, loras: Path, tmp_path: Path) -> None:
+    adapters = [loras / name for name in ("anna", "ben", "cleo")]
+    status, out, err = command("compress", *adapters, "--rank", 4, "--out", tmp_path / "few")
+    assert status == 0, err
+    assert "give a larger --rank" in out
+    status, out, err = command("compress", *adapters, "--rank", 12, "--out", tmp_path / "all")
+    assert status == 0, err
+    assert out.count("100.0%") == 6
+    assert "larger" not in out
+    kept = json.loads((tmp_path / "few/compress.json").read_text())["adapters"]
+    assert kept.keys() == {"anna", "ben", "cleo"}
+    assert all(0.1 < one["kept"] < 0.9 for one in kept.values())
+
+
+def test_tenants_are_scored_and_trained_on_and_a_newcomer_trains_on_the_basis(
+    command: Command, loras: Path, tmp_path: Path
+) -> None:
+    (loras / "empty").mkdir(exist_ok=True)
+    words = ["compress", loras / "anna", loras / "ben", loras / "empty", "--rank", 8, "--out", tmp_path / "shop"]
+    model = ["--model", "pocket"]
+    status, _, err = command(*words, *model)
+    assert (status, err.count("\n")) == (2, 1)
+    assert not (tmp_path / "shop").exists()
+    status, out, err = command(*words, *model, "--tenants", loras / "rows", "--skip-bad")
+    assert status == 0, err
+    assert "Skipped empty" in out
+    assert all(arm in out for arm in ("base", "own", "compressed", "trained on"))
+    cores = [adapter_in(tmp_path / "shop/anna", name) for name in ("adapter", "trained-on")]
+    assert cores[0].peft_config["default"].basis_id == load_basis(tmp_path / "shop/basis").identity
+    few = ["--epochs", 1, "--basis", tmp_path / "shop/basis", "--out", tmp_path / "dora"]
+    status, _, err = command("tune", *model, "--data", loras / "rows/anna.jsonl", *few)
+    assert status == 0, err
+    record = json.loads((tmp_path / "dora/result.json").read_text())
+    assert (record["config"]["method"], record["config"]["rank"]) == ("compressed", 8)
+    assert command("inspect", tmp_path / "dora/adapter")[0] == 0
+    status, _, err = command("tune", *model, "--data", loras / "rows/anna.jsonl", "--method", "compressed", *few[:2],
+                             "--out", tmp_path / "none")  # fmt: skip
+    assert (status, err.count("\n")) == (2, 1)
+    assert "frozencore compress" in err
