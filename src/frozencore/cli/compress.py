@@ -13,6 +13,7 @@ from rich.text import Text
 
 from frozencore.cli.display import StageDisplay, console
 from frozencore.errors import ConfigError
+from frozencore.files.adapter_folder import adapter_in, folder_of, read_config
 from frozencore.files.whole_file import require_free
 from frozencore.text import num_of
 from frozencore.tune.locate import find_tenants, model_location, require_model, require_tenant_name
@@ -57,6 +58,9 @@ def compress(
         raise ConfigError("--tenants scores rows with the base model: give it with --model.")
     if tenants is not None:
         find_tenants(tenants)
+    if not skip_bad:
+        for place in adapters:
+            read_config(adapter_in(folder_of(place)))  # a wrong path is refused before torch is imported
     with StageDisplay(console) as progress:
         from frozencore.adapter.compress import compress_adapters
         from frozencore.tune.compressed import TRAINED_ON, read_rows_of, score_compressed
