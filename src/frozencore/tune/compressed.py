@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
-from frozencore.adapter.bank import swap_core
+from frozencore.adapter.swap import swap_core
 from frozencore.errors import ConfigError
 from frozencore.files.adapter_folder import adapter_in, folder_of
 from frozencore.text import Progress, with_note
