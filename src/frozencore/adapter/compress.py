@@ -28,9 +28,10 @@ from frozencore.adapter.export.base_model import layers_of
 from frozencore.adapter.export.serving import RULES, LoraDirectory, read_lora_directory
 from frozencore.adapter.folders import read_adapter
 from frozencore.adapter.named_layers import key_for, refuse_expressions
-from frozencore.adapter.saved.basis import SavedBasis, differing_layer, record_base, sample_weight
+from frozencore.adapter.saved.base_record import differing_layer, record_base, sample_weight
+from frozencore.adapter.saved.basis import SavedBasis
 from frozencore.adapter.saved.card import begin_model_card
-from frozencore.adapter.saved.state import BASE, PREFIX, cores_alone, flatten_cores
+from frozencore.adapter.saved.tensors import BASE, PREFIX, cores_key, flatten_cores, hash_tensors
 from frozencore.constructors import COMPRESSED
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
 from frozencore.files.adapter_folder import PEFT_TYPE, WEIGHTS_FILE, adapter_in, folder_of, read_config
@@ -127,9 +128,9 @@ def _read_core(place: str, folder: Path, bases: dict[str, SavedBasis]) -> Core:
         raise _unreadable(place, "modules besides its cores were trained", "merge it into the base model")
     if not any(bool(f.P.any()) for f in factors.values()):
         raise _unreadable(place, "it was never calibrated", "train it")
-    basis, cores, base = None, {}, (config.seal or {}).get("base")
+    basis, cores, base = None, {}, config.base_record
     if config.basis_id is not None:
-        basis = bases.setdefault(config.basis_id, config.find_basis(place))
+        basis = bases.setdefault(config.basis_id, config.find_basis(str(folder)))
         cores, base = {name: f.R for name, f in factors.items()}, basis.base
     shapes = {name: (len(f.P), len(f.Q)) for name, f in factors.items()}
     partial = config.layers_to_transform is not None or config.exclude_modules or 0 in config.rank_pattern.values()
@@ -381,8 +382,8 @@ def _write_core(aside: Path, out: Path, name: str, cores: Mapping[str, Tensor], 
     )  # fmt: skip
     assert config.basis_id is not None
     config.basis = str(out / BASIS)  # where it will be
-    tensors, folder = cores_alone(flatten_cores(cores), config.basis_id), aside / name / ADAPTER
+    tensors, folder = {cores_key(config.basis_id): flatten_cores(cores)}, aside / name / ADAPTER
     begin_model_card(folder)
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    config.prepare_seal(tensors, None)
+    config.tensors_sha256 = hash_tensors(tensors)
     config.save_pretrained(folder)
