@@ -51,7 +51,7 @@ PLAIN = ("float64", "float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
-class Source(ABC):
+class LowRankAdapter(ABC):
     """An adapter to compress.
 
     Attributes:
@@ -76,7 +76,7 @@ class Source(ABC):
 
 
 @dataclass(frozen=True)
-class Lora(Source):
+class Lora(LowRankAdapter):
     scales: Mapping[str, float]
 
     def update(self, layer: str) -> Update:
@@ -86,7 +86,7 @@ class Lora(Source):
 
 
 @dataclass(frozen=True)
-class Core(Source):
+class Core(LowRankAdapter):
     """A frozen core.
 
     Attributes:
@@ -107,7 +107,7 @@ class Core(Source):
         return self.scales[layer] * P.float() @ R.float(), Q.float().mT
 
 
-def read_source(place: str, bases: dict[str, SavedBasis]) -> Source:
+def read_source(place: str, bases: dict[str, SavedBasis]) -> LowRankAdapter:
     """Check an adapter, and read all but its factors.
 
     Args:
@@ -192,7 +192,7 @@ def _targets(named: Any, layers: Mapping[str, Any]) -> frozenset[str] | None:
     return names if all(any(f".{layer}".endswith(f".{name}") for name in names) for layer in layers) else None
 
 
-def _other_bases(sources: Mapping[str, Source], base: nn.Module | None) -> dict[str, str]:
+def _other_bases(sources: Mapping[str, LowRankAdapter], base: nn.Module | None) -> dict[str, str]:
     """The sources of another base model than most, or than the given one, with the reason."""
     named = Counter(source.base_model for source in sources.values() if source.base_model)
     usual, found = next(iter(dict(named.most_common(1))), None), {}
@@ -235,7 +235,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Compressed:
+class CompressedAdapters:
     """What was written.
 
     Attributes:
@@ -259,7 +259,7 @@ def compress_adapters(
     base: nn.Module | None = None,
     skip_bad: bool = False,
     progress: Progress = lambda *_: None,
-) -> Compressed:
+) -> CompressedAdapters:
     """Compress saved adapters of one base model into one basis and a core for each.
 
     Args:
@@ -310,14 +310,14 @@ def compress_adapters(
             for name, source in sources.items()
         }
         write_json(aside / RECORD, {"basis": identity, "rank": rank, "adapters": content, "skipped": skipped})
-    return Compressed(out, identity, rank, len(shapes), kept, skipped)
+    return CompressedAdapters(out, identity, rank, len(shapes), kept, skipped)
 
 
 def _read_sources(
     adapters: Mapping[str, str | Path], base: nn.Module | None, skip_bad: bool, progress: Progress
-) -> tuple[dict[str, Source], dict[str, str]]:
+) -> tuple[dict[str, LowRankAdapter], dict[str, str]]:
     """The adapters that can be compressed together, and why others cannot."""
-    sources: dict[str, Source] = {}
+    sources: dict[str, LowRankAdapter] = {}
     skipped: dict[str, str] = {}
     bases: dict[str, SavedBasis] = {}
     for number, (name, place) in enumerate(adapters.items(), start=1):
@@ -339,7 +339,7 @@ def _read_sources(
 
 
 def _config_of(
-    sources: Mapping[str, Source], rank: int, layers: Mapping[str, Any], base: nn.Module | None
+    sources: Mapping[str, LowRankAdapter], rank: int, layers: Mapping[str, Any], base: nn.Module | None
 ) -> FrozenCoreConfig:
     """The configuration of the basis: its layers by short names if these select no others."""
     tasks = {source.task_type for source in sources.values()}
@@ -358,7 +358,7 @@ def _config_of(
 
 
 def _record_of(
-    sources: Mapping[str, Source], layers: Mapping[str, Any], base: nn.Module | None
+    sources: Mapping[str, LowRankAdapter], layers: Mapping[str, Any], base: nn.Module | None
 ) -> Mapping[str, str] | None:
     """Some values of the base model's weights: from the model, or from an adapter that has the same layers."""
     if base is not None:

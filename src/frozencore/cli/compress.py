@@ -21,7 +21,7 @@ from frozencore.tune.locate import find_tenants, model_location, require_model, 
 if TYPE_CHECKING:
     from torch import nn
 
-    from frozencore.adapter.compress import Compressed
+    from frozencore.adapter.compress import CompressedAdapters
     from frozencore.tune.scores import Score
 
 ENOUGH = 0.6
@@ -100,7 +100,7 @@ def _in_words(score: Score) -> str:
     return f"{score.held_out_loss:.3f}" + (f", {score.task.accuracy:.0%}" if score.task else "")
 
 
-def _summary(done: Compressed) -> Group:
+def _summary(done: CompressedAdapters) -> Group:
     """The share that each adapter keeps, those with the least first if there are many."""
     least_first = sorted(done.kept, key=lambda name: done.kept[name].share)
     shown = least_first[:MOST_ROWS] if len(least_first) > MOST_ROWS else list(done.kept)
