@@ -51,6 +51,17 @@ def test_weights_that_accelerate_offloads_give_the_bases_loss_and_gradient_of_pl
         assert torch.equal(layer.core("default").grad, other.core("default").grad)
 
 
+@pytest.mark.parametrize("constructor", ["fcca", "random", "lora_xs"])
+def test_an_adapter_made_with_low_cpu_mem_usage_is_the_plain_one(constructor: str) -> None:
+    config = FrozenCoreConfig(r=3, constructor=constructor, alpha=None, coordinates="qr")
+    expected, model = adapted(constructor), get_peft_model(tiny_qwen2(), config, low_cpu_mem_usage=True)
+    if constructor == "fcca":
+        calibrate(model, BATCHES, progress=False)
+    for layer, other in zip(cores_of(model), cores_of(expected), strict=True):
+        assert all(torch.equal(X, Y) for X, Y in zip(layer.factors("default"), other.factors("default"), strict=True))
+        assert layer.core("default").requires_grad
+
+
 @pytest.mark.parametrize("stats_device", [None, "cpu"])
 @pytest.mark.parametrize("device", ["cpu", ON_CUDA])
 @pytest.mark.parametrize("constructor", DATA_DRIVEN)

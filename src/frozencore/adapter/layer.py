@@ -239,6 +239,14 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
         self.frozencore_state[adapter_name] = BasisState.UNKNOWN
         self.set_adapter(self.active_adapters, inference_mode=inference_mode)
 
+    def fill_core(self, adapter_name: str) -> None:
+        """Replace a core on the meta device by zeros: ``low_cpu_mem_usage`` makes it, but no file will bring values."""
+        P, _, R = self.factors(adapter_name)
+        if R.is_meta and not P.is_meta:
+            zeros = nn.Parameter(torch.zeros(R.shape, device=P.device, dtype=R.dtype), requires_grad=R.requires_grad)
+            # PEFT still sends every parameter that is registered to the meta device here
+            self.frozencore_R[adapter_name]._parameters["weight"] = zeros
+
     def set_basis(
         self, adapter_name: str, basis: Basis, *, start_core: Tensor | None = None, random_core: bool = False
     ) -> None:

@@ -143,6 +143,8 @@ class FrozenCoreModel(BaseTuner):
         if config.basis_id is None and config.load_bases:
             require_same_base("The adapter", config.base_record, config, layers)
             return
+        for layer in layers.values() if not config.load_bases else ():
+            layer.fill_core(adapter_name)
         if (other := self._with_same_basis(config, adapter_name, layers)) is not None:
             for layer in layers.values():
                 layer.share_basis(adapter_name, other, random_core=not config.init_weights)

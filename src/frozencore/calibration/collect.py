@@ -261,7 +261,7 @@ def _run_pass(
 
 def _run_batch(model: nn.Module, batch: Batch, running: CalibrationPass) -> None:
     hooks, device = running.hooks, execution_device(model)
-    if hooks.loss_fn is None and getattr(batch.get("labels"), "dtype", None) in (torch.int32, torch.int16):
+    if hooks.loss_fn is None and getattr(batch.get("labels"), "dtype", None) in (torch.int32, torch.int16, torch.int8):
         batch = {**batch, "labels": batch["labels"].long()}  # torch's losses take int64 alone
     as_it_came, batch = batch, mapped(batch, lambda tensor: sent(tensor, device))
     if hooks.loss_fn is None:
