@@ -13,6 +13,7 @@ import pytest
 import torch
 from peft import PeftModel, get_peft_model
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
@@ -145,18 +146,20 @@ def test_each_row_is_its_own_adapters(kind: str, tmp_path: Path) -> None:
         assert not torch.equal(logits(found.model)[1], mixed[1])
 
 
-@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize(("num_beams", "num_texts"), [(1, 1), (3, 2)])
 @pytest.mark.parametrize("kind", GENERATING)
-def test_generation_and_beams_keep_the_rows_apart(kind: str, num_beams: int, tmp_path: Path) -> None:
+def test_generation_and_beams_keep_the_rows_apart(kind: str, num_beams: int, num_texts: int, tmp_path: Path) -> None:
     found = GENERATING[kind](tmp_path)
     options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "num_beams": num_beams}
+    options["num_return_sequences"] = num_texts
     mixed, alone = found.mixed(found.model.generate, **options), {}
     for name in dict.fromkeys(ROWS):
         with found.wear(name):
             alone[name] = found.model.generate(**PROMPT, **options)
     assert not torch.equal(alone["a"], alone["b"])
     for row, name in enumerate(ROWS):
-        assert torch.equal(mixed[row], alone[name][row])
+        own = slice(num_texts * row, num_texts * (row + 1))
+        assert torch.equal(mixed[own], alone[name][own])
 
 
 def test_rows_of_the_base_model_alone_are_the_base_models_bits() -> None:
@@ -200,6 +203,8 @@ def merged(model: PeftModel) -> PeftModel:
 REFUSED: dict[str, tuple[Callable[[], PeftModel], list[str], str]] = {
     "unknown": (shared, ["a", "aa", "b", "b"], "non-existing adapter.*aa"),
     "another size": (shared, ["a"] * 3, "Length of"),
+    "no list": (shared, "abab", "a list with a name"),
+    "no text": (shared, ["a", None, "b", "a"], "a list with a name"),
     "merged": (lambda: merged(shared()), ROWS, "merged adapters, please call `unmerge_adapter` first"),
     "unknown, two bases": (lambda: MODELS["names, two bases"](Path()).model, ["aa"] * 4, "non-existing adapter.*aa"),
     "another size, two bases": (lambda: MODELS["names, two bases"](Path()).model, ["b"] * 3, "Length of"),
@@ -378,7 +383,7 @@ def test_what_cannot_be_put_is_one_line_and_leaves_the_bank_as_it_was(
         (lambda: bank.put("b", tenants["b"]), ConfigError, "full: it holds 1 of 1"),
         (lambda: bank.put("a", {n: R * torch.nan for n, R in tenants["a"].items()}), ArtifactError, "NaN"),
         (lambda: bank.rows(["b"]).__enter__(), ConfigError, "no core 'b'"),
-        (lambda: bank.rows([]).__enter__(), ConfigError, "for each of its rows, but none"),
+        (lambda: bank.rows([]).__enter__(), ConfigError, "for each of its rows, but"),
         (lambda: CoreBank(model, 0), ConfigError, "at least one core"),
         (lambda: CoreBank(model, 1, adapter_name="other"), ConfigError, "none called 'other'"),
         (lambda: CoreBank(adapted("random", modules_to_save=["lm_head"]), 1), ConfigError, "trains other modules too"),
@@ -482,6 +487,18 @@ def test_a_batch_whose_first_axis_is_not_known_to_be_the_rows_is_refused(case: s
     model(**batch)  # a plain batch runs
 
 
+def test_a_compiled_model_serves_batches_of_other_sizes_without_a_graph_for_each(
+    model: PeftModel, tenants: dict[str, Cores]
+) -> None:
+    torch._dynamo.reset()
+    counter, bank = CompileCounter(), filled(model, tenants)
+    compiled = torch.compile(model, backend=counter)
+    for size in (1, 2, 3, 4):
+        with torch.no_grad(), bank.rows(["a"] * size):
+            compiled(**{name: tensor[:size] for name, tensor in PROMPT.items()})
+    assert counter.frame_count == 2  # of a fixed size, and of any
+
+
 def test_the_pass_that_finds_the_first_axis_leaves_random_numbers_and_modes_as_they_were() -> None:
     model = adapted("fcca").train()
     model.model.model.layers[0].eval()
@@ -493,7 +510,7 @@ def test_the_pass_that_finds_the_first_axis_leaves_random_numbers_and_modes_as_t
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_gradient_checkpointing_computes_again_with_the_rows_of_the_batch_or_not_at_all(use_reentrant: bool) -> None:
+def test_gradient_checkpointing_computes_again_with_the_same_cores_or_not_at_all(use_reentrant: bool) -> None:
     gradients = []
     for checkpointed in (False, True):
         model = on_one_basis("a", "b").train()
@@ -515,6 +532,15 @@ def test_gradient_checkpointing_computes_again_with_the_rows_of_the_batch_or_not
     with bank.rows([None] * 4):
         loss = model(**BATCHES[0]).loss
     with pytest.raises(ConfigError, match=r"bank.rows\(\.\.\.\)"), bank.rows([None] * 4):
+        loss.backward()
+    model.set_adapter("a")
+    loss = model(**BATCHES[0]).loss
+    with model.disable_adapter(), torch.no_grad():  # as DPO's reference
+        model(**BATCHES[0])
+    loss.backward()
+    loss = model(**BATCHES[0]).loss
+    model.set_adapter("b")
+    with pytest.raises(ConfigError, match="other adapters are active"):
         loss.backward()
     model(**BATCHES[0]).loss.backward()  # a plain step goes on
 

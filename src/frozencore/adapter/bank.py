@@ -190,8 +190,10 @@ class CoreBank(CoreStack):
             ConfigError: A name has no core, there are no names, or the adapter's basis was replaced.
             ValueError: An adapter is merged into the weights.
         """
-        if not names:
-            raise ConfigError("A batch has a name (or None) for each of its rows, but none came. Name each row.")
+        if not names or isinstance(names, str):
+            raise ConfigError(
+                f"A batch has a name (or None) for each of its rows, but {names!r:.60} came. Give a list."
+            )
         self._require_own_basis()
         with lock_of(self.model):
             with self._names_lock:

@@ -64,15 +64,20 @@ class CorePart:
     rows: Tensor | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PerRowCores:
     """The cores of a batch's rows in one layer; without parts all rows are the base model's."""
 
     parts: tuple[CorePart, ...]
-    num_rows: int
+    num_named: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows; from a shape if possible, so that a compiled model serves batches of many sizes."""
+        return len(self.parts[0].R) if self.parts[0].rows is None else self.num_named
 
 
-BASE_ROWS = PerRowCores((), 0)
+BASE_ROWS = PerRowCores(())
 
 
 class FrozenCoreLinear(nn.Module, BaseTunerLayer):
@@ -183,7 +188,7 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
     def per_row_cores(self, adapter_name: str, R: Tensor) -> PerRowCores:
         """Put cores (rows x r x r) on an adapter's basis."""
         P, Q, _ = self.trained_factors(adapter_name)
-        return PerRowCores((CorePart(P, Q, R, self.frozencore_scale[adapter_name]),), len(R))
+        return PerRowCores((CorePart(P, Q, R, self.frozencore_scale[adapter_name]),))
 
     def trained_factors(self, adapter_name: str) -> tuple[Tensor, Tensor, Tensor]:
         """P, Q and R for a forward pass; refuses cores that were not loaded, and training on a basis of zeros."""

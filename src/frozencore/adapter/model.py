@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from frozencore.adapter.layer import (
     frozen_core_layers,
     is_linear,
 )
-from frozencore.adapter.per_row import adapter_of_each_row
+from frozencore.adapter.per_row import adapter_of_each_row, recomputed_alike
 from frozencore.adapter.saved.adapter import require_tensors
 from frozencore.adapter.saved.base_record import record_base
 from frozencore.adapter.saved.tensors import (
@@ -386,10 +386,11 @@ class FrozenCoreModel(BaseTuner):
 
     @contextmanager
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """Handle mixed batches in every forward and generate of a PeftModel."""
-        names = kwargs.get("adapter_names")
-        beams = kwargs.get("num_beams") or 1
-        with nullcontext() if names is None else adapter_of_each_row(self, names, num_beams=beams):
+        """Handle mixed batches, and checkpointing, in every forward and generate of a PeftModel."""
+        names, config = kwargs.get("adapter_names"), kwargs.get("generation_config")
+        options = ("num_beams", "num_return_sequences")  # generate repeats each row as often
+        copies = max(kwargs.get(option) or getattr(config, option, None) or 1 for option in options)
+        with recomputed_alike(self) if names is None else adapter_of_each_row(self, names, num_beams=copies):
             yield
 
     @property

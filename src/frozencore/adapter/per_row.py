@@ -47,6 +47,8 @@ def adapter_of_each_row(model: nn.Module, names: Sequence[str], *, num_beams: in
         names: One adapter name, or ``"__base__"``, per row.
         num_beams: The number of copies of each row, behind the encoder if there is one.
     """
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"adapter_names is a list with a name, or {BASE_ROW!r}, for each row, but {names!r:.60} came.")
     layers = [module for module in model.modules() if isinstance(module, FrozenCoreLinear)]
     wrappers = [module for module in model.modules() if isinstance(module, AuxiliaryTrainingWrapper)]
     known = {name for layer in layers for name in layer.frozencore_R}
@@ -190,31 +192,41 @@ def mixed_batch(
             _find_batch_axes(base_model_of(model), undo)
         for layer, cores in rows.items():
             undo.enter_context(with_attributes(layer, per_row=cores))
-        if model.training and rows:
-            _refuse_late_recomputation(model, rows, undo)
+        undo.enter_context(recomputed_alike(model))
         yield
 
 
-def _refuse_late_recomputation(model: nn.Module, rows: Mapping[FrozenCoreLinear, PerRowCores], undo: ExitStack) -> None:
-    """Let gradient checkpointing fail where it computes a block again after the batch's rows were left."""
-    layer, cores = next(iter(rows.items()))
+@contextmanager
+def recomputed_alike(model: nn.Module) -> Iterator[None]:
+    """Let gradient checkpointing fail where it computes a block again with other adapters or rows than at first."""
+    found = (module for module in model.modules() if isinstance(module, FrozenCoreLinear))
+    if torch.compiler.is_compiling() or not model.training or (layer := next(found, None)) is None:
+        yield
+        return
 
-    def checked(block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if layer.per_row is not cores:
+    def state() -> tuple[object, ...]:
+        return layer.per_row, tuple(layer.active_adapters), layer.disable_adapters, layer.merged
+
+    def again(before: tuple[object, ...], block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if state() != before:
             raise ConfigError(
-                "Gradient checkpointing computes a block again in backward, with the rows of the first time, but these "
-                "were left. Call backward inside of bank.rows(...), or model.gradient_checkpointing_disable() before "
-                "a batch with adapter_names."
+                "Gradient checkpointing computes a block again in backward, but the rows of the batch were left since, "
+                "or other adapters are active. Call backward inside of bank.rows(...) and before set_adapter; call "
+                "model.gradient_checkpointing_disable() before a batch with adapter_names."
             )
         return block(*args, **kwargs)
 
-    for module in model.modules():
-        checkpoint: Any = vars(module).get("_gradient_checkpointing_func")
-        if checkpoint is not None:
-            guarded = lambda block, *args, _run=checkpoint, **kwargs: _run(partial(checked, block), *args, **kwargs)  # noqa: E731
-            undo.enter_context(with_attributes(module, _gradient_checkpointing_func=guarded))
+    def checked(checkpoint: Callable[..., Any], block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(partial(again, state(), block), *args, **kwargs)
+
+    with ExitStack() as undo:
+        for module in model.modules():
+            if (checkpoint := vars(module).get("_gradient_checkpointing_func")) is not None:
+                undo.enter_context(with_attributes(module, _gradient_checkpointing_func=partial(checked, checkpoint)))
+        yield
 
 
+@torch.compiler.disable
 def _find_batch_axes(base: Any, undo: ExitStack) -> None:
     """Find the layers whose first axis is the batch: by a pass of two rows of three tokens, once a model.
 
@@ -255,7 +267,7 @@ def _watch(base: nn.Module, part: nn.Module, args: Any, kwargs: dict[str, Any]) 
         x = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         found[module] = found.get(module, True) and module not in routed and x.shape[:1] == (2,)
 
-    with ExitStack() as undo, own_random_state(), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    with ExitStack() as undo, own_random_state(), torch.no_grad():
         for module in base.modules():
             undo.callback(setattr, module, "training", module.training)
             if isinstance(module, ADAPTED):
