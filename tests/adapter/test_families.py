@@ -46,7 +46,7 @@ def test_without_names_the_attention_projections_on_the_page_are_adapted_and_cal
     linear = [layer for layer, module in base.named_modules() if isinstance(module, nn.Linear | Conv1D)]
     targets = tuple(f".{target}" for target in re.findall("`([^`]*)`", row_on_page(name).split("|")[2]))
     if not targets:
-        with pytest.raises(ConfigError, match="No attention projection was found"):
+        with pytest.raises(ConfigError, match="No default layers are known .* target_modules"):
             get_peft_model(base, FrozenCoreConfig(r=2))
         return
     model = get_peft_model(base, FrozenCoreConfig(r=2))

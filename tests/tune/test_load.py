@@ -39,7 +39,7 @@ def test_without_names_the_attention_projections_that_the_model_has_are_adapted(
 
 
 def test_a_model_without_attention_must_be_told_its_layers_and_they_are_listed() -> None:
-    with pytest.raises(ConfigError, match=r"No attention projection .*'all-linear'.*has: in_proj, lm_head,"):
+    with pytest.raises(ConfigError, match=r"No default layers .*'all-linear'.*has: in_proj, lm_head,"):
         resolve_targets(make_config(model="any", task="sst2").method, make("mamba"))
 
 

@@ -68,7 +68,7 @@ class FrozenCoreModel(BaseTuner):
 
     prefix = PREFIX
     tuner_layer_cls = FrozenCoreLinear
-    target_module_mapping: dict[str, list[str]] = {}  # noqa: RUF012 - PEFT reads it; defaults are found by structure
+    target_module_mapping: dict[str, list[str]] = {}  # noqa: RUF012 - PEFT reads it; ours is DEFAULT_TARGETS
 
     _add_modules_to_save_to_tie = LoraModel._add_modules_to_save_to_tie  # concerns embeddings, not LoRA
 

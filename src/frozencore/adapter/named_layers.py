@@ -14,9 +14,8 @@ import inspect
 import json
 import re
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -31,10 +30,45 @@ from frozencore.text import nearest_name
 ALL_LINEAR = "all-linear"
 MODULES, PATTERNS = ("target_modules", "exclude_modules"), ("rank_pattern", "alpha_pattern")
 _SPECIAL = frozenset("\\^$*+?{}[]|()")
-_ATTENTION = re.compile(r"(attention|attn)\d?", re.IGNORECASE)
-"""The end of the class name of an attention module, or of its name in the block (``linear_attn``)."""
-_FEW_TOKENS = "_global"
-"""The end of the names of Longformer's and LED's projections of the tokens with global attention: few, or none."""
+
+_QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
+_DEEPSEEK = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+_BART = ("k_proj", "v_proj", "q_proj", "out_proj")
+_BERT = ("query", "key", "value", "attention.output.dense")
+_FUSED = ("query_key_value", "dense")
+_GPT2 = ("c_attn", "attn.c_proj")
+DEFAULT_TARGETS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        (
+            "llama", "llama4_text", "mistral", "ministral", "mixtral", "qwen2", "qwen2_moe", "qwen2_vl_text",
+            "qwen2_5_vl_text", "qwen3", "qwen3_moe", "qwen3_vl_text", "gemma", "gemma2", "gemma3_text", "gemma3n_text",
+            "phimoe", "stablelm", "olmo", "olmo2", "olmo3", "olmoe", "cohere", "cohere2", "granite", "granitemoe",
+            "nemotron", "nemotron_h", "smollm3", "glm", "glm4", "glm4_moe", "ernie4_5", "ernie4_5_moe", "exaone4",
+            "gpt_oss", "seed_oss", "hunyuan_v1_dense", "starcoder2", "falcon_h1", "zamba", "zamba2",
+        ),
+        _QKVO,
+    ),
+    **dict.fromkeys(("opt", "gptj", "bart", "mbart", "pegasus", "m2m_100", "marian", "blenderbot", "whisper"), _BART),
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "electra", "camembert", "ernie", "longformer"), _BERT),
+    **dict.fromkeys(("gpt_neox", "bloom", "falcon"), _FUSED),
+    **dict.fromkeys(("gpt2", "gpt_bigcode"), _GPT2),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _DEEPSEEK),
+    **dict.fromkeys(("t5", "mt5", "umt5", "longt5", "switch_transformers"), ("q", "k", "v", "o")),
+    "phi": ("q_proj", "k_proj", "v_proj", "dense"),
+    "phi3": ("o_proj", "qkv_proj"),
+    "mpt": ("Wqkv", "out_proj"),
+    "lfm2": ("q_proj", "k_proj", "v_proj", "self_attn.out_proj"),
+    "qwen3_next": ("in_proj_qkvz", "in_proj_ba", "out_proj", *_QKVO),
+    "ctrl": ("Wq", "Wk", "Wv", "dense"),
+    "xlm": ("q_lin", "k_lin", "v_lin", "out_lin"),
+    "distilbert": ("q_lin", "k_lin", "v_lin", "out_lin"),
+    "modernbert": ("Wqkv", "attn.Wo"),
+    "modernbert-decoder": ("q_proj", "k_proj", "v_proj", "attn.Wo"),
+    "deberta": ("in_proj", "pos_proj", "pos_q_proj", "attention.output.dense"),
+    "deberta-v2": ("query_proj", "key_proj", "value_proj", "attention.output.dense"),
+    "led": ("query", "key", "value", "output", *_BART),
+}  # fmt: skip
+"""The attention projections of each family, by the ``model_type`` of transformers; a model has those that exist."""
 
 
 def is_expression(text: str) -> bool:
@@ -154,41 +188,29 @@ def refuse_expressions(origin: str, values: Mapping[str, Any], way_out: str) -> 
 
 
 def attention_projections(model: nn.Module) -> list[str]:
-    """The shortest names that match exactly the linear layers of the attention modules, fused ones too.
+    """The default layers: the attention projections of the model's family, fused ones too.
 
     Of a model of images or sound that writes text, only the language model's.
 
     Raises:
-        ConfigError: No attention module has a linear layer.
+        ConfigError: The family is not in the table.
     """
     modules = _modules(model)
-    attention = {
-        name
-        for name, module in modules.items()
-        if _ends_as_attention(type(module).__name__) or (_ends_as_attention(_last(name)) and not _carries(module))
-    }
-    inside = [
-        name
-        for name in modules
-        if not name.endswith(_FEW_TOKENS)
-        and not attention.isdisjoint(accumulate(name.split(".")[:-1], "{}.{}".format))
-        and _is_target(name, modules)
-    ]
-    text = _language_model(model, modules)
-    found = [name for name in inside if text is None or name.startswith(f"{text}.")] or inside
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    family = getattr(config, "model_type", None)
+    ends = DEFAULT_TARGETS.get(str(family), ())
+    found = [name for name in modules if _is_among(name, ends) and _is_target(name, modules)]
     if not found:
         raise ConfigError(
-            f"No attention projection was found in this {type(model).__name__}. Name its layers in target_modules "
+            f"No default layers are known for models of type {family!r:.60}. Name the layers in target_modules "
             f"(--targets), or give 'all-linear'. It has: {', '.join(linear_names(model))}."
         )
-    return shortest_names(found, modules)
-
-
-def shortest_names(layers: Collection[str], modules: Iterable[str]) -> list[str]:
-    """The shortest ends of names that match exactly these layers among all modules of a model, in their order."""
-    wanted = set(layers)
-    taken = {end for name in modules if name not in wanted for end in _ends(name)}
-    return list(dict.fromkeys(next((end for end in _ends(name) if end not in taken), name) for name in layers))
+    text = _language_model(model, modules)
+    inside = [name for name in found if text is None or name.startswith(f"{text}.")]
+    if len(inside) < len(found):
+        return inside
+    return [end for end in ends if any(_is_end_of(end, name) for name in found)]
 
 
 def linear_names(model: nn.Module) -> list[str]:
@@ -264,11 +286,6 @@ def _language_model(model: Any, modules: Mapping[str, nn.Module]) -> str | None:
         return None
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     return next((name for name, module in modules.items() if module is decoder), None)
-
-
-def _ends_as_attention(name: str) -> bool:
-    found = list(_ATTENTION.finditer(name))
-    return bool(found) and found[-1].end() == len(name)
 
 
 def _last(name: str) -> str:
