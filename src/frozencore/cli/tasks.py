@@ -24,4 +24,4 @@ def _place(task: Task) -> str:
     source = task.source
     if isinstance(source, HubDataset):
         return source.path + (f", {source.config}" if source.config else "")
-    return "files" if hasattr(source, "files") else "generated"
+    return source.origin.name

@@ -100,14 +100,15 @@ class OwnTask(BaseModel):
 
 @dataclass(frozen=True)
 class FileSource:
-    """Splits that are files."""
+    """Splits that are files; ``name`` says whose in a report."""
 
     files: Mapping[Split, Path]
+    name: str = "own files"
 
     @property
     def origin(self) -> Origin:
         """The files' names."""
-        return Origin("own files", "", {split: file.name for split, file in self.files.items()})
+        return Origin(self.name, "", {split: file.name for split, file in self.files.items()})
 
     def rows(self, split: Split, data_root: Path | None) -> Sequence[Row]:
         """The rows of a split, empty without a file; ``data_root`` is not read."""

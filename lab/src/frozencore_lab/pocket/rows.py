@@ -1,27 +1,21 @@
-"""The pocket tasks: small tasks in the two formats of the suite, with rows from a seeded generator.
-
-- pocket-math: ``Question: Eva had 3 pears. She found 12 more. How many did Eva have then?``, `` The answer is: 15``
-- pocket-sentiment: ``Review: the soup was never sweet. Sentiment:``, `` negative``
-- pocket-entailment: ``Fact: Jack did not love the song. Verdict: Was the song fine?``, `` false``
-- pocket-comparison: ``Count of toys: Ben 19, Mia 16. Ben against Mia:``, `` more``
+"""The rows of the pocket tasks, which a seeded generator draws: ``python -m frozencore_lab.pocket.rows`` writes them.
 
 No single word determines a sentiment: a good word after a negation is a bad verdict. Neither the fact nor the guess
 alone determines the answer: the guess follows if both point the same way.
 
-The pocket model knows only words that it has read, so tasks and pretraining text use the same vocabulary."""
+The pocket model knows only words that it has read, so tasks and pretraining text use the same vocabulary.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from random import Random
-from typing import Any
 
 from frozencore.errors import DataError
-from frozencore.tune.tasks import Origin, Split, Task
-from frozencore.tune.tasks.described_task import Described
+from frozencore.tune.pocket import pocket_model_path
 
 
 @dataclass(frozen=True)
@@ -135,14 +129,13 @@ _DRAWS_PER_ROW = 200
 
 
 @dataclass(frozen=True)
-class GeneratedSource:
+class RowGenerator:
     """Rows drawn once per seed, all with different text, then split in two.
 
     Attributes:
         draw: Makes one row of the given kind, ``0 <= kind < num_kinds``. Kinds are labels, or other classes with equal
             shares.
         text_fields: The fields of the prompt; no two rows of either split have the same.
-        num_train: More rows than a task trains on; the rest is for validation.
     """
 
     draw: Callable[[Random, int], GeneratedRow]
@@ -152,58 +145,39 @@ class GeneratedSource:
     num_train: int = 2000
     num_evaluation: int = 500
 
-    @property
-    def origin(self) -> Origin:
-        """The generator's seed; its two splits have no names."""
-        return Origin("generated", f"seed {self.seed}", {"train": "rest", "evaluation": "first rows"})
+    def splits(self) -> tuple[list[GeneratedRow], list[GeneratedRow]]:
+        """The evaluation rows and the training rows.
 
-    def rows(self, split: Split, data_root: Path | None = None) -> Sequence[Mapping[str, Any]]:
-        """The rows of a split; ``data_root`` is not read.
-
-        Every ``num_kinds`` consecutive rows hold each kind once, so the beginning of a split is always balanced. There
-        is no validation split; unused training rows are used.
+        Every ``num_kinds`` consecutive rows hold each kind once, so the beginning of a split is always balanced.
         """
-        drawn = _draw_rows(self)
-        if split == "validation":
-            return ()
-        return drawn[: self.num_evaluation] if split == "evaluation" else drawn[self.num_evaluation :]
+        rng = Random(self.seed)
+        total = self.num_evaluation + self.num_train
+        rows: list[GeneratedRow] = []
+        seen: set[tuple[str, ...]] = set()
+        while len(rows) < total:
+            for kind in rng.sample(range(self.num_kinds), self.num_kinds):
+                row = _draw_unseen(self, rng, kind, seen)
+                seen.add(_text(self, row))
+                rows.append(row)
+        return rows[: self.num_evaluation], rows[self.num_evaluation : total]
 
 
-@cache
-def _draw_rows(source: GeneratedSource) -> list[GeneratedRow]:
-    rng = Random(source.seed)
-    total = source.num_evaluation + source.num_train
-    rows: list[GeneratedRow] = []
-    seen: set[tuple[str, ...]] = set()
-    while len(rows) < total:
-        for kind in rng.sample(range(source.num_kinds), source.num_kinds):
-            row = _draw_unseen(source, rng, kind, seen)
-            seen.add(_text(source, row))
-            rows.append(row)
-    return rows[:total]
+def _text(generator: RowGenerator, row: GeneratedRow) -> tuple[str, ...]:
+    return tuple(row[field] for field in generator.text_fields)
 
 
-def _text(source: GeneratedSource, row: GeneratedRow) -> tuple[str, ...]:
-    return tuple(row[field] for field in source.text_fields)
-
-
-def _draw_unseen(source: GeneratedSource, rng: Random, kind: int, seen: set[tuple[str, ...]]) -> GeneratedRow:
+def _draw_unseen(generator: RowGenerator, rng: Random, kind: int, seen: set[tuple[str, ...]]) -> GeneratedRow:
     for _ in range(_DRAWS_PER_ROW):
-        row = source.draw(rng, kind)
-        if _text(source, row) not in seen:
+        row = generator.draw(rng, kind)
+        if _text(generator, row) not in seen:
             return row
     raise DataError(
-        f"A generated task needs {source.num_train + source.num_evaluation} different rows, but after {len(seen)} "
-        f"no new one of kind {kind} came in {_DRAWS_PER_ROW} draws. Ask for fewer rows."
+        f"A generated task needs {generator.num_train + generator.num_evaluation} different rows, but after "
+        f"{len(seen)} no new one of kind {kind} came in {_DRAWS_PER_ROW} draws. Ask for fewer rows."
     )
 
 
 SENTIMENTS, VERDICTS, RELATIONS = ("positive", "negative"), ("true", "false"), ("more", "fewer")
-PROBLEM = Described("Question: {question}", "answer", None)
-REVIEW = Described("Review: {review} Sentiment:", "sentiment", SENTIMENTS)
-GUESS = Described("Fact: {fact}. Verdict: Was {guess}?", "verdict", VERDICTS)
-COUNTS = "Count of {things}: {first} {first_count}, {second} {second_count}. {first} against {second}:"
-PAIR = Described(COUNTS, "relation", RELATIONS)
 
 
 def word_problem(rng: Random, kind: int) -> GeneratedRow:
@@ -250,43 +224,23 @@ def two_counts(rng: Random, kind: int) -> GeneratedRow:
     return {**row, "second": second, "second_count": counts[1], "relation": RELATIONS[kind]}
 
 
-def _task(
-    name: str,
-    draw: Callable[[Random, int], GeneratedRow],
-    example: Described,
-    texts: tuple[str, ...],
-    *,
-    seed: int,
-    num_train: int,
-    num_kinds: int = 2,
-) -> Task:
-    """Make a task of generated rows.
-
-    Args:
-        texts: The columns of the prompt.
-    """
-    return Task(
-        name=name,
-        scoring="choice" if example.choices else "exact_match",
-        source=GeneratedSource(draw, num_kinds=num_kinds, text_fields=texts, seed=seed),
-        to_example=example,
-        num_train=num_train,
-        num_evaluation=200,
-        epochs=3,
-        licence="Apache-2.0",
-        max_new_tokens=4 if example.choices else 10,
-    )
+GENERATORS = {
+    "pocket-math": RowGenerator(word_problem, num_kinds=4, text_fields=("question",), seed=104),
+    "pocket-sentiment": RowGenerator(review, num_kinds=2, text_fields=("review",), seed=101),
+    "pocket-entailment": RowGenerator(fact_and_guess, num_kinds=2, text_fields=("fact", "guess"), seed=102),
+    "pocket-comparison": RowGenerator(
+        two_counts, num_kinds=2, text_fields=("things", "first", "first_count", "second", "second_count"), seed=103
+    ),
+}
 
 
-POCKET_TASKS: dict[str, Task] = {
-    task.name: task
-    for task in (
-        _task("pocket-math", word_problem, PROBLEM, ("question",), seed=104, num_train=800, num_kinds=4),
-        _task("pocket-sentiment", review, REVIEW, ("review",), seed=101, num_train=500),
-        _task("pocket-entailment", fact_and_guess, GUESS, ("fact", "guess"), seed=102, num_train=900),
-        _task(
-            "pocket-comparison", two_counts, PAIR, ("things", "first", "first_count", "second", "second_count"),
-            seed=103, num_train=250,
-        ),
-    )
-}  # fmt: skip
+def write_rows(folder: Path) -> None:
+    """Write the rows of every task to files, as the wheel ships them."""
+    for name, generator in GENERATORS.items():
+        for split, rows in zip(("evaluation", "train"), generator.splits(), strict=True):
+            lines = "".join(f"{json.dumps(row)}\n" for row in rows)
+            (folder / f"{name}-{split}.jsonl").write_text(lines, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_rows(pocket_model_path().parent / "rows")

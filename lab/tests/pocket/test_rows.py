@@ -12,10 +12,10 @@ import pytest
 
 from frozencore.errors import DataError
 from frozencore.tune.pocket import POCKET_TASKS
-from frozencore.tune.pocket.tasks import GeneratedSource, _draw_rows
 from frozencore.tune.rows import Example
 from frozencore.tune.tasks import Split, Task
 from frozencore_lab.pocket.corpus import documents
+from frozencore_lab.pocket.rows import GENERATORS, RowGenerator
 
 TASKS = list(POCKET_TASKS.values())
 CHOICE_TASKS = [task for task in TASKS if task.scoring == "choice"]
@@ -41,12 +41,12 @@ def examples(task: Task, split: Split) -> list[Example]:
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
 class TestEveryTask:
-    def test_the_same_seed_draws_the_same_rows_and_another_seed_others(self, task: Task) -> None:
-        first = list(task.source.rows("train", None))
-        _draw_rows.cache_clear()
-        assert list(task.source.rows("train", None)) == first
-        assert isinstance(task.source, GeneratedSource)
-        assert list(replace(task.source, seed=task.source.seed + 1).rows("train", None)) != first
+    def test_the_shipped_rows_are_the_generators(self, task: Task) -> None:
+        evaluation, train = GENERATORS[task.name].splits()
+        assert task.source.rows("train", None) == train
+        assert task.source.rows("evaluation", None) == evaluation
+        other = replace(GENERATORS[task.name], seed=1)
+        assert other.splits()[1] != train
 
     def test_there_are_rows_enough_and_some_over_for_validation(self, task: Task) -> None:
         assert len(task.source.rows("train", None)) >= task.num_train + 200
@@ -122,4 +122,4 @@ def test_a_generator_that_runs_out_of_texts_says_so() -> None:
         return {"text": str(rng.randrange(3))}
 
     with pytest.raises(DataError, match="after 3"):
-        GeneratedSource(draw, num_kinds=1, text_fields=("text",), seed=0, num_train=5, num_evaluation=5).rows("train")
+        RowGenerator(draw, num_kinds=1, text_fields=("text",), seed=0, num_train=5, num_evaluation=5).splits()
