@@ -15,7 +15,8 @@ from frozencore.text import nearest_name, one_line
 from frozencore.tune.config import RunConfig
 from frozencore.tune.folder import BASIS, MANIFEST
 from frozencore.tune.pocket import POCKET_MODEL, pocket_model_path
-from frozencore.tune.rows.row_sources import KINDS, READERS, require_source, sources_of
+from frozencore.tune.rows.own_rows import require_rows
+from frozencore.tune.rows.row_sources import KINDS, READERS, sources_of
 from frozencore.tune.smollm2 import SMOLLM2, smollm2_path
 
 MODEL_CONFIG = "config.json"
@@ -41,9 +42,9 @@ def require_files(config: RunConfig, moments_file: Path | None = None) -> None:
     require_model(config.model.name)
     if config.rows.data is not None:
         for source in sources_of(config.rows.data):
-            require_source(source)
+            require_rows(source, config.rows.columns)
     if config.rows.eval_data is not None:
-        require_source(config.rows.eval_data, option="--eval-data")
+        require_rows(config.rows.eval_data, config.rows.columns, option="--eval-data")
     require_data_root(config.rows.data_root)
     if config.method.basis is not None:
         require_basis(config.method.basis)
@@ -102,7 +103,7 @@ def require_tenant_files(config: RunConfig) -> None:
     """Check a configuration of many tenants before torch is imported."""
     require_files(config.replaced(data=None))
     for file in find_tenants(Path(config.rows.learns)).values():
-        require_source(str(file))
+        require_rows(str(file), config.rows.columns)
 
 
 def find_tenants(path: Path) -> dict[str, Path]:

@@ -15,6 +15,7 @@ from pyarrow import parquet
 
 from frozencore.errors import ConfigError, DataError, NoRowsError
 from frozencore.tune.config import make_config
+from frozencore.tune.locate import require_files
 from frozencore.tune.rows.own_rows import read_rows
 from frozencore.tune.rows.prompts import PromptEncoder
 from small_tenants import inputs_of
@@ -294,6 +295,24 @@ def test_a_wrong_file_is_one_line_with_the_row(
     with pytest.raises(DataError, match=reason) as error:
         read_rows(write(tmp_path / "rows.jsonl", rows), PromptEncoder(byte_tokenizer(chat=True)))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "columns", "reason"),
+    [
+        ("", None, "holds no rows"),
+        ('{"prompt": ', None, "line 1: each line must be a JSON object"),
+        ('{"question": "a"}', None, "needs the columns prompt and completion"),
+        ('{"prompt": "a", "completion": "b"}', "prompt=q", "has no column 'q'"),
+    ],
+)
+def test_the_first_rows_of_a_file_are_checked_before_anything_is_loaded(
+    content: str, columns: str | None, reason: str, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(content)
+    config = make_config(model="pocket", data=str(tmp_path / "rows.jsonl"), columns=columns)
+    with pytest.raises(DataError, match=reason):
+        require_files(config)
 
 
 def test_bad_rows_are_left_out_and_counted_by_what_is_wrong_where_that_is_allowed(

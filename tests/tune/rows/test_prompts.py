@@ -14,12 +14,22 @@ import transformers.utils.chat_template_utils as chat_template_utils
 from huggingface_hub.errors import StrictDataclassError
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
-from transformers import CONFIG_MAPPING, AutoTokenizer, BloomConfig, Gemma3Config, GPT2Config, MptConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoTokenizer,
+    BloomConfig,
+    DataCollatorForLanguageModeling,
+    DataCollatorForSeq2Seq,
+    Gemma3Config,
+    GPT2Config,
+    MptConfig,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from frozencore.errors import ConfigError, DataError, ModelError
+from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.rows import Example, TextRow, TokenRow
-from frozencore.tune.rows.prompts import PROMPT_DATE, PromptEncoder, context_limit, with_fixed_date
+from frozencore.tune.rows.prompts import PROMPT_DATE, PromptEncoder, context_limit, unknown_share, with_fixed_date
 from frozencore.tune.rows.token_batches import PaddingCollator, group_rows, make_batches
 from frozencore.tune.scoring.score import held_out_loss
 from frozencore.tune.suite import find_task
@@ -380,3 +390,27 @@ def test_a_cut_prompt_keeps_the_start_token_that_the_template_writes(byte_tokeni
     for max_length, outcome in ((4, "cut"), (3, "too long")):
         short = PromptEncoder(tokenizer, max_length=max_length, too_long="cut")
         assert short.fits([short.render(Example("row-1", "Q" * 80, " A"))]) == [outcome]  # the start alone is no prompt
+
+
+def test_text_that_a_tokenizer_does_not_know_is_told_from_its_own(byte_tokenizer: Callable[..., Any]) -> None:
+    encoder = PromptEncoder(AutoTokenizer.from_pretrained(pocket_model_path()))
+    own = [str(row["question"]) for row in find_task("pocket-math").source.rows("train", None)[:50]]
+    foreign = ["The committee reviews quarterly budget proposals.", "Die Überprüfung findet statt.", "Привет, мир"]
+    shares = [
+        unknown_share(encoder.tokenizer, encoder.whole_rows([encoder.plain("r", text) for text in texts]))
+        for texts in (own, foreign)
+    ]
+    assert shares[0] < 0.15 < 0.3 < shares[1]
+    assert unknown_share(byte_tokenizer(), [TokenRow("r", byte_tokenizer()("words")["input_ids"], 0)]) == 1.0
+
+
+def test_labels_made_by_hand_teach_the_end_where_padding_is_the_end_token(byte_tokenizer: Callable[..., Any]) -> None:
+    """``DataCollatorForLanguageModeling`` gives every padding token, and so every end, the label -100."""
+    tokenizer = byte_tokenizer()
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+    rows = [tokenizer(text + tokenizer.eos_token) for text in ("a", "bcd")]
+    batch = DataCollatorForSeq2Seq(tokenizer)([{**row, "labels": list(row["input_ids"])} for row in rows])
+    ends = [row[row != -100][-1] for row in batch["labels"]]
+    assert ends == [tokenizer.eos_token_id] * 2
+    masked = DataCollatorForLanguageModeling(tokenizer, mlm=False)([dict(row) for row in rows])["labels"]
+    assert not bool((masked == tokenizer.eos_token_id).any())

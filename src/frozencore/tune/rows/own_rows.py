@@ -22,7 +22,7 @@ from typing import Any
 from frozencore.errors import ConfigError, DataError, NoRowsError
 from frozencore.tune.rows import Example, Row, TextRow, text_field
 from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.rows.row_sources import STANDARD_INPUT, read_source, strict_json
+from frozencore.tune.rows.row_sources import STANDARD_INPUT, first_rows, read_source, require_source, strict_json
 
 SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "model": "assistant",
@@ -103,6 +103,20 @@ def read_rows(
     if not texts:
         raise NoRowsError(f"--skip-bad left none of {len(rows)} rows of {origin}: {next(iter(bad))}.")
     return OwnRows(texts, form, bad, tuple(column for column in given if column not in used), is_talk)
+
+
+def require_rows(data: str, columns: str | None = None, *, option: str = "--data") -> None:
+    """Check the first rows of a source and their columns, before anything is loaded; only files are read.
+
+    Raises:
+        ConfigError, DataError: As in :func:`read_rows`.
+    """
+    require_source(data, option=option)
+    if rows := first_rows(data):
+        if columns is not None:
+            _names(columns, rows[0], data)
+        else:
+            _form_of(rows, data)
 
 
 def _is_verdict(label: Any) -> bool:

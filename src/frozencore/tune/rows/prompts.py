@@ -402,6 +402,8 @@ def _written_once(token: str) -> str:
     return f"{token} stood in a text where it is written anyway, and is written once"
 
 
+LETTERS_OF_A_WORD = 5
+FIRST_SYLLABLE = "\u1100"  # Hangul, kana and ideographs come after the alphabets
 CONTEXT_NAMES = (
     "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_seq_length", "max_sequence_length",
     "seq_length", "context_length", "model_max_length", "max_target_positions",
@@ -415,6 +417,26 @@ def context_limit(model: Any, tokenizer: Any) -> int:
     stated = [getattr(config, name, None) for name in CONTEXT_NAMES]
     limits = [int(limit) for limit in (*stated, tokenizer.model_max_length) if isinstance(limit, int | float)]
     return min((limit for limit in limits if 0 < limit < 1e9), default=sys.maxsize)
+
+
+def unknown_share(tokenizer: Any, rows: Sequence[TokenRow]) -> float:
+    """The share of a text's letters that a tokenizer does not know: unknown tokens, and letters alone inside of words.
+
+    Letters of scripts in which each is a syllable or a word are known alone.
+    """
+    letters = unknown = 0
+    for row in rows:
+        pieces = tokenizer.convert_ids_to_tokens(row.input_ids)
+        for piece, after in zip(pieces, [*pieces[1:], " "], strict=True):
+            word = piece.lstrip("Ġ▁")
+            if piece == tokenizer.unk_token:
+                letters, unknown = letters + LETTERS_OF_A_WORD, unknown + LETTERS_OF_A_WORD
+            elif len(word) == 1 and word.isalpha() and word < FIRST_SYLLABLE:  # "a" is a word if no letter goes on
+                letters += 1
+                unknown += word == piece or (after[0].isalpha() and after[0] != "Ġ")
+            else:
+                letters += sum(map(str.isalpha, word))
+    return unknown / letters if letters else 0.0
 
 
 def with_fixed_date(tokenizer: Any) -> Any:

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -87,11 +88,24 @@ def read_source(data: str, *, option: str = "--data") -> list[Row]:
         return _read_split(found["name"], found["config"], found["split"])
     if data == STANDARD_INPUT and sys.stdin.isatty():
         raise ConfigError("--data - reads JSONL from a pipe or a file, but the standard input is a terminal.")
+    return _rows_of(path, origin)
+
+
+def first_rows(data: str, num_rows: int = 100) -> list[Row]:
+    """The first rows of a file, to see their columns; none of other sources, which cannot be read twice or at once.
+
+    Raises:
+        DataError: The file is empty or damaged.
+    """
+    return _rows_of(Path(data), data, num_rows) if Path(data).is_file() else []
+
+
+def _rows_of(path: Path, origin: str, num_rows: int | None = None) -> list[Row]:
     try:
-        if data == STANDARD_INPUT:
+        if origin == "The standard input":
             rows = list(_jsonl_rows(sys.stdin.buffer.read().decode("utf-8-sig").split("\n"), origin))
         else:
-            rows = list(READERS[path.suffix](path))
+            rows = list(islice(READERS[path.suffix](path), num_rows))
     except UnicodeDecodeError as error:
         raise DataError(f"{origin} must be UTF-8 text, but is not: {error}. Save it as UTF-8.") from error
     if not rows:
