@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,11 +25,12 @@ from frozencore.tune.tasks.splits import (
     TaskSplits,
     ValidationSource,
     calibration_rows,
+    hold_out,
     normalised,
+    share_of,
     split_task,
 )
 
-HELD_OUT_SHARE, HELD_OUT_MOST = 0.1, 500
 TOO_LONG = "too long"
 OTHER_ROWS = 32
 
@@ -283,7 +283,7 @@ def _own_rows(config: RowsConfig, scoring: ScoringConfig, data: Data, encoder: P
         unused.update(own.bad)
     unused[TOO_LONG] = fitting.num_skipped
     if given is None:
-        train, held_out = _hold_out(texts, config.num_evaluation or _share_of(texts))
+        train, held_out = hold_out(texts, config.num_evaluation or share_of(texts), _read_as)
     else:
         fitting_too = fitting.texts(given.texts)
         held_out = fitting_too[: config.num_evaluation]
@@ -295,7 +295,7 @@ def _own_rows(config: RowsConfig, scoring: ScoringConfig, data: Data, encoder: P
         unused["also in --eval-data"] = len(texts) - len(train)
     validated: list[TextRow] = []
     if scoring.evaluate_on == "validation" or scoring.select_checkpoint != "none":
-        train, validated = _hold_out(train, _share_of(train))
+        train, validated = hold_out(train, share_of(train), _read_as)
     if scoring.evaluate_on == "validation":
         unused["kept to evaluate on"] = len(held_out) if given is None else 0
         held_out = validated
@@ -308,8 +308,7 @@ def _own_rows(config: RowsConfig, scoring: ScoringConfig, data: Data, encoder: P
     rows, scored = encoder.training_rows(train), encoder.training_rows(held_out)
     calibrate = _rows_of_calibration_task(config, scoring, encoder, RowCache())
     if calibrate is None:
-        drawn = sorted(range(len(train)), key=lambda i: draw_rank(train[i], config.seed + 1))
-        calibrate = [rows[i] for i in drawn[: config.calibration_size]]
+        calibrate = list(calibration_rows(rows, config.calibration_size, seed=config.seed))
     chooses = scoring.select_checkpoint != "none"
     compares = scoring.exact_match == "yes" or (scoring.exact_match == "auto" and are_short(scored))
     validation = ScoredRows((), encoder.training_rows(validated)) if chooses else None
@@ -365,31 +364,5 @@ class _Fitting:
         return [fit != "too long" for fit in found]
 
 
-def _share_of(rows: Sequence[TextRow]) -> int:
-    return min(HELD_OUT_MOST, max(1, round(HELD_OUT_SHARE * len(rows))))
-
-
-def _hold_out(texts: Sequence[TextRow], num_held_out: int) -> tuple[list[TextRow], list[TextRow]]:
-    """Split into training and held-out rows, independent of the seed; equal texts stay in one part.
-
-    More equal texts than are to be held out are trained on, unless there are no others.
-    """
-    by_text: dict[str, list[TextRow]] = {}
-    for row in texts:
-        by_text.setdefault(_read_as(row), []).append(row)
-    groups = sorted(by_text.values(), key=lambda rows: draw_rank(rows[0], 0))
-    num_held_out = max(num_held_out, min(map(len, groups), default=0))
-    train: list[TextRow] = []
-    held_out: list[TextRow] = []
-    for rows in groups:
-        (held_out if len(held_out) + len(rows) <= num_held_out else train).extend(rows)
-    return train, held_out
-
-
 def _read_as(row: TextRow) -> str:
     return normalised(row.context + row.completion)
-
-
-def draw_rank(row: TextRow | TokenRow, seed: int) -> bytes:
-    """The key by which rows are sorted to draw the first of them."""
-    return hashlib.sha256(f"{seed}:{row.id}".encode()).digest()

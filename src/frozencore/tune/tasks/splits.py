@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import hashlib
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from frozencore.errors import ConfigError, NoRowsError
-from frozencore.tune.rows import Example
+from frozencore.tune.rows import Example, TextRow, TokenRow
 from frozencore.tune.tasks import Split, Task
 
 SPLIT_SEED = 0
-VALIDATION_SHARE = 0.1
+VALIDATION_SHARE, HELD_OUT_MOST = 0.1, 500
+"""The share of rows that is held out where there are no others, and the most rows of it."""
 
+AnyRow = TypeVar("AnyRow", Example, TextRow, TokenRow)
 ValidationSource = Literal["unused train rows", "official validation", "10% of train", "none"]
 
 
@@ -78,15 +80,11 @@ def split_task(
     if not validation:
         source = "official validation"
         validation = list(islice(_without(_drawn(task, "validation", data_root, seed), seen_texts), num_evaluation))
-    left_out = {}
     if not validation and not train_on_all and len(train) > 1:
-        held_out = max(1, round(VALIDATION_SHARE * len(train)))
-        rest = list(_without(train[held_out:], set(map(normalised_text, train[:held_out]))))
+        rest, held_out = hold_out(train, share_of(train), normalised_text, seed=seed)
         if rest:
-            left_out["also validation rows"] = len(train) - held_out - len(rest)
-            validation, train, source = train[:held_out], rest, "10% of train"
-    left_out["also evaluation rows"] = len(leaked)
-    counted = {why: count for why, count in left_out.items() if count}
+            validation, train, source = held_out, rest, "10% of train"
+    counted = {"also evaluation rows": len(leaked)} if leaked else {}
     return TaskSplits(tuple(train), tuple(validation), tuple(evaluation), source if validation else "none", counted)
 
 
@@ -102,9 +100,33 @@ def evaluation_rows(
     return drawn
 
 
-def calibration_rows(train: Sequence[Example], num_rows: int, *, seed: int = SPLIT_SEED) -> tuple[Example, ...]:
+def calibration_rows(train: Sequence[AnyRow], num_rows: int, *, seed: int = SPLIT_SEED) -> tuple[AnyRow, ...]:
     """Draw calibration rows from the training rows; all rows if there are fewer than ``num_rows``."""
-    return tuple(sorted(train, key=lambda example: _rank(example.id, seed + 1))[:num_rows])
+    return tuple(sorted(train, key=lambda row: rank(row.id, seed + 1))[:num_rows])
+
+
+def share_of(rows: Sequence[Any]) -> int:
+    """The number of rows to hold out."""
+    return min(HELD_OUT_MOST, max(1, round(VALIDATION_SHARE * len(rows))))
+
+
+def hold_out(
+    rows: Sequence[AnyRow], num_held_out: int, text_of: Callable[[AnyRow], str], *, seed: int = SPLIT_SEED
+) -> tuple[list[AnyRow], list[AnyRow]]:
+    """Split into training and held-out rows, in the order of their ids' hashes; equal texts stay in one part.
+
+    More equal texts than are to be held out are trained on, unless there are no others.
+    """
+    by_text: dict[str, list[AnyRow]] = {}
+    for row in rows:
+        by_text.setdefault(text_of(row), []).append(row)
+    groups = sorted(by_text.values(), key=lambda group: rank(group[0].id, seed))
+    num_held_out = max(num_held_out, min(map(len, groups), default=0))
+    train: list[AnyRow] = []
+    held_out: list[AnyRow] = []
+    for group in groups:
+        (held_out if len(held_out) + len(group) <= num_held_out else train).extend(group)
+    return train, held_out
 
 
 def normalised_text(example: Example) -> str:
@@ -126,11 +148,12 @@ def _require_positive(**counts: int) -> None:
 def _drawn(task: Task, split: Split, data_root: Path | None, seed: int) -> Iterator[Example]:
     """Yield the examples of a split in the order of their ids' hashes; rows are read lazily."""
     rows = task.source.rows(split, data_root)
-    for index in sorted(range(len(rows)), key=lambda index: _rank(f"{split}-{index}", seed)):
+    for index in sorted(range(len(rows)), key=lambda index: rank(f"{split}-{index}", seed)):
         yield task.to_example(rows[index], f"{split}-{index}")
 
 
-def _rank(row_id: str, seed: int) -> bytes:
+def rank(row_id: str, seed: int) -> bytes:
+    """The key by which rows are sorted to draw the first of them."""
     return hashlib.sha256(f"{seed}:{row_id}".encode()).digest()
 
 
