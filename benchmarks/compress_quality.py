@@ -47,7 +47,7 @@ from frozencore.tune.provenance import provenance
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.scoring.forward import unload_adapter
 from frozencore.tune.training.train import train
-from frozencore.tune.training.trainer import pass_tokens_of
+from frozencore.tune.training.trainer import overhead_tokens_of
 from harness import RESULTS, Results, parser_of
 from tenant_rows import TENANTS, make_tenants, manifest_of
 from tenants_quality import CALIBRATION, FEWEST_STEPS, QUICK_TENANTS, ROWS_A_STEP, WARMUP, Scale, Study
@@ -142,7 +142,7 @@ class CompressStudy:
     def lora(self, name: str, rank: int) -> PeftModel:
         model = self.study.adapter("lora", rank, 1000 + self.everyone.index(name))
         recipe = self.study.recipe(name, RATES.get(("lora", rank), 2e-3), SEED)
-        recipe = replace(recipe, pass_tokens=pass_tokens_of(self.study.model))
+        recipe = replace(recipe, overhead_tokens=overhead_tokens_of(self.study.model))
         train(model, self.study.train_rows[name], recipe, pad_id=self.study.encoder.pad_id)
         return model
 

@@ -38,7 +38,7 @@ from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator, row_costs
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
-from frozencore.tune.training.trainer import group_by_length, pass_tokens_of
+from frozencore.tune.training.trainer import group_by_length, overhead_tokens_of
 from harness import load_average, medians, parser_of, ratios, table, with_quartiles, write_found
 
 TOGETHER, ALONE, BARE, FLOOR = "together", "one after the other", "in a bare loop", "floor"
@@ -100,7 +100,7 @@ def pass_through(base: nn.Module, tenants: dict[str, Tenant], num_steps: int) ->
     collate = PaddingCollator(0)
     for step in range(num_steps):
         rows = [row for tenant in tenants.values() for row in tenant.step_rows(step)]
-        for group in group_by_length(*row_costs(row_sizes(base, rows), torch.device("cpu")), pass_tokens_of(base)):
+        for group in group_by_length(*row_costs(row_sizes(base, rows), torch.device("cpu")), overhead_tokens_of(base)):
             row_losses(base, collate([rows[i] for i in group])).sum().backward()
         base.zero_grad()
 

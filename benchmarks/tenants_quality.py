@@ -57,7 +57,7 @@ from frozencore.tune.scoring.forward import unload_adapter
 from frozencore.tune.tasks.splits import calibration_rows
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
-from frozencore.tune.training.trainer import pass_tokens_of
+from frozencore.tune.training.trainer import overhead_tokens_of
 from harness import RESULTS, Record, Results, best_rate, lines_of, parser_of, table
 from tenant_rows import SEARCHED, TENANTS, Tenant, TenantPlan, make_tenants, manifest_of, write_tenants
 
@@ -260,7 +260,7 @@ class Study:
     def lora(self, name: str, rate: float, rank: int, seed: int, part: str) -> tuple[Record, Record]:
         model = self.adapter("lora", rank, seed)
         try:
-            recipe = replace(self.recipe(name, rate, seed), pass_tokens=pass_tokens_of(self.model))
+            recipe = replace(self.recipe(name, rate, seed), overhead_tokens=overhead_tokens_of(self.model))
             report = train(model, self.train_rows[name], recipe, pad_id=self.encoder.pad_id)
             about = {
                 **bytes_of(model, shared=False),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -25,7 +24,6 @@ from frozencore.maths.moments import LayerMoments
 from frozencore.text import one_line
 
 T = TypeVar("T")
-_BY_ITSELF = ContextVar("by itself", default=False)
 _ENTRIES = count()
 _TAG = "frozencore"
 LATE_S = 10  # a rank that comes later is waited for by the first exchange
@@ -33,7 +31,7 @@ LATE_S = 10  # a rank that comes later is waited for by the first exchange
 
 def num_ranks() -> int:
     """The number of ranks; 1 without an initialised process group."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() and not _BY_ITSELF.get() else 1
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def own_rank() -> int:
@@ -96,24 +94,6 @@ def enter_together(what: str) -> None:
                 f"All ranks must call the same functions in the same order, but rank {own_rank()} called {what} and "
                 f"rank {rank} called {theirs}. Call each on every rank."
             )
-
-
-def each_by_itself(work: Callable[[], T]) -> T:
-    """Return the result of this rank's own work, in which nothing is shared, after all ranks have finished."""
-    with all_ranks_or_none():
-        before = _BY_ITSELF.set(True)
-        try:
-            return work()
-        finally:
-            _BY_ITSELF.reset(before)
-
-
-def first_before_others(work: Callable[[], T]) -> T:
-    """Return the result of this rank's own work; the first rank finishes before the others start."""
-    is_first = own_rank() == 0
-    found = each_by_itself(lambda: work() if is_first else None)
-    found_later = each_by_itself(lambda: None if is_first else work())
-    return cast(T, found if is_first else found_later)
 
 
 def from_first(work: Callable[[], T]) -> T:

@@ -40,11 +40,11 @@ ROWS = rows()
 
 def test_the_trained_core_does_not_depend_on_the_batch_size() -> None:
     found = []
-    for batch_size, pass_tokens in ((1, None), (4, None), (8, 5)):
+    for batch_size, overhead_tokens in ((1, None), (4, None), (8, 5)):
         model = adapted("random", model=experts(), target_modules=["o_proj"])
         recipe = Recipe(
             learning_rate=1e-2, warmup=0.0, epochs=2, batch_size=batch_size, accumulation=8 // batch_size,
-            pass_tokens=pass_tokens,
+            overhead_tokens=overhead_tokens,
         )  # fmt: skip
         losses = train(model, ROWS, recipe, pad_id=0).losses
         found.append((losses, [p.detach() for p in model.parameters() if p.requires_grad]))

@@ -50,7 +50,7 @@ from frozencore.tune.scores import Score, samples_of, score_run, selection_of
 from frozencore.tune.scoring.forward import unload_adapter
 from frozencore.tune.training.recipe import Recipe, epochs_for, require_reporters
 from frozencore.tune.training.train import train
-from frozencore.tune.training.trainer import pass_tokens_of
+from frozencore.tune.training.trainer import overhead_tokens_of
 
 CHOOSE_STEP = {"select_checkpoint", "select_by", "patience"}  # the options of scoring that no base score depends on
 
@@ -165,9 +165,9 @@ def recipe_of(config: TrainingConfig, method: Method, rows: RunRows, model: nn.M
     Args:
         model: Determines how many rows fit at once, if the batch size is ``auto``.
     """
-    pass_tokens, batch_size, accumulation = None, config.batch_size, config.accumulation
+    overhead_tokens, batch_size, accumulation = None, config.batch_size, config.accumulation
     if batch_size == "auto":
-        pass_tokens = pass_tokens_of(model)
+        overhead_tokens = overhead_tokens_of(model)
         batch_size = rows_at_once(config.effective_batch_size, max(row.num_tokens for row in rows.train), model)
         accumulation = config.effective_batch_size // batch_size
     default_epochs = rows.task.epochs if rows.task else epochs_for(len(rows.train), config.effective_batch_size)
@@ -178,7 +178,7 @@ def recipe_of(config: TrainingConfig, method: Method, rows: RunRows, model: nn.M
         batch_size=batch_size,
         accumulation=accumulation,
         seed=config.seed,
-        pass_tokens=pass_tokens,
+        overhead_tokens=overhead_tokens,
     )
 
 

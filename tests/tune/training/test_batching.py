@@ -29,11 +29,11 @@ def rows_of_many_lengths(num: int) -> list[TokenRow]:
 ROWS = rows_of_many_lengths(20)
 
 
-def cost(lengths: list[int], groups: list[list[int]], pass_tokens: int) -> int:
-    return sum(len(group) * max(lengths[i] for i in group) + pass_tokens for group in groups)
+def cost(lengths: list[int], groups: list[list[int]], overhead_tokens: int) -> int:
+    return sum(len(group) * max(lengths[i] for i in group) + overhead_tokens for group in groups)
 
 
-def cheapest(lengths: list[int], most_tokens: int, pass_tokens: int) -> int:
+def cheapest(lengths: list[int], most_tokens: int, overhead_tokens: int) -> int:
     """Over every way to put rows into groups, one after the other."""
 
     @cache
@@ -45,29 +45,29 @@ def cheapest(lengths: list[int], most_tokens: int, pass_tokens: int) -> int:
             group = [rest[0], *(length for j, length in enumerate(rest[1:]) if bits >> j & 1)]
             left = tuple(length for j, length in enumerate(rest[1:]) if not bits >> j & 1)
             if len(group) == 1 or len(group) * max(group) <= most_tokens:
-                found.append(len(group) * max(group) + pass_tokens + of_the_rest(left))
+                found.append(len(group) * max(group) + overhead_tokens + of_the_rest(left))
         return min(found)
 
     return of_the_rest(tuple(lengths))
 
 
-@pytest.mark.parametrize("pass_tokens", [0, 5, 40])
+@pytest.mark.parametrize("overhead_tokens", [0, 5, 40])
 @pytest.mark.parametrize("most_tokens", [1, 30, 60, 10_000])
-def test_no_other_grouping_of_a_step_is_cheaper(most_tokens: int, pass_tokens: int) -> None:
-    drawn = random.Random(most_tokens + pass_tokens)
+def test_no_other_grouping_of_a_step_is_cheaper(most_tokens: int, overhead_tokens: int) -> None:
+    drawn = random.Random(most_tokens + overhead_tokens)
     for _ in range(5):
         lengths = [drawn.randint(1, 20) for _ in range(7)]
-        groups = group_by_length(lengths, most_tokens, pass_tokens)
+        groups = group_by_length(lengths, most_tokens, overhead_tokens)
         assert sorted(i for group in groups for i in group) == list(range(7))
         assert all(len(g) == 1 or len(g) * max(lengths[i] for i in g) <= most_tokens for g in groups)
-        assert cost(lengths, groups, pass_tokens) == cheapest(lengths, most_tokens, pass_tokens)
+        assert cost(lengths, groups, overhead_tokens) == cheapest(lengths, most_tokens, overhead_tokens)
         firsts = [lengths[group[0]] for group in groups]
         assert all(a >= b for a, b in pairwise(firsts))  # what does not fit in memory fails at once
 
 
 def test_groups_hold_little_padding_where_one_batch_is_half_of_it() -> None:
     together = PaddingCollator(0)(ROWS)["attention_mask"]
-    groups = GroupingCollator(0, most_tokens=10_000, pass_tokens=10)(ROWS)[GROUPS]
+    groups = GroupingCollator(0, most_tokens=10_000, overhead_tokens=10)(ROWS)[GROUPS]
     padded = [(group["attention_mask"] == 0).sum().item() for group in groups]
     assert 4 * sum(padded) < (together == 0).sum().item()
     assert sum(group["attention_mask"].sum().item() for group in groups) == together.sum().item()
@@ -76,7 +76,7 @@ def test_groups_hold_little_padding_where_one_batch_is_half_of_it() -> None:
 @pytest.mark.parametrize("make", [tiny_qwen2, tiny_all_logits])
 def test_steps_of_groups_are_the_steps_of_rows_as_they_come(make: type[torch.nn.Module]) -> None:
     plain = Recipe(learning_rate=1e-2, warmup=0.1, epochs=2, batch_size=8, accumulation=1)
-    cut = Recipe(learning_rate=1e-2, warmup=0.1, epochs=2, batch_size=4, accumulation=2, pass_tokens=5)
+    cut = Recipe(learning_rate=1e-2, warmup=0.1, epochs=2, batch_size=4, accumulation=2, overhead_tokens=5)
     models = [adapted("random", model=model) for model in (tiny_qwen2(), make())]
     one, other = (train(model, ROWS, recipe, pad_id=0) for model, recipe in zip(models, (plain, cut), strict=True))
     assert (one.num_steps, other.num_steps) == (6, 6)
@@ -88,7 +88,9 @@ def test_steps_of_groups_are_the_steps_of_rows_as_they_come(make: type[torch.nn.
 
 def test_records_and_checkpoints_without_groups_say_nothing_of_them() -> None:
     plain = Recipe(learning_rate=1e-2, warmup=0.1)
-    assert "pass_tokens" not in plain.content()
-    assert Recipe(learning_rate=1e-2, warmup=0.1, pass_tokens=0).content() == plain.content() | {"pass_tokens": 0}
-    with pytest.raises(ConfigError, match="pass_tokens must not be negative"):
-        Recipe(learning_rate=1e-2, warmup=0.1, pass_tokens=-1)
+    assert "overhead_tokens" not in plain.content()
+    assert Recipe(learning_rate=1e-2, warmup=0.1, overhead_tokens=0).content() == plain.content() | {
+        "overhead_tokens": 0
+    }
+    with pytest.raises(ConfigError, match="overhead_tokens must not be negative"):
+        Recipe(learning_rate=1e-2, warmup=0.1, overhead_tokens=-1)

@@ -29,7 +29,9 @@ from slow import few
 from tiny import ATTENTION, draw_rows, tiny_qwen2
 
 ROWS = draw_rows(20, seed=5)
-RECIPE = Recipe(learning_rate=1e-2, epochs=2, batch_size=2, accumulation=3, warmup=0.3, pass_tokens=5)  # eight steps
+RECIPE = Recipe(
+    learning_rate=1e-2, epochs=2, batch_size=2, accumulation=3, warmup=0.3, overhead_tokens=5
+)  # eight steps
 WRITES = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "shutil.rmtree", "os.listdir"}
 DAMAGES = ("unmarked", "empty")
 

@@ -100,10 +100,10 @@ def test_a_training_of_one_step_trains() -> None:
 def test_a_step_is_the_mean_over_its_tokens_however_it_is_cut(takes_counts: bool) -> None:
     expected = train(tiny_qwen2(), ROWS, RECIPE, pad_id=0)
     assert expected.num_steps == RECIPE.num_steps(len(ROWS)) == 8
-    for size, accumulation, pass_tokens in ((1, 6, None), (6, 1, None), (2, 3, 1)):
+    for size, accumulation, overhead_tokens in ((1, 6, None), (6, 1, None), (2, 3, 1)):
         model = tiny_qwen2()
         model.accepts_loss_kwargs = takes_counts
-        recipe = replace(RECIPE, batch_size=size, accumulation=accumulation, pass_tokens=pass_tokens)
+        recipe = replace(RECIPE, batch_size=size, accumulation=accumulation, overhead_tokens=overhead_tokens)
         assert train(model, ROWS, recipe, pad_id=0).losses == pytest.approx(expected.losses, abs=1e-4)
 
 

@@ -28,7 +28,7 @@ from frozencore.tune.training.callbacks import (
 )
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import TrainingReport
-from frozencore.tune.training.trainer import group_by_length, pass_tokens_of
+from frozencore.tune.training.trainer import group_by_length, overhead_tokens_of
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class ActiveTenants:
         self._waiting_steps = self._num_steps
         longest_first = sorted(tenants, key=lambda name: -tenants[name].num_steps)
         self.waiting = longest_first[::-1]  # the next is at the end
-        self._shrink, self._pass_tokens = 1, pass_tokens_of(model)
+        self._shrink, self._overhead_tokens = 1, overhead_tokens_of(model)
 
     def fill(self) -> bool:
         """Give free slots to waiting tenants; False if all have ended."""
@@ -235,7 +235,7 @@ class ActiveTenants:
         counts = [sum(row.num_targets for row in of_tenant) for of_tenant in rows]
         weights = [1 / counts[slot] if counts[slot] else math.nan for slot in slot_of]  # a step's loss is a mean
         while True:
-            groups = group_by_length(costs, most // self._shrink, self._pass_tokens)
+            groups = group_by_length(costs, most // self._shrink, self._overhead_tokens)
             work = partial(self._passes, groups, flat, slot_of, weights, losses)
             if all(len(group) == 1 for group in groups):
                 work()

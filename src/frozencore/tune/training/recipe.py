@@ -41,8 +41,9 @@ class Recipe:
         batch_size: Examples in one forward pass.
         accumulation: Forward passes in one optimizer step.
         seed: Seed of the row order.
-        pass_tokens: The fixed cost of a pass in tokens. The rows of a step are then grouped by length, each group with
-            at most the tokens of ``batch_size`` longest rows. None, or several processes: ``batch_size`` rows in order.
+        overhead_tokens: The fixed cost of a pass in tokens. The rows of a step are then grouped by length, each group
+            with at most the tokens of ``batch_size`` longest rows. None, or several processes: ``batch_size`` rows in
+            order.
     """
 
     learning_rate: float
@@ -53,12 +54,12 @@ class Recipe:
     max_grad_norm: float = 1.0
     weight_decay: float = 0.0
     seed: int = DEFAULTS.seed
-    pass_tokens: int | None = None
+    overhead_tokens: int | None = None
 
     def __post_init__(self) -> None:
         fewest = min(self.epochs, self.batch_size, self.accumulation)
         rules = {
-            "pass_tokens must not be negative": (self.pass_tokens or 0) >= 0,
+            "overhead_tokens must not be negative": (self.overhead_tokens or 0) >= 0,
             "learning_rate must be positive": self.learning_rate > 0,
             "warmup is a share from 0 to 1": 0 <= self.warmup <= 1,
             "epochs, batch_size and accumulation must be at least 1": fewest >= 1,
@@ -86,8 +87,8 @@ class Recipe:
         return replace(self, batch_size=batch_size, accumulation=own // batch_size)
 
     def content(self) -> dict[str, Any]:
-        """The recipe as JSON values by name, for records and checkpoints; ``pass_tokens`` is left out if it is None."""
-        return {name: value for name, value in asdict(self).items() if (name, value) != ("pass_tokens", None)}
+        """The recipe as JSON values by name, for records and checkpoints; ``overhead_tokens`` only if it is set."""
+        return {name: value for name, value in asdict(self).items() if (name, value) != ("overhead_tokens", None)}
 
     def rate(self, step: int, num_steps: int) -> float:
         """The learning rate of a step, counted from 0: a linear rise, then a cosine to zero. It is never zero."""

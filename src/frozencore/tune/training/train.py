@@ -215,10 +215,10 @@ def _batches(rows: Sequence[TokenRow], recipe: Recipe, pad_id: int) -> tuple[Rec
     """This process's share of the recipe, and the function that makes rows a batch or the groups of a step."""
     own = recipe.of_each(num_ranks())
     # all processes need the same number of passes
-    if recipe.pass_tokens is not None and num_ranks() == 1:
+    if recipe.overhead_tokens is not None and num_ranks() == 1:
         most_tokens = recipe.batch_size * max(len(row.input_ids) for row in rows)
         own = replace(own, batch_size=own.batch_size * own.accumulation, accumulation=1)
-        return own, GroupingCollator(pad_id, most_tokens, recipe.pass_tokens)
+        return own, GroupingCollator(pad_id, most_tokens, recipe.overhead_tokens)
     return own, PaddingCollator(pad_id)
 
 

@@ -64,7 +64,7 @@ PASS_WORK_ELSEWHERE = 1e13  # an estimate for devices on which kernel launches d
 WEIGHTS_READ = 75  # tokens that a pass costs however large the model is: it reads all weights, for one row or for many
 
 
-def group_by_length(lengths: Sequence[int], most_tokens: int, pass_tokens: int) -> list[list[int]]:
+def group_by_length(lengths: Sequence[int], most_tokens: int, overhead_tokens: int) -> list[list[int]]:
     """Group row indices, longest rows first, so that padded tokens and passes cost least.
 
     The groups are consecutive in the sorted lengths, and dynamic programming finds the best split.
@@ -72,7 +72,7 @@ def group_by_length(lengths: Sequence[int], most_tokens: int, pass_tokens: int) 
     Args:
         lengths: The lengths of the rows.
         most_tokens: The most tokens of a group, padding included; a longer row is a group of its own.
-        pass_tokens: The fixed cost of a group, in tokens.
+        overhead_tokens: The fixed cost of a group, in tokens.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     costs, begins = [0], [0]  # of the best split of the first rows, and the start of its last group
@@ -83,7 +83,7 @@ def group_by_length(lengths: Sequence[int], most_tokens: int, pass_tokens: int) 
             for start in range(max(0, end - most_rows), end)
             if end - start == 1 or (end - start) * lengths[order[start]] <= most_tokens
         ]
-        found = [costs[start] + (end - start) * lengths[order[start]] + pass_tokens for start in starts]
+        found = [costs[start] + (end - start) * lengths[order[start]] + overhead_tokens for start in starts]
         best = min(range(len(starts)), key=found.__getitem__)
         costs.append(found[best])
         begins.append(starts[best])
@@ -93,7 +93,7 @@ def group_by_length(lengths: Sequence[int], most_tokens: int, pass_tokens: int) 
     return [order[start:end] for start, end in pairwise(reversed(cuts))]
 
 
-def pass_tokens_of(model: Any) -> int:
+def overhead_tokens_of(model: Any) -> int:
     """The fixed cost of a forward and backward pass on the model's device, in tokens.
 
     On a CPU core a pass of 16 to 1,024 tokens took 17 ms and 0.13 ms a token (the pocket model, 1.3 million
@@ -110,11 +110,11 @@ class GroupingCollator:
 
     pad_id: int
     most_tokens: int
-    pass_tokens: int
+    overhead_tokens: int
 
     def __call__(self, rows: Sequence[TokenRow]) -> dict[str, Any]:
         lengths = [len(row.input_ids) for row in rows]
-        groups = group_by_length(lengths, self.most_tokens, self.pass_tokens)
+        groups = group_by_length(lengths, self.most_tokens, self.overhead_tokens)
         return {GROUPS: [PaddingCollator(self.pad_id)([rows[i] for i in group]) for group in groups]}
 
 
