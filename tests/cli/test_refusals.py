@@ -103,6 +103,7 @@ BEFORE_TORCH = {
     f"tune {P} --damping -1 {X}": "--damping must be a number above 0 or a list of 2, each a number above 0, but '-1'",
     f"tune {P} --damping 1,2,3 {X}": "--damping must be",
     f"tune {P} --damping much {X}": "--damping must be",
+    f"tune {P} --seed 4294967296 {X}": "--seed must be a whole number of at least 0 below 4294967296, but",
     f"tune {P} --group-size 0 {X}": "--group-size must be a whole number of at least 1, but '0' came",
     f"tune {P} --tokens all {X}": "--tokens must be one of nonpad, completion, nonzero_delta, but 'all' came",
     f"calibrate {P} --shrinkage 2 {X}": "--shrinkage must be a number .* but '2' came",

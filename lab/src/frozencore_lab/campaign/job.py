@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
 
 from pydantic import GetPydanticSchema
-from pydantic_core import core_schema, to_jsonable_python
+from pydantic_core import core_schema
 
 from frozencore.constructors import readers
 from frozencore.errors import ConfigError
@@ -218,8 +218,8 @@ class Job:
         }
         default = {name: option.default for name, option in core_options().items()} | PAPERS_CORES
         core = {
-            name: to_jsonable_python(value)
-            for name, value in self.config.method.core.items()
+            name: value
+            for name, value in self.config.content()["core"].items()
             if value != default[name] and self.config.method.name in readers(name)
         }
         values |= {"core": core} if core else {}
