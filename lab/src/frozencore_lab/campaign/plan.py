@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 from frozencore.errors import ConfigError, DataError, NoRowsError
 from frozencore.tune.config import RunConfig
-from frozencore.tune.read_rows import task_splits
 from frozencore.tune.record import Failure, RunRecord, TunedRecord
 from frozencore_lab.campaign.job import Job, Place, make_job
 from frozencore_lab.campaign.spec import DEFAULT_METHOD, MOST_RUNS, Campaign, Search, Study, Value
@@ -217,6 +216,8 @@ def search_rows(planned: Iterable[Planned], place: Place) -> list[SearchRows]:
     Raises:
         NoRowsError: A task leaves no rows for a search; the message names task and study.
     """
+    from frozencore.tune.read_rows import task_splits  # imports torch, which a status does not need
+
     studies: dict[tuple[object, ...], list[str]] = {}
     configs: dict[tuple[object, ...], RunConfig] = {}
     for run in planned:
