@@ -108,10 +108,7 @@ def make_record(
         resources=Resources(
             magnitude_parameters=sum(p.numel() for name, p in model.named_parameters() if "magnitude" in name),
             saved_bytes_without_bases=FLOAT32_BYTES * at_once if can_be_made_again else saved,
-            calibration_s=adapted.time_s,
             step_s=report.step_s,
-            num_steps=report.num_steps,
-            peak_memory_bytes=memory.largest,
             peaks=memory.peaks if beside is None else None,  # its training was shared
         ),
         training=TrainedSteps(num_steps=report.num_steps, final_loss=report.final_loss, losses=report.losses),

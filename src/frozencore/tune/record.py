@@ -262,15 +262,12 @@ class Resources(RecordPart):
         magnitude_parameters: The number of trained values that are DoRA's magnitudes.
         saved_bytes_without_bases: The bytes to save if bases can be computed again.
         step_s: Median; None for a single step.
-        peaks: None if the system cannot separate phases.
+        peaks: Known on GPUs alone; older records have those of a process too.
     """
 
     magnitude_parameters: Count | None = None
     saved_bytes_without_bases: Count | None = None
-    calibration_s: float | None = None
     step_s: float | None = None
-    num_steps: Count | None = None
-    peak_memory_bytes: Count | None = None
     peaks: PhasePeaks | None = None
 
 
