@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import Trainer, TrainingArguments, default_data_collator
 from typer.main import get_command
@@ -121,6 +121,9 @@ def lay_out(place: Path) -> None:
         (place / f"{name}.jsonl").write_text("".join(rows))
     for name in PAPER_TASKS:
         write_hub_folder(place / "DATA", name, num_train=80, num_evaluation=80, num_validation=80)
+    for name in ("anna", "ben"):
+        lora = get_peft_model(pocket(), LoraConfig(r=2, target_modules=["q_proj", "o_proj"], init_lora_weights=False))
+        lora.save_pretrained(str(place / "loras" / name))
     for name in ("lab", "examples"):
         (place / name).symlink_to(ROOT / name)
     results = LAB / "results" / "smollm2"
