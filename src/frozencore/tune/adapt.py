@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from frozencore.maths.moments import LayerMoments
 from frozencore.options import without_lists
 from frozencore.text import Progress, flag_of
 from frozencore.tune.config import MethodConfig, RunConfig, core_options
+from frozencore.tune.cost import model_bytes, values_at_once
 from frozencore.tune.folder import CALIBRATION
 from frozencore.tune.load import Inputs
 from frozencore.tune.methods import Method, Targets
@@ -62,6 +64,21 @@ class Adapted:
     time_s: float
     captures: Mapping[str, Capture] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+
+    @cached_property
+    def model_bytes(self) -> int:
+        """Bytes of the base model's weights."""
+        return model_bytes(self.model)
+
+    @cached_property
+    def values_at_once(self) -> int:
+        """The number of values that train at the same time."""
+        return values_at_once(self.model)
+
+    @cached_property
+    def num_magnitudes(self) -> int:
+        """The number of trained values that are DoRA's magnitudes."""
+        return sum(p.numel() for name, p in self.model.named_parameters() if "magnitude" in name)
 
 
 @dataclass(frozen=True)

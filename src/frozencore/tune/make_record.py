@@ -16,7 +16,7 @@ from frozencore.maths.capture import METRIC, Capture
 from frozencore.text import accuracy_in_words
 from frozencore.tune.adapt import Adapted
 from frozencore.tune.config import MethodConfig, RowsConfig, RunConfig, ScoredOn
-from frozencore.tune.cost import FLOAT32_BYTES, PeakMemory, model_bytes, values_at_once
+from frozencore.tune.cost import FLOAT32_BYTES, PeakMemory
 from frozencore.tune.folder import ADAPTER
 from frozencore.tune.load import Inputs
 from frozencore.tune.read_rows import RunRows
@@ -72,7 +72,7 @@ def make_record(
         started: ``time.perf_counter()`` when the run began.
     """
     (before, after), rows, model = scores, inputs.rows, adapted.model
-    at_once = report.values_at_once or values_at_once(model)
+    at_once = report.values_at_once or adapted.values_at_once
     saved = sum(file.stat().st_size for file in (folder / ADAPTER).glob("*.safetensors"))
     can_be_made_again = config.method.entry.frozen_can_be_made_again
     beside = report.side_by_side
@@ -100,13 +100,13 @@ def make_record(
         values_at_once=at_once,
         state_held_bytes=report.state_held_bytes,
         saved_bytes=saved,
-        model_bytes=model_bytes(model),
+        model_bytes=adapted.model_bytes,
         calibration_s=adapted.time_s,
         training_s=report.time_s,
         total_s=time.perf_counter() - started,
         peak_memory_bytes=memory.largest,
         resources=Resources(
-            magnitude_parameters=sum(p.numel() for name, p in model.named_parameters() if "magnitude" in name),
+            magnitude_parameters=adapted.num_magnitudes,
             saved_bytes_without_bases=FLOAT32_BYTES * at_once if can_be_made_again else saved,
             step_s=report.step_s,
             peaks=memory.peaks if beside is None else None,  # its training was shared

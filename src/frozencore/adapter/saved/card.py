@@ -111,7 +111,6 @@ def _lines(
     base, targets = _hub_id(config.get("base_model_name_or_path")), config["target_modules"]
     model = _code(base) if _is_hub_id(base) else f"a local folder, {_code(Path(base or '').name)}"
     own = "LoRA, exported exactly from a frozen core" if is_lora else f"frozen core, {_code(config['constructor'])}"
-    given = (scores or {}).items()
     facts = {
         "Base model": model if base else None,
         "Method": own,
@@ -120,8 +119,7 @@ def _lines(
         "Saved in": bytes_in_words(weights.stat().st_size) if weights.is_file() else None,
         "Layers": ", ".join(map(_code, [targets] if isinstance(targets, str) else sorted(targets or []))),
         "Calibrated on": calibration or num_tokens(config.get("calibration_tokens")),
-        "Scores": ", ".join(f"{name} {value if isinstance(value, str) else f'{value:.4g}'}" for name, value in given)
-        or None,
+        "Scores": _in_words(scores or {}) or None,
         "Licence": f"{license}; the base model's terms apply besides" if license else "not stated; ask the author",
     }
     table = [f"- {name}: {value}" for name, value in facts.items() if value is not None]
@@ -136,6 +134,15 @@ def _lines(
         f'model = PeftModel.from_pretrained(base, "{place or "THIS_FOLDER"}")',
     ]
     return [title, "", *table, "", "```python", *loading, "```", "", f"- PEFT {peft.__version__}"]
+
+
+def _in_words(scores: Mapping[str, float | str]) -> str:
+    return ", ".join(f"{name} {value if isinstance(value, str) else f'{value:.4g}'}" for name, value in scores.items())
+
+
+def with_scores(card: str, scores: Mapping[str, float | str]) -> str:
+    """The text of a card that shows other scores."""
+    return re.sub(r"^- Scores: .*$", f"- Scores: {_in_words(scores)}", card, flags=re.MULTILINE)
 
 
 def _trained_values(weights: Path) -> str | None:

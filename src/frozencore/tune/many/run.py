@@ -8,12 +8,15 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from torch import Tensor, nn
 
 from frozencore.adapter.bank import CoreStack
 from frozencore.adapter.bases import basis_fingerprint
-from frozencore.adapter.saved.card import write_model_card
+from frozencore.adapter.saved.adapter import SavedAdapter
+from frozencore.adapter.saved.card import CARD_FILE, with_scores, write_model_card
+from frozencore.adapter.saved.tensors import BASE, PREFIX, flatten_cores, vector_of
 from frozencore.adapter.swap import swap_core
 from frozencore.errors import FrozenCoreError
 from frozencore.files.fingerprint import fingerprint_model
@@ -35,6 +38,7 @@ from frozencore.tune.processes import num_started, use_own_gpu
 from frozencore.tune.record import Failure, Provenance, TunedRecord
 from frozencore.tune.run import recipe_of
 from frozencore.tune.scores import Score
+from frozencore.tune.training.recipe import Recipe
 
 TenantOutcome = TunedRecord | Failure
 """The content of a tenant's ``result.json`` or ``failure.json``."""
@@ -73,9 +77,10 @@ def execute_many(
         if num_started() == 1:
             held.enter_context(locked(out))
         inputs, own = read_tenants(config, files, progress)
+        tenants = {}
         for name, one in own.items():
             with naming_tenant(repr(name)):
-                tenant_of(one, inputs.model)  # raises errors before anything is written
+                tenants[name] = tenant_of(one, inputs.model)  # raises errors before anything is written
         targets, hashes = resolve_targets(config.method, inputs.model), {"model": fingerprint_model(inputs.model)}
         if start is not None:
             hashes["start"] = start.sha256
@@ -101,13 +106,14 @@ def execute_many(
             swap_core(adapted.model, start.tensors)
         finisher = Finisher(
             Common(config, inputs, out, hashes, adapted, memory, started),
-            to_train,
+            AdapterTemplate.of(config, inputs, adapted, Path(held.enter_context(TemporaryDirectory()))),
+            {name: (one, tenants[name].recipe) for name, one in to_train.items()},
             dict(zip(to_train, losses, strict=True)),
             side_by_side=(len(to_train), min(num_slots, len(to_train))),
         )
         train_many(
             adapted.model,
-            {name: tenant_of(one, adapted.model) for name, one in to_train.items()},
+            {name: tenants[name] for name in to_train},
             finisher,
             pad_id=inputs.encoder.pad_id,
             num_slots=num_slots,
@@ -150,18 +156,50 @@ class Common:
 
 
 @dataclass(frozen=True)
+class AdapterTemplate:
+    """A saved adapter of the run, whose files are those of every tenant but for the core and the scores in its card."""
+
+    saved: SavedAdapter
+    folder: Path
+
+    @classmethod
+    def of(cls, config: RunConfig, inputs: Inputs, adapted: Adapted, folder: Path) -> AdapterTemplate:
+        """Save the run's adapter in a folder.
+
+        Args:
+            inputs: Their rows are those of the calibration.
+        """
+        config.method.entry.save(adapted.model, folder / ADAPTER, folder / START)
+        said = calibrated_on(config.method, config.rows, inputs.rows, adapted.calibration)
+        write_model_card(folder / ADAPTER, calibration=said, scores=headline(Score(0.0)))
+        return cls(SavedAdapter.read(folder / ADAPTER), folder / ADAPTER)
+
+    def write(self, out: Path, cores: Mapping[str, Tensor], after: Score) -> None:
+        """Write a tenant's adapter."""
+        if vector_of(self.saved.tensors) is None:  # its own basis is in its file
+            tensors = {**self.saved.tensors, **{f"{BASE}{name}.{PREFIX}R.weight": R for name, R in cores.items()}}
+        else:
+            tensors = dict.fromkeys(self.saved.tensors, flatten_cores(cores))
+        self.saved.write(out, tensors=tensors, reads=self.folder)
+        card = out / CARD_FILE
+        card.write_text(with_scores(card.read_text(encoding="utf-8"), headline(after)), encoding="utf-8")
+
+
+@dataclass(frozen=True)
 class Finisher:
     """Score, save and record tenants when they end.
 
     Attributes:
         common: What all tenants share: its rows are the calibration rows of the basis, its hashes those of the base
-            model and the basis. The core of its model is replaced by each saved tenant's in turn.
+            model and the basis.
+        own: The rows and the recipe of each tenant.
         before: Held-out loss of the base model on each tenant's rows.
         side_by_side: The number of tenants, and how many train at once.
     """
 
     common: Common
-    own: Mapping[str, TenantRows]
+    template: AdapterTemplate
+    own: Mapping[str, tuple[TenantRows, Recipe]]
     before: Mapping[str, float]
     side_by_side: tuple[int, int]
     outcomes: dict[str, TenantOutcome] = field(default_factory=dict)
@@ -181,7 +219,7 @@ class Finisher:
         stack = CoreStack(model, len(cores))
         for slot, of_tenant in enumerate(cores.values()):
             stack.fill(slot, of_tenant)
-        sets = [self.own[name].rows.held_out for name in cores]
+        sets = [self.own[name][0].rows.held_out for name in cores]
         losses = held_out_losses(model, sets, pad_id=pad_id, through=stack.of_slots)
         return dict(zip(cores, losses, strict=True))
 
@@ -202,22 +240,20 @@ class Finisher:
 
     def _failure(self, name: str, reason: str, message: str) -> Failure:
         device = next(self.common.adapted.model.parameters()).device
-        config = self.own[name].config.content()
+        config = self.own[name][0].config.content()
         return Failure(reason=reason, message=message, config=config, provenance=Provenance.here(device))
 
     def _write(self, name: str, trained: Trained, loss: float, folder: Path) -> TunedRecord:
-        common, own = self.common, self.own[name]
-        swap_core(common.adapted.model, trained.cores)
-        own.config.method.entry.save(common.adapted.model, folder / ADAPTER, folder / START)
+        common, (own, recipe), after = self.common, self.own[name], Score(loss)
+        self.template.write(folder / ADAPTER, trained.cores, after)
         rows = dict(own.rows.fingerprints)
         if own.config.method.basis is None:
             rows["calibration"] = common.inputs.rows.fingerprints["calibration"]  # rows of every tenant
-        after = Score(loss)
         record = make_record(
             own.config,
             replace(common.inputs, rows=own.rows),
             common.adapted,
-            recipe_of(own.config.training, own.config.method.entry, own.rows, common.adapted.model),
+            recipe,
             replace(trained.report, side_by_side=self.side_by_side),
             (Score(self.before[name]), after),
             hashes={**rows, **common.hashes},
@@ -225,9 +261,5 @@ class Finisher:
             memory=common.memory,
             started=common.started,
         )
-        calibration = calibrated_on(
-            common.config.method, common.config.rows, common.inputs.rows, common.adapted.calibration
-        )
-        write_model_card(folder / ADAPTER, calibration=calibration, scores=headline(after))
         write_json(folder / RECORD, record.content())
         return record
