@@ -174,7 +174,7 @@ def test_a_tenant_whose_validation_loss_rises_stops_early_and_keeps_its_best() -
     ]
     ends = next(i for i in range(len(scores)) if i - max(b for b in best if b <= i) == 3)
     report = stopped["anna"].report
-    assert (report.selected.stopped_early_early, whole["anna"].report.selected.stopped_early_early) == (True, False)
+    assert (report.selected.stopped_early, whole["anna"].report.selected.stopped_early) == (True, False)
     assert report.num_steps == ends + 1 < whole["anna"].report.num_steps
     assert report.selected.scores == scores[: ends + 1]
     assert {name: one.report.num_steps for name, one in stopped.items() if name != "anna"} == {
