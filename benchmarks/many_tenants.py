@@ -17,7 +17,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -102,7 +102,7 @@ def measure(tenants: Path, basis: Path, out: Path) -> dict[str, Any]:
     }
 
 
-def table_of(lines: list[dict[str, Any]]) -> str:
+def table_of(lines: Sequence[Mapping[str, Any]]) -> str:
     """One line a size: processor milliseconds of a tenant by part, memory and state."""
     rows = []
     for line in sorted(lines, key=lambda one: one["tenants"]):

@@ -22,6 +22,7 @@ from typing import Any
 import calibration
 import figures
 import gpu
+import many_tenants
 import many_training
 import served
 import smollm2
@@ -449,6 +450,10 @@ def pages(study: tenants_quality.Tenants, in_vllm: Found) -> Iterator[tuple[Path
             "tenants-keep": from_(tenants.keep_table(found_in("tenants")), files.format("tenants")),
             "tenants-batch": from_(batches, f"{files.format('tenants')} and {files.format('tenants-smollm2')}"),
             "many-training": from_(many_training.table_of(found_in("many_training")), files.format("many_training")),
+            "many-tenants": from_(
+                many_tenants.table_of(lines_of(RESULTS / "many_tenants.jsonl")),
+                "`benchmarks/results/many_tenants.jsonl`",
+            ),
         },
     )
     yield DOCS / "serving.md", {"served": from_(served.table_of(in_vllm), vllm)}
