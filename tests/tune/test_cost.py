@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import mmap
 import resource
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from adapted import adapted
 from frozencore.tune import cost
@@ -22,6 +25,7 @@ from frozencore.tune.config import RunConfig, make_config
 from frozencore.tune.cost import (
     PeakMemory,
     basis_bytes,
+    estimate_bytes,
     model_bytes,
     process_peak_bytes,
     row_bytes,
@@ -29,6 +33,7 @@ from frozencore.tune.cost import (
     training_state_bytes,
     values_at_once,
 )
+from frozencore.tune.load import resolve_targets, without_weights
 from frozencore.tune.many.tenant import Tenant, Trained
 from frozencore.tune.many.train import train_many
 from frozencore.tune.methods import METHODS, AdapterOptions
@@ -205,3 +210,72 @@ def test_a_run_cut_as_it_fits_is_the_run_of_one_row_after_the_other(tmp_path: Pa
     assert expected
     for name, core in expected.items():
         torch.testing.assert_close(cores[name], core, rtol=1e-3, atol=1e-5)
+
+
+SMALL = LlamaConfig(
+    vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2,
+)  # fmt: skip
+
+
+def estimated(method: str, *, num_rows: int = 4, length: int = 64, dtype: torch.dtype = torch.float32) -> int:
+    config = make_config(model="pocket", task="sst2", method=method).method
+    model = without_weights(SMALL).to(dtype)
+    return estimate_bytes(config, model, resolve_targets(config, model), num_rows, length)
+
+
+def test_an_estimate_grows_with_rows_tokens_values_and_bytes_of_a_value() -> None:
+    usual = estimated("fcca")
+    assert estimated("fcca", length=128) > 1.5 * usual
+    assert estimated("fcca", num_rows=8) > 1.5 * usual
+    assert estimated("fcca", dtype=torch.bfloat16) < usual
+    assert estimated("full", num_rows=1, length=8) > 2 * estimated("fcca", num_rows=1, length=8)
+    assert estimated("pissa") == estimated("lora")
+
+
+MODELS = {
+    "narrow": ("llama", {"vocab_size": 2048, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8,
+                         "num_attention_heads": 8, "num_key_value_heads": 4}),
+    "many tokens": ("llama", {"vocab_size": 16384, "hidden_size": 384, "intermediate_size": 1024,
+                              "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 6}),
+    "gpt2": ("gpt2", {"vocab_size": 2048, "n_embd": 384, "n_layer": 6, "n_head": 6}),
+    "deep": ("qwen2", {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 12,
+                       "num_attention_heads": 4, "num_key_value_heads": 2}),
+}  # fmt: skip
+MEASURE = """
+import json, sys, torch, accelerate, datasets, peft
+from frozencore.tune.config import make_config
+from frozencore.tune.cost import _status, estimate_bytes, outline_of
+from frozencore.tune.load import resolve_targets
+from frozencore.tune.run import execute
+config = make_config(**json.loads(sys.argv[1]))
+torch.randn(64, 64).requires_grad_().mm(torch.randn(64, 64)).sum().backward()
+before = _status("VmRSS")
+record = execute(config, sys.argv[2], lambda *_: None)
+base = outline_of(config.model)
+targets = resolve_targets(config.method, base.model)
+print(record.peak_memory_bytes - before, estimate_bytes(config.method, base.model, targets, 8, int(sys.argv[3])))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fcca", "lora", "full"])
+@pytest.mark.parametrize("name", MODELS)
+def test_an_estimate_is_within_a_quarter_of_what_a_run_takes(name: str, method: str, tmp_path: Path) -> None:
+    """Above the memory of Python and its libraries, most of what a small run takes."""
+    kind, options = MODELS[name]
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options)).save_pretrained(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(pocket_model_path())
+    tokenizer.save_pretrained(tmp_path / "model")
+    texts = [f"Tom has {i} cats and buys 2 cats . " * 20 for i in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    options = {
+        "model": str(tmp_path / "model"), "data": str(tmp_path / "rows.jsonl"), "method": method, "epochs": 1,
+        "num_train": 16, "num_evaluation": 4, "calibration_size": 8, "batch_size": 8, "accumulation": 1,
+        "device": "cpu", "samples": 0, "exact_match": "no",
+    }  # fmt: skip
+    longest = 1 + max(len(tokenizer(text)["input_ids"]) for text in texts)
+    words = [sys.executable, "-c", MEASURE, json.dumps(options), str(tmp_path / "run"), str(longest)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    measured, estimate = map(int, done.stdout.split()[-2:])
+    assert estimate == pytest.approx(measured, rel=0.25)

@@ -25,7 +25,7 @@ from frozencore.files.whole_file import read_lines
 from frozencore.text import Progress, bytes_in_words, num_of, one_line, percent, wilson
 from frozencore.tune.adapt import on_named_basis
 from frozencore.tune.config import RunConfig, as_flags
-from frozencore.tune.cost import memory_bytes, size_of, training_state_bytes, values_at_once
+from frozencore.tune.cost import estimate_bytes, outline_of, training_state_bytes, values_at_once
 from frozencore.tune.load import Inputs, prepare, resolve_targets, without_weights
 from frozencore.tune.many.run import tenant_of
 from frozencore.tune.many.tenant_rows import read_tenants, tenants_of
@@ -64,7 +64,7 @@ def _of_run(config: RunConfig, progress: Progress) -> tuple[Inputs, Sequence[Tok
     """Read the rows of a run; say what they are and what training on them needs."""
     require_reporters(config.training.report_to or ())
     config = on_named_basis(config)
-    inputs = prepare(config.model, config.rows, config.scoring, progress)
+    inputs = prepare(config.model, config.rows, config.scoring, progress, outline_of(config.model))
     return inputs, inputs.rows.train, [*_sets(config, inputs), *_needed(config, inputs)]
 
 
@@ -128,14 +128,17 @@ def _sets(config: RunConfig, inputs: Inputs) -> Iterator[Text]:
 def _needed(config: RunConfig, inputs: Inputs) -> Iterator[Text]:
     recipe = recipe_of(config.training, config.method.entry, inputs.rows, inputs.model)
     yield Text(recipe_in_words(recipe.num_steps(len(inputs.rows.train)), recipe.content(), recipe.epochs))
-    memory = memory_bytes(config, size_of(inputs.model.config))
+    targets, longest = resolve_targets(config.method, inputs.model), max(row.num_tokens for row in inputs.rows.train)
+    memory = estimate_bytes(config.method, inputs.model, targets, recipe.batch_size, longest)
     values = ""
     if (adapted := _adapted(config, inputs)) is not None:
         at_once = values_at_once(adapted)
-        places = places_in_words(resolve_targets(config.method, inputs.model))
+        places = places_in_words(targets)
         state = f"{training_state_bytes(at_once):,} bytes of state held while training"
         values = f"{at_once:,} trained values{places} ({state}), "
-    yield Text(f"{config.method.name}: {values}about {bytes_in_words(memory)} of memory with the model.")
+    yield Text(
+        f"{config.method.name}: {values}about {bytes_in_words(memory)} of memory with the model, beside Python's own."
+    )
 
 
 def _adapted(config: RunConfig, inputs: Inputs) -> nn.Module | None:

@@ -8,28 +8,30 @@ begins, after free memory was returned.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import resource
 import sys
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from frozencore.adapter.layer import layer_shape
-from frozencore.adapter.named_layers import attention_projections
-from frozencore.device import memory_of
-from frozencore.errors import ConfigError
+from frozencore.device import computes_fast, memory_of, place_of
 from frozencore.files.fingerprint import base_tensors, stored_tensors
 from frozencore.maths.linalg import Shape
-from frozencore.tune.config import RunConfig
-from frozencore.tune.load import without_weights
-from frozencore.tune.methods import targeted_layers
+from frozencore.tune.config import MethodConfig, ModelConfig
+from frozencore.tune.load import Base, load_config, load_tokenizer, without_weights
+from frozencore.tune.methods import METHODS, Targets, targeted_layers
 from frozencore.tune.record import PhasePeaks
 from frozencore.tune.training.callbacks import total_bytes
 
@@ -131,48 +133,88 @@ def _give_back_what_is_free() -> None:
         trim(0)
 
 
-TOKENS_A_ROW = 128  # if the rows cannot be read
+LARGE_BLOCK = 2**25  # glibc gives larger blocks back at once
+HEAP = 1.65  # measured: smaller blocks leave holes, so that the heap is this much larger than what is alive in it
 
 
-@dataclass(frozen=True)
-class ModelSize:
-    """The number of a model's values, and the shapes of its attention projections."""
-
-    num_parameters: int
-    shapes: tuple[tuple[int, int], ...]
-
-
-def size_of(config: PretrainedConfig) -> ModelSize:
-    """The size of a model with this configuration."""
-    model = without_weights(config)
-    return ModelSize(sum(p.numel() for p in model.parameters()), attention_shapes(model))
+def outline_of(config: ModelConfig) -> Base:
+    """A configured model without weights, on the meta device in the dtype of the run, with its tokenizer."""
+    found = load_config(config.name)
+    saved = found.get_text_config().dtype
+    dtype = saved if isinstance(saved, torch.dtype) else torch.float32
+    if config.dtype != "auto":
+        dtype = getattr(torch, config.dtype)
+    elif not computes_fast(dtype, place_of(config.device)):
+        dtype = torch.float32
+    return Base(without_weights(found).to(dtype=dtype), load_tokenizer(config.name))
 
 
-def memory_bytes(config: RunConfig, size: ModelSize) -> int:
-    """Estimate the bytes of weights, moments and activations of a run."""
-    weight_bytes = 4 if config.model.dtype == "float32" else 2
-    training = config.training
-    at_once = training.effective_batch_size if training.batch_size == "auto" else training.batch_size
-    activations = 34 * TOKENS_A_ROW * at_once * int(size.num_parameters**0.5) * weight_bytes
-    return size.num_parameters * weight_bytes + moment_bytes(config, size) + activations
+def estimate_bytes(config: MethodConfig, base: nn.Module, targets: Targets, num_rows: int, length: int) -> int:
+    """Estimate the peak memory of a run in bytes, above that of Python and its libraries.
+
+    A training step of the longest rows runs on tensors without data, in which the bytes that are alive at once are
+    counted. A frozen core has the graph of a LoRA of its rank, as has a method that only starts a LoRA elsewhere.
+
+    Args:
+        base: The base model on the meta device; the caller's model is not changed.
+        num_rows, length: Rows of a pass, and tokens of the longest row.
+    """
+    method = config.entry
+    of_graph = METHODS["lora"] if {*method.trains} <= {"core", "factors"} else method
+    options = config.adapter_options(targets)
+    with torch.device("meta"):
+        model = of_graph.add(copy.deepcopy(base), replace(options, core={}, basis=None))
+    layers = targeted_layers(base, targets) if method.has_bases else ()
+    shapes = [layer_shape(base.get_submodule(name)) for name in layers]
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    if method.has_bases:
+        trained = sum(min(config.rank, *shape) ** 2 for shape in shapes)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu")
+        weights = {
+            t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers())
+        }
+        ids = torch.zeros((num_rows, length), dtype=torch.long)
+        with LiveBytes(weights) as live:
+            model.eval()(input_ids=ids, labels=ids).loss.backward()  # trained without dropout
+    moments = sum(
+        m * n * ("cross" in needs) + n * n * ("input_outer" in needs) + m * m * ("error_outer" in needs)
+        for m, n in shapes
+        for needs in [config.moments_needed]
+    )
+    beside = max(ADAM_STATES * trained, moments) * FLOAT32_BYTES
+    return sum(weights.values()) + beside + round(live.peak)
 
 
-def moment_bytes(config: RunConfig, size: ModelSize) -> int:
-    """Bytes of the moments for a run's bases."""
-    needs = config.method.moments_needed
-    values = 0
-    for m, n in size.shapes:
-        values += m * n * ("cross" in needs) + n * n * ("input_outer" in needs) + m * m * ("error_outer" in needs)
-    return 4 * values
+class LiveBytes(TorchDispatchMode):
+    """Count the bytes that the tensors made inside take at once, as the heap of a CPU holds them.
 
+    Args:
+        others: Storages that are not counted.
+    """
 
-def attention_shapes(model: PreTrainedModel) -> tuple[tuple[int, int], ...]:
-    """(m, n) of every attention projection; empty where none is found."""
-    try:
-        names = targeted_layers(model, tuple(attention_projections(model)))
-    except ConfigError:
-        return ()
-    return tuple(layer_shape(model.get_submodule(name)) for name in names)
+    def __init__(self, others: Iterable[int]) -> None:
+        super().__init__()
+        self.now = self.peak = 0.0
+        self._sizes = dict.fromkeys(others, 0.0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._sizes:
+            self._sizes[key] = size * (HEAP if size < LARGE_BLOCK else 1)
+            self.now += self._sizes[key]
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
 
 
 SHARE_OF_MEMORY = 0.5  # of the memory beside the weights; the rest is for fragmentation, scoring and other programs
@@ -188,8 +230,8 @@ def rows_at_once(num_rows: int, longest: int, model: Any) -> int:
         longest: Tokens of the longest training row.
         model: A model of transformers, adapted or not.
     """
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    there = SHARE_OF_MEMORY * (memory_of(next(model.parameters()).device) - weights)
+    weights, device = sum(parameter.nbytes for parameter in model.parameters()), next(model.parameters()).device
+    there = SHARE_OF_MEMORY * (memory_of(place_of("auto") if device.type == "meta" else device) - weights)
     fitting = there // row_bytes(longest, model)
     return next((n for n in range(num_rows, 1, -1) if num_rows % n == 0 and n <= fitting), 1)
 
