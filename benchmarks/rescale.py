@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from frozencore.files.whole_file import whole_folder
+from frozencore.files.whole_file import atomic_folder
 
 SPREADS = (0.0, 1.0, 2.0)
 
@@ -78,7 +78,7 @@ def main() -> None:
     for spread in asked.spreads:
         model = AutoModelForCausalLM.from_pretrained(asked.model, dtype=torch.float32)
         rescale(model, spread, seed=asked.seed)
-        with whole_folder(asked.out / f"spread-{spread:g}", overwrite=True) as aside:
+        with atomic_folder(asked.out / f"spread-{spread:g}", overwrite=True) as aside:
             model.save_pretrained(aside)
             tokenizer.save_pretrained(aside)
     print(" ".join(f"--model-path spread-{spread:g}={asked.out / f'spread-{spread:g}'}" for spread in asked.spreads))

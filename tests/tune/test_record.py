@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from frozencore.errors import ArtifactError
-from frozencore.files.whole_file import require_writable, whole_folder, write_json, write_lines
+from frozencore.files.whole_file import atomic_folder, require_writable, write_json, write_lines
 from frozencore.maths.capture import Capture
 from frozencore.tune.make_record import criterion_of
 from frozencore.tune.provenance import provenance, source_commit
@@ -48,7 +48,7 @@ def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
 
 def test_a_folder_that_a_killed_process_left_is_in_nobodys_way(tmp_path: Path) -> None:
     (tmp_path / f".out.{os.getpid()}.tmp").mkdir()
-    with whole_folder(tmp_path / "out", overwrite=None) as aside:
+    with atomic_folder(tmp_path / "out", overwrite=None) as aside:
         (aside / "a").touch()
     assert (tmp_path / "out" / "a").exists()
 
@@ -59,7 +59,7 @@ def test_a_folder_that_is_overwritten_is_there_until_the_new_one_is(
     out = tmp_path / "out"
 
     def write(text: str, overwrite: bool) -> None:
-        with whole_folder(out, overwrite=overwrite) as aside:
+        with atomic_folder(out, overwrite=overwrite) as aside:
             (aside / "config.json").write_text(text)
 
     write("old", overwrite=False)
@@ -78,7 +78,7 @@ def test_a_folder_that_is_overwritten_is_there_until_the_new_one_is(
     write("new", overwrite=True)
     assert ((out / "config.json").read_text(), os.listdir(tmp_path)) == ("new", ["out"])
     (tmp_path / "late").mkdir()
-    with pytest.raises(ArtifactError, match="is there already"), whole_folder(tmp_path / "late", overwrite=False):
+    with pytest.raises(ArtifactError, match="is there already"), atomic_folder(tmp_path / "late", overwrite=False):
         (tmp_path / "late" / "config.json").write_text("another's")
     assert (tmp_path / "late" / "config.json").read_text() == "another's"
 

@@ -35,7 +35,7 @@ from frozencore.adapter.saved.tensors import BASE, PREFIX, cores_key, flatten_co
 from frozencore.constructors import COMPRESSED
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
 from frozencore.files.adapter_folder import PEFT_TYPE, WEIGHTS_FILE, adapter_in, folder_of, read_config
-from frozencore.files.whole_file import whole_folder, write_json
+from frozencore.files.whole_file import atomic_folder, write_json
 from frozencore.maths.compress import Update, compress
 from frozencore.text import Progress, num_of
 
@@ -299,7 +299,7 @@ def compress_adapters(
         progress("compress", number, len(shapes), layer)
     record = _record_of(sources, shapes, base)
     kept = {name: _kept(own) for name, own in energies.items()}
-    with whole_folder(out, overwrite=None) as aside:
+    with atomic_folder(out, overwrite=None) as aside:
         scales = {layer: config.scale_of(layer) for layer in shapes}
         made_of = f"{num_of(len(sources), 'adapter')}, compressed"
         identity = config.write_basis(aside / BASIS, factors, scales, base=record, calibrated_on=made_of)

@@ -22,7 +22,7 @@ from frozencore.calibration.calibration_options import CalibrationOptions, optio
 from frozencore.device import torch
 from frozencore.errors import ArtifactError
 from frozencore.files.fingerprint import fingerprint_batches, fingerprint_model, fingerprint_tensors
-from frozencore.files.whole_file import whole_file
+from frozencore.files.whole_file import atomic_write
 from frozencore.maths.linalg import all_finite
 from frozencore.maths.moments import MOMENT_NAMES, LayerMoments
 from frozencore.text import one_line
@@ -70,7 +70,7 @@ def save_moments(path: str | Path, moments: Mapping[str, LayerMoments], fingerpr
     num_tokens = {name: layer.num_tokens for name, layer in moments.items()}
     said = {"fingerprint": asdict(fingerprint), "num_tokens": num_tokens}
     header = {"format": FORMAT, **said, "content_sha256": _hash_of(said, tensors)}
-    with whole_file(Path(path)) as aside:
+    with atomic_write(Path(path)) as aside:
         from safetensors.torch import save_file
 
         save_file(tensors, aside, metadata={KEY: json.dumps(header)})

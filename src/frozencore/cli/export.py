@@ -12,7 +12,7 @@ from frozencore.cli.display import console
 from frozencore.cli.flags import flag
 from frozencore.errors import ConfigError
 from frozencore.files.adapter_folder import adapter_in, folder_of, read_config
-from frozencore.files.whole_file import require_free
+from frozencore.files.whole_file import check_output
 from frozencore.quiet import quiet_loading
 from frozencore.text import unknown_name
 from frozencore.tune.locate import model_location, require_model
@@ -68,7 +68,7 @@ def export(
         require_model(base)
         base = model_location(base)
     folder = adapter_in(folder_of(adapter))
-    require_free(output, overwrite=overwrite, reads=folder)
+    check_output(output, overwrite=overwrite, reads=folder)
     with quiet_loading():
         if to == "lora":
             lines = list(_lora(folder, output, base, dtype, rank, overwrite))
@@ -177,7 +177,7 @@ def merge(
     except ValueError as error:
         raise ConfigError(f"--weights are numbers separated by commas, but {weights!r} came.") from error
     folders = [adapter_in(folder_of(adapter)) for adapter in adapters]
-    require_free(output, overwrite=None, reads=folders[0])
+    check_output(output, overwrite=None, reads=folders[0])
     from frozencore.adapter.folders import merge_adapters
 
     merge_adapters(folders, output, weights=shares)

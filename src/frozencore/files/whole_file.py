@@ -18,7 +18,7 @@ _MARKS = ("adapter_config.json", "config.json", "basis.json")
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary name, which is renamed to ``path`` if the block ends without an error.
 
     A process killed in the block leaves the file ``.NAME.RANDOM.tmp``; see :func:`remove_left`.
@@ -45,7 +45,7 @@ def remove_left(folder: Path, name: str = "*") -> None:
 
 
 @contextmanager
-def whole_folder(out: Path, *, overwrite: bool | None, reads: Path | None = None) -> Iterator[Path]:
+def atomic_folder(out: Path, *, overwrite: bool | None, reads: Path | None = None) -> Iterator[Path]:
     """Yield a new folder beside ``out`` that is renamed to ``out`` if the block ends without an error.
 
     Args:
@@ -56,7 +56,7 @@ def whole_folder(out: Path, *, overwrite: bool | None, reads: Path | None = None
     Raises:
         ArtifactError: ``out`` exists, holds something else, is the folder that is read, or cannot be written.
     """
-    require_free(out, overwrite=overwrite, reads=reads)
+    check_output(out, overwrite=overwrite, reads=reads)
     aside = _temporary(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,7 @@ def whole_folder(out: Path, *, overwrite: bool | None, reads: Path | None = None
             for file in aside.iterdir():
                 if file.is_file():
                     allow_as_umask(file)
-            require_free(out, overwrite=overwrite, reads=reads)  # another process may have written it meanwhile
+            check_output(out, overwrite=overwrite, reads=reads)  # another process may have written it meanwhile
             _put_in_place(aside, out)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
@@ -101,8 +101,8 @@ def _put_in_place(new: Path, out: Path) -> None:
     old.unlink() if old.is_symlink() else shutil.rmtree(old)
 
 
-def require_free(out: Path, *, overwrite: bool | None, reads: Path | None = None) -> None:
-    """Check that a folder can be written; for the arguments and errors see :func:`whole_folder`."""
+def check_output(out: Path, *, overwrite: bool | None, reads: Path | None = None) -> None:
+    """Check that a folder can be written; for the arguments and errors see :func:`atomic_folder`."""
     if reads is not None and reads.resolve().is_relative_to(out.resolve()):
         raise ArtifactError(f"{out} holds the adapter that is read: write the result to a folder of its own.")
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
@@ -150,7 +150,7 @@ def read_lines(path: Path) -> list[str]:
 def write_text(path: Path, text: str) -> None:
     """Write a text file atomically."""
     try:
-        with whole_file(path) as aside:
+        with atomic_write(path) as aside:
             aside.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ArtifactError(f"{path} cannot be written: {error.strerror}. Check folder and free space.") from error

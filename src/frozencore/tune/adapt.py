@@ -28,7 +28,7 @@ from frozencore.calibration.moments_file import MomentsFingerprint, load_moments
 from frozencore.distributed import num_ranks, own_rank
 from frozencore.errors import ConfigError
 from frozencore.files.fingerprint import fingerprint_tensors
-from frozencore.files.whole_file import whole_folder
+from frozencore.files.whole_file import atomic_folder
 from frozencore.maths.basis import known_basis
 from frozencore.maths.capture import Capture, capture_or_none
 from frozencore.maths.moments import LayerMoments
@@ -186,7 +186,7 @@ def save_start(adapted: Adapted, method: Method, folder: Path) -> None:
         "time_s": adapted.time_s,
         "warnings": adapted.warnings,
     }
-    with whole_folder(folder, overwrite=True) as aside:
+    with atomic_folder(folder, overwrite=True) as aside:
         begin_model_card(aside)
         adapted.model.save_pretrained(str(aside))
         (aside / CALIBRATION).write_text(json.dumps(content))

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from frozencore.constructors import COMPRESSED, CONSTRUCTORS, BasisOptions, find_constructor
 from frozencore.errors import ConfigError
-from frozencore.files.whole_file import whole_folder
+from frozencore.files.whole_file import atomic_folder
 from frozencore.maths.moments import MomentName
 from frozencore.options import options_of
 from frozencore.text import unknown_name
@@ -120,7 +120,7 @@ class Method(ABC):
         Args:
             start: The folder of :meth:`keep_start`.
         """
-        with whole_folder(folder, overwrite=True) as aside:
+        with atomic_folder(folder, overwrite=True) as aside:
             self._write(model, aside, start)
 
     def _write(self, model: PeftModel, folder: Path, start: Path) -> None:

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from frozencore.errors import FrozenCoreError, ModelError
 from frozencore.files.gguf_model import read_tokenizer, read_weights
 from frozencore.files.hub import safe_loading
-from frozencore.files.whole_file import whole_folder
+from frozencore.files.whole_file import atomic_folder
 from frozencore.text import bytes_in_words, one_line
 
 SMOLLM2 = "smollm2"
@@ -71,7 +71,7 @@ def make_smollm2(given: Path | None = None) -> Path:
         loading = safe_loading(str(file))
         folder = _folder()
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with whole_folder(folder, overwrite=True) as new:
+        with atomic_folder(folder, overwrite=True) as new:
             from transformers import LlamaForCausalLM
 
             read_weights(LlamaForCausalLM, "bfloat16", loading).save_pretrained(new)

@@ -16,7 +16,7 @@ from frozencore.calibration.calibration_options import options_of_sums
 from frozencore.calibration.collect import collect_moments
 from frozencore.calibration.moments_file import MomentsFingerprint, load_moments, save_moments
 from frozencore.files.fingerprint import fingerprint_model, fingerprint_options
-from frozencore.files.whole_file import remove_left, whole_file
+from frozencore.files.whole_file import atomic_write, remove_left
 from frozencore.maths.capture import CAPTURE_NEEDS
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.text import Progress
@@ -135,7 +135,7 @@ class SharedWork:
                 options = config.method.adapter_options(resolve_targets(config.method, inputs.model))
                 model = config.method.entry.add(inputs.model, options)
                 remove_left(file.parent, file.name)
-                with whole_file(file) as aside:
+                with atomic_write(file) as aside:
                     save_file(get_bases(model), aside)
                 unload_adapter(model)
         return load_file(file)

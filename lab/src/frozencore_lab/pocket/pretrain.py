@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from frozencore.errors import TrainingError
-from frozencore.files.whole_file import whole_folder
+from frozencore.files.whole_file import atomic_folder
 from frozencore_lab.pocket.corpus import documents
 
 END_OF_TEXT = "<|endoftext|>"
@@ -233,7 +233,7 @@ def pretrain(out: Path, *, recipe: PretrainingRecipe, num_steps: int) -> None:
         torch=torch.__version__,
         transformers=transformers.__version__,
     )
-    with whole_folder(out, overwrite=True) as aside:
+    with atomic_folder(out, overwrite=True) as aside:
         model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
         (aside / "README.md").write_text(card, encoding="utf-8")

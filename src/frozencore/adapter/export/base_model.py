@@ -29,7 +29,7 @@ from frozencore.adapter.saved.tensors import BASE
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError, ModelError
 from frozencore.files.gguf_model import model_class, read_tokenizer, read_weights, why_unreadable
 from frozencore.files.hub import safe_loading
-from frozencore.files.whole_file import whole_folder
+from frozencore.files.whole_file import atomic_folder
 from frozencore.text import one_line
 
 _TOKENIZER = "tokenizer_config.json"
@@ -238,7 +238,7 @@ def export_merged(
     config, _ = read_adapter(directory)
     base = base_name(directory, base, config.base_model_name_or_path)
     loading = safe_loading(base)
-    with whole_folder(out, overwrite=overwrite, reads=directory) as aside:
+    with atomic_folder(out, overwrite=overwrite, reads=directory) as aside:
         why_not = "rounding to its grid would lose most of an update"
         try:
             base_model = load_base_model(base, dtype, loading, why_not)

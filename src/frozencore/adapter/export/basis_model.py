@@ -41,7 +41,7 @@ from frozencore.adapter.saved.tensors import BASE, Bases
 from frozencore.errors import ArtifactError, ModelError
 from frozencore.files.adapter_folder import BASIS_MODEL_TYPE, CONFIG_FILE, HEADER_FILE, MODEL_CONFIG, WEIGHTS_FILE
 from frozencore.files.hub import safe_loading
-from frozencore.files.whole_file import whole_folder
+from frozencore.files.whole_file import atomic_folder
 from frozencore.text import one_line
 from frozencore_basis_model import ENTRY, config_class
 
@@ -94,7 +94,7 @@ def export_basis_model(
     identity = identity_of(basis.layers)
     ranks = {name: P.shape[1] for name, (P, _) in sorted(basis.layers.items())}
     entry = {"ranks": ranks, "identity": identity}
-    with whole_folder(out, overwrite=overwrite, reads=directory) as aside:
+    with atomic_folder(out, overwrite=overwrite, reads=directory) as aside:
         model = load_base_model(base, dtype, loading, "a basis stands beside plain weights")
         _require_fits(basis, model, base)
         _with_basis(model, basis.layers, entry).save_pretrained(aside, save_original_format=False)
@@ -278,7 +278,7 @@ def export_tenant(
         )
     ranks = {name: len(f.R) for name, f in adapter.factors.items()}
     rank = max(ranks.values())
-    with whole_folder(Path(out), overwrite=overwrite, reads=adapter.folder) as aside:
+    with atomic_folder(Path(out), overwrite=overwrite, reads=adapter.folder) as aside:
         cores = _cores(adapter, rank, dtype)
         ones = {
             f"{BASE}{name}.{CORE}.lora_A.weight": torch.eye(rank, ranks[name], dtype=dtype) for name in adapter.factors

@@ -27,7 +27,7 @@ from frozencore.adapter.saved.card import num_tokens, write_model_card
 from frozencore.adapter.saved.tensors import BASE, Factors, layer_factors
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
-from frozencore.files.whole_file import whole_folder
+from frozencore.files.whole_file import atomic_folder
 
 PACKS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _SAME_SHAPE = {"k_proj": "v_proj", "v_proj": "k_proj", "gate_proj": "up_proj", "up_proj": "gate_proj"}
@@ -100,7 +100,7 @@ def export_lora(
     named = layers_to_name(shapes, adapter.base)
     adapter, rank, error = to_rank(adapter, rank)
     conv1d = adapter.base is not None and not adapter.base.conv1d.isdisjoint(adapter.factors)
-    with whole_folder(Path(out), overwrite=overwrite, reads=adapter.folder) as aside:
+    with atomic_folder(Path(out), overwrite=overwrite, reads=adapter.folder) as aside:
         tensors = _lora_tensors(adapter, named, rank, dtype)
         save_file(tensors, aside / WEIGHTS_FILE, metadata={"format": "pt"})
         config = lora_config(adapter.config, rank, target_modules(named, adapter.base), fan_in_fan_out=conv1d)

@@ -36,7 +36,7 @@ from frozencore.adapter.saved.tensors import (
 from frozencore.errors import ArtifactError
 from frozencore.files.adapter_folder import CONFIG_FILE, PEFT_TYPE, WEIGHTS_FILE, damaged, missing, read_config
 from frozencore.files.fingerprint import fingerprint_options
-from frozencore.files.whole_file import whole_folder
+from frozencore.files.whole_file import atomic_folder
 from frozencore.text import one_line
 
 NOT_COMPUTED = frozenset(
@@ -136,7 +136,7 @@ class SavedAdapter:
         values = {**self.values, **changes, "tensors_sha256": hash_tensors(tensors)}
         values = {name: value for name, value in values.items() if value is not None or name not in changes}
         values["checksum"] = checksum_of(values)
-        with whole_folder(out, overwrite=None, reads=reads) as aside:
+        with atomic_folder(out, overwrite=None, reads=reads) as aside:
             save_file({key: X.contiguous() for key, X in tensors.items()}, aside / WEIGHTS_FILE, {"format": "pt"})
             text = json.dumps(values, indent=2, sort_keys=True)  # as PEFT writes it
             (aside / CONFIG_FILE).write_text(text, encoding="utf-8")

@@ -26,7 +26,7 @@ from frozencore.errors import ArtifactError
 from frozencore.files.adapter_folder import FACTORS_FILE, HEADER_FILE, LARGEST_CONFIG, is_folder
 from frozencore.files.fingerprint import fingerprint_options
 from frozencore.files.hub import hub_answers, is_hub_id, why_not_given
-from frozencore.files.whole_file import whole_folder
+from frozencore.files.whole_file import atomic_folder
 from frozencore.maths.linalg import all_finite
 from frozencore.text import one_line
 
@@ -86,7 +86,7 @@ def write_basis(
     Returns:
         The identity.
     """
-    with whole_folder(folder, overwrite=overwrite) as aside:
+    with atomic_folder(folder, overwrite=overwrite) as aside:
         save_file(
             {name: X.contiguous() for name, X in factors.items()}, aside / FACTORS_FILE, metadata={"format": "pt"}
         )

@@ -20,7 +20,7 @@ from frozencore.adapter.saved.tensors import BASE, PREFIX, flatten_cores, vector
 from frozencore.adapter.swap import swap_core
 from frozencore.errors import FrozenCoreError
 from frozencore.files.fingerprint import fingerprint_model
-from frozencore.files.whole_file import whole_folder, write_json
+from frozencore.files.whole_file import atomic_folder, write_json
 from frozencore.text import Progress, as_stage
 from frozencore.tune.adapt import Adapted, starting_core
 from frozencore.tune.config import RunConfig
@@ -233,7 +233,7 @@ class Finisher:
                     write_json(folder / FAILURE, failure.content())
                     return failure
                 (folder / FAILURE).unlink(missing_ok=True)  # of an earlier run into this folder
-                with whole_folder(folder, overwrite=None) as aside:
+                with atomic_folder(folder, overwrite=None) as aside:
                     return self._write(name, trained, loss, aside)
         except FrozenCoreError as error:
             return self._failure(name, "not written", str(error))
