@@ -60,6 +60,7 @@ EXCLUDED: list[tuple[str, str, str]] = [
     ("test_custom_models", r"test_loading_(model|adapter)_.*requires_grad.*", OTHER_BASE),
     (r"test_.*", r"test_training_prompt_learning_tasks", PROMPTS),
     (r"test_.*", r"test_weighted_combination_of_adapters", WEIGHTED),
+    (r"test_.*", r"test_from_pretrained_config_construction", "a model owns a copy of its configuration"),
     ("test_config", r"test_.*(adalora|prompt_encoder|ia3).*", NOT_LORA),
     ("test_config", r"test_nested_config.*", "tests the nested options of LoraConfig"),
     ("test_config", r"test_save_pretrained_with_runtime_config", "runtime_config is an option of LoraConfig"),

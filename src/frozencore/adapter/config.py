@@ -371,7 +371,8 @@ class FrozenCoreConfig(PeftConfig):
     @classmethod
     def _checked(cls, folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
         """The values that a file may set; refuses other types than the fields', which PEFT would meet much later."""
-        require_checksum(str(folder), values)
+        known = {each.name for each in fields(cls)} | constructor_options().keys()
+        require_checksum(str(folder), {name: value for name, value in values.items() if name in known})
         values = {name: value for name, value in values.items() if name != "allow_other_base"}
         for name, wanted in get_type_hints(cls).items():
             try:

@@ -60,7 +60,7 @@ def require_checksum(origin: str, values: Mapping[str, Any]) -> None:
     if not fits:
         raise ArtifactError(
             f"The values in {CONFIG_FILE} of {origin} are not those that were saved: their checksum differs. They were "
-            "changed or damaged, or a newer frozencore wrote them. Save or download the adapter again."
+            "changed or damaged. Save or download the adapter again."
         )
 
 
@@ -108,17 +108,17 @@ class SavedAdapter:
 
     @classmethod
     def read(cls, folder: Path) -> SavedAdapter:
-        """Read a folder, and check all that can be checked without its basis and its base model.
+        """Read a folder, and check all that can be checked of its tensors without its basis and its base model.
+
+        The values are checked when they become a configuration (``FrozenCoreConfig.of_file``).
 
         Raises:
-            ArtifactError: A file is missing or damaged, a value or a tensor is not what was saved, or a tensor belongs
-                to no adapter.
+            ArtifactError: A file is missing or damaged, or a tensor is not what was saved or belongs to no adapter.
         """
         values, tensors = read_files(folder)
         kind, origin = values.get("peft_type"), str(folder)
         if kind != PEFT_TYPE:
             raise ArtifactError(f"{folder} holds a {one_line(kind, 40)} adapter, not a frozen core. Read it with PEFT.")
-        require_checksum(origin, values)
         modules, tokens = values.get("modules_to_save"), values.get("trainable_token_indices")
         require_modules(origin, modules, tokens, tensors)
         refuse_foreign(origin, modules, tokens, tensors)
