@@ -28,6 +28,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
@@ -48,7 +49,7 @@ from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.scoring.forward import unload_adapter
 from frozencore.tune.training.train import train
 from frozencore.tune.training.trainer import overhead_tokens_of
-from harness import RESULTS, Results, parser_of
+from harness import RESULTS, Record, Results, parser_of, table
 from tenant_rows import TENANTS, make_tenants, manifest_of
 from tenants_quality import CALIBRATION, FEWEST_STEPS, QUICK_TENANTS, ROWS_A_STEP, WARMUP, Scale, Study
 
@@ -93,10 +94,10 @@ class CompressStudy:
         for other in self.ranks[:2]:
             self.score_on("lora, compressed", loras, half, other)
         self.kept(loras)
+        self.trained("own", rank, self.newcomers)
         self.score_mean(loras, rank)
         self.newcomers_on("pooled", None, rank, (RATES["pooled"],))
         self.base()
-        self.trained("own", rank, self.newcomers)
         self.newcomers_on("learned", own, rank, LEARNED_RATES[1:])
         self.newcomers_on("learned", own, 2 * rank, LEARNED_RATES)
         self.train_on("own, learned, trained on", own, rank)
@@ -307,6 +308,98 @@ def factors_of(model: PeftModel) -> dict[str, Tensor]:
             B, A = (X["default"].weight.detach().float() for X in (module.lora_B, module.lora_A))
             found |= {f"{name}.B": (module.scaling["default"] * B).contiguous(), f"{name}.A": A.clone()}
     return found
+
+
+GROUPS: Mapping[str, Sequence[tuple[str, str, int]]] = {
+    "cores on own bases, of 16 tenants": [
+        ("their own basis, r = 16", "own", 16),
+        ("compressed, r = 16", "own, learned", 16),
+        ("compressed, r = 32", "own, learned", 32),
+        ("compressed, r = 16, trained on for an epoch", "own, learned, trained on", 16),
+    ],
+    "newcomers": [
+        ("their own basis, r = 16", "own", 16),
+        ("one FCCA of the rows of 16 tenants, r = 16", "newcomers, pooled", 16),
+        ("learned from the cores of 16 tenants, r = 16", "newcomers, learned", 16),
+        ("learned from the cores of 16 tenants, r = 32", "newcomers, learned", 32),
+    ],
+    "LoRAs of r = 16, every other tenant": [
+        ("the LoRA", "lora", 16),
+        ("compressed, r = 16", "lora, compressed", 16),
+        ("compressed, r = 32", "lora, compressed", 32),
+        ("the mean core for everybody, r = 16", "lora, mean", 16),
+    ],
+    "LoRAs of r = 16, all tenants": [
+        ("the LoRA", "lora", 16),
+        *((f"compressed, r = {rank}", "lora of all, compressed", rank) for rank in (16, 32, 64)),
+    ],
+    "LoRAs of r = 16, on a basis of 16 others": [
+        ("the LoRA", "lora", 16),
+        ("put on it, r = 16", "lora, others", 16),
+    ],
+    "LoRAs of r = 1, all tenants": [
+        ("the LoRA", "lora", 1),
+        *((f"compressed, r = {rank}", "lora 1, compressed", rank) for rank in (16, 32, 64)),
+    ],
+}
+"""Arms that are compared with the first of their group, on the tenants that all of them have."""
+DRAWS = 10_000
+
+
+def found_arms(lines: Sequence[Record]) -> dict[tuple[str, int], dict[str, Record]]:
+    """Lines by arm, rank and tenant; where a rate was searched, those of the best rate on validation rows."""
+    by_rate: dict[tuple[str, int], dict[float | None, dict[str, Record]]] = {}
+    for line in lines:
+        if line["phase"] == "final":
+            rates = by_rate.setdefault((line["arm"], line["rank"]), {})
+            rates.setdefault(line["learning_rate"], {})[line["tenant"]] = line
+    arms = {}
+    for arm, rates in by_rate.items():
+        most = max(len(of) for of in rates.values())
+        whole = [of for of in rates.values() if len(of) == most]
+        arms[arm] = min(whole, key=lambda of: fmean(line.get("validation_loss", 0.0) for line in of.values()))
+    return arms
+
+
+def apart(arm: Mapping[str, Record], first: Mapping[str, Record], names: Sequence[str], measure: str) -> str:
+    """The mean difference and its interval, which resamples tenants."""
+    times, digits = (100, 1) if measure == "accuracy" else (1, 3)
+    differences = times * np.array([arm[name][measure] - first[name][measure] for name in names])
+    drawn = np.random.default_rng(0).integers(len(names), size=(DRAWS, len(names)))
+    low, high = np.quantile(differences[drawn].mean(axis=1), [0.025, 0.975])
+    return f"{differences.mean():+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})"
+
+
+def table_of(lines: Sequence[Record]) -> str:
+    """Every group of which at least two arms are there."""
+    arms, rows = found_arms(lines), []
+    for group, members in GROUPS.items():
+        here = [(label, arms[arm, rank]) for label, arm, rank in members if (arm, rank) in arms]
+        names = [name for name in here[0][1] if all(name in of for _, of in here)] if here else []
+        if len(here) < 2 or len(names) < 2 or (members[0][1], members[0][2]) not in arms:
+            continue
+        first = here[0][1]
+        for label, of in here:
+            means = {measure: fmean(of[name][measure] for name in names) for measure in ("accuracy", "loss")}
+            kept = [of[name]["kept"] for name in names if "kept" in of[name]]
+            differences = ["" if of is first else apart(of, first, names, measure) for measure in means]
+            shares = f"{fmean(kept):.0%} ({min(kept):.0%} to {max(kept):.0%})" if kept else ""
+            cells = [f"{100 * means['accuracy']:.1f}", differences[0], f"{means['loss']:.3f}", differences[1]]
+            rows.append([f"{group}: {label}" if of is first else label, str(len(names)), shares, *cells])
+    return table(["each tenant has", "n", "share kept", "accuracy, %", "minus first", "loss", "minus first"], rows)
+
+
+def kept_table(lines: Sequence[Record]) -> str:
+    """The share kept by number of LoRAs and rank."""
+    found = {(int(line["tenant"]), line["rank"]): line for line in lines if line["phase"] == "kept"}
+    if not found:
+        return "Not measured yet.\n"
+    numbers, ranks = (sorted({key[side] for key in found}) for side in (0, 1))
+    rows = [
+        [f"{number} LoRAs", *(f"{found[number, r]['kept']:.0%} ({found[number, r]['least']:.0%})" for r in ranks)]
+        for number in numbers
+    ]
+    return table(["share kept, mean (least)", *(f"r = {rank}" for rank in ranks)], rows)
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 import calibration
+import compress_quality
 import figures
 import gpu
 import many_tenants
@@ -442,6 +443,7 @@ def pages(study: tenants_quality.Tenants, in_vllm: Found) -> Iterator[tuple[Path
             "gpu": from_(gpu.table_of(found_in("gpu")), files.format("gpu")),
         },
     )
+    pressed, compressed = lines_of(RESULTS / "compress-quality.jsonl"), "`benchmarks/results/compress-quality.jsonl`"
     batches = tenants.batch_table(found_in("tenants"), found_in("tenants-smollm2"))
     yield (
         DOCS / "many-tenants.md",
@@ -449,6 +451,8 @@ def pages(study: tenants_quality.Tenants, in_vllm: Found) -> Iterator[tuple[Path
             "tenants": from_(study.table(), many),
             "tenants-keep": from_(tenants.keep_table(found_in("tenants")), files.format("tenants")),
             "tenants-batch": from_(batches, f"{files.format('tenants')} and {files.format('tenants-smollm2')}"),
+            "compress": from_(compress_quality.table_of(pressed), compressed),
+            "compress-kept": from_(compress_quality.kept_table(pressed), compressed),
             "many-training": from_(many_training.table_of(found_in("many_training")), files.format("many_training")),
             "many-tenants": from_(
                 many_tenants.table_of(lines_of(RESULTS / "many_tenants.jsonl")),

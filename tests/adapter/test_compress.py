@@ -260,3 +260,16 @@ def test_a_rank_above_a_layer_and_a_folder_in_use_are_refused(base: Path, tmp_pa
         compress_adapters(adapters, tmp_path / "anna", rank=2)
     with pytest.raises(ArtifactError, match="no adapter to compress"):
         compress_adapters({}, tmp_path / "shop", rank=2)
+
+
+def test_a_hub_id_is_read_from_the_offline_cache(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cached = tmp_path / "models--org--anna"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs/main").write_text("c" * 40)
+    write(base, cached / "snapshots" / ("c" * 40))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("frozencore.files.adapter_folder.hub_answers", lambda *_: False)
+    done = compress_adapters({"anna": "org/anna"}, tmp_path / "shop", rank=8)
+    assert done.kept["anna"].share == pytest.approx(1)
+    with pytest.raises(ArtifactError, match="org/ben"):
+        compress_adapters({"ben": "org/ben"}, tmp_path / "other", rank=8)
