@@ -200,6 +200,12 @@ def test_prompts_beyond_the_limit_are_refused_or_counted(tmp_path: Path) -> None
         evaluate_adapters(evaluation(tasks=TASKS[:1], max_length=5), tmp_path / "e", silent)
     record = evaluate_adapters(evaluation(tasks=TASKS[:1], max_length=5, too_long="cut"), tmp_path / "e", silent)
     assert record.scores[0].num_cut == 12
+    lines = [{"prompt": "Tom has", "completion": " cats"}, {"prompt": "Tom has " * 40, "completion": " cats"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    own = evaluation(tasks=(), data=str(tmp_path / "rows.jsonl"), max_length=32, too_long="skip")
+    record = evaluate_adapters(own, tmp_path / "own", silent)
+    assert record.reading is not None
+    assert (record.scores[0].num_examples, record.reading.left_out) == (1, {"too long": 1})
     with pytest.raises(ConfigError, match="--max-length 4096 is beyond the model's context of 512"):
         evaluate_adapters(evaluation(max_length=4096), tmp_path / "f", silent)
 

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from itertools import compress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -315,7 +316,10 @@ def _read(evaluation: Evaluation, encoder: PromptEncoder, model: Any) -> Iterato
     for task in evaluation.tasks:
         try:
             examples = tuple(evaluation_rows(task, evaluation.data_root, num_evaluation=evaluation.num_evaluation))
-            tokens = encoder.training_rows([encoder.render(example) for example in examples])
+            texts = [encoder.render(example) for example in examples]
+            stays = encoder.kept(texts)
+            examples = tuple(compress(examples, stays))
+            tokens = encoder.training_rows(list(compress(texts, stays)))
             require_embedded(model, encoder.tokenizer, tokens)
             yield TaskRows(task.name, task, ScoredRows(examples, tokens))
         except FrozenCoreError as error:
@@ -333,14 +337,15 @@ def _read(evaluation: Evaluation, encoder: PromptEncoder, model: Any) -> Iterato
 def _own_rows(name: str, data: str, evaluation: Evaluation, encoder: PromptEncoder, model: Any) -> TaskRows:
     """Read the user's own rows. If all completions are short, those that are exactly right are counted."""
     own = read_rows(data, encoder, evaluation.columns)
-    texts = own.texts[: evaluation.num_evaluation]
+    asked = own.texts[: evaluation.num_evaluation]
+    texts = list(compress(asked, encoder.kept(asked)))
     rows = encoder.training_rows(texts)
     require_embedded(model, encoder.tokenizer, rows)
-    num_beyond = len(own.texts) - len(texts)
+    left_out = {"beyond --num-evaluation": len(own.texts) - len(asked), "too long": len(asked) - len(texts)}
     reading = ReadRows(
         read=own.num_read,
         columns=own.columns,
-        left_out={"beyond --num-evaluation": num_beyond} if num_beyond else {},
+        left_out={why: count for why, count in left_out.items() if count},
         unused_columns=own.unused,
         changed=Counter(what for text in texts for what in text.changed),
         joined=sum(bool(row.overlap) for row in rows) or None,

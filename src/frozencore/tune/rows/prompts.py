@@ -17,7 +17,7 @@ from datetime import date
 from functools import cached_property
 from typing import Any, Literal
 
-from frozencore.errors import ConfigError, DataError, ModelError
+from frozencore.errors import ConfigError, DataError, ModelError, NoRowsError
 from frozencore.tune.rows import CONTROL, HALF_A_CHARACTER, ChoiceTokens, Example, TextRow, TokenRow
 from frozencore.tune.rows.conversations import (
     ChatTemplate,
@@ -264,6 +264,22 @@ class PromptEncoder:
             longest = max(len(tokens.input_ids) - tokens.num_context, *lengths, 0)
             found.append(self._fit(row, tokens, longest))
         return found
+
+    def kept(self, rows: Sequence[TextRow]) -> list[bool]:
+        """Say for each row whether it stays: for ``refuse`` all do, else those that fit.
+
+        Raises:
+            NoRowsError: No row is left.
+        """
+        if self.too_long == "refuse":
+            return [True] * len(rows)
+        stays = [fit != "too long" for fit in self.fits(rows)]
+        if rows and not any(stays):
+            raise NoRowsError(
+                f"--too-long left none of {len(rows)} rows: all are longer than {self.max_length} tokens. "
+                "Raise the limit with --max-length."
+            )
+        return stays
 
     def choice_rows(self, rows: Sequence[TextRow]) -> list[ChoiceTokens]:
         """The tokens of each context and of every choice, without end token.

@@ -84,7 +84,7 @@ def score_in_groups(
                 if len(rows) == 1:
                     raise ModelError(
                         f"One row of {sizes[rows[0]][0]} tokens does not fit in the memory of {device}. "
-                        f"Use --dtype bfloat16, a smaller --max-length with --truncate, or another --device."
+                        f"Use --dtype bfloat16, a smaller --max-length with --too-long cut, or another --device."
                     )
                 shrink *= 2
                 break
