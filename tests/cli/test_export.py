@@ -81,6 +81,7 @@ def test_a_basis_model_and_its_tenant_are_two_commands_that_say_how_they_are_ser
     assert (shop / "frozencore_basis_model.py").read_bytes() == Path(frozencore_basis_model.__file__).read_bytes()
     status, out, _ = command("export", adapter, "--to", "tenant", "--base", shop, "--out", tenant)
     assert (status, "Taken by: vLLM\n" in out, "Not taken by: SGLang, llama.cpp" in out) == (0, True, True)
+    assert f"--model {shop} --enable-lora" in " ".join(out.split())
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(shop), tenant).eval()
     torch.testing.assert_close(logits(loaded), logits(model), atol=1e-5, rtol=1e-5)
 

@@ -9,10 +9,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from peft import LoraConfig, get_peft_model
 
 from engine_process import ENGINES, EngineProcess, environment_of
 from llama_server import LlamaServer, convert
 from places import ROOT
+from served_adapters import load_base
 from vllm_server import SETTINGS, VllmServer
 
 pytestmark = pytest.mark.slow
@@ -76,7 +78,7 @@ def test_vllm_knows_the_pages_flags(tmp_path: Path) -> None:
 def test_vllm_takes_the_pages_requests(vllm: VllmServer, adapters: Path) -> None:
     vllm.load("mine", adapters / "attention-lora")
     requests = _requests(8000)
-    assert len(requests) == 5
+    assert len(requests) == 4
     for path, body in requests:
         assert isinstance(body, dict)
         here = {"lora_path": str(adapters / "attention-lora")} if "lora_path" in body else {}
@@ -101,16 +103,22 @@ def test_the_readmes_tenants_are_calibrated_trained_exported_and_served(  # type
     for name, answer in {"rows/anna": "red", "rows/ben": "green", "dora": "blue"}.items():
         rows = [json.dumps({"prompt": f"Colour {i}?", "completion": f" {answer}"}) + "\n" for i in range(24)]
         Path(f"{name}.jsonl").write_text("".join(rows))
+    for name in ("anna", "ben"):
+        lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+        get_peft_model(load_base(tiny1m), lora).save_pretrained(f"loras/{name}")
     readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", "")
     (block,) = (block for block in _blocks(readme) if "tune-many" in block)
-    *lines, serve = [shlex.split(line.replace("DIR", str(tiny1m)), comments=True) for line in block.splitlines()]
+    *lines, serve = [shlex.split(re.sub(r"\bDIR\b", str(tiny1m), line), comments=True) for line in block.splitlines()]
+    settings = dict(word.split("=") for words in lines if words[0] == "export" for word in words[1:])
     for words in lines:
+        if words[0] == "export":
+            continue
         status, _, err = command(*words[1:])
         assert status == 0, err
 
     python = environment_of("vllm") / "bin" / "python"
     as_on_a_cpu = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256"]
-    with EngineProcess([python, *serve[1:], *as_on_a_cpu], tmp_path / "log", SETTINGS) as server:
+    with EngineProcess([python, *serve[1:], *as_on_a_cpu], tmp_path / "log", SETTINGS | settings) as server:
         for name in ("anna", "dora"):
             asked = {"model": name, "prompt": "Colour 3?", "max_tokens": 4, "temperature": 0}
             said = server.post("/v1/completions", asked)["choices"][0]["text"]

@@ -42,7 +42,7 @@ def export(
         str | None,
         typer.Option(
             help="Folder, GGUF file or hub id of the base model. Default: the one that the adapter names. For a "
-            "tenant: its basis model, to compare the bases."
+            "tenant: its basis model, as the engine's --model will name it."
         ),
     ] = None,
     dtype: Annotated[
@@ -144,13 +144,13 @@ def _tenant(adapter: Path, output: Path, base: str | None, dtype: str, overwrite
     from frozencore.adapter.export.serving import check_lora_directory
 
     tenant = export_tenant(adapter, output, basis_model=base, dtype=_factor_dtype(dtype), overwrite=overwrite)
-    compared = f"as {base} has it" if base else "not compared: name the basis model with --base"
+    compared = f"as {base} has it" if base else "not compared, and not found on demand: name its model with --base"
     layers = f"rank {tenant.rank}, {len(tenant.layers)} layers"
     yield f"Tenant: {tenant.directory}, {layers}, on the basis {tenant.identity[:12]} ({compared})"
-    yield from _serving(check_lora_directory(output))
+    yield from _serving(check_lora_directory(output), f"--model {base} " if base else "")
 
 
-def _serving(report: LoraReport) -> Iterator[str]:
+def _serving(report: LoraReport, model: str = "") -> Iterator[str]:
     """Yield which engines can load a LoRA directory, and what to change for the others."""
     from frozencore.adapter.export.serving import ENGINES
 
@@ -158,7 +158,7 @@ def _serving(report: LoraReport) -> Iterator[str]:
     yield from (f"- {problem}" for problem in report.problems)
     if "vLLM" in report.engines:
         on_cores = " --lora-target-modules core" if report.is_tenant else ""
-        yield f"vLLM: --enable-lora --max-lora-rank {report.vllm_max_rank}{on_cores}"
+        yield f"vLLM: {model}--enable-lora --max-lora-rank {report.vllm_max_rank}{on_cores}"
     if missing := [engine for engine in ENGINES if engine not in report.engines]:
         yield f"Not taken by: {', '.join(missing)}"
 

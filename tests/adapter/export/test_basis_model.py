@@ -289,6 +289,17 @@ def test_a_tenant_of_another_basis_is_refused_in_one_line(plain: Case, tmp_path:
     assert not (tmp_path / "tenant").exists()
 
 
+def test_a_tenant_names_its_basis_model_in_the_words_that_were_given(
+    plain: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM loads a tenant on demand if they are those of its own ``--model``."""
+    monkeypatch.chdir(plain.basis_model.parent)
+    for words in (str(plain.basis_model), plain.basis_model.name, f"./{plain.basis_model.name}/"):
+        export_tenant(plain.adapter, tmp_path / "tenant", basis_model=words, overwrite=True)
+        config = json.loads((tmp_path / "tenant" / "adapter_config.json").read_text())
+        assert (config["peft_type"], config["base_model_name_or_path"]) == ("LORA", words)
+
+
 def test_check_says_that_vllm_serves_a_tenant_and_the_others_do_not(plain: Case) -> None:
     report = check_lora_directory(plain.tenant)
     assert (report.engines, report.is_tenant) == (("vLLM",), True)

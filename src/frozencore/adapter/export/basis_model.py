@@ -258,7 +258,8 @@ def export_tenant(
         model_or_directory: A model with a frozen-core adapter, or a folder that ``save_pretrained`` wrote.
         adapter_name: Which adapter of the model; the active one by default.
         basis_model: Folder of the basis model, to check that its basis is the adapter's. Without it nothing is checked:
-        cores on another basis give wrong outputs, and no engine notices.
+        cores on another basis give wrong outputs, and no engine notices. The tenant names it in these words; vLLM
+        finds a tenant on demand only if its own ``--model`` is the same text.
         dtype: The dtype of the factors. Half precision halves the file and costs about 0.2 % of the update in bfloat16.
 
     Raises:
