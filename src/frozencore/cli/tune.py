@@ -212,7 +212,7 @@ def _calibrate(
     tenants: Annotated[
         Path | None,
         typer.Option(
-            help=f"{TENANTS} In place of --data: calibrate one basis on --calibration-size rows of each tenant.",
+            help=f"{TENANTS} In place of --data: calibrate one basis on --calibration-size rows of all tenants.",
             rich_help_panel="Rows",
         ),
     ] = None,
