@@ -3,15 +3,16 @@
     OMP_NUM_THREADS=1 python benchmarks/served.py             # half an hour;  --quick: a tiny model, two rounds
     OMP_NUM_THREADS=1 python benchmarks/served.py --smollm2   # a real model
 
-The base model, the basis model and the base model with LoRAs are three engines, of which one works at a time; random
-weights, cores and bases, which cost what any cost. A LoRA is the exact export of its tenant, so that all engines must
-give the same tokens. ``rows``: a batch of prompts, each row of one of 1, 16 or 64 tenants, greedy; the engines take
-turns, and each time is divided by the base model's of the same round, by the clock: measure while the machine stands
-still. ``processor_s`` are those of all processes of an engine, of which one waits in a loop while another computes.
-``slot_bytes`` are those of the tensors that the engine holds for a slot, ``load_s`` what ``add_lora`` takes for an
-adapter in a folder, ``put`` what a tenant takes whose weights are in memory. ``sync``: what a step of
-reinforcement learning takes before the engine can sample: of a core, its weights to bytes and into the engine; of a
-LoRA, PEFT's ``save_pretrained`` and ``add_lora``. ``first``: from there to the first token.
+The base model, the basis model, and the base model with LoRAs of the cores' rank and of rank 1 are four engines, of
+which one works at a time; random weights, cores and bases, which cost what any cost. A LoRA is the exact export of its
+tenant, so that these engines must give the same tokens; one of rank 1 is random. ``rows``: a batch of prompts, each row
+of one of 1, 16 or 64 tenants, greedy; the engines take turns, and each time is divided by the base model's of the same
+round, by the clock: measure while the machine stands still. ``processor_s`` are those of all processes of an engine, of
+which one waits in a loop while another computes. ``slot_bytes`` are those of the tensors that the engine holds for a
+slot, ``load_s`` what ``add_lora`` takes for an adapter in a folder, ``put`` what a tenant takes whose weights are in
+memory. ``sync``: what a step of reinforcement learning takes before the engine can sample: of a core, its weights to
+bytes and into the engine; of a LoRA, PEFT's ``save_pretrained`` and ``add_lora``. ``first``: from there to the first
+token.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class Tenants:
         self.model = get_peft_model(base, adapter_config(UNCALIBRATED, rank=plan.rank)).eval()
         self.model.save_pretrained(str(folder / "adapter"))
         self.identity = export_basis_model(folder / "adapter", folder / BASIS, base=folder / BASE).identity
-        self.folders: dict[str, list[str]] = {BASIS: [], LORA: []}
+        self.folders: dict[str, list[str]] = {BASIS: [], LORA_1: [], LORA: []}
         self.files: list[str] = []
         generator = torch.Generator().manual_seed(0)
         layers = frozen_core_layers(self.model, "default")
@@ -121,10 +122,25 @@ class Tenants:
                 place = folder / f"{kind} {tenant}"
                 export(self.model, place)
                 self.folders[kind].append(str(place))
+        lora = random_lora(folder, rank=1)
+        for tenant in range(max(plan.tenants)):
+            with torch.no_grad():
+                for name, factor in lora.named_parameters():
+                    if "lora_" in name:
+                        factor.copy_(0.1 * torch.randn(factor.shape, generator=generator))
+            self.folders[LORA_1].append(str(folder / f"{LORA_1} {tenant}"))
+            lora.save_pretrained(self.folders[LORA_1][-1])
 
     def prompts(self, count: int, seed: int) -> list[list[int]]:
         drawn = torch.Generator().manual_seed(seed)
         return torch.randint(3, self.vocabulary, (count, self.plan.prompt_tokens), generator=drawn).tolist()
+
+
+def random_lora(folder: Path, rank: int) -> Any:
+    """The base model with PEFT's LoRA."""
+    config = adapter_config("lora", rank=rank)
+    config.init_lora_weights = False
+    return get_peft_model(AutoModelForCausalLM.from_pretrained(folder / BASE, dtype=torch.float32), config)
 
 
 def make_base(plan: Plan) -> Any:
@@ -144,18 +160,19 @@ def measure(plan: Plan, folder: Path) -> dict[str, Any]:
     """Slots, loads, rounds, and new weights at each step."""
     tenants = Tenants(plan, folder)
     slots = max(plan.tenants)
-    common = {"rank": plan.rank, "rows": plan.rows}
+    common, of_lora = {"rows": plan.rows}, {"slots": slots, "targets": list(ATTENTION)}
     engines = {
-        BASE: Driven(folder / "base.log", model=str(folder / BASE), slots=0, targets=None, **common),
+        BASE: Driven(folder / "base.log", model=str(folder / BASE), slots=0, rank=plan.rank, targets=None, **common),
         BASIS: Driven(
-            folder / "basis.log", model=str(folder / BASIS), slots=slots, targets=["core"],
+            folder / "basis.log", model=str(folder / BASIS), slots=slots, rank=plan.rank, targets=["core"],
             known=slots + SYNCS + 1, **common,
         ),
-        LORA: Driven(folder / "lora.log", model=str(folder / BASE), slots=slots, targets=list(ATTENTION), **common),
+        LORA_1: Driven(folder / "lora-1.log", model=str(folder / BASE), rank=1, **of_lora, **common),
+        LORA: Driven(folder / "lora.log", model=str(folder / BASE), rank=plan.rank, **of_lora, **common),
     }  # fmt: skip
-    print("three engines are up")
+    print(f"{len(engines)} engines are up")
     found: dict[str, Any] = {"adapter": {}, "rows": []}
-    for kind in (BASIS, LORA):
+    for kind in tenants.folders:
         loading = engines[kind].say("load", folders=tenants.folders[kind])
         files = [sum(file.stat().st_size for file in Path(place).iterdir()) for place in tenants.folders[kind]]
         found["adapter"][kind] = {
@@ -174,7 +191,7 @@ def measure(plan: Plan, folder: Path) -> dict[str, Any]:
 def rounds(plan: Plan, tenants: Tenants, engines: dict[str, Driven]) -> dict[str, Any]:
     """The engines take turns at one batch; their answers are compared."""
     prompts = tenants.prompts(plan.rows, seed=1)
-    turns = [(BASE, 0), (BASIS, 0), *((kind, count) for count in plan.tenants for kind in (BASIS, LORA))]
+    turns = [(BASE, 0), (BASIS, 0), *((kind, count) for count in plan.tenants for kind in tenants.folders)]
     times: dict[tuple[str, int], list[float]] = {turn: [] for turn in turns}
     clock: dict[tuple[str, int], list[float]] = {turn: [] for turn in turns}
     differing = 0
@@ -219,10 +236,7 @@ def sync_core(tenants: Tenants, engine: Driven) -> dict[str, list[float]]:
 
 def sync_lora(plan: Plan, folder: Path, engine: Driven) -> dict[str, list[float]]:
     """The same for PEFT's LoRA: saved to a folder, loaded from there."""
-    base = AutoModelForCausalLM.from_pretrained(folder / BASE, dtype=torch.float32)
-    config = adapter_config("lora", rank=plan.rank)
-    config.init_lora_weights = False
-    model = get_peft_model(base, config)
+    model = random_lora(folder, plan.rank)
     made, places = [], [str(folder / f"step {i}") for i in range(2 * SYNCS)]
     for place in places:
         begins = perf_counter()
@@ -251,8 +265,9 @@ def table_of(found: Mapping[str, Any]) -> str:
         for name, one in found["adapter"].items()
     ]  # fmt: skip
     heads = ["an adapter in vLLM", "bytes a slot", "slots in 1 GB", "bytes on disk", "time to load"]
-    shares = [[str(count), *(share(found, who, count) for who in (BASIS, LORA))] for count in found["plan"]["tenants"]]
-    text = f"{table(heads, sizes)}\n{table(['tenants in the batch', BASIS, LORA], shares)}"
+    kinds = [*found["adapter"]]
+    shares = [[str(count), *(share(found, kind, count) for kind in kinds)] for count in found["plan"]["tenants"]]
+    text = f"{table(heads, sizes)}\n{table(['tenants in the batch', *kinds], shares)}"
     return f"{text}\n{sync(found['sync'])}" if "sync" in found else text
 
 

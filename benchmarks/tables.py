@@ -374,7 +374,11 @@ def pictures(study: tenants_quality.Tenants, in_vllm: Found) -> Iterator[tuple[s
     yield "tenants", figures.chart(labels, colours, panels, about, note)
     rates = {row["engine"]: row["tokens_per_s"] for row in in_vllm["rows"] if row["tenants"] in (0, 64)}
     slots = {name: 1e9 // one["slot_bytes"] for name, one in in_vllm["adapter"].items()}
-    order = {served.BASIS: figures.ORANGE, served.LORA: figures.NAVY, served.BASE: figures.GREY}
+    bars = {
+        served.BASIS: ("cores on a basis model", figures.ORANGE), served.LORA_1: ("LoRAs, r = 1", figures.NAVY),
+        served.LORA: ("LoRAs", figures.NAVY), served.BASE: ("base model alone", figures.GREY),
+    }  # fmt: skip
+    order = [who for who in bars if who in rates]
     both = (("tokens a second, 64 tenants", rates), ("tenants that fit 1 GB", slots))
     panels = [
         figures.Panel(heading, [figures.Point(*3 * [found[who]]) if who in found else None for who in order], 0)
@@ -382,10 +386,8 @@ def pictures(study: tenants_quality.Tenants, in_vllm: Found) -> Iterator[tuple[s
     ]
     about = "Tokens a second and slots in a gigabyte in vLLM; the numbers are in the table."
     note = "SmolLM2-135M-Instruct in vLLM on two CPU cores, adapters of rank 16, float32."
-    yield (
-        "served",
-        figures.bars(["cores on a basis model", "LoRAs", "base model alone"], [*order.values()], panels, about, note),
-    )
+    labels, colours = zip(*(bars[who] for who in order), strict=True)
+    yield "served", figures.bars(labels, colours, panels, about, note)
 
 
 def point_of(values: Sequence[float]) -> figures.Point:
