@@ -214,6 +214,9 @@ BAD: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "an expression": (
         changed(lambda config, _: config.update(alpha_pattern={"(a+)+q_proj": 4})), "full names",
     ),
+    "two alphas of a layer": (
+        changed(lambda config, _: config.update(alpha_pattern={"k_proj": 3, "self_attn.k_proj": 4})), "two alphas",
+    ),
     "no B": (changed(lambda _, tensors: tensors.pop(min(tensors))), "only"),
     "another name of a base": (
         changed(lambda config, _: config.update(base_model_name_or_path="else/where")),

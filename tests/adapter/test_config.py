@@ -161,6 +161,17 @@ def test_what_is_saved_are_names_and_they_load(tmp_path: Path) -> None:
     assert logits(loaded).equal(logits(model))
 
 
+@pytest.mark.parametrize("with_basis", [False, True])
+def test_keys_of_a_pattern_that_name_a_layer_twice_mean_the_same_in_a_file(with_basis: bool, tmp_path: Path) -> None:
+    pattern = {"q_proj": 2, "layers.0.self_attn.q_proj": 1}  # the first counts, but PEFT's file sorts them
+    model = adapted("random", trained=True, alpha=4.0, alpha_pattern=pattern, rank_pattern=pattern)
+    if with_basis:
+        save_basis(model, tmp_path / "basis")
+    model.save_pretrained(str(tmp_path))
+    assert len(cores_of(model)[0].core("default")) == 2
+    assert logits(PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path)).eval()).equal(logits(model))
+
+
 def test_a_model_owns_its_configuration() -> None:
     config = FrozenCoreConfig(r=2, constructor="random", target_modules=r".*q_proj")
     get_peft_model(tiny_qwen2(), config)

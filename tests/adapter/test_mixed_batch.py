@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -24,9 +25,9 @@ from transformers import (
     ViTConfig,
 )
 
-from adapted import BATCHES, adapted, logits, on_one_basis, train_at_random
+from adapted import BATCHES, adapted, cores_of, logits, on_one_basis, train_at_random
 from families import make
-from frozencore import CoreBank, FrozenCoreConfig, frozen_core_layers
+from frozencore import CoreBank, FrozenCoreConfig, frozen_core_layers, get_bases, prepare_swap, set_bases
 from frozencore.adapter.layer import FrozenCoreLinear
 from frozencore.adapter.per_row import adapter_of_each_row
 from frozencore.errors import ArtifactError, ConfigError
@@ -224,6 +225,21 @@ def test_a_wrong_mixed_batch_is_refused_and_leaves_nothing_behind(case: str) -> 
     assert torch.equal(logits(model), before)
 
 
+def test_rows_of_an_adapter_without_trained_tokens_have_the_base_models() -> None:
+    model = adapted("random", trained=True, trainable_token_indices=[1, 2, 3])
+    model.base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta["default"].data += 1
+    model.add_adapter("b", FrozenCoreConfig(r=2, constructor="random"))
+    train_at_random(model, "b", seed=3)
+    alone = {}
+    for name in ("default", "b"):
+        model.set_adapter(name)
+        alone[name] = logits(model)
+    with torch.no_grad():
+        mixed = model(**PROMPT, adapter_names=["b", "default", "b", "default"]).logits
+    torch.testing.assert_close(mixed[::2], alone["b"][::2])
+    torch.testing.assert_close(mixed[1::2], alone["default"][1::2])
+
+
 # ------------------------------------------------------------------------------------------------------- the bank
 
 
@@ -315,6 +331,22 @@ def test_rows_of_a_bank_are_the_base_models_where_only_another_adapter_is(module
     with bank.rows(["a", None, "a", None]):
         assert torch.equal(logits(model), expected)
     assert torch.equal(logits(model), wide)
+
+
+@pytest.mark.parametrize("added_again", [False, True])
+def test_cores_of_a_deleted_adapter_are_refused_also_where_its_name_has_another_scale(added_again: bool) -> None:
+    model = on_one_basis("first", "other")
+    cores = {layer.name: layer.core("other").detach().clone() for layer in cores_of(model, "other")}
+    bank, ready = CoreBank(model, 1, adapter_name="other"), prepare_swap(model, cores, adapter_name="other")
+    bank.put("x", cores)
+    config, bases = model.peft_config["other"], get_bases(model, "other")
+    model.delete_adapter("other")
+    if added_again:
+        model.add_adapter("other", dataclasses.replace(config, alpha=99.0))
+        set_bases(model, bases, adapter_name="other")
+    for use in (ready.swap_in, lambda: bank.put("x", cores), lambda: bank.rows(["x"]).__enter__()):
+        with pytest.raises(ConfigError, match="set, moved or deleted since"):
+            use()
 
 
 def rows_of(model: PeftModel, cores: Cores) -> Tensor:

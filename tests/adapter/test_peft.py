@@ -26,7 +26,16 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from adapted import BATCHES, adapted, cores_of, logits, needs_own_integration, on_one_basis, train_at_random
-from frozencore import CONSTRUCTORS, FrozenCoreConfig, calibrate, export_merged, get_bases, set_bases, swap_core
+from frozencore import (
+    CONSTRUCTORS,
+    FrozenCoreConfig,
+    calibrate,
+    export_merged,
+    get_bases,
+    save_basis,
+    set_bases,
+    swap_core,
+)
 from frozencore.adapter.layer import frozen_core_layers
 from frozencore.adapter.saved.tensors import UncalibratedWarning
 from frozencore.adapter.shared_factors import SharedFactors
@@ -224,6 +233,25 @@ def test_what_trains_beside_the_cores_is_saved_and_merged_with_them(options: dic
     plain = model.merge_and_unload()
     torch.testing.assert_close(logits(plain), expected, rtol=1e-4, atol=1e-4)
     assert (plain.lm_head.weight is plain.model.embed_tokens.weight) == tied
+
+
+def test_trained_tokens_of_a_tied_head_do_not_count_as_its_base_weight(tmp_path: Path) -> None:
+    options = {"target_modules": ["lm_head"], "trainable_token_indices": [0]}
+    model = adapted("random", model=tiny_qwen2(tie_word_embeddings=True), trained=True, **options)
+    model.base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta["default"].data += 1
+    model.save_pretrained(str(tmp_path))
+    loaded = PeftModel.from_pretrained(tiny_qwen2(tie_word_embeddings=True), str(tmp_path)).eval()
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_a_named_basis_that_was_changed_in_inference_mode_is_saved_with_the_adapter(tmp_path: Path) -> None:
+    with torch.inference_mode():
+        model = adapted("random", model=tiny_qwen2(), trained=True)
+        save_basis(model, tmp_path / "basis")
+        cores_of(model)[0].frozencore_P["default"].neg_()  # an inference tensor counts no changes
+        model.save_pretrained(str(tmp_path / "adapter"))
+        loaded = PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path / "adapter")).eval()
+        assert torch.equal(logits(loaded), logits(model))
 
 
 @pytest.mark.parametrize("constructor", ["random", "fcca"])

@@ -315,10 +315,14 @@ CORES: list[Refusal] = [
     (lambda room: swap_core(merged(room.model), room.cores), ConfigError, "unmerge_adapter"),
     (stale(lambda room: room.model.merge_adapter()), ConfigError, "unmerge_adapter"),
     (stale(lambda room: set_bases(room.model, get_bases(room.model, "own"), adapter_name="default", reset=True)),
-     ConfigError, "set or moved since. Call prepare_swap again"),
+     ConfigError, "set, moved or deleted since. Call prepare_swap again"),
     (lambda room: room.sum(["default", "own"], [1.0, 1.0]), ArtifactError, "differ in basis, rank or scale at layer"),
     (lambda room: room.sum(["default", "nobody"], [1.0, 1.0]), ConfigError, "nobody"),
     (lambda room: room.sum([], []), ConfigError, "none"),
+    (lambda room: room.model.add_weighted_adapter(["default"], [1.0], "a.b"), ConfigError, "one plain part of a path"),
+    (lambda _: merged(adapted("random", model=tiny_qwen2(tie_word_embeddings=True), target_modules=["lm_head"],
+                              trainable_token_indices=[1])),
+     ModelError, "'lm_head' computes its weight from trained tokens"),
     (lambda room: room.sum(["default"] * 2, [1.0]), ConfigError, "as many finite weights"),
     (lambda room: room.sum(["default"], [float("nan")]), ConfigError, "as many finite weights"),
     (lambda room: room.sum(["default"], [1.0], combination_type="ties", density=0.5),
@@ -429,5 +433,5 @@ def test_a_refusal_names_its_reason_and_changes_nothing(
     assert not room.out.exists()
     assert list(room.model.peft_config) == adapters
     for state, model in zip(before, (room.model, *shared), strict=True):
-        if "set or moved since" not in message:  # there the adapter was given another basis first
+        if "moved or deleted since" not in message:  # there the adapter was given another basis first
             assert all(torch.equal(value, state[name]) for name, value in snapshot(model).items())

@@ -164,6 +164,10 @@ def _read_lora(place: str, lora: LoraDirectory, folder: Path) -> Lora:
         )
         if rank != A[0]:
             raise _unreadable(place, f"{layer!r} has rank {A[0]} and the configuration {rank}", "save it again")
+        alphas = patterns["alpha_pattern"].items()
+        if len({str(own) for key, own in alphas if key_for({key: own}, layer, "alpha_pattern") is not None}) > 1:
+            found = f"alpha_pattern gives {layer!r} two alphas, and a file does not keep the order that decides"
+            raise _unreadable(place, found, "write the layers' full names alone")
         if not isinstance(alpha, int | float) or not abs(alpha) < 1e30:
             raise _unreadable(place, f"alpha_pattern gives {layer!r} {alpha!r:.40}", "save it again")
         scales[layer], shapes[layer] = alpha / (rank**0.5 if config.get("use_rslora") else rank), (B[0], A[1])

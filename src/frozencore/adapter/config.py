@@ -416,8 +416,12 @@ def _options_of_basis() -> frozenset[str]:
 
 
 def _moment(bases: Bases) -> object:
-    """A value that differs once a tensor was replaced or changed in place."""
-    return [(name, id(X), X.data_ptr(), version_of(X)) for name, pair in bases.items() for X in pair]
+    """A value that differs once a tensor was replaced or changed in place, and always for inference tensors."""
+    return [
+        (name, id(X), X.data_ptr(), object() if X.is_inference() else version_of(X))
+        for name, pair in bases.items()
+        for X in pair
+    ]
 
 
 def _plain(value: Any) -> Any:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from accelerate.utils import align_module_device
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
-from peft.utils import quantization_extra_repr, resolve_quantization_backend
+from peft.utils import TrainableTokensWrapper, quantization_extra_repr, resolve_quantization_backend
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
@@ -135,7 +135,7 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
         self._disable_adapters = False
         self.merged_adapters: list[str] = []
         self.out_features, self.in_features = layer_shape(self.get_base_layer())
-        self._samples_at_first = sample_weight(getattr(self.get_base_layer(), "weight", None))
+        self._samples_at_first = sample_weight(getattr(self.stored_layer, "weight", None))
         self._before_merge: Any = None  # while merged: the original weight, or the quantised layer with it
         self._updates: list[tuple[Tensor, Tensor, Tensor, float]] = []  # while merged: P, Q, R and s of each
         self.register_load_state_dict_post_hook(FrozenCoreLinear._look_again)
@@ -286,9 +286,15 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
             )
 
     @property
+    def stored_layer(self) -> Any:
+        """The base model's layer: below the wrapper that adds trained tokens to a head tied to their embedding."""
+        layer = self.get_base_layer()
+        return layer.token_adapter.get_base_layer() if isinstance(layer, TrainableTokensWrapper) else layer
+
+    @property
     def base_samples(self) -> Tensor | None:
         """Some values of the weight without merged adapters; for a shard, those read when the layer was wrapped."""
-        weight = self._original_weight() if self.merged and self._is_as_merged() else self.get_base_layer().weight
+        weight = self._original_weight() if self.merged and self._is_as_merged() else self.stored_layer.weight
         found = sample_weight(weight) if weight.numel() == self.out_features * self.in_features else None
         return self._samples_at_first if found is None else found
 

@@ -335,6 +335,7 @@ class FrozenCoreModel(BaseTuner):
         cores = {
             name: weighted_sum([layer.core(adapter) for adapter in adapters], weights) for name, layer in layers.items()
         }
+        _require_name(adapter_name, self.model)
         self.peft_config[adapter_name] = copy.deepcopy(self.peft_config[first])
         self.inject_adapter(self.model, adapter_name)
         for name, layer in layers.items():
@@ -354,7 +355,7 @@ class FrozenCoreModel(BaseTuner):
         return super()._unload_and_optionally_merge(merge, progressbar, safe_merge, adapter_names)
 
     def _prepare_merging(self, adapter_names: list[str] | None) -> None:
-        """Warn of zero bases, refuse weights that two linear layers share, and untie an adapted head."""
+        """Warn of zero bases, refuse weights that two layers share or that are computed, and untie an adapted head."""
         num_owners = Counter(id(getattr(one, "weight", one)) for one in self.model.modules() if is_linear(one))
         for adapter_name in self.active_adapters if adapter_names is None else adapter_names:
             layers = frozen_core_layers(self.model, adapter_name)
@@ -362,6 +363,11 @@ class FrozenCoreModel(BaseTuner):
             if P is not None and not P.is_meta and not P.any():  # all layers get their bases together, so one is enough
                 warn_of_uncalibrated(f"The adapter {adapter_name!r} that is merged", "before it is merged")
             for name, layer in layers.items():
+                if layer.stored_layer is not layer.get_base_layer():
+                    raise ModelError(
+                        f"Layer {name!r} computes its weight from trained tokens (trainable_token_indices), so a "
+                        "merged update would be lost. Keep the adapter unmerged."
+                    )
                 num_others = num_owners[id(getattr(layer.get_base_layer(), "weight", None))] - 1
                 if num_others > 0:
                     raise ModelError(

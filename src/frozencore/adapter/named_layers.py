@@ -4,7 +4,7 @@ A name is a layer's full name or its end, as in PEFT: ``q_proj``, ``layers.0.sel
 also be written as in PEFT's documentation, ``^model\\.layers\\.0\\.q_proj$``. Any other text is a regular expression.
 
 Expressions are replaced by names before PEFT sees them, so that a saved adapter holds names alone. A saved expression
-is refused: a stranger's could take any time to search.
+is refused: a stranger's could take any time to search. Keys of a pattern that name one layer twice are replaced too.
 """
 
 from __future__ import annotations
@@ -116,6 +116,14 @@ def key_for(keys: Mapping[str, object], layer: str, option: str) -> str | None:
         if matches:
             return key
     return None
+
+
+def _name_twice(keys: Mapping[str, object], layers: Collection[str], option: str) -> bool:
+    """Whether several keys of a pattern name a layer by its end: their order decides, and PEFT's file sorts them."""
+    ends = [key for key in keys if key not in layers]
+    return len(ends) > 1 and any(
+        sum(key_for({key: 0}, layer, option) is not None for key in ends) > 1 for layer in layers if layer not in keys
+    )
 
 
 def _is_end_of(name: str, layer: str) -> bool:
@@ -322,7 +330,7 @@ def name_layers(config: Any, model: nn.Module) -> None:
             config.exclude_modules = excluded = {*(excluded or ()), *stray}
         config.target_modules = targets = found
     for field in PATTERNS:
-        if any(plain_key(key) is None for key in before[field]):
+        if any(plain_key(key) is None for key in before[field]) or _name_twice(before[field], names, field):
             every = targets is None or isinstance(targets, str)
             linear = [
                 name for name, module in names.items() if _carries(module) and not _is_among(name, excluded or ())

@@ -109,6 +109,9 @@ def _apart(layer: FrozenCoreLinear, wanted: Sequence[str], names: Sequence[str])
 def _pass_names(wrapper: AuxiliaryTrainingWrapper, names: list[str]) -> Callable[[], None]:
     """Give the names to a trained copy of a module, which PEFT computes row by row; returns what undoes it."""
 
+    held: Any = wrapper._adapters
+    names = [name if name in held else BASE_ROW for name in names]
+
     def add_names(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         require_batch_axis(module, type(module).__name__)
         return args, {**kwargs, "adapter_names": names}

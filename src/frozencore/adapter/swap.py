@@ -18,8 +18,8 @@ from frozencore.adapter.saved.adapter import SavedAdapter
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.adapter_folder import read_config
 
-HeldBases = tuple[tuple[Tensor, int, Tensor, int], ...]
-"""P and Q of each layer and the versions of their values."""
+HeldBases = tuple[tuple[Tensor, int, Tensor, int, float], ...]
+"""P and Q of each layer, the versions of their values, and the scale."""
 
 
 @dataclass(frozen=True)
@@ -83,18 +83,18 @@ def prepare_swap(
 
 
 def held_bases(layers: Iterable[FrozenCoreLinear], adapter_name: str) -> HeldBases:
-    factors = (layer.factors(adapter_name) for layer in layers)
-    return tuple((P, version_of(P), Q, version_of(Q)) for P, Q, _ in factors)
+    held = ((*layer.factors(adapter_name)[:2], layer.frozencore_scale[adapter_name]) for layer in layers)
+    return tuple((P, version_of(P), Q, version_of(Q), scale) for P, Q, scale in held)
 
 
 def require_unmoved(layers: Iterable[FrozenCoreLinear], adapter_name: str, held: HeldBases, way_out: str) -> None:
-    """Refuse cores that were made for bases which an adapter no longer has."""
+    """Refuse cores that were made for bases and scales which an adapter no longer has, or for a deleted adapter."""
     for layer, old in zip(layers, held, strict=True):
-        P, Q, _ = layer.factors(adapter_name)
-        if P is not old[0] or Q is not old[2] or (version_of(P), version_of(Q)) != (old[1], old[3]):
+        own = held_bases([layer], adapter_name) if adapter_name in layer.frozencore_R else ()
+        if [(id(P), p, id(Q), q, s) for P, p, Q, q, s in own] != [(id(old[0]), old[1], id(old[2]), *old[3:])]:
             raise ConfigError(
                 f"A core works on its own basis only, but the basis of layer {layer.name!r} of the adapter "
-                f"{adapter_name!r} was set or moved since. {way_out}"
+                f"{adapter_name!r} was set, moved or deleted since. {way_out}"
             )
 
 
