@@ -32,7 +32,8 @@ BY_TASK = {
         "tenant_weights",
     ),
     "Compute moments once, bases many times": (
-        "collect_moments", "save_moments", "load_moments", "LayerMoments", "get_bases", "set_bases",
+        "collect_moments", "save_moments", "load_moments", "LayerMoments", "build_bases", "get_bases",
+        "set_bases",
     ),
     "Build the basis of one layer": (
         "fcca_basis", "rawgrad_basis", "signgrad_basis", "filora_basis", "eva_basis", "lora_xs_basis", "milora_basis",

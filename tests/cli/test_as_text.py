@@ -19,13 +19,11 @@ from rich.text import Text
 import frozencore
 import frozencore_lab
 from frozencore.cli.display import PlainConsole, StageDisplay
-from frozencore_lab.campaign.results import FinalRun
 from frozencore_lab.campaign.spec import Campaign
 from frozencore_lab.reports.comparison import read_task_means
 from frozencore_lab.reports.report import Document, Section, document_page
 from frozencore_lab.reports.report import Table as ReportTable
 from frozencore_lab.reports.sheet import (
-    SeedValue,
     Sheet,
     SheetCell,
     csv_lines,
@@ -115,8 +113,7 @@ BAD = [
 
 
 def sheet_of(text: str) -> Sheet:
-    run = SeedValue(FinalRun({"seed": text}, text, None, None), None, "failed", text)
-    cells = (label(text), SheetCell("-", hint=text, runs=(run,)), number(-1.5, 2))
+    cells = (label(text), SheetCell("-", hint=text), number(-1.5, 2))
     return Sheet("name", text, text, (text, text, text), (cells, cells), (cells,))
 
 
