@@ -204,6 +204,7 @@ def merged(model: PeftModel) -> PeftModel:
 REFUSED: dict[str, tuple[Callable[[], PeftModel], list[str], str]] = {
     "unknown": (shared, ["a", "aa", "b", "b"], "non-existing adapter.*aa"),
     "another size": (shared, ["a"] * 3, "Length of"),
+    "another size, the base model alone": (shared, ["__base__"] * 3, "Length of"),
     "no list": (shared, "abab", "a list with a name"),
     "no text": (shared, ["a", None, "b", "a"], "a list with a name"),
     "merged": (lambda: merged(shared()), ROWS, "merged adapters, please call `unmerge_adapter` first"),
@@ -458,6 +459,17 @@ def test_rows_of_a_model_that_reads_no_tokens_are_its_own_adapters() -> None:
         model.set_adapter("a" if name == "__base__" else name)
         with model.disable_adapter() if name == "__base__" else nullcontext():
             torch.testing.assert_close(mixed[row], model(pixel_values=images).logits[row], rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_rows_of_a_plain_module_with_a_trained_copy_are_its_own_adapters() -> None:
+    base = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+    model, x = two_adapters(base, target_modules=["0"], modules_to_save=["2"]), torch.randn(4, 6)
+    mixed = model(x, adapter_names=ROWS)
+    for row, name in enumerate(ROWS):
+        model.set_adapter("a" if name == "__base__" else name)
+        with model.disable_adapter() if name == "__base__" else nullcontext():
+            torch.testing.assert_close(mixed[row], model(x)[row])
 
 
 class Routed(nn.Module):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from peft import PeftModel, get_peft_model
+from peft import PeftModel, get_peft_model, inject_adapter_in_model
 from torch import nn
 
 from adapted import BATCHES, DATA_DRIVEN, adapted, cores_of
@@ -60,6 +60,12 @@ def test_an_adapter_made_with_low_cpu_mem_usage_is_the_plain_one(constructor: st
     for layer, other in zip(cores_of(model), cores_of(expected), strict=True):
         assert all(torch.equal(X, Y) for X, Y in zip(layer.factors("default"), other.factors("default"), strict=True))
         assert layer.core("default").requires_grad
+
+
+def test_an_adapter_for_which_a_file_will_bring_the_cores_has_them_on_the_meta_device_until_then() -> None:
+    config = FrozenCoreConfig(r=3, constructor="random")
+    model = inject_adapter_in_model(config, tiny_qwen2(), low_cpu_mem_usage=True)
+    assert all(layer.core("default").is_meta for layer in cores_of(model))
 
 
 @pytest.mark.parametrize("stats_device", [None, "cpu"])

@@ -74,7 +74,7 @@ class PerRowCores:
     @property
     def num_rows(self) -> int:
         """The number of rows; from a shape if possible, so that a compiled model serves batches of many sizes."""
-        return len(self.parts[0].R) if self.parts[0].rows is None else self.num_named
+        return len(self.parts[0].R) if self.parts and self.parts[0].rows is None else self.num_named
 
 
 BASE_ROWS = PerRowCores(())
@@ -169,11 +169,11 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
             return y
         if rows.parts:
             require_batch_axis(self, self.name)
-            if len(x) != rows.num_rows:
-                raise ValueError(
-                    "Length of `adapter_names` should be the same as the number of inputs, but got "
-                    f"{rows.num_rows} and {len(x)} respectively. Each row must be one input of layer {self.name!r}."
-                )
+        if rows.num_rows and self.has_batch_axis and len(x) != rows.num_rows:
+            raise ValueError(
+                "Length of `adapter_names` should be the same as the number of inputs, but got "
+                f"{rows.num_rows} and {len(x)} respectively. Each row must be one input of layer {self.name!r}."
+            )
         for part in rows.parts:
             if part.rows is None:
                 y = self._plus(y, x, part.P, part.Q, part.R, part.scale)
@@ -245,7 +245,7 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
         self.set_adapter(self.active_adapters, inference_mode=inference_mode)
 
     def fill_core(self, adapter_name: str) -> None:
-        """Replace a core on the meta device by zeros: ``low_cpu_mem_usage`` makes it, but no file will bring values."""
+        """Replace a core on the meta device by zeros, where no file will bring values after ``low_cpu_mem_usage``."""
         P, _, R = self.factors(adapter_name)
         if R.is_meta and not P.is_meta:
             zeros = nn.Parameter(torch.zeros(R.shape, device=P.device, dtype=R.dtype), requires_grad=R.requires_grad)
@@ -256,6 +256,7 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
         self, adapter_name: str, basis: Basis, *, start_core: Tensor | None = None, random_core: bool = False
     ) -> None:
         """Fix P and Q, and reset the core to zero, to ``start_core``, or to random values."""
+        self.fill_core(adapter_name)
         R = self.core(adapter_name)
         self.require_fit(len(R), basis)
         with torch.no_grad():

@@ -72,7 +72,9 @@ class FrozenCoreModel(BaseTuner):
 
     _add_modules_to_save_to_tie = LoraModel._add_modules_to_save_to_tie  # concerns embeddings, not LoRA
 
-    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+    def inject_adapter(
+        self, model: nn.Module, adapter_name: str, *args: Any, low_cpu_mem_usage: bool = False, **kwargs: Any
+    ) -> None:
         """Add an adapter as PEFT does, with the bases that need no data; warn of layers narrower than the rank.
 
         The model gets a copy of the configuration, which may be used for other models too.
@@ -90,12 +92,15 @@ class FrozenCoreModel(BaseTuner):
         named_layers.require_tokens(config.trainable_token_indices, model)
         keep_weights(model)
         try:
-            super().inject_adapter(model, adapter_name, *args, **kwargs)
+            super().inject_adapter(model, adapter_name, *args, low_cpu_mem_usage=low_cpu_mem_usage, **kwargs)
         except NoMatchingPeftModuleError as error:
             if "not found in the base model" not in str(error):  # PEFT's other errors name their reason
                 raise
             raise named_layers.no_match(config, model) from error
         layers = frozen_core_layers(model, adapter_name)
+        if not low_cpu_mem_usage and not config.load_bases:  # else a file will bring the cores
+            for layer in layers.values():
+                layer.fill_core(adapter_name)
         try:
             self._give_bases(config, adapter_name, layers)
         except (ArtifactError, ConfigError):
@@ -143,8 +148,6 @@ class FrozenCoreModel(BaseTuner):
         if config.basis_id is None and config.load_bases:
             require_same_base("The adapter", config.base_record, config, layers)
             return
-        for layer in layers.values() if not config.load_bases else ():
-            layer.fill_core(adapter_name)
         if (other := self._with_same_basis(config, adapter_name, layers)) is not None:
             for layer in layers.values():
                 layer.share_basis(adapter_name, other, random_core=not config.init_weights)

@@ -87,7 +87,7 @@ def _stacked(layer: FrozenCoreLinear, wanted: Sequence[str], names: Sequence[str
     """The core of each row on the adapters' one basis; zeros for rows without an adapter in this layer."""
     here = [name for name in wanted if name in layer.frozencore_R]
     if not here:
-        return BASE_ROWS
+        return PerRowCores((), len(names))
     cores = [layer.trained_factors(name)[2] for name in here]
     slot = {name: i for i, name in enumerate(here, start=1)}
     slots = torch.tensor([slot.get(name, 0) for name in names], device=cores[0].device)
@@ -113,6 +113,8 @@ def _pass_names(wrapper: AuxiliaryTrainingWrapper, names: list[str]) -> Callable
     names = [name if name in held else BASE_ROW for name in names]
 
     def add_names(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if module._disable_adapters:  # it computes the base model
+            return args, kwargs
         require_batch_axis(module, type(module).__name__)
         return args, {**kwargs, "adapter_names": names}
 
@@ -277,6 +279,8 @@ def _watch(base: nn.Module, part: nn.Module, args: Any, kwargs: dict[str, Any]) 
                 undo.callback(module.register_forward_pre_hook(see, with_kwargs=True).remove)
             if isinstance(module, FrozenCoreLinear):
                 undo.enter_context(with_attributes(module, per_row=BASE_ROWS))
+            if isinstance(module, AuxiliaryTrainingWrapper):
+                undo.enter_context(with_attributes(module, _disable_adapters=True))
         base.eval()
         try:
             part(*args, **kwargs)
