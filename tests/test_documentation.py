@@ -38,7 +38,7 @@ from gguf_files import tiny_model, write_gguf
 from hub_folders import write_hub_folder
 from places import LAB, PAPER_TABLES, ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "lab" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*(ROOT / place / "README.md" for place in (".", "lab", "examples")), *sorted((ROOT / "docs").glob("*.md"))]
 HUB_ID, POCKET = "Qwen/Qwen2.5-0.5B-Instruct", str(pocket_model_path())
 STARTED = re.compile(r"^(?:frozencore|(?:torchrun|accelerate launch) .*?(?:-m frozencore|examples/\S+)) ")
 MADE_BEFORE = re.compile(r"^make smollm2 && \.venv/bin/(?=frozencore )")
@@ -119,6 +119,8 @@ def lay_out(place: Path) -> None:
     (place / "rows").mkdir()
     for name in ("everybody", "train", "rows", "public", "anna", "ben", "dora", "rows/anna", "rows/ben"):
         (place / f"{name}.jsonl").write_text("".join(rows))
+    pairs = [json.dumps({"prompt": f"{a} and {b}?", "chosen": f" {a + b}", "rejected": " 99"}) + "\n" for a, b in sums]
+    (place / "pairs.jsonl").write_text("".join(pairs))
     for name in PAPER_TASKS:
         write_hub_folder(place / "DATA", name, num_train=80, num_evaluation=80, num_validation=80)
     for name in ("anna", "ben"):
@@ -205,7 +207,7 @@ def sides(diff: str) -> list[str]:
 
 
 IN_AN_ENGINE = "LLM("  # code that tests/engines/test_vllm_memory.py runs in vLLM
-ALONE = ("docs/index", "docs/from-lora", "docs/python")  # pages of code, without long commands
+ALONE = ("docs/index", "docs/from-lora", "docs/python", "examples/README")  # pages of code, without long commands
 
 
 @pytest.fixture
@@ -290,7 +292,7 @@ def test_every_public_name_has_one_place_in_the_reference() -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [*PAGES, *(ROOT / name for name in ("SECURITY.md", "CONTRIBUTING.md", "tests/README.md", "examples/README.md"))],
+    [*PAGES, *(ROOT / name for name in ("SECURITY.md", "CONTRIBUTING.md", "tests/README.md"))],
     ids=name_of,
 )
 def test_files_and_functions_that_a_page_names_are_there(page: Path) -> None:
