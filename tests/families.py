@@ -347,16 +347,25 @@ def outcome(name: str) -> Outcome:
 
 
 def row_on_page(name: str) -> str:
-    """The row of a family on the page."""
-    return next(line for line in rows_on_page() if line.startswith(f"| `{name}` |"))
+    """The row of a family as if it stood alone on the page."""
+    cells = next(cells for names, cells in rows_on_page() if name in names)
+    return f"| `{name}` |{cells}"
 
 
-def rows_on_page() -> list[str]:
-    return re.findall(f"{BEGIN}(.*?){END}", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)[0].splitlines()[2:]
+def rows_on_page() -> list[tuple[list[str], str]]:
+    """The families of each row, and the cells beside them."""
+    block = re.findall(f"{BEGIN}(.*?){END}", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)[0]
+    rows = (line.removeprefix("|").partition("|") for line in block.splitlines()[2:])
+    return [(re.findall("`([^`]*)`", names), cells) for names, _, cells in rows]
 
 
 def write_page(page: Path) -> None:
-    block = "\n".join([*HEAD, *(outcome(name).row(name) for name in FAMILIES)]) + "\n"
+    """Write a row for all families with the same cells."""
+    families: dict[str, list[str]] = {}
+    for name in FAMILIES:
+        _, _, cells = outcome(name).row(name).removeprefix("|").partition("|")
+        families.setdefault(cells, []).append(f"`{name}`")
+    block = "\n".join([*HEAD, *(f"| {', '.join(names)} |{cells}" for cells, names in families.items())]) + "\n"
     written = re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}{block}{END}", page.read_text("utf-8"), flags=re.DOTALL)
     page.write_text(written, encoding="utf-8")
 

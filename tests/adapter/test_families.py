@@ -64,7 +64,7 @@ def test_the_vision_tower_of_a_model_that_writes_text_is_no_default_target() -> 
 
 
 def test_the_table_has_a_row_for_each_family() -> None:
-    assert len(rows_on_page()) == len(FAMILIES)
+    assert sorted(name for names, _ in rows_on_page() for name in names) == sorted(FAMILIES)
 
 
 def test_a_classifier_whose_head_has_another_name_than_pefts_reloads(tmp_path: Path) -> None:
