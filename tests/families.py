@@ -29,7 +29,7 @@ from places import ROOT
 
 PAGE = ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- families:begin -->\n", "<!-- families:end -->"
-HEAD = ("| family | attention projections | also adapted | calibrate | train | merge | export |", "|---" * 7 + "|")
+HEAD = ("| family | attention projections | also adapted | merge | export |", "|---" * 5 + "|")
 LM, CLASSIFIER, SEQ2SEQ = "ForCausalLM", "ForSequenceClassification", "ForConditionalGeneration"
 SIZES = {
     "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -285,7 +285,7 @@ class Outcome:
     refusals: dict[str, str] = field(default_factory=dict)
 
     def row(self, name: str) -> str:
-        cells = ["refused" if step in self.refusals else "yes" for step in ("calibrate", "train", "merge", "export")]
+        cells = ["refused" if step in self.refusals else "yes" for step in ("merge", "export")]
         listed = [", ".join(f"`{each}`" for each in names) or "none" for names in (self.targets, self.also)]
         return "| " + " | ".join([f"`{name}`", *listed, *cells]) + " |"
 
