@@ -75,6 +75,14 @@ def without_base_name(folder: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps({**values, "base_model_name_or_path": None}))
 
 
+def other_base() -> PeftModel:
+    """Bases that need no data are the same on all models of one shape."""
+    model = adapted("random", model=tiny_qwen2(seed=3), alpha=6.0)
+    set_bases(model, get_bases(adapted("fcca", alpha=6.0)))
+    train_at_random(model)
+    return model
+
+
 FOLDERS: dict[str, Callable[[Path], object]] = {
     "base": lambda folder: tiny_qwen2().save_pretrained(folder),
     "base of other weights": lambda folder: tiny_qwen2(seed=3).save_pretrained(folder),
@@ -88,6 +96,7 @@ FOLDERS: dict[str, Callable[[Path], object]] = {
     "fewer layers": lambda folder: adapted("fcca", alpha=6.0, target_modules=["q_proj"]).save_pretrained(folder),
     "module": lambda folder: adapted("fcca", alpha=6.0, modules_to_save=["norm"]).save_pretrained(folder),
     "same basis": lambda folder: adapted("fcca", alpha=6.0, trained=True).save_pretrained(folder),
+    "same basis, other base": lambda folder: other_base().save_pretrained(folder),
     "one side": lambda folder: adapted("random", trained=True, target_modules=["q_proj"]).save_pretrained(folder),
     "uncalibrated": lambda folder: adapted("fcca", calibrated=False).save_pretrained(folder),
     "on the head": lambda folder: adapted("random", model=tiny_llama(), target_modules=["lm_head"]).save_pretrained(
@@ -300,6 +309,7 @@ SOURCES: list[tuple[Callable[[Room], Any], str]] = [
     (lambda room: room / "other rank", "at scale 3"),
     (lambda room: room / "fewer layers", "a core on one side only"),
     (lambda room: room / "module", "Only cores can be swapped"),
+    (lambda room: room / "same basis, other base", "was made on another base model"),
     (lambda room: {**room.state, "base_model.model.lm_head.weight": torch.ones(40, 32)},
      r"Only cores can be swapped, but .*lm_head.weight' \(1 in all\)"),
     (lambda room: room.cores | {Q: torch.ones(1, 1)}, "shape"),
@@ -334,6 +344,10 @@ CORES: list[Refusal] = [
     (lambda room: merge_adapters([room / "same basis"] * 2, room.out, weights=[1.0]),
      ConfigError, "as many finite weights"),
     (lambda room: merge_adapters([], room.out), ConfigError, "none was named"),
+    (lambda room: merge_adapters([room / "same basis", room / "same basis, other base"], room.out),
+     ArtifactError, "Take adapters of one base model"),
+    (lambda room: pack_adapter(room / "same basis, other base", room / "basis", room.out),
+     ArtifactError, "Take adapters of one base model"),
     (lambda room: pack_adapter(room / "same basis", room / "basis of rawgrad", room.out),
      ArtifactError, "not those of"),
     (lambda room: pack_adapter(room / "with a step", None, room.out), ArtifactError, "began with an initial step"),

@@ -128,14 +128,14 @@ def _read_core(place: str, folder: Path, bases: dict[str, SavedBasis]) -> Core:
         raise _unreadable(place, "modules besides its cores were trained", "merge it into the base model")
     if not any(bool(f.P.any()) for f in factors.values()):
         raise _unreadable(place, "it was never calibrated", "train it")
-    basis, cores, base = None, {}, config.base_record
+    basis, cores = None, {}
     if config.basis_id is not None:
         basis = bases.setdefault(config.basis_id, config.find_basis(str(folder)))
-        cores, base = {name: f.R for name, f in factors.items()}, basis.base
+        cores = {name: f.R for name, f in factors.items()}
     shapes = {name: (len(f.P), len(f.Q)) for name, f in factors.items()}
     partial = config.layers_to_transform is not None or config.exclude_modules or 0 in config.rank_pattern.values()
     return Core(
-        place, folder, config.base_model_name_or_path, _task_of(config.task_type), base, shapes,
+        place, folder, config.base_model_name_or_path, _task_of(config.task_type), config.base_record, shapes,
         targets=None if partial else _targets(config.target_modules, shapes),
         scales={name: config.scale_of(name) for name in factors}, basis=basis, cores=cores,
     )  # fmt: skip

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.saved.adapter import SavedAdapter
+from frozencore.adapter.saved.base_record import require_one_base
 from frozencore.adapter.saved.basis import load_basis
 from frozencore.adapter.saved.tensors import (
     CORES,
@@ -53,6 +54,8 @@ def read_tensors(
 ) -> tuple[FrozenCoreConfig, dict[str, Tensor]]:
     """Read the configuration, and P, Q, R and trained modules under the names of a file that holds them all.
 
+    The record of the base model in the configuration of cores alone is their basis's.
+
     Args:
         basis: The basis of an adapter of cores alone, if not in the folder, beside it or where it says.
     """
@@ -63,6 +66,7 @@ def read_tensors(
         config.basis = config.basis if basis is None else str(basis)
         named = config.find_basis(saved.origin)
         tensors, scales = with_factors(saved.origin, tensors, named.layers), named.scales
+        config.base_record = named.base
     for name, f in layer_factors(saved.origin, tensors).items():
         rank = min(config.rank_of(name), len(f.P), len(f.Q))
         if rank != len(f.R) or scales.get(name, config.scale_of(name)) != config.scale_of(name):
@@ -97,8 +101,9 @@ def merge_adapters(adapters: Sequence[str | Path], out: str | Path, *, weights: 
                 "trainable_token_indices)."
             )
     (config, first), bases = read[0], [_bases_of(*one) for one in read]
-    for folder, own in zip(adapters, bases, strict=True):
+    for folder, own, (its, _) in zip(adapters, bases, read, strict=True):
         require_one_basis(str(adapters[0]), bases[0], str(folder), own)
+        require_one_base(adapters[0], config.base_record, folder, its.base_record)
     flat = flatten_cores({name: weighted_sum([factors[name].R for _, factors in read], weights) for name in first})
     if config.basis_id is None:
         tensors = with_factors(str(out), {CORES: flat}, {name: (f.P, f.Q) for name, f in first.items()})
@@ -166,6 +171,7 @@ def pack_adapter(
             f"An adapter is packed beside its own basis, but P, Q or the scale of layer {layer!r} of {adapter} are "
             f"not those of {basis}. Name the basis that it was trained on."
         )
+    require_one_base(basis, saved.base, adapter, config.base_record)
     cores = flatten_cores({name: f.R for name, f in factors.items()})
     packed = {cores_key(saved.identity): cores if dtype is None else cores.to(dtype)}
     packed |= {key: tensors[key] for key in other_keys(tensors)}
@@ -198,7 +204,6 @@ def unpack_adapter(adapter: str | Path, out: str | Path, *, basis: str | Path | 
     if config.basis_id is None:
         raise ArtifactError(f"{adapter} holds its basis already.")
     without_basis = {"basis": None, "basis_revision": None, "basis_id": None}
-    record = config.find_basis(str(adapter)).base
     return SavedAdapter.read(Path(adapter)).write(
-        Path(out), tensors=tensors, reads=Path(adapter), base_record=record, **without_basis
+        Path(out), tensors=tensors, reads=Path(adapter), base_record=config.base_record, **without_basis
     )

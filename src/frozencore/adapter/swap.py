@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from frozencore.adapter.bases import require_same_base
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.folders import read_tensors
 from frozencore.adapter.layer import BasisState, FrozenCoreLinear, bases_of, frozen_core_layers, version_of
@@ -103,11 +104,12 @@ def read_cores(
 ) -> Tensor:
     """Read all cores for a loaded adapter with these layers: Σr² values in the order of the layers' names."""
     require_unmerged(layers.values())
-    basis_id = model.peft_config[adapter_name].named_basis(bases_of(layers, adapter_name))
+    config: FrozenCoreConfig = model.peft_config[adapter_name]
+    basis_id = config.named_basis(bases_of(layers, adapter_name))
     if isinstance(source, Mapping):
         origin, tensors = "the state dict", source
     elif isinstance(source, str | Path):
-        origin, tensors = str(source), _read_folder(Path(source), layers, adapter_name, basis_id)
+        origin, tensors = str(source), _read_folder(Path(source), config, layers, adapter_name, basis_id)
     else:
         raise ConfigError(
             f"Cores are a folder that save_pretrained wrote, a state dict, or R by layer name, but a "
@@ -119,15 +121,20 @@ def read_cores(
 
 
 def _read_folder(
-    folder: Path, layers: Mapping[str, FrozenCoreLinear], adapter_name: str, basis_id: str | None
+    folder: Path,
+    config: FrozenCoreConfig,
+    layers: Mapping[str, FrozenCoreLinear],
+    adapter_name: str,
+    basis_id: str | None,
 ) -> Mapping[str, Tensor]:
-    """Read the tensors of a folder, without the basis if it names the loaded adapter's; refuse other scales."""
+    """Read the tensors of a folder, without the basis if it names the loaded one; refuse another scale or base."""
     named = read_config(folder).get("basis_id")
     if named is not None and named == basis_id:
         saved = SavedAdapter.read(folder)
         theirs_config, tensors, held = FrozenCoreConfig.of_file(folder, saved.values), saved.tensors, set(layers)
     else:
         theirs_config, tensors = read_tensors(folder)
+        require_same_base(f"The adapter in {folder}", theirs_config.base_record, config, layers)
         held = layers.keys() & {key.removeprefix(state.BASE).partition(f".{state.PREFIX}")[0] for key in tensors}
     for name in held:
         mine, theirs = layers[name].frozencore_scale[adapter_name], theirs_config.scale_of(name)

@@ -151,11 +151,8 @@ def _read_basis(directory: Path) -> SavedBasis:
         return load_basis(directory)
     config, factors = read_adapter(directory)
     require_bases(factors)
-    recorded = config.base_record
-    if config.basis_id is not None:
-        recorded = config.find_basis(str(directory)).base
     layers, name = {name: (f.P, f.Q) for name, f in factors.items()}, config.base_model_name_or_path
-    return SavedBasis("", layers, {}, {}, base=recorded, base_model=name, place=str(directory))
+    return SavedBasis("", layers, {}, {}, base=config.base_record, base_model=name, place=str(directory))
 
 
 def _require_fits(basis: SavedBasis, model: Any, base: str) -> None:

@@ -51,8 +51,24 @@ def record_base(samples: Mapping[str, Tensor | None]) -> dict[str, str] | None:
 
 def differing_layer(recorded: Mapping[str, Any], samples: Mapping[str, Tensor | None]) -> str | None:
     """The first layer whose weight differs from the record; None if all agree or cannot be compared."""
-    present = record_base(samples)
-    if present is None:
+    found = _first_difference(recorded, record_base(samples))
+    return None if found is None else sorted(samples)[found // NUM_SAMPLES]
+
+
+def require_one_base(
+    first: object, one: Mapping[str, Any] | None, second: object, other: Mapping[str, Any] | None
+) -> None:
+    """Refuse to bring two saved adapters of the same layers together whose records are of different base models."""
+    if _first_difference(one, other) is not None:
+        raise ArtifactError(
+            f"Cores work on the base model that they were trained on, but {second} was trained on other weights than "
+            f"{first}. Take adapters of one base model."
+        )
+
+
+def _first_difference(recorded: Mapping[str, Any] | None, present: Mapping[str, Any] | None) -> int | None:
+    """The position of the first value that differs between two records; None if all agree or cannot be compared."""
+    if recorded is None or present is None:
         return None
     (theirs, their_dtype), (mine, my_dtype) = _values(recorded), _values(present)
     if theirs.shape != mine.shape:
@@ -63,7 +79,7 @@ def differing_layer(recorded: Mapping[str, Any], samples: Mapping[str, Tensor | 
         smallest = max(kind.smallest_normal * kind.eps for kind in kinds)
         tolerance = sum(kind.eps for kind in kinds) / 2 * np.maximum(np.abs(theirs), np.abs(mine)) + smallest
     bad = np.flatnonzero(~(np.abs(theirs - mine) <= tolerance))
-    return sorted(samples)[bad[0] // NUM_SAMPLES] if len(bad) else None
+    return int(bad[0]) if len(bad) else None
 
 
 def _values(recorded: Mapping[str, Any]) -> tuple[Any, torch.dtype]:
