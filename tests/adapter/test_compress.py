@@ -255,10 +255,15 @@ def test_without_the_base_model_sampled_weights_of_two_cores_are_compared(base: 
         compress_adapters({name: tmp_path / name for name in ("anna", "ben")}, tmp_path / "shop", rank=4)
 
 
-def test_a_rank_above_a_layer_and_a_folder_in_use_are_refused(base: Path, tmp_path: Path) -> None:
+def test_a_wrong_rank_name_or_base_and_a_folder_in_use_are_refused(base: Path, tmp_path: Path) -> None:
     adapters = {"anna": write(base, tmp_path / "anna")}
     with pytest.raises(ConfigError, match="Give --rank 16 or less"):
         compress_adapters(adapters, tmp_path / "shop", rank=17)
+    for name in ("../ben", "basis", "a/b", "", ".."):
+        with pytest.raises(ConfigError, match="that of its new folder"):
+            compress_adapters({name: tmp_path / "anna"}, tmp_path / "shop", rank=2)
+    with pytest.raises(ConfigError, match="Load the plain model"):
+        compress_adapters(adapters, tmp_path / "shop", rank=2, base=adapted("random"))
     with pytest.raises(ArtifactError, match="is there already"):
         compress_adapters(adapters, tmp_path / "anna", rank=2)
     with pytest.raises(ArtifactError, match="no adapter to compress"):

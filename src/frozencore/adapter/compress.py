@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -276,9 +277,15 @@ def compress_adapters(
     Raises:
         ArtifactError: An adapter cannot be read, is of another base model, or changes more than linear layers by
             low-rank products; or ``out`` exists. Nothing is written then.
-        ConfigError: The rank is larger than a layer.
+        ConfigError: The rank is larger than a layer, a name is no new folder's, or the base model has adapters.
     """
     out = Path(out)
+    if odd := [name for name in adapters if name in ("", "..", BASIS, RECORD) or Path(name).name != name]:
+        raise ConfigError(
+            f"An adapter's name is that of its new folder in {out}, but {odd[0]!r:.60} came. Choose another."
+        )
+    if base is not None and any(isinstance(module, BaseTunerLayer) for module in base.modules()):
+        raise ConfigError("The base model has no adapters, but one with an adapter came. Load the plain model.")
     sources, skipped = _read_sources(adapters, base, skip_bad, progress)
     shapes = {layer: shape for source in sources.values() for layer, shape in source.shapes.items()}
     for layer, shape in shapes.items():
