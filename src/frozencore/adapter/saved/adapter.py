@@ -10,6 +10,8 @@
 The basis and the base model of an adapter of cores alone are in the named basis. The checksum is found when a
 configuration is read, whatever reads it. The hash of the tensors is compared when a local folder is read, and before
 the first tensors enter a model, also from a hub id. transformers' own ``model.load_adapter`` does only the first.
+PEFT's, for a name that the model has (as ``Trainer`` resumes), reads tensors alone: the model's scale stays, and the
+base model is not compared.
 """
 
 from __future__ import annotations
