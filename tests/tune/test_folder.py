@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from frozencore.errors import ConfigError, TrainingError
-from frozencore.tune.folder import locked
+from frozencore.errors import ArtifactError, ConfigError, TrainingError
+from frozencore.tune.folder import ADAPTER, BASIS, MOMENTS_FILE, RECORD, locked, require_new
 from frozencore.tune.many.run import execute_many
 from frozencore.tune.run import execute
 from small_tenants import config_of
@@ -49,3 +49,26 @@ def test_a_block_that_fails_leaves_no_empty_folder_and_no_lock(tmp_path: Path) -
     with pytest.raises(ConfigError), locked(out):
         raise ConfigError("bad input")
     assert (out / "file").exists()
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("name", ["adapter/adapter_config.json", "start/notes.txt", "predictions.jsonl"])
+def test_a_run_replaces_no_file_of_a_calibration_or_of_the_user(name: str, resume: bool, tmp_path: Path) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(ArtifactError, match=f"already holds {name.partition('/')[0]}"):
+        execute(config_of(tmp_path / "rows.jsonl"), tmp_path, fail, resume=resume)
+    assert [path.name for path in tmp_path.iterdir()] == [name.partition("/")[0]]
+
+
+def test_a_run_does_not_replace_the_options_that_a_user_wrote_into_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("rank: 4  # mine")
+    with pytest.raises(ArtifactError, match=r"already holds run\.yaml"):
+        execute(config_of(tmp_path / "rows.jsonl"), tmp_path, fail)
+
+
+@pytest.mark.parametrize("names", [(RECORD,), (RECORD, MOMENTS_FILE, ADAPTER, BASIS)], ids=["evaluate", "calibrate"])
+def test_nothing_else_is_written_into_the_folder_of_an_interrupted_run(names: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "base-score.json").write_text("{}")
+    with pytest.raises(TrainingError, match="interrupted run"):
+        require_new(tmp_path, *names)

@@ -219,7 +219,7 @@ def _calibrate(
     all_layers: Annotated[bool, typer.Option("--all-layers", help="Print a line for each layer.")] = False,
 ) -> None:
     (require_files if tenants is None else require_tenant_files)(config)
-    require_new(output, RECORD, MOMENTS_FILE)
+    require_new(output, RECORD, MOMENTS_FILE, ADAPTER, BASIS)
     with warnings.catch_warnings(record=True) as caught, StageDisplay(console) as progress:
         from frozencore.tune.calibrate_only import execute_calibration
 

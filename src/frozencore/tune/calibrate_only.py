@@ -34,7 +34,8 @@ def execute_calibration(config: RunConfig, out: Path, progress: Progress, *, of_
     Raises:
         ConfigError: The method reads no data, or a calibration task was named beside tenants.
         DataError: There are no tenants, or the file of one has bad rows.
-        ArtifactError: ``out`` holds a finished run or a calibration already.
+        ArtifactError: ``out`` holds a finished run, an adapter, a basis or a calibration already.
+        TrainingError: ``out`` holds an interrupted run.
     """
     if not config.method.moments_needed:
         raise ConfigError(
@@ -42,7 +43,7 @@ def execute_calibration(config: RunConfig, out: Path, progress: Progress, *, of_
         )
     if of_tenants and config.rows.calibration_task is not None:
         raise ConfigError("--tenants calibrates on rows of each tenant: leave --calibration-task out.")
-    require_new(out, RECORD, MOMENTS_FILE)
+    require_new(out, RECORD, MOMENTS_FILE, ADAPTER, BASIS)
     if of_tenants:
         inputs, _ = read_tenants(config, find_tenants(Path(config.rows.learns)), progress)
     else:

@@ -28,7 +28,8 @@ MANIFEST = "tenants.json"  # beside the basis that many tenants share: what it w
 MOMENTS_FILE = "moments.safetensors"
 HASHES, BASE_SCORE, START, CHECKPOINTS = "inputs.json", "base-score.json", "start", "checkpoints"  # until a run ends
 CALIBRATION = "calibration.json"  # in the start: the calibration that made it
-_WORK = {RECORD: "a finished run", MOMENTS_FILE: "a calibration", ADAPTER: "a calibration"}
+_NAMED = {RECORD: "a finished run", MOMENTS_FILE: "a calibration"}
+_OF_A_RUN = (ADAPTER, PREDICTIONS, SAMPLES, FIGURE, CHECKPOINTS, START, BASE_SCORE)  # replaced or removed at its end
 _MAY_DIFFER = (*PLACES, "model", "report_to", "save_steps")  # in a resumed run; the model is compared by its hash
 
 
@@ -141,35 +142,31 @@ def require_new(out: Path, *names: str) -> None:
 
     Raises:
         ArtifactError: The folder cannot be written, or holds one of these files.
+        TrainingError: The folder holds an interrupted run, whose end would write there too.
     """
     require_writable(out)
-    for name in names:
-        if (out / name).exists():
-            raise ArtifactError(f"{out} already holds {_WORK[name]}. Choose another --out, or remove that folder.")
-
-
-def refuse_interrupted(out: Path) -> None:
-    """Check before any work that the folder holds no interrupted run.
-
-    Raises:
-        TrainingError: The folder holds an interrupted run.
-    """
     if (kept := interrupted_work(out)) is not None:
         raise TrainingError(
-            f"{out} holds an interrupted run, which has kept {kept}. Go on from there with --resume, or choose another "
-            "--out."
+            f"{out} holds an interrupted run, which has kept {kept}. Go on from there with `tune --resume`, or choose "
+            "another --out."
         )
+    for name in names:
+        if (out / name).exists():
+            held = _NAMED.get(name, f"{name}, which is not of this run")
+            raise ArtifactError(f"{out} already holds {held}. Choose another --out, or remove that folder.")
 
 
 def refuse_used(out: Path, *, resume: bool) -> None:
-    """Check that a run may use the folder.
+    """Check that a run may use the folder; in the folder of a run that has begun, its own files may be replaced.
 
     Raises:
-        ArtifactError: The folder cannot be written, or holds a finished run.
+        ArtifactError: The folder cannot be written, or holds a finished run or other files of these names.
         TrainingError: The folder holds an interrupted run, and ``resume`` is off.
     """
     if resume and (out / RECORD).exists():
         raise ArtifactError(f"{out} holds a finished run: there is nothing to resume. Choose another --out.")
-    require_new(out, RECORD)
-    if not resume:
-        refuse_interrupted(out)
+    has_begun = (out / HASHES).is_file()
+    if resume and (has_begun or interrupted_work(out) is not None):
+        require_writable(out)
+    else:
+        require_new(out, RECORD, *(() if has_begun else _OF_A_RUN), *(() if has_begun or resume else (OPTIONS_FILE,)))
