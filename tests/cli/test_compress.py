@@ -69,6 +69,7 @@ def test_tenants_are_scored_and_trained_on_and_a_newcomer_trains_on_the_basis(
     assert status == 0, err
     record = json.loads((tmp_path / "dora/result.json").read_text())
     assert (record["config"]["method"], record["config"]["rank"]) == ("compressed", 8)
+    assert f"{record['held_out_loss_before']:.3f}, " in out, "the base model is scored without an adapter"
     assert command("inspect", tmp_path / "dora/adapter")[0] == 0
     status, _, err = command("tune", *model, "--data", loras / "rows/anna.jsonl", "--method", "compressed", *few[:2],
                              "--out", tmp_path / "none")  # fmt: skip

@@ -71,8 +71,8 @@ def score_compressed(
     found: dict[str, dict[str, Score]] = {name: {} for name in tenants.rows}
     for name in tenants.rows:
         folder = adapter_in(folder_of(str(adapters[name])))
-        for arm, model in (("base", held.without_adapter()), ("own", held.with_adapter(folder))):
-            found[name][arm] = _score(tenants, model, name, progress)
+        for arm, place in (("base", None), ("own", folder)):  # an adapter changes the base model in place
+            found[name][arm] = _score(tenants, held.with_adapter(place), name, progress)
     method = find_method("compressed")
     options = AdapterOptions(rank=1, targets="all-linear", seed=0, core={}, basis=str(shop / BASIS))
     model = method.add(held.without_adapter(), options)
