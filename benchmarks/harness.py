@@ -182,8 +182,8 @@ def medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Markdown, on a page and in a terminal; all columns but the first to the right."""
-    lines = [headings, ["---", *["--:"] * (len(headings) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    first, *lines = (f"| {' | '.join(line)} |" for line in (headings, *rows))
+    return "\n".join([first, "|---" + "|--:" * (len(headings) - 1) + "|", *lines]) + "\n"
 
 
 def with_quartiles(found: Sequence[float], form: str = ".2f") -> str:
