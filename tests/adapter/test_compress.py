@@ -25,7 +25,7 @@ from frozencore import (
 )
 from frozencore.adapter.compress import compress_adapters
 from frozencore.errors import ArtifactError, ConfigError
-from tiny import tiny_qwen2
+from tiny import tiny_gpt2, tiny_qwen2
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 LORA = {"r": 2, "lora_alpha": 3, "target_modules": ATTENTION, "task_type": "CAUSAL_LM"}
@@ -109,6 +109,14 @@ def test_an_adapter_that_fits_gives_the_same_outputs_as_a_core(kind: str, base: 
     assert not torch.allclose(whole, logits(base_of(base)), atol=1e-2)
     torch.testing.assert_close(loaded(base, tmp_path / "shop/anna/adapter"), whole, atol=2e-4, rtol=1e-4)
     assert (tmp_path / "shop/anna/adapter/README.md").is_file()
+
+
+def test_layers_of_gpt2_that_lie_the_other_way_round_are_compressed_too(tmp_path: Path) -> None:
+    lora = get_peft_model(tiny_gpt2(), LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False))
+    lora.save_pretrained(str(tmp_path / "anna"))
+    compress_adapters({"anna": tmp_path / "anna"}, tmp_path / "shop", rank=4)
+    found = PeftModel.from_pretrained(tiny_gpt2(), str(tmp_path / "shop/anna/adapter")).eval()
+    torch.testing.assert_close(logits(found), logits(lora.eval()), atol=2e-4, rtol=1e-4)
 
 
 @pytest.fixture(scope="module")
