@@ -288,6 +288,8 @@ def test_rows_to_evaluate_on_come_from_a_file_of_their_own_and_are_never_trained
     assert rows.reading.held_out_from == "held.jsonl"
     assert rows.reading.in_words.endswith("Held-out rows are those of held.jsonl.")
     assert len(own_rows(encoder, files[0], eval_data=held, num_evaluation=5).held_out) == 5
+    with pytest.raises(NoRowsError, match="all in --eval-data"):
+        own_rows(encoder, held, eval_data=held)
 
 
 def test_options_are_chosen_on_training_rows_not_on_the_file_of_held_out_rows(

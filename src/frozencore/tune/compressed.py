@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import nn
 
 from frozencore.adapter.swap import swap_core
-from frozencore.errors import ConfigError
+from frozencore.errors import ConfigError, DivergenceError
 from frozencore.files.adapter_folder import adapter_in, folder_of
 from frozencore.text import Progress, with_note
 from frozencore.tune.config import make_config
@@ -83,6 +83,8 @@ def score_compressed(
         done: dict[str, Trained] = {}
         tenant, pad_id = {name: Tenant(own.rows.train, recipe)}, tenants.inputs.encoder.pad_id
         train_many(model, tenant, done.update, pad_id=pad_id, progress=progress)
+        if (why := done[name].diverged) is not None:
+            raise DivergenceError(f"Tenant {name!r}, trained on from its core: {why}")
         swap_core(model, done[name].cores)
         method.save(model, shop / name / TRAINED_ON, shop / name / START)
         found[name]["trained on"] = _score(tenants, model, name, progress)

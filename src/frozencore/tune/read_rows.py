@@ -300,8 +300,9 @@ def _own_rows(config: RowsConfig, scoring: ScoringConfig, data: Data, encoder: P
         unused["kept to evaluate on"] = len(held_out) if given is None else 0
         held_out = validated
     if not train:
+        why = "read alike" if len(texts) > unused["also in --eval-data"] else "are all in --eval-data too"
         raise NoRowsError(
-            f"{config.learns} needs rows to train on beside those held out, but its {len(texts)} rows read alike."
+            f"{config.learns} needs rows to train on beside those held out, but its {len(texts)} rows {why}."
         )
     unused["beyond --num-train"] = max(0, len(train) - (config.num_train or len(train)))
     train = train[: config.num_train]
