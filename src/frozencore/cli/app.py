@@ -217,7 +217,7 @@ def _line_of(error: Exception) -> str | None:
         return None
     return (
         f"out of memory ({one_line(error, 200)}): use a smaller --batch-size or --max-length, --group-size 50 for "
-        "the calibration, or --dtype bfloat16"
+        "the calibration, or --dtype bfloat16 (docs/odd.md)"
     )
 
 

@@ -182,7 +182,7 @@ def _of_matches(record: TunedRecord) -> Iterator[str]:
     if record.task is None and record.has("accuracy") and record.accuracy_before == 0:
         yield (
             "0.0 before: an answer counts if it is the row's completion to the letter, and the base model answers in "
-            "its own words. Compare the losses."
+            "its own words. Compare the losses (docs/odd.md)."
         )
 
 
