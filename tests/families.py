@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from frozencore import FrozenCoreConfig, calibrate, collect_moments, export_lora, frozen_core_layers
 from frozencore.adapter.named_layers import attention_projections
-from frozencore.errors import ConfigError, ModelError
+from frozencore.errors import CalibrationError, ConfigError, ModelError
 from places import ROOT
 
 PAGE = ROOT / "docs" / "models.md"
@@ -305,7 +305,11 @@ def outcome(name: str) -> Outcome:
     also = sorted({layer.rpartition(".")[2] for layer in layers if not layer.endswith(attention)})
     found = Outcome(targets, also)
     plain = plain_moments(name, batch, list(layers))
-    moments = collect_moments(base, [batch], layers)
+    try:
+        moments = collect_moments(base, [batch], layers)
+    except CalibrationError as error:
+        found.refusals["calibrate"] = str(error)
+        moments = collect_moments(base, list(without_padding(batch)), layers)
     own: dict[int, list[str]] = {}  # a weight that layers share has the sum of their gradients
     for layer, module in layers.items():
         own.setdefault(id(module.get_base_layer().weight), []).append(layer)

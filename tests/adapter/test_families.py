@@ -13,13 +13,14 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from families import FAMILIES, batch_for, make, outcome, row_on_page, rows_on_page
+from families import FAMILIES, batch_for, make, outcome, row_on_page, rows_on_page, without_padding
 from frozencore import FrozenCoreConfig, calibrate, check_lora_directory, export_lora, frozen_core_layers
 from frozencore.errors import ConfigError, ModelError
 from slow import few
 
 LARGEST_ERROR = 2e-5  # float32
 REFUSED = {
+    "calibrate": {"xlnet", "longformer", "led"},  # batches with padding: their layers read tokens first
     "merge": {"zamba", "zamba2"},  # two blocks share their weights
     "export": {"mamba", "mamba2", "falcon_h1", "nemotron_h"},  # PEFT refuses out_proj of these
 }
@@ -53,7 +54,7 @@ def test_without_names_the_attention_projections_on_the_page_are_adapted_and_cal
     adapted = frozen_core_layers(model, "default")
     assert list(adapted) == [layer for layer in linear if layer.endswith(targets)]
     assert all(re.search("(?i)att|mixer|block.0|h.0.attn", layer) for layer in adapted)
-    calibrate(model, [batch_for(base)], progress=False)
+    calibrate(model, list(without_padding(batch_for(base))), progress=False)
     assert all(layer.factors("default")[0].any() for layer in adapted.values())
 
 

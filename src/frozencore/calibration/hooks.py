@@ -287,13 +287,17 @@ class CalibrationPass:
     def rows_of(self, name: str, x: Tensor, tokens: CountedTokens) -> CountedTokens:
         """The counted rows of a layer's input, whose first axis is the batch (b x t x n, or b·t x n).
 
+        All rows of an input 1 x k x n count: they belong to no row of the batch.
+
         Raises:
             CalibrationError: The input has other rows, so padding cannot be told from text.
         """
         shape, num_rows = tuple(x.shape[:-1]), x.numel() // x.shape[-1]
-        if tokens.or_all and num_rows != tokens.num_rows:  # an image's patches, a pooled output
+        of_no_row = len(shape) == 2 and shape[0] == 1  # such as DeBERTa's relative positions
+        if (tokens.or_all or of_no_row) and num_rows != tokens.num_rows:  # an image's patches, a pooled output
             return replace(tokens, rows=None)
-        in_order = shape in (tokens.shape, (tokens.num_rows,)) or 1 in tokens.shape
+        axes = tuple(length for length in shape if length > 1)
+        in_order = axes in (tokens.shape, (tokens.num_rows,)) or 1 in tokens.shape
         if num_rows == tokens.num_rows and (tokens.rows is None or in_order):
             return tokens
         raise CalibrationError(
