@@ -14,7 +14,7 @@ import torch
 from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from frozencore import FrozenCoreConfig
+from frozencore import FrozenCoreConfig, save_basis
 from frozencore.adapter.bases import basis_fingerprint
 from frozencore.adapter.calibrate import calibrate
 from frozencore.errors import (
@@ -233,6 +233,23 @@ def test_a_run_is_not_resumed_with_another_option_which_is_named_before_any_work
         execute(config_of(**{"epochs": 2, **changed}), interrupted, no_work, resume=True)
     assert "\n" not in str(caught.value)
     assert bytes_in(interrupted) == before
+
+
+def test_a_run_is_not_resumed_on_another_basis_at_the_same_place(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        model = get_peft_model(
+            AutoModelForCausalLM.from_pretrained(pocket_model_path()),
+            FrozenCoreConfig(r=4, constructor="random", seed=seed),
+        )
+        save_basis(model, tmp_path / f"basis-{seed}")
+    (tmp_path / "basis").symlink_to("basis-1")
+    config = config_of(basis=str(tmp_path / "basis"))
+    with pytest.raises(KeyboardInterrupt):
+        execute(config, tmp_path / "run", stop_at("train"))
+    (tmp_path / "basis").unlink()
+    (tmp_path / "basis").symlink_to("basis-2")
+    with pytest.raises(TrainingError, match="but the basis changed"):
+        execute(config, tmp_path / "run", silent, resume=True)
 
 
 def test_a_run_is_not_resumed_on_another_model_or_on_other_rows(tmp_path: Path) -> None:

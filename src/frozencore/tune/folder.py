@@ -26,6 +26,7 @@ PREDICTIONS, SAMPLES, FIGURE = "predictions.jsonl", "samples.jsonl", "training.p
 ADAPTER, BASIS = IN_A_RUN, "basis"
 MANIFEST = "tenants.json"  # beside the basis that many tenants share: what it was made of
 MOMENTS_FILE = "moments.safetensors"
+INPUTS = {"model": "the base model", "basis": "the basis", "start": "the core that it starts from"}
 HASHES, BASE_SCORE, START, CHECKPOINTS = "inputs.json", "base-score.json", "start", "checkpoints"  # until a run ends
 CALIBRATION = "calibration.json"  # in the start: the calibration that made it
 _NAMED = {RECORD: "a finished run", MOMENTS_FILE: "a calibration"}
@@ -47,16 +48,16 @@ def begin(out: Path, config: RunConfig, hashes: Mapping[str, str], *, resume: bo
     """Write the given options of a run and the hashes of its inputs; compare the hashes if the run is resumed.
 
     Raises:
-        TrainingError: The base model or the rows are not those that the run began with.
+        TrainingError: The base model, the basis, the starting core or the rows are not those that the run began with.
     """
     if resume and (out / HASHES).is_file():
         before = json.loads((out / HASHES).read_text())
         odd = [name for name in {**before, **hashes} if before.get(name) != hashes.get(name)]
         if odd:
-            what = " and ".join("the base model" if name == "model" else f"the {name} rows" for name in odd)
+            what = " and ".join(INPUTS.get(name, f"the {name} rows") for name in odd)
             raise TrainingError(
-                f"To resume, model and rows must be those that {out} began with, but {what} changed. Choose another "
-                "--out."
+                f"To resume, model, basis and rows must be those that {out} began with, but {what} changed. Choose "
+                "another --out."
             )
         return
     out.mkdir(parents=True, exist_ok=True)

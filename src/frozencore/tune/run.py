@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 from torch import nn
 
 from frozencore.adapter.bases import basis_fingerprint
+from frozencore.adapter.saved.basis import read_header
 from frozencore.adapter.saved.card import write_model_card
 from frozencore.adapter.swap import swap_core
 from frozencore.distributed import all_ranks_or_none, from_first, num_ranks, own_rank
@@ -106,7 +107,8 @@ def execute(
         known = {} if base_scores is None else base_scores
 
         with removed_if_refused(out) if is_first and not resume else nullcontext():
-            from_first(lambda: begin(out, given, hashes, resume=resume))
+            named = {} if config.method.basis is None else {"basis": read_header(config.method.basis)["identity"]}
+            from_first(lambda: begin(out, given, hashes | named, resume=resume))
             before = _score_base(config.scoring, inputs, hashes, out, known, progress)
             memory = PeakMemory(model)
             with memory.phase("calibration"):
