@@ -435,13 +435,10 @@ def pages(study: tenants_quality.Tenants, in_vllm: Found) -> Iterator[tuple[Path
             "equal-values": from_(at_equal_values(), "`lab/results/smollm2-values`"),
             "values": from_(of_task(by_values(of_values())), "`lab/results/smollm2-values`"),
             "one-rate": from_(one_rate(), "`lab/results/smollm2-paper` and `lab/results/smollm2-seeds`"),
-            "smollm2-ablations": from_(ablations(), changed),
-            "smollm2-stability": from_(stability(), changed),
             "smollm2-speed": from_(smollm2.table_of(found_in("smollm2")), files.format("smollm2")),
             "outliers": from_(outliers(), "`lab/results/outliers`"),
             "step": step_s,
             "calibration": calibration_s,
-            "private": from_(private(), "`benchmarks/results/private.jsonl`"),
             "gpu": from_(gpu.table_of(found_in("gpu")), files.format("gpu")),
         },
     )
@@ -460,6 +457,14 @@ def pages(study: tenants_quality.Tenants, in_vllm: Found) -> Iterator[tuple[Path
                 many_tenants.table_of(lines_of(RESULTS / "many_tenants.jsonl")),
                 "`benchmarks/results/many_tenants.jsonl`",
             ),
+        },
+    )
+    yield ROOT / "examples" / "README.md", {"private": from_(private(), "`benchmarks/results/private.jsonl`")}
+    yield (
+        ROOT / "lab" / "README.md",
+        {
+            "smollm2-ablations": from_(ablations(), changed),
+            "smollm2-stability": from_(stability(), changed),
         },
     )
     yield DOCS / "serving.md", {"served": from_(served.table_of(in_vllm), vllm)}
