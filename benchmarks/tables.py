@@ -227,14 +227,19 @@ def shown(value: object) -> str:
 
 
 def outliers() -> str:
-    """Held-out losses of constructors on one model whose channels are rescaled more and more."""
-    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for record in lines_of(LAB_RESULTS / "outliers" / "records.jsonl"):
-        config = record["config"]
-        if config["evaluate_on"] == "evaluation" and config["core"]["coordinates"] == "qr":
-            found[NAMES[record["method"]]][config["model"].rpartition("-")[2]].append(held_out_loss(record))
-    rows = [[method, *(spread(losses[size], 3) for size in sorted(losses))] for method, losses in found.items()]
-    return table(["held-out loss at a spread of", *sorted(next(iter(found.values())))], rows)
+    """Held-out losses of two constructors on a model whose channels are rescaled more and more, each at its best."""
+    records = lines_of(LAB_RESULTS / "outliers" / "records.jsonl")
+    final = [record for record in records if record["config"]["evaluate_on"] == "evaluation"]
+    found: dict[str, dict[str, list[Found]]] = defaultdict(lambda: defaultdict(list))
+    for record in sorted(final, key=lambda record: record["seed"]):
+        found[record["config"]["model"].rpartition("-")[2]][record["method"]].append(record)
+    less = differences_of([(of["rawgrad"], of["fcca"]) for _, of in sorted(found.items())], "held_out_loss")
+    rows = []
+    for (spread_of, runs), apart in zip(sorted(found.items()), less, strict=True):
+        both = [runs["fcca"], runs["rawgrad"]]
+        cells = [f"{spread([*map(held_out_loss, own)], 3)} at {rate_of(own[0]):g}" for own in both]
+        rows.append([spread_of, *cells, apart])
+    return table(["spread", "FCCA: loss, learning rate", "RawGrad: loss, learning rate", "RawGrad minus FCCA"], rows)
 
 
 def stability() -> str:
