@@ -35,10 +35,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from contestants import CONTESTANTS, FLOOR, LABELS, RANK, Stepper, adapter_config, completion_batch, random_ids
 from frozencore import calibrate
-from frozencore.files.whole_file import write_json
+from frozencore.files.atomic_write import write_json
 from frozencore.tune.cost import values_at_once
 from frozencore.tune.provenance import provenance
-from frozencore.tune.suite import find_task
+from frozencore.tune.task_registry import find_task
 from frozencore.tune.tasks.splits import evaluation_rows
 from harness import RESULTS, synchronise, table, wall_s
 

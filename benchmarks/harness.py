@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from frozencore.files.whole_file import write_json
+from frozencore.files.atomic_write import write_json
 from frozencore.tune.cost import PeakMemory
 from frozencore.tune.provenance import provenance
 

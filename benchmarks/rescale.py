@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from frozencore.files.whole_file import atomic_folder
+from frozencore.files.atomic_write import atomic_folder
 
 SPREADS = (0.0, 1.0, 2.0)
 

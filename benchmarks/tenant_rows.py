@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
-from frozencore.files.whole_file import write_json
+from frozencore.files.atomic_write import write_json
 from frozencore.tune.rows import Example, Row
-from frozencore.tune.suite import find_task
+from frozencore.tune.task_registry import find_task
 from frozencore.tune.tasks import Split
 from frozencore.tune.tasks.splits import normalised_text
 

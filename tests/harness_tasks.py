@@ -15,7 +15,7 @@ import yaml
 from torch import nn
 
 from frozencore.calibration.preserve import own_random_state
-from frozencore.files.whole_file import write_lines, write_text
+from frozencore.files.atomic_write import write_lines, write_text
 from frozencore.tune.rows import Example
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.tasks import Task, answers

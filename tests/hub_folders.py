@@ -7,7 +7,7 @@ from typing import Any
 
 from datasets import ClassLabel, Dataset, Features, Sequence, Value
 
-from frozencore.tune.suite import find_task
+from frozencore.tune.task_registry import find_task
 
 TEXT = Value("string")
 PAIR = {"sentence1": TEXT, "sentence2": TEXT, "idx": Value("int32")}

@@ -16,7 +16,7 @@ from adapted import adapted
 from frozencore import export_lora, pack_adapter
 from frozencore.cli.run_screen import run_summary, sample_lines, size_lines
 from frozencore.files.adapter_folder import WEIGHTS_FILE
-from frozencore.files.whole_file import read_lines, write_lines
+from frozencore.files.atomic_write import read_lines, write_lines
 from frozencore.text import wilson
 from frozencore.tune.config import make_config
 from made_up import made_up_record

@@ -31,7 +31,7 @@ from frozencore.tune.pocket import POCKET_TASKS, pocket_model_path
 from frozencore.tune.rows.prompts import PromptEncoder, context_limit
 from frozencore.tune.scoring.forward import Prediction
 from frozencore.tune.scoring.score import held_out_loss, score_task
-from frozencore.tune.suite import PAPER_TASKS, find_task
+from frozencore.tune.task_registry import PAPER_TASKS, find_task
 from frozencore.tune.tasks.splits import evaluation_rows
 from harness_tasks import PREFIX, export_tasks, harness_samples
 from hub_folders import FEATURES, write_hub_folder

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from frozencore.errors import ArtifactError
-from frozencore.files.whole_file import atomic_folder, require_writable, write_json, write_lines
+from frozencore.files.atomic_write import atomic_folder, require_writable, write_json, write_lines
 from frozencore.maths.capture import Capture
 from frozencore.tune.make_record import criterion_of
 from frozencore.tune.provenance import provenance, source_commit

@@ -36,7 +36,7 @@ from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import TunedRecord, read_record
 from frozencore.tune.run import execute
 from frozencore.tune.scoring.score import score_task
-from frozencore.tune.suite import find_task
+from frozencore.tune.task_registry import find_task
 from frozencore.tune.tasks.splits import split_task
 from small_tenants import inputs_of, silent
 

@@ -19,7 +19,7 @@ from frozencore.tune.load import load_model
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.scoring.choice import predict_choices
 from frozencore.tune.smollm2 import FILE, FILE_SHA256, make_smollm2
-from frozencore.tune.suite import PAPER_TASKS
+from frozencore.tune.task_registry import PAPER_TASKS
 from frozencore.tune.tasks.splits import evaluation_rows
 from places import ROOT, SHARED
 

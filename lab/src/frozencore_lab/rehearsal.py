@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from frozencore.errors import ArtifactError
-from frozencore.files.whole_file import require_writable, write_json
+from frozencore.files.atomic_write import require_writable, write_json
 from frozencore.tune.config import RunConfig
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import Failure
-from frozencore.tune.suite import find_task
+from frozencore.tune.task_registry import find_task
 from frozencore_lab.campaign.driver import Watch, drive
 from frozencore_lab.campaign.job import Place
 from frozencore_lab.campaign.plan import Planned, plan

@@ -36,7 +36,7 @@ from frozencore.adapter.saved.tensors import BASE, PREFIX, cores_key, flatten_co
 from frozencore.constructors import COMPRESSED
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
 from frozencore.files.adapter_folder import PEFT_TYPE, WEIGHTS_FILE, adapter_in, folder_of, read_config
-from frozencore.files.whole_file import atomic_folder, write_json
+from frozencore.files.atomic_write import atomic_folder, write_json
 from frozencore.maths.compress import Update, compress
 from frozencore.text import Progress, num_of
 

@@ -46,7 +46,7 @@ from frozencore.constructors.constructor import AUTO_ALPHA, Alpha, ScaleOptions
 from frozencore.constructors.eva import EvaOutput
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
 from frozencore.files.adapter_folder import CONFIG_FILE, PEFT_TYPE, PICKLE_FILE, WEIGHTS_FILE, read_config
-from frozencore.files.whole_file import allow_as_umask
+from frozencore.files.atomic_write import allow_as_umask
 from frozencore.maths.basis import Coordinates
 from frozencore.maths.linalg import SvdMethod
 from frozencore.maths.moments import MomentName

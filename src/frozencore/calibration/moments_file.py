@@ -21,8 +21,8 @@ from safetensors import SafetensorError, safe_open
 from frozencore.calibration.calibration_options import CalibrationOptions, options_of_sums
 from frozencore.device import torch
 from frozencore.errors import ArtifactError
+from frozencore.files.atomic_write import atomic_write
 from frozencore.files.fingerprint import fingerprint_batches, fingerprint_model, fingerprint_tensors
-from frozencore.files.whole_file import atomic_write
 from frozencore.maths.linalg import all_finite
 from frozencore.maths.moments import MOMENT_NAMES, LayerMoments
 from frozencore.text import one_line

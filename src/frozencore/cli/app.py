@@ -97,7 +97,7 @@ def command_of(program: typer.Typer, words: Sequence[str]) -> TyperGroup:
 
 
 def _show_as_text(command: TyperGroup | TyperCommand) -> None:
-    """Escape the help texts: Rich would read ``[lm-eval]`` as markup and drop it."""
+    """Escape the help texts: Rich would read ``[gguf]`` as markup and drop it."""
     command.help = escape(command.help or "")
     for parameter in command.params:
         if isinstance(parameter, TyperOption | TyperArgument) and parameter.help:

@@ -14,7 +14,7 @@ from rich.text import Text
 from frozencore.cli.display import StageDisplay, console
 from frozencore.errors import ConfigError
 from frozencore.files.adapter_folder import adapter_in, folder_of, read_config
-from frozencore.files.whole_file import check_output
+from frozencore.files.atomic_write import check_output
 from frozencore.text import num_of
 from frozencore.tune.locate import find_tenants, model_location, require_model, require_tenant_name
 

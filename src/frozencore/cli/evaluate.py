@@ -19,7 +19,7 @@ from frozencore.tune.folder import RECORD, require_new
 from frozencore.tune.locate import require_data_root, require_model
 from frozencore.tune.rows.prompts import PromptStyle, TooLong
 from frozencore.tune.rows.row_sources import named, require_source, sources_of
-from frozencore.tune.suite import find_tasks
+from frozencore.tune.task_registry import find_tasks
 from frozencore.tune.tasks import Task
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from frozencore.cli.display import console
 from frozencore.cli.flags import flag
 from frozencore.errors import ConfigError
 from frozencore.files.adapter_folder import adapter_in, folder_of, read_config
-from frozencore.files.whole_file import check_output
+from frozencore.files.atomic_write import check_output
 from frozencore.quiet import quiet_loading
 from frozencore.text import unknown_name
 from frozencore.tune.locate import model_location, require_model

@@ -26,7 +26,7 @@ from frozencore.text import flag_of, nearest_name
 from frozencore.tune.config import make_config, run_options
 from frozencore.tune.folder import OPTIONS_FILE
 from frozencore.tune.methods import METHODS
-from frozencore.tune.suite import TASKS
+from frozencore.tune.task_registry import TASKS
 
 PANELS = {
     "model": "Model", "rows": "Rows", "method": "Method and bases", "training": "Training", "scoring": "Scoring",

@@ -21,7 +21,7 @@ from torch import nn
 from frozencore.adapter.saved.tensors import CORES, PREFIX
 from frozencore.cli.display import StageDisplay, console
 from frozencore.files.adapter_folder import WEIGHTS_FILE, read_config
-from frozencore.files.whole_file import read_lines
+from frozencore.files.atomic_write import read_lines
 from frozencore.text import Progress, bytes_in_words, num_of, one_line, percent, wilson
 from frozencore.tune.adapt import on_named_basis
 from frozencore.tune.config import RunConfig, as_flags

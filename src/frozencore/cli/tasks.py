@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 
 from frozencore.cli.display import console
-from frozencore.tune.suite import TASKS
+from frozencore.tune.task_registry import TASKS
 from frozencore.tune.tasks import HubDataset, Task
 
 

@@ -15,8 +15,8 @@ from rich.text import Text
 from frozencore.cli.display import StageDisplay, console
 from frozencore.cli.flags import DryRun, Out, Resume, RunCommand, require_out, told_if_nothing_is_kept
 from frozencore.errors import ConfigError, FrozenCoreError, RankError
+from frozencore.files.atomic_write import write_text
 from frozencore.files.hub import require_upload, upload
-from frozencore.files.whole_file import write_text
 from frozencore.text import bytes_in_words, num_of
 from frozencore.tune.config import RunConfig
 from frozencore.tune.folder import (

@@ -27,8 +27,8 @@ from frozencore.calibration.calibration_options import options_of_sums
 from frozencore.calibration.moments_file import MomentsFingerprint, load_moments
 from frozencore.distributed import num_ranks, own_rank
 from frozencore.errors import ConfigError
+from frozencore.files.atomic_write import atomic_folder
 from frozencore.files.fingerprint import fingerprint_tensors
-from frozencore.files.whole_file import atomic_folder
 from frozencore.maths.basis import known_basis
 from frozencore.maths.capture import Capture, capture_or_none
 from frozencore.maths.moments import LayerMoments

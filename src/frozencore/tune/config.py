@@ -41,7 +41,7 @@ from frozencore.text import flag_of, unknown_name
 from frozencore.tune.methods import AdapterOptions, Method, Targets, find_method
 from frozencore.tune.rows.prompts import LossOn, PromptStyle, TooLong
 from frozencore.tune.rows.row_sources import in_words, sources_of
-from frozencore.tune.suite import find_task
+from frozencore.tune.task_registry import find_task
 
 PLACES = ("data_root", "device")
 """Options of the machine, which do not change the results."""

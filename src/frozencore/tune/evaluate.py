@@ -25,8 +25,8 @@ from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.saved.adapter import read_files
 from frozencore.adapter.saved.tensors import UncalibratedWarning
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
+from frozencore.files.atomic_write import write_json, write_lines
 from frozencore.files.fingerprint import fingerprint_model
-from frozencore.files.whole_file import write_json, write_lines
 from frozencore.text import Progress, as_stage, num_of, one_line
 from frozencore.tune.folder import PREDICTIONS, RECORD, require_new
 from frozencore.tune.load import Base, load_model, require_embedded

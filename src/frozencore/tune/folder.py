@@ -14,8 +14,8 @@ import yaml
 
 from frozencore.errors import ArtifactError, FrozenCoreError, TrainingError
 from frozencore.files.adapter_folder import IN_A_RUN
+from frozencore.files.atomic_write import require_writable, write_json, write_text
 from frozencore.files.strict_yaml import read_yaml
-from frozencore.files.whole_file import require_writable, write_json, write_text
 from frozencore.text import flag_of
 from frozencore.tune.config import PLACES, RunConfig, as_flags, run_options
 from frozencore.tune.training.checkpoints import newest_whole, step_of

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from frozencore.constructors import COMPRESSED, CONSTRUCTORS, BasisOptions, find_constructor
 from frozencore.errors import ConfigError
-from frozencore.files.whole_file import atomic_folder
+from frozencore.files.atomic_write import atomic_folder
 from frozencore.maths.moments import MomentName
 from frozencore.options import options_of
 from frozencore.text import unknown_name

@@ -18,7 +18,7 @@ from frozencore.tune.rows.own_rows import read_rows
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.rows.row_sources import Data, named, sources_of
 from frozencore.tune.scoring.exact_match import are_short
-from frozencore.tune.suite import find_task
+from frozencore.tune.task_registry import find_task
 from frozencore.tune.tasks import Task
 from frozencore.tune.tasks.splits import (
     SPLIT_SEED,

@@ -18,8 +18,8 @@ from frozencore.adapter.saved.card import write_model_card
 from frozencore.adapter.swap import swap_core
 from frozencore.distributed import all_ranks_or_none, from_first, num_ranks, own_rank
 from frozencore.errors import DivergenceError, ModelError
+from frozencore.files.atomic_write import require_writable, write_json, write_lines, write_text
 from frozencore.files.fingerprint import fingerprint_model, fingerprint_options
-from frozencore.files.whole_file import require_writable, write_json, write_lines, write_text
 from frozencore.text import Progress, as_stage
 from frozencore.tune.adapt import Precomputed, adapt, load_start, on_named_basis, save_start, starting_core
 from frozencore.tune.config import RunConfig, ScoringConfig, TrainingConfig

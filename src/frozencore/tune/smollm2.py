@@ -15,9 +15,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from frozencore.errors import FrozenCoreError, ModelError
+from frozencore.files.atomic_write import atomic_folder
 from frozencore.files.gguf_model import read_tokenizer, read_weights
 from frozencore.files.hub import safe_loading
-from frozencore.files.whole_file import atomic_folder
 from frozencore.text import bytes_in_words, one_line
 
 SMOLLM2 = "smollm2"

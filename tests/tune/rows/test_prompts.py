@@ -32,7 +32,7 @@ from frozencore.tune.rows import Example, TextRow, TokenRow
 from frozencore.tune.rows.prompts import PROMPT_DATE, PromptEncoder, context_limit, unknown_share, with_fixed_date
 from frozencore.tune.rows.token_batches import PaddingCollator, group_rows, make_batches
 from frozencore.tune.scoring.score import held_out_loss
-from frozencore.tune.suite import find_task
+from frozencore.tune.task_registry import find_task
 from frozencore.tune.tasks.splits import split_task
 from tiny import tiny_qwen2
 

@@ -23,7 +23,7 @@ from frozencore.tune.rows.token_batches import LOGITS_BUDGET, score_in_groups
 from frozencore.tune.run import execute
 from frozencore.tune.scoring.exact_match import SHORT, are_short, complete
 from frozencore.tune.scoring.score import held_out_loss, losses_of_rows, score_completions, score_task
-from frozencore.tune.suite import TEXT_TASKS, find_task
+from frozencore.tune.task_registry import TEXT_TASKS, find_task
 from slow import few
 from small_tenants import inputs_of, silent
 from tiny import draw_rows, tiny_gpt2, tiny_qwen2

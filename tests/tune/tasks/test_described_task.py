@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from frozencore.errors import ConfigError, DataError
-from frozencore.tune.suite import find_task, find_tasks
+from frozencore.tune.task_registry import find_task, find_tasks
 from frozencore.tune.tasks.answers import parse_answer
 from frozencore.tune.tasks.splits import evaluation_rows, split_task
 

@@ -15,7 +15,7 @@ from datasets.arrow_writer import ArrowWriter
 
 from frozencore.errors import DataError
 from frozencore.files.hub import HUB_TIMEOUT_S
-from frozencore.tune.suite import PAPER_TASKS, TASKS, TEXT_TASKS, find_task
+from frozencore.tune.task_registry import PAPER_TASKS, TASKS, TEXT_TASKS, find_task
 from frozencore.tune.tasks import HubDataset, Task
 from frozencore.tune.tasks.answers import parse_answer, parse_number
 from frozencore.tune.tasks.paper import ARC_CHALLENGE, GSM8K, HELLASWAG, SST2, SVAMP, WINOGRANDE

@@ -11,7 +11,7 @@ import pytest
 
 from frozencore.errors import ConfigError, DataError
 from frozencore.tune.rows import Example
-from frozencore.tune.suite import TASKS
+from frozencore.tune.task_registry import TASKS
 from frozencore.tune.tasks import Split, Task
 from frozencore.tune.tasks.splits import calibration_rows, evaluation_rows, normalised_text, split_task
 

@@ -20,7 +20,7 @@ from frozencore.files.fingerprint import fingerprint_options
 from frozencore.text import Progress
 from frozencore.tune.config import PLACES, RunConfig, core_options, make_config
 from frozencore.tune.rows.row_sources import STANDARD_INPUT
-from frozencore.tune.suite import find_task
+from frozencore.tune.task_registry import find_task
 
 if TYPE_CHECKING:
     from frozencore.tune.adapt import Precomputed
@@ -122,7 +122,7 @@ class Stability(StudyKind):
     def run(self, work: Work) -> None:
         """Record the mean principal-angle cosines of P and of Q, over directions and then over layers."""
         from frozencore.adapter.bases import get_bases
-        from frozencore.files.whole_file import write_json
+        from frozencore.files.atomic_write import write_json
         from frozencore.maths.linalg import principal_cosines
         from frozencore.tune.adapt import adapt
         from frozencore.tune.folder import RECORD

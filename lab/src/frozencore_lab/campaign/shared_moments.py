@@ -15,8 +15,8 @@ from frozencore.adapter.bases import get_bases
 from frozencore.calibration.calibration_options import options_of_sums
 from frozencore.calibration.collect import collect_moments
 from frozencore.calibration.moments_file import MomentsFingerprint, load_moments, save_moments
+from frozencore.files.atomic_write import atomic_write, remove_left
 from frozencore.files.fingerprint import fingerprint_model, fingerprint_options
-from frozencore.files.whole_file import atomic_write, remove_left
 from frozencore.maths.capture import CAPTURE_NEEDS
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.text import Progress

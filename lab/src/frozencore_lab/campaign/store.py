@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from frozencore.errors import ArtifactError
-from frozencore.files.whole_file import remove_left, require_writable, write_json, write_lines, write_text
+from frozencore.files.atomic_write import remove_left, require_writable, write_json, write_lines, write_text
 from frozencore.tune.folder import RECORD
 from frozencore.tune.record import Failure, RunRecord, read_failure, read_record
 from frozencore_lab.campaign.plan import Ended

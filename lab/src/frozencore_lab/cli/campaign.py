@@ -12,7 +12,7 @@ import typer
 
 from frozencore.cli.display import console
 from frozencore.errors import ConfigError
-from frozencore.files.whole_file import write_json
+from frozencore.files.atomic_write import write_json
 
 if TYPE_CHECKING:
     from frozencore_lab.campaign.spec import Campaign

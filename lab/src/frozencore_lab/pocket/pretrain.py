@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from frozencore.errors import TrainingError
-from frozencore.files.whole_file import atomic_folder
+from frozencore.files.atomic_write import atomic_folder
 from frozencore_lab.pocket.corpus import documents
 
 END_OF_TEXT = "<|endoftext|>"

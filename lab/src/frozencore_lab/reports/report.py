@@ -15,7 +15,7 @@ from typing import NamedTuple
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from frozencore.files.whole_file import write_text
+from frozencore.files.atomic_write import write_text
 from frozencore.tune.figures import save_figure
 from frozencore.tune.record import Provenance
 from frozencore_lab.campaign.results import CampaignResults, FinalRun, StudyResults

@@ -12,7 +12,7 @@ from frozencore.maths.moments import MomentName
 from frozencore.tune.config import run_options
 from frozencore.tune.methods import AdapterOptions, find_method, method_name
 from frozencore.tune.record import TunedRecord
-from frozencore.tune.suite import find_task
+from frozencore.tune.task_registry import find_task
 from frozencore.tune.tasks import Scoring, Split
 from frozencore.tune.tasks.splits import VALIDATION_SHARE
 from frozencore.tune.training.recipe import Recipe

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from frozencore.text import one_line
 from frozencore.tune.methods import METHODS, method_name
-from frozencore.tune.suite import PAPER_TASKS
+from frozencore.tune.task_registry import PAPER_TASKS
 from frozencore_lab.campaign.results import FinalRun
 
 Status = Literal["done", "missing", "diverged", "failed", "absent"]

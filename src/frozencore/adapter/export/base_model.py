@@ -27,9 +27,9 @@ from frozencore.adapter.folders import read_adapter
 from frozencore.adapter.layer import is_linear, layer_shape
 from frozencore.adapter.saved.tensors import BASE
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError, ModelError
+from frozencore.files.atomic_write import atomic_folder
 from frozencore.files.gguf_model import model_class, read_tokenizer, read_weights, why_unreadable
 from frozencore.files.hub import safe_loading
-from frozencore.files.whole_file import atomic_folder
 from frozencore.text import one_line
 
 _TOKENIZER = "tokenizer_config.json"

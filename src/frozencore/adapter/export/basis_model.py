@@ -40,8 +40,8 @@ from frozencore.adapter.saved.card import CARD_FILE
 from frozencore.adapter.saved.tensors import BASE, Bases
 from frozencore.errors import ArtifactError, ModelError
 from frozencore.files.adapter_folder import BASIS_MODEL_TYPE, CONFIG_FILE, HEADER_FILE, MODEL_CONFIG, WEIGHTS_FILE
+from frozencore.files.atomic_write import atomic_folder
 from frozencore.files.hub import safe_loading
-from frozencore.files.whole_file import atomic_folder
 from frozencore.text import one_line
 from frozencore_basis_model import ENTRY, config_class
 

@@ -27,7 +27,7 @@ from frozencore.adapter.saved.card import num_tokens, write_model_card
 from frozencore.adapter.saved.tensors import BASE, Factors, layer_factors
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
-from frozencore.files.whole_file import atomic_folder
+from frozencore.files.atomic_write import atomic_folder
 
 PACKS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _SAME_SHAPE = {"k_proj": "v_proj", "v_proj": "k_proj", "gate_proj": "up_proj", "up_proj": "gate_proj"}

@@ -37,8 +37,8 @@ from frozencore.adapter.saved.tensors import (
 )
 from frozencore.errors import ArtifactError
 from frozencore.files.adapter_folder import CONFIG_FILE, PEFT_TYPE, WEIGHTS_FILE, damaged, missing, read_config
+from frozencore.files.atomic_write import atomic_folder
 from frozencore.files.fingerprint import fingerprint_options
-from frozencore.files.whole_file import atomic_folder
 from frozencore.text import one_line
 
 NOT_COMPUTED = frozenset(

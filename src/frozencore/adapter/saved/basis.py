@@ -24,9 +24,9 @@ from torch import Tensor
 
 from frozencore.errors import ArtifactError
 from frozencore.files.adapter_folder import FACTORS_FILE, HEADER_FILE, LARGEST_CONFIG, is_folder
+from frozencore.files.atomic_write import atomic_folder
 from frozencore.files.fingerprint import fingerprint_options
 from frozencore.files.hub import hub_answers, is_hub_id, why_not_given
-from frozencore.files.whole_file import atomic_folder
 from frozencore.maths.linalg import all_finite
 from frozencore.text import one_line
 

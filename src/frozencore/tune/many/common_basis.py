@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from frozencore.adapter.bases import basis_fingerprint, save_basis
 from frozencore.adapter.calibrate import Calibration
 from frozencore.errors import ArtifactError
-from frozencore.files.whole_file import write_json
+from frozencore.files.atomic_write import write_json
 from frozencore.text import Progress, one_line
 from frozencore.tune.adapt import Adapted, adapt, adapter_identity
 from frozencore.tune.config import RunConfig

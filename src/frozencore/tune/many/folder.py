@@ -8,7 +8,7 @@ from typing import Any
 
 from frozencore.errors import ArtifactError, TrainingError
 from frozencore.files.adapter_folder import WEIGHTS_FILE
-from frozencore.files.whole_file import require_writable
+from frozencore.files.atomic_write import require_writable
 from frozencore.text import one_line
 from frozencore.tune.config import RunConfig
 from frozencore.tune.folder import ADAPTER, FAILURE, MANIFEST, RECORD, locked

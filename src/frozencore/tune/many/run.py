@@ -19,8 +19,8 @@ from frozencore.adapter.saved.card import CARD_FILE, with_scores, write_model_ca
 from frozencore.adapter.saved.tensors import BASE, PREFIX, flatten_cores, vector_of
 from frozencore.adapter.swap import swap_core
 from frozencore.errors import FrozenCoreError
+from frozencore.files.atomic_write import atomic_folder, write_json
 from frozencore.files.fingerprint import fingerprint_model
-from frozencore.files.whole_file import atomic_folder, write_json
 from frozencore.text import Progress, as_stage
 from frozencore.tune.adapt import Adapted, starting_core
 from frozencore.tune.config import RunConfig

@@ -18,7 +18,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from frozencore.errors import ConfigError, TrainingError
-from frozencore.files.whole_file import write_text
+from frozencore.files.atomic_write import write_text
 from frozencore.text import one_line
 
 STATE = "complete.json"
