@@ -312,9 +312,19 @@ def at_a_glance(of_endings: Mapping[str, list[Found]], study: tenants_quality.Te
             ["bytes of a tenant on disk", "", *(f"{one['disk_bytes']:,}" for one in some)],
             ["mean accuracy of 24 tenants, %", accuracy_before, *accuracies],
             ["held-out loss on HellaSwag, nats a token", loss_before, *losses],
+            compressed_loras(),
             *in_an_engine(in_vllm),
         ],
     )  # fmt: skip
+
+
+def compressed_loras() -> list[str]:
+    """The line on what LoRAs of rank 16 lose as cores of rank 16 on one basis: points of accuracy, by tenant."""
+    arms = compress_quality.found_arms(lines_of(RESULTS / "compress-quality.jsonl"))
+    loras, cores = arms["lora", 16], arms["lora, compressed", 16]
+    names = [name for name in loras if name in cores]
+    lost = compress_quality.apart(cores, loras, names, "accuracy")
+    return [f"{len(names)} LoRAs of r = 16 compressed to cores of one basis, points", "", "", lost, "", "0"]
 
 
 def in_an_engine(in_vllm: Found) -> Iterator[list[str]]:
@@ -422,7 +432,7 @@ def pages(study: tenants_quality.Tenants, in_vllm: Found) -> Iterator[tuple[Path
         {
             "at-a-glance": from_(
                 at_a_glance(with_most_seeds["hellaswag"], study, in_vllm),
-                f"{many}, {vllm}, `lab/results/{TWO_TASKS['hellaswag']}`",
+                f"{many}, `benchmarks/results/compress-quality.jsonl`, `lab/results/{TWO_TASKS['hellaswag']}`",
             ),
         },
     )
