@@ -57,7 +57,7 @@ from frozencore.calibration.preserve import keep_weights
 from frozencore.constructors import LayerData, build_basis
 from frozencore.distributed import enter_together, require_same_bases
 from frozencore.errors import ArtifactError, ConfigError, ModelError
-from frozencore.files.fingerprint import base_tensors
+from frozencore.files.fingerprint import base_names
 from frozencore.maths.basis import known_basis
 from frozencore.maths.linalg import weighted_sum
 from frozencore.text import one_line
@@ -473,7 +473,7 @@ def _wrappers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _require_name(adapter_name: str, model: nn.Module) -> None:
     """Refuse a name that is not one plain part of a path, or that PEFT would find in the names of other weights."""
-    parts = {part for key, _ in base_tensors(model) for part in key.split(".")}
+    parts = {part for name in base_names(model) for part in name.split(".")}
     parts |= {"base_model", "model", "base_layer", "modules_to_save", "original_module", "token_adapter"}
     is_plain = adapter_name.isprintable() and adapter_name == adapter_name.strip()
     is_plain = is_plain and 0 < len(adapter_name.encode()) < 256

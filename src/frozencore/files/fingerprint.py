@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from frozencore.device import torch
@@ -43,27 +44,42 @@ def fingerprint_model(model: torch.nn.Module) -> str:
 
 def base_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The base model's weights and buffers, by their names without adapters."""
+    tensors = _base_of(model).state_dict()
+    return ((plain, tensors[name]) for name, plain in _base_names(_base_of(model), tensors))
+
+
+def base_names(model: torch.nn.Module) -> list[str]:
+    """The names of :func:`base_tensors`, found without a state dict.
+
+    When bitsandbytes makes one, it rewrites the 4-bit weights of a model that was evaluated.
+    """
+    base = _base_of(model)
+    names = (name for name, _ in chain(base.named_parameters(), base.named_buffers()))
+    return [plain for _, plain in _base_names(base, names)]
+
+
+def _base_of(model: torch.nn.Module) -> torch.nn.Module:
     from peft import PeftModel
+
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def _base_names(base: torch.nn.Module, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Those of the names that belong to the plain model, each with its name there."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
     inner_of = {  # the attribute in which a PEFT module stores the plain module
         name: "base_layer" if isinstance(module, BaseTunerLayer) else "original_module"
         for name, module in base.named_modules()
         if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
     }
-
-    def belongs(name: str) -> bool:
-        return not any(
+    for name in names:
+        if not any(
             name.startswith(f"{layer}.") and not name.startswith(f"{layer}.{inner}.")
             for layer, inner in inner_of.items()
-        )
-
-    def plain(name: str) -> str:
-        return name.replace(".base_layer.", ".").replace(".original_module.", ".")
-
-    return ((plain(name), tensor) for name, tensor in base.state_dict().items() if belongs(name))
+        ):
+            yield name, name.replace(".base_layer.", ".").replace(".original_module.", ".")
 
 
 def fingerprint_batches(batches: Iterable[Mapping[str, Any]]) -> str:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from itertools import compress
+from itertools import chain, compress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -86,8 +86,9 @@ class BaseWithAdapter:
                 warnings.simplefilter("always", UncalibratedWarning)
                 base = self.without_adapter()
                 named = {key.removeprefix("base_model.model.").replace(".base_layer.", ".") for key in tensors}
-                state = base.state_dict()
-                self._own_weights = {name: state[name].clone() for name in named & state.keys()}
+                # no state dict: bitsandbytes rewrites an evaluated 4-bit weight when it makes one
+                state = dict(chain(base.named_parameters(), base.named_buffers()))
+                self._own_weights = {name: state[name].detach().clone() for name in named & state.keys()}
                 config = PeftConfig.from_pretrained(str(folder))
                 if isinstance(config, FrozenCoreConfig):  # a local frozen core is checked as a whole first
                     config = FrozenCoreConfig.from_pretrained(str(folder))
