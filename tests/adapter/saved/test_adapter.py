@@ -536,6 +536,12 @@ def test_save_pretrained_writes_a_card_that_the_hub_client_reads(named: PeftMode
     assert "More Information Needed" not in card.text
 
 
+def test_the_card_of_cores_alone_counts_them(named: PeftModel, tmp_path: Path) -> None:
+    save_basis(named, tmp_path / "basis")
+    named.save_pretrained(tmp_path / "cores")
+    assert "- Trained values: 72\n" in (tmp_path / "cores" / "README.md").read_text()
+
+
 def test_a_card_that_was_begun_before_is_the_same_in_the_end(named: PeftModel, tmp_path: Path) -> None:
     begin_model_card(tmp_path / "begun")
     cards = []

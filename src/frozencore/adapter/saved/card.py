@@ -150,7 +150,8 @@ def _trained_values(weights: Path) -> str | None:
     if not weights.is_file():
         return None
     with safe_open(weights, framework="np") as stored:
-        cores = [key for key in stored.keys() if key.endswith((f"{PREFIX}R.weight", f"{PREFIX}cores"))]  # noqa: SIM118
+        keys = stored.keys()
+        cores = [key for key in keys if key.endswith(f"{PREFIX}R.weight") or f"{PREFIX}cores_" in key]
         sizes = [math.prod(stored.get_slice(key).get_shape()) for key in cores]
     return f"{sum(sizes):,}"
 
