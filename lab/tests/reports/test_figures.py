@@ -85,6 +85,25 @@ def test_cores_and_lora_are_two_lines_of_loss_and_of_forgetting_against_trained_
         assert [text.get_text() for text in axis.texts] == ["r8", "FCCA", "LoRA"]
 
 
+@pytest.mark.parametrize(("methods", "legend"), [(["full"], []), (["fcca", "lora", "dora"], ["cores", "LoRA, DoRA"])])
+def test_a_figure_of_values_names_the_factors_that_it_has_and_may_have_neither_kind(
+    methods, legend, study, make_record, drawn
+):
+    yaml = f"""
+  sizes:
+    title: Sizes
+    axes: {{model: [small], task: [svamp], method: [{", ".join(methods)}], seed: [42, 43]}}
+    report: {{rows: [task], columns: [method], figure: values}}
+"""
+
+    def record(axes):
+        return make_record(axes, values_at_once=10 + 90 * methods.index(axes["method"]))
+
+    (figure,) = (drawing.draw() for drawing in study_drawings(study(yaml, record)))
+    plt.close(figure)
+    assert figure.axes[0].get_legend_handles_labels()[1] == legend
+
+
 def test_every_figure_that_a_campaign_may_ask_for_is_a_row() -> None:
     assert set(DRAWN) == {*get_args(Figure), "convergence"}  # which is not asked for: a study of bases always has it
 

@@ -270,9 +270,10 @@ def _values(pivot: Pivot) -> Figure:
             if kinds.get(method) in points and column in trained and not math.isnan(mean):
                 points[kinds[method]].append((trained[column], mean, half, one.column_name(column)))
         drawn = {kind: tuple(zip(*sorted(found), strict=True)) for kind, found in points.items() if found}
-        highest = max(drawn, key=lambda kind: fmean(drawn[kind][1]))
+        highest = max(drawn, key=lambda kind: fmean(drawn[kind][1]), default=None)  # none: only other kinds have ended
         for kind, (counts, means, halves, names) in drawn.items():
-            name, colour, form = ("cores", ORANGE, "o-") if kind == "core" else ("LoRA", NAVY, "s--")
+            factored = [METHODS[one].label for one in dict.fromkeys(methods_of(pivot).values()) if kinds[one] == kind]
+            name, colour, form = ("cores", ORANGE, "o-") if kind == "core" else (", ".join(factored), NAVY, "s--")
             axis.errorbar(counts, means, yerr=halves, fmt=form, color=colour, label=name)
             side = 1 if kind == highest else -1  # the labels of one line above it, of the other below
             for count, mean, half, label in zip(counts, means, halves, names, strict=True):
