@@ -6,7 +6,7 @@ import json
 import time
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ from frozencore.tune.rows.token_batches import make_batches
 
 CALIBRATION_BATCH = 8
 OLD_DEFAULT = {"q_proj", "k_proj", "v_proj", "o_proj", "out_proj"}  # of bases that were saved before names were found
+CALIBRATION_TYPE = TypeAdapter(Calibration | None)
 
 
 @dataclass(frozen=True)
@@ -181,24 +182,32 @@ def save_start(adapted: Adapted, method: Method, folder: Path) -> None:
     if adapted.calibration is None:
         method.keep_start(adapted.model, folder)
         return
-    content = {
-        "calibration": TypeAdapter(Calibration).dump_python(adapted.calibration, mode="json"),
-        "time_s": adapted.time_s,
-        "warnings": adapted.warnings,
-    }
     with atomic_folder(folder, overwrite=True) as aside:
         begin_model_card(aside)
         adapted.model.save_pretrained(str(aside))
-        (aside / CALIBRATION).write_text(json.dumps(content))
+        (aside / CALIBRATION).write_text(json.dumps(calibration_content(adapted)))
 
 
 def load_start(model: PreTrainedModel, targets: Targets, folder: Path) -> Adapted:
     """Put the calibrated start of an interrupted run on the model."""
     stored = json.loads((folder / CALIBRATION).read_text())
-    calibration = TypeAdapter(Calibration).validate_python(stored["calibration"], strict=False)
     adapted = PeftModel.from_pretrained(model, folder, is_trainable=True)
-    return Adapted(
-        adapted, targets, calibration, stored["time_s"], calibration.captures, tuple(stored["warnings"])
+    return with_calibration(Adapted(adapted, targets, None, 0.0, {}), stored)
+
+
+def calibration_content(adapted: Adapted) -> dict[str, Any]:
+    """The calibration of an adapter as JSON values, with its time and warnings."""
+    calibration = CALIBRATION_TYPE.dump_python(adapted.calibration, mode="json")
+    return {"calibration": calibration, "time_s": adapted.time_s, "warnings": adapted.warnings}
+
+
+def with_calibration(adapted: Adapted, content: Mapping[str, Any]) -> Adapted:
+    """The same adapter with a calibration that :func:`calibration_content` stored."""
+    calibration = CALIBRATION_TYPE.validate_python(content["calibration"], strict=False)
+    captures = {} if calibration is None else calibration.captures
+    return replace(
+        adapted, calibration=calibration, time_s=float(content["time_s"]), captures=captures,
+        warnings=tuple(content["warnings"]),
     )  # fmt: skip
 
 

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from frozencore.adapter.bases import basis_fingerprint, save_basis
-from frozencore.adapter.calibrate import Calibration
 from frozencore.errors import ArtifactError
 from frozencore.files.atomic_write import write_json
 from frozencore.text import Progress, one_line
-from frozencore.tune.adapt import Adapted, adapt, adapter_identity
+from frozencore.tune.adapt import (
+    CALIBRATION_TYPE,
+    Adapted,
+    adapt,
+    adapter_identity,
+    calibration_content,
+    with_calibration,
+)
 from frozencore.tune.config import RunConfig
 from frozencore.tune.folder import BASIS, MANIFEST
 from frozencore.tune.load import Inputs
 from frozencore.tune.make_record import calibrated_on
 from frozencore.tune.many.folder import refuse_differing
 from frozencore.tune.methods import Targets
-
-CALIBRATION = TypeAdapter(Calibration | None)
 
 
 def adapt_for_all(
@@ -60,9 +61,7 @@ def adapt_for_all(
         content = {
             "identity": identity,
             "basis": basis_fingerprint(adapted.model),
-            "calibration": CALIBRATION.dump_python(adapted.calibration, mode="json"),
-            "time_s": adapted.time_s,
-            "warnings": adapted.warnings,
+            **calibration_content(adapted),
         }
         write_json(file, content)
     return adapted
@@ -75,15 +74,7 @@ def _load(
     on_basis = config.method.model_copy(update={"basis": str(folder)})
     adapted = adapt(on_basis, inputs, targets, progress)
     refuse_differing(str(folder), {"hash of basis": made["basis"]}, {"hash of basis": basis_fingerprint(adapted.model)})
-    calibration = CALIBRATION.validate_python(made["calibration"], strict=False)
-    captures = {} if calibration is None else calibration.captures
-    return replace(
-        adapted,
-        calibration=calibration,
-        time_s=float(made["time_s"]),
-        captures=captures,
-        warnings=tuple(made["warnings"]),
-    )
+    return with_calibration(adapted, made)
 
 
 def _read_manifest(file: Path) -> dict[str, Any] | None:
@@ -92,7 +83,7 @@ def _read_manifest(file: Path) -> dict[str, Any] | None:
     try:
         made = dict(json.loads(file.read_text(encoding="utf-8")))
         dict(made["identity"])
-        CALIBRATION.validate_python(made.get("calibration"), strict=False)
+        CALIBRATION_TYPE.validate_python(made.get("calibration"), strict=False)
         if "basis" in made:
             float(made["time_s"]), list(made["warnings"])
         return made
