@@ -1,11 +1,13 @@
-"""Models with a frozen-core adapter on them."""
+"""Models with a frozen-core adapter on them, and a constructor of bases from outside of the package."""
 
 from __future__ import annotations
 
 import copy
 import json
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Annotated
 
 import peft
 import pytest
@@ -13,10 +15,14 @@ import torch
 import transformers.integrations.peft
 from packaging import version
 from peft import PeftModel, get_peft_model
+from pydantic import Field
 from torch import Tensor, nn
 
-from frozencore import FrozenCoreConfig, calibrate, get_bases, load_basis, save_basis, set_bases
+from frozencore import FrozenCoreConfig, calibrate, get_bases, load_basis, register_constructor, save_basis, set_bases
 from frozencore.adapter.layer import FrozenCoreLinear
+from frozencore.constructors import CONSTRUCTORS, BasisOptions, Constructor, LayerData
+from frozencore.maths.basis import Basis, basis_from_factors
+from frozencore.maths.moments import MomentName
 from tiny import batches_of, draw_examples, tiny_qwen2
 
 EXAMPLES = draw_examples(num_examples=8, seed=5)
@@ -91,3 +97,33 @@ needs_own_integration = pytest.mark.skipif(
     version.parse(peft.__version__) < version.parse(transformers.integrations.peft.MIN_PEFT_VERSION),
     reason="this transformers refuses this PEFT in its own add_adapter and load_adapter",
 )
+
+
+@dataclass(frozen=True)
+class ToyOptions(BasisOptions):
+    toy_offset: Annotated[int, Field(ge=0, le=8, description="The coordinate that comes first.")] = 0
+
+
+def coordinates_from(offset: int, width: int, rank: int) -> Tensor:
+    return torch.eye(width)[:, offset : offset + rank]
+
+
+class Toy(Constructor[ToyOptions]):
+    options = ToyOptions
+
+    def needs(self, options: ToyOptions) -> frozenset[MomentName]:
+        return frozenset()
+
+    def build(self, layer: LayerData, options: ToyOptions) -> Basis:
+        P0, Q0 = (coordinates_from(options.toy_offset, width, options.rank) for width in layer.shape)
+        return basis_from_factors(P0, Q0, rank=options.rank, spectrum=torch.empty(0), coordinates=options.coordinates)
+
+
+TOY = Toy()
+
+
+def register_toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a user would; forgotten when the test ends."""
+    monkeypatch.setitem(CONSTRUCTORS, "toy", TOY)
+    del CONSTRUCTORS["toy"]
+    register_constructor("toy", TOY)

@@ -23,14 +23,12 @@ import gc  # noqa: E402
 import os  # noqa: E402
 import signal  # noqa: E402
 import sys  # noqa: E402
-from collections.abc import Callable, Iterator  # noqa: E402
+from collections.abc import Callable, Iterable, Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
 import pytest  # noqa: E402
-from hypothesis import settings  # noqa: E402
-
-from trials import FIXED  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,12 +39,31 @@ if TYPE_CHECKING:
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.pop("COLUMNS", None)  # of the terminal that the tests were started in
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started them in the background
-settings.load_profile(FIXED)
+# No deadline and no example that is too slow: on a busy machine these would be failures of the machine. Nothing is
+# kept between runs, so that two of them try the same.
+settings.register_profile(
+    "fixed", derandomize=True, database=None, deadline=None, max_examples=40,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)  # fmt: skip
+settings.register_profile(
+    "search", settings.get_profile("fixed"), derandomize=False, max_examples=1000, print_blob=True
+)
+settings.load_profile("fixed")
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
 )
+
+
+def few(values: Iterable[Any], *fast: Any) -> list[Any]:
+    """All values of a parameter, of which only these are tried in fast tests."""
+    return [value if value in fast else pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+def tried(times: float) -> settings:
+    """So many times as often as a property is tried otherwise: for what is quick and wide, or slow."""
+    return settings(max_examples=round(times * settings().max_examples))
 
 
 def pytest_collection_finish() -> None:

@@ -34,8 +34,7 @@ from frozencore.cli.verbs import all_verbs
 from frozencore.tune.load import load_model
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.task_registry import PAPER_TASKS
-from gguf_files import tiny_model, write_gguf
-from hub_folders import write_hub_folder
+from input_files import tiny_model, write_gguf, write_hub_folder
 from places import LAB, PAPER_TABLES, ROOT
 
 PAGES = [*(ROOT / place / "README.md" for place in (".", "lab", "examples")), *sorted((ROOT / "docs").glob("*.md"))]

@@ -32,12 +32,11 @@ from transformers import (
 )
 
 from adapted import cores_of, train_at_random
-from engine_process import environment_of
+from engine_process import SETTINGS, environment_of
 from frozencore import FrozenCoreConfig, export_basis_model, save_basis
 from frozencore.tune.pocket import pocket_model_path
+from input_files import write_random_llama
 from places import ROOT, SOURCES
-from random_llama import write_random_llama
-from vllm_server import SETTINGS
 
 EXAMPLES = ROOT / "examples"
 LINE = "\u2028"  # a line separator of Unicode, which ends no line of a JSONL file

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from adapted import adapted
+from fixtures import tried
 from frozencore import FrozenCoreConfig, export_lora
 from frozencore.adapter.saved.adapter import checksum_of
 from frozencore.calibration.moments_file import MomentsFingerprint, load_moments, save_moments
@@ -26,7 +27,6 @@ from frozencore.maths.moments import LayerMoments
 from frozencore.tune.config import RunConfig, make_config, run_options
 from frozencore.tune.methods import METHODS
 from frozencore.tune.tasks.answers import find_answer, parse_answer, parse_number
-from trials import tried
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

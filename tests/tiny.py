@@ -1,15 +1,19 @@
-"""Tiny random causal language models for tests, and examples in padded batches."""
+"""Tiny random causal language models, examples in padded batches, and random layers with their moments."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from frozencore.constructors import LayerData
+from frozencore.maths.moments import LayerMoments
 from frozencore.tune.rows import TokenRow
+from references import Array, Evidence
 
 VOCABULARY = 40
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -107,3 +111,85 @@ def _made(kind: type[nn.Module], config: object, seed: int) -> nn.Module:
 def attention_names(model: nn.Module) -> list[str]:
     """q, k, v and o of every layer, in the order of the model."""
     return [name for name, _ in model.named_modules() if name.rsplit(".", 1)[-1] in ATTENTION]
+
+
+class AllLogits(Qwen2ForCausalLM):
+    """Qwen2 with the arguments of an older model."""
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+    ) -> Any:
+        return super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels, use_cache=use_cache)
+
+
+def tiny_all_logits(seed: int = 0) -> AllLogits:
+    """The weights of ``tiny_qwen2``."""
+    model: Any = tiny_qwen2(seed)
+    model.__class__ = AllLogits
+    return model
+
+
+@dataclass(frozen=True)
+class DrawnLayer:
+    """Inputs X (N x n) and output errors E (N x m) of N tokens, and a weight W (m x n)."""
+
+    X: Array
+    E: Array
+    W: Array
+
+    def moments(self, dtype: torch.dtype = torch.float64) -> LayerMoments:
+        """The moments that calibration would return."""
+        X, E, Y = self.X, self.E, self.X @ self.W.T
+        sums = {
+            "cross": E.T @ X, "input_square": (X**2).sum(0), "error_square": (E**2).sum(0),
+            "input_outer": X.T @ X, "error_outer": E.T @ E, "input_total": X.sum(0),
+            "output_outer": Y.T @ Y, "output_total": Y.sum(0),
+        }  # fmt: skip
+        return LayerMoments(
+            num_tokens=len(X), **{name: torch.tensor(value, dtype=dtype) for name, value in sums.items()}
+        )
+
+    def reference(self) -> Evidence:
+        """The same, token by token, as means."""
+        N, n = self.X.shape
+        m = self.E.shape[1]
+        e = Evidence(np.zeros((m, n)), np.zeros((n, n)), np.zeros((m, m)), self.W, np.zeros(n), np.zeros((m, m)),
+                     np.zeros(m))  # fmt: skip
+        for x, delta in zip(self.X, self.E, strict=True):
+            y = self.W @ x
+            e.G += np.outer(delta, x) / N
+            e.A += np.outer(x, x) / N
+            e.D += np.outer(delta, delta) / N
+            e.x_mean += x / N
+            e.Y += np.outer(y, y) / N
+            e.y_mean += y / N
+        return e
+
+    def evidence(self, dtype: torch.dtype = torch.float64, name: str = "layer.0") -> LayerData:
+        W = torch.tensor(self.W, dtype=dtype)
+        return LayerData(name, self.W.shape, lambda: W, self.moments(dtype))
+
+
+def drawn_layer(
+    m: int = 12, n: int = 10, num_tokens: int = 150, seed: int = 0, spread: float = 1.5, mean: float = 0.4
+) -> DrawnLayer:
+    """Correlated tokens with coordinate scales from ``10^-spread`` to ``10^spread`` in a rotated frame."""
+    rng = np.random.default_rng(seed)
+    shared = rng.normal(size=(num_tokens, min(m, n) // 2 + 1))
+    X = shared @ rng.normal(size=(shared.shape[1], n)) + rng.normal(size=(num_tokens, n)) + mean
+    E = shared @ rng.normal(size=(shared.shape[1], m)) * 0.5 + rng.normal(size=(num_tokens, m))
+    X *= 10 ** rng.uniform(-spread / 2, spread / 2, size=n)
+    E *= 1e-2 * 10 ** rng.uniform(-spread / 2, spread / 2, size=m)
+    return DrawnLayer(X, E, rng.normal(size=(m, n)))
+
+
+def layer_of_rank(rank: int, m: int = 12, n: int = 10, seed: int = 0) -> DrawnLayer:
+    """A layer whose cross moment, input and output error moments all have that rank."""
+    rng = np.random.default_rng(seed)
+    codes = rng.normal(size=(60, rank))
+    X, E = codes @ rng.normal(size=(rank, n)), codes @ rng.normal(size=(rank, m))
+    return DrawnLayer(X, E, rng.normal(size=(m, rank)) @ rng.normal(size=(rank, n)))

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from adapted import BATCHES, adapted, cores_of, logits, train_at_random
+from fixtures import few
 from frozencore import (
     CONSTRUCTORS,
     CoreBank,
@@ -29,7 +30,6 @@ from frozencore import (
 from frozencore.adapter.per_row import adapter_of_each_row
 from frozencore.adapter.saved.adapter import checksum_of
 from frozencore.errors import ArtifactError
-from slow import few
 from tiny import tiny_qwen2
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"

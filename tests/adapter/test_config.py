@@ -17,13 +17,12 @@ from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from peft.utils.other import get_pattern_key
 from pydantic import Field
 
-from adapted import adapted, cores_of, logits
+from adapted import TOY, Toy, ToyOptions, adapted, coordinates_from, cores_of, logits, register_toy
 from frozencore import FrozenCoreConfig, register_constructor, save_basis
 from frozencore.adapter.named_layers import key_for
 from frozencore.constructors import CONSTRUCTORS, BasisOptions
 from frozencore.errors import ArtifactError, ConfigError
 from tiny import tiny_qwen2
-from toy import TOY, Toy, ToyOptions, coordinates_from, register_toy
 
 pytestmark = pytest.mark.usefixtures("as_a_user")
 

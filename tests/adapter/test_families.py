@@ -14,9 +14,9 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from families import FAMILIES, batch_for, make, outcome, row_on_page, rows_on_page, without_padding
+from fixtures import few
 from frozencore import FrozenCoreConfig, calibrate, check_lora_directory, export_lora, frozen_core_layers
 from frozencore.errors import ConfigError, ModelError
-from slow import few
 
 LARGEST_ERROR = 2e-5  # float32
 REFUSED = {

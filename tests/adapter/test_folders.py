@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from adapted import adapted, cores_of, logits, on_one_basis, train_at_random
-from drawn import drawn_layer
 from frozencore import (
     fcca_basis,
     load_basis,
@@ -26,7 +25,7 @@ from frozencore import (
 from frozencore.adapter.bases import report_angles, report_basis, report_capture
 from frozencore.adapter.folders import read_adapter
 from frozencore.errors import ArtifactError
-from tiny import tiny_qwen2
+from tiny import drawn_layer, tiny_qwen2
 
 WEIGHTS_FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 NAMES, WEIGHTS = ["a", "b", "d"], [0.5, 0.75, -0.25]

@@ -18,13 +18,13 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers.pytorch_utils import Conv1D
 
 from adapted import BATCHES, DATA_DRIVEN, EXAMPLES, adapted, cores_of, logits, train_at_random
+from fixtures import few
 from frozencore import CONSTRUCTORS, CoreBank, FrozenCoreConfig, calibrate, swap_core
 from frozencore.adapter.layer import FrozenCoreLinear, plus_core
 from frozencore.calibration.collect import collect_moments
 from frozencore.errors import ArtifactError, CalibrationError, ModelError
 from frozencore.files.fingerprint import fingerprint_model
 from references import numpy_of
-from slow import few
 from tiny import batch_of, tiny_gpt2, tiny_llama, tiny_qwen2
 
 EVERY = pytest.mark.parametrize("constructor", few(CONSTRUCTORS, "fcca", "eva", "milora", "random"))

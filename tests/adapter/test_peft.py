@@ -26,6 +26,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from adapted import BATCHES, adapted, cores_of, logits, needs_own_integration, on_one_basis, train_at_random
+from fixtures import few
 from frozencore import (
     CONSTRUCTORS,
     FrozenCoreConfig,
@@ -40,7 +41,6 @@ from frozencore.adapter.layer import frozen_core_layers
 from frozencore.adapter.saved.tensors import UncalibratedWarning
 from frozencore.adapter.shared_factors import SharedFactors
 from frozencore.errors import CalibrationError, ModelError
-from slow import few
 from tiny import tiny_qwen2
 
 

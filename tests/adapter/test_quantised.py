@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 from adapted import BATCHES, EXAMPLES, adapted, cores_of, logits, train_at_random
+from fixtures import few
 from frozencore import CONSTRUCTORS, FrozenCoreConfig, calibrate, export_lora
 from frozencore.calibration.collect import collect_moments
 from frozencore.errors import ModelError
@@ -25,7 +26,6 @@ from frozencore.tune.rows import TokenRow
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train as train_by_recipe
 from references import numpy_of, reference_moments
-from slow import few
 from tiny import attention_names, draw_examples, tiny_qwen2
 
 bitsandbytes = pytest.importorskip("bitsandbytes")

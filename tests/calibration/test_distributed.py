@@ -21,12 +21,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from fixtures import few
 from forked import as_ranks, ended
 from frozencore import FrozenCoreConfig, calibrate, distributed
 from frozencore.calibration.hooks import CalibrationPass
 from frozencore.errors import CalibrationError, RankError
 from frozencore.maths.linalg import principal_cosines
-from slow import few
 from tiny import Example, batches_of, draw_examples, tiny_qwen2
 
 EXAMPLES = draw_examples(num_examples=12, seed=5)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import frozencore.calibration.hooks
 import references as ref
+from fixtures import tried
 from frozencore.calibration.batches import CountedTokens
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import collect_moments
@@ -23,7 +24,6 @@ from frozencore.errors import CalibrationError
 from frozencore.maths.moments import MOMENT_NAMES
 from references import numpy_of
 from tiny import attention_names, batch_of, draw_examples, tiny_qwen2
-from trials import tried
 
 EVERYTHING = frozenset(MOMENT_NAMES)
 

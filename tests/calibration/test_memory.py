@@ -13,10 +13,10 @@ from peft import PeftModel, get_peft_model, inject_adapter_in_model
 from torch import nn
 
 from adapted import BATCHES, DATA_DRIVEN, adapted, cores_of
+from fixtures import few
 from frozencore import CONSTRUCTORS, CalibrationOptions, FrozenCoreConfig, calibrate, collect_moments
 from frozencore.calibration.hooks import FiniteBatches
 from frozencore.maths.moments import MOMENT_NAMES
-from slow import few
 from tiny import attention_names, tiny_qwen2
 
 ON_CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))

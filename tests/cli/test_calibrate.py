@@ -22,7 +22,7 @@ from frozencore.cli import app as cli
 from frozencore.cli.inspect import inspection_table
 from frozencore.text import natural_sort_key
 from frozencore.tune.pocket import pocket_model_path
-from small_tenants import adapter_in
+from small_runs import adapter_in
 
 Command = Callable[..., tuple[int, str, str]]
 FEW = ("--model", pocket_model_path(), "--task", "pocket-sentiment")

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from frozencore import load_basis
 from frozencore.tune.pocket import pocket_model_path
-from small_tenants import adapter_in
+from small_runs import adapter_in
 
 Command = Callable[..., tuple[int, str, str]]
 

@@ -21,7 +21,7 @@ from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.rows import TextRow
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.scoring.exact_match import stream_greedily
-from made_up import made_up_record
+from small_runs import made_up_record
 
 Command = Callable[..., tuple[int, str, str]]
 POCKET = ["--model", str(pocket_model_path())]

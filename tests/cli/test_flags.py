@@ -15,6 +15,7 @@ from peft import LoraConfig
 from transformers import TrainingArguments
 from trl import ModelConfig, ScriptArguments, SFTConfig
 
+from adapted import register_toy
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.cli.flags import RunCommand
 from frozencore.cli.foreign_flags import OURS, counterpart
@@ -28,7 +29,6 @@ from frozencore.tune.methods import METHODS
 from frozencore_lab.campaign.job import make_job
 from frozencore_lab.campaign.plan import plan
 from frozencore_lab.campaign.spec import read_campaign
-from toy import register_toy
 
 Command = Callable[..., tuple[int, str, str]]
 RUN = ("--model", "pocket", "--task", "pocket-sentiment", "--rank", "4", "--calibration-size", "16")

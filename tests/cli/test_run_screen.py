@@ -19,7 +19,7 @@ from frozencore.files.adapter_folder import WEIGHTS_FILE
 from frozencore.files.atomic_write import read_lines, write_lines
 from frozencore.text import wilson
 from frozencore.tune.config import make_config
-from made_up import made_up_record
+from small_runs import made_up_record
 from tiny import tiny_qwen2
 
 

@@ -23,7 +23,7 @@ from frozencore.cli import app as cli
 from frozencore.tune.config import make_config
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import RunRecord
-from small_tenants import inputs_of
+from small_runs import inputs_of
 
 Command = Callable[..., tuple[int, str, str]]
 WORDS = ("tune", "--model", "pocket", "--method", "random", "--rank", "4", "--epochs", "1")

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import references as ref
-from drawn import drawn_layer, layer_of_rank
 from frozencore.constructors import (
     CONSTRUCTORS,
     BasisOptions,
@@ -31,6 +30,7 @@ from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.maths.whitening import Fisher, Sides
 from frozencore.options import options_of
 from references import numpy_of
+from tiny import drawn_layer, layer_of_rank
 
 READS_DATA = ("fcca", "rawgrad", "signgrad", "filora", "eva")
 READS_GRADIENT = ("fcca", "rawgrad", "signgrad", "filora")

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import references as ref
-from drawn import drawn_layer
 from frozencore.constructors import (
     BasisOptions,
     EvaOptions,
@@ -32,6 +31,7 @@ from frozencore.maths.basis import Basis
 from frozencore.maths.moments import LayerMoments
 from frozencore.maths.whitening import Sides, Whitening
 from references import numpy_of
+from tiny import drawn_layer
 
 # --------------------------------------------------------------------------------------------- fcca and rawgrad
 

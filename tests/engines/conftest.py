@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from foreign_loras import ForeignLora, write_foreign_loras
+from engine_process import VllmServer
 from frozencore import export_lora
-from served_adapters import ADAPTERS, write_adapter, write_base
-from vllm_server import VllmServer
+from served_adapters import ADAPTERS, ForeignLora, write_adapter, write_base, write_foreign_loras
 
 MAX_RANK, SLOTS = 16, 3
 

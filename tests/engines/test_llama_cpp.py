@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from foreign_loras import peft_of
+from engine_process import LlamaServer, convert
 from frozencore import export_merged
-from llama_server import LlamaServer, convert
-from served_adapters import ADAPTERS, NUM_TOKENS, PROMPTS, TOLERANCE, Referee, load_base, native
+from served_adapters import ADAPTERS, NUM_TOKENS, PROMPTS, TOLERANCE, Referee, load_base, native, peft_of
 
 pytestmark = pytest.mark.slow
 

@@ -16,12 +16,11 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from torch import Tensor
 
-from engine_process import RefusedError, environment_of
-from foreign_loras import DIRECTORIES, ForeignLora, by_peft, changed, serves_right
+from engine_process import LlamaServer, RefusedError, convert, environment_of
 from frozencore import check_lora_directory
 from frozencore.adapter.export.serving import RUN
-from llama_server import LlamaServer, convert
 from places import ROOT
+from served_adapters import DIRECTORIES, ForeignLora, by_peft, changed, serves_right
 from tiny import tiny_gpt2
 
 pytestmark = pytest.mark.slow

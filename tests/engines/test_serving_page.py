@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 from peft import LoraConfig, get_peft_model
 
-from engine_process import ENGINES, EngineProcess, environment_of
-from llama_server import LlamaServer, convert
+from engine_process import ENGINES, SETTINGS, EngineProcess, LlamaServer, VllmServer, convert, environment_of
 from places import ROOT
 from served_adapters import load_base
-from vllm_server import SETTINGS, VllmServer
 
 pytestmark = pytest.mark.slow
 

@@ -14,11 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine_process import Answer, RefusedError
-from foreign_loras import peft_of
+from engine_process import Answer, RefusedError, VllmServer
 from frozencore import export_merged
-from served_adapters import ADAPTERS, NUM_TOKENS, PROMPTS, TOLERANCE, Referee, load_base, native
-from vllm_server import VllmServer
+from served_adapters import ADAPTERS, NUM_TOKENS, PROMPTS, TOLERANCE, Referee, load_base, native, peft_of
 
 pytestmark = pytest.mark.slow
 

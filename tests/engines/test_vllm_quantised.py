@@ -11,9 +11,9 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
 from adapted import train_at_random
+from engine_process import VllmServer
 from frozencore import FrozenCoreConfig, export_basis_model, export_tenant
 from served_adapters import NUM_TOKENS, PROMPTS, TOLERANCE, Referee
-from vllm_server import VllmServer
 
 pytest.importorskip("torchao")
 

@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from engine_process import RefusedError, environment_of
-from foreign_loras import DIRECTORIES, ForeignLora, serves_right
+from engine_process import RefusedError, VllmServer, environment_of
 from frozencore.adapter.export.serving import RUN, VLLM_MAX_RANKS
 from places import ROOT
+from served_adapters import DIRECTORIES, ForeignLora, serves_right
 from tiny import tiny_gpt2
-from vllm_server import VllmServer
 
 pytestmark = pytest.mark.slow
 

@@ -12,10 +12,9 @@ import torch
 from peft import PeftModel, get_peft_model
 
 from adapted import train_at_random
-from engine_process import RefusedError
+from engine_process import RefusedError, VllmServer
 from frozencore import FrozenCoreConfig, export_basis_model, export_tenant
 from served_adapters import Referee, load_base
-from vllm_server import VllmServer
 
 pytestmark = pytest.mark.slow
 

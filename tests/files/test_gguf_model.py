@@ -17,7 +17,7 @@ from frozencore.tune.load import load_config, load_model, load_tokenizer
 from places import SHARED
 
 pytest.importorskip("gguf")
-from gguf_files import pocket_tokenizer, tiny_model, write_gguf
+from input_files import pocket_tokenizer, tiny_model, write_gguf
 
 KINDS = ("llama", "qwen2", "gemma3")
 Command = Callable[..., tuple[int, str, str]]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import references as ref
-from drawn import DrawnLayer, drawn_layer
+from fixtures import tried
 from frozencore.constructors import CONSTRUCTORS, BasisOptions, build_basis, fcca_basis, random_basis
 from frozencore.errors import CalibrationError
 from frozencore.maths import capture as capture_module
@@ -28,7 +28,7 @@ from frozencore.maths.capture import (
 from frozencore.maths.moments import spread
 from frozencore.maths.whitening import Whitening
 from references import Array, numpy_of
-from trials import tried
+from tiny import DrawnLayer, drawn_layer
 
 RANK = 3
 

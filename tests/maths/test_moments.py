@@ -13,11 +13,11 @@ from jaxtyping import TypeCheckError
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from drawn import drawn_layer
 from frozencore.errors import CalibrationError
 from frozencore.maths import moments as summing
 from frozencore.maths.moments import LayerMoments, add_outer, spread
 from references import numpy_of
+from tiny import drawn_layer
 
 
 def test_properties_are_means_over_tokens() -> None:

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import references as ref
-from drawn import drawn_layer
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.moments import LayerMoments
 from frozencore.maths.whitening import Sides, Whitening, damped_inverse_root
 from references import numpy_of
+from tiny import drawn_layer
 
 
 def whitened(whitening: Whitening, moments: LayerMoments) -> np.ndarray:

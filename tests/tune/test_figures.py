@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from frozencore.tune import figures
 from frozencore.tune.figures import write_curve
-from made_up import made_up_record
+from small_runs import made_up_record
 
 SCORES = [{"step": 2, "held_out_loss": 0.5, "accuracy": 0.75}, {"step": 3, "held_out_loss": 0.4, "accuracy": 0.7}]
 KEPT = {"every": 2, "rows": 70, "kept_step": 2, "by": "accuracy", "scores": SCORES, "time_s": 2.5}

@@ -14,7 +14,7 @@ from frozencore.errors import ArtifactError, ConfigError, TrainingError
 from frozencore.tune.folder import ADAPTER, BASIS, MOMENTS_FILE, RECORD, locked, require_new
 from frozencore.tune.many.run import execute_many
 from frozencore.tune.run import execute
-from small_tenants import config_of
+from small_runs import config_of
 
 
 def fail(stage: str, *_: object) -> None:

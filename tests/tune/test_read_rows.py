@@ -15,7 +15,7 @@ from frozencore.tune.config import RunConfig, make_config
 from frozencore.tune.make_record import used_rows
 from frozencore.tune.read_rows import RowCache, RunRows, prepare_rows
 from frozencore.tune.rows.prompts import PromptEncoder
-from small_task import write_task
+from input_files import write_task
 
 
 def config_of(**options: Any) -> RunConfig:

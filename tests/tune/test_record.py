@@ -18,8 +18,8 @@ from frozencore.maths.capture import Capture
 from frozencore.tune.make_record import criterion_of
 from frozencore.tune.provenance import provenance, source_commit
 from frozencore.tune.record import Criterion, Failure, Provenance, StabilityRecord, read_failure, read_record
-from made_up import made_up_record, record_content
 from places import LAB
+from small_runs import made_up_record, record_content
 
 
 def test_nan_and_infinity_become_null_and_paths_text(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from frozencore.tune.run import execute
 from frozencore.tune.scoring.score import score_task
 from frozencore.tune.task_registry import find_task
 from frozencore.tune.tasks.splits import split_task
-from small_tenants import inputs_of, silent
+from small_runs import inputs_of, silent
 
 
 def config_of(**overrides: Any) -> RunConfig:

@@ -19,9 +19,9 @@ from frozencore.tune.scoring.score import score_task
 from frozencore_lab.campaign.job import make_job
 from frozencore_lab.campaign.plan import plan
 from frozencore_lab.campaign.spec import read_campaign
+from input_files import write_task
 from places import LAB
-from small_task import write_task
-from small_tenants import inputs_of, silent
+from small_runs import inputs_of, silent
 
 
 def config_of(**overrides: Any) -> RunConfig:

@@ -23,8 +23,8 @@ from frozencore_lab.campaign.spec import read_campaign
 from frozencore_lab.campaign.store import Store
 from frozencore_lab.campaign.worker import Place, Worker
 from frozencore_lab.campaign.worker_pool import Event, OwnProcess
-from made_up import record_content
 from small_campaign import write_spec
+from small_runs import record_content
 
 
 def run_small(folder: Path, spec: Path) -> Tally:

@@ -24,8 +24,8 @@ from frozencore_lab.campaign.plan import plan
 from frozencore_lab.campaign.spec import read_campaign
 from frozencore_lab.campaign.store import Store
 from frozencore_lab.cli.campaign_lines import ready_ids
-from made_up import record_content
-from undisturbed import FOUR_METHODS, TWO_METHODS, index_of, results_of, specification
+from small_campaign import FOUR_METHODS, TWO_METHODS, index_of, results_of, write_spec
+from small_runs import record_content
 
 Command = Callable[..., tuple[int, str, str]]
 Mount = Callable[[str], Path]
@@ -54,7 +54,7 @@ def one_line(errors: str) -> str:
 
 
 def test_a_second_driver_is_refused_and_touches_nothing(command: Command, tmp_path: Path) -> None:
-    spec, out = specification(tmp_path, ONE_METHOD), tmp_path / "out"
+    spec, out = write_spec(tmp_path, ONE_METHOD), tmp_path / "out"
     failure = out / "failed" / ("0" * 16) / "failure.json"
     failure.parent.mkdir(parents=True)
     failure.write_text("{}")
@@ -110,7 +110,7 @@ DAMAGED = (
 
 
 def test_a_damaged_result_is_one_line_and_its_run_is_made_again(command: Command, tmp_path: Path) -> None:
-    spec, out = specification(tmp_path, ONE_METHOD), tmp_path / "out"
+    spec, out = write_spec(tmp_path, ONE_METHOD), tmp_path / "out"
     assert command("campaign", "run", spec, "--output", out, "--workers", "0")[0] == 0
     (result,), whole = out.glob("runs/*/result.json"), results_of(out)
     for content in DAMAGED:
@@ -127,7 +127,7 @@ def test_a_damaged_result_is_one_line_and_its_run_is_made_again(command: Command
 
 
 def test_a_read_only_file_system_is_one_line(command: Command, mount: Mount, tmp_path: Path) -> None:
-    spec, out = specification(tmp_path, ONE_METHOD), mount("size=1m,ro") / "out"
+    spec, out = write_spec(tmp_path, ONE_METHOD), mount("size=1m,ro") / "out"
     status, _, errors = command("campaign", "run", spec, "--output", out, "--workers", "0")
     assert status == 2
     assert str(out) in one_line(errors)
@@ -137,7 +137,7 @@ def test_a_read_only_file_system_is_one_line(command: Command, mount: Mount, tmp
 def test_a_full_disk_stops_the_campaign_and_fails_no_run(
     num_workers: int, command: Command, mount: Mount, tmp_path: Path
 ) -> None:
-    spec = specification(tmp_path, ONE_METHOD.replace("seed: [42]", "seed: [42, 43]"))
+    spec = write_spec(tmp_path, ONE_METHOD.replace("seed: [42]", "seed: [42, 43]"))
     out = mount("size=1m") / "out"
     words = ("campaign", "run", spec, "--output", out, "--workers", str(num_workers))
     status, _, errors = command(*words)
@@ -162,7 +162,7 @@ studies:
 
 
 def test_a_failed_run_keeps_its_reason_and_is_retried_on_request_only(command: Command, tmp_path: Path) -> None:
-    spec, out = specification(tmp_path, FAILING), tmp_path / "out"
+    spec, out = write_spec(tmp_path, FAILING), tmp_path / "out"
     words = ("campaign", "run", spec, "--output", out, "--workers", "0")
     assert command(*words)[0] == 1
     store = Store(out)
@@ -186,7 +186,7 @@ def test_a_failed_run_keeps_its_reason_and_is_retried_on_request_only(command: C
 @pytest.mark.slow
 def test_two_arrays_of_single_runs_make_the_campaign(command: Command, tmp_path: Path) -> None:
     """Run a campaign as lab/README.md does it with Slurm."""
-    spec = specification(tmp_path, ONE_METHOD.replace("for: [fcca]", "for: [lora_xs]"))
+    spec = write_spec(tmp_path, ONE_METHOD.replace("for: [fcca]", "for: [lora_xs]"))
     one_by_one, driven = tmp_path / "one-by-one", tmp_path / "driven"
     counts = []
     for _ in ("search", "final", "nothing"):
@@ -240,7 +240,7 @@ def stages_told(folder: Path) -> int:
 
 @pytest.mark.slow
 def test_twenty_kills_of_drivers_and_workers_change_nothing(tmp_path: Path) -> None:
-    spec = specification(tmp_path, FOUR_METHODS)
+    spec = write_spec(tmp_path, FOUR_METHODS)
     undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
     calm = forked(spec, undisturbed)
     moments = random.Random(1)

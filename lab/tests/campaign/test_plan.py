@@ -24,9 +24,9 @@ from frozencore_lab.campaign.results import load_results, tally
 from frozencore_lab.campaign.shared_moments import moments_key, needs_of
 from frozencore_lab.campaign.spec import PLACES, Campaign, column_key, read_campaign
 from frozencore_lab.campaign.store import Store
-from made_up import made_up_record, record_content
 from places import LAB
 from small_campaign import SMALL, write_spec
+from small_runs import made_up_record, record_content
 
 OPTIONS: dict[str, Any] = {"model": "pocket", "task": "pocket-math", "seed": 42}
 

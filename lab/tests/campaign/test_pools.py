@@ -32,7 +32,7 @@ from frozencore_lab.campaign.spec import read_campaign
 from frozencore_lab.campaign.store import Store
 from frozencore_lab.campaign.worker import Worker
 from frozencore_lab.campaign.worker_pool import Event, LocalPool, OwnProcess, WorkerPool
-from undisturbed import ENVIRONMENT, TWO_METHODS, index_of, results_of, specification
+from small_campaign import ENVIRONMENT, TWO_METHODS, index_of, results_of, write_spec
 
 JOB = make_job("tune", {"model": "pocket", "task": "pocket-math", "seed": 42})
 LONG_S = 60.0
@@ -359,7 +359,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.mark.slow
 def test_a_node_that_is_killed_in_the_middle_changes_nothing(cluster: Any, tmp_path: Path) -> None:
-    campaign = read_campaign(specification(tmp_path, TWO_METHODS))
+    campaign = read_campaign(write_spec(tmp_path, TWO_METHODS))
     here, there = Store(tmp_path / "here"), Store(tmp_path / "there")
     torch.set_num_threads(1)
     drive(campaign, here, OwnProcess(Worker(here, Place(), keep_adapters=True)), lambda *_: None)

@@ -18,10 +18,9 @@ from frozencore_lab.campaign.job import Job, Place, make_job
 from frozencore_lab.campaign.plan import Planned, plan, search_rows
 from frozencore_lab.campaign.shared_moments import moments_file
 from frozencore_lab.campaign.spec import read_campaign
-from hub_folders import write_hub_folder
+from input_files import write_hub_folder, write_task
 from places import LAB
 from small_campaign import write_spec
-from small_task import write_task
 
 TENTH = "10% of train"
 TRIALS = {  # trained on, scored on, which those are; final runs: trained on, evaluated (paper, table "datasets")

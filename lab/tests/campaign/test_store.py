@@ -15,7 +15,7 @@ from frozencore_lab.campaign.plan import plan
 from frozencore_lab.campaign.shared_moments import moments_key
 from frozencore_lab.campaign.spec import read_campaign
 from frozencore_lab.campaign.store import Store
-from made_up import record_content
+from small_runs import record_content
 
 RUN = "0123456789abcdef"
 RECORD = record_content({"task": "svamp"})

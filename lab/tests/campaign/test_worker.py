@@ -25,7 +25,7 @@ from frozencore_lab.campaign.job import Job, Place, make_job
 from frozencore_lab.campaign.shared_moments import needs_of
 from frozencore_lab.campaign.store import Store
 from frozencore_lab.campaign.worker import Worker
-from small_tenants import inputs_of
+from small_runs import inputs_of
 
 OPTIONS: dict[str, Any] = {
     "model": "pocket", "task": "pocket-sentiment", "dtype": "float32", "seed": 42, "batch_size": 8, "accumulation": 1,

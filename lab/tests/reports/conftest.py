@@ -14,7 +14,7 @@ from frozencore.tune.record import Failure, read_record
 from frozencore_lab.campaign.plan import Choice
 from frozencore_lab.campaign.results import CampaignResults, FinalRun, StudyResults
 from frozencore_lab.campaign.spec import Campaign, read_campaign
-from made_up import record_content
+from small_runs import record_content
 
 Content = dict[str, Any]
 """The JSON of a record, or of a failure, which has a reason."""

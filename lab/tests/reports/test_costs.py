@@ -8,7 +8,7 @@ import pytest
 
 from frozencore_lab.reports.costs import Phases, memory_sheet, state_sheet, study_costs, time_sheet
 from frozencore_lab.reports.report import study_section
-from made_up import criterion_content
+from small_runs import criterion_content
 
 PAPER = {  # initialisation s, step s, peak GB, trained values
     "fcca": (35, 0.81, 6.92, 36_864),

@@ -40,11 +40,11 @@ from transformers import (
 
 import frozencore_basis_model
 from adapted import BATCHES, adapted, logits
+from fixtures import few
 from frozencore import check_lora_directory, export_basis_model, export_tenant, save_basis, tenant_weights
 from frozencore.errors import ArtifactError
 from frozencore_basis_model import LinearOnBasis
 from places import ROOT
-from slow import few
 from tiny import VOCABULARY, tiny_gpt2, tiny_llama, tiny_qwen2
 
 SMALL = {

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from frozencore.tune.many.run import TenantOutcome, execute_many
-from small_tenants import SIZES, config_of, silent
+from small_runs import SIZES, config_of, silent
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,7 @@ from frozencore.tune.many.run import TenantOutcome, execute_many
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import Failure, TunedRecord, read_record
 from frozencore.tune.run import execute
-from small_tenants import SIZES, adapter_in, config_of, cores_in, difference, inputs_of, silent
+from small_runs import SIZES, adapter_in, config_of, cores_in, difference, inputs_of, silent
 
 
 def words_of(tenants: Path, out: Path, *more: str) -> list[str]:

@@ -17,7 +17,7 @@ from frozencore.distributed import assign_owners
 from frozencore.tune.many import tenant_rows as shares
 from frozencore.tune.many.run import TenantOutcome
 from frozencore.tune.pocket import pocket_model_path
-from small_tenants import SIZES, cores_in, difference
+from small_runs import SIZES, cores_in, difference
 
 
 def words(tenants: Path, out: Path, *more: str) -> list[str]:

@@ -22,7 +22,7 @@ from frozencore.tune.many.run import TenantOutcome, execute_many
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.run import execute, recipe_of
 from frozencore.tune.training.train import train
-from small_tenants import SIZES, adapter_in, config_of, cores_in, difference, inputs_of, silent
+from small_runs import SIZES, adapter_in, config_of, cores_in, difference, inputs_of, silent
 
 Together = tuple[Path, dict[str, TenantOutcome]]
 

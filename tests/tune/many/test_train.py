@@ -20,7 +20,7 @@ from frozencore.tune.scoring.score import held_out_loss
 from frozencore.tune.training.callbacks import Selection
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
-from small_tenants import difference
+from small_runs import difference
 from tiny import draw_rows, tiny_gpt2, tiny_qwen2
 
 RECIPE = Recipe(learning_rate=2e-2, warmup=0.2, epochs=2, batch_size=2, accumulation=2)

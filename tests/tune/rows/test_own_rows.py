@@ -18,7 +18,7 @@ from frozencore.tune.config import make_config
 from frozencore.tune.locate import require_files
 from frozencore.tune.rows.own_rows import read_rows
 from frozencore.tune.rows.prompts import PromptEncoder
-from small_tenants import inputs_of
+from small_runs import inputs_of
 
 PAIR = {"prompt": "Capital of France?", "completion": " Paris"}
 MESSAGES = {"messages": [{"role": "user", "content": "Capital?"}, {"role": "assistant", "content": "Paris"}]}

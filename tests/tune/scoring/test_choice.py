@@ -12,7 +12,6 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import nn
 from transformers import MistralConfig, MistralForCausalLM
 
-from all_logits import tiny_all_logits
 from families import make
 from frozencore.errors import DataError, ModelError
 from frozencore.tune.rows import ChoiceTokens, Example
@@ -24,7 +23,7 @@ from frozencore.tune.scoring.choice import (
     predict_choices,
     prefix_mask_logprobs,
 )
-from tiny import VOCABULARY, tiny_gpt2, tiny_llama, tiny_qwen2
+from tiny import VOCABULARY, tiny_all_logits, tiny_gpt2, tiny_llama, tiny_qwen2
 
 
 def reference_logprobs(model: nn.Module, rows: list[ChoiceTokens]) -> list[list[float]]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from all_logits import tiny_all_logits
+from fixtures import few
 from frozencore.errors import ConfigError, DataError, ModelError
 from frozencore.tune.config import RunConfig, make_config
 from frozencore.tune.load import load_model
@@ -24,9 +24,8 @@ from frozencore.tune.run import execute
 from frozencore.tune.scoring.exact_match import SHORT, are_short, complete
 from frozencore.tune.scoring.score import held_out_loss, losses_of_rows, score_completions, score_task
 from frozencore.tune.task_registry import TEXT_TASKS, find_task
-from slow import few
-from small_tenants import inputs_of, silent
-from tiny import draw_rows, tiny_gpt2, tiny_qwen2
+from small_runs import inputs_of, silent
+from tiny import draw_rows, tiny_all_logits, tiny_gpt2, tiny_qwen2
 
 ROWS = draw_rows(9, seed=5)
 

@@ -20,7 +20,7 @@ from frozencore.tune.tasks import HubDataset, Task
 from frozencore.tune.tasks.answers import parse_answer, parse_number
 from frozencore.tune.tasks.paper import ARC_CHALLENGE, GSM8K, HELLASWAG, SST2, SVAMP, WINOGRANDE
 from frozencore.tune.tasks.splits import evaluation_rows, split_task
-from hub_folders import ROWS, write_hub_folder
+from input_files import ROWS, write_hub_folder
 
 SOURCE = HubDataset("org/name", ("sentence", "label"), {"train": "train", "evaluation": "test"})
 

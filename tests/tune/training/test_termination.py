@@ -23,8 +23,8 @@ from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.training.checkpoints import checkpoints, is_whole
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import TrainingReport, train
+from small_campaign import TWO_METHODS, results_of, write_spec
 from tiny import draw_rows, tiny_qwen2
-from undisturbed import TWO_METHODS, results_of, specification
 
 ROWS = draw_rows(20, seed=5)
 RECIPE = Recipe(learning_rate=1e-2, epochs=2, batch_size=2, accumulation=3, warmup=0.3)  # four steps an epoch
@@ -229,7 +229,7 @@ def test_a_run_that_is_terminated_before_it_trains_ends_at_once(tmp_path: Path) 
 
 
 def campaign(folder: Path, num_workers: int) -> list[str]:
-    spec = specification(folder.parent, TWO_RUNS)
+    spec = write_spec(folder.parent, TWO_RUNS)
     return ["campaign", "run", str(spec), "--output", str(folder), "--workers", str(num_workers)]
 
 
