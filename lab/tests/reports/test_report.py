@@ -290,3 +290,18 @@ def test_generated_rows_and_own_files_have_an_origin_too(tmp_path):
     assert column(data, "data set") == ["own files"]
     assert column(data, "splits: train / validation / evaluation") == ["- / - / rows.jsonl"]
     assert column(options, "calibration") == ["reads none"]
+
+
+def test_the_data_sets_have_the_numbers_of_each_study(results, make_record):
+    yaml = (
+        "  a:\n    title: A\n    axes: {model: [small], task: [svamp], method: [fcca, few], seed: [42]}\n"
+        "    variants: {few: {method: fcca, num_train: 16}}\n    fixed: {num_evaluation: 40, calibration_task: gsm8k}\n"
+        "  b:\n    title: B\n    axes: {model: [small], task: [svamp], method: [lora], epochs: [1, 4], seed: [42]}\n"
+        "    fixed: {num_train: 64, num_evaluation: 40, forgetting: [cola]}\n"
+    )
+    document = campaign_document(results(yaml, make_record))
+    sheet = next(table.sheet for table in document.sections[-1].tables if table.sheet.name == "data-sets")
+    assert column(sheet, "task") == ["SVAMP", "GSM8K", "CoLA"]
+    assert column(sheet, "train") == ["16 · 64 · 700", "-", "-"]
+    assert column(sheet, "evaluation") == ["40", "-", "-"]
+    assert column(sheet, "epochs") == ["1 · 3 · 4", "-", "-"]

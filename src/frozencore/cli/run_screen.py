@@ -71,7 +71,7 @@ def _of_run(config: RunConfig, progress: Progress) -> tuple[Inputs, Sequence[Tok
 def _of_tenants(config: RunConfig, num_slots: int, progress: Progress) -> tuple[Inputs, Sequence[TokenRow], list[Text]]:
     """Read the rows of all tenants, and say what each trains on; the rows to show are the first tenant's."""
     config, files = tenants_of(config)
-    inputs, own = read_tenants(config, files, progress)
+    inputs, own = read_tenants(config, files, progress, outline_of(config.model))
     at_once = min(num_slots, len(own))
     basis = (
         f"the basis {config.method.basis}"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import fields
+from functools import partial
+from itertools import product
 from typing import Any
 
 from frozencore.constructors import CONSTRUCTORS
 from frozencore.maths.moments import MomentName
 from frozencore.tune.config import run_options
-from frozencore.tune.methods import AdapterOptions, find_method, method_name
+from frozencore.tune.methods import AdapterOptions, Method, find_method, method_name
 from frozencore.tune.record import TunedRecord
 from frozencore.tune.task_registry import find_task
 from frozencore.tune.tasks import Scoring, Split
@@ -24,6 +26,7 @@ SCORED: dict[Scoring, str] = {
     "exact_match": "greedy exact match", "choice": "likelihood of choices", "text": "held-out loss",
 }  # fmt: skip
 SPLITS: tuple[Split, ...] = ("train", "validation", "evaluation")
+VARIED = " · "  # between the values of an axis
 SIZES = {"train": "num_train", "evaluation": "num_evaluation", "epochs": "epochs"}
 LETTERS: dict[MomentName, str] = {
     "cross": "G", "input_square": "a", "error_square": "d", "input_outer": "A", "error_outer": "D",
@@ -40,17 +43,22 @@ SHOWN_APART = (
 
 def data_sheet(campaign: Campaign) -> Sheet:
     """A line for each task of any study: the source, number and scoring of its rows (paper, table "datasets")."""
-    axes = [study.axes for study in campaign.studies.values()]
-    learned = [task for values in axes for task in values["task"]]
-    others = [value for values in axes for value in values.get("calibration_task", ()) if value is not None]
-    calibrated_on = [task for value in others for task in (value if isinstance(value, tuple) else (value,))]
+    sizes: dict[str, dict[str, set[Any]]] = {}
+    for study in campaign.studies.values():
+        for method in _methods_of(campaign, study):
+            values = partial(_values, campaign, study, method)
+            for learned in map(str, values("task")):
+                for heading, option in SIZES.items():
+                    given = {value or getattr(find_task(learned), option) for value in values(option)}
+                    sizes.setdefault(learned, {}).setdefault(heading, set()).update(given)
+            for value in (*values("calibration_task"), *values("forgetting")):
+                for other in value if isinstance(value, tuple) else (value,):
+                    if other is not None:
+                        sizes.setdefault(str(other), {})
     lines = []
-    for name in dict.fromkeys(map(str, (*learned, *calibrated_on))):
+    for name, by_heading in sizes.items():
         task = find_task(name)
         origin = task.source.origin
-        given: dict[str, Any] = {
-            option: campaign.base.get(option) or getattr(task, option) for option in SIZES.values()
-        }
         texts = {
             "task": value_name("task", name),
             "data set": origin.name,
@@ -59,14 +67,24 @@ def data_sheet(campaign: Campaign) -> Sheet:
             "scoring": SCORED[task.scoring],
             "licence": task.licence,
         }
-        sizes = {heading: number(given[option], 0) for heading, option in SIZES.items()}
-        lines.append({heading: label(text) for heading, text in texts.items()} | sizes)
+        lines.append(
+            {heading: label(text) for heading, text in texts.items()}
+            | {heading: _several(by_heading.get(heading, set())) for heading in SIZES}
+        )
     note = (
         "Rows to train on and to evaluate on, at most: drawn by a hash of the row's id, the same for all methods and "
         "seeds. A search is scored on rows that are not trained on: unused ones of the training split, else the "
-        f"validation split, else {VALIDATION_SHARE:.0%} of the training rows."
+        f"validation split, else {VALIDATION_SHARE:.0%} of the training rows. A task without numbers is calibrated on, "
+        "or its texts show what is forgotten."
     )
     return Sheet.of("data-sets", "Data sets, fixed subsets and training length", note, lines, num_labels=6)
+
+
+def _several(counts: Set[int]) -> SheetCell:
+    """The number that all studies have, or each of several."""
+    if len(counts) == 1:
+        return number(next(iter(counts)), 0)
+    return label(VARIED.join(f"{count:,}" for count in sorted(counts)) or "-")
 
 
 def hyper_parameter_sheet(results: CampaignResults) -> Sheet:
@@ -98,23 +116,39 @@ def _methods_of(campaign: Campaign, study: Study) -> list[str]:
     return [str(method) for method in study.axes.get("method", (fixed,))]
 
 
+def _values(campaign: Campaign, study: Study, method: str, option: str) -> tuple[Any, ...]:
+    """The values of an option over a study's runs of one method: of its grid, of an axis, or the one value given."""
+    grid: Mapping[str, tuple[Any, ...]] = study.search.grid(method) if study.search else {}
+    given = campaign.options_of(study, {"method": method})
+    return (
+        grid.get(option)
+        or study.axes.get(option)
+        or (given.get(option, _defaults(find_method(study.method_of(method))).get(option)),)
+    )
+
+
+def _defaults(row: Method) -> dict[str, Any]:
+    """The default of every option for a method."""
+    defaults = {name: option.default for name, option in run_options().items()}
+    return {**defaults, "learning_rate": row.learning_rate, "warmup": row.warmup}
+
+
 def _options(campaign: Campaign, study: Study, name: str) -> dict[str, str]:
     """The options of one method in a study, as text by heading."""
     row = find_method(study.method_of(name))
     given: Mapping[str, Any] = campaign.options_of(study, {"method": name})
     grid: Mapping[str, tuple[Any, ...]] = study.search.grid(name) if study.search else {}
-    defaults = {name: option.default for name, option in run_options().items()}
-    defaults |= {"learning_rate": row.learning_rate, "warmup": row.warmup}
-
-    def values(option: str) -> tuple[Any, ...]:
-        return grid.get(option) or study.axes.get(option) or (given.get(option, defaults.get(option)),)
+    defaults = _defaults(row)
+    values = partial(_values, campaign, study, name)
 
     def text(option: str) -> str:
         shown = [value_name(option, value) for value in values(option)]
-        return "{" + ", ".join(shown) + "}" if len(grid.get(option, ())) > 1 else " · ".join(shown)
+        return "{" + ", ".join(shown) + "}" if len(grid.get(option, ())) > 1 else VARIED.join(shown)
 
-    size, times = (values(option)[0] for option in ("batch_size", "accumulation"))
-    batch = f"{times}, as they fit" if size == "auto" else f"{size} × {times} = {size * times}"
+    batches = [
+        f"{times}, as they fit" if size == "auto" else f"{size} × {times} = {size * times}"
+        for size, times in product(values("batch_size"), values("accumulation"))
+    ]
     reads = row.needs(AdapterOptions(rank=defaults["rank"], seed=defaults["seed"], targets=(), core={}))
     further = [option for option in dict.fromkeys((*given, *study.axes, *grid)) if option not in SHOWN_APART]
     trains = study.kind.trains
@@ -122,7 +156,7 @@ def _options(campaign: Campaign, study: Study, name: str) -> dict[str, str]:
         "rank": text("rank"),
         "modules": "attention" if values("targets") == (None,) else text("targets"),
         "precision": text("dtype"),
-        "batch": batch if trains else "-",
+        "batch": VARIED.join(batches) if trains else "-",
         "learning rate": text("learning_rate") if trains else "-",
         "warm-up": text("warmup") if trains else "-",
         "calibration": text("calibration_size") if reads else "reads none",

@@ -12,7 +12,7 @@ from frozencore.errors import ConfigError, FrozenCoreError
 from frozencore.text import Progress, num_of
 from frozencore.tune.adapt import on_named_basis
 from frozencore.tune.config import RunConfig
-from frozencore.tune.load import Inputs, load, prepare
+from frozencore.tune.load import Base, Inputs, load, prepare
 from frozencore.tune.locate import find_tenants
 from frozencore.tune.processes import num_started, own_number
 from frozencore.tune.read_rows import RunRows
@@ -74,18 +74,21 @@ def _own_share(config: RunConfig, files: Mapping[str, Path]) -> dict[str, Path]:
 
 
 def read_tenants(
-    config: RunConfig, files: Mapping[str, Path], progress: Progress
+    config: RunConfig, files: Mapping[str, Path], progress: Progress, base: Base | None = None
 ) -> tuple[Inputs, dict[str, TenantRows]]:
     """Load the model with the rows of the basis, and each tenant's own rows.
 
     The basis is calibrated on ``calibration_size`` rows in all, spread over the tenants, or on those of the calibration
     task if one is named.
 
+    Args:
+        base: The model, if it is not to be loaded.
+
     Raises:
         FrozenCoreError: A tenant's file cannot be read, split or tokenised; the message names the tenant.
     """
     progress("load", 0, len(files), config.model.name)
-    base = load(config.model)
+    base = base or load(config.model)
     own: dict[str, TenantRows] = {}
     for number, (name, file) in enumerate(files.items(), start=1):
         config_here = config.replaced(data=str(file))
