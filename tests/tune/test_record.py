@@ -98,6 +98,7 @@ def test_provenance_names_versions_machine_and_commit() -> None:
 
 def test_provenance_names_the_device_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     processor = provenance("cpu")["device"]
+    assert torch.backends.cpu.get_cpu_capability() in processor
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda place: ["first", "second"][place.index or 0])
     named = {name: provenance(name)["device"] for name in ("auto", "cuda", "cuda:1", "cpu", "no device")}

@@ -37,13 +37,23 @@ def provenance(device: object = "auto") -> dict[str, Any]:
 
 
 def _hardware_name(device: str) -> str:
-    """The name of the GPU of this device; for other devices, the processor's."""
+    """The name of the GPU of this device; for other devices the processor's, with the instructions that torch uses."""
     import torch
 
     with suppress(RuntimeError, AssertionError):  # there is no such device; a failed run has this as its reason
         place = torch.device("cuda" if device == "auto" else device)
         if place.type == "cuda" and torch.cuda.is_available():
             return torch.cuda.get_device_name(place)
+    return f"{_processor_name()} ({torch.backends.cpu.get_cpu_capability()})"
+
+
+@cache
+def _processor_name() -> str:
+    with suppress(OSError):  # not Linux
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        if named and named[0]:
+            return named[0]
     return platform.processor() or platform.machine()
 
 
