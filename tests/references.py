@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from torch import nn
 
 Array = NDArray[np.float64]
-RELATIVE_NOISE = 1e-6
 
 
 # ---------------------------------------------------------------------------------------------------- moments

@@ -1,8 +1,9 @@
-"""Rooms stand on at most ten floors without a circle."""
+"""Rooms stand on at most ten floors without a circle, types have names of their own, and one module forks."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -50,6 +51,24 @@ def test_rooms_stand_on_at_most_ten_floors_without_a_circle() -> None:
     for room in TopologicalSorter(below).static_order():  # raises CycleError
         floor[room] = 1 + max((floor[under] for under in below[room]), default=0)
     assert max(floor.values()) <= MOST_FLOORS, sorted(floor.items(), key=lambda item: item[1])
+
+
+def types_in(file: Path) -> Iterator[str]:
+    """The classes and the named types at the top of a file."""
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Assign):
+            yield from (t.id for t in node.targets if isinstance(t, ast.Name) and re.match("[A-Z][a-z]", t.id))
+
+
+def test_no_two_types_bear_one_name() -> None:
+    places = defaultdict(list)
+    for file in (file for source in SOURCES for file in sorted(source.rglob("*.py"))):
+        for name in types_in(file):
+            places[name].append(str(file.relative_to(ROOT)))
+    assert len(places) > 100
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
 
 
 def test_only_the_module_of_the_fork_server_forks() -> None:

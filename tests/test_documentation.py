@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -21,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import Trainer, TrainingArguments, default_data_collator
@@ -304,3 +306,12 @@ def test_files_and_functions_that_a_page_names_are_there(page: Path) -> None:
             importlib.import_module(name)
         except ModuleNotFoundError:
             assert hasattr(importlib.import_module(module), attribute), name
+
+
+def test_the_citation_names_the_package_its_version_and_its_licence() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()  # what its format asks for
+    assert [citation[name] for name in ("title", "version", "license")] == [
+        project["name"], project["version"], project["license"],
+    ]  # fmt: skip

@@ -73,14 +73,3 @@ def test_the_search_works_from_the_disk_and_without_a_network(site: Path) -> Non
         shown = subprocess.run(words, capture_output=True, text=True, check=True, timeout=120).stdout
         assert re.search(r"\d+ matching documents", shown)
         assert "reference/python.html#frozencore.adapter.export.lora.export_lora" in shown
-
-
-@pytest.mark.slow
-def test_long_lines_of_code_go_on_below_and_every_table_has_a_heading(site: Path) -> None:
-    for page in site.rglob("*.html"):
-        for head in re.findall(r"<thead>.*?</thead>", page.read_text(), flags=re.DOTALL):
-            assert re.sub(r"<[^>]+>", "", head).strip(), page.name
-    assert re.search(r"min-width[^}]*pre > code \{ white-space: pre-wrap; \}", (site / "site.css").read_text())
-    for source in (ROOT / "docs").glob("*.md"):  # so that few lines have to
-        for block in re.findall(r"^```.*?^```$", source.read_text(), flags=re.DOTALL | re.MULTILINE):
-            assert max(map(len, block.splitlines())) <= 120, (source.name, block)

@@ -10,7 +10,6 @@ import pytest
 
 from frozencore_lab.campaign.plan import plan
 from frozencore_lab.campaign.spec import read_campaign
-from places import LAB, SHARED
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -104,13 +103,3 @@ def test_a_folder_of_something_else_stays_as_it_is(command: Command, tmp_path: P
     assert (status, err.count("\n")) == (2, 1)
     assert "holds something that is no rehearsal" in err
     assert (tmp_path / "full" / "thesis.tex").read_text() == "do not remove"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["demo", "demo-smollm2", "smollm2", "smollm2-ablations"])
-def test_campaigns_whose_data_are_here_fill_every_cell(name: str, command: Command, tmp_path: Path) -> None:
-    if not (SHARED / "data").is_dir():
-        pytest.skip("needs the public data sets")
-    words = ("--data-root", SHARED / "data", "--output", tmp_path / "out", "--workers", 2)
-    status, out, _ = command("campaign", "rehearse", LAB / "campaigns" / f"{name}.yaml", *words)
-    assert status == 0, out[-3000:]

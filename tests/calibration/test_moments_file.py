@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +40,6 @@ def written(tmp_path: Path) -> tuple[Path, dict[str, LayerMoments], MomentsFinge
     return path, moments, fingerprint
 
 
-def test_a_round_trip_is_bit_equal(written: tuple) -> None:
-    path, moments, fingerprint = written
-    loaded = load_moments(path, fingerprint)
-    assert list(loaded) == list(moments)
-    for name, layer in moments.items():
-        assert loaded[name].num_tokens == layer.num_tokens
-        assert loaded[name].names() == layer.names()
-        for moment in layer.names():
-            assert torch.equal(getattr(loaded[name], moment), getattr(layer, moment))
-
-
 def test_grouping_device_and_short_names_do_not_change_what_moments_are_of() -> None:
     def of(**options: Any) -> MomentsFingerprint:
         return MomentsFingerprint.of(tiny_qwen2(), BATCHES, CalibrationOptions(**options))
@@ -77,21 +65,6 @@ def test_moments_of_something_else_are_refused(part: str, message: str, written:
         options = CalibrationOptions(tokens="completion")
     with pytest.raises(ArtifactError, match=message):
         load_moments(path, MomentsFingerprint.of(model, batches, options))
-
-
-@pytest.mark.parametrize("labels", ["empirical", "mc"])
-def test_a_file_that_names_the_labels_of_the_fisher_loads_if_they_are_the_datas(labels: str, tmp_path: Path) -> None:
-    """Earlier versions wrote these two options, and their files still load."""
-    model, path = tiny_qwen2(), tmp_path / "moments.safetensors"
-    moments = collect_moments(model, BATCHES, attention_names(model))
-    now = MomentsFingerprint.of(model, BATCHES)
-    save_moments(path, moments, replace(now, options={**now.options, "fisher_labels": labels, "seed": 42}))
-    if labels == "empirical":
-        assert load_moments(path, now).keys() == moments.keys()
-        return
-    for expected in (None, now):
-        with pytest.raises(ArtifactError, match="Moments are of the data's labels, but .* fisher_labels 'mc'"):
-            load_moments(path, expected)
 
 
 ORIGIN = {"model": "a", "data": "b", "options": {}}

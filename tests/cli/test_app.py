@@ -108,11 +108,10 @@ def test_tables_are_as_wide_as_the_terminal_or_as_columns_and_wide_in_a_file(mon
         assert runpy.run_module("frozencore.cli.display")["console"].width == width
 
 
-@pytest.mark.filterwarnings("ignore:'frozencore.cli.app' found in sys.modules")
 def test_the_module_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["frozencore", "schema"])
     with pytest.raises(SystemExit) as exit_:
-        runpy.run_module("frozencore.cli.app", run_name="__main__")
+        runpy.run_module("frozencore", run_name="__main__")
     assert not exit_.value.code
     assert json.loads(capsys.readouterr().out)["title"] == "Campaign"
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -169,10 +169,3 @@ def test_tables_on_the_screen_and_in_markdown_show_the_text() -> None:
 def test_a_cell_of_latex_is_no_option_of_the_line_before_it(text: str) -> None:
     for line in latex(sheet_of(text)).splitlines():
         assert not line.startswith(("[", "*"))
-
-
-def test_a_console_of_rich_would_obey_it() -> None:
-    """The markup above is markup: Rich's own console eats it."""
-    out = io.StringIO()
-    Console(file=out, width=80).print("[red]x[/red]")
-    assert "[red]" not in out.getvalue()

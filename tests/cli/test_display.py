@@ -25,18 +25,6 @@ def test_on_a_terminal_each_stage_is_one_bar_that_moves_to_its_total_and_keeps_i
     assert "4/4" in printed.getvalue()
 
 
-def test_in_a_file_a_stage_is_one_line_when_it_ends_however_often_it_speaks() -> None:
-    printed = io.StringIO()
-    with StageDisplay(Console(file=printed, width=120)) as stages:
-        for done in (1, 2, 4, 4):
-            stages("train", done, 4, "loss 1.500")
-        stages("load", 1, None, "never ends")
-    line, last = printed.getvalue().strip().splitlines()
-    assert line.startswith("Train: 4 in ")
-    assert line.endswith(" s (loss 1.500)")
-    assert last.startswith("In all: ")
-
-
 def test_in_a_file_a_long_stage_says_every_few_seconds_how_far_it_is_and_how_long_it_takes() -> None:
     printed, now = io.StringIO(), iter([0.0, 0.0, 0.0, 4.0, 10.0, 11.0, 80.0, 90.0, 90.0])
     with StageDisplay(Console(file=printed, width=120), clock=lambda: next(now)) as stages:
@@ -122,11 +110,3 @@ def test_a_bar_counts_from_the_end_of_the_stage_before_it() -> None:
     assert first is not None
     assert second is not None
     assert (round(first), round(second)) == (6, 14)
-
-
-def test_on_eighty_columns_the_note_of_training_its_count_and_the_time_are_whole() -> None:
-    printed, note = io.StringIO(), "loss 12.345, rate 5.0e-03, 12,345 tokens/s"
-    with StageDisplay(Console(file=printed, force_terminal=True, width=80)) as stages:
-        stages("train", 53, 135, note)
-    for part in (note, "53/135", "--:--"):
-        assert part in printed.getvalue()

@@ -40,16 +40,6 @@ def test_evaluate_shows_a_table_and_writes_every_score(command: Command, tmp_pat
     assert "duplicates" not in out
 
 
-def test_a_task_of_ones_own_is_scored_by_its_file(command: Command, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"q": "Is it?", "a": 0}\n')
-    (tmp_path / "own.yaml").write_text(
-        "name: own\nscoring: choice\nevaluation: rows.jsonl\nprompt: '{q}'\nchoices: [it is, it is not]\nanswer: a\n"
-    )
-    status, _, _ = command("evaluate", *POCKET, "--task", tmp_path / "own.yaml", "--out", tmp_path / "e")
-    assert status == 0
-    assert (tmp_path / "e" / "base" / "own" / "predictions.jsonl").exists()
-
-
 def by_transformers(rows: list[dict[str, str]]) -> float:
     """The mean loss of the pocket model on completions that all have as many tokens."""
     model = AutoModelForCausalLM.from_pretrained(pocket_model_path()).eval()
@@ -110,12 +100,6 @@ def test_each_failure_beside_a_good_task_is_a_row_and_the_exit_status_is_one(com
     assert "pocket-mth was not scored: There is no task 'pocket-mth'" in said
     assert "none.jsonl was not scored: " in said
     assert said.index("pocket-mth cannot be scored") < said.index("Load model and rows")
-
-
-def test_tasks_are_listed(command: Command) -> None:
-    status, out, _ = command("tasks")
-    assert status == 0
-    assert re.search(r"winogrande .*2000 / 500 .* choice .*allenai/winogrande, winogrande_xl", out)
 
 
 QUESTION, SECOND = "Tom has 3 cats and buys 2 cats .", "Ann has 2 dogs ."

@@ -6,7 +6,6 @@ import base64
 import io
 import json
 import re
-import shutil
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -17,11 +16,9 @@ from typing import Any, ClassVar
 
 import pytest
 import yaml
-from transformers import AutoTokenizer
 
 from frozencore.cli import app as cli
 from frozencore.tune.config import make_config
-from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import RunRecord
 from small_runs import inputs_of
 
@@ -92,18 +89,8 @@ def test_what_a_run_warned_of_is_shown_and_kept_in_its_record(command: Command, 
 def test_a_dry_run_says_what_would_be_read_and_taken_and_writes_nothing(command: Command, tmp_path: Path) -> None:
     rows = [{"prompt": f"Tom has {i} cats .", "completion": " two cats"} for i in range(20)]
     write(tmp_path / "rows.jsonl", rows)
-    words = [
-        "tune",
-        *WORDS[1:3],
-        "--data",
-        tmp_path / "rows.jsonl",
-        "--rank",
-        "4",
-        "--epochs",
-        "2",
-        "--batch-size",
-        "3",
-    ]
+    few = ("--rank", 4, "--epochs", 2, "--batch-size", 3)
+    words = ["tune", *WORDS[1:3], "--data", tmp_path / "rows.jsonl", *few]
     status, out, err = command(*words, "--accumulation", "2", "--out", tmp_path / "run", "--dry-run")
     assert (status, err) == (0, "")
     assert not (tmp_path / "run").exists()
@@ -122,23 +109,6 @@ def test_a_dry_run_says_what_would_be_read_and_taken_and_writes_nothing(command:
     few = {"rank": 4, "epochs": 2, "batch-size": 3, "accumulation": 2}
     assert yaml.safe_load(asked) == {"model": "pocket", "data": str(tmp_path / "rows.jsonl"), **few}
     assert re.fullmatch(r"Tom has \d+ cats \.⟦ two cats<\|endoftext\|>⟧", out.splitlines()[-1])
-
-
-def test_a_dry_run_marks_every_turn_that_has_the_loss(command: Command, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(pocket_model_path(), model)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.role }}:{{ m.content }}{% if m.role == 'assistant' %}<|endoftext|>{% endif %} "
-        "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
-    )
-    tokenizer.save_pretrained(model)
-    answer = {"role": "assistant", "content": "two cats"}
-    turns = [[{"role": "user", "content": f"{i} cats ?"}, answer] * 2 for i in range(12)]
-    rows = write(tmp_path / "rows.jsonl", [{"messages": own} for own in turns])
-    words = ["tune", "--model", model, *WORDS[3:], "--data", rows, "--out", tmp_path / "run", "--dry-run"]
-    shown = {loss_on: command(*words, "--loss-on", loss_on)[1] for loss_on in ("last", "all")}
-    assert [text.count("⟦two cats<|endoftext|>⟧") for text in shown.values()] == [3, 6]  # three rows
 
 
 def test_several_files_and_a_file_to_evaluate_on_are_in_the_record(command: Command, tmp_path: Path) -> None:

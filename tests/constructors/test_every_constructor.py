@@ -37,12 +37,6 @@ READS_GRADIENT = ("fcca", "rawgrad", "signgrad", "filora")
 EVERY = pytest.mark.parametrize("constructor", CONSTRUCTORS)
 
 
-@EVERY
-def test_data_is_needed_exactly_where_the_paper_says(constructor: str) -> None:
-    row = CONSTRUCTORS[constructor]
-    assert bool(row.needs(row.options())) == (constructor in READS_DATA)
-
-
 @pytest.mark.parametrize("shape", [(12, 10), (9, 14), (11, 11)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("constructor", ref.REFERENCE_FACTORS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -26,10 +25,9 @@ from frozencore.constructors import (
     vera_basis,
 )
 from frozencore.constructors.eva import EVA_OUTPUTS, eva_needs
-from frozencore.errors import ConfigError
 from frozencore.maths.basis import Basis
 from frozencore.maths.moments import LayerMoments
-from frozencore.maths.whitening import Sides, Whitening
+from frozencore.maths.whitening import Whitening
 from references import numpy_of
 from tiny import drawn_layer
 
@@ -41,20 +39,6 @@ HUGE = 1e9
 def assert_same_spans(one: Basis, other: Basis, tolerance: float = 1e-5) -> None:
     assert ref.span_distance(numpy_of(one.P), numpy_of(other.P)) < tolerance
     assert ref.span_distance(numpy_of(one.Q), numpy_of(other.Q)) < tolerance
-
-
-@pytest.mark.parametrize("sides", get_args(Sides))
-@pytest.mark.parametrize(("dense", "shrinkage"), [(False, 0.0), (True, 0.0), (True, 0.5)])
-@pytest.mark.parametrize("c", [1e-3, 1.0])
-def test_every_metric_equals_the_reference(sides: str, dense: bool, shrinkage: float, c: float) -> None:
-    layer = drawn_layer(seed=3)
-    whitening = Whitening(sides=sides, fisher="dense" if dense else "diagonal", shrinkage=shrinkage, damping=(c, 2 * c))
-    basis = fcca_basis(layer.moments(), 4, whitening=whitening)
-    P0, Q0 = ref.fcca_factors(
-        layer.reference(), 4, c_input=c, c_output=2 * c, sides=sides, dense=dense, shrinkage=shrinkage
-    )
-    assert ref.span_distance(numpy_of(basis.P), P0) < 1e-5
-    assert ref.span_distance(numpy_of(basis.Q), Q0) < 1e-5
 
 
 def test_raw_coordinates_are_the_papers_factors_up_to_sign() -> None:
@@ -182,13 +166,6 @@ def test_evas_other_output_sides_leave_its_inputs_alone() -> None:
     assert ref.span_distance(numpy_of(svd.P), ref.lora_xs_factors(layer.reference(), 3)[0]) < 1e-5
     assert torch.equal(drawn.P, eva_basis(layer.moments(), W, 3, output="random", seed=3).P)
     assert not torch.allclose(drawn.P, eva_basis(layer.moments(), W, 3, output="random", seed=4).P)
-
-
-@pytest.mark.usefixtures("as_a_user")
-def test_an_output_side_that_eva_has_not_is_refused_with_those_that_it_has() -> None:
-    layer = drawn_layer()
-    with pytest.raises(ConfigError, match=f"one of {', '.join(EVA_OUTPUTS)}, but 'pca' came"):
-        eva_basis(layer.moments(), torch.tensor(layer.W), 3, output="pca")
 
 
 def test_the_table_hands_evas_options_on() -> None:

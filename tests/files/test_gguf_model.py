@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from frozencore.errors import ModelError
-from frozencore.files.adapter_folder import WEIGHTS_FILE
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.tune.load import load_config, load_model, load_tokenizer
 from places import SHARED
@@ -101,23 +99,6 @@ def test_a_run_on_a_gguf_file_is_quiet_scored_again_and_exported(kind: str, comm
     status, out, err = command("export", adapter, "--to", "lora", "--out", tmp_path / "lora")
     assert status == 0, err
     assert "Taken by: vLLM, SGLang, llama.cpp" in out
-
-
-def test_calibration_on_a_gguf_file_is_that_of_the_model_folder(command: Command, tmp_path: Path) -> None:
-    written = tiny_model("llama")
-    file = write_gguf(written, tmp_path / "tiny.gguf")
-    written.save_pretrained(tmp_path / "folder")
-    pocket_tokenizer().save_pretrained(tmp_path / "folder")
-    asked = ("--task", "pocket-sentiment", "--rank", "2", "--calibration-size", "16", "--device", "cpu")
-    bases = []
-    for model in (file, tmp_path / "folder"):
-        out = tmp_path / f"of-{model.name}"
-        status, _, err = command("calibrate", "--model", model, *asked, "--out", out / "calibration")
-        assert status == 0, err
-        bases.append(load_file(out / "calibration" / "adapter" / WEIGHTS_FILE))
-    assert len(bases[0]) == 3 * 4 * 2  # P, Q and R of four projections in two layers
-    assert bases[0].keys() == bases[1].keys()
-    assert all(torch.equal(X, bases[1][name]) for name, X in bases[0].items())
 
 
 @pytest.mark.slow

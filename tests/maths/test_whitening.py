@@ -62,18 +62,6 @@ def test_dense_factors_shrunk_all_the_way_are_the_diagonal_ones() -> None:
 
 
 @pytest.mark.parametrize("fisher", ["diagonal", "dense"])
-def test_t_ignores_loss_scale_and_sums_against_means(fisher: str) -> None:
-    """ε is relative to the mean of each diagonal (docs/method.md)."""
-    layer = drawn_layer()
-    expected = whitened(Whitening(fisher=fisher), layer.moments())
-    louder = dataclasses.replace(layer, E=1e4 * layer.E).moments()
-    np.testing.assert_allclose(whitened(Whitening(fisher=fisher), louder), expected, rtol=1e-9)
-    moments = layer.moments()
-    sums = dataclasses.replace(moments, num_tokens=1)
-    np.testing.assert_allclose(whitened(Whitening(fisher=fisher), sums), expected, rtol=1e-9)
-
-
-@pytest.mark.parametrize("fisher", ["diagonal", "dense"])
 def test_a_root_is_computed_in_float64_and_keeps_the_dtype_of_what_it_multiplies(fisher: str) -> None:
     """A float32 product of a root would be off by more than the rounding of its result."""
     moments = drawn_layer(spread=4).moments(torch.float32)

@@ -183,23 +183,6 @@ def test_a_failed_run_keeps_its_reason_and_is_retried_on_request_only(command: C
             assert ((store.failed / run_id / "failure.json").stat().st_mtime_ns > then) == again
 
 
-@pytest.mark.slow
-def test_two_arrays_of_single_runs_make_the_campaign(command: Command, tmp_path: Path) -> None:
-    """Run a campaign as lab/README.md does it with Slurm."""
-    spec = write_spec(tmp_path, ONE_METHOD.replace("for: [fcca]", "for: [lora_xs]"))
-    one_by_one, driven = tmp_path / "one-by-one", tmp_path / "driven"
-    counts = []
-    for _ in ("search", "final", "nothing"):
-        status, ids, _ = command("campaign", "plan", spec, "--output", one_by_one, "--ids")
-        assert status == 0
-        counts.append(len(ids.split()))
-        for run_id in ids.split():
-            assert command("campaign", "one", run_id, "--output", one_by_one)[0] == 0
-    assert counts == [2, 1, 0]
-    assert command("campaign", "run", spec, "--output", driven, "--workers", "0")[0] == 0
-    assert results_of(one_by_one) == results_of(driven)
-
-
 def drive_here(words: list[str]) -> None:
     """The command; its workers are forked from it."""
     os.register_at_fork(after_in_child=let_go_of_the_lock)

@@ -25,7 +25,7 @@ from frozencore_lab.campaign.shared_moments import moments_key, needs_of
 from frozencore_lab.campaign.spec import PLACES, Campaign, column_key, read_campaign
 from frozencore_lab.campaign.store import Store
 from places import LAB
-from small_campaign import SMALL, write_spec
+from small_campaign import write_spec
 from small_runs import made_up_record, record_content
 
 OPTIONS: dict[str, Any] = {"model": "pocket", "task": "pocket-math", "seed": 42}
@@ -93,19 +93,6 @@ def test_damping_may_be_a_pair_for_the_two_sides() -> None:
     damping = pair.config.method.core["damping"]
     assert damping == pair.config.method.adapter_options(()).core["damping"] == (0.1, 0.01)
     assert column_key((damping,)) == "0.1/0.01"
-
-
-def test_equal_runs_of_two_studies_are_one(tmp_path: Path) -> None:
-    text = """
-name: twice
-models: {pocket: pocket}
-studies:
-  a: {title: a, axes: {model: [pocket], task: [pocket-math], method: [fcca], rank: [8, 16], seed: [42]}}
-  b: {title: b, axes: {model: [pocket], task: [pocket-math], method: [fcca], whiten: [both, none], seed: [42]}}
-"""
-    runs = plan(read_campaign(write_spec(tmp_path, text)), unknown)
-    assert len(runs) == 4
-    assert len({run.job.id for run in runs if run.job}) == 3
 
 
 def test_a_task_calibrated_on_itself_is_the_plain_run_and_stands_under_its_axis_value(tmp_path: Path) -> None:
@@ -311,11 +298,6 @@ def test_where_one_method_reads_g_every_run_with_bases_on_that_model_is_measured
         make_job("tune", {**OPTIONS, "method": "fcca", "model": "another"}),
     ):
         assert not needs_of([free, elsewhere]).get(moments_key(free.config))
-
-
-def test_a_number_in_scientific_notation_is_a_number(tmp_path: Path) -> None:
-    campaign = read_campaign(write_spec(tmp_path, SMALL.replace("epochs: 1", "learning_rate: 1e-3")))
-    assert campaign.base["learning_rate"] == 1e-3
 
 
 PRESETS = sorted((LAB / "campaigns").glob("*.yaml"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -100,12 +99,6 @@ def test_a_table_of_task_means_is_analysed(call: Call, tmp_path: Path) -> None:
     assert "RawGrad" in shown
     assert json.loads((tmp_path / "a.json").read_text())
     assert "FCCA" in call("report", "--table", str(PAPER), "--reference", "fca", status=2)
-
-
-def test_the_schema_is_json(command: Command) -> None:
-    status, out, _ = command("schema")
-    assert status == 0
-    assert json.loads(out)["title"] == "Campaign"
 
 
 def test_a_model_of_the_campaign_may_lie_in_a_folder_that_the_command_names(call: Call, tmp_path: Path) -> None:
@@ -214,11 +207,3 @@ def test_a_demo_writes_a_report_with_curves_prints_what_each_method_was_worth_an
     assert status == 0
     assert "4 runs finished" in printed
     assert times == {file: file.stat().st_mtime_ns for file in times}
-
-
-@pytest.mark.slow
-def test_the_demo_as_it_is_shipped_fills_its_table(command: Any, tmp_path: Path) -> None:
-    status, printed, _ = command("demo", "--output", tmp_path / "out", "--workers", "2")
-    assert status == 0
-    count = prod(len(values) for values in demo_campaign(seed=42).studies["demo"].axes.values())
-    assert f"{count} of {count} final runs have a result" in printed

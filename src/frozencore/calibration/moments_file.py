@@ -28,8 +28,6 @@ from frozencore.maths.moments import MOMENT_NAMES, LayerMoments
 from frozencore.text import one_line
 
 FORMAT, KEY = 2, "frozencore-moments"
-OPTIONS_THAT_WENT = ("fisher_labels", "seed")
-"""Options in older files; the seed drew the labels that ``fisher_labels`` asked for."""
 
 
 @dataclass(frozen=True)
@@ -126,10 +124,6 @@ def _header(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
         raise ValueError("its token counts are malformed")
     if not (isinstance(fingerprint, dict) and isinstance(fingerprint.get("options", {}), dict)):
         raise ValueError("its fingerprint is malformed")
-    if (labels := fingerprint.get("options", {}).get("fisher_labels", "empirical")) != "empirical":
-        raise ArtifactError(
-            f"Moments are of the data's labels, but those in {path} have fisher_labels {labels!r:.40}. Calibrate again."
-        )
     return header
 
 
@@ -154,9 +148,9 @@ def _require_same(path: Path, came: dict[str, Any], expected: dict[str, Any]) ->
                 f"The moments in {path} are of {what} ({came[part][:12]}, asked for {expected[part][:12]}). "
                 "Calibrate again, or name another file."
             )
-    options = {name: value for name, value in came["options"].items() if name not in OPTIONS_THAT_WENT}
-    if options != expected["options"]:
-        differing = sorted(k for k in expected["options"] if options.get(k) != expected["options"][k])
+    if (options := came["options"]) != expected["options"]:
+        asked = expected["options"]
+        differing = sorted(name for name in options.keys() | asked.keys() if options.get(name) != asked.get(name))
         raise ArtifactError(
             f"The moments in {path} were collected with other options ({', '.join(differing)}). Calibrate again."
         )

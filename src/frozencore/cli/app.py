@@ -219,7 +219,3 @@ def _line_of(error: Exception) -> str | None:
         f"out of memory ({one_line(error, 200)}): use a smaller --batch-size or --max-length, --group-size 50 for "
         "the calibration, or --dtype bfloat16 (docs/odd.md)"
     )
-
-
-if __name__ == "__main__":
-    main()

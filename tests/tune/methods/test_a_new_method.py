@@ -62,14 +62,3 @@ def test_a_row_is_enough_for_a_campaign_and_its_report(command: Command, tmp_pat
     assert "Layer norms" in report
     assert "gains" in report
     assert method_colour("norms") not in map(method_colour, METHODS.keys() - {"norms"})
-
-
-@pytest.mark.usefixtures("_row")
-def test_the_command_line_lists_it_and_offers_it_for_a_misspelling(command: Command, tmp_path: Path) -> None:
-    shown = " ".join(command("tune", "--help")[1].replace("│", " ").split())
-    offered = shown.partition("What to train")[2].partition(".")[0]
-    assert all(name in offered for name in METHODS)
-    assert "norms" in METHODS
-    status, _, error = command("tune", "--model", "pocket", "--task", "sst2", "--method", "normss", "--out", tmp_path)
-    assert status == 2
-    assert "Did you mean 'norms'?" in error

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from adapted import adapted
-from frozencore.errors import ConfigError
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator
 from frozencore.tune.training.recipe import Recipe
@@ -83,13 +82,3 @@ def test_steps_of_groups_are_the_steps_of_rows_as_they_come(make: type[torch.nn.
     values = [{n: p.detach() for n, p in model.named_parameters() if p.requires_grad} for model in models]
     for name, value in values[0].items():
         torch.testing.assert_close(values[1][name], value, rtol=1e-3, atol=1e-6)
-
-
-def test_records_and_checkpoints_without_groups_say_nothing_of_them() -> None:
-    plain = Recipe(learning_rate=1e-2, warmup=0.1)
-    assert "overhead_tokens" not in plain.content()
-    assert Recipe(learning_rate=1e-2, warmup=0.1, overhead_tokens=0).content() == plain.content() | {
-        "overhead_tokens": 0
-    }
-    with pytest.raises(ConfigError, match="overhead_tokens must not be negative"):
-        Recipe(learning_rate=1e-2, warmup=0.1, overhead_tokens=-1)

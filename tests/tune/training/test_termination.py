@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,18 +22,11 @@ from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.training.checkpoints import checkpoints, is_whole
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import TrainingReport, train
-from small_campaign import TWO_METHODS, results_of, write_spec
 from tiny import draw_rows, tiny_qwen2
 
 ROWS = draw_rows(20, seed=5)
 RECIPE = Recipe(learning_rate=1e-2, epochs=2, batch_size=2, accumulation=3, warmup=0.3)  # four steps an epoch
 TERMINATED, INTERRUPTED = 143, 130
-TWO_RUNS = (
-    TWO_METHODS.replace("[fcca, lora_xs]", "[lora_xs]")
-    .replace("[42]", "[42, 43]")
-    .replace("num_train: 16", "num_train: 24")
-    .replace("epochs: 2", "epochs: 5")
-)
 Heard = list[int]
 BOTH = (signal.SIGTERM, signal.SIGINT)
 
@@ -226,38 +218,3 @@ def test_a_run_that_is_terminated_before_it_trains_ends_at_once(tmp_path: Path) 
     line = terminated(tune(tmp_path / "run"), tmp_path, lambda: said.is_file() and said.stat().st_size > 0)
     assert line == "frozencore: terminated; nothing is saved yet; the same command starts from the beginning"
     assert not (tmp_path / "run" / "checkpoints").exists()
-
-
-def campaign(folder: Path, num_workers: int) -> list[str]:
-    spec = write_spec(folder.parent, TWO_RUNS)
-    return ["campaign", "run", str(spec), "--output", str(folder), "--workers", str(num_workers)]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    finished(campaign(folder / "whole", 0), folder)
-    return results_of(folder / "whole")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_campaign_that_is_terminated_keeps_the_step_of_every_run(
-    num_workers: int, undisturbed: dict[str, Any], tmp_path: Path
-) -> None:
-    cut, num_runs = tmp_path / "cut", max(1, num_workers)
-
-    def all_train() -> bool:
-        logs = [log.read_text() for log in cut.glob("runs/.*.partial/log.txt")]
-        return len(logs) == num_runs and all("train 6/" in log for log in logs)
-
-    terminated(campaign(cut, num_workers), tmp_path, all_train)
-    trained = list(cut.glob("runs/.*.partial"))
-    assert len(trained) == num_runs
-    for folder in trained:
-        last = newest(folder / "checkpoints")
-        assert is_whole(last)
-        told = [line for line in (folder / "log.txt").read_text().splitlines() if line.startswith("train ")]
-        assert told[-1].startswith(f"train {last.name.split('-')[1]}/")
-    finished(campaign(cut, 0), tmp_path)
-    assert results_of(cut) == undisturbed
