@@ -72,9 +72,9 @@ class SharingStudy(Study):
         first, second = START_RATES
         order: list[tuple[str, Callable[[], None]]] = [
             ("starts", self.pooled),
-            ("bases", partial(self.shared, "rawgrad")),
-            ("starts", partial(self.started, ["mean"], 1, first)),
             ("bases", partial(self.shared, "random")),
+            ("starts", partial(self.started, ["mean"], 1, first)),
+            ("bases", partial(self.shared, "rawgrad")),
             ("starts", partial(self.started, STARTS[2:], 1, first)),
             ("starts", partial(self.started, STARTS, 4, first)),
             ("bases", self.entries),
