@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -490,6 +491,17 @@ class Routed(nn.Module):
         return y
 
 
+class TokensFirst(nn.Module):
+    """A layer that reads tokens before rows, in a model that reads no token ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.transpose(0, 1)).transpose(0, 1)
+
+
 class OddTokens(nn.Module):
     """A layer that no pass of a plain row reaches."""
 
@@ -506,6 +518,10 @@ EIGHT = {"input_ids": torch.full((8, 8), 7)}
 OTHER_AXES: dict[str, Callable[[], tuple[PeftModel, dict[str, Tensor]]]] = {
     "windows of tokens": lambda: (two_adapters(make("longformer")), EIGHT),
     "tokens first": lambda: (two_adapters(make("xlnet"), target_modules=["layer_1"]), EIGHT),
+    "tokens first, two of them": lambda: (
+        two_adapters(TokensFirst(), target_modules=["layer"]),
+        {"x": torch.randn(8, 2, 8)},
+    ),
     "windows of an image": lambda: (
         two_adapters(tiny_vit("swin"), target_modules=["q_proj"]),
         {"pixel_values": torch.randn(8, 3, 8, 8)},
@@ -611,6 +627,37 @@ def test_two_banks_of_one_model_in_two_threads_do_not_mix_their_rows(
     for thread in threads:
         thread.join()
     assert not odd
+
+
+def test_a_plain_pass_of_another_thread_is_refused_meanwhile(model: PeftModel, tenants: dict[str, Cores]) -> None:
+    bank, plain, expected = filled(model, tenants), logits(model), rows_of(model, tenants["a"])
+
+    def of_the_base() -> Tensor:
+        with bank.rows([None] * 4):
+            return logits(model)
+
+    with ThreadPoolExecutor(2) as others:
+        with bank.rows(["a"] * 4):
+            waits = others.submit(of_the_base)
+            with pytest.raises(ConfigError, match="another thread called layer"):
+                others.submit(logits, model).result()
+            assert torch.equal(logits(model), expected)
+        assert torch.equal(waits.result(), logits(tiny_qwen2()))
+        assert torch.equal(others.submit(logits, model).result(), plain)
+
+
+def test_a_block_that_autograd_computes_again_in_a_thread_of_its_own_has_its_batchs_rows() -> None:
+    """As on a GPU."""
+    gradients = []
+    for in_a_thread in (False, True):
+        model = on_one_basis("a", "b").train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        core = cores_of(model, "a")[0].core("a").requires_grad_()
+        with ThreadPoolExecutor(1) as other, adapter_of_each_row(model, ROWS):
+            loss = model(**BATCHES[0]).loss
+            other.submit(loss.backward).result() if in_a_thread else loss.backward()
+        gradients.append(core.grad)
+    assert torch.equal(*gradients)
 
 
 @pytest.mark.parametrize("made_inside", [True, False])

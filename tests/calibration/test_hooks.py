@@ -132,9 +132,14 @@ def test_padding_is_left_out(order: str, shape: tuple[int, int], with_loss_fn: b
     torch.testing.assert_close(found.cross, model.layer.weight.grad)
 
 
-def test_rows_that_are_not_those_of_the_batch_are_refused_where_there_is_padding() -> None:
+@pytest.mark.parametrize("with_loss_fn", [False, True])
+@pytest.mark.parametrize("shape", [(3, 6), (4, 4)])  # with as many rows as tokens, shapes do not tell
+def test_rows_that_are_not_those_of_the_batch_are_refused_where_there_is_padding(
+    shape: tuple[int, int], with_loss_fn: bool
+) -> None:
+    loss_fn = (lambda m, batch: m(**batch).loss) if with_loss_fn else None
     with pytest.raises(CalibrationError, match="padding cannot be told from text") as caught:
-        collect_moments(Ordered("tokens first"), [padded(3, 6)], ["layer"])
+        collect_moments(Ordered("tokens first"), [padded(*shape)], ["layer"], loss_fn=loss_fn)
     assert "\n" not in str(caught.value)
 
 

@@ -87,9 +87,9 @@ class CoreBank(CoreStack):
 
     A running batch keeps the cores that it started with, even if they are replaced or evicted. ``put``, ``evict`` and
     look-ups may be called from any thread. Only one thread at a time runs a mixed batch on a model, from whichever bank
-    or ``adapter_names``; the others wait. A plain pass in another thread does not wait and gets the rows of the running
-    batch: run it in ``rows([None, ...])``. A batch inside another one has its own rows; the outer one then goes on with
-    its own.
+    or ``adapter_names``; the others wait. A plain pass in another thread is refused meanwhile: run it in
+    ``rows([None, ...])``, which waits. A batch inside another one has its own rows; the outer one then goes on with its
+    own.
 
     Args:
         model: A model with a frozen-core adapter. Its P, Q and scale serve every core; rows of the bank do not use its

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from frozencore.adapter.config import FrozenCoreConfig, find_adapter
 from frozencore.adapter.layer import FrozenCoreLinear, bases_of, frozen_core_layers
-from frozencore.adapter.saved.base_record import differing_layer, other_base, record_base
+from frozencore.adapter.saved.base_record import differing_layer, other_base, record_base, record_in
 from frozencore.adapter.saved.basis import SavedBasis
-from frozencore.adapter.saved.tensors import Factors, require_finite_in, require_orthonormal
+from frozencore.adapter.saved.tensors import Factors, require_finite_in, require_orthonormal, require_scales
 from frozencore.errors import ArtifactError, CalibrationError, ConfigError
 from frozencore.files.fingerprint import fingerprint_tensors
 from frozencore.maths.basis import ORTHONORMAL_COORDINATES, Basis, known_basis
@@ -234,6 +234,18 @@ def _require_basis_fits(
             )
     require_orthonormal(f"the basis of {origin}", basis.layers, config.coordinates)
     require_same_base(f"The basis of {origin}", basis.base, config, layers)
+
+
+def require_trained_alike(
+    origin: str,
+    tensors: Mapping[str, Tensor],
+    config: FrozenCoreConfig,
+    layers: Mapping[str, FrozenCoreLinear],
+    adapter_name: str,
+) -> None:
+    """Refuse cores of the same layers that were trained at other scales or on another base model than an adapter's."""
+    require_scales(origin, tensors, {name: layer.frozencore_scale[adapter_name] for name, layer in layers.items()})
+    require_same_base(f"What {origin} holds", record_in(tensors), config, layers)
 
 
 def require_same_base(

@@ -23,6 +23,8 @@ from frozencore.adapter.saved.tensors import (
     flatten_cores,
     layer_factors,
     other_keys,
+    require_scales,
+    trained_with,
     vector_of,
     with_factors,
 )
@@ -61,19 +63,20 @@ def read_tensors(
     """
     saved = SavedAdapter.read(Path(directory))
     config = FrozenCoreConfig.of_file(Path(directory), saved.values)
-    tensors, scales = dict(saved.tensors), {}
+    tensors = dict(saved.tensors)
     if vector_of(tensors) is not None:
         config.basis = config.basis if basis is None else str(basis)
         named = config.find_basis(saved.origin)
-        tensors, scales = with_factors(saved.origin, tensors, named.layers), named.scales
+        tensors = with_factors(saved.origin, tensors, named.layers) | trained_with(named.scales, named.base)
         config.base_record = named.base
-    for name, f in layer_factors(saved.origin, tensors).items():
-        rank = min(config.rank_of(name), len(f.P), len(f.Q))
-        if rank != len(f.R) or scales.get(name, config.scale_of(name)) != config.scale_of(name):
+    factors = layer_factors(saved.origin, tensors)
+    for name, f in factors.items():
+        if min(config.rank_of(name), len(f.P), len(f.Q)) != len(f.R):
             raise ArtifactError(
-                f"The configuration of {directory} gives layer {name!r} another rank or scale than its basis has. Save "
-                "or download the adapter again."
+                f"The configuration of {directory} gives layer {name!r} another rank than its factors have. Save or "
+                "download the adapter again."
             )
+    require_scales(saved.origin, tensors, {name: config.scale_of(name) for name in factors})
     return config, tensors
 
 
@@ -107,6 +110,7 @@ def merge_adapters(adapters: Sequence[str | Path], out: str | Path, *, weights: 
     flat = flatten_cores({name: weighted_sum([factors[name].R for _, factors in read], weights) for name in first})
     if config.basis_id is None:
         tensors = with_factors(str(out), {CORES: flat}, {name: (f.P, f.Q) for name, f in first.items()})
+        tensors |= trained_with({name: config.scale_of(name) for name in first}, config.base_record)
     else:
         tensors = {cores_key(config.basis_id): flat}
     first_folder = Path(adapters[0])

@@ -12,9 +12,10 @@ For the backward pass autograd keeps z, r values a token in the dtype of R.
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -66,18 +67,29 @@ class CorePart:
 
 @dataclass(frozen=True, eq=False)
 class PerRowCores:
-    """The cores of a batch's rows in one layer; without parts all rows are the base model's."""
+    """The cores of a batch's rows in one layer; without parts all rows are the base model's.
 
-    parts: tuple[CorePart, ...]
+    Attributes:
+        thread: The thread whose batch it is.
+    """
+
+    parts: tuple[CorePart, ...] = ()
     num_named: int = 0
+    thread: int = field(default_factory=threading.get_ident)
 
     @property
     def num_rows(self) -> int:
         """The number of rows; from a shape if possible, so that a compiled model serves batches of many sizes."""
         return len(self.parts[0].R) if self.parts and self.parts[0].rows is None else self.num_named
 
-
-BASE_ROWS = PerRowCores(())
+    def require_own_thread(self, layer: str) -> None:
+        """Refuse a pass of another thread, which is not of this batch; autograd's threads compute its blocks again."""
+        if self.thread != threading.get_ident() and torch._C._current_graph_task_id() == -1:
+            raise ConfigError(
+                f"Rows with cores of their own are those of one thread's batch, but another thread called layer "
+                f"{layer!r} meanwhile. Call the model in the thread that entered bank.rows(...); run a plain batch of "
+                "another thread in bank.rows([None, ...]), which waits."
+            )
 
 
 class FrozenCoreLinear(nn.Module, BaseTunerLayer):
@@ -167,6 +179,8 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
                     core: Any = self.frozencore_R[adapter_name]
                     y = self._plus(y, x, P, Q, core, self.frozencore_scale[adapter_name])
             return y
+        if not torch.compiler.is_compiling():  # whose code cannot ask for its thread
+            rows.require_own_thread(self.name)
         if rows.parts:
             require_batch_axis(self, self.name)
         if rows.num_rows and self.has_batch_axis and len(x) != rows.num_rows:

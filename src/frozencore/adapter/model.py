@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from frozencore.adapter import named_layers
-from frozencore.adapter.bases import require_same_base, set_named_basis
+from frozencore.adapter.bases import require_same_base, require_trained_alike, set_named_basis
 from frozencore.adapter.config import FrozenCoreConfig, FrozenCoreType
 from frozencore.adapter.folders import require_one_basis
 from frozencore.adapter.layer import (
@@ -39,6 +39,7 @@ from frozencore.adapter.saved.tensors import (
     PREFIX,
     Factors,
     cores_key,
+    factors_alone,
     flatten_cores,
     foreign_tensor,
     hash_tensors,
@@ -49,6 +50,7 @@ from frozencore.adapter.saved.tensors import (
     require_finite_in,
     require_modules,
     require_sound,
+    trained_with,
     warn_of_uncalibrated,
     with_factors,
 )
@@ -246,9 +248,12 @@ class FrozenCoreModel(BaseTuner):
             warn_of_uncalibrated(f"The adapter {adapter_name!r} that is saved", "and save it again")
         config.tensors_sha256 = config.base_record = None
         if len(plain) == len(found):  # else they have no values yet
-            config.tensors_sha256 = hash_tensors(found)
             if config.basis_id is None:
                 config.base_record = record_base({name: layer.base_samples for name, layer in layers.items()})
+                scales = {name: layer.frozencore_scale[adapter_name] for name, layer in layers.items()}
+                found |= trained_with(scales, config.base_record)
+            saved = {cls._remove_adapter_name_from_key(key, adapter_name): X for key, X in found.items()}
+            config.tensors_sha256 = hash_tensors(saved)
         return _TensorsToSave(found)
 
     @classmethod
@@ -267,7 +272,8 @@ class FrozenCoreModel(BaseTuner):
         basis_id = config.named_basis(bases)
         factors = require_sound(origin, state_dict, coordinates=config.coordinates, basis_id=basis_id)
         if config.load_bases:  # other weights may be loaded later
-            require_tensors(origin, config.tensors_sha256, state_dict)
+            saved = {trained.get(key.removeprefix(BASE), key): X for key, X in state_dict.items()}
+            require_tensors(origin, config.tensors_sha256, saved)
         if factors is None:
             for core_dtype in {R.dtype for _, _, R in own.values()}:
                 require_finite_in(origin, require_cores_of(origin, state_dict, basis_id), core_dtype)
@@ -281,6 +287,8 @@ class FrozenCoreModel(BaseTuner):
             state_dict = with_factors(origin, state_dict, bases)
         else:
             _require_fit(origin, own, factors, config.base_model_name_or_path)
+            require_trained_alike(origin, state_dict, config, layers, adapter_name)
+            state_dict = factors_alone(state_dict)
             if holds_no_basis(state_dict):
                 warn_of_uncalibrated(f"The adapter {adapter_name!r}", "before it is trained or used")
             if basis_id is not None:
@@ -456,12 +464,12 @@ def _trained_modules(model: nn.Module, adapter_name: str, state_dict: Mapping[st
     return found
 
 
-def _keys_of_trained_modules(model: nn.Module, adapter_name: str) -> set[str]:
-    """The names under which PEFT loads what ``modules_to_save`` and ``trainable_token_indices`` name."""
+def _keys_of_trained_modules(model: nn.Module, adapter_name: str) -> dict[str, str]:
+    """The names in a file, by those under which PEFT loads it, of what is trained beside the cores."""
     return {
-        f"{name}.{key}".removeprefix(BASE)
+        f"{name}.{key}".removeprefix(BASE): f"{name}.{saved}"
         for name, module in _wrappers(model)
-        for key in module.adapter_state_dict_load_map(adapter_name).values()
+        for saved, key in module.adapter_state_dict_load_map(adapter_name).items()
     }
 
 

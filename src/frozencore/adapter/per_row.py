@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -29,7 +30,7 @@ from peft.utils import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from frozencore.adapter.layer import BASE_ROWS, CorePart, FrozenCoreLinear, PerRowCores, require_batch_axis
+from frozencore.adapter.layer import CorePart, FrozenCoreLinear, PerRowCores, require_batch_axis
 from frozencore.calibration.preserve import own_random_state
 from frozencore.errors import ConfigError
 from frozencore.quiet import with_attributes
@@ -135,7 +136,7 @@ def cores_of_rows(
         others: See :func:`other_modules`. They compute the base model for every row, whichever adapter is active.
     """
     rows = {layer: layer.per_row_cores(adapter_name, cores[name]) for name, layer in layers.items()}
-    rows |= {module: BASE_ROWS for module in others if isinstance(module, FrozenCoreLinear)}
+    rows |= {module: PerRowCores() for module in others if isinstance(module, FrozenCoreLinear)}
     with mixed_batch(model, rows), ExitStack() as undo:
         for module in others:
             if isinstance(module, AuxiliaryTrainingWrapper):
@@ -235,7 +236,8 @@ def recomputed_alike(model: nn.Module) -> Iterator[None]:
 def _find_batch_axes(base: Any, undo: ExitStack) -> None:
     """Find the layers whose first axis is the batch: by a pass of two rows of three tokens, once a model.
 
-    A model that reads no tokens, or more than tokens, runs on the first row of its first batch twice.
+    A model that reads no tokens, or more than tokens, runs on copies of the first row of its first batch, as many as
+    no other axis of its inputs has values.
     """
     base = getattr(base, "_orig_mod", base)  # a compiled model
 
@@ -247,30 +249,30 @@ def _find_batch_axes(base: Any, undo: ExitStack) -> None:
     names = ("input_ids", "decoder_input_ids") if has_encoder else ("input_ids",)
     if inspect.signature(base.forward).parameters.keys() >= set(names):
         ids = torch.tensor([[1, 2, 3], [1, 2, 3]], device=next(base.parameters()).device)
-        if _watch(base, base, (), dict.fromkeys(names, ids)):
+        if _watch(base, base, 2, (), dict.fromkeys(names, ids)):
             for module in unknown(base):
                 module.has_batch_axis = False  # never called
             return
     is_watching: list[bool] = []
 
-    def run_twice(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def run_copies(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if not is_watching and unknown(module):
             is_watching.append(True)  # an encoder is called inside of its model
-            _watch(base, module, *_first_row_twice(args, kwargs))
+            _watch(base, module, *_copies_of_first_row(args, kwargs))
             is_watching.clear()
 
     for module in (base, base.get_encoder()) if has_encoder else (base,):
-        undo.callback(module.register_forward_pre_hook(run_twice, with_kwargs=True).remove)
+        undo.callback(module.register_forward_pre_hook(run_copies, with_kwargs=True).remove)
 
 
-def _watch(base: nn.Module, part: nn.Module, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Note for each layer whether its first axis has the two rows that these inputs have; False if they do not run."""
+def _watch(base: nn.Module, part: nn.Module, num_rows: int, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Note for each layer whether its first axis has the rows that these inputs have; False if they do not run."""
     found: dict[Any, bool] = {}
     routed = {module for name, module in base.named_modules() if _is_routed(name, base)}
 
     def see(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         x = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        found[module] = found.get(module, True) and module not in routed and x.shape[:1] == (2,)
+        found[module] = found.get(module, True) and module not in routed and x.shape[:1] == (num_rows,)
 
     with ExitStack() as undo, own_random_state(), torch.no_grad():
         for module in base.modules():
@@ -278,7 +280,7 @@ def _watch(base: nn.Module, part: nn.Module, args: Any, kwargs: dict[str, Any]) 
             if isinstance(module, ADAPTED):
                 undo.callback(module.register_forward_pre_hook(see, with_kwargs=True).remove)
             if isinstance(module, FrozenCoreLinear):
-                undo.enter_context(with_attributes(module, per_row=BASE_ROWS))
+                undo.enter_context(with_attributes(module, per_row=PerRowCores()))
             if isinstance(module, AuxiliaryTrainingWrapper):
                 undo.enter_context(with_attributes(module, _disable_adapters=True))
         base.eval()
@@ -301,9 +303,11 @@ def _is_routed(name: str, base: nn.Module) -> bool:
     return False
 
 
-def _first_row_twice(args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Inputs in which the first row of a batch stands twice, without a cache, which a pass would change."""
+def _copies_of_first_row(args: Any, kwargs: dict[str, Any]) -> tuple[int, Any, dict[str, Any]]:
+    """Copies of the first row of a batch, and their number; without a cache, which a pass would change."""
     inputs = args, {name: value for name, value in kwargs.items() if name != "past_key_values"}
-    size = next((len(value) for value in tree_leaves(inputs) if isinstance(value, Tensor) and value.ndim), 0)
-    twice: Any = tree_map_only(Tensor, lambda x: x[[0, 0]] if x.ndim and len(x) == size else x, inputs)
-    return twice
+    shapes = [value.shape for value in tree_leaves(inputs) if isinstance(value, Tensor) and value.ndim]
+    others = {length for shape in shapes for length in shape[1:]}
+    number = next(number for number in count(2) if number not in others)
+    copied: Any = tree_map_only(Tensor, lambda x: x[[0] * number] if x.ndim and len(x) == shapes[0][0] else x, inputs)
+    return number, *copied

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from frozencore.adapter.bases import require_same_base
+from frozencore.adapter.bases import require_trained_alike
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.folders import read_tensors
 from frozencore.adapter.layer import BasisState, FrozenCoreLinear, bases_of, frozen_core_layers, version_of
@@ -56,8 +56,7 @@ def swap_core(model: nn.Module, source: str | Path | Mapping[str, Tensor], *, ad
 
     Args:
         source: A folder that ``save_pretrained`` wrote, the state dict of ``peft.get_peft_model_state_dict``, or R
-            (r x r) by layer name. A state dict has no scale, so the loaded adapter's is assumed. R by layer name do
-            not say what basis they are of: only their layers and ranks are checked.
+            (r x r) by layer name, which do not say what basis they are of: only their layers and ranks are checked.
 
     Raises:
         ConfigError: The model has no such adapter, or it is merged into the weights.
@@ -109,46 +108,36 @@ def read_cores(
     if isinstance(source, Mapping):
         origin, tensors = "the state dict", source
     elif isinstance(source, str | Path):
-        origin, tensors = str(source), _read_folder(Path(source), config, layers, adapter_name, basis_id)
+        origin, tensors = str(source), _read_folder(Path(source), layers, adapter_name, basis_id)
     else:
         raise ConfigError(
             f"Cores are a folder that save_pretrained wrote, a state dict, or R by layer name, but a "
             f"{type(source).__name__} came."
         )
-    flat = _flat_cores(origin, tensors, layers, adapter_name, basis_id)
+    flat = _flat_cores(origin, tensors, config, layers, adapter_name, basis_id)
     state.require_size(origin, flat, sum(len(layer.core(adapter_name)) ** 2 for layer in layers.values()))
     return flat
 
 
 def _read_folder(
-    folder: Path,
-    config: FrozenCoreConfig,
-    layers: Mapping[str, FrozenCoreLinear],
-    adapter_name: str,
-    basis_id: str | None,
+    folder: Path, layers: Mapping[str, FrozenCoreLinear], adapter_name: str, basis_id: str | None
 ) -> Mapping[str, Tensor]:
-    """Read the tensors of a folder, without the basis if it names the loaded one; refuse another scale or base."""
+    """Read the tensors of a folder, without the basis if it names the loaded one."""
     named = read_config(folder).get("basis_id")
-    if named is not None and named == basis_id:
-        saved = SavedAdapter.read(folder)
-        theirs_config, tensors, held = FrozenCoreConfig.of_file(folder, saved.values), saved.tensors, set(layers)
-    else:
-        theirs_config, tensors = read_tensors(folder)
-        require_same_base(f"The adapter in {folder}", theirs_config.base_record, config, layers)
-        held = layers.keys() & {key.removeprefix(state.BASE).partition(f".{state.PREFIX}")[0] for key in tensors}
-    for name in held:
-        mine, theirs = layers[name].frozencore_scale[adapter_name], theirs_config.scale_of(name)
-        if mine != theirs:
-            raise ArtifactError(
-                f"The core of layer {name!r} was trained at scale {theirs:g}, but the adapter {adapter_name!r} has "
-                f"{mine:g}. Load it with model.load_adapter instead."
-            )
-    return tensors
+    if named is None or named != basis_id:
+        return read_tensors(folder)[1]
+    saved = SavedAdapter.read(folder)
+    config = FrozenCoreConfig.of_file(folder, saved.values)
+    for name, layer in layers.items():
+        if (own := layer.frozencore_scale[adapter_name]) != (theirs := config.scale_of(name)):
+            raise state.other_scale(str(folder), name, theirs, own)
+    return saved.tensors
 
 
 def _flat_cores(
     origin: str,
     tensors: Mapping[str, Tensor],
+    config: FrozenCoreConfig,
     layers: Mapping[str, FrozenCoreLinear],
     adapter_name: str,
     basis_id: str | None,
@@ -174,6 +163,7 @@ def _flat_cores(
         return state.require_cores_of(origin, tensors, basis_id)
     factors = state.layer_factors(origin, tensors)
     _require_same_layers(factors, layers)
+    require_trained_alike(origin, tensors, config, layers, adapter_name)
     for name, layer in layers.items():
         for mine, theirs in zip(layer.factors(adapter_name), (factors[name].P, factors[name].Q), strict=False):
             if mine.shape != theirs.shape or not torch.equal(mine, theirs.to(mine.device, mine.dtype)):

@@ -266,6 +266,7 @@ def _run_batch(model: nn.Module, batch: Batch, running: CalibrationPass) -> None
     as_it_came, batch = batch, mapped(batch, lambda tensor: sent(tensor, device))
     if hooks.loss_fn is None:
         _count_tokens(as_it_came, running, device)
+        running.find_order(model, running.tokens, running.source_tokens)
     if not hooks.read_errors:
         with torch.no_grad():  # an encoder-decoder needs labels: it makes the decoder's input of them
             if hooks.loss_fn is not None:
@@ -314,8 +315,12 @@ def _watching_calls(model: nn.Module, running: CalibrationPass) -> Iterator[None
     """
 
     def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if running.is_off:
+            return
         given = _arguments(module, args, kwargs)
-        running.tokens = running.source_tokens = CountedTokens.of_call(given.get("attention_mask"))
+        tokens = CountedTokens.of_call(given.get("attention_mask"))
+        running.find_order(module, tokens)
+        running.tokens = running.source_tokens = tokens
         if running.encoder is not None:
             labels, of_target = given.get("labels"), given.get("decoder_attention_mask")
             if of_target is None and isinstance(labels, Tensor) and labels.ndim == 2:

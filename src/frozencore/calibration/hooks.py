@@ -13,7 +13,7 @@ Shapes: a call's counted tokens N, m out features, n in features; b examples of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from frozencore.calibration.batches import CountedTokens
 from frozencore.calibration.calibration_options import CalibrationOptions
-from frozencore.device import find_device
+from frozencore.device import execution_device, find_device
 from frozencore.errors import CalibrationError
 from frozencore.maths.moments import (
     BACKWARD_MOMENTS,
@@ -36,6 +36,7 @@ from frozencore.maths.moments import (
     square_sum,
     sum_dtype,
 )
+from frozencore.quiet import with_attributes
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 """``loss_fn(model, batch)``: one number with a gradient, the mean over the batch's examples."""
@@ -272,6 +273,8 @@ class CalibrationPass:
 
     Attributes:
         tokens, source_tokens: The counted tokens of the current batch, and the encoder's if the model has one.
+        tokens_first: The layers that read tokens before rows; None until a batch needs it (:meth:`find_order`).
+        is_off: Nothing is recorded.
         finite_batches: To be looked at after the pass.
     """
 
@@ -282,7 +285,34 @@ class CalibrationPass:
         self.recorders = {name: LayerRecorder(name, device) for name in hooks.layers}
         self.tokens = self.source_tokens = CountedTokens()
         self.finite_batches = FiniteBatches()
+        self.tokens_first: set[str] | None = None
+        self.is_off = False
         self._latest: ReadInput | None = None
+
+    def find_order(self, model: Any, *batches: CountedTokens) -> None:
+        """Find the layers that read tokens first, before the first padded batch that has as many rows as tokens.
+
+        A pass of two rows of three tokens shows it, of a model that reads token ids.
+        """
+        is_square = any(tokens.rows is not None and tokens.shape[0] == tokens.shape[1] for tokens in batches)
+        if not is_square or self.tokens_first is not None or self.is_off:
+            return
+        found: set[str] = set()
+        self.tokens_first = found
+
+        def see(name: str, _: nn.Module, args: tuple[Any, ...]) -> None:
+            if args and args[0].shape[:2] == (3, 2):
+                found.add(name)
+
+        ids = torch.tensor([[1, 2, 3], [1, 2, 3]], device=execution_device(model))
+        names = ("input_ids", "decoder_input_ids") if self.encoder is not None else ("input_ids",)
+        with ExitStack() as undo, torch.no_grad(), with_attributes(self, is_off=True):
+            for name, layer in self.hooks.layers.items():
+                undo.callback(layer.register_forward_pre_hook(partial(see, name)).remove)
+            try:
+                model(**dict.fromkeys(names, ids), attention_mask=torch.ones_like(ids))
+            except Exception:  # any model's that reads something else
+                found.clear()
 
     def rows_of(self, name: str, x: Tensor, tokens: CountedTokens) -> CountedTokens:
         """The counted rows of a layer's input, whose first axis is the batch (b x t x n, or b·t x n).
@@ -298,6 +328,7 @@ class CalibrationPass:
             return replace(tokens, rows=None)
         axes = tuple(length for length in shape if length > 1)
         in_order = axes in (tokens.shape, (tokens.num_rows,)) or 1 in tokens.shape
+        in_order = in_order and (tokens.rows is None or name not in (self.tokens_first or ()))
         if num_rows == tokens.num_rows and (tokens.rows is None or in_order):
             return tokens
         raise CalibrationError(
@@ -349,6 +380,8 @@ def recording(hooks: Hooks, encoder: EncoderSide | None = None) -> Iterator[Cali
     def record(
         recorder: LayerRecorder, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor
     ) -> Tensor | None:
+        if running.is_off:
+            return None
         x = args[0] if args else next(iter(kwargs.values()))
         reads_source = encoder is not None and encoder.reads_source(layer, x)
         tokens = running.source_tokens if reads_source else running.tokens

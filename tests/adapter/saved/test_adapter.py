@@ -9,6 +9,7 @@ import os
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ from frozencore.adapter.folders import read_adapter
 from frozencore.adapter.saved.adapter import checksum_of
 from frozencore.adapter.saved.base_record import differing_layer, record_base, sample_weight
 from frozencore.adapter.saved.card import begin_model_card
-from frozencore.adapter.saved.tensors import UncalibratedWarning
+from frozencore.adapter.saved.tensors import UncalibratedWarning, factors_alone
 from frozencore.errors import ArtifactError, ConfigError, ModelError
 from frozencore.tune.evaluate import BaseWithAdapter
 from frozencore.tune.rows import TokenRow
@@ -172,9 +173,8 @@ def on_the_head(dtype: torch.dtype = torch.float32, **options: Any) -> PeftModel
 def test_an_adapter_on_the_head_holds_no_head_and_leaves_that_of_its_base(tmp_path: Path) -> None:
     """PEFT adds the base model's head to what it saves; from bfloat16 it would come back rounded."""
     on_the_head(torch.bfloat16).save_pretrained(str(tmp_path / "half"))
-    assert {key.rpartition(".frozencore_")[0] for key in load_file(tmp_path / "half" / WEIGHTS)} == {
-        "base_model.model.lm_head"
-    }
+    held = factors_alone(load_file(tmp_path / "half" / WEIGHTS))
+    assert {key.rpartition(".frozencore_")[0] for key in held} == {"base_model.model.lm_head"}
     for seed in (0, 1):  # its own base in another dtype, and another one
         base, before = tiny_qwen2(seed=seed), logits(tiny_qwen2(seed=seed))
         loaded = PeftModel.from_pretrained(base, str(tmp_path / "half"), allow_other_base=True).eval()
@@ -276,7 +276,7 @@ def test_a_basis_that_was_changed_under_its_name_is_saved_with_the_cores(how: st
     else:
         model.half().float()
     model.save_pretrained(str(tmp_path / "saved"))
-    assert len(load_file(tmp_path / "saved" / WEIGHTS)) == 3 * len(cores_of(model))
+    assert len(factors_alone(load_file(tmp_path / "saved" / WEIGHTS))) == 3 * len(cores_of(model))
     loaded = PeftModel.from_pretrained(
         copy.deepcopy(model.get_base_model()), str(tmp_path / "saved"), adapter_name="new"
     )
@@ -338,6 +338,57 @@ def test_another_base_model_of_the_same_shapes_is_refused_and_left_as_it_was(way
         _ = PeftModel.from_pretrained(other, str(saved)) if way == "PEFT" else other.load_adapter(str(saved), "second")
     assert torch.equal(logits(other), before)
     assert list(dict(other.named_modules())) == names
+
+
+def loaded_again(model: PeftModel, folder: Path) -> None:
+    model.load_adapter(str(folder), "default")
+
+
+def by_a_state_dict(model: PeftModel, folder: Path) -> None:
+    set_peft_model_state_dict(model, load_file(folder / WEIGHTS))
+
+
+def with_a_configuration(model: PeftModel, folder: Path) -> None:
+    config = FrozenCoreConfig(r=3, constructor="random", coordinates="qr", alpha=None)
+    PeftModel.from_pretrained(model.unload(), str(folder), config=config)
+
+
+def swapped(model: PeftModel, folder: Path) -> None:
+    swap_core(model, load_file(folder / WEIGHTS))
+
+
+def into_a_bank(model: PeftModel, folder: Path) -> None:
+    CoreBank(model, 1).put("anna", load_file(folder / WEIGHTS))
+
+
+@pytest.mark.parametrize("other", ["scale", "base model"])
+@pytest.mark.parametrize("onto", [loaded_again, by_a_state_dict, with_a_configuration, swapped, into_a_bank])
+def test_tensors_alone_onto_an_adapter_of_another_scale_or_base_are_refused(
+    onto: Callable[[PeftModel, Path], None], other: str, tmp_path: Path
+) -> None:
+    """PEFT reads no configuration for a name that is there. Bases of `random` are the same on all models of a shape."""
+    own = {"base": tiny_qwen2(seed=1)} if other == "base model" else {"alpha": 2.0}
+    adapted("random", trained=True, model=own.pop("base", None), **own).save_pretrained(str(tmp_path / "other"))
+    adapted("random", trained=True).save_pretrained(str(tmp_path / "own"))
+    model = adapted("random")
+    before = logits(model)
+    with pytest.raises(ArtifactError, match=f"at scale 0.66|{other}"):
+        onto(model, tmp_path / "other")
+    assert torch.equal(logits(model), before)
+    onto(model, tmp_path / "own")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_rounded_state_dict_is_taken_on_a_base_of_any_dtype(dtype: torch.dtype) -> None:
+    state = get_peft_model_state_dict(adapted("random", trained=True, alpha=5.0))
+    model = adapted("random", dtype=dtype, alpha=5.0)
+    for one in (
+        state,
+        {key: X.bfloat16() for key, X in state.items()},
+        {key: 0.3 * X + 0.7 * X for key, X in state.items()},
+    ):
+        set_peft_model_state_dict(model, one)
+    assert torch.equal(cores_of(model)[0].core("default"), one[first(one, "R")])
 
 
 def test_another_base_model_is_taken_if_the_user_says_so(saved: Path) -> None:
@@ -412,7 +463,7 @@ def test_the_state_of_an_adapter_without_storage_has_names_and_shapes_but_no_has
         base = tiny_qwen2()
     model = get_peft_model(base, FrozenCoreConfig(r=3, constructor="random"))
     state, expected = (get_peft_model_state_dict(each) for each in (model, adapted("random")))
-    assert {name: X.shape for name, X in state.items()} == {name: X.shape for name, X in expected.items()}
+    assert {name: X.shape for name, X in state.items()} == {n: X.shape for n, X in factors_alone(expected).items()}
     assert all(X.is_meta for X in state.values())
     assert model.peft_config["default"].to_dict()["tensors_sha256"] is None
 

@@ -259,6 +259,13 @@ def another_basis(folder: Path) -> None:
     save_file(held | {key: held[key].flip(0)}, folder / WEIGHTS, metadata={"format": "pt"})
 
 
+def exchanged(folder: Path) -> None:
+    """Two tensors of one shape under each other's name."""
+    held = load_file(folder / WEIGHTS)
+    one, other = (f"base_model.model.{Q_PROJ[:-6]}{side}_proj.frozencore_Q" for side in "qv")
+    save_file(held | {one: held[other], other: held[one]}, folder / WEIGHTS, metadata={"format": "pt"})
+
+
 def named(place: str) -> Case:
     """A name of a basis that no file may have, and no basis beside the cores."""
     return Case("cores", lambda folder: (shutil.rmtree(folder / "basis"), set_values(folder, basis=place)))
@@ -280,6 +287,7 @@ CASES: dict[str, Case] = {
     "no weights": Case("adapter", replaced(lambda _: None), OURS, NO_FILE),
     "written while read": Case("adapter", write_half, message="just being written"),
     "another basis under the cores": Case("adapter", another_basis, message="tensors of .* are not those"),
+    "two tensors exchanged": Case("adapter", exchanged, message="tensors of .* are not those"),
     # the file of the configuration
     "truncated JSON": file(CONFIG, lambda content: content[:40], "is damaged", refuse=OURS),
     "nested JSON": file(CONFIG, lambda _: b"[" * 100_000, "is damaged", refuse=OURS),
@@ -354,6 +362,17 @@ CASES: dict[str, Case] = {
     "a layer without its core": edited(
         lambda held: {k: X for k, X in held.items() if not k.endswith("q_proj.frozencore_R.weight")},
         "where P, Q and R are needed",
+    ),
+    "no scales": edited(lambda held: {k: X for k, X in held.items() if "scales" not in k}, "the scale of each of its"),
+    "scales of fewer layers": tensors("scales", lambda X: X[:1], "the scale of each of its"),
+    "other scales than the configuration's": tensors("scales", lambda X: 2 * X, "at scale"),
+    "scales of whole numbers": tensors("scales", lambda X: X.long(), "the scale of each of its"),
+    "a record of the base model in no dtype": edited(
+        lambda held: {**{k: X for k, X in held.items() if "_base_" not in k}, "frozencore_base_int3": torch.ones(16)},
+        "record of its base model is malformed",
+    ),
+    "two records of the base model": edited(
+        lambda held: {**held, "frozencore_base_int3": torch.ones(16)}, "also holds|record of its base"
     ),
     "no core at all": edited(lambda _: {}, "holds no frozen core"),
     "a name of a path": edited(lambda held: {**held, "../x": torch.zeros(1)}, "also holds"),

@@ -34,7 +34,13 @@ from frozencore.adapter.export.lora import (
     require_dtype,
 )
 from frozencore.adapter.folders import read_adapter
-from frozencore.adapter.saved.base_record import differing_layer, other_base, sample_weight
+from frozencore.adapter.saved.base_record import (
+    differing_layer,
+    other_base,
+    record_base,
+    require_one_base,
+    sample_weight,
+)
 from frozencore.adapter.saved.basis import SavedBasis, load_basis
 from frozencore.adapter.saved.card import CARD_FILE
 from frozencore.adapter.saved.tensors import BASE, Bases
@@ -93,10 +99,11 @@ def export_basis_model(
     loading = safe_loading(base)
     identity = identity_of(basis.layers)
     ranks = {name: P.shape[1] for name, (P, _) in sorted(basis.layers.items())}
-    entry = {"ranks": ranks, "identity": identity}
     with atomic_folder(out, overwrite=overwrite, reads=directory) as aside:
         model = load_base_model(base, dtype, loading, "a basis stands beside plain weights")
         _require_fits(basis, model, base)
+        record = record_base({name: sample_weight(model.get_submodule(name).weight) for name in basis.layers})
+        entry = {"ranks": ranks, "identity": identity, "base": record}
         _with_basis(model, basis.layers, entry).save_pretrained(aside, save_original_format=False)
         values = json.loads((aside / MODEL_CONFIG).read_text(encoding="utf-8"))
         values["architectures"] = [ARCHITECTURE]
@@ -124,7 +131,7 @@ def read_entry(folder: str | Path) -> dict[str, Any]:
     """Read the entry of the basis in ``config.json`` of a basis model.
 
     Returns:
-        ``ranks`` by layer name, and ``identity``.
+        ``ranks`` by layer name, ``identity``, and ``base``, the record of its weights.
     """
     path = Path(folder) / MODEL_CONFIG
     try:
@@ -137,7 +144,7 @@ def read_entry(folder: str | Path) -> dict[str, Any]:
     entry = said if isinstance(said, dict) else {}
     ranks = entry.get("ranks")
     fine = isinstance(ranks, dict) and all(type(rank) is int and rank > 0 for rank in ranks.values())
-    if not fine or not isinstance(entry.get("identity"), str):
+    if not fine or not isinstance(entry.get("identity"), str) or not isinstance(entry.get("base"), dict | None):
         raise ArtifactError(
             f"{folder} holds no basis model: its config.json has no sound {ENTRY!r}. "
             "Write one with frozencore export --to basis-model."
@@ -254,13 +261,13 @@ def export_tenant(
     Args:
         model_or_directory: A model with a frozen-core adapter, or a folder that ``save_pretrained`` wrote.
         adapter_name: Which adapter of the model; the active one by default.
-        basis_model: Folder of the basis model, to check that its basis is the adapter's. Without it nothing is checked:
-        cores on another basis give wrong outputs, and no engine notices. The tenant names it in these words; vLLM
-        finds a tenant on demand only if its own ``--model`` is the same text.
+        basis_model: Folder of the basis model, to check that its basis and its base weights are the adapter's. Without
+            it nothing is checked: cores on another basis give wrong outputs, and no engine notices. The tenant names it
+            in these words; vLLM finds a tenant on demand only if its own ``--model`` is the same text.
         dtype: The dtype of the factors. Half precision halves the file and costs about 0.2 % of the update in bfloat16.
 
     Raises:
-        ArtifactError: The adapter is damaged, ``out`` exists, or the basis model has another basis.
+        ArtifactError: The adapter is damaged, ``out`` exists, or the basis model has another basis or other weights.
         ConfigError: The adapter does not exist, has no basis, or trains more than its cores.
     """
     require_dtype(dtype)
@@ -269,11 +276,14 @@ def export_tenant(
     if adapter.folder is None and adapter.config.basis_id is not None:  # a model in 16 bits holds them rounded
         bases = adapter.config.find_basis("this adapter").layers
     identity = identity_of(bases)
-    if basis_model is not None and (theirs := read_entry(basis_model)["identity"]) != identity:
-        raise ArtifactError(
-            f"{adapter.folder or 'this adapter'} was trained on the basis {identity[:12]}, but {basis_model} has the "
-            f"basis {theirs[:12]}. A core works on its own basis only. Name the basis model that was made from it."
-        )
+    if basis_model is not None:
+        entry, origin = read_entry(basis_model), adapter.folder or "this adapter"
+        if entry["identity"] != identity:
+            raise ArtifactError(
+                f"{origin} was trained on the basis {identity[:12]}, but {basis_model} has the basis "
+                f"{entry['identity'][:12]}. A core works on its own basis only. Name the basis model that has it."
+            )
+        require_one_base(basis_model, entry["base"], origin, adapter.base_record)
     ranks = {name: len(f.R) for name, f in adapter.factors.items()}
     rank = max(ranks.values())
     with atomic_folder(Path(out), overwrite=overwrite, reads=adapter.folder) as aside:

@@ -23,6 +23,7 @@ from frozencore.adapter.config import FrozenCoreConfig, find_adapter
 from frozencore.adapter.export.base_model import BaseLayers, layers_of, targets_for_peft
 from frozencore.adapter.folders import read_tensors
 from frozencore.adapter.layer import frozen_core_layers
+from frozencore.adapter.saved.base_record import record_base
 from frozencore.adapter.saved.card import num_tokens, write_model_card
 from frozencore.adapter.saved.tensors import BASE, Factors, layer_factors
 from frozencore.errors import ArtifactError, ConfigError
@@ -39,11 +40,12 @@ _NOT_LORA = "which no LoRA can hold. Merge the adapter into its model instead (f
 
 @dataclass(frozen=True)
 class ExportSource:
-    """P, Q, R and s by layer name, and the base model's layers if they are known."""
+    """P, Q, R and s by layer name, the record of the base model, and its layers if they are known."""
 
     config: FrozenCoreConfig
     factors: dict[str, Factors]
     scales: dict[str, float]
+    base_record: Mapping[str, str] | None
     base: BaseLayers | None
     folder: Path | None
 
@@ -262,7 +264,8 @@ def export_source(
         layers = frozen_core_layers(model_or_directory, name)
         factors = {each: Factors(*layer.factors(name)) for each, layer in layers.items()}
         scales = {each: layer.frozencore_scale[name] for each, layer in layers.items()}
-        source = ExportSource(config, factors, scales, layers_of(model_or_directory), None)
+        record = record_base({each: layer.base_samples for each, layer in layers.items()})
+        source = ExportSource(config, factors, scales, record, layers_of(model_or_directory), None)
     else:
         folder = Path(model_or_directory)
         config, tensors = read_tensors(folder)
@@ -270,7 +273,8 @@ def export_source(
         named = config.base_model_name_or_path
         base = base if base is not None else named if named and Path(named).exists() else None
         scales = {each: config.scale_of(each) for each in factors}
-        source = ExportSource(config, factors, scales, layers_of(base) if base is not None else None, folder)
+        of_base = layers_of(base) if base is not None else None
+        source = ExportSource(config, factors, scales, config.base_record, of_base, folder)
     if config.modules_to_save:
         raise ConfigError(f"The adapter trains whole modules too ({', '.join(config.modules_to_save)}), {_NOT_LORA}")
     if config.trainable_token_indices:

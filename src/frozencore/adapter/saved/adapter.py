@@ -3,15 +3,15 @@
     adapter_model.safetensors   the tensors (:mod:`frozencore.adapter.saved.tensors`)
     adapter_config.json         the configuration, with
 
-        tensors_sha256   the hash of all tensors
+        tensors_sha256   the hash of all tensors with their names
         base_record      some values of the base model's weights (:mod:`frozencore.adapter.saved.base_record`)
         checksum         the hash of every value that changes what is computed, the two above included
 
 The basis and the base model of an adapter of cores alone are in the named basis. The checksum is found when a
 configuration is read, whatever reads it. The hash of the tensors is compared when a local folder is read, and before
-the first tensors enter a model, also from a hub id. transformers' own ``model.load_adapter`` does only the first.
-PEFT's, for a name that the model has (as ``Trainer`` resumes), reads tensors alone: the model's scale stays, and the
-base model is not compared.
+the first tensors enter a model, also from a hub id. PEFT loads tensors alone onto a name that the model has (as
+``Trainer`` resumes), so scales and the record of the base model are among them and are compared. transformers' own
+``model.load_adapter`` checks the configuration only, and reports these tensors as unexpected.
 """
 
 from __future__ import annotations

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from frozencore.errors import ArtifactError
 
 NUM_SAMPLES = 8  # per weight, evenly spaced from the first to the last value
+BASE_VALUES = "frozencore_base_"
+"""The prefix of the name of the record as a tensor; the dtype of the weights follows."""
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -49,6 +51,27 @@ def record_base(samples: Mapping[str, Tensor | None]) -> dict[str, str] | None:
     }
 
 
+def record_as_tensor(recorded: Mapping[str, Any] | None) -> dict[str, Tensor]:
+    """The record as a tensor of an adapter's file: PEFT's state dicts hold nothing but tensors."""
+    if recorded is None:
+        return {}
+    values, dtype = _values(recorded)
+    return {f"{BASE_VALUES}{str(dtype).removeprefix('torch.')}": torch.from_numpy(values.astype("<f4"))}
+
+
+def record_in(tensors: Mapping[str, Tensor]) -> dict[str, str] | None:
+    """The record in the tensors of an adapter, which may have been rounded or averaged since; None if it has none."""
+    for key, tensor in tensors.items():
+        if BASE_VALUES in key and not tensor.is_meta:
+            values = tensor.detach().float().cpu().numpy().astype("<f4").tobytes()
+            return {
+                "dtype": key.partition(BASE_VALUES)[2],
+                "values": base64.b64encode(values).decode("ascii"),
+                "rounded": str(tensor.dtype).removeprefix("torch."),
+            }
+    return None
+
+
 def differing_layer(recorded: Mapping[str, Any], samples: Mapping[str, Tensor | None]) -> str | None:
     """The first layer whose weight differs from the record; None if all agree or cannot be compared."""
     found = _first_difference(recorded, record_base(samples))
@@ -73,11 +96,11 @@ def _first_difference(recorded: Mapping[str, Any] | None, present: Mapping[str, 
     (theirs, their_dtype), (mine, my_dtype) = _values(recorded), _values(present)
     if theirs.shape != mine.shape:
         return None  # layers differ; their names are checked elsewhere
-    tolerance: Any = 0.0
-    if their_dtype != my_dtype:
-        kinds = [torch.finfo(dtype) for dtype in (their_dtype, my_dtype)]
-        smallest = max(kind.smallest_normal * kind.eps for kind in kinds)
-        tolerance = sum(kind.eps for kind in kinds) / 2 * np.maximum(np.abs(theirs), np.abs(mine)) + smallest
+    rounded = [torch.finfo(_DTYPES[one["rounded"]]) for one in (recorded, present) if "rounded" in one]
+    kinds = [torch.finfo(dtype) for dtype in (their_dtype, my_dtype) if their_dtype != my_dtype]
+    relative = sum(kind.eps for kind in kinds) / 2 + sum(2 * kind.eps for kind in rounded)
+    smallest = max((kind.smallest_normal * kind.eps for kind in kinds), default=0.0)
+    tolerance = relative * np.maximum(np.abs(theirs), np.abs(mine)) + smallest
     bad = np.flatnonzero(~(np.abs(theirs - mine) <= tolerance))
     return int(bad[0]) if len(bad) else None
 

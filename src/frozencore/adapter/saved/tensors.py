@@ -1,17 +1,18 @@
 """The tensors of an adapter's file: their names, how cores become one vector, and what every reader checks.
 
-A file holds P, Q and R of each layer, and what ``modules_to_save`` and ``trainable_token_indices`` name. An adapter on
-a named basis stores only its cores, as one vector of Σr² values in the order of the layers' names: for Qwen2.5-3B the
-names and shapes of 144 separate cores would take 17 KB beside 147 KB of values. The vector's name ends with the basis's
-identity, so that rounding, sums and averages of state dicts keep it, and another basis refuses them.
+A file holds P, Q and R of each layer, the scales, a record of the base model, and what ``modules_to_save`` and
+``trainable_token_indices`` name. PEFT loads tensors into an adapter that is there already without the configuration
+beside them, so what a core was trained with is among them.
+
+An adapter on a named basis stores only its cores, as one vector of Σr² values in the order of the layers' names: for
+Qwen2.5-3B the names and shapes of 144 separate cores would take 17 KB beside 147 KB of values. The vector's name ends
+with the basis's identity, so that rounding, sums and averages of state dicts keep it, and another basis refuses them.
 
 Shapes: P m x r, Q n x r, R r x r.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 import warnings
 from collections.abc import Collection, Mapping
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from frozencore.adapter.saved.base_record import BASE_VALUES, record_as_tensor
 from frozencore.adapter.saved.basis import is_usable_float
 from frozencore.errors import ArtifactError
 from frozencore.files.fingerprint import fingerprint_tensors
@@ -32,6 +34,8 @@ PREFIX = "frozencore_"
 BASE = "base_model.model."
 CORES = f"{PREFIX}cores_"
 """The prefix of the name of the vector of all cores; the first 32 digits of the basis's identity follow."""
+SCALES = f"{PREFIX}scales"
+"""The name of the scales s, in the order of the layers' names."""
 ORTHONORMALITY = 2 * torch.finfo(torch.bfloat16).eps  # a basis may have been rounded to bfloat16 before
 CLASSIFIERS = ("classifier", "score")  # PEFT lists both for every classifier, which has one of them
 _FACTOR = re.compile(rf"(?P<layer>[\w.-]+)\.{PREFIX}(?P<side>P|Q|R\.weight)")
@@ -131,10 +135,47 @@ def with_factors(origin: str, tensors: Mapping[str, Tensor], bases: Bases) -> di
     return whole
 
 
+def trained_with(scales: Mapping[str, float], base: Mapping[str, str] | None) -> dict[str, Tensor]:
+    """The tensors that stand beside P, Q and R: the scales by layer name, and the record of the base model."""
+    values = torch.tensor([scales[name] for name in sorted(scales)], dtype=torch.float32)
+    return {SCALES: values, **record_as_tensor(base)}
+
+
+def factors_alone(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors without those of :func:`trained_with`."""
+    return {key: X for key, X in tensors.items() if SCALES not in key and BASE_VALUES not in key}
+
+
+def require_scales(origin: str, tensors: Mapping[str, Tensor], scales: Mapping[str, float]) -> None:
+    """Refuse cores that were trained at other scales than these, by layer name; rounding in their dtype passes."""
+    came = next((tensor for key, tensor in tensors.items() if key.removeprefix(BASE) == SCALES), None)
+    if came is None or not is_usable_float(came) or came.shape != (len(scales),):
+        raise ArtifactError(
+            f"An adapter holds the scale of each of its {len(scales)} layers, but {origin} does not. Save or download "
+            "it again."
+        )
+    if came.is_meta:
+        return
+    names = sorted(scales)
+    own = torch.tensor([scales[name] for name in names], dtype=torch.float32)
+    far = (own - came.cpu().float()).abs() > 4 * torch.finfo(came.dtype).eps * own.abs()
+    for name, theirs, is_far in zip(names, came.tolist(), far.tolist(), strict=True):
+        if is_far:
+            raise other_scale(origin, name, theirs, scales[name])
+
+
+def other_scale(origin: str, layer: str, theirs: float, own: float) -> ArtifactError:
+    """The error for a core that was trained at another scale."""
+    return ArtifactError(
+        f"A core works at its own scale only, but that of layer {layer!r} of {origin} was trained at scale "
+        f"{theirs:g}, and the adapter has {own:g}. Load the folder under a name that the model does not have."
+    )
+
+
 def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of the tensors without their names, which transformers may change when it saves or loads."""
-    hashes = sorted(fingerprint_tensors([("", tensor)]) for tensor in tensors.values())
-    return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
+    """SHA-256 of the tensors and their names, without the prefix that a model without PEFT's wrapper does not have."""
+    named = {key.removeprefix(BASE): tensor for key, tensor in tensors.items()}
+    return fingerprint_tensors((key, named[key]) for key in sorted(named))
 
 
 def hash_bases(bases: Bases) -> str:
@@ -232,9 +273,13 @@ def require_sound(
 
 
 def other_keys(tensors: Collection[str]) -> list[str]:
-    """The names that are neither of factors nor of the first vector of cores."""
+    """The names that are neither of factors, with what they were trained with, nor of the first vector of cores."""
     vector = next((key for key in tensors if key.startswith(CORES)), None)
-    return [key for key in tensors if key != vector and not _FACTOR.fullmatch(key)]
+    beside = (
+        next((key for key in tensors if key.removeprefix(BASE).startswith(one)), None) for one in (SCALES, BASE_VALUES)
+    )
+    own = {vector} if vector is not None else {*beside}
+    return [key for key in tensors if key not in own and not _FACTOR.fullmatch(key)]
 
 
 def require_modules(origin: str, modules: Any, tokens: Any, tensors: Collection[str]) -> None:
