@@ -13,7 +13,7 @@ from peft import PeftModel, get_peft_model
 
 from adapted import cores_of
 from frozencore import FrozenCoreConfig, calibrate, collect_moments
-from frozencore.adapter.layer import plus_core
+from frozencore.adapter.core_product import plus_core
 from frozencore.calibration.hooks import FiniteBatches
 from frozencore.tune.config import RunConfig, make_config
 from frozencore.tune.methods import METHODS

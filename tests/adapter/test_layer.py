@@ -20,7 +20,8 @@ from transformers.pytorch_utils import Conv1D
 from adapted import BATCHES, DATA_DRIVEN, EXAMPLES, adapted, cores_of, logits, train_at_random
 from fixtures import few
 from frozencore import CONSTRUCTORS, CoreBank, FrozenCoreConfig, calibrate, swap_core
-from frozencore.adapter.layer import FrozenCoreLinear, plus_core
+from frozencore.adapter.core_product import plus_core
+from frozencore.adapter.layer import FrozenCoreLinear
 from frozencore.calibration.collect import collect_moments
 from frozencore.errors import ArtifactError, CalibrationError, ModelError
 from frozencore.files.fingerprint import fingerprint_model

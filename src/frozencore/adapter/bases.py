@@ -12,7 +12,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from frozencore.adapter.config import FrozenCoreConfig, find_adapter
-from frozencore.adapter.layer import FrozenCoreLinear, bases_of, frozen_core_layers
+from frozencore.adapter.layer import FrozenCoreLinear, base_samples_of, bases_of, frozen_core_layers, scales_of
 from frozencore.adapter.saved.base_record import differing_layer, other_base, record_base, record_in
 from frozencore.adapter.saved.basis import SavedBasis
 from frozencore.adapter.saved.tensors import Factors, require_finite_in, require_orthonormal, require_scales
@@ -160,11 +160,10 @@ def save_basis(
     """
     adapter_name, config = find_adapter(model, adapter_name)
     factors, layers = get_bases(model, adapter_name), frozen_core_layers(model, adapter_name)
-    scales = {name: layer.frozencore_scale[adapter_name] for name, layer in layers.items()}
-    base = record_base({name: layer.base_samples for name, layer in layers.items()})
     identity = config.write_basis(
-        Path(folder), factors, scales, base=base, calibrated_on=calibrated_on, overwrite=overwrite
-    )
+        Path(folder), factors, scales_of(layers, adapter_name), base=record_base(base_samples_of(layers)),
+        calibrated_on=calibrated_on, overwrite=overwrite,
+    )  # fmt: skip
     config.name_basis(identity, str(folder))
     config.trust_basis(bases_of(layers, adapter_name))
     return identity
@@ -244,7 +243,7 @@ def require_trained_alike(
     adapter_name: str,
 ) -> None:
     """Refuse cores of the same layers that were trained at other scales or on another base model than an adapter's."""
-    require_scales(origin, tensors, {name: layer.frozencore_scale[adapter_name] for name, layer in layers.items()})
+    require_scales(origin, tensors, scales_of(layers, adapter_name))
     require_same_base(f"What {origin} holds", record_in(tensors), config, layers)
 
 
@@ -254,7 +253,7 @@ def require_same_base(
     """Refuse a base model whose weights differ from the record, unless the configuration allows it."""
     if recorded is None or config.allow_other_base:
         return
-    odd = differing_layer(recorded, {name: layer.base_samples for name, layer in layers.items()})
+    odd = differing_layer(recorded, base_samples_of(layers))
     if odd is not None:
         raise other_base(what, odd)
 

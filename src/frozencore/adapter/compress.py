@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import get_pattern_key
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.export.base_model import layers_of
 from frozencore.adapter.export.serving import RULES, LoraDirectory, read_lora_directory
 from frozencore.adapter.folders import read_adapter
-from frozencore.adapter.named_layers import key_for, refuse_expressions
+from frozencore.adapter.named_layers import refuse_expressions
 from frozencore.adapter.saved.base_record import differing_layer, record_base, sample_weight
 from frozencore.adapter.saved.basis import SavedBasis
 from frozencore.adapter.saved.card import begin_model_card
@@ -160,13 +161,13 @@ def _read_lora(place: str, lora: LoraDirectory, folder: Path) -> Lora:
     shapes: dict[str, tuple[int, int]] = {}
     for layer, A, B in lora.pairs:
         rank, alpha = (
-            config[option] if (own := key_for(pattern, layer, option)) is None else pattern[own]
-            for option, pattern in (("r", patterns["rank_pattern"]), ("lora_alpha", patterns["alpha_pattern"]))
+            pattern.get(get_pattern_key(list(pattern), layer), config[option])
+            for option, pattern in zip(("r", "lora_alpha"), patterns.values(), strict=True)
         )
         if rank != A[0]:
             raise _unreadable(place, f"{layer!r} has rank {A[0]} and the configuration {rank}", "save it again")
         alphas = patterns["alpha_pattern"].items()
-        if len({str(own) for key, own in alphas if key_for({key: own}, layer, "alpha_pattern") is not None}) > 1:
+        if len({str(own) for key, own in alphas if get_pattern_key([key], layer) == key}) > 1:
             found = f"alpha_pattern gives {layer!r} two alphas, and a file does not keep the order that decides"
             raise _unreadable(place, found, "write the layers' full names alone")
         if not isinstance(alpha, int | float) or not abs(alpha) < 1e30:

@@ -272,12 +272,12 @@ class FrozenCoreConfig(PeftConfig):
 
     def rank_of(self, layer: str) -> int:
         """The configured rank of a layer; 0 for a layer that is not adapted."""
-        key = key_for(self.rank_pattern, layer, "rank_pattern")
+        key = key_for(self.rank_pattern, layer)
         return self.r if key is None else self.rank_pattern[key]
 
     def scale_of(self, layer: str) -> float:
         """The scale s of a layer: alpha over the configured rank, or 1."""
-        key = key_for(self.alpha_pattern, layer, "alpha_pattern")
+        key = key_for(self.alpha_pattern, layer)
         alpha = self.alpha if key is None else self.alpha_pattern[key]
         if alpha is None:
             return 1.0

@@ -15,7 +15,7 @@ from torch import Tensor
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.saved.adapter import SavedAdapter
 from frozencore.adapter.saved.base_record import require_one_base
-from frozencore.adapter.saved.basis import load_basis
+from frozencore.adapter.saved.basis import ScaledBasis, load_basis
 from frozencore.adapter.saved.tensors import (
     CORES,
     Factors,
@@ -31,9 +31,6 @@ from frozencore.adapter.saved.tensors import (
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.adapter_folder import HEADER_FILE
 from frozencore.maths.linalg import weighted_sum
-
-ScaledBasis = tuple[Tensor, Tensor, float]
-"""P, Q and the scale of a layer."""
 
 
 def read_adapter(directory: str | Path) -> tuple[FrozenCoreConfig, dict[str, Factors]]:
@@ -118,7 +115,7 @@ def merge_adapters(adapters: Sequence[str | Path], out: str | Path, *, weights: 
 
 
 def _bases_of(config: FrozenCoreConfig, factors: Mapping[str, Factors]) -> dict[str, ScaledBasis]:
-    return {name: (f.P, f.Q, config.scale_of(name)) for name, f in factors.items()}
+    return {name: ScaledBasis(f.P, f.Q, config.scale_of(name)) for name, f in factors.items()}
 
 
 def require_one_basis(
@@ -136,7 +133,7 @@ def require_one_basis(
 def _differing_basis(one: Mapping[str, ScaledBasis], other: Mapping[str, ScaledBasis]) -> str | None:
     """The first layer, by name, whose basis or scale differs or is missing on one side; None if all are equal."""
     for name in sorted(one.keys() | other.keys()):
-        if name not in one or name not in other or one[name][2] != other[name][2]:
+        if name not in one or name not in other or one[name].scale != other[name].scale:
             return name
         for X, Y in zip(one[name][:2], other[name][:2], strict=True):
             if X.shape != Y.shape or X.dtype != Y.dtype or not torch.equal(X, Y):
@@ -168,8 +165,7 @@ def pack_adapter(
         if not basis.exists():
             _write_own_basis(adapter, config, factors, basis)
     saved = load_basis(basis)
-    theirs = {name: (P, Q, saved.scales[name]) for name, (P, Q) in saved.layers.items()}
-    layer = _differing_basis(_bases_of(config, factors), theirs)
+    layer = _differing_basis(_bases_of(config, factors), saved.scaled)
     if layer is not None:
         raise ArtifactError(
             f"An adapter is packed beside its own basis, but P, Q or the scale of layer {layer!r} of {adapter} are "

@@ -11,11 +11,8 @@ For the backward pass autograd keeps z, r values a token in the dtype of R.
 
 from __future__ import annotations
 
-import copy
-import threading
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -24,17 +21,16 @@ from accelerate.utils import align_module_device
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from peft.utils import TrainableTokensWrapper, quantization_extra_repr, resolve_quantization_backend
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
+from frozencore.adapter.core_product import CorePart, PerRowCores, plus_core, require_batch_axis
 from frozencore.adapter.saved.base_record import sample_weight
+from frozencore.adapter.saved.basis import ScaledBasis
 from frozencore.adapter.saved.tensors import UncalibratedWarning
 from frozencore.adapter.shared_factors import SharedFactors
-from frozencore.calibration.preserve import refuse_rewritten
 from frozencore.device import execution_device
-from frozencore.errors import ArtifactError, CalibrationError, ConfigError, ModelError
+from frozencore.errors import ArtifactError, CalibrationError, ModelError
 from frozencore.maths.basis import Basis
-from frozencore.quiet import with_attributes
 
 
 class BasisState(Enum):
@@ -48,48 +44,6 @@ class BasisState(Enum):
     ABSENT = "absent"
     AWAITS_CORE = "awaits core"
     READY = "ready"
-
-
-@dataclass(frozen=True)
-class CorePart:
-    """Cores on one basis: R is rows x r x r, one for each row of a batch; or r x r for the numbered rows alone.
-
-    The values of R may change between two calls of a compiled model. Rows of one token are fastest if the transposes
-    are contiguous.
-    """
-
-    P: Tensor
-    Q: Tensor
-    R: Tensor
-    scale: float
-    rows: Tensor | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class PerRowCores:
-    """The cores of a batch's rows in one layer; without parts all rows are the base model's.
-
-    Attributes:
-        thread: The thread whose batch it is.
-    """
-
-    parts: tuple[CorePart, ...] = ()
-    num_named: int = 0
-    thread: int = field(default_factory=threading.get_ident)
-
-    @property
-    def num_rows(self) -> int:
-        """The number of rows; from a shape if possible, so that a compiled model serves batches of many sizes."""
-        return len(self.parts[0].R) if self.parts and self.parts[0].rows is None else self.num_named
-
-    def require_own_thread(self, layer: str) -> None:
-        """Refuse a pass of another thread, which is not of this batch; autograd's threads compute its blocks again."""
-        if self.thread != threading.get_ident() and torch._C._current_graph_task_id() == -1:
-            raise ConfigError(
-                f"Rows with cores of their own are those of one thread's batch, but another thread called layer "
-                f"{layer!r} meanwhile. Call the model in the thread that entered bank.rows(...); run a plain batch of "
-                "another thread in bank.rows([None, ...]), which waits."
-            )
 
 
 class FrozenCoreLinear(nn.Module, BaseTunerLayer):
@@ -165,6 +119,11 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
     def factors(self, adapter_name: str) -> tuple[Tensor, Tensor, Tensor]:
         """P (m x r), Q (n x r) and R (r x r) of an adapter."""
         return self.frozencore_P[adapter_name], self.frozencore_Q[adapter_name], self.core(adapter_name)
+
+    def basis(self, adapter_name: str) -> ScaledBasis:
+        """P, Q and s of an adapter."""
+        P, Q, _ = self.factors(adapter_name)
+        return ScaledBasis(P, Q, self.frozencore_scale[adapter_name])
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.disable_adapters or self.merged:
@@ -445,115 +404,6 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
         return "frozencore." + super().__repr__()
 
 
-class FrozenCoreQuantisedLinear(FrozenCoreLinear):
-    """Frozen cores on a linear layer with a quantisation backend of PEFT's.
-
-    Its weight can be read and trained on only as it was loaded. Merging changes a copy, because subtraction does not
-    restore a rounded weight.
-    """
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute as for a plain layer; refuse to train on a weight that was rewritten for inference."""
-        if torch.is_grad_enabled():
-            refuse_rewritten(self.get_base_layer(), self.name)
-        return super().forward(x, *args, **kwargs)
-
-    def get_base_weight(self) -> Tensor:
-        """The base weight. PEFT's method would read noise from a weight that was rewritten for inference."""
-        refuse_rewritten(self.get_base_layer(), self.name)
-        return super().get_base_weight()
-
-    def dense_weight(self) -> Tensor:
-        """W dequantised, m x n."""
-        try:
-            return super().dense_weight()
-        except (TypeError, NotImplementedError) as error:
-            raise ModelError(
-                f"The quantised weight of layer {self.name!r} cannot be read: {error} "
-                "Use a constructor that does not look at weights, such as fcca, or an unquantised base model."
-            ) from error
-
-    def _set_aside(self) -> None:
-        """Replace the quantised layer by a copy to merge into."""
-        backend = self.quantization_backend
-        if not backend.supports_merge:
-            raise ModelError(
-                f"A weight quantised by {backend.backend_name} cannot take a merged update. "
-                "Keep the adapter unmerged, or load the base model without quantisation."
-            )
-        warnings.warn(
-            f"Merging rounds the sum to the grid of {backend.backend_name} weights, which changes what the model "
-            "says. Measure the merged model, or keep the adapter unmerged.",
-            stacklevel=3,
-        )
-        owner = self._owner()
-        self._before_merge = (owner.base_layer,)  # in a tuple, so that torch does not register it as a submodule
-        owner.base_layer = copy.deepcopy(owner.base_layer)
-
-    def _original_weight(self) -> Tensor:
-        weight: Tensor = self._before_merge[0].weight
-        return weight
-
-    def _put_back(self) -> None:
-        (self._owner().base_layer,) = self._before_merge
-
-    def _is_as_merged(self) -> bool:
-        owner, weight = self._owner(), self.get_base_weight()
-        with with_attributes(owner, base_layer=copy.deepcopy(self._before_merge[0])):
-            for update in self._updates:
-                self.set_base_weight(self._sum(self.get_base_weight(), update))
-            return have_same_bits(self.get_base_weight(), weight)
-
-    def _owner(self) -> Any:
-        """The adapter layer that holds the plain layer: this one, or one nested in it."""
-        layer: Any = self
-        while isinstance(layer.base_layer, BaseTunerLayer):
-            layer = layer.base_layer
-        return layer
-
-
-def plus_core(y: Tensor, x: Tensor, P: Tensor, Q: Tensor, R: nn.Linear | Tensor, scale: float) -> Tensor:
-    """``y + s·P R Qᵀ x`` in the dtype of y.
-
-    The product with R is in the dtype of R, the others are in that of P and Q.
-
-    Args:
-        y: The base layer's output (..., m).
-        x: Its input (..., n), in the dtype of Q.
-        R: A linear layer r -> r; or r x r; or rows x r x r, a core for each row of x.
-
-    >>> x, P, Q, R = torch.ones(1, 4), torch.ones(3, 2), torch.ones(4, 2), torch.eye(2)
-    >>> plus_core(torch.ones(1, 3), x, P, Q, R, 0.5)
-    tensor([[5., 5., 5.]])
-    """
-    z = x @ Q
-    u = _through(z.to(R.dtype), R) if isinstance(R, Tensor) else R(z.to(R.weight.dtype))
-    u = u.to(P.dtype)
-    if y.dtype == P.dtype == z.dtype:  # z has another dtype under autocast, which would round a wider y
-        m, r = P.shape
-        return torch.addmm(y.reshape(-1, m), u.reshape(-1, r), P.mT, alpha=scale).view(y.shape)
-    return y + ((u * scale) @ P.mT).to(y.dtype)
-
-
-def _through(z: Tensor, R: Tensor) -> Tensor:
-    """``z Rᵀ`` with one core, or with each row's own: z (..., r) with the tokens of a row contiguous."""
-    if R.ndim == 2:
-        return linear(z, R)
-    rows, r, _ = R.shape
-    if z.numel() == rows * r:  # one token a row, as in generation: bmm takes 2 to 5 times as long
-        return (R.mT * z.reshape(rows, r, 1)).sum(1).view(z.shape)
-    return torch.bmm(z.reshape(rows, -1, r), R.mT).view(z.shape)
-
-
-def require_batch_axis(module: Any, name: str) -> None:
-    """Refuse rows with cores of their own where the first axis of a module's input is not known to be the batch."""
-    if not getattr(module, "has_batch_axis", None):
-        raise ConfigError(
-            f"A row with a core of its own is an index of a layer's first axis, but that of {name!r} is not known to "
-            "be the batch (it may hold tokens, windows, or an expert's share). Run the rows of each adapter alone."
-        )
-
-
 def have_same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of one dtype are equal, NaN included."""
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.itemsize]
@@ -589,3 +439,13 @@ def version_of(tensor: Tensor) -> int:
 def bases_of(layers: Mapping[str, FrozenCoreLinear], adapter_name: str) -> dict[str, tuple[Tensor, Tensor]]:
     """P and Q of an adapter by layer name."""
     return {name: layer.factors(adapter_name)[:2] for name, layer in layers.items()}
+
+
+def scales_of(layers: Mapping[str, FrozenCoreLinear], adapter_name: str) -> dict[str, float]:
+    """The scale s of an adapter by layer name."""
+    return {name: layer.frozencore_scale[adapter_name] for name, layer in layers.items()}
+
+
+def base_samples_of(layers: Mapping[str, FrozenCoreLinear]) -> dict[str, Tensor | None]:
+    """Some values of the base model's weights by layer name."""
+    return {name: layer.base_samples for name, layer in layers.items()}

@@ -3,8 +3,10 @@
 A name is a layer's full name or its end, as in PEFT: ``q_proj``, ``layers.0.self_attn.q_proj``. A key of a pattern may
 also be written as in PEFT's documentation, ``^model\\.layers\\.0\\.q_proj$``. Any other text is a regular expression.
 
-Expressions are replaced by names before PEFT sees them, so that a saved adapter holds names alone. A saved expression
-is refused: a stranger's could take any time to search. Keys of a pattern that name one layer twice are replaced too.
+What names and expressions match is decided by PEFT's own functions. Before PEFT adds the adapter, expressions are
+replaced by the names that they match, so that a saved adapter holds names alone. A saved expression is refused: a
+stranger's could take any time to search. Keys of a pattern that match one layer twice are replaced too, because their
+order decides and PEFT's file sorts them.
 """
 
 from __future__ import annotations
@@ -14,13 +16,15 @@ import inspect
 import json
 import re
 import warnings
+from collections import Counter
 from collections.abc import Collection, Mapping
 from functools import cache
 from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from peft.utils.constants import DUMMY_TARGET_MODULES
+from peft.utils.other import get_pattern_key
 from torch import Tensor, nn
 
 from frozencore.adapter.layer import is_linear
@@ -86,10 +90,9 @@ def is_all_linear(targets: object) -> bool:
     return isinstance(targets, str) and targets.lower() == ALL_LINEAR
 
 
-def plain_key(key: str) -> tuple[str, bool] | None:
-    """The name in a key of a pattern, and whether it is a full name; None for an expression."""
-    name = key.removeprefix("^").removesuffix("$").replace("\\.", ".")
-    return None if is_expression(name) else (name, key.startswith("^"))
+def names_a_layer(key: str) -> bool:
+    """Whether a key of a pattern is a layer's full name or its end, also as PEFT's documentation writes a full one."""
+    return not is_expression(key.removeprefix("^").removesuffix("$").replace("\\.", "."))
 
 
 def compiled(option: str, expression: str) -> re.Pattern[str]:
@@ -103,27 +106,10 @@ def compiled(option: str, expression: str) -> re.Pattern[str]:
         ) from error
 
 
-def key_for(keys: Mapping[str, object], layer: str, option: str) -> str | None:
-    """The key of a pattern for a layer: its full name, else the first key that names or matches it."""
-    if layer in keys:
-        return layer
-    for key in keys:
-        plain = plain_key(key)
-        if plain is None:
-            matches = compiled(option, rf"(?:.*\.)?(?:{key})").fullmatch(layer) is not None
-        else:
-            matches = layer == plain[0] or (not plain[1] and _is_end_of(plain[0], layer))
-        if matches:
-            return key
-    return None
-
-
-def _name_twice(keys: Mapping[str, object], layers: Collection[str], option: str) -> bool:
-    """Whether several keys of a pattern name a layer by its end: their order decides, and PEFT's file sorts them."""
-    ends = [key for key in keys if key not in layers]
-    return len(ends) > 1 and any(
-        sum(key_for({key: 0}, layer, option) is not None for key in ends) > 1 for layer in layers if layer not in keys
-    )
+def key_for(keys: Collection[str], layer: str) -> str | None:
+    """The key of a pattern for a layer: its full name, else the first that PEFT finds."""
+    key = layer if layer in keys else get_pattern_key(list(keys), layer)
+    return key if key in keys else None
 
 
 def _is_end_of(name: str, layer: str) -> bool:
@@ -153,7 +139,7 @@ def require_names(config: Any) -> None:
         if not isinstance(pattern, dict) or not all(isinstance(key, str) and key for key in pattern):
             raise ConfigError(f"{option} maps layer names to numbers, but {pattern!r:.100} came.")
         for key in pattern:
-            if plain_key(key) is None:
+            if not names_a_layer(key):
                 compiled(option, key)
     for option in ("layers_to_transform", "layers_pattern"):
         if isinstance(config.target_modules, str) and getattr(config, option) is not None:
@@ -186,7 +172,7 @@ def refuse_expressions(origin: str, values: Mapping[str, Any], way_out: str) -> 
     for option in PATTERNS:
         pattern = values.get(option)
         keys = pattern if isinstance(pattern, dict) else ()  # another type is refused by the configuration
-        odd += [(option, key) for key in keys if plain_key(key) is None]
+        odd += [(option, key) for key in keys if not names_a_layer(key)]
     if odd:
         option, expression = odd[0]
         raise ArtifactError(
@@ -307,39 +293,43 @@ def _ends(name: str) -> list[str]:
 
 
 def name_layers(config: Any, model: nn.Module) -> None:
-    """Replace the expressions of a configuration by names."""
-    before: dict[str, Any] = {field: getattr(config, field) for field in (*MODULES, *PATTERNS)}
-    names, (targets, excluded) = _modules(model), (before[field] for field in MODULES)
+    """Replace the expressions of a configuration by the names of what PEFT finds with them."""
+    targets, excluded = config.target_modules, config.exclude_modules
+    if not (is_searched(targets) or is_searched(excluded) or config.rank_pattern or config.alpha_pattern):
+        return
+    names = _modules(model)
+    every = copy.copy(config)
+    every.target_modules = ".*" if isinstance(targets, str) and not is_searched(targets) else targets
+    found = {name for name in names if check_target_module_exists(every, name)}
     if is_searched(excluded):
-        expression, every = compiled("exclude_modules", excluded), targets is None or isinstance(targets, str)
-        wanted = [name for name, module in names.items() if (_carries(module) if every else _is_among(name, targets))]
-        found = {name for name in wanted if expression.fullmatch(name)}
-        if not found:
+        every.exclude_modules = None
+        if found == {name for name in names if check_target_module_exists(every, name)}:
             warnings.warn(f"exclude_modules={excluded!r:.100} excludes no layer that is adapted.", stacklevel=5)
-        config.exclude_modules = excluded = found or None
     if is_searched(targets):
-        expression = compiled("target_modules", targets)
-        found = {name for name in names if expression.fullmatch(name) and not _is_among(name, excluded or ())}
         if not found:
             raise ConfigError(
                 f"target_modules={targets!r:.100} matches no layer of this model that is not excluded. Name layers "
                 "that it has, for instance by their ends: ['q_proj', 'v_proj']."
             )
-        # names match by their ends, so another layer with the same end must be excluded by name
-        if stray := {name for name in names if name not in found and _is_among(name, found)}:
-            config.exclude_modules = excluded = {*(excluded or ()), *stray}
-        config.target_modules = targets = found
+        config.target_modules = found
+    if is_searched(targets) or is_searched(excluded):
+        # names match by their ends, so that other layers with the same end must be excluded by name
+        ends = None if isinstance(config.target_modules, str) else config.target_modules
+        alike = {
+            name for name, module in names.items() if (_carries(module) if ends is None else _is_among(name, ends))
+        }
+        config.exclude_modules = alike - found or None
+    layers = [name for name in found if _carries(names[name])]
     for field in PATTERNS:
-        if any(plain_key(key) is None for key in before[field]) or _name_twice(before[field], names, field):
-            every = targets is None or isinstance(targets, str)
-            linear = [
-                name for name, module in names.items() if _carries(module) and not _is_among(name, excluded or ())
-            ]
-            targeted = [name for name in linear if every or _is_among(name, targets)]
-            key_of = {layer: key for layer in targeted if (key := key_for(before[field], layer, field)) is not None}
-            if unused := before[field].keys() - set(key_of.values()):
+        pattern = getattr(config, field)
+        if pattern.keys() <= names.keys():  # the order of full names does not matter, and PEFT's file sorts them
+            continue
+        num_keys = Counter(layer for key in pattern for layer in layers if get_pattern_key([key], layer) == key)
+        if not all(map(names_a_layer, pattern)) or max(num_keys.values(), default=0) > 1:
+            key_of = {layer: key for layer in layers if (key := get_pattern_key(list(pattern), layer)) in pattern}
+            if unused := pattern.keys() - set(key_of.values()):
                 warnings.warn(f"No layer is matched by {sorted(unused)} in {field}.", RuntimeWarning, stacklevel=5)
-            setattr(config, field, {layer: before[field][key] for layer, key in key_of.items()})
+            setattr(config, field, {layer: pattern[key] for layer, key in key_of.items()})
 
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:

@@ -30,7 +30,8 @@ from peft.utils import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from frozencore.adapter.layer import CorePart, FrozenCoreLinear, PerRowCores, require_batch_axis
+from frozencore.adapter.core_product import CorePart, PerRowCores, require_batch_axis
+from frozencore.adapter.layer import FrozenCoreLinear
 from frozencore.calibration.preserve import own_random_state
 from frozencore.errors import ConfigError
 from frozencore.quiet import with_attributes
@@ -77,7 +78,8 @@ def adapter_of_each_row(model: nn.Module, names: Sequence[str], *, num_beams: in
 
 
 def _basis_of(layer: FrozenCoreLinear, name: str) -> tuple[int, int, float]:
-    return id(layer.frozencore_P[name]), id(layer.frozencore_Q[name]), layer.frozencore_scale[name]
+    P, Q, scale = layer.basis(name)
+    return id(P), id(Q), scale
 
 
 def _repeated(names: Sequence[str], times: int) -> list[str]:
@@ -310,4 +312,4 @@ def _copies_of_first_row(args: Any, kwargs: dict[str, Any]) -> tuple[int, Any, d
     others = {length for shape in shapes for length in shape[1:]}
     number = next(number for number in count(2) if number not in others)
     copied: Any = tree_map_only(Tensor, lambda x: x[[0] * number] if x.ndim and len(x) == shapes[0][0] else x, inputs)
-    return number, *copied
+    return number, copied[0], copied[1]

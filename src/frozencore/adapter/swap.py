@@ -83,7 +83,7 @@ def prepare_swap(
 
 
 def held_bases(layers: Iterable[FrozenCoreLinear], adapter_name: str) -> HeldBases:
-    held = ((*layer.factors(adapter_name)[:2], layer.frozencore_scale[adapter_name]) for layer in layers)
+    held = (layer.basis(adapter_name) for layer in layers)
     return tuple((P, version_of(P), Q, version_of(Q), scale) for P, Q, scale in held)
 
 

@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from frozencore.adapter.config import FrozenCoreConfig, find_adapter
 from frozencore.adapter.export.base_model import BaseLayers, layers_of, targets_for_peft
 from frozencore.adapter.folders import read_tensors
-from frozencore.adapter.layer import frozen_core_layers
+from frozencore.adapter.layer import base_samples_of, frozen_core_layers, scales_of
 from frozencore.adapter.saved.base_record import record_base
 from frozencore.adapter.saved.card import num_tokens, write_model_card
 from frozencore.adapter.saved.tensors import BASE, Factors, layer_factors
@@ -263,9 +263,8 @@ def export_source(
         name, config = find_adapter(model_or_directory, adapter_name)
         layers = frozen_core_layers(model_or_directory, name)
         factors = {each: Factors(*layer.factors(name)) for each, layer in layers.items()}
-        scales = {each: layer.frozencore_scale[name] for each, layer in layers.items()}
-        record = record_base({each: layer.base_samples for each, layer in layers.items()})
-        source = ExportSource(config, factors, scales, record, layers_of(model_or_directory), None)
+        record = record_base(base_samples_of(layers))
+        source = ExportSource(config, factors, scales_of(layers, name), record, layers_of(model_or_directory), None)
     else:
         folder = Path(model_or_directory)
         config, tensors = read_tensors(folder)

@@ -14,7 +14,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -32,6 +32,14 @@ from frozencore.text import one_line
 
 FORMAT = 1
 LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
+
+
+class ScaledBasis(NamedTuple):
+    """P (m x r), Q (n x r) and the scale s of one layer."""
+
+    P: Tensor
+    Q: Tensor
+    scale: float
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,11 @@ class SavedBasis:
     base_model: str | None = None
     place: str | None = None
     revision: str | None = None
+
+    @property
+    def scaled(self) -> dict[str, ScaledBasis]:
+        """P, Q and s by layer name."""
+        return {name: ScaledBasis(P, Q, self.scales[name]) for name, (P, Q) in self.layers.items()}
 
     @property
     def tensors(self) -> dict[str, Tensor]:

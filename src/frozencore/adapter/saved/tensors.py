@@ -274,11 +274,8 @@ def require_sound(
 
 def other_keys(tensors: Collection[str]) -> list[str]:
     """The names that are neither of factors, with what they were trained with, nor of the first vector of cores."""
-    vector = next((key for key in tensors if key.startswith(CORES)), None)
-    beside = (
-        next((key for key in tensors if key.removeprefix(BASE).startswith(one)), None) for one in (SCALES, BASE_VALUES)
-    )
-    own = {vector} if vector is not None else {*beside}
+    starts = (CORES,) if any(key.startswith(CORES) for key in tensors) else (SCALES, BASE_VALUES)
+    own = {next((key for key in tensors if key.removeprefix(BASE).startswith(one)), None) for one in starts}
     return [key for key in tensors if key not in own and not _FACTOR.fullmatch(key)]
 
 
