@@ -305,7 +305,7 @@ def stale(change: Callable[[Room], object]) -> Callable[[Room], object]:
 
 SOURCES: list[tuple[Callable[[Room], Any], str]] = [
     (lambda room: room / "own basis", "basis"),
-    (lambda room: room / "other scale", "at scale 2.33333, but .* 2"),
+    (lambda room: room / "other scale", "at scale 2.33333, and .* 2"),
     (lambda room: room / "other rank", "at scale 3"),
     (lambda room: room / "fewer layers", "a core on one side only"),
     (lambda room: room / "module", "Only cores can be swapped"),
