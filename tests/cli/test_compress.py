@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,6 +48,9 @@ def test_what_is_kept_is_told_and_a_larger_rank_is_asked_for(command: Command, l
     kept = json.loads((tmp_path / "few/compress.json").read_text())["adapters"]
     assert kept.keys() == {"anna", "ben", "cleo"}
     assert all(0.1 < one["kept"] < 0.9 for one in kept.values())
+    status, out, err = command("inspect", tmp_path / "few")
+    assert (status, err) == (0, "")
+    assert all(f"{name} {one['kept']:.1%}" in out for name, one in kept.items())
 
 
 def test_tenants_are_scored_and_trained_on_and_a_newcomer_trains_on_the_basis(
@@ -64,9 +68,13 @@ def test_tenants_are_scored_and_trained_on_and_a_newcomer_trains_on_the_basis(
     assert all(arm in out for arm in ("base", "own", "compressed", "trained on"))
     cores = [adapter_in(tmp_path / "shop/anna", name) for name in ("adapter", "trained-on")]
     assert cores[0].peft_config["default"].basis_id == load_basis(tmp_path / "shop/basis").identity
+    assert re.search(r"anna, own: \d+ in .* \(loss\)", out)
     few = ["--epochs", 1, "--basis", tmp_path / "shop/basis", "--out", tmp_path / "dora"]
-    status, _, err = command("tune", *model, "--data", loras / "rows/anna.jsonl", *few)
+    status, said, err = command("tune", *model, "--data", loras / "rows/anna.jsonl", *few)
     assert status == 0, err
+    kept = json.loads((tmp_path / "shop/compress.json").read_text())["adapters"].values()
+    limit = f"2 adapters, compressed to {sum(one['kept'] for one in kept) / 2:.0%} of their updates"
+    assert said.count("Warning: The basis in ") == said.count(limit) == 1
     record = json.loads((tmp_path / "dora/result.json").read_text())
     assert (record["config"]["method"], record["config"]["rank"]) == ("compressed", 8)
     assert f"{record['held_out_loss_before']:.3f}, " in out, "the base model is scored without an adapter"

@@ -71,6 +71,9 @@ def test_rows_of_ones_own_are_scored_on_runs_and_their_base(command: Command, tm
     assert base["held_out_loss"] == pytest.approx(by_transformers(rows), abs=1e-5)
     assert "Load model and rows: 1 in " in out
     assert "(1 task)" in out
+    shown = command("inspect", tmp_path / "e")[1]
+    said = r"run on rows.jsonl: accuracy \d+\.0 % of 20 rows \(95 % interval .*\), \d\.\d{3} nats/token"
+    assert re.search(said, shown)
     assert f"{tmp_path / 'run'} was trained on rows of {tmp_path / 'rows.jsonl'}" in out
     shutil.copy(tmp_path / "rows.jsonl", tmp_path / "new.jsonl")
     words[words.index(tmp_path / "rows.jsonl")] = tmp_path / "new.jsonl"

@@ -87,6 +87,8 @@ BEFORE_TORCH = {
     f"tune {P} --moments none {X}": "There is no moments file at none",
     f"tune {P} --out run": "already holds a finished run",
     f"tune {P} --out run --resume": "there is nothing to resume",
+    f"tune {X} --resume": "there is nothing to resume in x: it has no run.yaml",
+    f"tune-many {X} --resume": "there is nothing to resume in x",
     f"tune {P} --push-to-hub mine {X}": "OWNER/NAME",
     f"tune {P} --push-to-hub anna/mine {X}": "login",
     f"tune {P} --push-to-hub anna/mine --basis a-basis {X}": "a-basis is a folder. Upload it .* --basis OWNER/NAME",

@@ -313,7 +313,11 @@ def compress_adapters(
     kept = {name: _kept(own) for name, own in energies.items()}
     with atomic_folder(out, overwrite=None) as aside:
         scales = {layer: config.scale_of(layer) for layer in shapes}
-        made_of = f"{num_of(len(sources), 'adapter')}, compressed"
+        shares = [one.share for one in kept.values()]
+        made_of = (
+            f"{num_of(len(sources), 'adapter')}, compressed to {sum(shares) / len(shares):.0%} of their updates "
+            f"({min(shares):.0%} to {max(shares):.0%})"
+        )
         identity = config.write_basis(aside / BASIS, factors, scales, base=record, calibrated_on=made_of)
         for name, own in cores.items():
             _write_core(aside, out, name, own, config)

@@ -16,6 +16,7 @@ from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.saved.adapter import SavedAdapter
 from frozencore.adapter.saved.base_record import require_one_base
 from frozencore.adapter.saved.basis import ScaledBasis, load_basis
+from frozencore.adapter.saved.card import CARD_FILE, with_scores
 from frozencore.adapter.saved.tensors import (
     CORES,
     Factors,
@@ -111,7 +112,10 @@ def merge_adapters(adapters: Sequence[str | Path], out: str | Path, *, weights: 
     else:
         tensors = {cores_key(config.basis_id): flat}
     first_folder = Path(adapters[0])
-    return SavedAdapter.read(first_folder).write(Path(out), tensors=tensors, reads=first_folder)
+    written = SavedAdapter.read(first_folder).write(Path(out), tensors=tensors, reads=first_folder)
+    if (card := written / CARD_FILE).is_file():
+        card.write_text(with_scores(card.read_text(encoding="utf-8"), {}), encoding="utf-8")  # those of the first
+    return written
 
 
 def _bases_of(config: FrozenCoreConfig, factors: Mapping[str, Factors]) -> dict[str, ScaledBasis]:

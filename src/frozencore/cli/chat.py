@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -14,6 +14,7 @@ from frozencore.cli.display import console
 from frozencore.cli.flags import flag
 from frozencore.errors import ConfigError
 from frozencore.files.adapter_folder import adapter_in, folder_of, read_config
+from frozencore.tune.folder import RECORD
 from frozencore.tune.locate import require_model
 from frozencore.tune.rows.prompts import PromptStyle
 
@@ -44,7 +45,7 @@ def chat(
     device: Annotated[str, flag("device")] = "auto",
 ) -> None:
     folders = [adapter_in(folder_of(adapter)) for adapter in adapters or ()]
-    name = model or (read_config(folders[0]).get("base_model_name_or_path") if folders else None)
+    name = model or (_base_of(folders[0]) if folders else None)
     if not isinstance(name, str) or not name:
         raise ConfigError("A chat needs a model, and no adapter names one. Give --model NAME.")
     require_model(name)
@@ -80,6 +81,16 @@ def chat(
             continue
         for one in speakers:
             one.answer(question, adapted, max_new_tokens)
+
+
+def _base_of(adapter: Path) -> Any:
+    """The base model as the adapter's run was given it, which may be a short name; else as the adapter names it."""
+    from frozencore.tune.record import read_record
+
+    named = read_config(adapter).get("base_model_name_or_path")
+    with suppress(OSError, ValueError):
+        return read_record((adapter.parent / RECORD).read_text(encoding="utf-8")).config.model or named
+    return named
 
 
 def _questions() -> Iterator[str]:

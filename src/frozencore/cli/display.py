@@ -48,6 +48,10 @@ class PlainConsole(Console):
     def __init__(self, **settings: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **settings)
 
+    def print(self, *objects: Any, **settings: Any) -> None:
+        """Print as Rich does, but break lines between words only: a path that is wider than the screen stays whole."""
+        super().print(*objects, **{"overflow": "ignore", "crop": False, **settings})
+
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Render as Rich does, but escape invisible characters, so that no escape sequence reaches the terminal."""
         for segment in super().render(renderable, options):

@@ -58,8 +58,17 @@ def _take_resumed(context: typer.Context, param: typer.CallbackParam, value: Any
     """Use the options of the run in ``--out`` as the defaults of the flags if the run is resumed."""
     context.meta[str(param.name)] = value
     out, resumed = context.meta.get("output"), context.meta.get("resume")
-    if resumed and out is not None and (Path(out) / OPTIONS_FILE).is_file():
-        context.default_map = {**_flags_in(context, Path(out) / OPTIONS_FILE), **(context.default_map or {})}
+    if resumed and out is not None:
+        file = Path(out) / OPTIONS_FILE
+
+        def refuse() -> None:  # called only if neither the command line nor a file names the model
+            raise ConfigError(
+                f"--resume continues the run in --out, but there is nothing to resume in {out}: it has no "
+                f"{OPTIONS_FILE}. Give its folder, or --model and the other options of a new run."
+            )
+
+        of_run = _flags_in(context, file) if file.is_file() else {"model": refuse}
+        context.default_map = {**of_run, **(context.default_map or {})}
     return value
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -26,8 +27,10 @@ if TYPE_CHECKING:
     from frozencore.adapter.bases import LayerReport
     from frozencore.adapter.calibrate import Calibration
 
+COMPRESSION = "compress.json"  # of `frozencore compress`
 PARTS = {
     RECORD: "the record",
+    COMPRESSION: "what each adapter keeps",
     run_folder.OPTIONS_FILE: "the flags of the run, for --config",
     run_folder.MOMENTS_FILE: "moments, for --moments",
     ADAPTER: "an adapter",
@@ -112,29 +115,59 @@ def inspect(
 
 
 def contents(folder: Path) -> Iterator[Text]:
-    """Yield a line for each known part of a run's folder, and one for the runs in its folders; none for an adapter."""
+    """Yield lines for each known part of a verb's folder, and one for the runs in its folders; none for an adapter."""
     if any((folder / name).is_file() for name in (CONFIG_FILE, HEADER_FILE)):
         return
     for name, words in PARTS.items():
         if (folder / name).exists():
-            yield Text(one_line(f"{folder / name}: {_of_record(folder / name) if name == RECORD else words}"))
+            read = {RECORD: _of_record, COMPRESSION: _of_compression}.get(name)
+            about, *rest = [words] if read is None else read((folder / name).read_text(encoding="utf-8"))
+            yield Text(one_line(f"{folder / name}: {about}"))
+            yield from (Text(f"  {one_line(line)}") for line in rest)
     if inside := sorted(file.parent.name for file in folder.glob(f"*/{RECORD}")):
         yield Text(one_line(f"{folder}: {num_of(len(inside), 'folder')} with a record: {', '.join(inside)}", 1000))
 
 
-def _of_record(file: Path) -> str:
+def _of_compression(text: str) -> Iterator[str]:
+    try:
+        made = json.loads(text)
+        kept = {str(name): float(one["kept"]) for name, one in made["adapters"].items()}
+        yield f"{num_of(len(kept), 'adapter')} on one basis of rank {int(made['rank'])}; the share kept of each update:"
+        yield from (f"{name} {share:.1%}" for name, share in kept.items())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        yield "damaged"
+
+
+def _of_record(text: str) -> Iterator[str]:
     from frozencore.tune.record import TunedRecord, read_record
 
+    with suppress(ValueError, TypeError):
+        if "scores" in json.loads(text):
+            yield from _of_evaluation(text)
+            return
     try:
-        record = read_record(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return "a record, but not of a run, or damaged"
+        record = read_record(text)
+    except ValueError:
+        yield "a record, but not of a run, or damaged"
+        return
     if not isinstance(record, TunedRecord):
-        return "how near two bases are"
+        yield "how near two bases are"
+        return
     scored = ""
     if record.accuracy is not None and record.rows is not None:
         scored = f", accuracy {accuracy_in_words(record.accuracy, record.rows.scored)}"
-    return f"the record of {record.method} on {record.task or record.config.sources}{scored}"
+    yield f"the record of {record.method} on {record.task or record.config.sources}{scored}"
+
+
+def _of_evaluation(text: str) -> Iterator[str]:
+    from frozencore.tune.evaluate import EvaluationRecord
+
+    record = EvaluationRecord.model_validate_json(text)
+    yield f"scores on {record.model}; the answers to each task are in SUBJECT/TASK/predictions.jsonl"
+    for one in record.scores:
+        said = [] if one.accuracy is None else [f"accuracy {accuracy_in_words(one.accuracy, one.num_examples)}"]
+        said += [] if one.held_out_loss is None else [f"{one.held_out_loss:.3f} nats/token"]
+        yield f"{one.subject} on {one.task}: {one.failure or ', '.join(said)}"
 
 
 def inspection_table(

@@ -23,9 +23,10 @@ from frozencore.cli.display import StageDisplay, console
 from frozencore.files.adapter_folder import WEIGHTS_FILE, read_config
 from frozencore.files.atomic_write import read_lines
 from frozencore.text import Progress, bytes_in_words, num_of, one_line, percent, wilson
-from frozencore.tune.adapt import on_named_basis
+from frozencore.tune.adapt import limits_of_basis, on_named_basis
 from frozencore.tune.config import RunConfig, as_flags
 from frozencore.tune.cost import estimate_bytes, outline_of, training_state_bytes, values_at_once
+from frozencore.tune.folder import SAMPLES
 from frozencore.tune.load import Inputs, prepare, resolve_targets, without_weights
 from frozencore.tune.many.run import tenant_of
 from frozencore.tune.many.tenant_rows import read_tenants, tenants_of
@@ -53,6 +54,7 @@ def print_dry_run(config: RunConfig, num_slots: int | None = None) -> None:
         inputs, rows, lines = (
             _of_run(config, progress) if num_slots is None else _of_tenants(config, num_slots, progress)
         )
+    lines += [Text(f"Warning: {limit}", style="yellow") for limit in limits_of_basis(config.method.basis)]
     lines.append(Text("\nThe options that differ from the defaults, as a file for --config", style="bold"))
     lines.append(Text(as_flags(config, many=num_slots is not None).rstrip()))
     lines += _training_rows(rows[:SHOWN], inputs.encoder.tokenizer.decode)
@@ -178,12 +180,14 @@ def run_summary(record: TunedRecord) -> Group:
 
 
 def _of_matches(record: TunedRecord) -> Iterator[str]:
-    """Say why no completion of own rows was right before training."""
-    if record.task is None and record.has("accuracy") and record.accuracy_before == 0:
-        yield (
-            "0.0 before: an answer counts if it is the row's completion to the letter, and the base model answers in "
-            "its own words. Compare the losses (docs/odd.md)."
-        )
+    """Say why no completion of own rows was right before training, or none after it."""
+    if record.task is not None or not record.has("accuracy") or 0 not in (record.accuracy_before, record.accuracy):
+        return
+    rule = "an answer counts if it is the row's completion to the letter"
+    if record.accuracy == 0:
+        yield f"0.0 after: {rule}. {SAMPLES} shows the answers; compare the losses (docs/odd.md)."
+    else:
+        yield f"0.0 before: {rule}, and the base model answers in its own words. Compare the losses (docs/odd.md)."
 
 
 def _of_rows(record: TunedRecord) -> Iterator[str]:

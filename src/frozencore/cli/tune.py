@@ -159,8 +159,10 @@ def _tune_many(
     console.quiet = False  # each process tells of its own tenants
     records = {name: outcome for name, outcome in outcomes.items() if not isinstance(outcome, Failure)}
     failures = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Failure)}
+    for warning in dict.fromkeys(warning for record in records.values() for warning in record.warnings):
+        console.print(f"Warning: {warning}", style="yellow")
     console.print(_summary(records, failures))
-    console.print(f"Adapters: {output}/NAME/adapter   Records: {output}/NAME/result.json")
+    console.print(f"Adapters: {output}/NAME/adapter   Records: {output}/NAME/result.json", soft_wrap=True)
     if failures and num_started() == 1:  # torchrun would end the other processes before they have finished
         raise typer.Exit(1)
 
@@ -232,7 +234,10 @@ def _calibrate(
 
     console.print(calibration_summary(calibration, every_layer=all_layers))
     moments = f"   Moments: {output / MOMENTS_FILE}" if (output / MOMENTS_FILE).exists() else ""
-    console.print(f"Basis: {output / BASIS}   Adapter: {output / ADAPTER}{moments}")
+    console.print(f"Basis: {output / BASIS}   Adapter: {output / ADAPTER}{moments}", soft_wrap=True)
+    rows = "tune --data ROWS" if tenants is None else f"tune-many --tenants {tenants}"
+    next_line = f"frozencore {rows} --model {config.model.name} --basis {output / BASIS} --out OUT"
+    console.print(f"Next: {next_line}", soft_wrap=True)
 
 
 calibrate = RunCommand(

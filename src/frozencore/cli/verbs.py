@@ -89,7 +89,7 @@ VERBS = (
     ),
     Verb(
         "merge", ".export:merge", "Write the exact weighted sum of adapters that share a basis.",
-        "merge tenants/anna tenants/ben --out tenants/both", "Share",
+        "merge tenants/anna tenants/ben --out both", "Share",
     ),
     Verb(
         "compress", ".compress:compress",

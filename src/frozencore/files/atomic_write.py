@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import Any
 
 from frozencore.errors import ArtifactError
 
+_ASIDE = re.compile(r"\.(.+)\.[0-9a-f]{8}\.tmp")  # a temporary name, and in it the name of the file or folder
 _MARKS = ("adapter_config.json", "config.json", "basis.json")
 
 
@@ -78,6 +80,11 @@ def _temporary(path: Path) -> Path:
     """A name beside a path, random because a killed process with the same id may have left its own."""
     path = path if path.name not in ("", "..") else path.resolve()
     return path.with_name(f".{path.name}.{token_hex(4)}.tmp")
+
+
+def final_place(path: Path) -> Path:
+    """The path that a file or folder has once the blocks of :func:`atomic_folder` around it have ended."""
+    return Path(*(found[1] if (found := _ASIDE.fullmatch(part)) else part for part in path.parts))
 
 
 def _put_in_place(new: Path, out: Path) -> None:

@@ -25,6 +25,7 @@ from frozencore.adapter.saved.card import begin_model_card
 from frozencore.calibration.batches import Batch
 from frozencore.calibration.calibration_options import options_of_sums
 from frozencore.calibration.moments_file import MomentsFingerprint, load_moments
+from frozencore.constructors import COMPRESSED
 from frozencore.distributed import num_ranks, own_rank
 from frozencore.errors import ConfigError
 from frozencore.files.atomic_write import atomic_folder
@@ -173,8 +174,20 @@ def adapt(
         captures = calibration.captures
     else:
         captures = _captures(model, known.moments) if config.entry.has_bases else {}
-    said = tuple(sorted({str(one.message) for one in caught if one.category is UserWarning}))
-    return Adapted(model, targets, calibration, time_s, captures, said)
+    said = sorted({str(one.message) for one in caught if one.category is UserWarning})
+    return Adapted(model, targets, calibration, time_s, captures, (*limits_of_basis(config.basis), *said))
+
+
+def limits_of_basis(basis: str | None) -> tuple[str, ...]:
+    """Warn of a named basis that was compressed from adapters: it was not chosen for these rows."""
+    header = None if basis is None else read_header(basis)
+    if header is None or header["options"].get("constructor") != COMPRESSED:
+        return ()
+    return (
+        f"The basis in {basis} holds the directions of {header['calibrated_on'] or 'compressed adapters'}: rows that "
+        "are unlike those of these adapters end at a higher loss. If yours are, choose a basis on rows (`frozencore "
+        "calibrate`), and compare the held-out losses.",
+    )
 
 
 def save_start(adapted: Adapted, method: Method, folder: Path) -> None:

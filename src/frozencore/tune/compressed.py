@@ -11,7 +11,7 @@ from torch import nn
 from frozencore.adapter.swap import swap_core
 from frozencore.errors import ConfigError, DivergenceError
 from frozencore.files.adapter_folder import adapter_in, folder_of
-from frozencore.text import Progress, with_note
+from frozencore.text import Progress, as_stage
 from frozencore.tune.config import make_config
 from frozencore.tune.evaluate import BaseWithAdapter
 from frozencore.tune.folder import ADAPTER, BASIS, START
@@ -72,13 +72,13 @@ def score_compressed(
     for name in tenants.rows:
         folder = adapter_in(folder_of(str(adapters[name])))
         for arm, place in (("base", None), ("own", folder)):  # an adapter changes the base model in place
-            found[name][arm] = _score(tenants, held.with_adapter(place), name, progress)
+            found[name][arm] = _score(tenants, held.with_adapter(place), name, arm, progress)
     method = find_method("compressed")
     options = AdapterOptions(rank=1, targets="all-linear", seed=0, core={}, basis=str(shop / BASIS))
     model = method.add(held.without_adapter(), options)
     for name, own in tenants.rows.items():
         swap_core(model, shop / name / ADAPTER)
-        found[name]["compressed"] = _score(tenants, model.eval(), name, progress)
+        found[name]["compressed"] = _score(tenants, model.eval(), name, "compressed", progress)
         recipe = recipe_of(own.config.training, method, own.rows, model)
         done: dict[str, Trained] = {}
         tenant, pad_id = {name: Tenant(own.rows.train, recipe)}, tenants.inputs.encoder.pad_id
@@ -87,12 +87,10 @@ def score_compressed(
             raise DivergenceError(f"Tenant {name!r}, trained on from its core: {why}")
         swap_core(model, done[name].cores)
         method.save(model, shop / name / TRAINED_ON, shop / name / START)
-        found[name]["trained on"] = _score(tenants, model, name, progress)
+        found[name]["trained on"] = _score(tenants, model, name, "trained on", progress)
     return found
 
 
-def _score(tenants: TenantsToScore, model: nn.Module, name: str, progress: Progress) -> Score:
-    rows = tenants.rows[name].rows
-    return score_rows(
-        model, tenants.inputs.encoder, rows.task, rows.scored, with_note(progress, name), exact_match=rows.exact_match
-    )
+def _score(tenants: TenantsToScore, model: nn.Module, name: str, arm: str, progress: Progress) -> Score:
+    rows, stage = tenants.rows[name].rows, as_stage(progress, f"{name}, {arm}")
+    return score_rows(model, tenants.inputs.encoder, rows.task, rows.scored, stage, exact_match=rows.exact_match)

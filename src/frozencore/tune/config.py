@@ -289,8 +289,8 @@ class TrainingConfig(ConfigPart):
         int | None,
         Field(
             ge=1,
-            description="Passes over the training rows. Default: the task's number; for your own data 1, and up to 8 "
-            "if there are few rows.",
+            description="Passes over the training rows. Default: the task's number; for your own rows enough for 32 "
+            "steps, at most 8 passes.",
         ),
     ] = None
     batch_size: Annotated[

@@ -13,7 +13,7 @@ from frozencore.files.hub import is_hub_id, safe_loading
 from frozencore.files.strict_yaml import read_yaml
 from frozencore.text import nearest_name, one_line
 from frozencore.tune.config import RunConfig
-from frozencore.tune.folder import BASIS, MANIFEST
+from frozencore.tune.folder import BASIS, MANIFEST, OPTIONS_FILE
 from frozencore.tune.pocket import POCKET_MODEL, pocket_model_path
 from frozencore.tune.rows.own_rows import require_rows
 from frozencore.tune.rows.row_sources import KINDS, READERS, sources_of
@@ -95,7 +95,7 @@ def require_data_root(folder: Path | None) -> None:
         raise DataError(f"--data-root must name the folder that holds the data sets, but there is no folder {folder}.")
 
 
-RESERVED = (BASIS, MANIFEST)  # names of other folders beside those of the tenants
+RESERVED = (BASIS, MANIFEST, OPTIONS_FILE)  # names of other folders and files beside those of the tenants
 _NAME = re.compile(r"\w[\w.-]{0,99}")
 
 

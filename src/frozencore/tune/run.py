@@ -138,7 +138,7 @@ def execute(
             if method.has_bases:
                 hashes["basis"] = basis_fingerprint(adapted.model)
                 said = calibrated_on(config.method, config.rows, inputs.rows, adapted.calibration)
-                write_model_card(out / ADAPTER, calibration=said, scores=headline(after), place=str(out / ADAPTER))
+                write_model_card(out / ADAPTER, calibration=said, scores=headline(after))
             if after.task is not None:
                 write_lines(out / PREDICTIONS, map(asdict, after.task.predictions))
             if after.samples:

@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -37,6 +38,7 @@ from frozencore import (
     calibrate,
     export_lora,
     merge_adapters,
+    pack_adapter,
     save_basis,
     swap_core,
     write_model_card,
@@ -599,7 +601,7 @@ def test_a_card_that_was_begun_before_is_the_same_in_the_end(named: PeftModel, t
     for folder in (tmp_path / "begun", tmp_path / "not"):
         named.save_pretrained(folder)
         cards.append((folder / "README.md").read_bytes())
-    assert cards[0] == cards[1]
+    assert cards[0] == cards[1].replace(bytes(tmp_path / "not"), bytes(tmp_path / "begun"))
     begin_model_card(tmp_path / "begun")
     assert (tmp_path / "begun" / "README.md").read_bytes() == cards[0]
 
@@ -672,6 +674,21 @@ def test_a_template_is_replaced_unless_someone_wrote_into_it(
     text = (tmp_path / "README.md").read_text()
     assert "- Licence: mit" in text
     assert ("my own forge" in text) == ("[More Information Needed]" in text) == half_filled
+
+
+def test_a_card_loads_the_adapter_from_the_folder_that_the_reader_has(named: PeftModel, tmp_path: Path) -> None:
+    named.save_pretrained(tmp_path / "mine")
+    write_model_card(tmp_path / "mine", scores={"accuracy": 0.7})
+    export_lora(tmp_path / "mine", tmp_path / "lora")
+    pack_adapter(tmp_path / "mine", None, tmp_path / "cores")
+    merge_adapters([tmp_path / "mine"], tmp_path / "sum")
+    for folder in ("mine", "lora", "cores", "sum"):
+        card = (tmp_path / folder / "README.md").read_text()
+        assert f'from_pretrained(base, "{tmp_path / folder}")' in card
+        assert ("Scores: accuracy 0.7" in card) == (folder in ("mine", "cores")), "a sum was not scored"
+    with TemporaryDirectory() as passing:  # as for push_to_hub
+        named.save_pretrained(passing)
+        assert "FOLDER_OR_HUB_ID" in (Path(passing) / "README.md").read_text()
 
 
 def test_a_saved_model_is_freed_with_its_last_reference(tmp_path: Path) -> None:

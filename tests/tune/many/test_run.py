@@ -107,7 +107,7 @@ def test_each_tenant_gets_an_adapter_on_the_common_basis_and_a_record(
     together: tuple[Path, dict[str, TenantOutcome]],
 ) -> None:
     out, records = together
-    assert sorted(path.name for path in out.iterdir()) == ["anna", "basis", "ben", "cleo", "tenants.json"]
+    assert sorted(path.name for path in out.iterdir()) == ["anna", "basis", "ben", "cleo", "run.yaml", "tenants.json"]
     assert list(records) == list(SIZES)
     hashes = set()
     for name, record in records.items():
@@ -119,7 +119,9 @@ def test_each_tenant_gets_an_adapter_on_the_common_basis_and_a_record(
         assert record.held_out_loss < record.held_out_loss_before
         hashes |= {basis_fingerprint(adapter_in(out / name)), record.hashes.basis}
         assert (out / name / "adapter" / "adapter_model.safetensors").stat().st_size < 16 * 4**2 * 4 + 1024
-        assert "rows of tenants" in (out / name / "adapter" / "README.md").read_text()
+        card = (out / name / "adapter" / "README.md").read_text()
+        assert "rows of tenants" in card
+        assert f'"{out / name / "adapter"}"' in card
     assert len(hashes) == 1
 
 
@@ -133,7 +135,7 @@ def test_a_saved_basis_spares_the_pass_and_is_not_copied(
     )  # fmt: skip
     records = execute_many(config, tmp_path / "out", lambda stage, *_: stages.add(stage), num_slots=2)
     assert "calibration" not in stages
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == list(SIZES)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [*SIZES, "run.yaml"]
     for name, record in together[1].items():
         assert records[name].training.losses == record.training.losses
         assert records[name].hashes.basis == record.hashes.basis
@@ -159,7 +161,8 @@ def test_a_killed_run_keeps_its_results_and_trains_the_others_from_their_start(
     done = {file.parent.name: file.stat().st_mtime_ns for file in (tmp_path / "cut").glob("*/result.json")}
     resumed = execute_many(config, tmp_path / "cut", silent, num_slots=2, resume=True)
     assert list(resumed) == list(SIZES)
-    assert sorted(path.name for path in (tmp_path / "cut").iterdir()) == sorted(["basis", "tenants.json", *SIZES])
+    files = ["basis", "run.yaml", "tenants.json"]
+    assert sorted(path.name for path in (tmp_path / "cut").iterdir()) == sorted([*files, *SIZES])
     for name in SIZES:
         assert cores_bytes(tmp_path / "cut" / name) == cores_bytes(whole / name)
         record = read_record((tmp_path / "cut" / name / "result.json").read_text())
@@ -417,3 +420,6 @@ def test_a_dry_run_counts_the_rows_and_steps_that_are_then_recorded_and_shown_wi
     assert f"{record['values_at_once']:,} trained values each" in out
     assert "3 tenants on a basis of 16 rows, 2 at a time." in out
     assert command("tune-many", "--model", "pocket", "--out", tmp_path / "none")[0] == 2
+    status, shown, err = command("tune-many", "--resume", "--out", tmp_path / "out")
+    assert (status, err) == (0, "")
+    assert "3 of 3 tenants have their result" in shown

@@ -113,7 +113,7 @@ def export_basis_model(
         text = json.dumps(values, indent=2, sort_keys=True) + "\n"
         (aside / MODEL_CONFIG).write_text(text, encoding="utf-8")
         save_tokenizer(directory, aside, loading)
-        (aside / CARD_FILE).write_text(_card(base, ranks, identity), encoding="utf-8")
+        (aside / CARD_FILE).write_text(_card(base, ranks, identity, out), encoding="utf-8")
     return BasisModelExport(out, ranks, identity)
 
 
@@ -205,7 +205,7 @@ def _with_basis(model: Any, bases: Bases, entry: dict[str, Any]) -> Any:
     return made
 
 
-def _card(base: str, ranks: Mapping[str, int], identity: str) -> str:
+def _card(base: str, ranks: Mapping[str, int], identity: str, place: Path) -> str:
     low, high = min(ranks.values()), max(ranks.values())
     name = Path(base).name if Path(base).is_dir() else base
     return f"""---
@@ -226,7 +226,7 @@ import frozencore  # or frozencore_basis_model.register(): transformers knows th
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("THIS_FOLDER"), "TENANT")
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{place}"), "TENANT")
 ```
 """
 

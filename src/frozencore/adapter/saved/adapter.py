@@ -17,7 +17,6 @@ the first tensors enter a model, also from a hub id. PEFT loads tensors alone on
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 from torch import Tensor
 
-from frozencore.adapter.saved.card import CARD_FILE
+from frozencore.adapter.saved.card import CARD_FILE, at_place, place_of
 from frozencore.adapter.saved.tensors import (
     hash_tensors,
     refuse_foreign,
@@ -132,7 +131,7 @@ class SavedAdapter:
         """Write a new folder with other tensors.
 
         Args:
-            reads: The folder that this adapter was read from; its card is copied.
+            reads: The folder that this adapter was read from; its card is copied, with the place of the new folder.
             changes: New values of the configuration; None removes a value.
         """
         values = {**self.values, **changes, "tensors_sha256": hash_tensors(tensors)}
@@ -143,5 +142,6 @@ class SavedAdapter:
             text = json.dumps(values, indent=2, sort_keys=True)  # as PEFT writes it
             (aside / CONFIG_FILE).write_text(text, encoding="utf-8")
             if (reads / CARD_FILE).is_file():
-                shutil.copyfile(reads / CARD_FILE, aside / CARD_FILE)
+                card = (reads / CARD_FILE).read_text(encoding="utf-8")
+                (aside / CARD_FILE).write_text(at_place(card, place_of(aside)), encoding="utf-8")
         return out

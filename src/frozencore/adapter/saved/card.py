@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from tempfile import gettempdir, gettempprefix
 from typing import Any
 
 import peft
@@ -23,6 +24,7 @@ from safetensors import safe_open
 from frozencore.adapter.saved.tensors import PREFIX
 from frozencore.errors import ArtifactError
 from frozencore.files.adapter_folder import PEFT_TYPE, WEIGHTS_FILE
+from frozencore.files.atomic_write import final_place
 from frozencore.text import bytes_in_words, one_line
 
 CARD_FILE = "README.md"
@@ -50,7 +52,7 @@ def write_model_card(
         calibration: The calibration data, for instance ``"svamp, 128 rows"``.
         scores: Named results, for instance ``{"accuracy": "71.0 % of 100 rows (95 % interval 61.5 to 79.0)"}``.
         license: Identifier of the licence, for instance ``"apache-2.0"``; the base model's terms apply besides.
-        place: The folder or hub id from which the card's code loads the adapter.
+        place: The folder or hub id from which the card's code loads the adapter; by default ``directory``.
 
     Raises:
         ArtifactError: There is no adapter configuration, or the existing card cannot be read.
@@ -69,9 +71,8 @@ def write_model_card(
             "adapter."
         )
     _describe(card.data, config, license)
-    section = "\n".join(
-        [_BEGIN, *_lines(directory, config, calibration, scores, card.data.get("license"), place), _END]
-    )
+    lines = _lines(directory, config, calibration, scores, card.data.get("license"), place or place_of(directory))
+    section = "\n".join([_BEGIN, *lines, _END])
     card.text = _placed(card.text, section)
     card.save(path)
 
@@ -105,7 +106,7 @@ def _lines(
     calibration: str | None,
     scores: Mapping[str, float | str] | None,
     license: str | None,
-    place: str | None,
+    place: str,
 ) -> list[str]:
     is_lora, weights = config["peft_type"] == "LORA", directory / WEIGHTS_FILE
     base, targets = _hub_id(config.get("base_model_name_or_path")), config["target_modules"]
@@ -131,7 +132,7 @@ def _lines(
         "from transformers import AutoModelForCausalLM",
         "",
         f'base = AutoModelForCausalLM.from_pretrained("{base if _is_hub_id(base) else "BASE_MODEL"}")',
-        f'model = PeftModel.from_pretrained(base, "{place or "THIS_FOLDER"}")',
+        f'model = PeftModel.from_pretrained(base, "{place}")',
     ]
     return [title, "", *table, "", "```python", *loading, "```", "", f"- PEFT {peft.__version__}"]
 
@@ -140,9 +141,23 @@ def _in_words(scores: Mapping[str, float | str]) -> str:
     return ", ".join(f"{name} {value if isinstance(value, str) else f'{value:.4g}'}" for name, value in scores.items())
 
 
+def place_of(directory: Path) -> str:
+    """The path from which an adapter will load when it is written; a library's temporary folder has none."""
+    place = final_place(directory)
+    above = [place, *place.parents]
+    is_temporary = any(str(one.parent) == gettempdir() and one.name.startswith(gettempprefix()) for one in above)
+    return "FOLDER_OR_HUB_ID" if is_temporary else str(place)
+
+
 def with_scores(card: str, scores: Mapping[str, float | str]) -> str:
-    """The text of a card that shows other scores."""
-    return re.sub(r"^- Scores: .*$", f"- Scores: {_in_words(scores)}", card, flags=re.MULTILINE)
+    """The text of a card that shows other scores, or none."""
+    line = f"- Scores: {_in_words(scores)}\n" if scores else ""
+    return re.sub(r"^- Scores: .*\n", lambda _: line, card, flags=re.MULTILINE)
+
+
+def at_place(card: str, place: str) -> str:
+    """The text of a card whose code loads the adapter from another place."""
+    return re.sub(r'(?<=from_pretrained\(base, ").*(?="\)$)', lambda _: place, card, flags=re.MULTILINE)
 
 
 def _trained_values(weights: Path) -> str | None:

@@ -19,13 +19,13 @@ from frozencore.adapter.saved.card import CARD_FILE, with_scores, write_model_ca
 from frozencore.adapter.saved.tensors import BASE, PREFIX, flatten_cores, vector_of
 from frozencore.adapter.swap import swap_core
 from frozencore.errors import FrozenCoreError
-from frozencore.files.atomic_write import atomic_folder, write_json
+from frozencore.files.atomic_write import atomic_folder, write_json, write_text
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.text import Progress, as_stage
 from frozencore.tune.adapt import Adapted, starting_core
-from frozencore.tune.config import RunConfig
+from frozencore.tune.config import RunConfig, as_flags
 from frozencore.tune.cost import PeakMemory
-from frozencore.tune.folder import ADAPTER, FAILURE, RECORD, START, locked
+from frozencore.tune.folder import ADAPTER, FAILURE, OPTIONS_FILE, RECORD, START, locked
 from frozencore.tune.load import Inputs, resolve_targets
 from frozencore.tune.make_record import calibrated_on, headline, make_record
 from frozencore.tune.many.common_basis import adapt_for_all
@@ -34,7 +34,7 @@ from frozencore.tune.many.slots import held_out_losses
 from frozencore.tune.many.tenant import Tenant, Trained, Validation
 from frozencore.tune.many.tenant_rows import TenantRows, naming_tenant, read_tenants, tenants_of
 from frozencore.tune.many.train import SLOTS, train_many
-from frozencore.tune.processes import num_started, use_own_gpu
+from frozencore.tune.processes import is_first, num_started, use_own_gpu
 from frozencore.tune.record import Failure, Provenance, TunedRecord
 from frozencore.tune.run import recipe_of
 from frozencore.tune.scores import Score
@@ -55,7 +55,8 @@ def execute_many(
     """Train every tenant of ``config.rows.data``, and write a folder ``out/NAME`` for each when it ends.
 
     The basis is the configured one, or ``out/basis``, calibrated on rows of all tenants. Of several processes each
-    trains its share of the tenants on the configured basis; they exchange nothing.
+    trains its share of the tenants on the configured basis; they exchange nothing. ``out/run.yaml`` holds the options
+    of the last run.
 
     Args:
         config: Its ``data`` name the tenants' files (:func:`find_tenants`); the other options hold for all tenants.
@@ -68,7 +69,7 @@ def execute_many(
     Raises:
         FrozenCoreError: A file has bad input (raised before anything is written), or the folder has runs of others.
     """
-    started = time.perf_counter()
+    started, given = time.perf_counter(), config
     config, files = tenants_of(config)
     start = starting_core(config.method)
     use_own_gpu()
@@ -94,6 +95,8 @@ def execute_many(
         hashes["basis"] = basis_fingerprint(adapted.model)
         for name, record in standing.items():
             require_basis(out / name, record, hashes["basis"])
+        if is_first():
+            write_text(out / OPTIONS_FILE, as_flags(given, many=True))
         to_train = {name: one for name, one in own.items() if name not in standing}
         with adapted.model.disable_adapter():
             losses = held_out_losses(
