@@ -88,7 +88,7 @@ def _scores(scores: Mapping[str, Mapping[str, Score]]) -> Table:
     """Loss and accuracy of each arm."""
     arms = list(next(iter(scores.values())))
     table = Table(title="Held-out nats a token, and exact answers of short ones", title_justify="left")
-    table.add_column("tenant")
+    table.add_column("tenant", overflow="fold")
     for arm in arms:
         table.add_column(arm, justify="right")
     for name, of_tenant in scores.items():
@@ -106,7 +106,7 @@ def _summary(done: CompressedAdapters) -> Group:
     shown = least_first[:MOST_ROWS] if len(least_first) > MOST_ROWS else list(done.kept)
     table = Table(title=f"{num_of(len(done.kept), 'adapter')} on one basis of rank {done.rank}", title_justify="left")
     for heading in ("adapter", "share kept", "layer that keeps least", "share"):
-        table.add_column(heading, justify="right" if heading.startswith("share") else "left")
+        table.add_column(heading, justify="right" if heading.startswith("share") else "left", overflow="fold")
     for name in shown:
         kept = done.kept[name]
         layer = min(kept.layers, key=kept.layers.__getitem__)

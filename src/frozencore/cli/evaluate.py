@@ -118,7 +118,8 @@ def evaluation_table(record: EvaluationRecord) -> Group:
     columns = {title: name for title, name in COLUMNS.items() if {_cell(score, name) for score in scored} - {"", "0"}}
     table = Table(title=f"Evaluation of {record.model}", title_justify="left")
     for heading in ("subject", "task", *columns):
-        table.add_column(heading, justify="left" if heading in ("subject", "task") else "right")
+        is_name = heading in ("subject", "task")
+        table.add_column(heading, justify="left" if is_name else "right", overflow="fold")
     last = ""
     for score in record.scores:
         if last and score.subject != last:

@@ -256,7 +256,7 @@ def layer_table(
         table.add_column("")
         for end in ("smallest", "median", "largest"):
             table.add_column(end, justify="right")
-        table.add_column("worst layer")
+        table.add_column("worst layer", overflow="fold")
         for heading, column in columns.items():
             known = [(value, -i) for i, value in enumerate(column) if value is not None]
             if known:

@@ -23,7 +23,7 @@ from frozencore.cli.display import StageDisplay, console
 from frozencore.files.adapter_folder import WEIGHTS_FILE, read_config
 from frozencore.files.atomic_write import read_lines
 from frozencore.text import Progress, bytes_in_words, num_of, one_line, percent, wilson
-from frozencore.tune.adapt import limits_of_basis, on_named_basis
+from frozencore.tune.adapt import limits_of_basis, on_named_basis, shares_of_start
 from frozencore.tune.config import RunConfig, as_flags
 from frozencore.tune.cost import estimate_bytes, outline_of, training_state_bytes, values_at_once
 from frozencore.tune.folder import SAMPLES
@@ -39,7 +39,7 @@ SHOWN = 3  # training rows of a dry run
 STILL_FALLING = 0.1  # drop of the loss, as a share, from one quarter of the steps to the next
 VALUE_BYTES = 4  # a core and an exported LoRA are float32
 MARKS = "⟦", "⟧"  # around the tokens that carry the loss
-MOST_PLACES = 8  # names of layers on one line
+MOST_PLACES = 8  # names of layers, or of adapters, on one line
 END_OF_PROMPT, MOST_OF_ANSWER = 200, 2_000  # characters; samples.jsonl holds all of them
 
 
@@ -54,6 +54,8 @@ def print_dry_run(config: RunConfig, num_slots: int | None = None) -> None:
         inputs, rows, lines = (
             _of_run(config, progress) if num_slots is None else _of_tenants(config, num_slots, progress)
         )
+    if config.method.start_from is not None:
+        lines += map(Text, _start_in_words(shares_of_start(config.method.start_from)))
     lines += [Text(f"Warning: {limit}", style="yellow") for limit in limits_of_basis(config.method.basis)]
     lines.append(Text("\nThe options that differ from the defaults, as a file for --config", style="bold"))
     lines.append(Text(as_flags(config, many=num_slots is not None).rstrip()))
@@ -175,7 +177,7 @@ def run_summary(record: TunedRecord) -> Group:
     }
     for name, pair in losses.items():
         table.add_row(name, *("" if loss is None else f"{loss:.3f}" for loss in pair))
-    parts = (_of_matches, _of_rows, _of_training, _kept_step, _cost)
+    parts = (_of_matches, _of_rows, of_start, _of_training, _kept_step, _cost)
     return Group(table, *(Text(line) for part in parts for line in part(record)))
 
 
@@ -207,6 +209,17 @@ def _of_rows(record: TunedRecord) -> Iterator[str]:
     if found.skipped and found.read is None:
         was = "was" if found.skipped == 1 else "were"
         yield f"{num_of(found.skipped, 'row')} {was} too long and left out (--too-long)."
+
+
+def of_start(record: TunedRecord) -> Iterator[str]:
+    """Name the adapters whose mean the core started from, with their shares."""
+    return _start_in_words({} if record.resolved is None else record.resolved.started_from)
+
+
+def _start_in_words(shares: Mapping[str, float]) -> Iterator[str]:
+    if found := list(shares.items()):
+        more = f" and {len(found) - MOST_PLACES} more" if len(found) > MOST_PLACES else ""
+        yield f"The start: {', '.join(f'{name} ({share:.0%})' for name, share in found[:MOST_PLACES])}{more}."
 
 
 def recipe_in_words(num_steps: int, recipe: Mapping[str, Any], num_epochs: int | None = None) -> str:

@@ -171,7 +171,7 @@ def _summary(records: Mapping[str, TunedRecord], failures: Mapping[str, Failure]
     """Show the gain of each tenant, and their cost together."""
     table = Table(title=f"{len(records) + len(failures)} tenants on one basis", title_justify="left")
     for heading in ("tenant", "rows", "steps", "held-out loss before", "after", "share, s"):
-        table.add_column(heading, justify="left" if heading == "tenant" else "right")
+        table.add_column(heading, justify="left" if heading == "tenant" else "right", overflow="fold")
     for name, record in records.items():
         rows, steps = record.rows.trained if record.rows else 0, str(record.training.num_steps)
         if record.selection is not None and record.selection.kept_step != record.training.num_steps:
@@ -185,7 +185,10 @@ def _summary(records: Mapping[str, TunedRecord], failures: Mapping[str, Failure]
         table.add_row(name, "", "", "", failure.reason, "")
     lines = [Text(f"{name}: {failure.message}") for name, failure in failures.items()]
     if records:
+        from frozencore.cli.run_screen import of_start
+
         first, *_ = records.values()
+        lines += map(Text, of_start(first))
         lines.append(
             Text(
                 f"{first.values_at_once:,} trained values each; calibration {first.calibration_s:.1f} s, "

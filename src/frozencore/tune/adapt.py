@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 import warnings
 from collections.abc import Iterable, Mapping
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel
 
 from frozencore.adapter.calibrate import Calibration, calibrate
 from frozencore.adapter.layer import frozen_core_layers
-from frozencore.adapter.mean_core import mean_core
+from frozencore.adapter.mean_core import mean_core, weights_in
 from frozencore.adapter.saved.basis import load_basis, read_header
 from frozencore.adapter.saved.card import begin_model_card
 from frozencore.calibration.batches import Batch
@@ -37,13 +38,14 @@ from frozencore.options import without_lists
 from frozencore.text import Progress, flag_of
 from frozencore.tune.config import MethodConfig, RunConfig, core_options
 from frozencore.tune.cost import model_bytes, values_at_once
-from frozencore.tune.folder import CALIBRATION
+from frozencore.tune.folder import ADAPTER, CALIBRATION
 from frozencore.tune.load import Inputs
 from frozencore.tune.methods import Method, Targets
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import make_batches
 
 CALIBRATION_BATCH = 8
+MOST_NAMED = 100  # adapters in the mean that training starts from
 OLD_DEFAULT = {"q_proj", "k_proj", "v_proj", "o_proj", "out_proj"}  # of bases that were saved before names were found
 CALIBRATION_TYPE = TypeAdapter(Calibration | None)
 
@@ -58,6 +60,7 @@ class Adapted:
         time_s: Seconds of adding and calibrating.
         captures: How much of the moments the bases capture, by layer, where it is known.
         warnings: The warnings of the calibration.
+        started_from: The tenants whose mean the core starts from, with their shares (:class:`StartingCore`).
     """
 
     model: PeftModel
@@ -66,6 +69,7 @@ class Adapted:
     time_s: float
     captures: Mapping[str, Capture] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    started_from: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
     def model_bytes(self) -> int:
@@ -121,10 +125,16 @@ def on_named_basis(config: RunConfig) -> RunConfig:
 
 @dataclass(frozen=True)
 class StartingCore:
-    """The core that training starts from: a state dict of cores on the run's basis, and its hash."""
+    """The core that training starts from.
+
+    Attributes:
+        tensors: A state dict of cores on the run's basis.
+        shares: The share of each adapter in the mean, by name; those after the largest hundred are one entry.
+    """
 
     tensors: Mapping[str, Tensor]
     sha256: str
+    shares: Mapping[str, float]
 
 
 def starting_core(config: MethodConfig) -> StartingCore | None:
@@ -138,7 +148,19 @@ def starting_core(config: MethodConfig) -> StartingCore | None:
     basis = load_basis(config.basis)
     size = sum(P.shape[1] ** 2 for P, _ in basis.layers.values())
     tensors = mean_core(config.start_from, basis.identity, size)
-    return StartingCore(tensors, fingerprint_tensors(sorted(tensors.items())))
+    return StartingCore(tensors, fingerprint_tensors(sorted(tensors.items())), shares_of_start(config.start_from))
+
+
+def shares_of_start(place: str | Path) -> dict[str, float]:
+    """The adapters that ``start_from`` names, with their shares in the mean; see :class:`StartingCore`."""
+    weights = weights_in(Path(place))
+    named = {(one.parent if one.name == ADAPTER else one).name: weight for one, weight in weights.items() if weight}
+    whole = math.fsum(named.values())
+    largest = sorted(named, key=lambda name: -named[name])
+    shares = {name: named[name] / whole for name in largest[:MOST_NAMED]}
+    if rest := largest[MOST_NAMED:]:
+        shares[f"{len(rest):,} others"] = math.fsum(named[name] for name in rest) / whole
+    return shares
 
 
 def adapt(

@@ -119,7 +119,7 @@ def make_record(
             max_length=inputs.encoder.max_length,
             prompt_style="chat" if inputs.encoder.is_chat else "plain",
             dtype=str(inputs.model.dtype).removeprefix("torch."),
-            **({} if rows.system is None else {"system": rows.system}),
+            **_known({"system": rows.system, "started_from": dict(adapted.started_from) or None}),
         ),
         calibration=_calibration_summary(adapted.calibration),
         criterion=criterion_of(adapted.captures),

@@ -272,12 +272,13 @@ class Resources(RecordPart):
 
 
 class Resolved(RecordPart):
-    """The decisions that the configuration left open; chat and evaluate use the last three.
+    """The decisions that the configuration left open; chat and evaluate use the prompt style, dtype and system text.
 
     Attributes:
         prompt_style: ``chat`` (the tokenizer's template) or ``plain``.
         dtype: The dtype of the base model's weights, such as ``bfloat16``.
         system: The system text that all conversations of the training rows begin with; None if there is none.
+        started_from: The adapters whose mean the core started from, with their shares; empty for a start from zero.
     """
 
     targets: tuple[str, ...] | str
@@ -286,6 +287,7 @@ class Resolved(RecordPart):
     prompt_style: Literal["chat", "plain"] | None = None
     dtype: str | None = None
     system: str | None = None
+    started_from: dict[str, float] = {}
 
 
 class CalibrationSummary(RecordPart):

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Mapping, MutableMapping
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -123,6 +123,7 @@ def execute(
 
         if start is not None:
             swap_core(adapted.model, start.tensors)
+            adapted = replace(adapted, started_from=start.shares)
         with memory.phase("training"):
             report = train(
                 adapted.model, inputs.rows.train, recipe, pad_id=inputs.encoder.pad_id,

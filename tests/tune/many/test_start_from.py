@@ -16,7 +16,9 @@ from frozencore import load_basis
 from frozencore.adapter.mean_core import mean_core
 from frozencore.adapter.saved.adapter import checksum_of
 from frozencore.adapter.saved.tensors import hash_tensors, vector_of
+from frozencore.cli.run_screen import of_start
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
+from frozencore.tune.adapt import shares_of_start
 from frozencore.tune.config import RunConfig, make_config
 from frozencore.tune.many.run import TenantOutcome, execute_many
 from frozencore.tune.pocket import pocket_model_path
@@ -53,6 +55,7 @@ def test_the_mean_of_a_folder_is_that_of_its_tenants_and_one_core_is_itself(toge
         assert torch.equal(mean_of(place, together), flats[0])
     for file, text in (("w.yaml", "anna: 3\ncleo: 1\nben: 0"), ("w.json", '{"anna": 0.75, "cleo": 0.25}')):
         (out / file).write_text(text)
+        assert shares_of_start(out / file) == {"anna": 0.75, "cleo": 0.25}
         assert torch.equal(mean_of(out / file, together), (0.75 * flats[0].double() + 0.25 * flats[2].double()).float())
 
 
@@ -72,9 +75,11 @@ def test_a_run_starts_from_the_core_and_a_tenant_of_many_as_a_run_alone(
     assert record.training.losses[0] != pytest.approx(zero.training.losses[0], rel=1e-2)
     assert record.held_out_loss_before == zero.held_out_loss_before  # of the base model
     assert record.config.content()["start_from"] == start
+    assert record.resolved.started_from == {"ben": 1.0}
+    assert list(of_start(record)) == ["The start: ben (100%)."]
     many = execute_many(on_basis(tenants, together, start_from=start), tmp_path / "many", silent)["cleo"]
     assert many.training.losses == pytest.approx(record.training.losses, rel=1e-5)
-    assert many.hashes.start == record.hashes.start
+    assert (many.hashes.start, many.resolved) == (record.hashes.start, record.resolved)
     assert zero.hashes.start is None
     assert difference(cores_in(tmp_path / "many" / "cleo"), cores_in(tmp_path / "run")) < 1e-5
 

@@ -231,6 +231,12 @@ def test_columns_of_other_names_are_named(tmp_path: Path, byte_tokenizer: Callab
     ):
         with pytest.raises((ConfigError, DataError), match=reason):
             read_rows(path, encoder, columns)
+    path = write(tmp_path / "empty.csv", [row, row | {"answer": ""}])
+    with pytest.raises(DataError, match="Row row-2: column 'answer' must hold text"):
+        read_rows(path, encoder, "prompt=question,completion=answer")
+    assert "column 'answer'" in next(
+        iter(read_rows(path, encoder, "prompt=question,completion=answer", skip_bad=True).bad)
+    )
 
 
 def answered(**options: Any) -> dict[str, Any]:

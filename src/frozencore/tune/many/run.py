@@ -107,6 +107,7 @@ def execute_many(
             )
         if start is not None:
             swap_core(adapted.model, start.tensors)
+            adapted = replace(adapted, started_from=start.shares)
         finisher = Finisher(
             Common(config, inputs, out, hashes, adapted, memory, started),
             AdapterTemplate.of(config, inputs, adapted, Path(held.enter_context(TemporaryDirectory()))),

@@ -14,6 +14,7 @@ holds the first message of a conversation, and ``history`` pairs of a question a
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -96,9 +97,10 @@ def read_rows(
         try:
             texts.append(_FORMS[form](row, f"{prefix}row-{number}", encoder))
         except DataError as error:
+            said = re.sub(r"'(\w+)'", lambda found: repr(named.get(found[1], found[1])), str(error))
             if not skip_bad:
-                raise
-            why = str(error).partition(": ")[2].partition(": ")[0]  # without the row, and what a template says of it
+                raise DataError(said) from error
+            why = said.partition(": ")[2].partition(": ")[0]  # without the row, and what a template says of it
             bad[why.partition(", but")[0].rstrip(".")] += 1  # without the value
     if not texts:
         raise NoRowsError(f"--skip-bad left none of {len(rows)} rows of {origin}: {next(iter(bad))}.")
