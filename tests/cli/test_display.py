@@ -8,7 +8,8 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
+from rich.console import Console, Group
+from rich.text import Text
 
 from frozencore.cli.display import PlainConsole, StageDisplay
 
@@ -110,3 +111,12 @@ def test_a_bar_counts_from_the_end_of_the_stage_before_it() -> None:
     assert first is not None
     assert second is not None
     assert (round(first), round(second)) == (6, 14)
+
+
+def test_a_path_that_is_wider_than_the_screen_stays_whole_and_other_words_are_wrapped() -> None:
+    printed, path = io.StringIO(), f"/home/anna/{'a-long-folder/' * 6}adapter"
+    console = PlainConsole(file=printed, width=60)
+    console.print(Group(Text(f"The scores, the record and the answers of this run are in {path}.")))
+    lines = printed.getvalue().splitlines()
+    assert any(path in line for line in lines)
+    assert all(len(line) <= 60 for line in lines if path not in line)
