@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 
-from adapted import BATCHES, adapted, cores_of
-from frozencore.maths.linalg import principal_cosines
+from adapted import BATCHES
 from places import ROOT
 from tiny import tiny_qwen2
 
@@ -56,43 +54,3 @@ def test_sixteen_bits_and_other_architectures_are_refused() -> None:
     for model in (tiny_qwen2().bfloat16(), nn.Linear(3, 3)):
         with pytest.raises(SystemExit, match="float32"):
             rescale(model, 1.0)
-
-
-def worst_cosine(constructor: str, spread: float, seed: int, **options: Any) -> float:
-    """Between what the bases span in the even model and in the uneven one, written in the even one's channels: over
-    both sides of q, k, v and o of every layer, the smallest cosine."""
-    found = []
-    for size in (0.0, spread):
-        base = model_of(size, seed)
-        gains = [block.input_layernorm.weight.detach().clone() for block in base.model.layers]
-        rows = [block.self_attn.v_proj.weight.detach().clone() for block in base.model.layers]
-        heads = [block.self_attn for block in base.model.layers]
-        found.append((adapted(constructor, model=base, dtype=None, **options), gains, rows, heads))
-    (even, gains, rows, _), (uneven, gains_, rows_, heads) = found
-    worst = 1.0
-    for block in range(len(gains)):
-        t = gains_[block] / gains[block]
-        u = (rows_[block] * t / rows[block]).mean(1)
-        of_side: dict[str, tuple[Tensor | None, Tensor | None]] = {
-            "q_proj": (None, t), "k_proj": (None, t), "v_proj": (1 / u, t),
-            "o_proj": (None, RESCALE["as_read"](u, heads[block])),
-        }  # fmt: skip
-        for name, sides in of_side.items():
-            one, other = (factors_of(model, f"layers.{block}.self_attn.{name}") for model in (even, uneven))
-            for X, Y, factor in zip(one, other, sides, strict=True):
-                back = Y if factor is None else Y * factor[:, None]
-                worst = min(worst, float(principal_cosines(X, back).min()))
-    return worst
-
-
-def factors_of(model: PeftModel, name: str) -> tuple[Tensor, Tensor]:
-    (layer,) = [layer for layer in cores_of(model) if layer.name.endswith(name)]
-    return layer.factors("default")[:2]
-
-
-@pytest.mark.parametrize(("spread", "seed"), [(0.5, 0), (1.0, 1)])
-def test_fccas_spans_do_not_see_the_rescaling_and_rawgrads_do(spread: float, seed: int) -> None:
-    """In the limit of no damping, which is relative to the mean second moment and so sees the largest channels."""
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
-    assert worst_cosine("fcca", spread, seed, damping=1e-10, target_modules=targets) > 1 - 1e-5
-    assert worst_cosine("rawgrad", spread, seed, target_modules=targets) < 0.9

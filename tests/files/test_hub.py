@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import threading
 import time
@@ -51,38 +52,26 @@ def put_into_cache(cache: Path, model: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["org/name", "name", "a b", "x\ny", "org/..", "-/-"])
-@pytest.mark.parametrize("load", [load_model, load_config, load_tokenizer])
-def test_a_model_that_is_neither_here_nor_cached_is_one_line_at_once(load: Callable[[str], object], name: str) -> None:
+@pytest.mark.parametrize("load", [load_model, load_config, load_tokenizer, load_basis])
+def test_what_is_neither_here_nor_cached_is_one_line_at_once(load: Callable[[str], object], name: str) -> None:
     started = time.monotonic()
-    with pytest.raises(ModelError, match=r"offline cache, and the hub cannot be reached\. Give the folder"):
+    with pytest.raises((ModelError, ArtifactError)) as caught:
         load(name)
+    assert "\n" not in str(caught.value)
     assert time.monotonic() - started < HUB_TIMEOUT_S
 
 
 @pytest.mark.parametrize("form", ["lora", "merged"])
-def test_an_export_onto_a_base_that_cannot_be_had_is_one_line_at_once(
-    form: str, command: Callable[..., tuple[int, str, str]], adapter: Path, tmp_path: Path
+@pytest.mark.parametrize("missing", ["base", "adapter"])
+def test_an_export_of_what_is_neither_here_nor_cached_is_one_line_at_once(
+    missing: str, form: str, command: Callable[..., tuple[int, str, str]], adapter: Path, tmp_path: Path
 ) -> None:
+    words = [adapter, "--base", "org/name"] if missing == "base" else ["org/name"]
     started = time.monotonic()
-    status, _, errors = command("export", adapter, "--to", form, "--base", "org/name", "--out", tmp_path / "out")
+    status, _, errors = command("export", *words, "--to", form, "--out", tmp_path / "out")
     assert time.monotonic() - started < HUB_TIMEOUT_S
     assert (status, errors.count("\n")) == (2, 1)
-    assert "Model org/name is neither a local folder nor in the offline cache" in errors
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("form", ["lora", "merged"])
-def test_an_adapter_that_is_neither_here_nor_cached_is_not_exported_but_one_line_at_once(
-    form: str, command: Callable[..., tuple[int, str, str]], tmp_path: Path
-) -> None:
-    started = time.monotonic()
-    status, _, errors = command("export", "org/name", "--to", form, "--out", tmp_path / "out")
-    assert time.monotonic() - started < HUB_TIMEOUT_S
-    assert (status, errors.count("\n")) == (2, 1)
-    assert errors == (
-        "frozencore: No adapter at org/name: it is neither a folder nor in the offline cache, and the hub cannot be "
-        "reached. Give the folder of a saved adapter.\n"
-    )
+    assert re.search("(Model|No adapter at) org/name.* is neither .* nor in the offline cache", errors)
     assert not (tmp_path / "out").exists()
 
 
@@ -199,15 +188,6 @@ def test_a_basis_of_a_hub_id_is_taken_from_the_cache_and_its_cores_name_it(cache
     assert (loaded.peft_config["default"].basis, loaded.peft_config["default"].basis_id) == ("org/name", identity)
     for name, X in get_bases(model).items():
         assert torch.equal(get_bases(loaded)[name], X)
-
-
-@pytest.mark.parametrize("name", ["org/name", "name", "a b", "x\ny", "-/-"])
-def test_a_basis_that_is_neither_here_nor_cached_is_one_line_at_once(name: str) -> None:
-    started = time.monotonic()
-    with pytest.raises(ArtifactError) as caught:
-        load_basis(name)
-    assert "\n" not in str(caught.value)
-    assert time.monotonic() - started < HUB_TIMEOUT_S
 
 
 def test_what_the_hub_says_of_a_basis_is_told_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:

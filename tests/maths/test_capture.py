@@ -187,20 +187,6 @@ def test_every_number_is_its_definition(m: int, n: int, rank: int, seed: int, co
     assert (found.input_spread, found.error_spread) == (spread(moments.a), spread(moments.d))
 
 
-def test_of_fcca_they_are_the_leading_singular_values_and_no_other_basis_holds_more() -> None:
-    layer = drawn_layer(12, 10)
-    own = measure_capture(layer.moments(), fcca_basis(layer.moments(), RANK))
-    _, T, *_ = reference(layer, fcca_basis(layer.moments(), RANK))
-    assert own.values == pytest.approx(list(np.linalg.svd(T)[1][:RANK]), rel=1e-5)
-    assert own.effective_rank == RANK
-    whole = measure_capture(layer.moments(), fcca_basis(layer.moments(), 10))
-    assert pytest.approx(whole.energy, rel=1e-6) == whole.J
-    for seed in range(5):
-        other = measure_capture(layer.moments(), random_basis((12, 10), RANK, seed=seed))
-        assert other.J < own.J
-        assert other.energy == own.energy
-
-
 def test_a_gradient_of_few_directions_has_as_many() -> None:
     moments = drawn_layer(12, 10).moments()
     low = replace(moments, cross=torch.outer(torch.arange(1.0, 13), torch.ones(10)).double())
