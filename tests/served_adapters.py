@@ -27,9 +27,11 @@ from input_files import write_random_llama
 from places import SHARED
 
 PROMPTS = ([1, 403, 407, 261, 378, 432], [1, 270, 379, 285], [1, *range(300, 340)])
-NUM_TOKENS = 24
+NUM_TOKENS, END = 24, 2
 TOLERANCE = 1e-4
 ALL_LINEAR = "all-linear"
+FOR_CORES = ["--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "core", "--max-model-len", "256"]
+"""The flags of vLLM for a basis model."""
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ADAPTERS: dict[str, dict[str, object]] = {
     "all-linear": {"r": 8, "constructor": "random", "target_modules": ALL_LINEAR},
@@ -89,6 +91,23 @@ class Referee:
     def distance(self, other: Referee, prompt: list[int], tokens: list[int]) -> float:
         """The largest difference of two referees' log-probabilities."""
         return float((self.logprobs(prompt, tokens) - other.logprobs(prompt, tokens)).abs().max())
+
+
+def worst_error(ask: Callable[[list[int]], Answer], referee: Referee) -> float:
+    """The largest error of an adapter's answers; every token must be the referee's."""
+    errors = []
+    for prompt in PROMPTS:
+        answer = ask(prompt)
+        assert len(answer.tokens) == NUM_TOKENS or answer.tokens[-1] == END
+        assert answer.tokens == referee.greedy(prompt, answer.tokens)
+        errors.append(referee.error(prompt, answer))
+    return max(errors)
+
+
+def cores_on(base: nn.Module, **options: object) -> PeftModel:
+    """Cores of rank 8 on random bases of every linear layer."""
+    plain = {"r": 8, "constructor": "random", "target_modules": ALL_LINEAR}
+    return get_peft_model(base, FrozenCoreConfig(task_type="CAUSAL_LM", **(plain | options))).eval()
 
 
 def native(base: Path, adapter: Path, dtype: torch.dtype = torch.float64) -> Referee:

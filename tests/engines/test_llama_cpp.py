@@ -13,11 +13,9 @@ import pytest
 
 from engine_process import LlamaServer, convert
 from frozencore import export_merged
-from served_adapters import ADAPTERS, NUM_TOKENS, PROMPTS, TOLERANCE, Referee, load_base, native, peft_of
+from served_adapters import ADAPTERS, NUM_TOKENS, PROMPTS, TOLERANCE, Referee, load_base, native, peft_of, worst_error
 
 pytestmark = pytest.mark.slow
-
-END = 2
 
 
 @pytest.fixture(scope="module")
@@ -47,19 +45,12 @@ def server(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ll
         yield server
 
 
-def _ask_all(server: LlamaServer, lora: Path | None, referee: Referee) -> float:
-    """The largest error of an adapter's answers; every token must be the referee's."""
-    errors = []
-    for prompt in PROMPTS:
-        answer = server.ask(prompt, NUM_TOKENS, lora)
-        assert len(answer.tokens) == NUM_TOKENS or answer.tokens[-1] == END
-        assert answer.tokens == referee.greedy(prompt, answer.tokens)
-        errors.append(referee.error(prompt, answer))
-    return max(errors)
+def _error(server: LlamaServer, lora: Path | None, referee: Referee) -> float:
+    return worst_error(lambda prompt: server.ask(prompt, NUM_TOKENS, lora), referee)
 
 
 def test_the_base_model_is_served_as_transformers_computes_it(server: LlamaServer, base: Path) -> None:
-    assert _ask_all(server, None, Referee(load_base(base).double())) < TOLERANCE
+    assert _error(server, None, Referee(load_base(base).double())) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
@@ -67,7 +58,7 @@ def test_the_lora_export_answers_as_the_native_adapter(
     name: str, server: LlamaServer, files: Path, base: Path, adapters: Path
 ) -> None:
     lora = _file(files, f"{name}-lora")
-    assert _ask_all(server, lora, native(base, adapters / name)) < TOLERANCE
+    assert _error(server, lora, native(base, adapters / name)) < TOLERANCE
     plain = Referee(load_base(base).double())
     moved = max(plain.error(prompt, server.ask(prompt, NUM_TOKENS, lora)) for prompt in PROMPTS)
     assert moved > 1000 * TOLERANCE
@@ -80,8 +71,8 @@ def test_a_bfloat16_export_is_served_as_rounded_and_not_further(
     lora = _file(files, f"{name}-bfloat16")
     rounded = peft_of(base, adapters / f"{name}-bfloat16")
     assert rounded is not None
-    assert _ask_all(server, lora, rounded) < TOLERANCE
-    assert _ask_all(server, lora, native(base, adapters / name)) < 0.03
+    assert _error(server, lora, rounded) < TOLERANCE
+    assert _error(server, lora, native(base, adapters / name)) < 0.03
 
 
 def test_requests_at_one_time_each_get_the_adapter_that_they_name(
@@ -102,9 +93,9 @@ def test_the_server_is_turned_from_one_adapter_to_another_while_it_runs(
 ) -> None:
     for name in ("q and v", "attention"):
         server.apply(_file(files, f"{name}-lora"))
-        assert _ask_all(server, None, native(base, adapters / name)) < TOLERANCE
+        assert _error(server, None, native(base, adapters / name)) < TOLERANCE
     server.apply()
-    assert _ask_all(server, None, Referee(load_base(base).double())) < TOLERANCE
+    assert _error(server, None, Referee(load_base(base).double())) < TOLERANCE
 
 
 def test_adapters_are_applied_at_the_start_even_if_told_not_to_be(
@@ -113,13 +104,13 @@ def test_adapters_are_applied_at_the_start_even_if_told_not_to_be(
     """Why docs/serving.md sets the scales instead."""
     lora = _file(files, "attention-lora")
     with LlamaServer(files / "base.gguf", tmp_path / "log", [lora], "--lora-init-without-apply") as server:
-        assert _ask_all(server, None, native(base, adapters / "attention")) < TOLERANCE
+        assert _error(server, None, native(base, adapters / "attention")) < TOLERANCE
         server.apply()
-        assert _ask_all(server, None, Referee(load_base(base).double())) < TOLERANCE
+        assert _error(server, None, Referee(load_base(base).double())) < TOLERANCE
 
 
 def test_the_merged_export_answers_as_the_native_adapter(
     files: Path, base: Path, adapters: Path, tmp_path: Path
 ) -> None:
     with LlamaServer(files / "merged.gguf", tmp_path / "log") as server:
-        assert _ask_all(server, None, native(base, adapters / "ragged")) < TOLERANCE
+        assert _error(server, None, native(base, adapters / "ragged")) < TOLERANCE

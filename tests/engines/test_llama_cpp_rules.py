@@ -18,8 +18,6 @@ from torch import Tensor
 
 from engine_process import LlamaServer, RefusedError, convert, environment_of
 from frozencore import check_lora_directory
-from frozencore.adapter.export.serving import RUN
-from places import ROOT
 from served_adapters import DIRECTORIES, ForeignLora, by_peft, changed, serves_right
 from tiny import tiny_gpt2
 
@@ -85,7 +83,3 @@ def test_a_square_conv1d_layer_is_converted_to_its_transpose_without_a_word(tmp_
     served = found["blk.0.attn_output.weight.lora_b"] @ found["blk.0.attn_output.weight.lora_a"]
     torch.testing.assert_close(served, update.mT)
     assert (update - update.mT).abs().max() > 0.01
-
-
-def test_the_version_that_the_rules_name_is_the_one_that_is_run() -> None:
-    assert RUN["llama.cpp"] in (ROOT / "engines" / "llama.cpp.txt").read_text().split()

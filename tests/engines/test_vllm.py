@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from engine_process import Answer, RefusedError, VllmServer
 from frozencore import export_merged
-from served_adapters import ADAPTERS, NUM_TOKENS, PROMPTS, TOLERANCE, Referee, load_base, native, peft_of
+from served_adapters import ADAPTERS, NUM_TOKENS, PROMPTS, TOLERANCE, Referee, load_base, native, peft_of, worst_error
 
 pytestmark = pytest.mark.slow
 
@@ -36,19 +36,12 @@ def zeros(adapters: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _ask_all(server: VllmServer, name: str, referee: Referee) -> float:
-    """The largest error of an adapter's answers; every token must be the referee's."""
-    errors = []
-    for prompt in PROMPTS:
-        answer = server.ask(name, prompt, NUM_TOKENS)
-        assert len(answer.tokens) == NUM_TOKENS
-        assert answer.tokens == referee.greedy(prompt, answer.tokens)
-        errors.append(referee.error(prompt, answer))
-    return max(errors)
+def _error(server: VllmServer, name: str, referee: Referee) -> float:
+    return worst_error(lambda prompt: server.ask(name, prompt, NUM_TOKENS), referee)
 
 
 def test_the_base_model_is_served_as_transformers_computes_it(vllm: VllmServer, plain: Referee) -> None:
-    assert _ask_all(vllm, "base", plain) < TOLERANCE
+    assert _error(vllm, "base", plain) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
@@ -57,7 +50,7 @@ def test_the_lora_export_answers_as_the_native_adapter(
 ) -> None:
     vllm.load(name, adapters / f"{name}-lora")
     referee = native(base, adapters / name)
-    assert _ask_all(vllm, name, referee) < TOLERANCE
+    assert _error(vllm, name, referee) < TOLERANCE
     in_float32 = native(base, adapters / name, torch.float32)
     answers = [vllm.ask(name, prompt, NUM_TOKENS) for prompt in PROMPTS]
     asked = list(zip(PROMPTS, answers, strict=True))
@@ -72,8 +65,8 @@ def test_a_bfloat16_export_is_served_as_rounded_and_not_further(
     vllm.load(f"{name}-bfloat16", adapters / f"{name}-bfloat16")
     rounded = peft_of(base, adapters / f"{name}-bfloat16")
     assert rounded is not None
-    assert _ask_all(vllm, f"{name}-bfloat16", rounded) < TOLERANCE
-    assert _ask_all(vllm, f"{name}-bfloat16", native(base, adapters / name)) < 0.03
+    assert _error(vllm, f"{name}-bfloat16", rounded) < TOLERANCE
+    assert _error(vllm, f"{name}-bfloat16", native(base, adapters / name)) < 0.03
 
 
 def _ask_at_once(server: VllmServer, jobs: list[tuple[str, list[int]]]) -> list[Answer]:
@@ -112,7 +105,7 @@ def test_on_a_cpu_a_row_of_the_base_model_among_adapters_gets_one_of_them(
     answers = _ask_at_once(vllm, jobs)
     errors = [plain.error(jobs[i][1], answer) for i, answer in enumerate(answers) if jobs[i][0] == "base"]
     assert max(errors) > 100 * TOLERANCE
-    assert _ask_all(vllm, "base", plain) < TOLERANCE
+    assert _error(vllm, "base", plain) < TOLERANCE
 
 
 def test_an_adapter_is_swapped_for_another_and_removed_while_the_server_runs(
@@ -120,7 +113,7 @@ def test_an_adapter_is_swapped_for_another_and_removed_while_the_server_runs(
 ) -> None:
     for adapter in ("q and v", "attention"):
         vllm.load("tenant", adapters / f"{adapter}-lora", in_place=True)
-        assert _ask_all(vllm, "tenant", native(base, adapters / adapter)) < TOLERANCE
+        assert _error(vllm, "tenant", native(base, adapters / adapter)) < TOLERANCE
     with pytest.raises(RefusedError, match="already been loaded"):
         vllm.load("tenant", adapters / "ragged-lora")
     vllm.unload("tenant")
@@ -150,4 +143,4 @@ def test_the_same_path_with_other_weights_keeps_what_was_cached_of_a_prompt(
 def test_the_merged_export_answers_as_the_native_adapter(base: Path, adapters: Path, tmp_path: Path) -> None:
     merged = export_merged(adapters / "ragged", tmp_path / "merged")
     with VllmServer(merged, tmp_path / "log", "--max-model-len", "256") as server:
-        assert _ask_all(server, "base", native(base, adapters / "ragged")) < TOLERANCE
+        assert _error(server, "base", native(base, adapters / "ragged")) < TOLERANCE

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from peft import PeftModel, get_peft_model
+from peft import PeftModel
 
 from adapted import train_at_random
 from engine_process import environment_of
-from frozencore import FrozenCoreConfig, export_basis_model, tenant_weights
+from frozencore import export_basis_model, tenant_weights
 from places import ROOT
-from served_adapters import Referee, load_base
+from served_adapters import Referee, cores_on, load_base
 
 pytestmark = pytest.mark.slow
 
@@ -24,8 +24,7 @@ PROMPTS = [[1, 40, 77, 300], [1, 9, 255, 31, 8]]
 
 @pytest.fixture(scope="module")
 def native(base: Path) -> PeftModel:
-    options: dict[str, Any] = {"r": RANK, "constructor": "random", "target_modules": "all-linear", "alpha": 12.0}
-    return get_peft_model(load_base(base), FrozenCoreConfig(task_type="CAUSAL_LM", **options)).eval()
+    return cores_on(load_base(base), alpha=12.0)
 
 
 @pytest.fixture(scope="module")

@@ -8,26 +8,24 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from peft import PeftModel, get_peft_model
+from peft import PeftModel
 
 from adapted import train_at_random
 from engine_process import RefusedError, VllmServer
-from frozencore import FrozenCoreConfig, export_basis_model, export_tenant
-from served_adapters import NUM_TOKENS, PROMPTS, TOLERANCE, Referee, load_base
+from frozencore import export_basis_model, export_tenant
+from served_adapters import FOR_CORES, NUM_TOKENS, PROMPTS, TOLERANCE, Referee, cores_on, load_base
 
 pytestmark = pytest.mark.slow
 
 SLOTS, OLD, NEW = 2, 100, 101
 LONG = (PROMPTS[2] * 5)[:200]  # longer than a block of the prefix cache
-LORA = ["--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "core", "--max-model-len", "256"]
 FEW = ["--max-loras", str(SLOTS), "--max-cpu-loras", str(SLOTS)]
-OPTIONS = {"r": 8, "constructor": "random", "target_modules": "all-linear"}
 Write = Callable[[str, int], Path]
 
 
 @pytest.fixture(scope="module")
 def native(base: Path) -> PeftModel:
-    return get_peft_model(load_base(base), FrozenCoreConfig(task_type="CAUSAL_LM", **OPTIONS)).eval()
+    return cores_on(load_base(base))
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +55,7 @@ def write(room: Path, native: PeftModel) -> Write:
 
 @pytest.fixture(scope="module")
 def server(room: Path) -> Iterator[VllmServer]:
-    with VllmServer(Path("shop/model"), room / "log", *LORA, *FEW) as server:
+    with VllmServer(Path("shop/model"), room / "log", *FOR_CORES, *FEW) as server:
         yield server
 
 

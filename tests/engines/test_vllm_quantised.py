@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import get_peft_model
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
 from adapted import train_at_random
 from engine_process import VllmServer
-from frozencore import FrozenCoreConfig, export_basis_model, export_tenant
-from served_adapters import NUM_TOKENS, PROMPTS, TOLERANCE, Referee
+from frozencore import export_basis_model, export_tenant
+from served_adapters import FOR_CORES, NUM_TOKENS, PROMPTS, TOLERANCE, Referee, cores_on
 
 pytest.importorskip("torchao")
 
@@ -30,15 +29,19 @@ def test_p_q_and_cores_stay_as_they_are_on_a_base_that_vllm_quantises(bits: int,
     quantised = AutoModelForCausalLM.from_pretrained(
         base, dtype=torch.float32, quantization_config=TorchAoConfig(way)
     )  # fmt: skip
-    options = FrozenCoreConfig(task_type="CAUSAL_LM", r=8, constructor="random", target_modules="all-linear")
-    native = get_peft_model(quantised, options).eval()
+    native = cores_on(quantised)
     native.save_pretrained(tmp_path / "adapter")
     export_basis_model(tmp_path / "adapter", tmp_path / "model", base=base)
     told = tmp_path / "torchao.json"
     told.write_text(json.dumps(config_to_dict(FqnToConfig({r"re:.*\.(P|Q|core)": None, "_default": way}))))
 
-    flags = ["--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "core", "--max-model-len", "256"]
-    flags += ["--quantization", "torchao", "--hf-overrides", json.dumps({"quantization_config_file": str(told)})]
+    flags = [
+        *FOR_CORES,
+        "--quantization",
+        "torchao",
+        "--hf-overrides",
+        json.dumps({"quantization_config_file": str(told)}),
+    ]
     referee = Referee(native)
     with VllmServer(tmp_path / "model", tmp_path / "log", *flags) as server:
         for tenant, prompt in enumerate(PROMPTS):

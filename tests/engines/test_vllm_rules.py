@@ -57,5 +57,6 @@ def test_the_maximum_ranks_are_vllms_own() -> None:
     assert tuple(json.loads(done.stdout.splitlines()[-1])) == VLLM_MAX_RANKS
 
 
-def test_the_version_that_the_rules_name_is_the_one_that_is_run() -> None:
-    assert RUN["vLLM"] in (ROOT / "engines" / "vllm.txt").read_text().split()
+@pytest.mark.parametrize("engine", ["vLLM", "llama.cpp"])
+def test_the_version_that_the_rules_name_is_the_one_that_is_run(engine: str) -> None:
+    assert RUN[engine] in (ROOT / "engines" / f"{engine.lower()}.txt").read_text().split()

@@ -9,26 +9,22 @@ from time import perf_counter
 
 import pytest
 import torch
-from peft import PeftModel, get_peft_model
+from peft import PeftModel
 
 from adapted import train_at_random
 from engine_process import RefusedError, VllmServer
-from frozencore import FrozenCoreConfig, export_basis_model, export_tenant
-from served_adapters import Referee, load_base
+from frozencore import export_basis_model, export_tenant
+from served_adapters import FOR_CORES, Referee, cores_on, load_base
 
 pytestmark = pytest.mark.slow
 
 TENANTS, SLOTS, NUM_TOKENS = 1000, 64, 8
-LORA = ["--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "core", "--max-model-len", "256"]
-OPTIONS = {
-    "r": 8, "constructor": "random", "target_modules": "all-linear", "alpha": 12.0, "rank_pattern": {"q_proj": 5},
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def native(base: Path) -> PeftModel:
     """One adapter, whose cores are set to a tenant's with its number as the seed."""
-    return get_peft_model(load_base(base), FrozenCoreConfig(task_type="CAUSAL_LM", **OPTIONS)).eval()
+    return cores_on(load_base(base), alpha=12.0, rank_pattern={"q_proj": 5})
 
 
 def become(model: PeftModel, tenant: int) -> None:
@@ -50,7 +46,7 @@ def folders(base: Path, native: PeftModel, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def server(folders: Path) -> Iterator[VllmServer]:
     flags = ["--max-loras", str(SLOTS), "--max-cpu-loras", str(TENANTS), "--max-num-seqs", str(SLOTS)]
-    with VllmServer(folders / "model", folders / "log", *LORA, *flags) as server:
+    with VllmServer(folders / "model", folders / "log", *FOR_CORES, *flags) as server:
         yield server
 
 
@@ -102,7 +98,7 @@ def test_a_basis_model_is_served_in_other_ways_too(
     monkeypatch.setenv("VLLM_PLUGINS", plugins)
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     referee = Referee(native.double())
-    with VllmServer(tmp_path / "model", tmp_path / "log", *LORA, "--max-loras", "4", *flags) as server:
+    with VllmServer(tmp_path / "model", tmp_path / "log", *FOR_CORES, "--max-loras", "4", *flags) as server:
         for tenant in range(4):
             server.load(str(tenant), folders / str(tenant))
             answer = server.ask(str(tenant), prompt_of(tenant), NUM_TOKENS)
