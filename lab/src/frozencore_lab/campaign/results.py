@@ -1,4 +1,4 @@
-"""The state of a campaign, read from records alone: its counts, the time left, and the outcome of each run."""
+"""The state of a campaign, read from records alone: its counts, the mean time of a run, and the outcome of each run."""
 
 from __future__ import annotations
 
@@ -47,19 +47,11 @@ def tally(planned: Sequence[Planned], store: Store) -> Tally:
     return Tally(finished, failed + blocked, len(ended) - finished - failed, len(hidden) - blocked)
 
 
-def time_to_go(planned: Sequence[Planned], store: Store, num_running: int) -> str:
-    """Describe the time left at the pace of the finished runs; empty if there are none."""
-    measured, left = measured_seconds(planned, store), tally(planned, store).left
-    if not measured or not left:
-        return ""
-    seconds = mean(measured) * left / max(1, num_running)
-    return f", about {time_in_words(seconds)} to go on {max(1, num_running)} workers"
-
-
-def measured_seconds(planned: Sequence[Planned], store: Store) -> list[float]:
-    """The seconds of each finished run."""
+def mean_time(planned: Sequence[Planned], store: Store) -> str:
+    """The mean time of the finished runs, as the end of a sentence; empty if there are none."""
     ended = [store.outcome(run.job.id) for run in planned if run.job]
-    return [end.total_s for end in ended if isinstance(end, TunedRecord) and end.total_s is not None]
+    seconds = [end.total_s for end in ended if isinstance(end, TunedRecord) and end.total_s is not None]
+    return f", {time_in_words(mean(seconds))} a run" if seconds else ""
 
 
 @dataclass(frozen=True)
@@ -177,7 +169,7 @@ def status_lines(folder: Path) -> Iterator[str]:
     running = store.running_now()
     yield (
         f"{campaign.name}: {standing.finished} done, {len(running)} running, {standing.failed} failed, "
-        f"{max(0, standing.left - len(running))} left{time_to_go(planned, store, len(running))}"
+        f"{max(0, standing.left - len(running))} left{mean_time(planned, store)}"
     )
     yield from failure_lines(planned, store)
 

@@ -45,7 +45,7 @@ def plan_(
     data_root: DataRoot = None,
     model_path: ModelPath = None,
 ) -> None:
-    """Print the runs, the source of the searches' rows, and the time left if some runs are done; start nothing."""
+    """Print the runs, the source of the searches' rows, and the mean time of a run; start nothing."""
     from frozencore_lab.cli.campaign_lines import plan_lines, ready_ids, run_lines
 
     if ids:
@@ -134,7 +134,7 @@ def one(
 
 @campaign_app.command()
 def status(folder: Folder) -> None:
-    """Show how many runs are done, running, failed and left, the time left, and why runs failed."""
+    """Show how many runs are done, running, failed and left, the mean time of a run, and why runs failed."""
     from frozencore_lab.campaign.results import status_lines
 
     for part in status_lines(folder):

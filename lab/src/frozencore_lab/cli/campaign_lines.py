@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -25,7 +24,7 @@ from frozencore.tune.record import Failure, RunRecord
 from frozencore_lab.campaign.driver import drive
 from frozencore_lab.campaign.job import Job, Place
 from frozencore_lab.campaign.plan import Planned, most_further_trials, plan, search_rows
-from frozencore_lab.campaign.results import Tally, failure_lines, tally, time_to_go
+from frozencore_lab.campaign.results import Tally, failure_lines, mean_time, tally
 from frozencore_lab.campaign.shared_moments import needs_of
 from frozencore_lab.campaign.spec import Campaign, read_campaign
 from frozencore_lab.campaign.store import Store
@@ -46,8 +45,6 @@ class Board:
         self.console = console
         self.line_every = line_every
         self.stages: dict[int, str] = {}
-        self.started = time.monotonic()
-        self.done_at_start: int | None = None
         self.told = 0
         self.running: dict[int, Job] = {}
         self.progress = Bars(
@@ -70,12 +67,8 @@ class Board:
     def __call__(self, standing: Tally, running: dict[int, Job], event: Event | None) -> None:
         """Take the campaign's counts, the job of each busy worker, and the latest event."""
         over, left = standing.finished + standing.failed, standing.left
-        self.done_at_start = over if self.done_at_start is None else self.done_at_start
         self.running = dict(running)
         note = f"{standing.failed} failed, {left} left"
-        if left and over > self.done_at_start:
-            seconds = (time.monotonic() - self.started) / (over - self.done_at_start) * left
-            note += f", about {time_in_words(seconds)} to go"
         self.progress.update(self.task, completed=over, total=over + left, note=note)
         if event is not None and event.kind == "stage":
             share = f" {event.done / event.total:.0%}" if event.total else ""
@@ -239,7 +232,7 @@ def plan_lines(
         f"{num_of(standing.finished + standing.failed + standing.left, 'different run')} at most (studies share equal "
         f"ones){beyond}: "
         f"{standing.finished} finished, {standing.failed} failed, {standing.ready} ready, "
-        f"{standing.waiting} wait for their search{time_to_go(planned, store, 1)}. Folder: {store.folder}"
+        f"{standing.waiting} wait for their search{mean_time(planned, store)}. Folder: {store.folder}"
     )
     rows = search_rows(planned, _place(campaign, data_root, "auto", models))
     if rows:

@@ -69,7 +69,6 @@ class Pair:
         wins, ties, losses: Tasks on which the reference is better, equal, worse.
         wilcoxon_p, t_p: Two-sided and unadjusted; t_p is None if all differences are equal.
         wilcoxon_holm, t_holm: Adjusted for all compared columns.
-        exact: Whether ``wilcoxon_p`` is exact; the normal approximation is used for more than 100 tasks.
         interval: The 95 % interval of the mean difference, by bootstrap over tasks.
     """
 
@@ -81,7 +80,6 @@ class Pair:
     losses: int
     wilcoxon_p: float
     wilcoxon_holm: float
-    exact: bool
     t_p: float | None
     t_holm: float | None
 
@@ -136,12 +134,12 @@ def _pairs(values: Mapping[str, Sequence[float]], reference: str, sign: int) -> 
         if name != reference
     }
     ranked, t_p = [signed_rank(own) for own in gains.values()], [paired_t(own) for own in gains.values()]
-    adjusted = zip(ranked, holm([test.p for test in ranked]), t_p, holm(t_p), strict=True)
-    for (name, own), (test, wilcoxon_holm, p, t_holm) in zip(gains.items(), adjusted, strict=True):
+    adjusted = zip(ranked, holm(ranked), t_p, holm(t_p), strict=True)
+    for (name, own), (wilcoxon_p, wilcoxon_holm, p, t_holm) in zip(gains.items(), adjusted, strict=True):
         assert wilcoxon_holm is not None
         counts = wins_ties_losses(own)
         mean_gain, interval = sum(own) / len(own), bootstrap_interval(own)
-        yield Pair(name, mean_gain, interval, *counts, test.p, wilcoxon_holm, test.exact, p, t_holm)
+        yield Pair(name, mean_gain, interval, *counts, wilcoxon_p, wilcoxon_holm, p, t_holm)
 
 
 def read_task_means(path: Path) -> TaskTable:
@@ -246,12 +244,11 @@ def comparison_sheet(
         for column in (comparison.reference, *pairs)
     ]
     reference, num_tasks = names[comparison.reference], len(comparison.tasks)
-    how = "exact" if all(pair.exact for pair in comparison.pairs) else "normal approximation beyond 100 tasks"
     better, real = "lower" if comparison.lower_is_better else "higher", REAL_COVERAGE.get(num_tasks)
     narrow = f", which is too narrow: of {num_tasks} normal differences it holds the mean in {real:.0%}" if real else ""
     explained = (
         f"{reference} against each other column over {num_tasks} tasks, {better} is better; Δ > 0 and wins "
-        f"are {reference}'s. Two-sided Wilcoxon signed-rank ({how}) and paired t, unadjusted and Holm-adjusted over "
+        f"are {reference}'s. Two-sided exact Wilcoxon signed-rank and paired t, unadjusted and Holm-adjusted over "
         f"{len(comparison.pairs)}; interval by bootstrap over tasks{narrow}."
     )
     return Sheet.of(name, title or f"{reference} against the others", " ".join(filter(None, (explained, note))), lines)
