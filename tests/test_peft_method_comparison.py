@@ -32,8 +32,6 @@ CLONE = os.environ.get("PEFT_REPOSITORY", "")
 @pytest.fixture
 def entry() -> ModuleType:
     spec = importlib.util.spec_from_file_location("peft_method_comparison_entry", FOLDER / "entry.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -69,9 +69,8 @@ def test_code_in_a_model_folder_is_never_run(load: Callable[[str], object], tmp_
     tokenizer = {"auto_map": {"AutoTokenizer": ["theirs.TheirTokenizer", None]}, "tokenizer_class": "TheirTokenizer"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     (tmp_path / "theirs.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(ModelError):
         load(str(tmp_path))
-    assert "\n" not in str(caught.value)
     assert not (tmp_path / "ran").exists()
 
 

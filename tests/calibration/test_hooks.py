@@ -138,9 +138,8 @@ def test_rows_that_are_not_those_of_the_batch_are_refused_where_there_is_padding
     shape: tuple[int, int], with_loss_fn: bool
 ) -> None:
     loss_fn = (lambda m, batch: m(**batch).loss) if with_loss_fn else None
-    with pytest.raises(CalibrationError, match="padding cannot be told from text") as caught:
+    with pytest.raises(CalibrationError, match="padding cannot be told from text"):
         collect_moments(Ordered("tokens first"), [padded(*shape)], ["layer"], loss_fn=loss_fn)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_layer_that_sees_other_rows_than_tokens_is_refused() -> None:

@@ -193,7 +193,6 @@ class NotedPool:
         worker, job = self._jobs.popitem()
         if self._end == "finished":
             with self._store.running(job.id) as folder:
-                assert folder is not None
                 (folder / "result.json").write_text(json.dumps(record_content({"task": "pocket-math"})))
         return [Event(worker, self._end, message="the disk is full")]  # type: ignore[arg-type]
 

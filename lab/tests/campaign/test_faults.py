@@ -76,7 +76,6 @@ def test_the_index_is_rebuilt_from_the_runs(damage: str, tmp_path: Path) -> None
     ids = [f"{i:016x}" for i in range(3)]
     for run_id in ids:
         with Store(tmp_path).running(run_id) as folder:
-            assert folder is not None
             (folder / "result.json").write_text(json.dumps(record_of(run_id)))
     Store(tmp_path).write_index()
     index = tmp_path / "records.jsonl"

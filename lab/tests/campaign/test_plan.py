@@ -77,7 +77,6 @@ def test_a_variant_is_the_run_of_its_options_and_is_searched_under_its_own_name(
         "    search: {grids: [{for: [lora-r1], learning_rate: [1e-2, 2e-2]}]}\n",
     )
     plain, *trials, blocked = plan(read_campaign(file), unknown)
-    assert plain.job is not None
     assert plain.job.id == make_job("tune", {**OPTIONS, "method": "lora", "rank": 4}).id
     assert blocked.job is None
     assert blocked.axes["method"] == "lora-r1"
@@ -108,16 +107,13 @@ studies:
 """
     campaign = read_campaign(write_spec(tmp_path, text))
     plain, matched, other = (run.job for run in plan(campaign, unknown))
-    assert plain is not None
     assert plain == matched
     assert plain != other
     store = Store(tmp_path / "out")
     store.open(campaign)
     with store.running(plain.id) as folder:
-        assert folder is not None
         (folder / "result.json").write_text(json.dumps(record_content({"task": "pocket-math"}, accuracy=0.25)))
     found = {run.axes["calibration_task"]: run.record for run in load_results(store.folder).studies[1].runs}
-    assert found["pocket-math"] is not None
     assert found["pocket-math"].accuracy == 0.25
     assert found["pocket-sentiment"] is None
 

@@ -23,7 +23,6 @@ RECORD = record_content({"task": "svamp"})
 
 def finish(store: Store, run_id: str = RUN) -> Path:
     with store.running(run_id) as folder:
-        assert folder is not None
         (folder / "result.json").write_text(json.dumps(RECORD))
     return store.runs / run_id
 
@@ -40,7 +39,6 @@ def test_what_a_killed_process_had_half_written_is_gone_from_the_finished_run(tm
     """Files and folders alike: an adapter is saved as a folder."""
     store = Store(tmp_path)
     with store.running(RUN) as folder:
-        assert folder is not None
         (folder / ".result.json.7.tmp").write_text("{")
         (folder / ".adapter.7.tmp").mkdir()
         (folder / ".adapter.7.tmp" / "adapter_config.json").write_text("{")
@@ -60,7 +58,6 @@ def test_a_runs_folder_without_its_result_is_refused_and_left_alone(tmp_path: Pa
 
 def test_a_run_that_ends_without_a_result_keeps_its_folder_for_the_next_try(tmp_path: Path) -> None:
     with Store(tmp_path).running(RUN) as first:
-        assert first is not None
         (first / "log.txt").write_text("train 3/10\n")
     assert Store(tmp_path).outcome(RUN) is None
     assert not (tmp_path / "runs" / RUN).exists()
@@ -111,11 +108,9 @@ def test_a_record_says_what_its_run_was_asked_for(name: str) -> None:
     """The recipe that was trained with, beside the id that its configuration has today."""
     store = Store(LAB / "results" / name)
     for run in plan(store.campaign(), store.outcome):
-        assert run.job is not None
         record = store.outcome(run.job.id)
         assert isinstance(record, RunRecord)
         if isinstance(record, TunedRecord):  # a stability run trains nothing
-            assert record.resolved is not None
             recipe, config = record.resolved.recipe, run.job.config
             said = recipe["learning_rate"], recipe["warmup"]
             assert said == (config.resolved_learning_rate, config.resolved_warmup)

@@ -142,7 +142,6 @@ def test_layers_whose_product_is_not_plain_train_the_same() -> None:
 def test_validation_rows_choose_the_step_that_they_would_choose_alone() -> None:
     tenant = VALIDATED["anna"]
     validation = tenant.validation
-    assert validation is not None
     chosen = trained_at_once(adapted(), {name: VALIDATED[name] for name in TWO})["anna"]
     model = adapted()
 
@@ -151,8 +150,6 @@ def test_validation_rows_choose_the_step_that_they_would_choose_alone() -> None:
 
     report = train(model, tenant.rows, tenant.recipe, pad_id=0, selection=Selection(2, score, "these"))
     mine, theirs = chosen.report.selected, report.selected
-    assert mine is not None
-    assert theirs is not None
     assert [score.step for score in mine.scores] == [score.step for score in theirs.scores] == [2, 4, 6, 8]
     losses = [[score.held_out_loss for score in selected.scores] for selected in (mine, theirs)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

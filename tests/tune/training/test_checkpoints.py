@@ -157,9 +157,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_stops_the_training_and_what_was_whole_stays_usable(small_disk: Path) -> None:
-    with pytest.raises(TrainingError, match=r"could not be written to .*Free some space and resume") as caught:
+    with pytest.raises(TrainingError, match=r"could not be written to .*Free some space and resume"):
         trained("alone", small_disk / "run")
-    assert "\n" not in str(caught.value)
     shutil.copytree(small_disk / "run", small_disk.parent / "moved")
     _, resumed = trained("alone", small_disk.parent / "moved", resume=True)
     assert resumed.resumed_from is not None

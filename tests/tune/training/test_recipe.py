@@ -147,9 +147,8 @@ def test_epochs_of_all_seeds_have_different_orders() -> None:
 
 def test_divergence_stops_at_its_step_and_is_never_saved(tmp_path: Path) -> None:
     model = tiny_qwen2()
-    with pytest.raises(TrainingError, match=r"diverged at step \d of 8: .*Lower the learning rate") as error:
+    with pytest.raises(TrainingError, match=r"diverged at step \d of 8: .*Lower the learning rate"):
         train(model, ROWS, replace(RECIPE, learning_rate=1e38), pad_id=0, checkpoint_dir=tmp_path, checkpoint_steps=1)
-    assert "\n" not in str(error.value)
     for state in tmp_path.glob("*/trainer_state.json"):
         assert all(math.isfinite(entry["loss"]) for entry in json.loads(state.read_text())["log_history"])
 

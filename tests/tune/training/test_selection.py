@@ -110,7 +110,6 @@ def test_the_values_of_the_best_scored_step_are_kept(scores: tuple[tuple[float, 
     report, model = run(scorer)
     assert same(values(model), scorer.seen[kept])
     assert not any(same(scorer.seen[kept], other) for i, other in enumerate(scorer.seen) if i != kept)
-    assert report.selected is not None
     assert [(s.step, s.held_out_loss, s.accuracy) for s in report.selected.scores] == [
         (STEPS_AN_EPOCH * (i + 1), *score) for i, score in enumerate(scores)
     ]
@@ -129,7 +128,6 @@ def test_scoring_changes_nothing_of_the_training() -> None:
 @pytest.mark.parametrize(("every", "steps"), [(5, [5, 10, 12]), (4, [4, 8, 12]), (100, [12])])
 def test_every_so_many_steps_and_the_last_one_are_scored(every: int, steps: list[int]) -> None:
     report, _ = run(Scripted(*((float(-i), None) for i in range(3))), every=every)
-    assert report.selected is not None
     assert [score.step for score in report.selected.scores] == steps
 
 
@@ -176,8 +174,6 @@ def test_a_training_that_was_interrupted_chooses_as_if_it_had_not_been(
     report, resumed = run(really, every=every, folder=tmp_path, resume=True)
     expected, whole = undisturbed(every)
     assert report.resumed_from == (tmp_path / f"checkpoint-{saved}" if saved else None)
-    assert expected.selected is not None
-    assert report.selected is not None
     assert (report.selected.scores, report.selected.kept_step) == (
         expected.selected.scores,
         expected.selected.kept_step,
@@ -236,7 +232,6 @@ def test_the_time_of_scoring_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> N
     for module in (training, trainer, callbacks):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now))
     report, _ = run(slow, every=1)
-    assert report.selected is not None
     assert (report.selected.time_s, report.time_s, report.step_s) == (60.0 * NUM_STEPS, 0.0, 0.0)
 
 
@@ -265,7 +260,6 @@ def test_a_training_ends_after_so_many_scores_that_are_no_better_and_keeps_the_b
     best = values(model)
     again = trained(Scripted(), resume=True)  # killed after its end, it neither trains nor scores again
     for one in (report, again):
-        assert one.selected is not None
         assert one.selected.stopped_early
         assert (one.num_steps, len(one.losses), one.selected.kept_step) == (8, 8, 4)
         assert [score.step for score in one.selected.scores] == [2, 4, 6, 8]
@@ -279,7 +273,6 @@ def test_patience_that_is_never_lost_changes_nothing() -> None:
     patient = Selection("epoch", Scripted((3.0, None), (2.0, None), (2.5, None)), identity="rows", patience=1)
     other = train(adapted("random"), ROWS, RECIPE, pad_id=0, selection=patient)
     assert (other.losses, other.num_steps) == (report.losses, NUM_STEPS)
-    assert other.selected is not None
     assert not other.selected.stopped_early  # the last score has no step after it
     with pytest.raises(ConfigError, match="a number of scores, at least 1"):
         Selection("epoch", really, identity="rows", patience=0)

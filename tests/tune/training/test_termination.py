@@ -89,11 +89,8 @@ def test_a_training_that_is_told_to_stop_goes_on_bit_equal(
 ) -> None:
     handler = signal.getsignal(number)
     model, (whole, expected) = tiny_qwen2(), uninterrupted
-    with pytest.raises(
-        TrainingError, match=rf"told to stop at step {step + 1} of 8\. Its checkpoint is whole"
-    ) as caught:
+    with pytest.raises(TrainingError, match=rf"told to stop at step {step + 1} of 8\. Its checkpoint is whole"):
         run(tmp_path / "cut", model, every=every, at=step, number=number)
-    assert "\n" not in str(caught.value)
     assert heard == [number]
     assert signal.getsignal(number) is handler
     assert is_whole(tmp_path / "cut" / f"checkpoint-{step + 1}")
