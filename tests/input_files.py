@@ -6,7 +6,7 @@ Names and order of rows in a GGUF file are those of llama.cpp, written here by h
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -184,12 +184,18 @@ max_new_tokens: 8
 """
 
 
+def write_rows(file: Path, rows: Iterable[object]) -> Path:
+    """Rows as JSONL, a line each."""
+    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return file
+
+
 def write_task(folder: Path, *, num_train: int, num_evaluation: int = 3) -> str:
     """The YAML file's path; training rows are of cats, evaluation rows of dogs."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, things, count in (("train", "cats", num_train), ("evaluation", "dogs", num_evaluation)):
         rows = ({"count": i, "things": things, "sum": i + 1} for i in range(count))
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(folder / f"{name}.jsonl", rows)
     (folder / "sums.yaml").write_text(TASK)
     return str(folder / "sums.yaml")
 

@@ -35,7 +35,7 @@ from adapted import cores_of, train_at_random
 from engine_process import SETTINGS, environment_of
 from frozencore import FrozenCoreConfig, export_basis_model, save_basis
 from frozencore.tune.pocket import pocket_model_path
-from input_files import write_random_llama
+from input_files import write_random_llama, write_rows
 from places import ROOT, SOURCES
 
 EXAMPLES = ROOT / "examples"
@@ -49,7 +49,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
 
     def ran(name: str, model: Path, data: Path | Sequence[dict[str, Any]], *words: str) -> Path:
         if not isinstance(data, Path):
-            (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in data))
+            write_rows(tmp_path / "rows.jsonl", data)
             data = tmp_path / "rows.jsonl"
         own = ["--model", str(model), "--data", str(data), "--output", str(tmp_path / "out"), "--rank", "4", *words]
         monkeypatch.setattr(sys, "argv", [name, *own])
@@ -200,7 +200,7 @@ def test_an_encoder_and_its_decoder_learn_to_repeat(run: Callable[..., Path], tm
 def test_own_rows_are_learned_by_the_trainer(tmp_path: Path) -> None:
     """In a process of its own, since it starts a process group."""
     rows = [{"prompt": f"Tom has {i} cats .{LINE}", "completion": " two cats"} for i in range(16)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    write_rows(tmp_path / "rows.jsonl", rows)
     own = [
         "--model",
         pocket_model_path(),
@@ -223,7 +223,7 @@ def test_a_core_learns_from_private_rows_within_the_budget_that_it_prints(
     accountants = pytest.importorskip("opacus.accountants")
     monkeypatch.setattr("secrets.randbits", lambda _: 7)  # the same rows and noise each time
     rows = [{"prompt": f"Tom has {i} cats .{LINE}", "completion": " two cats"} for i in range(24)]
-    (tmp_path / "public.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows[:4]))
+    write_rows(tmp_path / "public.jsonl", rows[:4])
     own = {"--rows-a-step": "2", "--epochs": "3", "--epsilon": "8", "--public": str(tmp_path / "public.jsonl")}
     words = [word for pair in own.items() for word in pair]
     with pytest.raises(SystemExit, match="below one over the number of rows, 1/24, but 0.1 came"):
@@ -306,9 +306,7 @@ def test_flower_averages_cores_exactly_and_clients_on_another_basis_refuse(tmp_p
     (tmp_path / "clients").mkdir()
     for name, num_rows in (("anna", 4), ("ben", 8), ("eve", 12)):
         rows = [{"prompt": f"{name} has {i} cats .{LINE}", "completion": " two cats"} for i in range(num_rows)]
-        (tmp_path / "clients" / f"{name}.jsonl").write_text(
-            "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        )
+        write_rows(tmp_path / "clients" / f"{name}.jsonl", rows)
     own = ["--model", pocket_model_path(), "--basis", "basis", "--data", "clients", "--output", "out"]
     places = {**os.environ, "PYTHONPATH": f"{SOURCES}{os.pathsep}{EXAMPLES}"}
 

@@ -22,6 +22,7 @@ from frozencore.cli import app as cli
 from frozencore.cli.inspect import inspection_table
 from frozencore.text import natural_sort_key
 from frozencore.tune.pocket import pocket_model_path
+from input_files import write_rows
 from small_runs import adapter_in
 
 Command = Callable[..., tuple[int, str, str]]
@@ -107,8 +108,7 @@ def write_sums(file: Path, more: int, num_rows: int = 8) -> Path:
     drawn = random.Random(more)
     sums = [(drawn.randrange(30), drawn.randrange(30)) for _ in range(num_rows)]
     rows = [{"prompt": f"How many is {a} and {b}?", "completion": f" {a + b + more}"} for a, b in sums]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
+    return write_rows(file, rows)
 
 
 def test_a_basis_of_tenants_carries_their_cores(command: Command, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from frozencore import load_basis
 from frozencore.tune.pocket import pocket_model_path
+from input_files import write_rows
 from small_runs import adapter_in
 
 Command = Callable[..., tuple[int, str, str]]
@@ -32,7 +33,7 @@ def loras(tmp_path_factory: pytest.TempPathFactory) -> Path:
         lora.save_pretrained(str(folder / name))
     (folder / "rows").mkdir()
     sums = [{"prompt": f"How many is {i} and 2?", "completion": f" {i + 2}"} for i in range(24)]
-    (folder / "rows/anna.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
+    write_rows(folder / "rows/anna.jsonl", sums)
     return folder
 
 

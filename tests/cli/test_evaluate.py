@@ -21,6 +21,7 @@ from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.rows import TextRow
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.scoring.exact_match import stream_greedily
+from input_files import write_rows
 from small_runs import made_up_record
 
 Command = Callable[..., tuple[int, str, str]]
@@ -56,7 +57,7 @@ def by_transformers(rows: list[dict[str, str]]) -> float:
 
 def test_rows_of_ones_own_are_scored_on_runs_and_their_base(command: Command, tmp_path: Path) -> None:
     rows = [{"q": f"Tom has {i} cats .", "a": " two cats"} for i in range(20)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "rows.jsonl", rows)
     own = ["--data", tmp_path / "rows.jsonl", "--columns", "prompt=q,completion=a"]
     few = ["--rank", "4", "--calibration-size", "8", "--epochs", "20", "--batch-size", "8", "--accumulation", "1"]
     assert command("tune", *POCKET, *own, *few, "--lr", "0.02", "--out", tmp_path / "run")[0] == 0

@@ -12,7 +12,7 @@ from contextlib import redirect_stdout
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import yaml
@@ -20,6 +20,7 @@ import yaml
 from frozencore.cli import app as cli
 from frozencore.tune.config import make_config
 from frozencore.tune.record import RunRecord
+from input_files import write_rows
 from small_runs import inputs_of
 
 Command = Callable[..., tuple[int, str, str]]
@@ -28,11 +29,6 @@ FLAGS = {
     "model": "pocket", "task": "pocket-sentiment", "num-train": 16, "num-evaluation": 20, "epochs": 1, "rank": 4,
     "calibration-size": 16, "device": "cpu",
 }  # fmt: skip
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def pairs(kind: str, count: int) -> list[dict[str, str]]:
@@ -88,7 +84,7 @@ def test_what_a_run_warned_of_is_shown_and_kept_in_its_record(command: Command, 
 
 def test_a_dry_run_says_what_would_be_read_and_taken_and_writes_nothing(command: Command, tmp_path: Path) -> None:
     rows = [{"prompt": f"Tom has {i} cats .", "completion": " two cats"} for i in range(20)]
-    write(tmp_path / "rows.jsonl", rows)
+    write_rows(tmp_path / "rows.jsonl", rows)
     few = ("--rank", 4, "--epochs", 2, "--batch-size", 3)
     words = ["tune", *WORDS[1:3], "--data", tmp_path / "rows.jsonl", *few]
     status, out, err = command(*words, "--accumulation", "2", "--out", tmp_path / "run", "--dry-run")
@@ -112,8 +108,9 @@ def test_a_dry_run_says_what_would_be_read_and_taken_and_writes_nothing(command:
 
 
 def test_several_files_and_a_file_to_evaluate_on_are_in_the_record(command: Command, tmp_path: Path) -> None:
-    cats, dogs = write(tmp_path / "cats.jsonl", pairs("cats", 40)), write(tmp_path / "dogs.jsonl", pairs("dogs", 8))
-    held = write(tmp_path / "held.jsonl", [*pairs("cups", 5), *pairs("dogs", 2)])
+    sizes = {"cats": 40, "dogs": 8}
+    cats, dogs = (write_rows(tmp_path / f"{kind}.jsonl", pairs(kind, size)) for kind, size in sizes.items())
+    held = write_rows(tmp_path / "held.jsonl", [*pairs("cups", 5), *pairs("dogs", 2)])
     data = ["--data", cats, "--data", dogs, "--eval-data", held]
     status, out, err = command(*WORDS, *data, "--out", tmp_path / "run")
     assert (status, err) == (0, "")
@@ -139,7 +136,7 @@ def test_what_is_not_used_dropped_or_changed_is_shown_without_a_folder_and_recor
 ) -> None:
     bad = [{"prompt": "Who ?", "completion": ""}]
     ended = [{"prompt": "Who ?", "completion": " Tom<|endoftext|>", "source": "b"}]
-    rows = write(
+    rows = write_rows(
         tmp_path / "rows.jsonl", [{**row, "id": i} for i, row in enumerate([*pairs("cats", 12), *bad, *ended])]
     )
     words = (*WORDS, "--data", rows, "--skip-bad")
@@ -162,7 +159,7 @@ def test_what_is_not_used_dropped_or_changed_is_shown_without_a_folder_and_recor
 
 def test_rows_that_are_too_long_are_refused_or_left_out_and_counted(command: Command, tmp_path: Path) -> None:
     long = [{"prompt": "Tom has cats . " * 9, "completion": " one"}, {"prompt": "Tom", "completion": " has" * 30}]
-    rows = write(tmp_path / "rows.jsonl", [*pairs("cats", 10), *long])
+    rows = write_rows(tmp_path / "rows.jsonl", [*pairs("cats", 10), *long])
     words = [*WORDS, "--data", rows, "--max-length", "16"]
     status, _, err = command(*words, "--out", tmp_path / "run")
     assert (status, err.count("\n")) == (2, 1)

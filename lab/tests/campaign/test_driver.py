@@ -13,7 +13,6 @@ import pytest
 
 from frozencore.errors import ArtifactError
 from frozencore.tune.config import make_config
-from frozencore.tune.record import StabilityRecord, TunedRecord
 from frozencore.tune.run import execute
 from frozencore_lab.campaign.driver import MOST_DEATHS, drive
 from frozencore_lab.campaign.job import Job
@@ -58,7 +57,6 @@ def test_everything_is_run_once_and_search_goes_first(done: tuple[Path, Tally], 
 def test_a_campaigns_run_is_the_run_that_tune_makes(results: CampaignResults, tmp_path: Path) -> None:
     """Shared moments, a base model that other runs have used, and shared weight bases change nothing."""
     for run in results.studies[0].runs[1::2]:
-        assert isinstance(run.record, TunedRecord)
         config = make_config(**run.record.config.content())
         alone = execute(config, tmp_path / config.method.name, lambda *_: None)
         for key in ("hashes", "accuracy", "held_out_loss", "held_out_loss_before"):
@@ -75,10 +73,6 @@ def test_what_runs_share_is_computed_once(done: tuple[Path, Tally]) -> None:
 
 def test_stability_compares_with_the_reference(results: CampaignResults) -> None:
     few, all_of_them = (run.record for run in results.studies[1].runs)
-    assert isinstance(few, StabilityRecord)
-    assert isinstance(all_of_them, StabilityRecord)
-    assert few.cosine_P is not None
-    assert few.cosine_Q is not None
     assert 0.3 < few.cosine_P < 0.999
     assert 0.3 < few.cosine_Q < 0.999
     assert all_of_them.cosine_P == pytest.approx(1.0, abs=1e-6)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
 import pytest
 
 from frozencore.tune.many.run import TenantOutcome, execute_many
+from input_files import write_rows
 from small_runs import SIZES, config_of, silent
 
 
@@ -22,7 +22,7 @@ def tenants(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for _ in range(size):
             a, b = drawn.randrange(30), drawn.randrange(30)
             rows.append({"prompt": f"How many is {a} and {b}?", "completion": f" {a + b + more}"})
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(folder / f"{name}.jsonl", rows)
     (folder / "notes.txt").write_text("no rows")
     return folder
 
