@@ -1,4 +1,4 @@
-"""The pictures of README and docs as SVG: two diagrams, and three charts of committed results.
+"""The pictures of README and docs as SVG: two diagrams, and four charts of committed results.
 
 ``benchmarks/tables.py`` writes them with the tables. A picture is text, the same bytes each time, on a white card that
 can be read on a light and on a dark page. One colour a method: cores orange, LoRA navy, the base model grey.
@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil, floor, log10
 from xml.sax.saxutils import escape
 
 from frozencore.tune.figures import BLACK, BLUE, GREY, NAVY, ORANGE
 
-__all__ = ["BLUE", "GREY", "NAVY", "ORANGE", "Panel", "Point", "bars", "calibration", "chart", "idea"]
+__all__ = [
+    "BLUE", "GREY", "NAVY", "ORANGE", "Kind", "Panel", "Point", "against_bytes", "bars", "calibration", "chart", "idea",
+]  # fmt: skip
 
 INK, LIGHT, SOFT = BLACK, "#dddddd", "#666666"  # words, a fill, words that explain
 LINE = 26  # of a chart, in pixels
@@ -137,6 +141,76 @@ def bars(labels: Sequence[str], colours: Sequence[str], panels: Sequence[Panel],
             ]
     parts.append(words(16, bottom + 26, note, size=12, colour=SOFT))
     return card(left + len(panels) * (wide + gap), bottom + 40, about, parts)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Points of one kind, each at its bytes with a short name, joined by a line."""
+
+    label: str
+    colour: str
+    places: Sequence[tuple[float, str, Point]]
+
+
+def against_bytes(rows: Sequence[Sequence[tuple[str, Sequence[Kind]]]], about: str, note: Sequence[str]) -> str:
+    """Panels (heading, kinds) in rows: values over bytes, whose axis is logarithmic; kinds keep their colours."""
+    left, wide, tall, gap = 44, 400, 250, 66
+    width = left + len(rows[0]) * (wide + gap)
+    parts: list[str] = []
+    for number, panels in enumerate(rows):
+        for column, (heading, kinds) in enumerate(panels):
+            x0, y0 = left + column * (wide + gap), 44 + number * (tall + 74)
+            parts += [words(x0, y0 - 16, heading, bold=True), *_plane(kinds, x0, y0, wide, tall)]
+    y = 44 + len(rows) * (tall + 74) - 12
+    seen = {kind.label: kind.colour for panels in rows for _, kinds in panels for kind in kinds}
+    for place, (label, colour) in enumerate(seen.items()):
+        x = left + place % 3 * ((width - left) / 3)
+        at = y + 22 * (place // 3)
+        parts += [f'<circle cx="{x + 6:g}" cy="{at:g}" r="5" fill="{colour}"/>', words(x + 18, at + 5, label, size=13)]
+    y += 22 * -(-len(seen) // 3) + 8
+    parts += [words(16, y + 18 * place, text, size=12, colour=SOFT) for place, text in enumerate(note)]
+    return card(width, round(y + 18 * len(note)), about, parts)
+
+
+def _plane(kinds: Sequence[Kind], x0: float, y0: float, wide: float, tall: float) -> Iterable[str]:
+    found = [place for kind in kinds for place in kind.places]
+    least, most = (pick(log10(x) for x, _, _ in found) for pick in (min, max))
+    low, high = min(point.low for _, _, point in found), max(point.high for _, _, point in found)
+    margin = 0.06 * (high - low)
+    low, high = low - margin, high + margin
+
+    def height(value: float) -> float:
+        return round(y0 + tall * (high - value) / (high - low), 1)
+
+    def across(x: float) -> float:
+        return round(x0 + 16 + (wide - 60) * (log10(x) - least) / (most - least), 1)
+
+    yield box(x0, y0, wide, tall, "none", edge=LIGHT)
+    step = next(one for one in (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10) if (high - low) / one <= 6)
+    for tick in range(ceil(low / step), floor(high / step) + 1):
+        yield line(x0, height(tick * step), x0 + wide, height(tick * step), "#eeeeee", width=1)
+        text = f"{tick * step:+g}".replace("-", "−") if tick else "0"
+        yield words(x0 - 6, height(tick * step) + 4, text, at="end", size=11)
+    for power in range(floor(least), ceil(most)):
+        for times in (1, 2, 5):
+            if least <= log10(times * 10**power) <= most:
+                x, text = across(times * 10**power), f"{times * 10**power / 1e6:g} MB"
+                yield words(x, y0 + tall + 18, text, at="middle", size=11, colour=SOFT)
+                yield line(x, y0 + tall, x, y0 + tall + 4, GREY, width=1)
+    taken: list[float] = []
+    for kind in kinds:
+        joined = []
+        for x, name, point in kind.places:
+            at = across(x)
+            while any(abs(at - other) < 9 for other in taken):  # beside the points of the same bytes
+                at += 9
+            taken.append(at)
+            joined.append((at, height(point.value)))
+            yield line(at, height(point.low), at, height(point.high), kind.colour, width=2)
+            yield f'<circle cx="{at:g}" cy="{height(point.value):g}" r="5" fill="{kind.colour}"/>'
+            yield words(at + 7, height(point.value) - 5, name, size=11, colour=SOFT)
+        for one, other in pairwise(joined):
+            yield line(*one, *other, kind.colour, width=1)
 
 
 # --------------------------------------------------------------------------------------------------------- the diagrams

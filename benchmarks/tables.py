@@ -19,6 +19,9 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 import calibration
 import compress_quality
 import figures
@@ -27,7 +30,9 @@ import many_tenants
 import many_training
 import served
 import smollm2
+import starts_quality
 import step
+import tenant_study
 import tenants
 import tenants_quality
 from frozencore.tune.record import read_record
@@ -320,10 +325,10 @@ def at_a_glance(of_endings: Mapping[str, list[Found]], study: tenants_quality.Te
 
 def compressed_loras() -> list[str]:
     """The line on what LoRAs of rank 16 lose as cores of rank 16 on one basis: points of accuracy, by tenant."""
-    arms = compress_quality.found_arms(lines_of(RESULTS / "compress-quality.jsonl"))
-    loras, cores = arms["lora", 16], arms["lora, compressed", 16]
+    arms = tenant_study.arms_of(lines_of(RESULTS / "compress-quality.jsonl"))
+    loras, cores = arms["lora", 16], arms.get(("lora of all, compressed", 16)) or arms["lora, compressed", 16]
     names = [name for name in loras if name in cores]
-    lost = compress_quality.apart(cores, loras, names, "accuracy")
+    lost = tenant_study.less(cores, loras, names, "accuracy")
     return [f"{len(names)} LoRAs of r = 16 compressed to cores of one basis, points", "", "", lost, "", "0"]
 
 
@@ -374,19 +379,7 @@ def pictures(study: tenants_quality.Tenants, in_vllm: Found) -> Iterator[tuple[s
     about = "Differences of cores and LoRAs from a core of rank 16, by trained values; the numbers are in the table."
     note = "HellaSwag; minus a core of rank 16 (30,720 values); three seeds, 95 % intervals."
     yield "values", figures.chart(labels, colours, panels, about, note)
-    arms = [("pooled", 16), ("pooled", 32), ("own", 8), ("own", 32), ("lora", 1), ("lora", 16)]
-    who = {"pooled": "shared basis", "own": "own basis", "lora": "LoRA"}
-    labels = [f"{who[arm]}, r = {rank}" for arm, rank in arms]
-    panels = [
-        figures.Panel(
-            heading, [figures.Point(*study.difference(arm, measure, list(study.tenants))) for arm in arms], digits, True
-        )
-        for heading, measure, digits in (("accuracy, points", "accuracy", 1), ("loss, nats a token", "loss", 3))
-    ]
-    colours = [figures.NAVY if arm == "lora" else figures.ORANGE for arm, _ in arms]
-    about = "Differences of 24 tenants from cores on own bases of rank 16; the numbers are in the table."
-    note = "Minus a core of rank 16 on the tenant's own basis; 24 tenants, three seeds, 95 % intervals."
-    yield "tenants", figures.chart(labels, colours, panels, about, note)
+    yield "tenants", of_gains(study)
     rates = {row["engine"]: row["tokens_per_s"] for row in in_vllm["rows"] if row["tenants"] in (0, 64)}
     slots = {name: 1e9 // one["slot_bytes"] for name, one in in_vllm["adapter"].items()}
     bars = {
@@ -403,6 +396,97 @@ def pictures(study: tenants_quality.Tenants, in_vllm: Found) -> Iterator[tuple[s
     note = "SmolLM2-135M-Instruct in vLLM on two CPU cores, adapters of rank 16, float32."
     labels, colours = zip(*(bars[who] for who in order), strict=True)
     yield "served", figures.bars(labels, colours, panels, about, note)
+
+
+TEAL, BROWN, DARK = "#44AA99", "#B35900", "#222222"
+Member = tuple[str, str, int]
+"""The name of a point, and its arm and rank."""
+Group = tuple[str, str, Sequence[Member]]
+"""A label, its colour and its points."""
+SHARED: Sequence[Group] = [
+    ("LoRA", figures.NAVY, [("r = 1", "lora", 1), ("r = 16", "lora", 16)]),
+    ("own basis", figures.ORANGE, [(f"r = {rank}", "own", rank) for rank in (8, 16, 32)]),
+    ("one FCCA", figures.BLUE, [(f"r = {rank}", "pooled", rank) for rank in (8, 16, 32)]),
+    (
+        "another shared basis, or entries of r = 64", DARK,
+        [("RawGrad", "rawgrad", 16), ("Random", "random", 16), ("LoRA-XS", "lora_xs", 16), ("entries", "entries", 64)],
+    ),
+    ("LoRAs compressed", TEAL, [(f"r = {rank}", "lora of all, compressed", rank) for rank in (16, 32, 64)]),
+]  # fmt: skip
+NEWCOMERS: Sequence[Group] = [
+    ("LoRA", figures.NAVY, [("r = 16", "lora", 16)]),
+    ("own basis", figures.ORANGE, [("r = 16", "own", 16)]),
+    ("one FCCA", figures.BLUE, [("zero", "start zero", 16)]),
+    ("from others", BROWN, [(start, f"start {start}", 16) for start in ("mean", "weighted", "nearest")]),
+    ("a basis learned from 16 cores", TEAL, [(f"r = {rank}", "newcomers, learned", rank) for rank in (16, 32)]),
+]
+
+
+GAINS = (("accuracy, points", "accuracy"), ("nats a token", "loss"))
+
+
+def of_gains(study: tenants_quality.Tenants) -> str:
+    """What adapters gain over the base model against the bytes of a tenant.
+
+    Its bytes are those on disk and, of a shared basis, a 24th of P and Q. Arms of the study of tenants have three
+    seeds; all else is seed 42, on rows that differ in part. An interval is that of the difference from the core on the
+    tenant's own basis.
+    """
+    today = tenant_study.arms_of(line for name in ("compress", "sharing") for line in lines_in(f"{name}-quality"))
+    disk = {arm: next(iter(next(iter(of.values())).values()))["disk_bytes"] for arm, of in study.arms.items()}
+    of_basis = (disk["own", 16] - disk["pooled", 16]) / 16  # P and Q have as many values a rank
+    everyone, newcomers = list(study.tenants), [one for one, about in study.tenants.items() if not about["calibrated"]]
+
+    def size(arm: str, rank: int) -> float:
+        if arm in ("own", "lora"):
+            return disk[arm, rank]
+        if arm == "entries":  # as many values as a core of rank 16, and half as many bytes for where they are
+            return 1.5 * disk["pooled", 16] + of_basis * rank / len(everyone)
+        return disk["pooled", 16] * (rank / 16) ** 2 + of_basis * rank / len(everyone)
+
+    def values(one: tuple[str, int], measure: str, names: Sequence[str]) -> NDArray[np.float64] | None:
+        """(tenants, seeds) of today's lines; None where a tenant has none."""
+        found = today.get(one, {})
+        return np.array([[found[name][measure]] for name in names]) if all(name in found for name in names) else None
+
+    def gain(one: tuple[str, int], measure: str, names: Sequence[str]) -> figures.Point | None:
+        if one in study.arms and names is everyone:
+            base = np.array([[study.base[name][measure]] for name in names])
+            mine, own = (study.values(arm, measure, names) for arm in (one, ("own", 16)))
+            mine, own = (found / tenant_study.MEASURES[measure][0] for found in (mine, own))
+        else:
+            mine, own, base = (values(arm, measure, names) for arm in (one, ("own", 16), ("base", 0)))
+        if mine is None or own is None or base is None:
+            return None
+        times = 100 if measure == "accuracy" else -1
+        apart = tenant_study.with_interval(times * (mine - own), [tenant_study.task_of(name) for name in names])
+        value = times * float((mine - base).mean())
+        return figures.Point(value, *(value + edge - apart[0] for edge in apart[1:]))
+
+    def kinds(groups: Sequence[Group], measure: str, names: Sequence[str]) -> list[figures.Kind]:
+        made = []
+        for label, colour, members in groups:
+            points = [(size(arm, rank), name, gain((arm, rank), measure, names)) for name, arm, rank in members]
+            if here := [(x, name, point) for x, name, point in points if point is not None]:
+                made.append(figures.Kind(label, colour, here))
+        return made
+
+    rows = [
+        [(f"{who}: {what}", kinds(groups, key, names)) for what, key in GAINS]
+        for who, groups, names in (("24 tenants", SHARED, everyone), ("8 newcomers", NEWCOMERS, newcomers))
+    ]
+    about = "Gains of 24 tenants and of 8 newcomers over the base model against bytes; the numbers are in the tables."
+    note = [
+        "Gain over the base model, higher is better; bytes of a tenant on disk, with a 24th of a basis that all share.",
+        "Bars: 95 % intervals of the difference from an own basis of r = 16, which resample data sets and tenants.",
+    ]
+    return figures.against_bytes(rows, about, note)
+
+
+def lines_in(name: str) -> list[Found]:
+    """The lines of a file of results; none where nothing was measured yet."""
+    file = RESULTS / f"{name}.jsonl"
+    return lines_of(file) if file.exists() else []
 
 
 def point_of(values: Sequence[float]) -> figures.Point:
@@ -458,6 +542,7 @@ def pages(study: tenants_quality.Tenants, in_vllm: Found) -> Iterator[tuple[Path
         },
     )
     pressed, compressed = lines_of(RESULTS / "compress-quality.jsonl"), "`benchmarks/results/compress-quality.jsonl`"
+    shared, sharing = lines_in("sharing-quality"), "`benchmarks/results/sharing-quality.jsonl`"
     batches = tenants.batch_table(found_in("tenants"), found_in("tenants-smollm2"))
     yield (
         DOCS / "many-tenants.md",
@@ -465,6 +550,8 @@ def pages(study: tenants_quality.Tenants, in_vllm: Found) -> Iterator[tuple[Path
             "tenants": from_(study.table(), many),
             "tenants-keep": from_(tenants.keep_table(found_in("tenants")), files.format("tenants")),
             "tenants-batch": from_(batches, f"{files.format('tenants')} and {files.format('tenants-smollm2')}"),
+            "bases": from_(tenants_quality.bases_table(shared), sharing),
+            "starts": from_(starts_quality.starts_table(shared), sharing),
             "compress": from_(compress_quality.table_of(pressed), compressed),
             "compress-kept": from_(compress_quality.kept_table(pressed), compressed),
             "many-training": from_(many_training.table_of(found_in("many_training")), files.format("many_training")),

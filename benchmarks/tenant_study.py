@@ -16,7 +16,7 @@ from json import dumps
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,7 +27,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from contestants import ATTENTION
-from frozencore import frozen_core_layers, save_basis
+from frozencore import calibrate, frozen_core_layers, save_basis
+from frozencore.adapter.bases import get_bases
 from frozencore.calibration.batches import Batch
 from frozencore.calibration.collect import collect_moments
 from frozencore.files.fingerprint import fingerprint_model
@@ -54,6 +55,8 @@ from tenant_rows import SEARCHED, TENANTS, Tenant, TenantPlan, make_tenants, man
 SEED, RANK = 42, 16
 ROWS_A_STEP, FEWEST_STEPS, WARMUP = 8, 16, 0.1
 CALIBRATION = 64  # rows of each tenant
+POOLED_RATE, LORA_RATE = 2e-2, 2e-3
+"""The rates at rank 16 that were searched in tenants_quality.py."""
 MOST_RATES = 6
 DRAWS = 10_000  # of the bootstrap
 QUICK_TENANTS = {
@@ -69,6 +72,9 @@ Updates = dict[str, tuple[Tensor, Tensor]]
 """B and A of an update by layer."""
 
 
+Opened = TypeVar("Opened", bound="Study")
+
+
 @dataclass
 class Study:
     """A model, its tenants as text and as tokens, what has been measured, and a folder for what was trained."""
@@ -79,6 +85,10 @@ class Study:
     results: Results
     work: Path
     quick: bool
+
+    @property
+    def rank(self) -> int:
+        return 4 if self.quick else RANK
 
     # --------------------------------------------------------------------------------------------------------- tenants
 
@@ -142,6 +152,16 @@ class Study:
         count = sum(len(row.choice_ids[place]) for row, place in zip(tokens, gold, strict=True))
         return {"loss": nats / count, "accuracy": fmean(one.correct for one in predictions)}
 
+    def add_score(self, model: Any, arm: str, rank: int, tenant: str, rate: float | None = None, **more: Any) -> None:
+        """A final line with the scores of held-out rows."""
+        self.add(arm, rank, tenant, rate, **self.score(model, tenant, "held-out"), **more)
+
+    def base(self) -> None:
+        """The lines of the base model."""
+        for name in self.everyone:
+            if not self.has("base", 0, name):
+                self.add_score(self.model, "base", 0, name)
+
     def searched_rate(self, first: float, measure: Callable[[list[Job]], None], arm: str, rank: int) -> float:
         """The learning rate with the lowest mean loss on validation rows of some tenants, by factors of two.
 
@@ -163,7 +183,7 @@ class Study:
     # ----------------------------------------------------------------------------------------------- adapters and bases
 
     def adapter(self, method: str, rank: int, seed: int = SEED, bases: Mapping[str, Tensor] | None = None) -> PeftModel:
-        return METHODS[method].add(self.model, AdapterOptions(rank, ATTENTION, seed, {}), bases)
+        return METHODS[method].add(self.model, options_of(rank, seed), bases)
 
     def on(self, bases: Mapping[str, Tensor], rank: int) -> PeftModel:
         """The model with a core of zeros on a basis, given as ``<layer>.P`` and ``<layer>.Q``."""
@@ -179,6 +199,24 @@ class Study:
         batches: Iterable[Batch] = make_batches(rows, pad_id=self.encoder.pad_id, batch_size=ROWS_A_STEP)
         layers = {layer: self.model.get_submodule(layer) for layer in names}
         return collect_moments(self.model, list(batches), layers, needs=CAPTURE_NEEDS)
+
+    def basis(self, constructor: str, rank: int, seed: int = SEED) -> dict[str, Tensor]:
+        """A basis for all tenants: of the pooled moments of the calibrated ones, if its constructor reads any."""
+
+        def made() -> dict[str, Tensor]:
+            pooled: dict[str, LayerMoments] = {}
+            if METHODS[constructor].needs(options_of(rank, seed)):
+                for name in self.calibrated:
+                    for layer, found in self.moments(name, seed).items():
+                        pooled[layer] = pooled[layer] + found if layer in pooled else found
+            model = self.adapter(constructor, rank, seed)
+            if pooled:
+                calibrate(model, moments=pooled, progress=False)
+            bases = get_bases(model)
+            unload_adapter(model)
+            return bases
+
+        return self.stored(f"{constructor}-{rank}-{seed}", made)
 
     def stored(self, name: str, made: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """The tensors of a file of the work folder, which is written if it is not there."""
@@ -217,12 +255,33 @@ class Study:
         found = {job: done[f"{job[0]} {job[1]}"] for job in jobs}
         return {job: replace(one, cores=one.cores or zero_cores(model)) for job, one in found.items()}
 
+    def own_lora(self, name: str, rank: int) -> dict[str, Tensor]:
+        """The factors of a tenant's LoRA with a random start of its own, scored as it is trained."""
+
+        def made() -> dict[str, Tensor]:
+            model = self.adapter("lora", rank, self.start_of(name))
+            self.train_alone(model, name, {RANK: LORA_RATE, 1: 1.6e-2}.get(rank, LORA_RATE))
+            self.add_score(model, "lora", rank, name)
+            factors = factors_of(model)
+            unload_adapter(model)
+            return factors
+
+        return self.stored(f"lora-{rank}/{name}", made)
+
+    def start_of(self, name: str) -> int:
+        """The seed of a tenant's LoRA where each has one of its own."""
+        return 1000 + self.everyone.index(name)
+
     def train_alone(self, model: PeftModel, name: str, rate: float, seed: int = SEED) -> Record:
         """Train what the model has to train on the rows of a tenant."""
         rows = self.train_rows[name]
         recipe = replace(self.recipe(rows, rate, seed), overhead_tokens=overhead_tokens_of(self.model))
         report = train(model, rows, recipe, pad_id=self.encoder.pad_id)
         return {"training_bytes": report.state_held_bytes, "steps": report.num_steps, "train_loss": report.final_loss}
+
+
+def options_of(rank: int, seed: int) -> AdapterOptions:
+    return AdapterOptions(rank, ATTENTION, seed, {})
 
 
 def zero_cores(model: PeftModel) -> dict[str, Tensor]:
@@ -304,7 +363,6 @@ def with_interval(found: NDArray[np.float64], sources: Sequence[str]) -> tuple[f
 
 MEASURES = {"accuracy": (100.0, 1), "loss": (1.0, 3)}
 """The factor and the digits with which a table shows a measure."""
-Arms = Mapping[tuple[str, int], Mapping[str, Record]]
 Groups = Mapping[str, Sequence[tuple[str, str, int]]]
 """Arms (label, arm, rank) that are compared with the first of their group, on the tenants that all of them have."""
 
@@ -361,14 +419,12 @@ def groups_table(lines: Iterable[Record], groups: Groups, more: str, cell: Calla
     return table(["each tenant has", "n", more, "accuracy, %", "minus first", "loss", "minus first"], rows)
 
 
-def open_study(kind: type[Study], doc: str | None, name: str, **more: Any) -> Any:
+def open_study(kind: type[Opened], doc: str | None, name: str) -> Opened:
     """A study as the command line asks for it: the model, its tenants, the lines that are there."""
     parser = parser_of(doc, name, "jsonl")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--data-root", type=Path)
     parser.add_argument("--work", type=Path, help="Folder for trained adapters and bases; with --quick beside --out.")
-    for option, about in more.items():
-        parser.add_argument(f"--{option}", **about)
     options = parser.parse_args()
     if (options.out is None and options.quick) or (options.work is None and not options.quick):
         parser.error("Give --work FOLDER, or with --quick --out FILE, because nothing of it belongs into the results.")
@@ -391,5 +447,4 @@ def open_study(kind: type[Study], doc: str | None, name: str, **more: Any) -> An
     }
     results = Results(out, common, by=("arm", "rank", "seed", "tenant", "learning_rate"), varies=())
     encoder = PromptEncoder(tokenizer, style="plain")
-    study = kind(model, encoder, tenants, results, options.work or out.with_suffix(".work"), options.quick)
-    return study, options
+    return kind(model, encoder, tenants, results, options.work or out.with_suffix(".work"), options.quick)

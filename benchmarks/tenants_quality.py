@@ -1,298 +1,199 @@
-"""Does one shared basis cost quality? 24 tenants on SmolLM2 with cores on their own basis, on a shared one, or LoRAs.
+"""Does one shared basis cost quality, and which basis? 24 tenants with cores on own or shared bases, or with LoRAs.
 
     make smollm2
-    OMP_NUM_THREADS=1 python benchmarks/tenants_quality.py --data-root DIR    # hours; goes on where it was stopped
+    OMP_NUM_THREADS=1 python benchmarks/tenants_quality.py --data-root DIR --work FOLDER   # hours; resumes
     python benchmarks/tenants_quality.py --quick --out FILE     # made-up tenants on the pocket model: does it run?
 
-The tenants are those of tenant_rows.py. Arms: ``own`` is FCCA on each tenant's own rows; ``pooled`` is one FCCA of the
-rows of all calibrated tenants; ``lora`` trains a LoRA for each tenant. All train by one recipe. The learning
-rate of each arm is searched on validation rows of three tenants, by factors of two until the best one has others on
-both sides, at rank 16 (LoRA: at each rank) and seed 42, and holds for all tenants, ranks and seeds.
+    own         FCCA of each tenant's own rows
+    pooled      one FCCA of the rows of the 16 calibrated tenants
+    rawgrad     one basis of the plain gradient's singular directions, of the same rows
+    random      one basis of random directions
+    lora_xs     one basis of the weights' singular directions
+    entries     pooled of rank 64; of each layer's R a tenant trains the 256 entries with the largest |PᵀGQ| of its own
+                calibration rows. A tenant is 256 values and 256 indices (16 bits) a layer
+    lora        a LoRA for each tenant
 
-A line of the results is one tenant in one arm, at one rank and seed: loss in nats per answer token without the end
-token, accuracy, and bytes. Lines that are there are not
-measured again. Prompts are plain, and attention is ``eager``, which on a CPU trains short rows faster.
+The learning rate of each arm is searched on validation rows of three tenants, by factors of two until the best one has
+others on both sides, at rank 16 (LoRA: at each rank) and seed 42, and holds for all tenants, ranks and seeds.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from hashlib import sha256
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from statistics import fmean
-from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from peft import PeftModel
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from contestants import ATTENTION
-from frozencore import calibrate, frozen_core_layers, save_basis, swap_core
-from frozencore.adapter.bases import basis_fingerprint, get_bases
-from frozencore.calibration.batches import Batch
-from frozencore.calibration.collect import collect_moments
-from frozencore.files.fingerprint import fingerprint_model
-from frozencore.maths.capture import CAPTURE_NEEDS
+from frozencore import calibrate, frozen_core_layers, swap_core
+from frozencore.adapter.bases import basis_fingerprint
 from frozencore.maths.moments import LayerMoments
-from frozencore.tune.load import load_model
-from frozencore.tune.many.tenant import Tenant as CoreTenant
-from frozencore.tune.many.tenant import Trained
-from frozencore.tune.many.train import train_many
-from frozencore.tune.methods import METHODS, AdapterOptions
-from frozencore.tune.provenance import provenance
-from frozencore.tune.rows import Example, TokenRow
-from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.rows.token_batches import make_batches
-from frozencore.tune.scoring.choice import predict_choices
 from frozencore.tune.scoring.forward import unload_adapter
-from frozencore.tune.tasks.splits import calibration_rows
-from frozencore.tune.training.recipe import Recipe
-from frozencore.tune.training.train import train
-from frozencore.tune.training.trainer import overhead_tokens_of
-from harness import RESULTS, Record, Results, best_rate, lines_of, parser_of, table
-from tenant_rows import SEARCHED, TENANTS, Tenant, TenantPlan, make_tenants, manifest_of, write_tenants
+from harness import RESULTS, Record, lines_of, table
+from tenant_rows import write_tenants
+from tenant_study import (
+    MEASURES,
+    RANK,
+    SEED,
+    Groups,
+    Job,
+    Study,
+    bytes_of,
+    groups_table,
+    open_study,
+    task_of,
+    with_interval,
+    zero_cores,
+)  # fmt: skip
 
-CORE_ARMS = {"own": "fcca", "pooled": "fcca"}
 LABELS = {"own": "its own basis", "pooled": "one basis of the rows of 16 tenants", "lora": "a LoRA"}
-RATES = {"own": 1e-2, "lora": 4e-3}
+RATES = {
+    "own": 1e-2, "pooled": 1e-2, "rawgrad": 2e-2, "random": 4e-2, "lora_xs": 2e-2, "entries": 4e-2, "lora": 4e-3,
+}  # fmt: skip
 """Where a search begins: this rate, twice it and half of it."""
-RANK, SEEDS = 16, (42, 43, 44)
-ROWS_A_STEP, FEWEST_STEPS, WARMUP = 8, 16, 0.1
-CALIBRATION = 64  # rows of each tenant
-MOST_RATES = 6
-DRAWS = 10_000  # of the bootstrap
+SEEDS = (SEED, 43, 44)
+WIDER = 4
+"""How many times the rank of the basis of entries is that of the others; the values that train are as many."""
+INDEX_BYTES = 2
 
 Arm = tuple[str, int]
 """The name of an arm and its rank."""
-Moments = Mapping[str, LayerMoments]
+FULL: Sequence[tuple[Sequence[Arm], Sequence[int]]] = [
+    ([("own", RANK), ("pooled", RANK), ("lora", 1), ("lora", RANK)], SEEDS),
+    ([(arm, rank) for rank in (8, 32) for arm in ("own", "pooled")], SEEDS),
+    ([("rawgrad", RANK), ("random", RANK), ("entries", WIDER * RANK), ("lora_xs", RANK)], (SEED,)),
+]
+"""Arms and their seeds, what counts most first."""
+QUICK = [([("own", 4), ("pooled", 4), ("random", 4), ("entries", WIDER * 4), ("lora", 1)], (SEED,))]
 
 
-@dataclass(frozen=True)
-class Scale:
-    """The size of the study."""
+class ArmsStudy(Study):
+    """The study of arms; the moments of a seed are held for all arms and ranks."""
 
-    arms: Sequence[Arm]
-    more: Sequence[Arm] = ()
-    seeds: Sequence[int] = SEEDS
-    searched: Sequence[str] = SEARCHED
+    held: tuple[int, dict[str, dict[str, LayerMoments]]] = (0, {})
 
-
-FULL = Scale(
-    arms=[("own", RANK), ("pooled", RANK), ("lora", 1), ("lora", RANK)],
-    more=[(arm, rank) for rank in (8, 32) for arm in CORE_ARMS],
-)
-QUICK = Scale(arms=[*((arm, 4) for arm in CORE_ARMS), ("lora", 1)], seeds=(42,), searched=("sentiment-a",))
-QUICK_TENANTS = {
-    f"{kind}-{letter}": TenantPlan(f"pocket-{kind}", 24, "made up", calibrated=letter == "a")
-    for kind in ("sentiment", "entailment")
-    for letter in "ab"
-}
-
-
-@dataclass
-class Study:
-    """The model, the tenants as text and as tokens, and what has been measured."""
-
-    model: PreTrainedModel
-    encoder: PromptEncoder
-    tenants: Mapping[str, Tenant]
-    results: Results
-    scale: Scale
-    _moments: tuple[int, dict[str, Moments]] | None = None
-    _bases: dict[tuple[str, int, int], dict[str, Tensor]] = field(default_factory=dict)
-
-    @cached_property
-    def train_rows(self) -> dict[str, list[TokenRow]]:
-        return {name: self.tokens(tenant.rows["train"]) for name, tenant in self.tenants.items()}
-
-    @property
-    def calibrated(self) -> list[str]:
-        return [name for name, tenant in self.tenants.items() if tenant.plan.calibrated]
-
-    def tokens(self, examples: Sequence[Example]) -> list[TokenRow]:
-        return self.encoder.training_rows([self.encoder.render(example) for example in examples])
-
-    def recipe(self, name: str, rate: float, seed: int) -> Recipe:
-        """As many epochs as make sixteen steps."""
-        rows = len(self.train_rows[name])
-        epochs = math.ceil(FEWEST_STEPS / math.ceil(rows / ROWS_A_STEP))
-        return Recipe(rate, WARMUP, epochs=epochs, batch_size=ROWS_A_STEP, accumulation=1, seed=seed)
-
-    def calibration_batches(self, name: str, seed: int) -> list[Batch]:
-        """Batches of rows of like length, so that little is padding."""
-        rows = self.tokens(calibration_rows(self.tenants[name].rows["train"], CALIBRATION, seed=seed))
-        rows.sort(key=lambda row: len(row.input_ids))
-        return list(make_batches(rows, pad_id=self.encoder.pad_id, batch_size=ROWS_A_STEP))
-
-    def adapter(self, arm: str, rank: int, seed: int, bases: Mapping[str, Tensor] | None = None) -> PeftModel:
-        options = AdapterOptions(rank, ATTENTION, seed, {})
-        return METHODS[CORE_ARMS.get(arm, arm)].add(self.model, options, bases)
-
-    def moments(self, seed: int) -> dict[str, Moments]:
-        """The moments of each tenant's calibration rows, kept for all arms and ranks of a seed."""
-        if self._moments is None or self._moments[0] != seed:
-            self._moments = None
-            bare = self.adapter("random", 1, 0)
-            names = list(frozen_core_layers(bare, "default"))
-            unload_adapter(bare)
-            layers = {name: self.model.get_submodule(name) for name in names}
-            found = {
-                name: collect_moments(self.model, self.calibration_batches(name, seed), layers, needs=CAPTURE_NEEDS)
-                for name in self.tenants
-            }
-            self._moments = seed, found
-        return self._moments[1]
-
-    def with_basis(self, arm: str, rank: int, seed: int) -> PeftModel:
-        """The model with the shared basis of an arm, which is computed once; of ``own`` one without a basis yet."""
-        if (arm, rank, seed) in self._bases:
-            return self.adapter(arm, rank, seed, self._bases[arm, rank, seed])
-        model = self.adapter(arm, rank, seed)
-        if arm == "pooled":
-            pooled: dict[str, LayerMoments] = {}
-            for name in self.calibrated:
-                for layer, found in self.moments(seed)[name].items():
-                    pooled[layer] = pooled[layer] + found if layer in pooled else found
-            calibrate(model, moments=pooled, progress=False)
-        if arm != "own":
-            self._bases[arm, rank, seed] = get_bases(model)
-        return model
-
-    def score(self, model: Any, name: str, part: str) -> Record:
-        """Loss in nats per token of the right answers, and the share of rows whose right answer is the likeliest."""
-        examples = self.tenants[name].rows[part]
-        predictions = predict_choices(model, self.encoder, examples)
-        tokens = self.encoder.choice_rows([self.encoder.render(example) for example in examples])
-        gold = [example.choices.index(example.completion) for example in examples]
-        nats = -sum(one.logprobs[place] for one, place in zip(predictions, gold, strict=True))
-        count = sum(len(row.choice_ids[place]) for row, place in zip(tokens, gold, strict=True))
-        return {"loss": nats / count, "accuracy": fmean(one.correct for one in predictions)}
+    def moments(self, name: str, seed: int = SEED) -> dict[str, LayerMoments]:
+        if self.held[0] != seed:
+            self.held = seed, {}
+        if name not in self.held[1]:
+            self.held[1][name] = super().moments(name, seed)
+        return self.held[1][name]
 
     def run(self) -> None:
-        """Measure everything that is missing, what counts most first."""
-        for name in self.tenants:
-            if not self.results.has(phase="base", tenant=name):
-                self.results.add(phase="base", tenant=name, **self.score(self.model, name, "held-out"))
-        for arms, searched in ((self.scale.arms, None), (self.scale.more, RANK)):
-            for seed in self.scale.seeds:
+        """Measure everything that is missing."""
+        self.base()
+        for arms, seeds in QUICK if self.quick else FULL:
+            for seed in seeds:
                 for arm, rank in arms:
-                    rate = self.search(arm, searched or rank)
-                    named = {"phase": "final", "arm": arm, "rank": rank, "seed": seed}
-                    self.measure(named, [(tenant, rate) for tenant in self.tenants], "held-out")
+                    searched = rank if self.quick or arm in ("lora", "entries") else RANK
+                    search = partial(self.measure, "search", arm, searched, SEED)
+                    rate = self.searched_rate(RATES[arm], search, arm, searched)
+                    jobs = [(name, rate) for name in self.everyone]
+                    self.measure("final", arm, rank, seed, [j for j in jobs if not self.has(arm, rank, *j, seed=seed)])
 
-    def search(self, arm: str, rank: int) -> float:
-        """The learning rate with the lowest mean loss on validation rows of some tenants."""
-        named = {"phase": "search", "arm": arm, "rank": rank, "seed": SEEDS[0]}
+    def measure(self, phase: str, arm: str, rank: int, seed: int, jobs: Sequence[Job]) -> None:
+        """Train and score tenants at their learning rates."""
+        part = "held-out" if phase == "final" else "validation"
+        for model, (name, rate), about in self.trained(arm, rank, seed, jobs) if jobs else ():
+            more = about if phase == "final" else {}
+            self.add(arm, rank, name, rate, seed=seed, phase=phase, **self.score(model, name, part), **more)
 
-        def loss(tenant: str, rate: float) -> float:
-            return self.results.get(**named, tenant=tenant, learning_rate=rate)["loss"]
-
-        def losses_of(rates: list[float]) -> dict[float, float]:
-            self.measure(named, [(name, rate) for rate in rates for name in self.scale.searched], "validation")
-            return {rate: fmean(loss(name, rate) for name in self.scale.searched) for rate in rates}
-
-        return best_rate(RATES["lora" if arm == "lora" else "own"], losses_of, MOST_RATES)[0]
-
-    def measure(self, named: Record, jobs: Sequence[tuple[str, float]], part: str) -> None:
-        """Train and score those tenants at those learning rates that have no line yet."""
-        missing = [
-            (tenant, rate) for tenant, rate in jobs if not self.results.has(**named, tenant=tenant, learning_rate=rate)
-        ]
-        arm, rank, seed = named["arm"], named["rank"], named["seed"]
-        for tenant, rate, about, found in self.trained(arm, rank, seed, missing, part) if missing else ():
-            more = about if part == "held-out" else {}
-            self.results.add(**named, tenant=tenant, learning_rate=rate, **found, **more)
-
-    def trained(
-        self, arm: str, rank: int, seed: int, jobs: Sequence[tuple[str, float]], part: str
-    ) -> Iterator[tuple[str, float, Record, Record]]:
-        """Each tenant with its learning rate, what its adapter is, and what it scores on a part of its rows."""
+    def trained(self, arm: str, rank: int, seed: int, jobs: Sequence[Job]) -> Iterator[tuple[PeftModel, Job, Record]]:
+        """The model with each tenant's adapter, which is gone at the next, and what the adapter is."""
         if arm == "lora":
             for name, rate in jobs:
-                yield name, rate, *self.lora(name, rate, rank, seed, part)
-            return
-        moments = self.moments(seed)  # before the model has an adapter
-        model = self.with_basis(arm, rank, seed)
-        try:
-            if arm != "own":
-                yield from self.cores(model, jobs, seed, part, shared=True)
-                return
+                model = self.adapter("lora", rank, seed)
+                about = self.train_alone(model, name, rate, seed)
+                yield model, (name, rate), {**about, **bytes_of(model, shared=False)}
+                unload_adapter(model)
+        elif arm == "own":
             for name in dict.fromkeys(name for name, _ in jobs):
-                calibrate(model, moments=moments[name], reset=True, progress=False)
-                yield from self.cores(model, [job for job in jobs if job[0] == name], seed, part, shared=False)
-        finally:
+                moments = self.moments(name, seed)  # before the model has an adapter
+                model = self.adapter("fcca", rank, seed)
+                calibrate(model, moments=moments, progress=False)
+                yield from self.cores(model, [job for job in jobs if job[0] == name], seed, shared=False)
+                unload_adapter(model)
+        else:
+            constructor = "fcca" if arm in ("pooled", "entries") else arm
+            masks = self.masks(rank, seed) if arm == "entries" else {}
+            model = self.on(self.basis(constructor, rank, seed), rank)
+            if arm == "entries":
+                yield from self.entries(model, rank, jobs, seed, masks)
+            else:
+                yield from self.cores(model, jobs, seed, shared=True)
             unload_adapter(model)
 
     def cores(
-        self, model: PeftModel, jobs: Sequence[tuple[str, float]], seed: int, part: str, *, shared: bool
-    ) -> Iterator[tuple[str, float, Record, Record]]:
+        self, model: PeftModel, jobs: Sequence[Job], seed: int, *, shared: bool
+    ) -> Iterator[tuple[PeftModel, Job, Record]]:
         """Tenants that train together on the basis of the model."""
-        together = {
-            f"{name} {rate}": CoreTenant(self.train_rows[name], self.recipe(name, rate, seed)) for name, rate in jobs
-        }
-        done: dict[str, Trained] = {}
-        train_many(model, together, done.update, pad_id=self.encoder.pad_id)
-        basis = basis_fingerprint(model)
-        sizes = bytes_of(model, shared=shared)
-        for name, rate in jobs:
-            trained = done[f"{name} {rate}"]
+        sizes = {**bytes_of(model, shared=shared), "basis": basis_fingerprint(model)}
+        for job, trained in self.train_cores(model, jobs, seed).items():
             swap_core(model, trained.cores)
-            about = {
-                **sizes,
-                "training_bytes": trained.report.state_held_bytes,
-                "steps": trained.report.num_steps,
-                "train_loss": trained.report.final_loss,
-                "basis": basis,
-            }
-            if trained.diverged:
-                about["diverged"] = trained.diverged
-            yield name, rate, about, self.score(model, name, part)
+            report = trained.report
+            about = {"training_bytes": report.state_held_bytes, "steps": report.num_steps}
+            yield model, job, {**sizes, **about, "train_loss": report.final_loss}
 
-    def lora(self, name: str, rate: float, rank: int, seed: int, part: str) -> tuple[Record, Record]:
-        model = self.adapter("lora", rank, seed)
-        try:
-            recipe = replace(self.recipe(name, rate, seed), overhead_tokens=overhead_tokens_of(self.model))
-            report = train(model, self.train_rows[name], recipe, pad_id=self.encoder.pad_id)
-            about = {
-                **bytes_of(model, shared=False),
-                "training_bytes": report.state_held_bytes,
-                "steps": report.num_steps,
-                "train_loss": report.final_loss,
-            }
-            return about, self.score(model, name, part)
-        finally:
-            unload_adapter(model)
+    def masks(self, rank: int, seed: int) -> dict[str, Tensor]:
+        """Which entries of each layer's core a tenant trains, under ``<tenant> <layer>``."""
+
+        def made() -> dict[str, Tensor]:
+            basis, chosen = self.basis("fcca", rank, seed), {}
+            for name in self.everyone:
+                for layer, found in self.moments(name, seed).items():
+                    size = (basis[f"{layer}.P"].mT @ found.G @ basis[f"{layer}.Q"]).abs().flatten()
+                    mask = torch.zeros_like(size, dtype=torch.bool)
+                    mask[size.topk((rank // WIDER) ** 2).indices] = True
+                    chosen[f"{name} {layer}"] = mask.view(rank, rank)
+            return chosen
+
+        return self.stored(f"entries-{rank}-{seed}", made)
+
+    def entries(
+        self, model: PeftModel, rank: int, jobs: Sequence[Job], seed: int, masks: dict[str, Tensor]
+    ) -> Iterator[tuple[PeftModel, Job, Record]]:
+        """Tenants that train some entries of their cores; the others stay zero."""
+        layers, sizes = frozen_core_layers(model, "default"), bytes_of(model, shared=True)
+        values = (rank // WIDER) ** 2 * len(layers)
+        memory = values * (torch.float32.itemsize + INDEX_BYTES)
+        sizes["disk_bytes"] += memory - sizes["memory_bytes"]
+        for name, rate in jobs:
+            swap_core(model, zero_cores(model))
+            hooks = [
+                layer.core("default").register_hook(partial(torch.mul, masks[f"{name} {place}"]))
+                for place, layer in layers.items()
+            ]
+            about = self.train_alone(model, name, rate, seed)
+            for hook in hooks:
+                hook.remove()
+            yield model, (name, rate), {**sizes, **about, "values": values, "memory_bytes": memory}
 
 
-def bytes_of(model: PeftModel, *, shared: bool) -> Record:
-    """Values that train, bytes of a tenant's saved folder, and bytes of its tensors in memory.
+BASES: Groups = {
+    "one basis for 24 tenants": [
+        ("FCCA of the rows of 16 of them, r = 16", "pooled", 16),
+        ("RawGrad of these rows, r = 16", "rawgrad", 16),
+        ("LoRA-XS, r = 16", "lora_xs", 16),
+        ("Random, r = 16", "random", 16),
+        ("FCCA, r = 64, of which each trains 256 entries a layer", "entries", 64),
+    ],
+}
 
-    On a shared basis P and Q are not the tenant's.
-    """
-    layers = frozen_core_layers(model, "default")
-    cores = [layer.factors("default") for layer in layers.values()]
-    values = [R for _, _, R in cores] or [p for p in model.parameters() if p.requires_grad]
-    held = values if shared or not cores else [tensor for factors in cores for tensor in factors]
-    with TemporaryDirectory() as folder:
-        if shared:
-            save_basis(model, Path(folder) / "basis")
-        place = Path(folder) / "tenant"
-        model.save_pretrained(str(place))
-        disk = sum(file.stat().st_size for file in place.iterdir() if file.suffix in (".safetensors", ".json"))
-    return {
-        "values": sum(value.numel() for value in values),
-        "disk_bytes": disk,
-        "memory_bytes": sum(tensor.nbytes for tensor in held),
-    }
+
+def bases_table(lines: Sequence[Record]) -> str:
+    """Shared bases side by side."""
+
+    def size(of: Sequence[Record]) -> str:
+        some = next(line for line in of if "values" in line)
+        return f"{some['values']:,}: {some['memory_bytes']:,}"
+
+    return groups_table(lines, BASES, "values: bytes", size)
 
 
 class Tenants:
@@ -312,39 +213,23 @@ class Tenants:
 
     def values(self, arm: tuple[str, int], measure: str, names: Iterable[str]) -> NDArray[np.float64]:
         """(tenants, seeds); accuracies in per cent."""
-        times = 100.0 if measure == "accuracy" else 1.0
-        return times * np.array([[of[name][measure] for of in self.arms[arm].values()] for name in names])
+        return MEASURES[measure][0] * np.array(
+            [[of[name][measure] for of in self.arms[arm].values()] for name in names]
+        )
 
     def difference(
         self, arm: Arm, measure: str, names: Sequence[str], other: Arm = ("own", RANK)
     ) -> tuple[float, float, float]:
-        """The mean difference from another arm, and its interval.
-
-        Tenants of one data set are alike, so each draw takes data sets with replacement, then as many tenants of each
-        as it has, and seeds for all of them.
-        """
+        """The mean difference from another arm, and its interval."""
         found = self.values(arm, measure, names) - self.values(other, measure, names)
-        draw, num_seeds = np.random.default_rng(0), found.shape[1]
-        task_of = [self.tenants[name]["task"] for name in names]
-        members = [[i for i, task in enumerate(task_of) if task == source] for source in dict.fromkeys(task_of)]
-        seeds = draw.integers(num_seeds, size=(DRAWS, num_seeds))
-        by_tenant = found[:, seeds].mean(axis=2).T  # (draws, tenants)
-        sums, counts = np.zeros(DRAWS), np.zeros(DRAWS)
-        for sources in draw.integers(len(members), size=(len(members), DRAWS)):
-            for source, own in enumerate(members):
-                taken = np.flatnonzero(sources == source)
-                tenants = np.array(own)[draw.integers(len(own), size=(len(taken), len(own)))]
-                sums[taken] += by_tenant[taken[:, None], tenants].sum(axis=1)
-                counts[taken] += len(own)
-        low, high = np.quantile(sums / counts, [0.025, 0.975])
-        return float(found.mean()), float(low), float(high)
+        return with_interval(found, [task_of(name) for name in names])
 
     def apart(self, arm: Arm, measure: str, names: Sequence[str]) -> str:
         """The difference from own bases of rank 16, for a table."""
         if arm == ("own", RANK):
             return ""
         middle, low, high = self.difference(arm, measure, names)
-        digits = 1 if measure == "accuracy" else 3
+        digits = MEASURES[measure][1]
         return f"{middle:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})"
 
     def table(self) -> str:
@@ -363,37 +248,7 @@ class Tenants:
         return table([*heads, "bytes on disk"], rows)
 
 
-def main() -> None:
-    parser = parser_of(__doc__, "tenants-quality", "jsonl")
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--data-root", type=Path)
-    options = parser.parse_args()
-    if options.quick and options.out is None:
-        parser.error("--quick needs --out FILE, because nothing of it belongs into the results.")
-    options.out = options.out or RESULTS / f"{options.name}.jsonl"
-    torch.set_num_threads(1)
-    name, dtype = ("pocket", "float32") if options.quick else (options.model, "bfloat16")
-    model, tokenizer = load_model(name, dtype=dtype, device="cpu")
-    model.set_attn_implementation("eager")  # on a CPU faster for short rows
-    if options.quick:
-        scale, tenants = QUICK, make_tenants(QUICK_TENANTS, None, validation=8, held_out=8)
-    else:
-        scale, tenants = FULL, make_tenants(TENANTS, options.data_root)
-    where = provenance()
-    common = {
-        "model": fingerprint_model(model),
-        "dtype": dtype,
-        "commit": where["commit"],
-        "steps_version": where["steps_version"],
-        "versions": {package: where["versions"][package] for package in ("torch", "transformers", "peft")},
-        "rows": sha256(json.dumps(manifest_of(tenants)).encode()).hexdigest(),
-        "recipe": {"rows_a_step": ROWS_A_STEP, "fewest_steps": FEWEST_STEPS, "warmup": WARMUP},
-        "calibration": CALIBRATION,
-    }
-    results = Results(options.out, common, by=("arm", "rank", "seed", "tenant"))
-    write_tenants(tenants, options.out.with_suffix(""))
-    Study(model, PromptEncoder(tokenizer, style="plain"), tenants, results, scale).run()
-
-
 if __name__ == "__main__":
-    main()
+    study = open_study(ArmsStudy, __doc__, "tenants-quality")
+    write_tenants(study.tenants, study.results.file.with_suffix(""))
+    study.run()

@@ -16,7 +16,7 @@ QUICK = ["--quick"]
 TINY = ["--tiny", "--smollm2", str(pocket_model_path())]
 WORDS = {
     "step": QUICK, "calibration": QUICK, "smollm2": QUICK, "tenants": QUICK, "many_training": QUICK,
-    "many_tenants": QUICK, "tenants_quality": QUICK, "compress_quality": QUICK, "sharing_quality": QUICK, "gpu": TINY,
+    "many_tenants": QUICK, "tenants_quality": QUICK, "compress_quality": QUICK, "starts_quality": QUICK, "gpu": TINY,
 }  # fmt: skip
 
 
