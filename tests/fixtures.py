@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from frozencore.tune.rows.prompts import PromptEncoder
-    from tiny import Example
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.pop("COLUMNS", None)  # of the terminal that the tests were started in
@@ -77,26 +76,11 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture
-def examples() -> list[Example]:
-    """Seven examples of 4 to 9 tokens."""
-    from tiny import draw_examples
-
-    return draw_examples(num_examples=7, seed=3)
-
-
-@pytest.fixture
 def qwen2() -> nn.Module:
     """Two layers, width 32, four heads over two key/value heads, float32."""
     from tiny import tiny_qwen2
 
     return tiny_qwen2()
-
-
-@pytest.fixture
-def llama() -> nn.Module:
-    from tiny import tiny_llama
-
-    return tiny_llama()
 
 
 @pytest.fixture

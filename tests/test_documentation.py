@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import importlib
 import io
 import json
@@ -15,6 +16,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from pkgutil import iter_modules
 from random import Random
 from textwrap import dedent
 from types import SimpleNamespace
@@ -315,3 +317,21 @@ def test_the_citation_names_the_package_its_version_and_its_licence() -> None:
     assert [citation[name] for name in ("title", "version", "license")] == [
         project["name"], project["version"], project["license"],
     ]  # fmt: skip
+
+
+ROOMS_WITH_EXAMPLES = ("frozencore.maths", "frozencore.constructors", "frozencore.calibration")
+MODULES = [
+    name
+    for room in ROOMS_WITH_EXAMPLES
+    for name in (room, *(f"{room}.{module.name}" for module in iter_modules(importlib.import_module(room).__path__)))
+]
+
+
+def test_there_are_examples() -> None:
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    assert sum(len(test.examples) > 0 for name in MODULES for test in finder.find(importlib.import_module(name))) > 25
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_the_examples_of_a_module_show_what_they_say(module: str) -> None:
+    assert doctest.testmod(importlib.import_module(module), extraglobs={"torch": torch}).failed == 0

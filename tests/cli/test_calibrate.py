@@ -17,7 +17,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from frozencore import CoreBank
-from frozencore.adapter.bases import AngleReport, BasisReport, CaptureReport, LayerReport
+from frozencore.adapter.bases import BasisReport, LayerReport
 from frozencore.cli import app as cli
 from frozencore.cli.inspect import inspection_table
 from frozencore.text import natural_sort_key
@@ -164,26 +164,12 @@ def test_a_folder_is_said_to_hold_what_the_commands_wrote(
 
 
 BASIS = BasisReport((8, 6), 2, 4, 112, 3e-8, 1.25, 2.5, 0.75)
-CAPTURE = CaptureReport(3.0, 0.4, 5.0, 0.9, (2.0, 1.5), 2, 7.0, 9.0)
-ANGLES = AngleReport(0.875, 0.625)
 
 
 def shown(renderable: object) -> str:
     console = Console(width=220, file=io.StringIO())
     console.print(renderable)
     return console.file.getvalue()  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("capture", [None, CAPTURE])
-@pytest.mark.parametrize("angles", [None, ANGLES])
-def test_an_inspection_has_columns_for_what_was_given_and_for_nothing_else(
-    capture: CaptureReport | None, angles: AngleReport | None
-) -> None:
-    report = LayerReport(BASIS, capture, angles)
-    text = shown(inspection_table({"layer.0": report, "layer.1": report}))
-    assert "2 layers; 8 trained values (32 bytes), bases 224 bytes; largest |PᵀP - I| 3.0e-08" in text
-    assert ("‖PᵀGQ‖" in text, "40%" in text) == (capture is not None,) * 2
-    assert ("cos P" in text, "0.875" in text) == (angles is not None,) * 2
 
 
 def test_an_inspection_is_a_line_a_quantity_unless_every_layer_is_asked_for() -> None:

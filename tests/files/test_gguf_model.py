@@ -12,7 +12,6 @@ import torch
 from frozencore.errors import ModelError
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.tune.load import load_config, load_model, load_tokenizer
-from places import SHARED
 
 pytest.importorskip("gguf")
 from input_files import pocket_tokenizer, tiny_model, write_gguf
@@ -98,14 +97,3 @@ def test_a_run_on_a_gguf_file_is_quiet_scored_again_and_exported(kind: str, comm
     status, out, err = command("export", adapter, "--to", "lora", "--out", tmp_path / "lora")
     assert status == 0, err
     assert "Taken by: vLLM, SGLang, llama.cpp" in out
-
-
-@pytest.mark.slow
-def test_smollm2_is_read_as_it_is_documented(tmp_path: Path) -> None:
-    folder = SHARED / "models" / "smollm2"
-    if not folder.is_dir():
-        pytest.skip("no ../shared beside this checkout")
-    model, tokenizer = load_model(str(folder), device="cpu")
-    assert sum(parameter.numel() for parameter in model.parameters()) == 134_515_008
-    ids = tokenizer("The capital of France is", return_tensors="pt")["input_ids"]
-    assert tokenizer.decode(model(ids).logits[0, -1].argmax()) == " Paris"

@@ -1,4 +1,4 @@
-"""The recipe against a training loop written out, and what resuming, diverging and interrupting leave behind."""
+"""The recipe against a training loop written out, what diverging leaves behind, and what reporters receive."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from torch import nn
 from adapted import adapted
 from frozencore.errors import ConfigError, DataError, TrainingError
 from frozencore.tune.rows.token_batches import PaddingCollator
-from frozencore.tune.training.recipe import Recipe, epochs_for
+from frozencore.tune.training import recipe as recipes
+from frozencore.tune.training.callbacks import Selection
+from frozencore.tune.training.recipe import Recipe, epochs_for, require_reporters
 from frozencore.tune.training.train import train
 from tiny import draw_rows, tiny_gpt2, tiny_qwen2
 
@@ -191,3 +193,29 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
 def test_few_rows_of_ones_own_are_seen_several_times(rows: int, epochs: int) -> None:
     """32 steps of 8 rows, in 8 epochs at most."""
     assert epochs_for(rows, 8) == epochs
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "trackio", "wandb"])
+def test_a_package_that_is_not_installed_is_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipes, "get_available_reporting_integrations", lambda: ["mlflow"])
+    with pytest.raises(ConfigError, match=f"pip install {name}, or leave it out of --report-to"):
+        require_reporters((name,))
+
+
+def test_tensorboard_has_every_steps_loss_and_rate_and_every_score_in_the_folder_of_the_run(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    scores = iter([3.0, 2.0, 2.5])
+    chosen = Selection("epoch", lambda _: (next(scores), 0.5), identity="some rows")
+    recipe = replace(RECIPE, epochs=3, batch_size=5, accumulation=1)
+    report = train(
+        adapted("random"), ROWS, recipe, pad_id=0, selection=chosen, checkpoint_dir=tmp_path / "checkpoints",
+        report_to=("tensorboard",),
+    )  # fmt: skip
+    found = EventAccumulator(str(tmp_path / "logs")).Reload()
+    written = {tag: {event.step: event.value for event in found.Scalars(tag)} for tag in found.Tags()["scalars"]}
+    assert list(written["train/loss"].values()) == pytest.approx(report.losses)
+    assert written["train/learning_rate"].keys() == set(range(1, 13))
+    assert written["eval/loss"] == {4: 3.0, 8: 2.0, 12: 2.5}
+    assert written["eval/accuracy"] == {4: 0.5, 8: 0.5, 12: 0.5}
