@@ -184,9 +184,11 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
     train(tiny_qwen2(), ROWS, RECIPE, pad_id=0, checkpoint_dir=tmp_path)
     with pytest.raises(TrainingError, match="folder without checkpoints"):
         train(tiny_qwen2(), ROWS, RECIPE, pad_id=0, checkpoint_dir=tmp_path)
-    for wrong in ({"learning_rate": 0.0}, {"warmup": 1.5}, {"epochs": 0}, {"accumulation": 0}, {"max_grad_norm": 0.0}):
-        with pytest.raises(ConfigError, match="In a recipe"):
-            replace(RECIPE, **wrong)
+    least = {"learning_rate": 0.0, "epochs": 0, "accumulation": 0, "max_grad_norm": 0.0, "overhead_tokens": -1}
+    for name, value in {**least, "warmup": 1.5}.items():
+        with pytest.raises(ConfigError, match=f"In a recipe .*{name}"):
+            replace(RECIPE, **{name: value})
+    assert "overhead_tokens" not in RECIPE.content()  # records without groups of rows stay as they were
 
 
 @pytest.mark.parametrize(("rows", "epochs"), [(3, 8), (32, 8), (60, 4), (128, 2), (256, 1), (10_000, 1)])
