@@ -50,7 +50,7 @@ NAMES = {
 }  # fmt: skip
 DEFAULTS = {
     "whiten": "both", "damping": 1e-3, "coordinates": "fisher", "rank": 16, "alpha": "auto", "targets": None,
-    "fisher": "diagonal", "shrinkage": 0.0, "calibration_task": None, "calibration_size": 128, "dtype": "auto",
+    "fisher": "diagonal", "shrinkage": 0.0, "calibration_task": None, "calibration_size": 128, "dtype": "bfloat16",
 }  # fmt: skip
 """What the ablations change, in the order of their lines, and FCCA's defaults."""
 

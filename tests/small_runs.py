@@ -53,6 +53,15 @@ def difference(cores: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> f
     return (distance / sum(float(R.norm() ** 2) for R in expected.values())) ** 0.5
 
 
+RESOURCES = {"magnitude_parameters": 0, "saved_bytes_without_bases": 147_456, "step_s": 0.1, "peaks": None}
+RECIPE = {"learning_rate": 1e-2, "warmup": 0.1, "epochs": 1, "batch_size": 8, "accumulation": 1}
+RESOLVED = {
+    "targets": "all-linear", "recipe": RECIPE, "max_length": 512, "prompt_style": "chat", "dtype": "bfloat16",
+}  # fmt: skip
+PROVENANCE = {
+    "commit": "c3" * 20, "versions": {"torch": "2.13.0"}, "python": "3.11.7", "steps_version": 2, "device": "a CPU",
+    "platform": "Linux", "num_threads": 1,
+}  # fmt: skip
 TRAINED = {"lora": 7_372_800, "dora": 7_538_688, "pissa": 7_372_800}
 
 
@@ -63,7 +72,7 @@ def record_content(axes: Mapping[str, Any], **values: Any) -> dict[str, Any]:
     accuracy, trained = 0.6 + 0.3 * draw.random(), TRAINED.get(method, 36_864)
     content = {
         "format": 1,
-        "config": {"model": "somewhere/model", "task": axes["task"], "method": method, "rank": 16, "core": {}},
+        "config": {"model": "somewhere/model", "dtype": "bfloat16", "task": axes["task"], "method": method, "rank": 16},
         "task": axes["task"],
         "method": method,
         "seed": axes.get("seed", 42),
@@ -81,15 +90,18 @@ def record_content(axes: Mapping[str, Any], **values: Any) -> dict[str, Any]:
         "total_s": 40.0,
         "peak_memory_bytes": 700_000_000,
         "training": {"num_steps": 262, "final_loss": 1.1},
+        "rows": {"trained": 2096, "scored": 500, "scored_on": "evaluation", "validation_from": ""},
+        "resources": RESOURCES,
+        "resolved": RESOLVED,
         "hashes": {"model": "a1" * 32, "basis": "b2" * 32},
-        "provenance": {"commit": "c3" * 20, "versions": {"torch": "2.13.0"}, "device": "a CPU", "platform": "Linux"},
+        "provenance": PROVENANCE,
         **values,
     }
     return {key: value for key, value in content.items() if value is not ...}
 
 
-def criterion_content(share: float) -> dict[str, Any]:
-    """The JSON of a record's criterion, of one layer, whose bases capture this share of the gradient."""
+def alignment_content(share: float) -> dict[str, Any]:
+    """The JSON of a record's alignment, of one layer, whose bases capture this share of the gradient."""
     layers = {
         "name": ["a"], "J": [share], "energy": [1.0], "gradient": [share], "gradient_total": [1.0],
         "leading": [[share]], "last": [share / 2], "effective_rank": [4], "participation": [2.0],
@@ -100,6 +112,12 @@ def criterion_content(share: float) -> dict[str, Any]:
         "leading": [share], "last": share / 2, "effective_rank": 4.0, "participation": 2.0, "input_spread": 3.0,
         "error_spread": None, "layers": layers,
     }  # fmt: skip
+
+
+def stability_content(axes: Mapping[str, Any], cosine: float) -> dict[str, Any]:
+    """The JSON of a record that compares bases; ``cosine`` is that of P."""
+    content = record_content(axes)
+    return {key: content[key] for key in ("format", "config", "provenance")} | {"cosine_P": cosine, "cosine_Q": 1.0}
 
 
 def made_up_record(axes: Mapping[str, Any], **values: Any) -> Any:

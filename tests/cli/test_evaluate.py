@@ -22,7 +22,7 @@ from frozencore.tune.rows import TextRow
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.scoring.exact_match import stream_greedily
 from input_files import write_rows
-from small_runs import made_up_record
+from small_runs import RESOLVED, made_up_record
 
 Command = Callable[..., tuple[int, str, str]]
 POCKET = ["--model", str(pocket_model_path())]
@@ -209,8 +209,7 @@ def test_chat_takes_style_and_system_text_of_the_run_and_says_that_an_answer_is_
         lambda model, row, encoder, *, max_new_tokens, tell: seen.append(row.context),
     )
     for own in ({"prompt_style": "chat", "system": "Be brief."}, {"prompt_style": "plain"}):
-        resolved = {"targets": "all-linear", "max_length": 512, "recipe": {}, "dtype": "float32", **own}
-        record = made_up_record({"task": "svamp"}, resolved=resolved)
+        record = made_up_record({"task": "svamp"}, resolved={**RESOLVED, **own})
         (run / "result.json").write_text(json.dumps(record.content()))
         monkeypatch.setattr("sys.stdin", io.StringIO("one\n"))
         status, out, err = command("chat", run, "--model", model, "--device", "cpu")

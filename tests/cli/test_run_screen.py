@@ -19,7 +19,7 @@ from frozencore.cli.run_screen import run_summary, sample_lines, size_lines
 from frozencore.files.adapter_folder import WEIGHTS_FILE
 from frozencore.files.atomic_write import read_lines, write_lines
 from frozencore.text import wilson
-from small_runs import made_up_record
+from small_runs import RECIPE, RESOLVED, made_up_record
 from tiny import tiny_qwen2
 
 
@@ -44,7 +44,8 @@ def test_the_interval_of_an_accuracy_is_that_of_scipy(right: int, num_rows: int)
 
 
 OWN_ROWS = {
-    "config": {"model": "somewhere/model", "data": "rows.jsonl"}, "accuracy": ..., "accuracy_before": ..., "score": ...,
+    "config": {"model": "somewhere/model", "dtype": "auto", "data": "rows.jsonl"},
+    "accuracy": ..., "accuracy_before": ..., "score": ...,
 }  # fmt: skip
 
 
@@ -63,8 +64,8 @@ def used(trained: int, scored: int) -> dict[str, Any]:
 
 
 def resolved(**recipe: float) -> dict[str, Any]:
-    own = {"learning_rate": 1e-2, "warmup": 0.1, "batch_size": 1, "accumulation": 8, "epochs": 3}
-    return {"resolved": {"targets": "all-linear", "max_length": 512, "recipe": own | recipe}}
+    own = {**RECIPE, "batch_size": 1, "accumulation": 8, "epochs": 3}
+    return {"resolved": {**RESOLVED, "recipe": own | recipe}}
 
 
 def trained(losses: list[float], **values: Any) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from frozencore.tune.tasks import Task, answers
 from frozencore.tune.tasks.splits import evaluation_rows
 from input_files import FEATURES, write_hub_folder
 from places import SHARED
-from small_runs import made_up_record, silent
+from small_runs import RESOLVED, made_up_record, silent
 
 PREFIX = "frozencore_"
 _MODULE = "frozencore_tasks"
@@ -255,8 +255,7 @@ def test_prompts_are_in_the_style_of_the_adapters_run(adapters: dict[str, Path],
     tokenizer.save_pretrained(tmp_path / "model")
     run = tmp_path / "run"
     shutil.copytree(adapters["cores-0"], run / "adapter")
-    resolved = {"targets": "all-linear", "max_length": 512, "recipe": {}, "prompt_style": "plain"}
-    record = made_up_record({"task": "svamp"}, resolved=resolved)
+    record = made_up_record({"task": "svamp"}, resolved={**RESOLVED, "prompt_style": "plain"})
     (run / "result.json").write_text(json.dumps(record.content()))
     assert style_of(run / "adapter") == "plain"
     chat = evaluation(model=str(tmp_path / "model"), tasks=TASKS[1:], adapters=(run / "adapter",), with_base=True)

@@ -130,8 +130,8 @@ def test_the_record_holds_what_is_needed_to_trust_it(whole: tuple[TunedRecord, P
     assert {"model", "train", "calibration", "evaluation", "basis"} == record.hashes.content().keys()
     assert record.training.num_steps == len(record.training.losses) == 3
     assert record.calibration.smallest_effective_rank == 4
-    assert len(record.criterion.layers.J) == record.calibration.num_layers == 16
-    assert 0 < record.criterion.J_share < 1
+    assert len(record.alignment.layers.J) == record.calibration.num_layers == 16
+    assert 0 < record.alignment.J_share < 1
     assert torch.__version__.startswith(record.provenance.versions["torch"].split("+")[0])
     assert record.peak_memory_bytes > 0
     assert record.calibration_s > 0
@@ -303,7 +303,7 @@ def test_a_run_that_is_killed_again_and_again_never_reads_a_part_of_another(
             with pytest.raises(error):
                 execute(config, out, silent, resume=out.exists())
     record = execute(config_of(core={"damping": 0.001}), out, silent, resume=True)
-    assert record.criterion == whole[0].criterion
+    assert record.alignment == whole[0].alignment
     assert record.hashes == whole[0].hashes
     assert record.training == whole[0].training
 

@@ -67,8 +67,6 @@ def test_without_the_option_the_last_step_is_kept_and_nothing_is_said(
 ) -> None:
     record = execute(config_of(select_checkpoint="none"), tmp_path / "run", silent)
     assert not record.has("selection")
-    assert record.hashes is not None
-    assert whole[0].hashes is not None
     assert record.hashes.validation is None
     assert whole[0].hashes.validation is not None
     assert record.training.losses == whole[0].training.losses
@@ -93,7 +91,6 @@ def test_final_runs_that_train_on_all_rows_keep_their_last_step_and_say_why(tmp_
     final = execute(config_of(**options, learning_rate=None), tmp_path / "final", silent)
     found = chosen(final)
     assert (found.rows, found.by, found.scores, found.kept_step) == (0, None, (), final.training.num_steps)
-    assert final.rows is not None
     assert (final.rows.trained, final.rows.validation_from) == (20, "none")
 
 

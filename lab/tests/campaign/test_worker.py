@@ -135,16 +135,16 @@ def test_a_run_that_reads_no_data_is_measured_on_the_moments_that_others_share(s
     for name, layer in layers.items():
         A, D = damped(moments[name].a, 1e-3), damped(moments[name].d, 1e-3)
         J[name] = captured_correlation(moments[name].G, A, D, known_basis(*layer.factors("default")[:2]))
-    criterion = record_of(store, free).criterion
-    assert dict(zip(criterion.layers.name, criterion.layers.J, strict=True)) == pytest.approx(J, rel=1e-4)
-    assert pytest.approx(sum(J.values()), rel=1e-4) == criterion.J
-    assert record_of(store, reader).criterion.gradient > criterion.gradient
+    alignment = record_of(store, free).alignment
+    assert dict(zip(alignment.layers.name, alignment.layers.J, strict=True)) == pytest.approx(J, rel=1e-4)
+    assert pytest.approx(sum(J.values()), rel=1e-4) == alignment.J
+    assert record_of(store, reader).alignment.gradient > alignment.gradient
 
 
 def test_a_run_that_nobody_shares_moments_with_collects_none_for_a_remark(store: Store) -> None:
     job = job_of("lora_xs")
     assert Worker(store, Place()).run(job, needs_of([job]), silent)
-    assert record_of(store, job).criterion is None
+    assert record_of(store, job).alignment is None
     assert not (store.shared / "moments").exists()
 
 

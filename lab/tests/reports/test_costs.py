@@ -8,7 +8,7 @@ import pytest
 
 from frozencore_lab.reports.costs import Phases, memory_sheet, state_sheet, study_costs, time_sheet
 from frozencore_lab.reports.report import study_section
-from small_runs import criterion_content
+from small_runs import RESOURCES, alignment_content
 
 PAPER = {  # initialisation s, step s, peak GB, trained values
     "fcca": (35, 0.81, 6.92, 36_864),
@@ -29,16 +29,9 @@ PROFILE = """
 def paper(study, make_record):
     def record(axes):
         initialisation, step, peak, trained = PAPER[axes["method"]]
-        resources = {
-            "saved_bytes_without_bases": 4 * 36_864,
-            "calibration_s": initialisation,
-            "step_s": step,
-            "num_steps": 262,
-            "peak_memory_bytes": round(peak * 1e9),
-        }
-        if axes["method"] == "dora":
-            resources["magnitude_parameters"] = 165_888
-        whole = {name: resources[name] for name in ("calibration_s", "peak_memory_bytes")}
+        magnitudes = 165_888 if axes["method"] == "dora" else 0
+        resources = {**RESOURCES, "step_s": step, "magnitude_parameters": magnitudes}
+        whole = {"calibration_s": initialisation, "peak_memory_bytes": round(peak * 1e9)}
         saved = 4 * 7_372_800 + 4 * 36_864
         return make_record(axes, values_at_once=trained, saved_bytes=saved, resources=resources, **whole)
 
@@ -98,15 +91,10 @@ def test_a_comparison_pools_its_tasks_and_a_profile_keeps_them_apart(study, make
 
 
 def test_what_was_not_measured_is_not_available_and_never_nought(study, make_record):
-    resources = {
-        "saved_bytes_without_bases": 32, "calibration_s": 0.05, "step_s": None, "num_steps": 1,
-        "peak_memory_bytes": 1_500,
-    }  # fmt: skip
-
     def record(axes):
-        step = {"step_s": 2.0 if axes["method"] == "fcca" else None}
+        resources = {**RESOURCES, "step_s": 2.0 if axes["method"] == "fcca" else None}
         one = {"calibration_s": 0.05, "peak_memory_bytes": 1_500, "training": {"num_steps": 1}}
-        return make_record(axes, resources={**resources, **step}, **one)
+        return make_record(axes, resources=resources, **one)
 
     (costs,) = study_costs(study(PROFILE, record))
     rows = {line[0].text: line[1:] for line in time_sheet(costs, "t", alone=False).rows}
@@ -123,7 +111,7 @@ def with_peaks(make_record, axes, **changed):
         "training_bytes": 530_000_000, "scoring_bytes": 499_000_000, **changed,
     }  # fmt: skip
     largest = max(peaks["calibration_bytes"], peaks["training_bytes"])
-    return make_record(axes, resources={"peaks": peaks}, peak_memory_bytes=largest)
+    return make_record(axes, resources={**RESOURCES, "peaks": peaks}, peak_memory_bytes=largest)
 
 
 TWO_SEEDS = PROFILE.replace("[fcca, lora, dora, pissa]", "[fcca, lora]").replace("seed: [42]", "seed: [42, 43]")
@@ -165,8 +153,8 @@ def test_the_norm_of_the_cores_gradient_is_a_column_where_runs_have_measured_it(
     norms = {42: 2.0, 43: 3.0}
 
     def record(axes):
-        measured = {**criterion_content(0.5), "gradient": norms[axes["seed"]]}
-        return make_record(axes, criterion=measured if axes["method"] == "fcca" else None)
+        measured = {**alignment_content(0.5), "gradient": norms[axes["seed"]]}
+        return make_record(axes, alignment=measured if axes["method"] == "fcca" else None)
 
     (costs,) = study_costs(study(yaml, record))
     sheet = state_sheet(costs, "s")

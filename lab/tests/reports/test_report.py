@@ -19,6 +19,7 @@ from frozencore_lab.campaign.results import CampaignResults, StudyResults
 from frozencore_lab.campaign.spec import read_campaign
 from frozencore_lab.reports.report import campaign_document, setup_section, study_section, write_document
 from frozencore_lab.reports.sheet import latex
+from small_runs import stability_content
 
 STUDIES = """
   budget:
@@ -58,7 +59,7 @@ def sample(results, make_record):
         if axes.get("method") == "rawgrad" and axes["model"] == "large":
             return {"reason": "diverged", "message": "the loss is <nan>"} if axes["seed"] == 42 else None
         if "method" not in axes and "whiten" not in axes:
-            return {"config": {}, "cosine_P": axes["calibration_size"] / 128, "cosine_Q": 1.0, "reference_size": 128}
+            return stability_content(axes, axes["calibration_size"] / 128)
         return make_record(axes)
 
     return results(STUDIES, record)

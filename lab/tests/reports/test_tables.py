@@ -25,6 +25,7 @@ from frozencore_lab.reports.sheet import (
 )
 from frozencore_lab.reports.tables import counted_values, pivot_sheet
 from places import PAPER_TABLES
+from small_runs import stability_content
 
 BUDGET = """
   budget:
@@ -196,7 +197,7 @@ def test_a_stability_study_shows_its_cosines_and_marks_none_as_best(study):
     axes: {model: [small], task: [svamp], calibration_size: [128, 512], seed: [42, 43]}
     report: {rows: [task], columns: [calibration_size]}
 """
-    results = study(yaml, lambda axes: {"config": {}, "cosine_P": axes["calibration_size"] / 512, "cosine_Q": 1.0})
+    results = study(yaml, lambda axes: stability_content(axes, axes["calibration_size"] / 512))
     assert measures_of(results) == COSINES
     sheet = sheet_of(results, COSINES[0])
     assert texts(sheet.rows[0]) == ["SVAMP", "0.250±0.000", "1.000±0.000"]

@@ -154,7 +154,7 @@ def _of_record(text: str) -> Iterator[str]:
         yield "how near two bases are"
         return
     scored = ""
-    if record.accuracy is not None and record.rows is not None:
+    if record.accuracy is not None:
         scored = f", accuracy {accuracy_in_words(record.accuracy, record.rows.scored)}"
     yield f"the record of {record.method} on {record.task or record.config.sources}{scored}"
 

@@ -164,7 +164,7 @@ def run_summary(record: TunedRecord) -> Group:
     table.add_column("before", justify="right")
     table.add_column("after", justify="right")
     before, after, score, rows = record.accuracy_before, record.accuracy, record.score, record.rows
-    if before is not None and after is not None and score is not None and rows is not None:
+    if before is not None and after is not None and score is not None:
         low, high = map(percent, wilson(after, rows.scored))
         label = f"accuracy, % of {num_of(rows.scored, 'row')} (95 % interval)"
         table.add_row(label, percent(before), f"{percent(after)} ({low} to {high})")
@@ -195,8 +195,6 @@ def _of_matches(record: TunedRecord) -> Iterator[str]:
 def _of_rows(record: TunedRecord) -> Iterator[str]:
     """Say which rows were read, cut and left out, and warn of few."""
     found = record.rows
-    if found is None:
-        return
     if found.read is not None or found.left_out:
         yield found.in_words
     if found.trained < FEWEST_STEPS:
@@ -235,8 +233,6 @@ def recipe_in_words(num_steps: int, recipe: Mapping[str, Any], num_epochs: int |
 
 def _of_training(record: TunedRecord) -> Iterator[str]:
     """Say the recipe; if the training loss was still falling at the end, warn and say what to try."""
-    if record.resolved is None:
-        return
     yield recipe_in_words(record.training.num_steps, record.resolved.recipe)
     losses = [loss for loss in record.training.losses if loss is not None]
     quarter = len(losses) // 4
@@ -278,7 +274,7 @@ def places_in_words(targets: Sequence[str] | str | None) -> str:
 
 
 def _cost(record: TunedRecord) -> Iterator[str]:
-    places = places_in_words(record.resolved.targets if record.resolved else None)
+    places = places_in_words(record.resolved.targets)
     yield (
         f"{num_of(record.values_at_once, 'trained value')}{places}; "
         f"{bytes_in_words(record.state_held_bytes)} of state held while training; "

@@ -173,7 +173,7 @@ def _summary(records: Mapping[str, TunedRecord], failures: Mapping[str, Failure]
     for heading in ("tenant", "rows", "steps", "held-out loss before", "after", "share, s"):
         table.add_column(heading, justify="left" if heading == "tenant" else "right", overflow="fold")
     for name, record in records.items():
-        rows, steps = record.rows.trained if record.rows else 0, str(record.training.num_steps)
+        rows, steps = record.rows.trained, str(record.training.num_steps)
         if record.selection is not None and record.selection.kept_step != record.training.num_steps:
             steps = f"{record.selection.kept_step} of {steps}"
         losses = (record.held_out_loss_before, record.held_out_loss)

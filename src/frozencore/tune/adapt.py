@@ -46,7 +46,6 @@ from frozencore.tune.rows.token_batches import make_batches
 
 CALIBRATION_BATCH = 8
 MOST_NAMED = 100  # adapters in the mean that training starts from
-OLD_DEFAULT = {"q_proj", "k_proj", "v_proj", "o_proj", "out_proj"}  # of bases that were saved before names were found
 CALIBRATION_TYPE = TypeAdapter(Calibration | None)
 
 
@@ -111,8 +110,8 @@ def on_named_basis(config: RunConfig) -> RunConfig:
         return config
     options, method = read_header(config.method.basis)["options"], config.method
     targets = options.get("target_modules")
-    if (isinstance(targets, str) and targets != "all-linear") or set(targets or ()) == OLD_DEFAULT:
-        targets = None  # a regular expression, or the default in Python: names that this model may not have
+    if isinstance(targets, str) and targets != "all-linear":
+        targets = None  # a regular expression: it may name other layers of this model
     decided = {"name": options["constructor"], "rank": options["r"], "targets": without_lists(targets)}
     core = {name: without_lists(options.get(name, option.default)) for name, option in core_options().items()}
     given = {name: getattr(method, name) for name in method.model_fields_set & decided.keys()} | method.core

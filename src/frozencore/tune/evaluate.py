@@ -371,4 +371,4 @@ def settings_of(adapter: Path | None) -> Resolved | None:
 def style_of(adapter: Path | None) -> PromptStyle:
     """The prompt style of an adapter's run; ``auto`` without a record."""
     settings = settings_of(adapter)
-    return (settings and settings.prompt_style) or "auto"
+    return "auto" if settings is None else settings.prompt_style

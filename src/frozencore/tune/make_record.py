@@ -23,11 +23,11 @@ from frozencore.tune.read_rows import RunRows
 from frozencore.tune.record import (
     RECORD_FORMAT,
     AccuracyDetails,
+    Alignment,
     CalibrationSummary,
     CompanySize,
-    Criterion,
     Hashes,
-    LayerCriteria,
+    LayerAlignment,
     OtherTask,
     Provenance,
     RecordedConfig,
@@ -122,7 +122,7 @@ def make_record(
             **_known({"system": rows.system, "started_from": dict(adapted.started_from) or None}),
         ),
         calibration=_calibration_summary(adapted.calibration),
-        criterion=criterion_of(adapted.captures),
+        alignment=alignment_of(adapted.captures),
         hashes=Hashes(**hashes),
         warnings=adapted.warnings,
         provenance=Provenance.here(next(model.parameters()).device),
@@ -167,8 +167,8 @@ def calibrated_on(
     return f"{len(rows.calibration)} rows of {source}, {num_tokens:,} tokens"
 
 
-def criterion_of(captures: Mapping[str, Capture]) -> Criterion | None:
-    """Make the criterion from each layer's capture; None without layers."""
+def alignment_of(captures: Mapping[str, Capture]) -> Alignment | None:
+    """Make the alignment from each layer's capture; None without layers."""
     if not captures:
         return None
     layers = list(captures.values())
@@ -181,7 +181,7 @@ def criterion_of(captures: Mapping[str, Capture]) -> Criterion | None:
         name: finite_or_none(median(by_layer[name]))
         for name in ("last", "effective_rank", "participation", "input_spread", "error_spread")
     }
-    return Criterion(
+    return Alignment(
         damping=METRIC.damping_by_side[0],
         J=J,
         J_share=J / energy if energy else 0.0,
@@ -189,7 +189,7 @@ def criterion_of(captures: Mapping[str, Capture]) -> Criterion | None:
         gradient_share=gradient / total if total else 0.0,
         leading=tuple(median(values) for values in zip(*leading, strict=False)),
         **medians,
-        layers=LayerCriteria(
+        layers=LayerAlignment(
             name=tuple(captures),
             leading=tuple(map(_rounded, leading)),
             **{name: _rounded(values) for name, values in by_layer.items()},

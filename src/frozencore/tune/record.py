@@ -33,15 +33,11 @@ class RecordPart(BaseModel):
 
 
 class RecordedConfig(RecordPart):
-    """The options of a run, as the version that wrote them names them; those that this version reads have types."""
+    """The options of a run by name; those that a reader of records uses have types."""
 
-    model: str = ""
-    rank: Count | None = None
-    targets: tuple[str, ...] | str | None = None
+    model: str
+    dtype: str
     data: tuple[str, ...] | str | None = None
-    dtype: str | None = None
-    loss: str = "sft"
-    core: dict[str, Any] = {}
 
     @property
     def sources(self) -> str:
@@ -60,13 +56,13 @@ class Provenance(RecordPart):
         steps_version: Runs with another number train on rows in another order, or with another schedule.
     """
 
-    versions: dict[str, str] = {}
-    python: str | None = None
-    commit: str | None = None
-    steps_version: Count | None = None
-    platform: str | None = None
-    device: str | None = None
-    num_threads: Count | None = None
+    versions: dict[str, str]
+    python: str
+    commit: str | None
+    steps_version: Count
+    platform: str
+    device: str
+    num_threads: Count
 
     @classmethod
     def here(cls, device: object) -> Self:
@@ -261,14 +257,14 @@ class Resources(RecordPart):
     Attributes:
         magnitude_parameters: The number of trained values that are DoRA's magnitudes.
         saved_bytes_without_bases: The bytes to save if bases can be computed again.
-        step_s: Median; None for a single step.
-        peaks: Known on GPUs alone; older records have those of a process too.
+        step_s: Median; None for a single step, and if a resumed run had no step left.
+        peaks: None on a CPU, except in some records of campaigns.
     """
 
-    magnitude_parameters: Count | None = None
-    saved_bytes_without_bases: Count | None = None
-    step_s: float | None = None
-    peaks: PhasePeaks | None = None
+    magnitude_parameters: Count
+    saved_bytes_without_bases: Count
+    step_s: float | None
+    peaks: PhasePeaks | None
 
 
 class Resolved(RecordPart):
@@ -284,8 +280,8 @@ class Resolved(RecordPart):
     targets: tuple[str, ...] | str
     recipe: dict[str, Any]
     max_length: Count
-    prompt_style: Literal["chat", "plain"] | None = None
-    dtype: str | None = None
+    prompt_style: Literal["chat", "plain"]
+    dtype: str
     system: str | None = None
     started_from: dict[str, float] = {}
 
@@ -309,8 +305,7 @@ class RunRecord(RecordPart):
 
     format: Literal[1]
     config: RecordedConfig
-    hashes: Hashes | None = None
-    provenance: Provenance = Provenance()
+    provenance: Provenance
     run_id: str | None = None
 
     def has(self, name: str) -> bool:
@@ -318,8 +313,8 @@ class RunRecord(RecordPart):
         return name in self.model_fields_set
 
 
-class LayerCriteria(RecordPart):
-    """The criterion by layer: each tuple has one entry a layer, in the order of ``name``.
+class LayerAlignment(RecordPart):
+    """The alignment by layer: each tuple has one entry a layer, in the order of ``name``.
 
     Attributes:
         J: Squared whitened gradient inside the span, ``‖(PᵀDP)^-1/2 PᵀGQ (QᵀAQ)^-1/2‖²_F``.
@@ -345,7 +340,7 @@ class LayerCriteria(RecordPart):
     error_spread: tuple[float | None, ...]
 
 
-class Criterion(RecordPart):
+class Alignment(RecordPart):
     """The share of the calibration rows' moments G, a, d that the bases capture before training.
 
     All runs use the same metric, diagonal on both sides with this relative ``damping``, so that runs can be compared.
@@ -368,7 +363,7 @@ class Criterion(RecordPart):
     participation: float
     input_spread: float | None
     error_spread: float | None
-    layers: LayerCriteria
+    layers: LayerAlignment
 
 
 class TunedRecord(RunRecord):
@@ -380,20 +375,21 @@ class TunedRecord(RunRecord):
         selection: Missing if no step was chosen and the last was kept.
         company: Missing if the run trained alone.
         forgetting: The loss on the texts of other tasks, by task; missing if not scored.
-        row_losses: The held-out loss of each scored row, in order, missing in older records.
+        row_losses: The held-out loss of each scored row, in order; missing if the rows have no numbers.
         values_at_once: The number of values that train at the same time.
         state_held_bytes: The peak of the training state (:mod:`frozencore.tune.training.callbacks`) in one process; for
             runs that train together, the run's share.
         saved_bytes: Size of the adapter's tensor files.
         model_bytes: Size of the base model's loaded weights.
         processes: The number of processes; missing if one.
-        criterion: None for methods without bases, and if G, a and d were not available.
+        alignment: None for methods without bases, and if G, a and d were not available.
     """
 
     task: str | None
     method: str
     seed: Count
-    rows: UsedRows | None = None
+    hashes: Hashes
+    rows: UsedRows
     held_out_loss_before: float | None
     held_out_loss: float | None
     accuracy_before: float | None = None
@@ -405,26 +401,19 @@ class TunedRecord(RunRecord):
     model_bytes: Count
     calibration_s: float
     training_s: float
-    total_s: float | None = None
+    total_s: float
     peak_memory_bytes: Count
-    resources: Resources | None = None
+    resources: Resources
     training: TrainedSteps
     selection: SelectedCheckpoint | None = None
     company: CompanySize | None = None
     forgetting: dict[str, OtherTask] | None = None
     row_losses: RecordedLosses | None = None
     processes: Count | None = None
-    resolved: Resolved | None = None
+    resolved: Resolved
     calibration: CalibrationSummary | None = None
-    criterion: Criterion | None = None
+    alignment: Alignment | None = None
     warnings: tuple[str, ...] = ()
-
-    @property
-    def step_s(self) -> float | None:
-        """Seconds of a step: the median, or the mean in older records."""
-        if self.resources is not None:
-            return self.resources.step_s
-        return self.training_s / self.training.num_steps if self.training.num_steps else None
 
     @property
     def forgotten(self) -> float | None:

@@ -28,7 +28,7 @@ from frozencore.tune.many.run import TenantOutcome, execute_many
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import Failure, read_record
 from frozencore.tune.run import execute
-from small_runs import SIZES, adapter_in, config_of, cores_in, difference, inputs_of, silent
+from small_runs import SIZES, adapter_in, config_of, cores_in, difference, inputs_of, silent, stability_content
 
 
 def words_of(tenants: Path, out: Path, *more: str) -> list[str]:
@@ -166,7 +166,7 @@ def test_a_killed_run_keeps_its_results_and_trains_the_others_from_their_start(
         record = read_record((tmp_path / "cut" / name / "result.json").read_text())
         assert record == resumed[name]
         assert record.calibration.num_tokens == together[1][name].calibration.num_tokens
-        assert record.criterion == together[1][name].criterion
+        assert record.alignment == together[1][name].alignment
     for name, time_ns in done.items():
         assert (tmp_path / "cut" / name / "result.json").stat().st_mtime_ns == time_ns
     stages: set[str] = set()
@@ -263,7 +263,7 @@ def test_what_somebody_else_put_into_a_tenants_folder_is_refused_by_name_and_sta
         shutil.rmtree(out / "ben" / "adapter")
 
     def compared() -> None:
-        (out / "ben" / "result.json").write_text('{"format": 1, "config": {}, "cosine_P": 1, "cosine_Q": 1}')
+        (out / "ben" / "result.json").write_text(json.dumps(stability_content({"task": None}, 1.0)))
 
     for put, named in (
         (lora, "method lora .now fcca"), (of_anna, "hash of train"), (notes, r"holds 'notes\.txt'"),

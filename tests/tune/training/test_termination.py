@@ -199,7 +199,7 @@ def test_a_run_that_is_interrupted_goes_on_to_the_same_end_from_what_it_has_foun
     finished(tune(whole), tmp_path)
     assert re.search("Score the base model.*Calibrate.*Build the bases", (tmp_path / "out").read_text(), re.DOTALL)
     one, other = (json.loads((folder / "result.json").read_text()) for folder in (whole, cut))
-    parts = ("training", "accuracy", "accuracy_before", "held_out_loss_before", "hashes", "criterion", "warnings")
+    parts = ("training", "accuracy", "accuracy_before", "held_out_loss_before", "hashes", "alignment", "warnings")
     assert {name: one[name] for name in parts} == {name: other[name] for name in parts}
     assert other["calibration"]["median_spread"] == one["calibration"]["median_spread"]
     assert other["selection"] | {"time_s": 0} == one["selection"] | {"time_s": 0}

@@ -18,7 +18,7 @@ from frozencore.constructors import readers
 from frozencore.errors import ConfigError
 from frozencore.files.fingerprint import fingerprint_options
 from frozencore.text import Progress
-from frozencore.tune.config import PLACES, RunConfig, core_options, make_config
+from frozencore.tune.config import PLACES, RunConfig, make_config
 from frozencore.tune.rows.row_sources import STANDARD_INPUT
 from frozencore.tune.task_registry import find_task
 
@@ -174,11 +174,7 @@ NamedKind = Annotated[
 
 ID_DIGITS = 16
 DEFAULTS = {"batch_size": 1, "samples": 0, "exact_match": "no"}
-"""The values of runs that name no others, where those of ``tune`` differ. An id leaves them out, as other defaults."""
-PAPERS_CORES = {"coordinates": "qr", "alpha": None}
-"""The paper's values of core options; our defaults differ. An id leaves these values out, as it leaves out defaults."""
-NAMES_IN_IDS = {("too_long", "cut"): "truncate", ("too_long", "skip"): "skip_long"}
-"""The names under which an id holds some values, so that the ids of finished runs stay."""
+"""The values of runs that name no others, where those of ``tune`` differ."""
 
 
 @dataclass(frozen=True)
@@ -209,24 +205,10 @@ class Job:
 
         A new option of a later version does not change it.
         """
-        given = self.config.content(changed=True)
-        given |= {name: value for name, value in self.config.content().items() if name in DEFAULTS}
-        values = {
-            name: value
-            for name, value in given.items()
-            if name not in (*PLACES, "core") and (name not in DEFAULTS or value != DEFAULTS[name])
-        }
-        default = {name: option.default for name, option in core_options().items()} | PAPERS_CORES
-        core = {
-            name: value
-            for name, value in self.config.content()["core"].items()
-            if value != default[name] and self.config.method.name in readers(name)
-        }
+        values = {name: value for name, value in self.config.content(changed=True).items() if name not in PLACES}
+        method = self.config.method.name
+        core = {name: value for name, value in values.pop("core", {}).items() if method in readers(name)}
         values |= {"core": core} if core else {}
-        for (name, value), in_ids in NAMES_IN_IDS.items():
-            if values.get(name) == value:
-                values |= {in_ids: True}
-                del values[name]
         values["learning_rate"] = self.config.resolved_learning_rate
         values["warmup"] = self.config.resolved_warmup
         if self.config.rows.task is not None:

@@ -50,7 +50,7 @@ def tally(planned: Sequence[Planned], store: Store) -> Tally:
 def mean_time(planned: Sequence[Planned], store: Store) -> str:
     """The mean time of the finished runs, as the end of a sentence; empty if there are none."""
     ended = [store.outcome(run.job.id) for run in planned if run.job]
-    seconds = [end.total_s for end in ended if isinstance(end, TunedRecord) and end.total_s is not None]
+    seconds = [end.total_s for end in ended if isinstance(end, TunedRecord)]
     return f", {time_in_words(mean(seconds))} a run" if seconds else ""
 
 
@@ -119,19 +119,19 @@ def require_comparable(planned: Sequence[Planned], store: Store, *, with_missing
         if run.job is None or isinstance(end, Failure) or (end is None and not with_missing):
             continue
         steps = STEPS_VERSION if end is None else end.provenance.steps_version
-        traits = {("the version of the training's steps", ""): str(steps or 1), **_defaults(run.job, end)}
+        traits = {("the version of the training's steps", ""): str(steps), **_defaults(run.job, end)}
         model, content = run.job.config.model.name, run.job.config.content()
         rows = {option: content[option] for option in _DECIDE_ROWS}
         rows["seed"] = run.job.config.rows.seed if run.job.config.rows.rows_by_seed else None
         rows["validates"] = run.job.config.scoring.select_checkpoint != "none"
-        if end is not None and end.hashes:
+        if isinstance(end, TunedRecord):
             which = fingerprint_options(rows)
             traits |= {
                 (f"the {name} rows", which): made_on
                 for name in ("train", "evaluation", "validation")
                 if (made_on := getattr(end.hashes, name)) is not None
             }
-            traits[f"the weights of {model!r}", str(end.config.dtype)] = end.hashes.model
+            traits[f"the weights of {model!r}", end.config.dtype] = end.hashes.model
         for trait, value in traits.items():
             found.setdefault(trait, {}).setdefault(value, run.job.id)
     for (what, _), runs in found.items():

@@ -31,7 +31,7 @@ from frozencore_lab.campaign.store import Store
 
 _DECIDE_MOMENTS = (
     "model", "dtype", "targets", "layers", "seed", "task", "data", "num_train", "num_evaluation", "paper_steps",
-    "max_length", "prompt_style", "calibration_size", "calibration",
+    "max_length", "too_long", "prompt_style", "calibration_size", "calibration",
 )  # fmt: skip
 """Options that decide the moments, beside what the hash of the calibration rows holds."""
 _DECIDE_WEIGHT_BASES = ("dtype", "method", "rank", "targets", "layers", "core")
@@ -44,7 +44,6 @@ def moments_key(config: RunConfig) -> str:
     """The key of the moments that runs share, from their options; see :func:`moments_file`."""
     content = config.content()
     values = {name: content[name] for name in _DECIDE_MOMENTS}
-    values["truncate"] = content["too_long"] == "cut"  # under the name that the keys of kept moments have
     values["calibration"] = options_of_sums(values["calibration"])
     if config.rows.calibration_task is not None:  # its rows do not depend on the learned task
         values |= {"task": config.rows.calibration_task, "data": None, "num_train": None, "num_evaluation": None}

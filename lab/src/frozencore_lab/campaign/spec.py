@@ -34,7 +34,6 @@ from pydantic import (
     ConfigDict,
     Field,
     GetJsonSchemaHandler,
-    field_validator,
     model_validator,
 )
 from pydantic_core import CoreSchema
@@ -46,7 +45,7 @@ from frozencore.options import Option
 from frozencore.text import unknown_name
 from frozencore.tune.config import PLACES, MethodConfig, SelectionMetric, core_options, run_options
 from frozencore.tune.methods import METHODS
-from frozencore_lab.campaign.job import KINDS, NAMES_IN_IDS, NamedKind
+from frozencore_lab.campaign.job import KINDS, NamedKind
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
 Figure = Literal["ranking", "gains", "lines", "state", "values", "panels", "curves"]
@@ -267,15 +266,6 @@ class Campaign(_Strict):
         method, of_cores = str({"method": DEFAULT_METHOD, **self.base, **own}["method"]), core_options()
         base = {name: value for name, value in self.base.items() if name not in of_cores or method in readers(name)}
         return {**base, **own}
-
-    @field_validator("base", mode="before")
-    @classmethod
-    def _as_recorded(cls, base: Any) -> Any:
-        """Read the names of ``too_long`` in the campaigns that have been run."""
-        for (name, value), recorded in NAMES_IN_IDS.items():
-            if isinstance(base, dict) and base.get(recorded) is True:
-                base = {key: given for key, given in base.items() if key != recorded} | {name: value}
-        return base
 
     @model_validator(mode="after")
     def _names_are_known(self) -> Campaign:

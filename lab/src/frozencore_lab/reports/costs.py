@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from frozencore.tune.methods import METHODS
-from frozencore.tune.record import Resources, TunedRecord
+from frozencore.tune.record import TunedRecord
 from frozencore_lab.campaign.plan import Axes
 from frozencore_lab.campaign.results import FinalRun, StudyResults
 from frozencore_lab.campaign.spec import DEFAULT_METHOD
@@ -69,7 +69,7 @@ class Cost:
     @property
     def memory(self) -> dict[str, int] | None:
         """The largest bytes held before the adapter, then more in each phase; None if a record does not tell them."""
-        peaks = [record.resources.peaks for record in self.records if record.resources and record.resources.peaks]
+        peaks = [record.resources.peaks for record in self.records if record.resources.peaks]
         if len(peaks) < len(self.records):
             return None
         found = {"held": max(one.held_bytes for one in peaks)}
@@ -108,7 +108,7 @@ def study_costs(results: StudyResults) -> list[Costs]:
 
 def _cost(name: str, runs: Sequence[FinalRun]) -> Cost:
     records = [run.record for run in runs if isinstance(run.record, TunedRecord)]
-    first, steps = records[0], [record.step_s for record in records if record.step_s is not None]
+    first, steps = records[0], [s for record in records if (s := record.resources.step_s) is not None]
     method = METHODS.get(first.method)
     initialises = method is None or method.initialises
     phases = Phases(
@@ -121,10 +121,10 @@ def _cost(name: str, runs: Sequence[FinalRun]) -> Cost:
 
 def _kinds(record: TunedRecord, kinds: Sequence[str]) -> dict[str, int | None]:
     """Values that train at once by kind, if the method has one kind, or magnitudes beside factors."""
-    trained, magnitudes = record.values_at_once, (record.resources or Resources()).magnitude_parameters
+    trained, magnitudes = record.values_at_once, record.resources.magnitude_parameters
     if len(kinds) == 1:
         return {kinds[0]: trained}
-    if set(kinds) == {"factors", "magnitudes"} and magnitudes is not None:
+    if set(kinds) == {"factors", "magnitudes"}:
         return {"factors": trained - magnitudes, "magnitudes": magnitudes}
     return dict.fromkeys(kinds)
 
@@ -133,10 +133,10 @@ def state_sheet(costs: Costs, name: str) -> Sheet:
     """A sheet of values at once, in all and by kind, the training state, saved bytes, and the model's size."""
     kinds = dict.fromkeys(("core", "factors", "magnitudes", *(kind for cost in costs.costs for kind in cost.kinds)))
     unknown, lines = "the record does not tell them apart", []
-    measured = any(record.criterion is not None for cost in costs.costs for record in cost.records)
+    measured = any(record.alignment is not None for cost in costs.costs for record in cost.records)
     for cost in costs.costs:
         first = cost.records[0]
-        norms = [record.criterion.gradient for record in cost.records if record.criterion is not None]
+        norms = [record.alignment.gradient for record in cost.records if record.alignment is not None]
         gradient = missing("no bases, or bases that were made without the gradient G", is_undefined=True)
         if len(norms) == len(cost.records):
             gradient = SheetCell(f"{fmean(norms):.3g}", value=fmean(norms))
@@ -146,7 +146,7 @@ def state_sheet(costs: Costs, name: str) -> Sheet:
             **{kind: number(cost.kinds.get(kind, 0), 0, reason=unknown) for kind in kinds},
             "state held": bytes_cell(cost.largest("state_held_bytes")),
             "saved": bytes_cell(cost.largest("saved_bytes")),
-            "without bases": bytes_cell((first.resources or Resources()).saved_bytes_without_bases),
+            "without bases": bytes_cell(first.resources.saved_bytes_without_bases),
             "base model": bytes_cell(first.model_bytes),
             **({"‖PᵀGQ‖": gradient} if measured else {}),
         })  # fmt: skip

@@ -119,7 +119,7 @@ def scored(record: RunRecord, key: str, *, scale: float = 1.0) -> Scored | None:
     value = getattr(record, key, None)
     if value is None:
         return None
-    if isinstance(record, TunedRecord) and record.hashes is not None:
+    if isinstance(record, TunedRecord):
         losses, answers = record.row_losses, record.score.correct if record.score else None
         numbers = losses.numbers if losses else [(record.hashes.evaluation, i) for i in range(len(answers or ""))]
         if key == "held_out_loss" and losses is not None:

@@ -117,5 +117,5 @@ def _options(config: RecordedConfig) -> dict[str, Any]:
     return options
 
 
-def _hashes(hashes: Hashes | None, names: Iterable[str]) -> dict[str, Any]:
-    return {f"hash of {name}": getattr(hashes, name, None) for name in names}
+def _hashes(hashes: Hashes, names: Iterable[str]) -> dict[str, Any]:
+    return {f"hash of {name}": getattr(hashes, name) for name in names}
