@@ -20,6 +20,7 @@ jaxtyping.install_import_hook(SHAPE_CHECKED, "beartype.beartype")  # must come b
 # torch, transformers and what needs them are imported in the fixtures: pytest-xdist's controller reads this file too,
 # runs no test, and would need nine seconds for them.
 import gc  # noqa: E402
+import io  # noqa: E402
 import os  # noqa: E402
 import signal  # noqa: E402
 import sys  # noqa: E402
@@ -29,6 +30,7 @@ from typing import TYPE_CHECKING, Any  # noqa: E402
 
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
+from rich.console import Console  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import nn
@@ -63,6 +65,13 @@ def few(values: Iterable[Any], *fast: Any) -> list[Any]:
 def tried(times: float) -> settings:
     """So many times as often as a property is tried otherwise: for what is quick and wide, or slow."""
     return settings(max_examples=round(times * settings().max_examples))
+
+
+def shown(renderable: object) -> str:
+    """The text of what rich prints, on a wide screen."""
+    console = Console(width=220, file=io.StringIO())
+    console.print(renderable)
+    return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def pytest_collection_finish() -> None:

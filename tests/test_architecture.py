@@ -77,4 +77,4 @@ def test_only_the_module_of_the_fork_server_forks() -> None:
     root = SOURCES[0].parents[1]
     files = [file for folder in ("src", "lab", "tests", "benchmarks") for file in (root / folder).rglob("*.py")]
     forking = {file.name for file in files for way in ways if way in file.read_text(encoding="utf-8")}
-    assert forking <= {"forked.py", "test_architecture.py", "test_distributed.py"}  # ranks of a process of the server
+    assert forking <= {"forked.py", "test_architecture.py"}

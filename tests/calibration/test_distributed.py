@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import time
 from datetime import timedelta
 from functools import partial
@@ -22,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fixtures import few
-from forked import as_ranks, ended
+from forked import FORK, as_ranks, ended
 from frozencore import FrozenCoreConfig, calibrate, distributed
 from frozencore.calibration.hooks import CalibrationPass
 from frozencore.errors import CalibrationError, RankError
@@ -157,23 +156,17 @@ def be_rank(rank: int, size: int, out: Path, stage: str, signal_number: int, tim
         "bases as before": all(bool((value == before[name]).all()) for name, value in bases(model).items()),
     }
     (out / f"rank{rank}.json").write_text(json.dumps(report))
+    os._exit(0)  # the group cannot be left in order
 
 
-def lose_a_rank(size: int, out: Path, stage: str, signal_number: int, timeout_s: int) -> None:
-    """Fork the ranks and wait for all but the last."""
-    ranks = []
-    for rank in range(size):
-        child = os.fork()
-        if child == 0:
-            try:
-                be_rank(rank, size, out, stage, signal_number, timeout_s)
-            finally:
-                os._exit(0)  # the group cannot be left in order
-        ranks.append(child)
-    for child in ranks[:-1]:
-        os.waitpid(child, 0)
-    os.kill(ranks[-1], signal.SIGKILL)
-    os.waitpid(ranks[-1], 0)
+def lose_a_rank(size: int, *words: Any) -> None:
+    """Start the ranks and wait for all but the last."""
+    ranks = [FORK.Process(target=be_rank, args=(rank, size, *words)) for rank in range(size)]
+    for process in ranks:
+        process.start()
+    for process in ranks[:-1]:
+        process.join()
+    ranks[-1].kill()
 
 
 TIMEOUT_S = 10  # of the process group, where a rank is lost

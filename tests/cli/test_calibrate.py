@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from transformers import AutoModelForCausalLM
 
+from fixtures import shown
 from frozencore import CoreBank
 from frozencore.adapter.bases import BasisReport, LayerReport
 from frozencore.cli import app as cli
@@ -164,12 +164,6 @@ def test_a_folder_is_said_to_hold_what_the_commands_wrote(
 
 
 BASIS = BasisReport((8, 6), 2, 4, 112, 3e-8, 1.25, 2.5, 0.75)
-
-
-def shown(renderable: object) -> str:
-    console = Console(width=220, file=io.StringIO())
-    console.print(renderable)
-    return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_an_inspection_is_a_line_a_quantity_unless_every_layer_is_asked_for() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from pathlib import Path
@@ -10,10 +9,10 @@ from typing import Any
 
 import pytest
 from peft import LoraConfig, get_peft_model
-from rich.console import Console
 from scipy.stats import binomtest
 
 from adapted import adapted
+from fixtures import shown
 from frozencore import export_lora, pack_adapter
 from frozencore.cli.run_screen import run_summary, sample_lines, size_lines
 from frozencore.files.adapter_folder import WEIGHTS_FILE
@@ -21,12 +20,6 @@ from frozencore.files.atomic_write import read_lines, write_lines
 from frozencore.text import wilson
 from small_runs import RECIPE, RESOLVED, made_up_record
 from tiny import tiny_qwen2
-
-
-def shown(renderable: object) -> str:
-    console = Console(width=220, file=io.StringIO())
-    console.print(renderable)
-    return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_samples_with_characters_at_which_python_splits_lines_are_read_back(tmp_path: Path) -> None:

@@ -199,15 +199,19 @@ SIGNALS = {
 }  # fmt: skip
 
 
-def sheets(name):
-    campaign = read_campaign(CAMPAIGNS / f"{name}.yaml")
-    results = CampaignResults(campaign, tuple(StudyResults(*item, (), ()) for item in campaign.studies.items()))
+def setup_of(results):
+    """The sheets of the set-up by name."""
     return {table.sheet.name: table.sheet for table in setup_section(results).tables}
+
+
+def sheets(file):
+    campaign = read_campaign(file)
+    return setup_of(CampaignResults(campaign, tuple(StudyResults(*one, (), ()) for one in campaign.studies.items())))
 
 
 @pytest.fixture(scope="module")
 def paper():
-    return sheets("paper-3b")
+    return sheets(CAMPAIGNS / "paper-3b.yaml")
 
 
 def column(sheet, heading):
@@ -254,7 +258,7 @@ def test_what_constructors_look_at_is_what_the_paper_says(paper):
 
 
 def test_what_a_study_varies_fixes_and_does_not_do_is_told_apart():
-    found = sheets("paper-3b-ablations")["hyper-parameters"]
+    found = sheets(CAMPAIGNS / "paper-3b-ablations.yaml")["hyper-parameters"]
     own = {line[0].text: dict(zip(found.headings, (cell.text for cell in line), strict=True)) for line in found.rows}
     assert own["rank-modules"]["modules"] == "q/v · q/k/v/o"
     assert own["rank"]["rank"] == "8 · 16 · 32 · 64"
@@ -269,8 +273,7 @@ def test_a_variant_has_a_line_of_its_own_options_and_values(results, make_record
         "  a:\n    title: A\n    axes: {model: [small], task: [svamp], method: [fcca, fcca-r4], seed: [42]}\n"
         "    variants: {fcca-r4: {method: fcca, rank: 4, damping: 0.1}}\n"
     )
-    document = campaign_document(results(yaml, make_record))
-    sheet = next(table.sheet for table in document.sections[-1].tables if table.sheet.name == "hyper-parameters")
+    sheet = setup_of(results(yaml, make_record))["hyper-parameters"]
     assert column(sheet, "methods") == ["FCCA", "FCCA r4"]
     assert column(sheet, "rank") == ["16", "4"]
     assert column(sheet, "calibration") == ["128", "128"]
@@ -278,16 +281,14 @@ def test_a_variant_has_a_line_of_its_own_options_and_values(results, make_record
 
 
 def test_generated_rows_and_own_files_have_an_origin_too(tmp_path):
-    assert column(sheets("demo")["data-sets"], "data set") == ["generated"] * 4
+    assert column(sheets(CAMPAIGNS / "demo.yaml")["data-sets"], "data set") == ["generated"] * 4
     (tmp_path / "rows.jsonl").write_text('{"q": "a", "n": "1"}\n')
     task = tmp_path / "own.yaml"
     task.write_text('name: own\nscoring: exact_match\nevaluation: rows.jsonl\nprompt: "{q}"\nanswer: n\n')
     file = tmp_path / "campaign.yaml"
     study = f"  a:\n    title: A\n    axes: {{model: [m], task: [{task}], method: [lora], seed: [42]}}\n"
     file.write_text(f"name: mine\nmodels: {{m: pocket}}\nstudies:\n{study}")
-    campaign = read_campaign(file)
-    results = CampaignResults(campaign, tuple(StudyResults(*item, (), ()) for item in campaign.studies.items()))
-    data, options = (table.sheet for table in setup_section(results).tables)  # and no constructors
+    data, options = sheets(file).values()  # and no constructors
     assert column(data, "data set") == ["own files"]
     assert column(data, "splits: train / validation / evaluation") == ["- / - / rows.jsonl"]
     assert column(options, "calibration") == ["reads none"]
@@ -300,8 +301,7 @@ def test_the_data_sets_have_the_numbers_of_each_study(results, make_record):
         "  b:\n    title: B\n    axes: {model: [small], task: [svamp], method: [lora], epochs: [1, 4], seed: [42]}\n"
         "    fixed: {num_train: 64, num_evaluation: 40, forgetting: [cola]}\n"
     )
-    document = campaign_document(results(yaml, make_record))
-    sheet = next(table.sheet for table in document.sections[-1].tables if table.sheet.name == "data-sets")
+    sheet = setup_of(results(yaml, make_record))["data-sets"]
     assert column(sheet, "task") == ["SVAMP", "GSM8K", "CoLA"]
     assert column(sheet, "train") == ["16 · 64 · 700", "-", "-"]
     assert column(sheet, "evaluation") == ["40", "-", "-"]
