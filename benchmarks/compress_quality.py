@@ -37,6 +37,7 @@ from tenant_study import (
     Groups,
     Study,
     Updates,
+    arms_of,
     factors_of,
     groups_table,
     open_study,
@@ -235,7 +236,7 @@ def table_of(lines: Sequence[Record]) -> str:
         shares = [line["kept"] for line in own if "kept" in line]
         return f"{fmean(shares):.0%} ({min(shares):.0%} to {max(shares):.0%})" if shares else ""
 
-    return groups_table(lines, GROUPS, "share kept", kept)
+    return groups_table(arms_of(lines), GROUPS, "share kept", kept)
 
 
 def kept_table(lines: Sequence[Record]) -> str:

@@ -32,6 +32,7 @@ from tenant_study import (
     Groups,
     Study,
     Updates,
+    arms_of,
     groups_table,
     open_study,
     pairs_of,
@@ -171,7 +172,7 @@ STARTED: Groups = {
 
 
 def starts_table(lines: Sequence[Record]) -> str:
-    return groups_table(lines, STARTED, "learning rate", rate_of)
+    return groups_table(arms_of(lines), STARTED, "learning rate", rate_of)
 
 
 def rate_of(lines: Sequence[Record]) -> str:

@@ -19,9 +19,6 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 import calibration
 import compress_quality
 import figures
@@ -38,9 +35,12 @@ import tenants_quality
 from frozencore.tune.record import read_record
 from frozencore_lab.reports.statistics import Scored, adjusted, paired_difference, scored
 from harness import RESULTS, ROOT, lines_of, table
+from tenant_rows import TENANTS
 
 DOCS, README, LAB_RESULTS = ROOT / "docs", ROOT / "README.md", ROOT / "lab" / "results"
 Found = Mapping[str, Any]
+Arms = Mapping[tuple[str, int], tenant_study.Lines]
+"""The lines of the study of tenants, three seeds of them."""
 TWO_TASKS = {"sst2": "smollm2-seeds", "hellaswag": "smollm2-endings"}
 """The campaign with the most seeds of each task."""
 NAMES = {
@@ -289,18 +289,19 @@ def found_in(name: str) -> Found:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def at_a_glance(of_endings: Mapping[str, list[Found]], study: tenants_quality.Tenants, in_vllm: Found) -> str:
+def at_a_glance(of_endings: Mapping[str, list[Found]], arms: Arms, in_vllm: Found) -> str:
     """Cores beside LoRAs, a fact a line; bold where the interval of the difference from the shared core has no zero.
 
     The first column is the base model. A line of an engine has all engines' adapters or is left out.
     """
-    everyone, shared = list(study.tenants), ("pooled", 16)
-    arms = [("own", 16), shared, ("lora", 1), ("lora", 16)]
-    some = [next(iter(next(iter(study.arms[arm].values())).values())) for arm in arms]
+    shared, everyone = arms["pooled", 16], list(arms["pooled", 16])
+    shown = [arms[arm] for arm in (("own", 16), ("pooled", 16), ("lora", 1), ("lora", 16))]
+    some = [of[everyone[0]][0] for of in shown]
     accuracies = []
-    for arm in arms:
-        _, low, high = study.difference(arm, "accuracy", everyone, shared)
-        accuracies.append(bold(f"{study.values(arm, 'accuracy', everyone).mean():.1f}", low > 0 or high < 0))
+    for of in shown:
+        _, low, high = tenant_study.apart(of, shared, everyone, "accuracy")
+        mean = tenant_study.values_of(of, everyone, "accuracy").mean()
+        accuracies.append(bold(f"{mean:.1f}", low > 0 or high < 0))
     losses = [f"{fmean(map(held_out_loss, of_endings['FCCA'])):.3f}", ""]
     for name in ("LoRA, r = 1", "LoRA, r = 16"):
         apart = paired_difference(
@@ -308,7 +309,7 @@ def at_a_glance(of_endings: Mapping[str, list[Found]], study: tenants_quality.Te
         )
         is_apart = abs(apart.mean) > (apart.half or 0.0)
         losses.append(bold(f"{fmean(map(held_out_loss, of_endings[name])):.3f}", is_apart))
-    accuracy_before = f"{100 * fmean(one['accuracy'] for one in study.base.values()):.1f}"
+    accuracy_before = f"{tenant_study.values_of(arms['base', 0], everyone, 'accuracy').mean():.1f}"
     _, loss_before = before(of_endings["FCCA"])
     return table(
         ["", "base model", "core, own basis, r = 16", "core, shared basis, r = 16", "LoRA, r = 1", "LoRA, r = 16"],
@@ -351,7 +352,7 @@ SHOWN = ("FCCA", "RawGrad", "SignGrad", "EVA", "LoRA-XS", "Random", "LoRA, r = 1
 """The methods of the README's figure, in the order of every legend."""
 
 
-def pictures(study: tenants_quality.Tenants, in_vllm: Found) -> Iterator[tuple[str, str]]:
+def pictures(arms: Arms, in_vllm: Found) -> Iterator[tuple[str, str]]:
     """Every picture of the pages, by the name of its file."""
     yield "idea", figures.idea()
     yield "calibration", figures.calibration()
@@ -379,7 +380,7 @@ def pictures(study: tenants_quality.Tenants, in_vllm: Found) -> Iterator[tuple[s
     about = "Differences of cores and LoRAs from a core of rank 16, by trained values; the numbers are in the table."
     note = "HellaSwag; minus a core of rank 16 (30,720 values); three seeds, 95 % intervals."
     yield "values", figures.chart(labels, colours, panels, about, note)
-    yield "tenants", of_gains(study)
+    yield "tenants", of_gains(arms)
     rates = {row["engine"]: row["tokens_per_s"] for row in in_vllm["rows"] if row["tenants"] in (0, 64)}
     slots = {name: 1e9 // one["slot_bytes"] for name, one in in_vllm["adapter"].items()}
     bars = {
@@ -425,7 +426,7 @@ NEWCOMERS: Sequence[Group] = [
 GAINS = (("accuracy, points", "accuracy"), ("nats a token", "loss"))
 
 
-def of_gains(study: tenants_quality.Tenants) -> str:
+def of_gains(arms: Arms) -> str:
     """What adapters gain over the base model against the bytes of a tenant.
 
     Its bytes are those on disk and, of a shared basis, a 24th of P and Q. Arms of the study of tenants have three
@@ -433,9 +434,10 @@ def of_gains(study: tenants_quality.Tenants) -> str:
     tenant's own basis.
     """
     today = tenant_study.arms_of(line for name in ("compress", "sharing") for line in lines_in(f"{name}-quality"))
-    disk = {arm: next(iter(next(iter(of.values())).values()))["disk_bytes"] for arm, of in study.arms.items()}
+    everyone = list(arms["own", 16])
+    newcomers = [name for name in everyone if not TENANTS[name].calibrated]
+    disk = {arm: of[everyone[0]][0].get("disk_bytes", 0) for arm, of in arms.items()}
     of_basis = (disk["own", 16] - disk["pooled", 16]) / 16  # P and Q have as many values a rank
-    everyone, newcomers = list(study.tenants), [one for one, about in study.tenants.items() if not about["calibrated"]]
 
     def size(arm: str, rank: int) -> float:
         if arm in ("own", "lora"):
@@ -444,24 +446,18 @@ def of_gains(study: tenants_quality.Tenants) -> str:
             return 1.5 * disk["pooled", 16] + of_basis * rank / len(everyone)
         return disk["pooled", 16] * (rank / 16) ** 2 + of_basis * rank / len(everyone)
 
-    def values(one: tuple[str, int], measure: str, names: Sequence[str]) -> NDArray[np.float64] | None:
-        """(tenants, seeds) of today's lines; None where a tenant has none."""
-        found = today.get(one, {})
-        return np.array([[found[name][measure]] for name in names]) if all(name in found for name in names) else None
-
-    def gain(one: tuple[str, int], measure: str, names: Sequence[str]) -> figures.Point | None:
-        if one in study.arms and names is everyone:
-            base = np.array([[study.base[name][measure]] for name in names])
-            mine, own = (study.values(arm, measure, names) for arm in (one, ("own", 16)))
-            mine, own = (found / tenant_study.MEASURES[measure][0] for found in (mine, own))
-        else:
-            mine, own, base = (values(arm, measure, names) for arm in (one, ("own", 16), ("base", 0)))
-        if mine is None or own is None or base is None:
+    def gain(arm: tuple[str, int], measure: str, names: Sequence[str]) -> figures.Point | None:
+        rows = arms if arm in arms and names is everyone else today
+        three = [rows.get(one, {}) for one in (arm, ("own", 16), ("base", 0))]
+        if not all(name in of for of in three for name in names):
             return None
-        times = 100 if measure == "accuracy" else -1
-        apart = tenant_study.with_interval(times * (mine - own), [tenant_study.task_of(name) for name in names])
-        value = times * float((mine - base).mean())
-        return figures.Point(value, *(value + edge - apart[0] for edge in apart[1:]))
+        mine, own, base = three
+        sign = 1 if measure == "accuracy" else -1
+        value = (
+            tenant_study.values_of(mine, names, measure).mean() - tenant_study.values_of(base, names, measure).mean()
+        )
+        middle, low, high = tenant_study.apart(mine, own, names, measure)
+        return figures.Point(sign * value, *sorted(sign * (value + edge - middle) for edge in (low, high)))
 
     def kinds(groups: Sequence[Group], measure: str, names: Sequence[str]) -> list[figures.Kind]:
         made = []
@@ -506,7 +502,7 @@ def from_(block: str, source: str) -> str:
     return f"{block}\nFrom {source}.\n"
 
 
-def pages(study: tenants_quality.Tenants, in_vllm: Found) -> Iterator[tuple[Path, dict[str, str]]]:
+def pages(arms: Arms, in_vllm: Found) -> Iterator[tuple[Path, dict[str, str]]]:
     """Every page with its blocks by name."""
     with_most_seeds = {task: final_runs(campaign)[task] for task, campaign in TWO_TASKS.items()}
     changed, files = "`lab/results/smollm2-ablations`", "`benchmarks/results/{}.json`"
@@ -515,7 +511,7 @@ def pages(study: tenants_quality.Tenants, in_vllm: Found) -> Iterator[tuple[Path
         README,
         {
             "at-a-glance": from_(
-                at_a_glance(with_most_seeds["hellaswag"], study, in_vllm),
+                at_a_glance(with_most_seeds["hellaswag"], arms, in_vllm),
                 f"{many}, `benchmarks/results/compress-quality.jsonl`, `lab/results/{TWO_TASKS['hellaswag']}`",
             ),
         },
@@ -547,7 +543,7 @@ def pages(study: tenants_quality.Tenants, in_vllm: Found) -> Iterator[tuple[Path
     yield (
         DOCS / "many-tenants.md",
         {
-            "tenants": from_(study.table(), many),
+            "tenants": from_(tenants_quality.sharing_table(lines_in("tenants-quality")), many),
             "tenants-keep": from_(tenants.keep_table(found_in("tenants")), files.format("tenants")),
             "tenants-batch": from_(batches, f"{files.format('tenants')} and {files.format('tenants-smollm2')}"),
             "bases": from_(tenants_quality.bases_table(shared), sharing),
@@ -585,9 +581,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="Write nothing; the status is 1 where a page differs.")
     options = parser.parse_args()
-    different, study, in_vllm = [], tenants_quality.Tenants(), found_in("served")
-    found = [(page, rewritten(page.read_text(encoding="utf-8"), blocks)) for page, blocks in pages(study, in_vllm)]
-    found += [(DOCS / "figures" / f"{name}.svg", picture) for name, picture in pictures(study, in_vllm)]
+    different, in_vllm = [], found_in("served")
+    arms = tenant_study.arms_of(lines_in("tenants-quality"))
+    found = [(page, rewritten(page.read_text(encoding="utf-8"), blocks)) for page, blocks in pages(arms, in_vllm)]
+    found += [(DOCS / "figures" / f"{name}.svg", picture) for name, picture in pictures(arms, in_vllm)]
     for page, wanted in found:
         text = page.read_text(encoding="utf-8") if page.exists() else ""
         if wanted != text:

@@ -363,46 +363,67 @@ def with_interval(found: NDArray[np.float64], sources: Sequence[str]) -> tuple[f
 
 MEASURES = {"accuracy": (100.0, 1), "loss": (1.0, 3)}
 """The factor and the digits with which a table shows a measure."""
+Arm = tuple[str, int]
+"""The name of an arm and its rank."""
+Lines = Mapping[str, Sequence[Record]]
+"""An arm's lines by tenant, one for each seed."""
 Groups = Mapping[str, Sequence[tuple[str, str, int]]]
 """Arms (label, arm, rank) that are compared with the first of their group, on the tenants that all of them have."""
 
 
-def arms_of(lines: Iterable[Record]) -> dict[tuple[str, int], dict[str, Record]]:
-    """Final lines by arm, rank and tenant; where rates were compared, those of the best rate on validation rows."""
-    by_rate: dict[tuple[str, int], dict[float | None, dict[str, Record]]] = {}
+def arms_of(lines: Iterable[Record]) -> dict[Arm, Lines]:
+    """Final lines by arm and tenant, one for each seed that has the most tenants; the base model is an arm of rank 0.
+
+    Where rates were compared, the lines are those of the best rate on validation rows, among rates with most lines.
+    """
+    found: dict[Arm, dict[float | None, dict[int, dict[str, Record]]]] = {}
     for line in lines:
-        if line["phase"] == "final":
-            rates = by_rate.setdefault((line["arm"], line["rank"]), {})
-            rates.setdefault(line["learning_rate"], {})[line["tenant"]] = line
+        if line["phase"] in ("base", "final"):
+            rates = found.setdefault((line.get("arm", "base"), line.get("rank", 0)), {})
+            rates.setdefault(line.get("learning_rate"), {}).setdefault(line.get("seed", SEED), {})[line["tenant"]] = (
+                line
+            )
     arms = {}
-    for arm, rates in by_rate.items():
-        most = max(len(of) for of in rates.values())
-        whole = [of for of in rates.values() if len(of) == most]
-        arms[arm] = min(whole, key=lambda of: fmean(line.get("validation_loss", 0.0) for line in of.values()))
+    for arm, rates in found.items():
+        by_rate = []
+        for seeds in rates.values():
+            most = max(map(len, seeds.values()))
+            whole = [of for _, of in sorted(seeds.items()) if len(of) == most]
+            by_rate.append({name: [of[name] for of in whole] for name in TENANTS | QUICK_TENANTS if name in whole[0]})
+        most = max(map(len, by_rate))
+        arms[arm] = min((of for of in by_rate if len(of) == most), key=validated)
     return arms
 
 
-def less(arm: Mapping[str, Record], first: Mapping[str, Record], names: Sequence[str], measure: str) -> str:
-    """The mean difference and its interval, for a table."""
-    times, digits = MEASURES[measure]
-    apart = times * np.array([[arm[name][measure] - first[name][measure]] for name in names])
-    middle, low, high = with_interval(apart, [task_of(name) for name in names])
-    return f"{middle:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})"
+def validated(arm: Lines) -> float:
+    return fmean(line.get("validation_loss", 0.0) for own in arm.values() for line in own)
 
 
-def task_of(tenant: str) -> str:
-    """The data set of a tenant."""
-    return (TENANTS | QUICK_TENANTS)[tenant].task
+def values_of(arm: Lines, names: Sequence[str], measure: str) -> NDArray[np.float64]:
+    """(tenants, seeds), accuracies in per cent."""
+    return MEASURES[measure][0] * np.array([[line[measure] for line in arm[name]] for name in names])
 
 
-def groups_table(lines: Iterable[Record], groups: Groups, more: str, cell: Callable[[list[Record]], str]) -> str:
+def apart(arm: Lines, first: Lines, names: Sequence[str], measure: str) -> tuple[float, float, float]:
+    """The mean difference and its interval."""
+    found = values_of(arm, names, measure) - values_of(first, names, measure)
+    return with_interval(found, [(TENANTS | QUICK_TENANTS)[name].task for name in names])
+
+
+def less(arm: Lines, first: Lines, names: Sequence[str], measure: str) -> str:
+    """The same for a table."""
+    middle, low, high = (f"{x:+.{MEASURES[measure][1]}f}" for x in apart(arm, first, names, measure))
+    return f"{middle} ({low} to {high})"
+
+
+def groups_table(arms: Mapping[Arm, Lines], groups: Groups, more: str, cell: Callable[[list[Record]], str]) -> str:
     """Every group of which at least two arms are there.
 
     Args:
         more: The heading of one more column.
         cell: Its text for an arm's lines.
     """
-    arms, rows = arms_of(lines), []
+    rows = []
     for group, members in groups.items():
         here = [(label, arms[arm, rank]) for label, arm, rank in members if (arm, rank) in arms]
         names = [name for name in here[0][1] if all(name in of for _, of in here)] if here else []
@@ -411,10 +432,10 @@ def groups_table(lines: Iterable[Record], groups: Groups, more: str, cell: Calla
         first = here[0][1]
         for label, of in here:
             cells = []
-            for measure, (times, digits) in MEASURES.items():
-                cells.append(f"{times * fmean(of[name][measure] for name in names):.{digits}f}")
+            for measure, (_, digits) in MEASURES.items():
+                cells.append(f"{values_of(of, names, measure).mean():.{digits}f}")
                 cells.append("" if of is first else less(of, first, names, measure))
-            shown = cell([of[name] for name in names])
+            shown = cell([line for name in names for line in of[name]])
             rows.append([f"{group}: {label}" if of is first else label, str(len(names)), shown, *cells])
     return table(["each tenant has", "n", more, "accuracy, %", "minus first", "loss", "minus first"], rows)
 

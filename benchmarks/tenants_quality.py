@@ -19,15 +19,10 @@ others on both sides, at rank 16 (LoRA: at each rank) and seed 42, and holds for
 
 from __future__ import annotations
 
-import json
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from statistics import fmean
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from peft import PeftModel
 from torch import Tensor
 
@@ -35,24 +30,10 @@ from frozencore import calibrate, frozen_core_layers, swap_core
 from frozencore.adapter.bases import basis_fingerprint
 from frozencore.maths.moments import LayerMoments
 from frozencore.tune.scoring.forward import unload_adapter
-from harness import RESULTS, Record, lines_of, table
-from tenant_rows import write_tenants
-from tenant_study import (
-    MEASURES,
-    RANK,
-    SEED,
-    Groups,
-    Job,
-    Study,
-    bytes_of,
-    groups_table,
-    open_study,
-    task_of,
-    with_interval,
-    zero_cores,
-)  # fmt: skip
+from harness import Record
+from tenant_rows import TENANTS, write_tenants
+from tenant_study import RANK, SEED, Arm, Groups, Job, Study, arms_of, bytes_of, groups_table, open_study, zero_cores
 
-LABELS = {"own": "its own basis", "pooled": "one basis of the rows of 16 tenants", "lora": "a LoRA"}
 RATES = {
     "own": 1e-2, "pooled": 1e-2, "rawgrad": 2e-2, "random": 4e-2, "lora_xs": 2e-2, "entries": 4e-2, "lora": 4e-3,
 }  # fmt: skip
@@ -62,8 +43,6 @@ WIDER = 4
 """How many times the rank of the basis of entries is that of the others; the values that train are as many."""
 INDEX_BYTES = 2
 
-Arm = tuple[str, int]
-"""The name of an arm and its rank."""
 FULL: Sequence[tuple[Sequence[Arm], Sequence[int]]] = [
     ([("own", RANK), ("pooled", RANK), ("lora", 1), ("lora", RANK)], SEEDS),
     ([(arm, rank) for rank in (8, 32) for arm in ("own", "pooled")], SEEDS),
@@ -175,6 +154,13 @@ class ArmsStudy(Study):
             yield model, (name, rate), {**sizes, **about, "values": values, "memory_bytes": memory}
 
 
+LABELS = {"own": "its own basis", "pooled": "one basis of the rows of 16 tenants", "lora": "a LoRA"}
+SHARING: Sequence[tuple[str, str, int]] = [
+    *((f"{LABELS[arm]}, r = {rank}", arm, rank) for arm, rank in (("own", 16), ("own", 8), ("own", 32))),
+    *((f"{LABELS['pooled']}, r = {rank}", "pooled", rank) for rank in (8, 16, 32)),
+    *((f"{LABELS['lora']}, r = {rank}", "lora", rank) for rank in (1, 16)),
+    ("the base model", "base", 0),
+]
 BASES: Groups = {
     "one basis for 24 tenants": [
         ("FCCA of the rows of 16 of them, r = 16", "pooled", 16),
@@ -186,6 +172,21 @@ BASES: Groups = {
 }
 
 
+def sharing_table(lines: Sequence[Record]) -> str:
+    """Own and shared bases and LoRAs for all tenants, then for those that took no part in calibration."""
+    arms = arms_of(lines)
+    new = {arm: {name: own for name, own in of.items() if not TENANTS[name].calibrated} for arm, of in arms.items()}
+
+    def size(of: Sequence[Record]) -> str:
+        return f"{len({line['seed'] for line in of})}: {of[0]['disk_bytes']:,}" if "disk_bytes" in of[0] else ""
+
+    both = [
+        groups_table(some, {who: SHARING}, "seeds: bytes on disk", size)
+        for who, some in (("all", arms), ("newcomers", new))
+    ]
+    return "\n".join(both)
+
+
 def bases_table(lines: Sequence[Record]) -> str:
     """Shared bases side by side."""
 
@@ -193,59 +194,7 @@ def bases_table(lines: Sequence[Record]) -> str:
         some = next(line for line in of if "values" in line)
         return f"{some['values']:,}: {some['memory_bytes']:,}"
 
-    return groups_table(lines, BASES, "values: bytes", size)
-
-
-class Tenants:
-    """The lines of the study of tenants by arm, rank and seed, of seeds that have every tenant."""
-
-    def __init__(self) -> None:
-        place = RESULTS / "tenants-quality"
-        self.tenants = json.loads((place / "manifest.json").read_text(encoding="utf-8"))["tenants"]
-        lines = lines_of(place.with_suffix(".jsonl"))
-        self.base = {line["tenant"]: line for line in lines if line["phase"] == "base"}
-        found: dict[tuple[str, int], dict[int, dict[str, Record]]] = defaultdict(lambda: defaultdict(dict))
-        for line in lines:
-            if line["phase"] == "final":
-                found[line["arm"], line["rank"]][line["seed"]][line["tenant"]] = line
-        order = sorted(found, key=lambda arm: (list(LABELS).index(arm[0]), arm[1]))
-        self.arms = {arm: {s: of for s, of in sorted(found[arm].items()) if len(of) == len(self.base)} for arm in order}
-
-    def values(self, arm: tuple[str, int], measure: str, names: Iterable[str]) -> NDArray[np.float64]:
-        """(tenants, seeds); accuracies in per cent."""
-        return MEASURES[measure][0] * np.array(
-            [[of[name][measure] for of in self.arms[arm].values()] for name in names]
-        )
-
-    def difference(
-        self, arm: Arm, measure: str, names: Sequence[str], other: Arm = ("own", RANK)
-    ) -> tuple[float, float, float]:
-        """The mean difference from another arm, and its interval."""
-        found = self.values(arm, measure, names) - self.values(other, measure, names)
-        return with_interval(found, [task_of(name) for name in names])
-
-    def apart(self, arm: Arm, measure: str, names: Sequence[str]) -> str:
-        """The difference from own bases of rank 16, for a table."""
-        if arm == ("own", RANK):
-            return ""
-        middle, low, high = self.difference(arm, measure, names)
-        digits = MEASURES[measure][1]
-        return f"{middle:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})"
-
-    def table(self) -> str:
-        """Each arm over all tenants, then over those that took no part in calibration."""
-        newcomers = [name for name, about in self.tenants.items() if not about["calibrated"]]
-        before = [fmean(one[measure] for one in self.base.values()) for measure in ("accuracy", "loss")]
-        rows = [["base model", "", f"{100 * before[0]:.1f}", "", f"{before[1]:.3f}", "", ""]]
-        for who, names in (("", list(self.tenants)), (f"{len(newcomers)} newcomers: ", newcomers)):
-            for arm, seeds in self.arms.items():
-                some = next(iter(next(iter(seeds.values())).values()))
-                accuracy, loss = (self.values(arm, measure, names).mean() for measure in ("accuracy", "loss"))
-                cells = [f"{accuracy:.1f}", self.apart(arm, "accuracy", names)]
-                cells += [f"{loss:.3f}", self.apart(arm, "loss", names), f"{some['disk_bytes']:,}"]
-                rows.append([f"{who}{LABELS[arm[0]]}, r = {arm[1]}", str(len(seeds)), *cells])
-        heads = ["each tenant has", "seeds", "accuracy, %", "minus own, r = 16", "loss", "minus own, r = 16"]
-        return table([*heads, "bytes on disk"], rows)
+    return groups_table(arms_of(lines), BASES, "values: bytes", size)
 
 
 if __name__ == "__main__":
