@@ -417,7 +417,7 @@ SHARED: Sequence[Group] = [
 NEWCOMERS: Sequence[Group] = [
     ("LoRA", figures.NAVY, [("r = 16", "lora", 16)]),
     ("own basis", figures.ORANGE, [("r = 16", "own", 16)]),
-    ("one FCCA", figures.BLUE, [("zero", "start zero", 16)]),
+    ("one FCCA", figures.BLUE, [("zero", "newcomers, pooled", 16)]),
     ("from others", BROWN, [(start, f"start {start}", 16) for start in ("mean", "weighted", "nearest")]),
     ("a basis learned from 16 cores", TEAL, [(f"r = {rank}", "newcomers, learned", rank) for rank in (16, 32)]),
 ]
