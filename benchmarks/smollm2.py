@@ -53,7 +53,7 @@ def measure(prepared: Inputs, rounds: int, num_scored: int) -> dict[str, Any]:
     steppers = {who: Stepper(model) for who, model in models.items()}
     batch = batches[len(batches) // 2]  # they are sorted by length
     found = {"step": race({who: partial(one.step, batch) for who, one in steppers.items()}, models, rounds)}
-    examples = prepared.rows.evaluation[:num_scored]
+    examples = prepared.rows.scored.examples[:num_scored]
     scoring = {who: partial(predict_choices, model.eval(), prepared.encoder, examples) for who, model in models.items()}
     found["scoring"] = race(scoring, models, rounds)
     adapted = get_peft_model(base, adapter_config("frozencore"))

@@ -114,7 +114,7 @@ class Study:
         return {name: self.tokens(tenant.rows["train"]) for name, tenant in self.tenants.items()}
 
     def tokens(self, examples: Sequence[Example]) -> list[TokenRow]:
-        return self.encoder.training_rows([self.encoder.render(example) for example in examples])
+        return self.encoder.training_rows(examples)
 
     def recipe(self, rows: Sequence[TokenRow], rate: float, seed: int = SEED) -> Recipe:
         """As many epochs as make sixteen steps."""
@@ -146,7 +146,7 @@ class Study:
         """Loss in nats per token of the right answers, and the share of rows whose right answer is the likeliest."""
         examples = self.tenants[name].rows[part]
         predictions = predict_choices(model, self.encoder, examples)
-        tokens = self.encoder.choice_rows([self.encoder.render(example) for example in examples])
+        tokens = self.encoder.choice_rows(examples)
         gold = [example.choices.index(example.completion) for example in examples]
         nats = -sum(one.logprobs[place] for one, place in zip(predictions, gold, strict=True))
         count = sum(len(row.choice_ids[place]) for row, place in zip(tokens, gold, strict=True))

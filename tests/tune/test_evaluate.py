@@ -36,7 +36,7 @@ from frozencore.tune.pocket import POCKET_TASKS, pocket_model_path
 from frozencore.tune.rows import Example
 from frozencore.tune.rows.prompts import PromptEncoder, context_limit
 from frozencore.tune.scoring.forward import Prediction
-from frozencore.tune.scoring.score import held_out_loss, score_task
+from frozencore.tune.scoring.score import ScoredRows, TaskScore, held_out_loss, score_rows
 from frozencore.tune.task_registry import PAPER_TASKS, find_task
 from frozencore.tune.tasks import Task, answers
 from frozencore.tune.tasks.splits import evaluation_rows
@@ -168,6 +168,12 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / name / "adapter" for name in configs}
 
 
+def score_of(model: nn.Module, encoder: PromptEncoder, task: Task, examples: Sequence[Example]) -> TaskScore:
+    score = score_rows(model, encoder, ScoredRows.of(task, examples, encoder.training_rows(examples))).task
+    assert score is not None
+    return score
+
+
 def test_every_adapter_scores_as_if_it_were_loaded_alone(
     adapters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,7 +190,7 @@ def test_every_adapter_scores_as_if_it_were_loaded_alone(
         model, tokenizer = load_model(POCKET, device="cpu")
         alone = PeftModel.from_pretrained(model, adapters[name])
         for task in TASKS:
-            score = score_task(alone, PromptEncoder(tokenizer), task, evaluation_rows(task, num_evaluation=12))
+            score = score_of(alone, PromptEncoder(tokenizer), task, evaluation_rows(task, num_evaluation=12))
             assert found[name, task.name].accuracy == score.accuracy
             assert found[name, task.name].held_out_loss == pytest.approx(score.held_out_loss, abs=1e-6)
     losses = {score.held_out_loss for score in record.scores}
@@ -230,7 +236,7 @@ def test_a_text_task_has_a_loss_and_no_accuracy(tmp_path: Path) -> None:
     (score,) = evaluate_adapters(evaluation(tasks=(text,)), tmp_path / "e", silent).scores
     model, tokenizer = load_model(POCKET, device="cpu")
     encoder = PromptEncoder(tokenizer)
-    rows = encoder.training_rows([encoder.render(one) for one in evaluation_rows(text, num_evaluation=12)])
+    rows = encoder.training_rows(evaluation_rows(text, num_evaluation=12))
     assert (score.accuracy, score.num_examples) == (None, 12)
     assert score.held_out_loss == held_out_loss(model, rows, pad_id=encoder.pad_id)
 
@@ -382,7 +388,7 @@ def both(
     """Our prediction and the harness's record of every row that needs no cutting."""
     task = ALL_TASKS[name]
     examples = evaluation_rows(task, root_of(name, exported), num_evaluation=NUM_ROWS)
-    ours = score_task(model, encoder, task, examples)
+    ours = score_of(model, encoder, task, examples)
     theirs = harness_samples(model, encoder, PREFIX + name, exported)
     assert [sample["doc"]["id"] for sample in theirs] == [example.id for example in examples]
     generated = task.max_new_tokens if task.scoring == "exact_match" else 0

@@ -23,6 +23,7 @@ def config_of(**options: Any) -> RunConfig:
 
 
 def rows_of(config: RunConfig, encoder: PromptEncoder, kept: RowCache | None = None) -> RunRows:
+    encoder.too_long = config.rows.too_long  # as of the encoder that a run makes
     return prepare_rows(config.rows, config.scoring, encoder, kept)
 
 
@@ -91,11 +92,10 @@ def test_rows_that_are_too_long_are_left_out_and_counted_where_that_is_allowed(
     rows += [{"prompt": "Tom " * 40 + str(i), "completion": " ends"} for i in range(3)]
     rows += [{"prompt": f"Tell me {i}", "completion": " all" * 40} for i in range(2)]
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    cutting = PromptEncoder(byte_tokenizer(), max_length=60, too_long="cut")
-    refusing = PromptEncoder(byte_tokenizer(), max_length=60)
+    encoder = PromptEncoder(byte_tokenizer(), max_length=60)
     with pytest.raises(DataError, match=r"rows are longer than the limit of 60"):
-        rows_of(config_of(data=path), refusing)
-    for encoder, too_long, expected in ((cutting, "cut", (33, 3, 2)), (refusing, "skip", (30, 0, 5))):
+        rows_of(config_of(data=path), encoder)
+    for too_long, expected in (("cut", (33, 3, 2)), ("skip", (30, 0, 5))):
         found = rows_of(config_of(data=path, too_long=too_long), encoder)
         assert (len(found.train) + len(found.held_out), found.num_cut, found.num_skipped) == expected
         assert max(len(row.input_ids) for row in (*found.train, *found.held_out)) <= 60
@@ -189,7 +189,7 @@ def test_rows_that_are_kept_are_those_that_would_be_read_and_are_read_once(
 
     def read(kept: RowCache | None) -> list[Any]:
         found = [rows_of(run, encoder, kept) for run in runs]
-        return [(rows.evaluation, rows.train, rows.calibration, rows.held_out, rows.validation_from) for rows in found]
+        return [(rows.scored, rows.train, rows.calibration, rows.validation_from) for rows in found]
 
     fresh, kept = read(None), RowCache()
     assert read(kept) == fresh
@@ -215,8 +215,7 @@ def test_what_was_not_asked_for_the_longest_makes_room() -> None:
 def test_a_run_may_answer_in_fewer_tokens_than_its_task_allows(encoder: PromptEncoder, tmp_path: Path) -> None:
     config = config_of(task=write_task(tmp_path, num_train=5))
     few = config.replaced(max_new_tokens=2)
-    tokens = [rows.task.max_new_tokens for rows in (rows_of(run, encoder) for run in (config, few)) if rows.task]
-    assert tokens == [8, 2]
+    assert [rows_of(run, encoder).scored.max_new_tokens for run in (config, few)] == [8, 2]
 
 
 @pytest.fixture
@@ -265,14 +264,6 @@ def test_each_file_has_its_own_form_and_an_error_names_the_file(
     bad = write_rows(tmp_path / "bad.jsonl", ({"text": "plain"}, {"text": 3}))
     with pytest.raises(DataError, match=r"Row 2:bad.jsonl:row-2: column 'text' must hold text, but holds 3"):
         own_rows(encoder, (files[0], bad))
-
-
-def test_a_name_with_an_equals_sign_is_a_file_like_any_other(tmp_path: Path, encoder: PromptEncoder) -> None:
-    odd = write_counts(tmp_path / "a=2.jsonl", 20)
-    assert len(own_rows(encoder, odd).train) == 18
-    for data in (f"{odd}=2", (f"{odd}=2", odd)):
-        with pytest.raises(DataError, match=r"^--data: there is no file .*=2\.jsonl=2\."):
-            own_rows(encoder, data)
 
 
 def test_rows_to_evaluate_on_come_from_a_file_of_their_own_and_are_never_trained_on(

@@ -35,7 +35,7 @@ from frozencore.tune.methods import METHODS
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import TunedRecord, read_record
 from frozencore.tune.run import execute
-from frozencore.tune.scoring.score import score_task
+from frozencore.tune.scoring.score import score_rows
 from frozencore.tune.task_registry import find_task
 from frozencore.tune.tasks.splits import split_task
 from small_runs import inputs_of, silent
@@ -97,14 +97,14 @@ def test_every_method_runs_and_its_adapter_reloads_to_the_same_score(method: str
 
     prepared = inputs_of(config)
     assert fingerprint_model(prepared.model) == record.hashes.model
-    assert prepared.rows.task is not None
     model = PeftModel.from_pretrained(prepared.model, tmp_path / "run" / "adapter")
-    score = score_task(model, prepared.encoder, prepared.rows.task, prepared.rows.evaluation)
-    assert score.accuracy == record.accuracy
+    score = score_rows(model, prepared.encoder, prepared.rows.scored)
+    assert score.task is not None
+    assert score.task.accuracy == record.accuracy
     rounding = 1e-5 if METHODS[method].changes_base else 0
     assert score.held_out_loss == pytest.approx(record.held_out_loss, abs=rounding)
     lines = [json.loads(line) for line in (tmp_path / "run" / "predictions.jsonl").read_text().splitlines()]
-    assert [line["prediction"] for line in lines] == [p.prediction for p in score.predictions]
+    assert [line["prediction"] for line in lines] == [p.prediction for p in score.task.predictions]
     assert record.score is not None
     assert record.score.correct == "".join(str(int(line["correct"])) for line in lines)
     by_row = record.row_losses

@@ -15,7 +15,7 @@ from frozencore.tune.record import SelectedCheckpoint, TunedRecord
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.run import execute
 from frozencore.tune.scores import sample_rows
-from frozencore.tune.scoring.score import score_task
+from frozencore.tune.scoring.score import score_rows
 from frozencore_lab.campaign.job import make_job
 from frozencore_lab.campaign.plan import plan
 from frozencore_lab.campaign.spec import read_campaign
@@ -56,10 +56,11 @@ def test_the_adapter_is_of_the_step_that_scored_best_and_the_record_says_so(whol
     assert found.kept_step < record.training.num_steps  # or this would show nothing
 
     prepared = inputs_of(config_of(evaluate_on="validation"))
-    assert prepared.rows.task is not None
-    model = PeftModel.from_pretrained(prepared.model, folder / "adapter")
-    score = score_task(model, prepared.encoder, prepared.rows.task, prepared.rows.evaluation)
-    assert (score.accuracy, score.held_out_loss) == (best.accuracy, best.held_out_loss)
+    score = score_rows(
+        PeftModel.from_pretrained(prepared.model, folder / "adapter"), prepared.encoder, prepared.rows.scored
+    )
+    assert score.task is not None
+    assert (score.task.accuracy, score.held_out_loss) == (best.accuracy, best.held_out_loss)
 
 
 def test_without_the_option_the_last_step_is_kept_and_nothing_is_said(

@@ -12,8 +12,9 @@ import pytest
 from frozencore.errors import NoRowsError
 from frozencore.tune.config import RunConfig
 from frozencore.tune.read_rows import prepare_rows, task_splits
+from frozencore.tune.rows import Example
 from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.tasks.splits import TaskSplits
+from frozencore.tune.tasks.splits import Splits
 from frozencore_lab.campaign.job import Job, Place, make_job
 from frozencore_lab.campaign.plan import Planned, plan, search_rows
 from frozencore_lab.campaign.shared_moments import moments_file
@@ -44,7 +45,7 @@ def jobs_of(name: str) -> tuple[Job, Job]:
     return trial, Job(trial.kind, trial.config.replaced(evaluate_on="evaluation"))
 
 
-def splits_of(config: RunConfig) -> TaskSplits:
+def splits_of(config: RunConfig) -> Splits[Example]:
     return task_splits(config.rows, config.scoring)
 
 
@@ -111,7 +112,7 @@ def test_a_search_without_rows_is_refused_before_anything_starts(
 def test_an_empty_task_is_no_task_that_could_not_be_looked_at(tmp_path: Path) -> None:
     campaign = read_campaign(spec_of(tmp_path, write_task(tmp_path, num_train=0, num_evaluation=1)))
     (tmp_path / "train.jsonl").write_text((tmp_path / "evaluation.jsonl").read_text())  # what is evaluated is not used
-    with pytest.raises(NoRowsError, match="Study 'main' searches on task .* needs rows to train and to evaluate on"):
+    with pytest.raises(NoRowsError, match="Study 'main' searches on task .* needs rows to train on"):
         search_rows(plan(campaign, lambda _: None), Place())
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from frozencore.adapter.compress import CompressedAdapters
-    from frozencore.tune.scores import Score
+    from frozencore.tune.scoring.score import Score
 
 ENOUGH = 0.6
 """Below this share of its update an adapter may lose accuracy (docs/many-tenants.md)."""

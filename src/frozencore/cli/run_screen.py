@@ -123,7 +123,7 @@ def _sets(config: RunConfig, inputs: Inputs) -> Iterator[Text]:
             f"a row has {median(lengths):.0f} in the middle, {max(lengths):,} at most (limit "
             f"{inputs.encoder.max_length})."
         )
-    skipped = rows.num_skipped if rows.task else 0  # otherwise rows.reading has printed it
+    skipped = 0 if rows.reading and rows.reading.read else rows.num_skipped  # which the line of files says
     for count, said in ((rows.num_cut, "cut at the beginning of the prompt"), (skipped, "left out")):
         if count:
             yield Text(f"{num_of(count, 'row')} too long: {said}.")

@@ -22,7 +22,7 @@ from frozencore.tune.many.tenant_rows import TenantRows, read_tenants
 from frozencore.tune.many.train import train_many
 from frozencore.tune.methods import AdapterOptions, find_method
 from frozencore.tune.run import recipe_of
-from frozencore.tune.scores import Score, score_rows
+from frozencore.tune.scoring.score import Score, score_rows
 
 TRAINED_ON = "trained-on"
 """The folder of a core that was trained on, beside the compressed one."""
@@ -92,5 +92,5 @@ def score_compressed(
 
 
 def _score(tenants: TenantsToScore, model: nn.Module, name: str, arm: str, progress: Progress) -> Score:
-    rows, stage = tenants.rows[name].rows, as_stage(progress, f"{name}, {arm}")
-    return score_rows(model, tenants.inputs.encoder, rows.task, rows.scored, stage, exact_match=rows.exact_match)
+    stage = as_stage(progress, f"{name}, {arm}")
+    return score_rows(model, tenants.inputs.encoder, tenants.rows[name].rows.scored, progress=stage)

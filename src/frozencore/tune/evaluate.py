@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from itertools import chain, compress
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,9 +28,10 @@ from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
 from frozencore.files.atomic_write import write_json, write_lines
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.text import Progress, as_stage, num_of, one_line
+from frozencore.tune.config import RowsConfig
 from frozencore.tune.folder import PREDICTIONS, RECORD, require_new
 from frozencore.tune.load import Base, load_model, require_embedded
-from frozencore.tune.read_rows import ScoredRows
+from frozencore.tune.own_files import OwnFiles
 from frozencore.tune.record import (
     Hashes,
     Provenance,
@@ -41,17 +42,14 @@ from frozencore.tune.record import (
     TunedRecord,
     read_record,
 )
-from frozencore.tune.rows.own_rows import read_rows
 from frozencore.tune.rows.prompts import PromptEncoder, PromptStyle, TooLong, context_limit
 from frozencore.tune.rows.row_sources import named
-from frozencore.tune.scores import Score, score_rows
-from frozencore.tune.scoring.exact_match import are_short
 from frozencore.tune.scoring.forward import unload_adapter
+from frozencore.tune.scoring.score import Score, ScoredRows, score_rows
 from frozencore.tune.tasks import Task
 from frozencore.tune.tasks.splits import evaluation_rows
 
 BASE = "base"
-NO_ROWS = ScoredRows((), [])
 
 
 class BaseWithAdapter:
@@ -264,9 +262,10 @@ def evaluate_adapters(evaluation: Evaluation, out: Path, progress: Progress) -> 
             try:
                 if one.failure is not None:
                     raise one.failure
+                assert one.rows is not None
                 score = score_rows(
-                    adapted.with_adapter(folder), encoder, one.task, one.rows, stage, exact_match=one.exact_match,
-                    length_normalised=evaluation.length_normalised,
+                    adapted.with_adapter(folder), encoder, one.rows, length_normalised=evaluation.length_normalised,
+                    progress=stage,
                 )  # fmt: skip
             except FrozenCoreError as error:
                 failure = error
@@ -297,62 +296,48 @@ def evaluate_adapters(evaluation: Evaluation, out: Path, progress: Progress) -> 
 
 @dataclass(frozen=True)
 class TaskRows:
-    """The rows of one task, or the error that prevents its score.
+    """The rows of one task or file, or the error that prevents its score.
 
     Attributes:
-        task: None for own rows, whose completions are compared if ``exact_match``.
         reading: A summary of reading own rows.
     """
 
     name: str
-    task: Task | None = None
-    rows: ScoredRows = NO_ROWS
-    exact_match: bool = False
+    rows: ScoredRows | None = None
     reading: ReadRows | None = None
     failure: FrozenCoreError | None = None
 
 
 def _read(evaluation: Evaluation, encoder: PromptEncoder, model: Any) -> Iterator[TaskRows]:
     """Read the rows of every task, in the style of one encoder."""
-    for task in evaluation.tasks:
-        try:
-            examples = tuple(evaluation_rows(task, evaluation.data_root, num_evaluation=evaluation.num_evaluation))
-            texts = [encoder.render(example) for example in examples]
-            stays = encoder.kept(texts)
-            examples = tuple(compress(examples, stays))
-            tokens = encoder.training_rows(list(compress(texts, stays)))
-            require_embedded(model, encoder.tokenizer, tokens)
-            yield TaskRows(task.name, task, ScoredRows(examples, tokens))
-        except FrozenCoreError as error:
-            yield TaskRows(task.name, failure=error)
+    readers: list[tuple[str, Callable[[], tuple[ScoredRows, ReadRows | None]]]] = [
+        (task.name, partial(_task_rows, task, evaluation, encoder)) for task in evaluation.tasks
+    ]
     if evaluation.data is not None:
         name = re.sub(r"[^\w.-]+", "-", named(evaluation.data))  # becomes a folder's name
+        readers.append((name, partial(_own_rows, evaluation.data, evaluation, encoder)))
+    for name, read in readers:
         try:
-            yield _own_rows(name, evaluation.data, evaluation, encoder, model)
+            rows, reading = read()
+            require_embedded(model, encoder.tokenizer, rows.tokens)
+            yield TaskRows(name, rows, reading)
         except FrozenCoreError as error:
             yield TaskRows(name, failure=error)
     for name, reason in evaluation.failed.items():
         yield TaskRows(name, failure=ConfigError(reason))
 
 
-def _own_rows(name: str, data: str, evaluation: Evaluation, encoder: PromptEncoder, model: Any) -> TaskRows:
-    """Read the user's own rows. If all completions are short, those that are exactly right are counted."""
-    own = read_rows(data, encoder, evaluation.columns)
-    asked = own.texts[: evaluation.num_evaluation]
-    texts = list(compress(asked, encoder.kept(asked)))
-    rows = encoder.training_rows(texts)
-    require_embedded(model, encoder.tokenizer, rows)
-    left_out = {"beyond --num-evaluation": len(own.texts) - len(asked), "too long": len(asked) - len(texts)}
-    reading = ReadRows(
-        read=own.num_read,
-        columns=own.columns,
-        left_out={why: count for why, count in left_out.items() if count},
-        unused_columns=own.unused,
-        changed=Counter(what for text in texts for what in text.changed),
-        joined=sum(bool(row.overlap) for row in rows) or None,
-    )
-    compares = own.columns != ("text",) and are_short(rows)
-    return TaskRows(name, rows=ScoredRows((), rows), exact_match=compares, reading=reading)
+def _task_rows(task: Task, evaluation: Evaluation, encoder: PromptEncoder) -> tuple[ScoredRows, None]:
+    examples = evaluation_rows(task, evaluation.data_root, num_evaluation=evaluation.num_evaluation)
+    stay, _ = encoder.drop_too_long(examples)
+    return ScoredRows.of(task, stay, encoder.training_rows(stay)), None
+
+
+def _own_rows(data: str, evaluation: Evaluation, encoder: PromptEncoder) -> tuple[ScoredRows, ReadRows]:
+    config = RowsConfig(data=data, columns=evaluation.columns)
+    own = OwnFiles(config, encoder, most_rows=evaluation.num_evaluation)
+    tokens = encoder.training_rows(own.files[0].texts)
+    return own.scored(tokens), own.reading(own.files[0].left_out, tokens)
 
 
 def record_of_run(adapter: Path) -> RunRecord | None:

@@ -40,7 +40,7 @@ from frozencore.tune.record import (
     UsedRows,
 )
 from frozencore.tune.rows.row_sources import named, sources_of
-from frozencore.tune.scores import Score
+from frozencore.tune.scoring.score import Score
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import TrainingReport
 
@@ -216,7 +216,7 @@ def _accuracies(before: Score, after: Score) -> dict[str, Any]:
     """The accuracies by key of the record; empty if the task has none."""
     if after.task is None:
         return {}
-    details = {name: value for name, value in vars(after.task).items() if name not in ("predictions", "row_losses")}
+    details = {name: value for name, value in vars(after.task).items() if name != "predictions"}
     details["held_out_loss"] = finite_or_none(after.task.held_out_loss)
     details["correct"] = "".join("01"[prediction.correct] for prediction in after.task.predictions)
     return {

@@ -47,8 +47,9 @@ from frozencore.tune.make_record import calibrated_on, headline, make_record
 from frozencore.tune.methods import Method
 from frozencore.tune.read_rows import RunRows
 from frozencore.tune.record import TunedRecord
-from frozencore.tune.scores import Score, samples_of, score_run, selection_of
+from frozencore.tune.scores import samples_of, score_run, selection_of
 from frozencore.tune.scoring.forward import unload_adapter
+from frozencore.tune.scoring.score import Score
 from frozencore.tune.training.recipe import Recipe, epochs_for, require_reporters
 from frozencore.tune.training.train import train
 from frozencore.tune.training.trainer import overhead_tokens_of
@@ -173,7 +174,7 @@ def recipe_of(config: TrainingConfig, method: Method, rows: RunRows, model: nn.M
         overhead_tokens = overhead_tokens_of(model)
         batch_size = rows_at_once(config.effective_batch_size, max(row.num_tokens for row in rows.train), model)
         accumulation = config.effective_batch_size // batch_size
-    default_epochs = rows.task.epochs if rows.task else epochs_for(len(rows.train), config.effective_batch_size)
+    default_epochs = rows.epochs or epochs_for(len(rows.train), config.effective_batch_size)
     return Recipe(
         learning_rate=config.rate_of(method),
         warmup=config.warmup_of(method),
@@ -196,7 +197,7 @@ def _score_base(
     """The score of the base model: of an earlier run, of this run before an interruption, or computed."""
     decides = {
         **config.model_dump(mode="json", exclude=CHOOSE_STEP),
-        "task": None if inputs.rows.task is None else inputs.rows.task.name,
+        "rows": inputs.rows.scored.name,
         "max_length": inputs.encoder.max_length,
         **{name: hashes.get(name) for name in ("model", "evaluation", "others")},
     }

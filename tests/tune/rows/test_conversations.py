@@ -205,16 +205,6 @@ def test_each_of_the_assistants_turns_has_the_loss_with_its_end_and_nothing_else
     assert row_of(encoder, many).input_ids == row_of(last, many).input_ids
 
 
-def test_the_labels_are_the_mask_of_transformers_itself(encoder_of: Callable[..., PromptEncoder]) -> None:
-    encoder = encoder_of(MARKED)
-    theirs = encoder.tokenizer.apply_chat_template(TURNS, return_dict=True, return_assistant_tokens_mask=True)
-    row, labels = row_of(encoder), labels_of(row_of(encoder))
-    length = len(row.input_ids)
-    assert row.input_ids == theirs["input_ids"][:length]
-    assert [int(label != -100) for label in labels] == theirs["assistant_masks"][:length]
-    assert not any(theirs["assistant_masks"][length:])
-
-
 def test_every_turn_stands_after_the_tokens_that_it_would_be_generated_from(
     encoder_of: Callable[..., PromptEncoder],
 ) -> None:

@@ -235,7 +235,7 @@ def test_columns_of_other_names_are_named(tmp_path: Path, byte_tokenizer: Callab
     with pytest.raises(DataError, match="Row row-2: column 'answer' must hold text"):
         read_rows(path, encoder, "prompt=question,completion=answer")
     assert "column 'answer'" in next(
-        iter(read_rows(path, encoder, "prompt=question,completion=answer", skip_bad=True).bad)
+        iter(read_rows(path, encoder, "prompt=question,completion=answer", skip_bad=True).left_out)
     )
 
 
@@ -328,14 +328,14 @@ def test_bad_rows_are_left_out_and_counted_by_what_is_wrong_where_that_is_allowe
     read = read_rows(write(tmp_path / "rows.jsonl", [PAIR, *bad, PAIR]), PromptEncoder(byte_tokenizer()), skip_bad=True)
     assert [text.id for text in read.texts] == ["row-1", "row-5"]
     assert read.num_read == 5
-    assert read.bad == {"column 'completion' must hold text": 2, "column 'prompt' must hold text": 1}
+    assert read.left_out == {"column 'completion' must hold text": 2, "column 'prompt' must hold text": 1}
     chat = byte_tokenizer(chat=True)
     refuses = "{% if messages[0].role == 'secret' %}{{ raise_exception('no ' + messages[0].role) }}{% endif %}"
     chat.chat_template = refuses + "{% for turn in messages %}{{ turn.content }}{% endfor %}"
     answer = {"role": "assistant", "content": "b"}
     talks = [{"messages": [{"role": role, "content": "a"}, answer]} for role in ("user", "secret")]
     read = read_rows(write(tmp_path / "talks.jsonl", talks), PromptEncoder(chat), skip_bad=True)
-    assert read.bad == {"the tokenizer's chat template refuses it": 1}  # a record tells no words of a row
+    assert read.left_out == {"the tokenizer's chat template refuses it": 1}  # a record tells no words of a row
     with pytest.raises(NoRowsError, match=r"--skip-bad left none of 3 rows of .*: column 'completion' must hold text"):
         read_rows(
             write(tmp_path / "bad.jsonl", [{**row, "completion": ""} for row in bad]),

@@ -42,7 +42,7 @@ EXAMPLE = Example("row-1", "Is it?", " yes", (" yes", " no"))
 @pytest.mark.parametrize("adds_start", [False, True])
 def test_plain_rows_are_prompt_completion_and_end(byte_tokenizer: Callable[..., Any], adds_start: bool) -> None:
     encoder = PromptEncoder(byte_tokenizer(adds_start=adds_start))
-    (row,) = encoder.training_rows([encoder.render(EXAMPLE)])
+    (row,) = encoder.training_rows([EXAMPLE])
     tokenizer = encoder.tokenizer
     assert row.input_ids == [*tokenizer("Is it? yes")["input_ids"], tokenizer.eos_token_id]
     assert tokenizer.decode(row.input_ids[row.num_context :]) == " yes</s>"
@@ -371,7 +371,7 @@ def test_an_added_token_that_takes_the_answers_white_space_has_no_loss(byte_toke
     tokenizer.chat_template = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
     tokenizer.chat_template += "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
     encoder = PromptEncoder(tokenizer)
-    (row,) = encoder.training_rows([encoder.render(Example("row-1", "Go", "    return x"))])
+    (row,) = encoder.training_rows([Example("row-1", "Go", "    return x")])
     assert tokenizer.decode(row.input_ids[row.num_context :]) == "return x</s>"
     assert tokenizer.decode(row.input_ids[: row.num_context]).endswith("<|assistant|>")
 
@@ -383,7 +383,7 @@ def test_a_cut_prompt_keeps_the_start_token_that_the_template_writes(byte_tokeni
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     encoder = PromptEncoder(tokenizer, max_length=40, too_long="cut")
-    (row,) = encoder.training_rows([encoder.render(Example("row-1", "Q" * 80, " A"))])
+    (row,) = encoder.training_rows([Example("row-1", "Q" * 80, " A")])
     assert len(row.input_ids) == 40
     assert tokenizer.decode(row.input_ids).startswith("<s>QQ")
     assert tokenizer.decode(row.input_ids).endswith("[assistant]A</s>")

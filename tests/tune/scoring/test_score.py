@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fixtures import few
-from frozencore.errors import ConfigError, DataError, ModelError
+from frozencore.errors import DataError, ModelError
 from frozencore.tune.config import RunConfig, make_config
 from frozencore.tune.load import load_model
 from frozencore.tune.pocket import pocket_model_path
@@ -22,8 +22,8 @@ from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.rows.token_batches import LOGITS_BUDGET, score_in_groups
 from frozencore.tune.run import execute
 from frozencore.tune.scoring.exact_match import SHORT, are_short, complete
-from frozencore.tune.scoring.score import held_out_loss, losses_of_rows, score_completions, score_task
-from frozencore.tune.task_registry import TEXT_TASKS, find_task
+from frozencore.tune.scoring.score import OWN_ROWS, ScoredRows, TaskScore, held_out_loss, losses_of_rows, score_rows
+from frozencore.tune.task_registry import find_task
 from small_runs import inputs_of, silent
 from tiny import draw_rows, tiny_all_logits, tiny_gpt2, tiny_qwen2
 
@@ -94,24 +94,18 @@ def test_a_row_that_fits_nowhere_is_an_error() -> None:
         score_in_groups(refusing(0, []), [(10, 0)] * 3, CPU)
 
 
-def test_the_held_out_loss_counts_no_token_twice() -> None:
-    model = tiny_qwen2()
-    expected = held_out_loss(model, ROWS, pad_id=0)
-
-    def refuse(_: torch.nn.Module, __: object, kwargs: dict[str, torch.Tensor]) -> None:
-        if kwargs["input_ids"].numel() > 30:
-            raise torch.OutOfMemoryError("injected")
-
-    model.register_forward_pre_hook(refuse, with_kwargs=True)
-    assert held_out_loss(model, ROWS, pad_id=0) == pytest.approx(expected, abs=1e-5)
-
-
 CHOICES = (" no", " yes")
 EXAMPLES = [Example(f"row-{i}", f"Is {i} odd?", CHOICES[i % 4 != 0], CHOICES) for i in range(12)]
 
 
+def score_of(model: nn.Module, encoder: PromptEncoder, task: str, examples: Sequence[Example]) -> TaskScore:
+    score = score_rows(model, encoder, ScoredRows.of(find_task(task), examples, encoder.training_rows(examples))).task
+    assert score is not None
+    return score
+
+
 def test_a_choice_score_counts_its_predictions(encoder: PromptEncoder, byte_model: nn.Module) -> None:
-    score = score_task(byte_model, encoder, find_task("sst2"), EXAMPLES)
+    score = score_of(byte_model, encoder, "sst2", EXAMPLES)
     share = sum(p.prediction == e.completion for p, e in zip(score.predictions, EXAMPLES, strict=True)) / 12
     assert [p.id for p in score.predictions] == [e.id for e in EXAMPLES]
     assert score.accuracy == pytest.approx(share)
@@ -121,7 +115,7 @@ def test_a_choice_score_counts_its_predictions(encoder: PromptEncoder, byte_mode
     assert score.num_ties == 0
     torch.nn.init.zeros_(byte_model.lm_head.weight)
     examples = [Example(f"row-{i}", "Which?", " b", (" a", " b")) for i in range(3)]
-    score = score_task(byte_model, encoder, find_task("sst2"), examples)
+    score = score_of(byte_model, encoder, "sst2", examples)
     assert (score.num_ties, score.accuracy) == (3, 0.0)  # the first of equal choices counts
 
 
@@ -134,16 +128,8 @@ def test_duplicate_choices_and_cut_prompts_are_counted(
         Example("row-2", "Which of these many?" * 3, " a", (" a", " b")),
     ]
     encoder = PromptEncoder(byte_tokenizer(), max_length=20, too_long="cut")
-    score = score_task(byte_model, encoder, find_task("sst2"), examples)
+    score = score_of(byte_model, encoder, "sst2", examples)
     assert (score.num_duplicate_choices, score.num_cut, score.num_ties) == (1, 1, 1)
-
-
-@pytest.mark.parametrize("choice", ["", " ", "\n\n"])
-def test_an_empty_choice_is_refused(choice: str, byte_tokenizer: Callable[..., Any], byte_model: nn.Module) -> None:
-    examples = [EXAMPLES[0], Example("row-empty", "Which?", " a", (" a", choice))]
-    encoder = PromptEncoder(byte_tokenizer(chat=True))  # where the space before a choice goes
-    with pytest.raises(DataError, match=r"Row row-empty: a completion must hold at least one token"):
-        score_task(byte_model, encoder, find_task("sst2"), examples)
 
 
 @pytest.mark.parametrize("adds_start", [False, True])
@@ -155,7 +141,7 @@ def test_a_choice_beyond_the_limit_is_refused_however_prompts_are_cut(
     for too_long, message in (("refuse", "1 of 1 rows are longer"), ("cut", "leaves no room for its prompt")):
         encoder = PromptEncoder(byte_tokenizer(adds_start=adds_start), max_length=20, too_long=too_long)  # type: ignore[arg-type]
         with pytest.raises(DataError, match=f"{message}.*20") as caught:
-            score_task(byte_model, encoder, find_task("sst2"), examples)
+            score_of(byte_model, encoder, "sst2", examples)
         assert "\n" not in str(caught.value)
 
 
@@ -163,17 +149,29 @@ def test_a_generated_score_counts_truncations_and_missing_answers(
     encoder: PromptEncoder, byte_model: nn.Module
 ) -> None:
     examples = [Example(f"row-{i}", "How many?", f" The answer is: {i}") for i in range(3)]
-    score = score_task(byte_model, encoder, find_task("svamp"), examples)
+    score = score_of(byte_model, encoder, "svamp", examples)
     assert (score.accuracy, score.num_unanswered) == (0.0, 3)
     assert score.num_truncated <= 3
     assert score.chance is None
 
 
-def test_without_rows_or_answers_there_is_no_score(encoder: PromptEncoder, byte_model: nn.Module) -> None:
-    with pytest.raises(DataError, match="no rows to score"):
-        score_task(byte_model, encoder, find_task("sst2"), [])
-    with pytest.raises(ConfigError, match="'sst2-text' is plain text and has no answers to score; `tune` gives its"):
-        score_task(byte_model, encoder, TEXT_TASKS["sst2-text"], [Example("a", "", "A text.")])
+REFUSED = [
+    ("sst2", [], "no rows to score"),
+    *(
+        ("sst2", [Example("row-1", "Which?", " a", (" a", empty))], "Row row-1: a completion must hold at least one")
+        for empty in ("", " ", "\n\n")
+    ),
+    ("sst2", [Example("row-1", "So?", " maybe", (" yes", " no"))], "Row row-1: .*' maybe' is not among"),
+    ("svamp", [Example("row-1", "How many?", " 5")], "Row row-1: .* no marker"),
+]
+
+
+@pytest.mark.parametrize(("task", "examples", "reason"), REFUSED)
+def test_rows_without_an_answer_to_score_are_refused(
+    task: str, examples: list[Example], reason: str, byte_tokenizer: Callable[..., Any], byte_model: nn.Module
+) -> None:
+    with pytest.raises(DataError, match=reason):
+        score_of(byte_model, PromptEncoder(byte_tokenizer(chat=True)), task, examples)
 
 
 def config_of(tmp_path: Path, completion: str, **options: object) -> RunConfig:
@@ -195,7 +193,8 @@ def test_a_prediction_is_the_greedy_continuation_and_right_if_it_reads_as_the_co
     text = tokenizer.decode(said, skip_special_tokens=True)
     ended = said[-1] == encoder.eos_id
     rows = encoder.training_rows([TextRow("a", "Tom has 3 cats .", text), TextRow("b", "Tom has 3 cats .", " two")])
-    score = score_completions(model, encoder, rows, held_out_loss=1.0)
+    score = score_rows(model, encoder, ScoredRows(OWN_ROWS, "completion", rows)).task
+    assert score is not None
     assert [p.text.strip() for p in score.predictions] == [text.strip()] * 2
     assert [p.correct for p in score.predictions] == [ended, False]
     assert (score.majority_class, score.num_truncated) == (None, 0 if ended else 2)
@@ -222,7 +221,8 @@ def test_texts_are_continued_from_their_first_half() -> None:
 def test_exact_match_is_for_short_completions_unless_it_is_asked_for(
     tmp_path: Path, completion: str, asked: str, matches: bool
 ) -> None:
-    assert inputs_of(config_of(tmp_path, completion, exact_match=asked)).rows.exact_match is matches
+    rows = inputs_of(config_of(tmp_path, completion, exact_match=asked)).rows.scored
+    assert rows.scoring == ("completion" if matches else "text")
 
 
 def test_a_run_that_learned_a_sentence_says_it_and_keeps_what_it_said(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from frozencore.tune.adapt import Precomputed
     from frozencore.tune.load import Base, Inputs
     from frozencore.tune.read_rows import RowCache
-    from frozencore.tune.scores import Score
+    from frozencore.tune.scoring.score import Score
 
 
 class Shared(Protocol):

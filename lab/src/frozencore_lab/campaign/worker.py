@@ -18,7 +18,7 @@ from frozencore.tune.folder import ADAPTER
 from frozencore.tune.load import Base, load
 from frozencore.tune.read_rows import RowCache
 from frozencore.tune.record import Failure, Provenance
-from frozencore.tune.scores import Score
+from frozencore.tune.scoring.score import Score
 from frozencore_lab.campaign.job import Job, Place, Work
 from frozencore_lab.campaign.shared_moments import Needs, SharedWork, calibrating, moments_key
 from frozencore_lab.campaign.store import LOG, Store

@@ -37,7 +37,7 @@ from frozencore.tune.many.train import SLOTS, train_many
 from frozencore.tune.processes import is_first, num_started, use_own_gpu
 from frozencore.tune.record import Failure, Provenance, TunedRecord
 from frozencore.tune.run import recipe_of
-from frozencore.tune.scores import Score
+from frozencore.tune.scoring.score import Score
 from frozencore.tune.training.recipe import Recipe
 
 TenantOutcome = TunedRecord | Failure

@@ -99,7 +99,7 @@ def read_tenants(
     sets = [one.rows.calibration for one in own.values()]
     calibration = sets[0] if config.rows.calibration_task is not None else _spread(sets, config.rows.calibration_size)
     every_row = [row for one in own.values() for row in one.rows.train]
-    return replace(inputs, rows=RunRows(None, (), every_row, calibration, [], "none")), own
+    return replace(inputs, rows=RunRows(every_row, calibration, replace(inputs.rows.scored, tokens=[]), "none")), own
 
 
 def _spread(sets: Sequence[Sequence[TokenRow]], num_rows: int) -> list[TokenRow]:

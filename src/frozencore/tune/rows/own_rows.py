@@ -39,20 +39,20 @@ class OwnRows:
 
     Attributes:
         columns: The columns of the form, such as ``("prompt", "completion")``.
-        bad: The number of rows left out, by reason.
+        left_out: The number of rows left out, by reason.
         unused: The columns of the source that are not read.
         is_talk: Whether the rows are conversations.
     """
 
     texts: list[TextRow]
     columns: tuple[str, ...]
-    bad: Mapping[str, int]
+    left_out: Mapping[str, int]
     unused: tuple[str, ...] = ()
     is_talk: bool = False
 
     @property
     def num_read(self) -> int:
-        return len(self.texts) + sum(self.bad.values())
+        return len(self.texts) + sum(self.left_out.values())
 
 
 def read_rows(

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from frozencore.errors import ConfigError, DataError, ModelError, NoRowsError
 from frozencore.tune.rows import CONTROL, HALF_A_CHARACTER, ChoiceTokens, Example, TextRow, TokenRow
@@ -33,6 +33,8 @@ from frozencore.tune.rows.conversations import (
 PromptStyle = Literal["auto", "chat", "plain"]
 TooLong = Literal["refuse", "cut", "skip"]
 Fit = Literal["whole", "cut", "too long"]
+AnyText = Example | TextRow
+OneText = TypeVar("OneText", Example, TextRow)
 PROTOCOL_MAX_LENGTH = 512
 PROMPT_DATE = date(2024, 7, 26)
 """The date that every chat template gets as today's: the default of Llama 3.1's and 3.2's own."""
@@ -107,16 +109,18 @@ class PromptEncoder:
     def _added(self) -> frozenset[int]:
         return frozenset(map(self.tokenizer.convert_tokens_to_ids, added_tokens(self.tokenizer)))
 
-    def render(self, example: Example, before: Messages = (), tools: Sequence[Any] | None = None) -> TextRow:
+    def render(self, example: AnyText, before: Messages = (), tools: Sequence[Any] | None = None) -> TextRow:
         """Render an example as text; an example without a prompt is plain text in either style.
 
         In chat style the completion is the content of the assistant's message. One space that only separates it from
-        the prompt is removed.
+        the prompt is removed. A row that is text already stays as it is.
 
         Args:
             before: The messages before the prompt in chat style.
             tools: The tools that the assistant may call.
         """
+        if isinstance(example, TextRow):
+            return example
         if self.is_chat and example.prompt:
             row = self._answered(example, example.completion, before, tools)
             wrong = {*example.choices} - {example.completion}
@@ -198,19 +202,20 @@ class PromptEncoder:
         ends = {self._template.end, self._template.inner_end} - {None} if self.tokenizer.chat_template else ()
         return tuple(sorted({self.eos_id, *map(self.tokenizer.convert_tokens_to_ids, ends)}))
 
-    def training_rows(self, rows: Sequence[TextRow]) -> list[TokenRow]:
+    def training_rows(self, rows: Sequence[AnyText]) -> list[TokenRow]:
         """The tokens of context, completion and end token.
 
         Raises:
             DataError: Rows are longer than the limit (unless prompts are cut), or a completion has no tokens.
         """
-        encoded, found = self.whole_rows(rows), []
+        texts, found = list(map(self.render, rows)), []
+        encoded = self.whole_rows(texts)
         self._refuse_too_long(
             [(row.id, len(row.input_ids)) for row in encoded], "; --too-long skip leaves such rows out"
         )
         too_long = [
             (len(row.input_ids) - row.num_context, row.num_context, row.id)
-            for text, row in zip(rows, encoded, strict=True)
+            for text, row in zip(texts, encoded, strict=True)
             if self._fit(text, row, len(row.input_ids) - row.num_context) == "too long"
         ]
         if too_long:
@@ -255,39 +260,41 @@ class PromptEncoder:
             )
         return found
 
-    def fits(self, rows: Sequence[TextRow]) -> list[Fit]:
+    def fits(self, rows: Sequence[AnyText]) -> list[Fit]:
         """Say for each row, with its completion and every choice, whether it fits, fits if cut, or does not fit."""
-        choices = iter(self._encoded_choices([row for row in rows if row.choices]))
+        texts = list(map(self.render, rows))
+        choices = iter(self._encoded_choices([row for row in texts if row.choices]))
         found: list[Fit] = []
-        for row, tokens in zip(rows, self.whole_rows(rows), strict=True):
+        for row, tokens in zip(texts, self.whole_rows(texts), strict=True):
             lengths = map(len, next(choices).choice_ids if row.choices else ())
             longest = max(len(tokens.input_ids) - tokens.num_context, *lengths, 0)
             found.append(self._fit(row, tokens, longest))
         return found
 
-    def kept(self, rows: Sequence[TextRow]) -> list[bool]:
-        """Say for each row whether it stays: for ``refuse`` all do, else those that fit.
+    def drop_too_long(self, rows: Sequence[OneText]) -> tuple[tuple[OneText, ...], int]:
+        """Return the rows that stay, all of them for ``refuse``, and the number of those whose prompt is cut.
 
         Raises:
             NoRowsError: No row is left.
         """
         if self.too_long == "refuse":
-            return [True] * len(rows)
-        stays = [fit != "too long" for fit in self.fits(rows)]
-        if rows and not any(stays):
+            return tuple(rows), 0
+        fits = self.fits(rows)
+        kept = tuple(row for row, fit in zip(rows, fits, strict=True) if fit != "too long")
+        if rows and not kept:
             raise NoRowsError(
                 f"--too-long left none of {len(rows)} rows: all are longer than {self.max_length} tokens. "
                 "Raise the limit with --max-length."
             )
-        return stays
+        return kept, fits.count("cut")
 
-    def choice_rows(self, rows: Sequence[TextRow]) -> list[ChoiceTokens]:
+    def choice_rows(self, rows: Sequence[AnyText]) -> list[ChoiceTokens]:
         """The tokens of each context and of every choice, without end token.
 
         Raises:
             DataError: As in :meth:`training_rows`; or a row has no choices, an empty prompt, or no space for it.
         """
-        encoded = self._encoded_choices(rows)
+        encoded = self._encoded_choices(list(map(self.render, rows)))
         self._refuse_too_long([(row.id, row.num_tokens) for row in encoded])
         cut = []
         for row in encoded:
@@ -301,16 +308,17 @@ class PromptEncoder:
             cut.append(replace(row, context_ids=self._cut_context(row.context_ids, room)))
         return cut
 
-    def context_rows(self, rows: Sequence[TextRow]) -> list[list[int]]:
+    def context_rows(self, rows: Sequence[AnyText]) -> list[list[int]]:
         """The tokens of each context, to generate from. Raises ``DataError`` for contexts beyond the limit."""
-        contexts = self._contexts(rows)
+        contexts = self._contexts(list(map(self.render, rows)))
         self._refuse_too_long([(row.id, len(ids)) for row, ids in zip(rows, contexts, strict=True)])
         return [self._cut_context(ids, self.max_length) for ids in contexts]
 
-    def count_too_long(self, rows: Sequence[TextRow]) -> int:
+    def count_too_long(self, rows: Sequence[AnyText]) -> int:
         """The number of rows scored with a cut prompt, because prompt and longest choice exceed the limit."""
-        choices = [row.num_tokens for row in self._encoded_choices([row for row in rows if row.choices])]
-        contexts = map(len, self._contexts([row for row in rows if not row.choices]))
+        texts = list(map(self.render, rows))
+        choices = [row.num_tokens for row in self._encoded_choices([row for row in texts if row.choices])]
+        contexts = map(len, self._contexts([row for row in texts if not row.choices]))
         return sum(length > self.max_length for length in (*choices, *contexts))
 
     def _split(

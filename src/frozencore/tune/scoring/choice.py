@@ -53,7 +53,7 @@ def predict_choices(
             raise DataError(
                 f"Row {example.id}: the answer {example.completion!r} is not among its choices {example.choices}."
             )
-    rows = encoder.choice_rows([encoder.render(example) for example in examples])
+    rows = encoder.choice_rows(examples)
     logprobs = choice_logprobs(model, rows, pad_id=encoder.pad_id, progress=progress)
     predictions = []
     for example, values in zip(examples, logprobs, strict=True):

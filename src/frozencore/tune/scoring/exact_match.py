@@ -50,7 +50,7 @@ def predict_numbers(
         if gold is None:
             raise DataError(f"Row {example.id}: the completion {example.completion!r} holds no marker with a number.")
         golds.append(gold)
-    contexts = encoder.context_rows([encoder.render(example) for example in examples])
+    contexts = encoder.context_rows(examples)
     found = generate_greedily(model, contexts, encoder=encoder, max_new_tokens=max_new_tokens, progress=progress)
     predictions = []
     for example, gold, generation in zip(examples, golds, found, strict=True):

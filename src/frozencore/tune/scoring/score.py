@@ -1,16 +1,17 @@
-"""Score a model on the rows of a task, on the user's own rows, or only by held-out loss."""
+"""Score a model on rows: by held-out loss, and by the share of right answers if the rows have answers."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
-from frozencore.errors import ConfigError, DataError, ModelError
+from frozencore.errors import DataError, ModelError
 from frozencore.text import Progress, with_note
 from frozencore.tune.rows import Example, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
@@ -18,7 +19,33 @@ from frozencore.tune.rows.token_batches import PaddingCollator, score_in_groups
 from frozencore.tune.scoring.choice import predict_choices
 from frozencore.tune.scoring.exact_match import SHORT, complete, predict_numbers
 from frozencore.tune.scoring.forward import NOT_FINITE, Prediction, completion_logprobs, scoring_mode, vocabulary_of
-from frozencore.tune.tasks import Task
+from frozencore.tune.tasks import Scoring, Task
+
+OWN_ROWS = "own rows"
+
+
+@dataclass(frozen=True)
+class ScoredRows:
+    """Rows to score a model on, and how they are scored.
+
+    Attributes:
+        name: The task, or :data:`OWN_ROWS`.
+        examples: The task's examples; empty for own rows.
+        max_new_tokens: Length limit of a generated answer.
+    """
+
+    name: str
+    scoring: Scoring
+    tokens: list[TokenRow]
+    examples: tuple[Example, ...] = ()
+    max_new_tokens: int = SHORT + 1
+
+    @classmethod
+    def of(
+        cls, task: Task, examples: Sequence[Example], tokens: list[TokenRow], max_new_tokens: int | None = None
+    ) -> ScoredRows:
+        """Rows of a task; ``max_new_tokens`` replaces the task's own limit."""
+        return cls(task.name, task.scoring, tokens, tuple(examples), max_new_tokens or task.max_new_tokens)
 
 
 @dataclass(frozen=True)
@@ -37,19 +64,19 @@ class RowLosses:
 
 @dataclass(frozen=True)
 class TaskScore:
-    """A task's score over its evaluation rows.
+    """The share of right answers.
 
     Attributes:
         held_out_loss: Nats per completion token, including the end token.
         time_s: Wall time of scoring, including the held-out loss.
         chance: Expected accuracy of a uniform guess; ``None`` for generated answers.
-        majority_class: Accuracy of always choosing the most frequent position; ``None`` for generated answers.
+        majority_class: Accuracy of always giving the most frequent answer; ``None`` for numbers, and for completions
+            that all differ.
         num_ties: Choice tasks: examples in which several choices share the best log-likelihood (the first counts).
         num_duplicate_choices: Choice tasks: examples with two equal choices.
-        num_cut: Prompts whose beginning was cut because of the length limit.
-        num_truncated: Generated tasks: answers that reached the length limit before the end token.
-        num_unanswered: Generated tasks: texts without a marker followed by a number.
-        row_losses: The held-out loss by row; None if only its mean is known.
+        num_cut: Prompts of a task whose beginning was cut because of the length limit.
+        num_truncated: Generated answers that reached the length limit before the end token.
+        num_unanswered: Numbers: texts without a marker followed by a number.
         accuracy: Share of correct predictions, from 0 to 1.
         standard_error: Standard error of that share over the rows: ``sqrt(p (1 - p) / (n - 1))``.
     """
@@ -65,7 +92,6 @@ class TaskScore:
     num_cut: int = 0
     num_truncated: int = 0
     num_unanswered: int = 0
-    row_losses: RowLosses | None = None
     num_examples: int = field(init=False)
     accuracy: float = field(init=False)
     standard_error: float = field(init=False)
@@ -77,84 +103,81 @@ class TaskScore:
         vars(self).update(num_examples=count, accuracy=share, standard_error=error)
 
 
-def score_task(
+@dataclass(frozen=True)
+class Score:
+    """The scores of a model on rows.
+
+    Attributes:
+        held_out_loss: Nats per completion token.
+        task: The accuracy, if the rows have answers.
+        samples: Sample completions, if requested.
+        others: The loss on the texts of other tasks by name.
+    """
+
+    held_out_loss: float
+    task: TaskScore | None = None
+    samples: tuple[Prediction, ...] = ()
+    others: Mapping[str, float] = field(default_factory=dict)
+    row_losses: RowLosses | None = None
+
+
+def score_rows(
     model: nn.Module,
     encoder: PromptEncoder,
-    task: Task,
-    examples: Sequence[Example],
+    rows: ScoredRows,
     *,
+    with_accuracy: bool = True,
     length_normalised: bool = False,
     progress: Progress | None = None,
-) -> TaskScore:
-    """Score a model on examples of a task, by choice or by generated number. The model is not changed.
+) -> Score:
+    """Score a model on rows. The model is not changed.
+
+    Args:
+        with_accuracy: Count right answers too, if the rows have answers.
+        length_normalised: Compare choices by log-likelihood per character.
 
     Raises:
-        DataError: There are no examples, or one is invalid or too long.
+        DataError: There are no rows, or an example is invalid or too long.
         ModelError: The model's outputs are not finite.
     """
-    if not examples:
-        raise DataError(f"Task {task.name!r} has no rows to score. Give at least one.")
-    if task.scoring == "text":
-        raise ConfigError(
-            f"Task {task.name!r} is plain text and has no answers to score; `tune` gives its held-out loss."
-        )
-    start = time.perf_counter()
-    num_truncated = num_ties = num_unanswered = 0
-    chance = majority = None
-    if task.scoring == "choice":
-        predictions = predict_choices(model, encoder, examples, length_normalised=length_normalised, progress=progress)
-        chance = sum(1 / len(example.choices) for example in examples) / len(examples)
-        positions = Counter(example.choices.index(example.completion) for example in examples)
-        majority = max(positions.values()) / len(examples)
-        num_ties = sum(p.logprobs.count(max(p.logprobs)) > 1 for p in predictions)
-    else:
-        predictions, num_truncated = predict_numbers(
-            model, encoder, examples, max_new_tokens=task.max_new_tokens, progress=progress
-        )
+    if not rows.tokens:
+        raise DataError(f"{rows.name!r} has no rows to score. Give at least one.")
+    start, answered = time.perf_counter(), None
+    if with_accuracy and rows.scoring != "text":
+        answered = _answers(model, encoder, rows, length_normalised=length_normalised, progress=progress)
+    noted = progress and with_note(progress, "loss")
+    losses = losses_of_rows(model, rows.tokens, pad_id=encoder.pad_id, progress=noted)
+    if answered is None:
+        return Score(losses.mean, row_losses=losses)
+    predictions, counts = answered
+    task = TaskScore(rows.name, losses.mean, tuple(predictions), time.perf_counter() - start, **counts)
+    return Score(losses.mean, task, row_losses=losses)
+
+
+def _answers(
+    model: nn.Module, encoder: PromptEncoder, rows: ScoredRows, *, length_normalised: bool, progress: Progress | None
+) -> tuple[list[Prediction], dict[str, Any]]:
+    """The predictions for rows with answers, and what is counted of them for :class:`TaskScore`."""
+    examples, limit, size = rows.examples, rows.max_new_tokens, len(rows.tokens)
+    if rows.scoring == "completion":
+        noted = progress and with_note(progress, "completions")
+        predictions, num_truncated = complete(model, encoder, rows.tokens, max_new_tokens=limit, progress=noted)
+        most = max(Counter(prediction.gold for prediction in predictions).values())
+        return predictions, {"num_truncated": num_truncated, "majority_class": most / size if most > 1 else None}
+    num_cut = encoder.count_too_long(examples)
+    if rows.scoring == "exact_match":
+        predictions, num_truncated = predict_numbers(model, encoder, examples, max_new_tokens=limit, progress=progress)
         num_unanswered = sum(p.prediction is None for p in predictions)
-    texts = [encoder.render(example) for example in examples]
-    losses = losses_of_rows(
-        model, encoder.training_rows(texts), pad_id=encoder.pad_id, progress=progress and with_note(progress, "loss")
-    )
-    return TaskScore(
-        task=task.name,
-        held_out_loss=losses.mean,
-        predictions=tuple(predictions),
-        time_s=time.perf_counter() - start,
-        chance=chance,
-        majority_class=majority,
-        num_ties=num_ties,
-        num_duplicate_choices=sum(len(set(example.choices)) < len(example.choices) for example in examples),
-        num_cut=encoder.count_too_long(texts),
-        num_truncated=num_truncated,
-        num_unanswered=num_unanswered,
-        row_losses=losses,
-    )
-
-
-def score_completions(
-    model: nn.Module,
-    encoder: PromptEncoder,
-    rows: Sequence[TokenRow],
-    *,
-    held_out_loss: float,
-    progress: Progress | None = None,
-) -> TaskScore:
-    """Score the share of short completions that are generated exactly.
-
-    The majority class is the most frequent completion; there is none if all completions differ.
-    """
-    started = time.perf_counter()
-    predictions, num_truncated = complete(model, encoder, rows, max_new_tokens=SHORT + 1, progress=progress)
-    most = max(Counter(prediction.gold for prediction in predictions).values())
-    return TaskScore(
-        task="own rows",
-        held_out_loss=held_out_loss,
-        predictions=tuple(predictions),
-        time_s=time.perf_counter() - started,
-        majority_class=most / len(rows) if most > 1 else None,
-        num_truncated=num_truncated,
-    )
+        return predictions, {"num_cut": num_cut, "num_truncated": num_truncated, "num_unanswered": num_unanswered}
+    predictions = predict_choices(model, encoder, examples, length_normalised=length_normalised, progress=progress)
+    positions = Counter(example.choices.index(example.completion) for example in examples)
+    return predictions, {
+        "num_cut": num_cut,
+        "chance": sum(1 / len(example.choices) for example in examples) / size,
+        "majority_class": max(positions.values()) / size,
+        "num_ties": sum(p.logprobs.count(max(p.logprobs)) > 1 for p in predictions),
+        "num_duplicate_choices": sum(len(set(example.choices)) < len(example.choices) for example in examples),
+    }
 
 
 def held_out_loss(

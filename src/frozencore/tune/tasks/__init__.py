@@ -12,8 +12,8 @@ from frozencore.tune.rows import Example, Row
 from frozencore.tune.rows.row_sources import load_split
 
 Split = Literal["train", "validation", "evaluation"]
-Scoring = Literal["choice", "exact_match", "text"]
-"""By the likeliest choice, by a generated number, or (for plain text) by held-out loss only."""
+Scoring = Literal["choice", "exact_match", "completion", "text"]
+"""By the likeliest choice, a generated number, a generated completion (of own rows), or held-out loss alone."""
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,9 @@ WEIGHTS_READ = 75  # tokens that a pass costs however large the model is: it rea
 def group_by_length(lengths: Sequence[int], most_tokens: int, overhead_tokens: int) -> list[list[int]]:
     """Group row indices, longest rows first, so that padded tokens and passes cost least.
 
-    The groups are consecutive in the sorted lengths, and dynamic programming finds the best split.
+    The groups are consecutive in the sorted lengths, and dynamic programming finds the best split. Filling groups
+    greedily costs 2 to 25 % more on 8 rows of the paper's tasks (``tiny1m``, a CPU), or 3 to 8 % if a group also ends
+    where its padding exceeds the fixed cost.
 
     Args:
         lengths: The lengths of the rows.
