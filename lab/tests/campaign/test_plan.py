@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.constructors import CONSTRUCTORS
@@ -29,6 +30,14 @@ from small_campaign import write_spec
 from small_runs import made_up_record, record_content
 
 OPTIONS: dict[str, Any] = {"model": "pocket", "task": "pocket-math", "seed": 42}
+
+
+def campaign_of(folder: Path, **studies: dict[str, Any]) -> Campaign:
+    """A campaign of studies of one task under one seed, unless their axes say otherwise."""
+    axes = {"model": ["pocket"], "task": ["pocket-math"], "seed": [42]}
+    made = {name: {"title": name, **study, "axes": axes | study["axes"]} for name, study in studies.items()}
+    content = {"name": "x", "models": {"pocket": "pocket"}, "studies": made}
+    return read_campaign(write_spec(folder, yaml.safe_dump(content, sort_keys=False)))
 
 
 @pytest.fixture
@@ -68,15 +77,12 @@ def test_where_and_how_much_at_a_time_sums_are_made_decides_neither_them_nor_at_
 
 
 def test_a_variant_is_the_run_of_its_options_and_is_searched_under_its_own_name(tmp_path: Path) -> None:
-    file = write_spec(
-        tmp_path,
-        "name: x\nmodels: {pocket: pocket}\nstudies:\n  main:\n    title: t\n"
-        "    axes: {model: [pocket], task: [pocket-math], method: [lora, lora-r1], seed: [42]}\n"
-        "    fixed: {rank: 4}\n"
-        "    variants: {lora-r1: {method: lora, rank: 1}}\n"
-        "    search: {grids: [{for: [lora-r1], learning_rate: [1e-2, 2e-2]}]}\n",
-    )
-    plain, *trials, blocked = plan(read_campaign(file), unknown)
+    study = {
+        "axes": {"method": ["lora", "lora-r1"]}, "fixed": {"rank": 4},
+        "variants": {"lora-r1": {"method": "lora", "rank": 1}},
+        "search": {"grids": [{"for": ["lora-r1"], "learning_rate": [1e-2, 2e-2]}]},
+    }  # fmt: skip
+    plain, *trials, blocked = plan(campaign_of(tmp_path, main=study), unknown)
     assert plain.job.id == make_job("tune", {**OPTIONS, "method": "lora", "rank": 4}).id
     assert blocked.job is None
     assert blocked.axes["method"] == "lora-r1"
@@ -95,17 +101,11 @@ def test_damping_may_be_a_pair_for_the_two_sides() -> None:
 
 
 def test_a_task_calibrated_on_itself_is_the_plain_run_and_stands_under_its_axis_value(tmp_path: Path) -> None:
-    text = """
-name: mismatched
-models: {pocket: pocket}
-studies:
-  plain: {title: a, axes: {model: [pocket], task: [pocket-math], method: [fcca], seed: [42]}}
-  mismatch:
-    title: b
-    axes: {model: [pocket], task: [pocket-math], calibration_task: [pocket-math, pocket-sentiment], seed: [42]}
-    report: {columns: [calibration_task]}
-"""
-    campaign = read_campaign(write_spec(tmp_path, text))
+    tasks = ["pocket-math", "pocket-sentiment"]
+    campaign = campaign_of(
+        tmp_path, plain={"axes": {"method": ["fcca"]}},
+        mismatch={"axes": {"calibration_task": tasks}, "report": {"columns": ["calibration_task"]}},
+    )  # fmt: skip
     plain, matched, other = (run.job for run in plan(campaign, unknown))
     assert plain == matched
     assert plain != other
@@ -168,17 +168,10 @@ def test_a_search_by_accuracy_refuses_a_task_without_one(campaign: Campaign) -> 
         plan(campaign, lambda _: scored(accuracy=...))
 
 
-def searched(folder: Path, rates: list[float], search: str = "") -> Campaign:
-    text = f"""
-name: rates
-models: {{pocket: pocket}}
-studies:
-  main:
-    title: t
-    axes: {{model: [pocket], task: [pocket-math], method: [fcca], seed: [42, 43]}}
-    search: {{{search}select: held_out_loss, grids: [{{warmup: [0.03, 0.1], learning_rate: {rates}}}]}}
-"""
-    return read_campaign(write_spec(folder, text))
+def searched(folder: Path, rates: list[float], **search: Any) -> Campaign:
+    grid = {"warmup": [0.03, 0.1], "learning_rate": rates}
+    axes = {"method": ["fcca"], "seed": [42, 43]}
+    return campaign_of(folder, main={"axes": axes, "search": {"select": "held_out_loss", "grids": [grid], **search}})
 
 
 def run_searches(campaign: Campaign, loss: Callable[[float, float], float | None]) -> tuple[list[Planned], Outcomes]:
@@ -196,17 +189,9 @@ def run_searches(campaign: Campaign, loss: Callable[[float, float], float | None
 
 
 def test_a_study_of_the_default_method_is_searched_by_the_grid_of_that_method(tmp_path: Path) -> None:
-    text = """
-name: default
-models: {pocket: pocket}
-studies:
-  main:
-    title: t
-    axes: {model: [pocket], task: [pocket-math], seed: [42]}
-    search: {grids: [{for: [fcca], warmup: [0.03, 0.1]}, {for: [eva], warmup: [0.2, 0.3, 0.4]}]}
-    report: {columns: [seed]}
-"""
-    planned = plan(read_campaign(write_spec(tmp_path, text)), unknown)
+    grids = [{"for": ["fcca"], "warmup": [0.03, 0.1]}, {"for": ["eva"], "warmup": [0.2, 0.3, 0.4]}]
+    study = {"axes": {}, "search": {"grids": grids}, "report": {"columns": ["seed"]}}
+    planned = plan(campaign_of(tmp_path, main=study), unknown)
     assert [run.axes.get("warmup") for run in planned if run.phase == "search"] == [0.03, 0.1]
 
 
@@ -225,11 +210,11 @@ def test_a_search_finds_a_best_rate_that_is_planted_outside_its_grid(
     assert tally(planned, SimpleNamespace(outcome=outcome)).waiting == 0  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("search", "num_added"), [("", 4), ("beyond: 2, ", 2), ("beyond: 0, ", 0)])
+@pytest.mark.parametrize(("search", "num_added"), [({}, 4), ({"beyond": 2}, 2), ({"beyond": 0}, 0)])
 def test_a_search_that_only_gets_better_ends_after_as_many_more_and_is_marked(
-    search: str, num_added: int, tmp_path: Path
+    search: dict[str, int], num_added: int, tmp_path: Path
 ) -> None:
-    campaign = searched(tmp_path, [1e-3, 2e-3], search)
+    campaign = searched(tmp_path, [1e-3, 2e-3], **search)
     planned, outcome = run_searches(campaign, lambda rate, warmup: -rate - warmup)
     trials = [run.axes for run in planned if run.phase == "search"]
     assert [(trial["learning_rate"], trial["warmup"]) for trial in trials[4:]] == [

@@ -49,7 +49,7 @@ def test_two_processes_leave_what_one_leaves_and_go_on_with_what_is_missing(
     done = by_two(words(tenants, out, *basis), tmp_path / "first")
     assert (done.status, done.err) == (0, "")
     assert all(done.out.count(f" {name} ") == 1 for name in SIZES)
-    assert sorted(path.name for path in out.iterdir()) == list(SIZES)
+    assert sorted(path.name for path in out.iterdir()) == [*SIZES, "run.yaml"]
     for name, alone in records.items():
         record = json.loads((out / name / "result.json").read_text())
         assert record["training"]["losses"] == pytest.approx(alone.training.losses, rel=1e-5)
