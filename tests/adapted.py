@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from frozencore import FrozenCoreConfig, calibrate, get_bases, load_basis, register_constructor, save_basis, set_bases
 from frozencore.adapter.layer import FrozenCoreLinear
+from frozencore.adapter.saved.adapter import checksum_of
 from frozencore.constructors import CONSTRUCTORS, BasisOptions, Constructor, LayerData
 from frozencore.maths.basis import Basis, basis_from_factors
 from frozencore.maths.moments import MomentName
@@ -73,6 +74,13 @@ def on_one_basis(*names: str, place: Path | None = None, **options: object) -> P
     model.delete_adapter("default")
     model.set_adapter(names[0])
     return model.eval()
+
+
+def set_values(folder: Path, **changed: object) -> None:
+    """Other values in the configuration of a saved adapter, with the checksum that they give."""
+    file = folder / "adapter_config.json"
+    content = json.loads(file.read_text()) | changed
+    file.write_text(json.dumps(content | {"checksum": checksum_of(content)}))
 
 
 def cores_of(model: nn.Module, adapter_name: str = "default") -> list[FrozenCoreLinear]:

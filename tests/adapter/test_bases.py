@@ -13,7 +13,7 @@ from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from adapted import BATCHES, adapted, cores_of, logits, train_at_random
+from adapted import BATCHES, adapted, cores_of, logits, set_values, train_at_random
 from fixtures import few
 from frozencore import (
     CONSTRUCTORS,
@@ -28,7 +28,6 @@ from frozencore import (
     swap_core,
 )
 from frozencore.adapter.per_row import adapter_of_each_row
-from frozencore.adapter.saved.adapter import checksum_of
 from frozencore.adapter.saved.tensors import factors_alone
 from frozencore.errors import ArtifactError
 from tiny import tiny_qwen2
@@ -157,9 +156,7 @@ def test_without_its_basis_or_beside_another_one_an_adapter_is_refused(saved: Pa
 
 def test_cores_at_another_scale_than_the_basis_are_refused_by_every_reader(saved: Path) -> None:
     loaded = PeftModel.from_pretrained(tiny_qwen2(), str(saved))
-    values = json.loads((saved / CONFIG).read_text())
-    values["alpha"] = 30.0
-    (saved / CONFIG).write_text(json.dumps({**values, "checksum": checksum_of(values)}))
+    set_values(saved, alpha=30.0)
     for read in (
         lambda: PeftModel.from_pretrained(tiny_qwen2(), str(saved)),
         lambda: loaded.load_adapter(str(saved), adapter_name="second"),

@@ -15,9 +15,8 @@ from frozencore.adapter.config import FrozenCoreConfig, find_adapter
 from frozencore.adapter.layer import FrozenCoreLinear, base_samples_of, bases_of, frozen_core_layers, scales_of
 from frozencore.adapter.saved.base_record import differing_layer, other_base, record_base, record_in
 from frozencore.adapter.saved.basis import SavedBasis
-from frozencore.adapter.saved.tensors import Factors, require_finite_in, require_orthonormal, require_scales
+from frozencore.adapter.saved.tensors import Factors, hash_bases, require_finite_in, require_orthonormal, require_scales
 from frozencore.errors import ArtifactError, CalibrationError, ConfigError
-from frozencore.files.fingerprint import fingerprint_tensors
 from frozencore.maths.basis import ORTHONORMAL_COORDINATES, Basis, known_basis
 from frozencore.maths.capture import coherence, measure_capture
 from frozencore.maths.linalg import effective_rank, principal_cosines, truncated_svd
@@ -192,11 +191,7 @@ def _checked(
 
 def basis_fingerprint(model: nn.Module) -> str:
     """SHA-256 of every layer's P and Q."""
-    layers = frozen_core_layers(model, "default")
-    factors = {name: layer.factors("default")[:2] for name, layer in sorted(layers.items())}
-    return fingerprint_tensors(
-        (f"{name}.{side}", X) for name, pair in factors.items() for side, X in zip("PQ", pair, strict=True)
-    )
+    return hash_bases(bases_of(frozen_core_layers(model, "default"), "default"))
 
 
 def set_named_basis(

@@ -30,7 +30,7 @@ from frozencore.adapter.export.base_model import layers_of
 from frozencore.adapter.export.serving import RULES, LoraDirectory, read_lora_directory
 from frozencore.adapter.folders import read_adapter
 from frozencore.adapter.named_layers import refuse_expressions
-from frozencore.adapter.saved.base_record import differing_layer, record_base, sample_weight
+from frozencore.adapter.saved.base_record import differing_layer, record_base, samples_of
 from frozencore.adapter.saved.basis import SavedBasis
 from frozencore.adapter.saved.card import begin_model_card
 from frozencore.adapter.saved.tensors import BASE, PREFIX, cores_key, flatten_cores, hash_tensors
@@ -203,7 +203,7 @@ def _other_bases(sources: Mapping[str, LowRankAdapter], base: nn.Module | None) 
     named = Counter(source.base_model for source in sources.values() if source.base_model)
     usual, found = next(iter(dict(named.most_common(1))), None), {}
     known = dict(layers_of(base).shapes) if base is not None else {}
-    samples = {layer: sample_weight(base.get_submodule(layer).weight) for layer in known} if base is not None else {}
+    samples = samples_of(base, known) if base is not None else {}
     records: dict[frozenset[str], Mapping[str, str]] = {}
     for name, source in sources.items():
         if source.base_model not in (None, usual):
@@ -378,7 +378,7 @@ def _record_of(
 ) -> Mapping[str, str] | None:
     """Some values of the base model's weights: from the model, or from an adapter that has the same layers."""
     if base is not None:
-        return record_base({layer: sample_weight(base.get_submodule(layer).weight) for layer in layers})
+        return record_base(samples_of(base, layers))
     records = (source.base for source in sources.values() if source.shapes.keys() == layers.keys())
     return next((record for record in records if record is not None), None)
 

@@ -122,7 +122,7 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
 
     def basis(self, adapter_name: str) -> ScaledBasis:
         """P, Q and s of an adapter."""
-        P, Q, _ = self.factors(adapter_name)
+        P, Q = self.frozencore_P[adapter_name], self.frozencore_Q[adapter_name]
         return ScaledBasis(P, Q, self.frozencore_scale[adapter_name])
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -438,7 +438,7 @@ def version_of(tensor: Tensor) -> int:
 
 def bases_of(layers: Mapping[str, FrozenCoreLinear], adapter_name: str) -> dict[str, tuple[Tensor, Tensor]]:
     """P and Q of an adapter by layer name."""
-    return {name: layer.factors(adapter_name)[:2] for name, layer in layers.items()}
+    return {name: layer.basis(adapter_name)[:2] for name, layer in layers.items()}
 
 
 def scales_of(layers: Mapping[str, FrozenCoreLinear], adapter_name: str) -> dict[str, float]:

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
 import os
 import threading
 import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import ModelCard, ModelCardData
-from huggingface_hub.utils import validate_repo_id
 from hypothesis import given
 from hypothesis import strategies as st
 from peft import (
     LoraConfig,
     PeftModel,
-    PromptTuningConfig,
     get_peft_model,
     get_peft_model_state_dict,
     set_peft_model_state_dict,
@@ -31,22 +26,18 @@ from peft import (
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from adapted import BATCHES, adapted, cores_of, logits, train_at_random
+from adapted import BATCHES, adapted, cores_of, logits, set_values, train_at_random
 from frozencore import (
     CoreBank,
     FrozenCoreConfig,
     calibrate,
     export_lora,
     merge_adapters,
-    pack_adapter,
     save_basis,
     swap_core,
-    write_model_card,
 )
 from frozencore.adapter.folders import read_adapter
-from frozencore.adapter.saved.adapter import checksum_of
 from frozencore.adapter.saved.base_record import differing_layer, record_base, sample_weight
-from frozencore.adapter.saved.card import begin_model_card
 from frozencore.adapter.saved.tensors import UncalibratedWarning, factors_alone
 from frozencore.errors import ArtifactError, ConfigError, ModelError
 from frozencore.tune.evaluate import BaseWithAdapter
@@ -62,12 +53,6 @@ def saved(tmp_path: Path) -> Path:
     """A trained adapter."""
     adapted("random", trained=True, coordinates="qr").save_pretrained(str(tmp_path / "adapter"))
     return tmp_path / "adapter"
-
-
-def edit_config(folder: Path, **values: Any) -> None:
-    """Change values, with the checksum that they give."""
-    content = json.loads((folder / CONFIG).read_text()) | values
-    (folder / CONFIG).write_text(json.dumps(content | {"checksum": checksum_of(content)}))
 
 
 def first(tensors: dict[str, Tensor], part: str) -> str:
@@ -396,7 +381,7 @@ def test_a_rounded_state_dict_is_taken_on_a_base_of_any_dtype(dtype: torch.dtype
 def test_another_base_model_is_taken_if_the_user_says_so(saved: Path) -> None:
     loaded = PeftModel.from_pretrained(tiny_qwen2(seed=1), str(saved), allow_other_base=True)
     assert not torch.equal(logits(loaded), logits(tiny_qwen2(seed=1)))
-    edit_config(saved, allow_other_base=True)  # the file has no say in it
+    set_values(saved, allow_other_base=True)  # the file has no say in it
     with pytest.raises(ArtifactError, match="another base model"):
         PeftModel.from_pretrained(tiny_qwen2(seed=1), str(saved))
 
@@ -423,7 +408,7 @@ def test_no_rounding_between_two_dtypes_makes_another_base(values: list[float]) 
 def test_a_base_model_of_other_layers_is_refused_in_one_line(
     overrides: dict[str, int], message: str, saved: Path
 ) -> None:
-    edit_config(saved, base_model_name_or_path="org/base")
+    set_values(saved, base_model_name_or_path="org/base")
     with pytest.raises(ArtifactError, match=message) as caught:
         PeftModel.from_pretrained(tiny_qwen2(**overrides), str(saved), allow_other_base=True)
     assert str(caught.value).endswith("Load the base model that it was trained on: org/base.")
@@ -557,140 +542,6 @@ def test_nothing_is_said_of_a_calibrated_adapter(tmp_path: Path) -> None:
         adapted("fcca", calibrated=False).unload()
 
 
-@pytest.fixture
-def named() -> PeftModel:
-    """A calibrated model whose base has a hub id."""
-    model = adapted("fcca", trained=True)
-    model.get_base_model().config._name_or_path = "Qwen/Qwen2.5-0.5B"
-    model.peft_config["default"].base_model_name_or_path = "Qwen/Qwen2.5-0.5B"
-    return model
-
-
-def test_save_pretrained_writes_a_card_that_the_hub_client_reads(named: PeftModel, tmp_path: Path) -> None:
-    named.save_pretrained(tmp_path)
-    files = {"README.md", "adapter_config.json", "adapter_model.safetensors"}
-    assert {path.name for path in tmp_path.iterdir()} == files  # what upload_folder would upload
-    card = ModelCard((tmp_path / "README.md").read_text(), ignore_metadata_errors=False)
-    assert card.data.library_name == "peft"
-    assert card.data.base_model == "Qwen/Qwen2.5-0.5B"
-    assert "frozencore" in card.data.tags
-    validate_repo_id(card.data.base_model)
-    for fact in (
-        "`Qwen/Qwen2.5-0.5B`",
-        "`fcca`",
-        "- Rank: 3",
-        "- Trained values: 72\n",
-        "- Saved in: ",
-        "import frozencore",
-        "- Licence: not stated",
-        "tokens",
-    ):
-        assert fact in card.text
-    assert "More Information Needed" not in card.text
-
-
-def test_the_card_of_cores_alone_counts_them(named: PeftModel, tmp_path: Path) -> None:
-    save_basis(named, tmp_path / "basis")
-    named.save_pretrained(tmp_path / "cores")
-    assert "- Trained values: 72\n" in (tmp_path / "cores" / "README.md").read_text()
-
-
-def test_a_card_that_was_begun_before_is_the_same_in_the_end(named: PeftModel, tmp_path: Path) -> None:
-    begin_model_card(tmp_path / "begun")
-    cards = []
-    for folder in (tmp_path / "begun", tmp_path / "not"):
-        named.save_pretrained(folder)
-        cards.append((folder / "README.md").read_bytes())
-    assert cards[0] == cards[1].replace(bytes(tmp_path / "not"), bytes(tmp_path / "begun"))
-    begin_model_card(tmp_path / "begun")
-    assert (tmp_path / "begun" / "README.md").read_bytes() == cards[0]
-
-
-def test_scores_data_and_licence_are_filled_in_when_known(named: PeftModel, tmp_path: Path) -> None:
-    named.save_pretrained(tmp_path)
-    tokens = f"- Calibrated on: {named.peft_config['default'].calibration_tokens:,} tokens"
-    again = PeftModel.from_pretrained(named.unload(), tmp_path)
-    again.save_pretrained(tmp_path)
-    assert tokens in (tmp_path / "README.md").read_text()
-    write_model_card(tmp_path, calibration="svamp, 128 rows", scores={"accuracy": 0.7125}, license="apache-2.0")
-    card = ModelCard.load(tmp_path / "README.md")
-    assert card.data.license == "apache-2.0"
-    assert "- Calibrated on: svamp, 128 rows" in card.text
-    assert "- Scores: accuracy 0.7125" in card.text
-    assert card.text.count("# Frozen-core adapter") == 1
-
-
-def test_a_card_that_someone_wrote_keeps_its_text(named: PeftModel, tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n# Mine\n\nMy own words.\n")
-    named.save_pretrained(tmp_path)
-    named.save_pretrained(tmp_path)
-    card = ModelCard.load(tmp_path / "README.md")
-    assert card.data.license == "mit"
-    assert "My own words." in card.text
-    assert card.text.count("# Frozen-core adapter") == 1
-    assert "- Licence: mit" in card.text
-
-
-def test_a_local_base_folder_is_not_told_to_the_hub(named: PeftModel, tmp_path: Path) -> None:
-    named.get_base_model().config._name_or_path = "/home/someone/models/qwen"
-    named.peft_config["default"].base_model_name_or_path = "/home/someone/models/qwen"
-    named.save_pretrained(tmp_path)
-    text = (tmp_path / "README.md").read_text()
-    assert ModelCard.load(tmp_path / "README.md").data.base_model is None
-    assert "/home/someone" not in text
-    assert "a local folder, `qwen`" in text
-
-
-def test_an_export_has_a_card_without_our_import_and_a_configuration_alone_none(
-    named: PeftModel, tmp_path: Path
-) -> None:
-    export_lora(named, tmp_path / "lora")
-    card = ModelCard.load(tmp_path / "lora" / "README.md")
-    assert card.data.base_model == "Qwen/Qwen2.5-0.5B"
-    assert "lora" in card.data.tags
-    assert "import frozencore" not in card.text
-    named.peft_config["default"].save_pretrained(tmp_path / "alone")
-    assert [path.name for path in (tmp_path / "alone").iterdir()] == ["adapter_config.json"]
-    with pytest.raises(ArtifactError, match="cannot be brought up to date"):
-        write_model_card(tmp_path / "nothing")
-    get_peft_model(tiny_qwen2(), PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")).save_pretrained(
-        str(tmp_path / "tokens")
-    )
-    with pytest.raises(ArtifactError, match="PROMPT_TUNING"):
-        write_model_card(tmp_path / "tokens")
-
-
-@pytest.mark.parametrize("half_filled", [False, True])
-def test_a_template_is_replaced_unless_someone_wrote_into_it(
-    named: PeftModel, tmp_path: Path, half_filled: bool
-) -> None:
-    card = ModelCard.from_template(ModelCardData())
-    card.data.license = "mit"
-    assert "[More Information Needed]" in card.text
-    if half_filled:
-        card.text = card.text.replace("- **Repository:** [More Information Needed]", "- **Repository:** my own forge")
-    card.save(tmp_path / "README.md")
-    named.save_pretrained(tmp_path)
-    text = (tmp_path / "README.md").read_text()
-    assert "- Licence: mit" in text
-    assert ("my own forge" in text) == ("[More Information Needed]" in text) == half_filled
-
-
-def test_a_card_loads_the_adapter_from_the_folder_that_the_reader_has(named: PeftModel, tmp_path: Path) -> None:
-    named.save_pretrained(tmp_path / "mine")
-    write_model_card(tmp_path / "mine", scores={"accuracy": 0.7})
-    export_lora(tmp_path / "mine", tmp_path / "lora")
-    pack_adapter(tmp_path / "mine", None, tmp_path / "cores")
-    merge_adapters([tmp_path / "mine"], tmp_path / "sum")
-    for folder in ("mine", "lora", "cores", "sum"):
-        card = (tmp_path / folder / "README.md").read_text()
-        assert f'from_pretrained(base, "{tmp_path / folder}")' in card
-        assert ("Scores: accuracy 0.7" in card) == (folder in ("mine", "cores")), "a sum was not scored"
-    with TemporaryDirectory() as passing:  # as for push_to_hub
-        named.save_pretrained(passing)
-        assert "FOLDER_OR_HUB_ID" in (Path(passing) / "README.md").read_text()
-
-
 def test_a_saved_model_is_freed_with_its_last_reference(tmp_path: Path) -> None:
     model = adapted("random")
     model.save_pretrained(tmp_path)
@@ -701,17 +552,3 @@ def test_a_saved_model_is_freed_with_its_last_reference(tmp_path: Path) -> None:
         assert gone() is None
     finally:
         gc.enable()
-
-
-def test_a_card_names_the_hub_id_of_a_base_in_a_folder_and_the_place_of_the_adapter(tmp_path: Path) -> None:
-    (tmp_path / "base").mkdir()
-    (tmp_path / "base" / "README.md").write_text("---\nbase_model: anna/small\n---\n")
-    adapted("random").save_pretrained(str(tmp_path / "run"))
-    file = tmp_path / "run" / "adapter_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": str(tmp_path / "base")}))
-    write_model_card(tmp_path / "run", place="anna/mine")
-    card = ModelCard.load(tmp_path / "run" / "README.md")
-    assert card.data.base_model == "anna/small"
-    assert "base_model:adapter:anna/small" in card.data.tags
-    assert 'from_pretrained("anna/small")' in card.text
-    assert 'from_pretrained(base, "anna/mine")' in card.text

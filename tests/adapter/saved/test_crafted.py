@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from adapted import set_values
 from frozencore import (
     CoreBank,
     FrozenCoreConfig,
@@ -42,7 +43,6 @@ from frozencore import (
 )
 from frozencore.adapter.bases import inspect_adapter
 from frozencore.adapter.folders import read_adapter, read_adapter_or_basis
-from frozencore.adapter.saved.adapter import checksum_of
 from frozencore.adapter.saved.tensors import hash_tensors
 from frozencore.errors import FrozenCoreError
 from frozencore.files.adapter_folder import LARGEST_CONFIG
@@ -156,12 +156,6 @@ class Case(NamedTuple):
 def values(where: frozenset[str] = ONTO_A_MODEL, message: str = "", kind: str = "adapter", **changed: Any) -> Case:
     """Values in the configuration."""
     return Case(kind, lambda folder: set_values(folder, **changed), where, message)
-
-
-def set_values(folder: Path, **changed: Any) -> None:
-    """Other values, with the checksum that they give."""
-    content = json.loads((folder / CONFIG).read_text()) | changed
-    (folder / CONFIG).write_text(json.dumps(content | {"checksum": checksum_of(content)}))
 
 
 def changed_by_hand(name: str, to: Any, kind: str = "adapter") -> Case:

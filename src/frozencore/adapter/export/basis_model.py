@@ -39,7 +39,7 @@ from frozencore.adapter.saved.base_record import (
     other_base,
     record_base,
     require_one_base,
-    sample_weight,
+    samples_of,
 )
 from frozencore.adapter.saved.basis import SavedBasis, load_basis
 from frozencore.adapter.saved.card import CARD_FILE
@@ -102,8 +102,7 @@ def export_basis_model(
     with atomic_folder(out, overwrite=overwrite, reads=directory) as aside:
         model = load_base_model(base, dtype, loading, "a basis stands beside plain weights")
         _require_fits(basis, model, base)
-        record = record_base({name: sample_weight(model.get_submodule(name).weight) for name in basis.layers})
-        entry = {"ranks": ranks, "identity": identity, "base": record}
+        entry = {"ranks": ranks, "identity": identity, "base": record_base(samples_of(model, basis.layers))}
         _with_basis(model, basis.layers, entry).save_pretrained(aside, save_original_format=False)
         values = json.loads((aside / MODEL_CONFIG).read_text(encoding="utf-8"))
         values["architectures"] = [ARCHITECTURE]
@@ -169,22 +168,17 @@ def _require_fits(basis: SavedBasis, model: Any, base: str) -> None:
             f"A basis model is a causal language model of transformers, but {base} is a {type(model).__name__}. "
             "Export a LoRA, or merge."
         )
-    shapes = layers_of(model).shapes
+    linear = layers_of(model)
     for name, (P, Q) in basis.layers.items():
-        if shapes.get(name) != (len(P), len(Q)):
-            raise ArtifactError(
-                f"{basis.place} is of another base model: its layer {name!r} is {len(P)} x {len(Q)}, {base} has "
-                f"{shapes.get(name, 'none')}. Name the model that it was made on with base= (--base)."
-            )
+        linear.require_layer(name, (len(P), len(Q)))
         if not name.startswith(f"{model.base_model_prefix}."):
             raise ModelError(
                 f"A basis stands in the layers below the head, but {basis.place} has one on {name!r}, which engines "
                 "compute apart. Export a LoRA, or merge."
             )
-    if basis.base is not None:
-        samples = {name: sample_weight(model.get_submodule(name).weight) for name in basis.layers}
-        if (odd := differing_layer(basis.base, samples)) is not None:
-            raise other_base(f"The basis of {basis.place}", odd)
+    odd = None if basis.base is None else differing_layer(basis.base, samples_of(model, basis.layers))
+    if odd is not None:
+        raise other_base(f"The basis of {basis.place}", odd)
 
 
 def _with_basis(model: Any, bases: Bases, entry: dict[str, Any]) -> Any:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -33,8 +34,19 @@ def sample_weight(weight: Any) -> Tensor | None:
         return None
     if weight.numel() < NUM_SAMPLES:
         return None
-    positions = [i * (weight.numel() - 1) // (NUM_SAMPLES - 1) for i in range(NUM_SAMPLES)]
-    return weight.detach().flatten()[positions]
+    return weight.detach().flatten()[_positions(weight.numel(), weight.device)]
+
+
+@cache
+def _positions(size: int, device: torch.device) -> Tensor:
+    """The places of the samples; a list would be made a tensor, and copied to a GPU, for each of hundreds of layers."""
+    with torch.inference_mode(False):
+        return torch.tensor([i * (size - 1) // (NUM_SAMPLES - 1) for i in range(NUM_SAMPLES)], device=device)
+
+
+def samples_of(model: nn.Module, layers: Iterable[str]) -> dict[str, Tensor | None]:
+    """The samples of a plain model by layer name."""
+    return {name: sample_weight(model.get_submodule(name).weight) for name in layers}
 
 
 def record_base(samples: Mapping[str, Tensor | None]) -> dict[str, str] | None:
@@ -43,8 +55,9 @@ def record_base(samples: Mapping[str, Tensor | None]) -> dict[str, str] | None:
     plain = [sample for sample in found if sample is not None]
     if not plain or len(plain) < len(found):
         return None
-    values = torch.cat([sample.float().cpu() for sample in plain]).numpy().astype("<f4")
-    coarsest = max((sample.dtype for sample in plain), key=lambda dtype: torch.finfo(dtype).eps)
+    together = len({sample.device for sample in plain}) == 1  # then one copy serves all
+    values = torch.cat(plain if together else [sample.cpu() for sample in plain]).float().cpu().numpy().astype("<f4")
+    coarsest = max({sample.dtype for sample in plain}, key=lambda dtype: torch.finfo(dtype).eps)
     return {
         "dtype": str(coarsest).removeprefix("torch."),
         "values": base64.b64encode(values.tobytes()).decode("ascii"),

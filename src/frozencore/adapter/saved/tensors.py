@@ -148,7 +148,7 @@ def factors_alone(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def require_scales(origin: str, tensors: Mapping[str, Tensor], scales: Mapping[str, float]) -> None:
     """Refuse cores that were trained at other scales than these, by layer name; rounding in their dtype passes."""
-    came = next((tensor for key, tensor in tensors.items() if key.removeprefix(BASE) == SCALES), None)
+    came = tensors.get(SCALES, tensors.get(BASE + SCALES))
     if came is None or not is_usable_float(came) or came.shape != (len(scales),):
         raise ArtifactError(
             f"An adapter holds the scale of each of its {len(scales)} layers, but {origin} does not. Save or download "
@@ -274,9 +274,10 @@ def require_sound(
 
 def other_keys(tensors: Collection[str]) -> list[str]:
     """The names that are neither of factors, with what they were trained with, nor of the first vector of cores."""
-    starts = (CORES,) if any(key.startswith(CORES) for key in tensors) else (SCALES, BASE_VALUES)
-    own = {next((key for key in tensors if key.removeprefix(BASE).startswith(one)), None) for one in starts}
-    return [key for key in tensors if key not in own and not _FACTOR.fullmatch(key)]
+    others = [key for key in tensors if not _FACTOR.fullmatch(key)]
+    starts = (CORES,) if any(key.startswith(CORES) for key in others) else (SCALES, BASE_VALUES)
+    own = {next((key for key in others if key.removeprefix(BASE).startswith(one)), None) for one in starts}
+    return [key for key in others if key not in own]
 
 
 def require_modules(origin: str, modules: Any, tokens: Any, tensors: Collection[str]) -> None:
