@@ -165,7 +165,7 @@ def _flat_cores(
     _require_same_layers(factors, layers)
     require_trained_alike(origin, tensors, config, layers, adapter_name)
     for name, layer in layers.items():
-        for mine, theirs in zip(layer.basis(adapter_name), (factors[name].P, factors[name].Q), strict=False):
+        for mine, theirs in zip(layer.basis(adapter_name)[:2], (factors[name].P, factors[name].Q), strict=True):
             if mine.shape != theirs.shape or not torch.equal(mine, theirs.to(mine.device, mine.dtype)):
                 raise ArtifactError(
                     f"A core works on its own basis only, but layer {name!r} of the adapter {adapter_name!r} has "
