@@ -145,8 +145,9 @@ def test_the_same_adapter_saved_twice_is_the_same_bytes(tmp_path: Path) -> None:
     model.save_pretrained(str(tmp_path / "c"))
     for name in "bc":
         assert {p.name for p in (tmp_path / name).iterdir()} == {p.name for p in (tmp_path / "a").iterdir()}
-        for path in (tmp_path / "a").iterdir():
-            assert path.read_bytes() == (tmp_path / name / path.name).read_bytes(), path.name
+        for path in (tmp_path / "a").iterdir():  # whose card names its folder
+            again = (tmp_path / name / path.name).read_bytes().replace(bytes(tmp_path / name), bytes(tmp_path / "a"))
+            assert path.read_bytes() == again, path.name
 
 
 # -------------------------------------------------------------------------------- nothing but the adapter's own tensors
