@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -215,19 +216,18 @@ def test_a_resumed_run_with_other_options_is_refused_and_changes_no_file(
     assert content_of(finished) == before
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [({"method": "filora"}, "method fcca"), ({"damping": 10.0}, "damping"), ({"calibration_size": 8}, "calibration r")],
-)
 def test_a_run_that_was_killed_before_its_first_record_goes_on_on_its_own_basis_only(
-    tenants: Path, finished: Path, tmp_path: Path, options: dict[str, Any], named: str
+    tenants: Path, finished: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(finished, tmp_path / "cut", ignore=shutil.ignore_patterns(*SIZES))
     config = config_of(tenants, select_checkpoint="epoch")
     with pytest.raises(TrainingError, match="--resume"):
         execute_many(config, tmp_path / "cut", silent)
-    with pytest.raises(ArtifactError, match=named):
-        execute_many(config_of(tenants, select_checkpoint="epoch", **options), tmp_path / "cut", silent, resume=True)
+    for options, named in (({"method": "filora"}, "method fcca"), ({"calibration_size": 8}, "calibration r")):
+        with pytest.raises(ArtifactError, match=named):
+            execute_many(
+                config_of(tenants, select_checkpoint="epoch", **options), tmp_path / "cut", silent, resume=True
+            )
     (tmp_path / "cut" / "tenants.json").unlink()
     with pytest.raises(ArtifactError, match="name that basis with --basis"):
         execute_many(config, tmp_path / "cut", silent, resume=True)
@@ -237,46 +237,33 @@ def test_what_somebody_else_put_into_a_tenants_folder_is_refused_by_name_and_sta
     tenants: Path, finished: Path, tmp_path: Path
 ) -> None:
     """A LoRA on anna's rows as ben's result, other rows under a tenant's name, and files of a user's own."""
-    config, out = config_of(tenants, select_checkpoint="epoch"), tmp_path / "out"
+    config, out, ben = config_of(tenants, select_checkpoint="epoch"), tmp_path / "out", tmp_path / "out" / "ben"
 
-    def lora() -> None:
-        shutil.rmtree(out / "ben")
-        execute(config_of(tenants / "anna.jsonl", method="lora"), out / "ben", silent)
-
-    def of_anna() -> None:
-        shutil.rmtree(out / "ben")
-        shutil.copytree(out / "anna", out / "ben")
+    def emptied() -> Path:
+        shutil.rmtree(ben)
+        return ben
 
     def notes() -> None:
-        shutil.rmtree(out / "ben")
-        (out / "ben").mkdir()
-        (out / "ben" / "notes.txt").write_text("mine")
+        emptied().mkdir()
+        (ben / "notes.txt").write_text("mine")
 
-    def own_file() -> None:
-        shutil.rmtree(out / "ben")
-        (out / "ben").write_text("mine")
-
-    def torn() -> None:
-        (out / "ben" / "result.json").write_text("{")
-
-    def without_adapter() -> None:
-        shutil.rmtree(out / "ben" / "adapter")
-
-    def compared() -> None:
-        (out / "ben" / "result.json").write_text(json.dumps(stability_content({"task": None}, 1.0)))
-
-    for put, named in (
-        (lora, "method lora .now fcca"), (of_anna, "hash of train"), (notes, r"holds 'notes\.txt'"),
-        (own_file, "is a file"), (torn, "damaged"), (without_adapter, "no adapter"), (compared, "no adapter"),
-    ):  # fmt: skip
+    of_bases = json.dumps(stability_content({"task": None}, 1.0))
+    cases: list[tuple[Callable[[], object], str]] = [
+        (lambda: execute(config_of(tenants / "anna.jsonl", method="lora"), emptied(), silent), "method lora .now fcca"),
+        (lambda: shutil.copytree(out / "anna", emptied()), "hash of train"),
+        (notes, r"holds 'notes\.txt'"),
+        (lambda: emptied().write_text("mine"), "is a file"),
+        (lambda: (ben / "result.json").write_text("{"), "damaged"),
+        (lambda: shutil.rmtree(ben / "adapter"), "no adapter"),
+        (lambda: (ben / "result.json").write_text(of_bases), "no adapter"),
+    ]
+    for put, named in cases:
         shutil.copytree(finished, out)
         put()
         before = content_of(out)
-        for resume in (True, False):
-            with pytest.raises(ArtifactError, match=named if resume else "ben|anna"):
+        for resume, message in ((True, f"ben.*({named})"), (False, "ben|anna")):
+            with pytest.raises(ArtifactError, match=message):
                 execute_many(config, out, silent, resume=resume)
-        with pytest.raises(ArtifactError, match=f"ben.*({named})"):
-            execute_many(config, out, silent, resume=True)
         assert content_of(out) == before
         shutil.rmtree(out)
 
