@@ -22,11 +22,6 @@ MakeContent = Callable[[Mapping[str, Any]], Content | None]
 
 
 @pytest.fixture(scope="session")
-def make_record() -> Callable[..., Content]:
-    return record_content
-
-
-@pytest.fixture(scope="session")
 def campaign(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Campaign]:
     """A campaign from the YAML of its studies."""
 

@@ -8,7 +8,7 @@ import pytest
 
 from frozencore_lab.reports.costs import Phases, memory_sheet, state_sheet, study_costs, time_sheet
 from frozencore_lab.reports.report import study_section
-from small_runs import RESOURCES, alignment_content
+from small_runs import RESOURCES, alignment_content, record_content
 
 PAPER = {  # initialisation s, step s, peak GB, trained values
     "fcca": (35, 0.81, 6.92, 36_864),
@@ -26,14 +26,14 @@ PROFILE = """
 
 
 @pytest.fixture
-def paper(study, make_record):
+def paper(study):
     def record(axes):
         initialisation, step, peak, trained = PAPER[axes["method"]]
         magnitudes = 165_888 if axes["method"] == "dora" else 0
         resources = {**RESOURCES, "step_s": step, "magnitude_parameters": magnitudes}
         whole = {"calibration_s": initialisation, "peak_memory_bytes": round(peak * 1e9)}
         saved = 4 * 7_372_800 + 4 * 36_864
-        return make_record(axes, values_at_once=trained, saved_bytes=saved, resources=resources, **whole)
+        return record_content(axes, values_at_once=trained, saved_bytes=saved, resources=resources, **whole)
 
     return study(PROFILE, record)
 
@@ -75,11 +75,11 @@ def test_trained_values_are_told_apart_as_cores_factors_and_magnitudes(paper):
     assert shown["DoRA"][1:4] == ["0", "7,372,800", "165,888"]
 
 
-def test_a_comparison_pools_its_tasks_and_a_profile_keeps_them_apart(study, make_record):
+def test_a_comparison_pools_its_tasks_and_a_profile_keeps_them_apart(study):
     two = PROFILE.replace("task: [svamp]", "task: [svamp, gsm8k]")
 
     def record(axes):
-        return make_record(axes, calibration_s=1.0 if axes["task"] == "svamp" else 3.0)
+        return record_content(axes, calibration_s=1.0 if axes["task"] == "svamp" else 3.0)
 
     apart = study_costs(study(two, record))
     assert [(costs.group, costs.costs[0].phases.initialisation_s) for costs in apart] == [
@@ -90,11 +90,11 @@ def test_a_comparison_pools_its_tasks_and_a_profile_keeps_them_apart(study, make
     assert (pooled.costs[0].phases.initialisation_s, len(pooled.costs[0].records)) == (2.0, 2)
 
 
-def test_what_was_not_measured_is_not_available_and_never_nought(study, make_record):
+def test_what_was_not_measured_is_not_available_and_never_nought(study):
     def record(axes):
         resources = {**RESOURCES, "step_s": 2.0 if axes["method"] == "fcca" else None}
         one = {"calibration_s": 0.05, "peak_memory_bytes": 1_500, "training": {"num_steps": 1}}
-        return make_record(axes, resources=resources, **one)
+        return record_content(axes, resources=resources, **one)
 
     (costs,) = study_costs(study(PROFILE, record))
     rows = {line[0].text: line[1:] for line in time_sheet(costs, "t", alone=False).rows}
@@ -104,21 +104,21 @@ def test_what_was_not_measured_is_not_available_and_never_nought(study, make_rec
     assert rows["FCCA"][1].text == "2.00 s"
 
 
-def with_peaks(make_record, axes, **changed):
+def with_peaks(axes, **changed):
     more = {"fcca": 40_000_000, "lora": 0}[axes["method"]] + (axes["seed"] - 42) * 1_000_000
     peaks = {
         "measured": "process", "held_bytes": 500_000_000, "calibration_bytes": 501_000_000 + more,
         "training_bytes": 530_000_000, "scoring_bytes": 499_000_000, **changed,
     }  # fmt: skip
     largest = max(peaks["calibration_bytes"], peaks["training_bytes"])
-    return make_record(axes, resources={**RESOURCES, "peaks": peaks}, peak_memory_bytes=largest)
+    return record_content(axes, resources={**RESOURCES, "peaks": peaks}, peak_memory_bytes=largest)
 
 
 TWO_SEEDS = PROFILE.replace("[fcca, lora, dora, pissa]", "[fcca, lora]").replace("seed: [42]", "seed: [42, 43]")
 
 
-def test_each_phase_shows_the_most_that_a_run_took_beyond_what_was_held(study, make_record):
-    (costs,) = study_costs(study(TWO_SEEDS, lambda axes: with_peaks(make_record, axes)))
+def test_each_phase_shows_the_most_that_a_run_took_beyond_what_was_held(study):
+    (costs,) = study_costs(study(TWO_SEEDS, lambda axes: with_peaks(axes)))
     sheet = memory_sheet(costs, "m")
     assert sheet.headings == ("method", "held", "calibration", "training", "scoring", "peak")
     assert [[cell.text for cell in line] for line in sheet.rows] == [
@@ -128,23 +128,23 @@ def test_each_phase_shows_the_most_that_a_run_took_beyond_what_was_held(study, m
     assert "whole life" not in time_sheet(costs, "t", alone=True).note
 
 
-def test_a_profile_of_records_that_tell_no_phases_apart_has_no_such_table_and_says_so(study, make_record):
-    plain = study(TWO_SEEDS, make_record)
+def test_a_profile_of_records_that_tell_no_phases_apart_has_no_such_table_and_says_so(study):
+    plain = study(TWO_SEEDS)
     (costs,) = study_costs(plain)
     assert memory_sheet(costs, "m") is None
     assert "of a process's whole life" in time_sheet(costs, "t", alone=True).note
     assert [table.sheet.name for table in study_section(plain).main] == ["profile", "profile-state", "profile-time"]
-    measured = study_section(study(TWO_SEEDS, lambda axes: with_peaks(make_record, axes)))
+    measured = study_section(study(TWO_SEEDS, lambda axes: with_peaks(axes)))
     assert measured.main[-1].sheet.name == "profile-memory"
 
     def half(axes):
-        return with_peaks(make_record, axes) if axes["seed"] == 42 else make_record(axes, peak_memory_bytes=6)
+        return with_peaks(axes) if axes["seed"] == 42 else record_content(axes, peak_memory_bytes=6)
 
     (costs,) = study_costs(study(TWO_SEEDS, half))
     assert memory_sheet(costs, "m") is None
 
 
-def test_the_norm_of_the_cores_gradient_is_a_column_where_runs_have_measured_it(study, make_record):
+def test_the_norm_of_the_cores_gradient_is_a_column_where_runs_have_measured_it(study):
     yaml = """
   s:
     title: S
@@ -154,7 +154,7 @@ def test_the_norm_of_the_cores_gradient_is_a_column_where_runs_have_measured_it(
 
     def record(axes):
         measured = {**alignment_content(0.5), "gradient": norms[axes["seed"]]}
-        return make_record(axes, alignment=measured if axes["method"] == "fcca" else None)
+        return record_content(axes, alignment=measured if axes["method"] == "fcca" else None)
 
     (costs,) = study_costs(study(yaml, record))
     sheet = state_sheet(costs, "s")

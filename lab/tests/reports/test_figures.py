@@ -10,6 +10,7 @@ from matplotlib import pyplot as plt
 from frozencore.tune.figures import plain_ticks
 from frozencore_lab.campaign.spec import Figure
 from frozencore_lab.reports.figures import DRAWN, study_drawings
+from small_runs import record_content
 
 BY_RANK = """
   ranks:
@@ -38,8 +39,10 @@ def drawn():
     return draw
 
 
-def test_where_the_tasks_are_columns_each_is_a_line_against_the_rows(study, make_record, drawn):
-    results = study(BY_RANK, lambda axes: make_record(axes, accuracy=axes["rank"] / 64 + (axes["task"] == "svamp") / 4))
+def test_where_the_tasks_are_columns_each_is_a_line_against_the_rows(study, drawn):
+    results = study(
+        BY_RANK, lambda axes: record_content(axes, accuracy=axes["rank"] / 64 + (axes["task"] == "svamp") / 4)
+    )
     axis = drawn(results)["ranks"]
     bars, names = axis.get_legend_handles_labels()
     lines = {name: list(map(float, bar.lines[0].get_ydata())) for name, bar in zip(names, bars, strict=True)}
@@ -47,9 +50,9 @@ def test_where_the_tasks_are_columns_each_is_a_line_against_the_rows(study, make
     assert [tick.get_text() for tick in axis.get_xticklabels()] == ["8", "16", "32"]
 
 
-def test_methods_that_score_alike_differ_in_colour_and_marker_and_are_named_in_the_legend(study, make_record, drawn):
+def test_methods_that_score_alike_differ_in_colour_and_marker_and_are_named_in_the_legend(study, drawn):
     scores = {"fcca": 0.700, "rawgrad": 0.7001, "eva": 0.6999, "lora": 0.9}
-    results = study(STATE, lambda axes: make_record(axes, accuracy=scores[axes["method"]]))
+    results = study(STATE, lambda axes: record_content(axes, accuracy=scores[axes["method"]]))
     axis = drawn(results)["state-small"]
     points = {line.get_label(): line for line in axis.lines}
     assert {name: round(float(line.get_ydata()[0]), 4) for name, line in points.items()} == {
@@ -60,7 +63,7 @@ def test_methods_that_score_alike_differ_in_colour_and_marker_and_are_named_in_t
     assert [text.get_text() for text in axis.figure.legends[0].get_texts()] == list(points)
 
 
-def test_cores_and_lora_are_two_lines_of_loss_and_of_forgetting_against_trained_values(study, make_record, drawn):
+def test_cores_and_lora_are_two_lines_of_loss_and_of_forgetting_against_trained_values(study, drawn):
     yaml = """
   sizes:
     title: Sizes
@@ -72,7 +75,7 @@ def test_cores_and_lora_are_two_lines_of_loss_and_of_forgetting_against_trained_
 
     def record(axes):
         other = {"loss_before": 1.0, "loss": 1.0 + counts[axes["method"]] / 1000}
-        made = make_record(axes, values_at_once=counts[axes["method"]], forgetting={"gsm8k": other})
+        made = record_content(axes, values_at_once=counts[axes["method"]], forgetting={"gsm8k": other})
         return made | {"held_out_loss": 2.0 - counts[axes["method"]] / 1000 + axes["seed"] / 100}
 
     (figure,) = (drawing.draw() for drawing in study_drawings(study(yaml, record)))
@@ -86,9 +89,7 @@ def test_cores_and_lora_are_two_lines_of_loss_and_of_forgetting_against_trained_
 
 
 @pytest.mark.parametrize(("methods", "legend"), [(["full"], []), (["fcca", "lora", "dora"], ["cores", "LoRA, DoRA"])])
-def test_a_figure_of_values_names_the_factors_that_it_has_and_may_have_neither_kind(
-    methods, legend, study, make_record, drawn
-):
+def test_a_figure_of_values_names_the_factors_that_it_has_and_may_have_neither_kind(methods, legend, study, drawn):
     yaml = f"""
   sizes:
     title: Sizes
@@ -97,7 +98,7 @@ def test_a_figure_of_values_names_the_factors_that_it_has_and_may_have_neither_k
 """
 
     def record(axes):
-        return make_record(axes, values_at_once=10 + 90 * methods.index(axes["method"]))
+        return record_content(axes, values_at_once=10 + 90 * methods.index(axes["method"]))
 
     (figure,) = (drawing.draw() for drawing in study_drawings(study(yaml, record)))
     plt.close(figure)

@@ -19,7 +19,7 @@ from frozencore_lab.campaign.results import CampaignResults, StudyResults
 from frozencore_lab.campaign.spec import read_campaign
 from frozencore_lab.reports.report import campaign_document, setup_section, study_section, write_document
 from frozencore_lab.reports.sheet import latex
-from small_runs import stability_content
+from small_runs import record_content, stability_content
 
 STUDIES = """
   budget:
@@ -54,13 +54,13 @@ VOID = ("meta", "img", "br", "link", "input")
 
 
 @pytest.fixture(scope="module")
-def sample(results, make_record):
+def sample(results):
     def record(axes):
         if axes.get("method") == "rawgrad" and axes["model"] == "large":
             return {"reason": "diverged", "message": "the loss is <nan>"} if axes["seed"] == 42 else None
         if "method" not in axes and "whiten" not in axes:
             return stability_content(axes, axes["calibration_size"] / 128)
-        return make_record(axes)
+        return record_content(axes)
 
     return results(STUDIES, record)
 
@@ -125,7 +125,7 @@ def test_the_page_is_well_formed_loads_nothing_and_escapes_what_it_is_told(repor
     assert "<nan>" not in page
 
 
-def test_what_a_search_chose_is_shown_with_every_trial_and_marked_at_an_end(study, make_record):
+def test_what_a_search_chose_is_shown_with_every_trial_and_marked_at_an_end(study):
     yaml = """
   a:
     title: A
@@ -136,7 +136,7 @@ def test_what_a_search_chose_is_shown_with_every_trial_and_marked_at_an_end(stud
     for at_end, mark in ((False, ""), (True, " †")):
         trials = (({"learning_rate": 0.01}, None), ({"learning_rate": 0.02}, 0.815))
         choice = Choice({"learning_rate": 0.02}, trials, at_end)
-        table = study_section(study(yaml, make_record, ((group, choice),))).tables[-1].sheet
+        table = study_section(study(yaml, record_content, ((group, choice),))).tables[-1].sheet
         chosen = ["FCCA", f"lr 0.02{mark}", "81.5", "lr 0.01: failed; lr 0.02: 81.5"]
         assert [cell.text for cell in table.rows[0]] == chosen
         assert ("a better one may lie beyond it" in table.note) == at_end
@@ -268,12 +268,12 @@ def test_what_a_study_varies_fixes_and_does_not_do_is_told_apart():
     assert r"8 $\cdot$ 16" in latex(found)
 
 
-def test_a_variant_has_a_line_of_its_own_options_and_values(results, make_record):
+def test_a_variant_has_a_line_of_its_own_options_and_values(results):
     yaml = (
         "  a:\n    title: A\n    axes: {model: [small], task: [svamp], method: [fcca, fcca-r4], seed: [42]}\n"
         "    variants: {fcca-r4: {method: fcca, rank: 4, damping: 0.1}}\n"
     )
-    sheet = setup_of(results(yaml, make_record))["hyper-parameters"]
+    sheet = setup_of(results(yaml))["hyper-parameters"]
     assert column(sheet, "methods") == ["FCCA", "FCCA r4"]
     assert column(sheet, "rank") == ["16", "4"]
     assert column(sheet, "calibration") == ["128", "128"]
@@ -294,14 +294,14 @@ def test_generated_rows_and_own_files_have_an_origin_too(tmp_path):
     assert column(options, "calibration") == ["reads none"]
 
 
-def test_the_data_sets_have_the_numbers_of_each_study(results, make_record):
+def test_the_data_sets_have_the_numbers_of_each_study(results):
     yaml = (
         "  a:\n    title: A\n    axes: {model: [small], task: [svamp], method: [fcca, few], seed: [42]}\n"
         "    variants: {few: {method: fcca, num_train: 16}}\n    fixed: {num_evaluation: 40, calibration_task: gsm8k}\n"
         "  b:\n    title: B\n    axes: {model: [small], task: [svamp], method: [lora], epochs: [1, 4], seed: [42]}\n"
         "    fixed: {num_train: 64, num_evaluation: 40, forgetting: [cola]}\n"
     )
-    sheet = setup_of(results(yaml, make_record))["data-sets"]
+    sheet = setup_of(results(yaml))["data-sets"]
     assert column(sheet, "task") == ["SVAMP", "GSM8K", "CoLA"]
     assert column(sheet, "train") == ["16 · 64 · 700", "-", "-"]
     assert column(sheet, "evaluation") == ["40", "-", "-"]

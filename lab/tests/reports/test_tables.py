@@ -25,7 +25,7 @@ from frozencore_lab.reports.sheet import (
 )
 from frozencore_lab.reports.tables import counted_values, pivot_sheet
 from places import PAPER_TABLES
-from small_runs import stability_content
+from small_runs import record_content, stability_content
 
 BUDGET = """
   budget:
@@ -46,7 +46,7 @@ NAN = {"reason": "diverged", "message": "the loss is nan"}
 
 
 @pytest.fixture
-def budget(study, make_record):
+def budget(study):
     """The study of ``SCORES``; ``instead`` replaces the outcome of a (task, method, seed)."""
 
     def make(instead=None, yaml=BUDGET):
@@ -55,7 +55,7 @@ def budget(study, make_record):
             if (*key, axes["seed"]) in (instead or {}):
                 return instead[*key, axes["seed"]]
             accuracy = SCORES.get(key, [0.5] * 3)[axes["seed"] - 42]
-            return make_record(axes, accuracy=accuracy, held_out_loss=3 - accuracy, accuracy_before=0.99)
+            return record_content(axes, accuracy=accuracy, held_out_loss=3 - accuracy, accuracy_before=0.99)
 
         return study(yaml, record)
 
@@ -90,12 +90,12 @@ def test_the_macro_average_is_over_unrounded_means(budget):
     assert fcca.std == pytest.approx(100 * stdev(by_seed))
 
 
-def test_below_stand_the_mean_of_a_whole_family_and_the_median_deviation_which_is_never_best(study, make_record):
+def test_below_stand_the_mean_of_a_whole_family_and_the_median_deviation_which_is_never_best(study):
     spreads = {"svamp": 1.0, "gsm8k": 2.0, "sst2": 6.0}  # of three seeds at -s, 0, +s the sample deviation is s
     shares = {"svamp": 0.5, "gsm8k": 0.7, "sst2": 0.9}
 
     def record(axes):
-        return make_record(axes, accuracy=shares[axes["task"]] + spreads[axes["task"]] / 100 * (axes["seed"] - 43))
+        return record_content(axes, accuracy=shares[axes["task"]] + spreads[axes["task"]] / 100 * (axes["seed"] - 43))
 
     foot = {line[0].text: line[1] for line in sheet_of(study(THREE, record)).foot}
     assert {name: cell.text for name, cell in foot.items()} == {
@@ -117,9 +117,9 @@ def test_below_stand_the_mean_of_a_whole_family_and_the_median_deviation_which_i
         ("no accuracy", "n/a 2/3"),
     ],
 )
-def test_a_cell_that_lacks_a_seed_is_not_averaged_nor_is_its_column(budget, make_record, outcome, shown):
+def test_a_cell_that_lacks_a_seed_is_not_averaged_nor_is_its_column(budget, outcome, shown):
     if outcome == "no accuracy":
-        outcome = make_record({"task": "svamp", "method": "rawgrad", "seed": 43}, accuracy=...)
+        outcome = record_content({"task": "svamp", "method": "rawgrad", "seed": 43}, accuracy=...)
     results = budget({("svamp", "rawgrad", 43): outcome})
     sheet = sheet_of(results)
     assert (sheet.rows[0][2].text, sheet.rows[0][2].value) == (shown, None)
@@ -129,8 +129,8 @@ def test_a_cell_that_lacks_a_seed_is_not_averaged_nor_is_its_column(budget, make
     assert means_csv(pivots(results, ACCURACY)[0]).splitlines()[1].endswith(",")
 
 
-def test_a_loss_that_is_not_finite_is_diverged_and_never_a_number(study, make_record):
-    results = study(BUDGET, lambda axes: make_record(axes, held_out_loss=None if axes["method"] == "fcca" else 1.0))
+def test_a_loss_that_is_not_finite_is_diverged_and_never_a_number(study):
+    results = study(BUDGET, lambda axes: record_content(axes, held_out_loss=None if axes["method"] == "fcca" else 1.0))
     assert [cell.text for cell in sheet_of(results, LOSS).rows[0][1:3]] == ["div.", "1.000"]
 
 
@@ -148,11 +148,11 @@ def test_the_reference_is_compared_only_with_whole_columns_over_tasks_each_once(
     assert "several rows" in note
 
 
-def test_further_axes_give_a_table_each_with_its_own_runs_trained_values(study, make_record):
+def test_further_axes_give_a_table_each_with_its_own_runs_trained_values(study):
     def record(axes):
         if (axes["method"], axes["model"]) == ("rawgrad", "small"):
             return None
-        return make_record(axes, values_at_once=10 if axes["model"] == "small" else 20)
+        return record_content(axes, values_at_once=10 if axes["model"] == "small" else 20)
 
     small, large = pivots(study(BUDGET.replace("model: [small]", "model: [small, large]"), record), ACCURACY)
     assert (small.title, small.name) == ("Matched budget, small", "budget-small")
@@ -160,7 +160,7 @@ def test_further_axes_give_a_table_each_with_its_own_runs_trained_values(study, 
     assert counted_values(large) == {("fcca",): 20, ("rawgrad",): 20}
 
 
-def test_module_lists_are_shown_short_and_tasks_in_columns_are_compared_down(study, make_record):
+def test_module_lists_are_shown_short_and_tasks_in_columns_are_compared_down(study):
     yaml = """
   modules:
     title: Rank by modules
@@ -168,7 +168,7 @@ def test_module_lists_are_shown_short_and_tasks_in_columns_are_compared_down(stu
     report: {rows: [rank, targets], columns: [task]}
 """
     sheet = sheet_of(
-        study(yaml, lambda axes: make_record(axes, accuracy=axes["rank"] / 32 + (axes["task"] == "gsm8k") / 4))
+        study(yaml, lambda axes: record_content(axes, accuracy=axes["rank"] / 32 + (axes["task"] == "gsm8k") / 4))
     )
     assert sheet.headings == ("r", "modules", "SVAMP", "GSM8K", "Mean")
     assert texts(sheet.rows[0]) == ["8", "q/v", "25.0", "50.0", "37.5"]
@@ -176,10 +176,10 @@ def test_module_lists_are_shown_short_and_tasks_in_columns_are_compared_down(stu
     assert sheet.rows[1][1].text == "default"
 
 
-def test_plain_text_tasks_have_no_accuracy_table_but_a_loss(study, make_record):
+def test_plain_text_tasks_have_no_accuracy_table_but_a_loss(study):
     def record(axes):
         without = ("accuracy", "accuracy_before", "score") if axes["task"] == "gsm8k" else ()
-        return make_record(axes, **dict.fromkeys(without, ...))
+        return record_content(axes, **dict.fromkeys(without, ...))
 
     mixed = study(BUDGET, record)
     assert measures_of(mixed) == (ACCURACY, LOSS)
@@ -216,11 +216,11 @@ WHITEN = "whiten: [none, input, output, both]"
 
 
 @pytest.fixture
-def compared(study, make_record):
+def compared(study):
     def make(tasks, axis, report, accuracy, measure=ACCURACY):
         def record(axes):
             found = accuracy(axes)
-            return None if found is None else make_record(axes, accuracy=found / 100, held_out_loss=1 - found / 100)
+            return None if found is None else record_content(axes, accuracy=found / 100, held_out_loss=1 - found / 100)
 
         axes = f"{{model: [small], task: [{', '.join(tasks)}], {axis}, seed: [42, 43]}}"
         yaml = f"  sides:\n    title: T\n    axes: {axes}\n    report: {{{report}}}\n"
@@ -288,7 +288,7 @@ RATES = """
 
 
 @pytest.fixture
-def swept(study, make_record):
+def swept(study):
     """The paper's sweep "noqr-lr-sweep": only ARC-C trains, at chance; ``others`` replaces outcomes."""
 
     def make(others=None, yaml=RATES):
@@ -299,7 +299,7 @@ def swept(study, make_record):
             if axes["task"] != "arc_challenge":
                 return NAN
             accuracy = {5e-3: 0.2, 2e-3: 0.227, 1e-3: 0.21, 5e-4: 0.22}[axes["learning_rate"]]
-            return make_record(axes, accuracy=accuracy, score={"standard_error": 0.0187, "chance": 0.25})
+            return record_content(axes, accuracy=accuracy, score={"standard_error": 0.0187, "chance": 0.25})
 
         return study(yaml, record)
 
@@ -311,12 +311,12 @@ def best(results):
     return [texts(line)[1:] for line in table.sheet.rows]
 
 
-def test_the_best_of_the_sweep_and_its_outcome_are_the_papers(swept, make_record):
+def test_the_best_of_the_sweep_and_its_outcome_are_the_papers(swept):
     svamp, arc, gsm8k = best(swept())
     assert svamp == gsm8k == ["0.0†±0.0", "lr 0.005", "all 8 runs diverged"]
     assert arc[1:] == ["lr 0.002", "no better than chance (25 %)"]
     axes = {"task": "arc_challenge", "seed": 42}
-    good = make_record(axes, accuracy=0.6, score={"standard_error": 0.02, "chance": 0.25})
+    good = record_content(axes, accuracy=0.6, score={"standard_error": 0.02, "chance": 0.25})
     found = best(swept({("arc_challenge", 5e-4, seed): good for seed in (42, 43)}))
     assert found[1] == ["60.0±0.0", "lr 0.0005", "all runs trained"]
     failed = {"reason": "out of memory", "message": "too large"}
@@ -326,8 +326,8 @@ def test_the_best_of_the_sweep_and_its_outcome_are_the_papers(swept, make_record
     ]  # fmt: skip
 
 
-def test_a_run_that_diverged_counts_as_0_where_the_study_asks_for_it_is_marked_and_never_best(swept, make_record):
-    fine = make_record({"task": "svamp", "seed": 43}, accuracy=0.5)
+def test_a_run_that_diverged_counts_as_0_where_the_study_asks_for_it_is_marked_and_never_best(swept):
+    fine = record_content({"task": "svamp", "seed": 43}, accuracy=0.5)
     (pivot,) = pivots(swept({("svamp", 5e-3, 43): fine}), ACCURACY)
     sheet = pivot_sheet(pivot, "t")
     assert texts(sheet.rows[0][1:5])[0] == "25.0†±35.4"
@@ -348,7 +348,7 @@ def test_a_run_that_diverged_counts_as_0_where_the_study_asks_for_it_is_marked_a
 # ------------------------------------------------------------------------------------------------ trained values, forms
 
 
-def test_accuracy_beside_trained_values_is_the_papers_table_of_state(study, make_record):
+def test_accuracy_beside_trained_values_is_the_papers_table_of_state(study):
     yaml = f"""
   trainable-basis:
     title: Trainable bases
@@ -362,7 +362,7 @@ def test_accuracy_beside_trained_values_is_the_papers_table_of_state(study, make
         def record(axes):
             if (axes["method"], axes["task"]) in lacking:
                 return None
-            return make_record(axes, accuracy=printed[axes["method"]][TASKS[axes["task"]]] / 100)
+            return record_content(axes, accuracy=printed[axes["method"]][TASKS[axes["task"]]] / 100)
 
         return next(t.sheet for t in study_section(study(yaml, record)).main if t.sheet.name.endswith("-tradeoff"))
 
