@@ -1,0 +1,53 @@
+"""What the studies of tenants in benchmarks/ conclude from: the mean of products, which lines stand, intervals."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from places import ROOT
+
+
+@pytest.fixture
+def studies(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return import_module("tenant_study"), import_module("starts_quality")
+
+
+def test_the_mean_of_products_cut_to_a_rank_is_the_leading_part_of_their_mean(studies: Any) -> None:
+    drawn = torch.Generator().manual_seed(0)
+    products = [(torch.randn(7, 2, generator=drawn), torch.randn(2, 5, generator=drawn)) for _ in range(3)]
+    mean = torch.stack([B @ A for B, A in products]).mean(0)
+    U, S, V = torch.linalg.svd(mean)
+    B, A = studies[1].mean_of(products, 2)
+    torch.testing.assert_close(B @ A, U[:, :2] * S[:2] @ V[:2])
+    torch.testing.assert_close(torch.matmul(*studies[1].mean_of(products, 5)), mean)
+
+
+def test_the_lines_of_an_arm_are_those_of_its_whole_seeds_and_of_the_rate_that_validation_rows_chose(
+    studies: Any,
+) -> None:
+    def line(tenant: str, loss: float, **more: Any) -> dict[str, Any]:
+        return {"phase": "final", "arm": "own", "rank": 16, "tenant": tenant, "loss": loss, **more}
+
+    tenants = ("cola-first", "sst2-short")
+    seeds = [line(tenant, 1, seed=seed) for seed in (43, 42) for tenant in tenants] + [line("sst2-short", 9, seed=44)]
+    (arm,) = studies[0].arms_of(seeds).values()
+    assert {name: [one["seed"] for one in own] for name, own in arm.items()} == {name: [42, 43] for name in tenants}
+    rates = [
+        line(tenant, loss, learning_rate=rate, validation_loss=validation)
+        for rate, loss, validation in ((0.1, 1, 3), (0.2, 2, 2), (0.4, 3, 1))
+        for tenant in tenants[: 1 if rate == 0.4 else 2]
+    ]
+    (arm,) = studies[0].arms_of(rates).values()
+    assert studies[0].values_of(arm, tenants, "loss").tolist() == [[2.0], [2.0]]
+
+
+def test_an_interval_draws_data_sets_so_that_many_tenants_of_one_do_not_narrow_it(studies: Any) -> None:
+    found = np.array([[1.0]] * 9 + [[0.0]])
+    middle, low, high = studies[0].with_interval(found, ["films"] * 9 + ["sums"])
+    assert (middle, low, high) == (pytest.approx(0.9), 0.0, 1.0)
