@@ -546,7 +546,7 @@ def pages(arms: Arms, in_vllm: Found) -> Iterator[tuple[Path, dict[str, str]]]:
             "tenants": from_(tenants_quality.sharing_table(lines_in("tenants-quality")), many),
             "tenants-keep": from_(tenants.keep_table(found_in("tenants")), files.format("tenants")),
             "tenants-batch": from_(batches, f"{files.format('tenants')} and {files.format('tenants-smollm2')}"),
-            "bases": from_(tenants_quality.bases_table(shared), sharing),
+            "bases": from_(tenants_quality.bases_table([*pressed, *shared]), f"{compressed} and {sharing}"),
             "starts": from_(starts_quality.starts_table(shared), sharing),
             "compress": from_(compress_quality.table_of(pressed), compressed),
             "compress-kept": from_(compress_quality.kept_table(pressed), compressed),

@@ -437,7 +437,8 @@ def groups_table(arms: Mapping[Arm, Lines], groups: Groups, more: str, cell: Cal
                 cells.append("" if of is first else less(of, first, names, measure))
             shown = cell([line for name in names for line in of[name]])
             rows.append([f"{group}: {label}" if of is first else label, str(len(names)), shown, *cells])
-    return table(["each tenant has", "n", more, "accuracy, %", "minus first", "loss", "minus first"], rows)
+    heads = ["each tenant has", "n", more, "accuracy, %", "minus first", "loss", "minus first"]
+    return table(heads, rows) if rows else "Not measured yet.\n"
 
 
 def open_study(kind: type[Opened], doc: str | None, name: str) -> Opened:

@@ -19,7 +19,7 @@ others on both sides, at rank 16 (LoRA: at each rank) and seed 42, and holds for
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -32,7 +32,20 @@ from frozencore.maths.moments import LayerMoments
 from frozencore.tune.scoring.forward import unload_adapter
 from harness import Record
 from tenant_rows import TENANTS, write_tenants
-from tenant_study import RANK, SEED, Arm, Groups, Job, Study, arms_of, bytes_of, groups_table, open_study, zero_cores
+from tenant_study import (
+    RANK,
+    SEED,
+    Arm,
+    Groups,
+    Job,
+    Lines,
+    Study,
+    arms_of,
+    bytes_of,
+    groups_table,
+    open_study,
+    zero_cores,
+)
 
 RATES = {
     "own": 1e-2, "pooled": 1e-2, "rawgrad": 2e-2, "random": 4e-2, "lora_xs": 2e-2, "entries": 4e-2, "lora": 4e-3,
@@ -161,40 +174,48 @@ SHARING: Sequence[tuple[str, str, int]] = [
     *((f"{LABELS['lora']}, r = {rank}", "lora", rank) for rank in (1, 16)),
     ("the base model", "base", 0),
 ]
-BASES: Groups = {
-    "one basis for 24 tenants": [
-        ("FCCA of the rows of 16 of them, r = 16", "pooled", 16),
-        ("RawGrad of these rows, r = 16", "rawgrad", 16),
-        ("LoRA-XS, r = 16", "lora_xs", 16),
-        ("Random, r = 16", "random", 16),
-        ("FCCA, r = 64, of which each trains 256 entries a layer", "entries", 64),
-    ],
-}
+OTHERS: Sequence[tuple[str, str, int]] = [
+    ("RawGrad of these rows, r = 16", "rawgrad", 16),
+    ("LoRA-XS, r = 16", "lora_xs", 16),
+    ("Random, r = 16", "random", 16),
+    ("FCCA, r = 64, of which each trains 256 entries a layer", "entries", 64),
+]
+OWN, POOLED = ("its own basis, r = 16", "own", 16), ("one FCCA of the rows of 16 tenants, r = 16", "pooled", 16)
+
+
+def of_newcomers(arms: Mapping[Arm, Lines]) -> dict[Arm, Lines]:
+    """The lines of tenants that took no part in calibration."""
+    return {arm: {name: own for name, own in of.items() if not TENANTS[name].calibrated} for arm, of in arms.items()}
 
 
 def sharing_table(lines: Sequence[Record]) -> str:
     """Own and shared bases and LoRAs for all tenants, then for those that took no part in calibration."""
     arms = arms_of(lines)
-    new = {arm: {name: own for name, own in of.items() if not TENANTS[name].calibrated} for arm, of in arms.items()}
 
     def size(of: Sequence[Record]) -> str:
         return f"{len({line['seed'] for line in of})}: {of[0]['disk_bytes']:,}" if "disk_bytes" in of[0] else ""
 
     both = [
         groups_table(some, {who: SHARING}, "seeds: bytes on disk", size)
-        for who, some in (("all", arms), ("newcomers", new))
+        for who, some in (("all", arms), ("newcomers", of_newcomers(arms)))
     ]
     return "\n".join(both)
 
 
 def bases_table(lines: Sequence[Record]) -> str:
-    """Shared bases side by side."""
+    """Shared bases beside own ones, of arms with all tenants; then beside the pooled one, for newcomers alone."""
+    arms = arms_of(lines)
+    whole = {arm: of for arm, of in arms.items() if len(of) == len(TENANTS)}
+    new = of_newcomers(arms | {("pooled", 16): arms.get(("newcomers, pooled", 16), {})})
 
     def size(of: Sequence[Record]) -> str:
-        some = next(line for line in of if "values" in line)
-        return f"{some['values']:,}: {some['memory_bytes']:,}"
+        return next((f"{line['values']:,}: {line['memory_bytes']:,}" for line in of if "values" in line), "")
 
-    return groups_table(arms_of(lines), BASES, "values: bytes", size)
+    groups: Sequence[tuple[Mapping[Arm, Lines], Groups]] = [
+        (whole, {"24 tenants": [OWN, POOLED, *OTHERS]}),
+        (new, {"8 newcomers": [POOLED, *OTHERS]}),
+    ]
+    return "\n".join(groups_table(some, of, "values: bytes", size) for some, of in groups)
 
 
 if __name__ == "__main__":
