@@ -11,9 +11,9 @@ import pytest
 
 from frozencore.errors import NoRowsError
 from frozencore.tune.config import RunConfig
-from frozencore.tune.read_rows import prepare_rows, task_splits
 from frozencore.tune.rows import Example
 from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.run_rows import prepare_rows, task_splits
 from frozencore.tune.tasks.splits import Splits
 from frozencore_lab.campaign.job import Job, Place, make_job
 from frozencore_lab.campaign.plan import Planned, plan, search_rows

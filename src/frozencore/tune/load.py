@@ -24,9 +24,9 @@ from frozencore.text import Progress, num_of
 from frozencore.tune.config import MethodConfig, ModelConfig, RowsConfig, ScoringConfig
 from frozencore.tune.locate import model_location
 from frozencore.tune.methods import Targets, targeted_layers
-from frozencore.tune.read_rows import RowCache, RunRows, prepare_rows
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.prompts import PROTOCOL_MAX_LENGTH, PromptEncoder, context_limit, unknown_share
+from frozencore.tune.run_rows import RowCache, RunRows, prepare_rows
 
 FLOAT32_BYTES = 4
 SHARE_OF_MEMORY = 0.5  # of the machine's, for the weights in float32

@@ -19,7 +19,6 @@ from frozencore.tune.config import MethodConfig, RowsConfig, RunConfig, ScoredOn
 from frozencore.tune.cost import FLOAT32_BYTES, PeakMemory
 from frozencore.tune.folder import ADAPTER
 from frozencore.tune.load import Inputs
-from frozencore.tune.read_rows import RunRows
 from frozencore.tune.record import (
     RECORD_FORMAT,
     AccuracyDetails,
@@ -40,6 +39,7 @@ from frozencore.tune.record import (
     UsedRows,
 )
 from frozencore.tune.rows.row_sources import named, sources_of
+from frozencore.tune.run_rows import RunRows
 from frozencore.tune.scoring.score import Score
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import TrainingReport

@@ -45,8 +45,8 @@ from frozencore.tune.folder import (
 from frozencore.tune.load import Inputs, prepare, resolve_targets
 from frozencore.tune.make_record import calibrated_on, headline, make_record
 from frozencore.tune.methods import Method
-from frozencore.tune.read_rows import RunRows
 from frozencore.tune.record import TunedRecord
+from frozencore.tune.run_rows import RunRows
 from frozencore.tune.scores import samples_of, score_run, selection_of
 from frozencore.tune.scoring.forward import unload_adapter
 from frozencore.tune.scoring.score import Score

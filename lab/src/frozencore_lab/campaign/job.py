@@ -25,7 +25,7 @@ from frozencore.tune.task_registry import find_task
 if TYPE_CHECKING:
     from frozencore.tune.adapt import Precomputed
     from frozencore.tune.load import Base, Inputs
-    from frozencore.tune.read_rows import RowCache
+    from frozencore.tune.run_rows import RowCache
     from frozencore.tune.scoring.score import Score
 
 

@@ -216,7 +216,7 @@ def search_rows(planned: Iterable[Planned], place: Place) -> list[SearchRows]:
     Raises:
         NoRowsError: A task leaves no rows for a search; the message names task and study.
     """
-    from frozencore.tune.read_rows import task_splits  # imports torch, which a status does not need
+    from frozencore.tune.run_rows import task_splits  # imports torch, which a status does not need
 
     studies: dict[tuple[object, ...], list[str]] = {}
     configs: dict[tuple[object, ...], RunConfig] = {}

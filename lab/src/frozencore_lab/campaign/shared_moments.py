@@ -24,7 +24,7 @@ from frozencore.tune.adapt import Precomputed, calibration_batches
 from frozencore.tune.config import RunConfig
 from frozencore.tune.load import Inputs, resolve_targets
 from frozencore.tune.methods import targeted_layers
-from frozencore.tune.read_rows import RunRows
+from frozencore.tune.run_rows import RunRows
 from frozencore.tune.scoring.forward import unload_adapter
 from frozencore_lab.campaign.job import Job
 from frozencore_lab.campaign.store import Store

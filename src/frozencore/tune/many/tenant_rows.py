@@ -15,8 +15,8 @@ from frozencore.tune.config import RunConfig
 from frozencore.tune.load import Base, Inputs, load, prepare
 from frozencore.tune.locate import find_tenants
 from frozencore.tune.processes import num_started, own_number
-from frozencore.tune.read_rows import RunRows
 from frozencore.tune.rows import TokenRow
+from frozencore.tune.run_rows import RunRows
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import pytest
 from frozencore.errors import ConfigError, DataError, NoRowsError
 from frozencore.tune.config import RunConfig, make_config
 from frozencore.tune.make_record import used_rows
-from frozencore.tune.read_rows import RowCache, RunRows, prepare_rows
 from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.run_rows import RowCache, RunRows, prepare_rows
 from input_files import write_task
 
 
