@@ -21,7 +21,7 @@ from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.rows import TextRow
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.scoring.exact_match import stream_greedily
-from input_files import write_rows
+from input_files import write_rows, write_task
 from small_runs import RESOLVED, made_up_record
 
 Command = Callable[..., tuple[int, str, str]]
@@ -96,13 +96,15 @@ def test_long_completions_of_ones_own_rows_have_a_loss_and_no_accuracy(command: 
 
 
 def test_each_failure_beside_a_good_task_is_a_row_and_the_exit_status_is_one(command: Command, tmp_path: Path) -> None:
-    words = ["--task", "svamp,pocket-mth,pocket-math", "--data", tmp_path / "none.jsonl", "--data-root", tmp_path]
+    own = write_task(tmp_path / "own", num_train=3)
+    words = ["--task", f"svamp,pocket-mth,{own}", "--data", tmp_path / "none.jsonl", "--data-root", tmp_path]
     status, out, _ = command("evaluate", *POCKET, *words, "--num-evaluation", "5", "--out", tmp_path / "e")
     said = " ".join(out.split())
     assert status == 1
     assert "svamp was not scored: Data set ChilleD/SVAMP must lie at" in said
     assert "pocket-mth was not scored: There is no task 'pocket-mth'" in said
     assert "none.jsonl was not scored: " in said
+    assert len((tmp_path / "e/base/sums/predictions.jsonl").read_text().splitlines()) == 3
     assert said.index("pocket-mth cannot be scored") < said.index("Load model and rows")
 
 
