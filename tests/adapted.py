@@ -87,6 +87,15 @@ def cores_of(model: nn.Module, adapter_name: str = "default") -> list[FrozenCore
     return [m for m in model.modules() if isinstance(m, FrozenCoreLinear) and adapter_name in m.frozencore_R]
 
 
+def factors_of(model: nn.Module, adapter_name: str = "default") -> list[Tensor]:
+    """Copies of P, Q and R of every layer."""
+    return [X.detach().clone() for layer in cores_of(model, adapter_name) for X in layer.factors(adapter_name)]
+
+
+def all_equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
 def train_at_random(model: nn.Module, adapter_name: str = "default", size: float = 0.5, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -13,7 +13,7 @@ from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from adapted import BATCHES, adapted, cores_of, logits, set_values, train_at_random
+from adapted import BATCHES, adapted, all_equal, cores_of, factors_of, logits, set_values, train_at_random
 from fixtures import few
 from frozencore import (
     CONSTRUCTORS,
@@ -42,9 +42,7 @@ def test_bases_of_a_file_make_the_same_adapter(constructor: str, dtype: torch.dt
     save_file(get_bases(expected), tmp_path / "bases.safetensors")
     model = adapted(constructor, dtype=dtype, calibrated=False)
     set_bases(model, load_file(tmp_path / "bases.safetensors"))
-    for layer, other in zip(cores_of(model), cores_of(expected), strict=True):
-        for mine, theirs in zip(layer.factors("default"), other.factors("default"), strict=True):
-            assert torch.equal(mine, theirs)
+    assert all_equal(factors_of(model), factors_of(expected))
     model.train()(**BATCHES[0]).loss.backward()
 
 

@@ -143,11 +143,8 @@ def test_calibration_looks_at_the_base_model_under_trained_modules_to_save() -> 
 @pytest.mark.parametrize("constructor", few(CONSTRUCTORS, "fcca"))
 def test_a_trained_core_is_not_recalibrated_without_reset(constructor: str) -> None:
     model = adapted(constructor, trained=True)
-    before, expected = bases(model), logits(model)
     with pytest.raises(CalibrationError, match="Pass reset=True"):
         calibrate(model, BATCHES, progress=False)
-    assert bases(model) == before
-    assert torch.equal(logits(model), expected)
     calibrate(model, BATCHES, progress=False, reset=True)
     assert torch.equal(logits(model), logits(tiny_qwen2()))
 

@@ -16,7 +16,7 @@ from peft.utils.quantization_utils import ForwardOnlyQuantizationBackend
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
-from adapted import BATCHES, EXAMPLES, adapted, cores_of, logits, train_at_random
+from adapted import BATCHES, EXAMPLES, adapted, all_equal, cores_of, factors_of, logits, train_at_random
 from fixtures import few
 from frozencore import CONSTRUCTORS, FrozenCoreConfig, calibrate, export_lora
 from frozencore.calibration.collect import collect_moments
@@ -187,9 +187,7 @@ def test_how_four_bit_codes_are_stored_does_not_change_a_basis(folder: Path) -> 
     other = adapted("fcca", model=as_bytes, dtype=None)
     stored = [model.base_model.model.model.layers[0].self_attn.q_proj.weight.dtype for model in (one, other)]
     assert stored == [torch.bfloat16, torch.uint8]
-    for mine, theirs in zip(cores_of(one), cores_of(other), strict=True):
-        for X, Y in zip(mine.factors("default"), theirs.factors("default"), strict=True):
-            assert torch.equal(X, Y)
+    assert all_equal(factors_of(one), factors_of(other))
 
 
 @EVERY_QUANTISER

@@ -34,7 +34,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from adapted import EXAMPLES, adapted, cores_of, logits, train_at_random
+from adapted import EXAMPLES, adapted, all_equal, cores_of, factors_of, logits, train_at_random
 from forked import as_ranks, ended
 from frozencore import FrozenCoreConfig, calibrate, get_bases, save_basis, set_bases
 from frozencore.errors import CalibrationError, ConfigError
@@ -75,14 +75,6 @@ def trainer_of(
 
 def losses_of(trainer: Trainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def factors_of(model: nn.Module) -> list[Tensor]:
-    return [factor.detach().clone() for layer in cores_of(model) for factor in layer.factors("default")]
-
-
-def all_equal(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def with_dropout(*, calibrated: bool = True) -> PeftModel:

@@ -19,7 +19,6 @@ from transformers.pytorch_utils import Conv1D
 from adapted import BATCHES, adapted, logits, train_at_random
 from frozencore import FrozenCoreConfig, check_lora_directory, export_lora, export_merged
 from frozencore.adapter.export.serving import ENGINES
-from frozencore.errors import ArtifactError
 from tiny import tiny_gpt2, tiny_llama, tiny_qwen2
 
 STOCK = """
@@ -221,18 +220,6 @@ def test_one_of_several_adapters_is_exported_by_name(tmp_path: Path) -> None:
     assert export_lora(model, tmp_path / "named", adapter_name="default").rank == 3
     injected = inject_adapter_in_model(FrozenCoreConfig(r=2, constructor="random"), tiny_qwen2())
     assert len(export_lora(injected.eval(), tmp_path / "injected").layers) == 8
-
-
-def test_a_folder_in_the_way_stays_as_it_is_unless_overwriting_is_allowed(tmp_path: Path) -> None:
-    model = adapted("random", trained=True)
-    export_lora(model, tmp_path / "lora")
-    before = (tmp_path / "lora" / "adapter_model.safetensors").read_bytes()
-    train_at_random(model, seed=3)
-    with pytest.raises(ArtifactError, match="is there already"):
-        export_lora(model, tmp_path / "lora")
-    assert (tmp_path / "lora" / "adapter_model.safetensors").read_bytes() == before
-    export_lora(model, tmp_path / "lora", overwrite=True)
-    assert (tmp_path / "lora" / "adapter_model.safetensors").read_bytes() != before
 
 
 def test_pefts_own_conversion_gives_the_same_logits(tmp_path: Path) -> None:

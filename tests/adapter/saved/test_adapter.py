@@ -279,6 +279,8 @@ def test_an_empty_working_folder_is_written_into(
     monkeypatch.chdir(tmp_path / "here")
     export_lora(saved, place)
     assert Path(CONFIG).is_file()
+    with pytest.raises(ArtifactError, match="is there already"):
+        export_lora(saved, place)
     export_lora(saved, place, overwrite=True)
     assert Path(WEIGHTS).is_file()
     with pytest.raises(ArtifactError, match="is there already"):
