@@ -19,7 +19,7 @@ from fixtures import shown
 from frozencore import CoreBank
 from frozencore.adapter.bases import BasisReport, LayerReport
 from frozencore.cli import app as cli
-from frozencore.cli.inspect import inspection_table
+from frozencore.cli.inspect import inspection_table, layer_table
 from frozencore.text import natural_sort_key
 from frozencore.tune.pocket import pocket_model_path
 from input_files import write_rows
@@ -178,6 +178,7 @@ def test_an_inspection_is_a_line_a_quantity_unless_every_layer_is_asked_for() ->
     assert cells["coher. P"] == ["1.0", "60.5", "120.0", "layer.119"]
     assert all(f" {name} " in long for name in reports)
     assert "8 x 6" in long
+    assert shown(layer_table("Calibration", ["a", "b"], {"tokens": [1573, 1573]})).count("1,573") == 3
 
 
 def test_the_worst_layer_decides_what_is_said_of_orthonormality() -> None:

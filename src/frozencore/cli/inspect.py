@@ -264,6 +264,8 @@ def layer_table(
                 worst = {"small": -at_least, "large": -at_most}.get(QUANTITIES.get(heading, ("", "", ""))[2])
                 at = layers[worst] if worst is not None and least != most else ""
                 middle = median(value for value, _ in known)
+                if isinstance(most, int) and middle == int(middle):
+                    middle = int(middle)  # a count between two equal ones
                 table.add_row(heading, *(_cell(heading, value) for value in (least, middle, most)), Text(at))
     lines = [f"{heading}: {QUANTITIES[heading][0]}" for heading in headings if heading in QUANTITIES]
     return Group(table, Text("\n".join(lines), style="dim"))
