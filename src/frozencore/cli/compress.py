@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from frozencore.cli.display import StageDisplay, console
+from frozencore.cli.display import StageDisplay, console, with_whole_numbers
 from frozencore.errors import ConfigError
 from frozencore.files.adapter_folder import adapter_in, folder_of, read_config
 from frozencore.files.atomic_write import check_output
@@ -88,12 +88,12 @@ def _scores(scores: Mapping[str, Mapping[str, Score]]) -> Table:
     """Loss and accuracy of each arm."""
     arms = list(next(iter(scores.values())))
     table = Table(title="Held-out nats a token, and exact answers of short ones", title_justify="left")
-    table.add_column("tenant", overflow="fold")
+    table.add_column("tenant")
     for arm in arms:
         table.add_column(arm, justify="right")
     for name, of_tenant in scores.items():
         table.add_row(name, *(_in_words(of_tenant[arm]) for arm in arms))
-    return table
+    return with_whole_numbers(table)
 
 
 def _in_words(score: Score) -> str:
@@ -106,7 +106,7 @@ def _summary(done: CompressedAdapters) -> Group:
     shown = least_first[:MOST_ROWS] if len(least_first) > MOST_ROWS else list(done.kept)
     table = Table(title=f"{num_of(len(done.kept), 'adapter')} on one basis of rank {done.rank}", title_justify="left")
     for heading in ("adapter", "share kept", "layer that keeps least", "share"):
-        table.add_column(heading, justify="right" if heading.startswith("share") else "left", overflow="fold")
+        table.add_column(heading, justify="right" if heading.startswith("share") else "left")
     for name in shown:
         kept = done.kept[name]
         layer = min(kept.layers, key=kept.layers.__getitem__)
@@ -125,4 +125,4 @@ def _summary(done: CompressedAdapters) -> Group:
                 "or leave out those that have little in common with the others."
             )
         )
-    return Group(table, *lines)
+    return Group(with_whole_numbers(table), *lines)

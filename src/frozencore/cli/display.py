@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
@@ -17,6 +18,7 @@ from frozencore.text import time_in_words
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
+    from rich.table import Table
 
 WIDE = 160  # columns in a file or a pipe, unless COLUMNS is set
 LABELS = {
@@ -66,6 +68,15 @@ def _escaped(text: str) -> str:
 
 def _is_visible(character: str) -> bool:
     return character == "\n" or character.isprintable() or unicodedata.category(character) == "Zs"
+
+
+def with_whole_numbers(table: Table) -> Table:
+    """Keep the numbers of a table on one line each, on a narrow screen at the cost of names and headings."""
+    for column in table.columns:
+        column.overflow = "fold"
+        if column.justify == "right":
+            column.min_width = max((cell_len(str(cell)) for cell in column.cells), default=0)
+    return table
 
 
 console = PlainConsole()

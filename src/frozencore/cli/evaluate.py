@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from frozencore.cli.display import StageDisplay, console
+from frozencore.cli.display import StageDisplay, console, with_whole_numbers
 from frozencore.cli.flags import flag
 from frozencore.errors import ConfigError, FrozenCoreError
 from frozencore.files.adapter_folder import adapter_in, folder_of
@@ -118,8 +118,7 @@ def evaluation_table(record: EvaluationRecord) -> Group:
     columns = {title: name for title, name in COLUMNS.items() if {_cell(score, name) for score in scored} - {"", "0"}}
     table = Table(title=f"Evaluation of {record.model}", title_justify="left")
     for heading in ("subject", "task", *columns):
-        is_name = heading in ("subject", "task")
-        table.add_column(heading, justify="left" if is_name else "right", overflow="fold")
+        table.add_column(heading, justify="left" if heading in ("subject", "task") else "right")
     last = ""
     for score in record.scores:
         if last and score.subject != last:
@@ -129,7 +128,7 @@ def evaluation_table(record: EvaluationRecord) -> Group:
         last = score.subject
     reading = [record.reading.in_words] if record.reading else []
     reasons = dict.fromkeys(f"{one.task} was not scored: {one.failure}" for one in record.scores if one.failure)
-    return Group(table, *map(Text, [*_means(scored), *reading, *reasons]))
+    return Group(with_whole_numbers(table), *map(Text, [*_means(scored), *reading, *reasons]))
 
 
 def _cell(score: TaskResult, name: str) -> str:

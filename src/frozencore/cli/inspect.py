@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from frozencore.calibration.moments_file import require_moments
-from frozencore.cli.display import console
+from frozencore.cli.display import console, with_whole_numbers
 from frozencore.files.adapter_folder import CONFIG_FILE, HEADER_FILE, PEFT_TYPE, adapter_in, folder_of, read_config
 from frozencore.text import accuracy_in_words, num_of, one_line
 from frozencore.tune import folder as run_folder
@@ -256,7 +256,7 @@ def layer_table(
         table.add_column("")
         for end in ("smallest", "median", "largest"):
             table.add_column(end, justify="right")
-        table.add_column("worst layer", overflow="fold")
+        table.add_column("worst layer")
         for heading, column in columns.items():
             known = [(value, -i) for i, value in enumerate(column) if value is not None]
             if known:
@@ -268,7 +268,7 @@ def layer_table(
                     middle = int(middle)  # a count between two equal ones
                 table.add_row(heading, *(_cell(heading, value) for value in (least, middle, most)), Text(at))
     lines = [f"{heading}: {QUANTITIES[heading][0]}" for heading in headings if heading in QUANTITIES]
-    return Group(table, Text("\n".join(lines), style="dim"))
+    return Group(with_whole_numbers(table), Text("\n".join(lines), style="dim"))
 
 
 def _cell(heading: str, value: float | None) -> str:

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import nn
 
 from frozencore.adapter.saved.tensors import CORES, PREFIX
-from frozencore.cli.display import StageDisplay, console
+from frozencore.cli.display import StageDisplay, console, with_whole_numbers
 from frozencore.files.adapter_folder import WEIGHTS_FILE, read_config
 from frozencore.files.atomic_write import read_lines
 from frozencore.text import Progress, bytes_in_words, num_of, one_line, percent, wilson
@@ -178,7 +178,7 @@ def run_summary(record: TunedRecord) -> Group:
     for name, pair in losses.items():
         table.add_row(name, *("" if loss is None else f"{loss:.3f}" for loss in pair))
     parts = (_of_matches, _of_rows, of_start, _of_training, _kept_step, _cost)
-    return Group(table, *(Text(line) for part in parts for line in part(record)))
+    return Group(with_whole_numbers(table), *(Text(line) for part in parts for line in part(record)))
 
 
 def _of_matches(record: TunedRecord) -> Iterator[str]:

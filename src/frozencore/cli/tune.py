@@ -12,7 +12,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from frozencore.cli.display import StageDisplay, console
+from frozencore.cli.display import StageDisplay, console, with_whole_numbers
 from frozencore.cli.flags import DryRun, Out, Resume, RunCommand, require_out, told_if_nothing_is_kept
 from frozencore.errors import ConfigError, FrozenCoreError, RankError
 from frozencore.files.atomic_write import write_text
@@ -171,7 +171,7 @@ def _summary(records: Mapping[str, TunedRecord], failures: Mapping[str, Failure]
     """Show the gain of each tenant, and their cost together."""
     table = Table(title=f"{len(records) + len(failures)} tenants on one basis", title_justify="left")
     for heading in ("tenant", "rows", "steps", "held-out loss before", "after", "share, s"):
-        table.add_column(heading, justify="left" if heading == "tenant" else "right", overflow="fold")
+        table.add_column(heading, justify="left" if heading == "tenant" else "right")
     for name, record in records.items():
         rows, steps = record.rows.trained, str(record.training.num_steps)
         if record.selection is not None and record.selection.kept_step != record.training.num_steps:
@@ -196,7 +196,7 @@ def _summary(records: Mapping[str, TunedRecord], failures: Mapping[str, Failure]
                 f"peak memory {bytes_in_words(max(record.peak_memory_bytes for record in records.values()))}"
             )
         )
-    return Group(table, *lines)
+    return Group(with_whole_numbers(table), *lines)
 
 
 tune_many = RunCommand(
