@@ -142,40 +142,31 @@ def test_rows_that_are_left_out_beside_the_rows_of_the_run_are_counted_too(
     }  # fmt: skip
 
 
-def test_rows_of_a_task_that_are_also_evaluated_are_counted_on_the_screen_and_in_the_record(
+def test_rows_of_a_task_that_are_also_evaluated_are_counted_in_the_record(
     encoder: PromptEncoder, tmp_path: Path
 ) -> None:
     config = config_of(task=write_task(tmp_path, num_train=20))
     with (tmp_path / "train.jsonl").open("a") as file:
         file.write((tmp_path / "evaluation.jsonl").read_text())
     rows = rows_of(config, encoder)
-    assert rows.in_words.endswith("3 left out: also evaluation rows")
     assert used_rows(config.rows, "evaluation", rows).content()["left_out"] == {"also evaluation rows": 3}
 
 
 @pytest.mark.parametrize("evaluate_on", ["evaluation", "validation"])
-def test_another_tasks_rows_are_those_that_its_own_run_calibrates_on(
+def test_rows_of_another_task_are_those_that_its_own_run_calibrates_on_and_only_calibrate(
     evaluate_on: str, encoder: PromptEncoder, tmp_path: Path
 ) -> None:
-    sums = write_task(tmp_path, num_train=20)
     same = {"paper_steps": True, "evaluate_on": evaluate_on, "calibration_size": 16}
-    own = rows_of(config_of(task=sums, **same), encoder)
-    across = rows_of(config_of(task="pocket-sentiment", calibration_task=sums, num_train=8, **same), encoder)
-    assert across.calibration == own.calibration
-
-
-def test_rows_of_another_task_calibrate_and_only_calibrate(encoder: PromptEncoder, tmp_path: Path) -> None:
-    other = rows_of(config_of(task="pocket-comparison", num_evaluation=2), encoder)
-    few = {"num_train": 12, "num_evaluation": 3}
-    own = rows_of(config_of(task="pocket-sentiment", **few), encoder)
-    across = rows_of(config_of(task="pocket-sentiment", calibration_task="pocket-comparison", **few), encoder)
+    sums, few = write_task(tmp_path, num_train=20), {"task": "pocket-sentiment", "num_train": 16, "num_evaluation": 3}
+    other, own, across, of_file = (
+        rows_of(config_of(**options, **same), encoder)
+        for options in (
+            {"task": sums}, few, {**few, "calibration_task": sums},
+            {"data": write_counts(tmp_path / "rows.jsonl", 9), "calibration_task": sums},
+        )
+    )  # fmt: skip
     assert (across.train, across.held_out) == (own.train, own.held_out)
-    assert across.calibration == other.calibration != own.calibration
-
-    path = write_texts(tmp_path / "rows.jsonl", (f"Tom has {i} cats." for i in range(9)))
-    of_file = rows_of(config_of(data=path, calibration_task="pocket-comparison"), encoder)
-    assert of_file.calibration == other.calibration
-    assert len(of_file.train) == 8
+    assert across.calibration == of_file.calibration == other.calibration != own.calibration
 
 
 def test_rows_that_are_kept_are_those_that_would_be_read_and_are_read_once(
@@ -244,10 +235,6 @@ def test_all_rows_of_all_files_are_taken_and_the_rows_of_each_are_reported(
         {"source": files[0], "read": 300, "drawn": 300},
         {"source": files[1], "read": 50, "drawn": 50},
     ]
-    assert rows.reading.in_words == (
-        "Read 350 rows by prompt and completion; none left out. "
-        f"{files[0]}: 300 of 300 rows; {files[1]}: 50 of 50 rows."
-    )
 
 
 def test_one_file_in_a_list_is_the_file(files: tuple[str, str], encoder: PromptEncoder) -> None:
@@ -277,7 +264,6 @@ def test_rows_to_evaluate_on_come_from_a_file_of_their_own_and_are_never_trained
     assert rows.reading is not None
     assert rows.reading.left_out == {"also in --eval-data": 20}
     assert rows.reading.held_out_from == "held.jsonl"
-    assert rows.reading.in_words.endswith("Held-out rows are those of held.jsonl.")
     assert len(own_rows(encoder, files[0], eval_data=held, num_evaluation=5).held_out) == 5
     with pytest.raises(NoRowsError, match="all in --eval-data"):
         own_rows(encoder, held, eval_data=held)

@@ -346,14 +346,10 @@ def test_bad_rows_are_left_out_and_counted_by_what_is_wrong_where_that_is_allowe
 
 def test_rows_that_join_prompt_and_completion_in_one_token_are_counted(tmp_path: Path) -> None:
     rows = [{"prompt": f"Parcel {i} is late", "completion": "shipping" if i % 2 else " billing"} for i in range(20)]
-    data = write(tmp_path / "rows.jsonl", rows)
-    lines = inputs_of(make_config(model="pocket", data=data, device="cpu")).rows.reading.not_as_given
-    assert lines == [
-        "in 10 rows one token holds the end of the prompt and the beginning of the completion; "
-        "begin completions with a space"
-    ]
-    spaced = write(tmp_path / "spaced.jsonl", [row | {"completion": " billing"} for row in rows])
-    assert not inputs_of(make_config(model="pocket", data=spaced, device="cpu")).rows.reading.not_as_given
+    spaced = [row | {"completion": " billing"} for row in rows]
+    for name, given, joined in (("rows", rows, 10), ("spaced", spaced, None)):
+        data = write(tmp_path / f"{name}.jsonl", given)
+        assert inputs_of(make_config(model="pocket", data=data, device="cpu")).rows.reading.joined == joined
 
 
 def test_arguments_in_a_parquet_map_are_an_object(tmp_path: Path, byte_tokenizer: Callable[..., Any]) -> None:
