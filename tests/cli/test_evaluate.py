@@ -84,7 +84,7 @@ def test_rows_of_ones_own_are_scored_on_runs_and_their_base(command: Command, tm
     assert (status, err) == (0, "")
     assert "was trained on" not in said
     for scored in ("base: rows.jsonl: 20 in ", "run: rows.jsonl: 20 in "):
-        assert re.search(rf"{scored}\d+\.\d s \(loss\)\n{scored}\d+\.\d s \(completions\)", out)
+        assert re.search(rf"{scored}\d+\.\d s \(completions\)\n{scored}\d+\.\d s \(loss\)", out)
 
 
 def test_long_completions_of_ones_own_rows_have_a_loss_and_no_accuracy(command: Command, tmp_path: Path) -> None:
