@@ -10,9 +10,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
@@ -39,56 +38,46 @@ MOST_REASONS = 10
 
 
 class Board:
-    """Show the progress of a campaign: a live view on a terminal, a plain line every few runs elsewhere."""
+    """Show the progress of a campaign: a bar for all runs and one a worker on a terminal, lines elsewhere."""
 
     def __init__(self, console: Console, *, line_every: int = 10) -> None:
         self.console = console
         self.line_every = line_every
-        self.stages: dict[int, str] = {}
         self.told = 0
-        self.running: dict[int, Job] = {}
-        self.progress = Bars(
-            TextColumn("runs", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            TextColumn("{task.fields[note]}", markup=False), console=console,
+        self.bars = Bars(
+            TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}", markup=False), console=console, disable=not console.is_terminal,
         )  # fmt: skip
-        self.task = self.progress.add_task("runs", total=None, note="")
-        self.live = Live(console=console, refresh_per_second=4, get_renderable=self._render)
+        self.all_runs = self.bars.add_task("runs", total=None, note="")
+        self.workers: dict[int, TaskID] = {}
 
     def __enter__(self) -> Board:
-        if self.console.is_terminal:
-            self.live.start()
+        self.bars.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.live.stop()
+        self.bars.stop()
 
     def __call__(self, standing: Tally, running: dict[int, Job], event: Event | None) -> None:
         """Take the campaign's counts, the job of each busy worker, and the latest event."""
         over, left = standing.finished + standing.failed, standing.left
-        self.running = dict(running)
-        note = f"{standing.failed} failed, {left} left"
-        self.progress.update(self.task, completed=over, total=over + left, note=note)
+        note = f"[{over}/{over + left}] {standing.failed} failed, {left} left"
+        self.bars.update(self.all_runs, completed=over, total=over + left, note=note)
+        for worker in self.workers.keys() - running.keys():
+            self.bars.remove_task(self.workers.pop(worker))
+        for worker in sorted(running.keys() - self.workers.keys()):
+            config = running[worker].config
+            search = ", search" if config.scoring.evaluate_on == "validation" else ""
+            name = f"worker {worker}: {config.rows.learns}, {config.method.name}, seed {config.rows.seed}{search}"
+            self.workers[worker] = self.bars.add_task(name, total=None, note="starts")
         if event is not None and event.kind == "stage":
-            share = f" {event.done / event.total:.0%}" if event.total else ""
-            self.stages[event.worker] = LABELS.get(event.stage, event.stage) + share
-        elif event is not None:
-            self.stages.pop(event.worker, None)
-            if not self.console.is_terminal and (over >= self.told + self.line_every or not left):
-                self.told = over
-                self.console.print(f"[{over}/{over + left}] {note}", markup=False, highlight=False)
-
-    def _render(self) -> Group:
-        table = Table.grid(padding=(0, 2))
-        for worker, job in sorted(self.running.items()):
-            config = job.config
-            table.add_row(
-                f"worker {worker}", config.rows.learns, config.method.name, f"seed {config.rows.seed}",
-                "search" if config.scoring.evaluate_on == "validation" else "",
-                self.stages.get(worker, "starts"),
-            )  # fmt: skip
-        return Group(self.progress, table)
+            stage = LABELS.get(event.stage, event.stage)
+            self.bars.update(self.workers[event.worker], completed=event.done, total=event.total, note=stage)
+        elif event is not None and not self.console.is_terminal and (over >= self.told + self.line_every or not left):
+            self.told = over
+            self.console.print(note, markup=False, highlight=False)
 
 
 def default_folder(campaign: Campaign) -> Path:
