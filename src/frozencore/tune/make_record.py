@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from frozencore.adapter.calibrate import Calibration
 from frozencore.adapter.saved.basis import read_header
 from frozencore.distributed import num_ranks
-from frozencore.maths.capture import METRIC, Capture
 from frozencore.text import accuracy_in_words
 from frozencore.tune.adapt import Adapted
 from frozencore.tune.config import MethodConfig, RowsConfig, RunConfig, ScoredOn
@@ -24,9 +21,7 @@ from frozencore.tune.record import (
     AccuracyDetails,
     Alignment,
     CalibrationSummary,
-    CompanySize,
     Hashes,
-    LayerAlignment,
     OtherTask,
     Provenance,
     RecordedConfig,
@@ -37,18 +32,13 @@ from frozencore.tune.record import (
     TrainedSteps,
     TunedRecord,
     UsedRows,
+    rounded,
 )
 from frozencore.tune.rows.row_sources import named, sources_of
 from frozencore.tune.run_rows import RunRows
 from frozencore.tune.scoring.score import Score
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import TrainingReport
-
-NUM_LEADING = 4  # recorded singular values of a layer, beside the last
-LAYER_NUMBERS = (
-    "J", "energy", "gradient", "gradient_total", "effective_rank", "participation", "input_spread", "error_spread",
-)  # fmt: skip
-DIGITS = 6  # of the numbers of a layer, because a record may have hundreds of layers
 
 
 def make_record(
@@ -75,14 +65,10 @@ def make_record(
     at_once = report.values_at_once or adapted.values_at_once
     saved = sum(file.stat().st_size for file in (folder / ADAPTER).glob("*.safetensors"))
     can_be_made_again = config.method.entry.frozen_can_be_made_again
-    beside = report.side_by_side
-    forgetting = {
-        task: OtherTask(loss_before=finite_or_none(before.others[task]), loss=finite_or_none(loss))
-        for task, loss in after.others.items()
-    }
+    forgetting = {task: OtherTask(loss_before=before.others[task], loss=loss) for task, loss in after.others.items()}
     further = {
         "selection": _selection(config, report),
-        "company": CompanySize(tenants=beside[0], slots=beside[1]) if beside else None,
+        "company": report.company,
         "forgetting": forgetting or None,
         "row_losses": _row_losses(after),
         "processes": num_ranks() if num_ranks() > 1 else None,
@@ -94,8 +80,8 @@ def make_record(
         method=config.method.name,
         seed=config.rows.seed,
         rows=used_rows(config.rows, config.scoring.evaluate_on, rows),
-        held_out_loss_before=finite_or_none(before.held_out_loss),
-        held_out_loss=finite_or_none(after.held_out_loss),
+        held_out_loss_before=before.held_out_loss,
+        held_out_loss=after.held_out_loss,
         **_accuracies(before, after),
         values_at_once=at_once,
         state_held_bytes=report.state_held_bytes,
@@ -109,7 +95,7 @@ def make_record(
             magnitude_parameters=adapted.num_magnitudes,
             saved_bytes_without_bases=FLOAT32_BYTES * at_once if can_be_made_again else saved,
             step_s=report.step_s,
-            peaks=memory.peaks if beside is None else None,  # its training was shared
+            peaks=memory.peaks if report.company is None else None,  # its training was shared
         ),
         training=TrainedSteps(num_steps=report.num_steps, final_loss=report.final_loss, losses=report.losses),
         **_known(further),
@@ -121,8 +107,8 @@ def make_record(
             dtype=str(inputs.model.dtype).removeprefix("torch."),
             **_known({"system": rows.system, "started_from": dict(adapted.started_from) or None}),
         ),
-        calibration=_calibration_summary(adapted.calibration),
-        alignment=alignment_of(adapted.captures),
+        calibration=None if adapted.calibration is None else CalibrationSummary.of(adapted.calibration),
+        alignment=Alignment.of(adapted.captures),
         hashes=Hashes(**hashes),
         warnings=adapted.warnings,
         provenance=Provenance.here(next(model.parameters()).device),
@@ -167,46 +153,6 @@ def calibrated_on(
     return f"{len(rows.calibration)} rows of {source}, {num_tokens:,} tokens"
 
 
-def alignment_of(captures: Mapping[str, Capture]) -> Alignment | None:
-    """Make the alignment from each layer's capture; None without layers."""
-    if not captures:
-        return None
-    layers = list(captures.values())
-    J, energy = math.fsum(layer.J for layer in layers), math.fsum(layer.energy for layer in layers)
-    gradient, total = (math.hypot(*(getattr(one, name) for one in layers)) for name in ("gradient", "gradient_total"))
-    by_layer: dict[str, list[Any]] = {name: [getattr(layer, name) for layer in layers] for name in LAYER_NUMBERS}
-    by_layer["last"] = [layer.values[-1] for layer in layers]
-    leading = [layer.values[:NUM_LEADING] for layer in layers]
-    medians: dict[str, Any] = {
-        name: finite_or_none(median(by_layer[name]))
-        for name in ("last", "effective_rank", "participation", "input_spread", "error_spread")
-    }
-    return Alignment(
-        damping=METRIC.damping_by_side[0],
-        J=J,
-        J_share=J / energy if energy else 0.0,
-        gradient=gradient,
-        gradient_share=gradient / total if total else 0.0,
-        leading=tuple(median(values) for values in zip(*leading, strict=False)),
-        **medians,
-        layers=LayerAlignment(
-            name=tuple(captures),
-            leading=tuple(map(_rounded, leading)),
-            **{name: _rounded(values) for name, values in by_layer.items()},
-        ),
-    )
-
-
-def _rounded(values: Iterable[float]) -> tuple[Any, ...]:
-    """The values with fewer digits; None in place of a value that is not finite."""
-    found = (value if isinstance(value, int) else float(f"{value:.{DIGITS}g}") for value in values)
-    return tuple(map(finite_or_none, found))
-
-
-def finite_or_none(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
 def _known(parts: Mapping[str, Any]) -> dict[str, Any]:
     """The parts that are not None: a record leaves the others out."""
     return {name: part for name, part in parts.items() if part is not None}
@@ -217,7 +163,6 @@ def _accuracies(before: Score, after: Score) -> dict[str, Any]:
     if after.task is None:
         return {}
     details = {name: value for name, value in vars(after.task).items() if name != "predictions"}
-    details["held_out_loss"] = finite_or_none(after.task.held_out_loss)
     details["correct"] = "".join("01"[prediction.correct] for prediction in after.task.predictions)
     return {
         "accuracy_before": before.task.accuracy if before.task else after.task.chance,
@@ -232,8 +177,8 @@ def _row_losses(score: Score) -> RecordedLosses | None:
     ids = [row.rpartition("-") for row in found.ids] if found else []
     if found is None or len({split for split, *_ in ids}) > 1 or not all(number.isdecimal() for *_, number in ids):
         return None
-    nats = tuple(float(f"{nats:.{DIGITS}g}") for nats in found.nats)
-    return RecordedLosses(numbers=tuple(int(number) for *_, number in ids), nats=nats, tokens=found.tokens)
+    numbers = tuple(int(number) for *_, number in ids)
+    return RecordedLosses(numbers=numbers, nats=rounded(found.nats), tokens=found.tokens)
 
 
 def _selection(config: RunConfig, report: TrainingReport) -> SelectedCheckpoint | None:
@@ -241,21 +186,3 @@ def _selection(config: RunConfig, report: TrainingReport) -> SelectedCheckpoint 
     if every == "none":
         return None
     return report.selected or SelectedCheckpoint(every=every, rows=0, kept_step=report.num_steps)
-
-
-def _calibration_summary(calibration: Calibration | None) -> CalibrationSummary | None:
-    if calibration is None:
-        return None
-    layers = list(calibration.layers.values())
-    spreads: dict[str, float | None] = {}
-    for name in ("input_spread", "error_spread"):
-        known = [value for layer in layers if (value := getattr(layer, name)) is not None]
-        spreads[name] = finite_or_none(median(known)) if known else None
-    return CalibrationSummary(
-        collect_s=calibration.collect_s,
-        build_s=calibration.build_s,
-        num_layers=len(layers),
-        num_tokens=layers[0].num_tokens,
-        smallest_effective_rank=min(layer.effective_rank for layer in layers),
-        median_spread=spreads,
-    )

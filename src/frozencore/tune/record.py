@@ -7,11 +7,16 @@ reason of a failure. Unknown keys, from a later version, are kept.
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterable, Mapping
+from statistics import median
 from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
+from frozencore.calibration.calibrate import Calibration
+from frozencore.maths.capture import METRIC, Capture
 from frozencore.text import num_of, one_line
 from frozencore.tune.config import RunConfig
 from frozencore.tune.provenance import provenance
@@ -20,6 +25,19 @@ from frozencore.tune.rows.row_sources import in_words
 
 RECORD_FORMAT: Final = 1
 Count = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+def _finite_or_none(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+Finite = Annotated[float | None, BeforeValidator(_finite_or_none)]
+"""A measured number; None if it was not finite."""
+NUM_LEADING = 4  # recorded singular values of a layer, beside the last
+LAYER_NUMBERS = (
+    "J", "energy", "gradient", "gradient_total", "effective_rank", "participation", "input_spread", "error_spread",
+)  # fmt: skip
+DIGITS = 6
 
 
 class RecordPart(BaseModel):
@@ -190,10 +208,10 @@ class TrainedSteps(RecordPart):
 
 
 class OtherTask(RecordPart):
-    """Nats per token of another task's texts before and after training; None if not finite."""
+    """Nats per token of another task's texts before and after training."""
 
-    loss_before: float | None
-    loss: float | None
+    loss_before: Finite
+    loss: Finite
 
 
 class StepScored(RecordPart):
@@ -294,7 +312,22 @@ class CalibrationSummary(RecordPart):
     num_layers: Count
     num_tokens: Count
     smallest_effective_rank: Count
-    median_spread: dict[str, float | None]
+    median_spread: dict[str, Finite]
+
+    @classmethod
+    def of(cls, calibration: Calibration) -> Self:
+        layers, spreads = list(calibration.layers.values()), {}
+        for name in ("input_spread", "error_spread"):
+            known = [value for layer in layers if (value := getattr(layer, name)) is not None]
+            spreads[name] = median(known) if known else None
+        return cls(
+            collect_s=calibration.collect_s,
+            build_s=calibration.build_s,
+            num_layers=len(layers),
+            num_tokens=layers[0].num_tokens,
+            smallest_effective_rank=min(layer.effective_rank for layer in layers),
+            median_spread=spreads,
+        )
 
 
 P = TypeVar("P", bound=RecordPart)
@@ -313,33 +346,6 @@ class RunRecord(RecordPart):
         return name in self.model_fields_set
 
 
-class LayerAlignment(RecordPart):
-    """The alignment by layer: each tuple has one entry a layer, in the order of ``name``.
-
-    Attributes:
-        J: Squared whitened gradient inside the span, ``‖(PᵀDP)^-1/2 PᵀGQ (QᵀAQ)^-1/2‖²_F``.
-        energy: ``‖T‖²_F`` of ``T = D^-1/2 G A^-1/2``, the upper limit of J.
-        gradient, gradient_total: ``‖PᵀGQ‖_F`` and ``‖G‖_F``.
-        leading: The first four singular values of the matrix whose squared norm is J; for ``fcca`` they are Σ.
-        last: The r-th singular value.
-        effective_rank: The number of singular values above rounding.
-        participation: ``(Σσ²)² / Σσ⁴``, the number of singular values over which J is spread.
-        input_spread, error_spread: Maximum over median of a and of d; None if the median is zero.
-    """
-
-    name: tuple[str, ...]
-    J: tuple[float, ...]
-    energy: tuple[float, ...]
-    gradient: tuple[float, ...]
-    gradient_total: tuple[float, ...]
-    leading: tuple[tuple[float, ...], ...]
-    last: tuple[float, ...]
-    effective_rank: tuple[Count, ...]
-    participation: tuple[float, ...]
-    input_spread: tuple[float | None, ...]
-    error_spread: tuple[float | None, ...]
-
-
 class Alignment(RecordPart):
     """The share of the calibration rows' moments G, a, d that the bases capture before training.
 
@@ -350,6 +356,8 @@ class Alignment(RecordPart):
         J_share: J over the sum of all energy.
         gradient: ``‖PᵀGQ‖_F`` over all layers; ``gradient_share`` is its ratio to ``‖G‖_F``.
         leading, last, effective_rank, participation, input_spread, error_spread: Medians over the layers.
+        layers: The numbers of each layer (:class:`frozencore.maths.capture.Capture`) by key, in the order of ``name``;
+            of its values, ``leading`` are the first four and ``last`` is the r-th.
     """
 
     damping: float
@@ -361,9 +369,41 @@ class Alignment(RecordPart):
     last: float
     effective_rank: float
     participation: float
-    input_spread: float | None
-    error_spread: float | None
-    layers: LayerAlignment
+    input_spread: Finite
+    error_spread: Finite
+    layers: dict[str, tuple[str | Count | Finite | tuple[float, ...], ...]]
+
+    @classmethod
+    def of(cls, captures: Mapping[str, Capture]) -> Self | None:
+        """The alignment from each layer's capture; None without layers."""
+        if not captures:
+            return None
+        layers = list(captures.values())
+        numbers: dict[str, list[Any]] = {name: [getattr(layer, name) for layer in layers] for name in LAYER_NUMBERS}
+        numbers["last"] = [layer.values[-1] for layer in layers]
+        leading = [layer.values[:NUM_LEADING] for layer in layers]
+        J, energy = math.fsum(numbers["J"]), math.fsum(numbers["energy"])
+        gradient, total = math.hypot(*numbers["gradient"]), math.hypot(*numbers["gradient_total"])
+        medians = ("last", "effective_rank", "participation", "input_spread", "error_spread")
+        return cls(
+            damping=METRIC.damping_by_side[0],
+            J=J,
+            J_share=J / energy if energy else 0.0,
+            gradient=gradient,
+            gradient_share=gradient / total if total else 0.0,
+            leading=tuple(median(values) for values in zip(*leading, strict=False)),
+            layers={
+                "name": tuple(captures),
+                "leading": tuple(map(rounded, leading)),
+                **{name: rounded(values) for name, values in numbers.items()},
+            },
+            **{name: median(numbers[name]) for name in medians},
+        )
+
+
+def rounded(values: Iterable[float]) -> tuple[float, ...]:
+    """The values with six digits, because a record may have hundreds of layers and rows; counts as they are."""
+    return tuple(value if isinstance(value, int) else float(f"{value:.{DIGITS}g}") for value in values)
 
 
 class TunedRecord(RunRecord):
@@ -390,8 +430,8 @@ class TunedRecord(RunRecord):
     seed: Count
     hashes: Hashes
     rows: UsedRows
-    held_out_loss_before: float | None
-    held_out_loss: float | None
+    held_out_loss_before: Finite
+    held_out_loss: Finite
     accuracy_before: float | None = None
     accuracy: float | None = None
     score: AccuracyDetails | None = None

@@ -35,7 +35,7 @@ from frozencore.tune.many.tenant import Tenant, Trained, Validation
 from frozencore.tune.many.tenant_rows import TenantRows, naming_tenant, read_tenants, tenants_of
 from frozencore.tune.many.train import SLOTS, train_many
 from frozencore.tune.processes import is_first, num_started, use_own_gpu
-from frozencore.tune.record import Failure, Provenance, TunedRecord
+from frozencore.tune.record import CompanySize, Failure, Provenance, TunedRecord
 from frozencore.tune.run import recipe_of
 from frozencore.tune.scoring.score import Score
 from frozencore.tune.training.recipe import Recipe
@@ -113,7 +113,7 @@ def execute_many(
             AdapterTemplate.of(config, inputs, adapted, Path(held.enter_context(TemporaryDirectory()))),
             {name: (one, tenants[name].recipe) for name, one in to_train.items()},
             dict(zip(to_train, losses, strict=True)),
-            side_by_side=(len(to_train), min(num_slots, len(to_train))),
+            company=CompanySize(tenants=len(to_train), slots=min(num_slots, len(to_train))),
         )
         train_many(
             adapted.model,
@@ -198,14 +198,14 @@ class Finisher:
             model and the basis.
         own: The rows and the recipe of each tenant.
         before: Held-out loss of the base model on each tenant's rows.
-        side_by_side: The number of tenants, and how many train at once.
+        company: The number of tenants, and how many train at once.
     """
 
     common: Common
     template: AdapterTemplate
     own: Mapping[str, tuple[TenantRows, Recipe]]
     before: Mapping[str, float]
-    side_by_side: tuple[int, int]
+    company: CompanySize
     outcomes: dict[str, TenantOutcome] = field(default_factory=dict)
 
     def __call__(self, ended: Mapping[str, Trained]) -> None:
@@ -258,7 +258,7 @@ class Finisher:
             replace(common.inputs, rows=own.rows),
             common.adapted,
             recipe,
-            replace(trained.report, side_by_side=self.side_by_side),
+            replace(trained.report, company=self.company),
             (Score(self.before[name]), after),
             hashes={**rows, **common.hashes},
             folder=folder,

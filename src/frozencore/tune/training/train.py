@@ -32,7 +32,7 @@ from frozencore.distributed import from_first, num_ranks
 from frozencore.errors import ConfigError, DataError, TrainingError
 from frozencore.text import Progress
 from frozencore.tune.provenance import STEPS_VERSION
-from frozencore.tune.record import SelectedCheckpoint
+from frozencore.tune.record import CompanySize, SelectedCheckpoint
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator
 from frozencore.tune.training.callbacks import (
@@ -69,7 +69,7 @@ class TrainingReport:
         step_s: Median seconds from one step's end to the next; None for a single step.
         resumed_from: The resumed checkpoint.
         selected: The chosen step and its scores; None if no choice was requested.
-        side_by_side: The number of trainings that ran together, and how many at once; None for a training alone.
+        company: The trainings that ran together with this one; None for a training alone.
         state_held_bytes: The training state (:func:`frozencore.tune.training.callbacks.training_state_held`).
         values_at_once: The number of values that train at the same time; None if trained together with others.
     """
@@ -80,7 +80,7 @@ class TrainingReport:
     step_s: float | None
     resumed_from: Path | None
     selected: SelectedCheckpoint | None = None
-    side_by_side: tuple[int, int] | None = None
+    company: CompanySize | None = None
     values_at_once: int | None = None
     state_held_bytes: int = 0
 
