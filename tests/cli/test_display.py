@@ -129,6 +129,7 @@ def test_a_narrow_table_keeps_its_numbers_whole() -> None:
         table.add_column(heading, justify="right")
     table.add_row("a-long-name", "reviews.jsonl", "60", "68.3", "6.1", "50.0", "34", "13.894")
     printed = io.StringIO()
-    PlainConsole(file=printed, width=64).print(with_whole_numbers(table))
+    console = PlainConsole(file=printed, width=60)
+    console.print(with_whole_numbers(table, console))
     assert all(f" {number} " in printed.getvalue() for number in ("60", "68.3", "6.1", "50.0", "34", "13.894"))
-    assert max(map(len, printed.getvalue().splitlines())) <= 64
+    assert max(map(len, printed.getvalue().splitlines())) <= 60

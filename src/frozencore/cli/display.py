@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.measure import Measurement
 from rich.segment import Segment
 
 from frozencore.text import time_in_words
@@ -35,6 +36,7 @@ LABELS = {
 }
 IMPORTS = "imports and checks"
 LINE_EVERY_S = 10.0  # between two lines of a stage, if there is no terminal
+SHORTEST_HEADING, UNLIMITED = 4, 10_000  # columns of a folded heading, and of a screen without an edge
 NARROWEST_BAR, WIDEST_BAR, BESIDE_BAR = 6, 30, 82  # columns; a label, counts, a time and a note stand beside a bar
 
 
@@ -70,18 +72,19 @@ def _is_visible(character: str) -> bool:
     return character == "\n" or character.isprintable() or unicodedata.category(character) == "Zs"
 
 
-def with_whole_numbers(table: Table) -> Table:
-    """Keep the numbers of a table on one line each, on a narrow screen at the cost of names and headings."""
-    for column in table.columns:
-        column.overflow = "fold"
-        if column.justify == "right":
-            column.min_width = max((cell_len(str(cell)) for cell in column.cells), default=0)
-    return table
-
-
 console = PlainConsole()
 if not console.is_terminal and "COLUMNS" not in os.environ:
     console.width = WIDE
+
+
+def with_whole_numbers(table: Table, screen: Console = console) -> Table:
+    """Keep each number of a table on one line; on a narrow screen its names and headings are folded."""
+    wide = Measurement.get(screen, screen.options.update(width=UNLIMITED), table).maximum
+    for column in table.columns if wide > screen.width else ():
+        column.overflow = "fold"
+        if column.justify == "right":
+            column.width = max([SHORTEST_HEADING, *(cell_len(str(cell)) for cell in column.cells)])
+    return table
 
 
 @dataclass
