@@ -74,7 +74,7 @@ def test_tenants_are_scored_and_trained_on_and_a_newcomer_trains_on_the_basis(
     status, said, err = command("tune", *model, "--data", loras / "rows/anna.jsonl", *few)
     assert status == 0, err
     kept = json.loads((tmp_path / "shop/compress.json").read_text())["adapters"].values()
-    limit = f"2 adapters, compressed to {sum(one['kept'] for one in kept) / 2:.0%} of their updates"
+    limit = f"the updates of 2 adapters, of which it keeps {sum(one['kept'] for one in kept) / 2:.0%} "
     assert said.count("Warning: The basis in ") == said.count(limit) == 1
     record = json.loads((tmp_path / "dora/result.json").read_text())
     assert (record["config"]["method"], record["config"]["rank"]) == ("compressed", 8)

@@ -315,7 +315,7 @@ def compress_adapters(
         scales = {layer: config.scale_of(layer) for layer in shapes}
         shares = [one.share for one in kept.values()]
         made_of = (
-            f"{num_of(len(sources), 'adapter')}, compressed to {sum(shares) / len(shares):.0%} of their updates "
+            f"the updates of {num_of(len(sources), 'adapter')}, of which it keeps {sum(shares) / len(shares):.0%} "
             f"({min(shares):.0%} to {max(shares):.0%})"
         )
         identity = config.write_basis(aside / BASIS, factors, scales, base=record, calibrated_on=made_of)

@@ -205,9 +205,9 @@ def limits_of_basis(basis: str | None) -> tuple[str, ...]:
     if header is None or header["options"].get("constructor") != COMPRESSED:
         return ()
     return (
-        f"The basis in {basis} holds the directions of {header['calibrated_on'] or 'compressed adapters'}: rows that "
-        "are unlike those of these adapters end at a higher loss. If yours are, choose a basis on rows (`frozencore "
-        "calibrate`), and compare the held-out losses.",
+        f"The basis in {basis} was compressed from {header['calibrated_on'] or 'adapters'}. Rows that are unlike those "
+        "of these adapters end at a higher loss: if yours are, choose a basis on rows (`frozencore calibrate`), and "
+        "compare the held-out losses.",
     )
 
 
