@@ -365,6 +365,9 @@ CASES: dict[str, Case] = {
         lambda held: {**{k: X for k, X in held.items() if "_base_" not in k}, "frozencore_base_int3": torch.ones(16)},
         "record of its base model is malformed",
     )._replace(refuse=ONTO_A_MODEL),
+    "a record of the base model of whole numbers": tensors(
+        "_base_float32", lambda X: X.long(), "record of its base model is malformed"
+    )._replace(refuse=ONTO_A_MODEL),
     "two records of the base model": edited(
         lambda held: {**held, "frozencore_base_int3": torch.ones(16)}, "also holds|record of its base"
     ),

@@ -68,7 +68,7 @@ def record_as_tensor(recorded: Mapping[str, Any] | None) -> dict[str, Tensor]:
     """The record as a tensor of an adapter's file: PEFT's state dicts hold nothing but tensors."""
     if recorded is None:
         return {}
-    values, dtype = _values(recorded)
+    values, dtype, _ = _values(recorded)
     return {f"{BASE_VALUES}{str(dtype).removeprefix('torch.')}": torch.from_numpy(values.astype("<f4"))}
 
 
@@ -106,22 +106,23 @@ def _first_difference(recorded: Mapping[str, Any] | None, present: Mapping[str, 
     """The position of the first value that differs between two records; None if all agree or cannot be compared."""
     if recorded is None or present is None:
         return None
-    (theirs, their_dtype), (mine, my_dtype) = _values(recorded), _values(present)
+    (theirs, their_dtype, their_rounding), (mine, my_dtype, my_rounding) = _values(recorded), _values(present)
     if theirs.shape != mine.shape:
         return None  # layers differ; their names are checked elsewhere
-    rounded = [torch.finfo(_DTYPES[one["rounded"]]) for one in (recorded, present) if "rounded" in one]
     kinds = [torch.finfo(dtype) for dtype in (their_dtype, my_dtype) if their_dtype != my_dtype]
-    relative = sum(kind.eps for kind in kinds) / 2 + sum(2 * kind.eps for kind in rounded)
+    relative = sum(kind.eps for kind in kinds) / 2 + their_rounding + my_rounding
     smallest = max((kind.smallest_normal * kind.eps for kind in kinds), default=0.0)
     tolerance = relative * np.maximum(np.abs(theirs), np.abs(mine)) + smallest
     bad = np.flatnonzero(~(np.abs(theirs - mine) <= tolerance))
     return int(bad[0]) if len(bad) else None
 
 
-def _values(recorded: Mapping[str, Any]) -> tuple[Any, torch.dtype]:
+def _values(recorded: Mapping[str, Any]) -> tuple[Any, torch.dtype, float]:
+    """The values of a record, the dtype of the weights, and what the values may have lost since, relative."""
     try:
         values = np.frombuffer(base64.b64decode(recorded["values"], validate=True), dtype="<f4").astype(np.float64)
-        return values, _DTYPES[recorded["dtype"]]
+        rounding = 2 * torch.finfo(_DTYPES[recorded["rounded"]]).eps if "rounded" in recorded else 0.0
+        return values, _DTYPES[recorded["dtype"]], rounding
     except (KeyError, TypeError, ValueError, binascii.Error) as error:
         raise ArtifactError(
             f"The adapter's record of its base model is malformed ({error}). Save or download it again."
