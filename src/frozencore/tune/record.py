@@ -10,18 +10,20 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from statistics import median
-from typing import Annotated, Any, Final, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
-from frozencore.calibration.calibrate import Calibration
-from frozencore.maths.capture import METRIC, Capture
 from frozencore.text import num_of, one_line
 from frozencore.tune.config import RunConfig
 from frozencore.tune.provenance import provenance
 from frozencore.tune.rows import CONTROL, NOT_WRITTEN
 from frozencore.tune.rows.row_sources import in_words
+
+if TYPE_CHECKING:
+    from frozencore.calibration.calibrate import Calibration
+    from frozencore.maths.capture import Capture
 
 RECORD_FORMAT: Final = 1
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -376,6 +378,8 @@ class Alignment(RecordPart):
     @classmethod
     def of(cls, captures: Mapping[str, Capture]) -> Self | None:
         """The alignment from each layer's capture; None without layers."""
+        from frozencore.maths.capture import METRIC  # a verb reads records before it imports torch
+
         if not captures:
             return None
         layers = list(captures.values())
