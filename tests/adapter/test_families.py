@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
 from torch import nn
+from transformers import BertForQuestionAnswering, BertForTokenClassification
 from transformers.pytorch_utils import Conv1D
 
 from families import FAMILIES, batch_for, make, outcome, row_on_page, rows_on_page, without_padding
@@ -74,6 +75,34 @@ def test_a_classifier_whose_head_has_another_name_than_pefts_reloads(tmp_path: P
     again = PeftModel.from_pretrained(make("xlm classifier"), tmp_path)
     ids = torch.tensor([[3, 4, 5]])
     assert torch.equal(model.eval()(ids).logits, again(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("kind", "task_type", "head"),
+    [
+        (BertForTokenClassification, "TOKEN_CLS", "classifier"),
+        (BertForQuestionAnswering, "QUESTION_ANS", "qa_outputs"),
+    ],
+)
+@pytest.mark.parametrize("others", [None, ["word_embeddings"]])
+def test_the_head_of_a_task_trains_and_is_saved(
+    kind: type, task_type: str, head: str, others: list[str] | None, tmp_path: Path
+) -> None:
+    def base() -> nn.Module:
+        torch.manual_seed(0)
+        return kind(make("bert").config)
+
+    config = FrozenCoreConfig(r=2, constructor="random", task_type=task_type, modules_to_save=others)
+    model = get_peft_model(base(), config)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert any(f".{head}." in name for name in trained)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in trained:
+                parameter.add_(0.1)
+    model.save_pretrained(tmp_path)
+    ids = torch.tensor([[3, 4, 5]])
+    assert torch.equal(PeftModel.from_pretrained(base(), tmp_path)(ids)[0], model.eval()(ids)[0])
 
 
 def test_a_router_is_no_target() -> None:

@@ -31,7 +31,7 @@ from frozencore.adapter.layer import (
 )
 from frozencore.adapter.per_row import adapter_of_each_row, recomputed_alike
 from frozencore.adapter.quantised_layer import FrozenCoreQuantisedLinear
-from frozencore.adapter.saved.tensors import PREFIX, warn_of_uncalibrated
+from frozencore.adapter.saved.tensors import CLASSIFIERS, PREFIX, warn_of_uncalibrated
 from frozencore.adapter.shared_factors import SharedFactors
 from frozencore.adapter.state_dict import tensors_to_load, tensors_to_save
 from frozencore.calibration.preserve import keep_weights
@@ -41,6 +41,9 @@ from frozencore.errors import ArtifactError, ConfigError, ModelError
 from frozencore.files.fingerprint import base_names
 from frozencore.maths.basis import known_basis
 from frozencore.maths.linalg import weighted_sum
+
+HEADS = {"TOKEN_CLS": CLASSIFIERS, "QUESTION_ANS": ("qa_outputs",)}
+"""Layers that PEFT trains beside an adapter of a task; for these tasks it names them after the adapter is made."""
 
 
 class FrozenCoreModel(BaseTuner):
@@ -65,6 +68,9 @@ class FrozenCoreModel(BaseTuner):
         """
         _require_name(adapter_name, model)
         config = self.peft_config[adapter_name] = copy.deepcopy(self.peft_config[adapter_name])
+        if heads := HEADS.get(str(config.task_type)):
+            given = config.modules_to_save or []
+            config.modules_to_save = [*given, *(head for head in heads if head not in given)]
         if config.target_modules is None:
             config.target_modules = set(named_layers.attention_projections(model))
         named_layers.name_layers(config, model)
