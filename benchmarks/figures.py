@@ -202,13 +202,14 @@ def _plane(kinds: Sequence[Kind], x0: float, y0: float, wide: float, tall: float
         joined = []
         for x, name, point in kind.places:
             at = across(x)
-            while any(abs(at - other) < 9 for other in taken):  # beside the points of the same bytes
-                at += 9
+            while any(abs(at - other) < 14 for other in taken):  # beside the points of the same bytes
+                at += 14
             taken.append(at)
+            beside = -5 if len(taken) % 2 else 14  # above and below in turn, so that names do not meet
             joined.append((at, height(point.value)))
             yield line(at, height(point.low), at, height(point.high), kind.colour, width=2)
             yield f'<circle cx="{at:g}" cy="{height(point.value):g}" r="5" fill="{kind.colour}"/>'
-            yield words(at + 7, height(point.value) - 5, name, size=11, colour=SOFT)
+            yield words(at + 7, height(point.value) + beside, name, size=11, colour=SOFT)
         for one, other in pairwise(joined):
             yield line(*one, *other, kind.colour, width=1)
 
