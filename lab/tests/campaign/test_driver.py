@@ -50,7 +50,7 @@ def test_everything_is_run_once_and_search_goes_first(done: tuple[Path, Tally], 
     assert len(list((folder / "runs").glob("*/result.json"))) == standing.finished
     main, _ = results.studies
     assert [run.axes["method"] for run in main.runs] == ["fcca"] * 2 + ["eva"] * 2 + ["milora"] * 2
-    assert not main.missing
+    assert all(run.record for run in main.runs)
     assert len(main.choices) == 2
 
 
@@ -134,7 +134,7 @@ def test_runs_that_do_not_differ_by_their_axes_alone_are_refused(
 
 def test_runs_of_one_model_in_two_dtypes_stand_beside_one_another(done: tuple[Path, Tally], tmp_path: Path) -> None:
     folder = altered(done, tmp_path, "config", "dtype", to="bfloat16", also={"model": "0" * 64})
-    assert not load_results(folder).studies[0].missing
+    assert all(run.record for run in load_results(folder).studies[0].runs)
 
 
 def test_a_run_that_was_removed_is_gone_from_the_index_and_one_made_elsewhere_is_not(

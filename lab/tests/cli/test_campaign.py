@@ -75,7 +75,7 @@ def test_plan_run_status_and_report(num_workers: str, call: Call, tmp_path: Path
 
     assert "one-study: 4 done, 0 running, 0 failed, 0 left" in call("status", folder)
     assert "is finished already" in call("one", ids[0], "--out", folder)
-    assert "4 of 4 final runs have a result" in call("report", folder)
+    assert "4 of 4 final runs done" in call("report", folder)
     page = Path(folder, "report", "index.html").read_text(encoding="utf-8")
     assert "Two methods" in page
     assert "http" not in page.split("<body", 1)[-1].split("src=", 1)[0]

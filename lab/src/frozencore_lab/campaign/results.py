@@ -73,10 +73,6 @@ class StudyResults:
     runs: tuple[FinalRun, ...]
     choices: tuple[tuple[Axes, Choice], ...]
 
-    @property
-    def missing(self) -> tuple[FinalRun, ...]:
-        return tuple(run for run in self.runs if run.record is None)
-
 
 @dataclass(frozen=True)
 class CampaignResults:

@@ -224,14 +224,11 @@ def schema() -> None:
 def _write_report(folder: Path, output: Path | None = None) -> None:
     """Write the tables, figures and page of a campaign, by default in its ``report/``, and count the files."""
     from frozencore_lab.campaign.results import load_results
-    from frozencore_lab.reports.report import campaign_document, write_document
+    from frozencore_lab.reports.report import campaign_document, count_runs, write_document
 
-    results, output = load_results(folder), output or folder / "report"
-    files = write_document(campaign_document(results), output)
-    missing = sum(len(study.missing) for study in results.studies)
-    num_runs = sum(len(study.runs) for study in results.studies)
-    has = f"{num_runs - missing} of {num_runs} final runs have a result"
-    console.print(f"{has}; {len(files)} files. Open {output / 'index.html'}", highlight=False)
+    document, output = campaign_document(load_results(folder)), output or folder / "report"
+    files = write_document(document, output)
+    console.print(f"{count_runs(document.runs)}; {len(files)} files. Open {output / 'index.html'}", highlight=False)
 
 
 def _models(pairs: list[str] | None) -> dict[str, str]:
