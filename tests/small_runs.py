@@ -54,6 +54,11 @@ def difference(cores: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> f
 
 
 RESOURCES = {"magnitude_parameters": 0, "saved_bytes_without_bases": 147_456, "step_s": 0.1, "peaks": None}
+SCORE = {
+    "task": "svamp", "held_out_loss": 1.2, "time_s": 3.0, "chance": 0.5, "majority_class": None, "num_ties": 0,
+    "num_duplicate_choices": 0, "num_cut": 0, "num_truncated": 0, "num_unanswered": 0, "num_examples": 0,
+    "accuracy": 0.75, "standard_error": 0.02, "correct": "",
+}  # fmt: skip
 RECIPE = {"learning_rate": 1e-2, "warmup": 0.1, "epochs": 1, "batch_size": 8, "accumulation": 1}
 RESOLVED = {
     "targets": "all-linear", "recipe": RECIPE, "max_length": 512, "prompt_style": "chat", "dtype": "bfloat16",
@@ -78,7 +83,7 @@ def record_content(axes: Mapping[str, Any], **values: Any) -> dict[str, Any]:
         "seed": axes.get("seed", 42),
         "accuracy": accuracy,
         "accuracy_before": 0.5,
-        "score": {"standard_error": 0.02, "chance": 0.5},
+        "score": SCORE,
         "held_out_loss": 2 - accuracy,
         "held_out_loss_before": 1.8,
         "values_at_once": trained,

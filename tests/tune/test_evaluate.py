@@ -33,10 +33,11 @@ from frozencore.tune.evaluate import (
 )
 from frozencore.tune.load import load_model
 from frozencore.tune.pocket import POCKET_TASKS, pocket_model_path
+from frozencore.tune.record import TaskScore
 from frozencore.tune.rows import Example
 from frozencore.tune.rows.prompts import PromptEncoder, context_limit
 from frozencore.tune.scoring.forward import Prediction
-from frozencore.tune.scoring.score import ScoredRows, TaskScore, held_out_loss, score_rows
+from frozencore.tune.scoring.score import ScoredRows, held_out_loss, score_rows
 from frozencore.tune.task_registry import PAPER_TASKS, find_task
 from frozencore.tune.tasks import Task, answers
 from frozencore.tune.tasks.splits import evaluation_rows
@@ -388,7 +389,7 @@ def both(
     """Our prediction and the harness's record of every row that needs no cutting."""
     task = ALL_TASKS[name]
     examples = evaluation_rows(task, root_of(name, exported), num_evaluation=NUM_ROWS)
-    ours = score_of(model, encoder, task, examples)
+    ours = score_rows(model, encoder, ScoredRows.of(task, examples, encoder.training_rows(examples)))
     theirs = harness_samples(model, encoder, PREFIX + name, exported)
     assert [sample["doc"]["id"] for sample in theirs] == [example.id for example in examples]
     generated = task.max_new_tokens if task.scoring == "exact_match" else 0

@@ -18,7 +18,7 @@ from frozencore.maths.capture import Capture
 from frozencore.tune.provenance import provenance, source_commit
 from frozencore.tune.record import Alignment, Failure, Provenance, StabilityRecord, read_failure, read_record
 from places import LAB
-from small_runs import RESOURCES, made_up_record, record_content
+from small_runs import RESOURCES, SCORE, made_up_record, record_content
 
 
 def test_nan_and_infinity_become_null_and_paths_text(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_a_number_that_was_not_finite_is_there_and_none() -> None:
         ({"accuracy": "high"}, "accuracy: input should be a valid number"),
         ({"training": {"num_steps": -1}}, "training.num_steps: input should be greater than or equal to 0"),
         ({"seed": ...}, "seed: field required"),
-        ({"score": {"standard_error": None}}, "score.standard_error: input should be a valid number"),
+        ({"score": {**SCORE, "standard_error": None}}, "score.standard_error: input should be a valid number"),
         ({"hashes": {"model": 3, "a\nb": 1}}, "hashes.model: input should be a valid string"),
         ({"cosine_P": 0.5}, "cosine_Q: field required"),
     ],

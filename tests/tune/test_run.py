@@ -104,7 +104,7 @@ def test_every_method_runs_and_its_adapter_reloads_to_the_same_score(method: str
     rounding = 1e-5 if METHODS[method].changes_base else 0
     assert score.held_out_loss == pytest.approx(record.held_out_loss, abs=rounding)
     lines = [json.loads(line) for line in (tmp_path / "run" / "predictions.jsonl").read_text().splitlines()]
-    assert [line["prediction"] for line in lines] == [p.prediction for p in score.task.predictions]
+    assert [line["prediction"] for line in lines] == [p.prediction for p in score.predictions]
     assert record.score is not None
     assert record.score.correct == "".join(str(int(line["correct"])) for line in lines)
     by_row = record.row_losses

@@ -25,7 +25,7 @@ from frozencore_lab.reports.sheet import (
 )
 from frozencore_lab.reports.tables import counted_values, pivot_sheet
 from places import PAPER_TABLES
-from small_runs import record_content, stability_content
+from small_runs import SCORE, record_content, stability_content
 
 BUDGET = """
   budget:
@@ -299,7 +299,7 @@ def swept(study):
             if axes["task"] != "arc_challenge":
                 return NAN
             accuracy = {5e-3: 0.2, 2e-3: 0.227, 1e-3: 0.21, 5e-4: 0.22}[axes["learning_rate"]]
-            return record_content(axes, accuracy=accuracy, score={"standard_error": 0.0187, "chance": 0.25})
+            return record_content(axes, accuracy=accuracy, score={**SCORE, "standard_error": 0.0187, "chance": 0.25})
 
         return study(yaml, record)
 
@@ -316,7 +316,7 @@ def test_the_best_of_the_sweep_and_its_outcome_are_the_papers(swept):
     assert svamp == gsm8k == ["0.0†±0.0", "lr 0.005", "all 8 runs diverged"]
     assert arc[1:] == ["lr 0.002", "no better than chance (25 %)"]
     axes = {"task": "arc_challenge", "seed": 42}
-    good = record_content(axes, accuracy=0.6, score={"standard_error": 0.02, "chance": 0.25})
+    good = record_content(axes, accuracy=0.6, score={**SCORE, "chance": 0.25})
     found = best(swept({("arc_challenge", 5e-4, seed): good for seed in (42, 43)}))
     assert found[1] == ["60.0±0.0", "lr 0.0005", "all runs trained"]
     failed = {"reason": "out of memory", "message": "too large"}

@@ -164,7 +164,7 @@ class Evaluation:
 
 
 class TaskResult(RecordPart):
-    """The score of one subject on one task, as in :class:`frozencore.tune.scoring.score.TaskScore`.
+    """The score of one subject on one task, as in :class:`frozencore.tune.record.TaskScore`.
 
     Attributes:
         accuracy: Missing for texts, and for own rows with a long completion.
@@ -272,8 +272,7 @@ def evaluate_adapters(evaluation: Evaluation, out: Path, progress: Progress) -> 
                 scores.append(TaskResult(subject=subject, task=one.name, failure=str(error)))
                 continue
             scores.append(TaskResult.of(subject, one.name, score, len(one.rows.tokens)))
-            predictions = score.task.predictions if score.task else ()
-            write_lines(out / subject / one.name / PREDICTIONS, map(asdict, predictions))
+            write_lines(out / subject / one.name / PREDICTIONS, map(asdict, score.predictions))
     if all(score.failure is not None for score in scores):
         raise failure
     record = EvaluationRecord(

@@ -18,21 +18,18 @@ from frozencore.tune.folder import ADAPTER
 from frozencore.tune.load import Inputs
 from frozencore.tune.record import (
     RECORD_FORMAT,
-    AccuracyDetails,
     Alignment,
     CalibrationSummary,
     Hashes,
     OtherTask,
     Provenance,
     RecordedConfig,
-    RecordedLosses,
     Resolved,
     Resources,
     SelectedCheckpoint,
     TrainedSteps,
     TunedRecord,
     UsedRows,
-    rounded,
 )
 from frozencore.tune.rows.row_sources import named, sources_of
 from frozencore.tune.run_rows import RunRows
@@ -70,9 +67,13 @@ def make_record(
         "selection": _selection(config, report),
         "company": report.company,
         "forgetting": forgetting or None,
-        "row_losses": _row_losses(after),
+        "row_losses": after.row_losses and after.row_losses.recorded,
         "processes": num_ranks() if num_ranks() > 1 else None,
     }
+    accuracies: dict[str, Any] = {}
+    if after.task is not None:
+        start = before.task.accuracy if before.task else after.task.chance
+        accuracies = {"accuracy_before": start, "accuracy": after.task.accuracy, "score": after.task}
     return TunedRecord(
         format=RECORD_FORMAT,
         config=RecordedConfig.of(config),
@@ -82,7 +83,7 @@ def make_record(
         rows=used_rows(config.rows, config.scoring.evaluate_on, rows),
         held_out_loss_before=before.held_out_loss,
         held_out_loss=after.held_out_loss,
-        **_accuracies(before, after),
+        **accuracies,
         values_at_once=at_once,
         state_held_bytes=report.state_held_bytes,
         saved_bytes=saved,
@@ -156,29 +157,6 @@ def calibrated_on(
 def _known(parts: Mapping[str, Any]) -> dict[str, Any]:
     """The parts that are not None: a record leaves the others out."""
     return {name: part for name, part in parts.items() if part is not None}
-
-
-def _accuracies(before: Score, after: Score) -> dict[str, Any]:
-    """The accuracies by key of the record; empty if the task has none."""
-    if after.task is None:
-        return {}
-    details = {name: value for name, value in vars(after.task).items() if name != "predictions"}
-    details["correct"] = "".join("01"[prediction.correct] for prediction in after.task.predictions)
-    return {
-        "accuracy_before": before.task.accuracy if before.task else after.task.chance,
-        "accuracy": after.task.accuracy,
-        "score": AccuracyDetails(**details),
-    }
-
-
-def _row_losses(score: Score) -> RecordedLosses | None:
-    """The losses by row; None if the rows' ids are not a split's name and a number."""
-    found = score.row_losses
-    ids = [row.rpartition("-") for row in found.ids] if found else []
-    if found is None or len({split for split, *_ in ids}) > 1 or not all(number.isdecimal() for *_, number in ids):
-        return None
-    numbers = tuple(int(number) for *_, number in ids)
-    return RecordedLosses(numbers=numbers, nats=rounded(found.nats), tokens=found.tokens)
 
 
 def _selection(config: RunConfig, report: TrainingReport) -> SelectedCheckpoint | None:

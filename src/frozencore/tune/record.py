@@ -176,29 +176,62 @@ class UsedRows(ReadRows):
     skipped: Count | None = None
 
 
-class AccuracyDetails(RecordPart):
-    """The details of an accuracy, from :class:`frozencore.tune.scoring.score.TaskScore`.
+class TaskScore(RecordPart):
+    """The share of right answers.
 
     Attributes:
-        correct: A character for each scored row, in order: 1 if the run was right, else 0.
+        held_out_loss: Nats per completion token, including the end token.
+        time_s: Wall time of scoring, including the held-out loss.
+        chance: Expected accuracy of a uniform guess; ``None`` for generated answers.
+        majority_class: Accuracy of always giving the most frequent answer; ``None`` for numbers, and for completions
+            that all differ.
+        num_ties: Choice tasks: examples in which several choices share the best log-likelihood (the first counts).
+        num_duplicate_choices: Choice tasks: examples with two equal choices.
+        num_cut: Prompts of a task whose beginning was cut because of the length limit.
+        num_truncated: Generated answers that reached the length limit before the end token.
+        num_unanswered: Numbers: texts without a marker followed by a number.
+        accuracy: Share of right answers, from 0 to 1.
+        standard_error: Standard error of that share over the rows: ``sqrt(p (1 - p) / (n - 1))``.
+        correct: A character for each scored row, in order: 1 if the answer was right, else 0.
     """
 
+    task: str
+    held_out_loss: float
+    time_s: float
+    chance: float | None
+    majority_class: float | None
+    num_ties: Count
+    num_duplicate_choices: Count
+    num_cut: Count
+    num_truncated: Count
+    num_unanswered: Count
+    num_examples: Count
+    accuracy: float
     standard_error: float
-    chance: float | None = None
-    majority_class: float | None = None
-    correct: Annotated[str, Field(pattern="^[01]+$")] | None = None
+    correct: Annotated[str, Field(pattern="^[01]*$")]
 
 
-class RecordedLosses(RecordPart):
-    """The held-out loss of each scored row, in order: summed nats to six digits, and tokens.
+class RowLosses(RecordPart):
+    """The held-out loss of each scored row, in order: the summed nats of its completion, and its tokens.
 
     Attributes:
-        numbers: The number of each row in its split, which tells the rows that several runs share.
+        numbers: The number of each row in its split, which tells the rows that several runs share; empty if the ids of
+            the rows are not a split's name and a number.
     """
 
     numbers: tuple[Count, ...]
     nats: tuple[float, ...]
     tokens: tuple[Count, ...]
+
+    @property
+    def mean(self) -> float:
+        """Nats per token over all rows."""
+        return math.fsum(self.nats) / sum(self.tokens)
+
+    @property
+    def recorded(self) -> Self | None:
+        """The same with six digits, for a record; None without numbers."""
+        return self.model_copy(update={"nats": rounded(self.nats)}) if self.numbers else None
 
 
 class TrainedSteps(RecordPart):
@@ -438,7 +471,7 @@ class TunedRecord(RunRecord):
     held_out_loss: Finite
     accuracy_before: float | None = None
     accuracy: float | None = None
-    score: AccuracyDetails | None = None
+    score: TaskScore | None = None
     values_at_once: Count
     state_held_bytes: Count
     saved_bytes: Count
@@ -452,7 +485,7 @@ class TunedRecord(RunRecord):
     selection: SelectedCheckpoint | None = None
     company: CompanySize | None = None
     forgetting: dict[str, OtherTask] | None = None
-    row_losses: RecordedLosses | None = None
+    row_losses: RowLosses | None = None
     processes: Count | None = None
     resolved: Resolved
     calibration: CalibrationSummary | None = None

@@ -142,7 +142,7 @@ def execute(
                 said = calibrated_on(config.method, config.rows, inputs.rows, adapted.calibration)
                 write_model_card(out / ADAPTER, calibration=said, scores=headline(after))
             if after.task is not None:
-                write_lines(out / PREDICTIONS, map(asdict, after.task.predictions))
+                write_lines(out / PREDICTIONS, map(asdict, after.predictions))
             if after.samples:
                 write_lines(out / SAMPLES, samples_of(inputs, before.samples, after.samples))
             record = make_record(
@@ -205,7 +205,7 @@ def _score_base(
 
     def load_or_score() -> Score:
         if file.is_file():
-            return kind.validate_python(json.loads(file.read_text()), strict=False)
+            return kind.validate_json(file.read_text(), strict=False)
         found = known.get(key) or score_run(inputs.model, inputs, config, as_stage(progress, "score base"))
         write_text(file, json.dumps(kind.dump_python(found, mode="json")))
         return found

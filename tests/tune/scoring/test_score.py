@@ -17,12 +17,13 @@ from frozencore.errors import DataError, ModelError
 from frozencore.tune.config import RunConfig, make_config
 from frozencore.tune.load import load_model
 from frozencore.tune.pocket import pocket_model_path
+from frozencore.tune.record import TaskScore
 from frozencore.tune.rows import Example, TextRow, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.rows.token_batches import LOGITS_BUDGET, score_in_groups
 from frozencore.tune.run import execute
 from frozencore.tune.scoring.exact_match import SHORT, are_short, complete
-from frozencore.tune.scoring.score import OWN_ROWS, ScoredRows, TaskScore, held_out_loss, losses_of_rows, score_rows
+from frozencore.tune.scoring.score import OWN_ROWS, ScoredRows, held_out_loss, losses_of_rows, score_rows
 from frozencore.tune.task_registry import find_task
 from small_runs import inputs_of, silent
 from tiny import draw_rows, tiny_all_logits, tiny_gpt2, tiny_qwen2
@@ -105,9 +106,13 @@ def score_of(model: nn.Module, encoder: PromptEncoder, task: str, examples: Sequ
 
 
 def test_a_choice_score_counts_its_predictions(encoder: PromptEncoder, byte_model: nn.Module) -> None:
-    score = score_of(byte_model, encoder, "sst2", EXAMPLES)
-    share = sum(p.prediction == e.completion for p, e in zip(score.predictions, EXAMPLES, strict=True)) / 12
-    assert [p.id for p in score.predictions] == [e.id for e in EXAMPLES]
+    rows = ScoredRows.of(find_task("sst2"), EXAMPLES, encoder.training_rows(EXAMPLES))
+    found = score_rows(byte_model, encoder, rows)
+    right = [p.prediction == e.completion for p, e in zip(found.predictions, EXAMPLES, strict=True)]
+    score, share = found.task, sum(right) / 12
+    assert score is not None
+    assert [p.id for p in found.predictions] == [e.id for e in EXAMPLES]
+    assert score.correct == "".join("01"[one] for one in right)
     assert score.accuracy == pytest.approx(share)
     assert score.standard_error == pytest.approx((share * (1 - share) / 11) ** 0.5)
     assert score.chance == 0.5
@@ -193,10 +198,11 @@ def test_a_prediction_is_the_greedy_continuation_and_right_if_it_reads_as_the_co
     text = tokenizer.decode(said, skip_special_tokens=True)
     ended = said[-1] == encoder.eos_id
     rows = encoder.training_rows([TextRow("a", "Tom has 3 cats .", text), TextRow("b", "Tom has 3 cats .", " two")])
-    score = score_rows(model, encoder, ScoredRows(OWN_ROWS, "completion", rows)).task
+    found = score_rows(model, encoder, ScoredRows(OWN_ROWS, "completion", rows))
+    score = found.task
     assert score is not None
-    assert [p.text.strip() for p in score.predictions] == [text.strip()] * 2
-    assert [p.correct for p in score.predictions] == [ended, False]
+    assert [p.text.strip() for p in found.predictions] == [text.strip()] * 2
+    assert [p.correct for p in found.predictions] == [ended, False]
     assert (score.majority_class, score.num_truncated) == (None, 0 if ended else 2)
 
 

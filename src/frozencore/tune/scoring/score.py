@@ -13,6 +13,7 @@ from torch import nn
 
 from frozencore.errors import DataError, ModelError
 from frozencore.text import Progress, with_note
+from frozencore.tune.record import RowLosses, TaskScore
 from frozencore.tune.rows import Example, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.rows.token_batches import PaddingCollator, score_in_groups
@@ -22,6 +23,11 @@ from frozencore.tune.scoring.forward import NOT_FINITE, Prediction, completion_l
 from frozencore.tune.tasks import Scoring, Task
 
 OWN_ROWS = "own rows"
+NOT_COUNTED = {
+    "chance": None, "majority_class": None, "num_ties": 0, "num_duplicate_choices": 0, "num_cut": 0, "num_truncated": 0,
+    "num_unanswered": 0,
+}  # fmt: skip
+"""What is said of answers for which something is not counted."""
 
 
 @dataclass(frozen=True)
@@ -49,73 +55,19 @@ class ScoredRows:
 
 
 @dataclass(frozen=True)
-class RowLosses:
-    """The held-out loss row by row: the row's id, the summed nats of its completion, and the number of its tokens."""
-
-    ids: tuple[str, ...]
-    nats: tuple[float, ...]
-    tokens: tuple[int, ...]
-
-    @property
-    def mean(self) -> float:
-        """Nats per token over all rows."""
-        return math.fsum(self.nats) / sum(self.tokens)
-
-
-@dataclass(frozen=True)
-class TaskScore:
-    """The share of right answers.
-
-    Attributes:
-        held_out_loss: Nats per completion token, including the end token.
-        time_s: Wall time of scoring, including the held-out loss.
-        chance: Expected accuracy of a uniform guess; ``None`` for generated answers.
-        majority_class: Accuracy of always giving the most frequent answer; ``None`` for numbers, and for completions
-            that all differ.
-        num_ties: Choice tasks: examples in which several choices share the best log-likelihood (the first counts).
-        num_duplicate_choices: Choice tasks: examples with two equal choices.
-        num_cut: Prompts of a task whose beginning was cut because of the length limit.
-        num_truncated: Generated answers that reached the length limit before the end token.
-        num_unanswered: Numbers: texts without a marker followed by a number.
-        accuracy: Share of correct predictions, from 0 to 1.
-        standard_error: Standard error of that share over the rows: ``sqrt(p (1 - p) / (n - 1))``.
-    """
-
-    task: str
-    held_out_loss: float
-    predictions: tuple[Prediction, ...]
-    time_s: float
-    chance: float | None = None
-    majority_class: float | None = None
-    num_ties: int = 0
-    num_duplicate_choices: int = 0
-    num_cut: int = 0
-    num_truncated: int = 0
-    num_unanswered: int = 0
-    num_examples: int = field(init=False)
-    accuracy: float = field(init=False)
-    standard_error: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        count = len(self.predictions)
-        share = sum(prediction.correct for prediction in self.predictions) / count
-        error = math.sqrt(share * (1 - share) / max(1, count - 1))  # 0 for a single example
-        vars(self).update(num_examples=count, accuracy=share, standard_error=error)
-
-
-@dataclass(frozen=True)
 class Score:
     """The scores of a model on rows.
 
     Attributes:
         held_out_loss: Nats per completion token.
-        task: The accuracy, if the rows have answers.
+        task, predictions: The accuracy and the answers, if the rows have any.
         samples: Sample completions, if requested.
         others: The loss on the texts of other tasks by name.
     """
 
     held_out_loss: float
     task: TaskScore | None = None
+    predictions: tuple[Prediction, ...] = ()
     samples: tuple[Prediction, ...] = ()
     others: Mapping[str, float] = field(default_factory=dict)
     row_losses: RowLosses | None = None
@@ -150,8 +102,19 @@ def score_rows(
     if answered is None:
         return Score(losses.mean, row_losses=losses)
     predictions, counts = answered
-    task = TaskScore(rows.name, losses.mean, tuple(predictions), time.perf_counter() - start, **counts)
-    return Score(losses.mean, task, row_losses=losses)
+    correct, size = [one.correct for one in predictions], len(predictions)
+    share = sum(correct) / size
+    task = TaskScore(
+        task=rows.name,
+        held_out_loss=losses.mean,
+        time_s=time.perf_counter() - start,
+        num_examples=size,
+        accuracy=share,
+        standard_error=math.sqrt(share * (1 - share) / max(1, size - 1)),  # 0 for a single example
+        correct="".join("01"[one] for one in correct),
+        **{**NOT_COUNTED, **counts},
+    )
+    return Score(losses.mean, task, tuple(predictions), row_losses=losses)
 
 
 def _answers(
@@ -213,4 +176,6 @@ def losses_of_rows(
         raise DataError("A held-out loss needs rows with at least one completion token after another token.")
     if not all(map(math.isfinite, nats)):
         raise ModelError(f"The model's log-probabilities on held-out rows {NOT_FINITE}")
-    return RowLosses(tuple(row.id for row in rows), nats, tokens)
+    splits, _, numbers = zip(*(row.id.rpartition("-") for row in rows), strict=True)
+    are_known = len(set(splits)) == 1 and all(number.isdecimal() for number in numbers)
+    return RowLosses(numbers=tuple(map(int, numbers)) if are_known else (), nats=nats, tokens=tokens)
