@@ -28,6 +28,7 @@ from harness import Record
 from tenant_study import (
     LORA_RATE,
     POOLED_RATE,
+    TODAY,
     Cores,
     Groups,
     Study,
@@ -180,5 +181,5 @@ def rate_of(lines: Sequence[Record]) -> str:
 
 
 if __name__ == "__main__":
-    study = open_study(StartStudy, __doc__, "starts-quality")
+    study = open_study(StartStudy, __doc__, TODAY)
     study.run()

@@ -433,7 +433,7 @@ def of_gains(arms: Arms) -> str:
     seeds; all else is seed 42, on rows that differ in part. An interval is that of the difference from the core on the
     tenant's own basis.
     """
-    today = tenant_study.arms_of(line for name in ("compress", "sharing") for line in lines_in(f"{name}-quality"))
+    today = tenant_study.arms_of(line for name in ("compress-quality", tenant_study.TODAY) for line in lines_in(name))
     everyone = list(arms["own", 16])
     newcomers = [name for name in everyone if not TENANTS[name].calibrated]
     disk = {arm: of[everyone[0]][0].get("disk_bytes", 0) for arm, of in arms.items()}
@@ -538,7 +538,7 @@ def pages(arms: Arms, in_vllm: Found) -> Iterator[tuple[Path, dict[str, str]]]:
         },
     )
     pressed, compressed = lines_of(RESULTS / "compress-quality.jsonl"), "`benchmarks/results/compress-quality.jsonl`"
-    shared, sharing = lines_in("sharing-quality"), "`benchmarks/results/sharing-quality.jsonl`"
+    shared, sharing = lines_in(tenant_study.TODAY), f"`benchmarks/results/{tenant_study.TODAY}.jsonl`"
     batches = tenants.batch_table(found_in("tenants"), found_in("tenants-smollm2"))
     yield (
         DOCS / "many-tenants.md",

@@ -35,6 +35,7 @@ from tenant_rows import TENANTS, write_tenants
 from tenant_study import (
     RANK,
     SEED,
+    TODAY,
     Arm,
     Groups,
     Job,
@@ -219,6 +220,6 @@ def bases_table(lines: Sequence[Record]) -> str:
 
 
 if __name__ == "__main__":
-    study = open_study(ArmsStudy, __doc__, "tenants-quality")
+    study = open_study(ArmsStudy, __doc__, TODAY)
     write_tenants(study.tenants, study.results.file.with_suffix(""))
     study.run()
