@@ -56,8 +56,8 @@ def difference(cores: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> f
 RESOURCES = {"magnitude_parameters": 0, "saved_bytes_without_bases": 147_456, "step_s": 0.1, "peaks": None}
 SCORE = {
     "task": "svamp", "held_out_loss": 1.2, "time_s": 3.0, "chance": 0.5, "majority_class": None, "num_ties": 0,
-    "num_duplicate_choices": 0, "num_cut": 0, "num_truncated": 0, "num_unanswered": 0, "num_examples": 0,
-    "accuracy": 0.75, "standard_error": 0.02, "correct": "",
+    "num_duplicate_choices": 0, "num_cut": 0, "num_truncated": 0, "num_unanswered": 0, "num_examples": 4,
+    "accuracy": 0.75, "standard_error": 0.02, "correct": "1101",
 }  # fmt: skip
 RECIPE = {"learning_rate": 1e-2, "warmup": 0.1, "epochs": 1, "batch_size": 8, "accumulation": 1}
 RESOLVED = {

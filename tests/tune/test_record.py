@@ -189,15 +189,15 @@ def test_spectra_ranks_and_spreads_are_medians(alignment: Alignment) -> None:
 
 def test_layers_stand_side_by_side_in_few_digits(alignment: Alignment) -> None:
     layers = alignment.layers
-    assert layers["name"] == ("a", "b", "silent")
-    assert pytest.approx(J) == layers["J"]
-    assert layers["leading"] == ((0.5, 0.4, 0.3, 0.2), (0.8, 0.1, 1e-9), (0.0,) * 4)
-    assert layers["effective_rank"] == (5, 2, 0)
-    assert layers["error_spread"] == (10.0, None, None)
+    assert layers.name == ("a", "b", "silent")
+    assert pytest.approx(J) == layers.J
+    assert layers.leading == ((0.5, 0.4, 0.3, 0.2), (0.8, 0.1, 1e-9), (0.0,) * 4)
+    assert layers.effective_rank == (5, 2, 0)
+    assert layers.error_spread == (10.0, None, None)
     third = Alignment.of({"x": Capture(1 / 3, 1.0, (1 / 3,), 1.0, 1 / 3, 1.0)})
     assert third is not None
-    assert (third.layers["gradient"], third.gradient) == ((0.333333,), 1 / 3)
-    assert {len(column) for column in layers.values()} == {3}
+    assert (third.layers.gradient, third.gradient) == ((0.333333,), 1 / 3)
+    assert {len(column) for column in layers.content().values()} == {3}
 
 
 def test_it_is_read_as_it_was_written(alignment: Alignment) -> None:

@@ -136,7 +136,7 @@ def test_a_run_that_reads_no_data_is_measured_on_the_moments_that_others_share(s
         A, D = damped(moments[name].a, 1e-3), damped(moments[name].d, 1e-3)
         J[name] = captured_correlation(moments[name].G, A, D, known_basis(*layer.factors("default")[:2]))
     alignment = record_of(store, free).alignment
-    assert dict(zip(alignment.layers["name"], alignment.layers["J"], strict=True)) == pytest.approx(J, rel=1e-4)
+    assert dict(zip(alignment.layers.name, alignment.layers.J, strict=True)) == pytest.approx(J, rel=1e-4)
     assert pytest.approx(sum(J.values()), rel=1e-4) == alignment.J
     assert record_of(store, reader).alignment.gradient > alignment.gradient
 

@@ -36,12 +36,20 @@ from frozencore.adapter.saved.card import begin_model_card
 from frozencore.adapter.saved.tensors import BASE, PREFIX, cores_key, flatten_cores, hash_tensors
 from frozencore.constructors import COMPRESSED
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
-from frozencore.files.adapter_folder import PEFT_TYPE, WEIGHTS_FILE, adapter_in, folder_of, read_config
+from frozencore.files.adapter_folder import (
+    COMPRESSION_FILE,
+    IN_A_RUN,
+    PEFT_TYPE,
+    WEIGHTS_FILE,
+    adapter_in,
+    folder_of,
+    read_config,
+)
 from frozencore.files.atomic_write import atomic_folder, write_json
 from frozencore.maths.compress import Update, compress
 from frozencore.text import Progress, num_of
 
-BASIS, ADAPTER, RECORD = "basis", "adapter", "compress.json"
+BASIS = "basis"
 UNREADABLE = frozenset(
     {"is_lora", "rank_is_positive", "alpha_is_a_number", "no_dora", "no_bias", "no_whole_modules", "plain_start",
      "no_variant", "no_activation", "no_tenant", "some_factors", "only_factors", "factors_in_pairs", "factors_fit",
@@ -281,7 +289,7 @@ def compress_adapters(
         ConfigError: The rank is larger than a layer, a name is no new folder's, or the base model has adapters.
     """
     out = Path(out)
-    if odd := [name for name in adapters if name in ("", "..", BASIS, RECORD) or Path(name).name != name]:
+    if odd := [name for name in adapters if name in ("", "..", BASIS, COMPRESSION_FILE) or Path(name).name != name]:
         raise ConfigError(
             f"An adapter's name is that of its new folder in {out}, but {odd[0]!r:.60} came. Choose another."
         )
@@ -325,7 +333,7 @@ def compress_adapters(
             name: {"from": source.place, "kept": kept[name].share, "layers": kept[name].layers}
             for name, source in sources.items()
         }
-        write_json(aside / RECORD, {"basis": identity, "rank": rank, "adapters": content, "skipped": skipped})
+        write_json(aside / COMPRESSION_FILE, {"basis": identity, "rank": rank, "adapters": content, "skipped": skipped})
     return CompressedAdapters(out, identity, rank, len(shapes), kept, skipped)
 
 
@@ -398,7 +406,7 @@ def _write_core(aside: Path, out: Path, name: str, cores: Mapping[str, Tensor], 
     )  # fmt: skip
     assert config.basis_id is not None
     config.basis = str(out / BASIS)  # where it will be
-    tensors, folder = {cores_key(config.basis_id): flatten_cores(cores)}, aside / name / ADAPTER
+    tensors, folder = {cores_key(config.basis_id): flatten_cores(cores)}, aside / name / IN_A_RUN
     begin_model_card(folder)
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     config.tensors_sha256 = hash_tensors(tensors)

@@ -14,7 +14,6 @@ from frozencore.cli.display import console
 from frozencore.cli.flags import flag
 from frozencore.errors import ConfigError
 from frozencore.files.adapter_folder import adapter_in, folder_of, read_config
-from frozencore.tune.folder import RECORD
 from frozencore.tune.locate import require_model
 from frozencore.tune.rows.prompts import PromptStyle
 
@@ -85,12 +84,10 @@ def chat(
 
 def _base_of(adapter: Path) -> Any:
     """The base model as the adapter's run was given it, which may be a short name; else as the adapter names it."""
-    from frozencore.tune.record import read_record
+    from frozencore.tune.folder import record_of_run
 
-    named = read_config(adapter).get("base_model_name_or_path")
-    with suppress(OSError, ValueError):
-        return read_record((adapter.parent / RECORD).read_text(encoding="utf-8")).config.model or named
-    return named
+    record = record_of_run(adapter)
+    return (record and record.config.model) or read_config(adapter).get("base_model_name_or_path")
 
 
 def _questions() -> Iterator[str]:

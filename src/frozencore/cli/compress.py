@@ -13,7 +13,7 @@ from rich.text import Text
 
 from frozencore.cli.display import StageDisplay, console, with_whole_numbers
 from frozencore.errors import ConfigError
-from frozencore.files.adapter_folder import adapter_in, folder_of, read_config
+from frozencore.files.adapter_folder import COMPRESSION_FILE, adapter_in, folder_of, read_config
 from frozencore.files.atomic_write import check_output
 from frozencore.text import num_of
 from frozencore.tune.locate import find_tenants, model_location, require_model, require_tenant_name
@@ -115,7 +115,7 @@ def _summary(done: CompressedAdapters) -> Group:
     if len(shown) < len(done.kept):
         rest = done.kept[least_first[MOST_ROWS]].share
         lines.append(
-            Text(f"The other {len(done.kept) - len(shown):,} keep {rest:.1%} or more: {done.folder}/compress.json")
+            Text(f"The other {len(done.kept) - len(shown):,} keep {rest:.1%} or more: {done.folder / COMPRESSION_FILE}")
         )
     few = [name for name in least_first if done.kept[name].share < ENOUGH]
     if few:

@@ -95,7 +95,7 @@ def evaluate(
 
 def runs_trained_on(data: str | None, adapters: Sequence[Path]) -> Iterator[Path]:
     """Yield the folders of the runs that read the file of the scored rows, by its name in their records."""
-    from frozencore.tune.evaluate import record_of_run
+    from frozencore.tune.folder import record_of_run
 
     for adapter in adapters if data is not None else ():
         record = record_of_run(adapter)

@@ -18,7 +18,15 @@ from rich.text import Text
 
 from frozencore.calibration.moments_file import require_moments
 from frozencore.cli.display import console, with_whole_numbers
-from frozencore.files.adapter_folder import CONFIG_FILE, HEADER_FILE, PEFT_TYPE, adapter_in, folder_of, read_config
+from frozencore.files.adapter_folder import (
+    COMPRESSION_FILE,
+    CONFIG_FILE,
+    HEADER_FILE,
+    PEFT_TYPE,
+    adapter_in,
+    folder_of,
+    read_config,
+)
 from frozencore.text import accuracy_in_words, num_of, one_line
 from frozencore.tune import folder as run_folder
 from frozencore.tune.folder import ADAPTER, RECORD
@@ -27,10 +35,9 @@ if TYPE_CHECKING:
     from frozencore.adapter.bases import LayerReport
     from frozencore.adapter.calibrate import Calibration
 
-COMPRESSION = "compress.json"  # of `frozencore compress`
 PARTS = {
     RECORD: "the record",
-    COMPRESSION: "what each adapter keeps",
+    COMPRESSION_FILE: "what each adapter keeps",
     run_folder.OPTIONS_FILE: "the flags of the run, for --config",
     run_folder.MOMENTS_FILE: "moments, for --moments",
     ADAPTER: "an adapter",
@@ -120,7 +127,7 @@ def contents(folder: Path) -> Iterator[Text]:
         return
     for name, words in PARTS.items():
         if (folder / name).exists():
-            read = {RECORD: _of_record, COMPRESSION: _of_compression}.get(name)
+            read = {RECORD: _of_record, COMPRESSION_FILE: _of_compression}.get(name)
             about, *rest = [words] if read is None else read((folder / name).read_text(encoding="utf-8"))
             yield Text(one_line(f"{folder / name}: {about}"))
             yield from (Text(f"  {one_line(line)}") for line in rest)

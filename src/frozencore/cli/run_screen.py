@@ -211,7 +211,7 @@ def _of_rows(record: TunedRecord) -> Iterator[str]:
 
 def of_start(record: TunedRecord) -> Iterator[str]:
     """Name the adapters whose mean the core started from, with their shares."""
-    return _start_in_words({} if record.resolved is None else record.resolved.started_from)
+    return _start_in_words(record.resolved.started_from)
 
 
 def _start_in_words(shares: Mapping[str, float]) -> Iterator[str]:

@@ -36,7 +36,8 @@ from frozencore.maths.capture import Capture, capture_or_none
 from frozencore.maths.moments import LayerMoments
 from frozencore.options import without_lists
 from frozencore.text import Progress, flag_of
-from frozencore.tune.config import MethodConfig, RunConfig, core_options
+from frozencore.tune.config import RunConfig
+from frozencore.tune.config_parts import MethodConfig, core_options
 from frozencore.tune.cost import model_bytes, values_at_once
 from frozencore.tune.folder import ADAPTER, CALIBRATION
 from frozencore.tune.load import Inputs

@@ -29,7 +29,7 @@ from frozencore.adapter.layer import layer_shape
 from frozencore.device import computes_fast, memory_of, place_of
 from frozencore.files.fingerprint import base_tensors, stored_tensors
 from frozencore.maths.linalg import Shape
-from frozencore.tune.config import MethodConfig, ModelConfig
+from frozencore.tune.config_parts import MethodConfig, ModelConfig
 from frozencore.tune.load import Base, load_config, load_tokenizer, without_weights
 from frozencore.tune.methods import METHODS, Targets, targeted_layers
 from frozencore.tune.record import PhasePeaks

@@ -11,7 +11,6 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain
@@ -28,20 +27,18 @@ from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
 from frozencore.files.atomic_write import write_json, write_lines
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.text import Progress, as_stage, num_of, one_line
-from frozencore.tune.config import RowsConfig
-from frozencore.tune.folder import PREDICTIONS, RECORD, require_new
+from frozencore.tune.config_parts import RowsConfig
+from frozencore.tune.folder import PREDICTIONS, RECORD, record_of_run, require_new
 from frozencore.tune.load import Base, load_model, require_embedded
 from frozencore.tune.own_files import OwnFiles
 from frozencore.tune.record import (
     Hashes,
     Provenance,
     ReadRows,
-    RecordPart,
     Resolved,
-    RunRecord,
     TunedRecord,
-    read_record,
 )
+from frozencore.tune.record_part import RecordPart
 from frozencore.tune.rows.prompts import PromptEncoder, PromptStyle, TooLong, context_limit
 from frozencore.tune.rows.row_sources import named
 from frozencore.tune.scoring.forward import unload_adapter
@@ -337,13 +334,6 @@ def _own_rows(data: str, evaluation: Evaluation, encoder: PromptEncoder) -> tupl
     own = OwnFiles(config, encoder, most_rows=evaluation.num_evaluation)
     tokens = encoder.training_rows(own.files[0].texts)
     return own.scored(tokens), own.reading(own.files[0].left_out, tokens)
-
-
-def record_of_run(adapter: Path) -> RunRecord | None:
-    """The record beside an adapter's folder; None if there is none, or it is damaged."""
-    with suppress(OSError, ValueError):
-        return read_record((adapter.parent / RECORD).read_text(encoding="utf-8"))
-    return None
 
 
 def settings_of(adapter: Path | None) -> Resolved | None:

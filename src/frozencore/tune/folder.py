@@ -18,6 +18,7 @@ from frozencore.files.atomic_write import require_writable, write_json, write_te
 from frozencore.files.strict_yaml import read_yaml
 from frozencore.text import flag_of
 from frozencore.tune.config import PLACES, RunConfig, as_flags, run_options
+from frozencore.tune.record import RunRecord, read_record
 from frozencore.tune.training.checkpoints import newest_whole, step_of
 
 RECORD, FAILURE = "result.json", "failure.json"
@@ -171,3 +172,10 @@ def refuse_used(out: Path, *, resume: bool) -> None:
         require_writable(out)
     else:
         require_new(out, RECORD, *(() if has_begun else _OF_A_RUN), *(() if has_begun or resume else (OPTIONS_FILE,)))
+
+
+def record_of_run(adapter: Path) -> RunRecord | None:
+    """The record beside an adapter's folder; None if there is none, or it is damaged."""
+    with suppress(OSError, ValueError):
+        return read_record((adapter.parent / RECORD).read_text(encoding="utf-8"))
+    return None

@@ -21,7 +21,7 @@ from frozencore.files.gguf_model import read_tokenizer, read_weights, why_unread
 from frozencore.files.hub import safe_loading
 from frozencore.quiet import quiet_loading
 from frozencore.text import Progress, num_of
-from frozencore.tune.config import MethodConfig, ModelConfig, RowsConfig, ScoringConfig
+from frozencore.tune.config_parts import MethodConfig, ModelConfig, RowsConfig, ScoringConfig
 from frozencore.tune.locate import model_location
 from frozencore.tune.methods import Targets, targeted_layers
 from frozencore.tune.rows import TokenRow

@@ -12,7 +12,8 @@ from frozencore.adapter.saved.basis import read_header
 from frozencore.distributed import num_ranks
 from frozencore.text import accuracy_in_words
 from frozencore.tune.adapt import Adapted
-from frozencore.tune.config import MethodConfig, RowsConfig, RunConfig, ScoredOn
+from frozencore.tune.config import RunConfig
+from frozencore.tune.config_parts import MethodConfig, RowsConfig, ScoredOn
 from frozencore.tune.cost import FLOAT32_BYTES, PeakMemory
 from frozencore.tune.folder import ADAPTER
 from frozencore.tune.load import Inputs

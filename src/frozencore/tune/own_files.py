@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from frozencore.errors import ConfigError, NoRowsError
-from frozencore.tune.config import RowsConfig, ScoringConfig
+from frozencore.tune.config_parts import RowsConfig, ScoringConfig
 from frozencore.tune.record import ReadRows, SourceRows
 from frozencore.tune.rows import TextRow, TokenRow
 from frozencore.tune.rows.own_rows import OwnRows, read_rows

@@ -8,48 +8,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
-from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TypeVar
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 from pydantic_core import from_json
 
 from frozencore.text import num_of, one_line
+from frozencore.tune.calibration_record import Alignment, CalibrationSummary
 from frozencore.tune.config import RunConfig
 from frozencore.tune.provenance import provenance
+from frozencore.tune.record_part import Count, Finite, RecordPart, rounded
 from frozencore.tune.rows import CONTROL, NOT_WRITTEN
 from frozencore.tune.rows.row_sources import in_words
 
-if TYPE_CHECKING:
-    from frozencore.calibration.calibrate import Calibration
-    from frozencore.maths.capture import Capture
-
 RECORD_FORMAT: Final = 1
-Count = Annotated[int, Field(ge=0, lt=2**63)]
-
-
-def _finite_or_none(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-Finite = Annotated[float | None, BeforeValidator(_finite_or_none)]
-"""A measured number; None if it was not finite."""
-NUM_LEADING = 4  # recorded singular values of a layer, beside the last
-LAYER_NUMBERS = (
-    "J", "energy", "gradient", "gradient_total", "effective_rank", "participation", "input_spread", "error_spread",
-)  # fmt: skip
-DIGITS = 6
-
-
-class RecordPart(BaseModel):
-    """A strict, frozen model that keeps unknown keys, from a later version."""
-
-    model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
-
-    def content(self) -> dict[str, Any]:
-        """The given fields as JSON values by key."""
-        return self.model_dump(mode="json", exclude_unset=True)
 
 
 class RecordedConfig(RecordPart):
@@ -129,9 +101,9 @@ class ReadRows(RecordPart):
 
     read: Count | None = None
     columns: tuple[str, ...] = ()
-    left_out: dict[str, Count] = {}
+    left_out: dict[str, Count] = Field(default_factory=dict)
     unused_columns: tuple[str, ...] = ()
-    changed: dict[str, Count] = {}
+    changed: dict[str, Count] = Field(default_factory=dict)
     joined: Count | None = None
     sources: tuple[SourceRows, ...] = ()
     held_out_from: str | None = None
@@ -208,7 +180,7 @@ class TaskScore(RecordPart):
     num_examples: Count
     accuracy: float
     standard_error: float
-    correct: Annotated[str, Field(pattern="^[01]*$")]
+    correct: Annotated[str, Field(pattern="^[01]+$")]
 
 
 class RowLosses(RecordPart):
@@ -336,33 +308,7 @@ class Resolved(RecordPart):
     prompt_style: Literal["chat", "plain"]
     dtype: str
     system: str | None = None
-    started_from: dict[str, float] = {}
-
-
-class CalibrationSummary(RecordPart):
-    """The calibration over all layers; a median that is not finite is None."""
-
-    collect_s: float
-    build_s: float
-    num_layers: Count
-    num_tokens: Count
-    smallest_effective_rank: Count
-    median_spread: dict[str, Finite]
-
-    @classmethod
-    def of(cls, calibration: Calibration) -> Self:
-        layers, spreads = list(calibration.layers.values()), {}
-        for name in ("input_spread", "error_spread"):
-            known = [value for layer in layers if (value := getattr(layer, name)) is not None]
-            spreads[name] = median(known) if known else None
-        return cls(
-            collect_s=calibration.collect_s,
-            build_s=calibration.build_s,
-            num_layers=len(layers),
-            num_tokens=layers[0].num_tokens,
-            smallest_effective_rank=min(layer.effective_rank for layer in layers),
-            median_spread=spreads,
-        )
+    started_from: dict[str, float] = Field(default_factory=dict)
 
 
 P = TypeVar("P", bound=RecordPart)
@@ -379,68 +325,6 @@ class RunRecord(RecordPart):
     def has(self, name: str) -> bool:
         """Return whether the record has this key; a null value is a number that was not finite."""
         return name in self.model_fields_set
-
-
-class Alignment(RecordPart):
-    """The share of the calibration rows' moments G, a, d that the bases capture before training.
-
-    All runs use the same metric, diagonal on both sides with this relative ``damping``, so that runs can be compared.
-
-    Attributes:
-        J: Sum over the layers; the local model predicts that a step η lowers the loss by η/2 times J.
-        J_share: J over the sum of all energy.
-        gradient: ``‖PᵀGQ‖_F`` over all layers; ``gradient_share`` is its ratio to ``‖G‖_F``.
-        leading, last, effective_rank, participation, input_spread, error_spread: Medians over the layers.
-        layers: The numbers of each layer (:class:`frozencore.maths.capture.Capture`) by key, in the order of ``name``;
-            of its values, ``leading`` are the first four and ``last`` is the r-th.
-    """
-
-    damping: float
-    J: float
-    J_share: float
-    gradient: float
-    gradient_share: float
-    leading: tuple[float, ...]
-    last: float
-    effective_rank: float
-    participation: float
-    input_spread: Finite
-    error_spread: Finite
-    layers: dict[str, tuple[str | Count | Finite | tuple[float, ...], ...]]
-
-    @classmethod
-    def of(cls, captures: Mapping[str, Capture]) -> Self | None:
-        """The alignment from each layer's capture; None without layers."""
-        from frozencore.maths.capture import METRIC  # a verb reads records before it imports torch
-
-        if not captures:
-            return None
-        layers = list(captures.values())
-        numbers: dict[str, list[Any]] = {name: [getattr(layer, name) for layer in layers] for name in LAYER_NUMBERS}
-        numbers["last"] = [layer.values[-1] for layer in layers]
-        leading = [layer.values[:NUM_LEADING] for layer in layers]
-        J, energy = math.fsum(numbers["J"]), math.fsum(numbers["energy"])
-        gradient, total = math.hypot(*numbers["gradient"]), math.hypot(*numbers["gradient_total"])
-        medians = ("last", "effective_rank", "participation", "input_spread", "error_spread")
-        return cls(
-            damping=METRIC.damping_by_side[0],
-            J=J,
-            J_share=J / energy if energy else 0.0,
-            gradient=gradient,
-            gradient_share=gradient / total if total else 0.0,
-            leading=tuple(median(values) for values in zip(*leading, strict=False)),
-            layers={
-                "name": tuple(captures),
-                "leading": tuple(map(rounded, leading)),
-                **{name: rounded(values) for name, values in numbers.items()},
-            },
-            **{name: median(numbers[name]) for name in medians},
-        )
-
-
-def rounded(values: Iterable[float]) -> tuple[float, ...]:
-    """The values with six digits, because a record may have hundreds of layers and rows; counts as they are."""
-    return tuple(value if isinstance(value, int) else float(f"{value:.{DIGITS}g}") for value in values)
 
 
 class TunedRecord(RunRecord):

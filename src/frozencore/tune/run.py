@@ -22,7 +22,8 @@ from frozencore.files.atomic_write import require_writable, write_json, write_li
 from frozencore.files.fingerprint import fingerprint_model, fingerprint_options
 from frozencore.text import Progress, as_stage
 from frozencore.tune.adapt import Precomputed, adapt, load_start, on_named_basis, save_start, starting_core
-from frozencore.tune.config import RunConfig, ScoringConfig, TrainingConfig
+from frozencore.tune.config import RunConfig
+from frozencore.tune.config_parts import ScoringConfig, TrainingConfig
 from frozencore.tune.cost import PeakMemory, rows_at_once
 from frozencore.tune.figures import write_curve
 from frozencore.tune.folder import (

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from frozencore.errors import NoRowsError
 from frozencore.files.fingerprint import fingerprint_options
 from frozencore.text import num_of
-from frozencore.tune.config import RowsConfig, ScoringConfig
+from frozencore.tune.config_parts import RowsConfig, ScoringConfig
 from frozencore.tune.own_files import TOO_LONG, OwnFiles
 from frozencore.tune.record import ReadRows
 from frozencore.tune.rows import Example, TextRow, TokenRow

@@ -11,7 +11,8 @@ from typing import Any
 from frozencore.errors import ArtifactError
 from frozencore.files.fingerprint import fingerprint_options
 from frozencore.text import time_in_words
-from frozencore.tune.config import PLACES, RowsConfig
+from frozencore.tune.config import PLACES
+from frozencore.tune.config_parts import RowsConfig
 from frozencore.tune.provenance import STEPS_VERSION
 from frozencore.tune.record import Failure, RunRecord, TunedRecord
 from frozencore_lab.campaign.job import Job

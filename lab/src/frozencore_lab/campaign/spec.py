@@ -43,7 +43,8 @@ from frozencore.errors import ConfigError
 from frozencore.files.strict_yaml import read_typed
 from frozencore.options import Option
 from frozencore.text import unknown_name
-from frozencore.tune.config import PLACES, MethodConfig, SelectionMetric, core_options, run_options
+from frozencore.tune.config import PLACES, run_options
+from frozencore.tune.config_parts import MethodConfig, SelectionMetric, core_options
 from frozencore.tune.methods import METHODS
 from frozencore_lab.campaign.job import KINDS, NamedKind
 

@@ -13,7 +13,7 @@ from typing import TextIO
 from frozencore.device import is_out_of_memory
 from frozencore.errors import ArtifactError, DivergenceError, FrozenCoreError
 from frozencore.text import Progress, one_line
-from frozencore.tune.config import ModelConfig
+from frozencore.tune.config_parts import ModelConfig
 from frozencore.tune.folder import ADAPTER
 from frozencore.tune.load import Base, load
 from frozencore.tune.record import Failure, Provenance

@@ -17,7 +17,7 @@ from transformers import TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 
 from frozencore.errors import ConfigError
-from frozencore.tune.config import TrainingConfig
+from frozencore.tune.config_parts import TrainingConfig
 
 DEFAULTS = TrainingConfig()
 """The default options of a run; their values are the recipe's defaults."""
