@@ -10,6 +10,9 @@ completion, in the same padded batches; token frequencies fall as in text (Zipf)
 backward pass over those batches, with gradients passed through every layer down to the embeddings, but for no weight.
 It computes the logits that frozencore computes, those of positions where a row of the batch has a label; "floor, all
 logits" is the model's own loss, which computes every position, as PEFT's initialisations do.
+
+The last lines say where the seconds of an FCCA calibration go, from runs of their own: recording (a layer's rows
+selected and summed into moments), bases (their SVDs and captures), and the rest, which is the model's passes.
 """
 
 from __future__ import annotations
@@ -18,10 +21,13 @@ import copy
 import gc
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
+from time import process_time
 from typing import Any
+from unittest import mock
 
 import torch
 from peft import EvaConfig, LoraConfig, LoraGAConfig, get_peft_model, initialize_lora_eva_weights
@@ -32,6 +38,8 @@ from torch import nn
 
 from contestants import ATTENTION, FLOOR, RANK, Batch, completions_only, plain_passes, random_qwen2
 from frozencore import FrozenCoreConfig, calibrate
+from frozencore.calibration import calibrate as calibrate_module
+from frozencore.calibration.hooks import CalibrationPass
 from harness import cpu_s, parser_of, table, write_found
 
 FULL_FLOOR = "floor, all logits"
@@ -148,8 +156,39 @@ def compare(scale: Scale, num_runs: int) -> dict[str, list[float]]:
     return {name: seconds[1:] for name, seconds in times.items()}
 
 
+def trace(scale: Scale, num_runs: int) -> dict[str, float]:
+    """Median processor seconds of the parts of an FCCA calibration."""
+    seconds = dict.fromkeys(("recording", "bases"), 0.0)
+
+    def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            begins = process_time()
+            try:
+                return function(*args, **options)
+            finally:
+                seconds[part] += process_time() - begins
+
+        return run
+
+    batches, runs = padded_batches(scale), []
+    model = random_qwen2(scale.layers, scale.hidden, inner=scale.intermediate, vocabulary=scale.vocabulary).eval()
+    with ExitStack() as undo:
+        for place, name, part in (
+            (CalibrationPass, "record", "recording"),
+            (calibrate_module, "build_basis", "bases"),
+            (calibrate_module, "capture_or_none", "bases"),
+        ):
+            undo.enter_context(mock.patch.object(place, name, timed(part, getattr(place, name))))
+        for _ in range(num_runs):
+            seconds.update(recording=0.0, bases=0.0)
+            whole = cpu_s(partial(ours("fcca"), copy.deepcopy(model), batches))
+            runs.append({"the model's passes": whole - sum(seconds.values()), **seconds})
+    return {part: median(run[part] for run in runs) for part in runs[0]}
+
+
 def table_of(found: Mapping[str, Any]) -> str:
     rows = [[row["contestant"], f"{row['median_s']:.1f}"] for row in found["rows"]]
+    rows += [[f"frozencore fcca: {part}", f"{seconds:.2f}"] for part, seconds in found.get("parts_s", {}).items()]
     return table(["calibration", "seconds"], rows)
 
 
@@ -162,9 +201,10 @@ def main() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT warns of initialisations that change the base weights
         times = compare(scale, num_runs)
+        parts = trace(scale, num_runs)
     rows = [{"contestant": name, "median_s": median(own), "runs_s": own} for name, own in times.items()]
-    print(table_of({"rows": rows}))
-    write_found(options, scale=asdict(scale), rank=RANK, rows=rows)
+    print(table_of({"rows": rows, "parts_s": parts}))
+    write_found(options, scale=asdict(scale), rank=RANK, rows=rows, parts_s=parts)
 
 
 if __name__ == "__main__":

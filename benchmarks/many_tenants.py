@@ -1,12 +1,13 @@
 """How many tenants train at once: ``tune-many`` with 10 to 10,000 tenants of eight rows, all of them side by side.
 
     OMP_NUM_THREADS=1 python benchmarks/many_tenants.py --sizes 10 100 1000      # --quick: three tenants
+    OMP_NUM_THREADS=1 python benchmarks/many_tenants.py --sizes 1000 --model smollm2
 
-Each size runs in a process of its own on the pocket model, FCCA of rank 16 on a basis that is calibrated once on the
-rows of ten tenants. A tenant has eight short sums in a file of its own: seven to train on, in two steps, and one to
-score. Seconds are processor seconds of that process, so that other programs count little: in reading rows, training,
-and writing (scoring, adapter, record); the rest is the start and the base model's scores. A line is added to the
-results for each size.
+Each size runs in a process of its own on the pocket model or another, FCCA of rank 16 on a basis that is calibrated
+once on the rows of ten tenants. A tenant has eight short sums in a file of its own: seven to train on, in two steps,
+and one to score. Seconds are processor seconds of that process, so that other programs count little: in reading rows,
+training, and writing (scoring, adapter, record); the rest is the start and the base model's scores. A line is added
+to the results for each size.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from frozencore.tune.calibrate_only import execute_calibration
 from frozencore.tune.config import RunConfig, make_config
 from frozencore.tune.cost import process_peak_bytes
 from frozencore.tune.many import run as many
-from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.provenance import provenance
 from harness import RESULTS, load_average, parser_of, table
 
@@ -47,9 +47,8 @@ def write_tenants(folder: Path, num_tenants: int) -> None:
         (folder / f"tenant-{number:05}.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def config_of(data: Path, **more: Any) -> RunConfig:
-    few = {"model": str(pocket_model_path()), "data": data, "epochs": STEPS, "device": "cpu"}
-    return make_config(**few, **more)
+def config_of(model: str, data: Path, **more: Any) -> RunConfig:
+    return make_config(model=model, data=data, epochs=STEPS, device="cpu", **more)
 
 
 class Clock:
@@ -74,7 +73,7 @@ class Clock:
             self.enter("training")
 
 
-def measure(tenants: Path, basis: Path, out: Path) -> dict[str, Any]:
+def measure(model: str, tenants: Path, basis: Path, out: Path) -> dict[str, Any]:
     """Train all tenants of a folder at once, in this process."""
     clock, finish, num_tenants = Clock(), many.Finisher.__call__, len(list(tenants.iterdir()))
 
@@ -85,11 +84,12 @@ def measure(tenants: Path, basis: Path, out: Path) -> dict[str, Any]:
 
     many.Finisher.__call__ = timed
     started = time.perf_counter()
-    config = config_of(tenants, basis=str(basis))
+    config = config_of(model, tenants, basis=str(basis))
     outcomes = many.execute_many(config, out, clock.progress, num_slots=num_tenants)
     clock.enter("start")
     records = [outcome for outcome in outcomes.values() if isinstance(outcome, many.TunedRecord)]
     return {
+        "model": model,
         "tenants": num_tenants,
         "finished": len(records),
         "steps": records[0].training.num_steps,
@@ -105,35 +105,45 @@ def measure(tenants: Path, basis: Path, out: Path) -> dict[str, Any]:
 def table_of(lines: Sequence[Mapping[str, Any]]) -> str:
     """One line a size: processor milliseconds of a tenant by part, memory and state."""
     rows = []
-    for line in sorted(lines, key=lambda one: one["tenants"]):
+    for line in sorted(lines, key=lambda one: (one["model"], one["tenants"])):
         each = [f"{1e3 * line['cpu_s'][part] / line['tenants']:.1f}" for part in PARTS]
         rows.append([
-            f"{line['tenants']:,}", f"{sum(line['cpu_s'].values()) / line['tenants']:.3f}", *each,
+            line["model"], f"{line['tenants']:,}", f"{sum(line['cpu_s'].values()) / line['tenants']:.3f}", *each,
             f"{line['peak_above_bytes'] / 1e6:,.0f} MB", f"{line['state_bytes'] / 1e6:,.1f} MB",
         ])  # fmt: skip
-    head = ["tenants", "seconds a tenant", *(f"{part}, ms" for part in PARTS), "peak above the model", "training state"]
+    head = [
+        "model",
+        "tenants",
+        "seconds a tenant",
+        *(f"{part}, ms" for part in PARTS),
+        "peak above the model",
+        "training state",
+    ]
     return table(head, rows)
 
 
 def main() -> None:
     parser = parser_of(__doc__, "many_tenants", "jsonl")
     parser.add_argument("--sizes", type=int, nargs="+", default=[10, 100, 1_000, 10_000])
+    parser.add_argument("--model", default="pocket", help="pocket, smollm2 or a folder.")
     parser.add_argument("--one", type=Path, nargs=3, help=argparse.SUPPRESS)  # a size's own process
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.one:
-        print(json.dumps(measure(*options.one)))
+        print(json.dumps(measure(options.model, *options.one)))
         return
     out = options.out or (None if options.quick else RESULTS / "many_tenants.jsonl")
     lines = []
     with TemporaryDirectory() as aside:
         folder = Path(aside)
         write_tenants(folder / "calibrated", 3 if options.quick else CALIBRATED)
-        execute_calibration(config_of(folder / "calibrated"), folder / "shop", lambda *_: None, of_tenants=True)
+        execute_calibration(
+            config_of(options.model, folder / "calibrated"), folder / "shop", lambda *_: None, of_tenants=True
+        )
         for size in [3] if options.quick else options.sizes:
             write_tenants(folder / str(size), size)
             places = [folder / str(size), folder / "shop" / "basis", folder / f"out-{size}"]
-            words = [sys.executable, __file__, "--one", *map(str, places)]
+            words = [sys.executable, __file__, "--model", options.model, "--one", *map(str, places)]
             done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
             found = json.loads(done.stdout.splitlines()[-1])
             lines.append({**found, "quick": options.quick, "load": load_average(), "provenance": provenance("cpu")})

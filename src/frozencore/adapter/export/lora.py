@@ -40,13 +40,12 @@ _NOT_LORA = "which no LoRA can hold. Merge the adapter into its model instead (f
 
 @dataclass(frozen=True)
 class ExportSource:
-    """P, Q, R and s by layer name, the record of the base model, and its layers if they are known."""
+    """P, Q, R and s by layer name, and the record of the base model."""
 
     config: FrozenCoreConfig
     factors: dict[str, Factors]
     scales: dict[str, float]
     base_record: Mapping[str, str] | None
-    base: BaseLayers | None
     folder: Path | None
 
 
@@ -97,17 +96,18 @@ def export_lora(
             PEFT would not load its layers right onto the base model.
     """
     require_dtype(dtype)
-    adapter = export_source(model_or_directory, adapter_name, base)
+    adapter = export_source(model_or_directory, adapter_name)
+    of_base = _base_of(adapter, model_or_directory, base)
     shapes = {name: (f.P.shape[0], f.Q.shape[0]) for name, f in adapter.factors.items()}
-    named = layers_to_name(shapes, adapter.base)
+    named = layers_to_name(shapes, of_base)
     adapter, rank, error = to_rank(adapter, rank)
-    conv1d = adapter.base is not None and not adapter.base.conv1d.isdisjoint(adapter.factors)
+    conv1d = of_base is not None and not of_base.conv1d.isdisjoint(adapter.factors)
     with atomic_folder(Path(out), overwrite=overwrite, reads=adapter.folder) as aside:
         tensors = _lora_tensors(adapter, named, rank, dtype)
         save_file(tensors, aside / WEIGHTS_FILE, metadata={"format": "pt"})
-        config = lora_config(adapter.config, rank, target_modules(named, adapter.base), fan_in_fan_out=conv1d)
-        if adapter.base is not None:
-            config, reason = targets_for_peft(config, tensors, adapter.base.model)
+        config = lora_config(adapter.config, rank, target_modules(named, of_base), fan_in_fan_out=conv1d)
+        if of_base is not None:
+            config, reason = targets_for_peft(config, tensors, of_base.model)
             if reason is not None:
                 raise ConfigError(
                     f"As a LoRA this adapter would be another one: {reason}. Merge it into its model instead "
@@ -247,33 +247,32 @@ def _kind(layer: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in layer.split("."))
 
 
-def export_source(
-    model_or_directory: nn.Module | str | Path,
-    adapter_name: str | None = None,
-    base: nn.Module | str | Path | None = None,
-) -> ExportSource:
-    """Read the factors of an adapter of a model, or of a folder that ``save_pretrained`` wrote.
+def _base_of(
+    adapter: ExportSource, origin: nn.Module | str | Path, base: nn.Module | str | Path | None
+) -> BaseLayers | None:
+    """The layers of the adapter's model, else of ``base``, else of the base that it names, if it is on this machine."""
+    named = adapter.config.base_model_name_or_path
+    if isinstance(origin, nn.Module):
+        base = origin
+    elif base is None and named and Path(named).exists():
+        base = named
+    return layers_of(base) if base is not None else None
 
-    Args:
-        adapter_name: The adapter of the model; the active one by default.
-        base: The base model, its folder or its GGUF file, for an adapter in a folder; by default the one that the
-        adapter names, if it is on this machine.
-    """
+
+def export_source(model_or_directory: nn.Module | str | Path, adapter_name: str | None = None) -> ExportSource:
+    """Read the factors of an adapter of a model (by default the active one), or of a saved folder."""
     if isinstance(model_or_directory, nn.Module):
         name, config = find_adapter(model_or_directory, adapter_name)
         layers = frozen_core_layers(model_or_directory, name)
         factors = {each: Factors(*layer.factors(name)) for each, layer in layers.items()}
         record = record_base(base_samples_of(layers))
-        source = ExportSource(config, factors, scales_of(layers, name), record, layers_of(model_or_directory), None)
+        source = ExportSource(config, factors, scales_of(layers, name), record, None)
     else:
         folder = Path(model_or_directory)
         config, tensors = read_tensors(folder)
         factors = layer_factors(str(folder), tensors)
-        named = config.base_model_name_or_path
-        base = base if base is not None else named if named and Path(named).exists() else None
         scales = {each: config.scale_of(each) for each in factors}
-        of_base = layers_of(base) if base is not None else None
-        source = ExportSource(config, factors, scales, config.base_record, of_base, folder)
+        source = ExportSource(config, factors, scales, config.base_record, folder)
     if config.modules_to_save:
         raise ConfigError(f"The adapter trains whole modules too ({', '.join(config.modules_to_save)}), {_NOT_LORA}")
     if config.trainable_token_indices:
