@@ -88,6 +88,48 @@ def test_cores_and_lora_are_two_lines_of_loss_and_of_forgetting_against_trained_
         assert [text.get_text() for text in axis.texts] == ["r8", "FCCA", "LoRA"]
 
 
+def made_perfect(*tasks):
+    """A record whose accuracy is perfect on some tasks."""
+    return lambda axes: record_content(axes, accuracy=1.0 if axes["task"] in tasks else 0.5)
+
+
+@pytest.mark.parametrize(
+    ("perfect", "panels", "left_out"),
+    [([], ["SVAMP", "GSM8K"], []), (["svamp"], ["GSM8K"], ["SVAMP"]), (["svamp", "gsm8k"], ["SVAMP", "GSM8K"], [])],
+)
+def test_a_task_on_which_every_score_is_perfect_is_not_drawn_but_named_if_others_are_left(
+    perfect, panels, left_out, study
+):
+    yaml = """
+  panels:
+    title: Panels
+    axes: {model: [small], task: [svamp, gsm8k], method: [fcca, lora], seed: [42, 43]}
+    report: {rows: [task], columns: [method], figure: panels}
+"""
+    accuracy, loss = study_drawings(study(yaml, made_perfect(*perfect)))
+    for drawing, shown in ((accuracy, panels), (loss, ["SVAMP", "GSM8K"])):
+        figure = drawing.draw()
+        assert [axis.get_title("left") for axis in figure.axes] == shown
+        plt.close(figure)
+    assert [name for name in ("SVAMP", "GSM8K") if name in accuracy.remark] == left_out
+    assert loss.remark == ""
+
+
+def test_a_task_that_one_method_does_not_solve_wholly_is_drawn_and_so_is_a_perfect_method(study, drawn):
+    yaml = """
+  panels:
+    title: Panels
+    axes: {model: [small], task: [svamp, gsm8k], method: [fcca, lora], seed: [42]}
+    report: {rows: [task], columns: [method], figure: panels}
+"""
+    found = drawn(study(yaml, lambda axes: record_content(axes, accuracy=1.0 if axes["method"] == "fcca" else 0.9)))
+    assert [axis.get_title("left") for axis in found["panels"].figure.axes] == ["SVAMP", "GSM8K"]
+
+
+def test_a_perfect_task_is_left_out_where_the_tasks_are_columns(study, drawn):
+    assert drawn(study(BY_RANK, made_perfect("svamp")))["ranks"].get_legend_handles_labels()[1] == ["GSM8K"]
+
+
 @pytest.mark.parametrize(("methods", "legend"), [(["full"], []), (["fcca", "lora", "dora"], ["cores", "LoRA, DoRA"])])
 def test_a_figure_of_values_names_the_factors_that_it_has_and_may_have_neither_kind(methods, legend, study, drawn):
     yaml = f"""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
 from statistics import fmean
@@ -49,11 +49,12 @@ STYLE = {
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure that is drawn when it is written: its file's name without an ending, and its description."""
+    """A figure that is drawn when it is written: its file's name without an ending, description and remark below it."""
 
     name: str
     alt: str
     draw: Callable[[], Figure]
+    remark: str = ""
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,25 @@ def study_drawings(results: StudyResults) -> Iterator[Drawing]:
                 if not is_other and any(value is not None for value in shown):
                     file = f"{pivot.name}{'' if kind.once else measure.suffix}{suffix}"
                     alt = f"{pivot.title}: {kind.once or measure.title}{kind.against}"
-                    yield Drawing(file, alt, partial(_styled, kind.draw, pivot))
+                    by_task = not kind.once and not kind.of_averages
+                    drawn, remark = without_perfect_tasks(pivot) if by_task else (pivot, "")
+                    yield Drawing(file, alt, partial(_styled, kind.draw, drawn), remark)
+
+
+def without_perfect_tasks(pivot: Pivot) -> tuple[Pivot, str]:
+    """Leave out the tasks on which every score is perfect, since they tell nothing apart, and name them in a remark.
+
+    If every task is such a task, none is left out.
+    """
+    upright, best = pivot.upright, pivot.measure.perfect
+    if best is None or "task" not in upright.row_axes:
+        return pivot, ""
+    kept = tuple(row for row in upright.rows if {*upright.row_means(row).values()} != {best})
+    if len(kept) in (0, len(upright.rows)):
+        return pivot, ""
+    names = ", ".join(upright.row_name(row) for row in upright.rows if row not in kept)
+    fewer = replace(pivot, rows=kept) if upright is pivot else replace(pivot, columns=kept)
+    return fewer, f"Left out, because every score there is perfect ({best:g}): {names}."
 
 
 def _styled(draw: Callable[[Pivot], Figure], pivot: Pivot) -> Figure:

@@ -40,6 +40,7 @@ class Measure:
         key: The name of the value in a record; the table shows ``scale`` times the value.
         before: The name of the base model's value in a record.
         ranked: Whether values can be ranked.
+        perfect: The best possible value, if it can be reached.
         diverged: The value of a diverged run, if the study counts it.
         suffix: The suffix of the names of its files.
     """
@@ -51,6 +52,7 @@ class Measure:
     lower_is_better: bool = False
     before: str | None = None
     ranked: bool = True
+    perfect: float | None = None
     diverged: float | None = None
     suffix: str = ""
 
@@ -61,7 +63,7 @@ class Measure:
 
 LOSS_TITLE, FORGOTTEN_TITLE = "held-out loss, nats per token", "forgotten of other texts, nats per token"
 COSINE_TITLE = "mean principal-angle cosine of {} to the reference"
-ACCURACY = Measure("accuracy", "accuracy, %", 1, scale=100.0, before="accuracy_before", diverged=0.0)
+ACCURACY = Measure("accuracy", "accuracy, %", 1, scale=100.0, before="accuracy_before", perfect=100.0, diverged=0.0)
 LOSS = Measure("held_out_loss", LOSS_TITLE, 3, lower_is_better=True, before="held_out_loss_before", suffix="-loss")
 FORGOTTEN = Measure("forgotten", FORGOTTEN_TITLE, 3, lower_is_better=True, suffix="-forgotten")
 COSINES = (

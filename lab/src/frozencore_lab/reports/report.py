@@ -247,7 +247,8 @@ def report_text(document: Document) -> str:
     for section in document.sections:
         parts += [f"## {markdown_text(section.title)}", section.note]
         parts += [f"{count_runs(section.runs)}."] if section.runs else []
-        parts += [f"![{markdown_text(drawing.alt)}](figures/{drawing.name}.png)" for drawing in section.drawings]
+        for drawing in section.drawings:
+            parts += [f"![{markdown_text(drawing.alt)}](figures/{drawing.name}.png)", markdown_text(drawing.remark)]
         for table in section.tables:
             parts += [markdown(table.sheet).rstrip("\n"), table.remark]
     protocol, fence = protocol_yaml(document.results.campaign), "```"
