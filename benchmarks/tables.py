@@ -154,6 +154,16 @@ def of_values() -> Mapping[str, list[Found]]:
     return final_runs("smollm2-values")["hellaswag"]
 
 
+def of_forgetting() -> str:
+    """Loss against forgetting: LoRA of rank 1 at its searched rate and at smaller ones, beside FCCA, at three seeds."""
+    methods = {"FCCA": of_values()["FCCA"]}
+    for name in ("LoRA, r = 1", "LoRA, r = 1, all linear layers"):
+        runs = [*final_runs("smollm2-forgetting-first")["hellaswag"][name], *of_values()[name]]
+        for rate in sorted({rate_of(run) for run in runs}):
+            methods[f"{name}, {rate:g}"] = [run for run in runs if rate_of(run) == rate]
+    return of_task(by_loss(methods))
+
+
 def as_core(name: str) -> str:
     """The name of a shape where all constructors are FCCA."""
     return name.replace("FCCA, all", "core, r = 16, all").replace("FCCA", "core")
@@ -388,7 +398,7 @@ def pictures(arms: Arms, in_vllm: Found) -> Iterator[tuple[str, str]]:
         served.LORA: ("LoRAs", figures.NAVY), served.BASE: ("base model alone", figures.GREY),
     }  # fmt: skip
     order = [who for who in bars if who in rates]
-    both = (("tokens a second, 64 tenants", rates), ("tenants that fit 1 GB", slots))
+    both = (("tokens a second, 64 tenants", rates), ("slots that fit 1 GB", slots))
     panels = [
         figures.Panel(heading, [figures.Point(*3 * [found[who]]) if who in found else None for who in order], 0)
         for heading, found in both
@@ -529,6 +539,9 @@ def pages(arms: Arms, in_vllm: Found) -> Iterator[tuple[Path, dict[str, str]]]:
             ),
             "equal-values": from_(at_equal_values(), "`lab/results/smollm2-values`"),
             "values": from_(of_task(by_values(of_values())), "`lab/results/smollm2-values`"),
+            "forgetting": from_(
+                of_forgetting(), "`lab/results/smollm2-forgetting-first` and `lab/results/smollm2-values`"
+            ),
             "one-rate": from_(one_rate(), "`lab/results/smollm2-paper` and `lab/results/smollm2-seeds`"),
             "smollm2-speed": from_(smollm2.table_of(found_in("smollm2")), files.format("smollm2")),
             "outliers": from_(outliers(), "`lab/results/outliers`"),
