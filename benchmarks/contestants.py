@@ -23,8 +23,9 @@ Batch = dict[str, Tensor]
 
 
 def random_qwen2(
-    num_layers: int, width: int, *, heads: int = 8, inner: int | None = None, vocabulary: int | None = None
-) -> nn.Module:
+    num_layers: int, width: int, *, heads: int = 8, kv_heads: int = 2, inner: int | None = None,
+    vocabulary: int | None = None, tied: bool = False,
+) -> nn.Module:  # fmt: skip
     """Random layers, so wide by default that arithmetic outweighs Python, as in a real model.
 
     The output layer is then 21 % of the arithmetic, as in Llama-3.2-1B.
@@ -32,8 +33,8 @@ def random_qwen2(
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=vocabulary or 24 * width, hidden_size=width, intermediate_size=inner or 11 * width // 4,
-        num_hidden_layers=num_layers, num_attention_heads=heads, num_key_value_heads=2,
-        max_position_embeddings=512, use_cache=False, pad_token_id=0,
+        num_hidden_layers=num_layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
+        max_position_embeddings=512, use_cache=False, pad_token_id=0, tie_word_embeddings=tied,
     )  # fmt: skip
     return Qwen2ForCausalLM(config)
 

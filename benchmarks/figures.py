@@ -1,4 +1,4 @@
-"""The pictures of README and docs as SVG: two diagrams, and four charts of committed results.
+"""The charts of README and docs as SVG.
 
 ``benchmarks/tables.py`` writes them with the tables. A picture is text, the same bytes each time, on a white card that
 can be read on a light and on a dark page. One colour a method: cores orange, LoRA navy, the base model grey.
@@ -15,8 +15,17 @@ from xml.sax.saxutils import escape
 from frozencore.tune.figures import BLACK, BLUE, GREY, NAVY, ORANGE
 
 __all__ = [
-    "BLUE", "GREY", "NAVY", "ORANGE", "Kind", "Panel", "Point", "against_bytes", "bars", "calibration", "chart", "idea",
-]  # fmt: skip
+    "BLUE",
+    "GREY",
+    "NAVY",
+    "ORANGE",
+    "Kind",
+    "Panel",
+    "Point",
+    "against_bytes",
+    "bars",
+    "chart",
+]
 
 INK, LIGHT, SOFT = BLACK, "#dddddd", "#666666"  # words, a fill, words that explain
 LINE = 26  # of a chart, in pixels
@@ -72,11 +81,8 @@ def words(
     )
 
 
-def line(
-    x: float, y: float, to_x: float, to_y: float, colour: str = INK, *, width: float = 1.5, arrow: bool = False
-) -> str:
-    tip = ' marker-end="url(#tip)"' if arrow else ""
-    return f'<line x1="{x:g}" y1="{y:g}" x2="{to_x:g}" y2="{to_y:g}" stroke="{colour}" stroke-width="{width:g}"{tip}/>'
+def line(x: float, y: float, to_x: float, to_y: float, colour: str, width: float = 1) -> str:
+    return f'<line x1="{x:g}" y1="{y:g}" x2="{to_x:g}" y2="{to_y:g}" stroke="{colour}" stroke-width="{width:g}"/>'
 
 
 # ----------------------------------------------------------------------------------------------------------- the charts
@@ -107,16 +113,16 @@ def _dots(panel: Panel, colours: Sequence[str], x0: float, wide: float, top: flo
         return round(x0 + wide * (0.03 + 0.94 * (value - least) / (most - least)), 1)
 
     for row in range(len(panel.points)):
-        yield line(x0, top + LINE * row + 13, x0 + wide, top + LINE * row + 13, "#eeeeee", width=1)
+        yield line(x0, top + LINE * row + 13, x0 + wide, top + LINE * row + 13, "#eeeeee")
     if panel.zero:
-        yield line(place(0), top, place(0), bottom, GREY, width=1)
+        yield line(place(0), top, place(0), bottom, GREY)
     for row, (point, colour) in enumerate(zip(panel.points, colours, strict=True)):
         y = top + LINE * row + 13
         if point is None:
             yield words(x0 + wide + 8, y + 5, "not run", colour=GREY, size=12)
             continue
         number = f"{point.value:{'+' if panel.zero else ''}.{panel.digits}f}"
-        yield line(place(point.low), y, place(point.high), y, colour, width=2.5)
+        yield line(place(point.low), y, place(point.high), y, colour, 2.5)
         yield f'<circle cx="{place(point.value):g}" cy="{y:g}" r="5" fill="{colour}"/>'
         yield words(x0 + wide + 8, y + 5, number.replace("-", "−"), colour=INK, size=13)
 
@@ -188,7 +194,7 @@ def _plane(kinds: Sequence[Kind], x0: float, y0: float, wide: float, tall: float
     yield box(x0, y0, wide, tall, "none", edge=LIGHT)
     step = next(one for one in (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10) if (high - low) / one <= 6)
     for tick in range(ceil(low / step), floor(high / step) + 1):
-        yield line(x0, height(tick * step), x0 + wide, height(tick * step), "#eeeeee", width=1)
+        yield line(x0, height(tick * step), x0 + wide, height(tick * step), "#eeeeee")
         text = f"{tick * step:+g}".replace("-", "−") if tick else "0"
         yield words(x0 - 6, height(tick * step) + 4, text, at="end", size=11)
     for power in range(floor(least), ceil(most)):
@@ -196,7 +202,7 @@ def _plane(kinds: Sequence[Kind], x0: float, y0: float, wide: float, tall: float
             if least <= log10(times * 10**power) <= most:
                 x, text = across(times * 10**power), f"{times * 10**power / 1e6:g} MB"
                 yield words(x, y0 + tall + 18, text, at="middle", size=11, colour=SOFT)
-                yield line(x, y0 + tall, x, y0 + tall + 4, GREY, width=1)
+                yield line(x, y0 + tall, x, y0 + tall + 4, GREY)
     taken: list[float] = []
     for kind in kinds:
         joined = []
@@ -207,60 +213,8 @@ def _plane(kinds: Sequence[Kind], x0: float, y0: float, wide: float, tall: float
             taken.append(at)
             beside = -5 if len(taken) % 2 else 14  # above and below in turn, so that names do not meet
             joined.append((at, height(point.value)))
-            yield line(at, height(point.low), at, height(point.high), kind.colour, width=2)
+            yield line(at, height(point.low), at, height(point.high), kind.colour, 2)
             yield f'<circle cx="{at:g}" cy="{height(point.value):g}" r="5" fill="{kind.colour}"/>'
             yield words(at + 7, height(point.value) + beside, name, size=11, colour=SOFT)
         for one, other in pairwise(joined):
-            yield line(*one, *other, kind.colour, width=1)
-
-
-# --------------------------------------------------------------------------------------------------------- the diagrams
-
-
-def idea() -> str:
-    """One W, P and Q for all tenants, and a small R for each."""
-    about = "W, P and Q are frozen and shared by all tenants. Each tenant has an R of r x r values between P and Q."
-    parts = [
-        words(24, 34, "frozen, stored once for all tenants", colour=SOFT),
-        box(24, 48, 150, 150, LIGHT, edge=GREY), words(99, 130, "W", at="middle", size=24, bold=True),
-        words(99, 218, "m × n", at="middle", size=12, colour=SOFT),
-        words(197, 132, "+  s ·", at="middle", size=18),
-        box(230, 48, 30, 150, BLUE), words(245, 130, "P", at="middle", size=20, bold=True),
-        words(245, 218, "m × r", at="middle", size=12, colour=SOFT),
-        box(284, 108, 30, 30, "#ffffff", edge=ORANGE), words(299, 130, "R", at="middle", size=20, bold=True),
-        box(338, 108, 150, 30, BLUE), words(413, 130, "Qᵀ", at="middle", size=20, bold=True),
-        words(413, 160, "r × n", at="middle", size=12, colour=SOFT),
-        words(572, 34, "trained: r × r values a layer, one R a tenant", colour=SOFT),
-    ]  # fmt: skip
-    for number, tenant in enumerate(("anna", "ben", "cem", "dora", "emil", "fay", "gao")):
-        x, y = 572 + 70 * (number % 4), 52 + 70 * (number // 4)
-        parts += [box(x, y, 30, 30, ORANGE), words(x + 15, y + 21, "R", at="middle", size=16, bold=True)]
-        parts.append(words(x + 15, y + 48, tenant, at="middle", size=12, colour=SOFT))
-    parts += [
-        words(797, 146, "…", at="middle", size=24),
-        f'<path d="M 560 178 C 490 236, 330 236, 301 146" fill="none" stroke="{INK}" stroke-width="1.5" '
-        'marker-end="url(#tip)"/>',
-        words(572, 218, "each row of a batch takes its own tenant's R", size=13),
-    ]
-    return card(880, 238, about, parts)
-
-
-def calibration() -> str:
-    """From rows to the core, in five boxes."""
-    about = "Rows give moments, moments the whitened matrix T, its singular directions P and Q; then only R trains."
-    steps = [
-        ("rows", "about 128, with", "labels", LIGHT),
-        ("moments", "one pass: G = E[δxᵀ],", "a = E[x²], d = E[δ²]", LIGHT),
-        ("whitening", "T = D⁻½ G A⁻½", "A = diag a, D = diag d", LIGHT),
-        ("bases", "T ≈ U Σ Vᵀ: P from", "D⁻½ U, Q from A⁻½ V", BLUE),
-        ("core", "R = 0 at first;", "only R trains", ORANGE),
-    ]
-    parts = []
-    for number, (name, first, second, colour) in enumerate(steps):
-        x = 16 + 178 * number
-        parts += [box(x, 20, 152, 84, colour if colour != LIGHT else "#f3f3f3", edge=GREY, radius=6)]
-        parts += [words(x + 76, 44, name, at="middle", bold=True), words(x + 76, 68, first, at="middle", size=12)]
-        parts.append(words(x + 76, 88, second, at="middle", size=12))
-        if number:
-            parts.append(line(x - 25, 62, x - 2, 62, arrow=True))
-    return card(896, 124, about, parts)
+            yield line(*one, *other, kind.colour)

@@ -115,10 +115,13 @@ def best_rate(
     return best, losses[best]
 
 
+def results_file(options: argparse.Namespace) -> Path | None:
+    return options.out or (None if options.quick else RESULTS / f"{options.name}.json")
+
+
 def write_found(options: argparse.Namespace, **found: Any) -> None:
     """Write the results with the machine's load, its processors and the versions of the libraries."""
-    out = options.out or (None if options.quick else RESULTS / f"{options.name}.json")
-    if out is not None:
+    if (out := results_file(options)) is not None:
         cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
         about = {"benchmark": options.name, "quick": options.quick, "cpus": cpus, "load": load_average()}
         write_json(out, about | found | {"provenance": provenance()})

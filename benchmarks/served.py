@@ -271,6 +271,11 @@ def table_of(found: Mapping[str, Any]) -> str:
     return f"{text}\n{sync(found['sync'])}" if "sync" in found else text
 
 
+def rates_of(found: Mapping[str, Any]) -> dict[str, float]:
+    """The tokens a second of each engine with 64 tenants, and of the base model alone."""
+    return {row["engine"]: row["tokens_per_s"] for row in found["rows"] if row["tenants"] in (0, 64)}
+
+
 def sync(found: Mapping[str, Any]) -> str:
     """Milliseconds that reinforcement learning waits at each step for new weights."""
     each = ("made_s", "entered_s", "first_token_s")

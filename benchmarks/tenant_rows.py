@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
-from frozencore.files.atomic_write import write_json
 from frozencore.tune.rows import Example, Row
 from frozencore.tune.task_registry import find_task
 from frozencore.tune.tasks import Split
@@ -29,7 +28,6 @@ SEED = 0
 VALIDATION, HELD_OUT = 32, 48
 LONGEST = 240  # characters of a prompt
 SPLITS: tuple[Split, ...] = ("train", "validation", "evaluation")
-MANIFEST = "manifest.json"
 
 SPORT = (
     r"soccer|tennis|hockey|polo|ball|karate|boxing|fencing|jump|vault|put$|discus|swim|surf|ski|boarding|BMX|motocross"
@@ -170,6 +168,11 @@ TENANTS: dict[str, TenantPlan] = {
     "svamp-sign": TenantPlan("svamp", 64, "gives the operation's sign", has_operation, operation(signs=True), False),
     "svamp-minus": TenantPlan("svamp", 64, "says whether to subtract", has_operation, subtracts, False),
 }
+QUICK_TENANTS = {
+    f"{kind}-{letter}": TenantPlan(f"pocket-{kind}", 24, "made up", calibrated=letter == "a")
+    for kind in ("sentiment", "entailment")
+    for letter in "ab"
+}
 SEARCHED = ("sst2-short", "sst2-swapped", "svamp-operation")  # their validation rows choose the learning rates
 
 
@@ -240,22 +243,14 @@ def manifest_of(tenants: Mapping[str, Tenant]) -> dict[str, object]:
             "about": tenant.plan.about,
             "calibrated": tenant.plan.calibrated,
             "rows": {part: len(rows) for part, rows in tenant.rows.items()},
-            "sha256": {part: sha256(_lines(rows).encode()).hexdigest() for part, rows in tenant.rows.items()},
+            "sha256": {
+                part: sha256("".join(map(_line, rows)).encode()).hexdigest() for part, rows in tenant.rows.items()
+            },
         }
         for name, tenant in tenants.items()
     }
     return {"seed": SEED, "longest_prompt": LONGEST, "searched": list(SEARCHED), "tenants": about}
 
 
-def write_tenants(tenants: Mapping[str, Tenant], out: Path) -> None:
-    """Write ``out/PART/NAME.jsonl`` and the manifest."""
-    for name, tenant in tenants.items():
-        for part, rows in tenant.rows.items():
-            file = out / part / f"{name}.jsonl"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(_lines(rows), encoding="utf-8")
-    write_json(out / MANIFEST, manifest_of(tenants))
-
-
-def _lines(rows: Sequence[Example]) -> str:
-    return "".join(json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in rows)
+def _line(row: Example) -> str:
+    return json.dumps(asdict(row), ensure_ascii=False) + "\n"

@@ -1,4 +1,4 @@
-"""What the studies of tenants share: the model and its tenants, training and scoring, lines of results, intervals.
+"""A model and its tenants: how adapters of tenants are made and trained, and the lines that hold their scores.
 
 The tenants are those of tenant_rows.py, and all train by one recipe. A line of the results is one tenant in one arm, at
 one rank, seed and learning rate: loss in nats per answer token without the end token, and accuracy. Lines that are
@@ -8,38 +8,32 @@ there are not measured again. Prompts are plain, and attention is ``eager``, whi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from hashlib import sha256
-from json import dumps
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from contestants import ATTENTION
-from frozencore import calibrate, frozen_core_layers, save_basis
-from frozencore.adapter.bases import get_bases
+from frozencore import calibrate, frozen_core_layers, save_basis, swap_core
+from frozencore.adapter.bases import basis_fingerprint, get_bases
 from frozencore.calibration.batches import Batch
 from frozencore.calibration.collect import collect_moments
-from frozencore.files.fingerprint import fingerprint_model
 from frozencore.maths.capture import CAPTURE_NEEDS
 from frozencore.maths.moments import LayerMoments
-from frozencore.tune.load import load_model
 from frozencore.tune.many.tenant import Tenant as CoreTenant
 from frozencore.tune.many.tenant import Trained
 from frozencore.tune.many.train import train_many
 from frozencore.tune.methods import METHODS, AdapterOptions
-from frozencore.tune.provenance import provenance
 from frozencore.tune.rows import Example, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.rows.token_batches import make_batches
@@ -49,32 +43,28 @@ from frozencore.tune.tasks.splits import calibration_rows
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
 from frozencore.tune.training.trainer import overhead_tokens_of
-from harness import RESULTS, Record, Results, best_rate, parser_of, table
-from tenant_rows import SEARCHED, TENANTS, Tenant, TenantPlan, make_tenants, manifest_of
+from harness import Record, Results, best_rate
+from tenant_rows import SEARCHED, Tenant
 
-TODAY = "sharing-quality"
-"""The results of arms and starts on rows that the code draws today; those of three seeds are of earlier rows."""
 SEED, RANK = 42, 16
 ROWS_A_STEP, FEWEST_STEPS, WARMUP = 8, 16, 0.1
 CALIBRATION = 64  # rows of each tenant
-POOLED_RATE, LORA_RATE = 2e-2, 2e-3
-"""The rates at rank 16 that were searched in tenants_quality.py."""
 MOST_RATES = 6
-DRAWS = 10_000  # of the bootstrap
-QUICK_TENANTS = {
-    f"{kind}-{letter}": TenantPlan(f"pocket-{kind}", 24, "made up", calibrated=letter == "a")
-    for kind in ("sentiment", "entailment")
-    for letter in "ab"
-}
 
-Job = tuple[str, float]
-"""A tenant and its learning rate."""
+Job = tuple[str, float | None]
+"""A tenant and its learning rate; None where an arm trains nothing, or at one rate only."""
+Adapters = Iterator[tuple[PeftModel, Job, Record]]
+"""The model with the adapter of each job, which is gone at the next; and what the adapter's line says of it."""
 Cores = Mapping[str, Tensor]
 Updates = dict[str, tuple[Tensor, Tensor]]
 """B and A of an update by layer."""
 
 
-Opened = TypeVar("Opened", bound="Study")
+def key(
+    arm: str, rank: int, tenant: str, rate: float | None = None, *, seed: int = SEED, phase: str = "final"
+) -> Record:
+    """The fields that name a line."""
+    return {"phase": phase, "arm": arm, "rank": rank, "seed": seed, "tenant": tenant, "learning_rate": rate}
 
 
 @dataclass
@@ -125,25 +115,6 @@ class Study:
 
     # --------------------------------------------------------------------------------------------------------- results
 
-    def has(
-        self, arm: str, rank: int, tenant: str, rate: float | None = None, *, seed: int = SEED, phase: str = "final"
-    ) -> bool:
-        return self.results.has(phase=phase, arm=arm, rank=rank, seed=seed, tenant=tenant, learning_rate=rate)
-
-    def add(
-        self,
-        arm: str,
-        rank: int,
-        tenant: str,
-        rate: float | None = None,
-        *,
-        seed: int = SEED,
-        phase: str = "final",
-        **found: Any,
-    ) -> None:
-        named = {"phase": phase, "arm": arm, "rank": rank, "seed": seed, "tenant": tenant, "learning_rate": rate}
-        self.results.add(**named, **found)
-
     def score(self, model: Any, name: str, part: str) -> Record:
         """Loss in nats per token of the right answers, and the share of rows whose right answer is the likeliest."""
         examples = self.tenants[name].rows[part]
@@ -154,48 +125,67 @@ class Study:
         count = sum(len(row.choice_ids[place]) for row, place in zip(tokens, gold, strict=True))
         return {"loss": nats / count, "accuracy": fmean(one.correct for one in predictions)}
 
-    def add_score(self, model: Any, arm: str, rank: int, tenant: str, rate: float | None = None, **more: Any) -> None:
-        """A final line with the scores of held-out rows."""
-        self.add(arm, rank, tenant, rate, **self.score(model, tenant, "held-out"), **more)
-
-    def base(self) -> None:
-        """The lines of the base model."""
-        for name in self.everyone:
-            if not self.has("base", 0, name):
-                self.add_score(self.model, "base", 0, name)
-
-    def searched_rate(self, first: float, measure: Callable[[list[Job]], None], arm: str, rank: int) -> float:
-        """The learning rate with the lowest mean loss on validation rows of some tenants, by factors of two.
+    def measure(
+        self,
+        arm: str,
+        rank: int,
+        jobs: Sequence[Job],
+        adapters: Callable[[Sequence[Job]], Adapters],
+        *,
+        seed: int = SEED,
+        phase: str = "final",
+        validates: bool = False,
+    ) -> None:
+        """Add the lines of an arm that are not there.
 
         Args:
-            measure: Adds a line of the phase ``search`` for each job.
+            adapters: Makes the adapters of the jobs without a line.
+            validates: Score validation rows too.
         """
+        part = "validation" if phase == "search" else "held-out"
+        missing = [job for job in jobs if not self.results.has(**key(arm, rank, *job, seed=seed, phase=phase))]
+        for model, job, about in adapters(missing) if missing else ():
+            more = {"validation_loss": self.score(model, job[0], "validation")["loss"]} if validates else {}
+            line = key(arm, rank, *job, seed=seed, phase=phase)
+            self.results.add(**line, **self.score(model, job[0], part), **about, **more)
+
+    def measure_base(self) -> None:
+        """Add the lines of the base model."""
+        everyone: list[Job] = [(name, None) for name in self.everyone]
+        self.measure("base", 0, everyone, lambda jobs: ((self.model, job, {}) for job in jobs))
+
+    def searched_rate(self, first: float, arm: str, rank: int, adapters: Callable[[Sequence[Job]], Adapters]) -> float:
+        """The learning rate with the lowest mean loss on validation rows of some tenants, by factors of two."""
 
         def losses_of(rates: list[float]) -> dict[float, float]:
-            jobs = [(name, rate) for rate in rates for name in self.searched]
-            missing = [job for job in jobs if not self.has(arm, rank, *job, phase="search")]
-            if missing:
-                measure(missing)
-            key = {"phase": "search", "arm": arm, "rank": rank, "seed": SEED}
-            found = {job: self.results.get(**key, tenant=job[0], learning_rate=job[1])["loss"] for job in jobs}
-            return {rate: fmean(found[name, rate] for name in self.searched) for rate in rates}
+            self.measure(
+                arm, rank, [(name, rate) for rate in rates for name in self.searched], adapters, phase="search"
+            )
+            lines = {
+                rate: [self.results.get(**key(arm, rank, name, rate, phase="search")) for name in self.searched]
+                for rate in rates
+            }
+            return {rate: fmean(line["loss"] for line in own) for rate, own in lines.items()}
 
         return best_rate(first, losses_of, MOST_RATES)[0]
 
     # ----------------------------------------------------------------------------------------------- adapters and bases
 
-    def adapter(self, method: str, rank: int, seed: int = SEED, bases: Mapping[str, Tensor] | None = None) -> PeftModel:
-        return METHODS[method].add(self.model, options_of(rank, seed), bases)
-
-    def on(self, bases: Mapping[str, Tensor], rank: int) -> PeftModel:
-        """The model with a core of zeros on a basis, given as ``<layer>.P`` and ``<layer>.Q``."""
-        return self.adapter("random", rank, 0, bases)
+    @contextmanager
+    def adapted(
+        self, method: str, rank: int, seed: int = SEED, bases: Mapping[str, Tensor] | None = None
+    ) -> Iterator[PeftModel]:
+        """The model with a new adapter, which is unloaded afterwards."""
+        model = METHODS[method].add(self.model, AdapterOptions(rank, ATTENTION, seed, {}), bases)
+        try:
+            yield model
+        finally:
+            unload_adapter(model)
 
     def moments(self, name: str, seed: int = SEED) -> dict[str, LayerMoments]:
         """The moments of a tenant's calibration rows, in batches of like length, so that little is padding."""
-        bare = self.adapter("random", 1, 0)
-        names = list(frozen_core_layers(bare, "default"))
-        unload_adapter(bare)
+        with self.adapted("random", 1, 0) as bare:
+            names = list(frozen_core_layers(bare, "default"))
         rows = self.tokens(calibration_rows(self.tenants[name].rows["train"], CALIBRATION, seed=seed))
         rows.sort(key=lambda row: len(row.input_ids))
         batches: Iterable[Batch] = make_batches(rows, pad_id=self.encoder.pad_id, batch_size=ROWS_A_STEP)
@@ -207,16 +197,14 @@ class Study:
 
         def made() -> dict[str, Tensor]:
             pooled: dict[str, LayerMoments] = {}
-            if METHODS[constructor].needs(options_of(rank, seed)):
+            if METHODS[constructor].needs(AdapterOptions(rank, ATTENTION, seed, {})):
                 for name in self.calibrated:
                     for layer, found in self.moments(name, seed).items():
                         pooled[layer] = pooled[layer] + found if layer in pooled else found
-            model = self.adapter(constructor, rank, seed)
-            if pooled:
-                calibrate(model, moments=pooled, progress=False)
-            bases = get_bases(model)
-            unload_adapter(model)
-            return bases
+            with self.adapted(constructor, rank, seed) as model:
+                if pooled:
+                    calibrate(model, moments=pooled, progress=False)
+                return get_bases(model)
 
         return self.stored(f"{constructor}-{rank}-{seed}", made)
 
@@ -226,7 +214,7 @@ class Study:
         if not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
             aside = file.with_suffix(".part")
-            save_file({key: tensor.contiguous() for key, tensor in made().items()}, aside)
+            save_file({at: tensor.contiguous() for at, tensor in made().items()}, aside)
             aside.rename(file)
         return load_file(file)
 
@@ -257,22 +245,50 @@ class Study:
         found = {job: done[f"{job[0]} {job[1]}"] for job in jobs}
         return {job: replace(one, cores=one.cores or zero_cores(model)) for job, one in found.items()}
 
-    def own_lora(self, name: str, rank: int) -> dict[str, Tensor]:
-        """The factors of a tenant's LoRA with a random start of its own, scored as it is trained."""
+    def cores(
+        self, model: PeftModel, jobs: Sequence[Job], seed: int = SEED, *, shared: bool = True, **other: Any
+    ) -> Adapters:
+        """Tenants that train together on the basis of the model; ``other`` is of :meth:`train_cores`."""
+        sizes = {**bytes_of(model, shared=shared), "basis": basis_fingerprint(model)}
+        for job, trained in self.train_cores(model, jobs, seed, **other).items():
+            swap_core(model, trained.cores)
+            report = trained.report
+            about = {"training_bytes": report.state_held_bytes, "steps": report.num_steps}
+            yield model, job, {**sizes, **about, "train_loss": report.final_loss}
 
-        def made() -> dict[str, Tensor]:
-            model = self.adapter("lora", rank, self.start_of(name))
-            self.train_alone(model, name, {RANK: LORA_RATE, 1: 1.6e-2}.get(rank, LORA_RATE))
-            self.add_score(model, "lora", rank, name)
-            factors = factors_of(model)
-            unload_adapter(model)
-            return factors
+    def on(self, bases: Mapping[str, Tensor], rank: int, jobs: Sequence[Job], seed: int = SEED) -> Adapters:
+        """Cores on one basis, given as ``<layer>.P`` and ``<layer>.Q``."""
+        with self.adapted("random", rank, 0, bases) as model:
+            yield from self.cores(model, jobs, seed)
 
-        return self.stored(f"lora-{rank}/{name}", made)
+    def on_own_bases(self, jobs: Sequence[Job], rank: int, seed: int = SEED) -> Adapters:
+        """Cores on FCCA of each tenant's own rows."""
+        for name in dict.fromkeys(name for name, _ in jobs):
+            moments = self.moments(name, seed)  # before the model has an adapter
+            with self.adapted("fcca", rank, seed) as model:
+                calibrate(model, moments=moments, progress=False)
+                yield from self.cores(model, [job for job in jobs if job[0] == name], seed, shared=False)
 
-    def start_of(self, name: str) -> int:
-        """The seed of a tenant's LoRA where each has one of its own."""
-        return 1000 + self.everyone.index(name)
+    def loras(
+        self,
+        jobs: Sequence[Job],
+        rank: int,
+        seed: int = SEED,
+        *,
+        own_start: bool = False,
+        factors: Updates | None = None,
+    ) -> Adapters:
+        """A LoRA for each job.
+
+        Args:
+            own_start: Each tenant has a random start of its own.
+            factors: B and A by layer from which all start.
+        """
+        for name, rate in jobs:
+            with self.adapted("lora", rank, 1000 + self.everyone.index(name) if own_start else seed) as model:
+                put_factors(model, factors or {})
+                about = self.train_alone(model, name, rate, seed)
+                yield model, (name, rate), {**about, **bytes_of(model, shared=False)}
 
     def train_alone(self, model: PeftModel, name: str, rate: float, seed: int = SEED) -> Record:
         """Train what the model has to train on the rows of a tenant."""
@@ -281,9 +297,19 @@ class Study:
         report = train(model, rows, recipe, pad_id=self.encoder.pad_id)
         return {"training_bytes": report.state_held_bytes, "steps": report.num_steps, "train_loss": report.final_loss}
 
+    def update(self, arm: str, rank: int, name: str, rate: float) -> Updates:
+        """A tenant's own adapter, ``own`` or ``lora``, with a start of its own; it is scored when it is trained."""
 
-def options_of(rank: int, seed: int) -> AdapterOptions:
-    return AdapterOptions(rank, ATTENTION, seed, {})
+        def made() -> dict[str, Tensor]:
+            job, factors = (name, rate), {}
+            lone = self.on_own_bases([job], rank) if arm == "own" else self.loras([job], rank, own_start=True)
+            for model, _, _ in lone:
+                self.results.add(**key(arm, rank, name), **self.score(model, name, "held-out"))
+                factors = factors_of(model)
+            return factors
+
+        stored = self.stored(f"{arm}-{rank}/{name}", made)
+        return {at[:-2]: (stored[at], stored[f"{at[:-2]}.A"]) for at in stored if at.endswith(".B")}
 
 
 def zero_cores(model: PeftModel) -> dict[str, Tensor]:
@@ -330,145 +356,10 @@ def factors_of(model: PeftModel) -> dict[str, Tensor]:
     return found
 
 
-def pairs_of(stored: Mapping[str, Tensor]) -> Updates:
-    """B and A by layer of what :func:`factors_of` gave."""
-    return {key[:-2]: (stored[key], stored[f"{key[:-2]}.A"]) for key in stored if key.endswith(".B")}
-
-
-# ------------------------------------------------------------------------------------------------------------ intervals
-
-
-def with_interval(found: NDArray[np.float64], sources: Sequence[str]) -> tuple[float, float, float]:
-    """The mean over tenants and seeds, and its 95 % interval.
-
-    Tenants of one data set are alike, so each draw takes data sets with replacement, then as many tenants of each as it
-    has, and seeds for all of them.
-
-    Args:
-        found: (tenants, seeds).
-        sources: The data set of each tenant.
-    """
-    draw, num_seeds = np.random.default_rng(0), found.shape[1]
-    members = [[i for i, source in enumerate(sources) if source == one] for one in dict.fromkeys(sources)]
-    seeds = draw.integers(num_seeds, size=(DRAWS, num_seeds))
-    by_tenant = found[:, seeds].mean(axis=2).T  # (draws, tenants)
-    sums, counts = np.zeros(DRAWS), np.zeros(DRAWS)
-    for drawn in draw.integers(len(members), size=(len(members), DRAWS)):
-        for source, own in enumerate(members):
-            taken = np.flatnonzero(drawn == source)
-            tenants = np.array(own)[draw.integers(len(own), size=(len(taken), len(own)))]
-            sums[taken] += by_tenant[taken[:, None], tenants].sum(axis=1)
-            counts[taken] += len(own)
-    low, high = np.quantile(sums / counts, [0.025, 0.975])
-    return float(found.mean()), float(low), float(high)
-
-
-MEASURES = {"accuracy": (100.0, 1), "loss": (1.0, 3)}
-"""The factor and the digits with which a table shows a measure."""
-Arm = tuple[str, int]
-"""The name of an arm and its rank."""
-Lines = Mapping[str, Sequence[Record]]
-"""An arm's lines by tenant, one for each seed."""
-Groups = Mapping[str, Sequence[tuple[str, str, int]]]
-"""Arms (label, arm, rank) that are compared with the first of their group, on the tenants that all of them have."""
-
-
-def arms_of(lines: Iterable[Record]) -> dict[Arm, Lines]:
-    """Final lines by arm and tenant, one for each seed that has the most tenants; the base model is an arm of rank 0.
-
-    Where rates were compared, the lines are those of the best rate on validation rows, among rates with most lines.
-    """
-    found: dict[Arm, dict[float | None, dict[int, dict[str, Record]]]] = {}
-    for line in lines:
-        if line["phase"] in ("base", "final"):
-            rates = found.setdefault((line.get("arm", "base"), line.get("rank", 0)), {})
-            rates.setdefault(line.get("learning_rate"), {}).setdefault(line.get("seed", SEED), {})[line["tenant"]] = (
-                line
-            )
-    arms = {}
-    for arm, rates in found.items():
-        by_rate = []
-        for seeds in rates.values():
-            most = max(map(len, seeds.values()))
-            whole = [of for _, of in sorted(seeds.items()) if len(of) == most]
-            by_rate.append({name: [of[name] for of in whole] for name in TENANTS | QUICK_TENANTS if name in whole[0]})
-        most = max(map(len, by_rate))
-        arms[arm] = min((of for of in by_rate if len(of) == most), key=validated)
-    return arms
-
-
-def validated(arm: Lines) -> float:
-    return fmean(line.get("validation_loss", 0.0) for own in arm.values() for line in own)
-
-
-def values_of(arm: Lines, names: Sequence[str], measure: str) -> NDArray[np.float64]:
-    """(tenants, seeds), accuracies in per cent."""
-    return MEASURES[measure][0] * np.array([[line[measure] for line in arm[name]] for name in names])
-
-
-def apart(arm: Lines, first: Lines, names: Sequence[str], measure: str) -> tuple[float, float, float]:
-    """The mean difference and its interval."""
-    found = values_of(arm, names, measure) - values_of(first, names, measure)
-    return with_interval(found, [(TENANTS | QUICK_TENANTS)[name].task for name in names])
-
-
-def less(arm: Lines, first: Lines, names: Sequence[str], measure: str) -> str:
-    """The same for a table."""
-    middle, low, high = (f"{x:+.{MEASURES[measure][1]}f}" for x in apart(arm, first, names, measure))
-    return f"{middle} ({low} to {high})"
-
-
-def groups_table(arms: Mapping[Arm, Lines], groups: Groups, more: str, cell: Callable[[list[Record]], str]) -> str:
-    """Every group of which at least two arms are there.
-
-    Args:
-        more: The heading of one more column.
-        cell: Its text for an arm's lines.
-    """
-    rows = []
-    for group, members in groups.items():
-        here = [(label, arms[arm, rank]) for label, arm, rank in members if (arm, rank) in arms]
-        names = [name for name in here[0][1] if all(name in of for _, of in here)] if here else []
-        if len(here) < 2 or len(names) < 2 or (members[0][1], members[0][2]) not in arms:
-            continue
-        first = here[0][1]
-        for label, of in here:
-            cells = []
-            for measure, (_, digits) in MEASURES.items():
-                cells.append(f"{values_of(of, names, measure).mean():.{digits}f}")
-                cells.append("" if of is first else less(of, first, names, measure))
-            shown = cell([line for name in names for line in of[name]])
-            rows.append([f"{group}: {label}" if of is first else label, str(len(names)), shown, *cells])
-    heads = ["each tenant has", "n", more, "accuracy, %", "minus first", "loss", "minus first"]
-    return table(heads, rows) if rows else "Not measured yet.\n"
-
-
-def open_study(kind: type[Opened], doc: str | None, name: str) -> Opened:
-    """A study as the command line asks for it: the model, its tenants, the lines that are there."""
-    parser = parser_of(doc, name, "jsonl")
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--data-root", type=Path)
-    parser.add_argument("--work", type=Path, help="Folder for trained adapters and bases; with --quick beside --out.")
-    options = parser.parse_args()
-    if (options.out is None and options.quick) or (options.work is None and not options.quick):
-        parser.error("Give --work FOLDER, or with --quick --out FILE, because nothing of it belongs into the results.")
-    out = options.out or RESULTS / f"{options.name}.jsonl"
-    torch.set_num_threads(1)
-    name, dtype = ("pocket", "float32") if options.quick else (options.model, "bfloat16")
-    model, tokenizer = load_model(name, dtype=dtype, device="cpu")
-    model.set_attn_implementation("eager")  # on a CPU faster for short rows
-    if options.quick:
-        tenants = make_tenants(QUICK_TENANTS, None, validation=8, held_out=8)
-    else:
-        tenants = make_tenants(TENANTS, options.data_root)
-    where = provenance()
-    common = {
-        "model": fingerprint_model(model)[:16],
-        "dtype": dtype,
-        "commit": where["commit"][:12] if where["commit"] else None,
-        "rows": sha256(dumps(manifest_of(tenants)).encode()).hexdigest()[:16],
-        "recipe": f"{ROWS_A_STEP} rows a step, {FEWEST_STEPS} steps, warm-up {WARMUP}, calibration {CALIBRATION}",
-    }
-    results = Results(out, common, by=("arm", "rank", "seed", "tenant", "learning_rate"), varies=())
-    encoder = PromptEncoder(tokenizer, style="plain")
-    return kind(model, encoder, tenants, results, options.work or out.with_suffix(".work"), options.quick)
+def put_factors(model: PeftModel, factors: Updates) -> None:
+    """Make these the factors of a LoRA of scale 1."""
+    for name, (B, A) in factors.items():
+        module: Any = model.get_base_model().get_submodule(name)
+        with torch.no_grad():
+            module.lora_B["default"].weight.copy_(B)
+            module.lora_A["default"].weight.copy_(A)

@@ -1,8 +1,10 @@
-"""Does one shared basis cost quality, and which basis? 24 tenants with cores on own or shared bases, or with LoRAs.
+"""Three studies of 24 tenants: shared bases, newcomers that start from what others learned, compressed adapters.
 
     make smollm2
-    OMP_NUM_THREADS=1 python benchmarks/tenants_quality.py --data-root DIR --work FOLDER   # hours; resumes
-    python benchmarks/tenants_quality.py --quick --out FILE     # made-up tenants on the pocket model: does it run?
+    OMP_NUM_THREADS=1 python benchmarks/tenants_quality.py sharing --data-root DIR --work FOLDER   # hours; resumes
+    python benchmarks/tenants_quality.py starts --quick --out FILE   # made-up tenants on the pocket model: does it run?
+
+``sharing``: does one shared basis cost quality, and which basis?
 
     own         FCCA of each tenant's own rows
     pooled      one FCCA of the rows of the 16 calibrated tenants
@@ -15,40 +17,72 @@
 
 The learning rate of each arm is searched on validation rows of three tenants, by factors of two until the best one has
 others on both sides, at rank 16 (LoRA: at each rank) and seed 42, and holds for all tenants, ranks and seeds.
+
+``starts``: does it help newcomers to start from what others learned? All train on the pooled basis (rank 16, seed 42),
+with all their rows and with a quarter, from zero; from the mean of the cores of the 16 calibrated tenants; from their
+mean weighted by the softmax of minus each core's loss on that quarter; from the core of the lowest such loss. LoRAs of
+rank 16 start as usual, or from the mean of the products of the 16, cut to rank 16. The mean loss on the newcomers'
+validation rows chooses among the rates.
+
+``compress``: what do adapters lose in one basis of them all, and is such a basis good for newcomers? Every tenant's
+adapter is trained with a random start of its own. ``own`` is a core of rank 16 on the tenant's own basis, ``lora`` a
+LoRA. A line has the share of ‖ΔW‖² kept; one of the phase ``kept`` is the shares of a number of adapters.
+
+    learned      the cores of the 16 calibrated tenants, compressed into one basis; newcomers then train on it from zero
+    compressed   the LoRAs of all tenants, compressed into one basis
+                 (first every other tenant, then all)
+    mean         one core for everybody on that basis: the mean
+    others       the LoRAs of the 16 compressed; those of the other eight put on that basis
+    trained on   a compressed core, trained for one more epoch
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from hashlib import sha256
+from json import dumps
+from pathlib import Path
+from statistics import fmean
 
 import torch
 from peft import PeftModel
 from torch import Tensor
 
-from frozencore import calibrate, frozen_core_layers, swap_core
-from frozencore.adapter.bases import basis_fingerprint
+from frozencore import frozen_core_layers, swap_core
+from frozencore.files.fingerprint import fingerprint_model
+from frozencore.maths.compress import Compression, compress
 from frozencore.maths.moments import LayerMoments
-from frozencore.tune.scoring.forward import unload_adapter
-from harness import Record
-from tenant_rows import TENANTS, write_tenants
+from frozencore.tune.load import load_model
+from frozencore.tune.many.slots import held_out_losses
+from frozencore.tune.provenance import provenance
+from frozencore.tune.rows import TokenRow
+from frozencore.tune.rows.prompts import PromptEncoder
+from harness import RESULTS, Results, parser_of
+from tenant_rows import QUICK_TENANTS, TENANTS, make_tenants, manifest_of
 from tenant_study import (
+    CALIBRATION,
+    FEWEST_STEPS,
     RANK,
+    ROWS_A_STEP,
     SEED,
-    TODAY,
-    Arm,
-    Groups,
+    WARMUP,
+    Adapters,
+    Cores,
     Job,
-    Lines,
     Study,
-    arms_of,
+    Updates,
     bytes_of,
-    groups_table,
-    open_study,
+    key,
     zero_cores,
-)
+)  # fmt: skip
 
-RATES = {
+Bases = Mapping[str, Compression]
+
+OWN_RATE, POOLED_RATE = 1e-2, 2e-2
+LORA_RATES = {1: 1.6e-2, 2: 2e-3, 4: 2e-3, 16: 2e-3}
+"""The rates that ``sharing`` found, by which the other studies train."""
+FIRST_RATES = {
     "own": 1e-2, "pooled": 1e-2, "rawgrad": 2e-2, "random": 4e-2, "lora_xs": 2e-2, "entries": 4e-2, "lora": 4e-3,
 }  # fmt: skip
 """Where a search begins: this rate, twice it and half of it."""
@@ -56,18 +90,21 @@ SEEDS = (SEED, 43, 44)
 WIDER = 4
 """How many times the rank of the basis of entries is that of the others; the values that train are as many."""
 INDEX_BYTES = 2
-
-FULL: Sequence[tuple[Sequence[Arm], Sequence[int]]] = [
+FULL: Sequence[tuple[Sequence[tuple[str, int]], Sequence[int]]] = [
     ([("own", RANK), ("pooled", RANK), ("lora", 1), ("lora", RANK)], SEEDS),
     ([(arm, rank) for rank in (8, 32) for arm in ("own", "pooled")], SEEDS),
     ([("rawgrad", RANK), ("random", RANK), ("entries", WIDER * RANK), ("lora_xs", RANK)], (SEED,)),
 ]
 """Arms and their seeds, what counts most first."""
 QUICK = [([("own", 4), ("pooled", 4), ("random", 4), ("entries", WIDER * 4), ("lora", 1)], (SEED,))]
+STARTS = ("zero", "mean", "weighted", "nearest")
+LEARNED_RATES = (2e-2, 1e-2, 4e-2)
+"""Rates on a learned basis; the mean loss on the newcomers' validation rows chooses one."""
+TRAINED_ON_RATE = 5e-3
 
 
-class ArmsStudy(Study):
-    """The study of arms; the moments of a seed are held for all arms and ranks."""
+class Sharing(Study):
+    """The study of shared bases; the moments of a seed are held for all arms and ranks."""
 
     held: tuple[int, dict[str, dict[str, LayerMoments]]] = (0, {})
 
@@ -79,59 +116,41 @@ class ArmsStudy(Study):
         return self.held[1][name]
 
     def run(self) -> None:
-        """Measure everything that is missing."""
-        self.base()
+        self.measure_base()
         for arms, seeds in QUICK if self.quick else FULL:
             for seed in seeds:
                 for arm, rank in arms:
                     searched = rank if self.quick or arm in ("lora", "entries") else RANK
-                    search = partial(self.measure, "search", arm, searched, SEED)
-                    rate = self.searched_rate(RATES[arm], search, arm, searched)
+                    rate = self.searched_rate(FIRST_RATES[arm], arm, searched, self.adapters(arm, searched, SEED))
                     jobs = [(name, rate) for name in self.everyone]
-                    self.measure("final", arm, rank, seed, [j for j in jobs if not self.has(arm, rank, *j, seed=seed)])
+                    self.measure(arm, rank, jobs, self.adapters(arm, rank, seed), seed=seed)
 
-    def measure(self, phase: str, arm: str, rank: int, seed: int, jobs: Sequence[Job]) -> None:
-        """Train and score tenants at their learning rates."""
-        part = "held-out" if phase == "final" else "validation"
-        for model, (name, rate), about in self.trained(arm, rank, seed, jobs) if jobs else ():
-            more = about if phase == "final" else {}
-            self.add(arm, rank, name, rate, seed=seed, phase=phase, **self.score(model, name, part), **more)
+    def adapters(self, arm: str, rank: int, seed: int) -> Callable[[Sequence[Job]], Adapters]:
+        if arm in ("lora", "own"):
+            return partial(self.loras if arm == "lora" else self.on_own_bases, rank=rank, seed=seed)
+        if arm == "entries":
+            return partial(self.entries, rank, seed)
+        constructor = "fcca" if arm == "pooled" else arm
+        return lambda jobs: self.on(self.basis(constructor, rank, seed), rank, jobs, seed)
 
-    def trained(self, arm: str, rank: int, seed: int, jobs: Sequence[Job]) -> Iterator[tuple[PeftModel, Job, Record]]:
-        """The model with each tenant's adapter, which is gone at the next, and what the adapter is."""
-        if arm == "lora":
+    def entries(self, rank: int, seed: int, jobs: Sequence[Job]) -> Adapters:
+        """Tenants that train some entries of their cores; the others stay zero."""
+        basis, masks = self.basis("fcca", rank, seed), self.masks(rank, seed)
+        with self.adapted("random", rank, 0, basis) as model:
+            layers, sizes = frozen_core_layers(model, "default"), bytes_of(model, shared=True)
+            values = (rank // WIDER) ** 2 * len(layers)
+            memory = values * (torch.float32.itemsize + INDEX_BYTES)
+            sizes["disk_bytes"] += memory - sizes["memory_bytes"]
             for name, rate in jobs:
-                model = self.adapter("lora", rank, seed)
+                swap_core(model, zero_cores(model))
+                hooks = [
+                    layer.core("default").register_hook(partial(torch.mul, masks[f"{name} {place}"]))
+                    for place, layer in layers.items()
+                ]
                 about = self.train_alone(model, name, rate, seed)
-                yield model, (name, rate), {**about, **bytes_of(model, shared=False)}
-                unload_adapter(model)
-        elif arm == "own":
-            for name in dict.fromkeys(name for name, _ in jobs):
-                moments = self.moments(name, seed)  # before the model has an adapter
-                model = self.adapter("fcca", rank, seed)
-                calibrate(model, moments=moments, progress=False)
-                yield from self.cores(model, [job for job in jobs if job[0] == name], seed, shared=False)
-                unload_adapter(model)
-        else:
-            constructor = "fcca" if arm in ("pooled", "entries") else arm
-            masks = self.masks(rank, seed) if arm == "entries" else {}
-            model = self.on(self.basis(constructor, rank, seed), rank)
-            if arm == "entries":
-                yield from self.entries(model, rank, jobs, seed, masks)
-            else:
-                yield from self.cores(model, jobs, seed, shared=True)
-            unload_adapter(model)
-
-    def cores(
-        self, model: PeftModel, jobs: Sequence[Job], seed: int, *, shared: bool
-    ) -> Iterator[tuple[PeftModel, Job, Record]]:
-        """Tenants that train together on the basis of the model."""
-        sizes = {**bytes_of(model, shared=shared), "basis": basis_fingerprint(model)}
-        for job, trained in self.train_cores(model, jobs, seed).items():
-            swap_core(model, trained.cores)
-            report = trained.report
-            about = {"training_bytes": report.state_held_bytes, "steps": report.num_steps}
-            yield model, job, {**sizes, **about, "train_loss": report.final_loss}
+                for hook in hooks:
+                    hook.remove()
+                yield model, (name, rate), {**sizes, **about, "values": values, "memory_bytes": memory}
 
     def masks(self, rank: int, seed: int) -> dict[str, Tensor]:
         """Which entries of each layer's core a tenant trains, under ``<tenant> <layer>``."""
@@ -148,78 +167,251 @@ class ArmsStudy(Study):
 
         return self.stored(f"entries-{rank}-{seed}", made)
 
-    def entries(
-        self, model: PeftModel, rank: int, jobs: Sequence[Job], seed: int, masks: dict[str, Tensor]
-    ) -> Iterator[tuple[PeftModel, Job, Record]]:
-        """Tenants that train some entries of their cores; the others stay zero."""
-        layers, sizes = frozen_core_layers(model, "default"), bytes_of(model, shared=True)
-        values = (rank // WIDER) ** 2 * len(layers)
-        memory = values * (torch.float32.itemsize + INDEX_BYTES)
-        sizes["disk_bytes"] += memory - sizes["memory_bytes"]
-        for name, rate in jobs:
-            swap_core(model, zero_cores(model))
-            hooks = [
-                layer.core("default").register_hook(partial(torch.mul, masks[f"{name} {place}"]))
-                for place, layer in layers.items()
-            ]
-            about = self.train_alone(model, name, rate, seed)
-            for hook in hooks:
-                hook.remove()
-            yield model, (name, rate), {**sizes, **about, "values": values, "memory_bytes": memory}
+
+class Starts(Study):
+    """The study of newcomers' starts."""
+
+    def run(self) -> None:
+        for rate in (POOLED_RATE, POOLED_RATE / 2):
+            for parts in (1, 4):
+                for start in STARTS:
+                    arm = f"start {start}" + (", a quarter" if parts > 1 else "")
+                    self.measure_newcomers(arm, rate, partial(self.started, start, parts))
+        for rate in (LORA_RATES[RANK], LORA_RATES[RANK] / 2):
+            for start in STARTS[:2]:
+                self.measure_newcomers(f"lora, start {start}", rate, partial(self.started_loras, start))
+
+    def measure_newcomers(self, arm: str, rate: float, adapters: Callable[[Sequence[Job]], Adapters]) -> None:
+        self.measure(arm, self.rank, [(name, rate) for name in self.newcomers], adapters, validates=True)
+
+    def part_of(self, name: str, parts: int) -> list[TokenRow]:
+        """The first rows of a tenant; the answers take turns in them."""
+        rows = self.train_rows[name]
+        return rows[: len(rows) // parts]
+
+    @cached_property
+    def learned(self) -> dict[str, dict[str, Tensor]]:
+        """The cores of the calibrated tenants on the pooled basis."""
+        missing = [name for name in self.calibrated if not (self.work / f"cores/{name}.safetensors").exists()]
+        if missing:
+            with self.adapted("random", self.rank, 0, self.basis("fcca", self.rank)) as model:
+                done = self.train_cores(model, [(name, POOLED_RATE) for name in missing])
+            for name, _ in done:
+                self.stored(f"cores/{name}", partial(dict, done[name, POOLED_RATE].cores))
+        return {name: self.stored(f"cores/{name}", dict) for name in self.calibrated}
+
+    def likeness(self, model: PeftModel) -> dict[str, Tensor]:
+        """Minus the loss of each learned core on a quarter of each newcomer's rows, in the order of the cores."""
+
+        def measured() -> dict[str, Tensor]:
+            rows, pad = [self.part_of(name, 4) for name in self.newcomers], self.encoder.pad_id
+            losses = []
+            for cores in self.learned.values():
+                swap_core(model, cores)
+                losses.append(held_out_losses(model, rows, pad_id=pad))
+            return dict(zip(self.newcomers, -torch.tensor(losses).mT, strict=True))
+
+        return self.stored("likeness", measured)
+
+    def start(self, arm: str, name: str, model: PeftModel) -> Cores:
+        """The core from which a newcomer starts."""
+        if arm == "zero":
+            return zero_cores(model)
+        every = list(self.learned.values())
+        alike = self.likeness(model)[name]
+        if arm == "nearest":
+            return every[int(alike.argmax())]
+        weights = alike.softmax(0) if arm == "weighted" else torch.full_like(alike, 1 / len(alike))
+        return {layer: sum(w * one[layer] for w, one in zip(weights, every, strict=True)) for layer in every[0]}
+
+    def started(self, start: str, parts: int, jobs: Sequence[Job]) -> Adapters:
+        """Cores on the pooled basis that train from a start, on a part of the rows."""
+        basis, _ = self.basis("fcca", self.rank), self.learned  # before the model has an adapter
+        with self.adapted("random", self.rank, 0, basis) as model:
+            for name, rate in jobs:
+                swap_core(model, self.start(start, name, model))
+                yield from self.cores(model, [(name, rate)], rows={name: self.part_of(name, parts)})
+
+    def started_loras(self, start: str, jobs: Sequence[Job]) -> Adapters:
+        return self.loras(jobs, self.rank, own_start=True, factors=self.mean_product if start == "mean" else None)
+
+    @cached_property
+    def mean_product(self) -> Updates:
+        """The mean of the updates of the calibrated tenants' LoRAs, cut to the rank of one."""
+        every = [self.update("lora", self.rank, name, LORA_RATES[self.rank]) for name in self.calibrated]
+        return {layer: mean_of([own[layer] for own in every], self.rank) for layer in every[0]}
 
 
-LABELS = {"own": "its own basis", "pooled": "one basis of the rows of 16 tenants", "lora": "a LoRA"}
-SHARING: Sequence[tuple[str, str, int]] = [
-    *((f"{LABELS[arm]}, r = {rank}", arm, rank) for arm, rank in (("own", 16), ("own", 8), ("own", 32))),
-    *((f"{LABELS['pooled']}, r = {rank}", "pooled", rank) for rank in (8, 16, 32)),
-    *((f"{LABELS['lora']}, r = {rank}", "lora", rank) for rank in (1, 16)),
-    ("the base model", "base", 0),
-]
-OTHERS: Sequence[tuple[str, str, int]] = [
-    ("RawGrad of these rows, r = 16", "rawgrad", 16),
-    ("LoRA-XS, r = 16", "lora_xs", 16),
-    ("Random, r = 16", "random", 16),
-    ("FCCA, r = 64, of which each trains 256 entries a layer", "entries", 64),
-]
-OWN, POOLED = ("its own basis, r = 16", "own", 16), ("one FCCA of the rows of 16 tenants, r = 16", "pooled", 16)
+def mean_of(products: Sequence[tuple[Tensor, Tensor]], rank: int) -> tuple[Tensor, Tensor]:
+    """The best factors B and A of a rank for the mean of B A, from the factors alone."""
+    (left, L), (right, R) = (
+        torch.linalg.qr(torch.cat(stacked, dim=1))
+        for stacked in ([B for B, _ in products], [A.mT for _, A in products])
+    )
+    U, S, V = torch.linalg.svd(L @ R.mT / len(products))
+    root = S[:rank].sqrt()
+    return left @ U[:, :rank] * root, (right @ V.mT[:, :rank] * root).mT
 
 
-def of_newcomers(arms: Mapping[Arm, Lines]) -> dict[Arm, Lines]:
-    """The lines of tenants that took no part in calibration."""
-    return {arm: {name: own for name, own in of.items() if not TENANTS[name].calibrated} for arm, of in arms.items()}
+class Compressing(Study):
+    """The study of compression."""
+
+    @property
+    def ranks(self) -> tuple[int, int, int]:
+        return (2, 4, 8) if self.quick else (16, 32, 64)
+
+    def run(self) -> None:
+        sixteen, rank, half = self.calibrated, self.rank, self.everyone[1::2][:10]
+        own = self.trained("own", rank, sixteen)
+        self.put_on("own, learned", own, own, rank)
+        self.newcomers_on("learned", own, rank, LEARNED_RATES[:1])
+        self.trained("own", rank, [name for name in self.newcomers if name.startswith("sst2")])
+        loras = self.trained("lora", rank, half)
+        for other in self.ranks[:2]:
+            self.put_on("lora, compressed", loras, loras, other)
+        self.kept(loras)
+        self.trained("own", rank, self.newcomers)
+        self.mean_on(loras, rank)
+        self.newcomers_on("pooled", None, rank, (POOLED_RATE,))
+        self.measure_base()
+        self.newcomers_on("learned", own, rank, LEARNED_RATES[1:])
+        self.newcomers_on("learned", own, 2 * rank, LEARNED_RATES)
+        self.trained_on(own, rank)
+        self.put_on("own, learned", own, own, 2 * rank)
+        loras = self.trained("lora", rank, self.everyone)
+        for other in self.ranks:
+            self.put_on("lora of all, compressed", loras, loras, other)
+        self.kept(loras)
+        some = {name: loras[name] for name in sixteen}
+        self.put_on("lora, others", some, {name: loras[name] for name in self.newcomers}, rank)
+        small = self.trained("lora", 1, self.everyone)
+        for other in self.ranks:
+            self.put_on("lora 1, compressed", small, small, other)
+
+    def trained(self, arm: str, rank: int, names: Sequence[str]) -> dict[str, Updates]:
+        """The updates of these tenants, of which those that are not there are trained and scored."""
+        rate = OWN_RATE if arm == "own" else LORA_RATES[rank]
+        return {name: self.update(arm, rank, name, rate) for name in names}
+
+    # ------------------------------------------------------------------------------------------------ one basis of them
+
+    def compressed(self, updates: Mapping[str, Updates], rank: int) -> dict[str, Compression]:
+        layers = next(iter(updates.values()))
+        return {layer: compress([own[layer] for own in updates.values()], rank) for layer in layers}
+
+    def projected(self, own: Updates, basis: Bases, rank: int) -> tuple[dict[str, Tensor], float]:
+        """The cores of an update on a basis, at the scale of an adapter, and the share of the update that they keep."""
+        cores = {layer: (one.P.mT @ own[layer][0]) @ (own[layer][1] @ one.Q) for layer, one in basis.items()}
+        whole = sum(float((B @ A).square().sum()) for B, A in own.values())
+        kept = sum(float(R.square().sum()) for R in cores.values()) / whole
+        return {layer: R * rank / 16 for layer, R in cores.items()}, kept
+
+    def on_basis_of(
+        self, arm: str, sources: Mapping[str, Updates], names: Sequence[str], rank: int,
+        each: Callable[[PeftModel, Bases, Job], Adapters],
+    ) -> None:  # fmt: skip
+        """Measure tenants on the basis of the sources: ``each`` gives the model a tenant's core."""
+
+        def adapters(jobs: Sequence[Job]) -> Adapters:
+            basis = self.compressed(sources, rank)
+            with self.adapted("random", rank, 0, tensors_of(basis)) as model:
+                for job in jobs:
+                    yield from each(model, basis, job)
+
+        self.measure(arm, rank, [(name, None) for name in names], adapters)
+
+    def put_on(self, arm: str, sources: Mapping[str, Updates], of: Mapping[str, Updates], rank: int) -> None:
+        """Measure updates as cores on the basis of the sources."""
+
+        def each(model: PeftModel, basis: Bases, job: Job) -> Adapters:
+            cores, kept = self.projected(of[job[0]], basis, rank)
+            swap_core(model, cores)
+            yield model, job, {"kept": kept, "sources": len(sources)}
+
+        self.on_basis_of(arm, sources, list(of), rank, each)
+
+    def mean_on(self, sources: Mapping[str, Updates], rank: int) -> None:
+        def each(model: PeftModel, basis: Bases, job: Job) -> Adapters:
+            every = [self.projected(own, basis, rank)[0] for own in sources.values()]
+            swap_core(model, {layer: torch.stack([cores[layer] for cores in every]).mean(0) for layer in basis})
+            yield model, job, {"sources": len(sources)}
+
+        self.on_basis_of("lora, mean", sources, list(sources), rank, each)
+
+    def trained_on(self, sources: Mapping[str, Updates], rank: int) -> None:
+        def each(model: PeftModel, basis: Bases, job: Job) -> Adapters:
+            swap_core(model, self.projected(sources[job[0]], basis, rank)[0])
+            for trained, _, about in self.cores(model, [(job[0], TRAINED_ON_RATE)], epochs=1):
+                yield trained, job, about
+
+        self.on_basis_of("own, learned, trained on", sources, list(sources), rank, each)
+
+    def kept(self, sources: Mapping[str, Updates]) -> None:
+        """The share that all and half of them keep at each rank."""
+        for number in sorted({max(1, len(sources) // 2), len(sources)}):
+            some = {name: sources[name] for name in list(sources)[:: len(sources) // number][:number]}
+            for rank in self.ranks:
+                line = key("lora", rank, str(number), phase="kept")
+                if not self.results.has(**line):
+                    basis = self.compressed(some, rank)
+                    shares = [self.projected(own, basis, rank)[1] for own in some.values()]
+                    self.results.add(**line, kept=fmean(shares), least=min(shares))
+
+    def newcomers_on(self, arm: str, sources: Mapping[str, Updates] | None, rank: int, rates: Sequence[float]) -> None:
+        """Measure newcomers that train from zero on the basis of the sources; None is the pooled basis."""
+
+        def adapters(jobs: Sequence[Job]) -> Adapters:
+            bases = self.basis("fcca", rank) if sources is None else tensors_of(self.compressed(sources, rank))
+            return self.on(bases, rank, jobs)
+
+        for rate in rates:
+            jobs = [(name, rate) for name in self.newcomers]
+            self.measure(f"newcomers, {arm}", rank, jobs, adapters, validates=True)
 
 
-def sharing_table(lines: Sequence[Record]) -> str:
-    """Own and shared bases and LoRAs for all tenants, then for those that took no part in calibration."""
-    arms = arms_of(lines)
-
-    def size(of: Sequence[Record]) -> str:
-        return f"{len({line['seed'] for line in of})}: {of[0]['disk_bytes']:,}" if "disk_bytes" in of[0] else ""
-
-    both = [
-        groups_table(some, {who: SHARING}, "seeds: bytes on disk", size)
-        for who, some in (("all", arms), ("newcomers", of_newcomers(arms)))
-    ]
-    return "\n".join(both)
+def tensors_of(basis: Bases) -> dict[str, Tensor]:
+    return {f"{layer}.{side}": getattr(one, side) for layer, one in basis.items() for side in "PQ"}
 
 
-def bases_table(lines: Sequence[Record]) -> str:
-    """Shared bases beside own ones, of arms with all tenants; then beside the pooled one, for newcomers alone."""
-    arms = arms_of(lines)
-    whole = {arm: of for arm, of in arms.items() if len(of) == len(TENANTS)}
-    new = of_newcomers(arms | {("pooled", 16): arms.get(("newcomers, pooled", 16), {})})
+STUDIES: Mapping[str, tuple[type[Study], str]] = {
+    "sharing": (Sharing, "sharing-quality"),
+    "starts": (Starts, "sharing-quality"),
+    "compress": (Compressing, "compress-quality"),
+}
+"""The studies and the names of their files of results."""
 
-    def size(of: Sequence[Record]) -> str:
-        return next((f"{line['values']:,}: {line['memory_bytes']:,}" for line in of if "values" in line), "")
 
-    groups: Sequence[tuple[Mapping[Arm, Lines], Groups]] = [
-        (whole, {"24 tenants": [OWN, POOLED, *OTHERS]}),
-        (new, {"8 newcomers": [POOLED, *OTHERS]}),
-    ]
-    return "\n".join(groups_table(some, of, "values: bytes", size) for some, of in groups)
+def main() -> None:
+    parser = parser_of(__doc__, "NAME-quality", "jsonl")
+    parser.add_argument("study", choices=STUDIES)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--data-root", type=Path)
+    parser.add_argument("--work", type=Path, help="Folder for trained adapters and bases; with --quick beside --out.")
+    options = parser.parse_args()
+    if (options.out is None and options.quick) or (options.work is None and not options.quick):
+        parser.error("Give --work FOLDER, or with --quick --out FILE, because nothing of it belongs into the results.")
+    study, name = STUDIES[options.study]
+    out = options.out or RESULTS / f"{name}.jsonl"
+    torch.set_num_threads(1)
+    base, dtype = ("pocket", "float32") if options.quick else (options.model, "bfloat16")
+    model, tokenizer = load_model(base, dtype=dtype, device="cpu")
+    model.set_attn_implementation("eager")  # on a CPU faster for short rows
+    if options.quick:
+        tenants = make_tenants(QUICK_TENANTS, None, validation=8, held_out=8)
+    else:
+        tenants = make_tenants(TENANTS, options.data_root)
+    where = provenance()
+    common = {
+        "model": fingerprint_model(model)[:16],
+        "dtype": dtype,
+        "commit": where["commit"][:12] if where["commit"] else None,
+        "rows": sha256(dumps(manifest_of(tenants)).encode()).hexdigest()[:16],
+        "recipe": f"{ROWS_A_STEP} rows a step, {FEWEST_STEPS} steps, warm-up {WARMUP}, calibration {CALIBRATION}",
+    }
+    results = Results(out, common, by=("arm", "rank", "seed", "tenant", "learning_rate"), varies=())
+    encoder = PromptEncoder(tokenizer, style="plain")
+    study(model, encoder, tenants, results, options.work or out.with_suffix(".work"), options.quick).run()
 
 
 if __name__ == "__main__":
-    study = open_study(ArmsStudy, __doc__, TODAY)
-    write_tenants(study.tenants, study.results.file.with_suffix(""))
-    study.run()
+    main()

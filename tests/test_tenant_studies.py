@@ -15,7 +15,7 @@ from places import ROOT
 @pytest.fixture
 def studies(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return import_module("tenant_study"), import_module("starts_quality")
+    return import_module("tenant_tables"), import_module("tenants_quality")
 
 
 def test_the_mean_of_products_cut_to_a_rank_is_the_leading_part_of_their_mean(studies: Any) -> None:

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from frozencore.errors import TrainingError
 from frozencore.tune.pocket import pocket_model_path
-from frozencore_lab.pocket.pretrain import (
+from pretrain import (
     PretrainingRecipe,
     batches,
     new_model,
@@ -37,7 +37,7 @@ def smallest(tokenizer: PreTrainedTokenizerFast) -> Qwen2Config:
 def _smallest_model() -> Iterator[None]:
     """A step of the shipped model's size takes a second."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("frozencore_lab.pocket.pretrain.pocket_config", smallest)
+        patch.setattr("pretrain.pocket_config", smallest)
         yield
 
 

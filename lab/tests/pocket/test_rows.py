@@ -10,12 +10,12 @@ from random import Random
 
 import pytest
 
+from corpus import documents
 from frozencore.errors import DataError
 from frozencore.tune.pocket import POCKET_TASKS
 from frozencore.tune.rows import Example
 from frozencore.tune.tasks import Split, Task
-from frozencore_lab.pocket.corpus import documents
-from frozencore_lab.pocket.rows import GENERATORS, RowGenerator
+from rows import GENERATORS, RowGenerator
 
 TASKS = list(POCKET_TASKS.values())
 CHOICE_TASKS = [task for task in TASKS if task.scoring == "choice"]

@@ -5,7 +5,7 @@
 - pocket-entailment: ``Fact: Jack did not love the song. Verdict: Was the song fine?``, `` false``
 - pocket-comparison: ``Count of toys: Ben 19, Mia 16. Ben against Mia:``, `` more``
 
-The generator of their rows, and the making of the model, are ``frozencore_lab.pocket``.
+The generator of their rows, and the making of the model, are in ``lab/pocket``.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from random import Random
 
-from frozencore_lab.pocket.rows import (
+from rows import (
     BAD,
     COUNTED,
     DISLIKE,

@@ -1,0 +1,306 @@
+"""What the lines of the studies of tenants say: arms, differences with intervals, tables, a picture of gains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import fmean
+
+import numpy as np
+from numpy.typing import NDArray
+
+import figures
+from harness import Record, table
+from tenant_rows import QUICK_TENANTS, TENANTS
+
+DRAWS = 10_000  # of the bootstrap
+MEASURES = {"accuracy": (100.0, 1), "loss": (1.0, 3)}
+"""The factor and the digits with which a table shows a measure."""
+Arm = tuple[str, int]
+"""The name of an arm and its rank."""
+Lines = Mapping[str, Sequence[Record]]
+"""An arm's lines by tenant, one for each seed."""
+Groups = Mapping[str, Sequence[tuple[str, str, int]]]
+"""Arms (label, arm, rank) that are compared with the first of their group, on the tenants that all of them have."""
+
+
+def arms_of(*files: Iterable[Record]) -> dict[Arm, Lines]:
+    """Final lines by arm and tenant, one for each seed that has the most tenants; the base model is an arm of rank 0.
+
+    Where rates were compared, the lines are those of the best rate on validation rows, among rates with most lines.
+    """
+    found: dict[Arm, dict[float | None, dict[int, dict[str, Record]]]] = {}
+    for line in (line for file in files for line in file if line["phase"] in ("base", "final")):
+        rates = found.setdefault((line.get("arm", "base"), line.get("rank", 0)), {})
+        rates.setdefault(line.get("learning_rate"), {}).setdefault(line.get("seed", 42), {})[line["tenant"]] = line
+    arms = {}
+    for arm, rates in found.items():
+        by_rate = []
+        for seeds in rates.values():
+            most = max(map(len, seeds.values()))
+            whole = [of for _, of in sorted(seeds.items()) if len(of) == most]
+            by_rate.append({name: [of[name] for of in whole] for name in TENANTS | QUICK_TENANTS if name in whole[0]})
+        most = max(map(len, by_rate))
+        arms[arm] = min((of for of in by_rate if len(of) == most), key=validated)
+    return arms
+
+
+def validated(arm: Lines) -> float:
+    return fmean(line.get("validation_loss", 0.0) for own in arm.values() for line in own)
+
+
+def values_of(arm: Lines, names: Sequence[str], measure: str) -> NDArray[np.float64]:
+    """(tenants, seeds), accuracies in per cent."""
+    return MEASURES[measure][0] * np.array([[line[measure] for line in arm[name]] for name in names])
+
+
+def with_interval(found: NDArray[np.float64], sources: Sequence[str]) -> tuple[float, float, float]:
+    """The mean over tenants and seeds, and its 95 % interval.
+
+    Tenants of one data set are alike, so each draw takes data sets with replacement, then as many tenants of each as it
+    has, and seeds for all of them.
+
+    Args:
+        found: (tenants, seeds).
+        sources: The data set of each tenant.
+    """
+    draw, num_seeds = np.random.default_rng(0), found.shape[1]
+    members = [[i for i, source in enumerate(sources) if source == one] for one in dict.fromkeys(sources)]
+    seeds = draw.integers(num_seeds, size=(DRAWS, num_seeds))
+    by_tenant = found[:, seeds].mean(axis=2).T  # (draws, tenants)
+    sums, counts = np.zeros(DRAWS), np.zeros(DRAWS)
+    for drawn in draw.integers(len(members), size=(len(members), DRAWS)):
+        for source, own in enumerate(members):
+            taken = np.flatnonzero(drawn == source)
+            tenants = np.array(own)[draw.integers(len(own), size=(len(taken), len(own)))]
+            sums[taken] += by_tenant[taken[:, None], tenants].sum(axis=1)
+            counts[taken] += len(own)
+    low, high = np.quantile(sums / counts, [0.025, 0.975])
+    return float(found.mean()), float(low), float(high)
+
+
+def apart(arm: Lines, first: Lines, names: Sequence[str], measure: str) -> tuple[float, float, float]:
+    """The mean difference and its interval."""
+    found = values_of(arm, names, measure) - values_of(first, names, measure)
+    return with_interval(found, [(TENANTS | QUICK_TENANTS)[name].task for name in names])
+
+
+def less(arm: Lines, first: Lines, names: Sequence[str], measure: str) -> str:
+    """The same for a table."""
+    middle, low, high = (f"{x:+.{MEASURES[measure][1]}f}" for x in apart(arm, first, names, measure))
+    return f"{middle} ({low} to {high})"
+
+
+def groups_table(arms: Mapping[Arm, Lines], groups: Groups, more: str, cell: Callable[[Sequence[Record]], str]) -> str:
+    """Every group of which at least two arms are there.
+
+    Args:
+        more: The heading of one more column.
+        cell: Its text for an arm's lines.
+    """
+    rows = []
+    for group, members in groups.items():
+        here = [(label, arms[arm, rank]) for label, arm, rank in members if (arm, rank) in arms]
+        names = [name for name in here[0][1] if all(name in of for _, of in here)] if here else []
+        if len(here) < 2 or len(names) < 2 or members[0][1:] not in arms:
+            continue
+        first = here[0][1]
+        for label, of in here:
+            cells = []
+            for measure, (_, digits) in MEASURES.items():
+                cells.append(f"{values_of(of, names, measure).mean():.{digits}f}")
+                cells.append("" if of is first else less(of, first, names, measure))
+            shown = cell([line for name in names for line in of[name]])
+            rows.append([f"{group}: {label}" if of is first else label, str(len(names)), shown, *cells])
+    heads = ["each tenant has", "n", more, "accuracy, %", "minus first", "loss", "minus first"]
+    return table(heads, rows) if rows else "Not measured yet.\n"
+
+
+# ----------------------------------------------------------------------------------------------------------- the tables
+
+LABELS = {"own": "its own basis", "pooled": "one basis of the rows of 16 tenants", "lora": "a LoRA"}
+SHARING: Sequence[tuple[str, str, int]] = [
+    *((f"{LABELS[arm]}, r = {rank}", arm, rank) for arm, rank in (("own", 16), ("own", 8), ("own", 32))),
+    *((f"{LABELS['pooled']}, r = {rank}", "pooled", rank) for rank in (8, 16, 32)),
+    *((f"{LABELS['lora']}, r = {rank}", "lora", rank) for rank in (1, 16)),
+    ("the base model", "base", 0),
+]
+OWN, POOLED = ("its own basis, r = 16", "own", 16), ("one FCCA of the rows of 16 tenants, r = 16", "pooled", 16)
+OTHERS: Sequence[tuple[str, str, int]] = [
+    ("RawGrad of these rows, r = 16", "rawgrad", 16),
+    ("LoRA-XS, r = 16", "lora_xs", 16),
+    ("Random, r = 16", "random", 16),
+    ("FCCA, r = 64, of which each trains 256 entries a layer", "entries", 64),
+]
+STARTS = {
+    "zero": "zero", "mean": "the mean of 16 cores", "weighted": "their mean weighted by likeness",
+    "nearest": "the nearest core",
+}  # fmt: skip
+STARTED: Groups = {
+    "eight newcomers": [(label, f"start {start}", 16) for start, label in STARTS.items()],
+    "with a quarter of their rows": [(label, f"start {start}, a quarter", 16) for start, label in STARTS.items()],
+    "LoRA, r = 16": [
+        ("as usual", "lora, start zero", 16),
+        ("the mean product of 16 LoRAs, cut to r = 16", "lora, start mean", 16),
+    ],
+}
+COMPRESSED: Groups = {
+    "cores on own bases, of 16 tenants": [
+        ("their own basis, r = 16", "own", 16),
+        ("compressed, r = 16", "own, learned", 16),
+        ("compressed, r = 32", "own, learned", 32),
+        ("compressed, r = 16, trained on for an epoch", "own, learned, trained on", 16),
+    ],
+    "newcomers": [
+        ("their own basis, r = 16", "own", 16),
+        ("one FCCA of the rows of 16 tenants, r = 16", "newcomers, pooled", 16),
+        ("learned from the cores of 16 tenants, r = 16", "newcomers, learned", 16),
+        ("learned from the cores of 16 tenants, r = 32", "newcomers, learned", 32),
+    ],
+    "LoRAs of r = 16, every other tenant": [
+        ("the LoRA", "lora", 16),
+        ("compressed, r = 16", "lora, compressed", 16),
+        ("compressed, r = 32", "lora, compressed", 32),
+        ("the mean core for everybody, r = 16", "lora, mean", 16),
+    ],
+    "LoRAs of r = 16, all tenants": [
+        ("the LoRA", "lora", 16),
+        *((f"compressed, r = {rank}", "lora of all, compressed", rank) for rank in (16, 32, 64)),
+    ],
+    "LoRAs of r = 16, on a basis of 16 others": [
+        ("the LoRA", "lora", 16),
+        ("put on it, r = 16", "lora, others", 16),
+    ],
+    "LoRAs of r = 1, all tenants": [
+        ("the LoRA", "lora", 1),
+        *((f"compressed, r = {rank}", "lora 1, compressed", rank) for rank in (16, 32, 64)),
+    ],
+}
+
+
+def of_newcomers(arms: Mapping[Arm, Lines]) -> dict[Arm, Lines]:
+    """The lines of tenants that took no part in calibration."""
+    return {arm: {name: own for name, own in of.items() if not TENANTS[name].calibrated} for arm, of in arms.items()}
+
+
+def sharing_table(lines: Sequence[Record]) -> str:
+    """Own and shared bases and LoRAs for all tenants, then for those that took no part in calibration."""
+    arms = arms_of(lines)
+
+    def size(of: Sequence[Record]) -> str:
+        return f"{len({line['seed'] for line in of})}: {of[0]['disk_bytes']:,}" if "disk_bytes" in of[0] else ""
+
+    both = {"all": arms, "newcomers": of_newcomers(arms)}
+    return "\n".join(groups_table(of, {who: SHARING}, "seeds: bytes on disk", size) for who, of in both.items())
+
+
+def bases_table(*files: Sequence[Record]) -> str:
+    """Shared bases beside own ones, of arms with all tenants; then beside the pooled one, for newcomers alone."""
+    arms = arms_of(*files)
+    whole = {arm: of for arm, of in arms.items() if len(of) == len(TENANTS)}
+    new = of_newcomers(arms | {("pooled", 16): arms.get(("newcomers, pooled", 16), {})})
+
+    def size(of: Sequence[Record]) -> str:
+        return next((f"{line['values']:,}: {line['memory_bytes']:,}" for line in of if "values" in line), "")
+
+    both = [(whole, {"24 tenants": [OWN, POOLED, *OTHERS]}), (new, {"8 newcomers": [POOLED, *OTHERS]})]
+    return "\n".join(groups_table(some, of, "values: bytes", size) for some, of in both)
+
+
+def starts_table(lines: Sequence[Record]) -> str:
+    return groups_table(arms_of(lines), STARTED, "learning rate", lambda of: f"{of[0]['learning_rate']:g}")
+
+
+def compress_table(lines: Sequence[Record]) -> str:
+    """Every group, with the shares kept."""
+
+    def kept(own: Sequence[Record]) -> str:
+        shares = [line["kept"] for line in own if "kept" in line]
+        return f"{fmean(shares):.0%} ({min(shares):.0%} to {max(shares):.0%})" if shares else ""
+
+    return groups_table(arms_of(lines), COMPRESSED, "share kept", kept)
+
+
+def kept_table(lines: Sequence[Record]) -> str:
+    """The share kept by number of LoRAs and rank."""
+    found = {(int(line["tenant"]), line["rank"]): line for line in lines if line["phase"] == "kept"}
+    numbers, ranks = (sorted({key[side] for key in found}) for side in (0, 1))
+    rows = [
+        [f"{number} LoRAs", *(f"{found[number, r]['kept']:.0%} ({found[number, r]['least']:.0%})" for r in ranks)]
+        for number in numbers
+    ]
+    return table(["share kept, mean (least)", *(f"r = {rank}" for rank in ranks)], rows)
+
+
+# ---------------------------------------------------------------------------------------------------------- the picture
+
+TEAL, BROWN, DARK = "#44AA99", "#B35900", "#222222"
+LORA, OWN_BASIS, ONE_FCCA = ("LoRA", figures.NAVY), ("own basis", figures.ORANGE), ("one FCCA", figures.BLUE)
+Kinds = Mapping[tuple[str, str], Sequence[tuple[str, str, int]]]
+"""Points (name, arm, rank) by label and colour of their kind."""
+ALL_KINDS: Kinds = {
+    LORA: [("r = 1", "lora", 1), ("r = 16", "lora", 16)],
+    OWN_BASIS: [(f"r = {rank}", "own", rank) for rank in (8, 16, 32)],
+    ONE_FCCA: [(f"r = {rank}", "pooled", rank) for rank in (8, 16, 32)],
+    ("another shared basis, or entries of r = 64", DARK): [
+        ("RawGrad", "rawgrad", 16), ("Random", "random", 16), ("LoRA-XS", "lora_xs", 16), ("entries", "entries", 64),
+    ],
+    ("LoRAs compressed", TEAL): [(f"r = {rank}", "lora of all, compressed", rank) for rank in (16, 32, 64)],
+}  # fmt: skip
+NEW_KINDS: Kinds = {
+    LORA: [("r = 16", "lora", 16)],
+    OWN_BASIS: [("r = 16", "own", 16)],
+    ONE_FCCA: [("zero", "newcomers, pooled", 16)],
+    ("from others", BROWN): [(start, f"start {start}", 16) for start in ("mean", "weighted", "nearest")],
+    ("a basis learned from 16 cores", TEAL): [(f"r = {rank}", "newcomers, learned", rank) for rank in (16, 32)],
+}
+
+
+def gains_picture(sharing: Sequence[Record], compressed: Sequence[Record], today: Sequence[Record]) -> str:
+    """What adapters gain over the base model against the bytes of a tenant.
+
+    Its bytes are those on disk and, of a shared basis, a 24th of P and Q. Arms of the study of tenants have three
+    seeds; all else is seed 42, on rows that differ in part. An interval is that of the difference from the core on the
+    tenant's own basis.
+    """
+    arms, others = arms_of(sharing), arms_of(compressed, today)
+    everyone = list(arms["own", 16])
+    newcomers = [name for name in everyone if not TENANTS[name].calibrated]
+    disk = {arm: of[everyone[0]][0].get("disk_bytes", 0) for arm, of in arms.items()}
+    of_basis = (disk["own", 16] - disk["pooled", 16]) / 16  # P and Q have as many values a rank
+
+    def size(arm: str, rank: int) -> float:
+        if arm in ("own", "lora"):
+            return disk[arm, rank]
+        # entries: as many values as a core of rank 16, and half as many bytes for where they are
+        own = 1.5 if arm == "entries" else (rank / 16) ** 2
+        return own * disk["pooled", 16] + of_basis * rank / len(everyone)
+
+    def gain(arm: Arm, measure: str, names: Sequence[str]) -> figures.Point | None:
+        rows = arms if arm in arms and names is everyone else others
+        mine, own, base = (rows.get(one, {}) for one in (arm, ("own", 16), ("base", 0)))
+        if not all(name in of for of in (mine, own, base) for name in names):
+            return None
+        sign = 1 if measure == "accuracy" else -1
+        value = values_of(mine, names, measure).mean() - values_of(base, names, measure).mean()
+        middle, low, high = apart(mine, own, names, measure)
+        return figures.Point(sign * value, *sorted(sign * (value + edge - middle) for edge in (low, high)))
+
+    def drawn(kinds: Kinds, measure: str, names: Sequence[str]) -> Iterable[figures.Kind]:
+        for (label, colour), members in kinds.items():
+            points = [(size(arm, rank), name, gain((arm, rank), measure, names)) for name, arm, rank in members]
+            if here := [(x, name, point) for x, name, point in points if point is not None]:
+                yield figures.Kind(label, colour, here)
+
+    rows = [
+        [
+            (f"{who}: {what}", list(drawn(kinds, key, names)))
+            for what, key in (("accuracy, points", "accuracy"), ("nats a token", "loss"))
+        ]
+        for who, kinds, names in (("24 tenants", ALL_KINDS, everyone), ("8 newcomers", NEW_KINDS, newcomers))
+    ]
+    about = "Gains of 24 tenants and of 8 newcomers over the base model against bytes; the numbers are in the tables."
+    note = [
+        "Gain over the base model, higher is better; bytes of a tenant on disk, with a 24th of a basis that all share.",
+        "Bars: 95 % intervals of the difference from an own basis of r = 16, which resample data sets and tenants.",
+    ]
+    return figures.against_bytes(rows, about, note)

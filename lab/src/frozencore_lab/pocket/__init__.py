@@ -1,1 +1,0 @@
-"""Make the shipped pocket model: generated text, tokenizer, training and card."""
