@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from random import Random
 
-from rows import (
+from generated_rows import (
     BAD,
     COUNTED,
     DISLIKE,

@@ -15,7 +15,7 @@ from frozencore.errors import DataError
 from frozencore.tune.pocket import POCKET_TASKS
 from frozencore.tune.rows import Example
 from frozencore.tune.tasks import Split, Task
-from rows import GENERATORS, RowGenerator
+from generated_rows import GENERATORS, RowGenerator
 
 TASKS = list(POCKET_TASKS.values())
 CHOICE_TASKS = [task for task in TASKS if task.scoring == "choice"]

@@ -1,4 +1,4 @@
-"""The rows of the pocket tasks, which a seeded generator draws: ``python lab/pocket/rows.py`` writes them.
+"""The rows of the pocket tasks, which a seeded generator draws: ``python lab/pocket/generated_rows.py`` writes them.
 
 No single word determines a sentiment: a good word after a negation is a bad verdict. Neither the fact nor the guess
 alone determines the answer: the guess follows if both point the same way.
