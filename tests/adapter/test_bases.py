@@ -88,7 +88,7 @@ def test_a_saved_basis_holds_what_get_bases_gives_and_its_identity_is_of_its_con
     basis, bases = load_basis(tmp_path / "basis"), get_bases(model)
     assert basis.tensors.keys() == bases.keys()
     assert all(torch.equal(basis.tensors[name], bases[name]) for name in bases)
-    assert set(basis.scales.values()) == {2.0}
+    assert {layer.scale for layer in basis.layers.values()} == {2.0}
     assert basis.calibrated_on == f"{model.peft_config['default'].calibration_tokens} tokens"
     assert save_basis(adapted("fcca", alpha=6.0), tmp_path / "again") == basis.identity
     assert save_basis(adapted("fcca", alpha=3.0), tmp_path / "other_scale") != basis.identity

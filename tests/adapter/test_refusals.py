@@ -373,7 +373,7 @@ def huge() -> PeftModel:
     return model
 
 
-FACTORS = Factors(P=torch.eye(12, 4), Q=torch.eye(20, 4), R=torch.ones(4, 4))
+FACTORS = Factors(torch.eye(12, 4), torch.eye(20, 4), torch.ones(4, 4), scale=1.0)
 THEIRS = LayerMoments(3, cross=torch.ones(20, 12), input_square=torch.ones(12), error_square=torch.ones(20))
 EXPORTS: list[Refusal] = [
     (to_lora(lambda _: adapted("random", modules_to_save=["lm_head"])),

@@ -70,7 +70,7 @@ def test_an_export_of_what_is_neither_here_nor_cached_is_one_line_at_once(
     status, _, errors = command("export", *words, "--to", form, "--out", tmp_path / "out")
     assert time.monotonic() - started < HUB_TIMEOUT_S
     assert (status, errors.count("\n")) == (2, 1)
-    assert re.search("(Model|No adapter at) org/name.* is neither .* nor in the offline cache", errors)
+    assert re.search("(Model|No adapter or basis at) org/name.* is neither .* nor in the offline cache", errors)
     assert not (tmp_path / "out").exists()
 
 
@@ -190,7 +190,7 @@ def test_what_the_hub_says_of_a_basis_is_told_to_its_end(monkeypatch: pytest.Mon
     def refuse(*_: object, **__: object) -> None:
         raise OSError("It is not there, " * 20 + "and that is all")
 
-    monkeypatch.setattr("frozencore.adapter.saved.basis.hub_answers", lambda *_: False)
-    monkeypatch.setattr("frozencore.adapter.saved.basis.hf_hub_download", refuse)
-    with pytest.raises(ArtifactError, match=r"and that is all\). Give the folder of a saved basis"):
+    monkeypatch.setattr("frozencore.files.adapter_folder.hub_answers", lambda *_: False)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    with pytest.raises(ArtifactError, match=r"and that is all\). Give the folder of a saved one"):
         load_basis("org/absent")

@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from frozencore.adapter.layer import frozen_core_layers
 from frozencore.adapter.per_row import cores_of_rows, lock_of, other_modules, repetitions
 from frozencore.adapter.saved import tensors as state
-from frozencore.adapter.swap import held_bases, read_cores, require_unmerged, require_unmoved
+from frozencore.adapter.swap import HeldBases, read_cores, require_unmerged
 from frozencore.errors import ConfigError
 from frozencore.quiet import with_attributes
+
+REBUILD = "Make a new CoreBank and put the cores again."
 
 
 class CoreStack:
@@ -112,7 +114,7 @@ class CoreBank(CoreStack):
             raise ConfigError(f"A bank keeps cores in float32, bfloat16 or float16, but {dtype} came.")
         super().__init__(model, capacity + 1, adapter_name=adapter_name, dtype=dtype)  # slot 0 is the base model
         self.capacity, self.dtype = capacity, dtype
-        self._bases = held_bases(self.layers.values(), adapter_name)
+        self._held = HeldBases.of(self.layers, adapter_name)
         self._slot_of: dict[str, int] = {}
         self._free = list(range(capacity, 0, -1))
         self._buffers: list[dict[str, Tensor]] = []  # the largest batch so far, for each depth of nesting
@@ -141,7 +143,7 @@ class CoreBank(CoreStack):
         """
         if not isinstance(name, str):
             raise ConfigError(f"A core has a name (None is the base model in a batch), but {name!r:.60} came.")
-        self._require_own_basis()
+        self._held.require_unmoved(REBUILD)
         flat = read_cores(self.model, source, self.layers, self.adapter_name)
         state.require_finite_in(f"the core {name!r:.60}", flat, self.dtype)
         with self._names_lock:
@@ -195,7 +197,7 @@ class CoreBank(CoreStack):
             raise ConfigError(
                 f"A batch has a name (or None) for each of its rows, but {names!r:.60} came. Give a list."
             )
-        self._require_own_basis()
+        self._held.require_unmoved(REBUILD)
         with lock_of(self.model):
             with self._names_lock:
                 slots = [0 if name is None else self._slot(name) for name in names]
@@ -222,10 +224,6 @@ class CoreBank(CoreStack):
             gathered[name] = buffers[name][:num_rows]
             gathered[name].copy_(self.cores[name].index_select(0, places[kind]))
         return gathered
-
-    def _require_own_basis(self) -> None:
-        way_out = "Make a new CoreBank and put the cores again."
-        require_unmoved(self.layers.values(), self.adapter_name, self._bases, way_out)
 
     def _slot(self, name: str) -> int:
         if name not in self._slot_of:

@@ -12,7 +12,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from frozencore.adapter.config import FrozenCoreConfig, find_adapter
-from frozencore.adapter.layer import FrozenCoreLinear, base_samples_of, bases_of, frozen_core_layers, scales_of
+from frozencore.adapter.layer import FrozenCoreLinear, base_samples_of, bases_of, frozen_core_layers
 from frozencore.adapter.saved.base_record import differing_layer, other_base, record_base, record_in
 from frozencore.adapter.saved.basis import SavedBasis
 from frozencore.adapter.saved.tensors import Factors, hash_bases, require_finite_in, require_orthonormal, require_scales
@@ -61,12 +61,8 @@ def get_bases(model: nn.Module, adapter_name: str | None = None) -> dict[str, Te
     adapter_name, _ = find_adapter(model, adapter_name)
     bases: dict[str, Tensor] = {}
     for name, layer in frozen_core_layers(model, adapter_name).items():
-        P, Q, _ = layer.factors(adapter_name)
-        if not bool(P.any()):
-            raise CalibrationError(
-                f"There are no bases to take yet: layer {name!r} of adapter {adapter_name!r} has none. "
-                "Call frozencore.calibrate(model, dataloader) first."
-            )
+        layer.require_basis(adapter_name)
+        P, Q, _ = layer.basis(adapter_name)
         bases |= {f"{name}.{side}": X.detach().clone().cpu() for side, X in (("P", P), ("Q", Q))}
     return bases
 
@@ -158,13 +154,14 @@ def save_basis(
         ArtifactError: The folder is there already, or cannot be written.
     """
     adapter_name, config = find_adapter(model, adapter_name)
-    factors, layers = get_bases(model, adapter_name), frozen_core_layers(model, adapter_name)
-    identity = config.write_basis(
-        Path(folder), factors, scales_of(layers, adapter_name), base=record_base(base_samples_of(layers)),
-        calibrated_on=calibrated_on, overwrite=overwrite,
-    )  # fmt: skip
+    layers = frozen_core_layers(model, adapter_name)
+    for layer in layers.values():
+        layer.require_basis(adapter_name)
+    bases, base = bases_of(layers, adapter_name), record_base(base_samples_of(layers))
+    saved = config.saved_basis(bases, base=base, calibrated_on=calibrated_on)
+    identity = saved.write(Path(folder), overwrite=overwrite)
     config.name_basis(identity, str(folder))
-    config.trust_basis(bases_of(layers, adapter_name))
+    config.trust_basis(bases)
     return identity
 
 
@@ -202,7 +199,8 @@ def set_named_basis(
     _require_basis_fits(origin, basis, config, layers, adapter_name)
     for name, layer in layers.items():
         if not layer.frozencore_P[adapter_name].is_meta:
-            layer.set_basis(adapter_name, known_basis(*basis.layers[name]), random_core=not config.init_weights)
+            P, Q, _ = basis.layers[name]
+            layer.set_basis(adapter_name, known_basis(P, Q), random_core=not config.init_weights)
 
 
 def _require_basis_fits(
@@ -216,13 +214,13 @@ def _require_basis_fits(
             "one of them alone). Load the base model that it was calibrated on."
         )
     for name, layer in layers.items():
-        for X, own in zip(basis.layers[name], layer.factors(adapter_name), strict=False):
-            require_finite_in(f"layer {name!r} of the basis of {origin}", X, own.dtype)
-        (P, Q), scale, (m, n) = basis.layers[name], basis.scales[name], layer.shape
-        r, own_scale = len(layer.core(adapter_name)), layer.frozencore_scale[adapter_name]
-        if (P.shape, Q.shape, scale) != ((m, r), (n, r), own_scale):
+        (P, Q, scale), own, (m, n) = basis.layers[name], layer.basis(adapter_name), layer.shape
+        for X, mine in ((P, own.P), (Q, own.Q)):
+            require_finite_in(f"layer {name!r} of the basis of {origin}", X, mine.dtype)
+        if (P.shape, Q.shape, scale) != (own.P.shape, own.Q.shape, own.scale):
+            r = len(layer.core(adapter_name))
             raise ArtifactError(
-                f"Layer {name!r} is {m} x {n} at rank {r} and scale {own_scale:g} in this model, but the basis of "
+                f"Layer {name!r} is {m} x {n} at rank {r} and scale {own.scale:g} in this model, but the basis of "
                 f"{origin} has P {tuple(P.shape)}, Q {tuple(Q.shape)} and scale {scale:g} there. Leave rank, scale and "
                 "targets to the basis, and load the base model that it was calibrated on."
             )
@@ -238,7 +236,8 @@ def require_trained_alike(
     adapter_name: str,
 ) -> None:
     """Refuse cores of the same layers that were trained at other scales or on another base model than an adapter's."""
-    require_scales(origin, tensors, scales_of(layers, adapter_name))
+    scales = {name: layer.frozencore_scale[adapter_name] for name, layer in layers.items()}
+    require_scales(origin, tensors, scales)
     require_same_base(f"What {origin} holds", record_in(tensors), config, layers)
 
 

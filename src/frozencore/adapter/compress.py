@@ -31,7 +31,7 @@ from frozencore.adapter.export.serving import RULES, LoraDirectory, read_lora_di
 from frozencore.adapter.folders import read_adapter
 from frozencore.adapter.named_layers import refuse_expressions
 from frozencore.adapter.saved.base_record import differing_layer, record_base, samples_of
-from frozencore.adapter.saved.basis import SavedBasis
+from frozencore.adapter.saved.basis import SavedBasis, ScaledBasis
 from frozencore.adapter.saved.card import begin_model_card
 from frozencore.adapter.saved.tensors import BASE, PREFIX, cores_key, flatten_cores, hash_tensors
 from frozencore.constructors import COMPRESSED
@@ -76,7 +76,7 @@ class LowRankAdapter(ABC):
     folder: Path
     base_model: str | None
     task_type: str | None
-    base: Mapping[str, str] | None
+    base: dict[str, str] | None
     shapes: Mapping[str, tuple[int, int]]
     targets: frozenset[str] | None
 
@@ -110,7 +110,7 @@ class Core(LowRankAdapter):
 
     def update(self, layer: str) -> Update:
         if self.basis is not None:
-            (P, Q), R = self.basis.layers[layer], self.cores[layer]
+            (P, Q, _), R = self.basis.layers[layer], self.cores[layer]
         else:
             with safe_open(self.folder / WEIGHTS_FILE, framework="pt") as file:
                 P, Q, R = (file.get_tensor(f"{BASE}{layer}.{PREFIX}{name}") for name in ("P", "Q", "R.weight"))
@@ -147,7 +147,7 @@ def _read_core(place: str, folder: Path, bases: dict[str, SavedBasis]) -> Core:
     return Core(
         place, folder, config.base_model_name_or_path, _task_of(config.task_type), config.base_record, shapes,
         targets=None if partial else _targets(config.target_modules, shapes),
-        scales={name: config.scale_of(name) for name in factors}, basis=basis, cores=cores,
+        scales={name: own.scale for name, own in factors.items()}, basis=basis, cores=cores,
     )  # fmt: skip
 
 
@@ -304,13 +304,13 @@ def compress_adapters(
                 f"{shape[0]} x {shape[1]}. Give --rank {min(min(each) for each in shapes.values())} or less."
             )
     config = _config_of(sources, rank, shapes, base)
-    factors: dict[str, Tensor] = {}
+    bases: dict[str, ScaledBasis] = {}
     cores: dict[str, dict[str, Tensor]] = {name: {} for name in sources}
     energies: dict[str, dict[str, tuple[float, float]]] = {name: {} for name in sources}
     for number, layer in enumerate(shapes, start=1):
         have = [name for name, source in sources.items() if layer in source.shapes]
         found = compress([sources[name].update(layer) for name in have], rank)
-        factors |= {f"{layer}.P": found.P.contiguous(), f"{layer}.Q": found.Q.contiguous()}
+        bases[layer] = ScaledBasis(found.P, found.Q, config.scale_of(layer))
         for name in sources:
             cores[name][layer] = torch.zeros(rank, rank)
         for name, R, *energy in zip(have, found.cores, found.kept_energies, found.energies, strict=True):
@@ -320,13 +320,12 @@ def compress_adapters(
     record = _record_of(sources, shapes, base)
     kept = {name: _kept(own) for name, own in energies.items()}
     with atomic_folder(out, overwrite=None) as aside:
-        scales = {layer: config.scale_of(layer) for layer in shapes}
         shares = [one.share for one in kept.values()]
         made_of = (
             f"the updates of {num_of(len(sources), 'adapter')}, of which it keeps {sum(shares) / len(shares):.0%} "
             f"({min(shares):.0%} to {max(shares):.0%})"
         )
-        identity = config.write_basis(aside / BASIS, factors, scales, base=record, calibrated_on=made_of)
+        identity = config.saved_basis(bases, base=record, calibrated_on=made_of).write(aside / BASIS)
         for name, own in cores.items():
             _write_core(aside, out, name, own, config)
         content = {
@@ -383,7 +382,7 @@ def _config_of(
 
 def _record_of(
     sources: Mapping[str, LowRankAdapter], layers: Mapping[str, Any], base: nn.Module | None
-) -> Mapping[str, str] | None:
+) -> dict[str, str] | None:
     """Some values of the base model's weights: from the model, or from an adapter that has the same layers."""
     if base is not None:
         return record_base(samples_of(base, layers))

@@ -14,21 +14,21 @@ from typing import Any, get_type_hints
 
 from peft import PeftConfig
 from pydantic import TypeAdapter, ValidationError
-from torch import Tensor, nn
+from torch import nn
 
-from frozencore.adapter.layer import version_of
 from frozencore.adapter.named_layers import key_for, refuse_expressions, require_names
 from frozencore.adapter.saved.adapter import SavedAdapter, checksum_of, require_checksum
 from frozencore.adapter.saved.basis import (
     LARGEST_FLOAT32,
+    Bases,
     SavedBasis,
     basis_beside,
     load_named_basis,
+    moment_of,
     read_header,
-    write_basis,
 )
 from frozencore.adapter.saved.card import CARD_FILE, num_tokens, write_model_card
-from frozencore.adapter.saved.tensors import Bases, hash_bases
+from frozencore.adapter.saved.tensors import hash_bases
 from frozencore.constructors import (
     CONSTRUCTORS,
     BasisOptions,
@@ -191,7 +191,7 @@ class FrozenCoreConfig(PeftConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._trusted: tuple[str, object] | None = None  # the hash of the named basis in the model, and when it was so
+        self._trusted: tuple[str, object] | None = None  # the hash of the named basis in the model, and its moment
         if self.basis is not None and self.basis_id is None:
             self._take_from_basis(self.basis)
         self.peft_type = FrozenCoreType.FROZENCORE
@@ -288,27 +288,17 @@ class FrozenCoreConfig(PeftConfig):
         assert self.basis_id is not None
         return load_named_basis(origin, self.basis_id, self.basis, self.basis_revision)
 
-    def write_basis(
-        self,
-        folder: Path,
-        factors: Mapping[str, Tensor],
-        scales: Mapping[str, float],
-        *,
-        base: Mapping[str, str] | None,
-        calibrated_on: str | None = None,
-        overwrite: bool = False,
-    ) -> str:
-        """Write P and Q with the options that made them as a basis for many adapters; returns its identity."""
+    def saved_basis(
+        self, layers: Bases, *, base: dict[str, str] | None, calibrated_on: str | None = None
+    ) -> SavedBasis:
+        """P, Q and s of each layer as a basis for many adapters, with the options that made them."""
         known = _options_of_basis()
-        return write_basis(
-            folder,
-            factors,
-            scales=scales,
+        return SavedBasis(
+            layers,
             options={name: value for name, value in self.to_dict().items() if name in known},
             calibrated_on=calibrated_on or num_tokens(self.calibration_tokens),
             base=base,
             base_model=self.base_model_name_or_path,
-            overwrite=overwrite,
         )
 
     def name_basis(self, identity: str | None, place: str | None = None, revision: str | None = None) -> None:
@@ -317,16 +307,21 @@ class FrozenCoreConfig(PeftConfig):
         self.load_bases, self._trusted = False, None
 
     def trust_basis(self, bases: Bases) -> None:
-        """Record P and Q that were just set to the named basis, by layer name and in the dtype of the model."""
-        self._trusted = (hash_bases(bases), _moment(bases))
+        """Record P and Q that were just set to the named basis, in the dtype of the model."""
+        self._trusted = (hash_bases(bases), moment_of(bases))
 
     def named_basis(self, bases: Bases) -> str | None:
-        """The identity of the named basis if the adapter's P and Q, by layer name, are still those of that basis."""
-        if self.basis_id is None or any(X.is_meta for pair in bases.values() for X in pair):
+        """The identity of the named basis if the adapter's P and Q are still those of that basis."""
+        factors = [X for P, Q, _ in bases.values() for X in (P, Q)]
+        if self.basis_id is None or any(X.is_meta for X in factors):
             return self.basis_id
-        if self._trusted is None or (self._trusted[1] != _moment(bases) and self._trusted[0] != hash_bases(bases)):
+        if self._trusted is None:
             return None
-        self._trusted = (self._trusted[0], _moment(bases))
+        hashed, moment = self._trusted
+        is_same = moment == moment_of(bases) and not any(X.is_inference() for X in factors)  # these count no changes
+        if not is_same and hashed != hash_bases(bases):
+            return None
+        self._trusted = (hashed, moment_of(bases))
         return self.basis_id
 
     @classmethod
@@ -413,15 +408,6 @@ def _options_of_basis() -> frozenset[str]:
     own = ("r", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "constructor", "alpha",
            "seed", "rank_pattern", "alpha_pattern", "calibration_tokens")  # fmt: skip
     return frozenset({*own, *constructor_options()}) - {"initial_step"}
-
-
-def _moment(bases: Bases) -> object:
-    """A value that differs once a tensor was replaced or changed in place, and always for inference tensors."""
-    return [
-        (name, id(X), X.data_ptr(), object() if X.is_inference() else version_of(X))
-        for name, pair in bases.items()
-        for X in pair
-    ]
 
 
 def _plain(value: Any) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.saved.adapter import SavedAdapter
 from frozencore.adapter.saved.base_record import require_one_base
-from frozencore.adapter.saved.basis import ScaledBasis, load_basis
+from frozencore.adapter.saved.basis import Bases, ScaledBasis, load_basis
 from frozencore.adapter.saved.card import CARD_FILE, with_scores
 from frozencore.adapter.saved.tensors import (
     CORES,
@@ -37,7 +37,12 @@ from frozencore.maths.linalg import weighted_sum
 def read_adapter(directory: str | Path) -> tuple[FrozenCoreConfig, dict[str, Factors]]:
     """Read the configuration, and the factors by layer name, of a folder that ``save_pretrained`` wrote."""
     config, tensors = read_tensors(directory)
-    return config, layer_factors(str(directory), tensors)
+    return config, _factors_in(directory, tensors, config)
+
+
+def _factors_in(directory: str | Path, tensors: Mapping[str, Tensor], config: FrozenCoreConfig) -> dict[str, Factors]:
+    found = layer_factors(str(directory), tensors)
+    return {name: Factors(P, Q, R, config.scale_of(name)) for name, (P, Q, R) in found.items()}
 
 
 def read_adapter_or_basis(directory: str | Path) -> tuple[FrozenCoreConfig, dict[str, Factors]]:
@@ -46,7 +51,7 @@ def read_adapter_or_basis(directory: str | Path) -> tuple[FrozenCoreConfig, dict
         return read_adapter(directory)
     layers = load_basis(directory).layers
     config = FrozenCoreConfig(basis=str(directory))
-    return config, {name: Factors(P, Q, P.new_zeros(P.shape[1], P.shape[1])) for name, (P, Q) in layers.items()}
+    return config, {name: Factors(P, Q, P.new_zeros(P.shape[1], P.shape[1]), s) for name, (P, Q, s) in layers.items()}
 
 
 def read_tensors(
@@ -65,11 +70,11 @@ def read_tensors(
     if vector_of(tensors) is not None:
         config.basis = config.basis if basis is None else str(basis)
         named = config.find_basis(saved.origin)
-        tensors = with_factors(saved.origin, tensors, named.layers) | trained_with(named.scales, named.base)
+        tensors = with_factors(saved.origin, tensors, named.layers) | trained_with(named.layers, named.base)
         config.base_record = named.base
     factors = layer_factors(saved.origin, tensors)
-    for name, f in factors.items():
-        if min(config.rank_of(name), len(f.P), len(f.Q)) != len(f.R):
+    for name, (P, Q, R) in factors.items():
+        if min(config.rank_of(name), len(P), len(Q)) != len(R):
             raise ArtifactError(
                 f"The configuration of {directory} gives layer {name!r} another rank than its factors have. Save or "
                 "download the adapter again."
@@ -101,14 +106,14 @@ def merge_adapters(adapters: Sequence[str | Path], out: str | Path, *, weights: 
                 f"Only cores are summed, but the adapter in {folder} trained other modules too (modules_to_save or "
                 "trainable_token_indices)."
             )
-    (config, first), bases = read[0], [_bases_of(*one) for one in read]
-    for folder, own, (its, _) in zip(adapters, bases, read, strict=True):
-        require_one_basis(str(adapters[0]), bases[0], str(folder), own)
+    config, first = read[0]
+    for folder, (its, factors) in zip(adapters, read, strict=True):
+        require_one_basis(str(adapters[0]), _bases_in(first), str(folder), _bases_in(factors))
         require_one_base(adapters[0], config.base_record, folder, its.base_record)
     flat = flatten_cores({name: weighted_sum([factors[name].R for _, factors in read], weights) for name in first})
     if config.basis_id is None:
-        tensors = with_factors(str(out), {CORES: flat}, {name: (f.P, f.Q) for name, f in first.items()})
-        tensors |= trained_with({name: config.scale_of(name) for name in first}, config.base_record)
+        tensors = with_factors(str(out), {CORES: flat}, _bases_in(first))
+        tensors |= trained_with(_bases_in(first), config.base_record)
     else:
         tensors = {cores_key(config.basis_id): flat}
     first_folder = Path(adapters[0])
@@ -118,13 +123,11 @@ def merge_adapters(adapters: Sequence[str | Path], out: str | Path, *, weights: 
     return written
 
 
-def _bases_of(config: FrozenCoreConfig, factors: Mapping[str, Factors]) -> dict[str, ScaledBasis]:
-    return {name: ScaledBasis(f.P, f.Q, config.scale_of(name)) for name, f in factors.items()}
+def _bases_in(factors: Mapping[str, Factors]) -> dict[str, ScaledBasis]:
+    return {name: own.basis for name, own in factors.items()}
 
 
-def require_one_basis(
-    first: str, one: Mapping[str, ScaledBasis], second: str, other: Mapping[str, ScaledBasis]
-) -> None:
+def require_one_basis(first: str, one: Bases, second: str, other: Bases) -> None:
     """Refuse to sum two adapters whose bases, ranks or scales differ; the first differing layer is named."""
     layer = _differing_basis(one, other)
     if layer is not None:
@@ -134,7 +137,7 @@ def require_one_basis(
         )
 
 
-def _differing_basis(one: Mapping[str, ScaledBasis], other: Mapping[str, ScaledBasis]) -> str | None:
+def _differing_basis(one: Bases, other: Bases) -> str | None:
     """The first layer, by name, whose basis or scale differs or is missing on one side; None if all are equal."""
     for name in sorted(one.keys() | other.keys()):
         if name not in one or name not in other or one[name].scale != other[name].scale:
@@ -163,13 +166,17 @@ def pack_adapter(
     config, tensors = read_tensors(adapter)
     if config.basis_id is not None:
         raise ArtifactError(f"{adapter} holds cores alone already, on the basis {config.basis_id[:12]}.")
-    factors = layer_factors(str(adapter), tensors)
+    factors = _factors_in(adapter, tensors, config)
     if basis is None:
         basis = Path(out).parent / "basis"
         if not basis.exists():
-            _write_own_basis(adapter, config, factors, basis)
+            if config.initial_step:
+                raise ArtifactError(
+                    f"The cores in {adapter} began with an initial step, which no basis holds: keep it whole."
+                )
+            config.saved_basis(_bases_in(factors), base=config.base_record).write(basis)
     saved = load_basis(basis)
-    layer = _differing_basis(_bases_of(config, factors), saved.scaled)
+    layer = _differing_basis(_bases_in(factors), saved.layers)
     if layer is not None:
         raise ArtifactError(
             f"An adapter is packed beside its own basis, but P, Q or the scale of layer {layer!r} of {adapter} are "
@@ -182,14 +189,6 @@ def pack_adapter(
     return SavedAdapter.read(Path(adapter)).write(
         Path(out), tensors=packed, reads=Path(adapter), basis=str(basis), basis_id=saved.identity, base_record=None
     )
-
-
-def _write_own_basis(adapter: str | Path, config: FrozenCoreConfig, factors: Mapping[str, Factors], out: Path) -> None:
-    if config.initial_step:
-        raise ArtifactError(f"The cores in {adapter} began with an initial step, which no basis holds: keep it whole.")
-    tensors = {f"{name}.{side}": X for name, f in factors.items() for side, X in (("P", f.P), ("Q", f.Q))}
-    scales = {name: config.scale_of(name) for name in factors}
-    config.write_basis(out, tensors, scales, base=config.base_record)
 
 
 def unpack_adapter(adapter: str | Path, out: str | Path, *, basis: str | Path | None = None) -> Path:

@@ -196,11 +196,11 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
             )
 
     def require_basis(self, adapter_name: str) -> None:
-        """Raise an error if the basis is zero: it was never set and cannot be trained on."""
+        """Raise an error if the basis is zero: it was never set."""
         if not bool(self.frozencore_P[adapter_name].any()):
             raise CalibrationError(
-                f"A frozen core needs a basis before training, but layer {self.name!r} of adapter {adapter_name!r} "
-                "has none. Call frozencore.calibrate(model, dataloader) first."
+                f"A frozen core needs a basis, but layer {self.name!r} of adapter {adapter_name!r} has none. Call "
+                "frozencore.calibrate(model, dataloader) first."
             )
 
     def update_layer(self, adapter_name: str, rank: int, scale: float, *, inference_mode: bool) -> None:
@@ -431,19 +431,9 @@ def frozen_core_layers(model: nn.Module, adapter_name: str) -> dict[str, FrozenC
     return {layer.name: layer for layer in layers if adapter_name in layer.frozencore_R}
 
 
-def version_of(tensor: Tensor) -> int:
-    """The number of changes of a tensor in place; 0 for an inference tensor, which counts none."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def bases_of(layers: Mapping[str, FrozenCoreLinear], adapter_name: str) -> dict[str, tuple[Tensor, Tensor]]:
-    """P and Q of an adapter by layer name."""
-    return {name: layer.basis(adapter_name)[:2] for name, layer in layers.items()}
-
-
-def scales_of(layers: Mapping[str, FrozenCoreLinear], adapter_name: str) -> dict[str, float]:
-    """The scale s of an adapter by layer name."""
-    return {name: layer.frozencore_scale[adapter_name] for name, layer in layers.items()}
+def bases_of(layers: Mapping[str, FrozenCoreLinear], adapter_name: str) -> dict[str, ScaledBasis]:
+    """P, Q and s of an adapter by layer name."""
+    return {name: layer.basis(adapter_name) for name, layer in layers.items()}
 
 
 def base_samples_of(layers: Mapping[str, FrozenCoreLinear]) -> dict[str, Tensor | None]:

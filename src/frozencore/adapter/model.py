@@ -255,7 +255,7 @@ class FrozenCoreModel(BaseTuner):
             if self.peft_config[adapter].trains_modules:
                 raise ConfigError(f"Only cores are summed, but the adapter {adapter!r} trained other modules too.")
             layers = frozen_core_layers(self.model, adapter)
-            bases[adapter] = {name: layer.basis(adapter) for name, layer in layers.items()}
+            bases[adapter] = bases_of(layers, adapter)
             require_one_basis(repr(first), bases[first], repr(adapter), bases[adapter])
         layers = frozen_core_layers(self.model, first)
         cores = {

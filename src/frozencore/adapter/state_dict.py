@@ -6,21 +6,20 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
 from frozencore.adapter.bases import require_trained_alike
 from frozencore.adapter.config import FrozenCoreConfig
-from frozencore.adapter.layer import BasisState, base_samples_of, bases_of, frozen_core_layers, scales_of
+from frozencore.adapter.layer import BasisState, base_samples_of, bases_of, frozen_core_layers
 from frozencore.adapter.saved.adapter import require_tensors
 from frozencore.adapter.saved.base_record import record_base
+from frozencore.adapter.saved.basis import holds
 from frozencore.adapter.saved.tensors import (
     BASE,
     CLASSIFIERS,
     PREFIX,
-    Factors,
     cores_key,
     factors_alone,
     flatten_cores,
@@ -65,8 +64,9 @@ def tensors_to_save(
     if basis_id is None:
         config.name_basis(None)  # P and Q were changed since they were named
         for key in cores:  # P and Q may be in the state dict under the name of another adapter
-            for side, X in zip("PQ", bases.get(key.removeprefix(BASE), ()), strict=False):
-                found.setdefault(f"{key}.{PREFIX}{side}.{adapter_name}", X)
+            if (basis := bases.get(key.removeprefix(BASE))) is not None:
+                found.setdefault(f"{key}.{PREFIX}P.{adapter_name}", basis.P)
+                found.setdefault(f"{key}.{PREFIX}Q.{adapter_name}", basis.Q)
     elif cores:
         flat = flatten_cores({key.removeprefix(BASE): R for key, R in cores.items()})
         found = {cores_key(basis_id): flat}
@@ -79,7 +79,7 @@ def tensors_to_save(
     if len(plain) == len(found):  # else they have no values yet
         if config.basis_id is None:
             config.base_record = record_base(base_samples_of(layers))
-            found |= trained_with(scales_of(layers, adapter_name), config.base_record)
+            found |= trained_with(bases, config.base_record)
         saved = {BaseTuner._remove_adapter_name_from_key(key, adapter_name): X for key, X in found.items()}
         config.tensors_sha256 = hash_tensors(saved)
     return _TensorsToSave(found)
@@ -105,22 +105,20 @@ def tensors_to_load(
     if factors is None:
         for core_dtype in {R.dtype for _, _, R in own.values()}:
             require_finite_in(origin, require_cores_of(origin, state_dict, basis_id), core_dtype)
-        if any(X.is_meta for pair in bases.values() for X in pair):
+        if any(X.is_meta for P, Q, _ in bases.values() for X in (P, Q)):
             named = config.find_basis(origin).layers
-            held = {name: (named[name][0].to(P.dtype), named[name][1].to(Q.dtype)) for name, (P, Q) in bases.items()}
-            config.trust_basis(held)
-            bases = named
-        state_dict = with_factors(origin, state_dict, bases)
+            config.trust_basis({name: basis.to(bases[name].P.dtype) for name, basis in named.items()})
+            state_dict = with_factors(origin, state_dict, named)
+        else:
+            state_dict = with_factors(origin, state_dict, bases)
     else:
         _require_fit(origin, own, factors, config.base_model_name_or_path)
         require_trained_alike(origin, state_dict, config, layers, adapter_name)
         state_dict = factors_alone(state_dict)
         if holds_no_basis(state_dict):
             warn_of_uncalibrated(f"The adapter {adapter_name!r}", "before it is trained or used")
-        if basis_id is not None:
-            pairs = [pair for name, f in factors.items() for pair in zip(bases[name], (f.P, f.Q), strict=True)]
-            if not all(mine.is_meta or torch.equal(mine, X.to(mine.device, mine.dtype)) for mine, X in pairs):
-                config.name_basis(None)  # the loaded bases are not the named basis
+        if basis_id is not None and not all(holds(bases[name], P, Q) for name, (P, Q, _) in factors.items()):
+            config.name_basis(None)  # the loaded bases are not the named basis
     config.load_bases = False
     for layer in layers.values():
         layer.frozencore_state[adapter_name] = BasisState.UNKNOWN  # until the tensors are there
@@ -175,7 +173,7 @@ def _heads_there(config: FrozenCoreConfig, model: nn.Module) -> list[str] | None
 def _require_fit(
     origin: str,
     layers: Mapping[str, tuple[Tensor, Tensor, Tensor]],
-    came: Mapping[str, Factors],
+    came: Mapping[str, tuple[Tensor, Tensor, Tensor]],
     base: str | None,
 ) -> None:
     """Refuse factors whose layers or shapes differ from the model's P, Q and R."""
@@ -195,7 +193,7 @@ def _require_fit(
                 f"(first: {min(odd)!r}). {way_out}"
             )
     for name, own in layers.items():
-        theirs = (came[name].P, came[name].Q, came[name].R)
+        theirs = came[name]
         for mine, other in zip(own, theirs, strict=True):
             require_finite_in(f"layer {name!r} of {origin}", other, mine.dtype)
         if any(mine.shape != other.shape for mine, other in zip(own, theirs, strict=True)):

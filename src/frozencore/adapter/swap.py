@@ -13,14 +13,43 @@ from torch import Tensor, nn
 from frozencore.adapter.bases import require_trained_alike
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.folders import read_tensors
-from frozencore.adapter.layer import BasisState, FrozenCoreLinear, bases_of, frozen_core_layers, version_of
+from frozencore.adapter.layer import BasisState, FrozenCoreLinear, bases_of, frozen_core_layers
 from frozencore.adapter.saved import tensors as state
 from frozencore.adapter.saved.adapter import SavedAdapter
+from frozencore.adapter.saved.basis import Bases, holds, moment_of
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.adapter_folder import read_config
 
-HeldBases = tuple[tuple[Tensor, int, Tensor, int, float], ...]
-"""P and Q of each layer, the versions of their values, and the scale."""
+
+@dataclass(frozen=True, eq=False)
+class HeldBases:
+    """The bases of an adapter at the moment when cores were checked against them.
+
+    Attributes:
+        bases: Kept alive, so that no other tensor gets their address.
+        moment: See :func:`frozencore.adapter.saved.basis.moment_of`.
+    """
+
+    adapter_name: str
+    layers: Mapping[str, FrozenCoreLinear]
+    bases: Bases
+    moment: Mapping[str, object]
+
+    @classmethod
+    def of(cls, layers: Mapping[str, FrozenCoreLinear], adapter_name: str) -> HeldBases:
+        bases = bases_of(layers, adapter_name)
+        return cls(adapter_name, layers, bases, moment_of(bases))
+
+    def require_unmoved(self, way_out: str) -> None:
+        """Refuse cores for bases and scales that the adapter no longer has, or for a deleted adapter."""
+        here = {name: layer for name, layer in self.layers.items() if self.adapter_name in layer.frozencore_R}
+        now = moment_of(bases_of(here, self.adapter_name))
+        odd = next((name for name in self.layers if now.get(name) != self.moment[name]), None)
+        if odd is not None:
+            raise ConfigError(
+                f"A core works on its own basis only, but the basis of layer {odd!r} of the adapter "
+                f"{self.adapter_name!r} was set, moved or deleted since. {way_out}"
+            )
 
 
 @dataclass(frozen=True)
@@ -28,13 +57,11 @@ class ReadyCore:
     """Cores that were checked against a loaded adapter; :meth:`swap_in` copies them.
 
     Attributes:
-        bases: P and Q of each layer, and their versions at the time of the check.
+        held: The adapter's layers and bases at the time of the check.
         cores: One r x r tensor a layer, on the layer's device and in its dtype.
     """
 
-    adapter_name: str
-    layers: tuple[FrozenCoreLinear, ...]
-    bases: HeldBases
+    held: HeldBases
     cores: tuple[Tensor, ...]
 
     def swap_in(self) -> None:
@@ -43,12 +70,13 @@ class ReadyCore:
         Raises:
             ConfigError: The adapter was merged into the weights, or calibrated or moved since the check.
         """
-        require_unmerged(self.layers)
-        require_unmoved(self.layers, self.adapter_name, self.bases, "Call prepare_swap again.")
+        layers, adapter_name = self.held.layers.values(), self.held.adapter_name
+        require_unmerged(layers)
+        self.held.require_unmoved("Call prepare_swap again.")
         with torch.no_grad():
-            torch._foreach_copy_([layer.core(self.adapter_name) for layer in self.layers], list(self.cores))
-        for layer in self.layers:
-            layer.frozencore_state[self.adapter_name] = BasisState.READY
+            torch._foreach_copy_([layer.core(adapter_name) for layer in layers], list(self.cores))
+        for layer in layers:
+            layer.frozencore_state[adapter_name] = BasisState.READY
 
 
 def swap_core(model: nn.Module, source: str | Path | Mapping[str, Tensor], *, adapter_name: str = "default") -> None:
@@ -78,24 +106,7 @@ def prepare_swap(
         state.require_finite_in("the core", flat, dtype)
     new = state.by_layer(flat, {name: len(own[name]) for name in sorted(own)})
     cores = tuple(new[name].detach().to(R.device, R.dtype, copy=True) for name, R in own.items())
-    here = tuple(layers.values())
-    return ReadyCore(adapter_name, here, held_bases(here, adapter_name), cores)
-
-
-def held_bases(layers: Iterable[FrozenCoreLinear], adapter_name: str) -> HeldBases:
-    held = (layer.basis(adapter_name) for layer in layers)
-    return tuple((P, version_of(P), Q, version_of(Q), scale) for P, Q, scale in held)
-
-
-def require_unmoved(layers: Iterable[FrozenCoreLinear], adapter_name: str, held: HeldBases, way_out: str) -> None:
-    """Refuse cores that were made for bases and scales which an adapter no longer has, or for a deleted adapter."""
-    for layer, old in zip(layers, held, strict=True):
-        own = held_bases([layer], adapter_name) if adapter_name in layer.frozencore_R else ()
-        if [(id(P), p, id(Q), q, s) for P, p, Q, q, s in own] != [(id(old[0]), old[1], id(old[2]), *old[3:])]:
-            raise ConfigError(
-                f"A core works on its own basis only, but the basis of layer {layer.name!r} of the adapter "
-                f"{adapter_name!r} was set, moved or deleted since. {way_out}"
-            )
+    return ReadyCore(HeldBases.of(layers, adapter_name), cores)
 
 
 def read_cores(
@@ -165,13 +176,13 @@ def _flat_cores(
     _require_same_layers(factors, layers)
     require_trained_alike(origin, tensors, config, layers, adapter_name)
     for name, layer in layers.items():
-        for mine, theirs in zip(layer.basis(adapter_name)[:2], (factors[name].P, factors[name].Q), strict=True):
-            if mine.shape != theirs.shape or not torch.equal(mine, theirs.to(mine.device, mine.dtype)):
-                raise ArtifactError(
-                    f"A core works on its own basis only, but layer {name!r} of the adapter {adapter_name!r} has "
-                    "another one. Load the adapter with model.load_adapter instead."
-                )
-    return state.flatten_cores({name: factors[name].R for name in layers})
+        P, Q, _ = factors[name]
+        if not holds(layer.basis(adapter_name), P, Q):
+            raise ArtifactError(
+                f"A core works on its own basis only, but layer {name!r} of the adapter {adapter_name!r} has "
+                "another one. Load the adapter with model.load_adapter instead."
+            )
+    return state.flatten_cores({name: R for name, (_, _, R) in factors.items()})
 
 
 def require_unmerged(layers: Iterable[FrozenCoreLinear]) -> None:

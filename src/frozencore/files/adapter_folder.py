@@ -78,7 +78,7 @@ def is_folder(place: str | Path) -> bool:
         return False
 
 
-def folder_of(place: str) -> Path:
+def folder_of(place: str, revision: str | None = None) -> Path:
     """The folder of an adapter or a basis on this disk: the folder itself, or the offline cache of a hub id.
 
     Files of a hub id are downloaded if the hub answers, except pickled weights.
@@ -96,9 +96,10 @@ def folder_of(place: str) -> Path:
     wanted = [*files, *(f"basis/{name}" for name in (HEADER_FILE, FACTORS_FILE))]
     try:
         only_here = not hub_answers("model", place)
-        return Path(snapshot_download(place, allow_patterns=wanted, local_files_only=only_here))
+        found = snapshot_download(place, revision=revision, allow_patterns=wanted, local_files_only=only_here)
+        return Path(found)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ArtifactError(
-            f"No adapter at {place}: it is neither a folder nor in the offline cache, and "
-            f"{why_not_given(error)}. Give the folder of a saved adapter."
+            f"No adapter or basis at {place}: it is neither a folder nor in the offline cache, and "
+            f"{why_not_given(error)}. Give the folder of a saved one."
         ) from error

@@ -146,7 +146,7 @@ def starting_core(config: MethodConfig) -> StartingCore | None:
     if config.start_from is None or config.basis is None:
         return None
     basis = load_basis(config.basis)
-    size = sum(P.shape[1] ** 2 for P, _ in basis.layers.values())
+    size = sum(own.P.shape[1] ** 2 for own in basis.layers.values())
     tensors = mean_core(config.start_from, basis.identity, size)
     return StartingCore(tensors, fingerprint_tensors(sorted(tensors.items())), shares_of_start(config.start_from))
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,9 @@ from frozencore.adapter.saved.base_record import (
     require_one_base,
     samples_of,
 )
-from frozencore.adapter.saved.basis import SavedBasis, load_basis
+from frozencore.adapter.saved.basis import Bases, SavedBasis, load_basis
 from frozencore.adapter.saved.card import CARD_FILE
-from frozencore.adapter.saved.tensors import BASE, Bases
+from frozencore.adapter.saved.tensors import BASE
 from frozencore.errors import ArtifactError, ModelError
 from frozencore.files.adapter_folder import BASIS_MODEL_TYPE, CONFIG_FILE, HEADER_FILE, MODEL_CONFIG, WEIGHTS_FILE
 from frozencore.files.atomic_write import atomic_folder
@@ -98,7 +98,7 @@ def export_basis_model(
     base = base_name(directory, base, basis.base_model)
     loading = safe_loading(base)
     identity = identity_of(basis.layers)
-    ranks = {name: P.shape[1] for name, (P, _) in sorted(basis.layers.items())}
+    ranks = {name: own.P.shape[1] for name, own in sorted(basis.layers.items())}
     with atomic_folder(out, overwrite=overwrite, reads=directory) as aside:
         model = load_base_model(base, dtype, loading, "a basis stands beside plain weights")
         _require_fits(basis, model, base)
@@ -120,7 +120,7 @@ def identity_of(bases: Bases) -> str:
     """SHA-256 of P and Q with their layers' names and shapes, whichever float type holds their values."""
     found = hashlib.sha256()
     for name in sorted(bases):
-        for side, X in zip("PQ", bases[name], strict=True):
+        for side, X in zip("PQ", bases[name][:2], strict=True):
             found.update(f"{name}.{side} {tuple(X.shape)} ".encode())
             found.update(X.detach().cpu().to(torch.float64).contiguous().numpy().tobytes())
     return found.hexdigest()
@@ -157,8 +157,8 @@ def _read_basis(directory: Path) -> SavedBasis:
         return load_basis(directory)
     config, factors = read_adapter(directory)
     require_bases(factors)
-    layers, name = {name: (f.P, f.Q) for name, f in factors.items()}, config.base_model_name_or_path
-    return SavedBasis("", layers, {}, {}, base=config.base_record, base_model=name, place=str(directory))
+    basis = config.saved_basis({name: own.basis for name, own in factors.items()}, base=config.base_record)
+    return replace(basis, place=str(directory))
 
 
 def _require_fits(basis: SavedBasis, model: Any, base: str) -> None:
@@ -169,7 +169,7 @@ def _require_fits(basis: SavedBasis, model: Any, base: str) -> None:
             "Export a LoRA, or merge."
         )
     linear = layers_of(model)
-    for name, (P, Q) in basis.layers.items():
+    for name, (P, Q, _) in basis.layers.items():
         linear.require_layer(name, (len(P), len(Q)))
         if not name.startswith(f"{model.base_model_prefix}."):
             raise ModelError(
@@ -190,7 +190,7 @@ def _with_basis(model: Any, bases: Bases, entry: dict[str, Any]) -> Any:
         made = AutoModelForCausalLM.from_config(config)
     inside = {f"{name}.{part}": f"{name}.base.{part}" for name in bases for part in ("weight", "bias")}
     state = {inside.get(key, key): tensor for key, tensor in model.state_dict().items()}
-    for name, (P, Q) in bases.items():
+    for name, (P, Q, _) in bases.items():
         state |= {f"{name}.Q.weight": Q.mT.contiguous(), f"{name}.P.weight": P.contiguous()}
         state[f"{name}.core.weight"] = P.new_zeros(P.shape[1], P.shape[1])
     made.load_state_dict(state, assign=True)
@@ -266,7 +266,7 @@ def export_tenant(
     """
     require_dtype(dtype)
     adapter = export_source(model_or_directory, adapter_name)
-    bases: Bases = {name: (f.P, f.Q) for name, f in adapter.factors.items()}
+    bases: Bases = {name: own.basis for name, own in adapter.factors.items()}
     if adapter.folder is None and adapter.config.basis_id is not None:  # a model in 16 bits holds them rounded
         bases = adapter.config.find_basis("this adapter").layers
     identity = identity_of(bases)
@@ -324,7 +324,7 @@ def _cores(adapter: ExportSource, rank: int, dtype: torch.dtype) -> dict[str, Te
     for name, factors in adapter.factors.items():
         r = len(factors.R)
         B = torch.zeros(r, rank, dtype=torch.float64)
-        B[:, :r] = adapter.scales[name] * factors.R.detach().cpu().double()
+        B[:, :r] = factors.scale * factors.R.detach().cpu().double()
         key = f"{BASE}{name}.{CORE}.lora_B.weight"
         tensors[key] = in_dtype(key, B, dtype)
     return tensors

@@ -21,11 +21,11 @@ from torch.nn.functional import pad
 
 from frozencore.adapter.config import FrozenCoreConfig, find_adapter
 from frozencore.adapter.export.base_model import BaseLayers, layers_of, targets_for_peft
-from frozencore.adapter.folders import read_tensors
-from frozencore.adapter.layer import base_samples_of, frozen_core_layers, scales_of
+from frozencore.adapter.folders import read_adapter
+from frozencore.adapter.layer import base_samples_of, frozen_core_layers
 from frozencore.adapter.saved.base_record import record_base
 from frozencore.adapter.saved.card import num_tokens, write_model_card
-from frozencore.adapter.saved.tensors import BASE, Factors, layer_factors
+from frozencore.adapter.saved.tensors import BASE, Factors
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
 from frozencore.files.atomic_write import atomic_folder
@@ -44,7 +44,6 @@ class ExportSource:
 
     config: FrozenCoreConfig
     factors: dict[str, Factors]
-    scales: dict[str, float]
     base_record: Mapping[str, str] | None
     folder: Path | None
 
@@ -139,24 +138,24 @@ def to_rank(adapter: ExportSource, rank: int | None) -> tuple[ExportSource, int,
     cut, kept, lost = {}, 0.0, 0.0
     for name, factors in adapter.factors.items():
         cut[name], S = best_of_rank(factors, rank)
-        squares = (S * adapter.scales[name]).square()
+        squares = (S * factors.scale).square()
         kept, lost = kept + float(squares[:rank].sum()), lost + float(squares[rank:].sum())
     return replace(adapter, factors=cut), rank, (lost / (kept + lost)) ** 0.5 if lost else 0.0
 
 
 def best_of_rank(factors: Factors, rank: int) -> tuple[Factors, Tensor]:
     """The leading singular triples of ``P R Qᵀ`` as P, R (diagonal) and Q, in float64, and all singular values."""
-    P, Q, R = (X.detach().cpu().double() for X in (factors.P, factors.Q, factors.R))
+    P, Q, R = (X.detach().cpu().double() for X in factors[:3])
     left, right = torch.linalg.qr(P), torch.linalg.qr(Q)
     U, S, Vh = torch.linalg.svd(left.R @ R @ right.R.mT)
-    return Factors(left.Q @ U[:, :rank], right.Q @ Vh[:rank].mT, S[:rank].diag()), S
+    return Factors(left.Q @ U[:, :rank], right.Q @ Vh[:rank].mT, S[:rank].diag(), factors.scale), S
 
 
-def lora_factors(factors: Factors, scale: float, rank: int) -> tuple[Tensor, Tensor]:
+def lora_factors(factors: Factors, rank: int) -> tuple[Tensor, Tensor]:
     """A (rank x n) = Qᵀ and B (m x rank) = s·P R in float64, zero-padded to ``rank``."""
-    P, Q, R = (X.detach().cpu().double() for X in (factors.P, factors.Q, factors.R))
+    P, Q, R = (X.detach().cpu().double() for X in factors[:3])
     missing = rank - R.shape[0]
-    return pad(Q.mT, (0, 0, 0, missing)), pad(scale * P @ R, (0, missing))
+    return pad(Q.mT, (0, 0, 0, missing)), pad(factors.scale * P @ R, (0, missing))
 
 
 def _lora_tensors(
@@ -166,7 +165,7 @@ def _lora_tensors(
     for name, (m, n) in named.items():
         A, B = torch.zeros(rank, n), torch.zeros(m, rank)
         if name in adapter.factors:
-            A, B = lora_factors(adapter.factors[name], adapter.scales[name], rank)
+            A, B = lora_factors(adapter.factors[name], rank)
         for side, X in (("A", A), ("B", B)):
             key = f"{BASE}{name}.lora_{side}.weight"
             tensors[key] = in_dtype(key, X, dtype)
@@ -264,15 +263,13 @@ def export_source(model_or_directory: nn.Module | str | Path, adapter_name: str 
     if isinstance(model_or_directory, nn.Module):
         name, config = find_adapter(model_or_directory, adapter_name)
         layers = frozen_core_layers(model_or_directory, name)
-        factors = {each: Factors(*layer.factors(name)) for each, layer in layers.items()}
+        factors = {each: Factors(*layer.factors(name), layer.frozencore_scale[name]) for each, layer in layers.items()}
         record = record_base(base_samples_of(layers))
-        source = ExportSource(config, factors, scales_of(layers, name), record, None)
+        source = ExportSource(config, factors, record, None)
     else:
         folder = Path(model_or_directory)
-        config, tensors = read_tensors(folder)
-        factors = layer_factors(str(folder), tensors)
-        scales = {each: config.scale_of(each) for each in factors}
-        source = ExportSource(config, factors, scales, config.base_record, folder)
+        config, factors = read_adapter(folder)
+        source = ExportSource(config, factors, config.base_record, folder)
     if config.modules_to_save:
         raise ConfigError(f"The adapter trains whole modules too ({', '.join(config.modules_to_save)}), {_NOT_LORA}")
     if config.trainable_token_indices:

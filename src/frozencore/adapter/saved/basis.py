@@ -16,17 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 from torch import Tensor
 
 from frozencore.errors import ArtifactError
-from frozencore.files.adapter_folder import FACTORS_FILE, HEADER_FILE, LARGEST_CONFIG, is_folder
+from frozencore.files.adapter_folder import FACTORS_FILE, HEADER_FILE, LARGEST_CONFIG, folder_of, is_folder
 from frozencore.files.atomic_write import atomic_folder
 from frozencore.files.fingerprint import fingerprint_options
-from frozencore.files.hub import hub_answers, is_hub_id, why_not_given
+from frozencore.files.hub import is_hub_id
 from frozencore.maths.linalg import all_finite
 from frozencore.text import one_line
 
@@ -41,81 +40,83 @@ class ScaledBasis(NamedTuple):
     Q: Tensor
     scale: float
 
+    def to(self, dtype: torch.dtype) -> ScaledBasis:
+        """The same basis in the dtype of a model."""
+        return ScaledBasis(self.P.to(dtype), self.Q.to(dtype), self.scale)
+
+
+Bases = Mapping[str, ScaledBasis]
+"""The bases of an adapter by layer name."""
+
+
+def holds(own: ScaledBasis, P: Tensor, Q: Tensor) -> bool:
+    """Return whether P and Q, in the dtype of a loaded layer, are its own; one without values (meta) may be."""
+    pairs = (own.P, P), (own.Q, Q)
+    same_shapes = all(mine.shape == theirs.shape for mine, theirs in pairs)
+    return same_shapes and all(
+        mine.is_meta or torch.equal(mine, theirs.to(mine.device, mine.dtype)) for mine, theirs in pairs
+    )
+
+
+def version_of(tensor: Tensor) -> int:
+    """The number of changes of a tensor in place; 0 for an inference tensor, which counts none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def moment_of(bases: Bases) -> dict[str, tuple[object, ...]]:
+    """Values that differ once P, Q or s of a layer was replaced or changed in place."""
+    return {
+        name: (*((id(X), X.data_ptr(), version_of(X)) for X in (P, Q)), scale)
+        for name, (P, Q, scale) in bases.items()
+    }  # fmt: skip
+
 
 @dataclass(frozen=True)
 class SavedBasis:
-    """P and Q of every layer, and their origin.
+    """The bases of a model's layers, and their origin.
 
     Attributes:
-        identity: SHA-256 of the content; 64 hexadecimal digits.
-        layers: P (m x r) and Q (n x r) by layer name.
-        scales: s by layer name.
+        layers: P (m x r), Q (n x r) and s by layer name.
         options: Fields of :class:`frozencore.FrozenCoreConfig`: the constructor with its options, ranks, targets.
         calibrated_on: A description of the calibration data; None if unknown.
         base: The record of the base model (``record_base``); None if unknown.
         base_model: The name of the base model.
+        identity: SHA-256 of the content, 64 hexadecimal digits; empty if it was not read from a folder.
         place, revision: The folder or hub id that the basis was read from.
     """
 
-    identity: str
-    layers: dict[str, tuple[Tensor, Tensor]]
-    scales: dict[str, float]
-    options: dict[str, Any]
+    layers: Bases
+    options: Mapping[str, Any]
     calibrated_on: str | None = None
     base: dict[str, str] | None = None
     base_model: str | None = None
+    identity: str = ""
     place: str | None = None
     revision: str | None = None
 
     @property
-    def scaled(self) -> dict[str, ScaledBasis]:
-        """P, Q and s by layer name."""
-        return {name: ScaledBasis(P, Q, self.scales[name]) for name, (P, Q) in self.layers.items()}
-
-    @property
     def tensors(self) -> dict[str, Tensor]:
         """P and Q in the form of :func:`frozencore.set_bases`."""
-        return {
-            f"{name}.{side}": X for name, factors in self.layers.items() for side, X in zip("PQ", factors, strict=True)
-        }
+        return {f"{name}.{side}": X for name, (P, Q, _) in self.layers.items() for side, X in (("P", P), ("Q", Q))}
 
-
-def write_basis(
-    folder: Path,
-    factors: Mapping[str, Tensor],
-    *,
-    scales: Mapping[str, float],
-    options: Mapping[str, Any],
-    calibrated_on: str | None,
-    base: Mapping[str, str] | None,
-    base_model: str | None,
-    overwrite: bool = False,
-) -> str:
-    """Write the folder of a basis atomically.
-
-    Args:
-        factors: P and Q under ``<layer>.P`` and ``<layer>.Q``, on the CPU.
-
-    Returns:
-        The identity.
-    """
-    with atomic_folder(folder, overwrite=overwrite) as aside:
-        save_file(
-            {name: X.contiguous() for name, X in factors.items()}, aside / FACTORS_FILE, metadata={"format": "pt"}
-        )
-        header = {
-            "format": FORMAT,
-            "factors_sha256": hashlib.sha256((aside / FACTORS_FILE).read_bytes()).hexdigest(),
-            "options": dict(options),
-            "scales": {name: scales[name] for name in sorted(scales)},
-            "calibrated_on": calibrated_on,
-            "base": None if base is None else dict(base),
-            "base_model": base_model,
-        }
-        identity = fingerprint_options(header)
-        text = json.dumps({"identity": identity, **header}, indent=1, ensure_ascii=False)
-        (aside / HEADER_FILE).write_text(text + "\n", encoding="utf-8")
-    return identity
+    def write(self, folder: Path, *, overwrite: bool = False) -> str:
+        """Write the folder of a basis atomically; returns its identity."""
+        with atomic_folder(folder, overwrite=overwrite) as aside:
+            tensors = {name: X.detach().cpu().contiguous() for name, X in self.tensors.items()}
+            save_file(tensors, aside / FACTORS_FILE, metadata={"format": "pt"})
+            header = {
+                "format": FORMAT,
+                "factors_sha256": hashlib.sha256((aside / FACTORS_FILE).read_bytes()).hexdigest(),
+                "options": dict(self.options),
+                "scales": {name: self.layers[name].scale for name in sorted(self.layers)},
+                "calibrated_on": self.calibrated_on,
+                "base": None if self.base is None else dict(self.base),
+                "base_model": self.base_model,
+            }
+            identity = fingerprint_options(header)
+            text = json.dumps({"identity": identity, **header}, indent=1, ensure_ascii=False)
+            (aside / HEADER_FILE).write_text(text + "\n", encoding="utf-8")
+        return identity
 
 
 def load_basis(place: str | Path, revision: str | None = None) -> SavedBasis:
@@ -140,13 +141,13 @@ def load_basis(place: str | Path, revision: str | None = None) -> SavedBasis:
     names = sorted(header["scales"])
     if tensors.keys() != {f"{name}.{side}" for name in names for side in "PQ"}:
         raise _damaged(place, f"{FACTORS_FILE} has other layers than {HEADER_FILE}")
-    layers = {name: (tensors[f"{name}.P"], tensors[f"{name}.Q"]) for name in names}
-    for name, (P, Q) in layers.items():
+    layers = {name: ScaledBasis(tensors[f"{name}.P"], tensors[f"{name}.Q"], header["scales"][name]) for name in names}
+    for name, (P, Q, _) in layers.items():
         plain = is_usable_float(P) and is_usable_float(Q) and P.ndim == Q.ndim == 2 and P.shape[1] == Q.shape[1] > 0
         if not plain or not len(P) or not len(Q) or not all(all_finite(X.float()) for X in (P, Q)):
             raise _damaged(place, f"P and Q of layer {name!r} are not finite matrices of one rank")
-    fields = {name: header[name] for name in ("scales", "options", "calibrated_on", "base", "base_model")}
-    return SavedBasis(header["identity"], layers, **fields, place=str(place), revision=revision)
+    fields = {name: header[name] for name in ("options", "calibrated_on", "base", "base_model", "identity")}
+    return SavedBasis(layers, **fields, place=str(place), revision=revision)
 
 
 def read_header(place: str | Path, revision: str | None = None) -> dict[str, Any]:
@@ -219,22 +220,13 @@ def load_named_basis(origin: str, identity: str, place: str | None, revision: st
 
 
 def _file(place: str | Path, revision: str | None, name: str) -> Path:
-    folder, is_local = Path(place), is_folder(place)
-    if is_local and (folder / name).is_file():
-        return folder / name
-    if is_local or not is_hub_id(str(place)):
+    may_exist = is_folder(place) or is_hub_id(str(place))
+    if not may_exist or not (file := folder_of(str(place), revision) / name).is_file():
         raise ArtifactError(
             f"A basis is a folder with {HEADER_FILE} and {FACTORS_FILE}, but {str(place)[:300]} has no {name}. Point "
             "at one that save_basis or `frozencore calibrate` wrote, or at a hub id."
         )
-    try:
-        only_here = not hub_answers("model", str(place))
-        return Path(hf_hub_download(str(place), name, revision=revision, local_files_only=only_here))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ArtifactError(
-            f"No basis at {place}: it is neither a folder nor in the offline cache, and "
-            f"{why_not_given(error)}. Give the folder of a saved basis."
-        ) from error
+    return file
 
 
 def _damaged(place: str | Path, error: Exception | str) -> ArtifactError:

@@ -16,14 +16,13 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from frozencore.adapter.saved.base_record import BASE_VALUES, record_as_tensor
-from frozencore.adapter.saved.basis import is_usable_float
+from frozencore.adapter.saved.basis import Bases, ScaledBasis, is_usable_float
 from frozencore.errors import ArtifactError
 from frozencore.files.fingerprint import fingerprint_tensors
 from frozencore.maths.basis import ORTHONORMAL_COORDINATES, known_basis
@@ -41,21 +40,21 @@ CLASSIFIERS = ("classifier", "score")  # PEFT lists both for every classifier, w
 _FACTOR = re.compile(rf"(?P<layer>[\w.-]+)\.{PREFIX}(?P<side>P|Q|R\.weight)")
 
 
-Bases = Mapping[str, tuple[Tensor, Tensor]]
-"""P and Q by layer name."""
-
-
-@dataclass(frozen=True)
-class Factors:
-    """Factors of one layer: P (m x r), Q (n x r), R (r x r)."""
+class Factors(NamedTuple):
+    """P (m x r), Q (n x r), R (r x r) and the scale s of one layer."""
 
     P: Tensor
     Q: Tensor
     R: Tensor
+    scale: float
+
+    @property
+    def basis(self) -> ScaledBasis:
+        return ScaledBasis(self.P, self.Q, self.scale)
 
 
-def layer_factors(origin: str, tensors: Mapping[str, Tensor]) -> dict[str, Factors]:
-    """Group the tensors of an adapter file, or of PEFT's adapter state dict, by layer; check shapes and types."""
+def layer_factors(origin: str, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """P, Q and R by layer, of an adapter's file or of PEFT's adapter state dict; checks shapes and types."""
     layers: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         if found := _FACTOR.fullmatch(key.removeprefix(BASE)):
@@ -73,7 +72,7 @@ def layer_factors(origin: str, tensors: Mapping[str, Tensor]) -> dict[str, Facto
                 f"Layer {layer!r} of {origin} must hold floats of 16 bits or more, P (m x r), Q (n x r), R (r x r), "
                 f"but {shapes} came. Save or download it again."
             )
-    return {layer: Factors(**parts) for layer, parts in layers.items()}
+    return {layer: (parts["P"], parts["Q"], parts["R"]) for layer, parts in layers.items()}
 
 
 def flatten_cores(cores: Mapping[str, Tensor]) -> Tensor:
@@ -127,17 +126,17 @@ def with_factors(origin: str, tensors: Mapping[str, Tensor], bases: Bases) -> di
     """Replace the vector of all cores by P, Q and R of every layer."""
     flat = vector_of(tensors)
     assert flat is not None
-    cores = split_cores(origin, flat, {name: P.shape[1] for name, (P, _) in bases.items()})
+    cores = split_cores(origin, flat, {name: P.shape[1] for name, (P, _, _) in bases.items()})
     whole = {key: tensor for key, tensor in tensors.items() if not key.startswith(CORES)}
-    for name, (P, Q) in bases.items():
+    for name, (P, Q, _) in bases.items():
         whole |= {f"{BASE}{name}.{PREFIX}P": P, f"{BASE}{name}.{PREFIX}Q": Q}
         whole[f"{BASE}{name}.{PREFIX}R.weight"] = cores[name].clone()
     return whole
 
 
-def trained_with(scales: Mapping[str, float], base: Mapping[str, str] | None) -> dict[str, Tensor]:
-    """The tensors that stand beside P, Q and R: the scales by layer name, and the record of the base model."""
-    values = torch.tensor([scales[name] for name in sorted(scales)], dtype=torch.float32)
+def trained_with(bases: Bases, base: Mapping[str, str] | None) -> dict[str, Tensor]:
+    """The tensors that stand beside P, Q and R: the scales, and the record of the base model."""
+    values = torch.tensor([bases[name].scale for name in sorted(bases)], dtype=torch.float32)
     return {SCALES: values, **record_as_tensor(base)}
 
 
@@ -147,7 +146,7 @@ def factors_alone(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def require_scales(origin: str, tensors: Mapping[str, Tensor], scales: Mapping[str, float]) -> None:
-    """Refuse cores that were trained at other scales than these, by layer name; rounding in their dtype passes."""
+    """Refuse cores that were trained at other scales than these of the layers; rounding in their dtype passes."""
     came = tensors.get(SCALES, tensors.get(BASE + SCALES))
     if came is None or not is_usable_float(came) or came.shape != (len(scales),):
         raise ArtifactError(
@@ -181,7 +180,7 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
 def hash_bases(bases: Bases) -> str:
     """SHA-256 of P and Q by layer name."""
     return fingerprint_tensors(
-        (f"{name}.{side}", X) for name in sorted(bases) for side, X in zip("PQ", bases[name], strict=True)
+        (f"{name}.{side}", X) for name in sorted(bases) for side, X in zip("PQ", bases[name][:2], strict=True)
     )
 
 
@@ -234,11 +233,11 @@ def require_finite_in(what: str, came: Tensor, dtype: torch.dtype) -> None:
         )
 
 
-def require_orthonormal(origin: str, bases: Bases, coordinates: Any) -> None:
+def require_orthonormal(origin: str, bases: Mapping[str, tuple[Tensor, Tensor, object]], coordinates: Any) -> None:
     """Refuse P and Q that are not orthonormal although their coordinates are; zero bases pass."""
     promised = isinstance(coordinates, str) and coordinates in ORTHONORMAL_COORDINATES
-    if promised and any(bool(P.any()) or bool(Q.any()) for P, Q in bases.values()):
-        for layer, (P, Q) in bases.items():
+    if promised and any(bool(P.any()) or bool(Q.any()) for P, Q, _ in bases.values()):
+        for layer, (P, Q, _) in bases.items():
             error = known_basis(P, Q).orthonormality_error()
             if not error <= ORTHONORMALITY:
                 raise ArtifactError(
@@ -249,14 +248,14 @@ def require_orthonormal(origin: str, bases: Bases, coordinates: Any) -> None:
 
 def require_sound(
     origin: str, tensors: Mapping[str, Tensor], *, coordinates: Any, basis_id: Any
-) -> dict[str, Factors] | None:
+) -> dict[str, tuple[Tensor, Tensor, Tensor]] | None:
     """Check the values of an adapter's tensors.
 
     They must be finite. Bases must be orthonormal if their coordinates are; zero bases belong to
     an adapter that was never calibrated. Cores alone must be those of the basis that the configuration names.
 
     Returns:
-        The factors by layer; None for cores alone.
+        P, Q and R by layer; None for cores alone.
     """
     if vector_of(tensors) is not None:
         if not isinstance(basis_id, str):
@@ -268,7 +267,7 @@ def require_sound(
         return None
     factors = layer_factors(origin, tensors)
     require_finite(origin, tensors)
-    require_orthonormal(origin, {layer: (f.P, f.Q) for layer, f in factors.items()}, coordinates)
+    require_orthonormal(origin, factors, coordinates)
     return factors
 
 
