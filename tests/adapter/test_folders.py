@@ -22,10 +22,13 @@ from frozencore import (
     save_basis,
     unpack_adapter,
 )
-from frozencore.adapter.bases import report_angles, report_basis, report_capture
 from frozencore.adapter.folders import read_adapter
-from frozencore.adapter.saved.tensors import factors_alone
+from frozencore.adapter.report import LayerReport, report_basis, with_angles, with_capture
+from frozencore.adapter.saved.tensors import Factors, factors_alone
 from frozencore.errors import ArtifactError
+from frozencore.maths.basis import Basis
+from frozencore.maths.moments import LayerMoments
+from frozencore.maths.whitening import Whitening
 from tiny import drawn_layer, tiny_qwen2
 
 WEIGHTS_FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -152,35 +155,48 @@ def test_cores_in_16_bits_are_rounded_once_and_multiply_in_float32(tmp_path: Pat
 
 # ----------------------------------------------------------------------------------------------------- inspection
 
-DAMPING = (1e-3, 1e-3)
 MOMENTS = drawn_layer(12, 20).moments(torch.float32)
+
+
+def on(P: Tensor, Q: Tensor) -> Factors:
+    return Factors(P, Q, torch.zeros(P.shape[1], P.shape[1]), scale=1.0)
+
+
+def captured(basis: Basis, moments: LayerMoments = MOMENTS) -> LayerReport:
+    own = on(basis.P, basis.Q)
+    return with_capture(report_basis(own), own, moments, Whitening(damping=1e-3))
+
+
+def angles(one: Factors, other: Factors) -> LayerReport:
+    return with_angles(report_basis(one), one, other)
 
 
 def test_rawgrad_holds_the_most_gradient_and_fcca_all_that_its_rank_can() -> None:
     raw, own = rawgrad_basis(MOMENTS, 4), fcca_basis(MOMENTS, 4)
-    best = report_capture(raw.P, raw.Q, MOMENTS, DAMPING)
+    best = captured(raw)
     largest = torch.linalg.svdvals(MOMENTS.G.double())[:4].square().sum().sqrt()
     assert best.gradient_norm == pytest.approx(float(largest), rel=1e-5)
     assert best.gradient_share < 1
-    found = report_capture(own.P, own.Q, MOMENTS, DAMPING)
+    found = captured(own)
     assert found.correlation_share == pytest.approx(1, abs=1e-5)
     assert found.correlation == pytest.approx(sum(s**2 for s in found.singular_values), rel=1e-5)
 
 
 def test_a_basis_on_single_coordinates_is_fully_coherent() -> None:
-    report = report_basis(torch.eye(12)[:, :4], torch.eye(20)[:, :4], torch.zeros(4, 4))
+    report = report_basis(on(torch.eye(12)[:, :4], torch.eye(20)[:, :4]))
     assert (report.output_coherence, report.input_coherence) == (pytest.approx(3), pytest.approx(5))
     assert (report.num_values, report.basis_bytes, report.core_norm) == (16, 4 * 4 * 32, 0)
 
 
 def test_angles_are_one_to_itself_in_other_coordinates_and_zero_to_the_complement() -> None:
     basis, eye = fcca_basis(MOMENTS, 4), torch.eye(12)
-    assert report_angles(basis.P, basis.Q, basis.P @ torch.randn(4, 4), basis.Q).output_cosine == pytest.approx(1)
-    assert report_angles(eye[:, :4], basis.Q, eye[:, 4:8], basis.Q).output_cosine == pytest.approx(0, abs=1e-6)
+    own = on(basis.P, basis.Q)
+    assert angles(own, on(basis.P @ torch.randn(4, 4), basis.Q)).output_cosine == pytest.approx(1)
+    found = angles(on(eye[:, :4], basis.Q), on(eye[:, 4:8], basis.Q))
+    assert found.output_cosine == pytest.approx(0, abs=1e-6)
 
 
 def test_a_layer_without_gradient_is_reported_and_not_an_error() -> None:
-    basis = fcca_basis(MOMENTS, 4)
     zero = replace(MOMENTS, cross=torch.zeros(12, 20), error_square=torch.zeros(12))
-    report = report_capture(basis.P, basis.Q, zero, DAMPING)
+    report = captured(fcca_basis(MOMENTS, 4), zero)
     assert (report.gradient_norm, report.correlation_share, report.effective_rank) == (0, 0, 0)

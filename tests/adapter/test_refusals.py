@@ -35,9 +35,9 @@ from frozencore import (
     swap_core,
     unpack_adapter,
 )
-from frozencore.adapter.bases import inspect_adapter, report_angles
 from frozencore.adapter.config import INSTEAD_OF_LORA
 from frozencore.adapter.folders import Factors, read_adapter
+from frozencore.adapter.report import inspect_adapter
 from frozencore.calibration.collect import collect_moments
 from frozencore.errors import ArtifactError, CalibrationError, ConfigError, FrozenCoreError, ModelError
 from frozencore.maths.moments import LayerMoments
@@ -374,6 +374,7 @@ def huge() -> PeftModel:
 
 
 FACTORS = Factors(torch.eye(12, 4), torch.eye(20, 4), torch.ones(4, 4), scale=1.0)
+TURNED = FACTORS._replace(P=FACTORS.Q, Q=FACTORS.P)
 THEIRS = LayerMoments(3, cross=torch.ones(20, 12), input_square=torch.ones(12), error_square=torch.ones(20))
 EXPORTS: list[Refusal] = [
     (to_lora(lambda _: adapted("random", modules_to_save=["lm_head"])),
@@ -417,7 +418,7 @@ EXPORTS: list[Refusal] = [
      ArtifactError, "other adapter has no layer 'a'"),
     (lambda _: inspect_adapter(FrozenCoreConfig(r=4), {"a": FACTORS}, moments={"a": THEIRS}),
      ArtifactError, "met moments of shape"),
-    (lambda _: report_angles(FACTORS.P, FACTORS.Q, FACTORS.Q, FACTORS.P),
+    (lambda _: inspect_adapter(FrozenCoreConfig(r=4), {"a": FACTORS}, other={"a": TURNED}),
      ArtifactError, "12 x 20 in one adapter and 20 x 12"),
 ]  # fmt: skip
 

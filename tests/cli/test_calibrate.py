@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from fixtures import shown
 from frozencore import CoreBank
-from frozencore.adapter.bases import BasisReport, LayerReport
+from frozencore.adapter.report import LayerReport
 from frozencore.cli import app as cli
 from frozencore.cli.inspect import inspection_table, layer_table
 from frozencore.text import natural_sort_key
@@ -60,7 +60,7 @@ def test_calibrate_then_inspect_shows_what_the_basis_captured(command: Command, 
     assert status == 0
     assert len(reports) == 16
     assert list(reports) == sorted(reports, key=natural_sort_key)
-    assert all(layer["capture"]["correlation_share"] == pytest.approx(1, abs=1e-3) for layer in reports.values())
+    assert all(layer["correlation_share"] == pytest.approx(1, abs=1e-3) for layer in reports.values())
     status, out, _ = command("inspect", folder / "adapter", "--against", folder / "adapter")
     assert status == 0
     assert "1.000" in out
@@ -81,7 +81,7 @@ def test_tune_on_a_basis_takes_everything_from_it_and_saves_cores_alone(
     assert "16 rows of pocket-sentiment" in (adapter / "README.md").read_text()
     status, out, err = command("inspect", basis, "--against", adapter, "--json")
     assert status == 0, err
-    assert all(layer["angles"]["output_cosine"] == pytest.approx(1) for layer in json.loads(out).values())
+    assert all(layer["output_cosine"] == pytest.approx(1) for layer in json.loads(out).values())
 
 
 def test_what_contradicts_the_basis_is_one_line(command: Command, basis: Path, tmp_path: Path) -> None:
@@ -163,12 +163,11 @@ def test_a_folder_is_said_to_hold_what_the_commands_wrote(
     assert command("inspect", run.parent)[1] == f"{run.parent}: 1 folder with a record: [red]first\n"
 
 
-BASIS = BasisReport((8, 6), 2, 4, 112, 3e-8, 1.25, 2.5, 0.75)
+BASIS = LayerReport((8, 6), 2, 4, 112, 3e-8, 1.25, 2.5, 0.75)
 
 
 def test_an_inspection_is_a_line_a_quantity_unless_every_layer_is_asked_for() -> None:
-    cores = {f"layer.{i}": replace(BASIS, core_norm=float(i), output_coherence=1.0 + i) for i in range(120)}
-    reports = {name: LayerReport(basis, None, None) for name, basis in cores.items()}
+    reports = {f"layer.{i}": replace(BASIS, core_norm=float(i), output_coherence=1.0 + i) for i in range(120)}
     short, long = (shown(inspection_table(reports, every_layer=every)) for every in (False, True))
     assert len(short.splitlines()) < 20
     assert "120 layers (--all-layers shows each)" in short
@@ -182,7 +181,6 @@ def test_an_inspection_is_a_line_a_quantity_unless_every_layer_is_asked_for() ->
 
 
 def test_the_worst_layer_decides_what_is_said_of_orthonormality() -> None:
-    worse = LayerReport(replace(BASIS, orthonormality_error=1e-3), None, None)
-    reports = {"a": LayerReport(BASIS, None, None), "b": worse}
+    reports = {"a": BASIS, "b": replace(BASIS, orthonormality_error=1e-3)}
     assert "|PᵀP - I| 1.0e-03" in shown(inspection_table(reports))
     assert "PᵀP" not in shown(inspection_table(reports, orthonormal=False))  # the default coordinates promise none

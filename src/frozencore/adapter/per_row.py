@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from frozencore.adapter.core_product import CorePart, PerRowCores, require_batch_axis
 from frozencore.adapter.layer import FrozenCoreLinear
-from frozencore.calibration.preserve import own_random_state
+from frozencore.calibration.hooks import is_encoder_decoder, seen_shapes, three_tokens
 from frozencore.errors import ConfigError
 from frozencore.quiet import with_attributes
 
@@ -159,7 +159,7 @@ def other_modules(model: nn.Module, layers: Mapping[str, FrozenCoreLinear]) -> l
 def repetitions(model: nn.Module, num_beams: int) -> Callable[[nn.Module], int]:
     """How often a module sees each row: once in an encoder, which runs before beams repeat the rows."""
     base: Any = base_model_of(model)
-    has_encoder = num_beams > 1 and getattr(getattr(base, "config", None), "is_encoder_decoder", False)
+    has_encoder = num_beams > 1 and is_encoder_decoder(base)
     in_encoder = {id(module) for module in base.get_encoder().modules()} if has_encoder else set()
     return lambda module: 1 if id(module) in in_encoder else num_beams
 
@@ -247,14 +247,11 @@ def _find_batch_axes(base: Any, undo: ExitStack) -> None:
         adapted = (module for module in part.modules() if isinstance(module, ADAPTED))
         return [module for module in adapted if getattr(module, "has_batch_axis", None) is None]
 
-    has_encoder = bool(getattr(getattr(base, "config", None), "is_encoder_decoder", False))
-    names = ("input_ids", "decoder_input_ids") if has_encoder else ("input_ids",)
-    if inspect.signature(base.forward).parameters.keys() >= set(names):
-        ids = torch.tensor([[1, 2, 3], [1, 2, 3]], device=next(base.parameters()).device)
-        if _watch(base, base, 2, (), dict.fromkeys(names, ids)):
-            for module in unknown(base):
-                module.has_batch_axis = False  # never called
-            return
+    tokens = three_tokens(base)
+    if inspect.signature(base.forward).parameters.keys() >= tokens.keys() and _watch(base, base, 2, (), tokens):
+        for module in unknown(base):
+            module.has_batch_axis = False  # never called
+        return
     is_watching: list[bool] = []
 
     def run_copies(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -263,35 +260,28 @@ def _find_batch_axes(base: Any, undo: ExitStack) -> None:
             _watch(base, module, *_copies_of_first_row(args, kwargs))
             is_watching.clear()
 
-    for module in (base, base.get_encoder()) if has_encoder else (base,):
+    for module in (base, base.get_encoder()) if is_encoder_decoder(base) else (base,):
         undo.callback(module.register_forward_pre_hook(run_copies, with_kwargs=True).remove)
 
 
 def _watch(base: nn.Module, part: nn.Module, num_rows: int, args: Any, kwargs: dict[str, Any]) -> bool:
     """Note for each layer whether its first axis has the rows that these inputs have; False if they do not run."""
-    found: dict[Any, bool] = {}
-    routed = {module for name, module in base.named_modules() if _is_routed(name, base)}
-
-    def see(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        x = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        found[module] = found.get(module, True) and module not in routed and x.shape[:1] == (num_rows,)
-
-    with ExitStack() as undo, own_random_state(), torch.no_grad():
+    adapted: list[Any] = [module for module in base.modules() if isinstance(module, ADAPTED)]
+    with ExitStack() as undo:
         for module in base.modules():
             undo.callback(setattr, module, "training", module.training)
-            if isinstance(module, ADAPTED):
-                undo.callback(module.register_forward_pre_hook(see, with_kwargs=True).remove)
-            if isinstance(module, FrozenCoreLinear):
-                undo.enter_context(with_attributes(module, per_row=PerRowCores()))
-            if isinstance(module, AuxiliaryTrainingWrapper):
-                undo.enter_context(with_attributes(module, _disable_adapters=True))
         base.eval()
-        try:
-            part(*args, **kwargs)
-        except Exception:  # any model's, on inputs that its user did not give
-            return False
-    for module, has_batch_axis in found.items():
-        module.has_batch_axis = has_batch_axis
+        for module in adapted:
+            alone = {"per_row": PerRowCores()} if isinstance(module, FrozenCoreLinear) else {"_disable_adapters": True}
+            undo.enter_context(with_attributes(module, **alone))
+        seen = seen_shapes(part, adapted, args, kwargs)
+    if seen is None:
+        return False
+    routed = {module for name, module in base.named_modules() if module in seen and _is_routed(name, base)}
+    for module in adapted:
+        if module in seen:
+            first = {shape[:1] for shape in seen[module]}
+            module.has_batch_axis = module not in routed and first == {(num_rows,)}
     return True
 
 

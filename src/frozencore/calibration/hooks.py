@@ -12,7 +12,7 @@ Shapes: a call's counted tokens N, m out features, n in features; b examples of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from frozencore.calibration.batches import CountedTokens
 from frozencore.calibration.calibration_options import CalibrationOptions
+from frozencore.calibration.preserve import own_random_state
 from frozencore.device import execution_device, find_device
 from frozencore.errors import CalibrationError
 from frozencore.maths.moments import (
@@ -215,6 +216,32 @@ def is_encoder_decoder(model: Any) -> bool:
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
+def three_tokens(model: nn.Module) -> dict[str, Tensor]:
+    """Two rows of three tokens, for a model that reads token ids: a layer's input shows the order of its axes."""
+    ids = torch.tensor([[1, 2, 3], [1, 2, 3]], device=execution_device(model))
+    return dict.fromkeys(("input_ids", "decoder_input_ids") if is_encoder_decoder(model) else ("input_ids",), ids)
+
+
+def seen_shapes(
+    part: nn.Module, layers: Iterable[nn.Module], args: Any, kwargs: Mapping[str, Any]
+) -> dict[nn.Module, list[torch.Size]] | None:
+    """Run a model or its encoder; returns the shapes of the inputs that each layer read, None if it does not run."""
+    seen: dict[nn.Module, list[torch.Size]] = {}
+
+    def see(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        x = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        seen.setdefault(layer, []).append(x.shape)
+
+    with ExitStack() as undo, own_random_state(), torch.no_grad():
+        for layer in layers:
+            undo.callback(layer.register_forward_pre_hook(see, with_kwargs=True).remove)
+        try:
+            part(*args, **kwargs)
+        except Exception:  # any model's, on inputs that its user did not give
+            return None
+    return seen
+
+
 @contextmanager
 def watching_encoder(model: Any) -> Iterator[EncoderSide | None]:
     """Watch the encoder side of a model while it runs; None for a model with one mask."""
@@ -297,22 +324,10 @@ class CalibrationPass:
         is_square = any(tokens.rows is not None and tokens.shape[0] == tokens.shape[1] for tokens in batches)
         if not is_square or self.tokens_first is not None or self.is_off:
             return
-        found: set[str] = set()
-        self.tokens_first = found
-
-        def see(name: str, _: nn.Module, args: tuple[Any, ...]) -> None:
-            if args and args[0].shape[:2] == (3, 2):
-                found.add(name)
-
-        ids = torch.tensor([[1, 2, 3], [1, 2, 3]], device=execution_device(model))
-        names = ("input_ids", "decoder_input_ids") if self.encoder is not None else ("input_ids",)
-        with ExitStack() as undo, torch.no_grad(), with_attributes(self, is_off=True):
-            for name, layer in self.hooks.layers.items():
-                undo.callback(layer.register_forward_pre_hook(partial(see, name)).remove)
-            try:
-                model(**dict.fromkeys(names, ids), attention_mask=torch.ones_like(ids))
-            except Exception:  # any model's that reads something else
-                found.clear()
+        with with_attributes(self, is_off=True):
+            seen = seen_shapes(model, self.hooks.layers.values(), (), three_tokens(model)) or {}
+        layers = self.hooks.layers.items()
+        self.tokens_first = {name for name, layer in layers if any(x[:2] == (3, 2) for x in seen.get(layer, ()))}
 
     def rows_of(self, name: str, x: Tensor, tokens: CountedTokens) -> CountedTokens:
         """The counted rows of a layer's input, whose first axis is the batch (b x t x n, or b·t x n).

@@ -32,8 +32,8 @@ from frozencore.tune import folder as run_folder
 from frozencore.tune.folder import ADAPTER, RECORD
 
 if TYPE_CHECKING:
-    from frozencore.adapter.bases import LayerReport
     from frozencore.adapter.calibrate import Calibration
+    from frozencore.adapter.report import LayerReport
 
 PARTS = {
     RECORD: "the record",
@@ -97,8 +97,8 @@ def inspect(
     folder, other = adapter_in(place), None if against is None else adapter_in(folder_of(against))
     if moments is not None:
         require_moments(moments)
-    from frozencore.adapter.bases import inspect_adapter
     from frozencore.adapter.folders import read_adapter_or_basis
+    from frozencore.adapter.report import inspect_adapter
     from frozencore.calibration.moments_file import load_moments
     from frozencore.maths.basis import ORTHONORMAL_COORDINATES
 
@@ -186,10 +186,10 @@ def inspection_table(
         orthonormal: Whether the coordinates promise orthonormal bases; their error is then shown.
     """
     found = list(reports.values())
-    shapes = [f"{report.basis.shape[0]} x {report.basis.shape[1]}" for report in found]
-    num_values = sum(report.basis.num_values for report in found)
-    basis_bytes = sum(report.basis.basis_bytes for report in found)
-    worst = max(report.basis.orthonormality_error for report in found)
+    shapes = [f"{report.shape[0]} x {report.shape[1]}" for report in found]
+    num_values = sum(report.num_values for report in found)
+    basis_bytes = sum(report.basis_bytes for report in found)
+    worst = max(report.orthonormality_error for report in found)
     totals = Text(
         f"{len(reports)} layers; {num_of(num_values, 'trained value')} ({4 * num_values:,} bytes), "
         f"bases {basis_bytes:,} bytes{f'; largest |PᵀP - I| {worst:.1e}' if orthonormal else ''}"
@@ -198,28 +198,25 @@ def inspection_table(
 
 
 def _columns(reports: Sequence[LayerReport]) -> dict[str, Column]:
+    ends = [report.singular_values or (None,) for report in reports]
     columns: dict[str, Column] = {
-        "r": [report.basis.rank for report in reports],
-        "coher. P": [report.basis.output_coherence for report in reports],
-        "coher. Q": [report.basis.input_coherence for report in reports],
-        "‖R‖": [report.basis.core_norm for report in reports],
+        "r": [report.rank for report in reports],
+        "coher. P": [report.output_coherence for report in reports],
+        "coher. Q": [report.input_coherence for report in reports],
+        "‖R‖": [report.core_norm for report in reports],
+        "effective": [report.effective_rank for report in reports],
+        "σ₁(T)": [values[0] for values in ends],
+        "σ_r(T)": [values[-1] for values in ends],
+        "‖PᵀGQ‖": [report.gradient_norm for report in reports],
+        "of ‖G‖": [report.gradient_share for report in reports],
+        "J": [report.correlation for report in reports],
+        "of best": [report.correlation_share for report in reports],
+        "max/med a": [report.input_spread for report in reports],
+        "max/med d": [report.error_spread for report in reports],
+        "cos P": [report.output_cosine for report in reports],
+        "cos Q": [report.input_cosine for report in reports],
     }
-    if captures := [report.capture for report in reports if report.capture]:
-        columns |= {
-            "effective": [capture.effective_rank for capture in captures],
-            "σ₁(T)": [capture.singular_values[0] for capture in captures],
-            "σ_r(T)": [capture.singular_values[-1] for capture in captures],
-            "‖PᵀGQ‖": [capture.gradient_norm for capture in captures],
-            "of ‖G‖": [capture.gradient_share for capture in captures],
-            "J": [capture.correlation for capture in captures],
-            "of best": [capture.correlation_share for capture in captures],
-            "max/med a": [capture.input_spread for capture in captures],
-            "max/med d": [capture.error_spread for capture in captures],
-        }
-    if angles := [report.angles for report in reports if report.angles]:
-        columns["cos P"] = [angle.output_cosine for angle in angles]
-        columns["cos Q"] = [angle.input_cosine for angle in angles]
-    return columns
+    return {heading: column for heading, column in columns.items() if any(value is not None for value in column)}
 
 
 def calibration_summary(calibration: Calibration, *, every_layer: bool = False) -> Group:

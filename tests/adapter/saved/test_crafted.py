@@ -41,8 +41,8 @@ from frozencore import (
     swap_core,
     unpack_adapter,
 )
-from frozencore.adapter.bases import inspect_adapter
 from frozencore.adapter.folders import read_adapter, read_adapter_or_basis
+from frozencore.adapter.report import inspect_adapter
 from frozencore.adapter.saved.tensors import hash_tensors
 from frozencore.errors import FrozenCoreError
 from frozencore.files.adapter_folder import LARGEST_CONFIG
