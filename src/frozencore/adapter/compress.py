@@ -4,14 +4,13 @@
     out/NAME/adapter     the core of each adapter, on that basis
     out/compress.json    what each adapter keeps
 
-Adapters are read one layer at a time, so the updates of one layer of all adapters are in memory, with all cores.
+The files of adapters are mapped into memory, so the updates of one layer of all adapters are in it, with all cores.
 
 Shapes: m out features, n in features, r rank.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,8 +20,7 @@ from typing import Any
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import get_pattern_key
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from frozencore.adapter.config import FrozenCoreConfig
@@ -33,7 +31,7 @@ from frozencore.adapter.named_layers import refuse_expressions
 from frozencore.adapter.saved.base_record import differing_layer, record_base, samples_of
 from frozencore.adapter.saved.basis import SavedBasis, ScaledBasis
 from frozencore.adapter.saved.card import begin_model_card
-from frozencore.adapter.saved.tensors import BASE, PREFIX, cores_key, flatten_cores, hash_tensors
+from frozencore.adapter.saved.tensors import BASE, cores_key, flatten_cores, hash_tensors, layer_factors
 from frozencore.constructors import COMPRESSED
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
 from frozencore.files.adapter_folder import (
@@ -61,60 +59,37 @@ PLAIN = ("float64", "float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
-class LowRankAdapter(ABC):
+class LowRankAdapter:
     """An adapter to compress.
 
     Attributes:
         place: The folder or hub id, for errors.
         base_model: The name of its base model, if it has one.
         base: The record of the base model's weights, if there is one.
-        shapes: (m, n) by layer.
+        factors: The scale of each layer, and the matrices whose product is its update: B A, or P R Qᵀ. Those of a file
+            are mapped, and read when they are used; adapters on a named basis share its P and Q.
         targets: Names that select exactly its layers; None if only the full names do.
     """
 
     place: str
-    folder: Path
     base_model: str | None
     task_type: str | None
     base: dict[str, str] | None
-    shapes: Mapping[str, tuple[int, int]]
+    factors: Mapping[str, tuple[float, tuple[Tensor, ...]]]
     targets: frozenset[str] | None
 
-    @abstractmethod
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """(m, n) by layer."""
+        return {layer: (own[0].shape[0], own[-1].shape[1]) for layer, (_, own) in self.factors.items()}
+
     def update(self, layer: str) -> Update:
         """B (m x k, with the scale) and A (k x n) of a layer, in float32."""
-
-
-@dataclass(frozen=True)
-class Lora(LowRankAdapter):
-    scales: Mapping[str, float]
-
-    def update(self, layer: str) -> Update:
-        with safe_open(self.folder / WEIGHTS_FILE, framework="pt") as file:
-            A, B = (file.get_tensor(f"{BASE}{layer}.lora_{side}.weight").float() for side in "AB")
-        return self.scales[layer] * B, A
-
-
-@dataclass(frozen=True)
-class Core(LowRankAdapter):
-    """A frozen core.
-
-    Attributes:
-        basis: Its named basis, which sources share; None if P and Q are in its file.
-        cores: R by layer, if it has a named basis.
-    """
-
-    scales: Mapping[str, float]
-    basis: SavedBasis | None
-    cores: Mapping[str, Tensor]
-
-    def update(self, layer: str) -> Update:
-        if self.basis is not None:
-            (P, Q, _), R = self.basis.layers[layer], self.cores[layer]
-        else:
-            with safe_open(self.folder / WEIGHTS_FILE, framework="pt") as file:
-                P, Q, R = (file.get_tensor(f"{BASE}{layer}.{PREFIX}{name}") for name in ("P", "Q", "R.weight"))
-        return self.scales[layer] * P.float() @ R.float(), Q.float().mT
+        scale, (first, *others, last) = self.factors[layer]
+        B = scale * first.float()
+        for X in others:
+            B = B @ X.float()
+        return B, last.float()
 
 
 def read_source(place: str, bases: dict[str, SavedBasis]) -> LowRankAdapter:
@@ -132,26 +107,27 @@ def read_source(place: str, bases: dict[str, SavedBasis]) -> LowRankAdapter:
     return _read_lora(place, read_lora_directory(folder), folder)
 
 
-def _read_core(place: str, folder: Path, bases: dict[str, SavedBasis]) -> Core:
+def _read_core(place: str, folder: Path, bases: dict[str, SavedBasis]) -> LowRankAdapter:
     config, factors = read_adapter(folder)
     if config.trains_modules:
         raise _unreadable(place, "modules besides its cores were trained", "merge it into the base model")
     if not any(bool(f.P.any()) for f in factors.values()):
         raise _unreadable(place, "it was never calibrated", "train it")
-    basis, cores = None, {}
-    if config.basis_id is not None:
-        basis = bases.setdefault(config.basis_id, config.find_basis(str(folder)))
-        cores = {name: f.R for name, f in factors.items()}
-    shapes = {name: (len(f.P), len(f.Q)) for name, f in factors.items()}
+    if config.basis_id is None:
+        held = layer_factors(place, load_file(folder / WEIGHTS_FILE))
+    else:
+        if config.basis_id not in bases:
+            bases[config.basis_id] = config.find_basis(str(folder))
+        held = {name: (*bases[config.basis_id].layers[name][:2], own.R) for name, own in factors.items()}
     partial = config.layers_to_transform is not None or config.exclude_modules or 0 in config.rank_pattern.values()
-    return Core(
-        place, folder, config.base_model_name_or_path, _task_of(config.task_type), config.base_record, shapes,
-        targets=None if partial else _targets(config.target_modules, shapes),
-        scales={name: own.scale for name, own in factors.items()}, basis=basis, cores=cores,
+    return LowRankAdapter(
+        place, config.base_model_name_or_path, _task_of(config.task_type), config.base_record,
+        factors={name: (factors[name].scale, (P, R, Q.mT)) for name, (P, Q, R) in held.items()},
+        targets=None if partial else _targets(config.target_modules, factors),
     )  # fmt: skip
 
 
-def _read_lora(place: str, lora: LoraDirectory, folder: Path) -> Lora:
+def _read_lora(place: str, lora: LoraDirectory, folder: Path) -> LowRankAdapter:
     config = lora.config
     for rule in RULES:
         if rule.name in UNREADABLE and (found := rule.broken(lora)) is not None:
@@ -165,9 +141,8 @@ def _read_lora(place: str, lora: LoraDirectory, folder: Path) -> Lora:
             raise _unreadable(place, f"{key!r} is {facts.dtype}", "save it in float32")
     patterns = {name: lora.mapping(name) for name in ("rank_pattern", "alpha_pattern")}
     refuse_expressions(place, patterns, "Write the layers' full names in its place.")
-    scales: dict[str, float] = {}
-    shapes: dict[str, tuple[int, int]] = {}
-    for layer, A, B in lora.pairs:
+    held, factors = load_file(folder / WEIGHTS_FILE), {}
+    for layer, A, _ in lora.pairs:
         rank, alpha = (
             pattern.get(get_pattern_key(list(pattern), layer), config[option])
             for option, pattern in zip(("r", "lora_alpha"), patterns.values(), strict=True)
@@ -180,12 +155,13 @@ def _read_lora(place: str, lora: LoraDirectory, folder: Path) -> Lora:
             raise _unreadable(place, found, "write the layers' full names alone")
         if not isinstance(alpha, int | float) or not abs(alpha) < 1e30:
             raise _unreadable(place, f"alpha_pattern gives {layer!r} {alpha!r:.40}", "save it again")
-        scales[layer], shapes[layer] = alpha / (rank**0.5 if config.get("use_rslora") else rank), (B[0], A[1])
+        B_and_A = tuple(held[f"{BASE}{layer}.lora_{side}.weight"] for side in "BA")
+        factors[layer] = alpha / (rank**0.5 if config.get("use_rslora") else rank), B_and_A
     partial = any(config.get(name) for name in ("exclude_modules", "layers_pattern"))
     partial = partial or config.get("layers_to_transform") is not None
-    return Lora(
-        place, folder, config.get("base_model_name_or_path"), _task_of(config.get("task_type")), None, shapes,
-        targets=None if partial else _targets(config.get("target_modules"), shapes), scales=scales,
+    return LowRankAdapter(
+        place, config.get("base_model_name_or_path"), _task_of(config.get("task_type")), base=None, factors=factors,
+        targets=None if partial else _targets(config.get("target_modules"), factors),
     )  # fmt: skip
 
 
@@ -226,11 +202,11 @@ def _other_bases(sources: Mapping[str, LowRankAdapter], base: nn.Module | None) 
         if name in found or source.base is None:
             continue
         if base is not None:
-            odd = differing_layer(source.base, {layer: samples[layer] for layer in source.shapes})
+            odd = differing_layer(source.base, {layer: samples[layer] for layer in source.factors})
             if odd is not None:
                 found[name] = f"the weight of layer {odd!r} is another one there"
             continue
-        first = records.setdefault(frozenset(source.shapes), source.base)
+        first = records.setdefault(frozenset(source.factors), source.base)
         if first["dtype"] == source.base["dtype"] and first["values"] != source.base["values"]:
             found[name] = "the weights of its base model are other ones than those of the first frozen core"
     return found
@@ -308,7 +284,7 @@ def compress_adapters(
     cores: dict[str, dict[str, Tensor]] = {name: {} for name in sources}
     energies: dict[str, dict[str, tuple[float, float]]] = {name: {} for name in sources}
     for number, layer in enumerate(shapes, start=1):
-        have = [name for name, source in sources.items() if layer in source.shapes]
+        have = [name for name, source in sources.items() if layer in source.factors]
         found = compress([sources[name].update(layer) for name in have], rank)
         bases[layer] = ScaledBasis(found.P, found.Q, config.scale_of(layer))
         for name in sources:
@@ -386,7 +362,7 @@ def _record_of(
     """Some values of the base model's weights: from the model, or from an adapter that has the same layers."""
     if base is not None:
         return record_base(samples_of(base, layers))
-    records = (source.base for source in sources.values() if source.shapes.keys() == layers.keys())
+    records = (source.base for source in sources.values() if source.factors.keys() == layers.keys())
     return next((record for record in records if record is not None), None)
 
 

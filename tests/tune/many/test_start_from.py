@@ -36,7 +36,7 @@ def on_basis(data: Path, together: Together, **options: Any) -> RunConfig:
 
 def mean_of(place: Path, together: Together) -> torch.Tensor:
     basis = load_basis(together[0] / "basis")
-    size = sum(P.shape[1] ** 2 for P, _ in basis.layers.values())
+    size = sum(own.P.shape[1] ** 2 for own in basis.layers.values())
     return vector_of(mean_core(place, basis.identity, size))
 
 
