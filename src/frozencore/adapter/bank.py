@@ -144,7 +144,7 @@ class CoreBank(CoreStack):
         if not isinstance(name, str):
             raise ConfigError(f"A core has a name (None is the base model in a batch), but {name!r:.60} came.")
         self._held.require_unmoved(REBUILD)
-        flat = read_cores(self.model, source, self.layers, self.adapter_name)
+        flat = read_cores(self.model, source, self._held)
         state.require_finite_in(f"the core {name!r:.60}", flat, self.dtype)
         with self._names_lock:
             slot = self._slot_of.get(name)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from frozencore.adapter.config import FrozenCoreConfig, find_adapter
 from frozencore.adapter.layer import FrozenCoreLinear, base_samples_of, bases_of, frozen_core_layers
 from frozencore.adapter.saved.base_record import differing_layer, other_base, record_base, record_in
-from frozencore.adapter.saved.basis import SavedBasis
+from frozencore.adapter.saved.basis import Bases, SavedBasis
 from frozencore.adapter.saved.tensors import hash_bases, require_finite_in, require_orthonormal, require_scales
 from frozencore.errors import ArtifactError, CalibrationError, ConfigError
 from frozencore.maths.basis import ORTHONORMAL_COORDINATES, Basis, known_basis
@@ -224,11 +224,10 @@ def require_trained_alike(
     tensors: Mapping[str, Tensor],
     config: FrozenCoreConfig,
     layers: Mapping[str, FrozenCoreLinear],
-    adapter_name: str,
+    bases: Bases,
 ) -> None:
     """Refuse cores of the same layers that were trained at other scales or on another base model than an adapter's."""
-    scales = {name: layer.frozencore_scale[adapter_name] for name, layer in layers.items()}
-    require_scales(origin, tensors, scales)
+    require_scales(origin, tensors, {name: basis.scale for name, basis in bases.items()})
     require_same_base(f"What {origin} holds", record_in(tensors), config, layers)
 
 

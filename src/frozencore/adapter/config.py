@@ -312,8 +312,10 @@ class FrozenCoreConfig(PeftConfig):
 
     def named_basis(self, bases: Bases) -> str | None:
         """The identity of the named basis if the adapter's P and Q are still those of that basis."""
+        if self.basis_id is None:
+            return None
         factors = [X for P, Q, _ in bases.values() for X in (P, Q)]
-        if self.basis_id is None or any(X.is_meta for X in factors):
+        if any(X.is_meta for X in factors):
             return self.basis_id
         if self._trusted is None:
             return None

@@ -31,8 +31,7 @@ from frozencore.adapter.layer import (
 )
 from frozencore.adapter.per_row import adapter_of_each_row, recomputed_alike
 from frozencore.adapter.quantised_layer import FrozenCoreQuantisedLinear
-from frozencore.adapter.saved.base_record import BASE_VALUES
-from frozencore.adapter.saved.tensors import CLASSIFIERS, PREFIX, SCALES, warn_of_uncalibrated
+from frozencore.adapter.saved.tensors import CLASSIFIERS, PREFIX, warn_of_uncalibrated
 from frozencore.adapter.shared_factors import SharedFactors
 from frozencore.adapter.state_dict import tensors_to_load, tensors_to_save
 from frozencore.calibration.preserve import keep_weights
@@ -84,8 +83,6 @@ class FrozenCoreModel(BaseTuner):
             if "not found in the base model" not in str(error):  # PEFT's other errors name their reason
                 raise
             raise named_layers.no_match(config, model) from error
-        if isinstance(known := getattr(model, "_keys_to_ignore_on_load_unexpected", None), set):
-            known |= {SCALES, BASE_VALUES}  # which transformers' own load_adapter would report
         layers = frozen_core_layers(model, adapter_name)
         if not low_cpu_mem_usage and not config.load_bases:  # else a file will bring the cores
             for layer in layers.values():

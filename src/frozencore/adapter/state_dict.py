@@ -113,7 +113,7 @@ def tensors_to_load(
             state_dict = with_factors(origin, state_dict, bases)
     else:
         _require_fit(origin, own, factors, config.base_model_name_or_path)
-        require_trained_alike(origin, state_dict, config, layers, adapter_name)
+        require_trained_alike(origin, state_dict, config, layers, bases)
         state_dict = factors_alone(state_dict)
         if holds_no_basis(state_dict):
             warn_of_uncalibrated(f"The adapter {adapter_name!r}", "before it is trained or used")

@@ -40,6 +40,11 @@ class HeldBases:
         bases = bases_of(layers, adapter_name)
         return cls(adapter_name, layers, bases, moment_of(bases))
 
+    @property
+    def ranks(self) -> dict[str, int]:
+        """r by layer name."""
+        return {name: basis.P.shape[1] for name, basis in self.bases.items()}
+
     def require_unmoved(self, way_out: str) -> None:
         """Refuse cores for bases and scales that the adapter no longer has, or for a deleted adapter."""
         here = {name: layer for name, layer in self.layers.items() if self.adapter_name in layer.frozencore_R}
@@ -101,63 +106,55 @@ def prepare_swap(
     if not layers:
         raise ConfigError(f"swap_core needs a frozen-core adapter, but the model has none called {adapter_name!r}.")
     own = {name: layer.core(adapter_name) for name, layer in layers.items()}
-    flat = read_cores(model, source, layers, adapter_name)
+    held = HeldBases.of(layers, adapter_name)
+    flat = read_cores(model, source, held)
     for dtype in {R.dtype for R in own.values()}:
         state.require_finite_in("the core", flat, dtype)
     new = state.by_layer(flat, {name: len(own[name]) for name in sorted(own)})
     cores = tuple(new[name].detach().to(R.device, R.dtype, copy=True) for name, R in own.items())
-    return ReadyCore(HeldBases.of(layers, adapter_name), cores)
+    return ReadyCore(held, cores)
 
 
-def read_cores(
-    model: Any, source: str | Path | Mapping[str, Tensor], layers: Mapping[str, FrozenCoreLinear], adapter_name: str
-) -> Tensor:
-    """Read all cores for a loaded adapter with these layers: Σr² values in the order of the layers' names."""
-    require_unmerged(layers.values())
-    config: FrozenCoreConfig = model.peft_config[adapter_name]
-    basis_id = config.named_basis(bases_of(layers, adapter_name))
+def read_cores(model: Any, source: str | Path | Mapping[str, Tensor], held: HeldBases) -> Tensor:
+    """Read all cores for a loaded adapter with these bases: Σr² values in the order of the layers' names."""
+    require_unmerged(held.layers.values())
+    config: FrozenCoreConfig = model.peft_config[held.adapter_name]
+    basis_id = config.named_basis(held.bases)
     if isinstance(source, Mapping):
         origin, tensors = "the state dict", source
     elif isinstance(source, str | Path):
-        origin, tensors = str(source), _read_folder(Path(source), layers, adapter_name, basis_id)
+        origin, tensors = str(source), _read_folder(Path(source), held, basis_id)
     else:
         raise ConfigError(
             f"Cores are a folder that save_pretrained wrote, a state dict, or R by layer name, but a "
             f"{type(source).__name__} came."
         )
-    flat = _flat_cores(origin, tensors, config, layers, adapter_name, basis_id)
-    state.require_size(origin, flat, sum(len(layer.core(adapter_name)) ** 2 for layer in layers.values()))
+    flat = _flat_cores(origin, tensors, config, held, basis_id)
+    state.require_size(origin, flat, sum(r * r for r in held.ranks.values()))
     return flat
 
 
-def _read_folder(
-    folder: Path, layers: Mapping[str, FrozenCoreLinear], adapter_name: str, basis_id: str | None
-) -> Mapping[str, Tensor]:
+def _read_folder(folder: Path, held: HeldBases, basis_id: str | None) -> Mapping[str, Tensor]:
     """Read the tensors of a folder, without the basis if it names the loaded one."""
     named = read_config(folder).get("basis_id")
     if named is None or named != basis_id:
         return read_tensors(folder)[1]
     saved = SavedAdapter.read(folder)
     config = FrozenCoreConfig.of_file(folder, saved.values)
-    for name, layer in layers.items():
-        if (own := layer.frozencore_scale[adapter_name]) != (theirs := config.scale_of(name)):
-            raise state.other_scale(str(folder), name, theirs, own)
+    for name, own in held.bases.items():
+        if own.scale != (theirs := config.scale_of(name)):
+            raise state.other_scale(str(folder), name, theirs, own.scale)
     return saved.tensors
 
 
 def _flat_cores(
-    origin: str,
-    tensors: Mapping[str, Tensor],
-    config: FrozenCoreConfig,
-    layers: Mapping[str, FrozenCoreLinear],
-    adapter_name: str,
-    basis_id: str | None,
+    origin: str, tensors: Mapping[str, Tensor], config: FrozenCoreConfig, held: HeldBases, basis_id: str | None
 ) -> Tensor:
     """All cores as one vector: from R by layer name, from cores alone, or from P, Q and R of the same bases."""
-    if tensors.keys() & layers.keys():  # R by layer name
-        _require_same_layers(tensors, layers)
-        for name, R in tensors.items():
-            r = len(layers[name].core(adapter_name))
+    if tensors.keys() & held.layers.keys():  # R by layer name
+        _require_same_layers(tensors, held.layers)
+        for name, r in held.ranks.items():
+            R = tensors[name]
             if R.shape != (r, r) or not torch.isfinite(R.float()).all():
                 raise ArtifactError(
                     f"The core of layer {name!r} is {r} x {r} and finite here, but one of shape {tuple(R.shape)} came, "
@@ -173,13 +170,12 @@ def _flat_cores(
         state.require_finite(origin, tensors)
         return state.require_cores_of(origin, tensors, basis_id)
     factors = state.layer_factors(origin, tensors)
-    _require_same_layers(factors, layers)
-    require_trained_alike(origin, tensors, config, layers, adapter_name)
-    for name, layer in layers.items():
-        P, Q, _ = factors[name]
-        if not holds(layer.basis(adapter_name), P, Q):
+    _require_same_layers(factors, held.layers)
+    require_trained_alike(origin, tensors, config, held.layers, held.bases)
+    for name, (P, Q, _) in factors.items():
+        if not holds(held.bases[name], P, Q):
             raise ArtifactError(
-                f"A core works on its own basis only, but layer {name!r} of the adapter {adapter_name!r} has "
+                f"A core works on its own basis only, but layer {name!r} of the adapter {held.adapter_name!r} has "
                 "another one. Load the adapter with model.load_adapter instead."
             )
     return state.flatten_cores({name: R for name, (_, _, R) in factors.items()})

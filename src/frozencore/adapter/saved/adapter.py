@@ -11,7 +11,7 @@ The basis and the base model of an adapter of cores alone are in the named basis
 configuration is read, whatever reads it. The hash of the tensors is compared when a local folder is read, and before
 the first tensors enter a model, also from a hub id. PEFT loads tensors alone onto a name that the model has (as
 ``Trainer`` resumes), so scales and the record of the base model are among them and are compared. transformers' own
-``model.load_adapter`` checks the configuration only, and ignores these tensors.
+``model.load_adapter`` checks the configuration only, and reports these tensors as unexpected.
 """
 
 from __future__ import annotations

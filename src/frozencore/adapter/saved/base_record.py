@@ -34,7 +34,7 @@ def sample_weight(weight: Any) -> Tensor | None:
         return None
     if weight.numel() < NUM_SAMPLES:
         return None
-    return weight.detach().flatten()[_positions(weight.numel(), weight.device)]
+    return weight.detach().take(_positions(weight.numel(), weight.device))
 
 
 @cache
