@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers.pytorch_utils import Conv1D
 
+from fixtures import ROOT
 from frozencore import FrozenCoreConfig, calibrate, collect_moments, export_lora, frozen_core_layers
 from frozencore.adapter.named_layers import attention_projections
 from frozencore.errors import CalibrationError, ConfigError, ModelError
-from places import ROOT
 
 PAGE = ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- families:begin -->\n", "<!-- families:end -->"

@@ -1,13 +1,19 @@
-"""Tiny models, tokenizers and batches, and the real data and model where a checkout has them beside it.
+"""Tiny models, tokenizers and batches, the real data and model where a checkout has them beside it, and its places.
 
 jaxtyping's shapes of the package are checked in every test. ``tests`` and ``lab/tests`` share these fixtures.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jaxtyping
 
-from places import SHARED, SOURCES
+ROOT = Path(__file__).parent.parent
+SOURCES = ROOT / "src"
+LAB = ROOT / "lab"
+PAPER_TABLES = LAB / "tests" / "data"
+SHARED = ROOT.parent / "shared"
 
 # Only modules that say shapes: wrapping every function of the others took a quarter of the tests' time for nothing.
 SHAPE_CHECKED = [
@@ -25,7 +31,6 @@ import os  # noqa: E402
 import signal  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Callable, Iterable, Iterator  # noqa: E402
-from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
 import pytest  # noqa: E402

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from fixtures import ROOT
 from frozencore.tune.pocket import pocket_model_path
-from places import ROOT
 
 PROGRAMS = ("step", "calibration", "smollm2", "tenants", "many_training", "many_tenants")
 WORDS = {name: [name] for name in PROGRAMS} | {

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from places import ROOT
+from fixtures import ROOT
 
 pytestmark = pytest.mark.slow
 CONSTRAINTS = ROOT / "constraints.txt"

@@ -32,6 +32,7 @@ from typer.main import get_command
 
 import forked
 import frozencore
+from fixtures import LAB, PAPER_TABLES, ROOT
 from frozencore import CONSTRUCTORS, FrozenCoreConfig
 from frozencore.cli.app import program
 from frozencore.cli.verbs import all_verbs
@@ -39,7 +40,6 @@ from frozencore.tune.load import load_model
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.task_registry import PAPER_TASKS
 from input_files import tiny_model, write_gguf, write_hub_folder
-from places import LAB, PAPER_TABLES, ROOT
 
 PAGES = [*(ROOT / place / "README.md" for place in (".", "lab", "examples")), *sorted((ROOT / "docs").glob("*.md"))]
 HUB_ID, POCKET = "Qwen/Qwen2.5-0.5B-Instruct", str(pocket_model_path())

@@ -31,12 +31,12 @@ from transformers import (
     ViTImageProcessorPil,
 )
 
-from adapted import cores_of, train_at_random
-from engine_process import SETTINGS, environment_of
+from fixtures import ROOT, SOURCES
 from frozencore import FrozenCoreConfig, export_basis_model, save_basis
 from frozencore.tune.pocket import pocket_model_path
 from input_files import write_random_llama, write_rows
-from places import ROOT, SOURCES
+from serving import SETTINGS, environment_of
+from tiny import cores_of, train_at_random
 
 EXAMPLES = ROOT / "examples"
 LINE = "\u2028"  # a line separator of Unicode, which ends no line of a JSONL file

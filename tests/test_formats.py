@@ -16,7 +16,6 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from adapted import adapted
 from fixtures import tried
 from frozencore import FrozenCoreConfig, export_lora
 from frozencore.adapter.saved.adapter import checksum_of
@@ -27,6 +26,7 @@ from frozencore.maths.moments import LayerMoments
 from frozencore.tune.config import RunConfig, make_config, run_options
 from frozencore.tune.methods import METHODS
 from frozencore.tune.tasks.answers import find_answer, parse_answer, parse_number
+from tiny import adapted
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

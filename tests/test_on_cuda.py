@@ -11,7 +11,6 @@ import pytest
 import torch
 from peft import PeftModel, get_peft_model
 
-from adapted import cores_of
 from frozencore import FrozenCoreConfig, calibrate, collect_moments
 from frozencore.adapter.core_product import plus_core
 from frozencore.calibration.hooks import FiniteBatches
@@ -19,7 +18,7 @@ from frozencore.tune.config import RunConfig, make_config
 from frozencore.tune.methods import METHODS
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.run import execute
-from tiny import ATTENTION, batches_of, draw_examples, tiny_qwen2
+from tiny import ATTENTION, batches_of, cores_of, draw_examples, tiny_qwen2
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 BATCHES = batches_of(draw_examples(num_examples=8, seed=3), 4)

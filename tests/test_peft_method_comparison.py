@@ -20,8 +20,8 @@ from peft import PeftConfig, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from fixtures import ROOT
 from frozencore import frozen_core_layers
-from places import ROOT
 from tiny import tiny_llama
 
 FOLDER = ROOT / "benchmarks" / "peft_method_comparison"

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from adapted import BATCHES
-from places import ROOT
-from tiny import tiny_qwen2
+from fixtures import ROOT
+from tiny import BATCHES, tiny_qwen2
 
 RESCALE: dict[str, Any] = runpy.run_path(str(ROOT / "benchmarks" / "rescale.py"))
 rescale: Callable[..., None] = RESCALE["rescale"]

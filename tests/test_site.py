@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import frozencore
+from fixtures import ROOT
 from frozencore.cli.verbs import all_verbs
-from places import ROOT
 
 pytest.importorskip("mkdocs", reason="`make docs` installs what the site needs")
 QUIET = {"NO_MKDOCS_2_WARNING": "1", "DISABLE_MKDOCS_2_WARNING": "true"}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from places import ROOT
+from fixtures import ROOT
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from places import LAB, ROOT
+from fixtures import LAB, ROOT
 
 TABLE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## What to touch")[1].split("\n\n")[1]
 ROOMS = (ROOT / "src" / "frozencore", LAB / "src")

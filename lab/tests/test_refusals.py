@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from fixtures import PAPER_TABLES
 from frozencore.errors import ConfigError, DataError
 from frozencore_lab.campaign.job import make_job
 from frozencore_lab.campaign.plan import plan
 from frozencore_lab.campaign.spec import read_campaign
 from frozencore_lab.campaign.store import Store
 from frozencore_lab.reports.comparison import TaskTable, analyse, read_task_means
-from places import PAPER_TABLES
 from small_campaign import write_spec
 
 HEAD = "name: x\nmodels: {pocket: pocket}\nstudies:\n  main:\n    title: t\n"

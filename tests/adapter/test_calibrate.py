@@ -17,7 +17,6 @@ from torch import Tensor
 from transformers import DataCollatorWithFlattening
 
 import references as ref
-from adapted import BATCHES, DATA_DRIVEN, EXAMPLES, adapted, cores_of, logits
 from fixtures import few
 from frozencore import CONSTRUCTORS, CalibrationOptions, FrozenCoreConfig, calibrate
 from frozencore.calibration import calibrate as calibration
@@ -26,7 +25,7 @@ from frozencore.calibration.hooks import CalibrationPass
 from frozencore.errors import CalibrationError
 from frozencore.maths.moments import MOMENT_NAMES
 from references import numpy_of
-from tiny import batch_of, tiny_gpt2, tiny_qwen2
+from tiny import BATCHES, DATA_DRIVEN, EXAMPLES, adapted, batch_of, cores_of, logits, tiny_gpt2, tiny_qwen2
 
 NAMES = [layer.name for layer in cores_of(adapted("random"))]
 

@@ -13,7 +13,6 @@ from peft import LoHaConfig, LoraConfig, PeftConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from adapted import BATCHES, adapted, logits
 from frozencore import (
     CoreBank,
     FrozenCoreConfig,
@@ -25,7 +24,7 @@ from frozencore import (
 )
 from frozencore.adapter.compress import compress_adapters
 from frozencore.errors import ArtifactError, ConfigError
-from tiny import tiny_gpt2, tiny_qwen2
+from tiny import BATCHES, adapted, logits, tiny_gpt2, tiny_qwen2
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 LORA = {"r": 2, "lora_alpha": 3, "target_modules": ATTENTION, "task_type": "CAUSAL_LM"}

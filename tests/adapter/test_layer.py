@@ -17,7 +17,6 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.modules.module import register_module_forward_hook
 from transformers.pytorch_utils import Conv1D
 
-from adapted import BATCHES, DATA_DRIVEN, EXAMPLES, adapted, cores_of, logits, train_at_random
 from fixtures import few
 from frozencore import CONSTRUCTORS, CoreBank, FrozenCoreConfig, calibrate, swap_core
 from frozencore.adapter.core_product import plus_core
@@ -26,7 +25,19 @@ from frozencore.calibration.collect import collect_moments
 from frozencore.errors import ArtifactError, CalibrationError, ModelError
 from frozencore.files.fingerprint import fingerprint_model
 from references import numpy_of
-from tiny import batch_of, tiny_gpt2, tiny_llama, tiny_qwen2
+from tiny import (
+    BATCHES,
+    DATA_DRIVEN,
+    EXAMPLES,
+    adapted,
+    batch_of,
+    cores_of,
+    logits,
+    tiny_gpt2,
+    tiny_llama,
+    tiny_qwen2,
+    train_at_random,
+)
 
 EVERY = pytest.mark.parametrize("constructor", few(CONSTRUCTORS, "fcca", "eva", "milora", "random"))
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +22,15 @@ from transformers import (
     AutoModelForImageClassification,
     BitsAndBytesConfig,
     SwinConfig,
-    T5Config,
-    T5ForConditionalGeneration,
     ViTConfig,
 )
 
-from adapted import BATCHES, adapted, cores_of, logits, on_one_basis, train_at_random
 from families import make
 from frozencore import CoreBank, FrozenCoreConfig, frozen_core_layers, get_bases, prepare_swap, set_bases
 from frozencore.adapter.layer import FrozenCoreLinear
 from frozencore.adapter.per_row import adapter_of_each_row
 from frozencore.errors import ArtifactError, ConfigError
-from tiny import tiny_gpt2, tiny_qwen2
+from tiny import BATCHES, adapted, cores_of, logits, on_one_basis, tiny_gpt2, tiny_qwen2, train_at_random
 
 PROMPT = {key: BATCHES[0][key] for key in ("input_ids", "attention_mask")}
 ROWS = ["a", "__base__", "b", "a"]
@@ -107,14 +105,6 @@ def named(model: nn.Module, other: dict[str, object], **options: object) -> Peft
     return model.eval()
 
 
-def tiny_t5() -> nn.Module:
-    torch.manual_seed(0)
-    config = T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, decoder_start_token_id=0)
-    model = T5ForConditionalGeneration(config).eval()
-    nn.init.normal_(model.lm_head.weight)
-    return model
-
-
 def in_four_bits(folder: Path) -> PeftModel:
     pytest.importorskip("bitsandbytes")
     tiny_qwen2(hidden_size=64, intermediate_size=128).save_pretrained(folder)
@@ -126,14 +116,14 @@ MODELS: dict[str, Callable[[Path], Rows]] = {
     "names, two bases": lambda _: by_name(named(tiny_qwen2(), {"target_modules": ["q_proj", "up_proj"]})),
     "names, one basis": lambda _: by_name(on_one_basis("a", "b")),
     "names, conv1d": lambda _: by_name(named(tiny_gpt2(), {}, target_modules=["c_attn", "c_proj"])),
-    "names, encoder-decoder": lambda _: by_name(named(tiny_t5(), {}, target_modules=["q", "v"])),
+    "names, encoder-decoder": lambda _: by_name(named(make("t5"), {}, target_modules=["q", "v"])),
     "bank": lambda _: by_bank(adapted("fcca")),
     "bank, in four bits": lambda folder: by_bank(in_four_bits(folder)),
     "bank, encoder-decoder": lambda _: by_bank(
-        get_peft_model(tiny_t5(), FrozenCoreConfig(r=3, constructor="random", target_modules=["q", "v"])).eval()
+        get_peft_model(make("t5"), FrozenCoreConfig(r=3, constructor="random", target_modules=["q", "v"])).eval()
     ),
 }
-GENERATING = {name: make for name, make in MODELS.items() if name not in ("names, conv1d", "bank, in four bits")}
+GENERATING = {name: made for name, made in MODELS.items() if name not in ("names, conv1d", "bank, in four bits")}
 
 
 @pytest.mark.parametrize("kind", [name for name in MODELS if "encoder" not in name])
@@ -218,8 +208,8 @@ REFUSED: dict[str, tuple[Callable[[], PeftModel], list[str], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_wrong_mixed_batch_is_refused_and_leaves_nothing_behind(case: str) -> None:
-    make, names, message = REFUSED[case]
-    model = make()
+    made, names, message = REFUSED[case]
+    model = made()
     before = logits(model)
     with pytest.raises(ValueError, match=message):
         model(**PROMPT, adapter_names=names)
@@ -371,25 +361,18 @@ def test_a_batch_that_runs_keeps_the_cores_it_began_with(model: PeftModel, tenan
 def test_threads_put_and_evict_while_batches_run(model: PeftModel, tenants: dict[str, Cores]) -> None:
     bank = filled(model, {"a": tenants["a"]}, capacity=6)
     wanted = rows_of(model, tenants["a"])
-    failures: list[BaseException] = []
 
     def change(number: int) -> None:
-        try:
-            for _ in range(40):
-                bank.put(f"other-{number}", tenants["bc"[number % 2]])
-                bank.evict(f"other-{number}")
-        except BaseException as error:
-            failures.append(error)
+        for _ in range(40):
+            bank.put(f"other-{number}", tenants["bc"[number % 2]])
+            bank.evict(f"other-{number}")
 
-    threads = [threading.Thread(target=change, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for _ in range(5):
-        with bank.rows(["a"] * 4):
-            assert torch.equal(logits(model), wanted)
-    for thread in threads:
-        thread.join()
-    assert not failures
+    with ThreadPoolExecutor(4) as others:
+        changes = others.map(change, range(4))
+        for _ in range(5):
+            with bank.rows(["a"] * 4):
+                assert torch.equal(logits(model), wanted)
+        list(changes)  # raises what a thread raised
     assert list(bank) == ["a"]
 
 
@@ -445,32 +428,24 @@ def tiny_vit(kind: str) -> nn.Module:
 
 
 def two_adapters(base: nn.Module, **options: object) -> PeftModel:
-    model = get_peft_model(base, FrozenCoreConfig(r=3, constructor="random", **options), adapter_name="a")
-    model.add_adapter("b", FrozenCoreConfig(r=3, constructor="random", **options))
-    for seed, name in enumerate("ab"):
-        train_at_random(model, name, seed=seed)
-    return model.eval()
+    return named(base, {"r": 3, "constructor": "random"}, **options)
 
 
+@pytest.mark.parametrize("case", ["images", "a plain module with a trained copy"])
 @torch.no_grad()
-def test_rows_of_a_model_that_reads_no_tokens_are_its_own_adapters() -> None:
-    model, images = two_adapters(tiny_vit("vit"), target_modules="all-linear"), torch.randn(4, 3, 8, 8)
-    mixed = model(pixel_values=images, adapter_names=ROWS).logits
+def test_rows_of_a_model_that_reads_no_tokens_are_its_own_adapters(case: str) -> None:
+    if case == "images":
+        model, images = two_adapters(tiny_vit("vit"), target_modules="all-linear"), torch.randn(4, 3, 8, 8)
+        call = lambda **more: model(pixel_values=images, **more).logits  # noqa: E731
+    else:
+        base = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+        model = two_adapters(base, target_modules=["0"], modules_to_save=["2"])
+        call = partial(model, torch.randn(4, 6))
+    mixed = call(adapter_names=ROWS)
     for row, name in enumerate(ROWS):
         model.set_adapter("a" if name == "__base__" else name)
         with model.disable_adapter() if name == "__base__" else nullcontext():
-            torch.testing.assert_close(mixed[row], model(pixel_values=images).logits[row], rtol=1e-4, atol=1e-5)
-
-
-@torch.no_grad()
-def test_rows_of_a_plain_module_with_a_trained_copy_are_its_own_adapters() -> None:
-    base = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
-    model, x = two_adapters(base, target_modules=["0"], modules_to_save=["2"]), torch.randn(4, 6)
-    mixed = model(x, adapter_names=ROWS)
-    for row, name in enumerate(ROWS):
-        model.set_adapter("a" if name == "__base__" else name)
-        with model.disable_adapter() if name == "__base__" else nullcontext():
-            torch.testing.assert_close(mixed[row], model(x)[row])
+            torch.testing.assert_close(mixed[row], call()[row], rtol=1e-4, atol=1e-5)
 
 
 class Routed(nn.Module):
@@ -610,23 +585,16 @@ def test_two_banks_of_one_model_in_two_threads_do_not_mix_their_rows(
 ) -> None:
     banks = {name: filled(model, {"x": tenants[name]}) for name in "ab"}
     expected = {name: rows_of(model, tenants[name]) for name in "ab"}
-    odd: list[object] = []
 
-    def run(name: str) -> None:
-        try:
-            for _ in range(15):
-                with banks[name].rows(["x"] * 4):
-                    if not torch.equal(logits(model), expected[name]):
-                        odd.append(name)
-        except BaseException as error:
-            odd.append(error)
+    def run(name: str) -> list[bool]:
+        found = []
+        for _ in range(15):
+            with banks[name].rows(["x"] * 4):
+                found.append(torch.equal(logits(model), expected[name]))
+        return found
 
-    threads = [threading.Thread(target=run, args=(name,)) for name in "ab"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not odd
+    with ThreadPoolExecutor(2) as threads:
+        assert all(chain(*threads.map(run, "ab")))
 
 
 def test_a_plain_pass_of_another_thread_is_refused_meanwhile(model: PeftModel, tenants: dict[str, Cores]) -> None:

@@ -16,7 +16,6 @@ from peft.utils.quantization_utils import ForwardOnlyQuantizationBackend
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
-from adapted import BATCHES, EXAMPLES, adapted, all_equal, cores_of, factors_of, logits, train_at_random
 from fixtures import few
 from frozencore import CONSTRUCTORS, FrozenCoreConfig, calibrate, export_lora
 from frozencore.calibration.collect import collect_moments
@@ -26,7 +25,19 @@ from frozencore.tune.rows import TokenRow
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train as train_by_recipe
 from references import numpy_of, reference_moments
-from tiny import attention_names, draw_examples, tiny_qwen2
+from tiny import (
+    BATCHES,
+    EXAMPLES,
+    adapted,
+    all_equal,
+    attention_names,
+    cores_of,
+    draw_examples,
+    factors_of,
+    logits,
+    tiny_qwen2,
+    train_at_random,
+)
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 torchao = pytest.importorskip("torchao")

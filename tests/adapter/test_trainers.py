@@ -34,16 +34,27 @@ from transformers import (
     TrainingArguments,
 )
 
-from adapted import EXAMPLES, adapted, all_equal, cores_of, factors_of, logits, train_at_random
 from forked import as_ranks, ended
 from frozencore import FrozenCoreConfig, calibrate, get_bases, save_basis, set_bases
-from frozencore.errors import CalibrationError, ConfigError
+from frozencore.errors import ConfigError
 from frozencore.tune.cost import values_at_once
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import require_own_parameters, train
-from tiny import batch_of, draw_examples, tiny_gpt2, tiny_qwen2
+from tiny import (
+    EXAMPLES,
+    adapted,
+    all_equal,
+    batch_of,
+    cores_of,
+    draw_examples,
+    factors_of,
+    logits,
+    tiny_gpt2,
+    tiny_qwen2,
+    train_at_random,
+)
 
 STEPS = 6
 
@@ -304,15 +315,6 @@ def test_the_bases_are_the_same_before_and_after_the_trainer_changed_the_forward
     calibrate(plain, batches, progress=False)
     expected = get_bases(plain)
     assert all(torch.equal(basis, expected[key]) for key, basis in get_bases(model).items())
-
-
-def test_a_configuration_that_reads_data_says_what_to_call_and_then_trains(sft: Sft) -> None:
-    trainer = sft(base_model(), peft_config=FrozenCoreConfig(r=4))
-    with pytest.raises(CalibrationError, match=r"Call frozencore.calibrate\(model, dataloader\) first"):
-        trainer.train()
-    calibrate(trainer.model, trainer.get_train_dataloader(), num_examples=8, progress=False)
-    trainer.train()
-    assert all(layer.core("default").any() for layer in cores_of(trainer.model))
 
 
 def test_cores_stay_float32_under_trls_own_bf16(sft: Sft) -> None:

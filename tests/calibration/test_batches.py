@@ -12,11 +12,10 @@ from datasets import Dataset
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import AutoTokenizer, DataCollatorForSeq2Seq
 
-from adapted import EXAMPLES, adapted
 from frozencore import calibrate, get_bases
 from frozencore.calibration.batches import take_examples
 from frozencore.tune.pocket import pocket_model_path
-from tiny import batch_of, batches_of, draw_examples
+from tiny import EXAMPLES, adapted, batch_of, batches_of, draw_examples
 
 ROWS = [
     {"input_ids": list(e.ids), "labels": [-100] * e.num_prompt + list(e.ids[e.num_prompt :]), "text": "raw"}

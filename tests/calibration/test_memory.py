@@ -12,12 +12,11 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from peft import PeftModel, get_peft_model, inject_adapter_in_model
 from torch import nn
 
-from adapted import BATCHES, DATA_DRIVEN, adapted, cores_of
 from fixtures import few
 from frozencore import CONSTRUCTORS, CalibrationOptions, FrozenCoreConfig, calibrate, collect_moments
 from frozencore.calibration.hooks import FiniteBatches
 from frozencore.maths.moments import MOMENT_NAMES
-from tiny import attention_names, tiny_qwen2
+from tiny import BATCHES, DATA_DRIVEN, adapted, attention_names, cores_of, tiny_qwen2
 
 ON_CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
 

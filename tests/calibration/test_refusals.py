@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import BertConfig, BertForTokenClassification, DataCollatorWithPadding, PreTrainedTokenizerFast
 
-from adapted import BATCHES, EXAMPLES, adapted
 from frozencore import CalibrationOptions, calibrate, collect_moments
 from frozencore.errors import CalibrationError, ConfigError, DataError, FrozenCoreError
-from tiny import Example, attention_names, batch_of, batches_of, tiny_qwen2
+from tiny import BATCHES, EXAMPLES, Example, adapted, attention_names, batch_of, batches_of, tiny_qwen2
 
 Refusal = tuple[Callable[[], object], type[FrozenCoreError], str]
 Q, O_PROJ = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.o_proj"

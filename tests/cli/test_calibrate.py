@@ -91,11 +91,9 @@ def test_what_contradicts_the_basis_is_one_line(command: Command, basis: Path, t
     for file in Path(pocket_model_path()).glob("tokenizer*"):
         (tmp_path / "other" / file.name).write_bytes(file.read_bytes())
     for words, message in (
-        (["--rank", 8], "determines --rank: 4, but 8 came"),
-        (["--rank", 16], "determines --rank: 4, but 16 came"),  # the default, but given
-        (["--method", "eva"], "determines --method: fcca, but eva came"),
-        (["--damping", 0.5], "--damping: (0.1, 0.01), but 0.5 came"),
-        (["--damping", 0.001], "but 0.001 came"),
+        (["--rank", 16], "--rank: 4, but 16 came"),  # the default, but given
+        (["--method", "eva"], "--method: fcca, but eva came"),
+        (["--damping", 0.001], "--damping: (0.1, 0.01), but 0.001 came"),
         (["--model", tmp_path / "other"], "another base model"),
     ):
         status, _, err = command("tune", *SHORT, "--basis", basis, *words, "--out", tmp_path / "run")

@@ -28,33 +28,6 @@ Command = Callable[..., tuple[int, str, str]]
 POCKET = ["--model", str(pocket_model_path())]
 
 
-def test_evaluate_shows_a_table_and_writes_every_score(command: Command, tmp_path: Path) -> None:
-    words = ["evaluate", *POCKET, "--task", "pocket-math,pocket-sentiment", "--num-evaluation", "10"]
-    status, out, _ = command(*words, "--out", tmp_path)
-    record = json.loads((tmp_path / "result.json").read_text())
-    assert status == 0
-    assert {score["task"] for score in record["scores"]} == {"pocket-math", "pocket-sentiment"}
-    for heading in ("accuracy %", "chance", "majority", "mean of 2 tasks"):
-        assert heading in out
-    assert "base: pocket-math: 10 in" in out
-    assert "cut prompts" not in out  # no empty columns
-    assert "duplicates" not in out
-
-
-def by_transformers(rows: list[dict[str, str]]) -> float:
-    """The mean loss of the pocket model on completions that all have as many tokens."""
-    model = AutoModelForCausalLM.from_pretrained(pocket_model_path()).eval()
-    tokenizer = AutoTokenizer.from_pretrained(pocket_model_path())
-    losses = []
-    for row in rows:
-        prompt = tokenizer(row["q"], add_special_tokens=False)["input_ids"]
-        completion = [*tokenizer(row["a"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-        ids, labels = torch.tensor([prompt + completion]), torch.tensor([[-100] * len(prompt) + completion])
-        with torch.no_grad():
-            losses.append(float(model(input_ids=ids, labels=labels).loss))
-    return sum(losses) / len(losses)
-
-
 def test_rows_of_ones_own_are_scored_on_runs_and_their_base(command: Command, tmp_path: Path) -> None:
     rows = [{"q": f"Tom has {i} cats .", "a": " two cats"} for i in range(20)]
     write_rows(tmp_path / "rows.jsonl", rows)
@@ -69,7 +42,6 @@ def test_rows_of_ones_own_are_scored_on_runs_and_their_base(command: Command, tm
         ("base", "rows.jsonl", 20), ("run", "rows.jsonl", 20),
     ]  # fmt: skip
     assert run["held_out_loss"] < base["held_out_loss"]
-    assert base["held_out_loss"] == pytest.approx(by_transformers(rows), abs=1e-5)
     assert "Load model and rows: 1 in " in out
     assert "(1 task)" in out
     shown = command("inspect", tmp_path / "e")[1]
@@ -87,20 +59,15 @@ def test_rows_of_ones_own_are_scored_on_runs_and_their_base(command: Command, tm
         assert re.search(rf"{scored}\d+\.\d s \(completions\)\n{scored}\d+\.\d s \(loss\)", out)
 
 
-def test_long_completions_of_ones_own_rows_have_a_loss_and_no_accuracy(command: Command, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "Tom", "completion": " has two cats" * 9}) + "\n")
-    status, out, _ = command("evaluate", *POCKET, "--data", tmp_path / "rows.jsonl", "--out", tmp_path / "e")
-    (score,) = json.loads((tmp_path / "e" / "result.json").read_text())["scores"]
-    assert (status, score.get("accuracy")) == (0, None)
-    assert f"{score['held_out_loss']:.3f}" in out
-
-
 def test_each_failure_beside_a_good_task_is_a_row_and_the_exit_status_is_one(command: Command, tmp_path: Path) -> None:
     own = write_task(tmp_path / "own", num_train=3)
-    words = ["--task", f"svamp,pocket-mth,{own}", "--data", tmp_path / "none.jsonl", "--data-root", tmp_path]
+    tasks = f"svamp,pocket-mth,pocket-sentiment,{own}"
+    words = ["--task", tasks, "--data", tmp_path / "none.jsonl", "--data-root", tmp_path]
     status, out, _ = command("evaluate", *POCKET, *words, "--num-evaluation", "5", "--out", tmp_path / "e")
     said = " ".join(out.split())
     assert status == 1
+    assert all(heading in said for heading in ("accuracy %", "chance", "majority", "mean of 2 tasks"))
+    assert "cut prompts" not in said  # no empty columns
     assert "svamp was not scored: Data set ChilleD/SVAMP must lie at" in said
     assert "pocket-mth was not scored: There is no task 'pocket-mth'" in said
     assert "none.jsonl was not scored: " in said
@@ -170,25 +137,30 @@ def test_words_are_told_while_the_answer_is_generated() -> None:
     assert 0 < next(done for done, words in told if words) < 12
 
 
-def test_a_conversation_is_rendered_whole_and_begun_anew_when_asked(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    template = (
-        "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}bot{% endif %}"
-    )
-    folder = tmp_path / "model"
+@pytest.fixture
+def talk(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[str], str]]:
+    """Talks to the pocket model under a chat template: the prompts that it continues, and what is printed."""
     tokenizer = AutoTokenizer.from_pretrained(pocket_model_path())
-    tokenizer.chat_template = template
-    AutoModelForCausalLM.from_pretrained(pocket_model_path()).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    seen: list[str] = []
-    monkeypatch.setattr(
-        "frozencore.tune.scoring.exact_match.stream_greedily",
-        lambda model, row, encoder, *, max_new_tokens, tell: (seen.append(row.context), tell("yes")),
-    )
-    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n/new\nthree\n/quit\nfour\n"))
-    status, _, err = command("chat", "--model", folder, "--system", "Be brief.", "--device", "cpu")
-    assert (status, err) == (0, "")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}bot"
+    AutoModelForCausalLM.from_pretrained(pocket_model_path()).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+
+    def talked(typed: str, *words: str | Path, answer: str) -> tuple[list[str], str]:
+        seen: list[str] = []
+        monkeypatch.setattr(
+            "frozencore.tune.scoring.exact_match.stream_greedily",
+            lambda model, row, encoder, *, max_new_tokens, tell: (seen.append(row.context), tell(answer)),
+        )
+        monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+        status, out, err = command("chat", *words, "--model", tmp_path / "model", "--device", "cpu")
+        assert (status, err) == (0, "")
+        return seen, out
+
+    return talked
+
+
+def test_a_conversation_is_rendered_whole_and_begun_anew_when_asked(talk: Callable[..., tuple[list[str], str]]) -> None:
+    seen, _ = talk("one\ntwo\n/new\nthree\n/quit\nfour\n", "--system", "Be brief.", answer="yes")
     assert seen == [
         "system Be brief. user one bot",
         "system Be brief. user one assistant yes user two bot",
@@ -196,25 +168,19 @@ def test_a_conversation_is_rendered_whole_and_begun_anew_when_asked(
     ]
 
 
+@pytest.mark.parametrize(
+    ("own", "prompt"),
+    [
+        ({"prompt_style": "chat", "system": "Be brief."}, "system Be brief. user one bot"),
+        ({"prompt_style": "plain"}, "one"),
+    ],
+)
 def test_chat_takes_style_and_system_text_of_the_run_and_says_that_an_answer_is_empty(
-    command: Command, adapters: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    own: dict[str, str], prompt: str, talk: Callable[..., tuple[list[str], str]], adapters: list[Path], tmp_path: Path
 ) -> None:
-    model, run = tmp_path / "model", tmp_path / "run"
-    tokenizer = AutoTokenizer.from_pretrained(pocket_model_path())
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}bot"
-    AutoModelForCausalLM.from_pretrained(pocket_model_path()).save_pretrained(model)
-    tokenizer.save_pretrained(model)
-    shutil.copytree(adapters[0] / "adapter", run / "adapter")
-    seen: list[str] = []
-    monkeypatch.setattr(
-        "frozencore.tune.scoring.exact_match.stream_greedily",
-        lambda model, row, encoder, *, max_new_tokens, tell: seen.append(row.context),
-    )
-    for own in ({"prompt_style": "chat", "system": "Be brief."}, {"prompt_style": "plain"}):
-        record = made_up_record({"task": "svamp"}, resolved={**RESOLVED, **own})
-        (run / "result.json").write_text(json.dumps(record.content()))
-        monkeypatch.setattr("sys.stdin", io.StringIO("one\n"))
-        status, out, err = command("chat", run, "--model", model, "--device", "cpu")
-        assert (status, err) == (0, "")
-        assert "ended its answer at once" in out
-    assert seen == ["system Be brief. user one bot", "one"]
+    run = Path(shutil.copytree(adapters[0], tmp_path / "run"))
+    record = made_up_record({"task": "svamp"}, resolved={**RESOLVED, **own})
+    (run / "result.json").write_text(json.dumps(record.content()))
+    seen, out = talk("one\n", run, answer="")
+    assert seen == [prompt]
+    assert "ended its answer at once" in out

@@ -13,9 +13,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import frozencore_basis_model
-from adapted import adapted, logits
 from frozencore.tune.pocket import pocket_model_path
-from tiny import tiny_qwen2
+from tiny import adapted, logits, tiny_qwen2
 
 Command = Callable[..., tuple[int, str, str]]
 

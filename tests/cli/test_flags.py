@@ -15,7 +15,6 @@ from peft import LoraConfig
 from transformers import TrainingArguments
 from trl import ModelConfig, ScriptArguments, SFTConfig
 
-from adapted import register_toy
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.cli.flags import RunCommand
 from frozencore.cli.foreign_flags import OURS, counterpart
@@ -29,6 +28,7 @@ from frozencore.tune.methods import METHODS
 from frozencore_lab.campaign.job import make_job
 from frozencore_lab.campaign.plan import plan
 from frozencore_lab.campaign.spec import read_campaign
+from tiny import register_toy
 
 Command = Callable[..., tuple[int, str, str]]
 RUN = ("--model", "pocket", "--task", "pocket-sentiment", "--rank", "4", "--calibration-size", "16")
@@ -70,21 +70,17 @@ def test_without_flags_a_run_is_the_run_of_the_defaults(command: Command, given:
         (["--alpha", "8", "--svd-method", "full"], "core", {"alpha": 8.0, "svd_method": "full"}),
         (["--alpha", "none"], "core", {"alpha": None}),
         (["--method", "eva", "--eva-center"], "core", {"eva_center": True}),
+        (["--targets", "q_proj, v_proj"], "targets", ["q_proj", "v_proj"]),
+        (["--targets", "all-linear"], "targets", "all-linear"),
         (["--tokens", "completion", "--skip-first", "2"], "calibration", {"tokens": "completion", "skip_first": 2}),
         (["--weighting", "token"], "calibration", {"weighting": "token_sum"}),
         (["--group-size", "5", "--stats-device", "cpu"], "calibration", {"group_size": 5, "stats_device": "cpu"}),
     ],
 )  # fmt: skip
 def test_a_flag_is_the_option_of_that_name(
-    command: Command, given: Callable[..., RunConfig], words: list[str], group: str, options: dict[str, Any]
+    command: Command, given: Callable[..., RunConfig], words: list[str], group: str, options: Any
 ) -> None:
     assert given(command, *words).content(changed=True)[group] == options
-
-
-def test_targets_are_read_as_they_are_meant(command: Command, given: Callable[..., RunConfig]) -> None:
-    config = given(command, "--targets", "q_proj, v_proj", "--lr", "1e-3")
-    assert (config.method.targets, config.training.learning_rate) == (("q_proj", "v_proj"), 1e-3)
-    assert given(command, "--targets", "all-linear").method.targets == "all-linear"
 
 
 def test_every_option_of_a_constructor_and_of_the_pass_is_a_flag_with_its_help(
@@ -212,17 +208,3 @@ def test_an_option_of_a_registered_constructor_is_a_key_of_campaigns_and_of_the_
     axes = schema["$defs"]["Study"]["properties"]["axes"]["properties"]
     assert axes["toy_offset"] == {"type": "array", "items": described, "minItems": 1}
     assert [make_job("tune", options | one).id for one in others] == before
-
-
-@pytest.mark.usefixtures("as_a_user", "toy")
-def test_an_option_of_a_registered_constructor_is_refused_for_every_other_method(
-    command: Command, tmp_path: Path
-) -> None:
-    (tmp_path / "toys.yaml").write_text(CAMPAIGN.replace("toy}", "rawgrad}").replace("[toy]", "[rawgrad]"))
-    with pytest.raises(ConfigError, match=r"Study 'offsets': .*'rawgrad' does not read toy_offset .it is for toy"):
-        plan(read_campaign(tmp_path / "toys.yaml"), lambda _: None)
-    for method in ("fcca", "lora"):
-        status, _, errors = command("tune", *RUN, "--out", tmp_path / "x", "--toy-offset", "1", "--method", method)
-        assert (status, f"'{method}' does not read toy_offset (it is for toy)" in errors) == (2, True)
-    with pytest.raises(ConfigError, match="toy_offset must be a whole number from 0 to 8, but 9 came"):
-        make_job("tune", {"model": "pocket", "task": "sst2", "seed": 1, "method": "toy", "toy_offset": 9})

@@ -11,7 +11,6 @@ import pytest
 from peft import LoraConfig, get_peft_model
 from scipy.stats import binomtest
 
-from adapted import adapted
 from fixtures import shown
 from frozencore import export_lora, pack_adapter
 from frozencore.cli.run_screen import run_summary, sample_lines, size_lines
@@ -19,7 +18,7 @@ from frozencore.files.adapter_folder import WEIGHTS_FILE
 from frozencore.files.atomic_write import read_lines, write_lines
 from frozencore.text import wilson
 from small_runs import RECIPE, RESOLVED, made_up_record
-from tiny import tiny_qwen2
+from tiny import adapted, tiny_qwen2
 
 
 def test_samples_with_characters_at_which_python_splits_lines_are_read_back(tmp_path: Path) -> None:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import json
 import re
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
-from typing import ClassVar
 
 import pytest
 import yaml
+from huggingface_hub import CommitOperationAdd, HfApi
 
 from frozencore.cli import app as cli
 from frozencore.tune.config import make_config
@@ -107,117 +104,55 @@ def test_a_dry_run_says_what_would_be_read_and_taken_and_writes_nothing(command:
     assert re.fullmatch(r"Tom has \d+ cats \.⟦ two cats<\|endoftext\|>⟧", out.splitlines()[-1])
 
 
-def test_several_files_and_a_file_to_evaluate_on_are_in_the_record(command: Command, tmp_path: Path) -> None:
-    sizes = {"cats": 40, "dogs": 8}
-    cats, dogs = (write_rows(tmp_path / f"{kind}.jsonl", pairs(kind, size)) for kind, size in sizes.items())
+def test_what_is_read_held_out_left_out_cut_or_changed_is_shown_and_recorded(command: Command, tmp_path: Path) -> None:
+    odd = [
+        {"prompt": "Who ?", "completion": ""}, {"prompt": "Who ?", "completion": " Tom<|endoftext|>", "source": "b"},
+        {"prompt": "Tom has cats . " * 9, "completion": " one"}, {"prompt": "Tom", "completion": " has" * 30},
+    ]  # fmt: skip
+    cats, dogs = write_rows(tmp_path / "cats.jsonl", [*pairs("cats", 20), *odd]), tmp_path / "dogs.jsonl"
+    write_rows(dogs, pairs("dogs", 8))
     held = write_rows(tmp_path / "held.jsonl", [*pairs("cups", 5), *pairs("dogs", 2)])
-    data = ["--data", cats, "--data", dogs, "--eval-data", held]
-    status, out, err = command(*WORDS, *data, "--out", tmp_path / "run")
-    assert (status, err) == (0, "")
-    said = " ".join(out.split())
-    assert f"{cats}: 40 of 40 rows; {dogs}: 8 of 8 rows. Held-out rows are those of held.jsonl." in said
-    record = json.loads((tmp_path / "run" / "result.json").read_text())
-    used = record["rows"]
-    assert (used["read"], used["trained"], used["scored"], used["held_out_from"]) == (48, 46, 7, "held.jsonl")
-    assert used["left_out"] == {"also in --eval-data": 2}
-    assert used["sources"] == [
-        {"source": str(cats), "read": 40, "drawn": 40},
-        {"source": str(dogs), "read": 8, "drawn": 8},
-    ]
-    assert (record["config"]["data"], record["config"]["eval_data"]) == ([str(cats), str(dogs)], str(held))
-    assert RunRecord.model_validate_json((tmp_path / "run" / "result.json").read_text()).content() == record
-    status, _, err = command("tune", "--config", tmp_path / "run" / "run.yaml", "--out", tmp_path / "again")
-    assert (status, err) == (0, "")
-    assert json.loads((tmp_path / "again" / "result.json").read_text())["hashes"] == record["hashes"]
-
-
-def test_what_is_not_used_dropped_or_changed_is_shown_without_a_folder_and_recorded(
-    command: Command, tmp_path: Path
-) -> None:
-    bad = [{"prompt": "Who ?", "completion": ""}]
-    ended = [{"prompt": "Who ?", "completion": " Tom<|endoftext|>", "source": "b"}]
-    rows = write_rows(
-        tmp_path / "rows.jsonl", [{**row, "id": i} for i, row in enumerate([*pairs("cats", 12), *bad, *ended])]
-    )
-    words = (*WORDS, "--data", rows, "--skip-bad")
-    lines = (
-        "Read 14 rows by prompt and completion; 1 left out (column 'completion' must hold text). "
-        "2 columns not used: id and source. 1 row changed: <|endoftext|> stood in a text where it is written anyway"
-    )
-    status, out, err = command(*words, "--dry-run")
-    assert (status, err) == (0, "")
-    assert lines in " ".join(out.split())
-    assert out.count("(the marked part carries the loss)") == 3
-    assert not list(tmp_path.glob("*/"))
-    status, out, err = command(*words, "--out", tmp_path / "run")
-    assert (status, err) == (0, "")
-    assert "2 columns not used: id and source" in " ".join(out.split())
-    used = json.loads((tmp_path / "run" / "result.json").read_text())["rows"]
-    assert used["unused_columns"] == ["id", "source"]
-    assert list(used["changed"].values()) == [1]
-
-
-def test_rows_that_are_too_long_are_refused_or_left_out_and_counted(command: Command, tmp_path: Path) -> None:
-    long = [{"prompt": "Tom has cats . " * 9, "completion": " one"}, {"prompt": "Tom", "completion": " has" * 30}]
-    rows = write_rows(tmp_path / "rows.jsonl", [*pairs("cats", 10), *long])
-    words = [*WORDS, "--data", rows, "--max-length", "16"]
+    words = (*WORDS, "--data", cats, "--data", dogs, "--eval-data", held, "--skip-bad", "--max-length", 16)
     status, _, err = command(*words, "--out", tmp_path / "run")
-    assert (status, err.count("\n")) == (2, 1)
+    assert (status, err.count("\n"), (tmp_path / "run").exists()) == (2, 1, False)
     assert "--too-long skip" in err
-    assert not (tmp_path / "run").exists()
-    status, out, _ = command(*words, "--too-long", "cut", "--out", tmp_path / "run")
-    assert status == 0
-    assert "10 rows to train on, 1 to score, 1 prompt cut, 1 row skipped as too long" in out
-    assert "Read 12 rows by prompt and completion; 1 left out (too long)." in out
-    used = json.loads((tmp_path / "run" / "result.json").read_text())["rows"]
-    assert (used["cut"], used["skipped"], used["trained"] + used["scored"]) == (1, 1, 11)
-
-
-class Hub(BaseHTTPRequestHandler):
-    """A hub that takes small files and keeps them."""
-
-    files: ClassVar[dict[str, bytes]] = {}
-    visibility: ClassVar[list[str]] = []
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if self.path == "/api/repos/create":
-            self.visibility.append(json.loads(body)["visibility"])
-            answer: dict[str, object] = {"url": "https://huggingface.co/anna/mine"}
-        elif "/preupload/" in self.path:
-            paths = [file["path"] for file in json.loads(body)["files"]]
-            answer = {"files": [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in paths]}
-        elif self.path == "/api/validate-yaml":  # of the card
-            answer = {"errors": [], "warnings": []}
-        else:
-            for line in map(json.loads, body.splitlines()):
-                if line["key"] == "file":
-                    self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-            answer = {"commitUrl": "https://huggingface.co/anna/mine/commit/0", "commitOid": "0", "success": True}
-        text = json.dumps(answer).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *_: object) -> None:
-        pass
+    status, out, err = command(*words, "--too-long", "cut", "--out", tmp_path / "run")
+    assert (status, err) == (0, "")
+    record = json.loads((tmp_path / "run" / "result.json").read_text())
+    used, said = record["rows"], " ".join(out.split())
+    assert (used["read"], used["trained"], used["scored"], used["held_out_from"]) == (32, 28, 7, "held.jsonl")
+    assert used["left_out"] == {"column 'completion' must hold text": 1, "too long": 1, "also in --eval-data": 2}
+    assert (used["cut"], used["skipped"], list(used["changed"].values())) == (1, 1, [1])
+    assert (used["unused_columns"], [one["source"] for one in used["sources"]]) == (["source"], [str(cats), str(dogs)])
+    for words_said in (
+        "28 rows to train on, 7 to score, 1 prompt cut, 1 row skipped as too long", "1 column not used: source",
+        "1 row changed: <|endoftext|>", "Held-out rows are those of held.jsonl", f"{dogs}: 8 of 8 rows",
+        "4 left out (",
+    ):  # fmt: skip
+        assert words_said in said
+    assert RunRecord.model_validate_json((tmp_path / "run" / "result.json").read_text()).content() == record
+    assert command("tune", "--config", tmp_path / "run" / "run.yaml", "--out", tmp_path / "again")[0] == 0
+    assert json.loads((tmp_path / "again" / "result.json").read_text())["hashes"] == record["hashes"]
 
 
 def test_a_run_uploads_its_adapter_to_a_private_repository(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = HTTPServer(("127.0.0.1", 0), Hub)
-    Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    sent: dict[str, bytes] = {}
+
+    def create_repo(_: HfApi, repository: str, *, private: bool, exist_ok: bool) -> str:
+        assert private
+        return f"https://hub/{repository}"
+
+    def create_commit(_: HfApi, repository: str, added: list[CommitOperationAdd], *, commit_message: str) -> None:
+        sent.update({f"{repository}/{one.path_in_repo}": Path(one.path_or_fileobj).read_bytes() for one in added})
+
+    monkeypatch.setattr(HfApi, "create_repo", create_repo)
+    monkeypatch.setattr(HfApi, "create_commit", create_commit)
     monkeypatch.setenv("HF_TOKEN", "hf_x")
     few = ("--task", "pocket-sentiment", "--num-train", 8, "--num-evaluation", 8)
     status, out, err = command(*WORDS, *few, "--push-to-hub", "anna/mine", "--out", tmp_path / "run")
-    server.shutdown()
     assert status == 0, err
-    assert f"Uploaded: http://127.0.0.1:{server.server_port}/anna/mine" in out
+    assert "Uploaded: https://hub/anna/mine" in out
     adapter = tmp_path / "run" / "adapter"
-    assert Hub.files == {file.name: file.read_bytes() for file in adapter.iterdir()}
-    assert Hub.visibility == ["private"]
+    assert sent == {f"anna/mine/{file.name}": file.read_bytes() for file in adapter.iterdir()}

@@ -24,8 +24,6 @@ from frozencore.constructors import (
     signgrad_basis,
     vera_basis,
 )
-from frozencore.constructors.eva import EVA_OUTPUTS
-from frozencore.errors import ConfigError
 from frozencore.maths.basis import Basis
 from frozencore.maths.moments import LayerMoments
 from frozencore.maths.whitening import Whitening
@@ -129,7 +127,7 @@ def test_filora_with_diagonal_factors_selects_coordinates() -> None:
 @pytest.mark.parametrize("output", ["weight_times_input", "output_pca"])
 def test_eva_equals_the_reference(center: bool, output: str) -> None:
     layer = drawn_layer(mean=3.0)
-    basis = eva_basis(layer.moments(), torch.tensor(layer.W), 3, center=center, output=output)
+    basis = build_basis("eva", layer.evidence(), EvaOptions(rank=3, eva_center=center, eva_output=output))
     P0, Q0 = ref.eva_factors(layer.reference(), 3, center=center, output_pca=output == "output_pca")
     assert ref.span_distance(numpy_of(basis.P), P0) < 1e-5
     assert ref.span_distance(numpy_of(basis.Q), Q0) < 1e-5
@@ -159,23 +157,6 @@ def test_evas_other_output_sides_leave_its_inputs_alone() -> None:
     assert ref.span_distance(numpy_of(svd.P), ref.lora_xs_factors(layer.reference(), 3)[0]) < 1e-5
     assert torch.equal(drawn.P, eva_basis(layer.moments(), W, 3, output="random", seed=3).P)
     assert not torch.allclose(drawn.P, eva_basis(layer.moments(), W, 3, output="random", seed=4).P)
-
-
-@pytest.mark.usefixtures("as_a_user")
-def test_an_output_side_that_eva_has_not_is_refused() -> None:
-    with pytest.raises(ConfigError, match="eva_output must be one of .*'pca' came"):
-        eva_basis(drawn_layer().moments(), torch.eye(12, 10), 3, output="pca")
-
-
-def test_the_table_hands_evas_options_on() -> None:
-    layer = drawn_layer(mean=3.0).evidence()
-    for center in (False, True):
-        for output in EVA_OUTPUTS:
-            options = EvaOptions(rank=3, eva_center=center, eva_output=output, seed=4, coordinates="qr")
-            expected = eva_basis(layer.data, layer.weight(), 3, center=center, output=output, seed=layer.seed(4))
-            found = build_basis("eva", layer, options)
-            assert torch.equal(found.P, expected.P)
-            assert torch.equal(found.Q, expected.Q)
 
 
 def test_evas_output_side_survives_a_weight_that_kills_a_direction() -> None:

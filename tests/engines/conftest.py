@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_process import VllmServer
 from frozencore import export_lora
-from served_adapters import ADAPTERS, ForeignLora, write_adapter, write_base, write_foreign_loras
+from serving import ADAPTERS, ForeignLora, VllmServer, write_adapter, write_base, write_foreign_loras
 
 MAX_RANK, SLOTS = 16, 3
 

@@ -11,9 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from engine_process import LlamaServer, convert
 from frozencore import export_merged
-from served_adapters import ADAPTERS, NUM_TOKENS, PROMPTS, TOLERANCE, Referee, load_base, native, peft_of, worst_error
+from serving import (
+    ADAPTERS,
+    NUM_TOKENS,
+    PROMPTS,
+    TOLERANCE,
+    LlamaServer,
+    Referee,
+    convert,
+    load_base,
+    native,
+    peft_of,
+    worst_error,
+)
 
 pytestmark = pytest.mark.slow
 

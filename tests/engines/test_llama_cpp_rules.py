@@ -16,9 +16,18 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from torch import Tensor
 
-from engine_process import LlamaServer, RefusedError, convert, environment_of
 from frozencore import check_lora_directory
-from served_adapters import DIRECTORIES, ForeignLora, by_peft, changed, serves_right
+from serving import (
+    DIRECTORIES,
+    ForeignLora,
+    LlamaServer,
+    RefusedError,
+    by_peft,
+    changed,
+    convert,
+    environment_of,
+    serves_right,
+)
 from tiny import tiny_gpt2
 
 pytestmark = pytest.mark.slow

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from peft import LoraConfig, get_peft_model
 
-from engine_process import ENGINES, SETTINGS, EngineProcess, LlamaServer, VllmServer, convert, environment_of
-from places import ROOT
-from served_adapters import load_base
+from fixtures import ROOT
+from serving import ENGINES, SETTINGS, EngineProcess, LlamaServer, VllmServer, convert, environment_of, load_base
 
 pytestmark = pytest.mark.slow
 

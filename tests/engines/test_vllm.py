@@ -14,9 +14,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine_process import Answer, RefusedError, VllmServer
 from frozencore import export_merged
-from served_adapters import ADAPTERS, NUM_TOKENS, PROMPTS, TOLERANCE, Referee, load_base, native, peft_of, worst_error
+from serving import (
+    ADAPTERS,
+    NUM_TOKENS,
+    PROMPTS,
+    TOLERANCE,
+    Answer,
+    Referee,
+    RefusedError,
+    VllmServer,
+    load_base,
+    native,
+    peft_of,
+    worst_error,
+)
 
 pytestmark = pytest.mark.slow
 

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 from peft import PeftModel
 
-from adapted import train_at_random
-from engine_process import environment_of
+from fixtures import ROOT
 from frozencore import export_basis_model, tenant_weights
-from places import ROOT
-from served_adapters import Referee, cores_on, load_base
+from serving import Referee, cores_on, environment_of, load_base
+from tiny import train_at_random
 
 pytestmark = pytest.mark.slow
 

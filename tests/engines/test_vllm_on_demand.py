@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 from peft import PeftModel
 
-from adapted import train_at_random
-from engine_process import RefusedError, VllmServer
 from frozencore import export_basis_model, export_tenant
-from served_adapters import FOR_CORES, NUM_TOKENS, PROMPTS, TOLERANCE, Referee, cores_on, load_base
+from serving import FOR_CORES, NUM_TOKENS, PROMPTS, TOLERANCE, Referee, RefusedError, VllmServer, cores_on, load_base
+from tiny import train_at_random
 
 pytestmark = pytest.mark.slow
 

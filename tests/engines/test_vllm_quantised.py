@@ -9,10 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
-from adapted import train_at_random
-from engine_process import VllmServer
 from frozencore import export_basis_model, export_tenant
-from served_adapters import FOR_CORES, NUM_TOKENS, PROMPTS, TOLERANCE, Referee, cores_on
+from serving import FOR_CORES, NUM_TOKENS, PROMPTS, TOLERANCE, Referee, VllmServer, cores_on
+from tiny import train_at_random
 
 pytest.importorskip("torchao")
 

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from engine_process import RefusedError, VllmServer, environment_of
+from fixtures import ROOT
 from frozencore.adapter.export.serving import RUN, VLLM_MAX_RANKS
-from places import ROOT
-from served_adapters import DIRECTORIES, ForeignLora, serves_right
+from serving import DIRECTORIES, ForeignLora, RefusedError, VllmServer, environment_of, serves_right
 from tiny import tiny_gpt2
 
 pytestmark = pytest.mark.slow

@@ -15,14 +15,13 @@ import pytest
 import torch
 from peft import PeftModel, get_peft_model
 
-from adapted import adapted
 from frozencore import FrozenCoreConfig, export_lora, get_bases, load_basis, save_basis
 from frozencore.adapter.export.base_model import export_merged
 from frozencore.errors import ArtifactError, ModelError
 from frozencore.files.hub import HUB_TIMEOUT_S, hub_answers, safe_loading
 from frozencore.tune.load import load_config, load_model, load_tokenizer
 from frozencore.tune.pocket import pocket_model_path
-from tiny import tiny_qwen2
+from tiny import adapted, tiny_qwen2
 
 NOWHERE = "http://127.0.0.1:9"
 COMMIT = "0" * 40

@@ -17,6 +17,7 @@ from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from fixtures import SHARED
 from frozencore import FrozenCoreConfig
 from frozencore.calibration.preserve import own_random_state
 from frozencore.errors import ArtifactError, ConfigError, DataError, ModelError
@@ -42,7 +43,6 @@ from frozencore.tune.task_registry import PAPER_TASKS, find_task
 from frozencore.tune.tasks import Task, answers
 from frozencore.tune.tasks.splits import evaluation_rows
 from input_files import FEATURES, write_hub_folder
-from places import SHARED
 from small_runs import RESOLVED, made_up_record, silent
 
 PREFIX = "frozencore_"

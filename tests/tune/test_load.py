@@ -13,7 +13,6 @@ from peft import PeftModel
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from adapted import BATCHES, adapted
 from families import make
 from frozencore import calibrate, export_lora, export_merged
 from frozencore.errors import CalibrationError, ConfigError, ModelError
@@ -22,7 +21,7 @@ from frozencore.tune import load as models
 from frozencore.tune.config import make_config
 from frozencore.tune.load import load_model, resolve_targets
 from frozencore.tune.methods import Targets, find_method
-from tiny import ATTENTION
+from tiny import ATTENTION, BATCHES, adapted
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "down_proj"), ("model.layers.1.mlp.up_proj",)])

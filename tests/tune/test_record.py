@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from fixtures import LAB
 from frozencore.errors import ArtifactError
-from frozencore.files.atomic_write import atomic_folder, require_writable, write_json, write_lines
+from frozencore.files.atomic_write import atomic_folder, require_writable, write_json
 from frozencore.maths.capture import Capture
 from frozencore.tune.provenance import provenance, source_commit
 from frozencore.tune.record import Alignment, Failure, Provenance, StabilityRecord, read_failure, read_record
-from places import LAB
 from small_runs import RESOURCES, SCORE, made_up_record, record_content
 
 
@@ -80,11 +80,6 @@ def test_a_folder_that_is_overwritten_is_there_until_the_new_one_is(
     with pytest.raises(ArtifactError, match="is there already"), atomic_folder(tmp_path / "late", overwrite=False):
         (tmp_path / "late" / "config.json").write_text("another's")
     assert (tmp_path / "late" / "config.json").read_text() == "another's"
-
-
-def test_lines_are_one_object_each(tmp_path: Path) -> None:
-    write_lines(tmp_path / "a.jsonl", [{"a": 1}, {"b": "ü\n"}])
-    assert [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()] == [{"a": 1}, {"b": "ü\n"}]
 
 
 def test_provenance_names_versions_machine_and_commit() -> None:
@@ -177,6 +172,8 @@ def test_the_promised_decrease_adds_up_and_gradients_are_one_norm(alignment: Ali
     assert alignment.gradient == pytest.approx(5)
     assert alignment.gradient_share == pytest.approx(5 / 13)
     assert alignment.damping == 1e-3
+    assert Alignment.model_validate_json(json.dumps(alignment.content())) == alignment
+    assert Alignment.of({}) is None
 
 
 def test_spectra_ranks_and_spreads_are_medians(alignment: Alignment) -> None:
@@ -198,11 +195,3 @@ def test_layers_stand_side_by_side_in_few_digits(alignment: Alignment) -> None:
     assert third is not None
     assert (third.layers.gradient, third.gradient) == ((0.333333,), 1 / 3)
     assert {len(column) for column in layers.content().values()} == {3}
-
-
-def test_it_is_read_as_it_was_written(alignment: Alignment) -> None:
-    assert Alignment.model_validate_json(json.dumps(alignment.content())) == alignment
-
-
-def test_without_layers_there_is_none() -> None:
-    assert Alignment.of({}) is None

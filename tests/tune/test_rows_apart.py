@@ -7,12 +7,12 @@ import torch
 from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from adapted import adapted
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.scoring.exact_match import generate_greedily
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
+from tiny import adapted
 
 SIZE = {
     "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,

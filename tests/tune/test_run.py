@@ -23,7 +23,6 @@ from frozencore.errors import (
     ConfigError,
     DivergenceError,
     FrozenCoreError,
-    ModelError,
     TrainingError,
 )
 from frozencore.files.fingerprint import fingerprint_model
@@ -215,13 +214,11 @@ def no_work(stage: str, *_: object) -> None:
     ("changed", "difference"),
     [
         ({"method": "rawgrad"}, "--method rawgrad came, before: fcca"),
-        ({"rank": 3}, "--rank 3 came, before: 4"),
         ({"rank": 16}, "--rank 16 came, before: 4"),  # the default
         ({"core": {"damping": 10.0}}, "--damping 10.0 came, before: 0.001"),
         ({"targets": ("q_proj",)}, r"--targets \['q_proj'\] came, before: none"),
         ({"dtype": "bfloat16"}, "--dtype bfloat16 came, before: auto"),
         ({"num_train": 16}, "--num-train 16 came, before: 24"),
-        ({"epochs": 1}, "--epochs 1 came, before: 2"),
         ({"seed": 7}, "--seed 7 came, before: 42"),
     ],
 )
@@ -329,37 +326,6 @@ def test_a_run_that_diverges_leaves_no_record(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run" / "result.json").exists()
     assert not (tmp_path / "run" / "adapter").exists()
-
-
-def test_own_rows_are_scored_by_held_out_loss(tmp_path: Path) -> None:
-    rows = [{"prompt": f"Tom has {i} cats .", "completion": f" {i} cats"} for i in range(40)]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    own = {"task": None, "data": path, "num_train": None, "num_evaluation": None, "exact_match": "no"}
-    record = execute(config_of(**own), tmp_path / "run", silent)
-    assert record.held_out_loss < record.held_out_loss_before
-    assert not record.has("accuracy")
-    assert "accuracy" not in json.loads((tmp_path / "run" / "result.json").read_text())
-    assert not (tmp_path / "run" / "predictions.jsonl").exists()
-
-
-@pytest.mark.parametrize(
-    ("overrides", "kind", "message"),
-    [
-        ({"targets": ("q_prj",)}, ConfigError, "'q_prj' matches no layer.*q_proj"),
-        ({"targets": ("q_proj", "v_prj")}, ConfigError, "'v_prj' matches no layer"),
-        ({"model": "nowhere/to/be/found"}, ModelError, "no such folder"),
-        ({"max_length": 100_000}, ConfigError, "beyond the model's context"),
-        ({"device": "cuda:99"}, ConfigError, "no device"),
-    ],
-)
-def test_bad_input_is_refused_before_anything_is_written(
-    overrides: dict[str, Any], kind: type[Exception], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(kind, match=message) as error:
-        execute(config_of(**overrides), tmp_path / "run", silent)
-    assert "\n" not in str(error.value)
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_nan_in_the_model_stops_the_run_before_anything_is_written(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from peft import PeftModel
 
+from fixtures import LAB
 from frozencore.tune.config import RunConfig, make_config
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import SelectedCheckpoint, TunedRecord
@@ -20,7 +21,6 @@ from frozencore_lab.campaign.job import make_job
 from frozencore_lab.campaign.plan import plan
 from frozencore_lab.campaign.spec import read_campaign
 from input_files import write_task
-from places import LAB
 from small_runs import inputs_of, silent
 
 
@@ -80,7 +80,9 @@ def test_the_loss_alone_chooses_where_it_is_asked_or_there_is_no_accuracy(tmp_pa
     few = {"epochs": 1, "learning_rate": None, "select_checkpoint": 2, "num_evaluation": 8}
     configs = (config_of(**few, select_by="held_out_loss"), config_of(**few, task=None, data=rows))
     for i, config in enumerate(configs):
-        found = chosen(execute(config, tmp_path / f"{i}", silent))
+        record = execute(config, tmp_path / f"{i}", silent)
+        assert record.has("accuracy") == (tmp_path / f"{i}" / "predictions.jsonl").exists() == (i == 0)
+        found = chosen(record)
         assert found.by == "held_out_loss"
         assert {score.accuracy for score in found.scores} == {None}
         assert found.kept_step == min(found.scores, key=lambda score: score.held_out_loss).step

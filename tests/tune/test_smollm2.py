@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fixtures import ROOT, SHARED
 from frozencore.errors import ModelError
 from frozencore.tune import smollm2
 from frozencore.tune.load import load_model
@@ -21,7 +22,6 @@ from frozencore.tune.scoring.choice import predict_choices
 from frozencore.tune.smollm2 import FILE, FILE_SHA256, make_smollm2
 from frozencore.tune.task_registry import PAPER_TASKS
 from frozencore.tune.tasks.splits import evaluation_rows
-from places import ROOT, SHARED
 
 HERE = SHARED / "models" / "smollm2" / FILE
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from fixtures import LAB
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.constructors import CONSTRUCTORS
 from frozencore.errors import ConfigError
@@ -25,7 +26,6 @@ from frozencore_lab.campaign.results import load_results, tally
 from frozencore_lab.campaign.shared_moments import moments_key, needs_of
 from frozencore_lab.campaign.spec import PLACES, Campaign, column_key, read_campaign
 from frozencore_lab.campaign.store import Store
-from places import LAB
 from small_campaign import write_spec
 from small_runs import made_up_record, record_content
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fixtures import LAB
 from frozencore.errors import NoRowsError
 from frozencore.tune.config import RunConfig
 from frozencore.tune.rows import Example
@@ -20,7 +21,6 @@ from frozencore_lab.campaign.plan import Planned, plan, search_rows
 from frozencore_lab.campaign.shared_moments import moments_file
 from frozencore_lab.campaign.spec import read_campaign
 from input_files import write_hub_folder, write_task
-from places import LAB
 from small_campaign import write_spec
 
 TENTH = "10% of train"

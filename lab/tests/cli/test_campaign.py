@@ -13,6 +13,7 @@ import torch
 import yaml
 from rich.console import Console
 
+from fixtures import LAB, PAPER_TABLES
 from frozencore.constructors import CONSTRUCTORS
 from frozencore.tune.pocket import POCKET_TASKS, pocket_model_path
 from frozencore_lab.campaign.job import make_job
@@ -24,7 +25,6 @@ from frozencore_lab.cli import campaign as verbs
 from frozencore_lab.cli import campaign_lines as campaign_command
 from frozencore_lab.cli.campaign import demo_campaign
 from frozencore_lab.cli.campaign_lines import Board
-from places import LAB, PAPER_TABLES
 from small_campaign import write_spec
 
 PAPER = PAPER_TABLES / "paper_q3.csv"

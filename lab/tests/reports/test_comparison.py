@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from scipy import stats
 
+from fixtures import PAPER_TABLES
 from frozencore.errors import DataError
 from frozencore_lab.reports.comparison import TaskTable, analyse, comparison_view, family_sheet, read_task_means
 from frozencore_lab.reports.statistics import (
@@ -31,7 +32,6 @@ from frozencore_lab.reports.statistics import (
     signed_rank,
     wins_ties_losses,
 )
-from places import PAPER_TABLES
 
 PAPER = PAPER_TABLES
 

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
+from fixtures import PAPER_TABLES
 from frozencore_lab.reports.comparison import compare, read_task_means
 from frozencore_lab.reports.pivot import ACCURACY, COSINES, LOSS, averages, means_csv, measures_of, pivots, runs_csv
 from frozencore_lab.reports.report import study_section
@@ -24,7 +25,6 @@ from frozencore_lab.reports.sheet import (
     transposed,
 )
 from frozencore_lab.reports.tables import counted_values, pivot_sheet
-from places import PAPER_TABLES
 from small_runs import SCORE, record_content, stability_content
 
 BUDGET = """

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tomllib
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,55 +21,21 @@ from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GemmaConfig,
-    GemmaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PhiConfig,
-    PhiForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import frozencore_basis_model
-from adapted import BATCHES, adapted, logits
-from fixtures import few
-from frozencore import check_lora_directory, export_basis_model, export_tenant, save_basis, tenant_weights
+from families import make
+from fixtures import ROOT, few
+from frozencore import export_basis_model, export_tenant, save_basis, tenant_weights
 from frozencore.errors import ArtifactError
 from frozencore_basis_model import LinearOnBasis
-from places import ROOT
-from tiny import VOCABULARY, tiny_gpt2, tiny_llama, tiny_qwen2
-
-SMALL = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
-    "initializer_range": 0.2, "pad_token_id": 0,
-}  # fmt: skip
-
-
-def made(kind: type[nn.Module], config: type, **overrides: object) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return kind(config(**{**SMALL, **overrides})).eval()
-
+from tiny import BATCHES, adapted, logits, tiny_gpt2, tiny_llama, tiny_qwen2
 
 FAMILIES = {
     "llama": (tiny_llama, {}),
     "qwen2, tied": (tiny_qwen2, {"target_modules": "all-linear"}),
-    "qwen3": (lambda: made(Qwen3ForCausalLM, Qwen3Config), {"target_modules": "all-linear"}),
-    "gemma": (lambda: made(GemmaForCausalLM, GemmaConfig), {}),
-    "gemma2": (lambda: made(Gemma2ForCausalLM, Gemma2Config), {"target_modules": "all-linear"}),
-    "mistral": (lambda: made(MistralForCausalLM, MistralConfig), {"target_modules": ["q_proj", "down_proj"]}),
-    "phi": (lambda: made(PhiForCausalLM, PhiConfig), {"target_modules": "all-linear"}),
-    "phi3": (lambda: made(Phi3ForCausalLM, Phi3Config), {"target_modules": "all-linear"}),
+    **{name: (partial(make, name), {"target_modules": "all-linear"}) for name in ("qwen3", "gemma2", "phi", "phi3")},
+    "mistral": (partial(make, "mistral"), {"target_modules": ["q_proj", "down_proj"]}),
     "gpt2": (tiny_gpt2, {"target_modules": "all-linear"}),
     "gpt2 c_attn": (tiny_gpt2, {"target_modules": ["c_attn"], "alpha": 5.0}),
     "scale": (tiny_qwen2, {"alpha": 7.0, "alpha_pattern": {"o_proj": 2.0}}),
@@ -115,8 +82,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 @pytest.mark.parametrize("family", few(FAMILIES, "llama", "gpt2", "phi", "gemma2", "scale"))
 def test_a_tenant_on_its_basis_model_gives_the_logits_of_the_native_adapter(family: str, tmp_path: Path) -> None:
-    make, options = FAMILIES[family]
-    case = exported(tmp_path, make(), **options)
+    base, options = FAMILIES[family]
+    case = exported(tmp_path, base(), **options)
     true = native(case, torch.float64)
     torch.testing.assert_close(served(case, torch.float64), true, rtol=1e-6, atol=1e-6)  # s·R is stored in float32
     ours, theirs = native(case, torch.float32), served(case, torch.float32)
@@ -299,12 +266,6 @@ def test_a_tenant_names_its_basis_model_in_the_words_that_were_given(
         export_tenant(plain.adapter, tmp_path / "tenant", basis_model=words, overwrite=True)
         config = json.loads((tmp_path / "tenant" / "adapter_config.json").read_text())
         assert (config["peft_type"], config["base_model_name_or_path"]) == ("LORA", words)
-
-
-def test_check_says_that_vllm_serves_a_tenant_and_the_others_do_not(plain: Case) -> None:
-    report = check_lora_directory(plain.tenant)
-    assert (report.engines, report.is_tenant) == (("vLLM",), True)
-    assert [problem.rule for problem in report.problems] == ["no_tenant"]
 
 
 def test_vllm_finds_the_architecture_by_an_entry_point() -> None:

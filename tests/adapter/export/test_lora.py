@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from adapted import BATCHES, adapted, logits, train_at_random
 from frozencore import FrozenCoreConfig, check_lora_directory, export_lora, export_merged
 from frozencore.adapter.export.serving import ENGINES
-from tiny import tiny_gpt2, tiny_llama, tiny_qwen2
+from tiny import BATCHES, adapted, logits, tiny_gpt2, tiny_llama, tiny_qwen2, train_at_random
 
 STOCK = """
 import json, sys, warnings

@@ -13,11 +13,10 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from adapted import adapted
 from frozencore import check_lora_directory, export_lora
 from frozencore.adapter.export.serving import ENGINES, RULES
 from frozencore.errors import ArtifactError
-from tiny import tiny_qwen2
+from tiny import adapted, tiny_qwen2
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 MLP = "base_model.model.model.layers.0.mlp"

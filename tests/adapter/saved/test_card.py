@@ -11,11 +11,10 @@ from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.utils import validate_repo_id
 from peft import PeftModel, PromptTuningConfig, get_peft_model
 
-from adapted import adapted
 from frozencore import export_lora, merge_adapters, pack_adapter, save_basis, write_model_card
 from frozencore.adapter.saved.card import begin_model_card
 from frozencore.errors import ArtifactError
-from tiny import tiny_qwen2
+from tiny import adapted, tiny_qwen2
 
 
 @pytest.fixture

@@ -25,7 +25,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from adapted import set_values
 from frozencore import (
     CoreBank,
     FrozenCoreConfig,
@@ -48,6 +47,7 @@ from frozencore.errors import FrozenCoreError
 from frozencore.files.adapter_folder import LARGEST_CONFIG
 from frozencore.files.fingerprint import fingerprint_options
 from frozencore.tune.evaluate import BaseWithAdapter
+from tiny import set_values
 
 WEIGHTS, CONFIG, HEADER, FACTORS = "adapter_model.safetensors", "adapter_config.json", "basis.json", "basis.safetensors"
 HUGE = int("9" * 400)

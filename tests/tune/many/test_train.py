@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from adapted import adapted, cores_of, train_at_random
 from frozencore import FrozenCoreConfig
 from frozencore.errors import CalibrationError, ConfigError, DataError
 from frozencore.tune.many.slots import row_losses
@@ -21,7 +20,7 @@ from frozencore.tune.training.callbacks import Selection
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
 from small_runs import difference
-from tiny import draw_rows, tiny_gpt2, tiny_qwen2
+from tiny import adapted, cores_of, draw_rows, tiny_gpt2, tiny_qwen2, train_at_random
 
 RECIPE = Recipe(learning_rate=2e-2, warmup=0.2, epochs=2, batch_size=2, accumulation=2)
 

@@ -11,14 +11,13 @@ import torch
 from peft import PeftModel
 from torch import nn
 
-from adapted import BATCHES
 from frozencore import calibrate, frozen_core_layers, get_bases
 from frozencore.errors import ConfigError
 from frozencore.tune.methods import METHODS, AdapterOptions, find_method
 from frozencore.tune.scoring.forward import unload_adapter
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
-from tiny import ATTENTION, VOCABULARY, draw_rows, tiny_qwen2
+from tiny import ATTENTION, BATCHES, VOCABULARY, draw_rows, tiny_qwen2
 
 EVERY = pytest.mark.parametrize("name", METHODS)
 OPTIONS = AdapterOptions(rank=3, targets=ATTENTION, seed=1, core={})

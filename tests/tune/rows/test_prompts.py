@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from datetime import date, datetime
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +17,6 @@ from transformers import (
     CONFIG_MAPPING,
     AutoTokenizer,
     BloomConfig,
-    DataCollatorForLanguageModeling,
-    DataCollatorForSeq2Seq,
     Gemma3Config,
     GPT2Config,
     MptConfig,
@@ -33,7 +30,6 @@ from frozencore.tune.rows.prompts import PROMPT_DATE, PromptEncoder, context_lim
 from frozencore.tune.rows.token_batches import PaddingCollator, group_rows, make_batches
 from frozencore.tune.scoring.score import held_out_loss
 from frozencore.tune.task_registry import find_task
-from frozencore.tune.tasks.splits import split_task
 from tiny import tiny_qwen2
 
 EXAMPLE = Example("row-1", "Is it?", " yes", (" yes", " no"))
@@ -252,17 +248,6 @@ def test_a_completion_is_never_cut_and_what_leaves_no_room_for_its_prompt_is_nam
     assert ends == ["abcd</s>", "abcd</s>", "a" * 7]
 
 
-def test_real_rows_spell_their_text_and_no_boundary_merges(tiny1m: Path, shared_data: Path) -> None:
-    encoder = PromptEncoder(AutoTokenizer.from_pretrained(tiny1m), max_length=256)
-    for name in ("sst2", "svamp"):
-        examples = split_task(find_task(name), shared_data).train[:200]
-        texts = [encoder.render(example) for example in examples]
-        for row, text in zip(encoder.training_rows(texts), texts, strict=True):
-            assert row.input_ids[:-1] == encoder.tokenizer(text.context + text.completion)["input_ids"]
-            assert row.input_ids[0] == 1
-            assert row.input_ids[-1] == 2
-
-
 def test_labels_mark_completions_only_also_where_padding_is_the_end_token() -> None:
     rows = [TokenRow("a", [5, 6, 7, 2], 2), TokenRow("b", [5, 2], 1)]
     batch = PaddingCollator(pad_id=2)(rows)
@@ -402,15 +387,3 @@ def test_text_that_a_tokenizer_does_not_know_is_told_from_its_own(byte_tokenizer
     ]
     assert shares[0] < 0.15 < 0.3 < shares[1]
     assert unknown_share(byte_tokenizer(), [TokenRow("r", byte_tokenizer()("words")["input_ids"], 0)]) == 1.0
-
-
-def test_labels_made_by_hand_teach_the_end_where_padding_is_the_end_token(byte_tokenizer: Callable[..., Any]) -> None:
-    """``DataCollatorForLanguageModeling`` gives every padding token, and so every end, the label -100."""
-    tokenizer = byte_tokenizer()
-    assert tokenizer.pad_token_id == tokenizer.eos_token_id
-    rows = [tokenizer(text + tokenizer.eos_token) for text in ("a", "bcd")]
-    batch = DataCollatorForSeq2Seq(tokenizer)([{**row, "labels": list(row["input_ids"])} for row in rows])
-    ends = [row[row != -100][-1] for row in batch["labels"]]
-    assert ends == [tokenizer.eos_token_id] * 2
-    masked = DataCollatorForLanguageModeling(tokenizer, mlm=False)([dict(row) for row in rows])["labels"]
-    assert not bool((masked == tokenizer.eos_token_id).any())

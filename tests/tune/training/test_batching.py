@@ -9,13 +9,12 @@ from itertools import pairwise
 import pytest
 import torch
 
-from adapted import adapted
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
 from frozencore.tune.training.trainer import GROUPS, GroupingCollator, group_by_length
-from tiny import draw_examples, tiny_all_logits, tiny_qwen2
+from tiny import adapted, draw_examples, tiny_all_logits, tiny_qwen2
 
 
 def rows_of_many_lengths(num: int) -> list[TokenRow]:

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from adapted import BATCHES
 from fixtures import few
 from forked import ended
 from frozencore import calibrate
@@ -26,7 +25,7 @@ from frozencore.tune.training.callbacks import Saving
 from frozencore.tune.training.checkpoints import Stop, is_whole
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import TrainingReport, train
-from tiny import ATTENTION, draw_rows, tiny_qwen2
+from tiny import ATTENTION, BATCHES, draw_rows, tiny_qwen2
 
 ROWS = draw_rows(20, seed=5)
 RECIPE = Recipe(

@@ -17,14 +17,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from adapted import adapted
 from frozencore.errors import ConfigError, DataError, TrainingError
 from frozencore.tune.rows.token_batches import PaddingCollator
 from frozencore.tune.training import recipe as recipes
 from frozencore.tune.training.callbacks import Selection
 from frozencore.tune.training.recipe import Recipe, epochs_for, require_reporters
 from frozencore.tune.training.train import train
-from tiny import draw_rows, tiny_gpt2, tiny_qwen2
+from tiny import adapted, draw_rows, tiny_gpt2, tiny_qwen2
 
 ROWS = draw_rows(20, seed=5)
 RECIPE = Recipe(learning_rate=1e-2, epochs=2, batch_size=2, accumulation=3, warmup=0.3)

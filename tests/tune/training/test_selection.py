@@ -16,7 +16,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from adapted import adapted
 from frozencore.errors import ConfigError, DivergenceError, ModelError, TrainingError
 from frozencore.tune.scoring.score import held_out_loss
 from frozencore.tune.training import callbacks, trainer
@@ -24,7 +23,7 @@ from frozencore.tune.training import train as training
 from frozencore.tune.training.callbacks import Every, Selection
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import TrainingReport, train
-from tiny import draw_rows, tiny_qwen2
+from tiny import adapted, draw_rows, tiny_qwen2
 
 ROWS = draw_rows(20, seed=5)
 VALIDATION = draw_rows(6, seed=8)
