@@ -31,6 +31,7 @@ import os  # noqa: E402
 import signal  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Callable, Iterable, Iterator  # noqa: E402
+from contextlib import redirect_stdout  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
 import pytest  # noqa: E402
@@ -77,6 +78,18 @@ def shown(renderable: object) -> str:
     console = Console(width=220, file=io.StringIO())
     console.print(renderable)
     return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def printed(*words: object) -> str:
+    """What ``frozencore`` with those words prints to its good end; for fixtures of a whole module."""
+    from frozencore.cli import app as cli
+
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as out:
+        patch.setattr(sys, "argv", ["frozencore", *map(str, words)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+    assert not end.value.code
+    return out.getvalue()
 
 
 def pytest_collection_finish() -> None:

@@ -205,50 +205,36 @@ PAIR = {"sentence1": TEXT, "sentence2": TEXT, "idx": Value("int32")}
 FEATURES = {
     "rte": Features({**PAIR, "label": ClassLabel(names=["entailment", "not_entailment"])}),
     "mrpc": Features({**PAIR, "label": ClassLabel(names=["not_equivalent", "equivalent"])}),
-    "openbookqa": Features(
-        {
-            "id": TEXT,
-            "question_stem": TEXT,
-            "choices": {"text": Sequence(TEXT), "label": Sequence(TEXT)},
-            "answerKey": TEXT,
-        }
-    ),
+    "openbookqa": Features({
+        "id": TEXT, "question_stem": TEXT, "choices": {"text": Sequence(TEXT), "label": Sequence(TEXT)},
+        "answerKey": TEXT,
+    }),
     "winogrande": Features({"sentence": TEXT, "option1": TEXT, "option2": TEXT, "answer": TEXT}),
-}
+}  # fmt: skip
 ROWS: dict[str, dict[str, Any]] = {
     "rte": {
         "sentence1": "No Weapons of Mass Destruction Found in Iraq Yet.",
-        "sentence2": "Weapons of Mass Destruction Found in Iraq.",
-        "label": 1,
-        "idx": 0,
+        "sentence2": "Weapons of Mass Destruction Found in Iraq.", "label": 1, "idx": 0,
     },
     "mrpc": {
         "sentence1": "He said the foodservice pie business doesn 't fit the company 's long-term growth strategy .",
         "sentence2": '" The foodservice pie business does not fit our long-term growth strategy .',
-        "label": 1,
-        "idx": 1,
+        "label": 1, "idx": 1,
     },
     "openbookqa": {
-        "id": "7-980",
-        "question_stem": "The sun is responsible for",
+        "id": "7-980", "question_stem": "The sun is responsible for", "answerKey": "D",
         "choices": {
             "text": ["puppies learning new tricks", "children growing up and getting old", "flowers wilting in a vase",
                      "plants sprouting, blooming and wilting"],
-            "label": ["A", "B", "C", "D"],
+            "label": [*"ABCD"],
         },
-        "answerKey": "D",
     },
     "winogrande": {
         "sentence": "John moved the couch from the garage to the backyard to create space. The _ is small.",
-        "option1": "garage",
-        "option2": "backyard",
-        "answer": "1",
+        "option1": "garage", "option2": "backyard", "answer": "1",
     },
     "svamp": {
-        "ID": "chal-777",
-        "Type": "Common-Division",
-        "Equation": "( 290.0 / 2.0 )",
-        "Answer": "145",
+        "ID": "chal-777", "Type": "Common-Division", "Equation": "( 290.0 / 2.0 )", "Answer": "145",
         "Body": "There are 87 oranges and 290 bananas in Philip's collection, which are organized into 2 groups",
         "Question": "How big is each group of bananas?",
         "question_concat": "There are 87 oranges [...]. How big is each group of bananas?",
@@ -257,39 +243,23 @@ ROWS: dict[str, dict[str, Any]] = {
         "question": "Weng earns $12 an hour for babysitting. How much did she earn in 50 minutes?",
         "answer": "She earned 12/60 = $<<12/60=0.2>>0.2 per minute.\n0.2 x 50 = $<<0.2*50=10>>10.\n#### 10",
     },
-    "sst2": {
-        "sentence": "it 's a charming and often affecting journey . ",
-        "label": 1,
-        "idx": 0,
-    },
+    "sst2": {"sentence": "it 's a charming and often affecting journey . ", "label": 1, "idx": 0},
     "qnli": {
         "question": "What happens if a plant looses roots or its shoots?",
-        "sentence": "In fact it is possible to grow an entire plant from a single leaf [...]",
-        "label": 1,
-        "idx": 3,
+        "sentence": "In fact it is possible to grow an entire plant from a single leaf [...]", "label": 1, "idx": 3,
     },
-    "cola": {
-        "sentence": "The more we study verbs, the crazier they get.",
-        "label": 1,
-        "idx": 3,
-    },
+    "cola": {"sentence": "The more we study verbs, the crazier they get.", "label": 1, "idx": 3},
     "arc_challenge": {
-        "id": "Mercury_7041615",
+        "id": "Mercury_7041615", "answerKey": "D",
         "question": "Why did many plants and animals die out at the end of the Mesozoic era?",
         "choices": {"text": ["disease", "new mountains", "rise of mammals", "an asteroid"], "label": [*"ABCD"]},
-        "answerKey": "D",
     },
     "hellaswag": {
-        "ind": 12,
-        "activity_label": "Baking cookies",
-        "ctx_a": "A large tray of cake is flipped over and placed on counter.",
+        "ind": 12, "activity_label": "Baking cookies", "source_id": "activitynet~v_-2dxp-mv2zo", "split": "train",
+        "split_type": "indomain", "label": "3", "ctx_a": "A large tray of cake is flipped over and placed on counter.",
         "ctx_b": "a large tray of meat",
         "ctx": "A large tray of cake is flipped over and placed on counter. a large tray of meat",
         "endings": ["is placed onto a potato.", ", ls, and pickles are placed.", "is poured.", "is prepared."],
-        "source_id": "activitynet~v_-2dxp-mv2zo",
-        "split": "train",
-        "split_type": "indomain",
-        "label": "3",
     },
 }  # fmt: skip
 VARIED = {

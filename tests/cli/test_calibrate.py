@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import json
 import random
 import re
-import sys
 from collections.abc import Callable
-from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM
 
-from fixtures import shown
+from fixtures import printed, shown
 from frozencore import CoreBank
 from frozencore.adapter.report import LayerReport
-from frozencore.cli import app as cli
 from frozencore.cli.inspect import inspection_table, layer_table
 from frozencore.text import natural_sort_key
 from frozencore.tune.pocket import pocket_model_path
@@ -36,13 +32,7 @@ CORES = 16 * 4 * 4
 def calibrated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder of a calibration, and what it printed."""
     folder = tmp_path_factory.mktemp("calibrated")
-    words = ["frozencore", *DAMPED, "--out", folder, "--group-size", 3, "--stats-device", "cpu"]
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as out:
-        patch.setattr(sys, "argv", list(map(str, words)))
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-    assert not end.value.code
-    return folder, out.getvalue()
+    return folder, printed(*DAMPED, "--out", folder, "--group-size", 3, "--stats-device", "cpu")
 
 
 @pytest.fixture

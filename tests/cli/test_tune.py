@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
-import sys
 from collections.abc import Callable
-from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 import yaml
 from huggingface_hub import CommitOperationAdd, HfApi
 
-from frozencore.cli import app as cli
+from fixtures import printed
 from frozencore.tune.config import make_config
 from frozencore.tune.record import RunRecord
 from input_files import write_rows
@@ -37,12 +34,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder of a run whose flags stand in a file, and what the run printed."""
     folder = tmp_path_factory.mktemp("tune")
     (folder / "few.yaml").write_text(yaml.safe_dump(FLAGS | {"output": str(folder / "run")}))
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as out:
-        patch.setattr(sys, "argv", ["frozencore", "tune", "--config", str(folder / "few.yaml")])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-    assert not end.value.code
-    return folder / "run", out.getvalue()
+    return folder / "run", printed("tune", "--config", folder / "few.yaml")
 
 
 def test_tune_shows_the_score_and_seconds_that_add_up_and_writes_the_record(run: tuple[Path, str]) -> None:
@@ -112,7 +104,7 @@ def test_what_is_read_held_out_left_out_cut_or_changed_is_shown_and_recorded(com
     cats, dogs = write_rows(tmp_path / "cats.jsonl", [*pairs("cats", 20), *odd]), tmp_path / "dogs.jsonl"
     write_rows(dogs, pairs("dogs", 8))
     held = write_rows(tmp_path / "held.jsonl", [*pairs("cups", 5), *pairs("dogs", 2)])
-    words = (*WORDS, "--data", cats, "--data", dogs, "--eval-data", held, "--skip-bad", "--max-length", 16)
+    words = (*WORDS, "--data", cats, "--data", dogs, "--eval-data", held, "--skip-bad", "--max-length", 20)
     status, _, err = command(*words, "--out", tmp_path / "run")
     assert (status, err.count("\n"), (tmp_path / "run").exists()) == (2, 1, False)
     assert "--too-long skip" in err
@@ -127,7 +119,7 @@ def test_what_is_read_held_out_left_out_cut_or_changed_is_shown_and_recorded(com
     for words_said in (
         "28 rows to train on, 7 to score, 1 prompt cut, 1 row skipped as too long", "1 column not used: source",
         "1 row changed: <|endoftext|>", "Held-out rows are those of held.jsonl", f"{dogs}: 8 of 8 rows",
-        "4 left out (",
+        "Read 32 rows by prompt and completion; ",
     ):  # fmt: skip
         assert words_said in said
     assert RunRecord.model_validate_json((tmp_path / "run" / "result.json").read_text()).content() == record

@@ -174,16 +174,19 @@ def test_a_finished_run_is_never_overwritten(whole: tuple[TunedRecord, Path]) ->
     assert bytes_in(whole[1]) == before
 
 
-def stop_in_the_second_epoch(stage: str, done: int, total: int | None, note: str = "") -> None:
-    if stage == "train" and done == 5:
-        raise KeyboardInterrupt
+def stop_at(stage: str, step: int = 0) -> Callable[..., None]:
+    def stop(came: str, done: int, *_: object) -> None:
+        if came == stage and done >= step:
+            raise KeyboardInterrupt
+
+    return stop
 
 
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("interrupted")
     with pytest.raises(KeyboardInterrupt):
-        execute(config_of(epochs=2), folder, stop_in_the_second_epoch)
+        execute(config_of(epochs=2), folder, stop_at("train", 5))
     return folder
 
 
@@ -273,14 +276,6 @@ def test_a_run_is_not_resumed_on_another_model_or_on_other_rows(tmp_path: Path) 
     with pytest.raises(TrainingError, match="but the base model changed"):
         execute(config, tmp_path / "run", silent, resume=True)
     assert bytes_in(tmp_path / "run") == before
-
-
-def stop_at(stage: str) -> Callable[..., None]:
-    def stop(came: str, *_: object) -> None:
-        if came == stage:
-            raise KeyboardInterrupt
-
-    return stop
 
 
 def test_a_run_that_is_killed_again_and_again_never_reads_a_part_of_another(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,7 +14,7 @@ from frozencore.tune.config import RunConfig, make_config
 from frozencore.tune.make_record import used_rows
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.run_rows import RowCache, RunRows, prepare_rows
-from input_files import write_task
+from input_files import write_rows, write_task
 
 
 def config_of(**options: Any) -> RunConfig:
@@ -27,17 +26,12 @@ def rows_of(config: RunConfig, encoder: PromptEncoder, kept: RowCache | None = N
     return prepare_rows(config.rows, config.scoring, encoder, kept)
 
 
-def write_rows(path: Path, rows: Iterable[object]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def write_texts(path: Path, texts: Iterable[str]) -> str:
-    return write_rows(path, ({"text": text} for text in texts))
+    return str(write_rows(path, ({"text": text} for text in texts)))
 
 
 def write_counts(path: Path, count: int, kind: str = "cats") -> str:
-    return write_rows(path, ({"prompt": f"{i} {kind}?", "completion": f" {i}"} for i in range(count)))
+    return str(write_rows(path, ({"prompt": f"{i} {kind}?", "completion": f" {i}"} for i in range(count))))
 
 
 def counts(config: RunConfig, encoder: PromptEncoder) -> tuple[int, int, str]:

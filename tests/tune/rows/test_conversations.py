@@ -17,6 +17,7 @@ from tokenizers import AddedToken
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from fixtures import CHAT_TEMPLATE
 from frozencore.errors import DataError
 from frozencore.tune.rows import Example, TokenRow
 from frozencore.tune.rows.conversations import SYSTEM_FOLDED, added_tokens
@@ -134,10 +135,7 @@ def marked(template: str) -> str:
     return lines.replace("«", "{% generation %}").replace("»", "{% endgeneration %}")
 
 
-PLAIN = (
-    "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>\n{% endfor %}"
-    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
-)
+PLAIN = CHAT_TEMPLATE
 MARKED = (
     "{% for m in messages %}<s>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>"
     "{% endgeneration %}{% else %}{{ m.content }}</s>{% endif %}\n{% endfor %}"

@@ -251,11 +251,9 @@ def answered(**options: Any) -> dict[str, Any]:
         ([], "holds no rows"),
         ([{"question": "a"}], "needs the columns prompt and completion, .* or text, but row 1 has question"),
         ([PAIR, PAIR | {"label": False}], r"holds good and bad answers .* KTOTrainer.*--columns"),
-        ([PAIR | {"label": "True"}], r"holds good and bad answers"),
         ([answered(loss="maybe")], r"a message's flags of loss must be true or false"),
         ([{"prompt": "a", "chosen": "b", "rejected": "c"}], r"holds preferences .* examples/dpo.py"),
         ([PAIR, {"prompt": "a"}], r"Row row-2: column 'completion' must hold text, but holds nothing"),
-        ([PAIR, PAIR, {"prompt": "a", "completion": ""}], r"Row row-3: column 'completion'"),
         ([{"text": 3}], r"Row row-1: column 'text' must hold text, but holds 3"),
         ([MESSAGES, {"messages": MESSAGES["messages"][:1]}], r"Row row-2: 'messages' must end with the assistant"),
         ([{"messages": "hello"}], r"Row row-1: column 'messages' must hold a list"),
@@ -274,13 +272,9 @@ def answered(**options: Any) -> dict[str, Any]:
         ([answered(tool_calls=[CALL])], "Row row-1: the chat template does not write the call of 'capital' of turn 2"),
         ([MESSAGES | {"tools": "{"}], r"Row row-1: column 'tools' must hold a list"),
         ([MESSAGES | {"tools": "[" * 100_000}], r"Row row-1: column 'tools' must hold a list"),
-        ([PAIR, {"completion": "a"}], r"Row row-2: column 'prompt' must hold text, but holds nothing"),
         ([ALPACA | {"input": ["France"]}], r"Row row-1: column 'input' must hold text, but holds \['France'\]"),
-        ([ALPACA | {"input": 0}], r"Row row-1: column 'input' must hold text, but holds 0"),
         ([PAIR | {"system": False}], r"Row row-1: column 'system' must hold text, but holds False"),
-        ([PAIR | {"history": True}], r"Row row-1: column 'history' must hold pairs"),
         ([MESSAGES | {"history": 1}], r"Row row-1: column 'history' must hold pairs"),
-        ([MESSAGES | {"tools": 0}], r"Row row-1: column 'tools' must hold a list"),
         ([MESSAGES | {"tools": '[{"name": "a", "name": "b"}]'}], r"Row row-1: column 'tools' must hold a list"),
         ([answered(tool_calls=5)], r"Row row-1: 'tool_calls' must hold a list, but 5 came"),
         *(
@@ -291,7 +285,6 @@ def answered(**options: Any) -> dict[str, Any]:
             for given in ('{"of": 1, "of": 2}', '{"of": NaN}', {"of": float("inf")}, [["of", "France"]], 5)
         ),
         ([MESSAGES | {"history": [["\ud800", "b"]]}], "Row row-1: a message must hold text, but half a character"),
-        ([{"prompt": "a", "completion": "b", "history": [["\ud800", "b"]]}], "half a character"),
         ([PAIR, {"prompt": "a", "completion": "\ud800"}], r"Row row-2: column 'completion' must hold text, .* half a"),
     ],
 )

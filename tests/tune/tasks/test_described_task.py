@@ -76,8 +76,6 @@ def test_choices_may_stand_in_the_file_and_numbers_need_none(tmp_path: Path) -> 
         ),
         (CAPITALS.replace("{country}", "it"), "prompt: name the columns that it shows in braces"),
         (CAPITALS.replace("name: capitals", "name: a/b"), "name: string should match"),
-        (CAPITALS.replace("name: capitals", "name: .."), "name: string should match"),
-        (CAPITALS.replace("name: capitals", f"name: {'x' * 300}"), "name: string should match"),
         (CAPITALS.replace("name: capitals", 'name: "a\\nb"'), "name: string should match"),
     ],
 )
@@ -100,7 +98,6 @@ def test_a_bad_description_is_one_line(text: str, reason: str, tmp_path: Path) -
         ({"country": "x", "options": ["nan", "b"], "answer": math.nan}, "but holds nan"),
         ({"country": "x", "options": ["None", "b"], "answer": None}, "but holds None"),
         (country(math.nan), "column 'country' must hold text or a number, but holds nan"),
-        (country(math.inf), "column 'country' must hold text or a number, but holds inf"),
         ({"country": "x", "options": ["a", "a"], "answer": "a"}, "holds 'a', which may be the choice 'a' or 'a'"),
         (country("France", None), "but holds None"),
         (country(" "), "column 'country' must hold text or a number, but holds ' '"),
