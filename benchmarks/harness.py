@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -48,71 +46,6 @@ def parser_of(doc: str | None, name: str, ending: str = "json") -> argparse.Argu
 
 def lines_of(file: Path) -> list[Record]:
     return [json.loads(line) for line in file.open(encoding="utf-8")]
-
-
-@dataclass
-class Results:
-    """The lines of a file, one for each measurement; one that is there need not be made again.
-
-    Attributes:
-        common: Fields of every line that is added; those of the file must have the same, but for the versions of code.
-        by: The fields that name a measurement beside its phase; a search's lines also by what it ``varies``.
-    """
-
-    file: Path
-    common: Record
-    by: Sequence[str]
-    varies: Sequence[str] = ("learning_rate",)
-    found: dict[tuple[Any, ...], Record] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.file.exists():
-            for record in lines_of(self.file):
-                for name, value in self.common.items():
-                    if name not in ("commit", "versions") and record.get(name) != value:
-                        raise SystemExit(f"{self.file} was measured with other {name}. Give another --out.")
-                self.found[self._key(record)] = record
-
-    def _key(self, record: Mapping[str, Any]) -> tuple[Any, ...]:
-        varied = self.varies if record["phase"] == "search" else ()
-        return tuple(rounded(record.get(name)) for name in ("phase", *self.by, *varied))
-
-    def has(self, **record: Any) -> bool:
-        return self._key(record) in self.found
-
-    def get(self, **record: Any) -> Record:
-        return self.found[self._key(record)]
-
-    def add(self, **record: Any) -> None:
-        whole = {name: rounded(value) for name, value in {**record, **self.common}.items()}
-        self.found[self._key(whole)] = whole
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        with self.file.open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps(whole) + "\n")
-        said = ("phase", *self.by, *self.varies, "loss", "accuracy", "share")
-        print(time.strftime("%H:%M:%S"), *(f"{name}={whole[name]}" for name in said if name in whole), flush=True)
-
-
-def rounded(value: Any) -> Any:
-    """A number with the six digits that a line keeps."""
-    return float(f"{value:.6g}") if isinstance(value, float) else value
-
-
-def best_rate(
-    first: float, losses_of: Callable[[list[float]], Mapping[float, float]], most: float = math.inf
-) -> tuple[float, float]:
-    """The learning rate with the lowest loss, and that loss.
-
-    The search tries ``first``, twice it and half of it, and goes on by factors of two until the best rate has others
-    on both sides, or the ``most`` rates are tried.
-    """
-    wanted = [first / 2, first, 2 * first]
-    losses: dict[float, float] = {}
-    while wanted and len(losses) < most:
-        losses |= losses_of(wanted)
-        best = min(losses, key=losses.__getitem__)
-        wanted = [best / 2] if best == min(losses) else [2 * best] if best == max(losses) else []
-    return best, losses[best]
 
 
 def results_file(options: argparse.Namespace) -> Path | None:

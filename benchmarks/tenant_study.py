@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from json import dumps
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
+from time import strftime
 from typing import Any
 
 import torch
@@ -43,7 +45,7 @@ from frozencore.tune.tasks.splits import calibration_rows
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
 from frozencore.tune.training.trainer import overhead_tokens_of
-from harness import Record, Results, best_rate
+from harness import Record, lines_of
 from tenant_rows import SEARCHED, Tenant
 
 SEED, RANK = 42, 16
@@ -65,6 +67,44 @@ def key(
 ) -> Record:
     """The fields that name a line."""
     return {"phase": phase, "arm": arm, "rank": rank, "seed": seed, "tenant": tenant, "learning_rate": rate}
+
+
+class Results:
+    """The lines of a file, one for each measurement; one that is there need not be made again.
+
+    Args:
+        common: Fields of every line that is added; those of the file must have the same, but for the commit.
+    """
+
+    def __init__(self, file: Path, common: Record) -> None:
+        self.file, self.common = file, common
+        self.found: dict[tuple[Any, ...], Record] = {}
+        for line in lines_of(file) if file.exists() else ():
+            for name, value in common.items():
+                if name != "commit" and line.get(name) != value:
+                    raise SystemExit(f"{file} was measured with other {name}. Give another --out.")
+            self.found[self._named(line)] = line
+
+    def _named(self, line: Record) -> tuple[Any, ...]:
+        return tuple(rounded(line[name]) for name in key("", 0, ""))
+
+    def get(self, line: Record) -> Record | None:
+        """The line of those fields; None if it is not measured."""
+        return self.found.get(self._named(line))
+
+    def add(self, line: Record) -> None:
+        whole = {name: rounded(value) for name, value in {**line, **self.common}.items()}
+        self.found[self._named(whole)] = whole
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        with self.file.open("a", encoding="utf-8") as lines:
+            lines.write(dumps(whole) + "\n")
+        shown = {name: whole[name] for name in (*key("", 0, ""), "loss", "accuracy") if name in whole}
+        print(strftime("%H:%M:%S"), *(f"{name}={value}" for name, value in shown.items()), flush=True)
+
+
+def rounded(value: Any) -> Any:
+    """A number with the six digits that a line keeps."""
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 @dataclass
@@ -143,11 +183,11 @@ class Study:
             validates: Score validation rows too.
         """
         part = "validation" if phase == "search" else "held-out"
-        missing = [job for job in jobs if not self.results.has(**key(arm, rank, *job, seed=seed, phase=phase))]
+        missing = [job for job in jobs if not self.results.get(key(arm, rank, *job, seed=seed, phase=phase))]
         for model, job, about in adapters(missing) if missing else ():
             more = {"validation_loss": self.score(model, job[0], "validation")["loss"]} if validates else {}
             line = key(arm, rank, *job, seed=seed, phase=phase)
-            self.results.add(**line, **self.score(model, job[0], part), **about, **more)
+            self.results.add({**line, **self.score(model, job[0], part), **about, **more})
 
     def measure_base(self) -> None:
         """Add the lines of the base model."""
@@ -155,19 +195,21 @@ class Study:
         self.measure("base", 0, everyone, lambda jobs: ((self.model, job, {}) for job in jobs))
 
     def searched_rate(self, first: float, arm: str, rank: int, adapters: Callable[[Sequence[Job]], Adapters]) -> float:
-        """The learning rate with the lowest mean loss on validation rows of some tenants, by factors of two."""
+        """The learning rate with the lowest mean loss on validation rows of some tenants.
 
-        def losses_of(rates: list[float]) -> dict[float, float]:
-            self.measure(
-                arm, rank, [(name, rate) for rate in rates for name in self.searched], adapters, phase="search"
-            )
-            lines = {
-                rate: [self.results.get(**key(arm, rank, name, rate, phase="search")) for name in self.searched]
-                for rate in rates
-            }
-            return {rate: fmean(line["loss"] for line in own) for rate, own in lines.items()}
-
-        return best_rate(first, losses_of, MOST_RATES)[0]
+        The search tries ``first``, twice it and half of it, and goes on by factors of two until the best rate has
+        others on both sides, or MOST_RATES are tried.
+        """
+        wanted, losses = [first / 2, first, 2 * first], dict[float, float]()
+        while wanted and len(losses) < MOST_RATES:
+            jobs = [(name, rate) for rate in wanted for name in self.searched]
+            self.measure(arm, rank, jobs, adapters, phase="search")
+            for rate in wanted:
+                lines = (self.results.get(key(arm, rank, name, rate, phase="search")) for name in self.searched)
+                losses[rate] = fmean(line["loss"] for line in lines)
+            best = min(losses, key=losses.__getitem__)
+            wanted = [best / 2] if best == min(losses) else [2 * best] if best == max(losses) else []
+        return best
 
     # ----------------------------------------------------------------------------------------------- adapters and bases
 
@@ -304,7 +346,7 @@ class Study:
             job, factors = (name, rate), {}
             lone = self.on_own_bases([job], rank) if arm == "own" else self.loras([job], rank, own_start=True)
             for model, _, _ in lone:
-                self.results.add(**key(arm, rank, name), **self.score(model, name, "held-out"))
+                self.results.add({**key(arm, rank, name), **self.score(model, name, "held-out")})
                 factors = factors_of(model)
             return factors
 

@@ -58,7 +58,7 @@ from frozencore.tune.many.slots import held_out_losses
 from frozencore.tune.provenance import provenance
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
-from harness import RESULTS, Results, parser_of
+from harness import RESULTS, parser_of
 from tenant_rows import QUICK_TENANTS, TENANTS, make_tenants, manifest_of
 from tenant_study import (
     CALIBRATION,
@@ -70,6 +70,7 @@ from tenant_study import (
     Adapters,
     Cores,
     Job,
+    Results,
     Study,
     Updates,
     bytes_of,
@@ -352,10 +353,10 @@ class Compressing(Study):
             some = {name: sources[name] for name in list(sources)[:: len(sources) // number][:number]}
             for rank in self.ranks:
                 line = key("lora", rank, str(number), phase="kept")
-                if not self.results.has(**line):
+                if not self.results.get(line):
                     basis = self.compressed(some, rank)
                     shares = [self.projected(own, basis, rank)[1] for own in some.values()]
-                    self.results.add(**line, kept=fmean(shares), least=min(shares))
+                    self.results.add({**line, "kept": fmean(shares), "least": min(shares)})
 
     def newcomers_on(self, arm: str, sources: Mapping[str, Updates] | None, rank: int, rates: Sequence[float]) -> None:
         """Measure newcomers that train from zero on the basis of the sources; None is the pooled basis."""
@@ -408,9 +409,8 @@ def main() -> None:
         "rows": sha256(dumps(manifest_of(tenants)).encode()).hexdigest()[:16],
         "recipe": f"{ROWS_A_STEP} rows a step, {FEWEST_STEPS} steps, warm-up {WARMUP}, calibration {CALIBRATION}",
     }
-    results = Results(out, common, by=("arm", "rank", "seed", "tenant", "learning_rate"), varies=())
     encoder = PromptEncoder(tokenizer, style="plain")
-    study(model, encoder, tenants, results, options.work or out.with_suffix(".work"), options.quick).run()
+    study(model, encoder, tenants, Results(out, common), options.work or out.with_suffix(".work"), options.quick).run()
 
 
 if __name__ == "__main__":

@@ -173,6 +173,7 @@ COMMANDS = [
     (("plan", "SPEC", "--model-path", "pocket="), "--model-path takes NAME=FOLDER, got 'pocket='"),
     (("plan", "SPEC", "--model-path", "other=folder"), "other=...: the campaign's models are pocket"),
     (("run", "SPEC", "--out", "OTHERS"), "holds the campaign 'other', not 'small'"),
+    (("rehearse", "SPEC", "--out", "OTHERS"), "holds something that is no rehearsal"),
     (("run", "SPEC", "--out", "x" * 300), "xxxxx"),
     (("run", "SPEC", "--out", "SPEC/inside"), "small.yaml"),
     (("run", "SPEC", "--out", "/proc/frozencore"), "/proc/frozencore"),

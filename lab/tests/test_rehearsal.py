@@ -93,13 +93,3 @@ def test_a_planted_fault_is_named_with_the_cell_that_it_empties(case: str, comma
     status, out = rehearse(command, tmp_path, f"  s: {{title: S, {study}}}\n", "--data-root", tmp_path / "no-data")
     assert status == 1
     assert said in out
-
-
-def test_a_folder_of_something_else_stays_as_it_is(command: Command, tmp_path: Path) -> None:
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "thesis.tex").write_text("do not remove")
-    (tmp_path / "spec.yaml").write_text(HEAD + SOUND)
-    status, _, err = command("campaign", "rehearse", tmp_path / "spec.yaml", "--output", tmp_path / "full")
-    assert (status, err.count("\n")) == (2, 1)
-    assert "holds something that is no rehearsal" in err
-    assert (tmp_path / "full" / "thesis.tex").read_text() == "do not remove"

@@ -219,7 +219,7 @@ def test_a_run_that_kills_its_workers_counts_as_failed_and_is_made_again_only_on
     pool = NotedPool(store, end="died")
     assert drive(campaign, store, pool, lambda *_: None).failed == 5
     assert sorted(pool.started) == sorted([*set(pool.started)] * MOST_DEATHS)
-    failures = [_json(file) for file in store.failed.glob("*/failure.json")]
+    failures = [json.loads(file.read_text()) for file in store.failed.glob("*/failure.json")]
     assert {failure["reason"] for failure in failures} == {"worker died"}
     again = NotedPool(store)
     assert drive(campaign, store, again, lambda *_: None).failed == 5
@@ -227,8 +227,3 @@ def test_a_run_that_kills_its_workers_counts_as_failed_and_is_made_again_only_on
     retried = drive(campaign, store, again, lambda *_: None, retry_failed=True)
     assert (retried.finished, retried.failed) == (5, 0)
     assert sorted(again.started) == sorted(set(pool.started))
-
-
-def _json(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(path.read_text())
-    return content

@@ -27,14 +27,6 @@ def finish(store: Store, run_id: str = RUN) -> Path:
     return store.runs / run_id
 
 
-def test_a_finished_run_is_not_made_again(tmp_path: Path) -> None:
-    made = finish(Store(tmp_path))
-    then = (made / "result.json").stat().st_mtime_ns
-    with Store(tmp_path).running(RUN) as folder:
-        assert folder is None
-    assert (made / "result.json").stat().st_mtime_ns == then
-
-
 def test_what_a_killed_process_had_half_written_is_gone_from_the_finished_run(tmp_path: Path) -> None:
     """Files and folders alike: an adapter is saved as a folder."""
     store = Store(tmp_path)

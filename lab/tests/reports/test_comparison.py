@@ -136,15 +136,6 @@ def test_tasks_that_are_not_the_papers_have_no_families_to_show():
     assert "families" not in shown
 
 
-DISTINCT = st.lists(st.integers(1, 1000), min_size=1, max_size=14, unique=True)
-
-
-@given(DISTINCT, st.randoms(use_true_random=False))
-def test_wilcoxon_without_ties_is_scipys_exact_test(sizes, draw):
-    signed = [float(size * draw.choice((-1, 1))) for size in sizes]
-    assert signed_rank(signed) == pytest.approx(stats.wilcoxon(signed, method="exact").pvalue, rel=1e-12)
-
-
 @given(st.lists(st.integers(-3, 3), min_size=1, max_size=10))
 def test_wilcoxon_with_ties_and_zeros_counts_every_assignment_of_signs(values):
     nonzero = [abs(value) for value in values if value]
@@ -167,7 +158,7 @@ def test_differences_that_are_equal_in_print_are_ties():
     assert signed_rank([1.0, -1.0]) == 1.0
 
 
-def test_the_test_of_many_tasks_is_exact_too():
+def test_wilcoxon_of_many_tasks_without_ties_is_scipys_exact_test():
     drawn = np.random.default_rng(0).normal(0.1, size=150).tolist()
     assert signed_rank(drawn) == pytest.approx(stats.wilcoxon(drawn, method="exact").pvalue)
 
