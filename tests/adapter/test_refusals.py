@@ -263,7 +263,7 @@ BASES: list[Refusal] = [
        ConfigError, f"Leave {name} out")
       for name, value in {"r": 4, "constructor": "eva", "alpha": 1.0}.items()),
     (lambda room: set_bases(adapted("random", alpha=6.0, target_modules=["q_proj"]), load_basis(room / "basis")),
-     ArtifactError, "has 8 layers and the model 2 to adapt"),
+     ArtifactError, "the base model lacks 6 of the layers of the basis"),
     (lambda room: FrozenCoreConfig(basis=str(room / "basis"), load_bases=True), ConfigError, "a basis of its own"),
     (lambda room: FrozenCoreConfig(basis=str(room / "basis of signgrad"), initial_step=0.1),
      ConfigError, "initial_step starts from a core that a saved basis does not hold"),
@@ -300,14 +300,14 @@ SOURCES: list[tuple[Callable[[Room], Any], str]] = [
     (lambda room: room / "own basis", "basis"),
     (lambda room: room / "other scale", "at scale 2.33333, and .* 2"),
     (lambda room: room / "other rank", "at scale 3"),
-    (lambda room: room / "fewer layers", "a core on one side only"),
+    (lambda room: room / "fewer layers", "it has nothing for 6 of the layers"),
     (lambda room: room / "module", "Only cores can be swapped"),
     (lambda room: room / "same basis, other base", "was made on another base model"),
     (lambda room: {**room.state, "base_model.model.lm_head.weight": torch.ones(40, 32)},
      r"Only cores can be swapped, but .*lm_head.weight' \(1 in all\)"),
     (lambda room: room.cores | {Q: torch.ones(1, 1)}, "shape"),
     (lambda room: room.cores | {Q: torch.full((3, 3), torch.nan)}, "NaN"),
-    (lambda room: {name: R for name, R in room.cores.items() if name != Q}, "on one side only"),
+    (lambda room: {name: R for name, R in room.cores.items() if name != Q}, "it has nothing for 1 of the layers"),
     (lambda room: room.cores | {Q: torch.full((3, 3), 1e300, dtype=torch.float64)}, "NaN|float32|finite"),
 ]  # fmt: skip
 CORES: list[Refusal] = [

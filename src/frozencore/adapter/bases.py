@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -198,25 +198,52 @@ def _require_basis_fits(
     origin: str, basis: SavedBasis, config: FrozenCoreConfig, layers: Mapping[str, FrozenCoreLinear], adapter_name: str
 ) -> None:
     """Refuse a basis whose layers, ranks, scales or base model differ from the adapter's."""
-    if basis.layers.keys() != layers.keys():
-        odd = sorted(basis.layers.keys() ^ layers.keys())
-        raise ArtifactError(
-            f"The basis of {origin} has {len(basis.layers)} layers and the model {len(layers)} to adapt ({odd[0]!r} in "
-            "one of them alone). Load the base model that it was calibrated on."
-        )
-    for name, layer in layers.items():
-        (P, Q, scale), own, (m, n) = basis.layers[name], layer.basis(adapter_name), layer.shape
-        for X, mine in ((P, own.P), (Q, own.Q)):
-            require_finite_in(f"layer {name!r} of the basis of {origin}", X, mine.dtype)
-        if (P.shape, Q.shape, scale) != (own.P.shape, own.Q.shape, own.scale):
-            r = len(layer.core(adapter_name))
+    origin = f"the basis of {origin}"
+    way_out = "Leave rank, scale and targets to the basis, and load the base model that it was calibrated on."
+    require_fit(origin, basis.layers, bases_of(layers, adapter_name), way_out)
+    require_orthonormal(origin, basis.layers, config.coordinates)
+    require_same_base(f"T{origin[1:]}", basis.base, config, layers)
+
+
+def require_layers(origin: str, came: Collection[str], own: Collection[str], way_out: str) -> None:
+    """Refuse an adapter of other layers than a model's."""
+    for odd, what in (
+        (set(came) - set(own), "the base model lacks"),
+        (set(own) - set(came), "it has nothing for"),
+    ):
+        if odd:
             raise ArtifactError(
-                f"Layer {name!r} is {m} x {n} at rank {r} and scale {own.scale:g} in this model, but the basis of "
-                f"{origin} has P {tuple(P.shape)}, Q {tuple(Q.shape)} and scale {scale:g} there. Leave rank, scale and "
-                "targets to the basis, and load the base model that it was calibrated on."
+                f"An adapter fits its base model layer by layer, but {what} {len(odd)} of the layers of {origin} "
+                f"(first: {min(odd)!r}). {way_out}"
             )
-    require_orthonormal(f"the basis of {origin}", basis.layers, config.coordinates)
-    require_same_base(f"The basis of {origin}", basis.base, config, layers)
+
+
+def require_fit(
+    origin: str,
+    came: Mapping[str, tuple[Tensor, Tensor, Tensor | float]],
+    own: Mapping[str, tuple[Tensor, Tensor, Tensor | float]],
+    way_out: str,
+) -> None:
+    """Refuse factors of other layers, shapes or scales than a model's, or with values that overflow in its dtype.
+
+    Args:
+        came, own: P, Q, and R or the scale, by layer name.
+    """
+    require_layers(origin, came, own, way_out)
+    for name, mine in own.items():
+        for X, Y in zip(mine, came[name], strict=True):
+            if isinstance(X, Tensor) and isinstance(Y, Tensor):
+                require_finite_in(f"layer {name!r} of {origin}", Y, X.dtype)
+        if any(getattr(X, "shape", X) != getattr(Y, "shape", Y) for X, Y in zip(mine, came[name], strict=True)):
+            raise ArtifactError(
+                f"Layer {name!r} has {_in_words(*mine)} in this model, but {_in_words(*came[name])} came with "
+                f"{origin}. {way_out}"
+            )
+
+
+def _in_words(P: Tensor, Q: Tensor, third: Tensor | float) -> str:
+    last = f"R {tuple(third.shape)}" if isinstance(third, Tensor) else f"scale {third:g}"
+    return f"P {tuple(P.shape)}, Q {tuple(Q.shape)} and {last}"
 
 
 def require_trained_alike(

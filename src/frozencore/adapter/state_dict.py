@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
-from frozencore.adapter.bases import require_trained_alike
+from frozencore.adapter.bases import require_fit, require_trained_alike
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.layer import BasisState, base_samples_of, bases_of, frozen_core_layers
 from frozencore.adapter.saved.adapter import require_tensors
@@ -36,7 +36,6 @@ from frozencore.adapter.saved.tensors import (
     warn_of_uncalibrated,
     with_factors,
 )
-from frozencore.errors import ArtifactError
 from frozencore.text import one_line
 
 
@@ -112,7 +111,7 @@ def tensors_to_load(
         else:
             state_dict = with_factors(origin, state_dict, bases)
     else:
-        _require_fit(origin, own, factors, config.base_model_name_or_path)
+        require_fit(origin, factors, own, _way_out(factors.keys() ^ own.keys(), config.base_model_name_or_path))
         require_trained_alike(origin, state_dict, config, layers, bases)
         state_dict = factors_alone(state_dict)
         if holds_no_basis(state_dict):
@@ -170,35 +169,15 @@ def _heads_there(config: FrozenCoreConfig, model: nn.Module) -> list[str] | None
     return config.modules_to_save
 
 
-def _require_fit(
-    origin: str,
-    layers: Mapping[str, tuple[Tensor, Tensor, Tensor]],
-    came: Mapping[str, tuple[Tensor, Tensor, Tensor]],
-    base: str | None,
-) -> None:
-    """Refuse factors whose layers or shapes differ from the model's P, Q and R."""
-    way_out = f"Load the base model that it was trained on{f': {one_line(base, 200)}' if base else ''}."
-    if any("_orig_mod" in name for name in came.keys() ^ layers.keys()):
-        way_out = (
+def _way_out(odd: Iterable[str], base: str | None) -> str:
+    """What to do with an adapter of other layers or shapes.
+
+    Args:
+        odd: The layers that are on one side only.
+    """
+    if any("_orig_mod" in name for name in odd):
+        return (
             "The adapter was added to a compiled model, there or here, so its layers have other names. Call "
             "torch.compile on the model with its adapter, or load a base that is compiled in the same places."
         )
-    for odd, what in (
-        (came.keys() - layers.keys(), "the base model lacks"),
-        (layers.keys() - came.keys(), "it has nothing for"),
-    ):
-        if odd:
-            raise ArtifactError(
-                f"An adapter fits its base model layer by layer, but {what} {len(odd)} of the layers of {origin} "
-                f"(first: {min(odd)!r}). {way_out}"
-            )
-    for name, own in layers.items():
-        theirs = came[name]
-        for mine, other in zip(own, theirs, strict=True):
-            require_finite_in(f"layer {name!r} of {origin}", other, mine.dtype)
-        if any(mine.shape != other.shape for mine, other in zip(own, theirs, strict=True)):
-            m, n, r = own[0].shape[0], own[1].shape[0], own[2].shape[0]
-            raise ArtifactError(
-                f"Layer {name!r} is {m} x {n} at rank {r} in this model, but P {tuple(theirs[0].shape)} and Q "
-                f"{tuple(theirs[1].shape)} came with {origin}. {way_out}"
-            )
+    return f"Load the base model that it was trained on{f': {one_line(base, 200)}' if base else ''}."

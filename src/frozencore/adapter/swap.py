@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from frozencore.adapter.bases import require_trained_alike
+from frozencore.adapter.bases import require_layers, require_trained_alike
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.folders import read_tensors
 from frozencore.adapter.layer import BasisState, FrozenCoreLinear, bases_of, frozen_core_layers
@@ -19,6 +19,8 @@ from frozencore.adapter.saved.adapter import SavedAdapter
 from frozencore.adapter.saved.basis import Bases, holds, moment_of
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.adapter_folder import read_config
+
+LOAD = "Load the adapter with model.load_adapter instead."
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +154,7 @@ def _flat_cores(
 ) -> Tensor:
     """All cores as one vector: from R by layer name, from cores alone, or from P, Q and R of the same bases."""
     if tensors.keys() & held.layers.keys():  # R by layer name
-        _require_same_layers(tensors, held.layers)
+        require_layers(origin, tensors, held.layers, LOAD)
         for name, r in held.ranks.items():
             R = tensors[name]
             if R.shape != (r, r) or not torch.isfinite(R.float()).all():
@@ -170,13 +172,13 @@ def _flat_cores(
         state.require_finite(origin, tensors)
         return state.require_cores_of(origin, tensors, basis_id)
     factors = state.layer_factors(origin, tensors)
-    _require_same_layers(factors, held.layers)
+    require_layers(origin, factors, held.layers, LOAD)
     require_trained_alike(origin, tensors, config, held.layers, held.bases)
     for name, (P, Q, _) in factors.items():
         if not holds(held.bases[name], P, Q):
             raise ArtifactError(
                 f"A core works on its own basis only, but layer {name!r} of the adapter {held.adapter_name!r} has "
-                "another one. Load the adapter with model.load_adapter instead."
+                f"another one. {LOAD}"
             )
     return state.flatten_cores({name: R for name, (_, _, R) in factors.items()})
 
@@ -187,12 +189,3 @@ def require_unmerged(layers: Iterable[FrozenCoreLinear]) -> None:
             raise ConfigError(
                 f"Layer {layer.name!r} has merged adapters. Call unmerge_adapter() before swapping cores."
             )
-
-
-def _require_same_layers(came: Mapping[str, object], layers: Mapping[str, FrozenCoreLinear]) -> None:
-    if came.keys() != layers.keys():
-        odd = sorted(came.keys() ^ layers.keys())
-        raise ArtifactError(
-            f"Cores can be swapped between adapters of the same layers, but {odd[0]!r} ({len(odd)} in all) has a core "
-            "on one side only. Load the adapter with model.load_adapter instead."
-        )

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torch import Tensor, nn
+from torch import nn
 
 from frozencore.calibration.batches import Batch
 from frozencore.calibration.calibration_options import CalibrationOptions
@@ -23,7 +23,7 @@ from frozencore.distributed import all_ranks_or_none, assign_owners, gathered, n
 from frozencore.errors import CalibrationError
 from frozencore.maths.basis import Basis
 from frozencore.maths.capture import CAPTURE_NEEDS, Capture, capture_or_none
-from frozencore.maths.moments import LayerMoments, MomentName, spread
+from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.text import Progress
 
 
@@ -48,17 +48,13 @@ class LayerCalibration:
     @classmethod
     def of(cls, basis: Basis, vectors: LayerMoments | None, capture: Capture | None) -> LayerCalibration:
         """Describe a basis; ``vectors`` are the moments of its layer, without matrices."""
-
-        def spread_of(diagonal: Tensor | None) -> float | None:
-            return None if diagonal is None else spread(diagonal)
-
         return cls(
             rank=basis.rank,
             effective_rank=basis.effective_rank,
             num_tokens=vectors.num_tokens if vectors else 0,
             spectrum=tuple(basis.spectrum.tolist()),
-            input_spread=spread_of(vectors.a if vectors and vectors.input_square is not None else None),
-            error_spread=spread_of(vectors.d if vectors and vectors.error_square is not None else None),
+            input_spread=vectors.spread("input_square") if vectors else None,
+            error_spread=vectors.spread("error_square") if vectors else None,
             capture=capture,
         )
 

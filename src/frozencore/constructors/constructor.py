@@ -1,7 +1,7 @@
 """A constructor: a class that names the moments it needs and builds the basis of a layer from them.
 
-Your own constructor is a subclass with ``needs`` and ``build``, added by :func:`frozencore.register_constructor`.
-``start_core`` is optional.
+Your own constructor is a subclass with ``build``, and ``needs`` if it reads data, added by
+:func:`frozencore.register_constructor`. ``start_core`` is optional.
 
 The options of a basis come first. A constructor with options of its own adds them in a subclass.
 """
@@ -118,9 +118,9 @@ class Constructor(ABC, Generic[Options]):
     label: ClassVar[str] = ""
     word: ClassVar[str] = ""
 
-    @abstractmethod
     def needs(self, options: Options) -> frozenset[MomentName]:
-        """The moments that the constructor reads."""
+        """The moments that the constructor reads; none by default."""
+        return frozenset()
 
     @abstractmethod
     def build(self, layer: LayerData, options: Options) -> Basis:
@@ -136,9 +136,6 @@ class Compressed(Constructor[BasisOptions]):
 
     label = "Compressed"
     word = "adapters"
-
-    def needs(self, options: BasisOptions) -> frozenset[MomentName]:
-        return frozenset()
 
     def build(self, layer: LayerData, options: BasisOptions) -> Basis:
         raise CalibrationError(

@@ -33,18 +33,6 @@ class EvaOptions(BasisOptions):
     eva_output: Annotated[EvaOutput, Field(description="Where the output side comes from.")] = "weight_times_input"
 
 
-def eva_needs(*, center: bool, output: EvaOutput) -> frozenset[MomentName]:
-    """The moments that the chosen variant reads; none needs a backward pass."""
-    needed: set[MomentName] = {"input_outer"}
-    if center:
-        needed.add("input_total")
-    if output == "output_pca":
-        needed.add("output_outer")
-        if center:
-            needed.add("output_total")
-    return frozenset(needed)
-
-
 def eva_basis(
     moments: LayerMoments,
     W: Float[torch.Tensor, "m n"],
@@ -103,7 +91,13 @@ class Eva(Constructor[EvaOptions]):
     word = "inputs"
 
     def needs(self, options: EvaOptions) -> frozenset[MomentName]:
-        return eva_needs(center=options.eva_center, output=options.eva_output)
+        """The moments that the chosen variant reads; none needs a backward pass."""
+        outer: set[MomentName] = {"input_outer"}
+        total: set[MomentName] = {"input_total"}
+        if options.eva_output == "output_pca":
+            outer.add("output_outer")
+            total.add("output_total")
+        return frozenset(outer | total if options.eva_center else outer)
 
     def build(self, layer: LayerData, options: EvaOptions) -> Basis:
         return eva_basis(

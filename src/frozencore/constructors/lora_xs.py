@@ -15,7 +15,6 @@ from frozencore.constructors.constructor import BasisOptions, Constructor, Layer
 from frozencore.device import torch
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.linalg import SvdMethod, effective_rank, trailing_svd, truncated_svd
-from frozencore.maths.moments import MomentName
 
 
 def lora_xs_basis(
@@ -44,9 +43,6 @@ class LoRAXS(Constructor[BasisOptions]):
     label = "LoRA-XS-core"
     word = "weights"
 
-    def needs(self, options: BasisOptions) -> frozenset[MomentName]:
-        return frozenset()
-
     def build(self, layer: LayerData, options: BasisOptions) -> Basis:
         return lora_xs_basis(
             layer.weight(), options.rank, coordinates=options.coordinates, svd_method=options.svd_method,
@@ -68,9 +64,6 @@ class MiLoRA(Constructor[BasisOptions]):
     weights_only = True
     label = "MiLoRA-core"
     word = "residue"
-
-    def needs(self, options: BasisOptions) -> frozenset[MomentName]:
-        return frozenset()
 
     def build(self, layer: LayerData, options: BasisOptions) -> Basis:
         return milora_basis(layer.weight(), options.rank, coordinates=options.coordinates)

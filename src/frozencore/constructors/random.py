@@ -10,7 +10,6 @@ from frozencore.constructors.constructor import BasisOptions, Constructor, Layer
 from frozencore.device import torch
 from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
 from frozencore.maths.linalg import seeded_generator
-from frozencore.maths.moments import MomentName
 
 
 def random_basis(shape: tuple[int, int], rank: int, *, coordinates: Coordinates = "qr", seed: int = 0) -> Basis:
@@ -31,9 +30,6 @@ def random_basis(shape: tuple[int, int], rank: int, *, coordinates: Coordinates 
 class Random(Constructor[BasisOptions]):
     label = "Random"
     word = "chance"
-
-    def needs(self, options: BasisOptions) -> frozenset[MomentName]:
-        return frozenset()
 
     def build(self, layer: LayerData, options: BasisOptions) -> Basis:
         return random_basis(layer.shape, options.rank, coordinates=options.coordinates, seed=layer.seed(options.seed))
@@ -68,9 +64,6 @@ class VeRA(Constructor[BasisOptions]):
 
     label = "VeRA-core"
     word = "shared"
-
-    def needs(self, options: BasisOptions) -> frozenset[MomentName]:
-        return frozenset()
 
     def build(self, layer: LayerData, options: BasisOptions) -> Basis:
         return vera_basis(layer.shape, options.rank, coordinates=options.coordinates, seed=options.seed)

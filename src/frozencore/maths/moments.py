@@ -129,6 +129,10 @@ class LayerMoments:
         sums = {name: getattr(self, name) + getattr(other, name) for name in self.names()}
         return LayerMoments(num_tokens=self.num_tokens + other.num_tokens, **sums)
 
+    def spread(self, name: MomentName) -> float | None:
+        """:func:`spread` of a vector of second moments; None if it was not collected."""
+        return None if getattr(self, name) is None else spread(self.mean(name))
+
     def without_matrices(self) -> LayerMoments:
         """The count and the vectors alone."""
         return replace(self, cross=None, input_outer=None, error_outer=None, output_outer=None)
