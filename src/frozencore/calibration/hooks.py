@@ -324,8 +324,10 @@ class CalibrationPass:
         is_square = any(tokens.rows is not None and tokens.shape[0] == tokens.shape[1] for tokens in batches)
         if not is_square or self.tokens_first is not None or self.is_off:
             return
+        tokens = three_tokens(model)
+        tokens["attention_mask"] = torch.ones_like(tokens["input_ids"])  # some models have no default
         with with_attributes(self, is_off=True):
-            seen = seen_shapes(model, self.hooks.layers.values(), (), three_tokens(model)) or {}
+            seen = seen_shapes(model, self.hooks.layers.values(), (), tokens) or {}
         layers = self.hooks.layers.items()
         self.tokens_first = {name for name, layer in layers if any(x[:2] == (3, 2) for x in seen.get(layer, ()))}
 
