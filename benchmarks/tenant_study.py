@@ -51,6 +51,7 @@ from tenant_rows import SEARCHED, Tenant
 SEED, RANK = 42, 16
 ROWS_A_STEP, FEWEST_STEPS, WARMUP = 8, 16, 0.1
 CALIBRATION = 64  # rows of each tenant
+RECIPE = f"{ROWS_A_STEP} rows a step, {FEWEST_STEPS} steps, warm-up {WARMUP}, calibration {CALIBRATION}"
 MOST_RATES = 6
 
 Job = tuple[str, float | None]

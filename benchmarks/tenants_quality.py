@@ -61,12 +61,9 @@ from frozencore.tune.rows.prompts import PromptEncoder
 from harness import RESULTS, parser_of
 from tenant_rows import QUICK_TENANTS, TENANTS, make_tenants, manifest_of
 from tenant_study import (
-    CALIBRATION,
-    FEWEST_STEPS,
     RANK,
-    ROWS_A_STEP,
+    RECIPE,
     SEED,
-    WARMUP,
     Adapters,
     Cores,
     Job,
@@ -76,10 +73,9 @@ from tenant_study import (
     bytes_of,
     key,
     zero_cores,
-)  # fmt: skip
+)
 
 Bases = Mapping[str, Compression]
-
 OWN_RATE, POOLED_RATE = 1e-2, 2e-2
 LORA_RATES = {1: 1.6e-2, 2: 2e-3, 4: 2e-3, 16: 2e-3}
 """The rates that ``sharing`` found, by which the other studies train."""
@@ -272,12 +268,12 @@ class Compressing(Study):
             self.put_on("lora, compressed", loras, loras, other)
         self.kept(loras)
         self.trained("own", rank, self.newcomers)
-        self.mean_on(loras, rank)
+        self.put_on("lora, mean", loras, loras, rank, form="mean")
         self.newcomers_on("pooled", None, rank, (POOLED_RATE,))
         self.measure_base()
         self.newcomers_on("learned", own, rank, LEARNED_RATES[1:])
         self.newcomers_on("learned", own, 2 * rank, LEARNED_RATES)
-        self.trained_on(own, rank)
+        self.put_on("own, learned, trained on", own, own, rank, form="trained")
         self.put_on("own, learned", own, own, 2 * rank)
         loras = self.trained("lora", rank, self.everyone)
         for other in self.ranks:
@@ -307,45 +303,32 @@ class Compressing(Study):
         kept = sum(float(R.square().sum()) for R in cores.values()) / whole
         return {layer: R * rank / 16 for layer, R in cores.items()}, kept
 
-    def on_basis_of(
-        self, arm: str, sources: Mapping[str, Updates], names: Sequence[str], rank: int,
-        each: Callable[[PeftModel, Bases, Job], Adapters],
-    ) -> None:  # fmt: skip
-        """Measure tenants on the basis of the sources: ``each`` gives the model a tenant's core."""
+    def put_on(
+        self, arm: str, sources: Mapping[str, Updates], of: Mapping[str, Updates], rank: int, *, form: str = "own"
+    ) -> None:
+        """Measure updates as cores on the basis of the sources.
+
+        Args:
+            form: ``own`` cores, the ``mean`` core for everybody, or own cores ``trained`` for one more epoch.
+        """
 
         def adapters(jobs: Sequence[Job]) -> Adapters:
             basis = self.compressed(sources, rank)
+            cores, kept = {}, {}
+            for name, own in of.items():
+                cores[name], kept[name] = self.projected(own, basis, rank)
+            if form == "mean":
+                mean = {layer: torch.stack([own[layer] for own in cores.values()]).mean(0) for layer in basis}
+                cores = dict.fromkeys(cores, mean)
             with self.adapted("random", rank, 0, tensors_of(basis)) as model:
-                for job in jobs:
-                    yield from each(model, basis, job)
+                for name, rate in jobs:
+                    swap_core(model, cores[name])
+                    about = {"sources": len(sources)} | ({"kept": kept[name]} if form == "own" else {})
+                    if form == "trained":
+                        ((_, _, about),) = self.cores(model, [(name, TRAINED_ON_RATE)], epochs=1)
+                    yield model, (name, rate), about
 
-        self.measure(arm, rank, [(name, None) for name in names], adapters)
-
-    def put_on(self, arm: str, sources: Mapping[str, Updates], of: Mapping[str, Updates], rank: int) -> None:
-        """Measure updates as cores on the basis of the sources."""
-
-        def each(model: PeftModel, basis: Bases, job: Job) -> Adapters:
-            cores, kept = self.projected(of[job[0]], basis, rank)
-            swap_core(model, cores)
-            yield model, job, {"kept": kept, "sources": len(sources)}
-
-        self.on_basis_of(arm, sources, list(of), rank, each)
-
-    def mean_on(self, sources: Mapping[str, Updates], rank: int) -> None:
-        def each(model: PeftModel, basis: Bases, job: Job) -> Adapters:
-            every = [self.projected(own, basis, rank)[0] for own in sources.values()]
-            swap_core(model, {layer: torch.stack([cores[layer] for cores in every]).mean(0) for layer in basis})
-            yield model, job, {"sources": len(sources)}
-
-        self.on_basis_of("lora, mean", sources, list(sources), rank, each)
-
-    def trained_on(self, sources: Mapping[str, Updates], rank: int) -> None:
-        def each(model: PeftModel, basis: Bases, job: Job) -> Adapters:
-            swap_core(model, self.projected(sources[job[0]], basis, rank)[0])
-            for trained, _, about in self.cores(model, [(job[0], TRAINED_ON_RATE)], epochs=1):
-                yield trained, job, about
-
-        self.on_basis_of("own, learned, trained on", sources, list(sources), rank, each)
+        self.measure(arm, rank, [(name, None) for name in of], adapters)
 
     def kept(self, sources: Mapping[str, Updates]) -> None:
         """The share that all and half of them keep at each rank."""
@@ -407,7 +390,7 @@ def main() -> None:
         "dtype": dtype,
         "commit": where["commit"][:12] if where["commit"] else None,
         "rows": sha256(dumps(manifest_of(tenants)).encode()).hexdigest()[:16],
-        "recipe": f"{ROWS_A_STEP} rows a step, {FEWEST_STEPS} steps, warm-up {WARMUP}, calibration {CALIBRATION}",
+        "recipe": RECIPE,
     }
     encoder = PromptEncoder(tokenizer, style="plain")
     study(model, encoder, tenants, Results(out, common), options.work or out.with_suffix(".work"), options.quick).run()
