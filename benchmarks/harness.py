@@ -16,7 +16,7 @@ from torch import nn
 
 from frozencore.files.atomic_write import write_json
 from frozencore.tune.cost import PeakMemory
-from frozencore.tune.provenance import provenance
+from frozencore.tune.provenance import Provenance
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
@@ -57,7 +57,7 @@ def write_found(options: argparse.Namespace, **found: Any) -> None:
     if (out := results_file(options)) is not None:
         cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
         about = {"benchmark": options.name, "quick": options.quick, "cpus": cpus, "load": load_average()}
-        write_json(out, about | found | {"provenance": provenance()})
+        write_json(out, about | found | {"provenance": Provenance.here().content()})
 
 
 def cpu_s(run: Callable[[], Any]) -> float:

@@ -29,7 +29,7 @@ from frozencore.tune.calibrate_only import execute_calibration
 from frozencore.tune.config import RunConfig, make_config
 from frozencore.tune.cost import process_peak_bytes
 from frozencore.tune.many import run as many
-from frozencore.tune.provenance import provenance
+from frozencore.tune.provenance import Provenance
 from harness import RESULTS, load_average, parser_of, table
 
 ROWS, CALIBRATED, STEPS = 8, 10, 2
@@ -146,7 +146,8 @@ def main() -> None:
             words = [sys.executable, __file__, "--model", options.model, "--one", *map(str, places)]
             done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
             found = json.loads(done.stdout.splitlines()[-1])
-            lines.append({**found, "quick": options.quick, "load": load_average(), "provenance": provenance("cpu")})
+            here = Provenance.here("cpu").content()
+            lines.append({**found, "quick": options.quick, "load": load_average(), "provenance": here})
             print(table_of(lines), flush=True)
             if out is not None:
                 with out.open("a", encoding="utf-8") as file:

@@ -33,8 +33,7 @@ from frozencore.calibration.collect import collect_moments
 from frozencore.maths.capture import CAPTURE_NEEDS
 from frozencore.maths.moments import LayerMoments
 from frozencore.tune.many.tenant import Tenant as CoreTenant
-from frozencore.tune.many.tenant import Trained
-from frozencore.tune.many.train import train_many
+from frozencore.tune.many.tenant import Trained, train_many
 from frozencore.tune.methods import METHODS, AdapterOptions
 from frozencore.tune.rows import Example, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder

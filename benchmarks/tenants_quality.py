@@ -55,7 +55,7 @@ from frozencore.maths.compress import Compression, compress
 from frozencore.maths.moments import LayerMoments
 from frozencore.tune.load import load_model
 from frozencore.tune.many.slots import held_out_losses
-from frozencore.tune.provenance import provenance
+from frozencore.tune.provenance import Provenance
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
 from harness import RESULTS, parser_of
@@ -384,7 +384,7 @@ def main() -> None:
         tenants = make_tenants(QUICK_TENANTS, None, validation=8, held_out=8)
     else:
         tenants = make_tenants(TENANTS, options.data_root)
-    where = provenance()
+    where = Provenance.here().content()
     common = {
         "model": fingerprint_model(model)[:16],
         "dtype": dtype,

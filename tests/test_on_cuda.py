@@ -131,7 +131,7 @@ def test_out_of_memory_scores_in_smaller_groups(little_memory: None) -> None:
         torch.empty(len(rows) * 24 * MIB, dtype=torch.uint8, device="cuda")
         seen.append(rows)
 
-    score_in_groups(score, [(100, 10)] * 8, torch.device("cuda"), tokens_per_batch=10_000)
+    score_in_groups(score, [(100, 10)] * 8, torch.device("cuda"))
     assert sorted(row for rows in seen for row in rows) == list(range(8))
     assert max(map(len, seen)) <= 2
 

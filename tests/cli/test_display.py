@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console, Group
-from rich.table import Table
 from rich.text import Text
 
-from frozencore.cli.display import PlainConsole, StageDisplay, with_whole_numbers
+from frozencore.cli.display import PlainConsole, StageDisplay, table_of
 
 
 def test_on_a_terminal_each_stage_is_one_bar_that_moves_to_its_total_and_keeps_its_last_note() -> None:
@@ -124,12 +123,10 @@ def test_a_path_that_is_wider_than_the_screen_stays_whole_and_other_words_are_wr
 
 
 def test_a_narrow_table_keeps_its_numbers_whole() -> None:
-    table = Table("subject", "task")
-    for heading in ("rows", "accuracy %", "± se", "majority", "truncated", "nats/token"):
-        table.add_column(heading, justify="right")
-    table.add_row("a-long-name", "reviews.jsonl", "60", "68.3", "6.1", "50.0", "34", "13.894")
+    headings = ("subject", "task", "rows", "accuracy %", "± se", "majority", "truncated", "nats/token")
+    row = ("a-long-name", "reviews.jsonl", "60", "68.3", "6.1", "50.0", "34", "13.894")
     printed = io.StringIO()
     console = PlainConsole(file=printed, width=60)
-    console.print(with_whole_numbers(table, console))
+    console.print(table_of(None, headings, [row], names=("subject", "task"), screen=console))
     assert all(f" {number} " in printed.getvalue() for number in ("60", "68.3", "6.1", "50.0", "34", "13.894"))
     assert max(map(len, printed.getvalue().splitlines())) <= 60

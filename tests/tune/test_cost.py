@@ -23,7 +23,6 @@ from frozencore.tune import cost
 from frozencore.tune.config import RunConfig, make_config
 from frozencore.tune.cost import (
     PeakMemory,
-    basis_bytes,
     estimate_bytes,
     model_bytes,
     process_peak_bytes,
@@ -33,8 +32,7 @@ from frozencore.tune.cost import (
     values_at_once,
 )
 from frozencore.tune.load import resolve_targets, without_weights
-from frozencore.tune.many.tenant import Tenant, Trained
-from frozencore.tune.many.train import train_many
+from frozencore.tune.many.tenant import Tenant, Trained, train_many
 from frozencore.tune.methods import METHODS, AdapterOptions
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import PhasePeaks
@@ -80,13 +78,6 @@ def test_the_models_size_is_that_of_its_own_weights_whatever_is_on_it() -> None:
         assert model_bytes(METHODS[name].add(copy.deepcopy(plain), OPTIONS)) == expected
     half: nn.Module = copy.deepcopy(plain).to(torch.bfloat16)
     assert model_bytes(half) == expected // 2
-
-
-def test_basis_bytes_are_those_of_the_buffers() -> None:
-    model, named = adapted("random"), tiny_qwen2().named_modules()
-    stored = sum(b.nbytes for n, b in model.named_buffers() if "frozencore_P" in n or "frozencore_Q" in n)
-    shapes = [tuple(m.weight.shape) for n, m in named if n.endswith(tuple(model.peft_config["default"].target_modules))]
-    assert basis_bytes(shapes, 3, torch.float32) == stored > 0
 
 
 MIB = 2**20

@@ -192,7 +192,7 @@ def test_every_adapter_scores_as_if_it_were_loaded_alone(
         alone = PeftModel.from_pretrained(model, adapters[name])
         for task in TASKS:
             score = score_of(alone, PromptEncoder(tokenizer), task, evaluation_rows(task, num_evaluation=12))
-            assert found[name, task.name].accuracy == score.accuracy
+            assert found[name, task.name].score.accuracy == score.accuracy
             assert found[name, task.name].held_out_loss == pytest.approx(score.held_out_loss, abs=1e-6)
     losses = {score.held_out_loss for score in record.scores}
     assert len(losses) == 10
@@ -238,7 +238,7 @@ def test_a_text_task_has_a_loss_and_no_accuracy(tmp_path: Path) -> None:
     model, tokenizer = load_model(POCKET, device="cpu")
     encoder = PromptEncoder(tokenizer)
     rows = encoder.training_rows(evaluation_rows(text, num_evaluation=12))
-    assert (score.accuracy, score.num_examples) == (None, 12)
+    assert (score.score, score.num_examples) == (None, 12)
     assert score.held_out_loss == held_out_loss(model, rows, pad_id=encoder.pad_id)
 
 
@@ -305,7 +305,7 @@ def test_prompts_beyond_the_limit_are_refused_or_counted(tmp_path: Path) -> None
     with pytest.raises(DataError, match=r"12 of 12 rows are longer than the limit of 5 tokens"):
         evaluate_adapters(evaluation(tasks=TASKS[:1], max_length=5), tmp_path / "e", silent)
     record = evaluate_adapters(evaluation(tasks=TASKS[:1], max_length=5, too_long="cut"), tmp_path / "e", silent)
-    assert record.scores[0].num_cut == 12
+    assert record.scores[0].score.num_cut == 12
     lines = [{"prompt": "Tom has", "completion": " cats"}, {"prompt": "Tom has " * 40, "completion": " cats"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     own = evaluation(tasks=(), data=str(tmp_path / "rows.jsonl"), max_length=32, too_long="skip")

@@ -16,7 +16,7 @@ from fixtures import LAB
 from frozencore.errors import ArtifactError
 from frozencore.files.atomic_write import atomic_folder, require_writable, write_json
 from frozencore.maths.capture import Capture
-from frozencore.tune.provenance import provenance, source_commit
+from frozencore.tune.provenance import source_commit
 from frozencore.tune.record import Alignment, Failure, Provenance, StabilityRecord, read_failure, read_record
 from small_runs import RESOURCES, SCORE, made_up_record, record_content
 
@@ -83,21 +83,21 @@ def test_a_folder_that_is_overwritten_is_there_until_the_new_one_is(
 
 
 def test_provenance_names_versions_machine_and_commit() -> None:
-    source = provenance()
-    assert source["versions"]["torch"]
-    assert source["num_threads"] >= 1
+    source = Provenance.here()
+    assert source.versions["torch"]
+    assert source.num_threads >= 1
     commit = source_commit()
     assert commit is None or len(commit.removesuffix("-dirty")) == 40
 
 
 def test_provenance_names_the_device_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    processor = provenance("cpu")["device"]
+    processor = Provenance.here("cpu").device
     assert torch.backends.cpu.get_cpu_capability() in processor
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda place: ["first", "second"][place.index or 0])
-    named = {name: provenance(name)["device"] for name in ("auto", "cuda", "cuda:1", "cpu", "no device")}
+    named = {name: Provenance.here(name).device for name in ("auto", "cuda", "cuda:1", "cpu", "no device")}
     assert named == {"auto": "first", "cuda": "first", "cuda:1": "second", "cpu": processor, "no device": processor}
-    assert provenance(torch.device("cuda:1"))["device"] == "second"
+    assert Provenance.here(torch.device("cuda:1")).device == "second"
 
 
 ALL_RECORDS = sorted((LAB / "results").glob("*/records.jsonl"))

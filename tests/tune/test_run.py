@@ -222,6 +222,7 @@ def no_work(stage: str, *_: object) -> None:
         ({"targets": ("q_proj",)}, r"--targets \['q_proj'\] came, before: none"),
         ({"dtype": "bfloat16"}, "--dtype bfloat16 came, before: auto"),
         ({"num_train": 16}, "--num-train 16 came, before: 24"),
+        ({"select_checkpoint": "epoch"}, "--select-checkpoint epoch came, before: none"),
         ({"seed": 7}, "--seed 7 came, before: 42"),
     ],
 )
@@ -233,6 +234,14 @@ def test_a_run_is_not_resumed_with_another_option_which_is_named_before_any_work
         execute(config_of(**{"epochs": 2, **changed}), interrupted, no_work, resume=True)
     assert "\n" not in str(caught.value)
     assert bytes_in(interrupted) == before
+
+
+def test_a_run_is_not_resumed_by_code_that_takes_rows_in_another_order(
+    interrupted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("frozencore.tune.run.STEPS_VERSION", 0)
+    with pytest.raises(TrainingError, match="the recipe changed"):
+        execute(config_of(epochs=2), interrupted, silent, resume=True)
 
 
 def test_a_run_is_not_resumed_on_another_basis_at_the_same_place(tmp_path: Path) -> None:

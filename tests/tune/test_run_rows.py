@@ -11,7 +11,6 @@ import pytest
 
 from frozencore.errors import ConfigError, DataError, NoRowsError
 from frozencore.tune.config import RunConfig, make_config
-from frozencore.tune.make_record import used_rows
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.run_rows import RowCache, RunRows, prepare_rows
 from input_files import write_rows, write_task
@@ -36,7 +35,7 @@ def write_counts(path: Path, count: int, kind: str = "cats") -> str:
 
 def counts(config: RunConfig, encoder: PromptEncoder) -> tuple[int, int, str]:
     rows = rows_of(config, encoder)
-    return len(rows.train), len(rows.held_out), rows.validation_from
+    return len(rows.train), len(rows.held_out), rows.used.validation_from
 
 
 def test_trials_hold_out_a_tenth_where_final_runs_train_on_all_rows(encoder: PromptEncoder, tmp_path: Path) -> None:
@@ -72,7 +71,7 @@ def test_own_rows_to_validate_on_are_neither_trained_on_nor_evaluated(encoder: P
     evaluated, trained, scored = ({row.id for row in rows} for rows in (final.held_out, trial.train, trial.held_out))
     assert (len(evaluated), len(trained), len(scored)) == (5, 41, 4)
     assert evaluated | trained | scored == {row.id for row in (*final.train, *final.held_out)}
-    assert (final.validation_from, trial.validation_from) == ("none", "10% of train")
+    assert (final.used.validation_from, trial.used.validation_from) == ("none", "10% of train")
     choosing = rows_of(config_of(data=path, select_checkpoint="epoch"), encoder)
     assert choosing.validation is not None
     sets = [{row.id for row in part} for part in (choosing.train, choosing.validation.tokens, choosing.held_out)]
@@ -91,12 +90,28 @@ def test_rows_that_are_too_long_are_left_out_and_counted_where_that_is_allowed(
         rows_of(config_of(data=path), encoder)
     for too_long, expected in (("cut", (33, 3, 2)), ("skip", (30, 0, 5))):
         found = rows_of(config_of(data=path, too_long=too_long), encoder)
-        assert (len(found.train) + len(found.held_out), found.num_cut, found.num_skipped) == expected
+        assert (len(found.train) + len(found.held_out), found.used.cut or 0, found.used.skipped) == expected
         assert max(len(row.input_ids) for row in (*found.train, *found.held_out)) <= 60
         assert {row.input_ids[-1] for row in (*found.train, *found.held_out)} == {encoder.eos_id}
     task = config_of(task=write_task(tmp_path, num_train=20), too_long="skip")
     with pytest.raises(NoRowsError, match="--too-long left none of 18 rows"):
         rows_of(task, PromptEncoder(byte_tokenizer(), max_length=5))
+
+
+def test_a_long_row_that_is_scored_and_also_chooses_the_step_is_counted_once(
+    byte_tokenizer: Callable[..., Any], tmp_path: Path
+) -> None:
+    task = write_task(tmp_path, num_train=20)
+    rows = [{"count": i, "things": "cats" * (9 if i % 2 else 1), "sum": i} for i in range(20)]
+    write_rows(tmp_path / "train.jsonl", rows)
+    trial = {"task": task, "too_long": "skip", "evaluate_on": "validation"}
+    plain, choosing = (
+        rows_of(config_of(**trial, select_checkpoint=every), PromptEncoder(byte_tokenizer(), max_length=70))
+        for every in ("none", "epoch")
+    )
+    assert choosing.used == plain.used
+    assert plain.used.skipped == 10
+    assert choosing.validation == choosing.scored == plain.scored
 
 
 def test_every_row_that_was_read_is_trained_on_held_out_or_said_to_be_left_out(
@@ -110,11 +125,10 @@ def test_every_row_that_was_read_is_trained_on_held_out_or_said_to_be_left_out(
         ({"evaluate_on": "validation"}, {"kept to evaluate on": 3}),
     ):
         found = rows_of(config_of(data=path, skip_bad=True, too_long="skip", **options), encoder)
-        assert found.reading is not None
-        assert found.reading.left_out == {"column 'text' must hold text": 1, "too long": 1} | why
+        assert found.used.left_out == {"column 'text' must hold text": 1, "too long": 1} | why
         used = len(found.train) + len(found.held_out)
-        assert found.reading.read == len(texts) == used + sum(found.reading.left_out.values())
-    assert rows_of(config_of(task=write_task(tmp_path, num_train=20)), encoder).reading is None
+        assert found.used.read == len(texts) == used + sum(found.used.left_out.values())
+    assert rows_of(config_of(task=write_task(tmp_path, num_train=20)), encoder).used.left_out == {}
 
 
 def test_rows_that_are_left_out_beside_the_rows_of_the_run_are_counted_too(
@@ -129,8 +143,7 @@ def test_rows_that_are_left_out_beside_the_rows_of_the_run_are_counted_too(
     found = rows_of(config_of(data=tmp_path / "train.jsonl", skip_bad=True, too_long="skip", **given), encoder)
     assert (len(found.train), len(found.held_out)) == (5, 2)
     bad = "column 'text' must hold text"
-    assert found.reading is not None
-    assert found.reading.left_out == {
+    assert found.used.left_out == {
         bad: 1, "too long": 1, "also in --eval-data": 2,
         f"{bad} (--eval-data)": 1, "too long (--eval-data)": 1, "beyond --num-evaluation": 1,
     }  # fmt: skip
@@ -143,7 +156,7 @@ def test_rows_of_a_task_that_are_also_evaluated_are_counted_in_the_record(
     with (tmp_path / "train.jsonl").open("a") as file:
         file.write((tmp_path / "evaluation.jsonl").read_text())
     rows = rows_of(config, encoder)
-    assert used_rows(config.rows, "evaluation", rows).content()["left_out"] == {"also evaluation rows": 3}
+    assert rows.used.left_out == {"also evaluation rows": 3}
 
 
 @pytest.mark.parametrize("evaluate_on", ["evaluation", "validation"])
@@ -174,7 +187,7 @@ def test_rows_that_are_kept_are_those_that_would_be_read_and_are_read_once(
 
     def read(kept: RowCache | None) -> list[Any]:
         found = [rows_of(run, encoder, kept) for run in runs]
-        return [(rows.scored, rows.train, rows.calibration, rows.validation_from) for rows in found]
+        return [(rows.scored, rows.train, rows.calibration, rows.used.validation_from) for rows in found]
 
     fresh, kept = read(None), RowCache()
     assert read(kept) == fresh
@@ -224,8 +237,7 @@ def test_all_rows_of_all_files_are_taken_and_the_rows_of_each_are_reported(
     assert kinds(encoder, rows) == {"cats": 300, "dogs": 50}
     assert len(rows.held_out) == 35
     assert len({row.id for row in (*rows.train, *rows.held_out)}) == 350
-    assert rows.reading is not None
-    assert [one.content() for one in rows.reading.sources] == [
+    assert [one.content() for one in rows.used.sources] == [
         {"source": files[0], "read": 300, "drawn": 300},
         {"source": files[1], "read": 50, "drawn": 50},
     ]
@@ -239,8 +251,7 @@ def test_one_file_in_a_list_is_the_file(files: tuple[str, str], encoder: PromptE
 def test_each_file_has_its_own_form_and_an_error_names_the_file(
     tmp_path: Path, files: tuple[str, str], encoder: PromptEncoder
 ) -> None:
-    reading = own_rows(encoder, (files[0], write_texts(tmp_path / "t.jsonl", ["plain"]))).reading
-    assert reading is not None
+    reading = own_rows(encoder, (files[0], write_texts(tmp_path / "t.jsonl", ["plain"]))).used
     assert reading.columns == ("prompt", "completion", "text")
     bad = write_rows(tmp_path / "bad.jsonl", ({"text": "plain"}, {"text": 3}))
     with pytest.raises(DataError, match=r"Row 2:bad.jsonl:row-2: column 'text' must hold text, but holds 3"):
@@ -255,9 +266,8 @@ def test_rows_to_evaluate_on_come_from_a_file_of_their_own_and_are_never_trained
     assert (len(rows.train), len(rows.held_out)) == (280, 20)
     trained = {tuple(row.input_ids) for row in rows.train}
     assert not trained & {tuple(row.input_ids) for row in rows.held_out}
-    assert rows.reading is not None
-    assert rows.reading.left_out == {"also in --eval-data": 20}
-    assert rows.reading.held_out_from == "held.jsonl"
+    assert rows.used.left_out == {"also in --eval-data": 20}
+    assert rows.used.held_out_from == "held.jsonl"
     assert len(own_rows(encoder, files[0], eval_data=held, num_evaluation=5).held_out) == 5
     with pytest.raises(NoRowsError, match="all in --eval-data"):
         own_rows(encoder, held, eval_data=held)

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Group
-from rich.table import Table
+from rich.console import Group, RenderableType
 from rich.text import Text
 
-from frozencore.cli.display import StageDisplay, console, with_whole_numbers
+from frozencore.cli.display import StageDisplay, console, table_of
 from frozencore.errors import ConfigError
 from frozencore.files.adapter_folder import COMPRESSION_FILE, adapter_in, folder_of, read_config
 from frozencore.files.atomic_write import check_output
@@ -72,11 +71,14 @@ def compress(
         for name, place in named.items():
             require_tenant_name(name, place)
         to_score = None if tenants is None else read_rows_of(str(model), tenants, named.keys(), progress)
-        base: nn.Module | None = None if to_score is None else to_score.inputs.model
+        base: nn.Module | None = None if to_score is None else to_score[0].model
         if model is not None and base is None:
             base = load_model(model_location(model), device="cpu")[0]
         done = compress_adapters(named, output, rank=rank, base=base, skip_bad=skip_bad, progress=progress)
-        scores = {} if to_score is None else score_compressed(to_score.only(done.kept), output, named, progress)
+        scores = {}
+        if to_score is not None:
+            rows = {name: own for name, own in to_score[1].items() if name in done.kept}
+            scores = score_compressed(to_score[0], rows, output, named, progress)
     console.print(_summary(done))
     if scores:
         console.print(_scores(scores))
@@ -84,16 +86,12 @@ def compress(
     console.print(f"Basis: {output}/basis   Adapters: {output}/NAME/adapter{trained_on}", soft_wrap=True)
 
 
-def _scores(scores: Mapping[str, Mapping[str, Score]]) -> Table:
+def _scores(scores: Mapping[str, Mapping[str, Score]]) -> RenderableType:
     """Loss and accuracy of each arm."""
     arms = list(next(iter(scores.values())))
-    table = Table(title="Held-out nats a token, and exact answers of short ones", title_justify="left")
-    table.add_column("tenant")
-    for arm in arms:
-        table.add_column(arm, justify="right")
-    for name, of_tenant in scores.items():
-        table.add_row(name, *(_in_words(of_tenant[arm]) for arm in arms))
-    return with_whole_numbers(table)
+    rows = [(name, *(_in_words(of_tenant[arm]) for arm in arms)) for name, of_tenant in scores.items()]
+    title = "Held-out nats a token, and exact answers of short ones"
+    return table_of(title, ("tenant", *arms), rows, names=("tenant",))
 
 
 def _in_words(score: Score) -> str:
@@ -104,13 +102,14 @@ def _summary(done: CompressedAdapters) -> Group:
     """The share that each adapter keeps, those with the least first if there are many."""
     least_first = sorted(done.kept, key=lambda name: done.kept[name].share)
     shown = least_first[:MOST_ROWS] if len(least_first) > MOST_ROWS else list(done.kept)
-    table = Table(title=f"{num_of(len(done.kept), 'adapter')} on one basis of rank {done.rank}", title_justify="left")
-    for heading in ("adapter", "share kept", "layer that keeps least", "share"):
-        table.add_column(heading, justify="right" if heading.startswith("share") else "left")
+    rows = []
     for name in shown:
         kept = done.kept[name]
         layer = min(kept.layers, key=kept.layers.__getitem__)
-        table.add_row(name, f"{kept.share:.1%}", layer, f"{kept.layers[layer]:.1%}")
+        rows.append((name, f"{kept.share:.1%}", layer, f"{kept.layers[layer]:.1%}"))
+    names = ("adapter", "layer that keeps least")
+    title = f"{num_of(len(done.kept), 'adapter')} on one basis of rank {done.rank}"
+    table = table_of(title, ("adapter", "share kept", "layer that keeps least", "share"), rows, names=names)
     lines = [Text(f"Skipped {name}: {reason}") for name, reason in done.skipped.items()]
     if len(shown) < len(done.kept):
         rest = done.kept[least_first[MOST_ROWS]].share
@@ -125,4 +124,4 @@ def _summary(done: CompressedAdapters) -> Group:
                 "or leave out those that have little in common with the others."
             )
         )
-    return Group(with_whole_numbers(table), *lines)
+    return Group(table, *lines)

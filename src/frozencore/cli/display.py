@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import unicodedata
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -14,12 +14,13 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.measure import Measurement
 from rich.segment import Segment
+from rich.table import Table
+from rich.text import Text
 
 from frozencore.text import time_in_words
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
-    from rich.table import Table
 
 WIDE = 160  # columns in a file or a pipe, unless COLUMNS is set
 LABELS = {
@@ -77,8 +78,28 @@ if not console.is_terminal and "COLUMNS" not in os.environ:
     console.width = WIDE
 
 
-def with_whole_numbers(table: Table, screen: Console = console) -> Table:
-    """Keep each number of a table on one line; on a narrow screen its names and headings are folded."""
+def table_of(
+    title: str | None,
+    headings: Sequence[str],
+    rows: Iterable[Sequence[str] | None],
+    *,
+    names: Collection[str] = ("",),
+    screen: Console = console,
+) -> Table:
+    """A table that keeps each number on one line; on a narrow screen names and headings are folded.
+
+    Args:
+        rows: The cells of each row; None for a line between two rows.
+        names: The headings of columns that hold names. The others hold numbers, and are aligned right.
+    """
+    table = Table(title=title, title_justify="left")
+    for heading in headings:
+        table.add_column(Text(heading), justify="left" if heading in names else "right")
+    for row in rows:
+        if row is None:
+            table.add_section()
+        else:
+            table.add_row(*map(Text, row))
     wide = Measurement.get(screen, screen.options.update(width=UNLIMITED), table).maximum
     for column in table.columns if wide > screen.width else ():
         column.overflow = "fold"

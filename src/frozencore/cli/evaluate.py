@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
-from frozencore.cli.display import StageDisplay, console, with_whole_numbers
+from frozencore.cli.display import StageDisplay, console, table_of
 from frozencore.cli.flags import flag
 from frozencore.errors import ConfigError, FrozenCoreError
 from frozencore.files.adapter_folder import adapter_in, folder_of
@@ -116,23 +116,21 @@ def evaluation_table(record: EvaluationRecord) -> Group:
     """Show every score of every adapter, the means, and the reasons for missing scores."""
     scored = [score for score in record.scores if score.failure is None]
     columns = {title: name for title, name in COLUMNS.items() if {_cell(score, name) for score in scored} - {"", "0"}}
-    table = Table(title=f"Evaluation of {record.model}", title_justify="left")
-    for heading in ("subject", "task", *columns):
-        table.add_column(heading, justify="left" if heading in ("subject", "task") else "right")
-    last = ""
-    for score in record.scores:
-        if last and score.subject != last:
-            table.add_section()
-        cells = [""] * len(columns) if score.failure else [_cell(score, name) for name in columns.values()]
-        table.add_row(score.subject if score.subject != last else "", score.task, *cells)
-        last = score.subject
+    rows: list[tuple[str, ...] | None] = []
+    for subject, results in groupby(record.scores, key=lambda score: score.subject):
+        rows += [None] if rows else []
+        for number, one in enumerate(results):
+            cells = ("" if one.failure else _cell(one, name) for name in columns.values())
+            rows.append(("" if number else subject, one.task, *cells))
+    names = ("subject", "task")
+    table = table_of(f"Evaluation of {record.model}", (*names, *columns), rows, names=names)
     reading = [record.reading.in_words] if record.reading else []
     reasons = dict.fromkeys(f"{one.task} was not scored: {one.failure}" for one in record.scores if one.failure)
-    return Group(with_whole_numbers(table), *map(Text, [*_means(scored), *reading, *reasons]))
+    return Group(table, *map(Text, [*_means(scored), *reading, *reasons]))
 
 
 def _cell(score: TaskResult, name: str) -> str:
-    value = getattr(score, name)
+    value = getattr(score if hasattr(score, name) else score.score, name, None)
     if value is None or (name == "standard_error" and not value):  # 0 where all rows are right or all wrong
         return ""
     return str(value) if isinstance(value, int) else f"{value:.3f}" if name == "held_out_loss" else f"{100 * value:.1f}"
@@ -142,8 +140,8 @@ def _means(scores: Sequence[TaskResult]) -> list[str]:
     """Unweighted means, if all adapters have scores on the same two or more tasks."""
     by_subject: dict[str, dict[str, float]] = {}
     for score in scores:
-        if score.accuracy is not None:
-            by_subject.setdefault(score.subject, {})[score.task] = score.accuracy
+        if score.score is not None:
+            by_subject.setdefault(score.subject, {})[score.task] = score.score.accuracy
     tasks = [set(own) for own in by_subject.values()]
     if not tasks or len(tasks[0]) < 2 or any(own != tasks[0] for own in tasks):
         return []

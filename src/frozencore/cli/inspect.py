@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from frozencore.calibration.moments_file import require_moments
-from frozencore.cli.display import console, with_whole_numbers
+from frozencore.cli.display import console, table_of
 from frozencore.files.adapter_folder import (
     COMPRESSION_FILE,
     CONFIG_FILE,
@@ -172,7 +171,7 @@ def _of_evaluation(text: str) -> Iterator[str]:
     record = EvaluationRecord.model_validate_json(text)
     yield f"scores on {record.model}; the answers to each task are in SUBJECT/TASK/predictions.jsonl"
     for one in record.scores:
-        said = [] if one.accuracy is None else [f"accuracy {accuracy_in_words(one.accuracy, one.num_examples)}"]
+        said = [f"accuracy {accuracy_in_words(one.score.accuracy, one.num_examples)}"] if one.score else []
         said += [] if one.held_out_loss is None else [f"{one.held_out_loss:.3f} nats/token"]
         yield f"{one.subject} on {one.task}: {one.failure or ', '.join(said)}"
 
@@ -249,30 +248,28 @@ def layer_table(
     """
     headings = [*(["m x n"] if every_layer and shapes else []), *columns]
     if every_layer:
-        table = Table("layer", title=title, title_justify="left")
-        for heading in headings:
-            table.add_column(heading, justify="right", no_wrap=heading == "m x n")
-        for i, name in enumerate(layers):
-            cells = [_cell(heading, column[i]) for heading, column in columns.items()]
-            table.add_row(Text(name), *([shapes[i]] if shapes else []), *cells)
+        cells = [[_cell(heading, value) for value in column] for heading, column in columns.items()]
+        table = table_of(title, ("layer", *headings), zip(layers, *([shapes] if shapes else []), *cells, strict=True),
+                         names=("layer",))  # fmt: skip
     else:
-        table = Table(title=f"{title}: {num_of(len(layers), 'layer')} (--all-layers shows each)", title_justify="left")
-        table.add_column("")
-        for end in ("smallest", "median", "largest"):
-            table.add_column(end, justify="right")
-        table.add_column("worst layer")
-        for heading, column in columns.items():
-            known = [(value, -i) for i, value in enumerate(column) if value is not None]
-            if known:
-                (most, at_most), (least, at_least) = max(known), min(known, key=lambda pair: pair[0])
-                worst = {"small": -at_least, "large": -at_most}.get(QUANTITIES.get(heading, ("", "", ""))[2])
-                at = layers[worst] if worst is not None and least != most else ""
-                middle = median(value for value, _ in known)
-                if isinstance(most, int) and middle == int(middle):
-                    middle = int(middle)  # a count between two equal ones
-                table.add_row(heading, *(_cell(heading, value) for value in (least, middle, most)), Text(at))
+        title = f"{title}: {num_of(len(layers), 'layer')} (--all-layers shows each)"
+        rows = [row for heading, column in columns.items() for row in _spread(heading, column, layers)]
+        table = table_of(title, ("", "smallest", "median", "largest", "worst layer"), rows, names=("", "worst layer"))
     lines = [f"{heading}: {QUANTITIES[heading][0]}" for heading in headings if heading in QUANTITIES]
-    return Group(with_whole_numbers(table), Text("\n".join(lines), style="dim"))
+    return Group(table, Text("\n".join(lines), style="dim"))
+
+
+def _spread(heading: str, column: Column, layers: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Yield the smallest, middle and largest value of a quantity with its worst layer, if any value is known."""
+    known = [(value, -i) for i, value in enumerate(column) if value is not None]
+    if known:
+        (most, at_most), (least, at_least) = max(known), min(known, key=lambda pair: pair[0])
+        worst = {"small": -at_least, "large": -at_most}.get(QUANTITIES.get(heading, ("", "", ""))[2])
+        at = layers[worst] if worst is not None and least != most else ""
+        middle = median(value for value, _ in known)
+        if isinstance(most, int) and middle == int(middle):
+            middle = int(middle)  # a count between two equal ones
+        yield heading, *(_cell(heading, value) for value in (least, middle, most)), at
 
 
 def _cell(heading: str, value: float | None) -> str:

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import nn
 
 from frozencore.adapter.saved.tensors import CORES, PREFIX
-from frozencore.cli.display import StageDisplay, console, with_whole_numbers
+from frozencore.cli.display import StageDisplay, console, table_of
 from frozencore.files.adapter_folder import WEIGHTS_FILE, read_config
 from frozencore.files.atomic_write import read_lines
 from frozencore.text import Progress, bytes_in_words, num_of, one_line, percent, wilson
@@ -88,7 +88,7 @@ def _of_tenants(config: RunConfig, num_slots: int, progress: Progress) -> tuple[
         tokens = sum(len(row.input_ids) for row in rows.train)
         said = (
             f"{name}: {num_of(len(rows.train), 'row')} to train on ({num_of(tokens, 'token')}), {len(rows.held_out):,} "
-            f"to score; {num_of(tenant.num_steps, 'step')}. {rows.reading.in_words if rows.reading else ''}"
+            f"to score; {num_of(tenant.num_steps, 'step')}. {rows.used.in_words}"
         )
         lines.append(Text(said.rstrip()))
     if (adapted := _adapted(config, inputs)) is not None:
@@ -107,8 +107,7 @@ def _training_rows(rows: Sequence[TokenRow], decode: Callable[[list[int]], str])
 
 def _sets(config: RunConfig, inputs: Inputs) -> Iterator[Text]:
     rows = inputs.rows
-    if rows.reading is not None:
-        yield Text(rows.reading.in_words)
+    yield from map(Text, rows.used.lines)
     sets = {
         "train on": rows.train,
         "score": rows.held_out,
@@ -123,10 +122,6 @@ def _sets(config: RunConfig, inputs: Inputs) -> Iterator[Text]:
             f"a row has {median(lengths):.0f} in the middle, {max(lengths):,} at most (limit "
             f"{inputs.encoder.max_length})."
         )
-    skipped = 0 if rows.reading and rows.reading.read else rows.num_skipped  # which the line of files says
-    for count, said in ((rows.num_cut, "cut at the beginning of the prompt"), (skipped, "left out")):
-        if count:
-            yield Text(f"{num_of(count, 'row')} too long: {said}.")
 
 
 def _needed(config: RunConfig, inputs: Inputs) -> Iterator[Text]:
@@ -159,26 +154,25 @@ def _adapted(config: RunConfig, inputs: Inputs) -> nn.Module | None:
 
 def run_summary(record: TunedRecord) -> Group:
     """Show the gain and the cost of a run."""
-    table = Table(title=f"{record.method} on {record.task or record.config.sources}", title_justify="left")
-    table.add_column("")
-    table.add_column("before", justify="right")
-    table.add_column("after", justify="right")
+    lines: list[tuple[str, str, str]] = []
     before, after, score, rows = record.accuracy_before, record.accuracy, record.score, record.rows
     if before is not None and after is not None and score is not None:
         low, high = map(percent, wilson(after, rows.scored))
         label = f"accuracy, % of {num_of(rows.scored, 'row')} (95 % interval)"
-        table.add_row(label, percent(before), f"{percent(after)} ({low} to {high})")
+        lines.append((label, percent(before), f"{percent(after)} ({low} to {high})"))
         if score.majority_class is not None:
-            table.add_row("always the most frequent answer, %", "", percent(score.majority_class))
+            lines.append(("always the most frequent answer, %", "", percent(score.majority_class)))
     unit = ", nats/token"
     losses = {f"held-out loss{unit}": (record.held_out_loss_before, record.held_out_loss)}
     losses |= {
         f"loss on texts of {name}{unit}": (one.loss_before, one.loss) for name, one in (record.forgetting or {}).items()
     }
     for name, pair in losses.items():
-        table.add_row(name, *("" if loss is None else f"{loss:.3f}" for loss in pair))
+        first, last = ("" if loss is None else f"{loss:.3f}" for loss in pair)
+        lines.append((name, first, last))
+    table = table_of(f"{record.method} on {record.task or record.config.sources}", ("", "before", "after"), lines)
     parts = (_of_matches, _of_rows, of_start, _of_training, _kept_step, _cost)
-    return Group(with_whole_numbers(table), *(Text(line) for part in parts for line in part(record)))
+    return Group(table, *(Text(line) for part in parts for line in part(record)))
 
 
 def _of_matches(record: TunedRecord) -> Iterator[str]:
@@ -195,18 +189,12 @@ def _of_matches(record: TunedRecord) -> Iterator[str]:
 def _of_rows(record: TunedRecord) -> Iterator[str]:
     """Say which rows were read, cut and left out, and warn of few."""
     found = record.rows
-    if found.read is not None or found.left_out:
-        yield found.in_words
+    yield from found.lines
     if found.trained < FEWEST_STEPS:
         yield (
             f"Few training rows ({found.trained}): the adapter may only repeat them, and answer other prompts with "
             "nonsense. Give more rows, 128 or more if you can."
         )
-    if found.cut:
-        yield f"{num_of(found.cut, 'prompt')} cut at the beginning (--too-long cut)."
-    if found.skipped and found.read is None:
-        was = "was" if found.skipped == 1 else "were"
-        yield f"{num_of(found.skipped, 'row')} {was} too long and left out (--too-long)."
 
 
 def of_start(record: TunedRecord) -> Iterator[str]:

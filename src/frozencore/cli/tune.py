@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
-from frozencore.cli.display import StageDisplay, console, with_whole_numbers
+from frozencore.cli.display import StageDisplay, console, table_of
 from frozencore.cli.flags import DryRun, Out, Resume, RunCommand, require_out, told_if_nothing_is_kept
 from frozencore.errors import ConfigError, FrozenCoreError, RankError
 from frozencore.files.atomic_write import write_text
@@ -169,20 +168,15 @@ def _tune_many(
 
 def _summary(records: Mapping[str, TunedRecord], failures: Mapping[str, Failure]) -> Group:
     """Show the gain of each tenant, and their cost together."""
-    table = Table(title=f"{len(records) + len(failures)} tenants on one basis", title_justify="left")
-    for heading in ("tenant", "rows", "steps", "held-out loss before", "after", "share, s"):
-        table.add_column(heading, justify="left" if heading == "tenant" else "right")
+    cells: list[tuple[str, ...]] = []
     for name, record in records.items():
         rows, steps = record.rows.trained, str(record.training.num_steps)
         if record.selection is not None and record.selection.kept_step != record.training.num_steps:
             steps = f"{record.selection.kept_step} of {steps}"
         losses = (record.held_out_loss_before, record.held_out_loss)
-        table.add_row(
-            name, str(rows), steps, *("" if loss is None else f"{loss:.3f}" for loss in losses),
-            f"{record.training_s:.1f}",
-        )  # fmt: skip
-    for name, failure in failures.items():
-        table.add_row(name, "", "", "", failure.reason, "")
+        shown = ("" if loss is None else f"{loss:.3f}" for loss in losses)
+        cells.append((name, str(rows), steps, *shown, f"{record.training_s:.1f}"))
+    cells += [(name, "", "", "", failure.reason, "") for name, failure in failures.items()]
     lines = [Text(f"{name}: {failure.message}") for name, failure in failures.items()]
     if records:
         from frozencore.cli.run_screen import of_start
@@ -196,7 +190,9 @@ def _summary(records: Mapping[str, TunedRecord], failures: Mapping[str, Failure]
                 f"peak memory {bytes_in_words(max(record.peak_memory_bytes for record in records.values()))}"
             )
         )
-    return Group(with_whole_numbers(table), *lines)
+    headings = ("tenant", "rows", "steps", "held-out loss before", "after", "share, s")
+    title = f"{num_of(len(cells), 'tenant')} on one basis"
+    return Group(table_of(title, headings, cells, names=("tenant",)), *lines)
 
 
 tune_many = RunCommand(

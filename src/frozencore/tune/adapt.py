@@ -2,43 +2,39 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from peft import PeftModel
-from pydantic import TypeAdapter
-from pydantic_core import to_jsonable_python
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from frozencore.adapter.calibrate import Calibration, calibrate
+from frozencore.adapter.calibrate import calibrate
 from frozencore.adapter.layer import frozen_core_layers
 from frozencore.adapter.mean_core import mean_core, weights_in
 from frozencore.adapter.saved.basis import load_basis, read_header
 from frozencore.adapter.saved.card import begin_model_card
 from frozencore.calibration.batches import Batch
-from frozencore.calibration.calibration_options import options_of_sums
 from frozencore.calibration.moments_file import MomentsFingerprint, load_moments
 from frozencore.constructors import COMPRESSED
 from frozencore.distributed import num_ranks, own_rank
 from frozencore.errors import ConfigError
-from frozencore.files.atomic_write import atomic_folder
+from frozencore.files.atomic_write import atomic_folder, write_json
 from frozencore.files.fingerprint import fingerprint_tensors
 from frozencore.maths.basis import known_basis
 from frozencore.maths.capture import Capture, capture_or_none
 from frozencore.maths.moments import LayerMoments
 from frozencore.options import without_lists
 from frozencore.text import Progress, flag_of
+from frozencore.tune.calibration_record import Alignment, CalibratedAdapter, CalibrationSummary
 from frozencore.tune.config import RunConfig
 from frozencore.tune.config_parts import MethodConfig, core_options
-from frozencore.tune.cost import model_bytes, values_at_once
+from frozencore.tune.cost import model_bytes
 from frozencore.tune.folder import ADAPTER, CALIBRATION
 from frozencore.tune.load import Inputs
 from frozencore.tune.methods import Method, Targets
@@ -47,7 +43,6 @@ from frozencore.tune.rows.token_batches import make_batches
 
 CALIBRATION_BATCH = 8
 MOST_NAMED = 100  # adapters in the mean that training starts from
-CALIBRATION_TYPE = TypeAdapter(Calibration | None)
 
 
 @dataclass(frozen=True)
@@ -56,30 +51,18 @@ class Adapted:
 
     Attributes:
         targets: The adapted layers.
-        calibration: None if the method reads no data.
-        time_s: Seconds of adding and calibrating.
-        captures: How much of the moments the bases capture, by layer, where it is known.
-        warnings: The warnings of the calibration.
         started_from: The tenants whose mean the core starts from, with their shares (:class:`StartingCore`).
     """
 
     model: PeftModel
     targets: Targets
-    calibration: Calibration | None
-    time_s: float
-    captures: Mapping[str, Capture] = field(default_factory=dict)
-    warnings: tuple[str, ...] = ()
+    made: CalibratedAdapter
     started_from: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
     def model_bytes(self) -> int:
         """Bytes of the base model's weights."""
         return model_bytes(self.model)
-
-    @cached_property
-    def values_at_once(self) -> int:
-        """The number of values that train at the same time."""
-        return values_at_once(self.model)
 
     @cached_property
     def num_magnitudes(self) -> int:
@@ -197,7 +180,13 @@ def adapt(
     else:
         captures = _captures(model, known.moments) if config.entry.has_bases else {}
     said = sorted({str(one.message) for one in caught if one.category is UserWarning})
-    return Adapted(model, targets, calibration, time_s, captures, (*limits_of_basis(config.basis), *said))
+    made = CalibratedAdapter(
+        calibration=None if calibration is None else CalibrationSummary.of(calibration),
+        alignment=Alignment.of(captures),
+        time_s=time_s,
+        warnings=(*limits_of_basis(config.basis), *said),
+    )
+    return Adapted(model, targets, made)
 
 
 def limits_of_basis(basis: str | None) -> tuple[str, ...]:
@@ -214,36 +203,19 @@ def limits_of_basis(basis: str | None) -> tuple[str, ...]:
 
 def save_start(adapted: Adapted, method: Method, folder: Path) -> None:
     """Save what a resumed run, or the end of this one, needs of the adapter's start; for many methods nothing."""
-    if adapted.calibration is None:
+    if adapted.made.calibration is None:
         method.keep_start(adapted.model, folder)
         return
     with atomic_folder(folder, overwrite=True) as aside:
         begin_model_card(aside)
         adapted.model.save_pretrained(str(aside))
-        (aside / CALIBRATION).write_text(json.dumps(calibration_content(adapted)))
+        write_json(aside / CALIBRATION, adapted.made.content())
 
 
 def load_start(model: PreTrainedModel, targets: Targets, folder: Path) -> Adapted:
     """Put the calibrated start of an interrupted run on the model."""
-    stored = json.loads((folder / CALIBRATION).read_text())
-    adapted = PeftModel.from_pretrained(model, folder, is_trainable=True)
-    return with_calibration(Adapted(adapted, targets, None, 0.0, {}), stored)
-
-
-def calibration_content(adapted: Adapted) -> dict[str, Any]:
-    """The calibration of an adapter as JSON values, with its time and warnings."""
-    calibration = CALIBRATION_TYPE.dump_python(adapted.calibration, mode="json")
-    return {"calibration": calibration, "time_s": adapted.time_s, "warnings": adapted.warnings}
-
-
-def with_calibration(adapted: Adapted, content: Mapping[str, Any]) -> Adapted:
-    """The same adapter with a calibration that :func:`calibration_content` stored."""
-    calibration = CALIBRATION_TYPE.validate_python(content["calibration"], strict=False)
-    captures = {} if calibration is None else calibration.captures
-    return replace(
-        adapted, calibration=calibration, time_s=float(content["time_s"]), captures=captures,
-        warnings=tuple(content["warnings"]),
-    )  # fmt: skip
+    made = CalibratedAdapter.model_validate_json((folder / CALIBRATION).read_text())
+    return Adapted(PeftModel.from_pretrained(model, folder, is_trainable=True), targets, made)
 
 
 def _captures(model: PeftModel, moments: Mapping[str, LayerMoments] | None) -> dict[str, Capture]:
@@ -274,19 +246,3 @@ def own_share(batches: list[Batch]) -> list[Batch]:
             f"batches for {num_ranks()} processes. Start fewer, or give a larger --calibration-size."
         )
     return batches[own_rank() :: num_ranks()]
-
-
-def adapter_identity(config: MethodConfig, targets: Targets, hashes: Mapping[str, str]) -> dict[str, Any]:
-    """The inputs that determine an adapter, as JSON values by name."""
-    core = {name: config.core.get(name, option.default) for name, option in core_options().items()}
-    return {
-        "base model": hashes["model"],
-        "calibration rows": hashes["calibration"],
-        "method": config.name,
-        "rank": config.rank,
-        "targets": targets if isinstance(targets, str) else list(targets),
-        **to_jsonable_python(core),
-        **options_of_sums(vars(config.calibration)),
-        **({} if config.basis is None else {"basis": read_header(config.basis)["identity"]}),
-        **({"start": hashes["start"]} if "start" in hashes else {}),
-    }

@@ -6,8 +6,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from peft import PeftModel
-
 from frozencore.adapter.bases import save_basis
 from frozencore.adapter.calibrate import Calibration, calibrate
 from frozencore.adapter.layer import frozen_core_layers
@@ -17,6 +15,7 @@ from frozencore.errors import ConfigError
 from frozencore.maths.capture import CAPTURE_NEEDS
 from frozencore.text import Progress
 from frozencore.tune.adapt import calibration_batches
+from frozencore.tune.calibration_record import CalibrationSummary
 from frozencore.tune.config import RunConfig
 from frozencore.tune.folder import ADAPTER, BASIS, MOMENTS_FILE, RECORD, require_new
 from frozencore.tune.load import prepare, resolve_targets
@@ -61,13 +60,9 @@ def execute_calibration(config: RunConfig, out: Path, progress: Progress, *, of_
     collect_s = time.perf_counter() - started
     calibration = calibrate(model, moments=moments, progress=progress)
     calibration = replace(calibration, collect_s=calibration.collect_s + collect_s)
-    _write(config, model, out, calibrated_on(config.method, config.rows, inputs.rows, calibration))
-    save_moments(out / MOMENTS_FILE, moments, fingerprint)  # last, because it marks a complete folder
-    return calibration
-
-
-def _write(config: RunConfig, model: PeftModel, out: Path, rows: str | None) -> None:
-    """Write the adapter and its basis, which names the rows that it was calibrated on."""
     out.mkdir(parents=True, exist_ok=True)
     config.method.entry.save(model, out / ADAPTER, out)
-    save_basis(model, out / BASIS, calibrated_on=rows)
+    read = calibrated_on(config.method, config.rows, inputs.rows, CalibrationSummary.of(calibration))
+    save_basis(model, out / BASIS, calibrated_on=read)
+    save_moments(out / MOMENTS_FILE, moments, fingerprint)  # last, because it marks a complete folder
+    return calibration

@@ -119,3 +119,19 @@ class Alignment(RecordPart):
             ),
             **{name: median(numbers[name]) for name in medians},
         )
+
+
+class CalibratedAdapter(RecordPart):
+    """How an adapter was made, for the records of runs that train it.
+
+    Attributes:
+        calibration: None if the method reads no data.
+        alignment: None if it is not known what the bases capture.
+        time_s: Seconds of adding and calibrating.
+        warnings: The warnings of the calibration, and of a named basis.
+    """
+
+    calibration: CalibrationSummary | None
+    alignment: Alignment | None
+    time_s: float
+    warnings: tuple[str, ...]

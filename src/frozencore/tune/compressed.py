@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import nn
@@ -17,9 +16,8 @@ from frozencore.tune.evaluate import BaseWithAdapter
 from frozencore.tune.folder import ADAPTER, BASIS, START
 from frozencore.tune.load import Inputs
 from frozencore.tune.locate import find_tenants
-from frozencore.tune.many.tenant import Tenant, Trained
+from frozencore.tune.many.tenant import Tenant, Trained, train_many
 from frozencore.tune.many.tenant_rows import TenantRows, read_tenants
-from frozencore.tune.many.train import train_many
 from frozencore.tune.methods import AdapterOptions, find_method
 from frozencore.tune.run import recipe_of
 from frozencore.tune.scoring.score import Score, score_rows
@@ -29,19 +27,9 @@ TRAINED_ON = "trained-on"
 RATE, EPOCHS = 5e-3, 1
 
 
-@dataclass(frozen=True)
-class TenantsToScore:
-    """The base model and the rows of tenants."""
-
-    inputs: Inputs
-    rows: Mapping[str, TenantRows]
-
-    def only(self, names: Collection[str]) -> TenantsToScore:
-        """Leave out tenants whose adapters were not compressed."""
-        return replace(self, rows={name: own for name, own in self.rows.items() if name in names})
-
-
-def read_rows_of(model: str, rows: Path, names: Collection[str], progress: Progress) -> TenantsToScore:
+def read_rows_of(
+    model: str, rows: Path, names: Collection[str], progress: Progress
+) -> tuple[Inputs, dict[str, TenantRows]]:
     """Load the base model, and the rows of those adapters that have a file.
 
     Raises:
@@ -55,42 +43,47 @@ def read_rows_of(model: str, rows: Path, names: Collection[str], progress: Progr
             f"{', '.join(sorted(names)[:8])}. Rename it, or take it out."
         )
     config = make_config(model=model, data=str(rows), exact_match="auto", learning_rate=RATE, epochs=EPOCHS)
-    return TenantsToScore(*read_tenants(config, files, progress))
+    return read_tenants(config, files, progress)
 
 
 def score_compressed(
-    tenants: TenantsToScore, shop: Path, adapters: Mapping[str, str | Path], progress: Progress
+    inputs: Inputs,
+    rows: Mapping[str, TenantRows],
+    shop: Path,
+    adapters: Mapping[str, str | Path],
+    progress: Progress,
 ) -> dict[str, dict[str, Score]]:
     """Score each tenant's held-out rows with the base model, its own adapter, its core, and its core trained on.
 
     Args:
+        rows: Those of tenants whose adapters were compressed.
         shop: The folder of ``frozencore compress``. Cores that were trained on are saved in ``NAME/trained-on``.
         adapters: The adapters that were compressed, by name.
     """
-    held = BaseWithAdapter(tenants.inputs.model)
-    found: dict[str, dict[str, Score]] = {name: {} for name in tenants.rows}
-    for name in tenants.rows:
+    held, encoder = BaseWithAdapter(inputs.model), inputs.encoder
+    found: dict[str, dict[str, Score]] = {name: {} for name in rows}
+
+    def score(name: str, arm: str, model: nn.Module) -> None:
+        stage = as_stage(progress, f"{name}, {arm}")
+        found[name][arm] = score_rows(model, encoder, rows[name].rows.scored, progress=stage)
+
+    for name in rows:
         folder = adapter_in(folder_of(str(adapters[name])))
         for arm, place in (("base", None), ("own", folder)):  # an adapter changes the base model in place
-            found[name][arm] = _score(tenants, held.with_adapter(place), name, arm, progress)
+            score(name, arm, held.with_adapter(place))
     method = find_method("compressed")
     options = AdapterOptions(rank=1, targets="all-linear", seed=0, core={}, basis=str(shop / BASIS))
     model = method.add(held.without_adapter(), options)
-    for name, own in tenants.rows.items():
+    for name, own in rows.items():
         swap_core(model, shop / name / ADAPTER)
-        found[name]["compressed"] = _score(tenants, model.eval(), name, "compressed", progress)
+        score(name, "compressed", model.eval())
         recipe = recipe_of(own.config.training, method, own.rows, model)
         done: dict[str, Trained] = {}
-        tenant, pad_id = {name: Tenant(own.rows.train, recipe)}, tenants.inputs.encoder.pad_id
-        train_many(model, tenant, done.update, pad_id=pad_id, progress=progress)
+        tenant = {name: Tenant(own.rows.train, recipe)}
+        train_many(model, tenant, done.update, pad_id=encoder.pad_id, progress=progress)
         if (why := done[name].diverged) is not None:
             raise DivergenceError(f"Tenant {name!r}, trained on from its core: {why}")
         swap_core(model, done[name].cores)
         method.save(model, shop / name / TRAINED_ON, shop / name / START)
-        found[name]["trained on"] = _score(tenants, model, name, "trained on", progress)
+        score(name, "trained on", model)
     return found
-
-
-def _score(tenants: TenantsToScore, model: nn.Module, name: str, arm: str, progress: Progress) -> Score:
-    stage = as_stage(progress, f"{name}, {arm}")
-    return score_rows(model, tenants.inputs.encoder, tenants.rows[name].rows.scored, progress=stage)

@@ -70,10 +70,6 @@ class RunConfig(ConfigPart):
     def resolved_warmup(self) -> float:
         return self.training.warmup_of(self.method.entry)
 
-    def values(self) -> dict[str, Any]:
-        """The value of every option by its flat name."""
-        return {name: option.value_in(self) for name, option in run_options().items()}
-
     def content(self, *, changed: bool = False) -> dict[str, Any]:
         """The options as JSON values by flat name, as records hold them: those of ``core`` and ``calibration`` inside.
 

@@ -1,6 +1,4 @@
-"""Measure the cost of a run: trained values, training state, stored bytes, and the peak memory.
-
-Shapes: a target matrix is (m, n), outputs and inputs; r is the rank.
+"""Measure the cost of a run: trained values, training state, and the peak memory.
 
 On a CPU the system records one peak, which includes the memory of Python and its libraries; it is reset when a run
 begins, after free memory was returned.
@@ -28,7 +26,6 @@ from torch.utils._pytree import tree_leaves
 from frozencore.adapter.layer import layer_shape
 from frozencore.device import computes_fast, memory_of, place_of
 from frozencore.files.fingerprint import base_tensors, stored_tensors
-from frozencore.maths.linalg import Shape
 from frozencore.tune.config_parts import MethodConfig, ModelConfig
 from frozencore.tune.load import Base, load_config, load_tokenizer, without_weights
 from frozencore.tune.methods import METHODS, Targets, targeted_layers
@@ -37,11 +34,6 @@ from frozencore.tune.training.callbacks import total_bytes
 
 ADAM_STATES = 2  # first and second moment
 FLOAT32_BYTES = 4
-
-
-def basis_bytes(shapes: Iterable[Shape], rank: int, dtype: torch.dtype) -> int:
-    """Bytes of the stored P and Q: ``Σ min(r, m, n) (m + n)`` values of this dtype."""
-    return sum(min(rank, m, n) * (m + n) for m, n in shapes) * dtype.itemsize
 
 
 def training_state_bytes(num_parameters: int) -> int:

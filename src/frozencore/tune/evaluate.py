@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -29,20 +29,14 @@ from frozencore.files.fingerprint import fingerprint_model
 from frozencore.text import Progress, as_stage, num_of, one_line
 from frozencore.tune.config_parts import RowsConfig
 from frozencore.tune.folder import PREDICTIONS, RECORD, record_of_run, require_new
-from frozencore.tune.load import Base, load_model, require_embedded
+from frozencore.tune.load import Base, load_model, make_encoder, require_embedded
 from frozencore.tune.own_files import OwnFiles
-from frozencore.tune.record import (
-    Hashes,
-    Provenance,
-    ReadRows,
-    Resolved,
-    TunedRecord,
-)
-from frozencore.tune.record_part import RecordPart
-from frozencore.tune.rows.prompts import PromptEncoder, PromptStyle, TooLong, context_limit
+from frozencore.tune.record import Hashes, Provenance, ReadRows, Resolved, TaskScore, TunedRecord
+from frozencore.tune.record_part import Count, RecordPart
+from frozencore.tune.rows.prompts import PromptEncoder, PromptStyle, TooLong
 from frozencore.tune.rows.row_sources import named
 from frozencore.tune.scoring.forward import unload_adapter
-from frozencore.tune.scoring.score import Score, ScoredRows, score_rows
+from frozencore.tune.scoring.score import ScoredRows, score_rows
 from frozencore.tune.tasks import Task
 from frozencore.tune.tasks.splits import evaluation_rows
 
@@ -161,35 +155,19 @@ class Evaluation:
 
 
 class TaskResult(RecordPart):
-    """The score of one subject on one task, as in :class:`frozencore.tune.record.TaskScore`.
+    """The result of one subject on one task.
 
     Attributes:
-        accuracy: Missing for texts, and for own rows with a long completion.
-        failure: Why the task has no score.
+        score: Missing for texts, and for own rows with a long completion.
+        failure: Why the task has no result.
     """
 
     subject: str
     task: str
-    num_examples: int = 0
-    accuracy: float | None = None
-    standard_error: float | None = None
-    chance: float | None = None
-    majority_class: float | None = None
+    num_examples: Count = 0
     held_out_loss: float | None = None
-    num_ties: int = 0
-    num_duplicate_choices: int = 0
-    num_cut: int = 0
-    num_truncated: int = 0
-    num_unanswered: int = 0
-    time_s: float = 0.0
+    score: TaskScore | None = None
     failure: str | None = None
-
-    @classmethod
-    def of(cls, subject: str, task: str, score: Score, num_examples: int) -> TaskResult:
-        """The record of a score."""
-        numbers = {} if score.task is None else {k: v for k, v in vars(score.task).items() if k in cls.model_fields}
-        always = {"subject": subject, "task": task, "num_examples": num_examples}
-        return cls(**{**numbers, **always, "held_out_loss": score.held_out_loss})
 
 
 class EvaluationRecord(RecordPart):
@@ -230,18 +208,13 @@ def evaluate_adapters(evaluation: Evaluation, out: Path, progress: Progress) -> 
     subjects |= zip(names, evaluation.adapters, strict=True)
     progress("load", 0, None, evaluation.model)
     base = Base(*load_model(evaluation.model, dtype=evaluation.dtype, device=evaluation.device))
-    limit = context_limit(base.model, base.tokenizer)
-    if evaluation.max_length is not None and evaluation.max_length > limit:
-        raise ConfigError(f"--max-length {evaluation.max_length} is beyond the model's context of {limit} tokens.")
     encoders = {
-        subject: PromptEncoder(
-            base.tokenizer,
-            style=evaluation.prompt_style or style_of(folder),
-            max_length=evaluation.max_length or limit,
-            too_long=evaluation.too_long,
+        subject: make_encoder(
+            base, style=evaluation.prompt_style or style_of(folder), max_length=evaluation.max_length,
+            too_long=evaluation.too_long, default_length=sys.maxsize,
         )
         for subject, folder in subjects.items()
-    }
+    }  # fmt: skip
     by_style = {encoder.is_chat: encoder for encoder in encoders.values()}
     read = {style: list(_read(evaluation, encoder, base.model)) for style, encoder in by_style.items()}
     adapted = BaseWithAdapter(base.model)
@@ -268,7 +241,12 @@ def evaluate_adapters(evaluation: Evaluation, out: Path, progress: Progress) -> 
                 failure = error
                 scores.append(TaskResult(subject=subject, task=one.name, failure=str(error)))
                 continue
-            scores.append(TaskResult.of(subject, one.name, score, len(one.rows.tokens)))
+            scores.append(
+                TaskResult(
+                    subject=subject, task=one.name, num_examples=len(one.rows.tokens), score=score.task,
+                    held_out_loss=score.held_out_loss,
+                )
+            )  # fmt: skip
             write_lines(out / subject / one.name / PREDICTIONS, map(asdict, score.predictions))
     if all(score.failure is not None for score in scores):
         raise failure
@@ -278,7 +256,7 @@ def evaluate_adapters(evaluation: Evaluation, out: Path, progress: Progress) -> 
         adapters={subject: str(folder) for subject, folder in subjects.items() if folder is not None},
         prompt_styles={subject: "chat" if encoder.is_chat else "plain" for subject, encoder in encoders.items()},
         dtype=str(base.model.dtype),
-        max_length=evaluation.max_length or limit,
+        max_length=encoder.max_length,
         too_long=evaluation.too_long,
         length_normalised=evaluation.length_normalised,
         scores=tuple(scores),
@@ -306,15 +284,11 @@ class TaskRows:
 
 def _read(evaluation: Evaluation, encoder: PromptEncoder, model: Any) -> Iterator[TaskRows]:
     """Read the rows of every task, in the style of one encoder."""
-    readers: list[tuple[str, Callable[[], tuple[ScoredRows, ReadRows | None]]]] = [
-        (task.name, partial(_task_rows, task, evaluation, encoder)) for task in evaluation.tasks
-    ]
-    if evaluation.data is not None:
-        name = re.sub(r"[^\w.-]+", "-", named(evaluation.data))  # becomes a folder's name
-        readers.append((name, partial(_own_rows, evaluation.data, evaluation, encoder)))
-    for name, read in readers:
+    sources: list[Task | str] = [*evaluation.tasks, *([evaluation.data] if evaluation.data is not None else [])]
+    for source in sources:
+        name = source.name if isinstance(source, Task) else re.sub(r"[^\w.-]+", "-", named(source))  # a folder's name
         try:
-            rows, reading = read()
+            rows, reading = _rows_of(source, evaluation, encoder)
             require_embedded(model, encoder.tokenizer, rows.tokens)
             yield TaskRows(name, rows, reading)
         except FrozenCoreError as error:
@@ -323,14 +297,13 @@ def _read(evaluation: Evaluation, encoder: PromptEncoder, model: Any) -> Iterato
         yield TaskRows(name, failure=ConfigError(reason))
 
 
-def _task_rows(task: Task, evaluation: Evaluation, encoder: PromptEncoder) -> tuple[ScoredRows, None]:
-    examples = evaluation_rows(task, evaluation.data_root, num_evaluation=evaluation.num_evaluation)
-    stay, _ = encoder.drop_too_long(examples)
-    return ScoredRows.of(task, stay, encoder.training_rows(stay)), None
-
-
-def _own_rows(data: str, evaluation: Evaluation, encoder: PromptEncoder) -> tuple[ScoredRows, ReadRows]:
-    config = RowsConfig(data=data, columns=evaluation.columns)
+def _rows_of(source: Task | str, evaluation: Evaluation, encoder: PromptEncoder) -> tuple[ScoredRows, ReadRows | None]:
+    """The rows of a task or of the user's file, and what was read of the file."""
+    if isinstance(source, Task):
+        examples = evaluation_rows(source, evaluation.data_root, num_evaluation=evaluation.num_evaluation)
+        stay, _ = encoder.drop_too_long(examples)
+        return ScoredRows.of(source, stay, encoder.training_rows(stay)), None
+    config = RowsConfig(data=source, columns=evaluation.columns)
     own = OwnFiles(config, encoder, most_rows=evaluation.num_evaluation)
     tokens = encoder.training_rows(own.files[0].texts)
     return own.scored(tokens), own.reading(own.files[0].left_out, tokens)

@@ -72,12 +72,7 @@ def binned(losses: Sequence[float]) -> tuple[list[float], list[float]]:
 
 
 def write_curve(record: TunedRecord, file: Path) -> None:
-    """Draw the losses and scores of a training."""
-    save_figure(_figure(record), file)
-
-
-def _figure(record: TunedRecord) -> Figure:
-    """Draw the loss of each step, smoothed too, the held-out loss before and after, and scores."""
+    """Draw the loss of each step of a training, smoothed too, the held-out loss before and after, and scores."""
     figure, axes = plt.subplots(figsize=(6.4, 3.6))
     steps = [(step, loss) for step, loss in enumerate(record.training.losses, start=1) if loss is not None]
     thin = {"alpha": 0.3, "lw": 0.8} if len(steps) > POINTS else {"lw": 1.6}
@@ -103,4 +98,4 @@ def _figure(record: TunedRecord) -> Figure:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
     figure.tight_layout()
-    return figure
+    save_figure(figure, file)

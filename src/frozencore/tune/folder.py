@@ -27,7 +27,9 @@ PREDICTIONS, SAMPLES, FIGURE = "predictions.jsonl", "samples.jsonl", "training.p
 ADAPTER, BASIS = IN_A_RUN, "basis"
 MANIFEST = "tenants.json"  # beside the basis that many tenants share: what it was made of
 MOMENTS_FILE = "moments.safetensors"
-INPUTS = {"model": "the base model", "basis": "the basis", "start": "the core that it starts from"}
+INPUTS = {
+    "model": "the base model", "basis": "the basis", "start": "the core that it starts from", "recipe": "the recipe",
+}  # fmt: skip
 HASHES, BASE_SCORE, START, CHECKPOINTS = "inputs.json", "base-score.json", "start", "checkpoints"  # until a run ends
 CALIBRATION = "calibration.json"  # in the start: the calibration that made it
 _NAMED = {RECORD: "a finished run", MOMENTS_FILE: "a calibration"}
@@ -49,7 +51,8 @@ def begin(out: Path, config: RunConfig, hashes: Mapping[str, str], *, resume: bo
     """Write the given options of a run and the hashes of its inputs; compare the hashes if the run is resumed.
 
     Raises:
-        TrainingError: The base model, the basis, the starting core or the rows are not those that the run began with.
+        TrainingError: The base model, the basis, the starting core, the rows or the recipe are not those that the run
+            began with.
     """
     if resume and (out / HASHES).is_file():
         before = json.loads((out / HASHES).read_text())
@@ -57,8 +60,8 @@ def begin(out: Path, config: RunConfig, hashes: Mapping[str, str], *, resume: bo
         if odd:
             what = " and ".join(INPUTS.get(name, f"the {name} rows") for name in odd)
             raise TrainingError(
-                f"To resume, model, basis and rows must be those that {out} began with, but {what} changed. Choose "
-                "another --out."
+                f"To resume, model, basis, rows and recipe must be those that {out} began with, but {what} changed. "
+                "Choose another --out."
             )
         return
     out.mkdir(parents=True, exist_ok=True)
@@ -168,7 +171,7 @@ def refuse_used(out: Path, *, resume: bool) -> None:
     if resume and (out / RECORD).exists():
         raise ArtifactError(f"{out} holds a finished run: there is nothing to resume. Choose another --out.")
     has_begun = (out / HASHES).is_file()
-    if resume and (has_begun or interrupted_work(out) is not None):
+    if resume and has_begun:
         require_writable(out)
     else:
         require_new(out, RECORD, *(() if has_begun else _OF_A_RUN), *(() if has_begun or resume else (OPTIONS_FILE,)))

@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from frozencore.adapter.named_layers import attention_projections, linear_names
 from frozencore.device import computes_fast, memory_of, place_of
-from frozencore.distributed import num_ranks
 from frozencore.errors import ConfigError, ModelError
 from frozencore.files.gguf_model import read_tokenizer, read_weights, why_unreadable
 from frozencore.files.hub import safe_loading
@@ -24,8 +23,17 @@ from frozencore.text import Progress, num_of
 from frozencore.tune.config_parts import MethodConfig, ModelConfig, RowsConfig, ScoringConfig
 from frozencore.tune.locate import model_location
 from frozencore.tune.methods import Targets, targeted_layers
+from frozencore.tune.processes import num_started
 from frozencore.tune.rows import TokenRow
-from frozencore.tune.rows.prompts import PROTOCOL_MAX_LENGTH, PromptEncoder, context_limit, unknown_share
+from frozencore.tune.rows.prompts import (
+    PROTOCOL_MAX_LENGTH,
+    LossOn,
+    PromptEncoder,
+    PromptStyle,
+    TooLong,
+    context_limit,
+    unknown_share,
+)
 from frozencore.tune.run_rows import RowCache, RunRows, prepare_rows
 
 FLOAT32_BYTES = 4
@@ -46,9 +54,9 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> tuple
         ModelError: There is no such model, it cannot be reached or read, or it is not a causal language model.
         ConfigError: There is no such device, or several processes would share one GPU.
     """
-    if num_ranks() > 1 and ":" in device:
+    if num_started() > 1 and ":" in device:
         raise ConfigError(
-            f"Each of several processes has a GPU of its own, but --device {device} came for {num_ranks()}. Use cuda."
+            f"Each of several processes has a GPU of its own, but --device {device} came for {num_started()}. Use cuda."
         )
     place = place_of(device)
     refusal = "cannot be read as a causal language model with its tokenizer"
@@ -233,7 +241,9 @@ def prepare(
     """
     progress("load", 0, None, model.name)
     base = base or load(model)
-    encoder = encoder_of(rows, base)
+    encoder = make_encoder(
+        base, style=rows.prompt_style, max_length=rows.max_length, too_long=rows.too_long, loss_on=rows.loss_on
+    )
     read = prepare_rows(rows, scoring, encoder, row_cache)
     require_embedded(base.model, base.tokenizer, (*read.train, *read.held_out, *read.calibration))
     has_limit = context_limit(base.model, base.tokenizer) < sys.maxsize
@@ -249,23 +259,28 @@ def prepare(
     return Inputs(base.model, encoder, read)
 
 
-def encoder_of(config: RowsConfig, base: Base) -> PromptEncoder:
-    """Make the encoder of rows for a model.
+def make_encoder(
+    base: Base,
+    *,
+    style: PromptStyle,
+    max_length: int | None,
+    too_long: TooLong,
+    loss_on: LossOn = "last",
+    default_length: int = PROTOCOL_MAX_LENGTH,
+) -> PromptEncoder:
+    """Make the encoder of rows for a model; see :class:`PromptEncoder`.
+
+    Args:
+        max_length: None is ``default_length``, or the model's context if that is less.
 
     Raises:
         ConfigError: The rows would be longer than the model's context.
     """
     limit = context_limit(base.model, base.tokenizer)
-    encoder = PromptEncoder(
-        base.tokenizer,
-        style=config.prompt_style,
-        max_length=config.max_length or min(PROTOCOL_MAX_LENGTH, limit),
-        too_long=config.too_long,
-        loss_on=config.loss_on,
-    )
-    if encoder.max_length > limit:
-        raise ConfigError(f"--max-length {encoder.max_length} is beyond the model's context of {limit} tokens.")
-    return encoder
+    if max_length is not None and max_length > limit:
+        raise ConfigError(f"--max-length {max_length} is beyond the model's context of {limit} tokens.")
+    max_length = max_length or min(default_length, limit)
+    return PromptEncoder(base.tokenizer, style=style, max_length=max_length, too_long=too_long, loss_on=loss_on)
 
 
 def require_embedded(model: Any, tokenizer: Any, rows: Iterable[TokenRow]) -> None:

@@ -7,20 +7,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from frozencore.adapter.calibrate import Calibration
 from frozencore.adapter.saved.basis import read_header
 from frozencore.distributed import num_ranks
 from frozencore.text import accuracy_in_words
 from frozencore.tune.adapt import Adapted
+from frozencore.tune.calibration_record import CalibrationSummary
 from frozencore.tune.config import RunConfig
-from frozencore.tune.config_parts import MethodConfig, RowsConfig, ScoredOn
+from frozencore.tune.config_parts import MethodConfig, RowsConfig
 from frozencore.tune.cost import FLOAT32_BYTES, PeakMemory
 from frozencore.tune.folder import ADAPTER
 from frozencore.tune.load import Inputs
 from frozencore.tune.record import (
     RECORD_FORMAT,
-    Alignment,
-    CalibrationSummary,
+    CompanySize,
     Hashes,
     OtherTask,
     Provenance,
@@ -30,7 +29,6 @@ from frozencore.tune.record import (
     SelectedCheckpoint,
     TrainedSteps,
     TunedRecord,
-    UsedRows,
 )
 from frozencore.tune.rows.row_sources import named, sources_of
 from frozencore.tune.run_rows import RunRows
@@ -51,6 +49,7 @@ def make_record(
     folder: Path,
     memory: PeakMemory,
     started: float,
+    company: CompanySize | None = None,
 ) -> TunedRecord:
     """Make the content of ``result.json`` for a run whose adapter is saved.
 
@@ -58,38 +57,36 @@ def make_record(
         scores: Before and after training.
         hashes: SHA-256 of the base model, of the rows and of the bases, by name.
         started: ``time.perf_counter()`` when the run began.
+        company: The tenants that trained together with this one; None for a run alone.
     """
-    (before, after), rows, model = scores, inputs.rows, adapted.model
-    at_once = report.values_at_once or adapted.values_at_once
+    (before, after), made, at_once = scores, adapted.made, report.values_at_once
     saved = sum(file.stat().st_size for file in (folder / ADAPTER).glob("*.safetensors"))
     can_be_made_again = config.method.entry.frozen_can_be_made_again
     forgetting = {task: OtherTask(loss_before=before.others[task], loss=loss) for task, loss in after.others.items()}
-    further = {
+    further: dict[str, Any] = {
         "selection": _selection(config, report),
-        "company": report.company,
+        "company": company,
         "forgetting": forgetting or None,
         "row_losses": after.row_losses and after.row_losses.recorded,
         "processes": num_ranks() if num_ranks() > 1 else None,
     }
-    accuracies: dict[str, Any] = {}
     if after.task is not None:
         start = before.task.accuracy if before.task else after.task.chance
-        accuracies = {"accuracy_before": start, "accuracy": after.task.accuracy, "score": after.task}
+        further |= {"accuracy_before": start, "accuracy": after.task.accuracy, "score": after.task}
     return TunedRecord(
         format=RECORD_FORMAT,
         config=RecordedConfig.of(config),
         task=config.rows.task,
         method=config.method.name,
         seed=config.rows.seed,
-        rows=used_rows(config.rows, config.scoring.evaluate_on, rows),
+        rows=inputs.rows.used,
         held_out_loss_before=before.held_out_loss,
         held_out_loss=after.held_out_loss,
-        **accuracies,
         values_at_once=at_once,
         state_held_bytes=report.state_held_bytes,
         saved_bytes=saved,
         model_bytes=adapted.model_bytes,
-        calibration_s=adapted.time_s,
+        calibration_s=made.time_s,
         training_s=report.time_s,
         total_s=time.perf_counter() - started,
         peak_memory_bytes=memory.largest,
@@ -97,7 +94,7 @@ def make_record(
             magnitude_parameters=adapted.num_magnitudes,
             saved_bytes_without_bases=FLOAT32_BYTES * at_once if can_be_made_again else saved,
             step_s=report.step_s,
-            peaks=memory.peaks if report.company is None else None,  # its training was shared
+            peaks=memory.peaks if company is None else None,  # its training was shared
         ),
         training=TrainedSteps(num_steps=report.num_steps, final_loss=report.final_loss, losses=report.losses),
         **_known(further),
@@ -107,29 +104,13 @@ def make_record(
             max_length=inputs.encoder.max_length,
             prompt_style="chat" if inputs.encoder.is_chat else "plain",
             dtype=str(inputs.model.dtype).removeprefix("torch."),
-            **_known({"system": rows.system, "started_from": dict(adapted.started_from) or None}),
+            **_known({"system": inputs.rows.system, "started_from": dict(adapted.started_from) or None}),
         ),
-        calibration=None if adapted.calibration is None else CalibrationSummary.of(adapted.calibration),
-        alignment=Alignment.of(adapted.captures),
+        calibration=made.calibration,
+        alignment=made.alignment,
         hashes=Hashes(**hashes),
-        warnings=adapted.warnings,
-        provenance=Provenance.here(next(model.parameters()).device),
-    )
-
-
-def used_rows(config: RowsConfig, scored_on: ScoredOn, rows: RunRows) -> UsedRows:
-    """The record of the rows of a run."""
-    read: dict[str, Any] = dict(rows.reading or ())
-    if config.too_long == "cut":
-        read["cut"] = rows.num_cut
-    if config.too_long != "refuse":
-        read["skipped"] = rows.num_skipped
-    return UsedRows(
-        trained=len(rows.train),
-        scored=len(rows.held_out),
-        scored_on=scored_on,
-        validation_from=rows.validation_from,
-        **_known(read),
+        warnings=made.warnings,
+        provenance=Provenance.here(next(adapted.model.parameters()).device),
     )
 
 
@@ -141,7 +122,7 @@ def headline(score: Score) -> dict[str, float | str]:
 
 
 def calibrated_on(
-    method: MethodConfig, config: RowsConfig, rows: RunRows, calibration: Calibration | None
+    method: MethodConfig, config: RowsConfig, rows: RunRows, calibration: CalibrationSummary | None
 ) -> str | None:
     """Describe the calibration data for the model card; None if no data were read."""
     if method.basis is not None:
@@ -151,8 +132,7 @@ def calibrated_on(
         return None
     sources = " and ".join(named(source) for source in sources_of(config.data)) if config.data else ""
     source = config.calibration_task or config.task or sources or "rows of the user"
-    num_tokens = next(iter(calibration.layers.values())).num_tokens
-    return f"{len(rows.calibration)} rows of {source}, {num_tokens:,} tokens"
+    return f"{len(rows.calibration)} rows of {source}, {calibration.num_tokens:,} tokens"
 
 
 def _known(parts: Mapping[str, Any]) -> dict[str, Any]:

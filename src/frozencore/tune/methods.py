@@ -161,8 +161,6 @@ class FromPEFT(Method):
         import torch
         from peft import get_peft_model
 
-        if options.rank < 1:
-            raise ConfigError(f"A rank must be at least 1, got {options.rank}.")
         with torch.random.fork_rng():
             torch.manual_seed(options.seed)
             try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 from frozencore.errors import ConfigError, NoRowsError
@@ -21,20 +20,6 @@ from frozencore.tune.tasks.splits import Splits, hold_out, normalised_text, with
 TOO_LONG, BEYOND, IN_BOTH = "too long", "beyond --num-evaluation", "also in --eval-data"
 
 
-@dataclass(frozen=True)
-class OwnFile:
-    """One source: its rows as read, those that are not too long, and the number of these whose prompt is cut."""
-
-    source: str
-    read: OwnRows
-    texts: tuple[TextRow, ...]
-    num_cut: int
-
-    @property
-    def left_out(self) -> dict[str, int]:
-        return {**self.read.left_out, TOO_LONG: len(self.read.texts) - len(self.texts)}
-
-
 class OwnFiles:
     """The files of ``--data``, and that of ``--eval-data`` as ``given``.
 
@@ -48,21 +33,21 @@ class OwnFiles:
     def __init__(self, config: RowsConfig, encoder: PromptEncoder, *, most_rows: int | None = None) -> None:
         assert config.data is not None
 
-        def read(source: str, prefix: str = "") -> OwnFile:
+        def read(source: str, prefix: str = "") -> OwnRows:
             own = read_rows(source, encoder, config.columns, skip_bad=config.skip_bad, prefix=prefix)
             if most_rows is not None:
-                beyond = len(own.texts[most_rows:])
-                own = replace(own, texts=own.texts[:most_rows], left_out={**own.left_out, BEYOND: beyond})
-            return OwnFile(source, own, *encoder.drop_too_long(own.texts))
+                own = own.only(own.texts[:most_rows], BEYOND)
+            stay, num_cut = encoder.drop_too_long(own.texts)
+            self.num_cut += num_cut
+            return own.only(stay, TOO_LONG)
 
-        self._config, sources = config, sources_of(config.data)
+        self._config, self.num_cut, sources = config, 0, sources_of(config.data)
         prefixes = [f"{i}:{named(source)}:" for i, source in enumerate(sources, start=1)] if len(sources) > 1 else [""]
         self.files = [read(source, prefix) for source, prefix in zip(sources, prefixes, strict=True)]
         self.given = None if config.eval_data is None else read(config.eval_data)
         self.every = [*self.files, *([self.given] if self.given else [])]
-        self.num_cut = sum(file.num_cut for file in self.every)
         self.num_skipped = sum(file.left_out[TOO_LONG] for file in self.every)
-        if config.loss_on == "all" and not any(file.read.is_talk for file in self.files):
+        if config.loss_on == "all" and not any(file.is_talk for file in self.files):
             raise ConfigError(f"--loss-on all is about conversations, but {config.learns} holds none. Leave it out.")
 
     def split(self, scoring: ScoringConfig) -> Splits[TextRow]:
@@ -98,25 +83,24 @@ class OwnFiles:
     def scored(self, tokens: list[TokenRow], exact_match: str = "auto") -> ScoredRows:
         """Rows to score: if all completions are short, they are generated and compared."""
         compares = exact_match == "yes" or (exact_match == "auto" and are_short(tokens))
-        has_answers = all(file.read.columns != ("text",) for file in self.every)
+        has_answers = all(file.columns != ("text",) for file in self.every)
         return ScoredRows(OWN_ROWS, "completion" if compares and has_answers else "text", tokens)
 
     def reading(self, left_out: Mapping[str, int], tokens: Iterable[TokenRow]) -> ReadRows:
         """A summary of what was read, and what of it was not used or was changed."""
-        read, every = ([file.read for file in files] for files in (self.files, self.every))
         further: dict[str, Any] = {}
-        if len(read) > 1:
+        if len(self.files) > 1:
             further["sources"] = tuple(
-                SourceRows(source=file.source, read=file.read.num_read, drawn=len(file.texts)) for file in self.files
+                SourceRows(source=own.source, read=own.num_read, drawn=len(own.texts)) for own in self.files
             )
         if self.given is not None:
             further["held_out_from"] = named(self.given.source)
         return ReadRows(
-            read=sum(own.num_read for own in read),
-            columns=tuple(dict.fromkeys(column for own in read for column in own.columns)),
+            read=sum(own.num_read for own in self.files),
+            columns=tuple(dict.fromkeys(column for own in self.files for column in own.columns)),
             left_out={why: count for why, count in left_out.items() if count},
-            unused_columns=tuple(dict.fromkeys(column for own in every for column in own.unused)),
-            changed=Counter(what for own in every for text in own.texts for what in text.changed),
+            unused_columns=tuple(dict.fromkeys(column for own in self.every for column in own.unused)),
+            changed=Counter(what for own in self.every for text in own.texts for what in text.changed),
             joined=sum(bool(row.overlap) for row in tokens) or None,
             **further,
         )

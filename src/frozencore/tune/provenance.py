@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import platform
 import subprocess
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Self
+
+from frozencore.tune.record_part import Count, RecordPart
 
 STEPS_VERSION = 2
 """Part of a checkpoint's identity and of a record. It changes with the order of rows or the schedule, because a resumed
@@ -17,23 +18,39 @@ training must go on with those it began with, and a campaign compares runs of on
 PACKAGES = ("frozencore", "torch", "transformers", "peft", "accelerate", "datasets", "safetensors", "numpy")
 
 
-def provenance(device: object = "auto") -> dict[str, Any]:
-    """Versions, source commit and machine of this process.
+class Provenance(RecordPart):
+    """Versions, source commit and machine of a run.
 
-    Args:
-        device: The device of the run, by torch or by name; ``auto`` is the first GPU, or the CPU.
+    Attributes:
+        steps_version: Runs with another number train on rows in another order, or with another schedule.
     """
-    import torch
 
-    return {
-        "versions": dict(_versions()),
-        "python": platform.python_version(),
-        "commit": source_commit(),
-        "steps_version": STEPS_VERSION,
-        "platform": platform.platform(),
-        "device": _hardware_name(str(device)),
-        "num_threads": torch.get_num_threads(),
-    }
+    versions: dict[str, str]
+    python: str
+    commit: str | None
+    steps_version: Count
+    platform: str
+    device: str
+    num_threads: Count
+
+    @classmethod
+    def here(cls, device: object = "auto") -> Self:
+        """The provenance of a run in this process.
+
+        Args:
+            device: The device of the run, by torch or by name; ``auto`` is the first GPU, or the CPU.
+        """
+        import torch
+
+        return cls(
+            versions=dict(_versions()),
+            python=platform.python_version(),
+            commit=source_commit(),
+            steps_version=STEPS_VERSION,
+            platform=platform.platform(),
+            device=_hardware_name(str(device)),
+            num_threads=torch.get_num_threads(),
+        )
 
 
 def _hardware_name(device: str) -> str:
@@ -58,7 +75,7 @@ def _processor_name() -> str:
 
 
 @cache
-def _versions() -> Mapping[str, str]:
+def _versions() -> dict[str, str]:
     return {name: version(name) for name in PACKAGES}
 
 

@@ -16,7 +16,7 @@ from pydantic_core import from_json
 from frozencore.text import num_of, one_line
 from frozencore.tune.calibration_record import Alignment, CalibrationSummary
 from frozencore.tune.config import RunConfig
-from frozencore.tune.provenance import provenance
+from frozencore.tune.provenance import Provenance as Provenance
 from frozencore.tune.record_part import Count, Finite, RecordPart, rounded
 from frozencore.tune.rows import CONTROL, NOT_WRITTEN
 from frozencore.tune.rows.row_sources import in_words
@@ -39,27 +39,6 @@ class RecordedConfig(RecordPart):
     @classmethod
     def of(cls, config: RunConfig) -> Self:
         return cls.model_validate_json(json.dumps(config.content()))
-
-
-class Provenance(RecordPart):
-    """The result of :func:`frozencore.tune.provenance.provenance`.
-
-    Attributes:
-        steps_version: Runs with another number train on rows in another order, or with another schedule.
-    """
-
-    versions: dict[str, str]
-    python: str
-    commit: str | None
-    steps_version: Count
-    platform: str
-    device: str
-    num_threads: Count
-
-    @classmethod
-    def here(cls, device: object) -> Self:
-        """The provenance of a run on this device."""
-        return cls(**provenance(device))
 
 
 class Hashes(RecordPart):
@@ -137,6 +116,7 @@ class UsedRows(ReadRows):
     """The number of training rows and of scored rows, and whether evaluation or validation rows were scored.
 
     Attributes:
+        validation_from: The source of validation rows, also if they are not used.
         cut, skipped: The number of long rows whose prompt was cut, and that were left out; missing if not allowed.
     """
 
@@ -146,6 +126,16 @@ class UsedRows(ReadRows):
     validation_from: str
     cut: Count | None = None
     skipped: Count | None = None
+
+    @property
+    def lines(self) -> list[str]:
+        """What was read, cut and left out, in sentences."""
+        read = [self.in_words] if self.read is not None or self.left_out else []
+        if self.cut:
+            read.append(f"{num_of(self.cut, 'prompt')} cut at the beginning (--too-long cut).")
+        if self.skipped and self.read is None:  # else the first sentence says it
+            read.append(f"{num_of(self.skipped, 'row')} too long and left out (--too-long).")
+        return read
 
 
 class TaskScore(RecordPart):

@@ -46,6 +46,7 @@ from frozencore.tune.folder import (
 from frozencore.tune.load import Inputs, prepare, resolve_targets
 from frozencore.tune.make_record import calibrated_on, headline, make_record
 from frozencore.tune.methods import Method
+from frozencore.tune.provenance import STEPS_VERSION
 from frozencore.tune.record import TunedRecord
 from frozencore.tune.run_rows import RunRows
 from frozencore.tune.scores import samples_of, score_run, selection_of
@@ -110,6 +111,7 @@ def execute(
 
         with removed_if_refused(out) if is_first and not resume else nullcontext():
             named = {} if config.method.basis is None else {"basis": read_header(config.method.basis)["identity"]}
+            named["recipe"] = fingerprint_options({"version": STEPS_VERSION, **recipe.of_steps()})
             from_first(lambda: begin(out, given, hashes | named, resume=resume))
             before = _score_base(config.scoring, inputs, hashes, out, known, progress)
             memory = PeakMemory(model)
@@ -140,7 +142,7 @@ def execute(
             method.save(adapted.model, out / ADAPTER, out / START)
             if method.has_bases:
                 hashes["basis"] = basis_fingerprint(adapted.model)
-                said = calibrated_on(config.method, config.rows, inputs.rows, adapted.calibration)
+                said = calibrated_on(config.method, config.rows, inputs.rows, adapted.made.calibration)
                 write_model_card(out / ADAPTER, calibration=said, scores=headline(after))
             if after.task is not None:
                 write_lines(out / PREDICTIONS, map(asdict, after.predictions))

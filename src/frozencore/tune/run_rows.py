@@ -12,12 +12,12 @@ from frozencore.files.fingerprint import fingerprint_options
 from frozencore.text import num_of
 from frozencore.tune.config_parts import RowsConfig, ScoringConfig
 from frozencore.tune.own_files import TOO_LONG, OwnFiles
-from frozencore.tune.record import ReadRows
+from frozencore.tune.record import UsedRows
 from frozencore.tune.rows import Example, TextRow, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.scoring.score import ScoredRows
 from frozencore.tune.task_registry import find_task
-from frozencore.tune.tasks.splits import SPLIT_SEED, Splits, ValidationSource, calibration_rows, split_task
+from frozencore.tune.tasks.splits import SPLIT_SEED, Splits, calibration_rows, split_task
 
 OTHER_ROWS = 32
 
@@ -30,12 +30,9 @@ class RunRows:
         train, calibration: Token rows. Calibration rows are drawn by the run's seed from the training rows, or from
             those of ``calibration_task``.
         scored: The rows that give the run's score.
-        validation_from: The source of validation rows, also if they are not used.
+        used: What was read, used and left out, for the record.
         validation: The rows that choose a step; None if no step is chosen or no row is left.
         epochs: The task's passes over the training rows; None for own files.
-        num_cut, num_skipped: The number of rows with a cut prompt, and of rows left out as too long; 0 if the
-            configuration does not allow it.
-        reading: A summary of reading own files; of a task only if training rows were left out.
         system: The system text that all conversations begin with; None if there is none.
         others: Plain texts of other tasks by task; their loss before and after training shows what the run forgets.
     """
@@ -43,12 +40,9 @@ class RunRows:
     train: list[TokenRow]
     calibration: list[TokenRow]
     scored: ScoredRows
-    validation_from: ValidationSource
+    used: UsedRows
     validation: ScoredRows | None = None
     epochs: int | None = None
-    num_cut: int = 0
-    num_skipped: int = 0
-    reading: ReadRows | None = None
     system: str | None = None
     others: Mapping[str, list[TokenRow]] = field(default_factory=dict)
 
@@ -60,15 +54,14 @@ class RunRows:
     @property
     def in_words(self) -> str:
         """What was read, and what of it was left out, cut, changed or not used, on one line."""
-        said = [f"{num_of(len(self.train), 'row')} to train on, {len(self.held_out):,} to score"]
-        if self.num_cut:
-            said.append(f"{num_of(self.num_cut, 'prompt')} cut")
-        if self.num_skipped:
-            said.append(f"{num_of(self.num_skipped, 'row')} skipped as too long")
-        if self.reading:
-            said += [f"{count:,} left out: {why}" for why, count in self.reading.left_out.items() if why != TOO_LONG]
-            said += self.reading.not_as_given
-        return ", ".join(said)
+        used = self.used
+        said = [f"{num_of(used.trained, 'row')} to train on, {used.scored:,} to score"]
+        if used.cut:
+            said.append(f"{num_of(used.cut, 'prompt')} cut")
+        if used.skipped:
+            said.append(f"{num_of(used.skipped, 'row')} skipped as too long")
+        said += [f"{count:,} left out: {why}" for why, count in used.left_out.items() if why != TOO_LONG]
+        return ", ".join([*said, *used.not_as_given])
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:
@@ -125,37 +118,49 @@ def prepare_rows(
     kept = kept or RowCache()
     own = None if config.data is None else OwnFiles(config, encoder)
     splits: Splits[Any] = task_splits(config, scoring, kept) if own is None else own.split(scoring)
-    num_cut, num_skipped = (0, 0) if own is None else (own.num_cut, own.num_skipped)
+    is_trial = scoring.evaluate_on == "validation"
+    cut, skipped = (0, 0) if own is None else (own.num_cut, own.num_skipped)
 
     def encode(rows: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[TokenRow]]:
         """The rows that stay, as they are and as tokens."""
-        nonlocal num_cut, num_skipped
+        nonlocal cut, skipped
         stay = rows
         if own is None:  # long rows of files were left out before the split
-            stay, cut = encoder.drop_too_long(rows)
-            num_cut, num_skipped = num_cut + cut, num_skipped + len(rows) - len(stay)
+            stay, num_cut = encoder.drop_too_long(rows)
+            cut, skipped = cut + num_cut, skipped + len(rows) - len(stay)
         return stay, _tokens(config, stay, encoder, kept)
 
     _, train = encode(splits.train)
-    to_score, tokens = encode(splits.validation if scoring.evaluate_on == "validation" else splits.evaluation)
+    to_score, tokens = encode(splits.validation if is_trial else splits.evaluation)
     if own is None:
         task = find_task(config.task or "")
         scored, epochs = ScoredRows.of(task, to_score, tokens, scoring.max_new_tokens), task.epochs
-        reading = ReadRows(left_out=dict(splits.left_out)) if splits.left_out else None
+        read: dict[str, Any] = {"left_out": dict(splits.left_out)} if splits.left_out else {}
     else:
         scored, epochs = own.scored(tokens, scoring.exact_match), None
         reading = own.reading(splits.left_out, (*train, *tokens))
+        read = {name: value for name, value in reading if value is not None}
     validation = None
     if scoring.select_checkpoint != "none" and splits.validation:
-        chosen_on, tokens = encode(splits.validation)
-        validation = replace(scored, examples=chosen_on if own is None else (), tokens=tokens)
+        validation = scored
+        if not is_trial:
+            chosen_on, tokens = encode(splits.validation)
+            validation = replace(scored, examples=chosen_on if own is None else (), tokens=tokens)
     calibration = _calibration_rows(config, scoring, encoder, kept, train)
     others = _other_texts(config, scoring, encoder, kept)
     system = next(iter(encoder.systems)) if len(encoder.systems) == 1 else ""
-    return RunRows(
-        train, calibration, scored, splits.validation_from, validation, epochs, num_cut, num_skipped, reading,
-        system or None, others,
-    )  # fmt: skip
+    if config.too_long == "cut":
+        read["cut"] = cut
+    if config.too_long != "refuse":
+        read["skipped"] = skipped
+    used = UsedRows(
+        trained=len(train),
+        scored=len(scored.tokens),
+        scored_on=scoring.evaluate_on,
+        validation_from=splits.validation_from,
+        **read,
+    )
+    return RunRows(train, calibration, scored, used, validation, epochs, system or None, others)
 
 
 def task_splits(config: RowsConfig, scoring: ScoringConfig, kept: RowCache | None = None) -> Splits[Example]:

@@ -73,5 +73,4 @@ def selection_of(config: ScoringConfig, inputs: Inputs, progress: Progress) -> S
         )  # fmt: skip
         return found.held_out_loss, found.task.accuracy if found.task else None
 
-    identity = f"{inputs.rows.fingerprints['validation']} by {config.select_by}"
-    return Selection(config.select_checkpoint, score, identity, config.patience, num_rows=len(rows.tokens))
+    return Selection(config.select_checkpoint, score, config.patience, num_rows=len(rows.tokens))

@@ -14,6 +14,7 @@ from peft import PeftModel, PromptTuningConfig, get_peft_model
 from frozencore import export_lora, merge_adapters, pack_adapter, save_basis, write_model_card
 from frozencore.adapter.saved.card import begin_model_card
 from frozencore.errors import ArtifactError
+from frozencore.tune.pocket import pocket_model_path
 from tiny import adapted, tiny_qwen2
 
 
@@ -96,6 +97,12 @@ def test_a_local_base_folder_is_not_told_to_the_hub(named: PeftModel, tmp_path: 
     assert ModelCard.load(tmp_path / "README.md").data.base_model is None
     assert "/home/someone" not in text
     assert "a local folder, `qwen`" in text
+
+
+def test_a_local_base_model_has_the_name_that_its_own_card_gives_it(named: PeftModel, tmp_path: Path) -> None:
+    named.peft_config["default"].base_model_name_or_path = str(pocket_model_path())
+    named.save_pretrained(tmp_path)
+    assert "a local folder, `The pocket model`" in (tmp_path / "README.md").read_text()
 
 
 def test_an_export_has_a_card_without_our_import_and_a_configuration_alone_none(

@@ -110,14 +110,10 @@ def test_the_same_seed_gives_the_same_values_and_leaves_the_global_state_alone(n
     assert all(torch.equal(first[key], again[key]) for key in first)
 
 
-def test_wrong_ranks_and_targets_are_one_line() -> None:
-    for wrong, reason in (
-        ({"rank": 0}, "at least 1, got 0"),
-        ({"targets": ("nowhere",)}, "targets .*nowhere.* cannot carry LoRA"),
-    ):
-        options = AdapterOptions(**({"rank": 4, "targets": ATTENTION, "seed": 0, "core": {}} | wrong))
-        with pytest.raises(ConfigError, match=reason):
-            METHODS["lora"].add(tiny_qwen2(), options)
+def test_targets_that_are_not_there_are_one_line() -> None:
+    options = AdapterOptions(rank=4, targets=("nowhere",), seed=0, core={})
+    with pytest.raises(ConfigError, match="targets .*nowhere.* cannot carry LoRA"):
+        METHODS["lora"].add(tiny_qwen2(), options)
 
 
 def test_an_unknown_method_is_one_line_with_the_nearest() -> None:

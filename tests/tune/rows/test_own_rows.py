@@ -342,7 +342,7 @@ def test_rows_that_join_prompt_and_completion_in_one_token_are_counted(tmp_path:
     spaced = [row | {"completion": " billing"} for row in rows]
     for name, given, joined in (("rows", rows, 10), ("spaced", spaced, None)):
         data = write(tmp_path / f"{name}.jsonl", given)
-        assert inputs_of(make_config(model="pocket", data=data, device="cpu")).rows.reading.joined == joined
+        assert inputs_of(make_config(model="pocket", data=data, device="cpu")).rows.used.joined == joined
 
 
 def test_arguments_in_a_parquet_map_are_an_object(tmp_path: Path, byte_tokenizer: Callable[..., Any]) -> None:

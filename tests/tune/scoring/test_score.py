@@ -78,12 +78,13 @@ def refusing(most: int, done: list[int]) -> Callable[[list[int]], None]:
 
 @pytest.mark.parametrize("size", [(10, 0), (1, LOGITS_BUDGET // 64)])
 @pytest.mark.parametrize("most", few([1, 3, 100], 1))
-def test_every_row_is_scored_once_whatever_fits(size: tuple[int, int], most: int) -> None:
+def test_every_row_is_scored_once_whatever_fits(
+    size: tuple[int, int], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("frozencore.tune.rows.token_batches.CPU_TOKENS", 640)
     done: list[int] = []
     steps: list[tuple[str, int, int, str]] = []
-    score_in_groups(
-        refusing(most, done), [size] * 100, CPU, tokens_per_batch=640, progress=lambda *step: steps.append(step)
-    )
+    score_in_groups(refusing(most, done), [size] * 100, CPU, progress=lambda *step: steps.append(step))
     assert sorted(done) == list(range(100))
     assert [done for _, done, _, _ in steps] == sorted(done for _, done, _, _ in steps)
     assert steps[-1][:3] == ("score", 100, 100)

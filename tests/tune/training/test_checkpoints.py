@@ -169,7 +169,7 @@ def test_of_several_processes_one_marks_a_checkpoint_as_whole(tmp_path: Path) ->
     folder.mkdir()
     (folder / "weights").write_text("w")
     saving, arguments = (
-        Saving({"seed": 1}, Stop(), None, None),
+        Saving(Stop(), None, None),
         TrainingArguments(output_dir=str(tmp_path), use_cpu=True),
     )
     for is_first in (False, True):

@@ -176,17 +176,11 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
         train(tiny_qwen2().requires_grad_(False), ROWS, RECIPE, pad_id=0)
     with pytest.raises(DataError, match="at least one row"):
         train(tiny_qwen2(), [], RECIPE, pad_id=0)
-    with pytest.raises(ConfigError, match="at least one step"):
-        train(tiny_qwen2(), ROWS, RECIPE, pad_id=0, checkpoint_steps=0)
     with pytest.raises(ConfigError, match="give checkpoint_dir"):
         train(tiny_qwen2(), ROWS, RECIPE, pad_id=0, resume=True)
     train(tiny_qwen2(), ROWS, RECIPE, pad_id=0, checkpoint_dir=tmp_path)
     with pytest.raises(TrainingError, match="folder without checkpoints"):
         train(tiny_qwen2(), ROWS, RECIPE, pad_id=0, checkpoint_dir=tmp_path)
-    least = {"learning_rate": 0.0, "epochs": 0, "accumulation": 0, "max_grad_norm": 0.0, "overhead_tokens": -1}
-    for name, value in {**least, "warmup": 1.5}.items():
-        with pytest.raises(ConfigError, match=f"In a recipe .*{name}"):
-            replace(RECIPE, **{name: value})
     assert "overhead_tokens" not in RECIPE.content()  # records without groups of rows stay as they were
 
 
@@ -208,7 +202,7 @@ def test_tensorboard_has_every_steps_loss_and_rate_and_every_score_in_the_folder
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     scores = iter([3.0, 2.0, 2.5])
-    chosen = Selection("epoch", lambda _: (next(scores), 0.5), identity="some rows")
+    chosen = Selection("epoch", lambda _: (next(scores), 0.5))
     recipe = replace(RECIPE, epochs=3, batch_size=5, accumulation=1)
     report = train(
         adapted("random"), ROWS, recipe, pad_id=0, selection=chosen, checkpoint_dir=tmp_path / "checkpoints",

@@ -16,7 +16,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from frozencore.errors import ConfigError, DivergenceError, ModelError, TrainingError
+from frozencore.errors import DivergenceError, ModelError, TrainingError
 from frozencore.tune.scoring.score import held_out_loss
 from frozencore.tune.training import callbacks, trainer
 from frozencore.tune.training import train as training
@@ -75,7 +75,7 @@ def run(
             raise StoppedError
 
     model = model or adapted("random")
-    chooses = None if score is None else Selection(every, score, identity="rows")
+    chooses = None if score is None else Selection(every, score)
     report = train(
         model, ROWS, RECIPE, pad_id=0, checkpoint_dir=folder, resume=resume, selection=chooses, progress=progress
     )
@@ -202,15 +202,6 @@ def test_a_moved_folder_goes_on_and_a_missing_best_step_is_one_line(tmp_path: Pa
         run(Scripted(), folder=tmp_path / "new", resume=True)
 
 
-def test_checkpoints_of_another_choice_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(StoppedError):
-        run(really, folder=tmp_path, stop_after=6)
-    with pytest.raises(TrainingError, match=r"others: scored every epoch \(now 2\)\. Resume"):
-        run(really, every=2, folder=tmp_path, resume=True)
-    with pytest.raises(TrainingError, match=r"others: scored every epoch \(now None\), scores of rows \(now None"):
-        run(None, folder=tmp_path, resume=True)
-
-
 def test_a_model_whose_validation_loss_is_no_number_has_diverged() -> None:
     def broken(_: nn.Module) -> tuple[float, float | None]:
         raise ModelError("The model's loss on held-out rows is not finite.")
@@ -243,7 +234,7 @@ def test_a_training_ends_after_so_many_scores_that_are_no_better_and_keeps_the_b
             if done == stop_after:
                 raise StoppedError
 
-        chooses = Selection(2, scorer, identity="rows", patience=2)
+        chooses = Selection(2, scorer, patience=2)
         return train(
             model, ROWS, RECIPE, pad_id=0, checkpoint_dir=tmp_path, checkpoint_steps=1, resume=resume,
             selection=chooses, progress=progress,
@@ -269,11 +260,7 @@ def test_a_training_ends_after_so_many_scores_that_are_no_better_and_keeps_the_b
 def test_patience_that_is_never_lost_changes_nothing() -> None:
     falling = Scripted((3.0, None), (2.0, None), (2.5, None))
     report, _ = run(falling)
-    patient = Selection("epoch", Scripted((3.0, None), (2.0, None), (2.5, None)), identity="rows", patience=1)
+    patient = Selection("epoch", Scripted((3.0, None), (2.0, None), (2.5, None)), patience=1)
     other = train(adapted("random"), ROWS, RECIPE, pad_id=0, selection=patient)
     assert (other.losses, other.num_steps) == (report.losses, NUM_STEPS)
     assert not other.selected.stopped_early  # the last score has no step after it
-    with pytest.raises(ConfigError, match="a number of scores, at least 1"):
-        Selection("epoch", really, identity="rows", patience=0)
-    with pytest.raises(ConfigError, match="at least 1, but 0 came"):
-        Selection(0, really, identity="rows")

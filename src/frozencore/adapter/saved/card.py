@@ -34,6 +34,7 @@ _GENERATED = re.compile(
     r"### Framework versions|- PEFT [\w.+]+|This is the model card of a .* automatically generated\."
 )
 _TAG = "frozencore"
+_HEADING = re.compile(r"^# (.+)$", re.MULTILINE)
 _NAMED = re.compile(r"^(?:base_model|- Model): ([\w.-]+/[\w.-]+)", re.MULTILINE)
 
 
@@ -110,7 +111,7 @@ def _lines(
 ) -> list[str]:
     is_lora, weights = config["peft_type"] == "LORA", directory / WEIGHTS_FILE
     base, targets = _hub_id(config.get("base_model_name_or_path")), config["target_modules"]
-    model = _code(base) if _is_hub_id(base) else f"a local folder, {_code(Path(base or '').name)}"
+    model = _code(base) if _is_hub_id(base) else f"a local folder, {_code(_local_name(Path(base or '')))}"
     own = "LoRA, exported exactly from a frozen core" if is_lora else f"frozen core, {_code(config['constructor'])}"
     facts = {
         "Base model": model if base else None,
@@ -182,6 +183,13 @@ def _hub_id(base: str | None) -> str | None:
     card = folder / CARD_FILE
     found = _NAMED.search(card.read_text(encoding="utf-8", errors="replace")) if card.is_file() else None
     return found[1] if found else base
+
+
+def _local_name(folder: Path) -> str:
+    """The name of a model in a folder: the heading of its card, such as ``The pocket model``, or the folder's name."""
+    card = folder / CARD_FILE
+    found = _HEADING.search(card.read_text(encoding="utf-8", errors="replace")) if card.is_file() else None
+    return found[1] if found else folder.name
 
 
 def _is_hub_id(name: str | None) -> bool:

@@ -2,29 +2,50 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import to_jsonable_python
+
 from frozencore.adapter.bases import basis_fingerprint, save_basis
+from frozencore.calibration.calibration_options import options_of_sums
 from frozencore.errors import ArtifactError
 from frozencore.files.atomic_write import write_json
 from frozencore.text import Progress, one_line
-from frozencore.tune.adapt import (
-    CALIBRATION_TYPE,
-    Adapted,
-    adapt,
-    adapter_identity,
-    calibration_content,
-    with_calibration,
-)
-from frozencore.tune.config import RunConfig
+from frozencore.tune.adapt import Adapted, adapt
+from frozencore.tune.calibration_record import CalibratedAdapter
+from frozencore.tune.config import RunConfig, run_options
 from frozencore.tune.folder import BASIS, MANIFEST
 from frozencore.tune.load import Inputs
 from frozencore.tune.make_record import calibrated_on
 from frozencore.tune.many.folder import refuse_differing
 from frozencore.tune.methods import Targets
+from frozencore.tune.record_part import RecordPart
+
+
+class Manifest(RecordPart):
+    """What the basis beside the tenants was made of.
+
+    Attributes:
+        identity: The options that determine it, and hashes of the base model and of the calibration rows.
+        basis: The hash of the basis; None until it is saved.
+        made: The calibration that the tenants' records tell.
+    """
+
+    identity: dict[str, Any]
+    basis: str | None = None
+    made: CalibratedAdapter | None = None
+
+    @classmethod
+    def read(cls, file: Path) -> Manifest | None:
+        """Read the manifest; None if there is none."""
+        if not file.exists():
+            return None
+        try:
+            return cls.model_validate_json(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ArtifactError(f"{file} is damaged ({one_line(error, 120)}). Choose another --out.") from error
 
 
 def adapt_for_all(
@@ -40,52 +61,38 @@ def adapt_for_all(
     """
     if config.method.basis is not None:
         return adapt(config.method, inputs, targets, progress)
-    of = adapter_identity(config.method, targets, {"model": model_hash, **inputs.rows.fingerprints})
-    identity = json.loads(json.dumps(of))
     folder, file = out / BASIS, out / MANIFEST
-    made = _read_manifest(file)
-    if made is not None:
-        refuse_differing(str(file), made["identity"], identity)
+    of_method = {
+        name: one for name, one in run_options().items() if one.part == "method" and one.group != "calibration"
+    }
+    identity = to_jsonable_python(
+        {
+            **{name: one.value_in(config) for name, one in of_method.items()},
+            **options_of_sums(vars(config.method.calibration)),
+            "seed": config.method.seed,
+            "base model": model_hash,
+            "calibration rows": inputs.rows.fingerprints["calibration"],
+        }
+    )
+    before = Manifest.read(file)
+    if before is not None:
+        refuse_differing(str(file), before.identity, identity)
     elif folder.exists():
         raise ArtifactError(
             f"Tenants train on the basis that their options give, but {folder} is that of another run. Choose "
             "another --out, or name that basis with --basis."
         )
-    if made is not None and "basis" in made:
-        return _load(config, inputs, targets, folder, made, progress)
+    if before is not None and before.made is not None:
+        on_basis = config.method.model_copy(update={"basis": str(folder)})
+        adapted = adapt(on_basis, inputs, targets, progress)
+        found = {"hash of basis": basis_fingerprint(adapted.model)}
+        refuse_differing(str(folder), {"hash of basis": before.basis}, found)
+        return replace(adapted, made=before.made)
     adapted = adapt(config.method, inputs, targets, progress)
     if not adapted.model.peft_config["default"].initial_step:  # else each core is saved with its own basis
-        write_json(file, {"identity": identity})
-        said = calibrated_on(config.method, config.rows, inputs.rows, adapted.calibration)
+        write_json(file, Manifest(identity=identity).content())
+        said = calibrated_on(config.method, config.rows, inputs.rows, adapted.made.calibration)
         save_basis(adapted.model, folder, calibrated_on=said, overwrite=True)
-        content = {
-            "identity": identity,
-            "basis": basis_fingerprint(adapted.model),
-            **calibration_content(adapted),
-        }
-        write_json(file, content)
+        whole = Manifest(identity=identity, basis=basis_fingerprint(adapted.model), made=adapted.made)
+        write_json(file, whole.content())
     return adapted
-
-
-def _load(
-    config: RunConfig, inputs: Inputs, targets: Targets, folder: Path, made: Mapping[str, Any], progress: Progress
-) -> Adapted:
-    """Add the adapter on the saved basis, with the numbers and warnings of its calibration."""
-    on_basis = config.method.model_copy(update={"basis": str(folder)})
-    adapted = adapt(on_basis, inputs, targets, progress)
-    refuse_differing(str(folder), {"hash of basis": made["basis"]}, {"hash of basis": basis_fingerprint(adapted.model)})
-    return with_calibration(adapted, made)
-
-
-def _read_manifest(file: Path) -> dict[str, Any] | None:
-    if not file.exists():
-        return None
-    try:
-        made = dict(json.loads(file.read_text(encoding="utf-8")))
-        dict(made["identity"])
-        CALIBRATION_TYPE.validate_python(made.get("calibration"), strict=False)
-        if "basis" in made:
-            float(made["time_s"]), list(made["warnings"])
-        return made
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ArtifactError(f"{file} is damaged ({one_line(error, 120)}). Choose another --out.") from error

@@ -12,7 +12,7 @@ from frozencore.files.atomic_write import require_writable
 from frozencore.text import one_line
 from frozencore.tune.config import RunConfig
 from frozencore.tune.folder import ADAPTER, FAILURE, MANIFEST, RECORD, locked
-from frozencore.tune.record import Hashes, RecordedConfig, TunedRecord, read_record
+from frozencore.tune.record import RecordedConfig, TunedRecord, read_record
 
 PLACES = frozenset({"model", "data", "eval_data", "data_root", "device", "basis", "start_from"})
 """Options that say where something is; its content is hashed."""
@@ -83,15 +83,15 @@ def standing_record(folder: Path, config: RunConfig, hashes: Mapping[str, str]) 
             raise ValueError("it has no adapter")
     except (OSError, ValueError) as error:
         raise ArtifactError(f"{folder / RECORD} is damaged: {one_line(error, 200)}. {_WAY_OUT}") from error
-    theirs = {**_options(record.config), **_hashes(record.hashes, {*hashes, "start"})}
-    own = {**_options(RecordedConfig.of(config)), **{f"hash of {name}": digest for name, digest in hashes.items()}}
-    refuse_differing(f"that in {folder}", theirs, own)
+    theirs = {name: getattr(record.hashes, name) for name in {*hashes, "start"}}
+    own = identity_of(RecordedConfig.of(config), hashes)
+    refuse_differing(f"that in {folder}", identity_of(record.config, theirs), own)
     return record
 
 
 def require_basis(folder: Path, record: TunedRecord, basis: str) -> None:
     """Refuse a record of a core on another basis."""
-    refuse_differing(f"that in {folder}", _hashes(record.hashes, ["basis"]), {"hash of basis": basis})
+    refuse_differing(f"that in {folder}", {"hash of basis": record.hashes.basis}, {"hash of basis": basis})
 
 
 def refuse_differing(what: str, theirs: Mapping[str, Any], own: Mapping[str, Any]) -> None:
@@ -107,15 +107,11 @@ def refuse_differing(what: str, theirs: Mapping[str, Any], own: Mapping[str, Any
         )
 
 
-def _options(config: RecordedConfig) -> dict[str, Any]:
-    """The options that a resumed run must share, by name."""
+def identity_of(config: RecordedConfig, hashes: Mapping[str, str | None]) -> dict[str, Any]:
+    """What a resumed run must share: options, and hashes of what they name, by name."""
     content = config.content()
     options: dict[str, Any] = {"on a named basis": content.get("basis") is not None}
     for name, value in content.items():
         if name not in PLACES:
             options |= value if isinstance(value, dict) else {name: value}
-    return options
-
-
-def _hashes(hashes: Hashes, names: Iterable[str]) -> dict[str, Any]:
-    return {f"hash of {name}": getattr(hashes, name) for name in names}
+    return options | {f"hash of {name}": digest for name, digest in hashes.items()}

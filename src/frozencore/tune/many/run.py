@@ -31,9 +31,8 @@ from frozencore.tune.make_record import calibrated_on, headline, make_record
 from frozencore.tune.many.common_basis import adapt_for_all
 from frozencore.tune.many.folder import refuse_taken, require_basis, require_unused, standing_record
 from frozencore.tune.many.slots import held_out_losses
-from frozencore.tune.many.tenant import Tenant, Trained, Validation
+from frozencore.tune.many.tenant import SLOTS, Tenant, Trained, Validation, train_many
 from frozencore.tune.many.tenant_rows import TenantRows, naming_tenant, read_tenants, tenants_of
-from frozencore.tune.many.train import SLOTS, train_many
 from frozencore.tune.processes import is_first, num_started, use_own_gpu
 from frozencore.tune.record import CompanySize, Failure, Provenance, TunedRecord
 from frozencore.tune.run import recipe_of
@@ -109,11 +108,16 @@ def execute_many(
             swap_core(adapted.model, start.tensors)
             adapted = replace(adapted, started_from=start.shares)
         finisher = Finisher(
-            Common(config, inputs, out, hashes, adapted, memory, started),
-            AdapterTemplate.of(config, inputs, adapted, Path(held.enter_context(TemporaryDirectory()))),
-            {name: (one, tenants[name].recipe) for name, one in to_train.items()},
-            dict(zip(to_train, losses, strict=True)),
+            inputs=inputs,
+            adapted=adapted,
+            template=AdapterTemplate.of(config, inputs, adapted, Path(held.enter_context(TemporaryDirectory()))),
+            folder=out,
+            hashes=hashes,
+            own={name: (one, tenants[name].recipe) for name, one in to_train.items()},
+            before=dict(zip(to_train, losses, strict=True)),
             company=CompanySize(tenants=len(to_train), slots=min(num_slots, len(to_train))),
+            memory=memory,
+            started=started,
         )
         train_many(
             adapted.model,
@@ -141,25 +145,6 @@ def tenant_of(own: TenantRows, model: nn.Module) -> Tenant:
 
 
 @dataclass(frozen=True)
-class Common:
-    """What all tenants of a run share.
-
-    Attributes:
-        folder: The folder of all tenants.
-        hashes: SHA-256 of the base model and of the basis.
-        started: ``time.perf_counter()`` when the run began.
-    """
-
-    config: RunConfig
-    inputs: Inputs
-    folder: Path
-    hashes: Mapping[str, str]
-    adapted: Adapted
-    memory: PeakMemory
-    started: float
-
-
-@dataclass(frozen=True)
 class AdapterTemplate:
     """A saved adapter of the run, whose files are those of every tenant but for the core and the scores in its card."""
 
@@ -174,7 +159,7 @@ class AdapterTemplate:
             inputs: Their rows are those of the calibration.
         """
         config.method.entry.save(adapted.model, folder / ADAPTER, folder / START)
-        said = calibrated_on(config.method, config.rows, inputs.rows, adapted.calibration)
+        said = calibrated_on(config.method, config.rows, inputs.rows, adapted.made.calibration)
         write_model_card(folder / ADAPTER, calibration=said, scores=headline(Score(0.0)))
         return cls(SavedAdapter.read(folder / ADAPTER), folder / ADAPTER)
 
@@ -189,23 +174,29 @@ class AdapterTemplate:
         card.write_text(with_scores(card.read_text(encoding="utf-8"), headline(after)), encoding="utf-8")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Finisher:
     """Score, save and record tenants when they end.
 
     Attributes:
-        common: What all tenants share: its rows are the calibration rows of the basis, its hashes those of the base
-            model and the basis.
+        inputs: Their rows are those of the calibration.
+        folder: The folder of all tenants.
+        hashes: SHA-256 of what the tenants share: the base model, the basis, and the core that they start from.
         own: The rows and the recipe of each tenant.
         before: Held-out loss of the base model on each tenant's rows.
-        company: The number of tenants, and how many train at once.
+        started: ``time.perf_counter()`` when the run began.
     """
 
-    common: Common
+    inputs: Inputs
+    adapted: Adapted
     template: AdapterTemplate
+    folder: Path
+    hashes: Mapping[str, str]
     own: Mapping[str, tuple[TenantRows, Recipe]]
     before: Mapping[str, float]
     company: CompanySize
+    memory: PeakMemory
+    started: float
     outcomes: dict[str, TenantOutcome] = field(default_factory=dict)
 
     def __call__(self, ended: Mapping[str, Trained]) -> None:
@@ -219,7 +210,7 @@ class Finisher:
     def _held_out(self, cores: Mapping[str, Mapping[str, Tensor]]) -> dict[str, float]:
         if not cores:
             return {}
-        model, pad_id = self.common.adapted.model, self.common.inputs.encoder.pad_id
+        model, pad_id = self.adapted.model, self.inputs.encoder.pad_id
         stack = CoreStack(model, len(cores))
         for slot, of_tenant in enumerate(cores.values()):
             stack.fill(slot, of_tenant)
@@ -229,7 +220,7 @@ class Finisher:
 
     def _finish(self, name: str, trained: Trained, loss: float, diverged: str | None) -> TenantOutcome:
         """Write a tenant's folder; if another process has begun to use it, nothing there is changed."""
-        folder, failure = self.common.folder / name, self._failure(name, "diverged", diverged) if diverged else None
+        folder, failure = self.folder / name, self._failure(name, "diverged", diverged) if diverged else None
         try:
             with locked(folder):
                 require_unused(folder)  # another process may have used it meanwhile
@@ -243,27 +234,28 @@ class Finisher:
             return self._failure(name, "not written", str(error))
 
     def _failure(self, name: str, reason: str, message: str) -> Failure:
-        device = next(self.common.adapted.model.parameters()).device
+        device = next(self.adapted.model.parameters()).device
         config = self.own[name][0].config.content()
         return Failure(reason=reason, message=message, config=config, provenance=Provenance.here(device))
 
     def _write(self, name: str, trained: Trained, loss: float, folder: Path) -> TunedRecord:
-        common, (own, recipe), after = self.common, self.own[name], Score(loss)
+        (own, recipe), after = self.own[name], Score(loss)
         self.template.write(folder / ADAPTER, trained.cores, after)
         rows = dict(own.rows.fingerprints)
         if own.config.method.basis is None:
-            rows["calibration"] = common.inputs.rows.fingerprints["calibration"]  # rows of every tenant
+            rows["calibration"] = self.inputs.rows.fingerprints["calibration"]  # rows of every tenant
         record = make_record(
             own.config,
-            replace(common.inputs, rows=own.rows),
-            common.adapted,
+            replace(self.inputs, rows=own.rows),
+            self.adapted,
             recipe,
-            replace(trained.report, company=self.company),
+            trained.report,
             (Score(self.before[name]), after),
-            hashes={**rows, **common.hashes},
+            hashes={**rows, **self.hashes},
             folder=folder,
-            memory=common.memory,
-            started=common.started,
+            memory=self.memory,
+            started=self.started,
+            company=self.company,
         )
         write_json(folder / RECORD, record.content())
         return record

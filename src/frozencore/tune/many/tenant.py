@@ -1,10 +1,16 @@
-"""Tenants: each trains by its own recipe as if alone; those that train together share a step, each in a slot."""
+"""Train many tenants together: each step's batches hold the next rows of every tenant in a slot.
+
+Tenants do not affect one another: each tenant's rows use its own core, its loss is the mean over its own tokens, and
+clipping, learning rate and moments belong to its slot. The result is the same as training alone, except for rounding. A
+tenant that ends, stops early or diverges gives its slot to the next.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -12,23 +18,26 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
+from frozencore.calibration.preserve import own_random_state, plain_passes
 from frozencore.device import run_unless_oom
 from frozencore.errors import DataError
-from frozencore.tune.many.slots import TrainedSlots, held_out_losses, row_losses, row_sizes
-from frozencore.tune.record import SelectedCheckpoint, StepScored
+from frozencore.text import Progress
+from frozencore.tune.many.slots import TrainedSlots, held_out_losses
+from frozencore.tune.record import StepScored
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator, row_costs
+from frozencore.tune.scoring.forward import base_of, row_losses, row_sizes
 from frozencore.tune.training.callbacks import (
     Every,
     best_score,
     divergence,
     is_due,
     is_patience_lost,
-    require_choosable,
+    selected,
 )
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import TrainingReport
-from frozencore.tune.training.trainer import group_by_length, overhead_tokens_of
+from frozencore.tune.training.trainer import group_by_length, overhead_tokens_of, own_use_cache
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,6 @@ class Validation:
     def __post_init__(self) -> None:
         if not self.rows:
             raise DataError("Choosing among the steps of a tenant needs at least one validation row, got none.")
-        require_choosable(self.every, self.patience)
 
 
 @dataclass(frozen=True)
@@ -133,18 +141,11 @@ class TenantState:
         if best_score(self.scores) is self.scores[-1]:
             self.best = values.clone()
 
-    def report(self) -> TrainingReport:
+    def report(self, state_held_bytes: int, values_at_once: int) -> TrainingReport:
         chosen, validation = None, self.tenant.validation
         if self.scores and self.diverged is None and validation is not None:
-            chosen = SelectedCheckpoint(
-                every=validation.every,
-                by="held_out_loss",
-                rows=len(validation.rows),
-                kept_step=best_score(self.scores).step,
-                scores=tuple(self.scores),
-                time_s=self.scoring_s,
-                **({"stopped_early": True} if self.step < self.tenant.num_steps else {}),
-            )
+            is_early = self.step < self.tenant.num_steps
+            chosen = selected(validation.every, len(validation.rows), self.scores, self.scoring_s, is_early=is_early)
         return TrainingReport(
             num_steps=self.step,
             losses=tuple(self.losses),
@@ -152,27 +153,16 @@ class TenantState:
             step_s=median(self.steps_s) if self.steps_s else None,
             resumed_from=None,
             selected=chosen,
+            state_held_bytes=state_held_bytes,
+            values_at_once=values_at_once,
         )
 
 
 class ActiveTenants:
-    """The tenants in slots, in order, and the names that wait for a slot.
+    """The tenants in slots, in order, and the names that wait for a slot."""
 
-    Args:
-        tokens_per_batch: Tokens of one forward pass; None fills the device.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        tenants: Mapping[str, Tenant],
-        slots: TrainedSlots,
-        *,
-        pad_id: int,
-        tokens_per_batch: int | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, tenants: Mapping[str, Tenant], slots: TrainedSlots, *, pad_id: int) -> None:
         self.model, self.tenants, self.slots, self.pad_id = model, tenants, slots, pad_id
-        self.tokens_per_batch = tokens_per_batch
         self.states: list[TenantState] = []
         self._num_steps = sum(tenant.num_steps for tenant in tenants.values())
         self._waiting_steps = self._num_steps
@@ -209,13 +199,10 @@ class ActiveTenants:
                 state.diverged = divergence(
                     state.step + 1, state.tenant.num_steps, loss, norm, state.tenant.recipe.learning_rate
                 )
-        recipes = [state.tenant.recipe for state in self.states]
         self.slots.step(
             norms,
             rates=[state.tenant.recipe.rate(state.step, state.tenant.num_steps) for state in self.states],
             counts=[state.step + 1 for state in self.states],
-            largest_norms=[recipe.max_grad_norm for recipe in recipes],
-            decays=[recipe.weight_decay for recipe in recipes],
         )
         sizes = [sum(len(row.input_ids) for row in of_tenant) for of_tenant in rows]
         share_s = (time.perf_counter() - started) / sum(sizes)
@@ -230,8 +217,8 @@ class ActiveTenants:
         """Compute the loss of each tenant and leave its gradient in its slot; return losses and gradient norms."""
         flat = [row for of_tenant in rows for row in of_tenant]
         slot_of = [slot for slot, of_tenant in enumerate(rows) for _ in of_tenant]
-        losses = torch.zeros(len(rows), device=self.slots.device)
-        costs, most = row_costs(row_sizes(self.model, flat), self.slots.device, self.tokens_per_batch)
+        losses = torch.zeros(len(rows), device=self.slots.device, dtype=torch.float64)
+        costs, most = row_costs(row_sizes(self.model, flat), self.slots.device)
         counts = [sum(row.num_targets for row in of_tenant) for of_tenant in rows]
         weights = [1 / counts[slot] if counts[slot] else math.nan for slot in slot_of]  # a step's loss is a mean
         while True:
@@ -278,7 +265,6 @@ class ActiveTenants:
             sets,
             pad_id=self.pad_id,
             through=lambda of_rows: self.slots.of_slots([due[i] for i in of_rows]),
-            tokens_per_batch=self.tokens_per_batch,
         )
         share_s = (time.perf_counter() - started) / sum(map(len, sets))
         for slot, rows, loss in zip(due, sets, losses, strict=True):
@@ -308,3 +294,55 @@ class ActiveTenants:
 
 def _weighted_losses(model: nn.Module, batch: dict[str, Tensor], weights: Tensor) -> Tensor:
     return row_losses(model, batch) * weights
+
+
+SLOTS = 64
+
+OnEnd = Callable[[Mapping[str, Trained]], object]
+
+
+def train_many(
+    model: nn.Module,
+    tenants: Mapping[str, Tenant],
+    on_end: OnEnd,
+    *,
+    pad_id: int,
+    num_slots: int = SLOTS,
+    progress: Progress | None = None,
+) -> None:
+    """Train a core for each tenant on the basis of the model's adapter.
+
+    Every tenant starts from a copy of the adapter's core; the adapter's own core does not change.
+    The model is left in evaluation mode; the global random state is restored.
+
+    Args:
+        on_end: Called with the tenants that ended in a step, at most :data:`SLOTS` of them, so that their cores need
+            not be held. A tenant that diverged is marked and does not stop others.
+        num_slots: Tenants that train at once, those with the most steps first. A slot takes ``12·Σr²`` bytes and
+            ``4·Σr²`` for the gradient.
+
+    Raises:
+        ConfigError: No adapter, no basis, or the adapter trains more than cores.
+    """
+    if not tenants:
+        return
+    slots = TrainedSlots(model, min(num_slots, len(tenants)))
+    active = ActiveTenants(model, tenants, slots, pad_id=pad_id)
+    with ExitStack() as restored:
+        restored.enter_context(own_random_state())
+        restored.enter_context(plain_passes(model))
+        restored.enter_context(own_use_cache(model))
+        base_of(model).config.use_cache = False
+        restored.callback(model.eval)
+        model.train()
+        while active.fill():
+            ended = active.step()
+            for first in range(0, len(ended), SLOTS):
+                on_end({state.name: _trained(slots, state, kept) for state, kept in ended[first : first + SLOTS]})
+            if progress is not None:
+                progress("train", *active.progress)
+
+
+def _trained(slots: TrainedSlots, state: TenantState, values: Tensor) -> Trained:
+    report = state.report(slots.state_held_bytes, values.numel())
+    return Trained({} if state.diverged else slots.by_layer(values.cpu()), report, state.diverged)

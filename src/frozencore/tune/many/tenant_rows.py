@@ -58,11 +58,6 @@ def _own_share(config: RunConfig, files: Mapping[str, Path]) -> dict[str, Path]:
             f"Several processes train on a basis that --basis names, but {num_started()} were started without it. "
             "Calibrate it first (frozencore calibrate --tenants), or start one process."
         )
-    if ":" in config.model.device:
-        raise ConfigError(
-            f"Each of several processes has a GPU of its own, but --device {config.model.device} came for "
-            f"{num_started()}. Use cuda."
-        )
     if len(files) < num_started():
         raise ConfigError(
             f"Each process trains a tenant at least, but there are {num_of(len(files), 'tenant')} for {num_started()} "
@@ -76,7 +71,7 @@ def _own_share(config: RunConfig, files: Mapping[str, Path]) -> dict[str, Path]:
 def read_tenants(
     config: RunConfig, files: Mapping[str, Path], progress: Progress, base: Base | None = None
 ) -> tuple[Inputs, dict[str, TenantRows]]:
-    """Load the model with the rows of the basis, and each tenant's own rows.
+    """Load the model with the calibration rows of the basis, and each tenant's own rows.
 
     The basis is calibrated on ``calibration_size`` rows in all, spread over the tenants, or on those of the calibration
     task if one is named.
@@ -98,8 +93,7 @@ def read_tenants(
         progress("load", number, len(files), f"{name}: {inputs.rows.in_words}")
     sets = [one.rows.calibration for one in own.values()]
     calibration = sets[0] if config.rows.calibration_task is not None else _spread(sets, config.rows.calibration_size)
-    every_row = [row for one in own.values() for row in one.rows.train]
-    return replace(inputs, rows=RunRows(every_row, calibration, replace(inputs.rows.scored, tokens=[]), "none")), own
+    return replace(inputs, rows=replace(inputs.rows, calibration=calibration)), own
 
 
 def _spread(sets: Sequence[Sequence[TokenRow]], num_rows: int) -> list[TokenRow]:

@@ -100,14 +100,10 @@ class TokenRow:
         return len(self.input_ids)
 
     @property
-    def trained_on(self) -> list[Any]:
-        """The row's content for training, as JSON values."""
-        return [self.input_ids, self.num_context, *([self.spans] if self.spans else [])]
-
-    @property
     def content(self) -> dict[str, Any]:
         """What a hash of rows covers: id, tokens and where the loss is, as JSON values by name."""
-        return dict(zip(("id", "input_ids", "num_context", "turns"), (self.id, *self.trained_on), strict=False))
+        turns = {"turns": self.spans} if self.spans else {}
+        return {"id": self.id, "input_ids": self.input_ids, "num_context": self.num_context, **turns}
 
 
 @dataclass(frozen=True)

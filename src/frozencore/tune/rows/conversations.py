@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 
 from frozencore.errors import ConfigError, DataError
 from frozencore.tune.rows import HALF_A_CHARACTER, NOT_WRITTEN, TextRow
-from frozencore.tune.rows.row_sources import strict_json
+from frozencore.tune.rows.row_sources import json_or_value
 
 Message = Mapping[str, Any]
 Messages = Sequence[Message]
@@ -150,7 +150,11 @@ class Conversation:
             messages = [{**messages[1], "content": text}, *messages[2:]]
         self.has_loss = [self._flag(message) for message in messages]
         plain = [_without_flags(message, row_id) for message in messages]
-        given = [_with_arguments(message, lambda value: _object(value, row_id)) for message in plain]
+        rule = f"Row {row_id}: 'arguments' of a tool call must hold an object"
+        given = [
+            _with_arguments(message, lambda value: json_or_value("{}" if value == "" else value, Mapping, rule))
+            for message in plain
+        ]
         forms: list[list[Message]] = [given]
         if any(message.get("tool_calls") for message in plain):
             as_text = [_with_arguments(message, _json_text) for message in plain]
@@ -403,18 +407,6 @@ def _with_arguments(message: Message, change: Callable[[Any], Any]) -> Message:
 def _arguments(message: Message) -> list[Any]:
     found: list[Any] = []
     _with_arguments(message, found.append)
-    return found
-
-
-def _object(given: Any, row_id: str) -> Any:
-    rule = f"Row {row_id}: 'arguments' of a tool call must hold an object, or that as JSON"
-    try:
-        found = strict_json(given or "{}") if isinstance(given, str) else given
-        json.dumps(found, allow_nan=False, default=str)  # a template would write NaN, which JSON has not
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{rule}: {error}.") from error
-    if not isinstance(found, Mapping):
-        raise DataError(f"{rule}, but {given!r:.60} came.")
     return found
 
 

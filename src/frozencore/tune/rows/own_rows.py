@@ -17,13 +17,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from frozencore.errors import ConfigError, DataError, NoRowsError
 from frozencore.tune.rows import Example, Row, TextRow, text_field
 from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.rows.row_sources import STANDARD_INPUT, first_rows, read_source, require_source, strict_json
+from frozencore.tune.rows.row_sources import STANDARD_INPUT, first_rows, json_or_value, read_source, require_source
 
 SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "model": "assistant",
@@ -35,7 +35,7 @@ ALPACA_WITHOUT_INPUT = "### Instruction:\n{instruction}\n\n### Response:\n"
 
 @dataclass(frozen=True)
 class OwnRows:
-    """Rows as read.
+    """Rows as read from a source.
 
     Attributes:
         columns: The columns of the form, such as ``("prompt", "completion")``.
@@ -44,7 +44,8 @@ class OwnRows:
         is_talk: Whether the rows are conversations.
     """
 
-    texts: list[TextRow]
+    source: str
+    texts: Sequence[TextRow]
     columns: tuple[str, ...]
     left_out: Mapping[str, int]
     unused: tuple[str, ...] = ()
@@ -53,6 +54,10 @@ class OwnRows:
     @property
     def num_read(self) -> int:
         return len(self.texts) + sum(self.left_out.values())
+
+    def only(self, texts: Sequence[TextRow], why: str) -> OwnRows:
+        """These of the rows; the others are left out for this reason."""
+        return replace(self, texts=texts, left_out={**self.left_out, why: len(self.texts) - len(texts)})
 
 
 def read_rows(
@@ -104,7 +109,7 @@ def read_rows(
             bad[why.partition(", but")[0].rstrip(".")] += 1  # without the value
     if not texts:
         raise NoRowsError(f"--skip-bad left none of {len(rows)} rows of {origin}: {next(iter(bad))}.")
-    return OwnRows(texts, form, bad, tuple(column for column in given if column not in used), is_talk)
+    return OwnRows(data, texts, form, bad, tuple(column for column in given if column not in used), is_talk)
 
 
 def require_rows(data: str, columns: str | None = None, *, option: str = "--data") -> None:
@@ -249,14 +254,7 @@ def _is_given(row: Row, column: str) -> bool:
 def _tools(row: Row, row_id: str) -> list[Any] | None:
     """The column's list; some data sets store it as JSON text."""
     given = row["tools"] if _is_given(row, "tools") else []
-    rule = f"Row {row_id}: column 'tools' must hold a list of tools, or that as JSON"
-    try:
-        tools = strict_json(given) if isinstance(given, str) else given
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{rule}: {error}.") from error
-    if not isinstance(tools, list):
-        raise DataError(f"{rule}, but {given!r:.60} came.")
-    return tools or None
+    return json_or_value(given, list, f"Row {row_id}: column 'tools' must hold a list of tools") or None
 
 
 PAIR, ALPACA_FORM = ("prompt", "completion"), ("instruction", "output")

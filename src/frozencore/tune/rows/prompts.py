@@ -47,7 +47,7 @@ class PromptEncoder:
     Args:
         style: ``chat`` uses the tokenizer's chat template, ``plain`` uses prompts unchanged; ``auto`` is ``chat`` if
             there is a template.
-        max_length: The limit in tokens, including the end token.
+        max_length: The limit in tokens, including the end token; two at least.
         too_long: For longer rows, ``refuse`` and ``skip`` raise an error with their number (the caller leaves out the
             rows that do not fit, see :meth:`fits`); ``cut`` cuts the prompt at its beginning (at least one token
             stays), and a text without a prompt at its end. A completion is never cut; one that leaves no space for its
@@ -55,7 +55,7 @@ class PromptEncoder:
         loss_on: The assistant's turns with loss: the last one, or all.
 
     Raises:
-        ConfigError: ``chat`` without a template, or a limit below two tokens.
+        ConfigError: ``chat`` without a template.
         ModelError: The tokenizer has no end token, or is a slow one, which does not say where its tokens stand.
     """
 
@@ -72,8 +72,6 @@ class PromptEncoder:
             raise ConfigError(
                 "The prompt style 'chat' needs a chat template, but this tokenizer has none. Use 'plain'."
             )
-        if max_length < 2:
-            raise ConfigError(f"A row needs room for two tokens, got max_length={max_length}.")
         if tokenizer.eos_token_id is None:
             raise ModelError("Training and scoring need an end token, but this tokenizer has none. Set eos_token.")
         if not tokenizer.is_fast:

@@ -138,6 +138,18 @@ def strict_json(text: str) -> Any:
     return json.loads(text, object_pairs_hook=once)
 
 
+def json_or_value(given: Any, kind: type[Any], rule: str) -> Any:
+    """A value, or that of a JSON text; ``DataError`` with the rule if it is not of this kind, or not JSON."""
+    try:
+        found = strict_json(given) if isinstance(given, str) else given
+        json.dumps(found, allow_nan=False, default=str)  # a template would write NaN, which JSON has not
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{rule}, or that as JSON: {error}.") from error
+    if not isinstance(found, kind):
+        raise DataError(f"{rule}, or that as JSON, but {given!r:.60} came.")
+    return found
+
+
 def _require_once(names: Iterable[str], kind: str) -> None:
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise ValueError(f"the {kind} {twice[0]!r} is given twice")

@@ -18,6 +18,7 @@ from frozencore.text import Progress
 from frozencore.tune.rows import TokenRow
 
 LOGITS_BUDGET = 2**26  # values held at once: 256 MiB of float32
+CPU_TOKENS, GPU_TOKENS = 1024, 16384  # of a batch; on a CPU they fill the caches, because more is not faster
 
 
 @dataclass(frozen=True)
@@ -61,14 +62,13 @@ def score_in_groups(
     sizes: Sequence[tuple[int, int]],
     device: torch.device,
     *,
-    tokens_per_batch: int | None = None,
     progress: Progress | None = None,
 ) -> None:
     """Call ``score`` with the indices of all rows, in groups; a group that ran out of memory is split and repeated.
 
     Args:
         score: Must have no effect if it raises, because its group is scored again.
-        sizes, tokens_per_batch: See :func:`group_rows`.
+        sizes: See :func:`group_rows`.
 
     Raises:
         ModelError: A single row does not fit.
@@ -76,7 +76,7 @@ def score_in_groups(
     pending = list(range(len(sizes)))
     shrink = 1
     while pending:
-        groups = group_rows([sizes[i] for i in pending], device, tokens_per_batch, shrink=shrink)
+        groups = group_rows([sizes[i] for i in pending], device, shrink=shrink)
         done: set[int] = set()
         for group in groups:
             rows = [pending[i] for i in group]
@@ -95,19 +95,16 @@ def score_in_groups(
         pending = [i for i in pending if i not in done]
 
 
-def group_rows(
-    sizes: Sequence[tuple[int, int]], device: torch.device, tokens_per_batch: int | None = None, *, shrink: int = 1
-) -> list[list[int]]:
+def group_rows(sizes: Sequence[tuple[int, int]], device: torch.device, *, shrink: int = 1) -> list[list[int]]:
     """Group row indices so that each group's padded size is within a token budget and a logits budget.
 
     The largest rows come first, so that too little memory shows at once. A row beyond a budget is a group of its own.
 
     Args:
         sizes: For each row, its tokens and its logits (scored positions times vocabulary).
-        tokens_per_batch: ``None`` fills the device's memory. On a CPU it fills the caches, because more is not faster.
         shrink: Divides both budgets.
     """
-    costs, most = row_costs(sizes, device, tokens_per_batch)
+    costs, most = row_costs(sizes, device)
     budget = most // shrink
     groups: list[list[int]] = []
     for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
@@ -118,13 +115,7 @@ def group_rows(
     return groups
 
 
-def row_costs(
-    sizes: Sequence[tuple[int, int]], device: torch.device, tokens_per_batch: int | None = None
-) -> tuple[list[int], int]:
-    """The cost of each row in tokens of a batch, including its logits; and the tokens of a batch.
-
-    Args:
-        sizes, tokens_per_batch: See :func:`group_rows`.
-    """
-    most = (1024 if device.type == "cpu" else 16384) if tokens_per_batch is None else tokens_per_batch
+def row_costs(sizes: Sequence[tuple[int, int]], device: torch.device) -> tuple[list[int], int]:
+    """The cost of each row (:func:`group_rows`) in tokens of a batch, with its logits; and the tokens of a batch."""
+    most = CPU_TOKENS if device.type == "cpu" else GPU_TOKENS
     return [max(tokens, -(-logits * most // LOGITS_BUDGET)) for tokens, logits in sizes], most

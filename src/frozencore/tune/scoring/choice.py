@@ -24,8 +24,8 @@ from frozencore.tune.scoring.forward import (
     NOT_FINITE,
     Prediction,
     base_of,
-    completion_logprobs,
     forward_accepts,
+    row_losses,
     scoring_mode,
     token_logprobs,
     vocabulary_of,
@@ -126,8 +126,7 @@ def full_sequence_logprobs(model: nn.Module, rows: Sequence[ChoiceTokens], *, pa
     device = next(model.parameters()).device
     full = [TokenRow(row.id, row.context_ids + ids, len(row.context_ids)) for row in rows for ids in row.choice_ids]
     batch = {name: tensor.to(device) for name, tensor in PaddingCollator(pad_id)(full).items()}
-    # in float32, hundreds of nats have an error in the fifth digit
-    return _by_row(completion_logprobs(model, batch)[0].cpu().double().sum(-1), rows)
+    return _by_row(-row_losses(model, batch).cpu(), rows)
 
 
 def _by_row(sums: Tensor, rows: Sequence[ChoiceTokens]) -> list[list[float]]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,14 @@ import torch
 from peft import PeftModel
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
+from frozencore.adapter.layer import FrozenCoreLinear
 from frozencore.calibration.batches import IGNORED
 from frozencore.calibration.preserve import plain_passes
+from frozencore.text import Progress
+from frozencore.tune.rows import TokenRow
+from frozencore.tune.rows.token_batches import PaddingCollator, score_in_groups
 
 NOT_FINITE = (
     "are not finite. Look for NaN in the weights of the model, and for a core that is too large in its adapter: "
@@ -75,21 +80,85 @@ def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
     return logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
 
 
-def completion_logprobs(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Log-probabilities at positions where any row of a batch has a label, and a mask of each row's labels.
+def row_losses(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """The sum of nats over each row's completion tokens, in float64, (rows,).
 
-    Both are (rows, positions); a log-probability is 0 where there is no label.
+    The rows of a batch have completions at different positions, so logits are computed only at completion tokens: with
+    a large vocabulary the others would cost more than the layers. A causal model gets no padding mask, because padding
+    is on the right, where no token of a row sees it.
+
+    Args:
+        batch: ``input_ids``, ``attention_mask`` and ``labels``, each (rows, tokens), padded on the right.
     """
-    targets = batch["labels"][:, 1:]
-    wanted = (targets != IGNORED).any(0).nonzero().squeeze(-1)
-    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-    if forward_accepts(model, "logits_to_keep"):
-        logits = model(**inputs, logits_to_keep=wanted).logits
-    else:
-        logits = model(**inputs).logits[:, wanted]
-    targets = targets[:, wanted]
-    counted = targets != IGNORED
-    return token_logprobs(logits, targets.clamp_min(0)) * counted, counted
+    inputs = {"input_ids": batch["input_ids"]}
+    if not _is_causal(model):
+        inputs["attention_mask"] = batch["attention_mask"]
+    targets = pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+    wanted = targets != IGNORED
+    with _logits_at(model, wanted) as narrowed:
+        logits = model(**inputs).logits
+    logits = logits.flatten(0, 1) if narrowed else logits[wanted]
+    nats = -token_logprobs(logits, targets[wanted].to(logits.device)).double()
+    row_of = wanted.nonzero()[:, 0].to(nats.device)
+    return nats.new_zeros(len(targets)).index_add(0, row_of, nats)
+
+
+def _is_causal(model: nn.Module) -> bool:
+    """Return whether every attention layer is marked as causal."""
+    said = [module.__dict__["is_causal"] for module in model.modules() if "is_causal" in module.__dict__]
+    return bool(said) and all(said)
+
+
+@contextmanager
+def _logits_at(model: nn.Module, wanted: Tensor) -> Iterator[list[bool]]:
+    """Let the output layer see only the wanted positions, as one row; the list stays empty if that is impossible."""
+    head, narrowed = getattr(base_of(model), "get_output_embeddings", lambda: None)(), list[bool]()
+    if head is None or isinstance(head, FrozenCoreLinear) or not forward_accepts(model, "logits_to_keep"):
+        yield narrowed  # the output layer has row cores, or the model reads logits in another way
+        return
+
+    def narrow(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if not given or given[0].shape[:-1] != wanted.shape:
+            return None
+        narrowed.append(True)
+        return given[0][wanted.to(given[0].device)].unsqueeze(0), *given[1:]
+
+    handle = head.register_forward_pre_hook(narrow)
+    try:
+        yield narrowed
+    finally:
+        handle.remove()
+
+
+def nats_of_rows(
+    model: nn.Module,
+    rows: Sequence[TokenRow],
+    *,
+    pad_id: int,
+    through: Callable[[list[int]], AbstractContextManager[None]] = lambda _: nullcontext(),
+    progress: Progress | None = None,
+) -> list[float]:
+    """The sum of nats over the completion tokens of each row, in the rows' order.
+
+    Args:
+        through: Called with the numbers of the rows of a batch. The batch runs inside the context that it returns.
+    """
+    device, collate, nats = next(model.parameters()).device, PaddingCollator(pad_id), dict[int, float]()
+
+    def score(group: list[int]) -> None:
+        batch = {name: tensor.to(device) for name, tensor in collate([rows[i] for i in group]).items()}
+        with through(group):
+            nats.update(zip(group, row_losses(model, batch).tolist(), strict=True))
+
+    with scoring_mode(model):
+        score_in_groups(score, row_sizes(model, rows), device, progress=progress)
+    return [nats[i] for i in range(len(rows))]
+
+
+def row_sizes(model: nn.Module, rows: Sequence[TokenRow]) -> list[tuple[int, int]]:
+    """Tokens and logits of each row, for :func:`frozencore.tune.rows.token_batches.row_costs`."""
+    vocabulary = vocabulary_of(model)
+    return [(len(row.input_ids), row.num_targets * vocabulary) for row in rows]
 
 
 def unload_adapter(model: PeftModel) -> nn.Module:

@@ -16,10 +16,9 @@ from frozencore.text import Progress, with_note
 from frozencore.tune.record import RowLosses, TaskScore
 from frozencore.tune.rows import Example, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.rows.token_batches import PaddingCollator, score_in_groups
 from frozencore.tune.scoring.choice import predict_choices
 from frozencore.tune.scoring.exact_match import SHORT, complete, predict_numbers
-from frozencore.tune.scoring.forward import NOT_FINITE, Prediction, completion_logprobs, scoring_mode, vocabulary_of
+from frozencore.tune.scoring.forward import NOT_FINITE, Prediction, nats_of_rows
 from frozencore.tune.tasks import Scoring, Task
 
 OWN_ROWS = "own rows"
@@ -159,23 +158,12 @@ def losses_of_rows(
         DataError: No row has a token to predict.
         ModelError: The loss is not finite.
     """
-    device, collate, vocabulary = next(model.parameters()).device, PaddingCollator(pad_id), vocabulary_of(model)
-    sizes = [(len(row.input_ids), (len(row.input_ids) - row.num_context) * vocabulary) for row in rows]
-    losses: dict[int, tuple[float, int]] = {}
-
-    def score(group: list[int]) -> None:
-        batch = {name: tensor.to(device) for name, tensor in collate([rows[i] for i in group]).items()}
-        logprobs, counted = completion_logprobs(model, batch)
-        sums, counts = -logprobs.cpu().double().sum(-1), counted.sum(-1)
-        losses.update(zip(group, zip(sums.tolist(), counts.tolist(), strict=True), strict=True))
-
-    with scoring_mode(model):
-        score_in_groups(score, sizes, device, progress=progress)
-    nats, tokens = zip(*(losses[i] for i in range(len(rows))), strict=True) if rows else ((), ())
+    nats = nats_of_rows(model, rows, pad_id=pad_id, progress=progress)
+    tokens = [row.num_targets for row in rows]
     if sum(tokens) == 0:
         raise DataError("A held-out loss needs rows with at least one completion token after another token.")
     if not all(map(math.isfinite, nats)):
         raise ModelError(f"The model's log-probabilities on held-out rows {NOT_FINITE}")
     splits, _, numbers = zip(*(row.id.rpartition("-") for row in rows), strict=True)
     are_known = len(set(splits)) == 1 and all(number.isdecimal() for number in numbers)
-    return RowLosses(numbers=tuple(map(int, numbers)) if are_known else (), nats=nats, tokens=tokens)
+    return RowLosses(numbers=tuple(map(int, numbers)) if are_known else (), nats=tuple(nats), tokens=tuple(tokens))

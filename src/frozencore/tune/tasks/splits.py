@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Generic, Literal, TypeVar
 
-from frozencore.errors import ConfigError, NoRowsError
+from frozencore.errors import NoRowsError
 from frozencore.tune.rows import Example, TextRow, TokenRow
 from frozencore.tune.tasks import Split, Task
 
@@ -59,13 +59,10 @@ def split_task(
         seed: Seed of the subsets. Results of one seed of the subsets are paired row by row; those of two are not.
 
     Raises:
-        ConfigError: A size is not positive.
         DataError: The task's source is invalid.
         NoRowsError: No row is left for training or evaluation.
     """
-    num_train = task.num_train if num_train is None else num_train
-    num_evaluation = task.num_evaluation if num_evaluation is None else num_evaluation
-    _require_positive(num_train)
+    num_train, num_evaluation = num_train or task.num_train, num_evaluation or task.num_evaluation
     evaluation = evaluation_rows(task, data_root, num_evaluation=num_evaluation, seed=seed)
     evaluated_texts = set(map(normalised_text, evaluation))
     leaked: list[Example] = []
@@ -94,9 +91,7 @@ def evaluation_rows(
     task: Task, data_root: Path | None = None, *, num_evaluation: int | None = None, seed: int = SPLIT_SEED
 ) -> tuple[Example, ...]:
     """The rows that :func:`split_task` evaluates, without reading the training split; errors are the same."""
-    num_evaluation = task.num_evaluation if num_evaluation is None else num_evaluation
-    _require_positive(num_evaluation)
-    drawn = tuple(islice(_drawn(task, "evaluation", data_root, seed), num_evaluation))
+    drawn = tuple(islice(_drawn(task, "evaluation", data_root, seed), num_evaluation or task.num_evaluation))
     if not drawn:
         raise NoRowsError(f"Task {task.name!r} needs rows to evaluate on, but has none.")
     return drawn
@@ -140,11 +135,6 @@ def normalised_text(row: Example | TextRow) -> str:
     else:
         text = row.context + row.completion
     return " ".join(unicodedata.normalize("NFC", text).split())
-
-
-def _require_positive(num_rows: int) -> None:
-    if num_rows < 1:
-        raise ConfigError(f"Numbers of rows must be positive, got {num_rows}.")
 
 
 def _drawn(task: Task, split: Split, data_root: Path | None, seed: int) -> Iterator[Example]:

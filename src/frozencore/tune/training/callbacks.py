@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from frozencore.distributed import largest_over_ranks, wait_for_all
-from frozencore.errors import ConfigError, DivergenceError, TrainingError
+from frozencore.errors import DivergenceError, TrainingError
 from frozencore.text import Progress
-from frozencore.tune.record import StepScored
+from frozencore.tune.record import SelectedCheckpoint, StepScored
 from frozencore.tune.training.checkpoints import Stop, is_whole, mark_whole
 
 Every = Literal["epoch"] | int
@@ -30,19 +30,14 @@ class Selection:
     Attributes:
         every: Steps between two scores, or ``epoch``; the last step is always scored.
         score: Computes a model's held-out loss and accuracy (None: only the loss chooses), without changing it.
-        identity: The inputs of the scores; a resumed checkpoint must share them.
         patience: End the training after so many scores in a row without improvement; None never does.
         num_rows: The number of validation rows, for the record.
     """
 
     every: Every
     score: Callable[[nn.Module], tuple[float, float | None]]
-    identity: str
     patience: int | None = None
     num_rows: int = 0
-
-    def __post_init__(self) -> None:
-        require_choosable(self.every, self.patience)
 
 
 def scores_in(history: Sequence[Mapping[str, Any]]) -> list[StepScored]:
@@ -52,18 +47,6 @@ def scores_in(history: Sequence[Mapping[str, Any]]) -> list[StepScored]:
         for entry in history
         if "eval_loss" in entry
     ]
-
-
-def require_choosable(every: Every, patience: int | None) -> None:
-    """Check the options of scoring and early stopping.
-
-    Raises:
-        ConfigError: ``every`` or ``patience`` is less than 1.
-    """
-    if patience is not None and patience < 1:
-        raise ConfigError(f"patience is a number of scores, at least 1, but {patience} came.")
-    if every != "epoch" and every < 1:
-        raise ConfigError(f"A training is scored every epoch or every so many steps, at least 1, but {every} came.")
 
 
 def is_due(every: Every, step: int, num_steps: int, steps_an_epoch: int) -> bool:
@@ -80,6 +63,21 @@ def best_score(scores: Sequence[StepScored]) -> StepScored:
 def is_patience_lost(scores: Sequence[StepScored], patience: int | None) -> bool:
     """Return whether the last ``patience`` scores brought no improvement."""
     return patience is not None and bool(scores) and len(scores) - 1 - scores.index(best_score(scores)) >= patience
+
+
+def selected(
+    every: Every, num_rows: int, scores: Sequence[StepScored], time_s: float, *, is_early: bool
+) -> SelectedCheckpoint:
+    """The record of a choice: the best of these scores on validation rows; ``is_early`` if they ended the training."""
+    return SelectedCheckpoint(
+        every=every,
+        by="held_out_loss" if scores[0].accuracy is None else "accuracy",
+        rows=num_rows,
+        kept_step=best_score(scores).step,
+        scores=tuple(scores),
+        time_s=time_s,
+        **({"stopped_early": True} if is_early else {}),
+    )
 
 
 SPEED_STEPS = 20  # averaged for the printed speed
@@ -143,13 +141,12 @@ class Saving(TrainerCallback):
     """Mark every checkpoint as whole after the Trainer has written it; save and end when a signal asks to.
 
     Args:
-        identity: The inputs of the run.
         selection: The choice of a step, if the Trainer makes one; it then saves the steps that it scores.
         every: Steps between further checkpoints.
     """
 
-    def __init__(self, identity: Mapping[str, Any], stop: Stop, selection: Selection | None, every: int | None) -> None:
-        self.identity, self.stop, self.selection, self.every = identity, stop, selection, every
+    def __init__(self, stop: Stop, selection: Selection | None, every: int | None) -> None:
+        self.stop, self.selection, self.every = stop, selection, every
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Let a resumed training save and find its best step by the arguments of this call, also in a moved folder."""
@@ -180,7 +177,7 @@ class Saving(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         wait_for_all()  # each process writes its own files
         if state.is_world_process_zero:
-            mark_whole(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}", self.identity)
+            mark_whole(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}")
             self.stop.saved = f"step {state.global_step} of {state.max_steps} is saved"
 
 

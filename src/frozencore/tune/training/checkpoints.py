@@ -1,15 +1,15 @@
-"""Checkpoints with a state file that marks them as whole and names their run; signals that ask to stop.
+"""Checkpoints with a file that marks them as whole; signals that ask to stop.
 
-The Trainer writes a checkpoint file by file, and :data:`STATE` comes last. A folder without it is ignored.
+The Trainer writes a checkpoint file by file, and :data:`MARK` comes last. A folder without it is ignored. Whether a
+resumed training has the options and inputs that it began with is compared by its run (``frozencore.tune.folder``).
 """
 
 from __future__ import annotations
 
-import json
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -21,25 +21,17 @@ from frozencore.errors import ConfigError, TrainingError
 from frozencore.files.atomic_write import write_text
 from frozencore.text import one_line
 
-STATE = "complete.json"
+MARK = "complete.json"
 
 
-def mark_whole(folder: Path, identity: Mapping[str, Any]) -> None:
-    """Mark a checkpoint as whole: write the inputs of its run, atomically."""
-    write_text(folder / STATE, json.dumps(dict(identity), indent=1))
-
-
-def _identity_of(folder: Path) -> dict[str, Any] | None:
-    """The inputs of a checkpoint's run; None if the checkpoint is not whole."""
-    try:
-        return dict(json.loads((folder / STATE).read_text()))
-    except (OSError, ValueError, TypeError):
-        return None
+def mark_whole(folder: Path) -> None:
+    """Mark a checkpoint as written to its end."""
+    write_text(folder / MARK, "{}")
 
 
 def is_whole(folder: Path) -> bool:
     """Return whether a checkpoint was written to its end."""
-    return _identity_of(folder) is not None
+    return (folder / MARK).is_file()
 
 
 def checkpoints(out_dir: Path) -> list[Path]:
@@ -54,22 +46,18 @@ def step_of(checkpoint: Path) -> int:
 
 
 def newest_whole(out_dir: Path) -> Path | None:
-    """The whole checkpoint with the most steps, of any run; None if there is none."""
+    """The whole checkpoint with the most steps; None if there is none."""
     return next(filter(is_whole, reversed(checkpoints(out_dir))), None)
 
 
-def starting_point(checkpoint_dir: Path | None, resume: bool, identity: Mapping[str, Any]) -> Path | None:
+def starting_point(checkpoint_dir: Path | None, resume: bool) -> Path | None:
     """The newest whole checkpoint to resume from; None for a training that starts at the beginning.
 
     Warns of newer checkpoints that are not whole.
 
-    Args:
-        identity: The inputs of the run that starts, as JSON values by name.
-
     Raises:
         ConfigError: There is no folder to resume from.
-        TrainingError: The checkpoint belongs to a run with another recipe, other rows or other parameters; or the
-            folder holds checkpoints, and ``resume`` is off.
+        TrainingError: The folder holds checkpoints, and ``resume`` is off.
     """
     if checkpoint_dir is None:
         if resume:
@@ -83,20 +71,9 @@ def starting_point(checkpoint_dir: Path | None, resume: bool, identity: Mapping[
             )
         return None
     for folder in reversed(checkpoints(checkpoint_dir)):
-        if (saved := _identity_of(folder)) is None:
-            warnings.warn(f"{folder} is not whole, so training continues from an earlier step.", stacklevel=2)
-            continue
-        odd = [name for name in {**saved, **identity} if saved.get(name) != identity.get(name)]
-        if odd:
-            differences = ", ".join(
-                f"{one_line(name, 40)} {one_line(saved.get(name), 12)} (now {one_line(identity.get(name), 12)})"
-                for name in odd
-            )
-            raise TrainingError(
-                f"To resume, recipe, rows and adapter must be the checkpoint's, but {folder} was made with others: "
-                f"{differences}. Resume with the same options, or train into another folder."
-            )
-        return folder
+        if is_whole(folder):
+            return folder
+        warnings.warn(f"{folder} is not whole, so training continues from an earlier step.", stacklevel=2)
     return None
 
 

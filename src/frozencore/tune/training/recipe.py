@@ -23,6 +23,7 @@ DEFAULTS = TrainingConfig()
 """The default options of a run; their values are the recipe's defaults."""
 
 FEWEST_STEPS, MOST_EPOCHS = 32, 8
+MAX_GRAD_NORM, WEIGHT_DECAY = 1.0, 0.0  # of every training
 LEADS = "eval_leads"  # the metric by which the Trainer keeps a step
 
 
@@ -51,24 +52,8 @@ class Recipe:
     epochs: int = 1
     batch_size: int = 1
     accumulation: int = DEFAULTS.accumulation
-    max_grad_norm: float = 1.0
-    weight_decay: float = 0.0
     seed: int = DEFAULTS.seed
     overhead_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        fewest = min(self.epochs, self.batch_size, self.accumulation)
-        rules = {
-            "overhead_tokens must not be negative": (self.overhead_tokens or 0) >= 0,
-            "learning_rate must be positive": self.learning_rate > 0,
-            "warmup is a share from 0 to 1": 0 <= self.warmup <= 1,
-            "epochs, batch_size and accumulation must be at least 1": fewest >= 1,
-            "max_grad_norm must be positive": self.max_grad_norm > 0,
-            "weight_decay must not be negative": self.weight_decay >= 0,
-        }
-        for rule, kept in rules.items():
-            if not kept:
-                raise ConfigError(f"In a recipe {rule}, got {self}.")
 
     def of_each(self, processes: int) -> Recipe:
         """The recipe of one of several processes, which takes an equal share of every step's rows.
@@ -87,8 +72,14 @@ class Recipe:
         return replace(self, batch_size=batch_size, accumulation=own // batch_size)
 
     def content(self) -> dict[str, Any]:
-        """The recipe as JSON values by name, for records and checkpoints; ``overhead_tokens`` only if it is set."""
-        return {name: value for name, value in asdict(self).items() if (name, value) != ("overhead_tokens", None)}
+        """The recipe as JSON values by name, for records; ``overhead_tokens`` only if it is set."""
+        own = {name: value for name, value in asdict(self).items() if (name, value) != ("overhead_tokens", None)}
+        return {**own, "max_grad_norm": MAX_GRAD_NORM, "weight_decay": WEIGHT_DECAY}
+
+    def of_steps(self) -> dict[str, Any]:
+        """What determines the result of each step, but for rounding: a step's rows may be split in any way."""
+        rows = self.batch_size * self.accumulation
+        return replace(self, batch_size=rows, accumulation=1, overhead_tokens=None).content()
 
     def rate(self, step: int, num_steps: int) -> float:
         """The learning rate of a step, counted from 0: a linear rise, then a cosine to zero. It is never zero."""
@@ -152,8 +143,8 @@ def training_arguments(
         num_train_epochs=recipe.epochs,
         per_device_train_batch_size=own.batch_size,
         gradient_accumulation_steps=own.accumulation,
-        max_grad_norm=recipe.max_grad_norm,
-        weight_decay=recipe.weight_decay,
+        max_grad_norm=MAX_GRAD_NORM,
+        weight_decay=WEIGHT_DECAY,
         seed=recipe.seed,
         data_seed=recipe.seed,
         save_strategy="no" if saves is None else "steps",

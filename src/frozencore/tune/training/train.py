@@ -7,8 +7,6 @@ speed and memory, not the result.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import time
 from collections.abc import Sequence
@@ -18,7 +16,6 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from peft.utils import AuxiliaryTrainingWrapper
@@ -31,8 +28,7 @@ from frozencore.calibration.preserve import own_random_state, plain_passes
 from frozencore.distributed import from_first, num_ranks
 from frozencore.errors import ConfigError, DataError, TrainingError
 from frozencore.text import Progress
-from frozencore.tune.provenance import STEPS_VERSION
-from frozencore.tune.record import CompanySize, SelectedCheckpoint
+from frozencore.tune.record import SelectedCheckpoint
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator
 from frozencore.tune.training.callbacks import (
@@ -40,9 +36,9 @@ from frozencore.tune.training.callbacks import (
     LossMonitor,
     Saving,
     Selection,
-    best_score,
     is_patience_lost,
     scores_in,
+    selected,
     training_state_held,
 )
 from frozencore.tune.training.checkpoints import Stop, defer_stop, explain_disk_errors, starting_point
@@ -69,9 +65,8 @@ class TrainingReport:
         step_s: Median seconds from one step's end to the next; None for a single step.
         resumed_from: The resumed checkpoint.
         selected: The chosen step and its scores; None if no choice was requested.
-        company: The trainings that ran together with this one; None for a training alone.
         state_held_bytes: The training state (:func:`frozencore.tune.training.callbacks.training_state_held`).
-        values_at_once: The number of values that train at the same time; None if trained together with others.
+        values_at_once: The number of values that train at the same time.
     """
 
     num_steps: int
@@ -79,10 +74,9 @@ class TrainingReport:
     time_s: float
     step_s: float | None
     resumed_from: Path | None
-    selected: SelectedCheckpoint | None = None
-    company: CompanySize | None = None
-    values_at_once: int | None = None
-    state_held_bytes: int = 0
+    selected: SelectedCheckpoint | None
+    state_held_bytes: int
+    values_at_once: int
 
     @property
     def final_loss(self) -> float:
@@ -123,21 +117,15 @@ def train(
             adapter's configuration are trainable, or the model does not separate rows joined end to end.
         DataError: There are no rows.
         DivergenceError: The loss is not finite.
-        TrainingError: A checkpoint cannot be written, or the folder holds checkpoints of another run, or ``resume``
-            is off.
+        TrainingError: A checkpoint cannot be written, or the folder holds checkpoints and ``resume`` is off.
     """
     if not rows:
         raise DataError("Training needs at least one row, got none.")
     require_float32(model)
     require_own_parameters(model)
-    if checkpoint_steps is not None and checkpoint_steps < 1:
-        raise ConfigError(
-            f"Between checkpoints there must be at least one step, got checkpoint_steps={checkpoint_steps}."
-        )
     own, collate = _batches(rows, recipe, pad_id)
-    identity = _identity(model, recipe, rows, selection)
     values_at_once = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    resumed_from = from_first(lambda: starting_point(checkpoint_dir, resume, identity))
+    resumed_from = from_first(lambda: starting_point(checkpoint_dir, resume))
     steps_an_epoch = recipe.num_steps(len(rows)) // recipe.epochs
     score_steps = None
     if selection is not None:
@@ -153,7 +141,7 @@ def train(
         folder = checkpoint_dir or Path(from_first(lambda: aside))  # one folder for all processes
         callbacks: list[TrainerCallback] = [
             monitor,
-            Saving(identity, stop, selection, every=checkpoint_steps if selection else None),
+            Saving(stop, selection, every=checkpoint_steps if selection else None),
             *([EarlyStoppingCallback(selection.patience)] if selection and selection.patience else []),
         ]
         save_steps = None if checkpoint_dir is None else checkpoint_steps or steps_an_epoch
@@ -188,24 +176,16 @@ def train(
             "Its checkpoint is whole: resume it."
         )
     model.eval()
-    selected = None
+    chosen = None
     if selection is not None:
-        selected = SelectedCheckpoint(
-            every=selection.every,
-            by="held_out_loss" if scores[0].accuracy is None else "accuracy",
-            rows=selection.num_rows,
-            kept_step=best_score(scores).step,
-            scores=tuple(scores),
-            time_s=monitor.paused_s,
-            **({"stopped_early": True} if is_early else {}),
-        )
+        chosen = selected(selection.every, selection.num_rows, scores, monitor.paused_s, is_early=is_early)
     return TrainingReport(
         num_steps=state.global_step,
         losses=tuple(entry["loss"] for entry in state.log_history if "loss" in entry),
         time_s=time.perf_counter() - start - monitor.paused_s,
         step_s=median(b - a for a, b in pairwise(monitor.step_ends)) if len(monitor.step_ends) > 1 else None,
         resumed_from=resumed_from,
-        selected=selected,
+        selected=chosen,
         state_held_bytes=training_state_held(trainer.optimizer),
         values_at_once=values_at_once,
     )
@@ -220,28 +200,6 @@ def _batches(rows: Sequence[TokenRow], recipe: Recipe, pad_id: int) -> tuple[Rec
         own = replace(own, batch_size=own.batch_size * own.accumulation, accumulation=1)
         return own, GroupingCollator(pad_id, most_tokens, recipe.overhead_tokens)
     return own, PaddingCollator(pad_id)
-
-
-def _identity(
-    model: nn.Module, recipe: Recipe, rows: Sequence[TokenRow], selection: Selection | None
-) -> dict[str, Any]:
-    """The inputs that a checkpoint must share with the run that resumes it: parameters, recipe, rows and selection."""
-    chosen: dict[str, Any] = {}
-    if selection is not None:
-        chosen = {"scored every": selection.every, "scores of": selection.identity}
-        chosen |= {} if selection.patience is None else {"patience": selection.patience}
-    shapes = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
-    return {
-        "version of the steps": STEPS_VERSION,
-        **recipe.content(),
-        "rows": _hash_of([row.trained_on for row in rows]),
-        "trainable parameters": _hash_of(shapes),
-        **chosen,
-    }
-
-
-def _hash_of(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def require_own_parameters(model: nn.Module) -> list[Tensor]:
