@@ -28,13 +28,14 @@ import smollm2
 import step
 import tenant_tables
 import tenants
-from frozencore.tune.record import read_record
+from frozencore.tune.record import StabilityRecord, TunedRecord, read_record
 from frozencore_lab.reports.statistics import Scored, adjusted, paired_difference, scored
 from harness import RESULTS, ROOT, lines_of, table
 from tenant_tables import apart, arms_of, less, values_of
 
 LAB_RESULTS = ROOT / "lab" / "results"
-Runs = Sequence[Mapping[str, Any]]
+Runs = Sequence[Any]
+"""Records of the runs of a method, or of any."""
 Column = Callable[[Runs], str] | str
 """A function of a method's runs, or the key of a score whose difference from a reference's is shown."""
 NAMES = {
@@ -54,14 +55,14 @@ DEFAULTS = {
 
 @cache  # a file of megabytes, of which several blocks and pictures are made
 def source(name: str) -> Any:
-    """The content of a file of results, nothing if it is not measured yet; or a campaign's final runs by seed."""
+    """The content of a file of results, nothing if it is not measured yet; or a campaign's final records by seed."""
     if name.endswith(".json"):
         return json.loads((RESULTS / name).read_text(encoding="utf-8"))
     if name.endswith(".jsonl"):
         return lines_of(RESULTS / name) if (RESULTS / name).exists() else []
-    lines = lines_of(LAB_RESULTS / name / "records.jsonl")
-    final = [line for line in lines if line["config"]["evaluate_on"] == "evaluation"]
-    return sorted(final, key=lambda line: line.get("seed", 0))
+    with (LAB_RESULTS / name / "records.jsonl").open(encoding="utf-8") as lines:
+        final = [run for run in map(read_record, lines) if run.config.content()["evaluate_on"] == "evaluation"]
+    return sorted(final, key=lambda run: getattr(run, "seed", 0))
 
 
 def grouped(runs: Runs, by: Callable[[Any], Hashable]) -> dict[Any, Runs]:
@@ -71,11 +72,11 @@ def grouped(runs: Runs, by: Callable[[Any], Hashable]) -> dict[Any, Runs]:
     return dict(found)
 
 
-def named(record: Mapping[str, Any]) -> str:
+def named(run: TunedRecord) -> str:
     """The method as a table names it, with its rank (of a core if it is not 16) and its layers."""
-    config, name = record["config"], NAMES[record["method"]]
+    config, name = run.config.content(), NAMES[run.method]
     rank = config.get("rank", 16)
-    if record["method"] in ("lora", "dora", "pissa") or rank != 16:
+    if run.method in ("lora", "dora", "pissa") or rank != 16:
         name += f", r = {rank}"
     return f"{name}, all linear layers" if config.get("targets") == "all-linear" else name
 
@@ -86,33 +87,27 @@ def spread(values: Sequence[float], digits: int, times: float = 1.0) -> str:
 
 
 def mean(runs: Runs, key: str) -> float:
-    return fmean(run[key] for run in runs)
+    return fmean(getattr(run, key) for run in runs)
 
 
-def accuracy(runs: Runs) -> str:
-    return spread([run["accuracy"] for run in runs], 1, 100)
+def shows(key: str, digits: int, times: float = 1.0) -> Callable[[Runs], str]:
+    return lambda runs: spread([getattr(run, key) for run in runs], digits, times)
 
 
-def loss(runs: Runs, key: str = "held_out_loss") -> str:
-    return spread([run[key] for run in runs], 3)
-
-
-def risen(runs: Runs) -> str:
-    """Nats a token by which the loss on the texts of other tasks rose, the mean over these tasks."""
-    return spread([fmean(of["loss"] - of["loss_before"] for of in run["forgetting"].values()) for run in runs], 2)
+accuracy, loss, risen = shows("accuracy", 1, 100), shows("held_out_loss", 3), shows("forgotten", 2)
 
 
 def values(runs: Runs) -> str:
-    return f"{runs[0]['values_at_once']:,}"
+    return f"{runs[0].values_at_once:,}"
 
 
 def rate(runs: Runs) -> str:
-    return f"{runs[0]['resolved']['recipe']['learning_rate']:g}"
+    return f"{runs[0].resolved.recipe['learning_rate']:g}"
 
 
 def scores_by_row(runs: Runs, key: str) -> list[Scored]:
     """The scores of runs by row, where the records hold them."""
-    return [found for one in runs if (found := scored(read_record(json.dumps(one)), key)) is not None]
+    return [found for one in runs if (found := scored(one, key)) is not None]
 
 
 def differences(pairs: Iterable[tuple[Runs, Runs]], key: str) -> list[str]:
@@ -158,7 +153,7 @@ def by_loss(methods: Mapping[str, Runs]) -> dict[str, Runs]:
 
 def by_values(methods: Mapping[str, Runs]) -> dict[str, Runs]:
     """The methods, the fewest trained values first."""
-    return dict(sorted(methods.items(), key=lambda item: item[1][0]["values_at_once"]))
+    return dict(sorted(methods.items(), key=lambda item: item[1][0].values_at_once))
 
 
 def in_order(order: Callable[[Mapping[str, Runs]], Mapping[str, Runs]], runs: Runs) -> str:
@@ -213,9 +208,9 @@ def one_rate(paper: Runs, seeds: Runs) -> str:
 
     The runs of ``smollm2-seeds`` have the rates of their own, Fisher coordinates and the default scale.
     """
-    by_rate, used = grouped(paper, lambda run: rate([run])), {run["seed"] for run in paper}
+    by_rate, used = grouped(paper, lambda run: rate([run])), {run.seed for run in paper}
     rates = {one: grouped(by_rate[one], named) for one in sorted(by_rate, key=float)}
-    rates["their own"] = grouped([run for run in seeds if run["seed"] in used], named)
+    rates["their own"] = grouped([run for run in seeds if run.seed in used], named)
     names = [name for name in NAMES.values() if name in grouped(paper, named)]
     rows: dict[str, list[str]] = {name: [name] for name in names}
     columns = {
@@ -236,12 +231,12 @@ def one_rate(paper: Runs, seeds: Runs) -> str:
 def ablations(runs: Runs) -> str:
     """FCCA with one option changed: losses beside those of the default, a line a change."""
 
-    def changes(record: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-        config = record["config"]
+    def changes(run: TunedRecord) -> tuple[tuple[str, str], ...]:
+        config = run.config.content()
         options = {**config, **config["core"], **config["calibration"]}
         return tuple((name, shown(options[name])) for name in DEFAULTS if options[name] != DEFAULTS[name])
 
-    found, names = grouped([run for run in runs if run.get("task") == "sst2"], changes), list(DEFAULTS)
+    found, names = grouped([run for run in runs if isinstance(run, TunedRecord)], changes), list(DEFAULTS)
     default = found.pop(())
     changed = sorted(found.items(), key=lambda one: [(names.index(name), len(value), value) for name, value in one[0]])
     texts = (", ".join(f"{name} {value}" for name, value in of).replace("alpha none", "scale 1") for of, _ in changed)
@@ -258,7 +253,7 @@ def shown(value: object) -> str:
 
 def outliers(runs: Runs) -> str:
     """Held-out losses of two constructors on a model whose channels are rescaled more and more, each at its best."""
-    spreads = sorted(grouped(runs, lambda run: run["config"]["model"].rpartition("-")[2]).items())
+    spreads = sorted(grouped(runs, lambda run: run.config.model.rpartition("-")[2]).items())
     both = [(grouped(of, named)["FCCA"], grouped(of, named)["RawGrad"]) for _, of in spreads]
     less = differences([(rawgrad, fcca) for fcca, rawgrad in both], "held_out_loss")
     rows = [
@@ -270,8 +265,8 @@ def outliers(runs: Runs) -> str:
 
 def stability(runs: Runs) -> str:
     """Mean cosines of the principal angles between bases of few and of many calibration rows, by the number of few."""
-    found = grouped([run for run in runs if "cosine_Q" in run], lambda run: run["num_calibration"]["basis"])
-    rows = [[str(size), loss(found[size], "cosine_P"), loss(found[size], "cosine_Q")] for size in sorted(found)]
+    found = grouped([run for run in runs if isinstance(run, StabilityRecord)], lambda run: run.num_calibration["basis"])
+    rows = [[str(size), *(shows(f"cosine_{side}", 3)(found[size]) for side in "PQ")] for size in sorted(found)]
     return table(["calibration rows", "P", "Q"], rows)
 
 
@@ -286,7 +281,9 @@ def private(lines: Runs) -> str:
     rows = [["base model", "", *4 * [f"{100 * base['accuracy']:.1f} / {base['loss']:.3f}"]]]
     for arm, name in names.items():
         runs = [found[arm, epsilon] for epsilon in (None, 8.0, 3.0, 1.0)]
-        rows.append([name, f"{runs[0][0]['values']:,}", *(f"{accuracy(of)} / {loss(of, 'loss')}" for of in runs)])
+        scores = ([[line[key] for line in of] for key in ("accuracy", "loss")] for of in runs)
+        cells = (f"{spread(right, 1, 100)} / {spread(losses, 3)}" for right, losses in scores)
+        rows.append([name, f"{runs[0][0]['values']:,}", *cells])
     return table(["SST-2: accuracy, % / loss", "values", "not private", "ε = 8", "ε = 3", "ε = 1"], rows)
 
 
@@ -390,7 +387,7 @@ def colour_of(name: str) -> str:
 
 def point_of(runs: Runs) -> figures.Point:
     """The mean loss of the seeds, and the standard deviation to both sides."""
-    losses = [run["held_out_loss"] for run in runs]
+    losses = [run.held_out_loss for run in runs]
     return figures.Point(fmean(losses), fmean(losses) - stdev(losses), fmean(losses) + stdev(losses))
 
 
