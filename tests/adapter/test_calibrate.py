@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -60,28 +59,6 @@ def test_every_layer_gets_the_reference_span_from_text_to_basis(constructor: str
         P, Q, _ = (numpy_of(factor) for factor in layer.factors("default"))
         assert ref.span_distance(P, P0) < 1e-4
         assert ref.span_distance(Q, Q0) < 1e-4
-
-
-@pytest.mark.usefixtures("as_a_user")  # beartype draws from Python's RNG
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("constructor", few(CONSTRUCTORS, "fcca", "eva", "milora", "random"))
-def test_the_model_and_every_rng_are_as_before(constructor: str, training: bool) -> None:
-    base = tiny_qwen2()
-    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
-    model = adapted(constructor, model=base, svd_method="randomized", calibrated=False).train(training)
-    weights = {name: t.clone() for name, t in model.state_dict().items() if "frozencore" not in name}
-    flags = {name: p.requires_grad for name, p in model.named_parameters()}
-    found = calibrate(model, BATCHES, progress=False)
-    sums_g = constructor in ("fcca", "rawgrad", "signgrad")
-    assert {layer.capture is not None for layer in found.layers.values()} == {sums_g}
-    assert all(module.training == training for module in model.modules())
-    assert {name: p.requires_grad for name, p in model.named_parameters()} == flags
-    assert all(p.grad is None for p in model.parameters())
-    assert not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in model.modules())
-    assert all(torch.equal(model.state_dict()[name], value) for name, value in weights.items())
-    assert all(not layer.disable_adapters for layer in cores_of(model))
-    assert (random.getstate(), np.random.get_state()[1].tolist()) == states[:2]
-    assert torch.equal(torch.get_rng_state(), states[2])
 
 
 def test_what_was_found_is_reported_per_layer(evidence: dict) -> None:
