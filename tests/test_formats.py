@@ -25,7 +25,6 @@ from frozencore.files.strict_yaml import read_yaml
 from frozencore.maths.moments import LayerMoments
 from frozencore.tune.config import RunConfig, make_config, run_options
 from frozencore.tune.methods import METHODS
-from frozencore.tune.tasks.answers import find_answer, parse_answer, parse_number
 from tiny import adapted
 
 JSON = st.recursive(
@@ -45,30 +44,6 @@ def attempt(call: Callable[[], Any], refusal: type[FrozenCoreError]) -> Any:
         caught = str(error)
     assert caught is None or caught.isprintable()
     return found
-
-
-# --------------------------------------------------------------------------------------------------------- the answer
-
-
-@given(st.text())
-@tried(2)
-def test_any_text_is_a_number_or_no_answer(text: str) -> None:
-    value = parse_answer(text)
-    assert value is None or find_answer(text) is not None
-    number = parse_number(text)
-    assert number is None or parse_number(str(number)) == number
-
-
-@given(st.text(st.sampled_from("0123456789.,/-+ e^x×$%()'\u00a0\u2212½²\\frac{}"), max_size=40))
-@tried(2)
-def test_what_looks_like_a_number_is_read_without_an_error_and_quickly(text: str) -> None:
-    parse_number(text * 20)
-
-
-@given(st.integers(-(10**30), 10**30), st.text(max_size=20), st.text(max_size=20))
-def test_the_number_after_the_marker_counts_whatever_stands_around_it(number: int, before: str, after: str) -> None:
-    before = before.replace("####", "").replace("The answer is:", "").rstrip("#")
-    assert parse_answer(f"{before} The answer is: {number}\n{after}") == number
 
 
 # ---------------------------------------------------------------------------------------------------------- RunConfig

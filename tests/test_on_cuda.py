@@ -18,6 +18,7 @@ from frozencore.tune.config import RunConfig, make_config
 from frozencore.tune.methods import METHODS
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.run import execute
+from small_runs import silent
 from tiny import ATTENTION, batches_of, cores_of, draw_examples, tiny_qwen2
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -95,7 +96,7 @@ def test_a_pass_waits_for_nothing_but_its_end() -> None:
 def test_a_run_on_the_gpu_scores_as_on_the_cpu(method: str, task: str, tmp_path: Path) -> None:
     if task != "pocket-sentiment" and method != "fcca":
         pytest.skip("one method on each kind of task")
-    records = {device: execute(run_on(device, method, task), tmp_path / device, _silent) for device in ("cpu", "cuda")}
+    records = {device: execute(run_on(device, method, task), tmp_path / device, silent) for device in ("cpu", "cuda")}
     cpu, cuda = records["cpu"], records["cuda"]
     assert cuda.held_out_loss_before == pytest.approx(cpu.held_out_loss_before, abs=1e-4)
     assert cuda.accuracy_before == cpu.accuracy_before
@@ -134,7 +135,3 @@ def test_out_of_memory_scores_in_smaller_groups(little_memory: None) -> None:
     score_in_groups(score, [(100, 10)] * 8, torch.device("cuda"))
     assert sorted(row for rows in seen for row in rows) == list(range(8))
     assert max(map(len, seen)) <= 2
-
-
-def _silent(stage: str, done: int, total: int | None, note: str = "") -> None:
-    pass

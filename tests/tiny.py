@@ -4,7 +4,9 @@ constructor of bases from outside of the package."""
 from __future__ import annotations
 
 import copy
+import itertools
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +21,7 @@ from packaging import version
 from peft import PeftModel, get_peft_model
 from pydantic import Field
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from frozencore import FrozenCoreConfig, calibrate, get_bases, load_basis, register_constructor, save_basis, set_bases
@@ -208,6 +211,21 @@ def layer_of_rank(rank: int, m: int = 12, n: int = 10, seed: int = 0) -> DrawnLa
     codes = rng.normal(size=(60, rank))
     X, E = codes @ rng.normal(size=(rank, n)), codes @ rng.normal(size=(rank, m))
     return DrawnLayer(X, E, rng.normal(size=(m, rank)) @ rng.normal(size=(rank, n)))
+
+
+class Stream(IterableDataset):
+    """Data without a known end."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from itertools.cycle(EXAMPLES)
+
+
+def refuse_by_device() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2.00 GiB.")
+
+
+def refuse_by_machine() -> None:
+    torch.empty(2**50)
 
 
 # ---------------------------------------------------------------------------------------------------- adapters

@@ -24,7 +24,19 @@ from frozencore.calibration.hooks import CalibrationPass
 from frozencore.errors import CalibrationError
 from frozencore.maths.moments import MOMENT_NAMES
 from references import numpy_of
-from tiny import BATCHES, DATA_DRIVEN, EXAMPLES, adapted, batch_of, cores_of, logits, tiny_gpt2, tiny_qwen2
+from tiny import (
+    BATCHES,
+    DATA_DRIVEN,
+    EXAMPLES,
+    adapted,
+    batch_of,
+    cores_of,
+    logits,
+    refuse_by_device,
+    refuse_by_machine,
+    tiny_gpt2,
+    tiny_qwen2,
+)
 
 NAMES = [layer.name for layer in cores_of(adapted("random"))]
 
@@ -231,10 +243,6 @@ def test_rows_without_padding_give_the_bases_of_the_padded_rows() -> None:
 NUM_LAYERS = 8
 
 
-def refuse_by_device() -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-
 @pytest.fixture
 def room(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
     """Makes room for the sums of so many layers; the sizes of the groups that were tried are told."""
@@ -260,10 +268,6 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
-
-
-def refuse_by_machine() -> None:
-    torch.empty(2**50)
 
 
 def bases_of(data: Iterable[Any], constructor: str = "fcca", **options: Any) -> dict[str, Tensor]:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, DataCollatorForSeq2Seq
 
 from frozencore import calibrate, get_bases
 from frozencore.calibration.batches import take_examples
 from frozencore.tune.pocket import pocket_model_path
-from tiny import EXAMPLES, adapted, batch_of, batches_of, draw_examples
+from tiny import EXAMPLES, Stream, adapted, batch_of, batches_of, draw_examples
 
 ROWS = [
     {"input_ids": list(e.ids), "labels": [-100] * e.num_prompt + list(e.ids[e.num_prompt :]), "text": "raw"}
@@ -32,13 +32,6 @@ def stacked(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         key: torch.tensor([[*row[key], *[fillers.get(key, 0)] * (longest - len(row[key]))] for row in rows])
         for key in rows[0]
     }
-
-
-class Stream(IterableDataset):
-    """Data without a known end."""
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from itertools.cycle(EXAMPLES)
 
 
 class MapStyle(torch.utils.data.Dataset):

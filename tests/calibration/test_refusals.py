@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForTokenClassification, DataCollatorWithPadding, PreTrainedTokenizerFast
 
 from frozencore import CalibrationOptions, calibrate, collect_moments
 from frozencore.errors import CalibrationError, ConfigError, DataError, FrozenCoreError
-from tiny import BATCHES, EXAMPLES, Example, adapted, attention_names, batch_of, batches_of, tiny_qwen2
+from tiny import BATCHES, EXAMPLES, Example, Stream, adapted, attention_names, batch_of, batches_of, tiny_qwen2
 
 Refusal = tuple[Callable[[], object], type[FrozenCoreError], str]
 Q, O_PROJ = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.o_proj"
@@ -135,13 +135,6 @@ COLLECTING: list[Refusal] = [
 ]  # fmt: skip
 
 # ------------------------------------------------------------------------------------------------ data and losses
-
-
-class Stream(IterableDataset):
-    """Data without a known end."""
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from itertools.cycle(EXAMPLES)
 
 
 def calibrated(data: Any = BATCHES, **options: Any) -> Callable[[], object]:

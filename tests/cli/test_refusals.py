@@ -12,12 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from fixtures import LAB
 from frozencore import __version__
 from frozencore.tune.training.trainer import CompletionTrainer
-from tiny import adapted, tiny_qwen2
+from tiny import adapted, refuse_by_device, refuse_by_machine, tiny_qwen2
 
 Command = Callable[..., tuple[int, str, str]]
 HEAVY = {"torch", "transformers", "peft", "datasets", "accelerate", "matplotlib", "scipy", "torchao", "bitsandbytes"}
@@ -231,14 +230,6 @@ def test_what_cannot_be_done_with_these_files_is_one_line(
     assert re.search(message, err), err
     assert (status, err.count("\n"), err[:12]) == (2, 1, "frozencore: ")
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def refuse_by_device() -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2.00 GiB.")
-
-
-def refuse_by_machine() -> None:
-    torch.empty(2**50)
 
 
 @pytest.mark.parametrize("refuse", [refuse_by_device, refuse_by_machine])
