@@ -12,7 +12,7 @@ import torch
 from peft import PeftModel
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import cross_entropy, pad
 
 from frozencore.adapter.layer import FrozenCoreLinear
 from frozencore.calibration.batches import IGNORED
@@ -98,7 +98,8 @@ def row_losses(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     with _logits_at(model, wanted) as narrowed:
         logits = model(**inputs).logits
     logits = logits.flatten(0, 1) if narrowed else logits[wanted]
-    nats = -token_logprobs(logits, targets[wanted].to(logits.device)).double()
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    nats = cross_entropy(logits, targets[wanted].to(logits.device), reduction="none").double()
     row_of = wanted.nonzero()[:, 0].to(nats.device)
     return nats.new_zeros(len(targets)).index_add(0, row_of, nats)
 
