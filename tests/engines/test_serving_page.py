@@ -1,4 +1,4 @@
-"""The commands of docs/serving.md and of README's tenants: frozencore runs, the engines know each flag and request."""
+"""The commands of docs/serving.md and of README's tenants: the engines know each flag and request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from serving import ENGINES, SETTINGS, EngineProcess, LlamaServer, VllmServer, c
 pytestmark = pytest.mark.slow
 
 PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8").replace("\\\n", "")
-EXPORT, VLLM = (PAGE.partition(f"\n## {part}\n")[2].partition("\n## ")[0] for part in ("Export", "vLLM"))
+VLLM = PAGE.partition("\n## vLLM\n")[2].partition("\n## ")[0]
 
 
 def _blocks(text: str) -> list[str]:
@@ -35,20 +35,6 @@ def _requests(port: int) -> list[tuple[str, dict[str, object] | list[object]]]:
     """Path and body of every request of the page to a server."""
     words = _commands(f"curl -s localhost:{port}")
     return [(word[2].partition(str(port))[2], json.loads(word[word.index("-d") + 1])) for word in words if "-d" in word]
-
-
-def test_frozencores_commands_run_and_print_what_the_page_shows(  # type: ignore[no-untyped-def]
-    tiny1m: Path, command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    said = []
-    for words in _commands("frozencore ", EXPORT):
-        status, out, err = command(*(str(tiny1m) if word == "$MODEL" else word for word in words[1:]))
-        assert status == 0, err
-        said.append(out)
-    assert len(said) == 4
-    assert said[1] in _blocks(EXPORT)
-    assert {path.name for path in Path().iterdir()} == {"runs", "mine-lora", "mine-merged"}
 
 
 def test_the_programs_of_llama_cpp_know_the_pages_flags() -> None:
