@@ -294,9 +294,7 @@ def test_every_public_name_has_one_place_in_the_reference() -> None:
 
 
 @pytest.mark.parametrize(
-    "page",
-    [*PAGES, *(ROOT / name for name in ("SECURITY.md", "CONTRIBUTING.md", "tests/README.md"))],
-    ids=name_of,
+    "page", [*PAGES, *(ROOT / name for name in ("SECURITY.md", "CONTRIBUTING.md", "tests/README.md"))], ids=name_of
 )
 def test_files_and_functions_that_a_page_names_are_there(page: Path) -> None:
     text = page.read_text(encoding="utf-8")

@@ -79,10 +79,7 @@ def test_a_classifier_whose_head_has_another_name_than_pefts_reloads(tmp_path: P
 
 @pytest.mark.parametrize(
     ("kind", "task_type", "head"),
-    [
-        (BertForTokenClassification, "TOKEN_CLS", "classifier"),
-        (BertForQuestionAnswering, "QUESTION_ANS", "qa_outputs"),
-    ],
+    [(BertForTokenClassification, "TOKEN_CLS", "classifier"), (BertForQuestionAnswering, "QUESTION_ANS", "qa_outputs")],
 )
 @pytest.mark.parametrize("others", [None, ["word_embeddings"]])
 def test_the_head_of_a_task_trains_and_is_saved(

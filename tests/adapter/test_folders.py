@@ -12,15 +12,7 @@ from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import Tensor
 
-from frozencore import (
-    fcca_basis,
-    load_basis,
-    merge_adapters,
-    pack_adapter,
-    rawgrad_basis,
-    save_basis,
-    unpack_adapter,
-)
+from frozencore import fcca_basis, load_basis, merge_adapters, pack_adapter, rawgrad_basis, save_basis, unpack_adapter
 from frozencore.adapter.folders import read_adapter
 from frozencore.adapter.report import LayerReport, report_basis, with_angles, with_capture
 from frozencore.adapter.saved.tensors import Factors, factors_alone

@@ -15,16 +15,7 @@ from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import collect_moments
 from frozencore.maths.moments import MOMENT_NAMES, LayerMoments
 from references import numpy_of
-from tiny import (
-    attention_names,
-    batch_of,
-    batches_of,
-    draw_examples,
-    tiny_gpt2,
-    tiny_llama,
-    tiny_qwen2,
-    with_positions,
-)
+from tiny import attention_names, batch_of, batches_of, draw_examples, tiny_gpt2, tiny_llama, tiny_qwen2, with_positions
 
 EVERYTHING = frozenset(MOMENT_NAMES)
 MODELS = {"qwen2": tiny_qwen2, "llama": tiny_llama, "gpt2": tiny_gpt2}

@@ -82,12 +82,7 @@ def test_in_the_fcca_span_it_is_the_update_of_theorem_one(fisher: str, coordinat
 
 
 @tried(0.5)
-@given(
-    seed=st.integers(0, 10_000),
-    c=st.sampled_from([1e-4, 1e-2, 1.0]),
-    eta=st.floats(0.01, 10),
-    nearby=st.booleans(),
-)
+@given(seed=st.integers(0, 10_000), c=st.sampled_from([1e-4, 1e-2, 1.0]), eta=st.floats(0.01, 10), nearby=st.booleans())
 def test_theorem_one_no_rank_r_step_does_better(seed: int, c: float, eta: float, nearby: bool) -> None:
     """Against random steps at their best length, and against perturbations of the optimum itself."""
     layer = drawn_layer(m=6, n=7, num_tokens=40, seed=seed)

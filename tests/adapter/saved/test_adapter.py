@@ -16,25 +16,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from peft import (
-    LoraConfig,
-    PeftModel,
-    get_peft_model,
-    get_peft_model_state_dict,
-    set_peft_model_state_dict,
-)
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from frozencore import (
-    CoreBank,
-    FrozenCoreConfig,
-    calibrate,
-    export_lora,
-    merge_adapters,
-    save_basis,
-    swap_core,
-)
+from frozencore import CoreBank, FrozenCoreConfig, calibrate, export_lora, merge_adapters, save_basis, swap_core
 from frozencore.adapter.folders import read_adapter
 from frozencore.adapter.saved.base_record import differing_layer, record_base, sample_weight
 from frozencore.adapter.saved.tensors import UncalibratedWarning, factors_alone

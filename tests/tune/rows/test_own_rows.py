@@ -265,10 +265,7 @@ def answered(**options: Any) -> dict[str, Any]:
         ([answered(weight=0)], "Row row-1: no turn to learn is left, as messages have weight 0 or train false"),
         ([answered(weight=0.5)], r"Row row-1: a message's flags of loss must be true .* got {'weight': 0.5}"),
         ([MESSAGES | {"history": [["a"]]}], r"Row row-1: column 'history' must hold pairs"),
-        (
-            [answered(tool_calls=[CALL | {"function": {"arguments": "{"}}])],
-            "'arguments' of a tool call must",
-        ),
+        ([answered(tool_calls=[CALL | {"function": {"arguments": "{"}}])], "'arguments' of a tool call must"),
         ([answered(tool_calls=[CALL])], "Row row-1: the chat template does not write the call of 'capital' of turn 2"),
         ([MESSAGES | {"tools": "{"}], r"Row row-1: column 'tools' must hold a list"),
         ([MESSAGES | {"tools": "[" * 100_000}], r"Row row-1: column 'tools' must hold a list"),

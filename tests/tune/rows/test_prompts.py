@@ -13,14 +13,7 @@ import transformers.utils.chat_template_utils as chat_template_utils
 from huggingface_hub.errors import StrictDataclassError
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
-from transformers import (
-    CONFIG_MAPPING,
-    AutoTokenizer,
-    BloomConfig,
-    Gemma3Config,
-    GPT2Config,
-    MptConfig,
-)
+from transformers import CONFIG_MAPPING, AutoTokenizer, BloomConfig, Gemma3Config, GPT2Config, MptConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from frozencore.errors import ConfigError, DataError, ModelError

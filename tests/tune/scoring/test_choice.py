@@ -153,9 +153,7 @@ def test_a_prompt_is_computed_once_for_all_its_choices() -> None:
 
 
 @pytest.mark.parametrize("make_model", [tiny_qwen2, sliding_window_model])
-def test_half_precision_scores_as_one_sequence_at_a_time_in_half_precision(
-    make_model: Callable[[], nn.Module],
-) -> None:
+def test_half_precision_scores_as_one_sequence_at_a_time_in_half_precision(make_model: Callable[[], nn.Module]) -> None:
     model, rows = make_model().to(torch.bfloat16), random_rows(9)
     expected = [
         [

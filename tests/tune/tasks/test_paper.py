@@ -174,11 +174,7 @@ def test_a_row_is_a_question_with_a_marked_number_or_a_choice() -> None:
     assert example.choices == ()
 
 
-ARC_ROW = {
-    "question": "Why?",
-    "choices": {"text": ["dew", "fog", "ice"], "label": ["1", "2", "3"]},
-    "answerKey": "3",
-}
+ARC_ROW = {"question": "Why?", "choices": {"text": ["dew", "fog", "ice"], "label": ["1", "2", "3"]}, "answerKey": "3"}
 
 
 def test_a_gsm8k_row_loses_its_calculator_notes_and_keeps_its_marker() -> None:

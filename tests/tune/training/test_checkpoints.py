@@ -168,10 +168,7 @@ def test_of_several_processes_one_marks_a_checkpoint_as_whole(tmp_path: Path) ->
     folder = tmp_path / "checkpoint-3"
     folder.mkdir()
     (folder / "weights").write_text("w")
-    saving, arguments = (
-        Saving(Stop(), None, None),
-        TrainingArguments(output_dir=str(tmp_path), use_cpu=True),
-    )
+    saving, arguments = (Saving(Stop(), None, None), TrainingArguments(output_dir=str(tmp_path), use_cpu=True))
     for is_first in (False, True):
         saving.on_save(arguments, TrainerState(global_step=3, is_world_process_zero=is_first), TrainerControl())
         assert is_whole(folder) == is_first
