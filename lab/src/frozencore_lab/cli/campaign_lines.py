@@ -13,10 +13,9 @@ import torch
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
-from rich.table import Table
 from rich.text import Text
 
-from frozencore.cli.display import LABELS
+from frozencore.cli.display import LABELS, table_of
 from frozencore.errors import ConfigError, TrainingError
 from frozencore.text import Progress, num_of, time_in_words
 from frozencore.tune.record import Failure, RunRecord
@@ -207,13 +206,14 @@ def plan_lines(
     """Yield the studies with their runs, and the rows of the searches."""
     campaign, store = _opened(spec, output)
     planned = plan(campaign, store.outcome)
-    table = _table(f"Campaign {campaign.name}", "study", "what", "search runs>", "final runs>", "done>")
+    studies = []
     for name, study in campaign.studies.items():
         own = [run for run in planned if run.study == name]
         done = sum(bool(run.job and store.outcome(run.job.id)) for run in own)
-        searched = sum(run.phase == "search" for run in own)
-        table.add_row(name, study.title, str(searched), str(len(own) - searched), str(done))
-    yield table
+        trials = sum(run.phase == "search" for run in own)
+        studies.append((name, study.title, str(trials), str(len(own) - trials), str(done)))
+    headings = ("study", "what", "search runs", "final runs", "done")
+    yield table_of(f"Campaign {campaign.name}", headings, studies, names=headings[:2])
     standing = tally(planned, store)
     further = most_further_trials(campaign, store.outcome)
     beyond = f", and up to {num_of(further, 'trial')} beyond the ends of grids" if further else ""
@@ -225,20 +225,12 @@ def plan_lines(
     )
     rows = search_rows(planned, _place(campaign, data_root, "auto", models))
     if rows:
-        table = _table("Rows of the searches", "task", "trained on>", "scored on>", "which are", "studies")
+        headings, searched = ("task", "trained on", "scored on", "which are", "studies"), []
         for found in rows:
             counts = ("?", "?") if found.unseen else (str(found.trained), str(found.scored))
-            table.add_row(found.task, *counts, found.source or "could not look", ", ".join(found.studies))
-        yield table
+            searched.append((found.task, *counts, found.source or "could not look", ", ".join(found.studies)))
+        yield table_of("Rows of the searches", headings, searched, names=(headings[0], *headings[3:]))
     yield from (f"Rows of {found.task}: could not look. {found.unseen}" for found in rows if found.unseen)
-
-
-def _table(title: str, *headings: str) -> Table:
-    """An empty table; a heading with ``>`` at its end has its column to the right."""
-    table = Table(title=title or None, title_justify="left")
-    for heading in headings:
-        table.add_column(heading.removesuffix(">"), justify="right" if heading.endswith(">") else "left")
-    return table
 
 
 def rehearsal_screen(found: Rehearsal) -> Iterator[RenderableType]:
@@ -247,11 +239,9 @@ def rehearsal_screen(found: Rehearsal) -> Iterator[RenderableType]:
     yield Text(
         f"Rehearsal of {found.campaign}: {runs}, {found.num_failed} failed, {time_in_words(found.time_s)}", "bold"
     )
-    table = _table("", "study", "tables>", "figures>", "cells filled>", "empty>")
-    for one in found.studies:
-        lacking = Text(str(len(one.lacks)), "red" if one.lacks else "green")
-        table.add_row(one.name, str(one.num_tables), str(one.num_figures), str(one.filled), lacking)
-    yield table
+    counts = [(one.num_tables, one.num_figures, one.filled, len(one.lacks)) for one in found.studies]
+    rows = [(one.name, *map(str, own)) for one, own in zip(found.studies, counts, strict=True)]
+    yield table_of(None, ("study", "tables", "figures", "cells filled", "empty"), rows, names=("study",))
     reasons: dict[str, list[str]] = {}
     for lack in found.lacks:
         reasons.setdefault(lack.why, []).append(f"{lack.study}, {lack.where}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Set
-from dataclasses import fields
 from functools import partial
 from itertools import product
 from typing import Any
@@ -17,7 +16,7 @@ from frozencore.tune.record import TunedRecord
 from frozencore.tune.task_registry import find_task
 from frozencore.tune.tasks import Scoring, Split
 from frozencore.tune.tasks.splits import VALIDATION_SHARE
-from frozencore.tune.training.recipe import Recipe
+from frozencore.tune.training.recipe import MAX_GRAD_NORM, WEIGHT_DECAY
 from frozencore_lab.campaign.results import CampaignResults, StudyResults
 from frozencore_lab.campaign.spec import DEFAULT_METHOD, Campaign, Study
 from frozencore_lab.reports.sheet import Sheet, SheetCell, axis_name, label, number, value_name
@@ -101,11 +100,10 @@ def hyper_parameter_sheet(results: CampaignResults) -> Sheet:
             shown = {"study": study.name, "methods": names, **dict(zip(texts, own, strict=True))}
             cells = {heading: label(text) for heading, text in shown.items()}
             lines.append(cells | {"values": _trained(study, methods)})
-    recipe = {field.name: field.default for field in fields(Recipe)}
     note = (
         "{a, b}: chosen by the search on validation rows; a · b: varied. The same for all: AdamW with weight decay "
-        f"{recipe['weight_decay']:g}, a cosine schedule after the warm-up, gradients clipped at "
-        f"{recipe['max_grad_norm']:g}; cores start at zero."
+        f"{WEIGHT_DECAY:g}, a cosine schedule after the warm-up, gradients clipped at {MAX_GRAD_NORM:g}; cores start "
+        "at zero."
     )
     return Sheet.of("hyper-parameters", "Options by study and method", note, lines, num_labels=12)
 
