@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from torch import Tensor, nn
-from transformers import MixtralConfig, MixtralForCausalLM, Qwen2ForSequenceClassification
+from transformers import Qwen2ForSequenceClassification
 
+from families import make
 from frozencore import (
     CoreBank,
     FrozenCoreConfig,
@@ -182,19 +183,13 @@ def test_lora_has_the_names_that_are_refused_as_its() -> None:
 # ---------------------------------------------------------------------------------------------------- adapters
 
 
-def add(make: Callable[[], nn.Module] = tiny_qwen2, **options: Any) -> Callable[[Room], object]:
-    return lambda _: get_peft_model(make(), FrozenCoreConfig(**{"r": 2, "constructor": "random", **options}))
-
-
-def mixtral() -> nn.Module:
-    """Mixtral keeps its experts in one 3-D parameter."""
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return MixtralForCausalLM(MixtralConfig(vocab_size=40, num_key_value_heads=1, num_local_experts=2, **sizes))
+def add(base: Callable[[], nn.Module] = tiny_qwen2, **options: Any) -> Callable[[Room], object]:
+    return lambda _: get_peft_model(base(), FrozenCoreConfig(**{"r": 2, "constructor": "random", **options}))
 
 
 ADDING: list[Refusal] = [
     (add(target_modules=["embed_tokens"]), ModelError, r"'model\.embed_tokens' is a Embedding"),
-    (add(mixtral, target_modules=["experts"]), ModelError, r"is a MixtralExperts.*fused experts"),
+    (add(partial(make, "mixtral"), target_modules=["experts"]), ModelError, r"is a MixtralExperts.*fused experts"),
     (add(target_modules=["q_prj"]), ConfigError, "Did you mean 'q_proj'.*are called down_proj, gate_proj, k_proj"),
     *((lambda room, name=name: room.model.add_adapter(name, FrozenCoreConfig(r=2, constructor="random")),
        ConfigError, r"An adapter's name is one plain part of a path .* Choose another name\.")
