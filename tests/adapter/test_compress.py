@@ -178,6 +178,11 @@ def of_other_weights(base: Path, folder: Path) -> None:
     adapted("fcca", model=named(tiny_qwen2(seed=9), base), trained=True).save_pretrained(str(folder))
 
 
+def truncated(base: Path, folder: Path) -> None:
+    file = write(base, folder) / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
 def conv(base: Path, folder: Path) -> None:
     model = named(nn.Sequential(nn.Conv2d(3, 4, 3)), base)
     get_peft_model(model, LoraConfig(r=2, target_modules=["0"])).save_pretrained(str(folder))
@@ -207,6 +212,7 @@ BAD: dict[str, tuple[Callable[[Path, Path], object], str]] = {
         lambda base, folder: write(base, folder, LoraConfig(**LORA, init_lora_weights="pissa")), "init_lora_weights",
     ),
     "NaN": (changed(lambda _, tensors: tensors[min(tensors)].fill_(torch.nan)), "NaN or Inf"),
+    "truncated": (truncated, "is damaged"),
     "another rank than the configuration": (changed(lambda config, _: config.update(r=5)), "r = 5"),
     "a pattern that moves ranks": (
         changed(lambda config, _: config.update(rank_pattern={"q_proj": 4})), "has rank 2 and the configuration 4",

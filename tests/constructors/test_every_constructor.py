@@ -313,6 +313,7 @@ def test_an_unknown_constructor_is_refused_with_the_nearest_name(name: str, hint
         {"rank": 0}, {"rank": -1}, {"rank": 2.0}, {"rank": True}, {"rank": "16"}, {"coordinates": "lu"},
         {"svd_method": "fast"}, {"filora_fisher": "block"}, {"eva_output": "nothing"}, {"eva_center": 1},
         {"initial_step": float("nan")}, {"whiten": "left"}, {"damping": (1e-3,)},
+        {"damping": (1e-3, -1.0)}, {"shrinkage": 2},
     ],
 )  # fmt: skip
 def test_bad_options_are_refused_in_one_line_that_says_what_came(options: dict) -> None:

@@ -26,6 +26,7 @@ GOOD: dict[str, Any] = {"model": "somewhere", "task": "svamp"}
         *(({"select_checkpoint": came}, "select_checkpoint") for came in (0, "never", True, 2.5)),
         ({"warmup": 1.5}, "--warmup"),
         ({"learning_rate": 0.0}, "--learning-rate"),
+        ({"learning_rate": float("nan")}, "--learning-rate"),
         ({"calibration_size": 0}, "--calibration-size"),
         ({"prompt_style": "latin"}, "--prompt-style"),
         ({"unheard_of": 1}, "There is no option 'unheard_of'"),

@@ -302,6 +302,7 @@ CASES: dict[str, Case] = {
         "r": 1, "alpha": 3.0, "rank_pattern": {"q_proj": 1}, "target_modules": ["q_proj"], "basis_id": "0" * 64
     }.items()},
     "a rank of 0 with its checksum": values(ALL, "", rank_pattern={"q_proj": 0}),
+    "another rank of cores with its checksum": values(ALL, "", "cores", r=1),
     "another scale of one layer of cores": values(ALL, "", "cores", alpha_pattern={"q_proj": 3.0}),
     # a tensor of the base model
     **{f"a foreign {key}": foreign(key) for key in (
@@ -315,6 +316,7 @@ CASES: dict[str, Case] = {
     "a scale that is no finite number in float32": values(alpha=1e300),
     "an alpha pattern that is a number": values(alpha_pattern=7),
     "target_modules a number": values(target_modules=7),
+    "target_modules a list in a list": values(target_modules=[["q_proj"]]),
     "target_modules empty": values(target_modules=[]),
     "target_modules with an empty name": values(target_modules=["q_proj", ""]),
     "a constructor that is a list": values(constructor=["random"]),
@@ -340,6 +342,7 @@ CASES: dict[str, Case] = {
     "P not orthonormal": tensors("_P", lambda X: X * 1.02, "orthonormal"),
     "Q not orthonormal": tensors("_Q", lambda X: X * torch.tensor([1.0, 0.0]), "orthonormal"),
     "P in 8 bits": tensors("_P", lambda X: X.to(torch.float8_e4m3fn), "must hold floats"),
+    "P complex": tensors("_P", lambda X: X.to(torch.complex64), "must hold floats"),
     "P a vector": tensors("_P", lambda X: X[:, 0], "must hold floats"),
     "Q of no rows": tensors("_Q", lambda X: X[:0], "must hold floats"),
     "cores that no float32 holds": tensors("_R.weight", lambda X: torch.full_like(X, 1e300, dtype=torch.float64)),
@@ -377,10 +380,13 @@ CASES: dict[str, Case] = {
     "cores of an unknown basis": values(ALL, "", "cores", basis_id="0" * 64),
     "cores at another scale": values(ALL, "scale", "cores", alpha=30.0),
     "a basis of 5000 letters": named("x" * 5000),
+    "a basis with a zero byte": named("\x00"),
     "a basis of nobody": named("~nobody/x"),
     # a basis
     "a scale of a basis of 400 digits": header("scales", Q_PROJ, to=HUGE),
     "a scale of a basis beyond float32": header("scales", Q_PROJ, to=1e300),
+    "scales that are a list": header("scales", to=[1]),
+    "options that are a list": header("options", to=[1]),
     "a format of 400 digits": header("format", to=HUGE, message="this frozencore reads up to"),
     "an identity that is a list": header("identity", to=[1]),
     "targets of a basis a number": header("options", "target_modules", to=7, where=MAKES_LAYERS),

@@ -251,6 +251,7 @@ def answered(**options: Any) -> dict[str, Any]:
         ([], "holds no rows"),
         ([{"question": "a"}], "needs the columns prompt and completion, .* or text, but row 1 has question"),
         ([PAIR, PAIR | {"label": False}], r"holds good and bad answers .* KTOTrainer.*--columns"),
+        ([PAIR | {"label": "True"}], r"holds good and bad answers"),
         ([answered(loss="maybe")], r"a message's flags of loss must be true or false"),
         ([{"prompt": "a", "chosen": "b", "rejected": "c"}], r"holds preferences .* examples/dpo.py"),
         ([PAIR, {"prompt": "a"}], r"Row row-2: column 'completion' must hold text, but holds nothing"),
@@ -270,8 +271,10 @@ def answered(**options: Any) -> dict[str, Any]:
         ([MESSAGES | {"tools": "{"}], r"Row row-1: column 'tools' must hold a list"),
         ([MESSAGES | {"tools": "[" * 100_000}], r"Row row-1: column 'tools' must hold a list"),
         ([ALPACA | {"input": ["France"]}], r"Row row-1: column 'input' must hold text, but holds \['France'\]"),
+        ([ALPACA | {"input": 0}], r"Row row-1: column 'input' must hold text, but holds 0"),
         ([PAIR | {"system": False}], r"Row row-1: column 'system' must hold text, but holds False"),
         ([MESSAGES | {"history": 1}], r"Row row-1: column 'history' must hold pairs"),
+        ([MESSAGES | {"tools": 0}], r"Row row-1: column 'tools' must hold a list"),
         ([MESSAGES | {"tools": '[{"name": "a", "name": "b"}]'}], r"Row row-1: column 'tools' must hold a list"),
         ([answered(tool_calls=5)], r"Row row-1: 'tool_calls' must hold a list, but 5 came"),
         *(

@@ -76,6 +76,8 @@ def test_choices_may_stand_in_the_file_and_numbers_need_none(tmp_path: Path) -> 
         ),
         (CAPITALS.replace("{country}", "it"), "prompt: name the columns that it shows in braces"),
         (CAPITALS.replace("name: capitals", "name: a/b"), "name: string should match"),
+        (CAPITALS.replace("name: capitals", "name: .."), "name: string should match"),
+        (CAPITALS.replace("name: capitals", f"name: {'x' * 300}"), "name: string should match"),
         (CAPITALS.replace("name: capitals", 'name: "a\\nb"'), "name: string should match"),
     ],
 )
