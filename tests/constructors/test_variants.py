@@ -24,6 +24,7 @@ from frozencore.constructors import (
     signgrad_basis,
     vera_basis,
 )
+from frozencore.errors import ConfigError
 from frozencore.maths.basis import Basis
 from frozencore.maths.moments import LayerMoments
 from frozencore.maths.whitening import Whitening
@@ -157,6 +158,12 @@ def test_evas_other_output_sides_leave_its_inputs_alone() -> None:
     assert ref.span_distance(numpy_of(svd.P), ref.lora_xs_factors(layer.reference(), 3)[0]) < 1e-5
     assert torch.equal(drawn.P, eva_basis(layer.moments(), W, 3, output="random", seed=3).P)
     assert not torch.allclose(drawn.P, eva_basis(layer.moments(), W, 3, output="random", seed=4).P)
+
+
+@pytest.mark.usefixtures("as_a_user")
+def test_an_output_side_that_eva_has_not_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'pca'"):
+        eva_basis(drawn_layer().moments(), torch.eye(12, 10), 3, output="pca")
 
 
 def test_evas_output_side_survives_a_weight_that_kills_a_direction() -> None:
