@@ -156,7 +156,7 @@ class Sharing(Study):
             basis, chosen = self.basis("fcca", rank, seed), {}
             for name in self.everyone:
                 for layer, found in self.moments(name, seed).items():
-                    size = (basis[f"{layer}.P"].mT @ found.G @ basis[f"{layer}.Q"]).abs().flatten()
+                    size = (basis[f"{layer}.P"].float().mT @ found.G @ basis[f"{layer}.Q"].float()).abs().flatten()
                     mask = torch.zeros_like(size, dtype=torch.bool)
                     mask[size.topk((rank // WIDER) ** 2).indices] = True
                     chosen[f"{name} {layer}"] = mask.view(rank, rank)
