@@ -116,8 +116,7 @@ COLLECTING: list[Refusal] = [
     (collected([]), CalibrationError, "the data gave none"),
     (collected(iter([]), group_size=1), CalibrationError, "the data gave none"),
     (collected(layers=[]), CalibrationError, "at least one layer"),
-    (collected(needs=CROSS | {"input_squares"}),
-     ConfigError, r"no moment 'input_squares'. Did you mean 'input_square'"),
+    (collected(needs=CROSS | {"input_squares"}), ConfigError, "'input_square'"),
     (collected(skip_first=50, needs=frozenset({"input_square"})), CalibrationError, "received no counted token"),
     *((collected(model=with_unused(), layers=[Q, "unused"], needs=needs, group_size=size), CalibrationError, "'unused'")
       for needs in (CROSS, OUTER) for size in (1, 999)),
@@ -126,12 +125,10 @@ COLLECTING: list[Refusal] = [
       for needs in (CROSS, OUTER, CROSS | OUTER)),
     (lambda: collected(nan_for_a_token()[1], model=nan_for_a_token()[0], needs=OUTER)(),
      CalibrationError, f"'{Q}' in calibration batch 2"),
-    (collected(model=infinite_error()),
-     CalibrationError, r"output error of layer 'model\.layers\.0\.self_attn\.v_proj'.*batch 0"),
+    (collected(model=infinite_error()), CalibrationError, "v_proj'.*batch 0"),
     *((collected(**token_classifier(), **options), ConfigError, "this BertForTokenClassification is no language model")
       for options in ({"tokens": "completion"}, {"weighting": "token_sum"})),
-    (collected(model=GivesNoLoss(), layers=[f"model.{Q}"]),
-     CalibrationError, r"GivesNoLoss gives no loss\. Say .* calibrate\(\.\.\., loss_fn="),
+    (collected(model=GivesNoLoss(), layers=[f"model.{Q}"]), CalibrationError, "GivesNoLoss.*loss_fn="),
 ]  # fmt: skip
 
 # ------------------------------------------------------------------------------------------------ data and losses
@@ -155,10 +152,8 @@ def textual() -> Callable[[list[dict[str, Any]]], Any]:
 NEW = adapted("fcca", calibrated=False)
 DATA: list[Refusal] = [
     (calibrated(Dataset.from_list(ROWS)), DataError, "Pass collator=DataCollator"),
-    (calibrated(Dataset.from_list([{"prompt": "a", "completion": "b"}])),
-     DataError, "rows \\('prompt', 'completion'\\).*Tokenise its rows first"),
-    (calibrated(Dataset.from_list([{"prompt": "a"}]), collator=textual()),
-     DataError, "tokenised rows, but these have 'prompt' and the collator cannot read them"),
+    (calibrated(Dataset.from_list([{"prompt": "a", "completion": "b"}])), DataError, "'prompt', 'completion'"),
+    (calibrated(Dataset.from_list([{"prompt": "a"}]), collator=textual()), DataError, "'prompt'"),
     (calibrated([ROWS]), DataError, "number 0 is list"),
     (calibrated(ROWS), DataError, "number 0 is 'input_ids': list, .*rows with a collator"),
     (calibrated(ROWS, num_examples=2), DataError, "number 0 is 'input_ids': list"),
@@ -178,10 +173,8 @@ DATA: list[Refusal] = [
     (calibrated(loss_fn=lambda model, batch: model(**batch).logits), CalibrationError, r"one number.*of shape \("),
     (calibrated(loss_fn=lambda *_: 0.5), CalibrationError, "one number, .* but a float came"),
     (calibrated(loss_fn=lambda *_: torch.tensor(0.5)), CalibrationError, "loss does not depend on layer"),
-    (calibrated(loss_fn=own_loss, options=CalibrationOptions(tokens="completion")),
-     ConfigError, "option tokens is about completion tokens"),
-    (calibrated(loss_fn=own_loss, options=CalibrationOptions(weighting="token")),
-     ConfigError, "option weighting is about completion"),
+    (calibrated(loss_fn=own_loss, options=CalibrationOptions(tokens="completion")), ConfigError, "option tokens"),
+    (calibrated(loss_fn=own_loss, options=CalibrationOptions(weighting="token")), ConfigError, "option weighting"),
     (calibrated([("a", 1)], loss_fn=own_loss), DataError, "number 0 is tuple"),
 ]  # fmt: skip
 

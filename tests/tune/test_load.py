@@ -70,9 +70,7 @@ def test_a_model_that_reads_later_tokens_is_refused(
     if kind == "gpt2":
         load_model(str(tmp_path), device="cpu")
         return
-    with pytest.raises(
-        ModelError, match=r"is no causal language model: its logits depend on later tokens \(BertLMHead"
-    ):
+    with pytest.raises(ModelError, match=r"later tokens \(BertLMHead"):
         load_model(str(tmp_path), device="cpu")
 
 

@@ -91,10 +91,7 @@ def test_a_bad_description_is_one_line(text: str, reason: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        (
-            country("France", "Oslo"),
-            "Row evaluation-0: .*'answer' must hold one of Paris, Rome, or .*, but holds 'Oslo'",
-        ),
+        (country("France", "Oslo"), "Row evaluation-0: .*'answer' .*'Oslo'"),
         (country("France", 2), "must hold one of Paris, Rome, or a position from 0 to 1, but holds 2"),
         (country("France", math.nan), "but holds nan"),
         ({"country": "x", "options": ["nan", "b"], "answer": math.nan}, "but holds nan"),
