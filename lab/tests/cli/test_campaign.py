@@ -136,7 +136,8 @@ def test_every_gpu_gets_a_worker_unless_the_user_says_otherwise(
 def shown(tmp_path: Path, *, is_terminal: bool) -> str:
     """The screen of a campaign of four runs when one has failed and another is at 30 % of its training."""
     console = Console(file=io.StringIO(), force_terminal=is_terminal, width=150)
-    with Board(console) as board:
+    board = Board(console)
+    with board.bars:
         board(Tally(finished=0, failed=0, ready=4, waiting=0), {0: JOB, 1: JOB}, None)
         board(Tally(0, 0, 4, 0), {0: JOB, 1: JOB}, Event(0, "stage", "train", 3, 10))
         board(Tally(0, 1, 3, 0), {0: JOB}, Event(1, "failed"))

@@ -106,7 +106,8 @@ def rehearse_(
 
     campaign = read_campaign(spec)
     folder = output or default_folder(campaign).with_name(f"{campaign.name}-rehearsal")
-    with Board(console, line_every=100) as board:
+    board = Board(console, line_every=100)
+    with board.bars:
         found = rehearse(campaign, folder, data_root, num_workers=workers, watch=board)
     for part in rehearsal_screen(found):
         console.print(part, highlight=False)

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,7 +36,10 @@ MOST_REASONS = 10
 
 
 class Board:
-    """Show the progress of a campaign: a bar for all runs and one a worker on a terminal, lines elsewhere."""
+    """Show the progress of a campaign: a bar for all runs and one a worker on a terminal, lines elsewhere.
+
+    The bars are shown in the context of ``bars``.
+    """
 
     def __init__(self, console: Console, *, line_every: int = 10) -> None:
         self.console = console
@@ -49,15 +51,6 @@ class Board:
         )  # fmt: skip
         self.all_runs = self.bars.add_task("runs", total=None, note="")
         self.workers: dict[int, TaskID] = {}
-
-    def __enter__(self) -> Board:
-        self.bars.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.bars.stop()
 
     def __call__(self, standing: Tally, running: dict[int, Job], event: Event | None) -> None:
         """Take the campaign's counts, the job of each busy worker, and the latest event."""
@@ -125,7 +118,8 @@ def run_campaign(
     search_rows(_left(plan(campaign, store.outcome), store), place)  # shows errors before the folder is made
     store.require_own(campaign)
     pool = _pool(Worker(store, place, keep_adapters=campaign.keep_adapters), num_workers, ray_address)
-    with closing(pool), Board(console) as board:
+    board = Board(console)
+    with closing(pool), board.bars:
         standing = drive(campaign, store, pool, board, retry_failed=retry_failed)
     console.print(
         f"{num_of(standing.finished, 'run')} finished, {standing.failed} failed, {standing.left} left.", highlight=False

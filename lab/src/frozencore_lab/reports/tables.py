@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 from frozencore.tune.record import TunedRecord
 from frozencore_lab.campaign.results import StudyResults
@@ -34,12 +33,8 @@ from frozencore_lab.reports.sheet import (
 )
 from frozencore_lab.reports.statistics import differences
 
-
-class ExtraLine(NamedTuple):
-    """A line of cells beside a table (by its rows) or below it (by its columns)."""
-
-    name: str
-    cells: Mapping[Key, SheetCell]
+Extra = dict[str, dict[Key, SheetCell]]
+"""Lines of cells by name, beside a table (by its rows) or below it (by its columns)."""
 
 
 def pivot_sheet(pivot: Pivot, name: str) -> Sheet:
@@ -49,15 +44,15 @@ def pivot_sheet(pivot: Pivot, name: str) -> Sheet:
     """
     upright = pivot.upright
     turned = upright is not pivot
-    of_compared: list[ExtraLine] = []
+    of_compared: Extra = {}
     for mean in averages(upright):
         values = {key: one.value for key, one in mean.cells.items()}
         best = best_printed(values, pivot.measure) if mean.ranked else set()
         shown = {key: average_cell(one, pivot.measure.decimals, best=key in best) for key, one in mean.cells.items()}
-        of_compared.append(ExtraLine(mean.name, shown))
-    of_compared += _differences_by_task(upright, turned=turned)
-    beside = of_compared if turned else [*_named_differences(pivot), *_base_model(pivot)]
-    below = [] if turned else of_compared
+        of_compared[mean.name] = shown
+    of_compared |= _differences_by_task(upright, turned=turned)
+    beside = of_compared if turned else _named_differences(pivot) | _base_model(pivot)
+    below = {} if turned else of_compared
     # a cell in which all runs diverged is never the best, because its 0 is not a measured accuracy
     best_cells = {
         (one, row) if turned else (row, one)
@@ -68,54 +63,51 @@ def pivot_sheet(pivot: Pivot, name: str) -> Sheet:
     rows = []
     for row in pivot.rows:
         cells = [pivot_cell(pivot, row, column, best=(row, column) in best_cells) for column in pivot.columns]
-        rows.append((*row_labels(pivot, row).values(), *cells, *(line.cells[row] for line in beside)))
+        rows.append((*row_labels(pivot, row).values(), *cells, *(extra[row] for extra in beside.values())))
     foot = [
         (
-            *[label(line.name), *[label("")] * (len(pivot.row_axes) - 1)],
-            *(line.cells[column] for column in pivot.columns),
+            *[label(name), *[label("")] * (len(pivot.row_axes) - 1)],
+            *(extra[column] for column in pivot.columns),
             *[SheetCell("")] * len(beside),
         )
-        for line in below
+        for name, extra in below.items()
     ]
-    headings = (*map(axis_name, pivot.row_axes), *map(pivot.column_name, pivot.columns), *(one.name for one in beside))
-    note = _note(pivot, differs=any("Δ" in line.name or "−" in line.name for line in (*beside, *below)))
+    headings = (*map(axis_name, pivot.row_axes), *map(pivot.column_name, pivot.columns), *beside)
+    note = _note(pivot, differs=any("Δ" in name or "−" in name for name in (*beside, *below)))
     return Sheet(name, pivot.title, note, headings, tuple(rows), tuple(foot), len(pivot.row_axes))
 
 
-def _differences_by_task(pivot: Pivot, *, turned: bool) -> list[ExtraLine]:
+def _differences_by_task(pivot: Pivot, *, turned: bool) -> Extra:
     """Lines for tasks as columns, or for a single task, which has no comparison over tasks."""
     if not turned and (len(pivot.rows) > 1 or pivot.report.differences):
-        return []
-    return [
-        ExtraLine(
-            f"Δ from {_name(pivot, reference)}" if len(pivot.rows) == 1 else f"{pivot.row_name(row)}: Δ",
-            {column: _difference(pivot, row, column, reference) for column in pivot.columns},
-        )
-        for row in pivot.rows
-        if (reference := _reference(pivot, row)) is not None
-    ]
+        return {}
+    found: Extra = {}
+    for row in pivot.rows:
+        if (reference := _reference(pivot, row)) is not None:
+            name = f"Δ from {_name(pivot, reference)}" if len(pivot.rows) == 1 else f"{pivot.row_name(row)}: Δ"
+            found[name] = {column: _difference(pivot, row, column, reference) for column in pivot.columns}
+    return found
 
 
-def _named_differences(pivot: Pivot) -> list[ExtraLine]:
+def _named_differences(pivot: Pivot) -> Extra:
     """Lines for the columns that the study names."""
     references = {row: found for row in pivot.rows if (found := _reference(pivot, row)) is not None}
     if len(references) < len(pivot.rows):
-        return []
-    return [
-        ExtraLine(
-            f"{pivot.column_name(column)} − {_name(pivot, references[pivot.rows[0]])}",
-            {row: _difference(pivot, row, column, references[row]) for row in pivot.rows},
-        )
+        return {}
+    return {
+        f"{pivot.column_name(column)} − {_name(pivot, references[pivot.rows[0]])}": {
+            row: _difference(pivot, row, column, references[row]) for row in pivot.rows
+        }
         for column in pivot.columns
         if column_key(column) in pivot.report.differences
-    ]
+    }
 
 
-def _base_model(pivot: Pivot) -> list[ExtraLine]:
+def _base_model(pivot: Pivot) -> Extra:
     if not pivot.before or "task" not in pivot.row_axes:
-        return []
+        return {}
     known = {row: number(value, pivot.measure.decimals) for row, value in pivot.before.items()}
-    return [ExtraLine("base model", {row: known.get(row, SheetCell("-")) for row in pivot.rows})]
+    return {"base model": {row: known.get(row, SheetCell("-")) for row in pivot.rows}}
 
 
 def _reference(pivot: Pivot, row: Key) -> Key | None:
