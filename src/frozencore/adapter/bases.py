@@ -105,7 +105,8 @@ def set_bases(
     if saved is not None:
         config.calibration_tokens = saved.options.get("calibration_tokens")
         config.name_basis(saved.identity, saved.place, saved.revision)
-        config.trust_basis(bases_of(layers, adapter_name))
+        for layer in layers.values():
+            layer.name_basis(adapter_name, saved.identity)
 
 
 def put_bases(
@@ -152,8 +153,18 @@ def save_basis(
     saved = config.saved_basis(bases, base=base, calibrated_on=calibrated_on)
     identity = saved.write(Path(folder), overwrite=overwrite)
     config.name_basis(identity, str(folder))
-    config.trust_basis(bases)
+    for layer in layers.values():
+        layer.name_basis(adapter_name, identity)
     return identity
+
+
+def named_basis(config: FrozenCoreConfig, layers: Mapping[str, FrozenCoreLinear], adapter_name: str) -> str | None:
+    """The identity of an adapter's named basis, if all P and Q still are of it or have no values yet."""
+    factors = (X for layer in layers.values() for X in layer.basis(adapter_name)[:2])
+    if config.basis_id is None or any(X.is_meta for X in factors):
+        return config.basis_id
+    found = {layer.named_basis(adapter_name) for layer in layers.values()}
+    return config.basis_id if found == {config.basis_id} else None
 
 
 def _checked(
@@ -192,6 +203,7 @@ def set_named_basis(
         if not layer.frozencore_P[adapter_name].is_meta:
             P, Q, _ = basis.layers[name]
             layer.set_basis(adapter_name, known_basis(P, Q), random_core=not config.init_weights)
+            layer.name_basis(adapter_name, basis.identity)
 
 
 def _require_basis_fits(

@@ -24,11 +24,9 @@ from frozencore.adapter.saved.basis import (
     SavedBasis,
     basis_beside,
     load_named_basis,
-    moment_of,
     read_header,
 )
 from frozencore.adapter.saved.card import CARD_FILE, num_tokens, write_model_card
-from frozencore.adapter.saved.tensors import hash_bases
 from frozencore.constructors import (
     CONSTRUCTORS,
     BasisOptions,
@@ -191,7 +189,6 @@ class FrozenCoreConfig(PeftConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._trusted: tuple[str, object] | None = None  # the hash of the named basis in the model, and its moment
         if self.basis is not None and self.basis_id is None:
             self._take_from_basis(self.basis)
         self.peft_type = FrozenCoreType.FROZENCORE
@@ -304,27 +301,7 @@ class FrozenCoreConfig(PeftConfig):
     def name_basis(self, identity: str | None, place: str | None = None, revision: str | None = None) -> None:
         """Record that the adapter is saved as cores of a saved basis; None: it is saved with its own P and Q."""
         self.basis, self.basis_revision, self.basis_id = place, revision, identity
-        self.load_bases, self._trusted = False, None
-
-    def trust_basis(self, bases: Bases) -> None:
-        """Record P and Q that were just set to the named basis, in the dtype of the model."""
-        self._trusted = (hash_bases(bases), moment_of(bases))
-
-    def named_basis(self, bases: Bases) -> str | None:
-        """The identity of the named basis if the adapter's P and Q are still those of that basis."""
-        if self.basis_id is None:
-            return None
-        factors = [X for P, Q, _ in bases.values() for X in (P, Q)]
-        if any(X.is_meta for X in factors):
-            return self.basis_id
-        if self._trusted is None:
-            return None
-        hashed, moment = self._trusted
-        is_same = moment == moment_of(bases) and not any(X.is_inference() for X in factors)  # these count no changes
-        if not is_same and hashed != hash_bases(bases):
-            return None
-        self._trusted = (hashed, moment_of(bases))
-        return self.basis_id
+        self.load_bases = False
 
     @classmethod
     def from_pretrained(

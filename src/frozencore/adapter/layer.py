@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from frozencore.adapter.core_product import CorePart, PerRowCores, plus_core, require_batch_axis
 from frozencore.adapter.saved.base_record import sample_weight
-from frozencore.adapter.saved.basis import ScaledBasis
+from frozencore.adapter.saved.basis import Origin, ScaledBasis
 from frozencore.adapter.saved.tensors import UncalibratedWarning
 from frozencore.adapter.shared_factors import SharedFactors
 from frozencore.device import execution_device
@@ -49,8 +49,8 @@ class BasisState(Enum):
 class FrozenCoreLinear(nn.Module, BaseTunerLayer):
     """Frozen cores on ``nn.Linear`` or ``Conv1D`` with n inputs and m outputs.
 
-    ``frozencore_scale``: s. ``frozencore_state``: see :class:`BasisState`. ``warned``: adapters without a basis that a
-    warning named, one set for all layers.
+    ``frozencore_scale``: s. ``frozencore_state``: see :class:`BasisState`. ``frozencore_origin``: the saved bases of
+    adapters that have one. ``warned``: adapters without a basis that a warning named, one set for all layers.
 
     >>> layer = FrozenCoreLinear(nn.Linear(4, 3), "default", "its name in the model")
     >>> layer.update_layer("default", 2, 1.0, inference_mode=False)
@@ -59,7 +59,9 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
     """
 
     adapter_layer_names = ("frozencore_R",)
-    other_param_names = ("frozencore_P", "frozencore_Q", "frozencore_scale", "frozencore_state")
+    other_param_names = (
+        "frozencore_P", "frozencore_Q", "frozencore_scale", "frozencore_state", "frozencore_origin",
+    )  # fmt: skip
 
     # PEFT's, which a type checker would take for submodules
     active_adapters: Any
@@ -94,6 +96,7 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
         self.frozencore_R = nn.ModuleDict()
         self.frozencore_scale: dict[str, float] = {}
         self.frozencore_state: dict[str, BasisState] = {}
+        self.frozencore_origin: dict[str, Origin] = {}
         self.warned = set() if warned is None else warned
         self.per_row: PerRowCores | None = None  # in place of the active adapters
         self.has_batch_axis: bool | None = None  # whether the first axis of its input is the batch; None: not known yet
@@ -246,8 +249,26 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
         """Let a new adapter use the P and Q of another adapter of the same shapes."""
         for factors in (self.frozencore_P, self.frozencore_Q):
             factors.join(adapter_name, other)
+        if other in self.frozencore_origin:
+            self.frozencore_origin[adapter_name] = self.frozencore_origin[other]
         if random_core:
             nn.init.kaiming_uniform_(self.core(adapter_name), a=5**0.5)
+
+    def name_basis(self, adapter_name: str, identity: str, basis: ScaledBasis | None = None) -> None:
+        """Remember that P and Q are those of a saved basis; ``basis`` if its tensors are not here yet."""
+        basis = basis or self.basis(adapter_name)
+        self.frozencore_origin[adapter_name] = Origin(identity, basis.sha256, basis.moment)
+
+    def named_basis(self, adapter_name: str) -> str | None:
+        """The identity of the saved basis that P and Q are of; None if there is none, or if they were changed."""
+        origin, basis = self.frozencore_origin.get(adapter_name), self.basis(adapter_name)
+        if origin is None:
+            return None
+        if origin.moment != basis.moment or basis.P.is_inference():
+            if origin.sha256 != basis.sha256:
+                return None
+            self.frozencore_origin[adapter_name] = origin._replace(moment=basis.moment)
+        return origin.identity
 
     def require_fit(self, rank: int, basis: Basis) -> None:
         """Raise an error if a basis does not have the shape of factors of this rank in this layer."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from frozencore.adapter import named_layers
-from frozencore.adapter.bases import require_same_base, set_named_basis
+from frozencore.adapter.bases import named_basis, require_same_base, set_named_basis
 from frozencore.adapter.config import FrozenCoreConfig, FrozenCoreType
 from frozencore.adapter.folders import require_one_basis
 from frozencore.adapter.layer import (
@@ -147,8 +147,6 @@ class FrozenCoreModel(BaseTuner):
                 evidence = LayerData(name, layer.shape, layer.dense_weight)
                 basis = build_basis(config.constructor, evidence, config.basis_options(len(R)))
                 layer.set_basis(adapter_name, basis, random_core=not config.init_weights)
-        if config.basis_id is not None:
-            config.trust_basis(bases_of(layers, adapter_name))
         if config.load_bases:  # cores alone
             for layer in layers.values():
                 layer.frozencore_state[adapter_name] = BasisState.AWAITS_CORE
@@ -163,7 +161,7 @@ class FrozenCoreModel(BaseTuner):
             theirs = frozen_core_layers(self.model, other)
             if its.basis_options() != config.basis_options() or theirs.keys() != layers.keys():
                 continue
-            if config.basis_id is not None and its.named_basis(bases_of(theirs, other)) != config.basis_id:
+            if config.basis_id is not None and named_basis(its, theirs, other) != config.basis_id:
                 continue
             kinds = [
                 [

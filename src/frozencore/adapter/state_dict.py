@@ -10,7 +10,7 @@ from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
-from frozencore.adapter.bases import require_fit, require_trained_alike
+from frozencore.adapter.bases import named_basis, require_fit, require_trained_alike
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.layer import BasisState, base_samples_of, bases_of, frozen_core_layers
 from frozencore.adapter.saved.adapter import require_tensors
@@ -59,7 +59,7 @@ def tensors_to_save(
     bases = bases_of(layers, adapter_name)
     mark = f".{PREFIX}R."
     cores = {key.partition(mark)[0]: R for key, R in found.items() if mark in key}
-    basis_id = config.named_basis(bases)
+    basis_id = named_basis(config, layers, adapter_name)
     if basis_id is None:
         config.name_basis(None)  # P and Q were changed since they were named
         for key in cores:  # P and Q may be in the state dict under the name of another adapter
@@ -96,7 +96,7 @@ def tensors_to_load(
     for key in other_keys(state_dict):
         if key.removeprefix(BASE) not in trained:
             raise foreign_tensor(origin, key)
-    basis_id = config.named_basis(bases)
+    basis_id = named_basis(config, layers, adapter_name)
     factors = require_sound(origin, state_dict, coordinates=config.coordinates, basis_id=basis_id)
     if config.load_bases:  # other weights may be loaded later
         saved = {trained.get(key.removeprefix(BASE), key): X for key, X in state_dict.items()}
@@ -106,7 +106,9 @@ def tensors_to_load(
             require_finite_in(origin, require_cores_of(origin, state_dict, basis_id), core_dtype)
         if any(X.is_meta for P, Q, _ in bases.values() for X in (P, Q)):
             named = config.find_basis(origin).layers
-            config.trust_basis({name: basis.to(bases[name].P.dtype) for name, basis in named.items()})
+            assert basis_id is not None
+            for name, layer in layers.items():
+                layer.name_basis(adapter_name, basis_id, named[name].to(bases[name].P.dtype))
             state_dict = with_factors(origin, state_dict, named)
         else:
             state_dict = with_factors(origin, state_dict, bases)

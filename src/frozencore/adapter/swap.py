@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from frozencore.adapter.bases import require_layers, require_trained_alike
+from frozencore.adapter.bases import named_basis, require_layers, require_trained_alike
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.folders import read_tensors
 from frozencore.adapter.layer import BasisState, FrozenCoreLinear, bases_of, frozen_core_layers
 from frozencore.adapter.saved import tensors as state
 from frozencore.adapter.saved.adapter import SavedAdapter
-from frozencore.adapter.saved.basis import Bases, holds, moment_of
+from frozencore.adapter.saved.basis import Bases, holds
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.adapter_folder import read_config
 
@@ -29,18 +29,17 @@ class HeldBases:
 
     Attributes:
         bases: Kept alive, so that no other tensor gets their address.
-        moment: See :func:`frozencore.adapter.saved.basis.moment_of`.
     """
 
     adapter_name: str
     layers: Mapping[str, FrozenCoreLinear]
     bases: Bases
-    moment: Mapping[str, object]
+    moments: Mapping[str, object]
 
     @classmethod
     def of(cls, layers: Mapping[str, FrozenCoreLinear], adapter_name: str) -> HeldBases:
         bases = bases_of(layers, adapter_name)
-        return cls(adapter_name, layers, bases, moment_of(bases))
+        return cls(adapter_name, layers, bases, {name: basis.moment for name, basis in bases.items()})
 
     @property
     def ranks(self) -> dict[str, int]:
@@ -49,14 +48,13 @@ class HeldBases:
 
     def require_unmoved(self, way_out: str) -> None:
         """Refuse cores for bases and scales that the adapter no longer has, or for a deleted adapter."""
-        here = {name: layer for name, layer in self.layers.items() if self.adapter_name in layer.frozencore_R}
-        now = moment_of(bases_of(here, self.adapter_name))
-        odd = next((name for name in self.layers if now.get(name) != self.moment[name]), None)
-        if odd is not None:
-            raise ConfigError(
-                f"A core works on its own basis only, but the basis of layer {odd!r} of the adapter "
-                f"{self.adapter_name!r} was set, moved or deleted since. {way_out}"
-            )
+        for name, layer in self.layers.items():
+            is_there = self.adapter_name in layer.frozencore_R
+            if not is_there or layer.basis(self.adapter_name).moment != self.moments[name]:
+                raise ConfigError(
+                    f"A core works on its own basis only, but the basis of layer {name!r} of the adapter "
+                    f"{self.adapter_name!r} was set, moved or deleted since. {way_out}"
+                )
 
 
 @dataclass(frozen=True)
@@ -121,7 +119,7 @@ def read_cores(model: Any, source: str | Path | Mapping[str, Tensor], held: Held
     """Read all cores for a loaded adapter with these bases: Σr² values in the order of the layers' names."""
     require_unmerged(held.layers.values())
     config: FrozenCoreConfig = model.peft_config[held.adapter_name]
-    basis_id = config.named_basis(held.bases)
+    basis_id = named_basis(config, held.layers, held.adapter_name)
     if isinstance(source, Mapping):
         origin, tensors = "the state dict", source
     elif isinstance(source, str | Path):

@@ -24,7 +24,7 @@ from torch import Tensor
 from frozencore.errors import ArtifactError
 from frozencore.files.adapter_folder import FACTORS_FILE, HEADER_FILE, LARGEST_CONFIG, folder_of, is_folder
 from frozencore.files.atomic_write import atomic_folder
-from frozencore.files.fingerprint import fingerprint_options
+from frozencore.files.fingerprint import fingerprint_options, fingerprint_tensors
 from frozencore.files.hub import is_hub_id
 from frozencore.maths.linalg import all_finite
 from frozencore.text import one_line
@@ -44,9 +44,33 @@ class ScaledBasis(NamedTuple):
         """The same basis in the dtype of a model."""
         return ScaledBasis(self.P.to(dtype), self.Q.to(dtype), self.scale)
 
+    @property
+    def moment(self) -> tuple[object, ...]:
+        """Values that differ once P, Q or s was replaced or changed in place; inference tensors count no changes."""
+        versions = (0 if X.is_inference() else X._version for X in (self.P, self.Q))
+        return id(self.P), id(self.Q), self.P.data_ptr(), self.Q.data_ptr(), *versions, self.scale
+
+    @property
+    def sha256(self) -> str:
+        """The hash of P and Q."""
+        return fingerprint_tensors((("P", self.P), ("Q", self.Q)))
+
 
 Bases = Mapping[str, ScaledBasis]
 """The bases of an adapter by layer name."""
+
+
+class Origin(NamedTuple):
+    """The saved basis that P and Q of a layer are of, and what they were then, to find whether they still are.
+
+    Attributes:
+        identity: The identity of the saved basis.
+        sha256, moment: Those of :class:`ScaledBasis`, in the dtype of the model.
+    """
+
+    identity: str
+    sha256: str
+    moment: tuple[object, ...]
 
 
 def holds(own: ScaledBasis, P: Tensor, Q: Tensor) -> bool:
@@ -56,19 +80,6 @@ def holds(own: ScaledBasis, P: Tensor, Q: Tensor) -> bool:
     return same_shapes and all(
         mine.is_meta or torch.equal(mine, theirs.to(mine.device, mine.dtype)) for mine, theirs in pairs
     )
-
-
-def version_of(tensor: Tensor) -> int:
-    """The number of changes of a tensor in place; 0 for an inference tensor, which counts none."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def moment_of(bases: Bases) -> dict[str, tuple[object, ...]]:
-    """Values that differ once P, Q or s of a layer was replaced or changed in place."""
-    return {
-        name: (*((id(X), X.data_ptr(), version_of(X)) for X in (P, Q)), scale)
-        for name, (P, Q, scale) in bases.items()
-    }  # fmt: skip
 
 
 @dataclass(frozen=True)
