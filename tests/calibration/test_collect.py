@@ -119,7 +119,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "without the first three": ({"skip_first": 3}, {"counts": lambda t, *_: t >= 3}),
     "tokens that an error reaches": ({"tokens": "nonzero_delta"}, {"counts": lambda *token: bool(token[3].any())}),
     "equal tokens": ({"weighting": "token_sum"}, {"token_sum": True}),
-    "equal tokens, short": ({"weighting": "token"}, {"token_sum": True}),
+    "equal tokens, short": ({"weighting": "token_sum"}, {"token_sum": True}),
 }
 
 

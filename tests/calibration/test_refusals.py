@@ -174,7 +174,7 @@ DATA: list[Refusal] = [
     (calibrated(loss_fn=lambda *_: 0.5), CalibrationError, "one number, .* but a float came"),
     (calibrated(loss_fn=lambda *_: torch.tensor(0.5)), CalibrationError, "loss does not depend on layer"),
     (calibrated(loss_fn=own_loss, options=CalibrationOptions(tokens="completion")), ConfigError, "option tokens"),
-    (calibrated(loss_fn=own_loss, options=CalibrationOptions(weighting="token")), ConfigError, "option weighting"),
+    (calibrated(loss_fn=own_loss, options=CalibrationOptions(weighting="token_sum")), ConfigError, "option weighting"),
     (calibrated([("a", 1)], loss_fn=own_loss), DataError, "number 0 is tuple"),
 ]  # fmt: skip
 

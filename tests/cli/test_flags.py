@@ -73,7 +73,7 @@ def test_without_flags_a_run_is_the_run_of_the_defaults(command: Command, given:
         (["--targets", "q_proj, v_proj"], "targets", ["q_proj", "v_proj"]),
         (["--targets", "all-linear"], "targets", "all-linear"),
         (["--tokens", "completion", "--skip-first", "2"], "calibration", {"tokens": "completion", "skip_first": 2}),
-        (["--weighting", "token"], "calibration", {"weighting": "token_sum"}),
+        (["--weighting", "token_sum"], "calibration", {"weighting": "token_sum"}),
         (["--group-size", "5", "--stats-device", "cpu"], "calibration", {"group_size": 5, "stats_device": "cpu"}),
     ],
 )  # fmt: skip

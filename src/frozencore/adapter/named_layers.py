@@ -286,12 +286,6 @@ def _last(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _ends(name: str) -> list[str]:
-    """The ends of a name, the shortest first."""
-    parts = name.split(".")
-    return [".".join(parts[start:]) for start in reversed(range(len(parts)))]
-
-
 def name_layers(config: Any, model: nn.Module) -> None:
     """Replace the expressions of a configuration by the names of what PEFT finds with them."""
     targets, excluded = config.target_modules, config.exclude_modules
@@ -346,7 +340,8 @@ def _modules(model: nn.Module) -> dict[str, nn.Module]:
 
 def _is_among(name: str, ends: Collection[str]) -> bool:
     """Return whether a name, or one of its ends, is in ``ends``."""
-    return any(end in ends for end in _ends(name))
+    parts = name.split(".")
+    return any(".".join(parts[start:]) in ends for start in range(len(parts)))
 
 
 def _carries(module: nn.Module) -> bool:

@@ -12,7 +12,7 @@ from frozencore.errors import ConfigError
 from frozencore.options import check_options
 
 Tokens = Literal["nonpad", "completion", "nonzero_delta"]
-Weighting = Literal["example_mean", "token_sum", "token"]
+Weighting = Literal["example_mean", "token_sum"]
 
 
 def _device(name: str) -> str:
@@ -23,10 +23,6 @@ def _device(name: str) -> str:
     except RuntimeError as error:
         raise ConfigError(f"stats_device must be a device such as cpu or cuda:1, but {name!r} came.") from error
     return name
-
-
-def _full_name(weighting: Weighting) -> Weighting:
-    return "token_sum" if weighting == "token" else weighting
 
 
 @dataclass(frozen=True)
@@ -45,10 +41,9 @@ class CalibrationOptions:
     ] = 0
     weighting: Annotated[
         Weighting,
-        AfterValidator(_full_name),
         Field(
             description="Weights in the loss. example_mean: every example has the same weight, whatever its number of "
-            "completion tokens. token_sum (or token): every completion token has the same weight, as in training. "
+            "completion tokens. token_sum: every completion token has the same weight, as in training. "
             "docs/method.md compares both."
         ),
     ] = "example_mean"
@@ -62,7 +57,6 @@ class CalibrationOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
-        object.__setattr__(self, "weighting", _full_name(self.weighting))
 
 
 def options_of_sums(options: Mapping[str, Any]) -> dict[str, Any]:

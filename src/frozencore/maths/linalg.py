@@ -141,8 +141,9 @@ def _randomized_svd(M: torch.Tensor, rank: int, seed: int) -> Triples:
     width, num_blocks = KRYLOV_WIDTH * rank, KRYLOV_BLOCKS
     if width * num_blocks > min(M.shape):
         width, num_blocks = min(M.shape), 1  # the whole space in one block
+    start = torch.randn(M.shape[0], width, generator=seeded_generator(seed, "svd", *M.shape), dtype=torch.float32)
     # V: an orthonormal basis of the space, block after block; images: M V
-    V = torch.linalg.qr(_times(M, krylov_start(M, width, seed).to(M.device, M.dtype))).Q
+    V = torch.linalg.qr(_times(M, start.to(M.device, M.dtype))).Q
     images = [M @ V]
     for _ in range(num_blocks - 1):
         block = _new_directions(_times(M, torch.linalg.qr(images[-1]).Q), V)
@@ -156,12 +157,6 @@ def _randomized_svd(M: torch.Tensor, rank: int, seed: int) -> Triples:
     U, T = torch.linalg.qr(image)
     left, S, right = torch.linalg.svd(T, full_matrices=False)
     return U @ left[:, :rank], S[:rank], V @ right[:rank].mT
-
-
-def krylov_start(M: torch.Tensor, width: int, seed: int) -> Float[torch.Tensor, "m width"]:
-    """Draw the random left block that a Krylov space of M starts from, on the CPU."""
-    generator = seeded_generator(seed, "svd", *M.shape)
-    return torch.randn(M.shape[0], width, generator=generator, dtype=torch.float32)
 
 
 def _times(M: torch.Tensor, X: torch.Tensor) -> torch.Tensor:

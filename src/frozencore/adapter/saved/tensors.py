@@ -110,12 +110,6 @@ def require_size(origin: str, flat: Tensor, size: int) -> None:
         )
 
 
-def split_cores(origin: str, flat: Tensor, ranks: Mapping[str, int]) -> dict[str, Tensor]:
-    """Split the vector into views R (r x r) by layer name."""
-    require_size(origin, flat, sum(r * r for r in ranks.values()))
-    return by_layer(flat, {name: ranks[name] for name in sorted(ranks)})
-
-
 def by_layer(flat: Tensor, ranks: Mapping[str, int]) -> dict[str, Tensor]:
     """Split contiguous values (..., Σr²) into views (..., r, r), in the order of the ranks."""
     parts = flat.split([r * r for r in ranks.values()], dim=-1)
@@ -126,7 +120,9 @@ def with_factors(origin: str, tensors: Mapping[str, Tensor], bases: Bases) -> di
     """Replace the vector of all cores by P, Q and R of every layer."""
     flat = vector_of(tensors)
     assert flat is not None
-    cores = split_cores(origin, flat, {name: P.shape[1] for name, (P, _, _) in bases.items()})
+    ranks = {name: bases[name].P.shape[1] for name in sorted(bases)}
+    require_size(origin, flat, sum(r * r for r in ranks.values()))
+    cores = by_layer(flat, ranks)
     whole = {key: tensor for key, tensor in tensors.items() if not key.startswith(CORES)}
     for name, (P, Q, _) in bases.items():
         whole |= {f"{BASE}{name}.{PREFIX}P": P, f"{BASE}{name}.{PREFIX}Q": Q}
