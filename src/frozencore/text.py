@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from math import sqrt
 from typing import Protocol, runtime_checkable
+from unicodedata import category
 
 NORMAL_95 = 1.96  # deviations of a normal distribution on each side of its middle 95 %
 _LAYOUT = re.compile(r"(?:\r\n|[\n\t]|[^\S\r\v\f\x1c-\x1f\x85\u2028\u2029])+")
@@ -21,10 +22,15 @@ def one_line(text: object, longest: int | None = None) -> str:
     Args:
         longest: The most characters to keep; None keeps all.
     """
-    line = _LAYOUT.sub(" ", str(text)).strip(" ")
-    if not line.isprintable():
-        line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
-    return line[:longest]
+    return escaped(_LAYOUT.sub(" ", str(text)).strip(" "))[:longest]
+
+
+def escaped(text: str) -> str:
+    """A text whose invisible characters are shown as Python writes them; spaces and ends of lines stay."""
+    if text.isprintable():
+        return text
+    visible = {c for c in text if c.isprintable() or c == "\n" or category(c) == "Zs"}
+    return "".join(c if c in visible else c.encode("unicode_escape").decode() for c in text)
 
 
 def bytes_in_words(num_bytes: float) -> str:

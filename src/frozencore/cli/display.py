@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import unicodedata
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -17,7 +16,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from frozencore.text import time_in_words
+from frozencore.text import escaped, time_in_words
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -60,17 +59,7 @@ class PlainConsole(Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Render as Rich does, but escape invisible characters, so that no escape sequence reaches the terminal."""
         for segment in super().render(renderable, options):
-            yield segment if segment.control else Segment(_escaped(segment.text), segment.style)
-
-
-def _escaped(text: str) -> str:
-    if text.isprintable():
-        return text
-    return "".join(c if _is_visible(c) else c.encode("unicode_escape").decode() for c in text)
-
-
-def _is_visible(character: str) -> bool:
-    return character == "\n" or character.isprintable() or unicodedata.category(character) == "Zs"
+            yield segment if segment.control else Segment(escaped(segment.text), segment.style)
 
 
 console = PlainConsole()

@@ -95,9 +95,11 @@ def _tune(
         console.print(line, soft_wrap=True)
     console.print(f"Adapter: {output / ADAPTER}   Record: {output / RECORD}   Curve: {output / FIGURE}", soft_wrap=True)
     if push_to_hub is not None:
-        card = output / ADAPTER / "README.md"
+        from frozencore.adapter.saved.card import CARD_FILE, at_place
+
+        card = output / ADAPTER / CARD_FILE
         if card.is_file():  # its code loads the adapter from the hub
-            write_text(card, card.read_text(encoding="utf-8").replace(f'"{output / ADAPTER}"', f'"{push_to_hub}"'))
+            write_text(card, at_place(card.read_text(encoding="utf-8"), push_to_hub))
         console.print(f"Uploaded: {upload(output / ADAPTER, push_to_hub)}")
 
 

@@ -61,7 +61,6 @@ def make_record(
     """
     (before, after), made, at_once = scores, adapted.made, report.values_at_once
     saved = sum(file.stat().st_size for file in (folder / ADAPTER).glob("*.safetensors"))
-    can_be_made_again = config.method.entry.frozen_can_be_made_again
     forgetting = {task: OtherTask(loss_before=before.others[task], loss=loss) for task, loss in after.others.items()}
     further: dict[str, Any] = {
         "selection": _selection(config, report),
@@ -92,7 +91,7 @@ def make_record(
         peak_memory_bytes=memory.largest,
         resources=Resources(
             magnitude_parameters=adapted.num_magnitudes,
-            saved_bytes_without_bases=FLOAT32_BYTES * at_once if can_be_made_again else saved,
+            saved_bytes_without_bases=FLOAT32_BYTES * at_once if config.method.entry.has_bases else saved,
             step_s=report.step_s,
             peaks=memory.peaks if company is None else None,  # its training was shared
         ),

@@ -67,9 +67,7 @@ class Method(ABC):
         changes_base: The method changes the base model's weights in place, so nothing else can use the model
             afterwards.
         has_bases: P and Q are frozen. They are hashed in the record, described in the card, and can be computed again
-            from the base model and the data. The core is small, so training keeps its last good value.
-        frozen_can_be_made_again: The untrained part is a function of the base model, the data and the seed, so only
-            the trained values must be stored.
+            from the base model and the data, so only the core must be stored.
         unread: Options of other methods, which this method refuses.
     """
 
@@ -81,7 +79,6 @@ class Method(ABC):
     weights_only: bool = False
     changes_base: ClassVar[bool] = False
     has_bases: ClassVar[bool] = False
-    frozen_can_be_made_again: ClassVar[bool] = False
     unread: ClassVar[tuple[str, ...]] = ()
 
     @property
@@ -296,7 +293,6 @@ class FrozenCore(Method):
 
     constructor: str
     has_bases: ClassVar[bool] = True
-    frozen_can_be_made_again: ClassVar[bool] = True
 
     def add(self, model: nn.Module, options: AdapterOptions, bases: Mapping[str, Tensor] | None = None) -> PeftModel:
         from peft import get_peft_model

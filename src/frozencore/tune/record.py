@@ -139,7 +139,7 @@ class UsedRows(ReadRows):
 
 
 class TaskScore(RecordPart):
-    """The share of right answers.
+    """The share of right answers. A count that is not made for such answers is missing.
 
     Attributes:
         held_out_loss: Nats per completion token, including the end token.
@@ -160,13 +160,13 @@ class TaskScore(RecordPart):
     task: str
     held_out_loss: float
     time_s: float
-    chance: float | None
-    majority_class: float | None
-    num_ties: Count
-    num_duplicate_choices: Count
-    num_cut: Count
-    num_truncated: Count
-    num_unanswered: Count
+    chance: float | None = None
+    majority_class: float | None = None
+    num_ties: Count = 0
+    num_duplicate_choices: Count = 0
+    num_cut: Count = 0
+    num_truncated: Count = 0
+    num_unanswered: Count = 0
     num_examples: Count
     accuracy: float
     standard_error: float

@@ -22,11 +22,6 @@ from frozencore.tune.scoring.forward import NOT_FINITE, Prediction, nats_of_rows
 from frozencore.tune.tasks import Scoring, Task
 
 OWN_ROWS = "own rows"
-NOT_COUNTED = {
-    "chance": None, "majority_class": None, "num_ties": 0, "num_duplicate_choices": 0, "num_cut": 0, "num_truncated": 0,
-    "num_unanswered": 0,
-}  # fmt: skip
-"""What is said of answers for which something is not counted."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +106,7 @@ def score_rows(
         accuracy=share,
         standard_error=math.sqrt(share * (1 - share) / max(1, size - 1)),  # 0 for a single example
         correct="".join("01"[one] for one in correct),
-        **{**NOT_COUNTED, **counts},
+        **counts,
     )
     return Score(losses.mean, task, tuple(predictions), row_losses=losses)
 
