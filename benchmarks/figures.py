@@ -204,6 +204,7 @@ def _plane(kinds: Sequence[Kind], x0: float, y0: float, wide: float, tall: float
                 yield words(x, y0 + tall + 18, text, at="middle", size=11, colour=SOFT)
                 yield line(x, y0 + tall, x, y0 + tall + 4, GREY)
     taken: list[float] = []
+    names: list[tuple[float, float, str]] = []
     for kind in kinds:
         joined = []
         for x, name, point in kind.places:
@@ -211,10 +212,23 @@ def _plane(kinds: Sequence[Kind], x0: float, y0: float, wide: float, tall: float
             while any(abs(at - other) < 14 for other in taken):  # beside the points of the same bytes
                 at += 14
             taken.append(at)
-            beside = -5 if len(taken) % 2 else 14  # above and below in turn, so that names do not meet
+            names.append((at + 7, _free(names, at + 7, height(point.value), name), name))
             joined.append((at, height(point.value)))
             yield line(at, height(point.low), at, height(point.high), kind.colour, 2)
             yield f'<circle cx="{at:g}" cy="{height(point.value):g}" r="5" fill="{kind.colour}"/>'
-            yield words(at + 7, height(point.value) + beside, name, size=11, colour=SOFT)
+            yield words(*names[-1], size=11, colour=SOFT)
         for one, other in pairwise(joined):
             yield line(*one, *other, kind.colour)
+
+
+def _free(names: Sequence[tuple[float, float, str]], x: float, y: float, name: str) -> float:
+    """The height nearest to a point at which its name meets none of the others; a letter is 6 wide, a line 12 high."""
+
+    def meets(height: float) -> bool:
+        return any(
+            abs(height - other) < 12 and x < right + 6 * len(text) and right < x + 6 * len(name)
+            for right, other, text in names
+        )
+
+    heights = [y + 4 + sign * shift for shift in range(9, 90, 3) for sign in (-1, 1)]
+    return round(next((height for height in heights if not meets(height)), heights[0]), 1)
