@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from statistics import fmean, stdev
@@ -287,10 +287,10 @@ def private(lines: Runs) -> str:
     return table(["SST-2: accuracy, % / loss", "values", "not private", "ε = 8", "ε = 3", "ε = 1"], rows)
 
 
-def at_a_glance(sharing: Runs, compressed: Runs, of_endings: Runs) -> str:
+def at_a_glance(sharing: Runs, compressed: Runs, of_endings: Runs, in_vllm: Mapping[str, Any]) -> str:
     """Cores beside LoRAs, a fact a line; bold where the interval of the difference from the shared core has no zero.
 
-    The first column is the base model. A line of an engine has all engines' adapters or is left out.
+    The first column is the base model.
     """
     arms, methods = arms_of(sharing), grouped(of_endings, named)
     shared, fcca, everyone = arms["pooled", 16], methods["FCCA"], list(arms["pooled", 16])
@@ -318,21 +318,18 @@ def at_a_glance(sharing: Runs, compressed: Runs, of_endings: Runs) -> str:
         ["mean accuracy of 24 tenants, %", before[0], *accuracies],
         ["held-out loss on HellaSwag, nats a token", before[1], *losses],
         [f"{len(names)} LoRAs of r = 16 compressed to cores of one basis, points", "", "", lost, "", "0"],
-        *in_an_engine(source("served.json")),
+        *in_an_engine(in_vllm),
     ]
     heads = ["base model", "core, own basis, r = 16", "core, shared basis, r = 16", "LoRA, r = 1", "LoRA, r = 16"]
     return table(["", *heads], rows)
 
 
-def in_an_engine(in_vllm: Mapping[str, Any]) -> Iterator[list[str]]:
-    """The lines of the table at a glance that vLLM gives: empty until LoRAs of rank 1 were measured there too."""
+def in_an_engine(in_vllm: Mapping[str, Any]) -> list[list[str]]:
+    """The lines of the table at a glance that vLLM gives."""
     engines = [served.BASE, served.BASIS, served.LORA_1, served.LORA]
-    rates = served.rates_of(in_vllm)
-    if served.LORA_1 in rates:
-        base, *others = (f"{rates[engine]:.0f}" for engine in engines)
-        yield ["64 tenants in vLLM, tokens a second", base, "", *others]
-        slots = [f"{1e9 // in_vllm['adapter'][engine]['slot_bytes']:,.0f}" for engine in engines[1:]]
-        yield ["slots that fit 1 GB in vLLM", "", "", *slots]
+    base, *others = (f"{served.rates_of(in_vllm)[engine]:.0f}" for engine in engines)
+    slots = [f"{1e9 // in_vllm['adapter'][engine]['slot_bytes']:,.0f}" for engine in engines[1:]]
+    return [["64 tenants in vLLM, tokens a second", base, "", *others], ["slots that fit 1 GB in vLLM", "", "", *slots]]
 
 
 def bold(text: str, is_apart: bool) -> str:
@@ -340,7 +337,15 @@ def bold(text: str, is_apart: bool) -> str:
 
 
 BLOCKS: Mapping[str, Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]]] = {
-    "README.md": {"at-a-glance": (at_a_glance, "tenants-quality.jsonl", "compress-quality.jsonl", "smollm2-endings")},
+    "README.md": {
+        "at-a-glance": (
+            at_a_glance,
+            "tenants-quality.jsonl",
+            "compress-quality.jsonl",
+            "smollm2-endings",
+            "served.json",
+        )
+    },
     "docs/results.md": {
         "seeds-sst2": (partial(in_order, by_loss), "smollm2-seeds"),
         "seeds-hellaswag": (partial(in_order, by_loss), "smollm2-endings"),
@@ -430,7 +435,7 @@ def of_serving(in_vllm: Mapping[str, Any]) -> str:
     )
     bars = {
         served.BASIS: ("cores on a basis model", figures.ORANGE), served.LORA_1: ("LoRAs, r = 1", figures.NAVY),
-        served.LORA: ("LoRAs", figures.NAVY), served.BASE: ("base model alone", figures.GREY),
+        served.LORA: ("LoRAs, r = 16", figures.NAVY), served.BASE: ("base model alone", figures.GREY),
     }  # fmt: skip
     order = [who for who in bars if who in rates]
     panels = [
