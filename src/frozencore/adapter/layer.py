@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from frozencore.adapter.core_product import CorePart, PerRowCores, plus_core, require_batch_axis
 from frozencore.adapter.saved.base_record import sample_weight
-from frozencore.adapter.saved.basis import Origin, ScaledBasis
+from frozencore.adapter.saved.basis import BasisOrigin, ScaledBasis
 from frozencore.adapter.saved.tensors import UncalibratedWarning
 from frozencore.adapter.shared_factors import SharedFactors
 from frozencore.device import execution_device
@@ -96,7 +96,7 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
         self.frozencore_R = nn.ModuleDict()
         self.frozencore_scale: dict[str, float] = {}
         self.frozencore_state: dict[str, BasisState] = {}
-        self.frozencore_origin: dict[str, Origin] = {}
+        self.frozencore_origin: dict[str, BasisOrigin] = {}
         self.warned = set() if warned is None else warned
         self.per_row: PerRowCores | None = None  # in place of the active adapters
         self.has_batch_axis: bool | None = None  # whether the first axis of its input is the batch; None: not known yet
@@ -257,7 +257,7 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
     def name_basis(self, adapter_name: str, identity: str, basis: ScaledBasis | None = None) -> None:
         """Remember that P and Q are those of a saved basis; ``basis`` if its tensors are not here yet."""
         basis = basis or self.basis(adapter_name)
-        self.frozencore_origin[adapter_name] = Origin(identity, basis.sha256, basis.moment)
+        self.frozencore_origin[adapter_name] = BasisOrigin(identity, basis.sha256, basis.moment)
 
     def named_basis(self, adapter_name: str) -> str | None:
         """The identity of the saved basis that P and Q are of; None if there is none, or if they were changed."""

@@ -60,7 +60,7 @@ Bases = Mapping[str, ScaledBasis]
 """The bases of an adapter by layer name."""
 
 
-class Origin(NamedTuple):
+class BasisOrigin(NamedTuple):
     """The saved basis that P and Q of a layer are of, and what they were then, to find whether they still are.
 
     Attributes:
