@@ -295,8 +295,8 @@ class Study:
         for job, trained in self.train_cores(model, jobs, seed, **other).items():
             swap_core(model, trained.cores)
             report = trained.report
-            about = {"training_bytes": report.state_held_bytes, "steps": report.num_steps}
-            yield model, job, {**sizes, **about, "train_loss": report.final_loss}
+            about = {"training_bytes": report.state_held_bytes, "steps": report.training.num_steps}
+            yield model, job, {**sizes, **about, "train_loss": report.training.final_loss}
 
     def on(self, bases: Mapping[str, Tensor], rank: int, jobs: Sequence[Job], seed: int = SEED) -> Adapters:
         """Cores on one basis, given as ``<layer>.P`` and ``<layer>.Q``."""
@@ -337,7 +337,11 @@ class Study:
         rows = self.train_rows[name]
         recipe = replace(self.recipe(rows, rate, seed), overhead_tokens=overhead_tokens_of(self.model))
         report = train(model, rows, recipe, pad_id=self.encoder.pad_id)
-        return {"training_bytes": report.state_held_bytes, "steps": report.num_steps, "train_loss": report.final_loss}
+        return {
+            "training_bytes": report.state_held_bytes,
+            "steps": report.training.num_steps,
+            "train_loss": report.training.final_loss,
+        }
 
     def update(self, arm: str, rank: int, name: str, rate: float) -> Updates:
         """A tenant's own adapter, ``own`` or ``lora``, with a start of its own; it is scored when it is trained."""

@@ -27,7 +27,6 @@ from frozencore.tune.record import (
     Resolved,
     Resources,
     SelectedCheckpoint,
-    TrainedSteps,
     TunedRecord,
 )
 from frozencore.tune.rows.row_sources import named, sources_of
@@ -95,7 +94,7 @@ def make_record(
             step_s=report.step_s,
             peaks=memory.peaks if company is None else None,  # its training was shared
         ),
-        training=TrainedSteps(num_steps=report.num_steps, final_loss=report.final_loss, losses=report.losses),
+        training=report.training,
         **_known(further),
         resolved=Resolved(
             targets=adapted.targets,
@@ -143,4 +142,4 @@ def _selection(config: RunConfig, report: TrainingReport) -> SelectedCheckpoint 
     every = config.scoring.select_checkpoint
     if every == "none":
         return None
-    return report.selected or SelectedCheckpoint(every=every, rows=0, kept_step=report.num_steps)
+    return report.selected or SelectedCheckpoint(every=every, rows=0, kept_step=report.training.num_steps)

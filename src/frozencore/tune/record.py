@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError
@@ -197,11 +198,20 @@ class RowLosses(RecordPart):
 
 
 class TrainedSteps(RecordPart):
-    """Optimizer steps, and their losses in nats per completion token."""
+    """Optimizer steps, and their losses in nats per completion token.
+
+    Attributes:
+        final_loss: The mean over the last tenth of the steps.
+    """
 
     num_steps: Count
     final_loss: float | None = None
     losses: tuple[float | None, ...] = ()
+
+    @classmethod
+    def of(cls, losses: Sequence[float]) -> Self:
+        tail = losses[-math.ceil(len(losses) / 10) :]
+        return cls(num_steps=len(losses), final_loss=sum(tail) / len(tail) if tail else None, losses=tuple(losses))
 
 
 class OtherTask(RecordPart):

@@ -69,7 +69,7 @@ def test_a_run_starts_from_the_core_and_a_tenant_of_many_as_a_run_alone(
     recipe = recipe_of(config.training, config.method.entry, inputs.rows, inputs.model)
     model = adapter_in(together[0] / "ben", is_trainable=True)
     report = train(model, inputs.rows.train, recipe, pad_id=inputs.encoder.pad_id)
-    assert record.training.losses == pytest.approx(report.losses, rel=1e-5)
+    assert record.training.losses == pytest.approx(report.training.losses, rel=1e-5)
     zero = execute(on_basis(tenants / "cleo.jsonl", together), tmp_path / "zero", silent)
     assert record.training.losses[0] != pytest.approx(zero.training.losses[0], rel=1e-2)
     assert record.held_out_loss_before == zero.held_out_loss_before  # of the base model

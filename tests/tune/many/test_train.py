@@ -44,7 +44,7 @@ def trained_at_once(model: nn.Module, tenants: Mapping[str, Tenant] = TENANTS, *
 
 def alone(model: nn.Module, tenant: Tenant) -> tuple[dict[str, Tensor], tuple[float, ...]]:
     report = train(model, tenant.rows, tenant.recipe, pad_id=0)
-    return cores_by_name(model), report.losses
+    return cores_by_name(model), report.training.losses
 
 
 def cores_by_name(model: nn.Module) -> dict[str, Tensor]:
@@ -61,8 +61,8 @@ def test_a_tenant_beside_others_is_the_tenant_alone(
     for name, tenant in TENANTS.items():
         cores, losses = alone(adapted(model=base()), tenant)
         assert difference(trained[name].cores, cores) < 1e-5
-        assert trained[name].report.losses == pytest.approx(losses, rel=1e-5)
-        assert trained[name].report.num_steps == tenant.num_steps == len(losses)
+        assert trained[name].report.training.losses == pytest.approx(losses, rel=1e-5)
+        assert trained[name].report.training.num_steps == tenant.num_steps == len(losses)
 
 
 def test_what_is_not_of_a_tenant_does_not_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +74,7 @@ def test_what_is_not_of_a_tenant_does_not_reach_it(monkeypatch: pytest.MonkeyPat
     assert "diverged at step" in str(beside["wild"].diverged)
     assert beside["wild"].cores == {}
     assert beside["anna"].diverged is None
-    assert beside["anna"].report.losses == lone["anna"].report.losses
+    assert beside["anna"].report.training.losses == lone["anna"].report.training.losses
     assert all(torch.equal(R, lone["anna"].cores[name]) for name, R in beside["anna"].cores.items())
 
 
@@ -95,7 +95,7 @@ def test_another_adapter_that_is_active_does_not_reach_a_tenant() -> None:
     train_at_random(model, "wide")
     model.set_adapter("wide")
     trained = trained_at_once(model, TWO)
-    assert all(trained[name].report.losses == expected[name].report.losses for name in TWO)
+    assert all(trained[name].report.training.losses == expected[name].report.training.losses for name in TWO)
     assert all(difference(trained[name].cores, expected[name].cores) == 0 for name in TWO)
 
 
@@ -103,7 +103,7 @@ def test_a_16_bit_base_trains_float32_cores() -> None:
     trained = trained_at_once(adapted(dtype=torch.bfloat16), TWO)
     assert {R.dtype for one in trained.values() for R in one.cores.values()} == {torch.float32}
     _, losses = alone(adapted(dtype=torch.bfloat16), TENANTS["anna"])
-    assert trained["anna"].report.losses == pytest.approx(losses, rel=0.02)
+    assert trained["anna"].report.training.losses == pytest.approx(losses, rel=0.02)
 
 
 VALIDATED = TENANTS | {
@@ -129,7 +129,7 @@ def test_a_step_that_does_not_fit_in_memory_is_made_in_smaller_passes(monkeypatc
     assert max(sizes) > 2
     assert sum(size > 2 for size in sizes) < 8  # each halves the budget for good
     for name, trained in narrow.items():
-        assert trained.report.losses == pytest.approx(whole[name].report.losses, rel=1e-5)
+        assert trained.report.training.losses == pytest.approx(whole[name].report.training.losses, rel=1e-5)
         assert difference(trained.cores, whole[name].cores) < 1e-5
 
 
@@ -176,9 +176,9 @@ def test_a_tenant_whose_validation_loss_rises_stops_early_and_keeps_its_best() -
     ends = next(i for i in range(len(scores)) if i - max(b for b in best if b <= i) == 3)
     report = stopped["anna"].report
     assert (report.selected.stopped_early, whole["anna"].report.selected.stopped_early) == (True, False)
-    assert report.num_steps == ends + 1 < whole["anna"].report.num_steps
+    assert report.training.num_steps == ends + 1 < whole["anna"].report.training.num_steps
     assert report.selected.scores == scores[: ends + 1]
-    assert {name: one.report.num_steps for name, one in stopped.items() if name != "anna"} == {
+    assert {name: one.report.training.num_steps for name, one in stopped.items() if name != "anna"} == {
         name: tenant.num_steps for name, tenant in TWO.items() if name != "anna"
     }
 

@@ -76,8 +76,8 @@ def test_steps_of_groups_are_the_steps_of_rows_as_they_come(make: type[torch.nn.
     cut = Recipe(learning_rate=1e-2, warmup=0.1, epochs=2, batch_size=4, accumulation=2, overhead_tokens=5)
     models = [adapted("random", model=model) for model in (tiny_qwen2(), make())]
     one, other = (train(model, ROWS, recipe, pad_id=0) for model, recipe in zip(models, (plain, cut), strict=True))
-    assert (one.num_steps, other.num_steps) == (6, 6)
-    assert other.losses == pytest.approx(one.losses, rel=1e-5)
+    assert (one.training.num_steps, other.training.num_steps) == (6, 6)
+    assert other.training.losses == pytest.approx(one.training.losses, rel=1e-5)
     values = [{n: p.detach() for n, p in model.named_parameters() if p.requires_grad} for model in models]
     for name, value in values[0].items():
         torch.testing.assert_close(values[1][name], value, rtol=1e-3, atol=1e-6)

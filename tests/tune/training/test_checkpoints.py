@@ -67,7 +67,7 @@ def test_a_resumed_training_is_bit_equal_to_an_uninterrupted_one(name: str, tmp_
         trained(name, tmp_path / "cut", stop_at=7)
     resumed, report = trained(name, tmp_path / "cut", resume=True)
     assert report.resumed_from == tmp_path / "cut" / "checkpoint-6"
-    assert (report.losses, report.num_steps) == (expected.losses, 8)
+    assert (report.training.losses, report.training.num_steps) == (expected.training.losses, 8)
     require_equal(resumed, whole)
     if name != "alone":  # a checkpoint holds the adapter alone
         whole.save_pretrained(tmp_path / "adapter")
@@ -89,7 +89,7 @@ def test_a_checkpoint_that_is_not_whole_is_skipped_with_a_warning(damage: str, t
     with pytest.warns(UserWarning, match=r"checkpoint-[67] is not whole, so training continues from an earlier"):
         resumed, report = trained("fcca", tmp_path / "cut", resume=True)
     assert report.resumed_from == tmp_path / "cut" / ("checkpoint-6" if damage == "empty" else "checkpoint-4")
-    assert report.losses == expected.losses
+    assert report.training.losses == expected.training.losses
     require_equal(resumed, whole)
 
 
@@ -137,7 +137,7 @@ def test_a_kill_at_every_stage_of_a_save_leaves_a_whole_checkpoint_or_none_and_r
         folder = tmp_path / "killed"
         assert in_a_child(folder, stage) == 0
         model, report = trained("alone", folder, resume=True)
-        assert report.losses == expected.losses, stage
+        assert report.training.losses == expected.training.losses, stage
         require_equal(model, whole)
         resumed_from.add(report.resumed_from and report.resumed_from.name)
         shutil.rmtree(folder)
@@ -161,7 +161,7 @@ def test_a_full_disk_stops_the_training_and_what_was_whole_stays_usable(small_di
     shutil.copytree(small_disk / "run", small_disk.parent / "moved")
     _, resumed = trained("alone", small_disk.parent / "moved", resume=True)
     assert resumed.resumed_from is not None
-    assert resumed.losses == trained("alone", None)[1].losses
+    assert resumed.training.losses == trained("alone", None)[1].training.losses
 
 
 def test_of_several_processes_one_marks_a_checkpoint_as_whole(tmp_path: Path) -> None:

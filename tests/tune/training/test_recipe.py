@@ -73,10 +73,10 @@ def test_training_is_the_written_out_loop(adapted: bool) -> None:
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
 
-    assert report.losses == pytest.approx(losses, abs=1e-4)
+    assert report.training.losses == pytest.approx(losses, abs=1e-4)
     for name, value in weights(by_hand).items():
         torch.testing.assert_close(weights(model)[name], value, atol=1e-4, rtol=1e-3)
-    assert report.num_steps == 10
+    assert report.training.num_steps == 10
     assert losses[-1] < losses[0]
 
 
@@ -100,12 +100,12 @@ def test_a_training_of_one_step_trains() -> None:
 @pytest.mark.parametrize("takes_counts", [True, False])  # Gemma 3n takes no number of tokens
 def test_a_step_is_the_mean_over_its_tokens_however_it_is_cut(takes_counts: bool) -> None:
     expected = train(tiny_qwen2(), ROWS, RECIPE, pad_id=0)
-    assert expected.num_steps == RECIPE.num_steps(len(ROWS)) == 8
+    assert expected.training.num_steps == RECIPE.num_steps(len(ROWS)) == 8
     for size, accumulation, overhead_tokens in ((1, 6, None), (6, 1, None), (2, 3, 1)):
         model = tiny_qwen2()
         model.accepts_loss_kwargs = takes_counts
         recipe = replace(RECIPE, batch_size=size, accumulation=accumulation, overhead_tokens=overhead_tokens)
-        assert train(model, ROWS, recipe, pad_id=0).losses == pytest.approx(expected.losses, abs=1e-4)
+        assert train(model, ROWS, recipe, pad_id=0).training.losses == pytest.approx(expected.training.losses, abs=1e-4)
 
 
 def test_dropout_is_off_and_comes_back() -> None:
@@ -113,7 +113,7 @@ def test_dropout_is_off_and_comes_back() -> None:
     model = with_lora(tiny_gpt2())
     with torch.no_grad():
         expected = float(model.eval()(**PaddingCollator(pad_id=0)(rows)).loss)
-    assert train(model, rows, recipe, pad_id=0).losses[0] == pytest.approx(expected, abs=1e-5)
+    assert train(model, rows, recipe, pad_id=0).training.losses[0] == pytest.approx(expected, abs=1e-5)
     assert {m.p for m in model.modules() if isinstance(m, nn.Dropout)} == {0.3}
 
 
@@ -166,7 +166,7 @@ def test_an_adapter_trains_in_float32_on_a_bf16_base() -> None:
     report = train(model, ROWS, RECIPE, pad_id=0)
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
     assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
-    assert report.losses[-1] < report.losses[0]
+    assert report.training.losses[-1] < report.training.losses[0]
 
 
 def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_tensorboard_has_every_steps_loss_and_rate_and_every_score_in_the_folder
     )  # fmt: skip
     found = EventAccumulator(str(tmp_path / "logs")).Reload()
     written = {tag: {event.step: event.value for event in found.Scalars(tag)} for tag in found.Tags()["scalars"]}
-    assert list(written["train/loss"].values()) == pytest.approx(report.losses)
+    assert list(written["train/loss"].values()) == pytest.approx(report.training.losses)
     assert written["train/learning_rate"].keys() == set(range(1, 13))
     assert written["eval/loss"] == {4: 3.0, 8: 2.0, 12: 2.5}
     assert written["eval/accuracy"] == {4: 0.5, 8: 0.5, 12: 0.5}

@@ -119,9 +119,9 @@ def test_scoring_changes_nothing_of_the_training() -> None:
     plain, model = run(None)
     scorer = Scripted((1.0, None), (2.0, None), (3.0, None))
     report, _ = run(scorer)
-    assert report.losses == plain.losses
+    assert report.training.losses == plain.training.losses
     assert same(scorer.seen[-1], values(model))
-    assert (plain.selected, report.num_steps) == (None, NUM_STEPS)
+    assert (plain.selected, report.training.num_steps) == (None, NUM_STEPS)
 
 
 @pytest.mark.parametrize(("every", "steps"), [(5, [5, 10, 12]), (4, [4, 8, 12]), (100, [12])])
@@ -251,7 +251,7 @@ def test_a_training_ends_after_so_many_scores_that_are_no_better_and_keeps_the_b
     again = trained(Scripted(), resume=True)  # killed after its end, it neither trains nor scores again
     for one in (report, again):
         assert one.selected.stopped_early
-        assert (one.num_steps, len(one.losses), one.selected.kept_step) == (8, 8, 4)
+        assert (one.training.num_steps, len(one.training.losses), one.selected.kept_step) == (8, 8, 4)
         assert [score.step for score in one.selected.scores] == [2, 4, 6, 8]
     assert same(values(model), best)
     assert again.state_held_bytes == report.state_held_bytes
@@ -262,5 +262,5 @@ def test_patience_that_is_never_lost_changes_nothing() -> None:
     report, _ = run(falling)
     patient = Selection("epoch", Scripted((3.0, None), (2.0, None), (2.5, None)), patience=1)
     other = train(adapted("random"), ROWS, RECIPE, pad_id=0, selection=patient)
-    assert (other.losses, other.num_steps) == (report.losses, NUM_STEPS)
+    assert (other.training.losses, other.training.num_steps) == (report.training.losses, NUM_STEPS)
     assert not other.selected.stopped_early  # the last score has no step after it

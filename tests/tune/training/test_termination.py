@@ -97,7 +97,7 @@ def test_a_training_that_is_told_to_stop_goes_on_bit_equal(
     resumed = tiny_qwen2()
     report = run(tmp_path / "cut", resumed, every=every)
     assert report.resumed_from == tmp_path / "cut" / f"checkpoint-{step + 1}"
-    assert report.losses == expected.losses
+    assert report.training.losses == expected.training.losses
     assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), whole.parameters(), strict=True))
 
 
@@ -123,7 +123,7 @@ def test_ctrl_c_itself_says_which_step_is_saved_and_a_second_one_does_not_wait(t
 
 
 def test_a_training_that_ends_with_the_step_is_done_before_the_signal_is_heard(tmp_path: Path, heard: Heard) -> None:
-    assert run(tmp_path, tiny_qwen2(), every=2, at=8).num_steps == 8
+    assert run(tmp_path, tiny_qwen2(), every=2, at=8).training.num_steps == 8
     assert len(heard) == 1
 
 
@@ -134,10 +134,10 @@ def test_without_checkpoints_and_in_a_thread_the_signal_comes_at_once(tmp_path: 
         elif done == 4:
             assert len(heard) == 1
 
-    assert train(tiny_qwen2(), ROWS, RECIPE, pad_id=0, progress=note).num_steps == 8
+    assert train(tiny_qwen2(), ROWS, RECIPE, pad_id=0, progress=note).training.num_steps == 8
     in_a_thread: list[int] = []
     thread = threading.Thread(
-        target=lambda: in_a_thread.append(run(tmp_path, tiny_qwen2(), every=100).num_steps), daemon=True
+        target=lambda: in_a_thread.append(run(tmp_path, tiny_qwen2(), every=100).training.num_steps), daemon=True
     )
     thread.start()
     thread.join()

@@ -23,7 +23,7 @@ from frozencore.device import run_unless_oom
 from frozencore.errors import DataError
 from frozencore.text import Progress
 from frozencore.tune.many.slots import TrainedSlots, held_out_losses
-from frozencore.tune.record import StepScored
+from frozencore.tune.record import StepScored, TrainedSteps
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator, row_costs
 from frozencore.tune.scoring.forward import base_of, row_losses, row_sizes
@@ -147,8 +147,7 @@ class TenantState:
             is_early = self.step < self.tenant.num_steps
             chosen = selected(validation.every, len(validation.rows), self.scores, self.scoring_s, is_early=is_early)
         return TrainingReport(
-            num_steps=self.step,
-            losses=tuple(self.losses),
+            training=TrainedSteps.of(self.losses),
             time_s=sum(self.steps_s),
             step_s=median(self.steps_s) if self.steps_s else None,
             resumed_from=None,

@@ -7,7 +7,6 @@ speed and memory, not the result.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -28,7 +27,7 @@ from frozencore.calibration.preserve import own_random_state, plain_passes
 from frozencore.distributed import from_first, num_ranks
 from frozencore.errors import ConfigError, DataError, TrainingError
 from frozencore.text import Progress
-from frozencore.tune.record import SelectedCheckpoint
+from frozencore.tune.record import SelectedCheckpoint, TrainedSteps
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator
 from frozencore.tune.training.callbacks import (
@@ -59,8 +58,7 @@ class TrainingReport:
     """The report of a training.
 
     Attributes:
-        num_steps: Optimizer steps, including those before a resumed checkpoint.
-        losses: The loss of each step, in nats per completion token.
+        training: The steps, including those before a resumed checkpoint.
         time_s: Wall time of this call, without scoring validation rows.
         step_s: Median seconds from one step's end to the next; None for a single step.
         resumed_from: The resumed checkpoint.
@@ -69,20 +67,13 @@ class TrainingReport:
         values_at_once: The number of values that train at the same time.
     """
 
-    num_steps: int
-    losses: tuple[float, ...]
+    training: TrainedSteps
     time_s: float
     step_s: float | None
     resumed_from: Path | None
     selected: SelectedCheckpoint | None
     state_held_bytes: int
     values_at_once: int
-
-    @property
-    def final_loss(self) -> float:
-        """The mean over the last tenth of the steps; NaN without steps."""
-        tail = self.losses[-math.ceil(len(self.losses) / 10) :]
-        return sum(tail) / len(tail) if tail else math.nan
 
 
 def train(
@@ -180,8 +171,7 @@ def train(
     if selection is not None:
         chosen = selected(selection.every, selection.num_rows, scores, monitor.paused_s, is_early=is_early)
     return TrainingReport(
-        num_steps=state.global_step,
-        losses=tuple(entry["loss"] for entry in state.log_history if "loss" in entry),
+        training=TrainedSteps.of([entry["loss"] for entry in state.log_history if "loss" in entry]),
         time_s=time.perf_counter() - start - monitor.paused_s,
         step_s=median(b - a for a, b in pairwise(monitor.step_ends)) if len(monitor.step_ends) > 1 else None,
         resumed_from=resumed_from,
