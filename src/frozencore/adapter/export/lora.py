@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from frozencore.adapter.config import FrozenCoreConfig, find_adapter
 from frozencore.adapter.export.base_model import BaseLayers, layers_of, targets_for_peft
 from frozencore.adapter.folders import read_adapter
-from frozencore.adapter.layer import base_samples_of, frozen_core_layers
+from frozencore.adapter.layer import FrozenCoreLinear, base_samples_of, frozen_core_layers
 from frozencore.adapter.saved.base_record import record_base
 from frozencore.adapter.saved.card import num_tokens, write_model_card
 from frozencore.adapter.saved.tensors import BASE, Factors
@@ -40,12 +40,17 @@ _NOT_LORA = "which no LoRA can hold. Merge the adapter into its model instead (f
 
 @dataclass(frozen=True)
 class ExportSource:
-    """P, Q, R and s by layer name, and the record of the base model."""
+    """P, Q, R and s by layer name, from a saved adapter's folder or the layers of a model."""
 
     config: FrozenCoreConfig
     factors: dict[str, Factors]
-    base_record: Mapping[str, str] | None
-    folder: Path | None
+    folder: Path | None = None
+    layers: Mapping[str, FrozenCoreLinear] | None = None
+
+    @property
+    def base_record(self) -> Mapping[str, str] | None:
+        """The record of the base model; from layers, its weights are sampled here, because few exports need it."""
+        return self.config.base_record if self.layers is None else record_base(base_samples_of(self.layers))
 
 
 @dataclass(frozen=True)
@@ -264,12 +269,11 @@ def export_source(model_or_directory: nn.Module | str | Path, adapter_name: str 
         name, config = find_adapter(model_or_directory, adapter_name)
         layers = frozen_core_layers(model_or_directory, name)
         factors = {each: Factors(*layer.factors(name), layer.frozencore_scale[name]) for each, layer in layers.items()}
-        record = record_base(base_samples_of(layers))
-        source = ExportSource(config, factors, record, None)
+        source = ExportSource(config, factors, layers=layers)
     else:
         folder = Path(model_or_directory)
         config, factors = read_adapter(folder)
-        source = ExportSource(config, factors, config.base_record, folder)
+        source = ExportSource(config, factors, folder=folder)
     if config.modules_to_save:
         raise ConfigError(f"The adapter trains whole modules too ({', '.join(config.modules_to_save)}), {_NOT_LORA}")
     if config.trainable_token_indices:
