@@ -48,6 +48,7 @@ from harness import Record, lines_of
 from tenant_rows import SEARCHED, Tenant
 
 SEED, RANK = 42, 16
+START_SEED = 1000  # of the first tenant's own start
 ROWS_A_STEP, FEWEST_STEPS, WARMUP = 8, 16, 0.1
 CALIBRATION = 64  # rows of each tenant
 RECIPE = f"{ROWS_A_STEP} rows a step, {FEWEST_STEPS} steps, warm-up {WARMUP}, calibration {CALIBRATION}"
@@ -317,17 +318,19 @@ class Study:
         rank: int,
         seed: int = SEED,
         *,
-        own_start: bool = False,
+        start_seed: int | None = None,
         factors: Updates | None = None,
     ) -> Adapters:
         """A LoRA for each job.
 
         Args:
-            own_start: Each tenant has a random start of its own.
+            start_seed: The seed of the first tenant's random start, the next one's is one higher; None is ``seed`` for
+                all.
             factors: B and A by layer from which all start.
         """
         for name, rate in jobs:
-            with self.adapted("lora", rank, 1000 + self.everyone.index(name) if own_start else seed) as model:
+            start = seed if start_seed is None else start_seed + self.everyone.index(name)
+            with self.adapted("lora", rank, start) as model:
                 put_factors(model, factors or {})
                 about = self.train_alone(model, name, rate, seed)
                 yield model, (name, rate), {**about, **bytes_of(model, shared=False)}
@@ -343,18 +346,25 @@ class Study:
             "train_loss": report.training.final_loss,
         }
 
-    def update(self, arm: str, rank: int, name: str, rate: float) -> Updates:
-        """A tenant's own adapter, ``own`` or ``lora``, with a start of its own; it is scored when it is trained."""
+    def update(self, arm: str, rank: int, name: str, rate: float, seed: int = SEED) -> Updates:
+        """A tenant's own adapter, ``own`` or ``lora``, with a start of its own; that of the first seed is scored."""
 
         def made() -> dict[str, Tensor]:
             job, factors = (name, rate), {}
-            lone = self.on_own_bases([job], rank) if arm == "own" else self.loras([job], rank, own_start=True)
-            for model, _, _ in lone:
-                self.results.add({**key(arm, rank, name), **self.score(model, name, "held-out")})
+            first = START_SEED * (1 + seed - SEED)
+            one = (
+                self.on_own_bases([job], rank, seed)
+                if arm == "own"
+                else self.loras([job], rank, seed, start_seed=first)
+            )
+            for model, _, _ in one:
+                if seed == SEED:
+                    self.results.add({**key(arm, rank, name), **self.score(model, name, "held-out")})
                 factors = factors_of(model)
             return factors
 
-        stored = self.stored(f"{arm}-{rank}/{name}", made)
+        folder = f"{arm}-{rank}" if seed == SEED else f"{arm}-{rank}-{seed}"
+        stored = self.stored(f"{folder}/{name}", made)
         return {at[:-2]: (stored[at], stored[f"{at[:-2]}.A"]) for at in stored if at.endswith(".B")}
 
 

@@ -29,8 +29,7 @@ adapter is trained with a random start of its own. ``own`` is a core of rank 16 
 LoRA. A line has the share of ‖ΔW‖² kept; one of the phase ``kept`` is the shares of a number of adapters.
 
     learned      the cores of the 16 calibrated tenants, compressed into one basis; newcomers then train on it from zero
-    compressed   the LoRAs of all tenants, compressed into one basis
-                 (first every other tenant, then all)
+    compressed   the LoRAs of all tenants, compressed into one basis (every other tenant, then all, then of more seeds)
     mean         one core for everybody on that basis: the mean
     others       the LoRAs of the 16 compressed; those of the other eight put on that basis
     trained on   a compressed core, trained for one more epoch
@@ -64,6 +63,7 @@ from tenant_study import (
     RANK,
     RECIPE,
     SEED,
+    START_SEED,
     Adapters,
     Cores,
     Job,
@@ -98,6 +98,8 @@ STARTS = ("zero", "mean", "weighted", "nearest")
 LEARNED_RATES = (2e-2, 1e-2, 4e-2)
 """Rates on a learned basis; the mean loss on the newcomers' validation rows chooses one."""
 TRAINED_ON_RATE = 5e-3
+SEEDS_KEPT = (2, 5, 10)
+"""Numbers of seeds whose LoRAs show how the share that a basis keeps falls."""
 
 
 class Sharing(Study):
@@ -230,7 +232,9 @@ class Starts(Study):
                 yield from self.cores(model, [(name, rate)], rows={name: self.part_of(name, parts)})
 
     def started_loras(self, start: str, jobs: Sequence[Job]) -> Adapters:
-        return self.loras(jobs, self.rank, own_start=True, factors=self.mean_product if start == "mean" else None)
+        return self.loras(
+            jobs, self.rank, start_seed=START_SEED, factors=self.mean_product if start == "mean" else None
+        )
 
     @cached_property
     def mean_product(self) -> Updates:
@@ -284,6 +288,12 @@ class Compressing(Study):
         small = self.trained("lora", 1, self.everyone)
         for other in self.ranks:
             self.put_on("lora 1, compressed", small, small, other)
+        kept_at, rate = SEEDS_KEPT[: 1 if self.quick else None], LORA_RATES[rank]
+        for number in range(2, kept_at[-1] + 1):
+            seed = SEED + number - 1
+            loras |= {f"{name} {seed}": self.update("lora", rank, name, rate, seed) for name in self.everyone}
+            if number in kept_at:
+                self.kept(loras, parts=(1,))
 
     def trained(self, arm: str, rank: int, names: Sequence[str]) -> dict[str, Updates]:
         """The updates of these tenants, of which those that are not there are trained and scored."""
@@ -330,9 +340,9 @@ class Compressing(Study):
 
         self.measure(arm, rank, [(name, None) for name in of], adapters)
 
-    def kept(self, sources: Mapping[str, Updates]) -> None:
-        """The share that all and half of them keep at each rank."""
-        for number in sorted({max(1, len(sources) // 2), len(sources)}):
+    def kept(self, sources: Mapping[str, Updates], parts: Sequence[int] = (2, 1)) -> None:
+        """The share that all of them, or one in ``parts``, keep at each rank."""
+        for number in sorted({max(1, len(sources) // part) for part in parts}):
             some = {name: sources[name] for name in list(sources)[:: len(sources) // number][:number]}
             for rank in self.ranks:
                 line = key("lora", rank, str(number), phase="kept")
