@@ -151,11 +151,12 @@ def bars(labels: Sequence[str], colours: Sequence[str], panels: Sequence[Panel],
 
 @dataclass(frozen=True)
 class Kind:
-    """Points of one kind, each at its bytes with a short name, joined by a line."""
+    """Points of one kind, each at its bytes with a short name, and joined by a line if they differ in their rank."""
 
     label: str
     colour: str
     places: Sequence[tuple[float, str, Point]]
+    is_joined: bool = True
 
 
 def against_bytes(rows: Sequence[Sequence[tuple[str, Sequence[Kind]]]], about: str, note: Sequence[str]) -> str:
@@ -189,7 +190,7 @@ def _plane(kinds: Sequence[Kind], x0: float, y0: float, wide: float, tall: float
         return round(y0 + tall * (high - value) / (high - low), 1)
 
     def across(x: float) -> float:
-        return round(x0 + 16 + (wide - 60) * (log10(x) - least) / (most - least), 1)
+        return round(x0 + 42 + (wide - 90) * (log10(x) - least) / (most - least), 1)
 
     yield box(x0, y0, wide, tall, "none", edge=LIGHT)
     step = next(one for one in (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10) if (high - low) / one <= 6)
@@ -208,16 +209,15 @@ def _plane(kinds: Sequence[Kind], x0: float, y0: float, wide: float, tall: float
     for kind in kinds:
         joined = []
         for x, name, point in kind.places:
-            at = across(x)
-            while any(abs(at - other) < 14 for other in taken):  # beside the points of the same bytes
-                at += 14
+            beside = (across(x) + sign * shift for shift in range(0, 200, 14) for sign in (1, -1))
+            at = next(at for at in beside if all(abs(at - other) >= 14 for other in taken))  # points of the same bytes
             taken.append(at)
             names.append((at + 7, _free(names, at + 7, height(point.value), name), name))
             joined.append((at, height(point.value)))
             yield line(at, height(point.low), at, height(point.high), kind.colour, 2)
             yield f'<circle cx="{at:g}" cy="{height(point.value):g}" r="5" fill="{kind.colour}"/>'
             yield words(*names[-1], size=11, colour=SOFT)
-        for one, other in pairwise(joined):
+        for one, other in pairwise(joined if kind.is_joined else ()):
             yield line(*one, *other, kind.colour)
 
 

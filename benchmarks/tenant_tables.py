@@ -289,7 +289,7 @@ def gains_picture(sharing: Sequence[Record], compressed: Sequence[Record], today
         for (label, colour), members in kinds.items():
             points = [(size(arm, rank), name, gain((arm, rank), measure, names)) for name, arm, rank in members]
             if here := [(x, name, point) for x, name, point in points if point is not None]:
-                yield figures.Kind(label, colour, here)
+                yield figures.Kind(label, colour, here, is_joined=all(name.startswith("r =") for _, name, _ in here))
 
     rows = [
         [
@@ -301,6 +301,7 @@ def gains_picture(sharing: Sequence[Record], compressed: Sequence[Record], today
     about = "Gains of 24 tenants and of 8 newcomers over the base model against bytes; the numbers are in the tables."
     note = [
         "Gain over the base model, higher is better; bytes of a tenant on disk, with a 24th of a basis that all share.",
+        "Points of the same bytes stand beside each other.",
         "Bars: 95 % intervals of the difference from an own basis of r = 16, which resample data sets and tenants.",
     ]
     return figures.against_bytes(rows, about, note)
