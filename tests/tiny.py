@@ -265,6 +265,15 @@ def _once(dtype: torch.dtype | None, calibrated: bool, options: str) -> PeftMode
     return _adapted(tiny_qwen2(), dtype, calibrated, json.loads(options))
 
 
+def on_two_bases(model: nn.Module, other: dict[str, object], **options: object) -> PeftModel:
+    """Adapters a and b, each on a basis of its own."""
+    model = get_peft_model(model, FrozenCoreConfig(r=3, constructor="random", **options), adapter_name="a")
+    model.add_adapter("b", FrozenCoreConfig(**{"r": 2, "constructor": "vera", **options, **other}))
+    for seed, name in enumerate("ab"):
+        train_at_random(model, name, seed=seed)
+    return model.eval()
+
+
 def on_one_basis(*names: str, place: Path | None = None, **options: object) -> PeftModel:
     """Adapters of trained cores on one basis: each with a copy, or by the name of the basis saved at ``place``."""
     model = adapted("fcca", **options)

@@ -462,9 +462,6 @@ def test_cores_that_a_bank_in_half_precision_cannot_hold_are_refused(tmp_path: P
         CoreBank(adapted("random"), 1, dtype=torch.float16).put("a", tmp_path)
 
 
-# ------------------------------------------------------------------------------------------ never calibrated
-
-
 def test_an_adapter_that_was_never_calibrated_is_named_wherever_it_comes_or_leaves(tmp_path: Path) -> None:
     def said() -> Any:
         return pytest.warns(UncalibratedWarning, match="was never calibrated: its bases are zero.*frozencore.calibrate")
