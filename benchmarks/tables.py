@@ -372,6 +372,7 @@ BLOCKS: Mapping[str, Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]]] 
         "one-rate": (one_rate, "smollm2-paper", "smollm2-seeds"),
         "smollm2-speed": (smollm2.table_of, "smollm2.json"),
         "step": (step.table_of, "step.json"),
+        "bases-newcomers": (tenant_tables.newcomers_bases_table, "compress-quality.jsonl", "sharing-quality.jsonl"),
         "smollm2-ablations": (ablations, "smollm2-ablations"),
         "smollm2-stability": (stability, "smollm2-ablations"),
     },
@@ -483,8 +484,7 @@ def rewritten(page: str, blocks: Mapping[str, str]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="Write nothing; the status is 1 where a page differs.")
-    options = parser.parse_args()
-    found: dict[Path, str] = {}
+    options, found = parser.parse_args(), dict[Path, str]()
     for page, blocks in BLOCKS.items():
         text = (ROOT / page).read_text(encoding="utf-8")
         found[ROOT / page] = rewritten(text, {name: block(*made) for name, made in blocks.items()})

@@ -194,16 +194,20 @@ def sharing_table(lines: Sequence[Record]) -> str:
 
 
 def bases_table(*files: Sequence[Record]) -> str:
-    """Shared bases beside own ones, of arms with all tenants; then beside the pooled one, for newcomers alone."""
+    """Shared bases beside own ones, of arms with all tenants."""
+    whole = {arm: of for arm, of in arms_of(*files).items() if len(of) == len(TENANTS)}
+    return groups_table(whole, {"24 tenants": [OWN, POOLED, *OTHERS]}, "values: bytes", _values_and_bytes)
+
+
+def newcomers_bases_table(*files: Sequence[Record]) -> str:
+    """Shared bases beside the pooled one, for tenants that took no part in calibration."""
     arms = arms_of(*files)
-    whole = {arm: of for arm, of in arms.items() if len(of) == len(TENANTS)}
     new = of_newcomers(arms | {("pooled", 16): arms.get(("newcomers, pooled", 16), {})})
+    return groups_table(new, {"8 newcomers": [POOLED, *OTHERS]}, "values: bytes", _values_and_bytes)
 
-    def size(of: Sequence[Record]) -> str:
-        return next((f"{line['values']:,}: {line['memory_bytes']:,}" for line in of if "values" in line), "")
 
-    both = [(whole, {"24 tenants": [OWN, POOLED, *OTHERS]}), (new, {"8 newcomers": [POOLED, *OTHERS]})]
-    return "\n".join(groups_table(some, of, "values: bytes", size) for some, of in both)
+def _values_and_bytes(of: Sequence[Record]) -> str:
+    return next((f"{line['values']:,}: {line['memory_bytes']:,}" for line in of if "values" in line), "")
 
 
 def starts_table(lines: Sequence[Record]) -> str:

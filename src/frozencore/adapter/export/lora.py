@@ -224,9 +224,9 @@ def _inferred(adapted: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, in
     found: dict[str, tuple[int, int]] = {}
     for layer in adapted:
         for name in set(_siblings(layer)) - adapted.keys():
-            twin = name.removesuffix(_last(name)) + _SAME_SHAPE.get(_last(name), "")
-            if twin in adapted:
-                found[name] = adapted[twin]
+            same_shape = name.removesuffix(_last(name)) + _SAME_SHAPE.get(_last(name), "")
+            if same_shape in adapted:
+                found[name] = adapted[same_shape]
             else:
                 unclear.append(name)
     if unclear:
