@@ -107,12 +107,16 @@ def _alternate(
     whole = torch.cat([one @ _root(other) for one, other in zip(B.split(sizes, 1), A.split(sizes, 1), strict=True)], 1)
     P = truncated_svd(whole, rank).U
     del whole
-    Q = truncated_svd(_images(A, B.mT @ P, sizes), rank).U
-    objectives = [_objective(B.mT @ P, A.mT @ Q, sizes)]
+    B_P = B.mT @ P
+    Q = truncated_svd(_images(A, B_P, sizes), rank).U
+    A_Q = A.mT @ Q
+    objectives = [_objective(B_P, A_Q, sizes)]
     for _ in range(MOST_SWEEPS):
-        P = _improved(_images(B, A.mT @ Q, sizes), P, rank, exact_width)
-        Q = _improved(_images(A, B.mT @ P, sizes), Q, rank, exact_width)
-        objectives.append(_objective(B.mT @ P, A.mT @ Q, sizes))
+        P = _improved(B, B_P, A_Q, sizes, exact_width)
+        B_P = B.mT @ P
+        Q = _improved(A, A_Q, B_P, sizes, exact_width)
+        A_Q = A.mT @ Q
+        objectives.append(_objective(B_P, A_Q, sizes))
         if objectives[-1] - objectives[-2] <= tolerance * objectives[-1]:
             break
     return P, Q, objectives
@@ -133,11 +137,18 @@ def _root(X: Float[torch.Tensor, "d k"]) -> Float[torch.Tensor, "k k"]:
     return (vectors * values.clamp_min(0).sqrt()).to(X.dtype)
 
 
-def _improved(M: torch.Tensor, X: torch.Tensor, rank: int, exact_width: int) -> torch.Tensor:
-    """An orthonormal basis for which ``‖XᵀM‖`` is not smaller: the best one, or a power step from X."""
-    if min(M.shape) <= exact_width:
-        return truncated_svd(M, rank, method="gram").U
-    return thin_qr(M @ (M.mT @ X))[0]
+def _improved(
+    F: torch.Tensor, F_X: torch.Tensor, Z: torch.Tensor, sizes: Sequence[int], exact_width: int
+) -> torch.Tensor:
+    """An orthonormal basis for which ``‖XᵀM‖`` is not smaller, M = [F_t Z_t]: the best one, or a power step from X.
+
+    The step is ``M (MᵀX) = Σ_t F_t Z_t Z_tᵀ (F_tᵀX)``: a product with F, without M.
+    """
+    rank = Z.shape[1]
+    if min(len(F), sum(min(size, rank) for size in sizes)) <= exact_width:
+        return truncated_svd(_images(F, Z, sizes), rank, method="gram").U
+    seen = torch.cat([one @ (one.mT @ own) for one, own in zip(Z.split(sizes), F_X.split(sizes), strict=True)])
+    return thin_qr(F @ seen)[0]
 
 
 def _objective(left: torch.Tensor, right: torch.Tensor, sizes: Sequence[int]) -> float:
