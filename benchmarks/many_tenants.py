@@ -1,13 +1,13 @@
 """How many tenants train at once: ``tune-many`` with 10 to 10,000 tenants of eight rows, all of them side by side.
 
     OMP_NUM_THREADS=1 python benchmarks/many_tenants.py --sizes 10 100 1000      # --quick: three tenants
-    OMP_NUM_THREADS=1 python benchmarks/many_tenants.py --sizes 1000 --model smollm2
+    OMP_NUM_THREADS=1 python benchmarks/many_tenants.py --sizes 1000 --model smollm2 --steps 1
 
 Each size runs in a process of its own on the pocket model or another, FCCA of rank 16 on a basis that is calibrated
-once on the rows of ten tenants. A tenant has eight short sums in a file of its own: seven to train on, in two steps,
-and one to score. Seconds are processor seconds of that process, so that other programs count little: in reading rows,
-training, and writing (scoring, adapter, record); the rest is the start and the base model's scores. A line is added
-to the results for each size.
+once on the rows of ten tenants. A tenant has eight short sums in a file of its own: seven to train on, all of them in
+each step, and one to score. Seconds are processor seconds of that process, so that other programs count little: in
+reading rows, training, and writing (scoring, adapter, record); the rest is the start and the base model's scores. A
+line is added to the results for each size.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from frozencore.tune.many import run as many
 from frozencore.tune.provenance import Provenance
 from harness import RESULTS, load_average, parser_of, table
 
-ROWS, CALIBRATED, STEPS = 8, 10, 2
+ROWS, CALIBRATED = 8, 10
 PARTS = ("reading", "training", "writing")
 
 
@@ -48,7 +48,7 @@ def write_tenants(folder: Path, num_tenants: int) -> None:
 
 
 def config_of(model: str, data: Path, **more: Any) -> RunConfig:
-    return make_config(model=model, data=data, epochs=STEPS, device="cpu", **more)
+    return make_config(model=model, data=data, device="cpu", **more)
 
 
 class Clock:
@@ -73,7 +73,7 @@ class Clock:
             self.enter("training")
 
 
-def measure(model: str, tenants: Path, basis: Path, out: Path) -> dict[str, Any]:
+def measure(model: str, steps: int, tenants: Path, basis: Path, out: Path) -> dict[str, Any]:
     """Train all tenants of a folder at once, in this process."""
     clock, finish, num_tenants = Clock(), many.Finisher.__call__, len(list(tenants.iterdir()))
 
@@ -84,7 +84,7 @@ def measure(model: str, tenants: Path, basis: Path, out: Path) -> dict[str, Any]
 
     many.Finisher.__call__ = timed
     started = time.perf_counter()
-    config = config_of(model, tenants, basis=str(basis))
+    config = config_of(model, tenants, basis=str(basis), epochs=steps)
     outcomes = many.execute_many(config, out, clock.progress, num_slots=num_tenants)
     clock.enter("start")
     records = [outcome for outcome in outcomes.values() if isinstance(outcome, many.TunedRecord)]
@@ -108,12 +108,14 @@ def table_of(lines: Sequence[Mapping[str, Any]]) -> str:
     for line in sorted(lines, key=lambda one: (one["model"], one["tenants"])):
         each = [f"{1e3 * line['cpu_s'][part] / line['tenants']:.1f}" for part in PARTS]
         rows.append([
-            line["model"], f"{line['tenants']:,}", f"{sum(line['cpu_s'].values()) / line['tenants']:.3f}", *each,
+            line["model"], f"{line['tenants']:,}", str(line["steps"]),
+            f"{sum(line['cpu_s'].values()) / line['tenants']:.3f}", *each,
             f"{line['peak_above_bytes'] / 1e6:,.0f} MB", f"{line['state_bytes'] / 1e6:,.1f} MB",
         ])  # fmt: skip
     head = [
         "model",
         "tenants",
+        "steps",
         "seconds a tenant",
         *(f"{part}, ms" for part in PARTS),
         "peak above the model",
@@ -126,11 +128,12 @@ def main() -> None:
     parser = parser_of(__doc__, "many_tenants", "jsonl")
     parser.add_argument("--sizes", type=int, nargs="+", default=[10, 100, 1_000, 10_000])
     parser.add_argument("--model", default="pocket", help="pocket, smollm2 or a folder.")
+    parser.add_argument("--steps", type=int, default=2, help="Optimizer steps of each tenant.")
     parser.add_argument("--one", type=Path, nargs=3, help=argparse.SUPPRESS)  # a size's own process
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.one:
-        print(json.dumps(measure(options.model, *options.one)))
+        print(json.dumps(measure(options.model, options.steps, *options.one)))
         return
     out = options.out or (None if options.quick else RESULTS / "many_tenants.jsonl")
     lines = []
@@ -143,7 +146,8 @@ def main() -> None:
         for size in [3] if options.quick else options.sizes:
             write_tenants(folder / str(size), size)
             places = [folder / str(size), folder / "shop" / "basis", folder / f"out-{size}"]
-            words = [sys.executable, __file__, "--model", options.model, "--one", *map(str, places)]
+            same = ["--model", options.model, "--steps", str(options.steps)]
+            words = [sys.executable, __file__, *same, "--one", *map(str, places)]
             done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
             found = json.loads(done.stdout.splitlines()[-1])
             here = Provenance.here("cpu").content()
