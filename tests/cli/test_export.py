@@ -68,6 +68,7 @@ def test_a_basis_model_and_its_tenant_are_two_commands_that_say_how_they_are_ser
     said = " ".join(out.split())
     assert (status, "rank 3, 2 layers" in said) == (0, True)
     assert "--enable-lora --max-lora-rank 8 --lora-target-modules core --trust-remote-code" in said
+    assert "its heads have 8 values, not one of 32, 64" in said
     assert (shop / "frozencore_basis_model.py").read_bytes() == Path(frozencore_basis_model.__file__).read_bytes()
     status, out, _ = command("export", adapter, "--to", "tenant", "--base", shop, "--out", tenant)
     assert (status, "Taken by: vLLM\n" in out, "Not taken by: SGLang, llama.cpp" in out) == (0, True, True)

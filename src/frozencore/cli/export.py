@@ -125,7 +125,7 @@ def _basis_model(
     adapter: Path, output: Path, base: str | None, dtype: str, with_code: bool, overwrite: bool
 ) -> Iterator[str]:
     from frozencore.adapter.export.basis_model import export_basis_model
-    from frozencore.adapter.export.serving import VLLM_MAX_RANKS, vllm_max_rank
+    from frozencore.adapter.export.serving import VLLM_CPU_HEADS, VLLM_MAX_RANKS, head_size, vllm_max_rank
 
     model = export_basis_model(adapter, output, base=base, dtype=dtype, with_code=with_code, overwrite=overwrite)
     low, high = min(model.ranks.values()), max(model.ranks.values())
@@ -135,7 +135,12 @@ def _basis_model(
         yield f"vLLM serves tenants of rank {VLLM_MAX_RANKS[-1]} at most; PEFT loads them all."
         return
     flags = f"--max-lora-rank {admitted} --lora-target-modules core{' --trust-remote-code' if with_code else ''}"
-    yield f"vLLM: vllm serve {model.directory} --enable-lora {flags}"
+    yield f"vLLM: python -m vllm.entrypoints.openai.api_server --model {model.directory} --enable-lora {flags}"
+    if not with_code:
+        yield "  with VLLM_PLUGINS=lora_filesystem_resolver,frozencore_basis_model (docs/many-tenants.md)"
+    if (size := head_size(model.directory)) not in (None, *VLLM_CPU_HEADS):
+        known = ", ".join(map(str, VLLM_CPU_HEADS))
+        yield f"vLLM's CPU build refuses requests to this model: its heads have {size} values, not one of {known}."
     yield f"Tenants: frozencore export ADAPTER --to tenant --base {model.directory} --out TENANT"
 
 

