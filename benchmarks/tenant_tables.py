@@ -182,15 +182,14 @@ def of_newcomers(arms: Mapping[Arm, Lines]) -> dict[Arm, Lines]:
     return {arm: {name: own for name, own in of.items() if not TENANTS[name].calibrated} for arm, of in arms.items()}
 
 
-def sharing_table(lines: Sequence[Record]) -> str:
-    """Own and shared bases and LoRAs for all tenants, then for those that took no part in calibration."""
+def sharing_table(who: str, lines: Sequence[Record]) -> str:
+    """Own and shared bases and LoRAs for ``all`` tenants, or for ``newcomers``, which took no part in calibration."""
     arms = arms_of(lines)
 
     def size(of: Sequence[Record]) -> str:
         return f"{len({line['seed'] for line in of})}: {of[0]['disk_bytes']:,}" if "disk_bytes" in of[0] else ""
 
-    both = {"all": arms, "newcomers": of_newcomers(arms)}
-    return "\n".join(groups_table(of, {who: SHARING}, "seeds: bytes on disk", size) for who, of in both.items())
+    return groups_table(arms if who == "all" else of_newcomers(arms), {who: SHARING}, "seeds: bytes on disk", size)
 
 
 def bases_table(*files: Sequence[Record]) -> str:
