@@ -208,7 +208,7 @@ def test_a_trainer_takes_every_quantised_base(folder: Path, quantiser: str) -> N
     before = fingerprint_model(model)
     rows = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(draw_examples(8, seed=5))]
     recipe = Recipe(learning_rate=5e-2, warmup=0.0, epochs=5, batch_size=8, accumulation=1)
-    losses = train_by_recipe(model, rows, recipe, pad_id=0).losses
+    losses = train_by_recipe(model, rows, recipe, pad_id=0).training.losses
     assert losses[-1] < 0.9 * losses[0]
     assert fingerprint_model(model) == before
     assert not getattr(model.get_base_model(), "_hf_peft_config_loaded", False)

@@ -445,7 +445,7 @@ def test_what_the_configuration_names_may_train(options: dict) -> None:
     own = require_own_parameters(model)
     assert sum(parameter.numel() for parameter in own) == values_at_once(model)
     assert (len(own) > 8) == bool(options)
-    assert train(model, ROWS, RECIPE, pad_id=0).num_steps == 2
+    assert train(model, ROWS, RECIPE, pad_id=0).training.num_steps == 2
 
 
 def test_a_second_adapter_trains_alone_once_it_is_the_active_one() -> None:

@@ -46,7 +46,7 @@ def test_the_trained_core_does_not_depend_on_the_batch_size() -> None:
             learning_rate=1e-2, warmup=0.0, epochs=2, batch_size=batch_size, accumulation=8 // batch_size,
             overhead_tokens=overhead_tokens,
         )  # fmt: skip
-        losses = train(model, ROWS, recipe, pad_id=0).losses
+        losses = train(model, ROWS, recipe, pad_id=0).training.losses
         found.append((losses, [p.detach() for p in model.parameters() if p.requires_grad]))
     for losses, values in found[1:]:
         assert losses == pytest.approx(found[0][0], rel=1e-5)
@@ -61,6 +61,6 @@ def test_a_router_adds_nothing_to_the_rows_loss_and_does_not_end_a_generation(en
         model = adapted("random", model=experts(switched), target_modules=["o_proj"])
         answers = generate_greedily(model, contexts, encoder=encoder, max_new_tokens=4)
         recipe = Recipe(learning_rate=1e-2, warmup=0.0, batch_size=4, accumulation=2)
-        both.append((answers, train(model, ROWS, recipe, pad_id=0).losses))
+        both.append((answers, train(model, ROWS, recipe, pad_id=0).training.losses))
         assert model.config.output_router_logits is switched
     assert both[0] == both[1]
