@@ -227,6 +227,7 @@ MODELS = {
 }  # fmt: skip
 MEASURE = """
 import json, sys, torch, accelerate, datasets, peft
+from pathlib import Path
 from frozencore.tune.config import make_config
 from frozencore.tune.cost import _status, estimate_bytes, outline_of
 from frozencore.tune.load import resolve_targets
@@ -234,7 +235,7 @@ from frozencore.tune.run import execute
 config = make_config(**json.loads(sys.argv[1]))
 torch.randn(64, 64).requires_grad_().mm(torch.randn(64, 64)).sum().backward()
 before = _status("VmRSS")
-record = execute(config, sys.argv[2], lambda *_: None)
+record = execute(config, Path(sys.argv[2]), lambda *_: None)
 base = outline_of(config.model)
 targets = resolve_targets(config.method, base.model)
 print(record.peak_memory_bytes - before, estimate_bytes(config.method, base.model, targets, 8, int(sys.argv[3])))
