@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 from math import ceil, floor, log10
 from xml.sax.saxutils import escape
 
@@ -151,7 +151,7 @@ def bars(labels: Sequence[str], colours: Sequence[str], panels: Sequence[Panel],
 
 @dataclass(frozen=True)
 class Kind:
-    """Points of one kind, each at its bytes with a short name, and joined by a line if they differ in their rank."""
+    """Points of one kind, each at its bytes with a short name; one arm at several ranks is joined by a line."""
 
     label: str
     colour: str
@@ -209,7 +209,7 @@ def _plane(kinds: Sequence[Kind], x0: float, y0: float, wide: float, tall: float
     for kind in kinds:
         joined = []
         for x, name, point in kind.places:
-            beside = (across(x) + sign * shift for shift in range(0, 200, 14) for sign in (1, -1))
+            beside = (across(x) + sign * shift for shift in count(0, 14) for sign in (1, -1))
             at = next(at for at in beside if all(abs(at - other) >= 14 for other in taken))  # points of the same bytes
             taken.append(at)
             names.append((at + 7, _free(names, at + 7, height(point.value), name), name))

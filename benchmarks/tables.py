@@ -171,14 +171,16 @@ def of_task(methods: Mapping[str, Runs]) -> str:
     return beside("method", methods, fcca, columns, ["base model", "", "", *before, "", "", ""])
 
 
-def forgetting(first: Runs, shapes: Runs) -> str:
-    """Loss against forgetting: LoRA of rank 1 at its searched rate and at smaller ones, beside FCCA, at three seeds."""
-    found = grouped([*first, *shapes], named)
-    methods = {"FCCA": grouped(shapes, named)["FCCA"]}
-    for name in ("LoRA, r = 1", "LoRA, r = 1, all linear layers"):
+def at_rates(names: Sequence[str], first: Runs, other: Runs) -> str:
+    """Loss against forgetting: methods at the rates of two campaigns, at the first one's seeds, beside FCCA."""
+    seeds = {run.seed for run in first}
+    found = grouped([*first, *(run for run in other if run.seed in seeds)], named)
+    methods: dict[str, Runs] = {}
+    for name in ("FCCA", *names):
         by_rate = grouped(found[name], lambda run: rate([run]))
         methods |= {f"{name}, {one}": by_rate[one] for one in sorted(by_rate, key=float)}
-    return of_task(by_loss(methods))
+    reference = next(iter(methods))  # FCCA at its lowest rate
+    return of_task(by_loss({"FCCA": methods.pop(reference), **methods}))
 
 
 def as_core(name: str) -> str:
@@ -336,6 +338,7 @@ def bold(text: str, is_apart: bool) -> str:
     return f"**{text}**" if is_apart else text
 
 
+LORA_1 = ("LoRA, r = 1", "LoRA, r = 1, all linear layers")
 BLOCKS: Mapping[str, Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]]] = {
     "README.md": {
         "at-a-glance": (
@@ -350,7 +353,7 @@ BLOCKS: Mapping[str, Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]]] 
         "seeds-sst2": (partial(in_order, by_loss), "smollm2-seeds"),
         "seeds-hellaswag": (partial(in_order, by_loss), "smollm2-endings"),
         "equal-values": (at_equal_values, "smollm2-values"),
-        "forgetting": (forgetting, "smollm2-forgetting-first", "smollm2-values"),
+        "forgetting": (partial(at_rates, LORA_1), "smollm2-forgetting-first", "smollm2-values"),
         "outliers": (outliers, "outliers"),
         "calibration": (calibration.table_of, "calibration.json"),
     },
@@ -370,7 +373,7 @@ BLOCKS: Mapping[str, Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]]] 
         "many-training": (many_training.table_of, "many_training.json"),
         "values": (partial(in_order, by_values), "smollm2-values"),
         "one-rate": (one_rate, "smollm2-paper", "smollm2-seeds"),
-        "low-rates": (partial(in_order, by_loss), "smollm2-low-rates"),
+        "low-rates": (partial(at_rates, ("LoRA, r = 1", "LoRA, r = 16")), "smollm2-low-rates", "smollm2-seeds"),
         "smollm2-speed": (smollm2.table_of, "smollm2.json"),
         "step": (step.table_of, "step.json"),
         "tenants-newcomers": (partial(tenant_tables.sharing_table, "newcomers"), "tenants-quality.jsonl"),

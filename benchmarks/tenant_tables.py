@@ -292,7 +292,7 @@ def gains_picture(sharing: Sequence[Record], compressed: Sequence[Record], today
         for (label, colour), members in kinds.items():
             points = [(size(arm, rank), name, gain((arm, rank), measure, names)) for name, arm, rank in members]
             if here := [(x, name, point) for x, name, point in points if point is not None]:
-                yield figures.Kind(label, colour, here, is_joined=all(name.startswith("r =") for _, name, _ in here))
+                yield figures.Kind(label, colour, here, is_joined=len({arm for _, arm, _ in members}) == 1)
 
     rows = [
         [
