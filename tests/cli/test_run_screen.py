@@ -69,6 +69,10 @@ def kept(step: int, *scores: dict[str, float], **values: Any) -> dict[str, Any]:
     return {"selection": {"every": "epoch", "rows": 70, "kept_step": step, **scored, **values}}
 
 
+CALIBRATION = {
+    "collect_s": 0.5, "build_s": 0.1, "num_layers": 4, "num_tokens": 900, "smallest_effective_rank": 8,
+    "median_spread": {"input_spread": 3.0},
+}  # fmt: skip
 FALLING, FLAT = [4.0 * 0.9**step for step in range(40)], [4.0 * 0.5**step + 0.3 for step in range(40)]
 SWINGING = [0.3 + 0.25 * (-1) ** step - 0.001 * step for step in range(40)]
 SCORES = [{"step": 88, "held_out_loss": 0.5, "accuracy": 0.75}, {"step": 176, "held_out_loss": 0.4, "accuracy": 0.7}]
@@ -87,6 +91,8 @@ SHOWN = [
     (resolved(), ["262 steps of 8 rows, 1 at a time; learning rate 0.01, warm-up 0.1"], []),
     (resolved(learning_rate=2e-4), ["learning rate 0.0002"], []),
     (resolved(), ["36,864 trained values", "442.4 KB of state held", "saved in 29.6 MB"], ["Kept step"]),
+    ({}, ["layers added in "], ["calibration"]),
+    ({"calibration": CALIBRATION}, ["calibration "], ["layers added"]),
     (kept(88, *SCORES, by="accuracy"), ["Kept step 88 of 262: accuracy 75.0 % on 70", "the best of 2 scores"], []),
     (kept(262, {"step": 262, "held_out_loss": 0.25}), ["Kept step 262 of 262: loss 0.250 on 70"], []),
     (kept(262, rows=0), ["no validation rows", "the last of 262 steps is kept"], []),

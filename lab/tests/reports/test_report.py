@@ -125,6 +125,13 @@ def test_the_page_is_well_formed_loads_nothing_and_escapes_what_it_is_told(repor
     assert "<nan>" not in page
 
 
+def test_no_two_tables_of_a_study_have_one_title_and_the_page_names_each(report, sample):
+    for section in campaign_document(sample).sections:
+        titles = [table.sheet.title for table in section.tables]
+        assert len(titles) == len(set(titles))
+    assert "<h3></h3>" not in (report / "index.html").read_text()
+
+
 def test_what_a_search_chose_is_shown_with_every_trial_and_marked_at_an_end(study):
     yaml = """
   a:

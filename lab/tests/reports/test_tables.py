@@ -397,7 +397,7 @@ def test_latex_and_markdown_are_escaped_and_keep_their_columns(budget):
     assert text.count(r"\midrule") == 2
     assert text.count("{") - text.count("}") == text.count(r"\{") - text.count(r"\}") == 0
     text = markdown(sheet_of(budget(yaml=BUDGET.replace("Matched budget", '"a | b *c* <d>"'))))
-    assert r"**a \| b \*c\* \<d\>**" in text
+    assert r"**a \| b \*c\* \<d\>: accuracy, %**" in text
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     assert {line.count("|") for line in rows} == {5}
     assert "| **79.7 ± 1.5** |" in rows[2]

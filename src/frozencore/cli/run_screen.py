@@ -269,9 +269,14 @@ def _cost(record: TunedRecord) -> Iterator[str]:
         f"saved in {bytes_in_words(record.saved_bytes)}, the base model has {bytes_in_words(record.model_bytes)}"
     )
     yield (
-        f"calibration {record.calibration_s:.1f} s, training {record.training_s:.1f} s, "
+        f"{of_setup(record)}, training {record.training_s:.1f} s, "
         f"peak memory {bytes_in_words(record.peak_memory_bytes)}"
     )
+
+
+def of_setup(record: TunedRecord) -> str:
+    """The time before training: a basis that was read, and LoRA, need no calibration."""
+    return f"{'calibration' if record.calibration else 'layers added in'} {record.calibration_s:.1f} s"
 
 
 def sample_lines(file: Path) -> Iterator[RenderableType]:

@@ -181,13 +181,13 @@ def _summary(records: Mapping[str, TunedRecord], failures: Mapping[str, Failure]
     cells += [(name, "", "", "", failure.reason, "") for name, failure in failures.items()]
     lines = [Text(f"{name}: {failure.message}") for name, failure in failures.items()]
     if records:
-        from frozencore.cli.run_screen import of_start
+        from frozencore.cli.run_screen import of_setup, of_start
 
         first, *_ = records.values()
         lines += map(Text, of_start(first))
         lines.append(
             Text(
-                f"{first.values_at_once:,} trained values each; calibration {first.calibration_s:.1f} s, "
+                f"{first.values_at_once:,} trained values each; {of_setup(first)}, "
                 f"training {sum(record.training_s for record in records.values()):.1f} s together, "
                 f"peak memory {bytes_in_words(max(record.peak_memory_bytes for record in records.values()))}"
             )

@@ -30,7 +30,6 @@ from frozencore_lab.reports.sheet import (
     missing,
     number,
     rich_table,
-    sentence,
     signed,
     without_apostrophe,
 )
@@ -296,14 +295,13 @@ def differences_sheet(pivot: Pivot, name: str) -> Sheet | None:
         return None
     reference = pivot.column_name(pivot.reference)
     note = (
-        f"{sentence(pivot.measure.title)}: each column less {reference}, paired by seed; bootstrap over "
+        f"Each column less {reference}, paired by seed; bootstrap over "
         f"{' or '.join(sorted(over))}, with Student's t for few seeds; Holm over the columns of a line's row."
     )
     if "seeds" in over:
         note += " Scores that a record does not hold by row are compared over seeds alone."
-    return Sheet.of(
-        name, f"{pivot.title}: differences from {reference}", note, lines, num_labels=len(pivot.row_axes) + 1
-    )
+    title = f"{pivot.title}: differences from {reference} ({pivot.measure.title})"
+    return Sheet.of(name, title, note, lines, num_labels=len(pivot.row_axes) + 1)
 
 
 def family_sheet(comparison: Comparison, *, decimals: int = 2) -> Sheet | None:

@@ -180,8 +180,8 @@ def _pivot_tables(pivot: Pivot, name: str) -> Iterator[Table]:
     if comparison is not None:
         yield Table(
             comparison_sheet(
-                comparison, name=f"{name}-significance", title=f"{pivot.title}: significance", note=remark,
-                decimals=pivot.measure.decimals + 1, names=names_of(pivot),
+                comparison, name=f"{name}-significance", title=f"{pivot.title}: significance ({pivot.measure.title})",
+                note=remark, decimals=pivot.measure.decimals + 1, names=names_of(pivot),
             )
         )  # fmt: skip
 
@@ -262,7 +262,7 @@ def document_page(document: Document, figures: Path) -> str:
     """The page's HTML, with the pictures of a folder of figures."""
     records = {run.run_id: run.record for run in document.runs if run.record is not None}.values()
     return TEMPLATES.get_template("page.html").render(
-        document=document, count_runs=count_runs, heading=_heading, caption=_caption,
+        document=document, count_runs=count_runs, caption=_caption,
         source_counts=sorted(Counter(_source(record.provenance) for record in records).items()), classes=_classes,
         sort_value=lambda cell: "" if cell.value is None else str(cell.value).replace("inf", "Infinity"),
         protocol_yaml=protocol_yaml, few_columns=FEW_COLUMNS,
@@ -270,17 +270,8 @@ def document_page(document: Document, figures: Path) -> str:
     )  # fmt: skip
 
 
-def _heading(section: Section, table: Table) -> tuple[str, str]:
-    """A table's heading and note. The heading leaves out the section's title; if nothing is left it is the measure."""
-    sheet = table.sheet
-    rest = _caption(section, sheet.title)
-    if rest:
-        return rest, sheet.note
-    heading, _, note = sheet.note.partition("; ")
-    return heading, sentence(note)
-
-
 def _caption(section: Section, text: str) -> str:
+    """The title of a table or figure without its section's."""
     return sentence(text.removeprefix(section.title).lstrip(",: "))
 
 

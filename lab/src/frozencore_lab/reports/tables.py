@@ -74,7 +74,9 @@ def pivot_sheet(pivot: Pivot, name: str) -> Sheet:
     ]
     headings = (*map(axis_name, pivot.row_axes), *map(pivot.column_name, pivot.columns), *beside)
     note = _note(pivot, differs=any("Δ" in name or "−" in name for name in (*beside, *below)))
-    return Sheet(name, pivot.title, note, headings, tuple(rows), tuple(foot), len(pivot.row_axes))
+    return Sheet(
+        name, f"{pivot.title}: {pivot.measure.title}", note, headings, tuple(rows), tuple(foot), len(pivot.row_axes)
+    )
 
 
 def _differences_by_task(pivot: Pivot, *, turned: bool) -> Extra:
@@ -141,7 +143,7 @@ def _note(pivot: Pivot, *, differs: bool) -> str:
     seeds, measure = pivot.study.study.axes["seed"], pivot.measure
     shown = f"mean ± sample standard deviation over {len(seeds)} seeds" if len(seeds) > 1 else f"seed {seeds[0]}"
     better = f"; {measure.better} is better" if measure.ranked else ""
-    found = [f"{sentence(measure.title)}; {shown}{better}."]
+    found = [f"{sentence(shown)}{better}."]
     if differs:
         found.append("Differences are of unrounded means: the value less the reference's.")
     runs = [run for cell in pivot.cells.values() for run in cell.runs]
@@ -184,11 +186,9 @@ def best_sheet(pivot: Pivot, name: str) -> Sheet:
         line["best"] = missing("no column is whole") if best is None else pivot_cell(pivot, row, best)
         line["at"] = SheetCell("") if best is None else label(pivot.column_name(best))
         lines.append(line | {"outcome": label("; ".join(_outcomes(pivot, row, best)) or "all runs trained")})
-    note = (
-        f"{sentence(pivot.measure.title)}; the best mean over {len(pivot.columns)} values of {over}, and how all their "
-        "runs ended."
-    )
-    return Sheet.of(name, f"{pivot.title}: the best of {over}", note, lines, num_labels=len(pivot.row_axes))
+    title = f"{pivot.title}: the best of {over} ({pivot.measure.title})"
+    note = f"The best mean over {len(pivot.columns)} values of {over}, and how all their runs ended."
+    return Sheet.of(name, title, note, lines, num_labels=len(pivot.row_axes))
 
 
 def _outcomes(pivot: Pivot, row: Key, best: Key | None) -> Iterator[str]:
