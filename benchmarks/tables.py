@@ -338,6 +338,7 @@ def bold(text: str, is_apart: bool) -> str:
     return f"**{text}**" if is_apart else text
 
 
+TENANTS = ("tenants-quality.jsonl", "compress-quality.jsonl", "sharing-quality.jsonl")
 LORA_1 = ("LoRA, r = 1", "LoRA, r = 1, all linear layers")
 BLOCKS: Mapping[str, Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]]] = {
     "README.md": {
@@ -360,7 +361,7 @@ BLOCKS: Mapping[str, Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]]] 
     "docs/many-tenants.md": {
         "tenants": (partial(tenant_tables.sharing_table, "all"), "tenants-quality.jsonl"),
         "tenants-keep": (tenants.keep_table, "tenants.json"),
-        "bases": (tenant_tables.bases_table, "compress-quality.jsonl", "sharing-quality.jsonl"),
+        "bases": (partial(tenant_tables.bases_table, "all"), *TENANTS[1:]),
         "starts": (tenant_tables.starts_table, "sharing-quality.jsonl"),
         "compress": (tenant_tables.compress_table, "compress-quality.jsonl"),
         "compress-kept": (tenant_tables.kept_table, "compress-quality.jsonl"),
@@ -377,7 +378,11 @@ BLOCKS: Mapping[str, Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]]] 
         "smollm2-speed": (smollm2.table_of, "smollm2.json"),
         "step": (step.table_of, "step.json"),
         "tenants-newcomers": (partial(tenant_tables.sharing_table, "newcomers"), "tenants-quality.jsonl"),
-        "bases-newcomers": (tenant_tables.newcomers_bases_table, "compress-quality.jsonl", "sharing-quality.jsonl"),
+        "bases-newcomers": (
+            partial(tenant_tables.bases_table, "newcomers"),
+            "compress-quality.jsonl",
+            "sharing-quality.jsonl",
+        ),  # fmt: skip
         "smollm2-ablations": (ablations, "smollm2-ablations"),
         "smollm2-stability": (stability, "smollm2-ablations"),
     },
@@ -435,10 +440,8 @@ def of_shapes(runs: Runs) -> str:
 
 
 def of_serving(in_vllm: Mapping[str, Any]) -> str:
-    rates, slots = (
-        served.rates_of(in_vllm),
-        {name: 1e9 // one["slot_bytes"] for name, one in in_vllm["adapter"].items()},
-    )
+    rates = served.rates_of(in_vllm)
+    slots = {name: 1e9 // one["slot_bytes"] for name, one in in_vllm["adapter"].items()}
     bars = {
         served.BASIS: ("cores on a basis model", figures.ORANGE), served.LORA_1: ("LoRAs, r = 1", figures.NAVY),
         served.LORA: ("LoRAs, r = 16", figures.NAVY), served.BASE: ("base model alone", figures.GREY),
@@ -462,7 +465,7 @@ PICTURES: Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]] = {
         "tenants-quality.jsonl",
         "compress-quality.jsonl",
         "sharing-quality.jsonl",
-    ),
+    ),  # fmt: skip
     "served": (of_serving, "served.json"),
 }
 """The pictures of docs/figures that show results; the diagrams idea and calibration there are drawn by hand."""

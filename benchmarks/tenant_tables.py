@@ -192,17 +192,16 @@ def sharing_table(who: str, lines: Sequence[Record]) -> str:
     return groups_table(arms if who == "all" else of_newcomers(arms), {who: SHARING}, "seeds: bytes on disk", size)
 
 
-def bases_table(*files: Sequence[Record]) -> str:
-    """Shared bases beside own ones, of arms with all tenants."""
-    whole = {arm: of for arm, of in arms_of(*files).items() if len(of) == len(TENANTS)}
-    return groups_table(whole, {"24 tenants": [OWN, POOLED, *OTHERS]}, "values: bytes", _values_and_bytes)
-
-
-def newcomers_bases_table(*files: Sequence[Record]) -> str:
-    """Shared bases beside the pooled one, for tenants that took no part in calibration."""
+def bases_table(who: str, *files: Sequence[Record]) -> str:
+    """Shared bases for ``all`` tenants, beside own ones, or for ``newcomers``, beside the pooled one."""
     arms = arms_of(*files)
-    new = of_newcomers(arms | {("pooled", 16): arms.get(("newcomers, pooled", 16), {})})
-    return groups_table(new, {"8 newcomers": [POOLED, *OTHERS]}, "values: bytes", _values_and_bytes)
+    if who == "newcomers":
+        arms = of_newcomers(arms | {("pooled", 16): arms.get(("newcomers, pooled", 16), {})})
+        group, members = "8 newcomers", [POOLED, *OTHERS]
+    else:
+        arms = {arm: of for arm, of in arms.items() if len(of) == len(TENANTS)}
+        group, members = "24 tenants", [OWN, POOLED, *OTHERS]
+    return groups_table(arms, {group: members}, "values: bytes", _values_and_bytes)
 
 
 def _values_and_bytes(of: Sequence[Record]) -> str:
