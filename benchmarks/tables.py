@@ -341,15 +341,7 @@ def bold(text: str, is_apart: bool) -> str:
 TENANTS = ("tenants-quality.jsonl", "compress-quality.jsonl", "sharing-quality.jsonl")
 LORA_1 = ("LoRA, r = 1", "LoRA, r = 1, all linear layers")
 BLOCKS: Mapping[str, Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]]] = {
-    "README.md": {
-        "at-a-glance": (
-            at_a_glance,
-            "tenants-quality.jsonl",
-            "compress-quality.jsonl",
-            "smollm2-endings",
-            "served.json",
-        )
-    },
+    "README.md": {"at-a-glance": (at_a_glance, *TENANTS[:2], "smollm2-endings", "served.json")},
     "docs/results.md": {
         "seeds-sst2": (partial(in_order, by_loss), "smollm2-seeds"),
         "seeds-hellaswag": (partial(in_order, by_loss), "smollm2-endings"),
@@ -378,11 +370,7 @@ BLOCKS: Mapping[str, Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]]] 
         "smollm2-speed": (smollm2.table_of, "smollm2.json"),
         "step": (step.table_of, "step.json"),
         "tenants-newcomers": (partial(tenant_tables.sharing_table, "newcomers"), "tenants-quality.jsonl"),
-        "bases-newcomers": (
-            partial(tenant_tables.bases_table, "newcomers"),
-            "compress-quality.jsonl",
-            "sharing-quality.jsonl",
-        ),  # fmt: skip
+        "bases-newcomers": (partial(tenant_tables.bases_table, "newcomers"), *TENANTS[1:]),
         "smollm2-ablations": (ablations, "smollm2-ablations"),
         "smollm2-stability": (stability, "smollm2-ablations"),
     },
@@ -460,12 +448,7 @@ def of_serving(in_vllm: Mapping[str, Any]) -> str:
 PICTURES: Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]] = {
     "smollm2": (of_losses, "smollm2-seeds", "smollm2-endings"),
     "values": (of_shapes, "smollm2-values"),
-    "tenants": (
-        tenant_tables.gains_picture,
-        "tenants-quality.jsonl",
-        "compress-quality.jsonl",
-        "sharing-quality.jsonl",
-    ),  # fmt: skip
+    "tenants": (tenant_tables.gains_picture, *TENANTS),
     "served": (of_serving, "served.json"),
 }
 """The pictures of docs/figures that show results; the diagrams idea and calibration there are drawn by hand."""
