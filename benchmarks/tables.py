@@ -355,7 +355,7 @@ BLOCKS: Mapping[str, Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]]] 
         "tenants-keep": (tenants.keep_table, "tenants.json"),
         "bases": (partial(tenant_tables.bases_table, "all"), *TENANTS[1:]),
         "starts": (tenant_tables.starts_table, "sharing-quality.jsonl"),
-        "compress": (tenant_tables.compress_table, "compress-quality.jsonl"),
+        "compress": (partial(tenant_tables.compress_table, tenant_tables.COMPRESSED), "compress-quality.jsonl"),
         "compress-kept": (tenant_tables.kept_table, "compress-quality.jsonl"),
         "many-tenants": (many_tenants.table_of, "many_tenants.jsonl"),
     },

@@ -347,11 +347,14 @@ class Study:
         }
 
     def update(self, arm: str, rank: int, name: str, rate: float, seed: int = SEED) -> Updates:
-        """A tenant's own adapter, ``own`` or ``lora``, with a start of its own; that of the first seed is scored."""
+        """A tenant's own adapter, ``own`` or ``lora``; that of the first seed is scored.
+
+        Each tenant has a random start of its own, but with ``lora, one seed`` all have the same.
+        """
 
         def made() -> dict[str, Tensor]:
             job, factors = (name, rate), {}
-            first = START_SEED * (1 + seed - SEED)
+            first = None if arm.endswith("one seed") else START_SEED * (1 + seed - SEED)
             one = (
                 self.on_own_bases([job], rank, seed)
                 if arm == "own"

@@ -175,6 +175,13 @@ COMPRESSED: Groups = {
         *((f"compressed, r = {rank}", "lora 1, compressed", rank) for rank in (16, 32, 64)),
     ],
 }
+ONE_SEED: Groups = {
+    f"LoRAs of r = {own}, all from one random start": [
+        ("the LoRA", "lora, one seed", own),
+        *((f"compressed, r = {rank}", f"lora of rank {own}, one seed, compressed", rank) for rank in (16, 32, 64)),
+    ]
+    for own in (16, 1)
+}
 
 
 def of_newcomers(arms: Mapping[Arm, Lines]) -> dict[Arm, Lines]:
@@ -212,14 +219,14 @@ def starts_table(lines: Sequence[Record]) -> str:
     return groups_table(arms_of(lines), STARTED, "learning rate", lambda of: f"{of[0]['learning_rate']:g}")
 
 
-def compress_table(lines: Sequence[Record]) -> str:
+def compress_table(groups: Groups, lines: Sequence[Record]) -> str:
     """Every group, with the shares kept."""
 
     def kept(own: Sequence[Record]) -> str:
         shares = [line["kept"] for line in own if "kept" in line]
         return f"{fmean(shares):.0%} ({min(shares):.0%} to {max(shares):.0%})" if shares else ""
 
-    return groups_table(arms_of(lines), COMPRESSED, "share kept", kept)
+    return groups_table(arms_of(lines), groups, "share kept", kept)
 
 
 def kept_table(lines: Sequence[Record]) -> str:

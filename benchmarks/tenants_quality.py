@@ -25,8 +25,9 @@ rank 16 start as usual, or from the mean of the products of the 16, cut to rank 
 validation rows chooses among the rates.
 
 ``compress``: what do adapters lose in one basis of them all, and is such a basis good for newcomers? Every tenant's
-adapter is trained with a random start of its own. ``own`` is a core of rank 16 on the tenant's own basis, ``lora`` a
-LoRA. A line has the share of ‖ΔW‖² kept; one of the phase ``kept`` is the shares of a number of adapters.
+adapter is trained with a random start of its own, or (``one seed``) all with the same. ``own`` is a core of rank 16 on
+the tenant's own basis, ``lora`` a LoRA. A line has the share of ‖ΔW‖² kept; one of the phase ``kept`` is the shares of
+a number of adapters.
 
     learned      the cores of the 16 calibrated tenants, compressed into one basis; newcomers then train on it from zero
     compressed   the LoRAs of all tenants, compressed into one basis (every other tenant, then all, then of more seeds)
@@ -288,6 +289,10 @@ class Compressing(Study):
         small = self.trained("lora", 1, self.everyone)
         for other in self.ranks:
             self.put_on("lora 1, compressed", small, small, other)
+        for other in (rank, 1):
+            same = self.trained("lora, one seed", other, self.everyone)
+            for cut in self.ranks:
+                self.put_on(f"lora of rank {other}, one seed, compressed", same, same, cut)
         kept_at, rate = SEEDS_KEPT[: 1 if self.quick else None], LORA_RATES[rank]
         for number in range(2, kept_at[-1] + 1):
             seed = SEED + number - 1
