@@ -286,7 +286,7 @@ def private(lines: Runs) -> str:
         scores = ([[line[key] for line in of] for key in ("accuracy", "loss")] for of in runs)
         cells = (f"{spread(right, 1, 100)} / {spread(losses, 3)}" for right, losses in scores)
         rows.append([name, f"{runs[0][0]['values']:,}", *cells])
-    return table(["SST-2: accuracy, % / loss", "values", "not private", "ε = 8", "ε = 3", "ε = 1"], rows)
+    return table(["fragment of SST-2: accuracy, % / loss", "values", "not private", "ε = 8", "ε = 3", "ε = 1"], rows)
 
 
 def at_a_glance(sharing: Runs, compressed: Runs, of_endings: Runs, in_vllm: Mapping[str, Any]) -> str:
