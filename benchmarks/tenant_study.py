@@ -74,7 +74,7 @@ class Results:
     """The lines of a file, one for each measurement; one that is there need not be made again.
 
     Args:
-        common: Fields of every line that is added; those of the file must have the same, but for the commit.
+        common: Fields of every line that is added; those of the file must have the same, but for commit and device.
     """
 
     def __init__(self, file: Path, common: Record) -> None:
@@ -82,7 +82,7 @@ class Results:
         self.found: dict[tuple[Any, ...], Record] = {}
         for line in lines_of(file) if file.exists() else ():
             for name, value in common.items():
-                if name != "commit" and line.get(name) != value:
+                if name not in ("commit", "device") and line.get(name) != value:
                     raise SystemExit(f"{file} was measured with other {name}. Give another --out.")
             self.found[self._named(line)] = line
 

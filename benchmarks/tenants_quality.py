@@ -404,6 +404,7 @@ def main() -> None:
         "model": fingerprint_model(model)[:16],
         "dtype": dtype,
         "commit": where["commit"][:12] if where["commit"] else None,
+        "device": where["device"],
         "rows": sha256(dumps(manifest_of(tenants)).encode()).hexdigest()[:16],
         "recipe": RECIPE,
     }
