@@ -6,7 +6,7 @@ can be read on a light and on a dark page. One colour a method: cores orange, Lo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
 from math import ceil, floor, log10
@@ -22,9 +22,9 @@ __all__ = [
     "Kind",
     "Panel",
     "Point",
-    "against_bytes",
     "bars",
     "chart",
+    "planes",
 ]
 
 INK, LIGHT, SOFT = BLACK, "#dddddd", "#666666"  # words, a fill, words that explain
@@ -151,7 +151,7 @@ def bars(labels: Sequence[str], colours: Sequence[str], panels: Sequence[Panel],
 
 @dataclass(frozen=True)
 class Kind:
-    """Points of one kind, each at its bytes with a short name; one arm at several ranks is joined by a line."""
+    """Points of one kind, each at its abscissa with a short name; one arm at several ranks or rates is joined."""
 
     label: str
     colour: str
@@ -159,15 +159,21 @@ class Kind:
     is_joined: bool = True
 
 
-def against_bytes(rows: Sequence[Sequence[tuple[str, Sequence[Kind]]]], about: str, note: Sequence[str]) -> str:
-    """Panels (heading, kinds) in rows: values over bytes, whose axis is logarithmic; kinds keep their colours."""
+def planes(
+    rows: Sequence[Sequence[tuple[str, Sequence[Kind]]]], about: str, note: Sequence[str], *, of_bytes: bool
+) -> str:
+    """Panels (heading, kinds) in rows; kinds keep their colours.
+
+    Args:
+        of_bytes: The abscissa is bytes, on a logarithmic axis, where points of the same bytes are moved apart.
+    """
     left, wide, tall, gap = 44, 400, 250, 66
     width = left + len(rows[0]) * (wide + gap)
     parts: list[str] = []
     for number, panels in enumerate(rows):
         for column, (heading, kinds) in enumerate(panels):
             x0, y0 = left + column * (wide + gap), 44 + number * (tall + 74)
-            parts += [words(x0, y0 - 16, heading, bold=True), *_plane(kinds, x0, y0, wide, tall)]
+            parts += [words(x0, y0 - 16, heading, bold=True), *_plane(kinds, x0, y0, wide, tall, of_bytes)]
     y = 44 + len(rows) * (tall + 74) - 12
     seen = {kind.label: kind.colour for panels in rows for _, kinds in panels for kind in kinds}
     for place, (label, colour) in enumerate(seen.items()):
@@ -179,9 +185,10 @@ def against_bytes(rows: Sequence[Sequence[tuple[str, Sequence[Kind]]]], about: s
     return card(width, round(y + 18 * len(note)), about, parts)
 
 
-def _plane(kinds: Sequence[Kind], x0: float, y0: float, wide: float, tall: float) -> Iterable[str]:
+def _plane(kinds: Sequence[Kind], x0: float, y0: float, wide: float, tall: float, of_bytes: bool) -> Iterable[str]:
     found = [place for kind in kinds for place in kind.places]
-    least, most = (pick(log10(x) for x, _, _ in found) for pick in (min, max))
+    scale: Callable[[float], float] = log10 if of_bytes else float
+    least, most = (pick(scale(x) for x, _, _ in found) for pick in (min, max))
     low, high = min(point.low for _, _, point in found), max(point.high for _, _, point in found)
     margin = 0.06 * (high - low)
     low, high = low - margin, high + margin
@@ -190,27 +197,23 @@ def _plane(kinds: Sequence[Kind], x0: float, y0: float, wide: float, tall: float
         return round(y0 + tall * (high - value) / (high - low), 1)
 
     def across(x: float) -> float:
-        return round(x0 + 42 + (wide - 90) * (log10(x) - least) / (most - least), 1)
+        return round(x0 + 42 + (wide - 90) * (scale(x) - least) / (most - least), 1)
 
     yield box(x0, y0, wide, tall, "none", edge=LIGHT)
-    step = next(one for one in (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10) if (high - low) / one <= 6)
-    for tick in range(ceil(low / step), floor(high / step) + 1):
-        yield line(x0, height(tick * step), x0 + wide, height(tick * step), "#eeeeee")
-        text = f"{tick * step:+g}".replace("-", "−") if tick else "0"
-        yield words(x0 - 6, height(tick * step) + 4, text, at="end", size=11)
-    for power in range(floor(least), ceil(most)):
-        for times in (1, 2, 5):
-            if least <= log10(times * 10**power) <= most:
-                x, text = across(times * 10**power), f"{times * 10**power / 1e6:g} MB"
-                yield words(x, y0 + tall + 18, text, at="middle", size=11, colour=SOFT)
-                yield line(x, y0 + tall, x, y0 + tall + 4, GREY)
+    for tick in _ticks(low, high):
+        yield line(x0, height(tick), x0 + wide, height(tick), "#eeeeee")
+        text = f"{tick:+g}".replace("-", "−") if tick else "0"
+        yield words(x0 - 6, height(tick) + 4, text, at="end", size=11)
+    for x, text in _bytes(least, most) if of_bytes else [(tick, f"{tick:g}") for tick in _ticks(least, most)]:
+        yield words(across(x), y0 + tall + 18, text, at="middle", size=11, colour=SOFT)
+        yield line(across(x), y0 + tall, across(x), y0 + tall + 4, GREY)
     taken: list[float] = []
     names: list[tuple[float, float, str]] = []
     for kind in kinds:
         joined = []
         for x, name, point in kind.places:
             beside = (across(x) + sign * shift for shift in count(0, 14) for sign in (1, -1))
-            at = next(at for at in beside if all(abs(at - other) >= 14 for other in taken))  # points of the same bytes
+            at = next(at for at in beside if not of_bytes or all(abs(at - other) >= 14 for other in taken))
             taken.append(at)
             names.append((at + 7, _free(names, at + 7, height(point.value), name), name))
             joined.append((at, height(point.value)))
@@ -219,6 +222,18 @@ def _plane(kinds: Sequence[Kind], x0: float, y0: float, wide: float, tall: float
             yield words(*names[-1], size=11, colour=SOFT)
         for one, other in pairwise(joined if kind.is_joined else ()):
             yield line(*one, *other, kind.colour)
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """At most seven round values of a range."""
+    step = next(one for one in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10) if (high - low) / one <= 6)
+    return [round(tick * step, 2) for tick in range(ceil(low / step), floor(high / step) + 1)]
+
+
+def _bytes(least: float, most: float) -> Iterable[tuple[float, str]]:
+    """Round numbers of bytes between two powers of ten."""
+    found = [times * 10**power for power in range(floor(least), ceil(most)) for times in (1, 2, 5)]
+    return [(size, f"{size / 1e6:g} MB") for size in found if least <= log10(size) <= most]
 
 
 def _free(names: Sequence[tuple[float, float, str]], x: float, y: float, name: str) -> float:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
 from statistics import fmean, stdev
@@ -28,29 +28,32 @@ import smollm2
 import step
 import tenant_tables
 import tenants
-from frozencore.tune.record import StabilityRecord, TunedRecord, read_record
-from frozencore_lab.reports.statistics import Scored, adjusted, paired_difference, scored
+from campaign_tables import (
+    Runs,
+    ablations,
+    as_core,
+    at_equal_values,
+    at_rates,
+    by_loss,
+    by_rate,
+    by_values,
+    grouped,
+    in_order,
+    mean,
+    named,
+    one_rate,
+    outliers,
+    scores_by_row,
+    spread,
+    stability,
+    values,
+)
+from frozencore.tune.record import read_record
+from frozencore_lab.reports.statistics import paired_difference
 from harness import RESULTS, ROOT, lines_of, table
 from tenant_tables import apart, arms_of, less, values_of
 
 LAB_RESULTS = ROOT / "lab" / "results"
-Runs = Sequence[Any]
-"""Records of the runs of a method, or of any."""
-Column = Callable[[Runs], str] | str
-"""A function of a method's runs, or the key of a score whose difference from a reference's is shown."""
-NAMES = {
-    "fcca": "FCCA", "rawgrad": "RawGrad", "signgrad": "SignGrad", "filora": "FiLoRA", "eva": "EVA", "milora": "MiLoRA",
-    "lora_xs": "LoRA-XS", "vera": "VeRA's bases", "random": "Random", "lora": "LoRA", "dora": "DoRA",
-    "pissa": "PiSSA", "full": "full fine-tuning",
-}  # fmt: skip
-DEFAULTS = {
-    "whiten": "both", "damping": 1e-3, "coordinates": "fisher", "rank": 16, "alpha": "auto", "targets": None,
-    "fisher": "diagonal", "shrinkage": 0.0, "calibration_task": None, "calibration_size": 128, "dtype": "bfloat16",
-}  # fmt: skip
-"""What the ablations change, in the order of their lines, and FCCA's defaults."""
-
-
-# -------------------------------------------------------------------------------------------------------- runs and rows
 
 
 @cache  # a file of megabytes, of which several blocks and pictures are made
@@ -63,213 +66,6 @@ def source(name: str) -> Any:
     with (LAB_RESULTS / name / "records.jsonl").open(encoding="utf-8") as lines:
         final = [run for run in map(read_record, lines) if run.config.content()["evaluate_on"] == "evaluation"]
     return sorted(final, key=lambda run: getattr(run, "seed", 0))
-
-
-def grouped(runs: Runs, by: Callable[[Any], Hashable]) -> dict[Any, Runs]:
-    found: dict[Hashable, list[Any]] = {}
-    for run in runs:
-        found.setdefault(by(run), []).append(run)
-    return dict(found)
-
-
-def named(run: TunedRecord) -> str:
-    """The method as a table names it, with its rank (of a core if it is not 16) and its layers."""
-    config, name = run.config.content(), NAMES[run.method]
-    rank = config.get("rank", 16)
-    if run.method in ("lora", "dora", "pissa") or rank != 16:
-        name += f", r = {rank}"
-    return f"{name}, all linear layers" if config.get("targets") == "all-linear" else name
-
-
-def spread(values: Sequence[float], digits: int, times: float = 1.0) -> str:
-    """The mean and the standard deviation."""
-    return f"{times * fmean(values):.{digits}f} ± {times * stdev(values):.{digits}f}"
-
-
-def mean(runs: Runs, key: str) -> float:
-    return fmean(getattr(run, key) for run in runs)
-
-
-def shows(key: str, digits: int, times: float = 1.0) -> Callable[[Runs], str]:
-    return lambda runs: spread([getattr(run, key) for run in runs], digits, times)
-
-
-accuracy, loss, risen = shows("accuracy", 1, 100), shows("held_out_loss", 3), shows("forgotten", 2)
-
-
-def values(runs: Runs) -> str:
-    return f"{runs[0].values_at_once:,}"
-
-
-def rate(runs: Runs) -> str:
-    return f"{runs[0].resolved.recipe['learning_rate']:g}"
-
-
-def scores_by_row(runs: Runs, key: str) -> list[Scored]:
-    """The scores of runs by row, where the records hold them."""
-    return [found for one in runs if (found := scored(one, key)) is not None]
-
-
-def differences(pairs: Iterable[tuple[Runs, Runs]], key: str) -> list[str]:
-    """Each pair's first minus second, with degrees of freedom; a star marks p < .05 after Holm over all pairs."""
-    found = adjusted([paired_difference(*(scores_by_row(runs, key) for runs in pair)) for pair in pairs])
-    stars = ["" if one.holm is None or one.holm >= 0.05 else " *" for one in found]
-    return [
-        f"{one.mean:+.3f} ± {one.half:.3f}{star}" + ("" if one.freedom is None else f" [{one.freedom:.0f}]")
-        for one, star in zip(found, stars, strict=True)
-    ]
-
-
-def rows_of(methods: Mapping[str, Runs], reference: Runs, columns: Iterable[Column]) -> dict[str, list[str]]:
-    """The cells of each method; the reference has no difference from itself."""
-    others = {name: runs for name, runs in methods.items() if runs is not reference}
-    rows: dict[str, list[str]] = {name: [] for name in methods}
-    for column in columns:
-        if isinstance(column, str):
-            less = differences([(runs, reference) for runs in others.values()], column)
-            cells = dict(zip(others, less, strict=True))
-        else:
-            cells = {name: column(runs) for name, runs in methods.items()}
-        for name, row in rows.items():
-            row.append(cells.get(name, ""))
-    return rows
-
-
-def beside(
-    first: str, methods: Mapping[str, Runs], reference: Runs, columns: Mapping[str, Column], *rows: list[str]
-) -> str:
-    """A table of methods; ``rows`` come before them."""
-    cells = rows_of(methods, reference, columns.values())
-    return table([first, *columns], [*rows, *([name, *own] for name, own in cells.items())])
-
-
-# ----------------------------------------------------------------------------------------------------------- the blocks
-
-
-def by_loss(methods: Mapping[str, Runs]) -> dict[str, Runs]:
-    """The methods, the lowest mean loss first."""
-    return dict(sorted(methods.items(), key=lambda item: mean(item[1], "held_out_loss")))
-
-
-def by_values(methods: Mapping[str, Runs]) -> dict[str, Runs]:
-    """The methods, the fewest trained values first."""
-    return dict(sorted(methods.items(), key=lambda item: item[1][0].values_at_once))
-
-
-def in_order(order: Callable[[Mapping[str, Runs]], Mapping[str, Runs]], runs: Runs) -> str:
-    return of_task(order(grouped(runs, named)))
-
-
-def of_task(methods: Mapping[str, Runs]) -> str:
-    """A task's table: the base model, then the methods in their order."""
-    fcca = methods["FCCA"]
-    before = f"{100 * mean(fcca, 'accuracy_before'):.1f}", f"{mean(fcca, 'held_out_loss_before'):.3f}"
-    columns = {
-        "learning rate": rate, "values": values, "accuracy, %": accuracy, "held-out loss": loss,
-        "minus FCCA's": "held_out_loss", "rise on other texts": risen, "rise minus FCCA's": "forgotten",
-    }  # fmt: skip
-    return beside("method", methods, fcca, columns, ["base model", "", "", *before, "", "", ""])
-
-
-def at_rates(names: Sequence[str], first: Runs, other: Runs) -> str:
-    """Loss against forgetting: methods at the rates of two campaigns, at the first one's seeds, beside FCCA."""
-    seeds = {run.seed for run in first}
-    found = grouped([*first, *(run for run in other if run.seed in seeds)], named)
-    methods: dict[str, Runs] = {}
-    for name in ("FCCA", *names):
-        by_rate = grouped(found[name], lambda run: rate([run]))
-        methods |= {f"{name}, {one}": by_rate[one] for one in sorted(by_rate, key=float)}
-    reference = next(iter(methods))  # FCCA at its lowest rate
-    return of_task(by_loss({"FCCA": methods.pop(reference), **methods}))
-
-
-def as_core(name: str) -> str:
-    """The name of a shape where all constructors are FCCA."""
-    return name.replace("FCCA, all", "core, r = 16, all").replace("FCCA", "core")
-
-
-EQUAL_VALUES = (
-    ("FCCA, r = 32", "LoRA, r = 1"),
-    ("FCCA, r = 32, all linear layers", "LoRA, r = 2"),
-    ("FCCA, r = 64", "LoRA, r = 4"),
-)
-
-
-def at_equal_values(runs: Runs) -> str:
-    """Cores beside LoRAs of about as many trained values: the differences, LoRA's minus the core's."""
-    found = grouped(runs, named)
-    sides = ([f"{as_core(name)}: {values(found[name])}" for name in pair] for pair in EQUAL_VALUES)
-    pairs = [(found[lora], found[core]) for core, lora in EQUAL_VALUES]
-    losses, rises = (differences(pairs, key) for key in ("held_out_loss", "forgotten"))
-    rows = [[*pair, loss, rise] for pair, loss, rise in zip(sides, losses, rises, strict=True)]
-    return table(["core: values", "LoRA: values", "held-out loss", "rise on other texts"], rows)
-
-
-def one_rate(paper: Runs, seeds: Runs) -> str:
-    """Constructors in orthonormal coordinates at one rate for all, beside rates of their own: losses less FCCA's.
-
-    The runs of ``smollm2-seeds`` have the rates of their own, Fisher coordinates and the default scale.
-    """
-    by_rate, used = grouped(paper, lambda run: rate([run])), {run.seed for run in paper}
-    rates = {one: grouped(by_rate[one], named) for one in sorted(by_rate, key=float)}
-    rates["their own"] = grouped([run for run in seeds if run.seed in used], named)
-    names = [name for name in NAMES.values() if name in grouped(paper, named)]
-    rows: dict[str, list[str]] = {name: [name] for name in names}
-    columns = {
-        "accuracy, %": lambda runs: f"{100 * mean(runs, 'accuracy'):.1f}",
-        "held-out loss": loss,
-        "minus FCCA's": "held_out_loss",
-    }
-    for methods in rates.values():
-        shown = {name: methods[name] for name in names if name in methods}
-        cells = rows_of(shown, methods["FCCA"], columns.values())
-        for name in names:
-            rows[name] += cells.get(name, ["", "not run", ""])
-    accuracies, *others = columns
-    heads = [text for one in rates for text in (f"{one}: {accuracies}", *others)]
-    return table(["learning rate", *heads], rows.values())
-
-
-def ablations(runs: Runs) -> str:
-    """FCCA with one option changed: losses beside those of the default, a line a change."""
-
-    def changes(run: TunedRecord) -> tuple[tuple[str, str], ...]:
-        config = run.config.content()
-        options = {**config, **config["core"], **config["calibration"]}
-        return tuple((name, shown(options[name])) for name in DEFAULTS if options[name] != DEFAULTS[name])
-
-    found, names = grouped([run for run in runs if isinstance(run, TunedRecord)], changes), list(DEFAULTS)
-    default = found.pop(())
-    changed = sorted(found.items(), key=lambda one: [(names.index(name), len(value), value) for name, value in one[0]])
-    texts = (", ".join(f"{name} {value}" for name, value in of).replace("alpha none", "scale 1") for of, _ in changed)
-    methods = {"default": default, **dict(zip(texts, (own for _, own in changed), strict=True))}
-    columns = {"values": values, "accuracy, %": accuracy, "held-out loss": loss, "minus the default's": "held_out_loss"}
-    return beside("changed", methods, default, columns)
-
-
-def shown(value: object) -> str:
-    if isinstance(value, list):
-        return "/".join(name.removesuffix("_proj") for name in value)
-    return f"{value:g}" if isinstance(value, float) else "none" if value is None else str(value)
-
-
-def outliers(runs: Runs) -> str:
-    """Held-out losses of two constructors on a model whose channels are rescaled more and more, each at its best."""
-    spreads = sorted(grouped(runs, lambda run: run.config.model.rpartition("-")[2]).items())
-    both = [(grouped(of, named)["FCCA"], grouped(of, named)["RawGrad"]) for _, of in spreads]
-    less = differences([(rawgrad, fcca) for fcca, rawgrad in both], "held_out_loss")
-    rows = [
-        [name, *(f"{loss(own)} at {rate(own)}" for own in of), apart]
-        for (name, _), of, apart in zip(spreads, both, less, strict=True)
-    ]
-    return table(["spread", "FCCA: loss, learning rate", "RawGrad: loss, learning rate", "RawGrad minus FCCA"], rows)
-
-
-def stability(runs: Runs) -> str:
-    """Mean cosines of the principal angles between bases of few and of many calibration rows, by the number of few."""
-    found = grouped([run for run in runs if isinstance(run, StabilityRecord)], lambda run: run.num_calibration["basis"])
-    rows = [[str(size), *(shows(f"cosine_{side}", 3)(found[size]) for side in "PQ")] for size in sorted(found)]
-    return table(["calibration rows", "P", "Q"], rows)
 
 
 def private(lines: Runs) -> str:
@@ -340,13 +136,15 @@ def bold(text: str, is_apart: bool) -> str:
 
 TENANTS = ("tenants-quality.jsonl", "compress-quality.jsonl", "sharing-quality.jsonl")
 LORA_1 = ("LoRA, r = 1", "LoRA, r = 1, all linear layers")
+ENDINGS = ("smollm2-forgetting-first", "smollm2-values")
+REVIEWS = ("smollm2-low-rates", "smollm2-seeds")
 BLOCKS: Mapping[str, Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]]] = {
     "README.md": {"at-a-glance": (at_a_glance, *TENANTS[:2], "smollm2-endings", "served.json")},
     "docs/results.md": {
         "seeds-sst2": (partial(in_order, by_loss), "smollm2-seeds"),
         "seeds-hellaswag": (partial(in_order, by_loss), "smollm2-endings"),
         "equal-values": (at_equal_values, "smollm2-values"),
-        "forgetting": (partial(at_rates, LORA_1), "smollm2-forgetting-first", "smollm2-values"),
+        "forgetting": (partial(at_rates, "0.01", LORA_1), *ENDINGS),
         "outliers": (outliers, "outliers"),
         "calibration": (calibration.table_of, "calibration.json"),
     },
@@ -366,7 +164,7 @@ BLOCKS: Mapping[str, Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]]] 
         "many-training": (many_training.table_of, "many_training.json"),
         "values": (partial(in_order, by_values), "smollm2-values"),
         "one-rate": (one_rate, "smollm2-paper", "smollm2-seeds"),
-        "low-rates": (partial(at_rates, ("LoRA, r = 1", "LoRA, r = 16")), "smollm2-low-rates", "smollm2-seeds"),
+        "low-rates": (partial(at_rates, "0.005", ("LoRA, r = 1", "LoRA, r = 16")), *REVIEWS),
         "smollm2-speed": (smollm2.table_of, "smollm2.json"),
         "step": (step.table_of, "step.json"),
         "tenants-newcomers": (partial(tenant_tables.sharing_table, "newcomers"), "tenants-quality.jsonl"),
@@ -389,10 +187,10 @@ def colour_of(name: str) -> str:
     return figures.NAVY if "LoRA, r" in name else figures.ORANGE
 
 
-def point_of(runs: Runs) -> figures.Point:
-    """The mean loss of the seeds, and the standard deviation to both sides."""
-    losses = [run.held_out_loss for run in runs]
-    return figures.Point(fmean(losses), fmean(losses) - stdev(losses), fmean(losses) + stdev(losses))
+def point_of(runs: Runs, key: str) -> figures.Point:
+    """The mean of the seeds, and the standard deviation to both sides."""
+    found = [getattr(run, key) for run in runs]
+    return figures.Point(fmean(found), fmean(found) - stdev(found), fmean(found) + stdev(found))
 
 
 def point_apart(others: Runs, runs: Runs, key: str) -> figures.Point:
@@ -406,7 +204,7 @@ def of_losses(sst2: Runs, hellaswag: Runs) -> str:
     panels = []
     for title, runs in (("SST-2", sst2), ("HellaSwag", hellaswag)):
         methods = grouped(runs, named)
-        points = [point_of(methods[name]) if name in methods else None for name in SHOWN]
+        points = [point_of(methods[name], "held_out_loss") if name in methods else None for name in SHOWN]
         panels.append(figures.Panel(f"loss on {title}, {len(methods['FCCA'])} seeds", points, 3))
     about = "Held-out losses of eight methods on two tasks; the numbers are in the table."
     note = "SmolLM2-135M-Instruct; nats a token, lower is better; mean and standard deviation over the seeds."
@@ -425,6 +223,37 @@ def of_shapes(runs: Runs) -> str:
     about = "Differences of cores and LoRAs from a core of rank 16, by trained values; the numbers are in the table."
     note = "HellaSwag; minus a core of rank 16 (30,720 values); three seeds, 95 % intervals."
     return figures.chart(labels, list(map(colour_of, shapes)), panels, about, note)
+
+
+FORGETTING = {
+    "FCCA": figures.ORANGE, "FCCA, all linear layers": "#B35900", "FCCA, r = 32": "#F2C14E", "FCCA, r = 64": "#A68A00",
+    "FCCA, r = 32, all linear layers": "#7A3E00", "RawGrad": "#882255", "EVA": "#AA4499", "Random": "#222222",
+    "LoRA, r = 1": figures.BLUE, "LoRA, r = 4": "#44AA99", "LoRA, r = 16": figures.GREY,
+    "LoRA, r = 1, all linear layers": figures.NAVY,
+}  # fmt: skip
+
+
+def at_point(one: str, runs: Runs) -> tuple[float, str, figures.Point]:
+    return mean(runs, "held_out_loss"), f"{1000 * float(one):g}", point_of(runs, "forgotten")
+
+
+def of_forgetting(*campaigns: Runs) -> str:
+    """Loss against forgetting on each task, a line a method over its rates."""
+    panels = []
+    for task, title in (("hellaswag", "HellaSwag"), ("sst2", "SST-2")):
+        found = by_rate(*(runs for runs in campaigns if runs[0].task == task))
+        kinds = [
+            figures.Kind(name, colour, [at_point(*own) for own in found[name].items()])
+            for name, colour in FORGETTING.items()
+            if name in found
+        ]
+        panels.append((f"{title}: rise on other texts over held-out loss, nats", kinds))
+    about = "What is forgotten against the held-out loss at each learning rate; the numbers are in the tables."
+    note = [
+        "Lower and to the left is better. The number at a point is its learning rate in thousandths.",
+        "SmolLM2-135M-Instruct, mean of three seeds; bars: standard deviation of the rise over the seeds.",
+    ]
+    return figures.planes([panels], about, note, of_bytes=False)
 
 
 def of_serving(in_vllm: Mapping[str, Any]) -> str:
@@ -448,6 +277,7 @@ def of_serving(in_vllm: Mapping[str, Any]) -> str:
 PICTURES: Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]] = {
     "smollm2": (of_losses, "smollm2-seeds", "smollm2-endings"),
     "values": (of_shapes, "smollm2-values"),
+    "forgetting": (of_forgetting, *ENDINGS, "smollm2-endings", *REVIEWS),
     "tenants": (tenant_tables.gains_picture, *TENANTS),
     "served": (of_serving, "served.json"),
 }

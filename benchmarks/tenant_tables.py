@@ -313,4 +313,4 @@ def gains_picture(sharing: Sequence[Record], compressed: Sequence[Record], today
         "Points of the same bytes stand beside each other.",
         "Bars: 95 % intervals of the difference from an own basis of r = 16, which resample data sets and tenants.",
     ]
-    return figures.against_bytes(rows, about, note)
+    return figures.planes(rows, about, note, of_bytes=True)
