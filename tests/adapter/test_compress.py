@@ -169,7 +169,8 @@ def test_compressed_adapters_are_summed_and_exported_as_tenants_of_a_basis_model
 
 def another_base(**options: Any) -> Callable[[Path, Path], object]:
     def made(base: Path, folder: Path) -> None:
-        get_peft_model(named(tiny_qwen2(**options), base), LoraConfig(**LORA)).save_pretrained(str(folder))
+        config = LoraConfig(**LORA, init_lora_weights=False)
+        get_peft_model(named(tiny_qwen2(**options), base), config).save_pretrained(str(folder))
 
     return made
 
@@ -181,6 +182,10 @@ def of_other_weights(base: Path, folder: Path) -> None:
 def truncated(base: Path, folder: Path) -> None:
     file = write(base, folder) / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
+
+
+def pickled(base: Path, folder: Path) -> None:
+    (write(base, folder) / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
 
 
 def conv(base: Path, folder: Path) -> None:
@@ -228,6 +233,11 @@ BAD: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     ),
     "other shapes": (another_base(hidden_size=16), "8 x 16, which is 16 x 32 in the base model"),
     "more layers": (another_base(num_hidden_layers=3), "which is missing in the base model"),
+    "never trained": (
+        lambda base, folder: get_peft_model(base_of(base), LoraConfig(**LORA)).save_pretrained(str(folder)),
+        "every product is zero",
+    ),
+    "pickled": (pickled, "never opened"),
     "other weights": (of_other_weights, "the weight of layer"),
     "trained modules beside cores": (lambda base, folder: core(base, folder, modules_to_save=["norm"]), "were trained"),
 }  # fmt: skip
@@ -257,6 +267,74 @@ def test_without_the_base_model_sampled_weights_of_two_cores_are_compared(base: 
     of_other_weights(base, tmp_path / "ben")
     with pytest.raises(ArtifactError, match="the weights of its base model"):
         compress_adapters({name: tmp_path / name for name in ("anna", "ben")}, tmp_path / "shop", rank=4)
+
+
+def test_sampled_weights_of_cores_on_different_layers_are_compared_and_joined(base: Path, tmp_path: Path) -> None:
+    core(base, tmp_path / "anna", target_modules=["q_proj"])
+    core(base, tmp_path / "ben", target_modules=["q_proj", "v_proj"])
+    compress_adapters({name: tmp_path / name for name in ("anna", "ben")}, tmp_path / "shop", rank=8)
+    assert load_basis(tmp_path / "shop/basis").base == load_basis(whole_basis(base, tmp_path)).base
+    other = adapted("fcca", model=named(tiny_qwen2(seed=9), base), trained=True, target_modules=["v_proj", "o_proj"])
+    other.save_pretrained(str(tmp_path / "cleo"))
+    with pytest.raises(ArtifactError, match=r"cleo the weights of its base model"):
+        compress_adapters({name: tmp_path / name for name in ("anna", "ben", "cleo")}, tmp_path / "no", rank=8)
+
+
+def whole_basis(base: Path, folder: Path) -> Path:
+    model = adapted("fcca", model=base_of(base), target_modules=["q_proj", "v_proj"])
+    save_basis(model, folder / "whole")
+    return folder / "whole"
+
+
+def of_name(name: str) -> Callable[[Path, Path], object]:
+    return changed(lambda config, _: config.update(base_model_name_or_path=name))
+
+
+def test_names_of_one_model_are_alike_and_the_models_own_decides(base: Path, tmp_path: Path) -> None:
+    names = ("lab/Tiny-1B", "lab/Tiny-1B/", "/models/tiny-1b", "unsloth/tiny-1b-unsloth-bnb-4bit",
+             "/root/.cache/models--lab--Tiny-1B/snapshots/0a1b")  # fmt: skip
+    adapters = {}
+    for number, name in enumerate(names):
+        of_name(name)(base, folder := tmp_path / f"a{number}")
+        adapters[folder.name] = folder
+    assert compress_adapters(adapters, tmp_path / "shop", rank=2).skipped == {}
+    own = {"anna": write(base, tmp_path / "anna")}
+    model = base_of(base)
+    done = compress_adapters(adapters | own, tmp_path / "one", rank=2, base=model, skip_bad=True)
+    assert (list(done.kept), done.other_name) == (["anna"], None)
+    done = compress_adapters(adapters, tmp_path / "other", rank=2, base=model)
+    assert done.other_name == names[0]
+    assert load_basis(tmp_path / "other/basis").base_model == str(base)
+
+
+def test_adapters_of_a_part_of_the_model_are_not_mixed_with_those_of_all_of_it(base: Path, tmp_path: Path) -> None:
+    inner = get_peft_model(
+        named(tiny_qwen2().model, base), LoraConfig(**{**LORA, "task_type": None}, init_lora_weights=False)
+    )
+    inner.save_pretrained(str(tmp_path / "inner"))
+    adapters = {"anna": write(base, tmp_path / "anna"), "inner": tmp_path / "inner"}
+    for order in (adapters, dict(reversed(adapters.items()))):
+        with pytest.raises(ArtifactError, match="saved from a part of the model"):
+            compress_adapters(order, tmp_path / "shop", rank=4)
+
+
+def test_an_adapter_without_the_tensors_of_a_layer_that_its_names_select_can_be_loaded(
+    base: Path, tmp_path: Path
+) -> None:
+    changed(lambda _, tensors: [tensors.pop(key) for key in list(tensors) if LAYER in key])(base, tmp_path / "anna")
+    compress_adapters({"anna": tmp_path / "anna"}, tmp_path / "shop", rank=4)
+    found = loaded(base, tmp_path / "shop/anna/adapter")
+    torch.testing.assert_close(found, loaded(base, tmp_path / "anna"), atol=2e-4, rtol=1e-4)
+
+
+def test_what_fails_before_writing_leaves_nothing(base: Path, tmp_path: Path) -> None:
+    def fails(names: object) -> None:
+        assert list(names) == ["anna"]  # type: ignore[call-overload]
+        raise ConfigError("not on this model")
+
+    with pytest.raises(ConfigError, match="not on this model"):
+        compress_adapters({"anna": write(base, tmp_path / "anna")}, tmp_path / "shop", rank=2, ready=fails)
+    assert not (tmp_path / "shop").exists()
 
 
 def test_a_wrong_rank_name_or_base_and_a_folder_in_use_are_refused(base: Path, tmp_path: Path) -> None:

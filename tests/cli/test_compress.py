@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 import torch
@@ -54,6 +55,45 @@ def test_what_is_kept_is_told_and_a_larger_rank_is_asked_for(command: Command, l
     assert all(f"{name} {one['kept']:.1%}" in out for name, one in kept.items())
 
 
+def test_of_a_folder_with_other_things_the_adapters_are_taken_on_request(
+    command: Command, loras: Path, tmp_path: Path
+) -> None:
+    shop = tmp_path / "many"
+    for name in ("anna", "my lora"):
+        copytree(loras / name.replace("my lora", "ben"), shop / name)
+    (shop / "run.yaml").write_text("a: 1\n")
+    words = ["compress", *sorted(shop.iterdir()), "--rank", 4, "--out", tmp_path / "shop"]
+    status, _, err = command(*words)
+    assert (status, err.count("\n")) == (2, 1)
+    status, out, err = command(*words, "--skip-bad")
+    assert status == 0, err
+    assert {path.name for path in (tmp_path / "shop").iterdir()} == {"anna", "basis", "compress.json"}
+    assert out.count("Skipped ") == 2
+
+
+def test_an_adapter_that_does_not_go_on_the_model_is_found_before_anything_is_written(
+    command: Command, loras: Path, tmp_path: Path
+) -> None:
+    copytree(loras / "anna", tmp_path / "anna")
+    file = tmp_path / "anna/adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rank_pattern": None}))
+    words = ["compress", tmp_path / "anna", "--rank", 4, "--out", tmp_path / "shop"]
+    status, _, err = command(*words, "--model", "pocket", "--tenants", loras / "rows")
+    assert (status, err.count("\n")) == (2, 1)
+    assert not (tmp_path / "shop").exists()
+
+
+def test_another_name_of_the_model_is_said(command: Command, loras: Path, tmp_path: Path) -> None:
+    copytree(loras / "anna", tmp_path / "anna")
+    file = tmp_path / "anna/adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "lab/other"}))
+    status, out, err = command(
+        "compress", tmp_path / "anna", "--rank", 4, "--out", tmp_path / "shop", "--model", "pocket"
+    )
+    assert status == 0, err
+    assert "Warning: most adapters name the base model lab/other" in out
+
+
 def test_tenants_are_scored_and_trained_on_and_a_newcomer_trains_on_the_basis(
     command: Command, loras: Path, tmp_path: Path
 ) -> None:
@@ -65,7 +105,7 @@ def test_tenants_are_scored_and_trained_on_and_a_newcomer_trains_on_the_basis(
     assert not (tmp_path / "shop").exists()
     status, out, err = command(*words, *model, "--tenants", loras / "rows", "--skip-bad")
     assert status == 0, err
-    assert "Skipped empty" in out
+    assert f"Skipped {loras / 'empty'}" in out
     assert all(arm in out for arm in ("base", "own", "compressed", "trained on"))
     cores = [adapter_in(tmp_path / "shop/anna", name) for name in ("adapter", "trained-on")]
     assert cores[0].peft_config["default"].basis_id == load_basis(tmp_path / "shop/basis").identity

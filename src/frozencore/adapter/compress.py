@@ -11,8 +11,7 @@ Shapes: m out features, n in features, r rank.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from frozencore.adapter.export.base_model import layers_of
 from frozencore.adapter.export.serving import RULES, LoraDirectory, read_lora_directory
 from frozencore.adapter.folders import read_adapter
 from frozencore.adapter.named_layers import refuse_expressions
-from frozencore.adapter.saved.base_record import differing_layer, record_base, samples_of
+from frozencore.adapter.one_base import names_of_base, other_bases, record_of_base
 from frozencore.adapter.saved.basis import SavedBasis, ScaledBasis
 from frozencore.adapter.saved.card import begin_model_card
 from frozencore.adapter.saved.tensors import BASE, cores_key, flatten_cores, hash_tensors, layer_factors
@@ -103,8 +102,12 @@ def read_source(place: str, bases: dict[str, SavedBasis]) -> LowRankAdapter:
     """
     folder = adapter_in(folder_of(place))
     if read_config(folder).get("peft_type") == PEFT_TYPE:
-        return _read_core(place, folder, bases)
-    return _read_lora(place, read_lora_directory(folder), folder)
+        source = _read_core(place, folder, bases)
+    else:
+        source = _read_lora(place, read_lora_directory(folder), folder)
+    if not any(scale and all(bool(X.any()) for X in own) for scale, own in source.factors.values()):
+        raise _unreadable(place, "every product is zero, as before training", "train it")
+    return source
 
 
 def _read_core(place: str, folder: Path, bases: dict[str, SavedBasis]) -> LowRankAdapter:
@@ -182,36 +185,6 @@ def _targets(named: Any, layers: Mapping[str, Any]) -> frozenset[str] | None:
     return names if all(any(f".{layer}".endswith(f".{name}") for name in names) for layer in layers) else None
 
 
-def _other_bases(sources: Mapping[str, LowRankAdapter], base: nn.Module | None) -> dict[str, str]:
-    """The sources of another base model than most, or than the given one, with the reason."""
-    named = Counter(source.base_model for source in sources.values() if source.base_model)
-    usual, found = next(iter(dict(named.most_common(1))), None), {}
-    known = dict(layers_of(base).shapes) if base is not None else {}
-    samples = samples_of(base, known) if base is not None else {}
-    records: dict[frozenset[str], Mapping[str, str]] = {}
-    for name, source in sources.items():
-        if source.base_model not in (None, usual):
-            found[name] = f"it names the base model {source.base_model}, and most of the others {usual}"
-            continue
-        for layer, shape in source.shapes.items():
-            own = known.get(layer) if base is not None else known.setdefault(layer, shape)
-            if own != shape:
-                there = f"{own[0]} x {own[1]}" if own else "missing"
-                found[name] = f"its layer {layer!r} is {shape[0]} x {shape[1]}, which is {there} in the base model"
-                break
-        if name in found or source.base is None:
-            continue
-        if base is not None:
-            odd = differing_layer(source.base, {layer: samples[layer] for layer in source.factors})
-            if odd is not None:
-                found[name] = f"the weight of layer {odd!r} is another one there"
-            continue
-        first = records.setdefault(frozenset(source.factors), source.base)
-        if first["dtype"] == source.base["dtype"] and first["values"] != source.base["values"]:
-            found[name] = "the weights of its base model are other ones than those of the first frozen core"
-    return found
-
-
 @dataclass(frozen=True)
 class Kept:
     """The share of an adapter's update that its core keeps, ``‖PᵀΔWQ‖² / ‖ΔW‖²``.
@@ -231,6 +204,7 @@ class CompressedAdapters:
     Attributes:
         kept: By adapter.
         skipped: The reason by adapter.
+        other_name: The name that most adapters give their base model, if the given one has another.
     """
 
     folder: Path
@@ -239,6 +213,7 @@ class CompressedAdapters:
     num_layers: int
     kept: Mapping[str, Kept]
     skipped: Mapping[str, str]
+    other_name: str | None
 
 
 def compress_adapters(
@@ -248,6 +223,7 @@ def compress_adapters(
     rank: int,
     base: nn.Module | None = None,
     skip_bad: bool = False,
+    ready: Callable[[Collection[str]], object] = lambda _: None,
     progress: Progress = lambda *_: None,
 ) -> CompressedAdapters:
     """Compress saved adapters of one base model into one basis and a core for each.
@@ -258,6 +234,7 @@ def compress_adapters(
         rank: r of the basis.
         base: The base model, to compare layers and weights with, and to record in the basis.
         skip_bad: Leave out adapters that cannot be compressed instead of refusing all.
+        ready: Called with the names of those that will be compressed; if it raises, nothing is written.
 
     Raises:
         ArtifactError: An adapter cannot be read, is of another base model, or changes more than linear layers by
@@ -279,6 +256,7 @@ def compress_adapters(
                 f"A basis has a rank from 1 to the width of its narrowest layer, but {rank} came and {layer!r} is "
                 f"{shape[0]} x {shape[1]}. Give --rank {min(min(each) for each in shapes.values())} or less."
             )
+    ready(sources.keys())
     config = _config_of(sources, rank, shapes, base)
     bases: dict[str, ScaledBasis] = {}
     cores: dict[str, dict[str, Tensor]] = {name: {} for name in sources}
@@ -293,7 +271,7 @@ def compress_adapters(
             cores[name][layer] = R / config.scale_of(layer)
             energies[name][layer] = (energy[0], energy[1])
         progress("compress", number, len(shapes), layer)
-    record = _record_of(sources, shapes, base)
+    record = record_of_base(sources.values(), shapes, base)
     kept = {name: _kept(own) for name, own in energies.items()}
     with atomic_folder(out, overwrite=None) as aside:
         shares = [one.share for one in kept.values()]
@@ -309,7 +287,8 @@ def compress_adapters(
             for name, source in sources.items()
         }
         write_json(aside / COMPRESSION_FILE, {"basis": identity, "rank": rank, "adapters": content, "skipped": skipped})
-    return CompressedAdapters(out, identity, rank, len(shapes), kept, skipped)
+    other_name = names_of_base(sources.values(), base)[1]
+    return CompressedAdapters(out, identity, rank, len(shapes), kept, skipped, other_name)
 
 
 def _read_sources(
@@ -327,7 +306,7 @@ def _read_sources(
                 raise
             skipped[name] = str(error)
         progress("read", number, len(adapters), name)
-    for name, reason in _other_bases(sources, base).items():
+    for name, reason in other_bases(sources, base).items():
         place = sources.pop(name).place
         skipped[name] = f"One base model has all adapters, but of {place} {reason}: leave it out (--skip-bad)."
         if not skip_bad:
@@ -340,30 +319,19 @@ def _read_sources(
 def _config_of(
     sources: Mapping[str, LowRankAdapter], rank: int, layers: Mapping[str, Any], base: nn.Module | None
 ) -> FrozenCoreConfig:
-    """The configuration of the basis: its layers by short names if these select no others."""
+    """The configuration of the basis: its layers by short names if, in the base model, these select no others."""
     tasks = {source.task_type for source in sources.values()}
-    names = [source.base_model for source in sources.values() if source.base_model]
     targets = [source.targets for source in sources.values()]
-    named = frozenset().union(*(own for own in targets if own is not None))
-    if base is not None:
-        matched = {name for name in layers_of(base).shapes if any(f".{name}".endswith(f".{one}") for one in named)}
-    if None in targets or (base is not None and matched != layers.keys()):
-        named = frozenset(layers)
+    named = frozenset(layers)
+    if base is not None and None not in targets:
+        short = frozenset().union(*(own for own in targets if own is not None))
+        selected = {name for name in layers_of(base).shapes if any(f".{name}".endswith(f".{one}") for one in short)}
+        named = short if selected == layers.keys() else named
     return FrozenCoreConfig(
         r=rank, target_modules=sorted(named), constructor=COMPRESSED,
-        base_model_name_or_path=names[0] if names else getattr(getattr(base, "config", None), "_name_or_path", None),
+        base_model_name_or_path=names_of_base(sources.values(), base)[0],
         task_type=tasks.pop() if len(tasks) == 1 else None,
     )  # fmt: skip
-
-
-def _record_of(
-    sources: Mapping[str, LowRankAdapter], layers: Mapping[str, Any], base: nn.Module | None
-) -> dict[str, str] | None:
-    """Some values of the base model's weights: from the model, or from an adapter that has the same layers."""
-    if base is not None:
-        return record_base(samples_of(base, layers))
-    records = (source.base for source in sources.values() if source.factors.keys() == layers.keys())
-    return next((record for record in records if record is not None), None)
 
 
 def _kept(energies: Mapping[str, tuple[float, float]]) -> Kept:

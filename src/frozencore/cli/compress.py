@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from frozencore.cli.display import StageDisplay, console, table_of
-from frozencore.errors import ConfigError
+from frozencore.errors import ConfigError, FrozenCoreError
 from frozencore.files.adapter_folder import COMPRESSION_FILE, adapter_in, folder_of, read_config
 from frozencore.files.atomic_write import check_output
 from frozencore.text import num_of
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from frozencore.adapter.compress import CompressedAdapters
+    from frozencore.tune.compressed import Scores
     from frozencore.tune.scoring.score import Score
 
 ENOUGH = 0.6
@@ -57,36 +58,60 @@ def compress(
         raise ConfigError("--tenants scores rows with the base model: give it with --model.")
     if tenants is not None:
         find_tenants(tenants)
-    if not skip_bad:
-        for place in adapters:
+    skipped: dict[str, str] = {}
+    for place in adapters:
+        try:
             read_config(adapter_in(folder_of(place)))  # a wrong path is refused before torch is imported
+        except FrozenCoreError as error:
+            if not skip_bad:
+                raise
+            skipped[place] = str(error)
     with StageDisplay(console) as progress:
         from frozencore.adapter.compress import compress_adapters
-        from frozencore.tune.compressed import TRAINED_ON, read_rows_of, score_compressed
+        from frozencore.tune.compressed import TRAINED_ON, read_rows_of, score_cores, score_own
         from frozencore.tune.evaluate import adapter_names
         from frozencore.tune.load import load_model
 
         progress.started()
-        named = dict(zip(adapter_names([Path(place) for place in adapters]), adapters, strict=True))
-        for name, place in named.items():
-            require_tenant_name(name, place)
+        places = [place for place in adapters if place not in skipped]
+        named = dict(zip(adapter_names([Path(place) for place in places]), places, strict=True))
+        for name, place in list(named.items()):
+            try:
+                require_tenant_name(name, place)
+            except ConfigError as error:
+                if not skip_bad:
+                    raise
+                skipped[named.pop(name)] = str(error)
         to_score = None if tenants is None else read_rows_of(str(model), tenants, named.keys(), progress)
         base: nn.Module | None = None if to_score is None else to_score[0].model
         if model is not None and base is None:
             base = load_model(model_location(model), device="cpu")[0]
-        done = compress_adapters(named, output, rank=rank, base=base, skip_bad=skip_bad, progress=progress)
-        scores = {}
+        scores: Scores = {}
+
+        def score_first(names: Collection[str]) -> None:
+            if to_score is not None:
+                rows = {name: own for name, own in to_score[1].items() if name in names}
+                scores.update(score_own(to_score[0], rows, named, progress))
+
+        done = compress_adapters(
+            named, output, rank=rank, base=base, skip_bad=skip_bad, ready=score_first, progress=progress
+        )
         if to_score is not None:
-            rows = {name: own for name, own in to_score[1].items() if name in done.kept}
-            scores = score_compressed(to_score[0], rows, output, named, progress)
-    console.print(_summary(done))
+            score_cores(to_score[0], to_score[1], output, scores, progress)
+    console.print(_summary(done, skipped))
+    if done.other_name is not None:
+        console.print(
+            f"Warning: most adapters name the base model {done.other_name}, which is not --model {model}. Its layers "
+            "have their shapes; whether its weights are those, a LoRA does not say.",
+            style="yellow", soft_wrap=True,
+        )  # fmt: skip
     if scores:
         console.print(_scores(scores))
     trained_on = f"   Trained on: {output}/NAME/{TRAINED_ON}" if scores else ""
     console.print(f"Basis: {output}/basis   Adapters: {output}/NAME/adapter{trained_on}", soft_wrap=True)
 
 
-def _scores(scores: Mapping[str, Mapping[str, Score]]) -> RenderableType:
+def _scores(scores: Scores) -> RenderableType:
     """Loss and accuracy of each arm."""
     arms = list(next(iter(scores.values())))
     rows = [(name, *(_in_words(of_tenant[arm]) for arm in arms)) for name, of_tenant in scores.items()]
@@ -94,11 +119,13 @@ def _scores(scores: Mapping[str, Mapping[str, Score]]) -> RenderableType:
     return table_of(title, ("tenant", *arms), rows, names=("tenant",))
 
 
-def _in_words(score: Score) -> str:
+def _in_words(score: Score | None) -> str:
+    if score is None:
+        return "diverged"
     return f"{score.held_out_loss:.3f}" + (f", {score.task.accuracy:.0%}" if score.task else "")
 
 
-def _summary(done: CompressedAdapters) -> Group:
+def _summary(done: CompressedAdapters, skipped: Mapping[str, str]) -> Group:
     """The share that each adapter keeps, those with the least first if there are many."""
     least_first = sorted(done.kept, key=lambda name: done.kept[name].share)
     shown = least_first[:MOST_ROWS] if len(least_first) > MOST_ROWS else list(done.kept)
@@ -110,7 +137,7 @@ def _summary(done: CompressedAdapters) -> Group:
     names = ("adapter", "layer that keeps least")
     title = f"{num_of(len(done.kept), 'adapter')} on one basis of rank {done.rank}"
     table = table_of(title, ("adapter", "share kept", "layer that keeps least", "share"), rows, names=names)
-    lines = [Text(f"Skipped {name}: {reason}") for name, reason in done.skipped.items()]
+    lines = [Text(f"Skipped {name}: {reason}") for name, reason in (*skipped.items(), *done.skipped.items())]
     if len(shown) < len(done.kept):
         rest = done.kept[least_first[MOST_ROWS]].share
         lines.append(
@@ -120,8 +147,8 @@ def _summary(done: CompressedAdapters) -> Group:
     if few:
         lines.append(
             Text(
-                f"{num_of(len(few), 'adapter')} keep less than {ENOUGH:.0%}, the least {few[0]}: give a larger --rank, "
-                "or leave out those that have little in common with the others."
+                f"Less than {ENOUGH:.0%} is kept of {num_of(len(few), 'adapter')}, the least of {few[0]}: give a "
+                "larger --rank, or leave out those that have little in common with the others."
             )
         )
     return Group(table, *lines)

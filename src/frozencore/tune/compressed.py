@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import nn
 
 from frozencore.adapter.swap import swap_core
-from frozencore.errors import ConfigError, DivergenceError
+from frozencore.errors import ConfigError
 from frozencore.files.adapter_folder import adapter_in, folder_of
 from frozencore.text import Progress, as_stage
 from frozencore.tune.config import make_config
@@ -46,44 +46,52 @@ def read_rows_of(
     return read_tenants(config, files, progress)
 
 
-def score_compressed(
-    inputs: Inputs,
-    rows: Mapping[str, TenantRows],
-    shop: Path,
-    adapters: Mapping[str, str | Path],
-    progress: Progress,
-) -> dict[str, dict[str, Score]]:
-    """Score each tenant's held-out rows with the base model, its own adapter, its core, and its core trained on.
+Scores = dict[str, dict[str, Score | None]]
+"""By tenant and arm; None where training on diverged."""
+
+
+def score_own(
+    inputs: Inputs, rows: Mapping[str, TenantRows], adapters: Mapping[str, str | Path], progress: Progress
+) -> Scores:
+    """Score each tenant's held-out rows with the base model and its own adapter, before anything is written.
 
     Args:
-        rows: Those of tenants whose adapters were compressed.
-        shop: The folder of ``frozencore compress``. Cores that were trained on are saved in ``NAME/trained-on``.
-        adapters: The adapters that were compressed, by name.
+        adapters: The adapters to compress, by name.
+
+    Raises:
+        ArtifactError: An adapter does not go on the base model.
     """
-    held, encoder = BaseWithAdapter(inputs.model), inputs.encoder
-    found: dict[str, dict[str, Score]] = {name: {} for name in rows}
-
-    def score(name: str, arm: str, model: nn.Module) -> None:
-        stage = as_stage(progress, f"{name}, {arm}")
-        found[name][arm] = score_rows(model, encoder, rows[name].rows.scored, progress=stage)
-
-    for name in rows:
-        folder = adapter_in(folder_of(str(adapters[name])))
+    held, found = BaseWithAdapter(inputs.model), Scores()
+    for name, own in rows.items():
+        folder, found[name] = adapter_in(folder_of(str(adapters[name]))), {}
         for arm, place in (("base", None), ("own", folder)):  # an adapter changes the base model in place
-            score(name, arm, held.with_adapter(place))
+            found[name][arm] = _score(inputs, own, held.with_adapter(place), f"{name}, {arm}", progress)
+    held.without_adapter()
+    return found
+
+
+def score_cores(inputs: Inputs, rows: Mapping[str, TenantRows], shop: Path, scores: Scores, progress: Progress) -> None:
+    """Add the scores of each tenant's core, and of its core trained on, which is saved in ``NAME/trained-on``.
+
+    Args:
+        shop: The folder of ``frozencore compress``.
+    """
     method = find_method("compressed")
     options = AdapterOptions(rank=1, targets="all-linear", seed=0, core={}, basis=str(shop / BASIS))
-    model = method.add(held.without_adapter(), options)
+    model = method.add(inputs.model, options)
     for name, own in rows.items():
         swap_core(model, shop / name / ADAPTER)
-        score(name, "compressed", model.eval())
+        scores[name]["compressed"] = _score(inputs, own, model.eval(), f"{name}, compressed", progress)
         recipe = recipe_of(own.config.training, method, own.rows, model)
         done: dict[str, Trained] = {}
         tenant = {name: Tenant(own.rows.train, recipe)}
-        train_many(model, tenant, done.update, pad_id=encoder.pad_id, progress=progress)
-        if (why := done[name].diverged) is not None:
-            raise DivergenceError(f"Tenant {name!r}, trained on from its core: {why}")
-        swap_core(model, done[name].cores)
-        method.save(model, shop / name / TRAINED_ON, shop / name / START)
-        score(name, "trained on", model)
-    return found
+        train_many(model, tenant, done.update, pad_id=inputs.encoder.pad_id, progress=progress)
+        scores[name]["trained on"] = None
+        if done[name].diverged is None:
+            swap_core(model, done[name].cores)
+            method.save(model, shop / name / TRAINED_ON, shop / name / START)
+            scores[name]["trained on"] = _score(inputs, own, model, f"{name}, trained on", progress)
+
+
+def _score(inputs: Inputs, own: TenantRows, model: nn.Module, what: str, progress: Progress) -> Score:
+    return score_rows(model, inputs.encoder, own.rows.scored, progress=as_stage(progress, what))

@@ -121,7 +121,7 @@ def adapter_names(folders: list[Path]) -> list[str]:
             return names
     if not folders:
         return []
-    raise ArtifactError("Two --adapter options name the same folder, or differ in case only. Give each once.")
+    raise ArtifactError("Two adapters are the same folder, or their names differ in case only. Give each once.")
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from frozencore.adapter.export.base_model import layers_of, lost_in_peft
 from frozencore.adapter.saved.tensors import BASE
 from frozencore.errors import ArtifactError, ModelError
-from frozencore.files.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
+from frozencore.files.adapter_folder import CONFIG_FILE, WEIGHTS_FILE, missing
 from frozencore.text import one_line
 
 VLLM, SGLANG, LLAMA_CPP = "vLLM", "SGLang", "llama.cpp"
@@ -109,7 +109,7 @@ def read_lora_directory(directory: str | Path) -> LoraDirectory:
     directory = Path(directory)
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (directory / name).is_file():
-            raise ArtifactError(f"A LoRA directory holds {CONFIG_FILE} and {WEIGHTS_FILE}; {directory} has no {name}.")
+            raise ArtifactError(missing(directory, name))
     try:
         config = json.loads((directory / CONFIG_FILE).read_text())
         with safe_open(directory / WEIGHTS_FILE, framework="pt") as file:

@@ -56,12 +56,16 @@ def record_base(samples: Mapping[str, Tensor | None]) -> dict[str, str] | None:
     if not plain or len(plain) < len(found):
         return None
     together = len({sample.device for sample in plain}) == 1  # then one copy serves all
-    values = torch.cat(plain if together else [sample.cpu() for sample in plain]).float().cpu().numpy().astype("<f4")
+    values = torch.cat(plain if together else [sample.cpu() for sample in plain]).float().cpu().numpy()
     coarsest = max({sample.dtype for sample in plain}, key=lambda dtype: torch.finfo(dtype).eps)
     return {
         "dtype": str(coarsest).removeprefix("torch."),
-        "values": base64.b64encode(values.tobytes()).decode("ascii"),
+        "values": _encoded(values),
     }
+
+
+def _encoded(values: Any) -> str:
+    return base64.b64encode(values.astype("<f4").tobytes()).decode("ascii")
 
 
 def record_as_tensor(recorded: Mapping[str, Any] | None) -> dict[str, Tensor]:
@@ -76,10 +80,9 @@ def record_in(tensors: Mapping[str, Tensor]) -> dict[str, str] | None:
     """The record in the tensors of an adapter, which may have been rounded or averaged since; None if it has none."""
     for key, tensor in tensors.items():
         if BASE_VALUES in key and not tensor.is_meta:
-            values = tensor.detach().float().cpu().numpy().astype("<f4").tobytes()
             return {
                 "dtype": key.partition(BASE_VALUES)[2],
-                "values": base64.b64encode(values).decode("ascii"),
+                "values": _encoded(tensor.detach().float().cpu().numpy()),
                 "rounded": str(tensor.dtype).removeprefix("torch."),
             }
     return None
@@ -89,6 +92,31 @@ def differing_layer(recorded: Mapping[str, Any], samples: Mapping[str, Tensor | 
     """The first layer whose weight differs from the record; None if all agree or cannot be compared."""
     found = _first_difference(recorded, record_base(samples))
     return None if found is None else sorted(samples)[found // NUM_SAMPLES]
+
+
+def split_record(recorded: Mapping[str, Any], layers: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """A record of these layers, whose order does not matter, as one for each; nothing if it is of other layers."""
+    names, (values, _, _) = sorted(layers), _values(recorded)
+    if len(values) != NUM_SAMPLES * len(names):
+        return {}
+    return {
+        name: {**recorded, "values": _encoded(values[i * NUM_SAMPLES : (i + 1) * NUM_SAMPLES])}
+        for i, name in enumerate(names)
+    }
+
+
+def join_records(records: Mapping[str, Mapping[str, Any]]) -> dict[str, str] | None:
+    """One record of records by layer; None if their dtypes differ or values were rounded since."""
+    kinds = {(record["dtype"], record.get("rounded")) for record in records.values()}
+    if len(kinds) != 1 or (kind := kinds.pop())[1] is not None:
+        return None
+    values = np.concatenate([_values(records[name])[0] for name in sorted(records)])
+    return {"dtype": kind[0], "values": _encoded(values)}
+
+
+def differs(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two records of the same layers are of different weights."""
+    return _first_difference(one, other) is not None
 
 
 def require_one_base(
