@@ -109,7 +109,8 @@ def at_a_glance(sharing: Runs, compressed: Runs, of_endings: Runs, in_vllm: Mapp
     pressed = arms_of(compressed)
     loras, cores = pressed["lora", 16], pressed.get(("lora of all, compressed", 16)) or pressed["lora, compressed", 16]
     names = [name for name in loras if name in cores]
-    lost = less(cores, loras, names, "accuracy")
+    kept = fmean(line["kept"] for name in names for line in cores[name])
+    lost = f"{less(cores, loras, names, 'accuracy')}; {100 * kept:.0f} % of the update kept"
     rows = [
         ["trained values", "0", *(f"{one['values']:,}" for one in some)],
         ["bytes of a tenant on disk", "", *(f"{one['disk_bytes']:,}" for one in some)],
