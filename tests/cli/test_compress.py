@@ -34,7 +34,8 @@ def loras(tmp_path_factory: pytest.TempPathFactory) -> Path:
         lora.save_pretrained(str(folder / name))
     (folder / "rows").mkdir()
     sums = [{"prompt": f"How many is {i} and 2?", "completion": f" {i + 2}"} for i in range(24)]
-    write_rows(folder / "rows/anna.jsonl", sums)
+    for name in ("anna", "empty"):
+        write_rows(folder / f"rows/{name}.jsonl", sums)
     return folder
 
 
@@ -61,14 +62,15 @@ def test_of_a_folder_with_other_things_the_adapters_are_taken_on_request(
     shop = tmp_path / "many"
     for name in ("anna", "my lora"):
         copytree(loras / name.replace("my lora", "ben"), shop / name)
-    (shop / "run.yaml").write_text("a: 1\n")
+    for name in ("run.yaml", "compress.json"):
+        (shop / name).write_text("{}\n")
     words = ["compress", *sorted(shop.iterdir()), "--rank", 4, "--out", tmp_path / "shop"]
     status, _, err = command(*words)
     assert (status, err.count("\n")) == (2, 1)
     status, out, err = command(*words, "--skip-bad")
     assert status == 0, err
     assert {path.name for path in (tmp_path / "shop").iterdir()} == {"anna", "basis", "compress.json"}
-    assert out.count("Skipped ") == 2
+    assert out.count("Skipped ") == 3
 
 
 def test_an_adapter_that_does_not_go_on_the_model_is_found_before_anything_is_written(
@@ -105,7 +107,7 @@ def test_tenants_are_scored_and_trained_on_and_a_newcomer_trains_on_the_basis(
     assert not (tmp_path / "shop").exists()
     status, out, err = command(*words, *model, "--tenants", loras / "rows", "--skip-bad")
     assert status == 0, err
-    assert f"Skipped {loras / 'empty'}" in out
+    assert "Skipped empty" in out
     assert all(arm in out for arm in ("base", "own", "compressed", "trained on"))
     cores = [adapter_in(tmp_path / "shop/anna", name) for name in ("adapter", "trained-on")]
     assert cores[0].peft_config["default"].basis_id == load_basis(tmp_path / "shop/basis").identity

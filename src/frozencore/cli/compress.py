@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from frozencore.cli.display import StageDisplay, console, table_of
-from frozencore.errors import ConfigError, FrozenCoreError
+from frozencore.errors import ConfigError
 from frozencore.files.adapter_folder import COMPRESSION_FILE, adapter_in, folder_of, read_config
 from frozencore.files.atomic_write import check_output
 from frozencore.text import num_of
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from frozencore.adapter.compress import CompressedAdapters
     from frozencore.tune.compressed import Scores
+    from frozencore.tune.many.tenant_rows import TenantRows
     from frozencore.tune.scoring.score import Score
 
 ENOUGH = 0.6
@@ -58,14 +59,9 @@ def compress(
         raise ConfigError("--tenants scores rows with the base model: give it with --model.")
     if tenants is not None:
         find_tenants(tenants)
-    skipped: dict[str, str] = {}
-    for place in adapters:
-        try:
+    if not skip_bad:
+        for place in adapters:
             read_config(adapter_in(folder_of(place)))  # a wrong path is refused before torch is imported
-        except FrozenCoreError as error:
-            if not skip_bad:
-                raise
-            skipped[place] = str(error)
     with StageDisplay(console) as progress:
         from frozencore.adapter.compress import compress_adapters
         from frozencore.tune.compressed import TRAINED_ON, read_rows_of, score_cores, score_own
@@ -73,8 +69,8 @@ def compress(
         from frozencore.tune.load import load_model
 
         progress.started()
-        places = [place for place in adapters if place not in skipped]
-        named = dict(zip(adapter_names([Path(place) for place in places]), places, strict=True))
+        named = dict(zip(adapter_names([Path(place) for place in adapters]), adapters, strict=True))
+        skipped: dict[str, str] = {}
         for name, place in list(named.items()):
             try:
                 require_tenant_name(name, place)
@@ -87,17 +83,18 @@ def compress(
         if model is not None and base is None:
             base = load_model(model_location(model), device="cpu")[0]
         scores: Scores = {}
+        rows: dict[str, TenantRows] = {}
 
         def score_first(names: Collection[str]) -> None:
             if to_score is not None:
-                rows = {name: own for name, own in to_score[1].items() if name in names}
+                rows.update((name, own) for name, own in to_score[1].items() if name in names)
                 scores.update(score_own(to_score[0], rows, named, progress))
 
         done = compress_adapters(
             named, output, rank=rank, base=base, skip_bad=skip_bad, ready=score_first, progress=progress
         )
         if to_score is not None:
-            score_cores(to_score[0], to_score[1], output, scores, progress)
+            score_cores(to_score[0], rows, output, scores, progress)
     console.print(_summary(done, skipped))
     if done.other_name is not None:
         console.print(

@@ -8,7 +8,7 @@ from unicodedata import normalize
 
 from frozencore.calibration.moments_file import require_moments
 from frozencore.errors import ArtifactError, ConfigError, DataError, ModelError
-from frozencore.files.adapter_folder import FACTORS_FILE, HEADER_FILE
+from frozencore.files.adapter_folder import COMPRESSION_FILE, FACTORS_FILE, HEADER_FILE
 from frozencore.files.hub import is_hub_id, safe_loading
 from frozencore.files.strict_yaml import read_yaml
 from frozencore.text import nearest_name, one_line
@@ -95,7 +95,8 @@ def require_data_root(folder: Path | None) -> None:
         raise DataError(f"--data-root must name the folder that holds the data sets, but there is no folder {folder}.")
 
 
-RESERVED = (BASIS, MANIFEST, OPTIONS_FILE)  # names of other folders and files beside those of the tenants
+# names of other folders and files beside those of the tenants
+RESERVED = (BASIS, MANIFEST, OPTIONS_FILE, COMPRESSION_FILE)
 _NAME = re.compile(r"\w[\w.-]{0,99}")
 
 
