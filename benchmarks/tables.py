@@ -139,13 +139,13 @@ TENANTS = ("tenants-quality.jsonl", "compress-quality.jsonl", "sharing-quality.j
 LORA_1 = ("LoRA, r = 1", "LoRA, r = 1, all linear layers")
 ENDINGS = ("smollm2-forgetting-first", "smollm2-values")
 REVIEWS = ("smollm2-low-rates", "smollm2-seeds")
+SEARCHED = ("RawGrad", "EVA", "Random", "LoRA, r = 1", "LoRA, r = 16")
 BLOCKS: Mapping[str, Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]]] = {
     "README.md": {"at-a-glance": (at_a_glance, *TENANTS[:2], "smollm2-endings", "served.json")},
     "docs/results.md": {
         "seeds-sst2": (partial(in_order, by_loss), "smollm2-seeds"),
         "seeds-hellaswag": (partial(in_order, by_loss), "smollm2-endings"),
         "equal-values": (at_equal_values, "smollm2-values"),
-        "forgetting": (partial(at_rates, "0.01", LORA_1), *ENDINGS),
         "outliers": (outliers, "outliers"),
         "calibration": (calibration.table_of, "calibration.json"),
     },
@@ -165,7 +165,8 @@ BLOCKS: Mapping[str, Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]]] 
         "many-training": (many_training.table_of, "many_training.json"),
         "values": (partial(in_order, by_values), "smollm2-values"),
         "one-rate": (one_rate, "smollm2-paper", "smollm2-seeds"),
-        "low-rates": (partial(at_rates, "0.005", ("LoRA, r = 1", "LoRA, r = 16")), *REVIEWS),
+        "forgetting": (partial(at_rates, "0.01", LORA_1), *ENDINGS),
+        "low-rates": (partial(at_rates, "0.005", SEARCHED), *REVIEWS),
         "smollm2-speed": (smollm2.table_of, "smollm2.json"),
         "step": (step.table_of, "step.json"),
         "tenants-newcomers": (partial(tenant_tables.sharing_table, "newcomers"), "tenants-quality.jsonl"),
