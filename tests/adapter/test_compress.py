@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from frozencore import (
     save_basis,
 )
 from frozencore.adapter.compress import compress_adapters
+from frozencore.adapter.folders import read_adapter
+from frozencore.adapter.one_base import is_same_name
 from frozencore.errors import ArtifactError, ConfigError
 from tiny import BATCHES, adapted, logits, tiny_gpt2, tiny_qwen2
 
@@ -269,53 +272,104 @@ def test_without_the_base_model_sampled_weights_of_two_cores_are_compared(base: 
         compress_adapters({name: tmp_path / name for name in ("anna", "ben")}, tmp_path / "shop", rank=4)
 
 
-def test_sampled_weights_of_cores_on_different_layers_are_compared_and_joined(base: Path, tmp_path: Path) -> None:
+def test_sampled_weights_of_cores_on_different_layers_are_compared(base: Path, tmp_path: Path) -> None:
     core(base, tmp_path / "anna", target_modules=["q_proj"])
     core(base, tmp_path / "ben", target_modules=["q_proj", "v_proj"])
     compress_adapters({name: tmp_path / name for name in ("anna", "ben")}, tmp_path / "shop", rank=8)
-    assert load_basis(tmp_path / "shop/basis").base == load_basis(whole_basis(base, tmp_path)).base
+    assert load_basis(tmp_path / "shop/basis").base == read_adapter(tmp_path / "ben")[0].base_record
     other = adapted("fcca", model=named(tiny_qwen2(seed=9), base), trained=True, target_modules=["v_proj", "o_proj"])
     other.save_pretrained(str(tmp_path / "cleo"))
     with pytest.raises(ArtifactError, match=r"cleo the weights of its base model"):
         compress_adapters({name: tmp_path / name for name in ("anna", "ben", "cleo")}, tmp_path / "no", rank=8)
 
 
-def whole_basis(base: Path, folder: Path) -> Path:
-    model = adapted("fcca", model=base_of(base), target_modules=["q_proj", "v_proj"])
-    save_basis(model, folder / "whole")
-    return folder / "whole"
-
-
 def of_name(name: str) -> Callable[[Path, Path], object]:
     return changed(lambda config, _: config.update(base_model_name_or_path=name))
 
 
-def test_names_of_one_model_are_alike_and_the_models_own_decides(base: Path, tmp_path: Path) -> None:
-    names = ("lab/Tiny-1B", "lab/Tiny-1B/", "/models/tiny-1b", "unsloth/tiny-1b-unsloth-bnb-4bit",
-             "/root/.cache/models--lab--Tiny-1B/snapshots/0a1b")  # fmt: skip
+NAMES = ("lab/Tiny-1B", "lab/Tiny-1B/", "/models/tiny-1b", "unsloth/tiny-1b-unsloth-bnb-4bit",
+         "/root/.cache/models--lab--Tiny-1B/snapshots/0a1b")  # fmt: skip
+SAME = [*combinations(NAMES, 2), ("./merged", "./merged/")]
+UNLIKE = [
+    ("lab/tiny-1b", "other/tiny-1b"), ("lab/tiny-1b", "lab/tiny-2b"), ("/a/mistral/merged", "/b/llama/merged"),
+    ("/a/x/checkpoint-500", "/a/y/checkpoint-500"), ("lab/tiny-1b", "models--other--tiny-1b/snapshots/0a1b"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("one", "other", "same"), [*((*pair, True) for pair in SAME), *((*p, False) for p in UNLIKE)])
+def test_which_names_may_be_of_one_model(one: str, other: str, same: bool) -> None:
+    assert is_same_name(one, other) == is_same_name(other, one) == same
+
+
+def test_two_folders_that_are_here_are_one_model_only_if_they_are_the_same(base: Path, tmp_path: Path) -> None:
+    for parent in ("a", "b"):
+        (tmp_path / parent / "tiny-1b").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "a/tiny-1b")
+    assert is_same_name(str(tmp_path / "a/tiny-1b"), str(tmp_path / "link"))
     adapters = {}
-    for number, name in enumerate(names):
+    for name, of in {"anna": "lab/tiny-1b", "ben": f"{tmp_path}/a/tiny-1b", "cleo": f"{tmp_path}/b/tiny-1b"}.items():
+        of_name(of)(base, tmp_path / name)
+        adapters[name] = tmp_path / name
+    done = compress_adapters(adapters, tmp_path / "shop", rank=2, skip_bad=True)
+    assert done.skipped.keys() == {"cleo"}
+
+
+def test_the_given_models_name_decides_and_the_commonest_where_no_adapter_has_it(base: Path, tmp_path: Path) -> None:
+    adapters = {}
+    for number, name in enumerate(NAMES):
         of_name(name)(base, folder := tmp_path / f"a{number}")
         adapters[folder.name] = folder
-    assert compress_adapters(adapters, tmp_path / "shop", rank=2).skipped == {}
+    for number in range(2):
+        of_name("lab/other-1b")(base, folder := tmp_path / f"b{number}")
+        adapters[folder.name] = folder
+    assert compress_adapters(adapters, tmp_path / "shop", rank=2, skip_bad=True).skipped.keys() == {"b0", "b1"}
     own = {"anna": write(base, tmp_path / "anna")}
     model = base_of(base)
     done = compress_adapters(adapters | own, tmp_path / "one", rank=2, base=model, skip_bad=True)
     assert (list(done.kept), done.other_name) == (["anna"], None)
-    done = compress_adapters(adapters, tmp_path / "other", rank=2, base=model)
-    assert done.other_name == names[0]
+    some = {name: folder for name, folder in adapters.items() if name[0] == "a"}
+    done = compress_adapters(some, tmp_path / "other", rank=2, base=model)
+    assert done.other_name == NAMES[0]
     assert load_basis(tmp_path / "other/basis").base_model == str(base)
+    quantised = {"a3": adapters["a3"]}  # the plain model's name is better than its 4-bit copy's
+    compress_adapters(quantised, tmp_path / "plain", rank=2, base=named(tiny_qwen2(), Path(NAMES[0])))
+    assert load_basis(tmp_path / "plain/basis").base_model == NAMES[0]
+
+
+def test_two_revisions_of_a_model_are_two_models(base: Path, tmp_path: Path) -> None:
+    for revision in ("step1000", "step9000", None):
+        changed(lambda config, _, own=revision: config.update(revision=own))(base, tmp_path / str(revision))  # type: ignore[misc]
+    adapters = {name: tmp_path / name for name in ("step1000", "None", "step9000")}
+    with pytest.raises(ArtifactError, match="names revision step9000"):
+        compress_adapters(adapters, tmp_path / "shop", rank=2)
 
 
 def test_adapters_of_a_part_of_the_model_are_not_mixed_with_those_of_all_of_it(base: Path, tmp_path: Path) -> None:
-    inner = get_peft_model(
-        named(tiny_qwen2().model, base), LoraConfig(**{**LORA, "task_type": None}, init_lora_weights=False)
-    )
+    config = LoraConfig(r=2, target_modules=["down_proj"], init_lora_weights=False)  # no layer of anna's
+    inner = get_peft_model(named(tiny_qwen2().model, base), config)
     inner.save_pretrained(str(tmp_path / "inner"))
     adapters = {"anna": write(base, tmp_path / "anna"), "inner": tmp_path / "inner"}
     for order in (adapters, dict(reversed(adapters.items()))):
         with pytest.raises(ArtifactError, match="saved from a part of the model"):
             compress_adapters(order, tmp_path / "shop", rank=4)
+
+
+def test_a_layer_whose_name_is_the_end_of_anothers_is_the_only_one_of_its_adapter(tmp_path: Path) -> None:
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        inner = nn.Sequential()
+        inner.add_module("proj", nn.Linear(4, 4))
+        outer = nn.Sequential()
+        outer.add_module("proj", nn.Linear(4, 4))
+        outer.add_module("inner", inner)
+        return outer
+
+    lora = get_peft_model(net(), LoraConfig(r=2, target_modules="proj", init_lora_weights=False))
+    lora.save_pretrained(str(tmp_path / "anna"))
+    compress_adapters({"anna": tmp_path / "anna"}, tmp_path / "shop", rank=2, base=net())
+    found = PeftModel.from_pretrained(net(), str(tmp_path / "shop/anna/adapter")).eval()
+    X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(found(X), lora.eval()(X), atol=2e-4, rtol=1e-4)
 
 
 def test_an_adapter_without_the_tensors_of_a_layer_that_its_names_select_can_be_loaded(
@@ -341,8 +395,8 @@ def test_a_wrong_rank_name_or_base_and_a_folder_in_use_are_refused(base: Path, t
     adapters = {"anna": write(base, tmp_path / "anna")}
     with pytest.raises(ConfigError, match="Give --rank 16 or less"):
         compress_adapters(adapters, tmp_path / "shop", rank=17)
-    for name in ("../ben", "basis", "a/b", "", ".."):
-        with pytest.raises(ConfigError, match="that of its new folder"):
+    for name in ("../ben", "basis", "a/b", "", "..", "Compress.json", "my lora"):
+        with pytest.raises(ConfigError, match="becomes that of its folder"):
             compress_adapters({name: tmp_path / "anna"}, tmp_path / "shop", rank=2)
     with pytest.raises(ConfigError, match="Load the plain model"):
         compress_adapters(adapters, tmp_path / "shop", rank=2, base=adapted("random"))

@@ -96,6 +96,23 @@ def test_another_name_of_the_model_is_said(command: Command, loras: Path, tmp_pa
     assert "Warning: most adapters name the base model lab/other" in out
 
 
+def test_a_training_that_diverged_says_why_and_the_rest_is_shown(
+    command: Command, loras: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import frozencore.tune.compressed as compressed
+
+    monkeypatch.setattr(compressed, "RATE", 1e30)
+    words = ["compress", loras / "anna", "--rank", 4, "--out", tmp_path / "shop", "--model", "pocket"]
+    (rows := tmp_path / "rows").mkdir()
+    (rows / "anna.jsonl").write_bytes((loras / "rows/anna.jsonl").read_bytes())
+    status, out, err = command(*words, "--tenants", rows)
+    assert status == 0, err
+    assert "diverged" in out
+    assert "anna, trained on: " in out
+    assert "Trained on: " not in out
+    assert not (tmp_path / "shop/anna/trained-on").exists()
+
+
 def test_tenants_are_scored_and_trained_on_and_a_newcomer_trains_on_the_basis(
     command: Command, loras: Path, tmp_path: Path
 ) -> None:

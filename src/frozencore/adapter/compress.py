@@ -11,7 +11,7 @@ Shapes: m out features, n in features, r rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from frozencore.constructors import COMPRESSED
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
 from frozencore.files.adapter_folder import (
     COMPRESSION_FILE,
+    FOLDER_NAME,
     IN_A_RUN,
     PEFT_TYPE,
     WEIGHTS_FILE,
@@ -63,15 +64,16 @@ class LowRankAdapter:
 
     Attributes:
         place: The folder or hub id, for errors.
-        base_model: The name of its base model, if it has one.
+        base_model: The name of its base model, if it has one; so is ``revision``.
         base: The record of the base model's weights, if there is one.
         factors: The scale of each layer, and the matrices whose product is its update: B A, or P R Qᵀ. Those of a file
             are mapped, and read when they are used; adapters on a named basis share its P and Q.
-        targets: Names that select exactly its layers; None if only the full names do.
+        targets: Names of which each layer has one; None if only its full name will do.
     """
 
     place: str
     base_model: str | None
+    revision: str | None
     task_type: str | None
     base: dict[str, str] | None
     factors: Mapping[str, tuple[float, tuple[Tensor, ...]]]
@@ -124,7 +126,7 @@ def _read_core(place: str, folder: Path, bases: dict[str, SavedBasis]) -> LowRan
         held = {name: (*bases[config.basis_id].layers[name][:2], own.R) for name, own in factors.items()}
     partial = config.layers_to_transform is not None or config.exclude_modules or 0 in config.rank_pattern.values()
     return LowRankAdapter(
-        place, config.base_model_name_or_path, _task_of(config.task_type), config.base_record,
+        place, config.base_model_name_or_path, config.revision, _task_of(config.task_type), config.base_record,
         factors={name: (factors[name].scale, (P, R, Q.mT)) for name, (P, Q, R) in held.items()},
         targets=None if partial else _targets(config.target_modules, factors),
     )  # fmt: skip
@@ -163,7 +165,8 @@ def _read_lora(place: str, lora: LoraDirectory, folder: Path) -> LowRankAdapter:
     partial = any(config.get(name) for name in ("exclude_modules", "layers_pattern"))
     partial = partial or config.get("layers_to_transform") is not None
     return LowRankAdapter(
-        place, config.get("base_model_name_or_path"), _task_of(config.get("task_type")), base=None, factors=factors,
+        place, config.get("base_model_name_or_path"), config.get("revision"), _task_of(config.get("task_type")),
+        base=None, factors=factors,
         targets=None if partial else _targets(config.get("target_modules"), factors),
     )  # fmt: skip
 
@@ -182,7 +185,7 @@ def _task_of(task: Any) -> str | None:
 def _targets(named: Any, layers: Mapping[str, Any]) -> frozenset[str] | None:
     """The names in ``target_modules`` if each layer is named by one of them; None otherwise."""
     names = frozenset(named) if isinstance(named, list | set) else frozenset[str]()
-    return names if all(any(f".{layer}".endswith(f".{name}") for name in names) for layer in layers) else None
+    return names if _selected(layers, names) == layers.keys() else None
 
 
 @dataclass(frozen=True)
@@ -242,10 +245,6 @@ def compress_adapters(
         ConfigError: The rank is larger than a layer, a name is no new folder's, or the base model has adapters.
     """
     out = Path(out)
-    if odd := [name for name in adapters if name in ("", "..", BASIS, COMPRESSION_FILE) or Path(name).name != name]:
-        raise ConfigError(
-            f"An adapter's name is that of its new folder in {out}, but {odd[0]!r:.60} came. Choose another."
-        )
     if base is not None and any(isinstance(module, BaseTunerLayer) for module in base.modules()):
         raise ConfigError("The base model has no adapters, but one with an adapter came. Load the plain model.")
     sources, skipped = _read_sources(adapters, base, skip_bad, progress)
@@ -300,6 +299,11 @@ def _read_sources(
     bases: dict[str, SavedBasis] = {}
     for number, (name, place) in enumerate(adapters.items(), start=1):
         try:
+            if not FOLDER_NAME.fullmatch(name) or name.casefold() in (BASIS, COMPRESSION_FILE):
+                raise ConfigError(
+                    f"An adapter's name becomes that of its folder: letters, digits, '.', '_' and '-', and not {BASIS} "
+                    f"or {COMPRESSION_FILE}, but {name!r:.60} came. Rename {place}."
+                )
             sources[name] = read_source(str(place), bases)
         except FrozenCoreError as error:
             if not skip_bad:
@@ -316,19 +320,26 @@ def _read_sources(
     return sources, skipped
 
 
+def _selected(layers: Iterable[str], names: Collection[str]) -> frozenset[str]:
+    """The layers that PEFT finds by these names."""
+    return frozenset(layer for layer in layers if any(f".{layer}".endswith(f".{name}") for name in names))
+
+
 def _config_of(
     sources: Mapping[str, LowRankAdapter], rank: int, layers: Mapping[str, Any], base: nn.Module | None
 ) -> FrozenCoreConfig:
     """The configuration of the basis: its layers by short names if, in the base model, these select no others."""
     tasks = {source.task_type for source in sources.values()}
     targets = [source.targets for source in sources.values()]
-    named = frozenset(layers)
-    if base is not None and None not in targets:
-        short = frozenset().union(*(own for own in targets if own is not None))
-        selected = {name for name in layers_of(base).shapes if any(f".{name}".endswith(f".{one}") for one in short)}
-        named = short if selected == layers.keys() else named
+    named, others = frozenset(layers), frozenset[str]()
+    if base is not None:
+        of_base = layers_of(base).shapes.keys()
+        short = frozenset[str]().union(*(own or () for own in targets))
+        if None not in targets and _selected(of_base, short) == layers.keys():
+            named = short
+        others = _selected(of_base, named) - layers.keys()  # a full name may be the end of another
     return FrozenCoreConfig(
-        r=rank, target_modules=sorted(named), constructor=COMPRESSED,
+        r=rank, target_modules=sorted(named), exclude_modules=sorted(others) or None, constructor=COMPRESSED,
         base_model_name_or_path=names_of_base(sources.values(), base)[0],
         task_type=tasks.pop() if len(tasks) == 1 else None,
     )  # fmt: skip

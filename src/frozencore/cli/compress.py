@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -70,14 +70,9 @@ def compress(
 
         progress.started()
         named = dict(zip(adapter_names([Path(place) for place in adapters]), adapters, strict=True))
-        skipped: dict[str, str] = {}
-        for name, place in list(named.items()):
-            try:
+        if not skip_bad:
+            for name, place in named.items():
                 require_tenant_name(name, place)
-            except ConfigError as error:
-                if not skip_bad:
-                    raise
-                skipped[named.pop(name)] = str(error)
         to_score = None if tenants is None else read_rows_of(str(model), tenants, named.keys(), progress)
         base: nn.Module | None = None if to_score is None else to_score[0].model
         if model is not None and base is None:
@@ -95,7 +90,7 @@ def compress(
         )
         if to_score is not None:
             score_cores(to_score[0], rows, output, scores, progress)
-    console.print(_summary(done, skipped))
+    console.print(_summary(done))
     if done.other_name is not None:
         console.print(
             f"Warning: most adapters name the base model {done.other_name}, which is not --model {model}. Its layers "
@@ -104,7 +99,8 @@ def compress(
         )  # fmt: skip
     if scores:
         console.print(_scores(scores))
-    trained_on = f"   Trained on: {output}/NAME/{TRAINED_ON}" if scores else ""
+    whole = any(not isinstance(own["trained on"], str) for own in scores.values())
+    trained_on = f"   Trained on: {output}/NAME/{TRAINED_ON}" if whole else ""
     console.print(f"Basis: {output}/basis   Adapters: {output}/NAME/adapter{trained_on}", soft_wrap=True)
 
 
@@ -113,16 +109,18 @@ def _scores(scores: Scores) -> RenderableType:
     arms = list(next(iter(scores.values())))
     rows = [(name, *(_in_words(of_tenant[arm]) for arm in arms)) for name, of_tenant in scores.items()]
     title = "Held-out nats a token, and exact answers of short ones"
-    return table_of(title, ("tenant", *arms), rows, names=("tenant",))
+    whys = [(name, arm, why) for name, own in scores.items() for arm, why in own.items() if isinstance(why, str)]
+    lines = [Text(f"{name}, {arm}: {why}") for name, arm, why in whys]
+    return Group(table_of(title, ("tenant", *arms), rows, names=("tenant",)), *lines)
 
 
-def _in_words(score: Score | None) -> str:
-    if score is None:
+def _in_words(score: Score | str) -> str:
+    if isinstance(score, str):
         return "diverged"
     return f"{score.held_out_loss:.3f}" + (f", {score.task.accuracy:.0%}" if score.task else "")
 
 
-def _summary(done: CompressedAdapters, skipped: Mapping[str, str]) -> Group:
+def _summary(done: CompressedAdapters) -> Group:
     """The share that each adapter keeps, those with the least first if there are many."""
     least_first = sorted(done.kept, key=lambda name: done.kept[name].share)
     shown = least_first[:MOST_ROWS] if len(least_first) > MOST_ROWS else list(done.kept)
@@ -134,7 +132,7 @@ def _summary(done: CompressedAdapters, skipped: Mapping[str, str]) -> Group:
     names = ("adapter", "layer that keeps least")
     title = f"{num_of(len(done.kept), 'adapter')} on one basis of rank {done.rank}"
     table = table_of(title, ("adapter", "share kept", "layer that keeps least", "share"), rows, names=names)
-    lines = [Text(f"Skipped {name}: {reason}") for name, reason in (*skipped.items(), *done.skipped.items())]
+    lines = [Text(f"Skipped {name}: {reason}") for name, reason in done.skipped.items()]
     if len(shown) < len(done.kept):
         rest = done.kept[least_first[MOST_ROWS]].share
         lines.append(

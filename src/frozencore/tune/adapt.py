@@ -30,7 +30,7 @@ from frozencore.maths.basis import known_basis
 from frozencore.maths.capture import Capture, capture_or_none
 from frozencore.maths.moments import LayerMoments
 from frozencore.options import without_lists
-from frozencore.text import Progress, flag_of
+from frozencore.text import Progress, flag_of, one_line
 from frozencore.tune.calibration_record import Alignment, CalibratedAdapter, CalibrationSummary
 from frozencore.tune.config import RunConfig
 from frozencore.tune.config_parts import MethodConfig, core_options
@@ -102,6 +102,7 @@ def on_named_basis(config: RunConfig) -> RunConfig:
     for name, value in given.items():
         if value != (its := {**decided, **core}[name]):
             flag = flag_of("method" if name == "name" else name)
+            its = one_line(its, 200)  # names of layers may be hundreds
             raise ConfigError(f"The basis in {method.basis} determines {flag}: {its}, but {value} came. Leave it out.")
     return config.model_copy(update={"method": method.model_copy(update={**decided, "core": core})})
 

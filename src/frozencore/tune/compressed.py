@@ -46,8 +46,8 @@ def read_rows_of(
     return read_tenants(config, files, progress)
 
 
-Scores = dict[str, dict[str, Score | None]]
-"""By tenant and arm; None where training on diverged."""
+Scores = dict[str, dict[str, Score | str]]
+"""By tenant and arm; the reason where training on diverged."""
 
 
 def score_own(
@@ -86,8 +86,9 @@ def score_cores(inputs: Inputs, rows: Mapping[str, TenantRows], shop: Path, scor
         done: dict[str, Trained] = {}
         tenant = {name: Tenant(own.rows.train, recipe)}
         train_many(model, tenant, done.update, pad_id=inputs.encoder.pad_id, progress=progress)
-        scores[name]["trained on"] = None
-        if done[name].diverged is None:
+        if (why := done[name].diverged) is not None:
+            scores[name]["trained on"] = why
+        else:
             swap_core(model, done[name].cores)
             method.save(model, shop / name / TRAINED_ON, shop / name / START)
             scores[name]["trained on"] = _score(inputs, own, model, f"{name}, trained on", progress)

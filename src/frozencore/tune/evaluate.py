@@ -84,7 +84,7 @@ class BaseWithAdapter:
                 config.inference_mode = True
                 if config.is_prompt_learning:  # it shifts every position
                     raise ArtifactError(
-                        f"--adapter {folder} holds virtual tokens ({config.peft_type}), which are not scored here. "
+                        f"The adapter {folder} holds virtual tokens ({config.peft_type}), which are not scored here. "
                         "Give an adapter that changes layers."
                     )
                 self._adapted = PeftModelForCausalLM(base, config)
@@ -93,12 +93,12 @@ class BaseWithAdapter:
             raise
         except Exception as error:  # PEFT and safetensors raise many kinds of errors for a folder that does not fit
             reason = one_line(error, 200)
-            raise ArtifactError(f"--adapter {folder} does not go on this base model: {reason}") from error
+            raise ArtifactError(f"The adapter {folder} does not go on this base model: {reason}") from error
         odd = [*found.missing_keys, *found.unexpected_keys]
         if odd:
             raise ArtifactError(
-                f"--adapter {folder} must fit this base model tensor by tensor, but {len(found.missing_keys)} tensors "
-                f"are missing and {len(found.unexpected_keys)} have no layer, for instance {odd[0]}. "
+                f"The adapter {folder} must fit this base model tensor by tensor, but {len(found.missing_keys)} are "
+                f"missing and {len(found.unexpected_keys)} have no layer, for instance {odd[0]}. "
                 f"Give the base model that it was trained on."
             )
         self._folder = folder

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from unicodedata import normalize
 
 from frozencore.calibration.moments_file import require_moments
 from frozencore.errors import ArtifactError, ConfigError, DataError, ModelError
-from frozencore.files.adapter_folder import COMPRESSION_FILE, FACTORS_FILE, HEADER_FILE
+from frozencore.files.adapter_folder import COMPRESSION_FILE, FACTORS_FILE, FOLDER_NAME, HEADER_FILE
 from frozencore.files.hub import is_hub_id, safe_loading
 from frozencore.files.strict_yaml import read_yaml
 from frozencore.text import nearest_name, one_line
@@ -97,7 +96,6 @@ def require_data_root(folder: Path | None) -> None:
 
 # names of other folders and files beside those of the tenants
 RESERVED = (BASIS, MANIFEST, OPTIONS_FILE, COMPRESSION_FILE)
-_NAME = re.compile(r"\w[\w.-]{0,99}")
 
 
 def require_tenant_files(config: RunConfig) -> None:
@@ -149,7 +147,7 @@ def require_tenant_name(name: str, of: str) -> None:
     Raises:
         ConfigError: It cannot.
     """
-    if not _NAME.fullmatch(name) or _on_disk(name) in RESERVED:
+    if not FOLDER_NAME.fullmatch(name) or _on_disk(name) in RESERVED:
         raise ConfigError(
             f"A tenant's name becomes a folder's: at most 100 letters, digits, '.', '_' and '-' (not '.' or '-' "
             f"first), and not {' or '.join(RESERVED)}, but {one_line(name, 60)!r} came. Rename {of}."

@@ -105,15 +105,6 @@ def split_record(recorded: Mapping[str, Any], layers: Iterable[str]) -> dict[str
     }
 
 
-def join_records(records: Mapping[str, Mapping[str, Any]]) -> dict[str, str] | None:
-    """One record of records by layer; None if their dtypes differ or values were rounded since."""
-    kinds = {(record["dtype"], record.get("rounded")) for record in records.values()}
-    if len(kinds) != 1 or (kind := kinds.pop())[1] is not None:
-        return None
-    values = np.concatenate([_values(records[name])[0] for name in sorted(records)])
-    return {"dtype": kind[0], "values": _encoded(values)}
-
-
 def differs(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two records of the same layers are of different weights."""
     return _first_difference(one, other) is not None
