@@ -324,7 +324,7 @@ def test_an_adapter_that_does_not_fit_is_refused_in_one_line(adapters: dict[str,
     cases = {
         "does not go on this base model": tensors | {some: torch.zeros(3, 3)},
         "but 1 are missing and 0 have no layer": {k: v for k, v in tensors.items() if k != some},
-        "0 tensors are missing and 1 have no layer": tensors
+        "but 0 are missing and 1 have no layer": tensors
         | {some.replace("layers.0", "layers.77"): tensors[some].clone()},
     }
     for reason, wrong in cases.items():
