@@ -178,8 +178,8 @@ def one_rate(paper: Runs, seeds: Runs) -> str:
 
     The runs of ``smollm2-seeds`` have the rates of their own, Fisher coordinates and the default scale.
     """
-    by_rate, used = grouped(paper, lambda run: rate([run])), {run.seed for run in paper}
-    rates = {one: grouped(by_rate[one], named) for one in sorted(by_rate, key=float)}
+    found, used = grouped(paper, lambda run: rate([run])), {run.seed for run in paper}
+    rates = {one: grouped(found[one], named) for one in sorted(found, key=float)}
     rates["their own"] = grouped([run for run in seeds if run.seed in used], named)
     names = [name for name in NAMES.values() if name in grouped(paper, named)]
     rows: dict[str, list[str]] = {name: [name] for name in names}
