@@ -137,7 +137,8 @@ def bold(text: str, is_apart: bool) -> str:
 
 TENANTS = ("tenants-quality.jsonl", "compress-quality.jsonl", "sharing-quality.jsonl")
 LORA_1 = ("LoRA, r = 1", "LoRA, r = 1, all linear layers")
-ENDINGS = ("smollm2-forgetting-first", "smollm2-values")
+ON_ALL = ("FCCA, all linear layers", "FCCA, r = 32, all linear layers")
+ENDINGS = ("smollm2-forgetting-first", "smollm2-forgetting-cores", "smollm2-values")
 REVIEWS = ("smollm2-low-rates", "smollm2-seeds")
 SEARCHED = ("RawGrad", "EVA", "Random", "LoRA, r = 1", "LoRA, r = 16")
 BLOCKS: Mapping[str, Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]]] = {
@@ -165,7 +166,7 @@ BLOCKS: Mapping[str, Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]]] 
         "many-training": (many_training.table_of, "many_training.json"),
         "values": (partial(in_order, by_values), "smollm2-values"),
         "one-rate": (one_rate, "smollm2-paper", "smollm2-seeds"),
-        "forgetting": (partial(at_rates, "0.01", LORA_1), *ENDINGS),
+        "forgetting": (partial(at_rates, "0.01", LORA_1 + ON_ALL), *ENDINGS),
         "low-rates": (partial(at_rates, "0.005", SEARCHED), *REVIEWS),
         "smollm2-speed": (smollm2.table_of, "smollm2.json"),
         "step": (step.table_of, "step.json"),
