@@ -24,6 +24,7 @@ from frozencore.maths.linalg import (
     thin_qr,
     top_eigenvectors,
     truncated_svd,
+    weighted_sum,
 )
 
 
@@ -252,3 +253,9 @@ def test_generators_of_different_purposes_draw_differently() -> None:
         for labels in ((), ("a",), ("b",), ("a", 1), ("a1",))
     }
     assert len(draws) == 10
+
+
+def test_a_sum_that_the_dtype_does_not_hold_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Give smaller ones"):
+        weighted_sum([torch.ones(2, 2), torch.ones(2, 2)], [1e300, 1.0])
+    assert weighted_sum([torch.ones(2, 2, dtype=torch.float64)], [1e300]).isfinite().all()

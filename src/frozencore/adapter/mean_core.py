@@ -6,16 +6,25 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from frozencore.adapter.saved.adapter import SavedAdapter
+from frozencore.adapter.saved.adapter import SavedAdapter, require_checksum
 from frozencore.adapter.saved.tensors import cores_key, require_size, vector_of
 from frozencore.errors import ArtifactError, ConfigError
-from frozencore.files.adapter_folder import CONFIG_FILE, HEADER_FILE, IN_A_RUN, PEFT_TYPE, read_config
-from frozencore.files.strict_yaml import read_yaml
+from frozencore.files.adapter_folder import (
+    CONFIG_FILE,
+    FOLDER_NAME,
+    HEADER_FILE,
+    IN_A_RUN,
+    PEFT_TYPE,
+    UNFINISHED_FILE,
+    read_config,
+)
+from frozencore.files.strict_yaml import read_yaml, require_text_keys
 from frozencore.text import one_line
 
 _WEIGHTS = (".yaml", ".yml", ".json")
@@ -43,19 +52,28 @@ def mean_core(place: str | Path, identity: str, size: int) -> dict[str, Tensor]:
 
 
 def weights_in(place: Path) -> dict[Path, float]:
-    """The adapter folders that a place names, each with its weight; raises the errors of :func:`mean_core`."""
+    """The adapter folders that a place names, with their relative weights; raises the errors of :func:`mean_core`."""
     if place.suffix in _WEIGHTS and place.is_file():
         found = read_yaml(place)
         weights = found.values() if isinstance(found, dict) else [math.nan]
-        if not all(type(w) in (int, float) and math.isfinite(w) and w >= 0 for w in weights) or not sum(weights):
+        if not all(type(w) in (int, float) and math.isfinite(w) and w >= 0 for w in weights) or not any(weights):
             raise ConfigError(
                 f"{place} must name a weight for each tenant, `anna: 0.5`: numbers of at least 0, not all of them 0."
             )
-        return {_adapter_in(place.parent / str(name)): float(weight) for name, weight in found.items()}
+        require_text_keys(place, found)
+        exponent = math.frexp(max(weights))[1]  # a power of two, so that no sum is too large or too small
+        named = [(_adapter_in(place.parent / name), math.ldexp(weight, -exponent)) for name, weight in found.items()]
+        if twice := next(
+            (folder for folder, count in Counter(folder for folder, _ in named).items() if count > 1), None
+        ):
+            raise ConfigError(f"{place} must name each tenant once, but {twice} comes twice.")
+        return dict(named)
     if _holds_adapter(place) is not None:
         return {_adapter_in(place): 1.0}
-    inside = sorted(place.iterdir()) if place.is_dir() else []
-    tenants = [folder for name in inside if (folder := _holds_adapter(name)) is not None]
+    # what a killed run left is hidden, or not finished
+    inside = [one for one in sorted(place.iterdir()) if FOLDER_NAME.fullmatch(one.name)] if place.is_dir() else []
+    whole = [one for one in inside if not (one / UNFINISHED_FILE).is_file()]
+    tenants = [folder for name in whole if (folder := _holds_adapter(name)) is not None]
     if not tenants:
         raise ArtifactError(
             f"Training starts from a core, or from the mean of a folder of tenants, but {place} holds no adapter. Name "
@@ -92,6 +110,7 @@ def _core_on(folder: Path, identity: str, size: int) -> Tensor:
             f"Training starts from cores on its own basis ({identity[:12]}), but {folder} is on {named[:12]}. Name "
             "tenants of this basis, or that basis with --basis."
         )
+    require_checksum(str(folder), values)
     tensors = SavedAdapter.read(folder).tensors
     flat = vector_of(tensors)
     if flat is None or len(tensors) > 1:

@@ -15,6 +15,8 @@ CONFIG_FILE, WEIGHTS_FILE, PICKLE_FILE = "adapter_config.json", "adapter_model.s
 HEADER_FILE, FACTORS_FILE = "basis.json", "basis.safetensors"  # the files of a basis
 MODEL_CONFIG, BASIS_MODEL_TYPE = "config.json", "frozencore_basis_model"
 IN_A_RUN = "adapter"  # the adapter's folder inside a run's
+UNFINISHED_FILE = "inputs.json"
+"""What the folder of a run holds until it ends."""
 FOLDER_NAME = re.compile(r"\w[\w.-]{0,99}")
 """What the folder of a tenant can be called."""
 COMPRESSION_FILE = "compress.json"  # what each adapter keeps, beside the basis of `frozencore compress`

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -154,3 +154,12 @@ def _expanded_size(node: yaml.Node, sizes: dict[int, int], above: tuple[int, ...
             children = node.value
         sizes[id(node)] = 1 + sum(_expanded_size(child, sizes, (*above, id(node))) for child in children)
     return sizes[id(node)]
+
+
+def require_text_keys(path: Path, content: Iterable[Any]) -> None:
+    """Refuse a name that YAML reads as a number, a date or a truth value: ``007`` is 7, and ``no`` is false."""
+    for name in content:
+        if not isinstance(name, str):
+            raise ConfigError(
+                f"{path} must name tenants in text, but YAML reads one of its names as {name!r}. Quote it."
+            )

@@ -278,9 +278,14 @@ def weighted_sum(cores: Sequence[torch.Tensor], weights: Sequence[float]) -> tor
     """``Σ wᵢ Rᵢ`` of cores r x r, summed in float64, in the dtype of the first.
 
     Raises:
-        ConfigError: The number of weights is not that of cores, or a weight is not finite.
+        ConfigError: The number of weights is not that of cores, a weight is not finite, or the sum is not in the dtype.
     """
     if len(weights) != len(cores) or not torch.tensor(weights, dtype=torch.float64).isfinite().all():
         raise ConfigError(f"A sum of {len(cores)} adapters needs as many finite weights, but {list(weights)} came.")
     total = torch.stack([weight * R.detach().double() for weight, R in zip(weights, cores, strict=True)]).sum(0)
-    return total.to(cores[0].dtype)
+    summed = total.to(cores[0].dtype)
+    if not summed.isfinite().all():
+        raise ConfigError(
+            f"The weights {list(weights)} make a sum that {summed.dtype} does not hold. Give smaller ones."
+        )
+    return summed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 import warnings
 from collections.abc import Iterable, Mapping
@@ -138,7 +139,9 @@ def starting_core(config: MethodConfig) -> StartingCore | None:
 def shares_of_start(place: str | Path) -> dict[str, float]:
     """The adapters that ``start_from`` names, with their shares in the mean; see :class:`StartingCore`."""
     weights = weights_in(Path(place))
-    named = {(one.parent if one.name == ADAPTER else one).name: weight for one, weight in weights.items() if weight}
+    folders = {(one.parent if one.name == ADAPTER else one): weight for one, weight in weights.items() if weight}
+    root = Path(place).parent if Path(place).is_file() else Path(place)
+    named = {one.name if len(folders) == 1 else os.path.relpath(one, root): w for one, w in folders.items()}
     whole = math.fsum(named.values())
     largest = sorted(named, key=lambda name: -named[name])
     shares = {name: named[name] / whole for name in largest[:MOST_NAMED]}

@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from frozencore.errors import ArtifactError, FrozenCoreError, TrainingError
-from frozencore.files.adapter_folder import IN_A_RUN
+from frozencore.files.adapter_folder import IN_A_RUN, UNFINISHED_FILE
 from frozencore.files.atomic_write import require_writable, write_json, write_text
 from frozencore.files.strict_yaml import read_yaml
 from frozencore.text import flag_of
@@ -30,7 +30,7 @@ MOMENTS_FILE = "moments.safetensors"
 INPUTS = {
     "model": "the base model", "basis": "the basis", "start": "the core that it starts from", "recipe": "the recipe",
 }  # fmt: skip
-HASHES, BASE_SCORE, START, CHECKPOINTS = "inputs.json", "base-score.json", "start", "checkpoints"  # until a run ends
+HASHES, BASE_SCORE, START, CHECKPOINTS = UNFINISHED_FILE, "base-score.json", "start", "checkpoints"  # until a run ends
 CALIBRATION = "calibration.json"  # in the start: the calibration that made it
 _NAMED = {RECORD: "a finished run", MOMENTS_FILE: "a calibration"}
 _OF_A_RUN = (ADAPTER, PREDICTIONS, SAMPLES, FIGURE, CHECKPOINTS, START, BASE_SCORE)  # replaced or removed at its end

@@ -9,7 +9,7 @@ from frozencore.calibration.moments_file import require_moments
 from frozencore.errors import ArtifactError, ConfigError, DataError, ModelError
 from frozencore.files.adapter_folder import COMPRESSION_FILE, FACTORS_FILE, FOLDER_NAME, HEADER_FILE
 from frozencore.files.hub import is_hub_id, safe_loading
-from frozencore.files.strict_yaml import read_yaml
+from frozencore.files.strict_yaml import read_yaml, require_text_keys
 from frozencore.text import nearest_name, one_line
 from frozencore.tune.config import RunConfig
 from frozencore.tune.folder import BASIS, MANIFEST, OPTIONS_FILE
@@ -121,7 +121,8 @@ def find_tenants(path: Path) -> dict[str, Path]:
         content = read_yaml(path)
         if not isinstance(content, dict) or not content or not all(isinstance(v, str) for v in content.values()):
             raise ConfigError(f"{path} must name a row file for each tenant, one line each: 'anna: rows/anna.jsonl'.")
-        named = [(str(name), path.parent / file) for name, file in content.items()]
+        require_text_keys(path, content)
+        named = [(name, path.parent / file) for name, file in content.items()]
     else:
         raise DataError(f"--tenants must name a folder of row files or a YAML file, but {path} is neither.")
     tenants: dict[str, Path] = {}

@@ -292,6 +292,16 @@ def test_a_run_of_the_other_command_in_a_tenants_folder_is_not_touched(
     assert cores_bytes(out / "cleo") == cores_bytes(finished / "cleo")
 
 
+@pytest.mark.parametrize("held", ["result.json", "inputs.json", "adapter/adapter_config.json"])
+def test_the_folder_of_another_run_is_not_taken_for_tenants(tenants: Path, tmp_path: Path, held: str) -> None:
+    file = tmp_path / "out" / held
+    file.parent.mkdir(parents=True)
+    file.write_text("{}")
+    with pytest.raises(ArtifactError, match="holds a run of its own"):
+        execute_many(config_of(tenants), tmp_path / "out", silent)
+    assert [path for path in (tmp_path / "out").rglob("*") if path.is_file()] == [file]
+
+
 def test_a_bad_row_of_one_tenant_is_refused_in_one_line_before_anything_is_written(
     tenants: Path, tmp_path: Path
 ) -> None:
@@ -322,6 +332,8 @@ def test_what_a_tenant_is_called_and_where_its_rows_are_is_checked(tenants: Path
         ("Anna: a.jsonl\nanna: b.jsonl", "'Anna' and 'anna' would share a folder"),
         ("É: a.jsonl\né: b.jsonl", "would share a folder"),
         ("-rf: c.jsonl", "not '.' or '-' first"),
+        ("007: a.jsonl", "reads one of its names as 7. Quote it"),
+        ("no: a.jsonl", "reads one of its names as False"),
     ):
         listed.write_text(content)
         with pytest.raises(ConfigError, match=rule):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +42,60 @@ def mean_of(place: Path, together: Together) -> torch.Tensor:
 
 def flat_of(folder: Path) -> torch.Tensor:
     return vector_of(load_file(folder / "adapter" / "adapter_model.safetensors"))
+
+
+def test_what_a_killed_run_left_is_in_no_mean(together: Together, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(together[0], out)
+    shutil.copytree(out / "ben", out / ".ben.407c589a.tmp")
+    shutil.copytree(out / "ben", out / "dora")
+    (out / "dora/inputs.json").write_text("{}")  # it ends with the run
+    assert list(shares_of_start(out)) == list(SIZES)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("7: 3\n'7': 1", "reads one of its names as 7"),
+        ("no: 1", "as False"),
+        ("anna: 3\nanna/adapter: 1", "comes twice"),
+    ],
+)
+def test_names_of_weights_that_are_no_text_or_come_twice_are_refused(
+    text: str, message: str, together: Together, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(together[0], out)
+    shutil.copytree(out / "anna", out / "7")
+    (out / "w.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        mean_of(out / "w.yaml", together)
+
+
+def test_very_large_and_very_small_weights_have_their_shares(together: Together, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(together[0], out)
+    (out / "w.yaml").write_text("anna: 3\nben: 1")
+    wanted = mean_of(out / "w.yaml", together)
+    for unit in (1e307, 5e-324):
+        (out / "w.yaml").write_text(f"anna: {3 * unit!r}\nben: {unit!r}")
+        assert shares_of_start(out / "w.yaml") == {"anna": 0.75, "ben": 0.25}
+        torch.testing.assert_close(mean_of(out / "w.yaml", together), wanted)
+
+
+def test_tenants_of_one_name_in_two_folders_are_told_apart(together: Together, tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        shutil.copytree(together[0] / "anna", tmp_path / folder / "anna")
+    (tmp_path / "w.yaml").write_text("a/anna: 3\nb/anna: 1")
+    assert shares_of_start(tmp_path / "w.yaml") == {"a/anna": 0.75, "b/anna": 0.25}
+
+
+def test_a_configuration_that_was_changed_is_no_start(together: Together, tmp_path: Path) -> None:
+    shutil.copytree(together[0] / "anna", tmp_path / "anna")
+    file = tmp_path / "anna/adapter/adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"alpha": 999}))
+    with pytest.raises(ArtifactError, match="checksum differs"):
+        mean_of(tmp_path / "anna", together)
 
 
 def test_the_mean_of_a_folder_is_that_of_its_tenants_and_one_core_is_itself(together: Together, tmp_path: Path) -> None:

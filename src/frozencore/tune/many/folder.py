@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from frozencore.errors import ArtifactError, TrainingError
-from frozencore.files.adapter_folder import WEIGHTS_FILE
+from frozencore.files.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
 from frozencore.files.atomic_write import require_writable
 from frozencore.text import one_line
 from frozencore.tune.config import RunConfig
-from frozencore.tune.folder import ADAPTER, FAILURE, MANIFEST, RECORD, locked
+from frozencore.tune.folder import ADAPTER, FAILURE, HASHES, MANIFEST, RECORD, locked
 from frozencore.tune.record import RecordedConfig, TunedRecord, read_record
 
 PLACES = frozenset({"model", "data", "eval_data", "data_root", "device", "basis", "start_from"})
@@ -31,6 +31,8 @@ def refuse_taken(out: Path, names: Iterable[str], *, resume: bool) -> None:
             ``resume`` is off.
     """
     require_writable(out)
+    if alone := next((name for name in (RECORD, HASHES, f"{ADAPTER}/{CONFIG_FILE}") if (out / name).exists()), None):
+        raise ArtifactError(f"{out} holds a run of its own ({alone}), not one of tenants. Choose another --out.")
     finished = []
     for name in names:
         held = files_in(out / name)
