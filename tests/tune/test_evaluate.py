@@ -196,6 +196,9 @@ def test_every_adapter_scores_as_if_it_were_loaded_alone(
             assert found[name, task.name].held_out_loss == pytest.approx(score.held_out_loss, abs=1e-6)
     losses = {score.held_out_loss for score in record.scores}
     assert len(losses) == 10
+    assert list(record.adapter_tensors) == order
+    assert len(set(record.adapter_tensors.values())) == len(order)
+    assert len({score.rows for score in record.scores}) == len(TASKS)
     lines = (tmp_path / "e" / "lora-0" / "pocket-math" / "predictions.jsonl").read_text().splitlines()
     assert len(lines) == 12
     assert {"id", "prediction", "gold", "correct", "text"} <= json.loads(lines[0]).keys()
@@ -224,6 +227,7 @@ def test_each_failure_is_a_row_and_the_others_are_scored(tmp_path: Path) -> None
     assert {score.task: score.failure is None for score in record.scores} == {
         "sst2": False, "pocket-entailment": True, "sst2-text": False, "bad.jsonl": False, "nothing": False,
     }  # fmt: skip
+    assert [score.task for score in record.scores if score.rows] == ["pocket-entailment"]
     assert "nyu-mll/glue" in record.failed["sst2"]
     assert EvaluationRecord.model_validate_json((tmp_path / "e" / "result.json").read_text()) == record
     with pytest.raises(DataError, match="nyu-mll/glue"):

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from peft import PeftConfig, PeftModel, PeftModelForCausalLM
+from pydantic import Field
 from torch import Tensor, nn
 
 from frozencore.adapter.config import FrozenCoreConfig
@@ -25,7 +26,7 @@ from frozencore.adapter.saved.adapter import read_files
 from frozencore.adapter.saved.tensors import UncalibratedWarning
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
 from frozencore.files.atomic_write import write_json, write_lines
-from frozencore.files.fingerprint import fingerprint_model
+from frozencore.files.fingerprint import fingerprint_model, fingerprint_tensors
 from frozencore.text import Progress, as_stage, num_of, one_line
 from frozencore.tune.config_parts import RowsConfig
 from frozencore.tune.folder import PREDICTIONS, RECORD, record_of_run, require_new
@@ -35,6 +36,7 @@ from frozencore.tune.record import Hashes, Provenance, ReadRows, Resolved, TaskS
 from frozencore.tune.record_part import Count, RecordPart
 from frozencore.tune.rows.prompts import PromptEncoder, PromptStyle, TooLong
 from frozencore.tune.rows.row_sources import named
+from frozencore.tune.run_rows import fingerprint_rows
 from frozencore.tune.scoring.forward import unload_adapter
 from frozencore.tune.scoring.score import ScoredRows, score_rows
 from frozencore.tune.tasks import Task
@@ -158,6 +160,7 @@ class TaskResult(RecordPart):
     """The result of one subject on one task.
 
     Attributes:
+        rows: SHA-256 of the rows as tokens.
         score: Missing for texts, and for own rows with a long completion.
         failure: Why the task has no result.
     """
@@ -165,17 +168,24 @@ class TaskResult(RecordPart):
     subject: str
     task: str
     num_examples: Count = 0
+    rows: str | None = None
     held_out_loss: float | None = None
     score: TaskScore | None = None
     failure: str | None = None
 
 
 class EvaluationRecord(RecordPart):
-    """All scores of an evaluation: the content of ``OUT/result.json``."""
+    """All scores of an evaluation: the content of ``OUT/result.json``.
+
+    Attributes:
+        adapters: The folder of each subject but the base model.
+        adapter_tensors: SHA-256 of what each folder held.
+    """
 
     format: Literal[1]
     model: str
     adapters: dict[str, str]
+    adapter_tensors: dict[str, str] = Field(default_factory=dict)
     prompt_styles: dict[str, str]
     dtype: str
     max_length: int
@@ -243,8 +253,8 @@ def evaluate_adapters(evaluation: Evaluation, out: Path, progress: Progress) -> 
                 continue
             scores.append(
                 TaskResult(
-                    subject=subject, task=one.name, num_examples=len(one.rows.tokens), score=score.task,
-                    held_out_loss=score.held_out_loss,
+                    subject=subject, task=one.name, num_examples=len(one.rows.tokens),
+                    rows=fingerprint_rows(one.rows.tokens), score=score.task, held_out_loss=score.held_out_loss,
                 )
             )  # fmt: skip
             write_lines(out / subject / one.name / PREDICTIONS, map(asdict, score.predictions))
@@ -254,6 +264,11 @@ def evaluate_adapters(evaluation: Evaluation, out: Path, progress: Progress) -> 
         format=1,
         model=evaluation.model,
         adapters={subject: str(folder) for subject, folder in subjects.items() if folder is not None},
+        adapter_tensors={
+            subject: fingerprint_tensors(sorted(read_files(folder)[1].items()))
+            for subject, folder in subjects.items()
+            if folder is not None
+        },
         prompt_styles={subject: "chat" if encoder.is_chat else "plain" for subject, encoder in encoders.items()},
         dtype=str(base.model.dtype),
         max_length=encoder.max_length,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -71,7 +71,12 @@ class RunRows:
             sets["validation"] = self.validation.tokens
         if self.others:
             sets["others"] = [row for rows in self.others.values() for row in rows]
-        return {name: fingerprint_options({"rows": [row.content for row in rows]}) for name, rows in sets.items()}
+        return {name: fingerprint_rows(rows) for name, rows in sets.items()}
+
+
+def fingerprint_rows(rows: Iterable[TokenRow]) -> str:
+    """SHA-256 of rows as tokens, in their order."""
+    return fingerprint_options({"rows": [row.content for row in rows]})
 
 
 Rows = TypeVar("Rows")
