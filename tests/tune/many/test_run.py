@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from frozencore.tune.adapt import Precomputed, calibration_batches
 from frozencore.tune.calibrate_only import execute_calibration
 from frozencore.tune.config import make_config
 from frozencore.tune.locate import find_tenants
+from frozencore.tune.many import run as run_module
 from frozencore.tune.many.run import TenantOutcome, execute_many
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import Failure, read_record
@@ -214,6 +216,19 @@ def test_a_run_that_was_killed_before_its_first_record_goes_on_on_its_own_basis_
     (tmp_path / "cut" / "tenants.json").unlink()
     with pytest.raises(ArtifactError, match="name that basis with --basis"):
         execute_many(config, tmp_path / "cut", silent, resume=True)
+
+
+def test_a_run_that_was_killed_while_it_saved_its_basis_is_resumed(
+    tenants: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, out = config_of(tenants, select_checkpoint="epoch"), tmp_path / "cut"
+    with monkeypatch.context() as patched:
+        patched.setattr(run_module, "save_basis", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            execute_many(config, out, silent)
+    assert (out / "run.yaml").read_bytes() == (finished / "run.yaml").read_bytes()
+    execute_many(config, out, silent, resume=True)
+    assert {name: cores_bytes(out / name) for name in SIZES} == {name: cores_bytes(finished / name) for name in SIZES}
 
 
 def test_what_somebody_else_put_into_a_tenants_folder_is_refused_by_name_and_stays(

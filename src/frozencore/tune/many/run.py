@@ -95,12 +95,13 @@ def execute_many(
             if (record := standing_record(out / name, one.config, {**hashes, **_scored(one)})) is not None
         }
         memory = PeakMemory(inputs.model)
-        adapted = adapt_for_all(config, inputs, targets, out, hashes["model"], progress)
+        options = as_flags(given, many=True)
+        adapted = adapt_for_all(config, inputs, targets, out, hashes["model"], options, progress)
         hashes["basis"] = basis_fingerprint(adapted.model)
         for name, record in standing.items():
             require_basis(out / name, record, hashes["basis"])
         if is_first():
-            write_text(out / OPTIONS_FILE, as_flags(given, many=True))
+            write_text(out / OPTIONS_FILE, options)
         to_train = {name: one for name, one in own.items() if name not in standing}
         with adapted.model.disable_adapter():
             losses = held_out_losses(
@@ -291,12 +292,13 @@ class Manifest(RecordPart):
 
 
 def adapt_for_all(
-    config: RunConfig, inputs: Inputs, targets: Targets, out: Path, model_hash: str, progress: Progress
+    config: RunConfig, inputs: Inputs, targets: Targets, out: Path, model_hash: str, options: str, progress: Progress
 ) -> Adapted:
     """Add the adapter of all tenants to the model, and save its basis in ``out/basis`` if it has no name yet.
 
     A resumed run loads that basis. ``out/tenants.json`` says what the basis was made of: it is written before the
-    basis, and again after it with the calibration that the tenants' records tell.
+    basis, and again after it with the calibration that the tenants' records tell. The given ``options`` are written
+    first, because ``--resume`` goes on with them.
 
     Raises:
         ArtifactError: ``out/basis`` is another one, of a run with other options or rows.
@@ -332,6 +334,8 @@ def adapt_for_all(
         return replace(adapted, made=before.made)
     adapted = adapt(config.method, inputs, targets, progress)
     if not adapted.model.peft_config["default"].initial_step:  # else each core is saved with its own basis
+        if is_first():
+            write_text(out / OPTIONS_FILE, options)
         write_json(file, Manifest(identity=identity).content())
         said = calibrated_on(config.method, config.rows, inputs.rows, adapted.made.calibration)
         save_basis(adapted.model, folder, calibrated_on=said, overwrite=True)
