@@ -172,7 +172,7 @@ BLOCKS: Mapping[str, Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]]] 
         "step": (step.table_of, "step.json"),
         "tenants-newcomers": (partial(tenant_tables.sharing_table, "newcomers"), "tenants-quality.jsonl"),
         "bases-newcomers": (partial(tenant_tables.bases_table, "newcomers"), *TENANTS[1:]),
-        "compress-one-seed": (partial(tenant_tables.compress_table, tenant_tables.ONE_SEED), TENANTS[1]),
+        "compress-one-seed": (partial(tenant_tables.compress_table, tenant_tables.ONE_SEED), "compress-quality.jsonl"),
         "smollm2-ablations": (ablations, "smollm2-ablations"),
         "smollm2-stability": (stability, "smollm2-ablations"),
     },

@@ -256,7 +256,8 @@ def compress_adapters(
                 f"{shape[0]} x {shape[1]}. Give --rank {min(min(each) for each in shapes.values())} or less."
             )
     ready(sources.keys())
-    config = _config_of(sources, rank, shapes, base)
+    name_of_base, other_name = names_of_base(sources.values(), base)
+    config = _config_of(sources, rank, shapes, base, name_of_base)
     bases: dict[str, ScaledBasis] = {}
     cores: dict[str, dict[str, Tensor]] = {name: {} for name in sources}
     energies: dict[str, dict[str, tuple[float, float]]] = {name: {} for name in sources}
@@ -286,7 +287,6 @@ def compress_adapters(
             for name, source in sources.items()
         }
         write_json(aside / COMPRESSION_FILE, {"basis": identity, "rank": rank, "adapters": content, "skipped": skipped})
-    other_name = names_of_base(sources.values(), base)[1]
     return CompressedAdapters(out, identity, rank, len(shapes), kept, skipped, other_name)
 
 
@@ -326,7 +326,11 @@ def _selected(layers: Iterable[str], names: Collection[str]) -> frozenset[str]:
 
 
 def _config_of(
-    sources: Mapping[str, LowRankAdapter], rank: int, layers: Mapping[str, Any], base: nn.Module | None
+    sources: Mapping[str, LowRankAdapter],
+    rank: int,
+    layers: Mapping[str, Any],
+    base: nn.Module | None,
+    name: str | None,
 ) -> FrozenCoreConfig:
     """The configuration of the basis: its layers by short names if, in the base model, these select no others."""
     tasks = {source.task_type for source in sources.values()}
@@ -340,8 +344,7 @@ def _config_of(
         others = _selected(of_base, named) - layers.keys()  # a full name may be the end of another
     return FrozenCoreConfig(
         r=rank, target_modules=sorted(named), exclude_modules=sorted(others) or None, constructor=COMPRESSED,
-        base_model_name_or_path=names_of_base(sources.values(), base)[0],
-        task_type=tasks.pop() if len(tasks) == 1 else None,
+        base_model_name_or_path=name, task_type=tasks.pop() if len(tasks) == 1 else None,
     )  # fmt: skip
 
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from pathlib import Path
 
 import torch
@@ -62,18 +61,19 @@ def weights_in(place: Path) -> dict[Path, float]:
             )
         require_text_keys(place, found)
         exponent = math.frexp(max(weights))[1]  # a power of two, so that no sum is too large or too small
-        named = [(_adapter_in(place.parent / name), math.ldexp(weight, -exponent)) for name, weight in found.items()]
-        if twice := next(
-            (folder for folder, count in Counter(folder for folder, _ in named).items() if count > 1), None
-        ):
-            raise ConfigError(f"{place} must name each tenant once, but {twice} comes twice.")
-        return dict(named)
+        relative: dict[Path, float] = {}
+        for name, weight in found.items():
+            folder = _adapter_in(place.parent / name)
+            if folder in relative:
+                raise ConfigError(f"{place} must name each tenant once, but {folder} comes twice.")
+            relative[folder] = math.ldexp(weight, -exponent)
+        return relative
     if _holds_adapter(place) is not None:
         return {_adapter_in(place): 1.0}
     # what a killed run left is hidden, or not finished
     inside = [one for one in sorted(place.iterdir()) if FOLDER_NAME.fullmatch(one.name)] if place.is_dir() else []
     whole = [one for one in inside if not (one / UNFINISHED_FILE).is_file()]
-    tenants = [folder for name in whole if (folder := _holds_adapter(name)) is not None]
+    tenants = [adapter for one in whole if (adapter := _holds_adapter(one)) is not None]
     if not tenants:
         raise ArtifactError(
             f"Training starts from a core, or from the mean of a folder of tenants, but {place} holds no adapter. Name "

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from frozencore.adapter.compress import CompressedAdapters
     from frozencore.tune.compressed import Scores
-    from frozencore.tune.many.tenant_rows import TenantRows
     from frozencore.tune.scoring.score import Score
 
 ENOUGH = 0.6
@@ -78,18 +77,17 @@ def compress(
         if model is not None and base is None:
             base = load_model(model_location(model), device="cpu")[0]
         scores: Scores = {}
-        rows: dict[str, TenantRows] = {}
 
         def score_first(names: Collection[str]) -> None:
             if to_score is not None:
-                rows.update((name, own) for name, own in to_score[1].items() if name in names)
+                rows = {name: own for name, own in to_score[1].items() if name in names}
                 scores.update(score_own(to_score[0], rows, named, progress))
 
         done = compress_adapters(
             named, output, rank=rank, base=base, skip_bad=skip_bad, ready=score_first, progress=progress
         )
         if to_score is not None:
-            score_cores(to_score[0], rows, output, scores, progress)
+            score_cores(*to_score, output, scores, progress)
     console.print(_summary(done))
     if done.other_name is not None:
         console.print(

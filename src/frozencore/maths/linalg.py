@@ -284,7 +284,7 @@ def weighted_sum(cores: Sequence[torch.Tensor], weights: Sequence[float]) -> tor
         raise ConfigError(f"A sum of {len(cores)} adapters needs as many finite weights, but {list(weights)} came.")
     total = torch.stack([weight * R.detach().double() for weight, R in zip(weights, cores, strict=True)]).sum(0)
     summed = total.to(cores[0].dtype)
-    if not summed.isfinite().all():
+    if not all_finite(summed):
         raise ConfigError(
             f"The weights {list(weights)} make a sum that {summed.dtype} does not hold. Give smaller ones."
         )

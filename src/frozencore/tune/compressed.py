@@ -75,11 +75,13 @@ def score_cores(inputs: Inputs, rows: Mapping[str, TenantRows], shop: Path, scor
 
     Args:
         shop: The folder of ``frozencore compress``.
+        scores: What :func:`score_own` found, of the tenants to score.
     """
     method = find_method("compressed")
     options = AdapterOptions(rank=1, targets="all-linear", seed=0, core={}, basis=str(shop / BASIS))
     model = method.add(inputs.model, options)
-    for name, own in rows.items():
+    for name in scores:
+        own = rows[name]
         swap_core(model, shop / name / ADAPTER)
         scores[name]["compressed"] = _score(inputs, own, model.eval(), f"{name}, compressed", progress)
         recipe = recipe_of(own.config.training, method, own.rows, model)

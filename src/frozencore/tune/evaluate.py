@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -254,7 +255,7 @@ def evaluate_adapters(evaluation: Evaluation, out: Path, progress: Progress) -> 
             scores.append(
                 TaskResult(
                     subject=subject, task=one.name, num_examples=len(one.rows.tokens),
-                    rows=fingerprint_rows(one.rows.tokens), score=score.task, held_out_loss=score.held_out_loss,
+                    rows=one.fingerprint, score=score.task, held_out_loss=score.held_out_loss,
                 )
             )  # fmt: skip
             write_lines(out / subject / one.name / PREDICTIONS, map(asdict, score.predictions))
@@ -295,6 +296,10 @@ class TaskRows:
     rows: ScoredRows | None = None
     reading: ReadRows | None = None
     failure: FrozenCoreError | None = None
+
+    @cached_property
+    def fingerprint(self) -> str | None:
+        return None if self.rows is None else fingerprint_rows(self.rows.tokens)
 
 
 def _read(evaluation: Evaluation, encoder: PromptEncoder, model: Any) -> Iterator[TaskRows]:

@@ -105,8 +105,8 @@ def split_record(recorded: Mapping[str, Any], layers: Iterable[str]) -> dict[str
     }
 
 
-def differs(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two records of the same layers are of different weights."""
+def differs(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
+    """Whether two records of the same layers, where both are known, are of different weights."""
     return _first_difference(one, other) is not None
 
 
@@ -114,7 +114,7 @@ def require_one_base(
     first: object, one: Mapping[str, Any] | None, second: object, other: Mapping[str, Any] | None
 ) -> None:
     """Refuse to bring two saved adapters of the same layers together whose records are of different base models."""
-    if _first_difference(one, other) is not None:
+    if differs(one, other):
         raise ArtifactError(
             f"Cores work on the base model that they were trained on, but {second} was trained on other weights than "
             f"{first}. Take adapters of one base model."
