@@ -34,20 +34,20 @@ from frozencore.adapter.saved.tensors import BASE, cores_key, flatten_cores, has
 from frozencore.constructors import COMPRESSED
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
 from frozencore.files.adapter_folder import (
+    BASIS_FOLDER,
     COMPRESSION_FILE,
-    FOLDER_NAME,
     IN_A_RUN,
     PEFT_TYPE,
     WEIGHTS_FILE,
     adapter_in,
     folder_of,
     read_config,
+    require_tenant_name,
 )
 from frozencore.files.atomic_write import atomic_folder, write_json
 from frozencore.maths.compress import Update, compress
 from frozencore.text import Progress, num_of
 
-BASIS = "basis"
 UNREADABLE = frozenset(
     {"is_lora", "rank_is_positive", "alpha_is_a_number", "no_dora", "no_bias", "no_whole_modules", "plain_start",
      "no_variant", "no_activation", "no_tenant", "some_factors", "only_factors", "factors_in_pairs", "factors_fit",
@@ -279,7 +279,7 @@ def compress_adapters(
             f"the updates of {num_of(len(sources), 'adapter')}, of which it keeps {sum(shares) / len(shares):.0%} "
             f"({min(shares):.0%} to {max(shares):.0%})"
         )
-        identity = config.saved_basis(bases, base=record, calibrated_on=made_of).write(aside / BASIS)
+        identity = config.saved_basis(bases, base=record, calibrated_on=made_of).write(aside / BASIS_FOLDER)
         for name, own in cores.items():
             _write_core(aside, out, name, own, config)
         content = {
@@ -299,11 +299,7 @@ def _read_sources(
     bases: dict[str, SavedBasis] = {}
     for number, (name, place) in enumerate(adapters.items(), start=1):
         try:
-            if not FOLDER_NAME.fullmatch(name) or name.casefold() in (BASIS, COMPRESSION_FILE):
-                raise ConfigError(
-                    f"An adapter's name becomes that of its folder: letters, digits, '.', '_' and '-', and not {BASIS} "
-                    f"or {COMPRESSION_FILE}, but {name!r:.60} came. Rename {place}."
-                )
+            require_tenant_name(name, str(place))
             sources[name] = read_source(str(place), bases)
         except FrozenCoreError as error:
             if not skip_bad:
@@ -358,11 +354,11 @@ def _kept(energies: Mapping[str, tuple[float, float]]) -> Kept:
 def _write_core(aside: Path, out: Path, name: str, cores: Mapping[str, Tensor], basis: FrozenCoreConfig) -> None:
     """Write an adapter of cores alone on the basis beside it."""
     config = FrozenCoreConfig(
-        basis=str(aside / BASIS), base_model_name_or_path=basis.base_model_name_or_path, task_type=basis.task_type,
-        inference_mode=True,
+        basis=str(aside / BASIS_FOLDER), base_model_name_or_path=basis.base_model_name_or_path,
+        task_type=basis.task_type, inference_mode=True,
     )  # fmt: skip
     assert config.basis_id is not None
-    config.basis = str(out / BASIS)  # where it will be
+    config.basis = str(out / BASIS_FOLDER)  # where it will be
     tensors, folder = {cores_key(config.basis_id): flatten_cores(cores)}, aside / name / IN_A_RUN
     begin_model_card(folder)
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})

@@ -12,10 +12,10 @@ from rich.text import Text
 
 from frozencore.cli.display import StageDisplay, console, table_of
 from frozencore.errors import ConfigError
-from frozencore.files.adapter_folder import COMPRESSION_FILE, adapter_in, folder_of, read_config
+from frozencore.files.adapter_folder import COMPRESSION_FILE, adapter_in, folder_of, read_config, require_tenant_name
 from frozencore.files.atomic_write import check_output
 from frozencore.text import num_of
-from frozencore.tune.locate import find_tenants, model_location, require_model, require_tenant_name
+from frozencore.tune.locate import find_tenants, model_location, require_model
 
 if TYPE_CHECKING:
     from torch import nn

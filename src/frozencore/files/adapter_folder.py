@@ -6,8 +6,9 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
-from frozencore.errors import ArtifactError
+from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.hub import hub_answers, is_hub_id, why_not_given
 from frozencore.text import one_line
 
@@ -17,9 +18,12 @@ MODEL_CONFIG, BASIS_MODEL_TYPE = "config.json", "frozencore_basis_model"
 IN_A_RUN = "adapter"  # the adapter's folder inside a run's
 UNFINISHED_FILE = "inputs.json"
 """What the folder of a run holds until it ends."""
+COMPRESSION_FILE = "compress.json"  # what each adapter keeps, beside the basis of `frozencore compress`
+BASIS_FOLDER, MANIFEST_FILE, RUN_FILE = "basis", "tenants.json", "run.yaml"
+RESERVED = (BASIS_FOLDER, MANIFEST_FILE, RUN_FILE, COMPRESSION_FILE)
+"""Names of other folders and files beside those of tenants."""
 FOLDER_NAME = re.compile(r"\w[\w.-]{0,99}")
 """What the folder of a tenant can be called."""
-COMPRESSION_FILE = "compress.json"  # what each adapter keeps, beside the basis of `frozencore compress`
 PEFT_TYPE = "FROZENCORE"
 LARGEST_CONFIG = 2**24
 
@@ -108,3 +112,24 @@ def folder_of(place: str, revision: str | None = None) -> Path:
             f"No adapter or basis at {place}: it is neither a folder nor in the offline cache, and "
             f"{why_not_given(error)}. Give the folder of a saved one."
         ) from error
+
+
+def require_tenant_name(name: str, of: str) -> None:
+    """Check that a tenant's name can be a folder's.
+
+    Args:
+        of: The file or folder that it is from.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    if not FOLDER_NAME.fullmatch(name) or name_on_disk(name) in RESERVED:
+        raise ConfigError(
+            f"A tenant's name becomes a folder's: at most 100 letters, digits, '.', '_' and '-' (not '.' or '-' "
+            f"first), and not {' or '.join(RESERVED)}, but {one_line(name, 60)!r} came. Rename {of}."
+        )
+
+
+def name_on_disk(name: str) -> str:
+    """The name on a disk that ignores case and composes accents."""
+    return normalize("NFC", name).casefold()

@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from frozencore.errors import ArtifactError, FrozenCoreError, TrainingError
-from frozencore.files.adapter_folder import IN_A_RUN, UNFINISHED_FILE
+from frozencore.files.adapter_folder import BASIS_FOLDER, IN_A_RUN, MANIFEST_FILE, RUN_FILE, UNFINISHED_FILE
 from frozencore.files.atomic_write import require_writable, write_json, write_text
 from frozencore.files.strict_yaml import read_yaml
 from frozencore.text import flag_of
@@ -22,10 +22,10 @@ from frozencore.tune.record import RunRecord, read_record
 from frozencore.tune.training.checkpoints import newest_whole, step_of
 
 RECORD, FAILURE = "result.json", "failure.json"
-OPTIONS_FILE = "run.yaml"  # the given options of a run, in the form of --config
+OPTIONS_FILE = RUN_FILE  # the given options of a run, in the form of --config
 PREDICTIONS, SAMPLES, FIGURE = "predictions.jsonl", "samples.jsonl", "training.png"
-ADAPTER, BASIS = IN_A_RUN, "basis"
-MANIFEST = "tenants.json"  # beside the basis that many tenants share: what it was made of
+ADAPTER, BASIS = IN_A_RUN, BASIS_FOLDER
+MANIFEST = MANIFEST_FILE  # beside the basis that many tenants share: what it was made of
 MOMENTS_FILE = "moments.safetensors"
 INPUTS = {
     "model": "the base model", "basis": "the basis", "start": "the core that it starts from", "recipe": "the recipe",

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from unicodedata import normalize
 
 from frozencore.calibration.moments_file import require_moments
 from frozencore.errors import ArtifactError, ConfigError, DataError, ModelError
-from frozencore.files.adapter_folder import COMPRESSION_FILE, FACTORS_FILE, FOLDER_NAME, HEADER_FILE
+from frozencore.files.adapter_folder import FACTORS_FILE, HEADER_FILE, RESERVED, name_on_disk, require_tenant_name
 from frozencore.files.hub import is_hub_id, safe_loading
 from frozencore.files.strict_yaml import read_yaml, require_text_keys
-from frozencore.text import nearest_name, one_line
+from frozencore.text import nearest_name
 from frozencore.tune.config import RunConfig
-from frozencore.tune.folder import BASIS, MANIFEST, OPTIONS_FILE
 from frozencore.tune.pocket import POCKET_MODEL, pocket_model_path
 from frozencore.tune.rows.own_rows import require_rows
 from frozencore.tune.rows.row_sources import KINDS, READERS, sources_of
@@ -94,10 +92,6 @@ def require_data_root(folder: Path | None) -> None:
         raise DataError(f"--data-root must name the folder that holds the data sets, but there is no folder {folder}.")
 
 
-# names of other folders and files beside those of the tenants
-RESERVED = (BASIS, MANIFEST, OPTIONS_FILE, COMPRESSION_FILE)
-
-
 def require_tenant_files(config: RunConfig) -> None:
     """Check a configuration of many tenants before torch is imported."""
     require_files(config.replaced(data=None))
@@ -131,29 +125,9 @@ def find_tenants(path: Path) -> dict[str, Path]:
         require_tenant_name(name, file.name)
         if name in tenants:
             raise ConfigError(f"Each tenant has one row file, but {name!r} has {tenants[name].name} and {file.name}.")
-        if (other := known.setdefault(_on_disk(name), name)) != name:
+        if (other := known.setdefault(name_on_disk(name), name)) != name:
             raise ConfigError(
                 f"The tenants {other!r} and {name!r} would share a folder on a disk that ignores case. Rename one."
             )
         tenants[name] = file
     return tenants
-
-
-def require_tenant_name(name: str, of: str) -> None:
-    """Check that a tenant's name can be a folder's.
-
-    Args:
-        of: The file or folder that it is from.
-
-    Raises:
-        ConfigError: It cannot.
-    """
-    if not FOLDER_NAME.fullmatch(name) or _on_disk(name) in RESERVED:
-        raise ConfigError(
-            f"A tenant's name becomes a folder's: at most 100 letters, digits, '.', '_' and '-' (not '.' or '-' "
-            f"first), and not {' or '.join(RESERVED)}, but {one_line(name, 60)!r} came. Rename {of}."
-        )
-
-
-def _on_disk(name: str) -> str:
-    return normalize("NFC", name).casefold()
