@@ -37,7 +37,7 @@ BY_TASK = {
     ),
     "Build the basis of one layer": (
         "fcca_basis", "rawgrad_basis", "signgrad_basis", "filora_basis", "eva_basis", "lora_xs_basis", "milora_basis",
-        "vera_basis", "random_basis", "Basis", "Whitening",
+        "vera_basis", "random_basis", "LayerBasis", "Whitening",
     ),
     "Add a constructor": ("register_constructor", "CONSTRUCTORS", "build_basis", "BasisOptions", "LayerData"),
 }  # fmt: skip

@@ -28,7 +28,7 @@ from frozencore import FrozenCoreConfig, calibrate, get_bases, load_basis, regis
 from frozencore.adapter.layer import FrozenCoreLinear
 from frozencore.adapter.saved.adapter import checksum_of
 from frozencore.constructors import CONSTRUCTORS, BasisOptions, Constructor, LayerData
-from frozencore.maths.basis import Basis, basis_from_factors
+from frozencore.maths.basis import LayerBasis, basis_from_factors
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.tune.rows import TokenRow
 from references import Array, Evidence
@@ -344,7 +344,7 @@ class Toy(Constructor[ToyOptions]):
     def needs(self, options: ToyOptions) -> frozenset[MomentName]:
         return frozenset()
 
-    def build(self, layer: LayerData, options: ToyOptions) -> Basis:
+    def build(self, layer: LayerData, options: ToyOptions) -> LayerBasis:
         P0, Q0 = (coordinates_from(options.toy_offset, width, options.rank) for width in layer.shape)
         return basis_from_factors(P0, Q0, rank=options.rank, spectrum=torch.empty(0), coordinates=options.coordinates)
 

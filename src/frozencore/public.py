@@ -36,13 +36,12 @@ from frozencore.constructors import (
     vera_basis,
 )
 from frozencore.errors import FrozenCoreError
-from frozencore.maths.basis import Basis
+from frozencore.maths.basis import LayerBasis
 from frozencore.maths.moments import LayerMoments
 from frozencore.maths.whitening import Whitening
 
 __all__ = [
     "CONSTRUCTORS",
-    "Basis",
     "BasisOptions",
     "Calibration",
     "CalibrationOptions",
@@ -50,6 +49,7 @@ __all__ = [
     "FrozenCoreConfig",
     "FrozenCoreError",
     "FrozenCoreModel",
+    "LayerBasis",
     "LayerData",
     "LayerMoments",
     "SavedBasis",

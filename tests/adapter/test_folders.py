@@ -17,7 +17,7 @@ from frozencore.adapter.folders import read_adapter
 from frozencore.adapter.report import LayerReport, report_basis, with_angles, with_capture
 from frozencore.adapter.saved.tensors import Factors, factors_alone
 from frozencore.errors import ArtifactError
-from frozencore.maths.basis import Basis
+from frozencore.maths.basis import LayerBasis
 from frozencore.maths.moments import LayerMoments
 from frozencore.maths.whitening import Whitening
 from tiny import adapted, cores_of, drawn_layer, logits, on_one_basis, tiny_qwen2, train_at_random
@@ -147,7 +147,7 @@ def on(P: Tensor, Q: Tensor) -> Factors:
     return Factors(P, Q, torch.zeros(P.shape[1], P.shape[1]), scale=1.0)
 
 
-def captured(basis: Basis, moments: LayerMoments = MOMENTS) -> LayerReport:
+def captured(basis: LayerBasis, moments: LayerMoments = MOMENTS) -> LayerReport:
     own = on(basis.P, basis.Q)
     return with_capture(report_basis(own), own, moments, Whitening(damping=1e-3))
 

@@ -24,7 +24,7 @@ from frozencore.constructors import (
 )
 from frozencore.constructors.eva import EVA_OUTPUTS
 from frozencore.errors import CalibrationError, ConfigError
-from frozencore.maths.basis import COORDINATES, Basis
+from frozencore.maths.basis import COORDINATES, LayerBasis
 from frozencore.maths.linalg import SvdMethod, truncated_svd
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.maths.whitening import Fisher, Sides
@@ -278,7 +278,7 @@ VARIANTS = [
 def test_the_needed_moments_are_read_all_of_them_and_no_others(constructor: str, options: BasisOptions) -> None:
     layer = drawn_layer().evidence()
 
-    def basis_from(names: frozenset[MomentName]) -> Basis:
+    def basis_from(names: frozenset[MomentName]) -> LayerBasis:
         only = LayerMoments(layer.data.num_tokens, **{name: getattr(layer.data, name) for name in names})
         return build_basis(constructor, dataclasses.replace(layer, moments=only), options)
 

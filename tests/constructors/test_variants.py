@@ -25,7 +25,7 @@ from frozencore.constructors import (
     vera_basis,
 )
 from frozencore.errors import ConfigError
-from frozencore.maths.basis import Basis
+from frozencore.maths.basis import LayerBasis
 from frozencore.maths.moments import LayerMoments
 from frozencore.maths.whitening import Whitening
 from references import numpy_of
@@ -36,7 +36,7 @@ from tiny import drawn_layer
 HUGE = 1e9
 
 
-def assert_same_spans(one: Basis, other: Basis, tolerance: float = 1e-5) -> None:
+def assert_same_spans(one: LayerBasis, other: LayerBasis, tolerance: float = 1e-5) -> None:
     assert ref.span_distance(numpy_of(one.P), numpy_of(other.P)) < tolerance
     assert ref.span_distance(numpy_of(one.Q), numpy_of(other.Q)) < tolerance
 

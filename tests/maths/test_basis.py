@@ -10,7 +10,7 @@ import torch
 
 import references as ref
 from frozencore.errors import CalibrationError, ConfigError
-from frozencore.maths.basis import COORDINATES, Basis, basis_from_factors
+from frozencore.maths.basis import COORDINATES, LayerBasis, basis_from_factors
 from frozencore.maths.capture import closed_form_core, core_gradient
 from references import numpy_of
 
@@ -20,7 +20,7 @@ def anisotropic(m: int, r: int, seed: int) -> torch.Tensor:
     return torch.tensor(rng.normal(size=(m, r)) * 10 ** rng.uniform(-2, 2, size=(1, r)))
 
 
-def made(coordinates: str, k: int = 4, rank: int = 4, **options: Any) -> tuple[torch.Tensor, torch.Tensor, Basis]:
+def made(coordinates: str, k: int = 4, rank: int = 4, **options: Any) -> tuple[torch.Tensor, torch.Tensor, LayerBasis]:
     P0, Q0 = anisotropic(12, k, 0), anisotropic(9, k, 1)
     basis = basis_from_factors(P0, Q0, rank=rank, spectrum=torch.ones(k), coordinates=coordinates, **options)
     return P0, Q0, basis

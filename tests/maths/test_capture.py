@@ -14,7 +14,7 @@ import references as ref
 from fixtures import tried
 from frozencore.constructors import CONSTRUCTORS, BasisOptions, build_basis, fcca_basis, random_basis
 from frozencore.maths import capture as capture_module
-from frozencore.maths.basis import COORDINATES, Basis
+from frozencore.maths.basis import COORDINATES, LayerBasis
 from frozencore.maths.capture import (
     Capture,
     captured_correlation,
@@ -44,7 +44,7 @@ def tensors(*arrays: Array) -> list[torch.Tensor]:
     return [torch.tensor(array) for array in arrays]
 
 
-def update(basis: Basis, core: torch.Tensor, scale: float = 1.0) -> Array:
+def update(basis: LayerBasis, core: torch.Tensor, scale: float = 1.0) -> Array:
     return scale * numpy_of(basis.P) @ numpy_of(core) @ numpy_of(basis.Q).T
 
 

@@ -16,7 +16,7 @@ from frozencore.adapter.saved.base_record import differing_layer, other_base, re
 from frozencore.adapter.saved.basis import Bases, SavedBasis
 from frozencore.adapter.saved.tensors import hash_bases, require_finite_in, require_orthonormal, require_scales
 from frozencore.errors import ArtifactError, CalibrationError, ConfigError
-from frozencore.maths.basis import ORTHONORMAL_COORDINATES, Basis, known_basis
+from frozencore.maths.basis import ORTHONORMAL_COORDINATES, LayerBasis, known_basis
 
 
 def adapter_for_new_bases(
@@ -60,7 +60,7 @@ def get_bases(model: nn.Module, adapter_name: str | None = None) -> dict[str, Te
 
 def set_bases(
     model: nn.Module,
-    bases: Mapping[str, Tensor] | Mapping[str, Basis] | SavedBasis,
+    bases: Mapping[str, Tensor] | Mapping[str, LayerBasis] | SavedBasis,
     *,
     adapter_name: str | None = None,
     reset: bool = False,
@@ -82,7 +82,7 @@ def set_bases(
     adapter_name, config, layers = adapter_for_new_bases(model, adapter_name, reset=reset)
     saved = bases if isinstance(bases, SavedBasis) else None
     given: Mapping[str, Any] = bases.tensors if isinstance(bases, SavedBasis) else bases
-    built = {name: basis for name, basis in given.items() if isinstance(basis, Basis)}
+    built = {name: basis for name, basis in given.items() if isinstance(basis, LayerBasis)}
     if config.initial_step and not built:
         raise ConfigError(
             f"initial_step={config.initial_step:g} starts from a core that bases alone do not hold. "
@@ -110,7 +110,7 @@ def set_bases(
 
 
 def put_bases(
-    adapter_name: str, config: FrozenCoreConfig, layers: Mapping[str, FrozenCoreLinear], bases: Mapping[str, Basis]
+    adapter_name: str, config: FrozenCoreConfig, layers: Mapping[str, FrozenCoreLinear], bases: Mapping[str, LayerBasis]
 ) -> None:
     """Set the basis of every layer and its core's start; nothing is changed if one does not fit."""
     for name, layer in layers.items():
@@ -169,7 +169,7 @@ def named_basis(config: FrozenCoreConfig, layers: Mapping[str, FrozenCoreLinear]
 
 def _checked(
     name: str, bases: Mapping[str, Any], layer: FrozenCoreLinear, adapter_name: str, config: FrozenCoreConfig
-) -> Basis:
+) -> LayerBasis:
     P, Q = bases[f"{name}.P"], bases[f"{name}.Q"]
     for X in (P, Q):
         if not isinstance(X, Tensor) or X.ndim != 2 or not X.is_floating_point():

@@ -24,7 +24,7 @@ from frozencore.calibration.hooks import LossFn
 from frozencore.constructors import LayerData
 from frozencore.distributed import all_ranks_or_none, enter_together, require_same_bases
 from frozencore.errors import CalibrationError
-from frozencore.maths.basis import Basis
+from frozencore.maths.basis import LayerBasis
 from frozencore.maths.moments import LayerMoments
 from frozencore.quiet import with_attributes
 from frozencore.text import Progress
@@ -120,7 +120,7 @@ def _adapters_off(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _warn_of_weak_layers(bases: Mapping[str, Basis], layers: Mapping[str, FrozenCoreLinear]) -> None:
+def _warn_of_weak_layers(bases: Mapping[str, LayerBasis], layers: Mapping[str, FrozenCoreLinear]) -> None:
     empty = [name for name, basis in bases.items() if basis.effective_rank == 0]
     partial = [name for name, basis in bases.items() if 0 < basis.effective_rank < basis.rank]
     for names, what in (

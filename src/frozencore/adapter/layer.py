@@ -30,7 +30,7 @@ from frozencore.adapter.saved.tensors import UncalibratedWarning
 from frozencore.adapter.shared_factors import SharedFactors
 from frozencore.device import execution_device
 from frozencore.errors import ArtifactError, CalibrationError, ModelError
-from frozencore.maths.basis import Basis
+from frozencore.maths.basis import LayerBasis
 
 
 class BasisState(Enum):
@@ -229,7 +229,7 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
             self.frozencore_R[adapter_name]._parameters["weight"] = zeros
 
     def set_basis(
-        self, adapter_name: str, basis: Basis, *, start_core: Tensor | None = None, random_core: bool = False
+        self, adapter_name: str, basis: LayerBasis, *, start_core: Tensor | None = None, random_core: bool = False
     ) -> None:
         """Fix P and Q, and reset the core to zero, to ``start_core``, or to random values."""
         self.fill_core(adapter_name)
@@ -270,7 +270,7 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
             self.frozencore_origin[adapter_name] = origin._replace(moment=basis.moment)
         return origin.identity
 
-    def require_fit(self, rank: int, basis: Basis) -> None:
+    def require_fit(self, rank: int, basis: LayerBasis) -> None:
         """Raise an error if a basis does not have the shape of factors of this rank in this layer."""
         shapes = (self.out_features, rank), (self.in_features, rank)
         if (tuple(basis.P.shape), tuple(basis.Q.shape)) != shapes:

@@ -21,7 +21,7 @@ from frozencore.constructors import DEFAULT, BasisOptions, LayerData, build_basi
 from frozencore.device import run_unless_oom
 from frozencore.distributed import all_ranks_or_none, assign_owners, gathered, num_ranks, own_rank, reduce_moments
 from frozencore.errors import CalibrationError
-from frozencore.maths.basis import Basis
+from frozencore.maths.basis import LayerBasis
 from frozencore.maths.capture import CAPTURE_NEEDS, Capture, capture_or_none
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.text import Progress
@@ -46,7 +46,7 @@ class LayerCalibration:
     capture: Capture | None = None
 
     @classmethod
-    def of(cls, basis: Basis, vectors: LayerMoments | None, capture: Capture | None) -> LayerCalibration:
+    def of(cls, basis: LayerBasis, vectors: LayerMoments | None, capture: Capture | None) -> LayerCalibration:
         """Describe a basis; ``vectors`` are the moments of its layer, without matrices."""
         return cls(
             rank=basis.rank,
@@ -88,7 +88,7 @@ class Target:
 
 def build_bases(
     layers: Iterable[LayerData], constructor: str = DEFAULT, options: BasisOptions | None = None
-) -> dict[str, Basis]:
+) -> dict[str, LayerBasis]:
     """Build the basis of each layer, by layer name; ``frozencore.set_bases`` takes the result.
 
     Args:
@@ -119,7 +119,7 @@ def calibrate_layers(
     options: CalibrationOptions,
     loss_fn: LossFn | None = None,
     progress: Progress,
-) -> tuple[dict[str, Basis], Calibration]:
+) -> tuple[dict[str, LayerBasis], Calibration]:
     """Collect the moments of the layers if the constructor reads any, and build their bases, equal on all ranks.
 
     Args:
@@ -183,7 +183,7 @@ class _Builder:
         shapes = {name: target.layer.shape for name, target in targets.items()}
         work_of_svd = {name: m * n * min(m, n) for name, (m, n) in shapes.items()}
         self.owners = assign_owners(work_of_svd, num_ranks())
-        self.built: dict[str, tuple[Basis, Capture | None]] = {}
+        self.built: dict[str, tuple[LayerBasis, Capture | None]] = {}
         self.vectors: dict[str, LayerMoments] = {}
 
     def build(self, group: Sequence[str], moments: dict[str, LayerMoments]) -> None:

@@ -16,7 +16,7 @@ from frozencore.constructors.lora_xs import LoRAXS, MiLoRA, lora_xs_basis, milor
 from frozencore.constructors.random import Random, VeRA, random_basis, vera_basis
 from frozencore.constructors.signgrad import SignGrad, SignGradOptions, signgrad_basis
 from frozencore.errors import CalibrationError, ConfigError
-from frozencore.maths.basis import Basis
+from frozencore.maths.basis import LayerBasis
 from frozencore.options import Option, options_of
 from frozencore.text import unknown_name
 
@@ -95,7 +95,7 @@ def refuse_unread(constructor: str, given: Mapping[str, Any]) -> None:
             )
 
 
-def build_basis(constructor: str, layer: LayerData, options: BasisOptions) -> Basis:
+def build_basis(constructor: str, layer: LayerData, options: BasisOptions) -> LayerBasis:
     """Build one layer's basis with the named constructor; errors name the layer.
 
     Args:

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from frozencore.device import torch
 from frozencore.errors import CalibrationError
-from frozencore.maths.basis import Basis, Coordinates
+from frozencore.maths.basis import Coordinates, LayerBasis
 from frozencore.maths.linalg import SvdMethod, seeded_generator
 from frozencore.maths.moments import DIAGONAL_OF, DIAGONALS, LayerMoments, MomentName
 from frozencore.maths.whitening import Positive
@@ -123,10 +123,10 @@ class Constructor(ABC, Generic[Options]):
         return frozenset()
 
     @abstractmethod
-    def build(self, layer: LayerData, options: Options) -> Basis:
+    def build(self, layer: LayerData, options: Options) -> LayerBasis:
         """The basis of one layer."""
 
-    def start_core(self, basis: Basis, options: Options, scale: float) -> torch.Tensor | None:
+    def start_core(self, basis: LayerBasis, options: Options, scale: float) -> torch.Tensor | None:
         """The core (r x r) at the start of training, for an adapter of this scale; None for a zero core."""
         return None
 
@@ -137,7 +137,7 @@ class Compressed(Constructor[BasisOptions]):
     label = "Compressed"
     word = "adapters"
 
-    def build(self, layer: LayerData, options: BasisOptions) -> Basis:
+    def build(self, layer: LayerData, options: BasisOptions) -> LayerBasis:
         raise CalibrationError(
             f"A compressed basis comes from other adapters, but layer {layer.name!r} has none of one. Name the folder "
             "that `frozencore compress` wrote with basis= (--basis)."

@@ -17,7 +17,7 @@ from pydantic import Field
 from frozencore.constructors.constructor import BasisOptions, Constructor, LayerData
 from frozencore.device import torch
 from frozencore.errors import ConfigError
-from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
+from frozencore.maths.basis import Coordinates, LayerBasis, basis_from_factors
 from frozencore.maths.linalg import effective_rank, energy_rank, seeded_generator, top_eigenvectors, truncated_svd
 from frozencore.maths.moments import DenseMoment, LayerMoments, MomentName
 
@@ -42,7 +42,7 @@ def eva_basis(
     output: EvaOutput = EvaOptions.eva_output,
     coordinates: Coordinates = "qr",
     seed: int = 0,
-) -> Basis:
+) -> LayerBasis:
     """Take the leading input directions, and an output side that depends on them or is chosen separately.
 
     Args:
@@ -99,7 +99,7 @@ class Eva(Constructor[EvaOptions]):
             total.add("output_total")
         return frozenset(outer | total if options.eva_center else outer)
 
-    def build(self, layer: LayerData, options: EvaOptions) -> Basis:
+    def build(self, layer: LayerData, options: EvaOptions) -> LayerBasis:
         return eva_basis(
             layer.data, layer.weight(), options.rank, center=options.eva_center, output=options.eva_output,
             coordinates=options.coordinates, seed=layer.seed(options.seed),

@@ -19,7 +19,7 @@ from pydantic import Field
 
 from frozencore.constructors.constructor import BasisOptions, Constructor, LayerData, Options, with_cross
 from frozencore.device import torch
-from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
+from frozencore.maths.basis import Coordinates, LayerBasis, basis_from_factors
 from frozencore.maths.linalg import SvdMethod, effective_rank, truncated_svd
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.maths.whitening import Damping, Fisher, Fraction, InverseRoot, Sides, Whitening
@@ -54,7 +54,7 @@ def fcca_basis(
     coordinates: Coordinates = "qr",
     svd_method: SvdMethod = BasisOptions.svd_method,
     seed: int = 0,
-) -> Basis:
+) -> LayerBasis:
     """Find the directions with the largest correlation between input and output error.
 
     Args:
@@ -106,7 +106,7 @@ class WhitenedCrossMoment(Constructor[Options]):
     def needs(self, options: Options) -> frozenset[MomentName]:
         return with_cross(self.whitening(options).needs(), options)
 
-    def build(self, layer: LayerData, options: Options) -> Basis:
+    def build(self, layer: LayerData, options: Options) -> LayerBasis:
         return fcca_basis(
             layer.data, options.rank, whitening=self.whitening(options), coordinates=options.coordinates,
             svd_method=options.svd_method, seed=layer.seed(options.seed),
@@ -129,7 +129,7 @@ def rawgrad_basis(
     coordinates: Coordinates = "qr",
     svd_method: SvdMethod = BasisOptions.svd_method,
     seed: int = 0,
-) -> Basis:
+) -> LayerBasis:
     """Take the leading singular directions of the loss gradient: no basis of rank r has a larger ``‖PᵀGQ‖_F``.
 
     >>> rawgrad_basis(LayerMoments(1, cross=torch.diag(torch.tensor([1.0, 3.0]))), rank=1).Q.abs().squeeze().tolist()

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from frozencore.constructors.constructor import BasisOptions, Constructor, LayerData
 from frozencore.device import torch
-from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
+from frozencore.maths.basis import Coordinates, LayerBasis, basis_from_factors
 from frozencore.maths.linalg import energy_rank, top_eigenvectors
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.maths.whitening import Fisher
@@ -43,7 +43,7 @@ def filora_basis(
     fisher: Fisher = FiLoRAOptions.filora_fisher,
     coordinates: Coordinates = "qr",
     seed: int = 0,
-) -> Basis:
+) -> LayerBasis:
     """Take the directions with the most energy, separately for inputs and output errors.
 
     The spectrum holds the products of the two sides' eigenvalues.
@@ -81,7 +81,7 @@ class FiLoRA(Constructor[FiLoRAOptions]):
     def needs(self, options: FiLoRAOptions) -> frozenset[MomentName]:
         return filora_needs(options.filora_fisher)
 
-    def build(self, layer: LayerData, options: FiLoRAOptions) -> Basis:
+    def build(self, layer: LayerData, options: FiLoRAOptions) -> LayerBasis:
         return filora_basis(
             layer.data, options.rank, fisher=options.filora_fisher, coordinates=options.coordinates,
             seed=layer.seed(options.seed),

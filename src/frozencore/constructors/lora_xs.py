@@ -13,7 +13,7 @@ from jaxtyping import Float
 
 from frozencore.constructors.constructor import BasisOptions, Constructor, LayerData
 from frozencore.device import torch
-from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
+from frozencore.maths.basis import Coordinates, LayerBasis, basis_from_factors
 from frozencore.maths.linalg import SvdMethod, effective_rank, trailing_svd, truncated_svd
 
 
@@ -24,7 +24,7 @@ def lora_xs_basis(
     coordinates: Coordinates = "qr",
     svd_method: SvdMethod = BasisOptions.svd_method,
     seed: int = 0,
-) -> Basis:
+) -> LayerBasis:
     """Take the directions that pretraining used most; the task is ignored.
 
     >>> lora_xs_basis(torch.diag(torch.tensor([1.0, 3.0])), rank=1).P.abs().squeeze().tolist()
@@ -43,14 +43,14 @@ class LoRAXS(Constructor[BasisOptions]):
     label = "LoRA-XS-core"
     word = "weights"
 
-    def build(self, layer: LayerData, options: BasisOptions) -> Basis:
+    def build(self, layer: LayerData, options: BasisOptions) -> LayerBasis:
         return lora_xs_basis(
             layer.weight(), options.rank, coordinates=options.coordinates, svd_method=options.svd_method,
             seed=layer.seed(0),
         )  # fmt: skip
 
 
-def milora_basis(W: Float[torch.Tensor, "m n"], rank: int, *, coordinates: Coordinates = "qr") -> Basis:
+def milora_basis(W: Float[torch.Tensor, "m n"], rank: int, *, coordinates: Coordinates = "qr") -> LayerBasis:
     """Take the directions that pretraining used least, in float64; singular vectors of zero singular values count.
 
     >>> milora_basis(torch.diag(torch.tensor([1.0, 3.0])), rank=1).P.abs().squeeze().tolist()
@@ -65,5 +65,5 @@ class MiLoRA(Constructor[BasisOptions]):
     label = "MiLoRA-core"
     word = "residue"
 
-    def build(self, layer: LayerData, options: BasisOptions) -> Basis:
+    def build(self, layer: LayerData, options: BasisOptions) -> LayerBasis:
         return milora_basis(layer.weight(), options.rank, coordinates=options.coordinates)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from frozencore.constructors.constructor import BasisOptions, Constructor, LayerData
 from frozencore.device import torch
-from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
+from frozencore.maths.basis import Coordinates, LayerBasis, basis_from_factors
 from frozencore.maths.linalg import seeded_generator
 
 
-def random_basis(shape: tuple[int, int], rank: int, *, coordinates: Coordinates = "qr", seed: int = 0) -> Basis:
+def random_basis(shape: tuple[int, int], rank: int, *, coordinates: Coordinates = "qr", seed: int = 0) -> LayerBasis:
     """Draw Gaussian m x r and n x r matrices and orthonormalise them.
 
     >>> basis = random_basis((6, 4), rank=2, seed=1)
@@ -31,14 +31,14 @@ class Random(Constructor[BasisOptions]):
     label = "Random"
     word = "chance"
 
-    def build(self, layer: LayerData, options: BasisOptions) -> Basis:
+    def build(self, layer: LayerData, options: BasisOptions) -> LayerBasis:
         return random_basis(layer.shape, options.rank, coordinates=options.coordinates, seed=layer.seed(options.seed))
 
 
 BLOCK_ROWS = 1024
 
 
-def vera_basis(shape: tuple[int, int], rank: int, *, coordinates: Coordinates = "qr", seed: int = 0) -> Basis:
+def vera_basis(shape: tuple[int, int], rank: int, *, coordinates: Coordinates = "qr", seed: int = 0) -> LayerBasis:
     """Take the first m and n rows (and r columns) of the shared pair, orthonormalised; all layers use one seed.
 
     >>> torch.equal(vera_basis((6, 4), rank=2).Q, vera_basis((8, 4), rank=2).Q)
@@ -65,5 +65,5 @@ class VeRA(Constructor[BasisOptions]):
     label = "VeRA-core"
     word = "shared"
 
-    def build(self, layer: LayerData, options: BasisOptions) -> Basis:
+    def build(self, layer: LayerData, options: BasisOptions) -> LayerBasis:
         return vera_basis(layer.shape, options.rank, coordinates=options.coordinates, seed=options.seed)

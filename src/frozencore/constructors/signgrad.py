@@ -14,7 +14,7 @@ from pydantic import Field
 
 from frozencore.constructors.constructor import BasisOptions, Constructor, LayerData, with_cross
 from frozencore.device import torch
-from frozencore.maths.basis import Basis, Coordinates, basis_from_factors
+from frozencore.maths.basis import Coordinates, LayerBasis, basis_from_factors
 from frozencore.maths.linalg import SvdMethod, effective_rank, truncated_svd
 from frozencore.maths.moments import LayerMoments, MomentName
 
@@ -35,7 +35,7 @@ def signgrad_basis(
     coordinates: Coordinates = "qr",
     svd_method: SvdMethod = BasisOptions.svd_method,
     seed: int = 0,
-) -> Basis:
+) -> LayerBasis:
     """Take the leading singular directions of ``sign(G)``; ``initial_core`` is the best rank-r copy of one sign step.
 
     The adapter multiplies ``initial_core`` by the chosen step over its scale, or ignores it.
@@ -67,13 +67,13 @@ class SignGrad(Constructor[SignGradOptions]):
     def needs(self, options: SignGradOptions) -> frozenset[MomentName]:
         return with_cross(frozenset(), options)
 
-    def build(self, layer: LayerData, options: SignGradOptions) -> Basis:
+    def build(self, layer: LayerData, options: SignGradOptions) -> LayerBasis:
         return signgrad_basis(
             layer.data, options.rank, coordinates=options.coordinates, svd_method=options.svd_method,
             seed=layer.seed(options.seed),
         )  # fmt: skip
 
-    def start_core(self, basis: Basis, options: SignGradOptions, scale: float) -> torch.Tensor | None:
+    def start_core(self, basis: LayerBasis, options: SignGradOptions, scale: float) -> torch.Tensor | None:
         if not options.initial_step or basis.initial_core is None:
             return None
         return basis.initial_core * (options.initial_step / scale)

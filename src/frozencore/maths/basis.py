@@ -32,7 +32,7 @@ LEAST_ENERGY = 1e-3  # relative to the mean channel's: no column is longer than 
 
 
 @dataclass(frozen=True)
-class Basis:
+class LayerBasis:
     """Frozen factors of one layer.
 
     Attributes:
@@ -54,7 +54,7 @@ class Basis:
     def rank(self) -> int:
         return self.P.shape[1]
 
-    def to(self, device: torch.device | str) -> Basis:
+    def to(self, device: torch.device | str) -> LayerBasis:
         """The same basis on another device."""
         core = self.initial_core
         return replace(
@@ -68,9 +68,9 @@ class Basis:
         return max(float((X.double().mT @ X.double() - identity).abs().max()) for X in (self.P, self.Q))
 
 
-def known_basis(P: Float[torch.Tensor, "m r"], Q: Float[torch.Tensor, "n r"]) -> Basis:
+def known_basis(P: Float[torch.Tensor, "m r"], Q: Float[torch.Tensor, "n r"]) -> LayerBasis:
     """Make a basis from factors alone, for instance saved ones."""
-    return Basis(P, Q, spectrum=torch.empty(0), effective_rank=P.shape[1])
+    return LayerBasis(P, Q, spectrum=torch.empty(0), effective_rank=P.shape[1])
 
 
 def basis_from_factors(
@@ -82,7 +82,7 @@ def basis_from_factors(
     coordinates: Coordinates,
     energies: Callable[[], Energies] | None = None,
     seed: int = 0,
-) -> Basis:
+) -> LayerBasis:
     """Write the spans of two raw factors in the chosen coordinates and fill missing directions.
 
     Args:
@@ -109,7 +109,7 @@ def basis_from_factors(
         for side, X, energy in zip("PQ", (P0, Q0), read, strict=True)
     )
     found = min(P0.shape[1], Q0.shape[1])
-    return Basis(P=P.float(), Q=Q.float(), spectrum=spectrum.float(), effective_rank=found)
+    return LayerBasis(P=P.float(), Q=Q.float(), spectrum=spectrum.float(), effective_rank=found)
 
 
 def fisher_orthonormal(

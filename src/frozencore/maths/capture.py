@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from frozencore.errors import CalibrationError
-from frozencore.maths.basis import Basis
+from frozencore.maths.basis import LayerBasis
 from frozencore.maths.linalg import effective_rank
 from frozencore.maths.moments import LayerMoments, MomentName, spread
 from frozencore.maths.whitening import Whitening, damped
@@ -35,17 +35,17 @@ def local_objective(G: Float[Tensor, "m n"], A: Tensor, D: Tensor, delta_W: Floa
     return float(linear + metric / (2 * step))
 
 
-def core_gradient(G: Float[Tensor, "m n"], basis: Basis) -> Float[Tensor, "r r"]:
+def core_gradient(G: Float[Tensor, "m n"], basis: LayerBasis) -> Float[Tensor, "r r"]:
     """``PᵀGQ``, the gradient of a zero core, in float64; the product with G has G's own precision."""
     return (basis.P.to(G.dtype).mT @ G).double() @ basis.Q.double()
 
 
-def projected_gradient_norm(G: Float[Tensor, "m n"], basis: Basis) -> float:
+def projected_gradient_norm(G: Float[Tensor, "m n"], basis: LayerBasis) -> float:
     """``‖PᵀGQ‖_F``: the gradient that reaches a zero core (paper, section 3.1)."""
     return float(core_gradient(G, basis).norm())
 
 
-def whitened_core(core: Float[Tensor, "r r"], A: Tensor, D: Tensor, basis: Basis) -> Float[Tensor, "r r"]:
+def whitened_core(core: Float[Tensor, "r r"], A: Tensor, D: Tensor, basis: LayerBasis) -> Float[Tensor, "r r"]:
     """``(PᵀDP)^-1/2 C (QᵀAQ)^-1/2`` of a core's gradient C, up to a rotation on each side (Cholesky roots)."""
     P, Q = basis.P.double(), basis.Q.double()
     left = torch.linalg.cholesky(P.mT @ _times(D, P))
@@ -54,7 +54,7 @@ def whitened_core(core: Float[Tensor, "r r"], A: Tensor, D: Tensor, basis: Basis
     return torch.linalg.solve_triangular(right, half.mT, upper=False).mT
 
 
-def captured_correlation(G: Float[Tensor, "m n"], A: Tensor, D: Tensor, basis: Basis) -> float:
+def captured_correlation(G: Float[Tensor, "m n"], A: Tensor, D: Tensor, basis: LayerBasis) -> float:
     """``J = ‖(PᵀDP)^-1/2 PᵀGQ (QᵀAQ)^-1/2‖²_F``: the squared whitened gradient inside the span.
 
     It depends on the spans only, and no basis of rank r exceeds ``Σ_{i≤r} σ_i(T)²``, which FCCA reaches.
@@ -63,11 +63,11 @@ def captured_correlation(G: Float[Tensor, "m n"], A: Tensor, D: Tensor, basis: B
 
 
 def closed_form_core(
-    G: Float[Tensor, "m n"], A: Tensor, D: Tensor, basis: Basis, *, step: float = 1.0, scale: float = 1.0
+    G: Float[Tensor, "m n"], A: Tensor, D: Tensor, basis: LayerBasis, *, step: float = 1.0, scale: float = 1.0
 ) -> Float[Tensor, "r r"]:
     """The core that minimises the local objective: ``R* = -(η/s) (PᵀDP)^-1 PᵀGQ (QᵀAQ)^-1``.
 
-    >>> basis = Basis(torch.eye(2)[:, :1], torch.eye(2)[:, :1], torch.ones(1), 1)
+    >>> basis = LayerBasis(torch.eye(2)[:, :1], torch.eye(2)[:, :1], torch.ones(1), 1)
     >>> closed_form_core(torch.eye(2), torch.full((2,), 2.0), torch.ones(2), basis).item()
     -0.5
     """
@@ -128,7 +128,7 @@ class Capture:
         return self.J**2 / fourth if fourth else 0.0
 
 
-def measure_capture(moments: LayerMoments, basis: Basis, metric: Whitening = METRIC) -> Capture:
+def measure_capture(moments: LayerMoments, basis: LayerBasis, metric: Whitening = METRIC) -> Capture:
     """Measure a basis in the diagonal metric with the damping of ``metric``.
 
     Raises:
@@ -137,7 +137,7 @@ def measure_capture(moments: LayerMoments, basis: Basis, metric: Whitening = MET
 
     >>> moments = LayerMoments(1, cross=torch.diag(torch.tensor([2.0, 1.0])), input_square=torch.ones(2),
     ...                        error_square=torch.ones(2))
-    >>> found = measure_capture(moments, Basis(torch.eye(2)[:, :1], torch.eye(2)[:, :1], torch.ones(1), 1))
+    >>> found = measure_capture(moments, LayerBasis(torch.eye(2)[:, :1], torch.eye(2)[:, :1], torch.ones(1), 1))
     >>> round(found.gradient**2 / found.gradient_total**2, 6)
     0.8
     """
@@ -160,7 +160,7 @@ def measure_capture(moments: LayerMoments, basis: Basis, metric: Whitening = MET
     )
 
 
-def capture_or_none(moments: LayerMoments | None, basis: Basis) -> Capture | None:
+def capture_or_none(moments: LayerMoments | None, basis: LayerBasis) -> Capture | None:
     """Run :func:`measure_capture`; return None if a moment is missing or unusable."""
     if moments is None or not set(moments.names()) >= CAPTURE_NEEDS:
         return None
