@@ -354,6 +354,7 @@ def test_adapters_get_short_names_of_their_own() -> None:
     assert names("/runs/base") == ["runs-base"]
     assert names("/x/A", "/y/a") == ["x-A", "y-a"]
     assert names("/runs/a/checkpoints/..") == ["a"]
+    assert names("/x/Jose\u0301", "/y/मीरा") == ["José", "मीरा"]
     with pytest.raises(ArtifactError, match="the same folder"):
         names("/x/a", "/x/a")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from unicodedata import normalize
 
 import torch
 from torch import Tensor
@@ -16,11 +17,11 @@ from frozencore.adapter.saved.tensors import cores_key, require_size, vector_of
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.adapter_folder import (
     CONFIG_FILE,
-    FOLDER_NAME,
     HEADER_FILE,
     IN_A_RUN,
     PEFT_TYPE,
     UNFINISHED_FILE,
+    is_tenant_name,
     read_config,
 )
 from frozencore.files.strict_yaml import read_yaml, require_text_keys
@@ -63,7 +64,7 @@ def weights_in(place: Path) -> dict[Path, float]:
         exponent = math.frexp(max(weights))[1]  # a power of two, so that no sum is too large or too small
         relative: dict[Path, float] = {}
         for name, weight in found.items():
-            folder = _adapter_in(place.parent / name)
+            folder = _adapter_in(place.parent / normalize("NFC", name))
             if folder in relative:
                 raise ConfigError(f"{place} must name each tenant once, but {folder} comes twice.")
             relative[folder] = math.ldexp(weight, -exponent)
@@ -71,7 +72,7 @@ def weights_in(place: Path) -> dict[Path, float]:
     if _holds_adapter(place) is not None:
         return {_adapter_in(place): 1.0}
     # what a killed run left is hidden, or not finished
-    inside = [one for one in sorted(place.iterdir()) if FOLDER_NAME.fullmatch(one.name)] if place.is_dir() else []
+    inside = [one for one in sorted(place.iterdir()) if is_tenant_name(one.name)] if place.is_dir() else []
     whole = [one for one in inside if not (one / UNFINISHED_FILE).is_file()]
     tenants = [adapter for one in whole if (adapter := _holds_adapter(one)) is not None]
     if not tenants:

@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from frozencore.cli.display import StageDisplay, console, table_of
+from frozencore.cli.tune import print_other_files
 from frozencore.errors import ConfigError
 from frozencore.files.adapter_folder import COMPRESSION_FILE, adapter_in, folder_of, read_config, require_tenant_name
 from frozencore.files.atomic_write import check_output
@@ -58,6 +59,7 @@ def compress(
         raise ConfigError("--tenants scores rows with the base model: give it with --model.")
     if tenants is not None:
         find_tenants(tenants)
+        print_other_files(tenants)
     if not skip_bad:
         for place in adapters:
             read_config(adapter_in(folder_of(place)))  # a wrong path is refused before torch is imported

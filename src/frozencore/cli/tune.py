@@ -16,7 +16,7 @@ from frozencore.cli.flags import DryRun, Out, Resume, RunCommand, require_out, t
 from frozencore.errors import ConfigError, FrozenCoreError, RankError
 from frozencore.files.atomic_write import write_text
 from frozencore.files.hub import require_upload, upload
-from frozencore.text import bytes_in_words, num_of
+from frozencore.text import bytes_in_words, num_of, one_line
 from frozencore.tune.config import RunConfig
 from frozencore.tune.folder import (
     ADAPTER,
@@ -30,7 +30,7 @@ from frozencore.tune.folder import (
     require_new,
     require_same_options,
 )
-from frozencore.tune.locate import find_tenants, require_files, require_tenant_files
+from frozencore.tune.locate import find_tenants, other_files, require_files, require_tenant_files
 from frozencore.tune.many.folder import refuse_taken
 from frozencore.tune.processes import is_first, joined, num_started, own_number, refuse_several
 
@@ -106,6 +106,13 @@ def _tune(
 tune = RunCommand(_tune)
 
 
+def print_other_files(tenants: Path) -> None:
+    """Name what a folder of tenants holds beside their row files."""
+    if others := other_files(tenants):
+        line = f"Not rows of a tenant, so not read: {', '.join(others)} ({len(others)} in {tenants})"
+        console.print(one_line(line, 1000), style="yellow", soft_wrap=True)
+
+
 def _print_resumed(output: Path) -> None:
     """Print from which checkpoint a run resumes."""
     kept = interrupted_work(output)
@@ -130,6 +137,7 @@ def _tune_many(
     dry_run: DryRun = False,
 ) -> None:
     require_tenant_files(config)
+    print_other_files(tenants)
     if dry_run:
         refuse_several("--dry-run")
         from frozencore.cli.run_screen import print_dry_run
@@ -223,6 +231,8 @@ def _calibrate(
 ) -> None:
     (require_files if tenants is None else require_tenant_files)(config)
     require_new(output, RECORD, MOMENTS_FILE, ADAPTER, BASIS)
+    if tenants is not None:
+        print_other_files(tenants)
     with warnings.catch_warnings(record=True) as caught, StageDisplay(console) as progress:
         from frozencore.tune.calibrate_only import execute_calibration
 

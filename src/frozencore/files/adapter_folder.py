@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 from typing import Any
-from unicodedata import normalize
+from unicodedata import category, normalize
 
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.hub import hub_answers, is_hub_id, why_not_given
@@ -22,8 +22,8 @@ COMPRESSION_FILE = "compress.json"  # what each adapter keeps, beside the basis 
 BASIS_FOLDER, MANIFEST_FILE, RUN_FILE = "basis", "tenants.json", "run.yaml"
 RESERVED = (BASIS_FOLDER, MANIFEST_FILE, RUN_FILE, COMPRESSION_FILE)
 """Names of other folders and files beside those of tenants."""
-FOLDER_NAME = re.compile(r"\w[\w.-]{0,99}")
-"""What the folder of a tenant can be called."""
+LONGEST_NAME = 100, 200
+"""Characters and bytes of a tenant's name at most: file systems take 255 bytes, and files beside add to the name."""
 PEFT_TYPE = "FROZENCORE"
 LARGEST_CONFIG = 2**24
 
@@ -123,11 +123,23 @@ def require_tenant_name(name: str, of: str) -> None:
     Raises:
         ConfigError: It cannot.
     """
-    if not FOLDER_NAME.fullmatch(name) or name_on_disk(name) in RESERVED:
+    if not is_tenant_name(name):
         raise ConfigError(
-            f"A tenant's name becomes a folder's: at most 100 letters, digits, '.', '_' and '-' (not '.' or '-' "
-            f"first), and not {' or '.join(RESERVED)}, but {one_line(name, 60)!r} came. Rename {of}."
+            f"A tenant's name becomes a folder's: at most {LONGEST_NAME[0]} letters, digits, '.', '_' and '-' (not "
+            f"'.' or '-' first) of at most {LONGEST_NAME[1]} bytes, and not {' or '.join(RESERVED)}, but "
+            f"{one_line(name, 60)!r} came. Rename {one_line(of)}."
         )
+
+
+def is_tenant_name(name: str) -> bool:
+    """Return whether a name can be that of a tenant's folder.
+
+    A letter may carry the marks of its script, as in Hindi, Thai and Tamil, and a joiner before the next letter.
+    """
+    bare = "".join(character for character in name if category(character) not in ("Mn", "Mc"))
+    is_word = re.fullmatch(r"\w([\u200c\u200d]?[\w.-])*", bare) is not None and re.match(r"\w", name) is not None
+    is_short = len(name) <= LONGEST_NAME[0] and len(name.encode(errors="surrogateescape")) <= LONGEST_NAME[1]
+    return is_word and is_short and name_on_disk(name) not in RESERVED
 
 
 def name_on_disk(name: str) -> str:

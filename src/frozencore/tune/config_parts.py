@@ -81,10 +81,10 @@ class RowsConfig(ConfigPart):
         str | tuple[str, ...] | None,
         BeforeValidator(_as_pathlib_spells),
         Field(
-            description="Your own rows: a JSONL, JSON, CSV, TSV, Parquet or Arrow file, a split of a data set on the "
-            "hub or in a folder (OWNER/NAME:train), or - (JSONL from a pipe). Columns: prompt and completion, "
-            "messages, instruction and output (Alpaca), conversations (ShareGPT), or text. May be repeated for several "
-            "sources."
+            description="Your own rows: a JSONL, JSON, CSV, TSV, Parquet or Arrow file (also .gz, .zst), a split of a "
+            "data set on the hub or in a folder (OWNER/NAME:train), or - (JSONL from a pipe). Columns: prompt and "
+            "completion, messages, instruction and output (Alpaca), conversations (ShareGPT), or text. May be repeated "
+            "for several sources."
         ),
     ] = None
     task: Annotated[str | None, Field(description="A task by name, for instance svamp or sst2.")] = None

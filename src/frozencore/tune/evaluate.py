@@ -17,6 +17,7 @@ from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
+from unicodedata import normalize
 
 from peft import PeftConfig, PeftModel, PeftModelForCausalLM
 from pydantic import Field
@@ -119,7 +120,7 @@ def adapter_names(folders: list[Path]) -> list[str]:
     whole = [Path(os.path.abspath(folder)).parts for folder in folders]  # resolves `..` but not links
     parts = [[part for part in own if part != "adapter"] or ["adapter"] for own in whole]
     for length in range(1, max(map(len, parts), default=0) + 1):
-        names = ["-".join(own[-length:]).strip("/") for own in parts]
+        names = [normalize("NFC", "-".join(own[-length:]).strip("/")) for own in parts]
         if len({BASE, *map(str.casefold, names)}) == len(names) + 1:  # some file systems ignore case
             return names
     if not folders:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unicodedata import normalize
 
 from frozencore.calibration.moments_file import require_moments
 from frozencore.errors import ArtifactError, ConfigError, DataError, ModelError
@@ -13,7 +14,7 @@ from frozencore.text import nearest_name
 from frozencore.tune.config import RunConfig
 from frozencore.tune.pocket import POCKET_MODEL, pocket_model_path
 from frozencore.tune.rows.own_rows import require_rows
-from frozencore.tune.rows.row_sources import KINDS, READERS, sources_of
+from frozencore.tune.rows.row_sources import KINDS, row_file, sources_of
 from frozencore.tune.smollm2 import SMOLLM2, smollm2_path
 
 MODEL_CONFIG = "config.json"
@@ -99,6 +100,16 @@ def require_tenant_files(config: RunConfig) -> None:
         require_rows(str(file), config.rows.columns)
 
 
+def other_files(path: Path) -> list[str]:
+    """The names in a folder of tenants that are not row files; none beside a YAML file."""
+    return [file.name for file in _visible(path) if row_file(file.name) is None] if path.is_dir() else []
+
+
+def _visible(folder: Path) -> list[Path]:
+    """What a folder holds, in order, without the files that a Mac adds (``.DS_Store``, and ``._anna.jsonl``)."""
+    return sorted(file for file in folder.iterdir() if file.name != ".DS_Store" and not file.name.startswith("._"))
+
+
 def find_tenants(path: Path) -> dict[str, Path]:
     """The row file of each tenant, by name, in the order of the names or of the YAML file.
 
@@ -107,10 +118,10 @@ def find_tenants(path: Path) -> dict[str, Path]:
         ConfigError: A name cannot be a folder name or appears twice, or the YAML file is not a table of files.
     """
     if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix in READERS)
-        if not files:
+        files = {file: row_file(file.name) for file in _visible(path)}
+        named = [(name.stem, file) for file, name in files.items() if name is not None]
+        if not named:
             raise DataError(f"--tenants {path} must hold {KINDS} for each tenant, but holds none.")
-        named = [(file.stem, file) for file in files]
     elif path.suffix in (".yaml", ".yml"):
         content = read_yaml(path)
         if not isinstance(content, dict) or not content or not all(isinstance(v, str) for v in content.values()):
@@ -121,7 +132,8 @@ def find_tenants(path: Path) -> dict[str, Path]:
         raise DataError(f"--tenants must name a folder of row files or a YAML file, but {path} is neither.")
     tenants: dict[str, Path] = {}
     known = {name: name for name in RESERVED}  # by the name on a disk that ignores case
-    for name, file in named:
+    for given, file in named:
+        name = normalize("NFC", given)  # a Mac decomposes accents in the names of files
         require_tenant_name(name, file.name)
         if name in tenants:
             raise ConfigError(f"Each tenant has one row file, but {name!r} has {tenants[name].name} and {file.name}.")

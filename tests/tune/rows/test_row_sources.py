@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pyarrow
+import pyarrow.parquet
 import pytest
 from datasets import Dataset
 
@@ -44,6 +46,33 @@ def test_a_file_that_is_not_there_is_guessed_among_its_neighbours(tmp_path: Path
     (tmp_path / "tickets.csv").write_text("prompt,completion\na,b\n")
     with pytest.raises(DataError, match=r"^--data: there is no file .*tikets.csv. Did you mean .*/tickets.csv\?$"):
         read_source(str(tmp_path / "tikets.csv"))
+    (tmp_path / "link.csv").symlink_to("moved.csv")
+    with pytest.raises(DataError, match=r"/link.csv is a link to moved.csv, which does not exist"):
+        read_source(str(tmp_path / "link.csv"))
+
+
+CONTENTS = {
+    "jsonl": b'{"text": "007"}\n{"text": "2020-01-01"}\n', "json": b'[{"text": "007"}, {"text": "2020-01-01"}]',
+    "csv": b"text\n007\n2020-01-01\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["a.JSONL", "a.ndjson", "a.Json", "a.CSV", "a.Tsv", "a.PARQUET"])
+@pytest.mark.parametrize("compression", ["", ".gz", ".zst", ".GZ"])
+def test_an_ending_in_any_case_and_a_compressed_file_give_the_texts_as_written(
+    name: str, compression: str, tmp_path: Path
+) -> None:
+    content = CONTENTS.get({"ndjson": "jsonl", "tsv": "csv"}.get(kind := name[2:].lower(), kind))
+    if content is None:
+        table = pyarrow.table({"text": ["007", "2020-01-01"]})
+        pyarrow.parquet.write_table(table, tmp_path / "plain")
+        content = (tmp_path / "plain").read_bytes()
+    if compression.lower() == ".gz":
+        content = gzip.compress(content[:9]) + gzip.compress(content[9:])  # as `cat a.gz b.gz` writes it
+    elif compression:
+        content = pyarrow.Codec("zstd").compress(content, asbytes=True)
+    (tmp_path / f"{name}{compression}").write_bytes(content)
+    assert read_source(str(tmp_path / f"{name}{compression}")) == [{"text": "007"}, {"text": "2020-01-01"}]
 
 
 @pytest.mark.parametrize(
@@ -123,7 +152,12 @@ WRONG: list[tuple[str, bytes, str]] = [
     ("a.arrow", b"ARROW1 no", "cannot be read as Arrow"),
     ("a.arrow", arrow_with_twins(), "the column 'text' is given twice"),
     ("a.parquet", b"nothing", "cannot be read as Parquet"),
-    ("a.xlsx", b"text\na\n", "must name a .jsonl, .json, .csv, .tsv, .parquet or .arrow file"),
+    ("a.jsonl.gz", b'{"text": "a"}', "a.jsonl.gz cannot be decompressed"),
+    ("a.csv.gz", gzip.compress(b"text\na\n")[:-9], "a.csv.gz cannot be decompressed: .*[Tt]runcated"),
+    ("a.jsonl.zst", b'{"text": "a"}', "a.jsonl.zst cannot be decompressed"),
+    ("a.jsonl.gz", gzip.compress(b'{"text": "\xff"}'), "must be UTF-8"),
+    ("a.json", b'[{"text": "\xff"}]', "must be UTF-8"),
+    ("a.xlsx", b"text\na\n", "must name a .jsonl, .* .parquet or .arrow file"),
     ("-", b"", "holds no rows"),
     ("-", b'{"text": "a"}\n{"text"', "The standard input, line 2"),
     ("-", b"\xff", "must be UTF-8"),

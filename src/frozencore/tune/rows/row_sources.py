@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 from frozencore.errors import ConfigError, DataError
 from frozencore.files.hub import hub_answers
@@ -61,11 +63,13 @@ def require_source(data: str, *, option: str = "--data") -> None:
         raise DataError(
             f"{option} must name {KINDS}, or a split of a folder's data set as {data}:train. It is a folder."
         )
+    if path.is_symlink() and not path.exists():
+        raise DataError(f"{option}: {path} is a link to {path.readlink()}, which does not exist. Make the link again.")
     if not path.is_file():
-        near = nearest_name(path.stem, [other.stem for other in path.parent.glob(f"*{path.suffix}")])
-        guess = f" Did you mean {path.with_stem(near)}?" if near else f" {option} takes {KINDS}."
+        near = nearest_name(path.name, [other.name for other in path.parent.glob("*") if row_file(other.name)])
+        guess = f" Did you mean {path.with_name(near)}?" if near else f" {option} takes {KINDS}."
         raise DataError(f"{option}: there is no file {path}.{guess}")
-    if path.suffix not in READERS:
+    if row_file(path.name) is None:
         raise DataError(f"{option} must name {KINDS}, got {path.name!r}. Convert it to one of these.")
 
 
@@ -101,16 +105,35 @@ def first_rows(data: str, num_rows: int = 100) -> list[Row]:
 
 
 def _rows_of(path: Path, origin: str, num_rows: int | None = None) -> list[Row]:
+    name = row_file(path.name)
     try:
-        if origin == "The standard input":
-            rows = list(_jsonl_rows(sys.stdin.buffer.read().decode("utf-8-sig").split("\n"), origin))
+        if name is None:
+            rows = list(_read_jsonl(io.BytesIO(sys.stdin.buffer.read()), origin))
         else:
-            rows = list(islice(READERS[path.suffix](path), num_rows))
+            with _opened(path, name.compression) as content:
+                rows = list(islice(READERS[name.ending](content, origin), num_rows))
     except UnicodeDecodeError as error:
         raise DataError(f"{origin} must be UTF-8 text, but is not: {error}. Save it as UTF-8.") from error
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise DataError(f"{origin} cannot be decompressed: {one_line(error, 200)}. Compress it again.") from error
     if not rows:
         raise DataError(f"{origin} holds no rows. Give at least one.")
     return rows
+
+
+def _opened(path: Path, compression: str | None) -> IO[bytes]:
+    if compression is None:
+        return path.open("rb")
+    import pyarrow  # the import takes a fifth of a second
+
+    stream: IO[bytes] = pyarrow.input_stream(str(path), compression=compression)
+    return stream
+
+
+def _read_jsonl(content: IO[bytes], origin: str) -> Iterator[Row]:
+    return _jsonl_rows(io.TextIOWrapper(content, encoding="utf-8-sig"), origin)
 
 
 def _jsonl_rows(lines: Iterable[str], origin: str) -> Iterator[Row]:
@@ -155,33 +178,25 @@ def _require_once(names: Iterable[str], kind: str) -> None:
         raise ValueError(f"the {kind} {twice[0]!r} is given twice")
 
 
-def _read_jsonl(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8-sig") as lines:
-        yield from _jsonl_rows(lines, str(path))
-
-
-def _read_json(path: Path) -> Sequence[Row]:
-    text = path.read_text(encoding="utf-8-sig")
+def _read_json(content: IO[bytes], origin: str) -> Sequence[Row]:
     try:
-        rows = strict_json(text)
+        rows = strict_json(content.read().decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        raise
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} must be one JSON list of objects, but is none: {one_line(error)}.") from error
+        raise DataError(f"{origin} must be one JSON list of objects, but is none: {one_line(error)}.") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise DataError(f"{path} must be one JSON list of objects. A file with an object a line ends in .jsonl.")
+        raise DataError(f"{origin} must be one JSON list of objects. A file with an object a line ends in .jsonl.")
     return rows
 
 
-def _read_separated(path: Path) -> list[Row]:
+def _read_separated(content: IO[bytes], origin: str, *, kind: str, separator: str) -> list[Row]:
+    """Read a table as text: ``datasets`` would read ``007`` as 7, and ``NA`` as nothing."""
     import pandas  # the import takes a second
 
     try:
         table = pandas.read_csv(
-            path,
-            sep="\t" if path.suffix == ".tsv" else ",",
-            header=None,
-            dtype=str,
-            keep_default_na=False,
-            encoding="utf-8-sig",
+            content, sep=separator, header=None, dtype=str, keep_default_na=False, encoding="utf-8-sig"
         )
         lines = table.fillna("").to_numpy().tolist()
         while lines and not any(map(str.strip, lines[0])):  # before the header
@@ -195,25 +210,24 @@ def _read_separated(path: Path) -> list[Row]:
     except UnicodeDecodeError:
         raise
     except ValueError as error:  # pandas' errors of parsing among them
-        raise DataError(f"{path} cannot be read as {path.suffix[1:].upper()}: {one_line(error, 200)}") from error
+        raise DataError(f"{origin} cannot be read as {kind}: {one_line(error, 200)}") from error
     return [dict(zip(names, row, strict=False)) for row in rows]
 
 
-def _read_arrow(path: Path) -> Sequence[Row]:
+def _read_arrow(content: IO[bytes], origin: str, *, kind: str) -> Iterable[Row]:
     """Read Parquet, or Arrow as a file or as the stream that ``datasets`` writes."""
-    from pyarrow import ArrowException, ipc, parquet
+    from pyarrow import ArrowException, BufferReader, ipc, parquet
 
+    whole = content.read()
     try:
-        if path.suffix == ".parquet":
-            table = parquet.read_table(path)
+        if kind == "Parquet":
+            table = parquet.read_table(BufferReader(whole))
         else:
-            content = path.read_bytes()
-            table = (ipc.open_file(content) if content.startswith(b"ARROW1") else ipc.open_stream(content)).read_all()
+            table = (ipc.open_file(whole) if whole.startswith(b"ARROW1") else ipc.open_stream(whole)).read_all()
         _require_once(table.column_names, "column")
         return list(map(_without_fillers, table.to_pylist(maps_as_pydicts="strict")))
     except (ArrowException, OSError, ValueError) as error:  # OSError from Thrift, ValueError from invalid UTF-8
-        kind = path.suffix[1:].capitalize()
-        raise DataError(f"{path} cannot be read as {kind}: {one_line(error, 200)} Write it again.") from error
+        raise DataError(f"{origin} cannot be read as {kind}: {one_line(error, 200)} Write it again.") from error
 
 
 def _without_fillers(row: Row) -> Row:
@@ -231,16 +245,38 @@ def _without_fillers(row: Row) -> Row:
     return {column: filled(value) for column, value in row.items()}
 
 
-READERS: dict[str, Callable[[Path], Iterator[Row] | Sequence[Row]]] = {
+READERS: dict[str, Callable[[IO[bytes], str], Iterable[Row]]] = {
     ".jsonl": _read_jsonl,
+    ".ndjson": _read_jsonl,
     ".json": _read_json,
-    ".csv": _read_separated,
-    ".tsv": _read_separated,
-    ".parquet": _read_arrow,
-    ".arrow": _read_arrow,
+    ".csv": partial(_read_separated, kind="CSV", separator=","),
+    ".tsv": partial(_read_separated, kind="TSV", separator="\t"),
+    ".parquet": partial(_read_arrow, kind="Parquet"),
+    ".arrow": partial(_read_arrow, kind="Arrow"),
 }
-"""The readers of files, by ending."""
-KINDS = f"a {', '.join([*READERS][:-1])} or {[*READERS][-1]} file"
+"""The readers of files, by ending. They keep the text of each value: ``datasets`` would read dates as such."""
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+KINDS = f"a {', '.join([*READERS][:-1])} or {[*READERS][-1]} file (also compressed, as .jsonl.gz or .jsonl.zst)"
+_ROW_FILE = re.compile(
+    rf"(.+)({'|'.join(map(re.escape, READERS))})({'|'.join(map(re.escape, COMPRESSIONS))})?", re.IGNORECASE
+)
+
+
+class RowFile(NamedTuple):
+    """The parts of a row file's name: without its ending, the key of its reader, and its compression."""
+
+    stem: str
+    ending: str
+    compression: str | None
+
+
+def row_file(name: str) -> RowFile | None:
+    """The parts of a row file's name, ``BEN.JSONL`` or ``anna.jsonl.gz``; None for a file of another kind."""
+    found = _ROW_FILE.fullmatch(name)
+    if found is None:
+        return None
+    stem, ending, packed = found.groups("")
+    return RowFile(stem, ending.lower(), COMPRESSIONS.get(packed.lower()))
 
 
 def _read_split(name: str, config: str | None, split: str) -> list[Row]:
