@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from frozencore import (
 )
 from frozencore.adapter.compress import compress_adapters
 from frozencore.adapter.folders import read_adapter
-from frozencore.adapter.one_base import is_same_name
 from frozencore.errors import ArtifactError, ConfigError
 from tiny import BATCHES, adapted, logits, tiny_gpt2, tiny_qwen2
 
@@ -84,6 +82,17 @@ def changed(change: Callable[[dict[str, Any], dict[str, Tensor]], object]) -> Ca
     return made
 
 
+def saved_as_pickle(base: Path, folder: Path) -> None:
+    """What PEFT before 0.7 wrote: a .bin, and a configuration without later options."""
+    file = write(base, folder) / "adapter_model.safetensors"
+    torch.save(load_file(file), folder / "adapter_model.bin")
+    file.unlink()
+    config = json.loads((folder / "adapter_config.json").read_text())
+    old = ("base_model_name_or_path", "bias", "fan_in_fan_out", "inference_mode", "lora_alpha", "lora_dropout",
+           "modules_to_save", "peft_type", "r", "target_modules", "task_type")  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps({name: config[name] for name in old}))
+
+
 KINDS: dict[str, Callable[[Path, Path], object]] = {
     "plain": lambda base, folder: write(base, folder),
     "rslora": lambda base, folder: write(base, folder, LoraConfig(**{**LORA, "use_rslora": True, "r": 3})),
@@ -97,6 +106,16 @@ KINDS: dict[str, Callable[[Path, Path], object]] = {
     "half precision": changed(
         lambda _, tensors: tensors.update({key: X.to(torch.bfloat16) for key, X in tensors.items()})
     ),
+    "expressions, as axolotl writes them": lambda base, folder: write(
+        base,
+        folder,
+        LoraConfig(
+            **LORA,
+            rank_pattern={r".*\.layers\.1\..*(q_proj|k_proj)$": 4},
+            alpha_pattern={r".*\.layers\.1\..*(q_proj|k_proj)$": 8},
+        ),
+    ),
+    "a pickle of tensors": saved_as_pickle,
     "core": lambda base, folder: core(base, folder, r=2),
     "core in fisher coordinates": lambda base, folder: core(base, folder, r=2, coordinates="fisher", alpha="auto"),
 }
@@ -188,7 +207,16 @@ def truncated(base: Path, folder: Path) -> None:
 
 
 def pickled(base: Path, folder: Path) -> None:
-    (write(base, folder) / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    (write(base, folder) / "adapter_model.safetensors").unlink()
+    torch.save({"base_model.model.x": Path("x")}, folder / "adapter_model.bin")
+
+
+def pointer(name: str) -> Callable[[Path, Path], object]:
+    def made(base: Path, folder: Path) -> None:
+        text = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "a" * 64 + "\nsize 4100\n"
+        (write(base, folder) / name).write_text(text)
+
+    return made
 
 
 def conv(base: Path, folder: Path) -> None:
@@ -199,50 +227,59 @@ def conv(base: Path, folder: Path) -> None:
 BAD: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "a folder that is no adapter": (lambda base, folder: tiny_qwen2().save_pretrained(folder), "no adapter_config"),
     "LoHa": (
-        lambda base, folder: write(base, folder, LoHaConfig(r=2, target_modules=["q_proj"])), "peft_type is 'LOHA'",
+        lambda base, folder: write(base, folder, LoHaConfig(r=2, target_modules=["q_proj"])), "PEFT's type 'LOHA'",
     ),
-    "DoRA": (lambda base, folder: write(base, folder, LoraConfig(**LORA, use_dora=True)), "use_dora is true"),
-    "bias": (lambda base, folder: write(base, folder, LoraConfig(**LORA, bias="all")), "bias is 'all'"),
-    "bias of LoRA": (lambda base, folder: write(base, folder, LoraConfig(**LORA, lora_bias=True)), "lora_bias set"),
+    "DoRA": (lambda base, folder: write(base, folder, LoraConfig(**LORA, use_dora=True)), "use_dora"),
+    "bias": (lambda base, folder: write(base, folder, LoraConfig(**LORA, bias="all")), "bias='all'"),
+    "bias of LoRA": (lambda base, folder: write(base, folder, LoraConfig(**LORA, lora_bias=True)), "lora_bias"),
     "modules": (
-        lambda base, folder: write(base, folder, LoraConfig(**LORA, modules_to_save=["norm"])), "modules_to_save is",
+        lambda base, folder: write(base, folder, LoraConfig(**LORA, modules_to_save=["norm"])), "more than factors",
     ),
     "an embedding": (
         lambda base, folder: write(base, folder, LoraConfig(**{**LORA, "target_modules": ["embed_tokens"]})),
-        "adapts an embedding|the file holds",
+        "adapts an embedding",
     ),
     "tokens": (
         lambda base, folder: write(base, folder, LoraConfig(**LORA, trainable_token_indices=[1, 2])),
-        "trainable_token_indices is set|the file holds",
+        "embeddings of tokens .trainable_token_indices.",
     ),
-    "convolution": (conv, "has A .2, 3, 3, 3."),
+    "convolution": (conv, "no two matrices of one rank in '0', but A .2, 3, 3, 3."),
     "PiSSA": (
         lambda base, folder: write(base, folder, LoraConfig(**LORA, init_lora_weights="pissa")), "init_lora_weights",
     ),
     "NaN": (changed(lambda _, tensors: tensors[min(tensors)].fill_(torch.nan)), "NaN or Inf"),
     "truncated": (truncated, "is damaged"),
-    "another rank than the configuration": (changed(lambda config, _: config.update(r=5)), "r = 5"),
+    "another rank than the configuration": (changed(lambda config, _: config.update(r=5)), "has rank 2 in .* says 5"),
     "a pattern that moves ranks": (changed(lambda config, _: config.update(rank_pattern={"q_proj": 4})), "has rank 2"),
-    "an expression": (
-        changed(lambda config, _: config.update(alpha_pattern={"(a+)+q_proj": 4})), "full names",
+    "a malformed expression": (
+        changed(lambda config, _: config.update(alpha_pattern={"(q_proj": 4})), "malformed alpha_pattern",
     ),
-    "two alphas of a layer": (
-        changed(lambda config, _: config.update(alpha_pattern={"k_proj": 3, "self_attn.k_proj": 4})), "two alphas",
+    "factors of experts": (
+        changed(lambda config, _: config.update(target_parameters=["mlp.experts.down_proj"], r=5)),
+        "stacked parameters, as those of experts .target_parameters.",
     ),
-    "no B": (changed(lambda _, tensors: tensors.pop(min(tensors))), "only"),
-    "another name of a base": (
-        changed(lambda config, _: config.update(base_model_name_or_path="else/where")),
-        "names the base model else/where",
+    "empty tensors": (
+        changed(lambda _, tensors: tensors.update({min(tensors): torch.zeros(0)})), "as DeepSpeed ZeRO-3 leaves it",
     ),
+    "no tensors": (changed(lambda _, tensors: tensors.clear()), "as DeepSpeed ZeRO-3 leaves it"),
+    "keys of a state dict": (
+        changed(lambda _, tensors: tensors.update({"base_model.model.x.lora_A.default.weight": torch.ones(2, 2)})),
+        "more than factors of linear layers, as 'base_model.model.x.lora_A.default.weight'",
+    ),
+    "a pointer of Git LFS": (pointer("adapter_model.safetensors"), "adapter_model.safetensors is a pointer of Git LFS"),
+    "a configuration that is a pointer": (pointer("adapter_config.json"), "adapter_config.json is a pointer of Git"),
+    "no B": (changed(lambda _, tensors: tensors.pop(max(tensors))), "but A .2, 32."),
     "other shapes": (another_base(hidden_size=16), "8 x 16, which is 16 x 32 in the base model"),
     "more layers": (another_base(num_hidden_layers=3), "which is missing in the base model"),
     "never trained": (
         lambda base, folder: get_peft_model(base_of(base), LoraConfig(**LORA)).save_pretrained(str(folder)),
         "every product is zero",
     ),
-    "pickled": (pickled, "never opened"),
-    "other weights": (of_other_weights, "the weight of layer"),
-    "trained modules beside cores": (lambda base, folder: core(base, folder, modules_to_save=["norm"]), "were trained"),
+    "a pickle of more than tensors": (pickled, "is damaged"),
+    "other weights": (of_other_weights, "another weight of layer"),
+    "trained modules beside cores": (
+        lambda base, folder: core(base, folder, modules_to_save=["norm"]), "trained modules besides",
+    ),
 }  # fmt: skip
 
 
@@ -262,13 +299,15 @@ def test_what_cannot_be_compressed_is_refused_in_one_line_and_left_out_on_reques
     done = compress_adapters(adapters, tmp_path / "shop", rank=4, base=model, skip_bad=True)
     assert list(done.kept) == ["anna", "ben"]
     assert done.skipped.keys() == {"bad"}
+    assert "--skip-bad" in str(caught.value)
+    assert "--skip-bad" not in done.skipped["bad"]
     assert not (tmp_path / "shop/bad").exists()
 
 
 def test_without_the_base_model_sampled_weights_of_two_cores_are_compared(base: Path, tmp_path: Path) -> None:
     core(base, tmp_path / "anna")
     of_other_weights(base, tmp_path / "ben")
-    with pytest.raises(ArtifactError, match="the weights of its base model"):
+    with pytest.raises(ArtifactError, match="made on other weights"):
         compress_adapters({name: tmp_path / name for name in ("anna", "ben")}, tmp_path / "shop", rank=4)
 
 
@@ -279,7 +318,7 @@ def test_sampled_weights_of_cores_on_different_layers_are_compared(base: Path, t
     assert load_basis(tmp_path / "shop/basis").base == read_adapter(tmp_path / "ben")[0].base_record
     other = adapted("fcca", model=named(tiny_qwen2(seed=9), base), trained=True, target_modules=["v_proj", "o_proj"])
     other.save_pretrained(str(tmp_path / "cleo"))
-    with pytest.raises(ArtifactError, match=r"cleo the weights of its base model"):
+    with pytest.raises(ArtifactError, match="cleo was made on other weights"):
         compress_adapters({name: tmp_path / name for name in ("anna", "ben", "cleo")}, tmp_path / "no", rank=8)
 
 
@@ -287,61 +326,66 @@ def of_name(name: str) -> Callable[[Path, Path], object]:
     return changed(lambda config, _: config.update(base_model_name_or_path=name))
 
 
-NAMES = ("lab/Tiny-1B", "lab/Tiny-1B/", "/models/tiny-1b", "unsloth/tiny-1b-unsloth-bnb-4bit",
-         "/root/.cache/models--lab--Tiny-1B/snapshots/0a1b")  # fmt: skip
-SAME = [*combinations(NAMES, 2), ("./merged", "./merged/")]
-UNLIKE = [
-    ("lab/tiny-1b", "other/tiny-1b"), ("lab/tiny-1b", "lab/tiny-2b"), ("/a/mistral/merged", "/b/llama/merged"),
-    ("/a/x/checkpoint-500", "/a/y/checkpoint-500"), ("lab/tiny-1b", "models--other--tiny-1b/snapshots/0a1b"),
-]  # fmt: skip
+def with_names(base: Path, folder: Path, names: dict[str, tuple[str | None, str | None]]) -> dict[str, Path]:
+    """LoRAs that give their base model these names and revisions."""
+    for name, (model, revision) in names.items():
+        fields = {"base_model_name_or_path": model, "revision": revision}
+        changed(lambda config, _, own=fields: config.update(own))(base, folder / name)  # type: ignore[misc]
+    return {name: folder / name for name in names}
 
 
-@pytest.mark.parametrize(("one", "other", "same"), [*((*pair, True) for pair in SAME), *((*p, False) for p in UNLIKE)])
-def test_which_names_may_be_of_one_model(one: str, other: str, same: bool) -> None:
-    assert is_same_name(one, other) == is_same_name(other, one) == same
-
-
-def test_two_folders_that_are_here_are_one_model_only_if_they_are_the_same(base: Path, tmp_path: Path) -> None:
-    for parent in ("a", "b"):
-        (tmp_path / parent / "tiny-1b").mkdir(parents=True)
-    (tmp_path / "link").symlink_to(tmp_path / "a/tiny-1b")
-    assert is_same_name(str(tmp_path / "a/tiny-1b"), str(tmp_path / "link"))
-    adapters = {}
-    for name, of in {"anna": "lab/tiny-1b", "ben": f"{tmp_path}/a/tiny-1b", "cleo": f"{tmp_path}/b/tiny-1b"}.items():
-        of_name(of)(base, tmp_path / name)
-        adapters[name] = tmp_path / name
-    done = compress_adapters(adapters, tmp_path / "shop", rank=2, skip_bad=True)
-    assert done.skipped.keys() == {"cleo"}
-
-
-def test_the_given_models_name_decides_and_the_commonest_where_no_adapter_has_it(base: Path, tmp_path: Path) -> None:
-    adapters = {}
-    for number, name in enumerate(NAMES):
-        of_name(name)(base, folder := tmp_path / f"a{number}")
-        adapters[folder.name] = folder
-    for number in range(2):
-        of_name("lab/other-1b")(base, folder := tmp_path / f"b{number}")
-        adapters[folder.name] = folder
-    assert compress_adapters(adapters, tmp_path / "shop", rank=2, skip_bad=True).skipped.keys() == {"b0", "b1"}
-    own = {"anna": write(base, tmp_path / "anna")}
-    model = base_of(base)
-    done = compress_adapters(adapters | own, tmp_path / "one", rank=2, base=model, skip_bad=True)
-    assert (list(done.kept), done.other_name) == (["anna"], None)
-    some = {name: folder for name, folder in adapters.items() if name[0] == "a"}
-    done = compress_adapters(some, tmp_path / "other", rank=2, base=model)
-    assert done.other_name == NAMES[0]
-    assert load_basis(tmp_path / "other/basis").base_model == str(base)
-    quantised = {"a3": adapters["a3"]}  # the plain model's name is better than its 4-bit copy's
-    compress_adapters(quantised, tmp_path / "plain", rank=2, base=named(tiny_qwen2(), Path(NAMES[0])))
-    assert load_basis(tmp_path / "plain/basis").base_model == NAMES[0]
+def test_names_of_one_model_are_equal_unless_the_caller_or_the_model_says_so(base: Path, tmp_path: Path) -> None:
+    names = {"a": "lab/Tiny-1B", "b": "lab/Tiny-1B", "c": "D:\\models\\tiny-1b", "d": None, "e": "/kaggle/input/1"}
+    adapters = with_names(base, tmp_path, {name: (of, None) for name, of in names.items()})
+    with pytest.raises(ArtifactError, match=r"most name lab/Tiny-1B.*--same-base, or --model .*--skip-bad"):
+        compress_adapters(adapters, tmp_path / "shop", rank=2)
+    done = compress_adapters(adapters, tmp_path / "equal", rank=2, skip_bad=True)
+    assert (list(done.kept), list(done.skipped)) == (["a", "b", "d"], ["c", "e"])
+    done = compress_adapters(adapters, tmp_path / "said", rank=2, same_base=True)
+    assert (list(done.kept), done.other_names) == (list(names), [])
+    assert load_basis(tmp_path / "said/basis").base_model == "lab/Tiny-1B"
+    done = compress_adapters(adapters, tmp_path / "model", rank=2, base=base_of(base))
+    assert (list(done.kept), done.other_names) == (
+        list(names),
+        ["/kaggle/input/1", "D:\\models\\tiny-1b", "lab/Tiny-1B"],
+    )
+    assert load_basis(tmp_path / "model/basis").base_model == str(base)
 
 
 def test_two_revisions_of_a_model_are_two_models(base: Path, tmp_path: Path) -> None:
-    for revision in ("step1000", "step9000", None):
-        changed(lambda config, _, own=revision: config.update(revision=own))(base, tmp_path / str(revision))  # type: ignore[misc]
-    adapters = {name: tmp_path / name for name in ("step1000", "None", "step9000")}
-    with pytest.raises(ArtifactError, match="names revision step9000"):
+    revisions = ("main", None, "step9000")
+    adapters = with_names(base, tmp_path, {str(one): ("lab/tiny", one) for one in revisions})
+    with pytest.raises(ArtifactError, match="lab/tiny at revision step9000"):
         compress_adapters(adapters, tmp_path / "shop", rank=2)
+    compress_adapters(adapters, tmp_path / "one", rank=2, same_base=True)
+
+
+WRAPPED = {
+    "compile": lambda key: key.replace("layers.1.", "layers.1._orig_mod."),
+    "checkpointing": lambda key: key.replace(".self_attn", "._checkpoint_wrapped_module.self_attn"),
+    "fsdp": lambda key: key.replace("model.model.", "model._fsdp_wrapped_module.model."),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPED)
+def test_a_lora_of_a_wrapped_model_has_the_layers_of_the_plain_one(wrapper: str, base: Path, tmp_path: Path) -> None:
+    def renamed(_: object, tensors: dict[str, Tensor]) -> None:
+        found = {WRAPPED[wrapper](key): X for key, X in tensors.items()}
+        assert found.keys() != tensors.keys()
+        tensors.clear()
+        tensors.update(found)
+
+    write(base, tmp_path / "plain")
+    changed(renamed)(base, tmp_path / "wrapped")
+    both = {name: tmp_path / name for name in ("plain", "wrapped")}
+    done = compress_adapters(both, tmp_path / "shop", rank=2)
+    assert all(kept.share == pytest.approx(1.0, abs=1e-6) for kept in done.kept.values())
+    assert load_basis(tmp_path / "shop/basis").layers.keys() == {
+        f"model.layers.{i}.self_attn.{name}" for i in range(2) for name in ATTENTION
+    }
+    torch.testing.assert_close(
+        loaded(base, tmp_path / "shop/wrapped/adapter"), loaded(base, tmp_path / "plain"), atol=2e-4, rtol=1e-4
+    )
 
 
 def test_adapters_of_a_part_of_the_model_are_not_mixed_with_those_of_all_of_it(base: Path, tmp_path: Path) -> None:
@@ -350,8 +394,24 @@ def test_adapters_of_a_part_of_the_model_are_not_mixed_with_those_of_all_of_it(b
     inner.save_pretrained(str(tmp_path / "inner"))
     adapters = {"anna": write(base, tmp_path / "anna"), "inner": tmp_path / "inner"}
     for order in (adapters, dict(reversed(adapters.items()))):
-        with pytest.raises(ArtifactError, match="saved from a part of the model"):
+        with pytest.raises(ArtifactError, match=r"in (model\.)?layers, where .* theirs in (model\.)?layers"):
             compress_adapters(order, tmp_path / "shop", rank=4)
+
+
+def test_layers_of_another_class_of_the_model_are_refused_with_both_names(base: Path, tmp_path: Path) -> None:
+    def renamed(_: object, tensors: dict[str, Tensor]) -> None:
+        found = {key.replace("model.layers", "model.language_model.layers"): X for key, X in tensors.items()}
+        tensors.clear()
+        tensors.update(found)
+
+    write(base, tmp_path / "plain")
+    changed(renamed)(base, tmp_path / "other")
+    both = {name: tmp_path / name for name in ("plain", "other")}
+    for same_base in (False, True):
+        with pytest.raises(ArtifactError, match=r"in model.language_model.layers, where .* in model.layers\."):
+            compress_adapters(both, tmp_path / "shop", rank=2, same_base=same_base)
+    with pytest.raises(ArtifactError, match=r"'model.language_model.layers.0.* missing in the base model"):
+        compress_adapters(both, tmp_path / "shop", rank=2, base=tiny_qwen2())
 
 
 def test_a_layer_whose_name_is_the_end_of_anothers_is_the_only_one_of_its_adapter(tmp_path: Path) -> None:

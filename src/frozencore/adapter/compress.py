@@ -11,181 +11,37 @@ Shapes: m out features, n in features, r rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import get_pattern_key
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.export.base_model import layers_of
-from frozencore.adapter.export.serving import RULES, LoraDirectory, read_lora_directory
-from frozencore.adapter.folders import read_adapter
-from frozencore.adapter.named_layers import refuse_expressions
-from frozencore.adapter.one_base import names_of_base, other_bases, record_of_base
+from frozencore.adapter.low_rank_adapter import LowRankAdapter, read_low_rank_adapter, selected
+from frozencore.adapter.one_base import name_of_base, on_other_bases, other_names, record_of_base
 from frozencore.adapter.saved.basis import SavedBasis, ScaledBasis
 from frozencore.adapter.saved.card import begin_model_card
-from frozencore.adapter.saved.tensors import BASE, cores_key, flatten_cores, hash_tensors, layer_factors
+from frozencore.adapter.saved.tensors import cores_key, flatten_cores, hash_tensors
 from frozencore.constructors import COMPRESSED
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
 from frozencore.files.adapter_folder import (
     BASIS_FOLDER,
     COMPRESSION_FILE,
     IN_A_RUN,
-    PEFT_TYPE,
     WEIGHTS_FILE,
-    adapter_in,
-    folder_of,
-    read_config,
     require_tenant_name,
 )
 from frozencore.files.atomic_write import atomic_folder, write_json
-from frozencore.maths.compress import Update, compress
+from frozencore.maths.compress import compress
 from frozencore.text import Progress, num_of
 
-UNREADABLE = frozenset(
-    {"is_lora", "rank_is_positive", "alpha_is_a_number", "no_dora", "no_bias", "no_whole_modules", "plain_start",
-     "no_variant", "no_activation", "no_tenant", "some_factors", "only_factors", "factors_in_pairs", "factors_fit",
-     "ranks_are_r", "all_finite"}
-)  # fmt: skip
-"""The rules of :mod:`frozencore.adapter.export.serving` without which factors are not the whole update."""
-OTHER_PARTS = ("trainable_token_indices", "target_parameters")
-PLAIN = ("float64", "float32", "float16", "bfloat16")
-
-
-@dataclass(frozen=True)
-class LowRankAdapter:
-    """An adapter to compress.
-
-    Attributes:
-        place: The folder or hub id, for errors.
-        base_model: The name of its base model, if it has one; so is ``revision``.
-        base: The record of the base model's weights, if there is one.
-        factors: The scale of each layer, and the matrices whose product is its update: B A, or P R Qᵀ. Those of a file
-            are mapped, and read when they are used; adapters on a named basis share its P and Q.
-        targets: Names of which each layer has one; None if only its full name will do.
-    """
-
-    place: str
-    base_model: str | None
-    revision: str | None
-    task_type: str | None
-    base: dict[str, str] | None
-    factors: Mapping[str, tuple[float, tuple[Tensor, ...]]]
-    targets: frozenset[str] | None
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, int]]:
-        """(m, n) by layer."""
-        return {layer: (own[0].shape[0], own[-1].shape[1]) for layer, (_, own) in self.factors.items()}
-
-    def update(self, layer: str) -> Update:
-        """B (m x k, with the scale) and A (k x n) of a layer, in float32."""
-        scale, (first, *others, last) = self.factors[layer]
-        B = scale * first.float()
-        for X in others:
-            B = B @ X.float()
-        return B, last.float()
-
-
-def read_source(place: str, bases: dict[str, SavedBasis]) -> LowRankAdapter:
-    """Check an adapter, and read all but its factors.
-
-    Args:
-        bases: Bases by identity; a named basis that is not there is added.
-
-    Raises:
-        ArtifactError: It is no adapter, is damaged, or changes more than linear layers by low-rank products.
-    """
-    folder = adapter_in(folder_of(place))
-    if read_config(folder).get("peft_type") == PEFT_TYPE:
-        source = _read_core(place, folder, bases)
-    else:
-        source = _read_lora(place, read_lora_directory(folder), folder)
-    if not any(scale and all(bool(X.any()) for X in own) for scale, own in source.factors.values()):
-        raise _unreadable(place, "every product is zero, as before training", "train it")
-    return source
-
-
-def _read_core(place: str, folder: Path, bases: dict[str, SavedBasis]) -> LowRankAdapter:
-    config, factors = read_adapter(folder)
-    if config.trains_modules:
-        raise _unreadable(place, "modules besides its cores were trained", "merge it into the base model")
-    if not any(bool(f.P.any()) for f in factors.values()):
-        raise _unreadable(place, "it was never calibrated", "train it")
-    if config.basis_id is None:
-        held = layer_factors(place, load_file(folder / WEIGHTS_FILE))
-    else:
-        if config.basis_id not in bases:
-            bases[config.basis_id] = config.find_basis(str(folder))
-        held = {name: (*bases[config.basis_id].layers[name][:2], own.R) for name, own in factors.items()}
-    partial = config.layers_to_transform is not None or config.exclude_modules or 0 in config.rank_pattern.values()
-    return LowRankAdapter(
-        place, config.base_model_name_or_path, config.revision, _task_of(config.task_type), config.base_record,
-        factors={name: (factors[name].scale, (P, R, Q.mT)) for name, (P, Q, R) in held.items()},
-        targets=None if partial else _targets(config.target_modules, factors),
-    )  # fmt: skip
-
-
-def _read_lora(place: str, lora: LoraDirectory, folder: Path) -> LowRankAdapter:
-    config = lora.config
-    for rule in RULES:
-        if rule.name in UNREADABLE and (found := rule.broken(lora)) is not None:
-            raise _unreadable(place, found, rule.remedy)
-    if part := next((name for name in OTHER_PARTS if config.get(name)), None):
-        raise _unreadable(place, f"{part} is set", "merge it into the base model")
-    for key, facts in lora.tensors.items():
-        if ".lora_embedding_" in key:
-            raise _unreadable(place, f"{key!r} adapts an embedding", "merge it into the base model")
-        if facts.dtype not in PLAIN:
-            raise _unreadable(place, f"{key!r} is {facts.dtype}", "save it in float32")
-    patterns = {name: lora.mapping(name) for name in ("rank_pattern", "alpha_pattern")}
-    refuse_expressions(place, patterns, "Write the layers' full names in its place.")
-    held, factors = load_file(folder / WEIGHTS_FILE), {}
-    for layer, A, _ in lora.pairs:
-        rank, alpha = (
-            pattern.get(get_pattern_key(list(pattern), layer), config[option])
-            for option, pattern in zip(("r", "lora_alpha"), patterns.values(), strict=True)
-        )
-        if rank != A[0]:
-            raise _unreadable(place, f"{layer!r} has rank {A[0]} and the configuration {rank}", "save it again")
-        alphas = patterns["alpha_pattern"].items()
-        if len({str(own) for key, own in alphas if get_pattern_key([key], layer) == key}) > 1:
-            found = f"alpha_pattern gives {layer!r} two alphas, and a file does not keep the order that decides"
-            raise _unreadable(place, found, "write the layers' full names alone")
-        if not isinstance(alpha, int | float) or not abs(alpha) < 1e30:
-            raise _unreadable(place, f"alpha_pattern gives {layer!r} {alpha!r:.40}", "save it again")
-        B_and_A = tuple(held[f"{BASE}{layer}.lora_{side}.weight"] for side in "BA")
-        factors[layer] = alpha / (rank**0.5 if config.get("use_rslora") else rank), B_and_A
-    partial = any(config.get(name) for name in ("exclude_modules", "layers_pattern"))
-    partial = partial or config.get("layers_to_transform") is not None
-    return LowRankAdapter(
-        place, config.get("base_model_name_or_path"), config.get("revision"), _task_of(config.get("task_type")),
-        base=None, factors=factors,
-        targets=None if partial else _targets(config.get("target_modules"), factors),
-    )  # fmt: skip
-
-
-def _unreadable(place: str, found: str, remedy: str) -> ArtifactError:
-    return ArtifactError(
-        f"The whole update of an adapter must be low-rank products, but of {place} {found}: leave it out (--skip-bad), "
-        f"or {remedy}."
-    )
-
-
-def _task_of(task: Any) -> str | None:
-    return getattr(task, "value", task)
-
-
-def _targets(named: Any, layers: Mapping[str, Any]) -> frozenset[str] | None:
-    """The names in ``target_modules`` if each layer is named by one of them; None otherwise."""
-    names = frozenset(named) if isinstance(named, list | set) else frozenset[str]()
-    return names if _selected(layers, names) == layers.keys() else None
+LEAVE_OUT = "Or leave it out: --skip-bad."
 
 
 @dataclass(frozen=True)
@@ -207,7 +63,7 @@ class CompressedAdapters:
     Attributes:
         kept: By adapter.
         skipped: The reason by adapter.
-        other_name: The name that most adapters give their base model, if the given one has another.
+        other_names: The names that adapters give their base model where the given one has another.
     """
 
     folder: Path
@@ -216,7 +72,7 @@ class CompressedAdapters:
     num_layers: int
     kept: Mapping[str, Kept]
     skipped: Mapping[str, str]
-    other_name: str | None
+    other_names: list[str]
 
 
 def compress_adapters(
@@ -225,6 +81,7 @@ def compress_adapters(
     *,
     rank: int,
     base: nn.Module | None = None,
+    same_base: bool = False,
     skip_bad: bool = False,
     ready: Callable[[Collection[str]], object] = lambda _: None,
     progress: Progress = lambda *_: None,
@@ -236,6 +93,7 @@ def compress_adapters(
         out: New folder.
         rank: r of the basis.
         base: The base model, to compare layers and weights with, and to record in the basis.
+        same_base: The adapters are of one base model, whatever name they give it. With ``base`` names do not count.
         skip_bad: Leave out adapters that cannot be compressed instead of refusing all.
         ready: Called with the names of those that will be compressed; if it raises, nothing is written.
 
@@ -247,7 +105,7 @@ def compress_adapters(
     out = Path(out)
     if base is not None and any(isinstance(module, BaseTunerLayer) for module in base.modules()):
         raise ConfigError("The base model has no adapters, but one with an adapter came. Load the plain model.")
-    sources, skipped = _read_sources(adapters, base, skip_bad, progress)
+    sources, skipped = _read_sources(adapters, base, same_base, skip_bad, progress)
     shapes = {layer: shape for source in sources.values() for layer, shape in source.shapes.items()}
     for layer, shape in shapes.items():
         if not 1 <= rank <= min(shape):
@@ -256,8 +114,7 @@ def compress_adapters(
                 f"{shape[0]} x {shape[1]}. Give --rank {min(min(each) for each in shapes.values())} or less."
             )
     ready(sources.keys())
-    name_of_base, other_name = names_of_base(sources.values(), base)
-    config = _config_of(sources, rank, shapes, base, name_of_base)
+    config = _config_of(sources, rank, shapes, base)
     bases: dict[str, ScaledBasis] = {}
     cores: dict[str, dict[str, Tensor]] = {name: {} for name in sources}
     energies: dict[str, dict[str, tuple[float, float]]] = {name: {} for name in sources}
@@ -287,11 +144,12 @@ def compress_adapters(
             for name, source in sources.items()
         }
         write_json(aside / COMPRESSION_FILE, {"basis": identity, "rank": rank, "adapters": content, "skipped": skipped})
-    return CompressedAdapters(out, identity, rank, len(shapes), kept, skipped, other_name)
+    names = [] if base is None else other_names(sources.values(), base)
+    return CompressedAdapters(out, identity, rank, len(shapes), kept, skipped, names)
 
 
 def _read_sources(
-    adapters: Mapping[str, str | Path], base: nn.Module | None, skip_bad: bool, progress: Progress
+    adapters: Mapping[str, str | Path], base: nn.Module | None, same_base: bool, skip_bad: bool, progress: Progress
 ) -> tuple[dict[str, LowRankAdapter], dict[str, str]]:
     """The adapters that can be compressed together, and why others cannot."""
     sources: dict[str, LowRankAdapter] = {}
@@ -300,25 +158,19 @@ def _read_sources(
     for number, (name, place) in enumerate(adapters.items(), start=1):
         try:
             require_tenant_name(name, str(place))
-            sources[name] = read_source(str(place), bases)
+            sources[name] = read_low_rank_adapter(str(place), bases)
         except FrozenCoreError as error:
             if not skip_bad:
-                raise
+                raise type(error)(f"{error} {LEAVE_OUT}") from error
             skipped[name] = str(error)
         progress("read", number, len(adapters), name)
-    for name, reason in other_bases(sources, base).items():
-        place = sources.pop(name).place
-        skipped[name] = f"One base model has all adapters, but of {place} {reason}: leave it out (--skip-bad)."
+    for name, reason in on_other_bases(sources, base, same_base=same_base).items():
+        skipped[name] = f"Adapters on one basis are of one base model, but {sources.pop(name).place} {reason}."
         if not skip_bad:
-            raise ArtifactError(skipped[name])
+            raise ArtifactError(f"{skipped[name]} {LEAVE_OUT}")
     if not sources:
         raise ArtifactError(f"There is no adapter to compress. {next(iter(skipped.values()), 'Name one.')}")
     return sources, skipped
-
-
-def _selected(layers: Iterable[str], names: Collection[str]) -> frozenset[str]:
-    """The layers that PEFT finds by these names."""
-    return frozenset(layer for layer in layers if any(f".{layer}".endswith(f".{name}") for name in names))
 
 
 def _config_of(
@@ -326,7 +178,6 @@ def _config_of(
     rank: int,
     layers: Mapping[str, Any],
     base: nn.Module | None,
-    name: str | None,
 ) -> FrozenCoreConfig:
     """The configuration of the basis: its layers by short names if, in the base model, these select no others."""
     tasks = {source.task_type for source in sources.values()}
@@ -335,12 +186,13 @@ def _config_of(
     if base is not None:
         of_base = layers_of(base).shapes.keys()
         short = frozenset[str]().union(*(own or () for own in targets))
-        if None not in targets and _selected(of_base, short) == layers.keys():
+        if None not in targets and selected(of_base, short) == layers.keys():
             named = short
-        others = _selected(of_base, named) - layers.keys()  # a full name may be the end of another
+        others = selected(of_base, named) - layers.keys()  # a full name may be the end of another
     return FrozenCoreConfig(
         r=rank, target_modules=sorted(named), exclude_modules=sorted(others) or None, constructor=COMPRESSED,
-        base_model_name_or_path=name, task_type=tasks.pop() if len(tasks) == 1 else None,
+        base_model_name_or_path=name_of_base(sources.values(), base),
+        task_type=tasks.pop() if len(tasks) == 1 else None,
     )  # fmt: skip
 
 

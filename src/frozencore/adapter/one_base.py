@@ -1,7 +1,7 @@
-"""Whether adapters are of one base model: by its name, the names and shapes of their layers, and sampled weights.
+"""Whether adapters are of one base model: by its name, by their layers, and by sampled weights where these are known.
 
-A LoRA records no weights, and one model has many names: a hub id, a local copy, a path with a slash at its end, a 4-bit
-copy. So a path is like a hub id if their last parts are, and layers and weights decide where they are known.
+A LoRA records no weights, and one model has many names. So names must be equal, unless the base model is given or the
+caller says that all are of one; layers, shapes and known weights are compared always.
 """
 
 from __future__ import annotations
@@ -9,121 +9,87 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from itertools import product
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from frozencore.adapter.export.base_model import layers_of
+from frozencore.adapter.low_rank_adapter import LowRankAdapter
 from frozencore.adapter.saved.base_record import differing_layer, differs, record_base, samples_of, split_record
-from frozencore.files.adapter_folder import is_folder
-from frozencore.files.hub import is_hub_id
 
-if TYPE_CHECKING:
-    from frozencore.adapter.compress import LowRankAdapter
-
-QUANTISED = re.compile(r"(-unsloth)?-bnb-[48]bit$")
-UNSLOTH = "unsloth"  # its hub ids are copies of others' models, on which many LoRAs were trained
-NO_NAME = re.compile(r"(merged|final|model|base|output|latest|best|checkpoint)?[-_\d]*")
-"""What a folder is called whatever model it holds."""
+Shapes = Mapping[str, tuple[int, int]]
 
 
-def is_same_name(one: str, other: str) -> bool:
-    """Whether two names may be of one model. Two folders that are here must be the same, two hub ids have one owner."""
-    if is_folder(one) and is_folder(other):
-        return Path(one).resolve() == Path(other).resolve()
-    (owner, name), (other_owner, other_name) = _owner_and_name(one), _owner_and_name(other)
-    if one.rstrip("/") == other.rstrip("/"):
-        return True
-    one_owner = owner == other_owner or not {None, UNSLOTH}.isdisjoint((owner, other_owner))
-    return one_owner and name == other_name and not NO_NAME.fullmatch(name)
+def name_of_base(adapters: Iterable[LowRankAdapter], base: nn.Module | None) -> str | None:
+    """The name of the given base model, else the commonest that adapters give theirs."""
+    named = Counter(one.base_model for one in adapters if one.base_model)
+    return getattr(base, "name_or_path", None) or next((name for name, _ in named.most_common(1)), None)
 
 
-def _owner_and_name(place: str) -> tuple[str | None, str]:
-    """The owner, of a hub id alone, and the last part without what marks a quantised copy; both in lower case."""
-    parts = Path(place.casefold()).parts or ("",)
-    cached = next((part.split("--")[1:] for part in parts if part.startswith("models--")), None)  # the hub's cache
-    if cached is None and is_hub_id(place.rstrip("/")) and not is_folder(place):
-        cached = list(parts)
-    return (cached[0] if cached else None), QUANTISED.sub("", (cached or parts)[-1])
+def other_names(adapters: Iterable[LowRankAdapter], base: nn.Module) -> list[str]:
+    """The names that adapters give their base model and that are not the given model's."""
+    names = {name for one in adapters if (name := _with_revision(one))}
+    return sorted(names - {str(getattr(base, "name_or_path", ""))})
 
 
-def names_of_base(adapters: Iterable[LowRankAdapter], base: nn.Module | None) -> tuple[str | None, str | None]:
-    """The name to give the base model; and the name that most adapters give it, if the given model has another."""
-    named, own = Counter(one.base_model for one in adapters if one.base_model), _own_name(base)
-    usual = next((name for name, _ in named.most_common(1)), None)
-    if usual is None or own is None:
-        return usual or own, None
-    if not is_same_name(usual, own):
-        return own, usual
-    plain = (name for name in (own, usual) if _owner_and_name(name)[0] and not QUANTISED.search(name.casefold()))
-    return next(plain, own), None
+def on_other_bases(
+    adapters: Mapping[str, LowRankAdapter], base: nn.Module | None, *, same_base: bool
+) -> dict[str, str]:
+    """The adapters of another base model than the given one or than that of the others, with the reason.
 
-
-def _own_name(base: nn.Module | None) -> str | None:
-    return getattr(base, "name_or_path", None) or None  # what PEFT records
-
-
-def other_bases(adapters: Mapping[str, LowRankAdapter], base: nn.Module | None) -> dict[str, str]:
-    """The adapters of another base model than the given one or than earlier ones, with the reason.
-
-    Names are compared with the given model's if one adapter has that, else with the commonest.
+    Args:
+        same_base: Do not compare names. They are not compared with a given model's either.
     """
-    usual, of_whom = _usual_name([one.base_model for one in adapters.values() if one.base_model], base)
+    names = Counter(name for one in adapters.values() if (name := _with_revision(one)))
+    usual = next((name for name, _ in names.most_common(1)), None)
     known = dict(layers_of(base).shapes) if base is not None else dict[str, tuple[int, int]]()
     samples = samples_of(base, known) if base is not None else {}
     records: dict[str, Mapping[str, str]] = {}
-    here, revision = None, None
     found: dict[str, str] = {}
     for name, one in adapters.items():
-        folder = Path(one.base_model).resolve() if one.base_model and is_folder(one.base_model) else None
         own = {} if one.base is None else split_record(one.base, one.shapes)
-        if usual is not None and one.base_model and not is_same_name(one.base_model, usual):
-            found[name] = f"it names the base model {one.base_model}, and {of_whom} {usual}"
-        elif None not in (here, folder) and here != folder:
-            found[name] = f"it names the base model {one.base_model}, and an earlier one {here}"
-        elif None not in (revision, one.revision) and revision != one.revision:
-            found[name] = f"it names revision {one.revision} of its base model, and an earlier one {revision}"
-        elif reason := _other_layer(one.shapes, known, is_whole=base is not None):
+        if base is None and not same_base and (_with_revision(one) or usual) != usual:
+            found[name] = (
+                f"names the base model {_with_revision(one)}, where most name {usual}. If both are one model, give "
+                "--same-base, or --model to compare layers"
+            )
+        elif reason := _other_layer(one.shapes, known) if base is not None else _mixed_layer(one.shapes, known):
             found[name] = reason
         elif base is not None and one.base is not None:
             odd = differing_layer(one.base, {layer: samples[layer] for layer in one.shapes})
             if odd is not None:
-                found[name] = f"the weight of layer {odd!r} is another one there"
+                found[name] = f"was made on another weight of layer {odd!r}"
         elif any(differs(own[layer], records[layer]) for layer in own.keys() & records.keys()):
-            found[name] = "the weights of its base model are other ones than those of an earlier frozen core"
-        if name not in found:
-            here, revision = here or folder, revision or one.revision
-            if base is None:
-                known, records = {**one.shapes, **known}, {**own, **records}
+            found[name] = "was made on other weights than an earlier frozen core"
+        if name not in found and base is None:
+            known, records = {**one.shapes, **known}, {**own, **records}
     return found
 
 
-def _usual_name(names: list[str], base: nn.Module | None) -> tuple[str | None, str]:
-    own, distinct = _own_name(base), Counter(names)
-    if own and any(is_same_name(name, own) for name in distinct):
-        return own, "the one given is"
-    shares = {name: sum(n for other, n in distinct.items() if is_same_name(name, other)) for name in distinct}
-    return max(shares, key=shares.__getitem__, default=None), "most of the others"
+def _with_revision(one: LowRankAdapter) -> str | None:
+    plain = not one.base_model or one.revision in (None, "main")
+    return one.base_model if plain else f"{one.base_model} at revision {one.revision}"
 
 
-def _other_layer(
-    shapes: Mapping[str, tuple[int, int]], known: Mapping[str, tuple[int, int]], *, is_whole: bool
-) -> str | None:
-    """How layers differ from those known; a layer that is not known is an error if these are all of the model."""
+def _other_layer(shapes: Shapes, known: Shapes) -> str | None:
+    """A layer that is missing, or has another shape, in the whole base model."""
     for layer, shape in shapes.items():
-        there = known.get(layer)
-        if there != shape and (is_whole or there is not None):
+        if (there := known.get(layer)) != shape:
             size = f"{there[0]} x {there[1]}" if there else "missing"
-            return f"its layer {layer!r} is {shape[0]} x {shape[1]}, which is {size} in the base model"
-    if is_whole:
-        return None
+            return f"has a layer {layer!r} of {shape[0]} x {shape[1]}, which is {size} in the base model"
+    return None
+
+
+def _mixed_layer(shapes: Shapes, known: Shapes) -> str | None:
+    """A layer of another shape in the adapters before, or other names of the stacks of layers than theirs."""
+    if reason := _other_layer({layer: shape for layer, shape in shapes.items() if layer in known}, known):
+        return reason
     stacks, theirs = ({stack for layer in layers if (stack := _stack(layer))} for layers in (shapes, known))
-    for stack, other in product(sorted(stacks - theirs), sorted(theirs - stacks)):
-        if f".{other}".endswith(f".{stack}") or f".{stack}".endswith(f".{other}"):
-            where = f"its layers are in {stack!r}, and an earlier one's in {other!r}"
-            return f"{where}: one of them was saved from a part of the model"
+    if stacks and theirs and stacks.isdisjoint(theirs):
+        return (
+            f"has its layers in {', '.join(sorted(stacks))}, where the adapters before have theirs in "
+            f"{', '.join(sorted(theirs))}. It was saved from a part of the model or another class of it, or adapts "
+            "another part: with --model its layers are looked up there"
+        )
     return None
 
 

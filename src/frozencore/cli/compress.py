@@ -48,6 +48,9 @@ def compress(
             "and its core trained on for an epoch. Needs --model."
         ),
     ] = None,
+    same_base: Annotated[
+        bool, typer.Option("--same-base", help="The adapters are of one base model, whatever name they give it.")
+    ] = False,
     skip_bad: Annotated[
         bool, typer.Option("--skip-bad", help="Leave out adapters that cannot be compressed, with the reason.")
     ] = False,
@@ -86,15 +89,16 @@ def compress(
                 scores.update(score_own(to_score[0], rows, named, progress))
 
         done = compress_adapters(
-            named, output, rank=rank, base=base, skip_bad=skip_bad, ready=score_first, progress=progress
-        )
+            named, output, rank=rank, base=base, same_base=same_base, skip_bad=skip_bad, ready=score_first,
+            progress=progress,
+        )  # fmt: skip
         if to_score is not None:
             score_cores(*to_score, output, scores, progress)
     console.print(_summary(done))
-    if done.other_name is not None:
+    if done.other_names:
         console.print(
-            f"Warning: most adapters name the base model {done.other_name}, which is not --model {model}. Its layers "
-            "have their shapes; whether its weights are those, a LoRA does not say.",
+            f"Warning: adapters name the base model {', '.join(done.other_names)}, not {model}. Its layers have "
+            "their shapes; whether its weights are those, a LoRA does not say.",
             style="yellow", soft_wrap=True,
         )  # fmt: skip
     if scores:

@@ -10,6 +10,7 @@ from unicodedata import category, normalize
 
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.hub import hub_answers, is_hub_id, why_not_given
+from frozencore.files.lfs_pointer import lfs_pointer_in
 from frozencore.text import one_line
 
 CONFIG_FILE, WEIGHTS_FILE, PICKLE_FILE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -63,6 +64,8 @@ def missing(directory: Path, name: str) -> str:
 
 def damaged(directory: Path, error: Exception) -> ArtifactError:
     """The error for a folder that cannot be read, with the reason."""
+    if pointer := lfs_pointer_in(directory):
+        return ArtifactError(f"The adapter in {directory} is not whole: {pointer}")
     reason = one_line(error, 200)
     return ArtifactError(f"The adapter in {directory} is damaged ({reason}). Save or download it again.")
 
@@ -90,7 +93,7 @@ def is_folder(place: str | Path) -> bool:
 def folder_of(place: str, revision: str | None = None) -> Path:
     """The folder of an adapter or a basis on this disk: the folder itself, or the offline cache of a hub id.
 
-    Files of a hub id are downloaded if the hub answers, except pickled weights.
+    Files of a hub id are downloaded if the hub answers; pickled weights only where there are no others.
 
     Raises:
         ArtifactError: It is not a folder, and neither the cache nor the hub has it.
@@ -105,8 +108,10 @@ def folder_of(place: str, revision: str | None = None) -> Path:
     wanted = [*files, *(f"basis/{name}" for name in (HEADER_FILE, FACTORS_FILE))]
     try:
         only_here = not hub_answers("model", place)
-        found = snapshot_download(place, revision=revision, allow_patterns=wanted, local_files_only=only_here)
-        return Path(found)
+        found = Path(snapshot_download(place, revision=revision, allow_patterns=wanted, local_files_only=only_here))
+        if not any((found / name).is_file() for name in (WEIGHTS_FILE, HEADER_FILE)):
+            snapshot_download(place, revision=revision, allow_patterns=[PICKLE_FILE], local_files_only=only_here)
+        return found
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ArtifactError(
             f"No adapter or basis at {place}: it is neither a folder nor in the offline cache, and "

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from frozencore.errors import ModelError
+from frozencore.files.lfs_pointer import lfs_pointer_in
 from frozencore.quiet import with_attributes
 from frozencore.text import one_line
 
@@ -126,11 +127,13 @@ def _cut_digits(tokenizer: Any, file: Path) -> None:
 
 def why_unreadable(loading: dict[str, Any], error: Exception) -> str:
     """Describe a loader's exception in one line; for a GGUF file say whether the file is complete."""
+    file = Path(loading["pretrained_model_name_or_path"], loading.get("gguf_file", ""))
+    if pointer := lfs_pointer_in(file):
+        return pointer
     if "gguf_file" not in loading:
         return one_line(error, 200)
     from gguf import GGUFReader
 
-    file = Path(loading["pretrained_model_name_or_path"], loading["gguf_file"])
     try:
         GGUFReader(file)
     except Exception:  # numpy raises several kinds for slices that are too short

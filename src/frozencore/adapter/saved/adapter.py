@@ -20,10 +20,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save_file
+from safetensors.torch import load, load_file, save_file
 from torch import Tensor
 
 from frozencore.adapter.saved.card import CARD_FILE, at_place, place_of
@@ -35,11 +37,21 @@ from frozencore.adapter.saved.tensors import (
     require_sound,
 )
 from frozencore.errors import ArtifactError
-from frozencore.files.adapter_folder import CONFIG_FILE, PEFT_TYPE, WEIGHTS_FILE, damaged, missing, read_config
+from frozencore.files.adapter_folder import (
+    CONFIG_FILE,
+    PEFT_TYPE,
+    PICKLE_FILE,
+    WEIGHTS_FILE,
+    damaged,
+    missing,
+    read_config,
+)
 from frozencore.files.atomic_write import atomic_folder
 from frozencore.files.fingerprint import fingerprint_options
 from frozencore.text import one_line
 
+UNREADABLE = (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError, OverflowError)
+"""What reading a damaged file raises."""
 NOT_COMPUTED = frozenset(
     {"auto_mapping", "base_model_name_or_path", "basis", "basis_revision", "checksum", "inference_mode", "peft_type",
      "peft_version", "revision", "task_type"}
@@ -78,19 +90,41 @@ def read_files(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read the configuration and the tensors of an adapter of any PEFT method.
 
     Raises:
-        ArtifactError: A file is missing, damaged or a pickle, or a tensor is not finite.
+        ArtifactError: A file is missing or damaged, or a tensor of another method is not finite; a frozen core is a
+            pickle.
     """
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
-        if not (folder / name).is_file():
-            raise ArtifactError(missing(folder, name))
     values = read_config(folder)
-    try:
-        tensors = load((folder / WEIGHTS_FILE).read_bytes())
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError, OverflowError) as error:
-        raise damaged(folder, error) from error
+    if values.get("peft_type") == PEFT_TYPE and not (folder / WEIGHTS_FILE).is_file():
+        raise ArtifactError(missing(folder, WEIGHTS_FILE))
     if values.get("peft_type") != PEFT_TYPE:
+        tensors = read_weights(folder)
         require_finite(str(folder), tensors)
-    return values, tensors
+        return values, tensors
+    try:
+        return values, load((folder / WEIGHTS_FILE).read_bytes())
+    except UNREADABLE as error:
+        raise damaged(folder, error) from error
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Read the tensors of an adapter of any PEFT method: safetensors, mapped, or tensors alone of a pickle.
+
+    Raises:
+        ArtifactError: There is no file, or it is damaged or holds more than tensors.
+    """
+    file = folder / WEIGHTS_FILE
+    pickled = not file.is_file() and (folder / PICKLE_FILE).is_file()
+    if not pickled and not file.is_file():
+        raise ArtifactError(missing(folder, WEIGHTS_FILE))
+    try:
+        if not pickled:
+            return load_file(file)
+        tensors = torch.load(folder / PICKLE_FILE, map_location="cpu", weights_only=True)
+        if not isinstance(tensors, dict) or not all(isinstance(X, Tensor) for X in tensors.values()):
+            raise TypeError(f"{PICKLE_FILE} holds more than tensors by name")
+        return tensors
+    except (*UNREADABLE, UnpicklingError) as error:
+        raise damaged(folder, error) from error
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from frozencore.files.adapter_folder import FACTORS_FILE, HEADER_FILE, LARGEST_C
 from frozencore.files.atomic_write import atomic_folder
 from frozencore.files.fingerprint import fingerprint_options, fingerprint_tensors
 from frozencore.files.hub import is_hub_id
+from frozencore.files.lfs_pointer import lfs_pointer_in
 from frozencore.maths.linalg import all_finite
 from frozencore.text import one_line
 
@@ -241,6 +242,8 @@ def _file(place: str | Path, revision: str | None, name: str) -> Path:
 
 
 def _damaged(place: str | Path, error: Exception | str) -> ArtifactError:
+    if pointer := lfs_pointer_in(Path(place)):
+        return ArtifactError(f"The basis in {place} is not whole: {pointer}")
     return ArtifactError(f"The basis in {place} is damaged ({one_line(error, 200)}). Save or download it again.")
 
 

@@ -1,0 +1,210 @@
+"""Saved adapters whose whole update is low-rank products: LoRAs of PEFT, and frozen cores.
+
+What PEFT computes from the files is what is read: patterns, rsLoRA and names of layers are looked up as PEFT does.
+
+Shapes: m out features, n in features, k rank of an update.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peft.utils.other import get_pattern_key
+from torch import Tensor
+
+from frozencore.adapter.folders import read_adapter
+from frozencore.adapter.saved.adapter import read_weights
+from frozencore.adapter.saved.basis import SavedBasis
+from frozencore.adapter.saved.tensors import BASE, layer_factors, require_finite
+from frozencore.errors import ArtifactError
+from frozencore.files.adapter_folder import PEFT_TYPE, adapter_in, folder_of, read_config
+from frozencore.maths.compress import Update
+from frozencore.text import one_line
+
+MERGE, SAVE = "Merge it into the base model", "Save it again"
+MORE_THAN_PRODUCTS: Mapping[str, str] = {
+    "target_parameters": "adapts stacked parameters, as those of experts",
+    "trainable_token_indices": "trains embeddings of tokens",
+    "use_dora": "scales the rows of the weights (DoRA)",
+    "lora_bias": "trains biases",
+    "layer_replication": "repeats layers",
+    "use_qalora": "averages the inputs of its layers",
+    "use_bdlora": "has factors of several blocks",
+    "arrow_config": "chooses among several adapters",
+    "kasa_config": "changes the base weights",
+    "alora_invocation_tokens": "works after certain tokens alone",
+}
+"""Options of ``LoraConfig`` with which an update is more than B A, and what they do."""
+PLAIN_STARTS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
+"""Texts of ``init_lora_weights`` that leave the base weights as they are."""
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""Names that torch.compile, activation checkpointing and FSDP put into the name of a layer."""
+SIDES = {".lora_A.weight": "A", ".lora_B.weight": "B"}
+
+
+@dataclass(frozen=True)
+class LowRankAdapter:
+    """An adapter to compress.
+
+    Attributes:
+        place: The folder or hub id, for errors.
+        base_model: The name of its base model, if it has one; so is ``revision``.
+        base: The record of the base model's weights, if there is one.
+        factors: The scale of each layer, and the matrices whose product is its update: B A, or P R Qᵀ. Those of a file
+            are mapped, and read when they are used; adapters on a named basis share its P and Q.
+        targets: Names of which each layer has one; None if only its full name will do.
+    """
+
+    place: str
+    base_model: str | None
+    revision: str | None
+    task_type: str | None
+    base: dict[str, str] | None
+    factors: Mapping[str, tuple[float, tuple[Tensor, ...]]]
+    targets: frozenset[str] | None
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """(m, n) by layer."""
+        return {layer: (own[0].shape[0], own[-1].shape[1]) for layer, (_, own) in self.factors.items()}
+
+    def update(self, layer: str) -> Update:
+        """B (m x k, with the scale) and A (k x n) of a layer, in float32."""
+        scale, (first, *others, last) = self.factors[layer]
+        B = scale * first.float()
+        for X in others:
+            B = B @ X.float()
+        return B, last.float()
+
+
+def read_low_rank_adapter(place: str, bases: dict[str, SavedBasis]) -> LowRankAdapter:
+    """Check an adapter, and read all but its factors.
+
+    Args:
+        bases: Bases by identity; a named basis that is not there is added.
+
+    Raises:
+        ArtifactError: It is no adapter, is damaged, or changes more than linear layers by low-rank products.
+    """
+    folder = adapter_in(folder_of(place))
+    config = read_config(folder)
+    source = _read_core(place, folder, bases) if config.get("peft_type") == PEFT_TYPE else _read_lora(place, folder)
+    if not any(scale and all(bool(X.any()) for X in own) for scale, own in source.factors.values()):
+        raise _unreadable(place, "is untrained: every product is zero", "Train it")
+    return source
+
+
+def _read_core(place: str, folder: Path, bases: dict[str, SavedBasis]) -> LowRankAdapter:
+    config, factors = read_adapter(folder)
+    if config.trains_modules:
+        raise _unreadable(place, "trained modules besides its cores", MERGE)
+    if not any(bool(f.P.any()) for f in factors.values()):
+        raise _unreadable(place, "was never calibrated", "Train it")
+    if config.basis_id is None:
+        held = layer_factors(place, read_weights(folder))
+    else:
+        if config.basis_id not in bases:
+            bases[config.basis_id] = config.find_basis(str(folder))
+        held = {name: (*bases[config.basis_id].layers[name][:2], own.R) for name, own in factors.items()}
+    partial = config.layers_to_transform is not None or config.exclude_modules or 0 in config.rank_pattern.values()
+    return LowRankAdapter(
+        place, config.base_model_name_or_path, config.revision, getattr(config.task_type, "value", config.task_type),
+        config.base_record,
+        factors={name: (factors[name].scale, (P, R, Q.mT)) for name, (P, Q, R) in held.items()},
+        targets=None if partial else _targets(config.target_modules, factors),
+    )  # fmt: skip
+
+
+def _read_lora(place: str, folder: Path) -> LowRankAdapter:
+    config = read_config(folder)
+    _require_products(place, config)
+    pairs = _factors_in(place, read_weights(folder))
+    factors = {}
+    for layer, (B, A) in pairs.items():
+        rank, alpha = _rank_and_alpha(place, config, layer)
+        if rank != len(A):
+            raise _unreadable(place, f"has rank {len(A)} in {layer!r} where its configuration says {rank}", SAVE)
+        if not isinstance(alpha, int | float) or not abs(alpha) < 1e30:
+            raise _unreadable(place, f"gives {layer!r} the alpha {alpha!r:.40}", SAVE)
+        factors[layer] = alpha / (rank**0.5 if config.get("use_rslora") else rank), (B, A)
+    partial = any(config.get(name) for name in ("exclude_modules", "layers_pattern"))
+    partial = partial or config.get("layers_to_transform") is not None
+    return LowRankAdapter(
+        place, config.get("base_model_name_or_path"), config.get("revision"), config.get("task_type"), base=None,
+        factors=factors, targets=None if partial else _targets(config.get("target_modules"), factors),
+    )  # fmt: skip
+
+
+def _require_products(place: str, config: Mapping[str, Any]) -> None:
+    """Refuse a configuration with which the update is more than B A of each layer."""
+    if (kind := config.get("peft_type")) != "LORA":
+        raise _unreadable(place, f"is of PEFT's type {kind!r:.40}", MERGE)
+    if option := next((name for name in MORE_THAN_PRODUCTS if config.get(name)), None):
+        raise _unreadable(place, f"{MORE_THAN_PRODUCTS[option]} ({option})", MERGE)
+    if (bias := config.get("bias")) not in (None, "none"):
+        raise _unreadable(place, f"trains biases (bias={bias!r:.40})", MERGE)
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower() not in PLAIN_STARTS:
+        what = f"began with changed base weights (init_lora_weights={start!r:.40})"
+        raise _unreadable(place, what, "Save it with PEFT's path_initial_model_for_weight_conversion")
+
+
+def _factors_in(place: str, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """B (m x k) and A (k x n) by layer."""
+    require_finite(place, tensors)
+    if not tensors or any(X.numel() == 0 for X in tensors.values()):
+        found = "has no values in its file, as DeepSpeed ZeRO-3 leaves it if weights are not gathered"
+        raise _unreadable(place, found, "Save it again, with stage3_gather_16bit_weights_on_model_save")
+    if embedding := next((key for key in tensors if ".lora_embedding_" in key), None):
+        raise _unreadable(place, f"adapts an embedding, as {embedding!r:.200}", MERGE)
+    sides: dict[str, dict[str, Tensor]] = {}
+    for key, X in tensors.items():
+        name = without_wrappers(key)
+        ending = next((ending for ending in SIDES if name.startswith(BASE) and name.endswith(ending)), None)
+        if ending is None:
+            raise _unreadable(place, f"has more than factors of linear layers, as {key!r:.200}", MERGE)
+        sides.setdefault(name.removeprefix(BASE).removesuffix(ending), {})[SIDES[ending]] = X
+    for layer, own in sides.items():
+        matrices = own.keys() == {"A", "B"} and all(X.ndim == 2 for X in own.values())
+        if not matrices or own["A"].shape[0] != own["B"].shape[1]:
+            found = " and ".join(f"{side} {tuple(X.shape)}" for side, X in sorted(own.items()))
+            raise _unreadable(place, f"has no two matrices of one rank in {layer!r}, but {found}", MERGE)
+        if not all(X.is_floating_point() for X in own.values()):
+            raise _unreadable(place, f"has factors of {layer!r} in {own['A'].dtype}", "Save it in float32")
+    return {layer: (own["B"], own["A"]) for layer, own in sides.items()}
+
+
+def _rank_and_alpha(place: str, config: Mapping[str, Any], layer: str) -> tuple[Any, Any]:
+    """The rank and alpha of a layer, as PEFT finds them: by the first key of a pattern that matches its name."""
+    found = []
+    for option, name in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
+        pattern = config.get(name) or {}
+        try:
+            found.append(pattern.get(get_pattern_key(list(pattern), layer), config.get(option, 8)))
+        except (re.error, AttributeError, TypeError) as error:
+            raise _unreadable(place, f"has a malformed {name} ({one_line(error, 80)})", SAVE) from error
+    return found[0], found[1]
+
+
+def without_wrappers(name: str) -> str:
+    """The name of a layer or tensor without those of wrappers."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def _targets(named: Any, layers: Mapping[str, Any]) -> frozenset[str] | None:
+    """The names in ``target_modules`` if each layer is named by one of them; None otherwise."""
+    names = frozenset(named) if isinstance(named, list | set) else frozenset[str]()
+    return names if selected(layers, names) == layers.keys() else None
+
+
+def selected(layers: Iterable[str], names: Collection[str]) -> frozenset[str]:
+    """The layers that PEFT finds by these names."""
+    return frozenset(layer for layer in layers if any(f".{layer}".endswith(f".{name}") for name in names))
+
+
+def _unreadable(place: str, found: str, remedy: str) -> ArtifactError:
+    return ArtifactError(f"An adapter to compress is low-rank products alone, but {place} {found}. {remedy}.")
