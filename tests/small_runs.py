@@ -18,6 +18,8 @@ from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import RunRecord, read_record
 
 SIZES = {"anna": 9, "ben": 21, "cleo": 14}
+DIVERGES = 1e300
+"""A learning rate that no float32 holds: one step makes a core infinite, on every processor."""
 
 
 def config_of(data: Path, **overrides: Any) -> RunConfig:

@@ -1,8 +1,10 @@
-"""CONTRIBUTING's table, "what to touch": what it names is there, and each table holds all that is in its room."""
+"""CONTRIBUTING's table, "what to touch": what it names is there, and each table holds all that is in its room; .ci/run."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -43,3 +45,12 @@ def test_every_name_that_the_table_says_is_in_a_file_that_it_names(thing: str) -
     code = "".join(file.read_text(encoding="utf-8") for places in files(thing).values() for file in places)
     names = re.findall(r"`((?!NAME)[A-Z_][A-Za-z_]+|[a-z]+_[a-z_]+)`", rows()[thing])
     assert not [name for name in names if name not in code]
+
+
+def test_a_failed_ci_run_names_the_processor_and_its_instructions(tmp_path: Path) -> None:
+    (tmp_path / "make").write_text("#!/bin/sh\nexit 3\n")
+    (tmp_path / "make").chmod(0o755)
+    with_make = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run([ROOT / ".ci" / "run"], env=with_make, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert re.search(r"Model name: +\w.*\n(Flags|Features): +\w", done.stdout)

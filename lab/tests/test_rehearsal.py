@@ -66,8 +66,8 @@ def test_a_sound_campaign_fills_every_cell_of_the_report_that_it_would_have(comm
 FAULTS = {
     "a rate that no model survives": (
         "axes: {model: [qwen], task: [pocket-math], method: [lora], seed: [42]}, "
-        "search: {grids: [{learning_rate: [1e-3, 1e30]}]}",
-        "trial: task pocket-math, method lora, learning_rate 1e+30: diverged: Training diverged",
+        "search: {grids: [{learning_rate: [1e-3, 1e300]}]}",
+        "trial: task pocket-math, method lora, learning_rate 1e+300: diverged: Training diverged",
     ),
     "a name that matches no layer": (
         "axes: {model: [qwen], task: [pocket-math], targets: [[q_proj], [no_such_proj]], seed: [42]}, "

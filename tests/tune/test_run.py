@@ -37,7 +37,7 @@ from frozencore.tune.run import execute
 from frozencore.tune.scoring.score import score_rows
 from frozencore.tune.task_registry import find_task
 from frozencore.tune.tasks.splits import split_task
-from small_runs import inputs_of, silent
+from small_runs import DIVERGES, inputs_of, silent
 
 
 def config_of(**overrides: Any) -> RunConfig:
@@ -326,7 +326,7 @@ def test_a_run_that_ends_while_another_waits_for_its_folder_is_not_overwritten(
 
 def test_a_run_that_diverges_leaves_no_record(tmp_path: Path) -> None:
     with pytest.raises(DivergenceError, match=r"diverged at step \d+ of \d+: ") as caught:
-        execute(config_of(learning_rate=1e30), tmp_path / "run", silent)
+        execute(config_of(learning_rate=DIVERGES), tmp_path / "run", silent)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run" / "result.json").exists()
     assert not (tmp_path / "run" / "adapter").exists()

@@ -147,7 +147,7 @@ models: {pocket: pocket}
 base: {dtype: float32, num_train: 32, num_evaluation: 16, epochs: 1, method: lora_xs}
 studies:
   diverged: {title: D, axes: &axes {model: [pocket], task: [pocket-sentiment], seed: [42]},
-    fixed: {learning_rate: 1e30}, report: {columns: [seed]}}
+    fixed: {learning_rate: 1e300}, report: {columns: [seed]}}
   bad-input: {title: B, axes: *axes, fixed: {max_length: 4}, report: {columns: [seed]}}
 """
 

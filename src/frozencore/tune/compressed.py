@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import nn
 
 from frozencore.adapter.swap import swap_core
-from frozencore.errors import ConfigError
+from frozencore.errors import ConfigError, DivergenceError
 from frozencore.files.adapter_folder import adapter_in, folder_of
 from frozencore.text import Progress, as_stage
 from frozencore.tune.config import make_config
@@ -19,7 +19,7 @@ from frozencore.tune.locate import find_tenants
 from frozencore.tune.many.tenant import Tenant, Trained, train_many
 from frozencore.tune.many.tenant_rows import TenantRows, read_tenants
 from frozencore.tune.methods import AdapterOptions, find_method
-from frozencore.tune.run import recipe_of
+from frozencore.tune.run import recipe_of, scoring_trained
 from frozencore.tune.scoring.score import Score, score_rows
 
 TRAINED_ON = "trained-on"
@@ -90,10 +90,15 @@ def score_cores(inputs: Inputs, rows: Mapping[str, TenantRows], shop: Path, scor
         train_many(model, tenant, done.update, pad_id=inputs.encoder.pad_id, progress=progress)
         if (why := done[name].diverged) is not None:
             scores[name]["trained on"] = why
+            continue
+        swap_core(model, done[name].cores)
+        try:
+            with scoring_trained(recipe):
+                scores[name]["trained on"] = _score(inputs, own, model, f"{name}, trained on", progress)
+        except DivergenceError as error:
+            scores[name]["trained on"] = str(error)
         else:
-            swap_core(model, done[name].cores)
             method.save(model, shop / name / TRAINED_ON, shop / name / START)
-            scores[name]["trained on"] = _score(inputs, own, model, f"{name}, trained on", progress)
 
 
 def _score(inputs: Inputs, own: TenantRows, model: nn.Module, what: str, progress: Progress) -> Score:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, MutableMapping
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -137,8 +137,8 @@ def execute(
             )  # fmt: skip
 
         def finish() -> TunedRecord:
-            with memory.phase("scoring"):
-                after = _score_trained(adapted.model, inputs, config.scoring, recipe, progress)
+            with memory.phase("scoring"), scoring_trained(recipe):
+                after = score_run(adapted.model, inputs, config.scoring, as_stage(progress, "score"))
             method.save(adapted.model, out / ADAPTER, out / START)
             if method.has_bases:
                 hashes["basis"] = basis_fingerprint(adapted.model)
@@ -217,11 +217,15 @@ def _score_base(
     return known[key]
 
 
-def _score_trained(
-    model: nn.Module, inputs: Inputs, config: ScoringConfig, recipe: Recipe, progress: Progress
-) -> Score:
+@contextmanager
+def scoring_trained(recipe: Recipe) -> Iterator[None]:
+    """Score a trained model inside: if its outputs are not finite, the training diverged.
+
+    Raises:
+        DivergenceError: In place of a ``ModelError`` from inside.
+    """
     try:
-        return score_run(model, inputs, config, as_stage(progress, "score"))
+        yield
     except ModelError as error:  # the same rows were scored before training
         raise DivergenceError(
             f"Training diverged: {error} Lower the learning rate ({recipe.learning_rate})."

@@ -31,7 +31,17 @@ from frozencore.tune.many.run import TenantOutcome, execute_many
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import Failure, read_record
 from frozencore.tune.run import execute
-from small_runs import SIZES, adapter_in, config_of, cores_in, difference, inputs_of, silent, stability_content
+from small_runs import (
+    DIVERGES,
+    SIZES,
+    adapter_in,
+    config_of,
+    cores_in,
+    difference,
+    inputs_of,
+    silent,
+    stability_content,
+)
 
 
 def words_of(tenants: Path, out: Path, *more: str) -> list[str]:
@@ -376,7 +386,7 @@ def test_one_that_diverges_is_said_to_and_the_others_end(command, tenants: Path,
             "tune-many", "--model", "pocket", "--tenants", tenants, *few, "--output", tmp_path / "out", *words
         )
 
-    status, out, _ = tune_many("--lr", "1e38", "--method", "random")
+    status, out, _ = tune_many("--lr", str(DIVERGES), "--method", "random")
     assert status == 1
     for name in SIZES:
         failure = json.loads((tmp_path / "out" / name / "failure.json").read_text())

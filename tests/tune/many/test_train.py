@@ -18,7 +18,7 @@ from frozencore.tune.scoring.score import held_out_loss
 from frozencore.tune.training.callbacks import Selection
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
-from small_runs import difference
+from small_runs import DIVERGES, difference
 from tiny import adapted, cores_of, draw_rows, tiny_gpt2, tiny_qwen2, train_at_random
 
 CPU_TOKENS = "frozencore.tune.rows.token_batches.CPU_TOKENS"  # of one pass
@@ -69,7 +69,7 @@ def test_what_is_not_of_a_tenant_does_not_reach_it(monkeypatch: pytest.MonkeyPat
     """The same tenant beside others, beside one that diverges, and in another slot: bit for bit where batches agree."""
     monkeypatch.setattr(CPU_TOKENS, 1)
     lone = trained_at_once(adapted(), {"anna": TENANTS["anna"]})
-    wild = {"wild": Tenant(draw_rows(30, seed=9), replace(RECIPE, learning_rate=1e38)), "anna": TENANTS["anna"]}
+    wild = {"wild": Tenant(draw_rows(30, seed=9), replace(RECIPE, learning_rate=DIVERGES)), "anna": TENANTS["anna"]}
     beside = trained_at_once(adapted(), wild)
     assert "diverged at step" in str(beside["wild"].diverged)
     assert beside["wild"].cores == {}

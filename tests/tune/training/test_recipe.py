@@ -23,6 +23,7 @@ from frozencore.tune.training import recipe as recipes
 from frozencore.tune.training.callbacks import Selection
 from frozencore.tune.training.recipe import Recipe, epochs_for, require_reporters
 from frozencore.tune.training.train import train
+from small_runs import DIVERGES
 from tiny import adapted, draw_rows, tiny_gpt2, tiny_qwen2
 
 ROWS = draw_rows(20, seed=5)
@@ -149,7 +150,9 @@ def test_epochs_of_all_seeds_have_different_orders() -> None:
 def test_divergence_stops_at_its_step_and_is_never_saved(tmp_path: Path) -> None:
     model = tiny_qwen2()
     with pytest.raises(TrainingError, match=r"diverged at step \d of 8: .*Lower the learning rate"):
-        train(model, ROWS, replace(RECIPE, learning_rate=1e38), pad_id=0, checkpoint_dir=tmp_path, checkpoint_steps=1)
+        train(
+            model, ROWS, replace(RECIPE, learning_rate=DIVERGES), pad_id=0, checkpoint_dir=tmp_path, checkpoint_steps=1
+        )
     for state in tmp_path.glob("*/trainer_state.json"):
         assert all(math.isfinite(entry["loss"]) for entry in json.loads(state.read_text())["log_history"])
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from frozencore.calibration.preserve import own_random_state, plain_passes
 from frozencore.device import run_unless_oom
 from frozencore.errors import DataError
+from frozencore.maths.linalg import all_finite
 from frozencore.text import Progress
 from frozencore.tune.many.slots import TrainedSlots, held_out_losses
 from frozencore.tune.record import StepScored, TrainedSteps
@@ -343,5 +344,7 @@ def train_many(
 
 
 def _trained(slots: TrainedSlots, state: TenantState, values: Tensor) -> Trained:
+    if state.diverged is None and not all_finite(values):
+        state.diverged = f"Training diverged at step {state.step}, the last one: its core is not finite."
     report = state.report(slots.state_held_bytes, values.numel())
     return Trained({} if state.diverged else slots.by_layer(values.cpu()), report, state.diverged)
