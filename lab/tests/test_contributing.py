@@ -1,4 +1,4 @@
-"""CONTRIBUTING's table, "what to touch": what it names is there, and each table holds all that is in its room; .ci/run."""
+"""CONTRIBUTING's table, "what to touch", against the files, and what a failed CI run says."""
 
 from __future__ import annotations
 

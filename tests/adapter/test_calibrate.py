@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import DataCollatorWithFlattening
 
 import references as ref
@@ -28,6 +29,7 @@ from tiny import (
     BATCHES,
     DATA_DRIVEN,
     EXAMPLES,
+    Example,
     adapted,
     batch_of,
     cores_of,
@@ -223,17 +225,44 @@ def test_layers_that_no_gradient_reaches_get_seeded_bases_and_are_named() -> Non
             np.testing.assert_allclose(numpy_of(factor).T @ numpy_of(factor), np.eye(3), atol=1e-5)
 
 
-def test_rows_without_padding_give_the_bases_of_the_padded_rows() -> None:
-    """Three rows of different lengths, end to end, as TRL's ``padding_free`` collates them; each token counts alike."""
-    options = CalibrationOptions(weighting="token_sum")
-    padded = batch_of(EXAMPLES[:3])
-    rows = [
-        {name: padded[name][i][padded["attention_mask"][i].bool()].tolist() for name in ("input_ids", "labels")}
-        for i in range(3)
+def packed(examples: list[Example], *, num_padding: int = 0, num_rows: int = 1) -> dict[str, Tensor]:
+    """Rows end to end without a mask, as transformers and TRL pack them; padding as of ``pad_to_multiple_of``."""
+    apart = [
+        {"input_ids": list(e.ids), "labels": [-100] * e.num_prompt + list(e.ids[e.num_prompt :])} for e in examples
     ]
+    size = len(examples) // num_rows
+    rows = [DataCollatorWithFlattening()(apart[i * size : (i + 1) * size]) for i in range(num_rows)]
+    length = num_padding + max(row["labels"].shape[1] for row in rows)
+    fillers = {"input_ids": 7, "labels": -100, "position_ids": 0}
+    return {
+        key: torch.cat([pad(row[key], (0, length - row[key].shape[1]), value=filler) for row in rows])
+        for key, filler in fillers.items()
+    }
+
+
+PACKINGS: dict[str, Callable[[], dict[str, Tensor]]] = {
+    "one row": lambda: packed(EXAMPLES),
+    "padded to a multiple": lambda: packed(EXAMPLES, num_padding=3),
+    "two rows of several": lambda: packed(EXAMPLES, num_rows=2),
+    "labels that cross examples": lambda: packed(EXAMPLES) | {"labels": packed(EXAMPLES)["input_ids"]},
+}
+OF_PACKED: list[tuple[dict[str, Any], int | None]] = [
+    ({}, None), ({"weighting": "token_sum"}, None), ({}, 5), ({"skip_first": 2}, 5), ({"tokens": "completion"}, 5),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "num_examples"), OF_PACKED, ids=str)
+@pytest.mark.parametrize("form", PACKINGS)
+def test_packed_rows_give_the_bases_of_the_padded_rows(
+    form: str, options: dict[str, Any], num_examples: int | None
+) -> None:
+    rows = batch_of(EXAMPLES)
+    if form == "labels that cross examples":
+        rows["labels"] = rows["input_ids"].where(rows["attention_mask"].bool(), -100)
     whole, flat = (adapted("fcca", calibrated=False) for _ in range(2))
-    calibrate(whole, [padded], options=options, progress=False)
-    calibrate(flat, [dict(DataCollatorWithFlattening()(rows))], options=options, progress=False)
+    chosen = {"options": CalibrationOptions(**options), "num_examples": num_examples, "progress": False}
+    wanted, found = calibrate(whole, [rows], **chosen), calibrate(flat, [PACKINGS[form]()], **chosen)
+    assert [one.num_tokens for one in found.layers.values()] == [one.num_tokens for one in wanted.layers.values()]
     for one, other in zip(cores_of(whole), cores_of(flat), strict=True):
         for X, Y in zip(one.factors("default")[:2], other.factors("default")[:2], strict=True):
             left, right = (torch.linalg.qr(factor.double())[0] for factor in (X, Y))

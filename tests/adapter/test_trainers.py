@@ -317,6 +317,34 @@ def test_the_bases_are_the_same_before_and_after_the_trainer_changed_the_forward
     assert all(torch.equal(basis, expected[key]) for key, basis in get_bases(model).items())
 
 
+def projectors(model: nn.Module) -> dict[str, Tensor]:
+    spans = {key: torch.linalg.qr(basis.double())[0] for key, basis in get_bases(model).items()}
+    return {key: X @ X.mT for key, X in spans.items()}
+
+
+def test_trls_packed_batches_give_the_bases_of_its_padded_ones(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    rows = Dataset.from_list([{**row, "completion": row["completion"] * (i % 3 + 1)} for i, row in enumerate(PROMPTS)])
+
+    def calibrated(num_examples: int | None = None, **options: Any) -> dict[str, Tensor]:
+        few = {"bf16": False, "use_cpu": True, "report_to": "none", "per_device_train_batch_size": 4}
+        arguments = trl.SFTConfig(str(tmp_path), **few, **options)
+        trainer = trl.SFTTrainer(pocket_core(), arguments, train_dataset=rows, processing_class=tokenizer)
+        calibrate(trainer.model, trainer.get_train_dataloader(), num_examples=num_examples, progress=False)
+        return projectors(trainer.model)
+
+    for num_examples, options in (
+        (None, {"padding_free": True, "max_length": None}), (None, {"packing": True, "max_length": 64}),
+        (6, {"padding_free": True, "max_length": None}),
+    ):  # fmt: skip
+        wanted = calibrated(num_examples)
+        for key, found in calibrated(num_examples, **options).items():
+            assert float((found - wanted[key]).norm()) < 1e-3, (key, options)
+    with pytest.warns(UserWarning, match="each row counts as one example.*token_sum"):
+        calibrated(packing=True, packing_strategy="wrapped", max_length=32)
+
+
 def test_cores_stay_float32_under_trls_own_bf16(sft: Sft) -> None:
     model = pocket_core("random")
     trainer = sft(model, "prompt and completion in bf16")

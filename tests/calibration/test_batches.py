@@ -12,8 +12,9 @@ from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, DataCollatorForSeq2Seq
 
-from frozencore import calibrate, get_bases
-from frozencore.calibration.batches import take_examples
+from frozencore import CalibrationOptions, calibrate, get_bases
+from frozencore.calibration.batches import example_of_tokens, num_examples_of, take_examples, targets_of
+from frozencore.errors import DataError
 from frozencore.tune.pocket import pocket_model_path
 from tiny import EXAMPLES, Stream, adapted, batch_of, batches_of, draw_examples
 
@@ -114,6 +115,43 @@ def test_take_examples_stops_at_the_number_and_asks_for_no_batch_more(num_exampl
     taken = torch.cat([batch["labels"][:, 0] for batch in take_examples(loader(), num_examples)])
     assert len(taken) == min(num_examples, 7)
     assert asked == min(-(-num_examples // 3), 3)
+
+
+SAYS_BEGINNINGS = {  # of examples of 3, 4 and 2 tokens
+    "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0, 1]]),
+    "positions from 2 on": torch.tensor([[2, 3, 4, 2, 3, 4, 5, 2, 3]]),
+    "seq_idx": torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2]], dtype=torch.int32),
+    "cu_seq_lens_q": torch.tensor([0, 3, 7, 9], dtype=torch.int32),
+}
+
+
+@pytest.mark.parametrize("says", SAYS_BEGINNINGS)
+def test_examples_of_a_packed_row_are_counted_and_cut(says: str) -> None:
+    ids = torch.arange(9)[None]
+    key = "position_ids" if says.startswith("pos") else says
+    batch = {"input_ids": ids, "labels": ids, "max_length_q": 4, key: SAYS_BEGINNINGS[says]}
+    assert num_examples_of(batch) == 3
+    for num_examples, length in ((1, 3), (2, 7), (3, 9), (4, 9)):
+        (taken,) = take_examples([batch], num_examples)
+        assert (taken["labels"].shape, num_examples_of(taken)) == ((1, length), min(num_examples, 3))
+    assert sum(map(num_examples_of, take_examples([batch] * 3, 7))) == 7
+    assert example_of_tokens(batch, ids).tolist() == [[0, 0, 0, 1, 1, 1, 1, 2, 2]]
+    assert targets_of(batch).tolist() == [[1, 2, -100, 4, 5, 6, -100, 8, -100]]
+
+
+def joined(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """A collator that lays rows end to end and does not say where they begin."""
+    return {key: torch.tensor([[x for row in rows for x in row[key]]]) for key in ("input_ids", "labels")}
+
+
+def test_rows_that_were_joined_without_saying_where_they_begin_need_token_sum() -> None:
+    loader = DataLoader(ROWS, batch_size=4, collate_fn=joined)
+    for data, options in ((loader, {}), (ROWS, {"collator": joined, "batch_size": 8})):
+        with pytest.raises(DataError, match="[48] rows came as one.*token_sum"):
+            calibrated(data, **options)
+        calibrated(data, **options, options=CalibrationOptions(weighting="token_sum"))
+    calibrated(DataLoader(ROWS, batch_size=1, collate_fn=joined))
+    calibrated(DataLoader(ROWS[:1], batch_size=4, collate_fn=joined))
 
 
 @pytest.mark.parametrize("patches", [1, 4, 2048])

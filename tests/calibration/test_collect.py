@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import references as ref
+from frozencore.calibration.batches import num_examples_of
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import collect_moments
 from frozencore.maths.moments import MOMENT_NAMES, LayerMoments
@@ -174,6 +175,10 @@ def test_calibration_works_where_the_caller_turned_gradients_off(context: type, 
     assert all(torch.equal(found[name].cross, expected[name].cross) for name in names)
 
 
+def mean_of_examples(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(**batch, num_items_in_batch=num_examples_of(batch)).loss
+
+
 @pytest.mark.parametrize("kind", ["boolean", "additive"])
 @pytest.mark.parametrize("with_loss_fn", [False, True])
 def test_packed_rows_with_a_mask_of_pairs_of_tokens_have_the_moments_of_the_rows_apart(
@@ -194,7 +199,7 @@ def test_packed_rows_with_a_mask_of_pairs_of_tokens_have_the_moments_of_the_rows
     of_rows, of_packed = (
         collect_moments(
             model, one, attention_names(model), options=options,
-            loss_fn=(lambda model, batch: model(**batch, num_items_in_batch=1).loss) if with_loss_fn else None,
+            loss_fn=mean_of_examples if with_loss_fn else None,
         )
         for one in (rows, [packed])
     )  # fmt: skip

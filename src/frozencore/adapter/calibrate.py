@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 
 from frozencore.adapter.bases import adapter_for_new_bases, put_bases
 from frozencore.adapter.layer import FrozenCoreLinear
-from frozencore.calibration.batches import Batch, Collator, batches_from
+from frozencore.calibration.batches import BATCH_SIZE, Batch, Collator, batches_from, require_examples_apart
 from frozencore.calibration.calibrate import Calibration, Target, calibrate_layers
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import require_options_fit
@@ -50,18 +50,20 @@ def calibrate(
         model: A model with a frozen-core adapter, from ``peft.get_peft_model``.
         data: Batches with ``input_ids``, ``attention_mask`` and ``labels``, from a DataLoader or any finite iterable;
             or batches of images or sound for a model that returns a loss. With ``collator``, tokenised rows: a
-            ``datasets.Dataset``, a PyTorch dataset, or a list. Read once.
+            ``datasets.Dataset``, a PyTorch dataset, or a list. Read once. Rows may be packed, if ``position_ids``,
+            ``seq_idx`` or ``cu_seq_lens_q`` say where examples begin.
         adapter_name: The adapter to calibrate; the active one by default.
         collator: Makes a batch from a list of rows, as in ``Trainer``.
         batch_size: Rows in a batch that the collator makes; 8 by default.
-        num_examples: Stop after this number of examples; required for endless data and streams.
+        num_examples: Stop after this number of examples, also of packed rows; required for endless data and streams.
         options: Options of the pass, see :class:`frozencore.calibration.calibration_options.CalibrationOptions`.
         moments: Moments collected before, by layer name, in place of ``data``.
         loss_fn: ``loss_fn(model, batch) -> loss`` instead of the model's own loss: one number, the mean over the
-            batch's examples, weighed by their number (the length of the batch's first tensor). A batch is then any
-            dictionary, list or tuple with tensors in it. An ``attention_mask`` (b x t) of a call of the model decides
-            which tokens count, in layers with a row for each token; in other layers every row counts, an image's
-            patches for instance. Tokens that the loss masks have no error, and add nothing to G and d.
+            batch's examples, weighed by their number (the length of the batch's first tensor, or the examples packed in
+            it). A batch is then any dictionary, list or tuple with tensors in it. An ``attention_mask`` (b x t) of a
+            call of the model decides which tokens count, in layers with a row for each token; in other layers every row
+            counts, an image's patches for instance. Tokens that the loss masks have no error, and add nothing to G and
+            d.
         reset: Allow a new basis under a core that has been trained (the core is lost).
         progress: True shows a bar, False nothing; a function is called with ``(stage, done, total, note="")``.
 
@@ -89,6 +91,9 @@ def calibrate(
             batches = batches_from(
                 data, collator=collator, batch_size=batch_size, num_examples=num_examples, any_form=loss_fn is not None
             )
+            if loss_fn is None and (options.weighting, options.skip_first) != ("token_sum", 0):
+                rows_at_once = batch_size or BATCH_SIZE if collator is not None else None
+                require_examples_apart(data, batches, rows_at_once, _end_ids(model))
     targets = {
         name: Target(
             layer.get_base_layer(),
@@ -108,6 +113,13 @@ def calibrate(
         config.calibration_tokens = max(counts)
     _warn_of_weak_layers(bases, layers)
     return found
+
+
+def _end_ids(model: Any) -> set[int]:
+    """The end tokens of a language model, as its configurations name them."""
+    configs = (getattr(model, name, None) for name in ("config", "generation_config"))
+    named = [getattr(config, "eos_token_id", None) for config in configs]
+    return {token for ids in named if ids is not None for token in ([ids] if isinstance(ids, int) else ids)}
 
 
 @contextmanager

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import itertools
 import operator
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -72,16 +72,58 @@ def require_batch(batch: Any, index: int, *, any_form: bool = False) -> None:
 
 
 def num_examples_of(batch: Any) -> int:
-    """The number of rows of a batch's tokens, or of its first tensor if it is no dictionary with tokens."""
+    """The number of examples of a batch: rows of its tokens, unless rows are packed; else rows of its first tensor."""
     if isinstance(batch, Mapping):
+        if (begins := begins_of(batch)) is not None:
+            return int(begins.sum())
         for name in ("input_ids", "attention_mask", "labels"):  # the first tensor may hold patches of all images
             if isinstance(tensor := batch.get(name), Tensor) and tensor.ndim:
                 return tensor.shape[0]
     return next((tensor.shape[0] for tensor in tensors_of(batch) if tensor.ndim), 0)
 
 
+_ENDS = "cu_seq_lens"  # the names of the ends of packed examples begin so
+
+
+def begins_of(batch: Mapping[str, Any]) -> Bool[Tensor, "b t"] | None:
+    """The tokens that begin an example, in a batch of packed rows; None if each row is one example.
+
+    Examples begin where ``position_ids`` start again, where ``seq_idx`` changes, or at ``cu_seq_lens_q``: what the
+    collators of TRL and transformers give.
+    """
+    if (text := _not_padding(batch)) is None:
+        return None
+    positions, owners, ends = (batch.get(name) for name in ("position_ids", "seq_idx", "cu_seq_lens_q"))
+    if isinstance(positions, Tensor) and positions.shape[1:] == text.shape[1:]:
+        begins = positions.diff(prepend=positions[:, :1] - 1).le(0)
+    elif isinstance(owners, Tensor) and owners.shape == text.shape:
+        begins = owners.diff(prepend=owners[:, :1]).ne(0)
+    elif isinstance(ends, Tensor) and len(text) == 1:
+        begins = torch.zeros_like(text)
+        begins[0, ends[:-1].long()] = True
+    else:
+        return None
+    begins = text & (begins | text.cumsum(1).eq(1))
+    return begins if bool((begins.sum(1) > 1).any()) else None
+
+
+def _not_padding(batch: Mapping[str, Any]) -> Bool[Tensor, "b t"] | None:
+    """The tokens that are not padding; None for a batch without tokens."""
+    ids, mask, positions = batch.get("input_ids"), batch.get("attention_mask"), batch.get("position_ids")
+    ids = batch.get("inputs_embeds") if ids is None else ids
+    if not isinstance(ids, Tensor) or ids.ndim < 2:
+        return None
+    if isinstance(mask, Tensor) and mask.ndim > 1:
+        return shown_tokens(mask)
+    text = torch.ones(ids.shape[:2], dtype=torch.bool, device=ids.device)
+    if isinstance(positions, Tensor) and positions.shape == text.shape:  # pad_to_multiple_of pads them with 0
+        text = positions.ne(0).flip(1).cummax(1).values.flip(1)
+        text[:, 0] = True
+    return text
+
+
 def total_examples(batches: Iterable[Batch], *, any_form: bool = False) -> int | None:
-    """The number of rows of all batches; None if it is unknown before the batches are read."""
+    """The number of examples of all batches; None if it is unknown before the batches are read."""
     if isinstance(batches, Sequence):
         for index, batch in enumerate(batches):  # checks all batches before the first one runs
             require_batch(batch, index, any_form=any_form)
@@ -136,7 +178,7 @@ def batches_from(
 
 
 def take_examples(batches: Iterable[Batch], num_examples: int | None, *, any_form: bool = False) -> Iterable[Batch]:
-    """Yield batches until ``num_examples`` are reached; the last batch is cut. None yields all.
+    """Yield batches until ``num_examples`` are reached; the last batch is cut, packed rows too. None yields all.
 
     A batch is whole if one of its tensors has another number of rows (patches of images): which to cut is unknown.
     """
@@ -145,17 +187,40 @@ def take_examples(batches: Iterable[Batch], num_examples: int | None, *, any_for
     left = num_examples
     for index, batch in enumerate(batches):
         require_batch(batch, index, any_form=any_form)
-        rows = num_examples_of(batch)
-        if left is None or left >= rows or any(len(tensor) != rows for tensor in tensors_of(batch) if tensor.ndim):
-            yield batch
-        else:
-            yield mapped(batch, partial(_first, left))
-        if left is not None and (left := left - rows) <= 0:  # stop before the loader makes a batch that is not needed
+        count = num_examples_of(batch)
+        yield from [batch] if left is None or left >= count else _first_examples(batch, left)
+        if left is not None and (left := left - count) <= 0:  # stop before the loader makes a batch that is not needed
             return
 
 
-def _first(count: int, tensor: Tensor) -> Tensor:
-    return tensor[:count] if tensor.ndim else tensor
+def _first_examples(batch: Batch, count: int) -> Iterable[Batch]:
+    """Cut a batch after so many examples; packed rows into whole rows and the first examples of the next one."""
+    begins = begins_of(batch) if isinstance(batch, Mapping) else None
+    rows = num_examples_of(batch) if begins is None else len(begins)
+    ends = () if begins is None else [value for key, value in batch.items() if key.startswith(_ENDS)]
+    if any(len(X) != rows for X in tensors_of(batch) if X.ndim and not any(X is end for end in ends)):
+        return [batch]
+    if begins is None:
+        return [mapped(batch, lambda tensor: tensor[:count] if tensor.ndim else tensor)]
+    t, parts = begins.shape[1], []
+    whole, length = divmod(int(begins.flatten().nonzero()[count]), t)
+    if whole:
+        parts.append(mapped(batch, lambda tensor: tensor[:whole] if tensor.ndim else tensor))
+    if begins[whole, :length].any():
+        parts.append({key: _cut_row(key, X, whole, length, t, count) for key, X in batch.items()})
+    return parts
+
+
+def _cut_row(key: str, value: Any, row: int, length: int, t: int, count: int) -> Any:
+    """The first tokens of one packed row; lengths of its examples as a list of ends."""
+    if not isinstance(value, Tensor) or not value.ndim:
+        return value
+    if key.startswith(_ENDS):
+        return value[: count + 1]
+    value = value[row : row + 1]
+    if value.ndim == 4 and value.shape[-2:] == (t, t):  # a mask of pairs of tokens
+        return value[..., :length, :length]
+    return value[:, :length] if value.ndim > 1 and value.shape[1] == t else value
 
 
 def _collated(data: Iterable[Any] | Dataset[Any], collator: Collator, batch_size: int) -> Iterator[Batch]:
@@ -200,6 +265,42 @@ def _may_not_end(data: Any) -> bool:
         return True
 
 
+def require_examples_apart(data: Any, batches: Sequence[Batch], batch_size: int | None, end_ids: set[int]) -> None:
+    """Refuse rows that a collator joined without saying where examples begin; warn of rows that look joined before.
+
+    Args:
+        data: What the batches came from.
+        batch_size: Rows that a collator got at a time; a loader says it itself. Other data are not checked.
+        end_ids: The model's end tokens.
+
+    Raises:
+        DataError: Each batch has one row where several were read.
+    """
+    batch_size = batch_size or getattr(getattr(data, "batch_sampler", None), "batch_size", None)
+    rows = [(batch["input_ids"], _not_padding(batch)) for batch in batches if "input_ids" in batch]
+    if batch_size is None or not rows or any(begins_of(batch) is not None for batch in batches):
+        return
+    way_out = "weighting='token_sum' in CalibrationOptions gives each token the same weight instead."
+    num_read = min(batch_size, operator.length_hint(getattr(data, "dataset", data), batch_size))
+    if num_read > 1 and all(len(ids) == 1 for ids, _ in rows):
+        raise DataError(
+            f"Each example has the same weight in calibration, but {num_read} rows came as one, and nothing says where "
+            f"each begins. Let the collator return position_ids, seq_idx or cu_seq_lens_q; {way_out}"
+        )
+    longest, ends = max(ids.shape[1] for ids, _ in rows), torch.tensor(sorted(end_ids))
+    inside = [
+        torch.isin(ids[:, :-1], ends.to(ids.device)).any(1) & text.all(1)
+        for ids, text in rows
+        if ids.shape[1] == longest and text is not None
+    ]
+    if sum(int(one.sum()) for one in inside) > sum(len(ids) for ids, _ in rows) / 2:
+        warnings.warn(
+            f"Most rows have {longest} tokens, end tokens inside and no padding, as packing_strategy='wrapped' makes "
+            f"them. Nothing says where examples begin, so each row counts as one example; {way_out}",
+            stacklevel=3,
+        )
+
+
 def _without_text(row: Any) -> Any:
     """Drop a tokenised row's text columns, as Trainer does: no collator can stack them."""
     if not isinstance(row, Mapping) or "input_ids" not in row:
@@ -234,6 +335,21 @@ def labels_of(batch: Mapping[str, Any]) -> Tensor:
 def predicted(labels: Int[Tensor, "b t"]) -> Int[Tensor, "b t"]:
     """The label that position t predicts: the next token's. The last position predicts none."""
     return pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+
+def targets_of(batch: Mapping[str, Any]) -> Int[Tensor, "b t"]:
+    """The label that each position of a batch predicts; the last one of each example predicts none."""
+    targets, begins = predicted(labels_of(batch)), begins_of(batch)
+    return targets if begins is None else targets.masked_fill(pad(begins[:, 1:], (0, 1)), IGNORED)
+
+
+def example_of_tokens(batch: Mapping[str, Any], targets: Int[Tensor, "b t"]) -> Int[Tensor, "b t"]:
+    """The number of the example of each token of a batch, on the device of its targets."""
+    begins = begins_of(batch)
+    if begins is None:
+        return torch.arange(len(targets), device=targets.device).unsqueeze(1).expand_as(targets)
+    owners = begins.flatten().cumsum(0).sub(1).clamp(min=0)  # padding before the first token has no target
+    return owners.view_as(targets).to(targets.device)
 
 
 @dataclass(frozen=True)
@@ -283,16 +399,17 @@ def shown_tokens(mask: Tensor) -> Bool[Tensor, "b t"]:
 
 
 def text_tokens(batch: Mapping[str, Tensor], options: CalibrationOptions) -> Bool[Tensor, "b t"]:
-    """The tokens of a batch that are not padding, without the skipped first ones; the encoder's if there is one."""
-    ids = batch["input_ids"] if "input_ids" in batch else batch["inputs_embeds"][..., 0]
-    return _text(ids, batch.get("attention_mask"), options)
+    """The tokens of a batch that are not padding, without the first ones to skip; the encoder's if it has one."""
+    text = _not_padding(batch)
+    assert text is not None  # is_batch
+    return _without_first(text, begins_of(batch), options.skip_first)
 
 
 def counted_tokens(batch: Mapping[str, Tensor], options: CalibrationOptions) -> Bool[Tensor, "b t"]:
     """The tokens of a batch whose x and δ enter the moments."""
     counted = text_tokens(batch, options)
     if options.tokens == "completion":
-        counted = counted & predicted(labels_of(batch)).ne(IGNORED)
+        counted = counted & targets_of(batch).ne(IGNORED)
     return counted
 
 
@@ -312,4 +429,16 @@ def counted_target_tokens(batch: Mapping[str, Tensor], options: CalibrationOptio
 
 def _text(ids: Tensor, mask: Tensor | None, options: CalibrationOptions) -> Tensor:
     text = torch.ones(ids.shape[:2], dtype=torch.bool, device=ids.device) if mask is None else shown_tokens(mask)
-    return text & (text.cumsum(1) > options.skip_first) if options.skip_first else text
+    return _without_first(text, None, options.skip_first)
+
+
+def _without_first(
+    text: Bool[Tensor, "b t"], begins: Bool[Tensor, "b t"] | None, skip_first: int
+) -> Bool[Tensor, "b t"]:
+    """The tokens of a text without the first ones of each row, or of each example of packed rows."""
+    if not skip_first:
+        return text
+    place = text.cumsum(1)
+    if begins is not None:
+        place = place - torch.where(begins, place - 1, 0).cummax(1).values
+    return text & (place > skip_first)

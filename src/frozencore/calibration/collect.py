@@ -31,11 +31,12 @@ from frozencore.calibration.batches import (
     CountedTokens,
     counted_target_tokens,
     counted_tokens,
+    example_of_tokens,
     labels_of,
     mapped,
     num_examples_of,
-    predicted,
     require_batch,
+    targets_of,
     text_tokens,
     total_examples,
 )
@@ -58,13 +59,17 @@ from frozencore.text import Progress, unknown_name
 
 
 def completion_loss(
-    logits: Float[Tensor, "b t v"], targets: Int[Tensor, "b t"], options: CalibrationOptions
+    logits: Float[Tensor, "b t v"],
+    targets: Int[Tensor, "b t"],
+    examples: Int[Tensor, "b t"],
+    options: CalibrationOptions,
 ) -> Float[Tensor, ""]:
     """The loss of the positions that predict a token with a label, summed over the batch's examples.
 
     Args:
         targets: The label that each position predicts, -100 where there is none. On the CPU it avoids synchronising the
             device.
+        examples: The number of each position's example.
 
     Raises:
         CalibrationError: No token of the batch carries a label.
@@ -75,7 +80,8 @@ def completion_loss(
             "Calibration needs completion tokens, but every label of a batch is masked (-100). "
             "Check that the prompt does not fill the whole length limit."
         )
-    num_in_example = counted.sum(1, keepdim=True).expand_as(counted)[counted]
+    owners = examples[counted]
+    num_in_example = owners.bincount()[owners]
     rows, positions, labels, num_in_example = (
         sent(found, logits.device) for found in (*counted.nonzero(as_tuple=True), targets[counted], num_in_example)
     )
@@ -121,16 +127,18 @@ def loss_of(model: nn.Module, batch: Batch, as_it_came: Batch, hooks: Hooks) -> 
             )
         labels_of(batch)  # raises a clear error if there are none
         return _part(model, model(**batch), "loss") * num_examples_of(batch)
-    labels = labels_of(as_it_came)
     if is_encoder_decoder(model):
-        return completion_loss(_part(model, model(**batch), "logits"), labels, hooks.options)
-    targets = predicted(labels)
+        labels = labels_of(as_it_came)
+        rows = example_of_tokens({}, labels)
+        return completion_loss(_part(model, model(**batch), "logits"), labels, rows, hooks.options)
+    targets = targets_of(as_it_came)
+    examples = example_of_tokens(as_it_came, targets)
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     if not _needs_all_logits(model, hooks):
         kept = targets.ne(IGNORED).any(0).nonzero().squeeze(1)
-        targets = targets[:, kept]
+        targets, examples = targets[:, kept], examples[:, kept]
         inputs["logits_to_keep"] = sent(kept, inputs["input_ids"].device) if "input_ids" in inputs else kept
-    return completion_loss(_part(model, model(**inputs), "logits"), targets, hooks.options)
+    return completion_loss(_part(model, model(**inputs), "logits"), targets, examples, hooks.options)
 
 
 def _part(model: nn.Module, output: Any, name: str) -> Tensor:
