@@ -32,19 +32,32 @@ def raising(error: BaseException | type[BaseException]) -> Callable[..., None]:
     return fail
 
 
-def test_ctrl_c_is_status_130_and_sigterm_143_and_each_is_one_line(
+def test_ctrl_c_sigterm_and_sighup_are_one_line_and_128_with_their_number(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     for status, how, end in (
         (130, "interrupted", raising(KeyboardInterrupt)),
         (143, "terminated", lambda: signal.raise_signal(signal.SIGTERM)),
+        (129, "terminated", lambda: signal.raise_signal(signal.SIGHUP)),
     ):
         monkeypatch.setattr("frozencore_lab.campaign.results.status_lines", lambda _, end=end: end())
         came, _, err = command("campaign", "status", tmp_path)
         assert came == status
         assert err.splitlines()[-1] == f"frozencore: {how}; the same command continues from what is saved"
-    signal.signal(signal.SIGTERM, before)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup
+    monkeypatch.setattr(
+        "frozencore_lab.campaign.results.status_lines", lambda _: [str(signal.raise_signal(signal.SIGHUP))]
+    )
+    assert command("campaign", "status", tmp_path)[0] == 0
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_program_whose_streams_are_closed_ends_as_with_open_ones() -> None:
+    words = f"'{sys.executable}' -m frozencore"
+    for line, status in (("--version >&-", 0), ("tune --model pocket --data none --out x 2>&- >&-", 2)):
+        assert subprocess.run(f"{words} {line}", shell=True, check=False).returncode == status
 
 
 def test_ctrl_c_says_that_something_goes_on_only_if_something_is_saved(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -117,6 +118,8 @@ BEFORE_TORCH = {
     f"evaluate {P} --out rows.txt": "rows.txt is not a writable folder",
     f"evaluate {P} --dtype int8 {X}": "--dtype must be one of auto, float32, bfloat16, float16, but 'int8' came",
     f"evaluate {P} --num-evaluation 0 {X}": "--num-evaluation must be a whole number of at least 1, but 0 came",
+    f"tune {M} --data Jos\udce9.jsonl {X}": r"must be UTF-8 text, but Jos\\xe9.jsonl is not",
+    f"tune {P} --out Jos\udce9": r"must be UTF-8 text, but Jos\\xe9 is not",
     "chat": "Give --model NAME",
     "chat none": "none has no adapter_config.json",
     "chat --model ./none": "there is no such folder",
@@ -232,6 +235,24 @@ def test_what_cannot_be_done_with_these_files_is_one_line(
     assert re.search(message, err), err
     assert (status, err.count("\n"), err[:12]) == (2, 1, "frozencore: ")
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("line", "stdin", "message"),
+    [
+        ("chat --model pocket --device cpu", io.TextIOWrapper(io.BytesIO(b"h\xe9\n"), "utf-8"), "reads lines of UTF-8"),
+        ("chat --model pocket --device cpu", io.StringIO("h\udce9\n"), "reads lines of UTF-8"),  # as in some locales
+        ("chat --model pocket --device cpu", None, "reads the standard input, but that is closed"),
+        (f"tune {M} --data - {X}", None, "the standard input is closed"),
+    ],
+)
+def test_a_standard_input_that_is_closed_or_is_no_text_is_one_line(
+    line: str, stdin: io.TextIOBase | None, message: str, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", stdin)
+    status, _, err = command(*shlex.split(line))
+    assert re.search(message, err), err
+    assert (status, err.count("\n"), err[:12]) == (2, 1, "frozencore: ")
 
 
 @pytest.mark.parametrize("refuse", [refuse_by_device, refuse_by_machine])

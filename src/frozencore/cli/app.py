@@ -22,12 +22,13 @@ from frozencore.errors import CalibrationError, ConfigError, FrozenCoreError
 from frozencore.quiet import ignore_known_warnings
 from frozencore.text import nearest_name, num_of, one_line
 from frozencore.tune.processes import is_first, refuse_several
+from frozencore.tune.rows import HALF_A_CHARACTER
 
 HELP, HELP_ALL = ("--help", "-h"), "--help-all"
 _COMPLETES = "_FROZENCORE_COMPLETE"  # a shell sets it when it asks for completions
 NEARLY = 0.8  # similarity of a misspelt flag; names less similar mean something else
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # typer exports only this kind of it
-REFUSED, INTERRUPTED, TERMINATED = 2, 130, 143  # exit statuses of an error, of Ctrl-C and of SIGTERM
+REFUSED, INTERRUPTED, TERMINATED, HUNG_UP = 2, 130, 143, 129  # an error, Ctrl-C, SIGTERM, SIGHUP of a closed terminal
 
 
 def _print_version(asked: bool) -> None:
@@ -63,6 +64,7 @@ def program(words: Collection[str]) -> typer.Typer:
 
 def app() -> None:
     """Run the command line; only the named verb is imported."""
+    _refuse_other_encoding(sys.argv[1:])
     words = _words()
     if words[:1] not in [[verb.name] for verb in all_verbs() if verb.by_several]:
         refuse_several(f"frozencore {' '.join(words[:1])}".strip())
@@ -76,6 +78,16 @@ def app() -> None:
         _call(command, asked or [HELP[0]])
     else:
         command(asked, prog_name="frozencore")  # shells complete it by this name
+
+
+def _refuse_other_encoding(words: Sequence[str]) -> None:
+    """Refuse words that are not UTF-8: paths are written into records, cards and file names, which are."""
+    for word in words:
+        if not word.isascii() and HALF_A_CHARACTER.search(word):
+            shown = repr(os.fsencode(word))[2:-1]
+            raise ConfigError(
+                f"Paths and other words must be UTF-8 text, but {shown} is not. Rename the file, or name a link to it."
+            )
 
 
 def command_of(program: typer.Typer, words: Sequence[str]) -> TyperGroup:
@@ -181,16 +193,21 @@ def _say_and_exit(status: int, line: str) -> NoReturn:
 
 
 def main() -> None:
-    """Run as a program: a frozencore error is one line on stderr and exit status 2; Ctrl-C gives 130, SIGTERM 143."""
+    """Run as a program: a frozencore error is one line on stderr and exit status 2; a signal gives 128 + its number."""
     console.began = _imported_at if console.began is None else time.perf_counter()
     ignore_known_warnings()
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:  # closed by whoever started the program
+            setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
+        signal.signal(signal.SIGHUP, lambda *_: sys.exit(HUNG_UP))
     try:
         app()
     except KeyboardInterrupt as end:
         _end_early(INTERRUPTED, end)
     except SystemExit as end:
-        if end.code in (INTERRUPTED, TERMINATED):  # typer turns Ctrl-C into the first
+        if end.code in (INTERRUPTED, TERMINATED, HUNG_UP):  # typer turns Ctrl-C into the first
             _end_early(end.code, end)
         raise
     except BrokenPipeError:  # the reader of the output has ended

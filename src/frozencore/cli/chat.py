@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ import typer
 
 from frozencore.cli.display import console
 from frozencore.cli.flags import flag
-from frozencore.errors import ConfigError
+from frozencore.errors import ConfigError, DataError
 from frozencore.files.adapter_folder import adapter_in, folder_of, read_config
 from frozencore.tune.locate import require_model
 from frozencore.tune.rows.prompts import PromptStyle
@@ -44,6 +45,10 @@ def chat(
     device: Annotated[str, flag("device")] = "auto",
 ) -> None:
     folders = [adapter_in(folder_of(adapter)) for adapter in adapters or ()]
+    if sys.stdin is None:
+        raise ConfigError(
+            "A chat reads the standard input, but that is closed. Start it in a terminal, or give a file."
+        )
     name = model or (_base_of(folders[0]) if folders else None)
     if not isinstance(name, str) or not name:
         raise ConfigError("A chat needs a model, and no adapter names one. Give --model NAME.")
@@ -95,8 +100,11 @@ def _questions() -> Iterator[str]:
     while True:
         try:
             line = console.input("\n> ").strip()
+            line.encode()  # in some locales Python reads other bytes as halves of characters
         except (EOFError, KeyboardInterrupt):
             line = QUIT
+        except UnicodeError as error:
+            raise DataError("A chat reads lines of UTF-8 text, but this one is not. Save the file as UTF-8.") from error
         if line == QUIT:
             return
         if line:

@@ -28,15 +28,15 @@ ROWS = draw_rows(20, seed=5)
 RECIPE = Recipe(learning_rate=1e-2, epochs=2, batch_size=2, accumulation=3, warmup=0.3)  # four steps an epoch
 TERMINATED, INTERRUPTED = 143, 130
 Heard = list[int]
-BOTH = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @pytest.fixture
 def heard() -> Iterator[Heard]:
     """The signals that a handler of the user's own is called with."""
     calls: Heard = []
-    before = {number: signal.getsignal(number) for number in BOTH}
-    for number in BOTH:
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    for number in SIGNALS:
         signal.signal(number, lambda number, _: calls.append(number))
     yield calls
     for number, handler in before.items():
@@ -76,6 +76,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Mo
     [
         (1, 100, signal.SIGTERM),
         (3, 2, signal.SIGTERM),  # whose checkpoint is due
+        (2, 100, signal.SIGHUP),  # of a terminal that was closed
         (4, None, signal.SIGINT),  # the first of the second epoch
     ],
 )

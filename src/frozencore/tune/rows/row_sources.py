@@ -84,14 +84,15 @@ def read_source(data: str, *, option: str = "--data") -> list[Row]:
 
     Raises:
         DataError: The source is missing, empty, damaged or of another kind.
-        ConfigError: The standard input is a terminal.
+        ConfigError: The standard input is a terminal, or closed.
     """
     require_source(data, option=option)
     origin, path = "The standard input" if data == STANDARD_INPUT else data, Path(data)
     if data != STANDARD_INPUT and not path.is_file() and (found := _SPLIT.fullmatch(data)) is not None:
         return _read_split(found["name"], found["config"], found["split"])
-    if data == STANDARD_INPUT and sys.stdin.isatty():
-        raise ConfigError("--data - reads JSONL from a pipe or a file, but the standard input is a terminal.")
+    if data == STANDARD_INPUT and (sys.stdin is None or sys.stdin.isatty()):
+        kind = "closed" if sys.stdin is None else "a terminal"
+        raise ConfigError(f"--data - reads JSONL from a pipe or a file, but the standard input is {kind}.")
     return _rows_of(path, origin)
 
 

@@ -109,7 +109,7 @@ class Stop:
 
 @contextmanager
 def defer_stop(confirm: Callable[[], None] = lambda: None) -> Iterator[Stop]:
-    """Delay SIGTERM and Ctrl-C: inside the context they only set the yielded request; at its end they take effect.
+    """Delay SIGTERM, SIGHUP and Ctrl-C: inside the context they only set the yielded request; at its end they take effect.
 
     Their exception gets a note on what was saved. A second Ctrl-C takes effect at once. Nothing changes in a thread,
     where handlers cannot be set, and for a signal that is ignored.
@@ -119,7 +119,7 @@ def defer_stop(confirm: Callable[[], None] = lambda: None) -> Iterator[Stop]:
     """
     stop, before = Stop(), dict[int, Any]()
     if threading.current_thread() is threading.main_thread():
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
         before = {number: handler for number, handler in handlers.items() if handler not in (None, signal.SIG_IGN)}
 
     def hold_back(number: int, _: FrameType | None) -> None:

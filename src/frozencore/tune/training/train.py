@@ -91,8 +91,9 @@ def train(
 ) -> TrainingReport:
     """Train the trainable parameters of a model in place, on its device.
 
-    The model is left in evaluation mode; the global random state is restored. With ``checkpoint_dir``, SIGTERM and
-    Ctrl-C take effect at the end of the current step, after its checkpoint; a second Ctrl-C takes effect at once.
+    The model is left in evaluation mode; the global random state is restored. With ``checkpoint_dir``, SIGTERM,
+    SIGHUP and Ctrl-C take effect at the end of the current step, after its checkpoint; a second Ctrl-C takes effect at
+    once.
 
     Args:
         checkpoint_dir: The folder of checkpoints; ``None`` writes none.
