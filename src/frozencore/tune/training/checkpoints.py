@@ -109,7 +109,7 @@ class Stop:
 
 @contextmanager
 def defer_stop(confirm: Callable[[], None] = lambda: None) -> Iterator[Stop]:
-    """Delay SIGTERM, SIGHUP and Ctrl-C: inside the context they only set the yielded request; at its end they take effect.
+    """Delay SIGTERM, SIGHUP and Ctrl-C: inside the context they only set the yielded request, at its end they act.
 
     Their exception gets a note on what was saved. A second Ctrl-C takes effect at once. Nothing changes in a thread,
     where handlers cannot be set, and for a signal that is ignored.
