@@ -29,6 +29,12 @@ _TAG = "frozencore"
 LATE_S = 10  # a rank that comes later is waited for by the first exchange
 
 
+def unsharded(tensor: Tensor) -> Tensor:
+    """The whole tensor; one that FSDP2 shards is gathered, for which every rank must call this."""
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole
+
+
 def num_ranks() -> int:
     """The number of ranks; 1 without an initialised process group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from peft import get_peft_model
+from peft import PeftModel, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -55,15 +55,19 @@ def cores_after_a_step(
     return {n.removeprefix("module."): p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
 
 
-def fsdp_step(batch: dict[str, torch.Tensor], calibration: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The same step with every decoder layer sharded by FSDP2; cores gathered whole."""
+def fsdp_step(
+    batch: dict[str, torch.Tensor], calibration: list[dict[str, torch.Tensor]], out: Path
+) -> dict[str, torch.Tensor]:
+    """The same step with every decoder layer sharded by FSDP2, and the adapter saved; cores gathered whole."""
     model = adapted("fcca")
     calibrate(model, calibration, progress=False)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.get_base_model().model.layers:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return {name: core.full_tensor() for name, core in cores_after_a_step(model, batch).items()}
+    stepped = cores_after_a_step(model, batch)
+    model.save_pretrained(out, is_main_process=dist.get_rank() == 0)
+    return {name: core.full_tensor() for name, core in stepped.items()}
 
 
 def bases_where_one_rank_has_little_room(share: list[Example]) -> dict[str, torch.Tensor]:
@@ -82,6 +86,10 @@ def bases_where_one_rank_has_little_room(share: list[Example]) -> dict[str, torc
     finally:
         CalibrationPass.record = record  # type: ignore[method-assign]
     return bases(model)
+
+
+def bases_only(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in values.items() if "frozencore_R" not in name}
 
 
 def failure(work: Any) -> str:
@@ -117,7 +125,7 @@ def main(out: Path, rank: int) -> None:
     report["broadcast bases"] = sum(buffer.data_ptr() in own for buffer in wrapped.modules_buffers)
     report["step"] = cores_after_a_step(wrapped, batches_of(share, len(share))[0])
 
-    report["fsdp step"] = fsdp_step(batches_of(share, len(share))[0], batches_of(share, 2))
+    report["fsdp step"] = fsdp_step(batches_of(share, len(share))[0], batches_of(share, 2), out / "sharded")
 
     bad = batches_of(share, 2)
     if rank == 1:
@@ -127,6 +135,10 @@ def main(out: Path, rank: int) -> None:
     report["other bases"] = failure(lambda: DistributedDataParallel(of_another_seed))
     on_other_layers = adapted("random", layers_to_transform=[0, 1] if rank else [0], target_modules=["v_proj"])
     report["other layers"] = failure(lambda: DistributedDataParallel(on_other_layers))
+    if rank == 0:
+        loaded = PeftModel.from_pretrained(tiny_qwen2(), out / "sharded", is_trainable=True)
+        report["fsdp saved"] = {n: p.detach() for n, p in loaded.named_parameters() if p.requires_grad}
+        report["fsdp bases"] = bases(loaded)
     torch.save(report, out / f"rank{rank}.pt")
     dist.destroy_process_group()
 
@@ -219,6 +231,13 @@ def test_a_step_together_is_a_step_on_the_whole_batch(how: str, reports: list[di
         assert core.any()
 
 
+def test_an_fsdp2_model_is_saved_whole(reports: list[dict[str, Any]]) -> None:
+    for saved, wanted in (("fsdp saved", reports[0]["fsdp step"]), ("fsdp bases", bases_only(reports[0]["fcca"]))):
+        found = reports[0][saved]
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(value, wanted[name]) for name, value in found.items())
+
+
 def test_the_bases_are_not_broadcast_at_every_step(reports: list[dict[str, Any]]) -> None:
     assert reports[0]["bases"] == 2 * 8
     assert reports[0]["broadcast bases"] == 0
@@ -231,7 +250,7 @@ def test_a_rank_that_fails_ends_the_others_with_its_name(reports: list[dict[str,
 
 
 def test_a_rank_without_room_makes_all_go_on_in_smaller_groups_to_the_same_bytes(reports: list[dict[str, Any]]) -> None:
-    expected = {name: value for name, value in reports[0]["fcca"].items() if "frozencore_R" not in name}
+    expected = bases_only(reports[0]["fcca"])
     for report in reports:
         assert report["little room"].keys() == expected.keys()
         assert all(torch.equal(value, expected[name]) for name, value in report["little room"].items())

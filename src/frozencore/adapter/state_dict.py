@@ -36,6 +36,7 @@ from frozencore.adapter.saved.tensors import (
     warn_of_uncalibrated,
     with_factors,
 )
+from frozencore.distributed import unsharded
 from frozencore.text import one_line
 
 
@@ -48,12 +49,13 @@ def tensors_to_save(
 ) -> dict[str, Tensor]:
     """Turn PEFT's state dict of an adapter into the tensors of a file; refuse NaN and Inf before it is written.
 
-    Their hash and the base model's record go into the configuration.
+    Their hash and the base model's record go into the configuration. Of a model that FSDP2 shards, every rank must
+    call this.
 
     Args:
         state_dict: The model's, which holds trained modules too.
     """
-    found = dict(state)
+    found = {key: unsharded(value) for key, value in state.items()}
     config.modules_to_save = _heads_there(config, model)
     layers = frozen_core_layers(model, adapter_name)
     bases = bases_of(layers, adapter_name)
@@ -69,7 +71,7 @@ def tensors_to_save(
     elif cores:
         flat = flatten_cores({key.removeprefix(BASE): R for key, R in cores.items()})
         found = {cores_key(basis_id): flat}
-    found |= _trained_modules(model, adapter_name, state_dict)
+    found |= {key: unsharded(value) for key, value in _trained_modules(model, adapter_name, state_dict).items()}
     plain = {key: value for key, value in found.items() if not value.is_meta}
     require_finite(f"the adapter {adapter_name!r}", plain, "It is not saved. Lower the learning rate.")
     if holds_no_basis(plain):
