@@ -39,6 +39,7 @@ a number of adapters.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from hashlib import sha256
 from json import dumps
@@ -52,6 +53,7 @@ from torch import Tensor
 from frozencore import frozen_core_layers, swap_core
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.maths.compress import Compression, compress
+from frozencore.maths.linalg import complete_orthonormal, seeded_generator
 from frozencore.maths.moments import LayerMoments
 from frozencore.tune.load import load_model
 from frozencore.tune.many.slots import held_out_losses
@@ -309,7 +311,7 @@ class Compressing(Study):
 
     def compressed(self, updates: Mapping[str, Updates], rank: int) -> dict[str, Compression]:
         layers = next(iter(updates.values()))
-        return {layer: compress([own[layer] for own in updates.values()], rank) for layer in layers}
+        return {layer: filled(compress([own[layer] for own in updates.values()], rank), rank) for layer in layers}
 
     def projected(self, own: Updates, basis: Bases, rank: int) -> tuple[dict[str, Tensor], float]:
         """The cores of an update on a basis, at the scale of an adapter, and the share of the update that they keep."""
@@ -366,6 +368,12 @@ class Compressing(Study):
         for rate in rates:
             jobs = [(name, rate) for name in self.newcomers]
             self.measure(f"newcomers, {arm}", rank, jobs, adapters, validates=True)
+
+
+def filled(found: Compression, rank: int) -> Compression:
+    """The basis with random directions up to this rank, so that all layers have one."""
+    P, Q = (complete_orthonormal(X, rank, seeded_generator(0, "compress", "filled")) for X in (found.P, found.Q))
+    return replace(found, P=P, Q=Q)
 
 
 def tensors_of(basis: Bases) -> dict[str, Tensor]:

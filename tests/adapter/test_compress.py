@@ -132,6 +132,73 @@ def test_an_adapter_that_fits_gives_the_same_outputs_as_a_core(kind: str, base: 
     assert (tmp_path / "shop/anna/adapter/README.md").is_file()
 
 
+def test_equal_adapters_count_once_whatever_their_scales(base: Path, tmp_path: Path) -> None:
+    for seed, name in enumerate(("anna", "ben", "cleo")):
+        write(base, tmp_path / name, seed=seed)
+    changed(lambda config, _: config.update(lora_alpha=9))(base, tmp_path / "scaled")  # the values of anna
+    few = {name: tmp_path / name for name in ("anna", "ben", "cleo")}
+    once = compress_adapters(few, tmp_path / "once", rank=3)
+    again = compress_adapters({**few, "same": tmp_path / "anna", "scaled": tmp_path / "scaled"}, tmp_path / "b", rank=3)
+    assert again.equal == {"same": "anna", "scaled": "anna"}
+    for name, kept in again.kept.items():
+        assert kept.share == pytest.approx(once.kept[again.equal.get(name, name)].share, rel=1e-6)
+    (_, one), (_, three) = (read_adapter(tmp_path / "b" / name / "adapter") for name in ("anna", "scaled"))
+    for layer, own in one.items():
+        torch.testing.assert_close(3 * own.R, three[layer].R)
+    written = json.loads((tmp_path / "b/compress.json").read_text())["adapters"]
+    assert {name: own.get("equal_to") for name, own in written.items() if "equal_to" in own} == again.equal
+
+
+def test_ranks_follow_the_span_of_each_layer(base: Path, tmp_path: Path) -> None:
+    ranks = {"q_proj": 1, f"^{LAYER}$": 4}
+    write(base, tmp_path / "anna", LoraConfig(**LORA, rank_pattern=ranks))
+    write(base, tmp_path / "ben", LoraConfig(**{**LORA, "target_modules": ["q_proj"]}), seed=1)
+    adapters = {name: tmp_path / name for name in ("anna", "ben")}
+    done = compress_adapters(adapters, tmp_path / "shop", rank=16, base=tiny_qwen2())
+    layers = load_basis(tmp_path / "shop/basis").layers
+    assert {layer: own.P.shape[1] for layer, own in layers.items()} == {
+        layer: 4 if layer == LAYER else 3 if "q_proj" in layer else 2 for layer in layers
+    }
+    assert done.rank == 4
+    for name in adapters:
+        found = loaded(base, tmp_path / "shop" / name / "adapter")
+        torch.testing.assert_close(found, loaded(base, tmp_path / name), atol=2e-4, rtol=1e-4)
+    export_basis_model(tmp_path / "shop/basis", tmp_path / "model", base=base)
+    export_tenant(tmp_path / "shop/anna/adapter", tmp_path / "tenant", basis_model=tmp_path / "model")
+
+
+def test_sizes_are_those_of_the_files_and_one_basis_pays_where_it_is_smaller(base: Path, tmp_path: Path) -> None:
+    config = LoraConfig(**{**LORA, "r": 8})
+    for seed in range(8):
+        file = write(base, tmp_path / f"{seed}", config) / "adapter_model.safetensors"
+        turn = torch.randn(8, 8, generator=torch.Generator().manual_seed(seed))  # all B are in one span
+        tensors = load_file(file)
+        save_file({key: X @ turn if "lora_B" in key else X for key, X in tensors.items()}, file)
+    few, many = ({f"{i}": tmp_path / f"{i}" for i in range(number)} for number in (1, 8))
+    one, all_of_them = (compress_adapters(few, tmp_path / f"shop{len(few)}", rank=16).sizes for few in (few, many))
+    for sizes, number in ((one, 1), (all_of_them, 8)):
+        shop = tmp_path / f"shop{number}"
+        cores = sum(file.stat().st_size for file in shop.glob("*/adapter/adapter_model.safetensors"))
+        assert sizes.basis == (shop / "basis/basis.safetensors").stat().st_size
+        assert sizes.after == sizes.basis + cores
+        assert sizes.before == sum((tmp_path / f"{i}/adapter_model.safetensors").stat().st_size for i in range(number))
+        assert sizes.kept == pytest.approx(1, abs=1e-5)
+    assert one.after > one.before
+    assert all_of_them.after < all_of_them.before
+    assert one.kept_alone == pytest.approx(1)
+    assert all_of_them.kept_alone < 0.9
+    assert one.pays_from == all_of_them.pays_from == 2
+    assert json.loads((tmp_path / "shop8/compress.json").read_text())["sizes"]["pays_from"] == 2
+
+
+def test_each_core_has_the_task_of_its_adapter(base: Path, tmp_path: Path) -> None:
+    write(base, tmp_path / "anna")
+    changed(lambda config, _: config.update(task_type="FEATURE_EXTRACTION"))(base, tmp_path / "ben")
+    compress_adapters({name: tmp_path / name for name in ("anna", "ben")}, tmp_path / "shop", rank=2)
+    tasks = [read_adapter(tmp_path / "shop" / name / "adapter")[0].task_type for name in ("anna", "ben")]
+    assert tasks == ["CAUSAL_LM", "FEATURE_EXTRACTION"]
+
+
 def test_layers_of_gpt2_that_lie_the_other_way_round_are_compressed_too(tmp_path: Path) -> None:
     lora = get_peft_model(tiny_gpt2(), LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False))
     lora.save_pretrained(str(tmp_path / "anna"))

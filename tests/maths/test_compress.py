@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
 from torch import Tensor
 
 from frozencore.errors import CalibrationError, ConfigError
-from frozencore.maths.compress import Update, compress, energy
+from frozencore.maths.compress import CutAlone, Update, compress, energy, sharing_keeps_more_from, singular_energies
 
 M, N = 14, 11
 
@@ -90,6 +90,45 @@ def test_every_update_counts_the_same_and_one_that_is_zero_does_not() -> None:
         torch.testing.assert_close(other.P @ other.P.mT, found.P @ found.P.mT)
     assert not with_zero.cores[-1].any()
     assert not compress([(torch.zeros(M, 2), torch.zeros(2, N))], 2).cores[0].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_rank_is_at_most_the_span_and_only_the_side_with_less_of_it_is_filled(dtype: torch.dtype) -> None:
+    updates = [(B.to(dtype), A.to(dtype)) for B, A in drawn([2, 1])]
+    found = compress([*updates, (3 * updates[0][0], updates[0][1])], 8)
+    assert found.P.shape == (M, 3)
+    assert found.Q.shape == (N, 3)
+    assert sum(found.kept_energies) == pytest.approx(sum(found.energies), rel=1e-5)
+    one_start = [(B, updates[0][1]) for B in torch.randn(3, M, 2, generator=torch.Generator().manual_seed(1)).to(dtype)]
+    found = compress(one_start, 8)  # P has six directions, Q two
+    assert found.P.shape[1] == found.Q.shape[1] == 6
+    assert sum(found.kept_energies) == pytest.approx(sum(found.energies), rel=1e-5)
+    torch.testing.assert_close(found.Q.mT @ found.Q, torch.eye(6, dtype=dtype), atol=1e-5, rtol=0)
+    assert compress([(torch.zeros(M, 2), torch.zeros(2, N))], 2).P.shape == (M, 0)
+
+
+def test_cutting_one_adapter_alone_keeps_what_the_best_ranks_of_its_layers_keep() -> None:
+    updates = drawn([4, 3])
+    energies, widths = [singular_energies(B, A) for B, A in updates], [M + N, 7]
+    for (B, A), found in zip(updates, energies, strict=True):
+        torch.testing.assert_close(found, torch.linalg.svdvals(B @ A)[: len(found)] ** 2)
+    alone = CutAlone(energies, widths)
+    whole = sum(float(own.sum()) for own in energies)
+    for size in alone.num_values.tolist():
+        ranks = [
+            ks for ks in product(range(5), range(4)) if sum(k * w for k, w in zip(ks, widths, strict=True)) <= size
+        ]
+        best = max(sum(float(own[:k].sum()) for own, k in zip(energies, ks, strict=True)) for ks in ranks)
+        assert alone.kept(size) == pytest.approx(best / whole)
+    assert alone.kept(6.0) == 0.0
+
+
+def test_sharing_pays_from_the_first_number_at_which_it_keeps_more() -> None:
+    alone = [CutAlone([singular_energies(B, A)], [M + N]) for B, A in drawn([6, 4, 8])]
+    for kept, basis, core in ((0.9, 400, 9), (0.5, 400, 30), (0.99, 1000, 100)):
+        shares = ((n, sum(one.kept(basis / n + core) for one in alone) / 3) for n in range(1, 10_000))
+        first = next((n for n, share in shares if share <= kept + 1e-4), None)
+        assert sharing_keeps_more_from(alone, kept, basis, core) == first
 
 
 def test_energies_come_from_the_factors() -> None:

@@ -11,10 +11,9 @@ Shapes: m out features, n in features, r rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -33,12 +32,21 @@ from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
 from frozencore.files.adapter_folder import (
     BASIS_FOLDER,
     COMPRESSION_FILE,
+    FACTORS_FILE,
     IN_A_RUN,
     WEIGHTS_FILE,
     require_tenant_name,
 )
 from frozencore.files.atomic_write import atomic_folder, write_json
-from frozencore.maths.compress import compress
+from frozencore.maths.compress import (
+    Compression,
+    CutAlone,
+    compress,
+    core_of,
+    energy,
+    sharing_keeps_more_from,
+    singular_energies,
+)
 from frozencore.text import Progress, num_of
 
 LEAVE_OUT = "Or leave it out: --skip-bad."
@@ -57,11 +65,36 @@ class Kept:
 
 
 @dataclass(frozen=True)
+class Sizes:
+    """Bytes of weights, and whether one basis for all pays.
+
+    Attributes:
+        before: All files of the adapters.
+        after: The basis and all cores.
+        basis, tenant: The basis, and one core on average.
+        kept: The share of its update that an adapter keeps, on average.
+        kept_alone: The same if each adapter is cut alone, to the same number of values in all.
+        pays_from: The number of adapters, of which as much is kept as of these, from which the basis and the cores are
+            smaller than the adapters and keep at least as much as each cut alone; None if that is true of no number.
+    """
+
+    before: int
+    after: int
+    basis: int
+    tenant: int
+    kept: float
+    kept_alone: float
+    pays_from: int | None
+
+
+@dataclass(frozen=True)
 class CompressedAdapters:
     """What was written.
 
     Attributes:
+        rank: The largest rank of a layer.
         kept: By adapter.
+        equal: The adapters that are equal to an earlier one but for their scales, which count once, and its name.
         skipped: The reason by adapter.
         other_names: The names that adapters give their base model where the given one has another.
     """
@@ -71,6 +104,8 @@ class CompressedAdapters:
     rank: int
     num_layers: int
     kept: Mapping[str, Kept]
+    sizes: Sizes
+    equal: Mapping[str, str]
     skipped: Mapping[str, str]
     other_names: list[str]
 
@@ -91,7 +126,7 @@ def compress_adapters(
     Args:
         adapters: Folder or hub id of each, by the name of its new folder.
         out: New folder.
-        rank: r of the basis.
+        rank: The largest r of a layer; it is smaller where the updates span less.
         base: The base model, to compare layers and weights with, and to record in the basis.
         same_base: The adapters are of one base model, whatever name they give it. With ``base`` names do not count.
         skip_bad: Leave out adapters that cannot be compressed instead of refusing all.
@@ -114,38 +149,79 @@ def compress_adapters(
                 f"{shape[0]} x {shape[1]}. Give --rank {min(min(each) for each in shapes.values())} or less."
             )
     ready(sources.keys())
-    config = _config_of(sources, rank, shapes, base)
-    bases: dict[str, ScaledBasis] = {}
+    equal = _equal_ones(sources)
+    found: dict[str, Compression] = {}
     cores: dict[str, dict[str, Tensor]] = {name: {} for name in sources}
     energies: dict[str, dict[str, tuple[float, float]]] = {name: {} for name in sources}
+    spectra: dict[str, dict[str, Tensor]] = {name: {} for name in sources}
     for number, layer in enumerate(shapes, start=1):
-        have = [name for name, source in sources.items() if layer in source.factors]
-        found = compress([sources[name].update(layer) for name in have], rank)
-        bases[layer] = ScaledBasis(found.P, found.Q, config.scale_of(layer))
-        for name in sources:
-            cores[name][layer] = torch.zeros(rank, rank)
-        for name, R, *energy in zip(have, found.cores, found.kept_energies, found.energies, strict=True):
-            cores[name][layer] = R / config.scale_of(layer)
-            energies[name][layer] = (energy[0], energy[1])
+        updates = {name: source.update(layer) for name, source in sources.items() if layer in source.factors}
+        made = compress([update for name, update in updates.items() if name not in equal], rank)
+        if width := made.P.shape[1]:
+            found[layer] = made
+            for name in sources:
+                R = core_of(made.P, made.Q, updates[name]) if name in updates else torch.zeros(width, width)
+                cores[name][layer] = R
+            for name, update in updates.items():
+                energies[name][layer] = (float(cores[name][layer].double().square().sum()), energy(*update))
+                spectra[name][layer] = singular_energies(*update)
         progress("compress", number, len(shapes), layer)
-    record = record_of_base(sources.values(), shapes, base)
+    config = _config_of(sources, found, base)
+    bases = {layer: ScaledBasis(made.P, made.Q, config.scale_of(layer)) for layer, made in found.items()}
+    record = record_of_base(sources.values(), {layer: shapes[layer] for layer in found}, base)
     kept = {name: _kept(own) for name, own in energies.items()}
+    shares = [one.share for one in kept.values()]
     with atomic_folder(out, overwrite=None) as aside:
-        shares = [one.share for one in kept.values()]
         made_of = (
             f"the updates of {num_of(len(sources), 'adapter')}, of which it keeps {sum(shares) / len(shares):.0%} "
             f"({min(shares):.0%} to {max(shares):.0%})"
         )
         identity = config.saved_basis(bases, base=record, calibrated_on=made_of).write(aside / BASIS_FOLDER)
         for name, own in cores.items():
-            _write_core(aside, out, name, own, config)
+            scaled = {layer: R / config.scale_of(layer) for layer, R in own.items()}
+            _write_core(aside, out, name, scaled, config, sources[name].task_type)
+        alone = [CutAlone(list(own.values()), [sum(shapes[layer]) for layer in own]) for own in spectra.values()]
+        sizes = _sizes_in(aside, sources, alone, found, sum(shares) / len(shares))
         content = {
-            name: {"from": source.place, "kept": kept[name].share, "layers": kept[name].layers}
+            name: {
+                "from": source.place, "kept": kept[name].share, "layers": kept[name].layers,
+                **({"equal_to": equal[name]} if name in equal else {}),
+            }
             for name, source in sources.items()
-        }
-        write_json(aside / COMPRESSION_FILE, {"basis": identity, "rank": rank, "adapters": content, "skipped": skipped})
+        }  # fmt: skip
+        about = {"basis": identity, "rank": config.r, "sizes": asdict(sizes), "adapters": content, "skipped": skipped}
+        write_json(aside / COMPRESSION_FILE, about)
     names = [] if base is None else other_names(sources.values(), base)
-    return CompressedAdapters(out, identity, rank, len(shapes), kept, skipped, names)
+    return CompressedAdapters(out, identity, config.r, len(found), kept, sizes, equal, skipped, names)
+
+
+def _equal_ones(sources: Mapping[str, LowRankAdapter]) -> dict[str, str]:
+    """The adapters that have the factors of an earlier one, and its name."""
+    first: dict[str, str] = {}
+    return {name: own for name, source in sources.items() if (own := first.setdefault(source.content, name)) != name}
+
+
+def _sizes_in(
+    folder: Path,
+    sources: Mapping[str, LowRankAdapter],
+    alone: Sequence[CutAlone],
+    found: Mapping[str, Compression],
+    kept: float,
+) -> Sizes:
+    """The sizes of what was written, and from how many adapters on it pays."""
+    files = [folder / name / IN_A_RUN / WEIGHTS_FILE for name in sources]
+    before, number = sum(source.num_bytes for source in sources.values()), len(sources)
+    basis, tenant = (folder / BASIS_FOLDER / FACTORS_FILE).stat().st_size, sum(f.stat().st_size for f in files) / number
+    values = sum(one.P.numel() + one.Q.numel() for one in found.values())
+    core = sum(one.P.shape[1] ** 2 for one in found.values())
+    saved = before / number - tenant
+    smaller_from = int(basis // saved) + 1 if saved > 0 else None
+    better_from = sharing_keeps_more_from(alone, kept, values, core)
+    return Sizes(
+        before, round(basis + number * tenant), basis, round(tenant),
+        kept, sum(one.kept(values / number + core) for one in alone) / len(alone),
+        None if smaller_from is None or better_from is None else max(smaller_from, better_from),
+    )  # fmt: skip
 
 
 def _read_sources(
@@ -174,13 +250,9 @@ def _read_sources(
 
 
 def _config_of(
-    sources: Mapping[str, LowRankAdapter],
-    rank: int,
-    layers: Mapping[str, Any],
-    base: nn.Module | None,
+    sources: Mapping[str, LowRankAdapter], layers: Mapping[str, Compression], base: nn.Module | None
 ) -> FrozenCoreConfig:
     """The configuration of the basis: its layers by short names if, in the base model, these select no others."""
-    tasks = {source.task_type for source in sources.values()}
     targets = [source.targets for source in sources.values()]
     named, others = frozenset(layers), frozenset[str]()
     if base is not None:
@@ -189,10 +261,11 @@ def _config_of(
         if None not in targets and selected(of_base, short) == layers.keys():
             named = short
         others = selected(of_base, named) - layers.keys()  # a full name may be the end of another
+    ranks = {layer: made.P.shape[1] for layer, made in layers.items()}
     return FrozenCoreConfig(
-        r=rank, target_modules=sorted(named), exclude_modules=sorted(others) or None, constructor=COMPRESSED,
+        r=max(ranks.values()), rank_pattern=ranks if len({*ranks.values()}) > 1 else {}, target_modules=sorted(named),
+        exclude_modules=sorted(others) or None, constructor=COMPRESSED,
         base_model_name_or_path=name_of_base(sources.values(), base),
-        task_type=tasks.pop() if len(tasks) == 1 else None,
     )  # fmt: skip
 
 
@@ -203,11 +276,13 @@ def _kept(energies: Mapping[str, tuple[float, float]]) -> Kept:
     return Kept(min(1.0, kept / whole) if whole > 0 else 1.0, shares)
 
 
-def _write_core(aside: Path, out: Path, name: str, cores: Mapping[str, Tensor], basis: FrozenCoreConfig) -> None:
+def _write_core(
+    aside: Path, out: Path, name: str, cores: Mapping[str, Tensor], basis: FrozenCoreConfig, task_type: str | None
+) -> None:
     """Write an adapter of cores alone on the basis beside it."""
     config = FrozenCoreConfig(
         basis=str(aside / BASIS_FOLDER), base_model_name_or_path=basis.base_model_name_or_path,
-        task_type=basis.task_type, inference_mode=True,
+        task_type=task_type, inference_mode=True,
     )  # fmt: skip
     assert config.basis_id is not None
     config.basis = str(out / BASIS_FOLDER)  # where it will be

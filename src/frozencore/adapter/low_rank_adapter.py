@@ -17,11 +17,12 @@ from peft.utils.other import get_pattern_key
 from torch import Tensor
 
 from frozencore.adapter.folders import read_adapter
-from frozencore.adapter.saved.adapter import read_weights
+from frozencore.adapter.saved.adapter import read_weights, weights_file
 from frozencore.adapter.saved.basis import SavedBasis
 from frozencore.adapter.saved.tensors import BASE, layer_factors, require_finite
 from frozencore.errors import ArtifactError
 from frozencore.files.adapter_folder import PEFT_TYPE, adapter_in, folder_of, read_config
+from frozencore.files.fingerprint import fingerprint_tensors
 from frozencore.maths.compress import Update
 from frozencore.text import one_line
 
@@ -57,6 +58,7 @@ class LowRankAdapter:
         factors: The scale of each layer, and the matrices whose product is its update: B A, or P R Qᵀ. Those of a file
             are mapped, and read when they are used; adapters on a named basis share its P and Q.
         targets: Names of which each layer has one; None if only its full name will do.
+        num_bytes: The size of its file of weights.
     """
 
     place: str
@@ -66,11 +68,18 @@ class LowRankAdapter:
     base: dict[str, str] | None
     factors: Mapping[str, tuple[float, tuple[Tensor, ...]]]
     targets: frozenset[str] | None
+    num_bytes: int
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
         """(m, n) by layer."""
         return {layer: (own[0].shape[0], own[-1].shape[1]) for layer, (_, own) in self.factors.items()}
+
+    @property
+    def content(self) -> str:
+        """The hash of its factors without their scales; adapters with one content differ by a factor in each layer."""
+        named = ((f"{layer}.{i}", X) for layer, (_, own) in sorted(self.factors.items()) for i, X in enumerate(own))
+        return fingerprint_tensors(named)
 
     def update(self, layer: str) -> Update:
         """B (m x k, with the scale) and A (k x n) of a layer, in float32."""
@@ -116,6 +125,7 @@ def _read_core(place: str, folder: Path, bases: dict[str, SavedBasis]) -> LowRan
         config.base_record,
         factors={name: (factors[name].scale, (P, R, Q.mT)) for name, (P, Q, R) in held.items()},
         targets=None if partial else _targets(config.target_modules, factors),
+        num_bytes=weights_file(folder).stat().st_size,
     )  # fmt: skip
 
 
@@ -136,6 +146,7 @@ def _read_lora(place: str, folder: Path) -> LowRankAdapter:
     return LowRankAdapter(
         place, config.get("base_model_name_or_path"), config.get("revision"), config.get("task_type"), base=None,
         factors=factors, targets=None if partial else _targets(config.get("target_modules"), factors),
+        num_bytes=weights_file(folder).stat().st_size,
     )  # fmt: skip
 
 

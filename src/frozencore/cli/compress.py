@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,13 +15,13 @@ from frozencore.cli.tune import print_other_files
 from frozencore.errors import ConfigError
 from frozencore.files.adapter_folder import COMPRESSION_FILE, adapter_in, folder_of, read_config, require_tenant_name
 from frozencore.files.atomic_write import check_output
-from frozencore.text import num_of
+from frozencore.text import bytes_in_words, num_of
 from frozencore.tune.locate import find_tenants, model_location, require_model
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from frozencore.adapter.compress import CompressedAdapters
+    from frozencore.adapter.compress import CompressedAdapters, Sizes
     from frozencore.tune.compressed import Scores
     from frozencore.tune.scoring.score import Score
 
@@ -137,6 +137,7 @@ def _summary(done: CompressedAdapters) -> Group:
     title = f"{num_of(len(done.kept), 'adapter')} on one basis of rank {done.rank}"
     table = table_of(title, ("adapter", "share kept", "layer that keeps least", "share"), rows, names=names)
     lines = [Text(f"Skipped {name}: {reason}") for name, reason in done.skipped.items()]
+    lines += [Text(f"{name} has the factors of {other}: they count once.") for name, other in done.equal.items()]
     if len(shown) < len(done.kept):
         rest = done.kept[least_first[MOST_ROWS]].share
         lines.append(
@@ -150,4 +151,22 @@ def _summary(done: CompressedAdapters) -> Group:
                 "larger --rank, or leave out those that have little in common with the others."
             )
         )
-    return Group(table, *lines)
+    return Group(table, *lines, *_sizes(done.sizes, len(done.kept)))
+
+
+def _sizes(sizes: Sizes, number: int) -> Iterator[Text]:
+    """The bytes before and after, and from how many adapters on one basis pays."""
+    before, after, basis, tenant = map(bytes_in_words, (sizes.before, sizes.after, sizes.basis, sizes.tenant))
+    yield Text(f"{before} of weights became {after}: a basis of {basis}, and {tenant} an adapter.")
+    yield Text(
+        f"It keeps {sizes.kept:.1%} of an adapter on average; in the same bytes each cut alone keeps "
+        f"{sizes.kept_alone:.1%}."
+    )
+    if sizes.pays_from is None:
+        way_out = "no number of adapters like these makes it pay. Give another --rank, or keep the adapters"
+    else:
+        way_out = f"it pays from {num_of(sizes.pays_from, 'adapter')} like these on"
+    if sizes.pays_from is None or number < sizes.pays_from:
+        yield Text(f"Warning: one basis for {num_of(number, 'adapter')} does not pay; {way_out}.", style="yellow")
+    else:
+        yield Text(f"One basis for all pays: {way_out}.")

@@ -3,7 +3,8 @@
     max over orthonormal P, Q   Σ_t ‖Pᵀ ΔW_t Q‖² / ‖ΔW_t‖²,    ΔW_t = B_t A_t,    R_t = Pᵀ ΔW_t Q
 
 (JD-Full of Compress-then-Serve, arXiv 2407.00066). Each side is improved in turn while the other stays, so the
-objective never falls. No m x n matrix is formed. The result is exact if all updates lie in one span of rank r.
+objective never falls. No m x n matrix is formed. The result is exact if all updates lie in one span of rank r, and no
+direction is added that no update uses.
 
 Shapes: m out features, n in features, r rank; B_t m x k_t, A_t k_t x n; Σk is the number of columns of all B_t.
 """
@@ -25,6 +26,9 @@ Update = tuple["torch.Tensor", "torch.Tensor"]
 EXACT_WIDTH = 512
 """Up to this width each side gets its leading singular vectors; above it one power step, which is much faster."""
 TOLERANCE, MOST_SWEEPS = 1e-5, 50
+SPAN_TOLERANCE = 1e-6
+"""A direction is unused if all cores together have less than this share of their largest singular value there."""
+MOST_ADAPTERS, AS_MUCH = 2**20, 1e-4
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class Compression:
     """The shared basis of one layer.
 
     Attributes:
-        P, Q: Orthonormal factors, m x r and n x r.
+        P, Q: Orthonormal factors, m x r and n x r; r is smaller than the given rank if the updates span less.
         cores: R_t = Pᵀ ΔW_t Q (r x r) of each update.
         energies: ‖ΔW_t‖² of each update.
         objectives: The objective at the start and after each sweep; its upper bound is the number of nonzero updates.
@@ -62,8 +66,8 @@ def compress(
 
     Args:
         updates: B_t and A_t of each update, in one float dtype; the k_t may differ.
-        rank: r, at most ``min(m, n)``.
-        seed: Seed of the directions that are added if the updates span fewer than r.
+        rank: The largest r, at most ``min(m, n)``.
+        seed: Seed of the directions that are added to a side whose span is smaller than the other's: a core is square.
         exact_width: Width up to which each step is exact.
         tolerance: Stop when a sweep improves the objective by less than this share.
 
@@ -81,20 +85,88 @@ def compress(
     scaled = [(B / e**0.5, A) for (B, A), e in zip(updates, energies, strict=True) if e > 0]
     if scaled:
         P, Q, objectives = _alternate(scaled, rank, exact_width, tolerance)
+        P, Q = _used(P, Q, scaled)
+        rank = max(P.shape[1], Q.shape[1])
+        P = complete_orthonormal(P, rank, seeded_generator(seed, "compress", "P"))
+        Q = complete_orthonormal(Q, rank, seeded_generator(seed, "compress", "Q"))
     else:
         P, Q, objectives = updates[0][0].new_zeros(m, 0), updates[0][0].new_zeros(n, 0), [0.0]
-    P, Q = (
-        complete_orthonormal(X, rank, seeded_generator(seed, "compress", side))
-        for side, X in (("P", P), ("Q", Q))
-    )  # fmt: skip
-    cores = tuple((P.mT @ B) @ (A @ Q) for B, A in updates)
-    return Compression(P, Q, cores, energies, tuple(objectives))
+    return Compression(P, Q, tuple(core_of(P, Q, update) for update in updates), energies, tuple(objectives))
+
+
+def core_of(P: Float[torch.Tensor, "m r"], Q: Float[torch.Tensor, "n r"], update: Update) -> Float[torch.Tensor, "r r"]:
+    """``Pᵀ B A Q``."""
+    B, A = update
+    return (P.mT @ B) @ (A @ Q)
 
 
 def energy(B: Float[torch.Tensor, "m k"], A: Float[torch.Tensor, "k n"]) -> float:
     """``‖B A‖² = tr((BᵀB)(AAᵀ))``, in float64."""
     B, A = B.double(), A.double()
     return max(0.0, float(((B.mT @ B) * (A @ A.mT)).sum()))
+
+
+def singular_energies(B: Float[torch.Tensor, "m k"], A: Float[torch.Tensor, "k n"]) -> Float[torch.Tensor, " k"]:
+    """The squared singular values of ``B A``, largest first, in float64: eigenvalues of ``LᵀAAᵀL`` with LLᵀ = BᵀB."""
+    L = _root(B.double())
+    A = A.double()
+    return torch.linalg.eigvalsh(L.mT @ (A @ A.mT) @ L).clamp_min(0).flip(0)
+
+
+class CutAlone:
+    """What one adapter keeps if it is cut alone: singular directions are dropped, those of least energy a value first.
+
+    Args:
+        energies: The squared singular values of each layer.
+        widths: m + n of each layer, the values that one direction takes.
+    """
+
+    def __init__(self, energies: Sequence[Float[torch.Tensor, " _"]], widths: Sequence[int]) -> None:
+        values, sizes = torch.cat(list(energies)), torch.cat(
+            [torch.full_like(own, width) for own, width in zip(energies, widths, strict=True)]
+        )  # fmt: skip
+        order = (values / sizes).argsort(descending=True)
+        self.num_values = sizes[order].cumsum(0)
+        self.shares = values[order].cumsum(0) / values.sum()
+
+    def kept(self, num_values: float) -> float:
+        """The share of the update in this many values."""
+        fit = int(torch.searchsorted(self.num_values, num_values, right=True))
+        return float(self.shares[fit - 1]) if fit else 0.0
+
+
+def sharing_keeps_more_from(alone: Sequence[CutAlone], kept: float, basis: int, core: int) -> int | None:
+    """The number of adapters like these from which a shared basis keeps more than cutting each alone to the same size.
+
+    Args:
+        kept: The share that the shared basis keeps of an adapter, on average, taken to be the same for any number.
+        basis, core: The values of the basis and of one core.
+
+    Returns:
+        The number; None if cutting alone keeps more at any.
+    """
+
+    def pays(number: int) -> bool:
+        return kept + AS_MUCH >= sum(one.kept(basis / number + core) for one in alone) / len(alone)
+
+    if not pays(MOST_ADAPTERS):
+        return None
+    low, high = 0, MOST_ADAPTERS  # what a cut keeps falls with the number, so halving finds the first that pays
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if pays(middle) else (middle, high)
+    return high
+
+
+def _used(P: torch.Tensor, Q: torch.Tensor, updates: Sequence[Update]) -> list[torch.Tensor]:
+    """P and Q without the directions that no core uses."""
+    cores = [core_of(P, Q, update) for update in updates]
+    found = []
+    for X, joined in ((P, torch.cat(cores, dim=1)), (Q, torch.cat([R.mT for R in cores], dim=1))):
+        U, S, _ = truncated_svd(joined, len(joined), method="gram")
+        used = SPAN_TOLERANCE * S[0] < S
+        found.append(X if bool(used.all()) else X @ U[:, used])
+    return found
 
 
 def _alternate(

@@ -106,20 +106,25 @@ def read_files(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise damaged(folder, error) from error
 
 
+def weights_file(folder: Path) -> Path:
+    """The file with the tensors of an adapter; raises ``ArtifactError`` if there is none."""
+    for name in (WEIGHTS_FILE, PICKLE_FILE):
+        if (folder / name).is_file():
+            return folder / name
+    raise ArtifactError(missing(folder, WEIGHTS_FILE))
+
+
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """Read the tensors of an adapter of any PEFT method: safetensors, mapped, or tensors alone of a pickle.
 
     Raises:
         ArtifactError: There is no file, or it is damaged or holds more than tensors.
     """
-    file = folder / WEIGHTS_FILE
-    pickled = not file.is_file() and (folder / PICKLE_FILE).is_file()
-    if not pickled and not file.is_file():
-        raise ArtifactError(missing(folder, WEIGHTS_FILE))
+    file = weights_file(folder)
     try:
-        if not pickled:
+        if file.name == WEIGHTS_FILE:
             return load_file(file)
-        tensors = torch.load(folder / PICKLE_FILE, map_location="cpu", weights_only=True)
+        tensors = torch.load(file, map_location="cpu", weights_only=True)
         if not isinstance(tensors, dict) or not all(isinstance(X, Tensor) for X in tensors.values()):
             raise TypeError(f"{PICKLE_FILE} holds more than tensors by name")
         return tensors
