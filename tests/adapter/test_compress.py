@@ -12,6 +12,7 @@ import torch
 from peft import LoHaConfig, LoraConfig, PeftConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import Qwen2ForSequenceClassification
 
 from frozencore import (
     CoreBank,
@@ -116,7 +117,11 @@ KINDS: dict[str, Callable[[Path, Path], object]] = {
         ),
     ),
     "a pickle of tensors": saved_as_pickle,
+    "trained modules": lambda base, folder: write(
+        base, folder, LoraConfig(**LORA, modules_to_save=["norm", "embed_tokens", "lm_head"])
+    ),
     "core": lambda base, folder: core(base, folder, r=2),
+    "core with trained modules": lambda base, folder: core(base, folder, r=2, modules_to_save=["norm"]),
     "core in fisher coordinates": lambda base, folder: core(base, folder, r=2, coordinates="fisher", alpha="auto"),
 }
 
@@ -189,6 +194,35 @@ def test_sizes_are_those_of_the_files_and_one_basis_pays_where_it_is_smaller(bas
     assert all_of_them.kept_alone < 0.9
     assert one.pays_from == all_of_them.pays_from == 2
     assert json.loads((tmp_path / "shop8/compress.json").read_text())["sizes"]["pays_from"] == 2
+
+
+def test_a_classifiers_head_stands_beside_its_core_unchanged(base: Path, tmp_path: Path) -> None:
+    def classifier() -> Any:
+        plain = tiny_qwen2()
+        plain.config.num_labels, plain.config.pad_token_id = 3, 0
+        torch.manual_seed(0)
+        model = Qwen2ForSequenceClassification(plain.config)
+        model.model.load_state_dict(plain.model.state_dict())
+        return named(model.eval(), base)
+
+    write(base, tmp_path / "causal")
+    for seed, name in enumerate(("anna", "ben")):
+        model = get_peft_model(classifier(), LoraConfig(**{**LORA, "task_type": "SEQ_CLS"}, init_lora_weights=False))
+        model.base_model.model.score.modules_to_save["default"].weight.data.fill_(0.1 + seed)
+        model.save_pretrained(str(tmp_path / name))
+    adapters = {name: tmp_path / name for name in ("anna", "ben", "causal")}
+    compress_adapters(adapters, tmp_path / "shop", rank=8)
+    ids = BATCHES[0]["input_ids"]
+    for name in ("anna", "ben"):
+        files = [tmp_path / name, tmp_path / "shop" / name / "adapter"]
+        heads = [load_file(file / "adapter_model.safetensors")["base_model.model.score.weight"] for file in files]
+        assert torch.equal(*heads)
+        with torch.no_grad():
+            one, other = (PeftModel.from_pretrained(classifier(), str(file)).eval()(ids).logits for file in files)
+        torch.testing.assert_close(other, one, atol=5e-4, rtol=1e-3)
+    torch.testing.assert_close(
+        loaded(base, tmp_path / "shop/causal/adapter"), loaded(base, tmp_path / "causal"), atol=5e-4, rtol=1e-3
+    )
 
 
 def test_each_core_has_the_task_of_its_adapter(base: Path, tmp_path: Path) -> None:
@@ -299,8 +333,9 @@ BAD: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "DoRA": (lambda base, folder: write(base, folder, LoraConfig(**LORA, use_dora=True)), "use_dora"),
     "bias": (lambda base, folder: write(base, folder, LoraConfig(**LORA, bias="all")), "bias='all'"),
     "bias of LoRA": (lambda base, folder: write(base, folder, LoraConfig(**LORA, lora_bias=True)), "lora_bias"),
-    "modules": (
-        lambda base, folder: write(base, folder, LoraConfig(**LORA, modules_to_save=["norm"])), "more than factors",
+    "a module that the configuration does not name": (
+        changed(lambda _, tensors: tensors.update({"base_model.model.model.norm.weight": torch.ones(32)})),
+        "more than factors",
     ),
     "an embedding": (
         lambda base, folder: write(base, folder, LoraConfig(**{**LORA, "target_modules": ["embed_tokens"]})),
@@ -344,8 +379,8 @@ BAD: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     ),
     "a pickle of more than tensors": (pickled, "is damaged"),
     "other weights": (of_other_weights, "another weight of layer"),
-    "trained modules beside cores": (
-        lambda base, folder: core(base, folder, modules_to_save=["norm"]), "trained modules besides",
+    "trained tokens beside cores": (
+        lambda base, folder: core(base, folder, trainable_token_indices=[1, 2]), "trains embeddings of tokens",
     ),
 }  # fmt: skip
 

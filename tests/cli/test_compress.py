@@ -46,8 +46,11 @@ def test_what_is_kept_is_told_and_a_larger_rank_is_asked_for(command: Command, l
     assert "give a larger --rank" in out
     status, out, err = command("compress", *adapters, "--rank", 12, "--out", tmp_path / "all")
     assert status == 0, err
-    assert out.count("100.0%") == 6
+    assert out.count("100.0%") == 8
     assert "larger" not in out
+    sizes = json.loads((tmp_path / "all/compress.json").read_text())["sizes"]
+    assert sizes["after"] > sizes["before"]
+    assert f"Warning: one basis for 3 adapters does not pay; it pays from {sizes['pays_from']} adapters" in out
     kept = json.loads((tmp_path / "few/compress.json").read_text())["adapters"]
     assert kept.keys() == {"anna", "ben", "cleo"}
     assert all(0.1 < one["kept"] < 0.9 for one in kept.values())

@@ -179,7 +179,7 @@ def compress_adapters(
         identity = config.saved_basis(bases, base=record, calibrated_on=made_of).write(aside / BASIS_FOLDER)
         for name, own in cores.items():
             scaled = {layer: R / config.scale_of(layer) for layer, R in own.items()}
-            _write_core(aside, out, name, scaled, config, sources[name].task_type)
+            _write_core(aside, out, name, scaled, config, sources[name])
         alone = [CutAlone(list(own.values()), [sum(shapes[layer]) for layer in own]) for own in spectra.values()]
         sizes = _sizes_in(aside, sources, alone, found, sum(shares) / len(shares))
         content = {
@@ -277,16 +277,16 @@ def _kept(energies: Mapping[str, tuple[float, float]]) -> Kept:
 
 
 def _write_core(
-    aside: Path, out: Path, name: str, cores: Mapping[str, Tensor], basis: FrozenCoreConfig, task_type: str | None
+    aside: Path, out: Path, name: str, cores: Mapping[str, Tensor], basis: FrozenCoreConfig, source: LowRankAdapter
 ) -> None:
-    """Write an adapter of cores alone on the basis beside it."""
+    """Write an adapter of cores on the basis beside it, and of the modules that its source trained as a whole."""
     config = FrozenCoreConfig(
         basis=str(aside / BASIS_FOLDER), base_model_name_or_path=basis.base_model_name_or_path,
-        task_type=task_type, inference_mode=True,
+        task_type=source.task_type, modules_to_save=source.modules_to_save, inference_mode=True,
     )  # fmt: skip
     assert config.basis_id is not None
     config.basis = str(out / BASIS_FOLDER)  # where it will be
-    tensors, folder = {cores_key(config.basis_id): flatten_cores(cores)}, aside / name / IN_A_RUN
+    tensors, folder = {cores_key(config.basis_id): flatten_cores(cores), **source.modules}, aside / name / IN_A_RUN
     begin_model_card(folder)
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     config.tensors_sha256 = hash_tensors(tensors)

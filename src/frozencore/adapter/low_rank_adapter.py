@@ -19,7 +19,7 @@ from torch import Tensor
 from frozencore.adapter.folders import read_adapter
 from frozencore.adapter.saved.adapter import read_weights, weights_file
 from frozencore.adapter.saved.basis import SavedBasis
-from frozencore.adapter.saved.tensors import BASE, layer_factors, require_finite
+from frozencore.adapter.saved.tensors import BASE, layer_factors, other_keys, require_finite
 from frozencore.errors import ArtifactError
 from frozencore.files.adapter_folder import PEFT_TYPE, adapter_in, folder_of, read_config
 from frozencore.files.fingerprint import fingerprint_tensors
@@ -59,6 +59,8 @@ class LowRankAdapter:
             are mapped, and read when they are used; adapters on a named basis share its P and Q.
         targets: Names of which each layer has one; None if only its full name will do.
         num_bytes: The size of its file of weights.
+        modules_to_save, modules: The names of the modules that were trained as a whole, as a classifier's head, and
+            their tensors by their names in the file.
     """
 
     place: str
@@ -69,6 +71,8 @@ class LowRankAdapter:
     factors: Mapping[str, tuple[float, tuple[Tensor, ...]]]
     targets: frozenset[str] | None
     num_bytes: int
+    modules_to_save: list[str] | None
+    modules: Mapping[str, Tensor]
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
@@ -109,12 +113,13 @@ def read_low_rank_adapter(place: str, bases: dict[str, SavedBasis]) -> LowRankAd
 
 def _read_core(place: str, folder: Path, bases: dict[str, SavedBasis]) -> LowRankAdapter:
     config, factors = read_adapter(folder)
-    if config.trains_modules:
-        raise _unreadable(place, "trained modules besides its cores", MERGE)
+    if config.trainable_token_indices:
+        raise _unreadable(place, "trains embeddings of tokens (trainable_token_indices)", MERGE)
     if not any(bool(f.P.any()) for f in factors.values()):
         raise _unreadable(place, "was never calibrated", "Train it")
+    tensors = read_weights(folder)
     if config.basis_id is None:
-        held = layer_factors(place, read_weights(folder))
+        held = layer_factors(place, tensors)
     else:
         if config.basis_id not in bases:
             bases[config.basis_id] = config.find_basis(str(folder))
@@ -126,13 +131,15 @@ def _read_core(place: str, folder: Path, bases: dict[str, SavedBasis]) -> LowRan
         factors={name: (factors[name].scale, (P, R, Q.mT)) for name, (P, Q, R) in held.items()},
         targets=None if partial else _targets(config.target_modules, factors),
         num_bytes=weights_file(folder).stat().st_size,
+        modules_to_save=config.modules_to_save, modules={key: tensors[key] for key in other_keys(tensors)},
     )  # fmt: skip
 
 
 def _read_lora(place: str, folder: Path) -> LowRankAdapter:
     config = read_config(folder)
     _require_products(place, config)
-    pairs = _factors_in(place, read_weights(folder))
+    modules_to_save = config.get("modules_to_save") or []
+    pairs, modules = _split(place, read_weights(folder), modules_to_save)
     factors = {}
     for layer, (B, A) in pairs.items():
         rank, alpha = _rank_and_alpha(place, config, layer)
@@ -146,7 +153,7 @@ def _read_lora(place: str, folder: Path) -> LowRankAdapter:
     return LowRankAdapter(
         place, config.get("base_model_name_or_path"), config.get("revision"), config.get("task_type"), base=None,
         factors=factors, targets=None if partial else _targets(config.get("target_modules"), factors),
-        num_bytes=weights_file(folder).stat().st_size,
+        num_bytes=weights_file(folder).stat().st_size, modules_to_save=modules_to_save or None, modules=modules,
     )  # fmt: skip
 
 
@@ -164,8 +171,10 @@ def _require_products(place: str, config: Mapping[str, Any]) -> None:
         raise _unreadable(place, what, "Save it with PEFT's path_initial_model_for_weight_conversion")
 
 
-def _factors_in(place: str, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """B (m x k) and A (k x n) by layer."""
+def _split(
+    place: str, tensors: Mapping[str, Tensor], modules_to_save: Collection[str]
+) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
+    """B (m x k) and A (k x n) by layer; and the tensors of the modules that were trained as a whole."""
     require_finite(place, tensors)
     if not tensors or any(X.numel() == 0 for X in tensors.values()):
         found = "has no values in its file, as DeepSpeed ZeRO-3 leaves it if weights are not gathered"
@@ -173,12 +182,17 @@ def _factors_in(place: str, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Te
     if embedding := next((key for key in tensors if ".lora_embedding_" in key), None):
         raise _unreadable(place, f"adapts an embedding, as {embedding!r:.200}", MERGE)
     sides: dict[str, dict[str, Tensor]] = {}
+    modules: dict[str, Tensor] = {}
     for key, X in tensors.items():
         name = without_wrappers(key)
         ending = next((ending for ending in SIDES if name.startswith(BASE) and name.endswith(ending)), None)
-        if ending is None:
-            raise _unreadable(place, f"has more than factors of linear layers, as {key!r:.200}", MERGE)
-        sides.setdefault(name.removeprefix(BASE).removesuffix(ending), {})[SIDES[ending]] = X
+        if ending is not None:
+            sides.setdefault(name.removeprefix(BASE).removesuffix(ending), {})[SIDES[ending]] = X
+        elif any(f"{module}." in name for module in modules_to_save):  # PEFT takes every module whose name ends so
+            modules[name] = X
+        else:
+            found = f"has more than factors of linear layers and what modules_to_save names, as {key!r:.200}"
+            raise _unreadable(place, found, MERGE)
     for layer, own in sides.items():
         matrices = own.keys() == {"A", "B"} and all(X.ndim == 2 for X in own.values())
         if not matrices or own["A"].shape[0] != own["B"].shape[1]:
@@ -186,7 +200,7 @@ def _factors_in(place: str, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Te
             raise _unreadable(place, f"has no two matrices of one rank in {layer!r}, but {found}", MERGE)
         if not all(X.is_floating_point() for X in own.values()):
             raise _unreadable(place, f"has factors of {layer!r} in {own['A'].dtype}", "Save it in float32")
-    return {layer: (own["B"], own["A"]) for layer, own in sides.items()}
+    return {layer: (own["B"], own["A"]) for layer, own in sides.items()}, modules
 
 
 def _rank_and_alpha(place: str, config: Mapping[str, Any], layer: str) -> tuple[Any, Any]:
