@@ -86,8 +86,10 @@ def pocket_tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(pocket_model_path())
 
 
-def write_gguf(model: Any, file: Path, *, architecture: str | None = None, pre: str = "qwen2") -> Path:
-    """Model and the pocket model's tokenizer, matrices and vectors in float32."""
+def write_gguf(
+    model: Any, file: Path, *, architecture: str | None = None, pre: str = "qwen2", quantised: bool = False
+) -> Path:
+    """Model and the pocket model's tokenizer, matrices and vectors in float32, or matrices in 8 bits."""
     config, tokenizer = model.config, pocket_tokenizer()
     is_gemma3 = config.model_type == "gemma3_text"
     names = NAMES | GEMMA3_NAMES if is_gemma3 else NAMES
@@ -117,7 +119,12 @@ def write_gguf(model: Any, file: Path, *, architecture: str | None = None, pre: 
         rows = interleaved(tensor, heads[last]) if config.model_type == "llama" and last in heads else tensor
         if is_gemma3 and "norm" in module:
             rows = rows + 1  # llama.cpp multiplies by the weight, transformers by 1 + weight
-        writer.add_tensor(f"{gguf_name(module, names)}.{kind}", np.ascontiguousarray(rows.numpy()))
+        name, values = f"{gguf_name(module, names)}.{kind}", np.ascontiguousarray(rows.numpy())
+        if quantised and values.ndim == 2 and values.shape[1] % 32 == 0:
+            of_8_bits = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(name, gguf.quants.quantize(values, of_8_bits), raw_dtype=of_8_bits)
+        else:
+            writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from frozencore.errors import ModelError
+from frozencore.files import gguf_model
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.tune.load import load_config, load_model, load_tokenizer
 
@@ -71,6 +74,41 @@ def test_every_damage_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("frozencore.files.gguf_model.find_spec", lambda _: None)
     with pytest.raises(ModelError, match=r"pip install 'frozencore\[gguf\]'"):
         load_model(str(tmp_path / "tiny.gguf"))
+
+
+def test_quantised_weights_are_unpacked_once_and_auto_is_that_of_a_folder_in_bfloat16(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    written = tiny_model("llama")
+    file = write_gguf(written, tmp_path / "tiny.gguf", quantised=True)
+    with pytest.warns(UserWarning, match=r"tiny.gguf was unpacked once, to \d.* of bfloat16; .*rm -r .*cache"):
+        first, _ = load_model(str(file), device="cpu")
+    (folder,) = (tmp_path / "cache/frozencore/gguf").iterdir()
+    load_tokenizer(str(file)).save_pretrained(folder)
+    of_folder, _ = load_model(str(folder), device="cpu")
+    assert first.dtype == of_folder.dtype
+    assert first.config.dtype == of_folder.config.dtype == torch.bfloat16
+    with monkeypatch.context() as patched, warnings.catch_warnings(action="error"):
+        patched.setattr(gguf_model, "unpack_weights", Mock(side_effect=AssertionError))
+        second, _ = load_model(str(file), device="cpu")
+    assert first.name_or_path == second.name_or_path == str(file)
+    with pytest.warns(UserWarning, match="of float32"):
+        whole, _ = load_model(str(file), dtype="float32", device="cpu")
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(value, written.state_dict()[name], rtol=0.02, atol=0.02)
+        for other in (first, second, of_folder):
+            assert torch.equal(other.state_dict()[name].bfloat16(), value.bfloat16())
+
+
+def test_where_the_cache_cannot_be_written_the_file_is_unpacked_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cache").write_text("no folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = write_gguf(tiny_model("llama"), tmp_path / "tiny.gguf", quantised=True)
+    with pytest.warns(UserWarning, match="unpacked at each start, because .*cannot be written"):
+        assert load_model(str(file), device="cpu")[0].name_or_path == str(file)
 
 
 @pytest.mark.parametrize("kind", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])

@@ -1,21 +1,27 @@
 """Find models in GGUF files, llama.cpp's format, and read them with transformers as plain weights and a tokenizer.
 
-The weights are unpacked when they are read, so training, merging and saving work on an ordinary model. transformers and
-the package ``gguf`` (extra ``frozencore[gguf]``) are imported when a file is read.
+Training, merging and saving work on unpacked weights, an ordinary model. Quantised weights take a minute to unpack, so
+they are unpacked once, into a model folder in the user's cache. transformers and the package ``gguf`` (extra
+``frozencore[gguf]``) are imported when a file is read.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
+import shlex
+import warnings
 from contextlib import AbstractContextManager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from frozencore.errors import ModelError
+from frozencore.errors import ArtifactError, ModelError
+from frozencore.files.atomic_write import atomic_folder
 from frozencore.files.lfs_pointer import lfs_pointer_in
 from frozencore.quiet import with_attributes
-from frozencore.text import one_line
+from frozencore.text import bytes_in_words, one_line
 
 _MAGIC = b"GGUF"
 
@@ -59,22 +65,68 @@ def _checked(file: Path) -> Path:
 def read_weights(model_class: Any, dtype: str, loading: dict[str, Any]) -> Any:
     """Load the model in a GGUF file for training and saving; it is named after the file.
 
+    Quantised weights come from :func:`cache_folder`, where they are unpacked first if need be.
+
     Args:
         model_class: A class of transformers, also an Auto class.
-        dtype: ``auto`` is the file's dtype, or float32 if the file is quantised.
+        dtype: ``auto`` is the file's dtype, or bfloat16 if the file is quantised.
         loading: The arguments from :func:`frozencore.files.hub.safe_loading`.
     """
+    file, of_cache = _file_of(loading), "bfloat16" if dtype == "auto" else dtype
+    with file.open("rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    folder = cache_folder() / "gguf" / f"{digest[:16]}-{of_cache}"
+    if not (folder / "config.json").is_file():
+        if not _is_quantised(file):
+            return unpack_weights(model_class, dtype, loading)
+        model = unpack_weights(model_class, of_cache, loading)
+        try:
+            with atomic_folder(folder, overwrite=True) as new:
+                model.save_pretrained(new)
+        except ArtifactError as error:
+            warnings.warn(f"{file.name} is unpacked at each start, because {error}", stacklevel=2)
+            return model
+        del model
+        size = bytes_in_words(sum(one.stat().st_size for one in folder.iterdir()))
+        warnings.warn(
+            f"{file.name} was unpacked once, to {size} of {of_cache}; the next start is fast. To remove them: "
+            f"rm -r {shlex.quote(str(folder))}",
+            stacklevel=2,
+        )
+    return _named(model_class.from_pretrained(folder, dtype=of_cache, local_files_only=True), file)
+
+
+def cache_folder() -> Path:
+    """The folder of unpacked models."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "frozencore")
+
+
+def _file_of(loading: dict[str, Any]) -> Path:
+    return Path(loading["pretrained_model_name_or_path"], loading["gguf_file"])
+
+
+def _is_quantised(file: Path) -> bool:
+    from gguf import GGMLQuantizationType, GGUFReader
+
+    plain = {GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16}
+    return any(tensor.tensor_type not in plain for tensor in GGUFReader(file).tensors)
+
+
+def _named(model: Any, file: Path) -> Any:
+    model.name_or_path = model.config.name_or_path = str(file)
+    model.config.architectures = [type(model).__name__]  # the file has no architecture
+    return model
+
+
+def unpack_weights(model_class: Any, dtype: str, loading: dict[str, Any]) -> Any:
+    """Load and unpack the weights in a GGUF file; the arguments are those of :func:`read_weights`."""
     import transformers
 
     whole = {}
     if hasattr(transformers, "GgufConfig"):  # versions that can leave the weights packed
         whole["quantization_config"] = transformers.GgufConfig(dequantize=True)
     with _without_bars():
-        model = model_class.from_pretrained(dtype=dtype, **whole, **loading)
-    file = str(Path(loading["pretrained_model_name_or_path"], loading["gguf_file"]))
-    model.name_or_path = model.config.name_or_path = file
-    model.config.architectures = [type(model).__name__]  # the file has no architecture
-    return model
+        return _named(model_class.from_pretrained(dtype=dtype, **whole, **loading), _file_of(loading))
 
 
 def model_class(config: Any) -> Any:
@@ -103,7 +155,7 @@ def read_tokenizer(loading: dict[str, Any]) -> Any:
 
     tokenizer = AutoTokenizer.from_pretrained(**loading)
     if "gguf_file" in loading:
-        _cut_digits(tokenizer, Path(loading["pretrained_model_name_or_path"], loading["gguf_file"]))
+        _cut_digits(tokenizer, _file_of(loading))
     return tokenizer
 
 

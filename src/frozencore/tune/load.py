@@ -46,8 +46,8 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> tuple
 
     Args:
         name: Hub id, local folder, GGUF file, ``pocket`` or ``smollm2``. Local files are read without the network.
-        dtype: ``auto`` is the dtype that the model was saved in; float32 for quantised GGUF files, and on a CPU that
-            does not compute in the saved dtype itself, if its memory holds float32.
+        dtype: ``auto`` is the dtype that the model was saved in, bfloat16 for quantised GGUF files; or float32 on a CPU
+            that does not compute in that dtype itself, if its memory holds float32.
         device: ``auto`` is the first GPU, or the CPU; of several processes, each one's own.
 
     Raises:

@@ -7,7 +7,6 @@ folder (269 MB) in the user's cache, which loads in a second; ``--model smollm2`
 from __future__ import annotations
 
 import hashlib
-import os
 import subprocess
 import sys
 import zipfile
@@ -16,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 from frozencore.errors import FrozenCoreError, ModelError
 from frozencore.files.atomic_write import atomic_folder
-from frozencore.files.gguf_model import read_tokenizer, read_weights
+from frozencore.files.gguf_model import cache_folder, read_tokenizer, unpack_weights
 from frozencore.files.hub import safe_loading
 from frozencore.text import bytes_in_words, one_line
 
@@ -74,15 +73,14 @@ def make_smollm2(given: Path | None = None) -> Path:
         with atomic_folder(folder, overwrite=True) as new:
             from transformers import LlamaForCausalLM
 
-            read_weights(LlamaForCausalLM, "bfloat16", loading).save_pretrained(new)
+            unpack_weights(LlamaForCausalLM, "bfloat16", loading).save_pretrained(new)
             read_tokenizer(loading).save_pretrained(new)
             (new / "README.md").write_text(_CARD, encoding="utf-8")
     return folder
 
 
 def _folder() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache, "frozencore", SMOLLM2)
+    return cache_folder() / SMOLLM2
 
 
 def _downloaded(folder: Path) -> Path:
