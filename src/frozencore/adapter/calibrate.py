@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from tqdm.auto import tqdm
 
 from frozencore.adapter.bases import adapter_for_new_bases, put_bases
 from frozencore.adapter.layer import FrozenCoreLinear
+from frozencore.adapter.learning_rate import fisher_learning_rate
 from frozencore.calibration.batches import BATCH_SIZE, Batch, Collator, batches_from, require_examples_apart
 from frozencore.calibration.calibrate import Calibration, Target, calibrate_layers
 from frozencore.calibration.calibration_options import CalibrationOptions
@@ -112,7 +114,10 @@ def calibrate(
     if counts := [layer.num_tokens for layer in found.layers.values() if layer.num_tokens]:
         config.calibration_tokens = max(counts)
     _warn_of_weak_layers(bases, layers)
-    return found
+    if not batches:
+        return found
+    rate = fisher_learning_rate(model, layers, adapter_name, batches, options=options, loss_fn=loss_fn)
+    return replace(found, learning_rate=rate)
 
 
 def _end_ids(model: Any) -> set[int]:

@@ -61,11 +61,16 @@ class LayerCalibration:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The result of a calibration: per layer, and the seconds that the pass and the bases took."""
+    """The result of a calibration: per layer, and the seconds that the pass and the bases took.
+
+    Attributes:
+        learning_rate: The peak learning rate that the examples propose for the cores and AdamW; None without examples.
+    """
 
     layers: dict[str, LayerCalibration]
     collect_s: float
     build_s: float
+    learning_rate: float | None = None
 
     @property
     def time_s(self) -> float:

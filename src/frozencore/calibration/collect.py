@@ -267,11 +267,16 @@ def _run_pass(
         return running.recorders
 
 
+def on_device(batch: Batch, device: torch.device, hooks: Hooks) -> tuple[Batch, Batch]:
+    """A batch with labels that torch's losses take (int64), where it is and on a device."""
+    if hooks.loss_fn is None and getattr(batch.get("labels"), "dtype", None) in (torch.int32, torch.int16, torch.int8):
+        batch = {**batch, "labels": batch["labels"].long()}
+    return batch, mapped(batch, lambda tensor: sent(tensor, device))
+
+
 def _run_batch(model: nn.Module, batch: Batch, running: CalibrationPass) -> None:
     hooks, device = running.hooks, execution_device(model)
-    if hooks.loss_fn is None and getattr(batch.get("labels"), "dtype", None) in (torch.int32, torch.int16, torch.int8):
-        batch = {**batch, "labels": batch["labels"].long()}  # torch's losses take int64 alone
-    as_it_came, batch = batch, mapped(batch, lambda tensor: sent(tensor, device))
+    as_it_came, batch = on_device(batch, device, hooks)
     if hooks.loss_fn is None:
         _count_tokens(as_it_came, running, device)
         running.find_order(model, running.tokens, running.source_tokens)
