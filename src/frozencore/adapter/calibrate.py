@@ -44,6 +44,7 @@ def calibrate(
     moments: Mapping[str, LayerMoments] | None = None,
     loss_fn: LossFn | None = None,
     reset: bool = False,
+    learning_rate: bool = True,
     progress: bool | Progress = True,
 ) -> Calibration:
     """Choose the bases of a frozen-core adapter from calibration examples and reset its cores to zero.
@@ -67,6 +68,8 @@ def calibrate(
             counts, an image's patches for instance. Tokens that the loss masks have no error, and add nothing to G and
             d.
         reset: Allow a new basis under a core that has been trained (the core is lost).
+        learning_rate: Propose a learning rate too, from the gradients of some examples one by one
+            (:mod:`frozencore.adapter.learning_rate`).
         progress: True shows a bar, False nothing; a function is called with ``(stage, done, total, note="")``.
 
     In a process group (``torchrun``, ``accelerate launch``) every rank calls this with its own share of the examples,
@@ -114,7 +117,7 @@ def calibrate(
     if counts := [layer.num_tokens for layer in found.layers.values() if layer.num_tokens]:
         config.calibration_tokens = max(counts)
     _warn_of_weak_layers(bases, layers)
-    if not batches:
+    if not learning_rate or not batches:
         return found
     rate = fisher_learning_rate(model, layers, adapter_name, batches, options=options, loss_fn=loss_fn)
     return replace(found, learning_rate=rate)

@@ -1,6 +1,6 @@
 """The learning rate of cores from their Fisher metric: ``η = c / √E‖g‖²``.
 
-g is the gradient of the loss of one example in all cores R, at R = 0; E‖g‖² is the trace of the empirical Fisher matrix.
+g is the gradient of the loss of one example in all cores R, at R = 0; E‖g‖² is the trace of the empirical Fisher.
 AdamW moves every entry of R by about η in a step, so a step with signs in no order changes the model by a divergence of
 about ½η² E‖g‖² = ½c² nats an example. It is the same for every model, basis and scale.
 """
@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from frozencore.adapter.layer import FrozenCoreLinear
 from frozencore.calibration.batches import Batch, mapped, num_examples_of, tensors_of
@@ -86,7 +87,11 @@ def evenly_spaced(batches: Sequence[Batch], count: int) -> Iterator[Batch]:
     places = [(batch, i) for batch in batches if can_split(batch) for i in range(num_examples_of(batch))]
     for number in range(min(count, len(places))):
         batch, i = places[number * len(places) // min(count, len(places))]
-        yield mapped(batch, lambda tensor, i=i: tensor[i : i + 1] if tensor.ndim else tensor)
+        yield mapped(batch, partial(_row, i))
+
+
+def _row(i: int, tensor: Tensor) -> Tensor:
+    return tensor[i : i + 1] if tensor.ndim else tensor
 
 
 def can_split(batch: Batch) -> bool:

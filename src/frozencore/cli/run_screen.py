@@ -212,10 +212,11 @@ def recipe_in_words(num_steps: int, recipe: Mapping[str, Any], num_epochs: int |
     """Describe a training in one line; the recipe has the form of a record."""
     epochs = "" if num_epochs is None else f" in {num_of(num_epochs, 'epoch')}"
     at_once, rows = recipe["batch_size"], recipe["batch_size"] * recipe["accumulation"]
+    rate = "measured on the rows" if recipe["learning_rate"] is None else f"{recipe['learning_rate']:.3g}"
     batches = "" if at_once == rows else f", {at_once} at a time"
     return (
-        f"{num_of(num_steps, 'step')} of {num_of(rows, 'row')}{batches}{epochs}; learning rate "
-        f"{recipe['learning_rate']:g}, warm-up {recipe['warmup']:g} of them."
+        f"{num_of(num_steps, 'step')} of {num_of(rows, 'row')}{batches}{epochs}; learning rate {rate}, "
+        f"warm-up {recipe['warmup']:g} of them."
     )
 
 

@@ -6,7 +6,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,10 +17,12 @@ from transformers import PreTrainedModel
 
 from frozencore.adapter.calibrate import calibrate
 from frozencore.adapter.layer import frozen_core_layers
+from frozencore.adapter.learning_rate import fisher_learning_rate
 from frozencore.adapter.mean_core import mean_core, weights_in
 from frozencore.adapter.saved.basis import load_basis, read_header
 from frozencore.adapter.saved.card import begin_model_card
 from frozencore.calibration.batches import Batch
+from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.moments_file import MomentsFingerprint, load_moments
 from frozencore.constructors import COMPRESSED
 from frozencore.distributed import num_ranks, own_rank
@@ -177,7 +179,9 @@ def adapt(
                 moments = load_moments(moments_file, MomentsFingerprint.of(model, batches, config.calibration))
             if moments is None:
                 batches = own_share(batches)
-            calibration = calibrate(model, batches, options=config.calibration, moments=moments, progress=progress)
+            calibration = calibrate(
+                model, batches, options=config.calibration, moments=moments, learning_rate=False, progress=progress
+            )
     time_s = time.perf_counter() - started
     if calibration is not None:
         captures = calibration.captures
@@ -191,6 +195,24 @@ def adapt(
         warnings=(*limits_of_basis(config.basis), *said),
     )
     return Adapted(model, targets, made)
+
+
+def learning_rate_of(adapted: Adapted, inputs: Inputs, rows: Sequence[TokenRow]) -> float:
+    """Measure the learning rate of the adapter's cores on training rows, evenly spaced among them.
+
+    Raises:
+        ConfigError: The rows have no gradient, so any rate is as good.
+    """
+    rate = fisher_learning_rate(
+        adapted.model,
+        frozen_core_layers(adapted.model, "default"),
+        "default",
+        make_batches(rows, pad_id=inputs.encoder.pad_id, batch_size=1),
+        options=CalibrationOptions(),
+    )
+    if rate is None:
+        raise ConfigError("The learning rate is not known: the gradients of the cores are zero. Give --learning-rate.")
+    return rate
 
 
 def limits_of_basis(basis: str | None) -> tuple[str, ...]:

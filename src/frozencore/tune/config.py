@@ -63,7 +63,7 @@ class RunConfig(ConfigPart):
         return self
 
     @property
-    def resolved_learning_rate(self) -> float:
+    def resolved_learning_rate(self) -> float | None:
         return self.training.rate_of(self.method.entry)
 
     @property

@@ -261,8 +261,9 @@ class TrainingConfig(ConfigPart):
     """The recipe of the training."""
 
     learning_rate: Annotated[
-        float | None, Field(gt=0, description="Peak learning rate. Default: the method's own, 1e-2 for cores.")
-    ] = None
+        Annotated[float, Field(gt=0)] | Literal["auto"],
+        Field(description="Peak learning rate. auto: measured on the training rows for cores, else the method's own."),
+    ] = "auto"
     warmup: Annotated[
         float | None,
         Field(
@@ -301,9 +302,9 @@ class TrainingConfig(ConfigPart):
     ] = None
     seed: Seed = SEED
 
-    def rate_of(self, method: Method) -> float:
-        """The learning rate, by default the method's."""
-        return method.learning_rate if self.learning_rate is None else self.learning_rate
+    def rate_of(self, method: Method) -> float | None:
+        """The learning rate, by default the method's; None if it is to be measured."""
+        return method.learning_rate if self.learning_rate == "auto" else self.learning_rate
 
     def warmup_of(self, method: Method) -> float:
         """The share of steps that warm up, by default the method's."""

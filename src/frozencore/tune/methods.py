@@ -63,6 +63,7 @@ class Method(ABC):
         trains: The kinds of trained values: ``core``, ``factors``, ``magnitudes`` (one a channel), or another kind,
             which reports show in a new column.
         learning_rate, warmup: Defaults of a run: the peak learning rate, and the share of the steps in which it rises.
+            A rate of None is measured on the run's rows (:mod:`frozencore.adapter.learning_rate`).
         weights_only: The bases depend only on the base weights, so runs share them.
         changes_base: The method changes the base model's weights in place, so nothing else can use the model
             afterwards.
@@ -74,7 +75,7 @@ class Method(ABC):
     label: str
     word: str = ""
     trains: tuple[str, ...]
-    learning_rate: float
+    learning_rate: float | None
     warmup: float = 0.1
     weights_only: bool = False
     changes_base: ClassVar[bool] = False
@@ -284,9 +285,6 @@ def _ties_its_embeddings(model: nn.Module, names: list[str]) -> bool:
     return is_named and outputs is not None and outputs.weight is inputs.weight
 
 
-CORE_LEARNING_RATE = 1e-2  # measured on small models and SmolLM2; the paper has 5e-3, for orthonormal bases and s = 1
-
-
 @dataclass(frozen=True, kw_only=True)
 class FrozenCore(Method):
     """A frozen core with the bases of a named constructor."""
@@ -346,7 +344,7 @@ class FrozenCores(Mapping[str, Method]):
         row = find_constructor(name) if name == COMPRESSED else CONSTRUCTORS[name]
         return FrozenCore(
             constructor=name, label=row.label or name, word=row.word, trains=("core",),
-            learning_rate=CORE_LEARNING_RATE, weights_only=row.weights_only,
+            learning_rate=None, weights_only=row.weights_only,
         )  # fmt: skip
 
     def __iter__(self) -> Iterator[str]:

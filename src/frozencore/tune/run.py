@@ -21,7 +21,15 @@ from frozencore.errors import DivergenceError, ModelError
 from frozencore.files.atomic_write import require_writable, write_json, write_lines, write_text
 from frozencore.files.fingerprint import fingerprint_model, fingerprint_options
 from frozencore.text import Progress, as_stage
-from frozencore.tune.adapt import Precomputed, adapt, load_start, on_named_basis, save_start, starting_core
+from frozencore.tune.adapt import (
+    Precomputed,
+    adapt,
+    learning_rate_of,
+    load_start,
+    on_named_basis,
+    save_start,
+    starting_core,
+)
 from frozencore.tune.config import RunConfig
 from frozencore.tune.config_parts import ScoringConfig, TrainingConfig
 from frozencore.tune.cost import PeakMemory, rows_at_once
@@ -125,6 +133,8 @@ def execute(
                     if is_first:
                         save_start(adapted, method, out / START)
 
+        if recipe.learning_rate is None:
+            recipe = replace(recipe, learning_rate=learning_rate_of(adapted, inputs, inputs.rows.train))
         if start is not None:
             swap_core(adapted.model, start.tensors)
             adapted = replace(adapted, started_from=start.shares)

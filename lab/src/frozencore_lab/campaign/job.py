@@ -19,6 +19,7 @@ from frozencore.errors import ConfigError
 from frozencore.files.fingerprint import fingerprint_options
 from frozencore.text import Progress
 from frozencore.tune.config import PLACES, RunConfig, make_config
+from frozencore.tune.methods import Method
 from frozencore.tune.rows.row_sources import STANDARD_INPUT
 from frozencore.tune.task_registry import find_task
 
@@ -175,6 +176,13 @@ NamedKind = Annotated[
 ID_DIGITS = 16
 DEFAULTS = {"batch_size": 1, "samples": 0, "exact_match": "no"}
 """The values of runs that name no others, where those of ``tune`` differ."""
+CORE_LEARNING_RATE = 1e-2
+"""The learning rate of cores in runs that name none, so that constructors are compared at one rate."""
+
+
+def default_learning_rate(method: Method) -> float:
+    """The learning rate of a method in runs that name none."""
+    return method.learning_rate or CORE_LEARNING_RATE
 
 
 @dataclass(frozen=True)
@@ -209,7 +217,7 @@ class Job:
         method = self.config.method.name
         core = {name: value for name, value in values.pop("core", {}).items() if method in readers(name)}
         values |= {"core": core} if core else {}
-        values["learning_rate"] = self.config.resolved_learning_rate
+        values["learning_rate"] = self.config.resolved_learning_rate or "auto"
         values["warmup"] = self.config.resolved_warmup
         if self.config.rows.task is not None:
             task = find_task(self.config.rows.task)
@@ -229,4 +237,7 @@ def make_job(kind: str, options: dict[str, Any], reference_size: int | None = No
     sources = {data} if isinstance(data, str) else {*data}
     if STANDARD_INPUT in {*sources, options.get("eval_data")}:
         raise ConfigError("data: the standard input can be read once, but each run reads its rows. Give a file.")
-    return Job(KINDS[kind], make_config(strict=True, **{**DEFAULTS, **options}), reference_size)
+    config = make_config(strict=True, **{**DEFAULTS, **options})
+    if "learning_rate" not in options:
+        config = config.replaced(learning_rate=default_learning_rate(config.method.entry))
+    return Job(KINDS[kind], config, reference_size)

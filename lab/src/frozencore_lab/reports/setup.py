@@ -17,6 +17,7 @@ from frozencore.tune.task_registry import find_task
 from frozencore.tune.tasks import Scoring, Split
 from frozencore.tune.tasks.splits import VALIDATION_SHARE
 from frozencore.tune.training.recipe import MAX_GRAD_NORM, WEIGHT_DECAY
+from frozencore_lab.campaign.job import default_learning_rate
 from frozencore_lab.campaign.results import CampaignResults, StudyResults
 from frozencore_lab.campaign.spec import DEFAULT_METHOD, Campaign, Study
 from frozencore_lab.reports.sheet import Sheet, SheetCell, axis_name, label, number, value_name
@@ -128,7 +129,7 @@ def _values(campaign: Campaign, study: Study, method: str, option: str) -> tuple
 def _defaults(row: Method) -> dict[str, Any]:
     """The default of every option for a method."""
     defaults = {name: option.default for name, option in run_options().items()}
-    return {**defaults, "learning_rate": row.learning_rate, "warmup": row.warmup}
+    return {**defaults, "learning_rate": default_learning_rate(row), "warmup": row.warmup}
 
 
 def _options(campaign: Campaign, study: Study, name: str) -> dict[str, str]:

@@ -25,7 +25,7 @@ from frozencore.errors import ArtifactError, FrozenCoreError
 from frozencore.files.atomic_write import atomic_folder, write_json, write_text
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.text import Progress, as_stage, one_line
-from frozencore.tune.adapt import Adapted, adapt, starting_core
+from frozencore.tune.adapt import Adapted, adapt, learning_rate_of, starting_core
 from frozencore.tune.calibration_record import CalibratedAdapter
 from frozencore.tune.config import RunConfig, as_flags, run_options
 from frozencore.tune.cost import PeakMemory
@@ -110,6 +110,10 @@ def execute_many(
                 pad_id=inputs.encoder.pad_id,
                 progress=as_stage(progress, "score base"),
             )
+        for name in to_train:
+            if tenants[name].recipe.learning_rate is None:
+                rate = learning_rate_of(adapted, inputs, tenants[name].rows)
+                tenants[name] = replace(tenants[name], recipe=replace(tenants[name].recipe, learning_rate=rate))
         if start is not None:
             swap_core(adapted.model, start.tensors)
             adapted = replace(adapted, started_from=start.shares)

@@ -197,7 +197,7 @@ class ActiveTenants:
         for state, loss, norm in zip(self.states, losses.tolist(), norms.tolist(), strict=True):
             if not math.isfinite(loss) or not math.isfinite(norm):  # as in a run alone (LossMonitor)
                 state.diverged = divergence(
-                    state.step + 1, state.tenant.num_steps, loss, norm, state.tenant.recipe.learning_rate
+                    state.step + 1, state.tenant.num_steps, loss, norm, state.tenant.recipe.peak_rate
                 )
         self.slots.step(
             norms,

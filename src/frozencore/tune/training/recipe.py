@@ -37,7 +37,7 @@ class Recipe:
     """The recipe of a training.
 
     Attributes:
-        learning_rate: The peak learning rate.
+        learning_rate: The peak learning rate; None until it is measured on the model.
         warmup: Share of the optimizer steps in which the learning rate rises; the first one already trains.
         batch_size: Examples in one forward pass.
         accumulation: Forward passes in one optimizer step.
@@ -47,7 +47,7 @@ class Recipe:
             order.
     """
 
-    learning_rate: float
+    learning_rate: float | None
     warmup: float
     epochs: int = 1
     batch_size: int = 1
@@ -81,9 +81,15 @@ class Recipe:
         rows = self.batch_size * self.accumulation
         return replace(self, batch_size=rows, accumulation=1, overhead_tokens=None).content()
 
+    @property
+    def peak_rate(self) -> float:
+        """The learning rate, which is known when training begins."""
+        assert self.learning_rate is not None
+        return self.learning_rate
+
     def rate(self, step: int, num_steps: int) -> float:
         """The learning rate of a step, counted from 0: a linear rise, then a cosine to zero. It is never zero."""
-        return self.learning_rate * self.share_of_rate(step, num_steps)
+        return self.peak_rate * self.share_of_rate(step, num_steps)
 
     def share_of_rate(self, step: int, num_steps: int) -> float:
         """The learning rate of a step as a share of the peak."""
@@ -139,7 +145,7 @@ def training_arguments(
     saves = score_steps or save_steps
     arguments = TrainingArguments(
         output_dir=str(folder),
-        learning_rate=recipe.learning_rate,
+        learning_rate=recipe.peak_rate,
         num_train_epochs=recipe.epochs,
         per_device_train_batch_size=own.batch_size,
         gradient_accumulation_steps=own.accumulation,
