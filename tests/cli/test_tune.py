@@ -85,7 +85,7 @@ def test_a_dry_run_says_what_would_be_read_and_taken_and_writes_nothing(command:
     assert f"18 rows to train on: {sum(lengths)} tokens, {with_loss} of them with loss; " in out
     assert f"{max(lengths)} at most (limit 512)" in out
     assert "2 rows to score: " in out
-    assert "6 steps of 6 rows, 3 at a time in 2 epochs; learning rate 0.01" in out
+    assert "6 steps of 6 rows, 3 at a time in 2 epochs; learning rate measured on the rows" in out
     places = "q_proj, k_proj, v_proj, o_proj"
     assert f"fcca: 256 trained values in {places} (3,072 bytes of state held while training), about " in out
     uncounted = command(*words, "--out", tmp_path / "run", "--dry-run", "--method", "dora")

@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 
 from frozencore.adapter.bases import adapter_for_new_bases, put_bases
 from frozencore.adapter.layer import FrozenCoreLinear
-from frozencore.adapter.learning_rate import fisher_learning_rate
+from frozencore.adapter.learning_rate import proposed_learning_rate
 from frozencore.calibration.batches import BATCH_SIZE, Batch, Collator, batches_from, require_examples_apart
 from frozencore.calibration.calibrate import Calibration, Target, calibrate_layers
 from frozencore.calibration.calibration_options import CalibrationOptions
@@ -119,7 +119,7 @@ def calibrate(
     _warn_of_weak_layers(bases, layers)
     if not learning_rate or not batches:
         return found
-    rate = fisher_learning_rate(model, layers, adapter_name, batches, options=options, loss_fn=loss_fn)
+    rate = proposed_learning_rate(model, layers, adapter_name, batches, options=options, loss_fn=loss_fn)
     return replace(found, learning_rate=rate)
 
 

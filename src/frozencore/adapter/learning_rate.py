@@ -1,15 +1,17 @@
-"""The learning rate of cores from their Fisher metric: ``η = c / √E‖g‖²``.
+"""The learning rate of cores, from the gradients g of the losses of single examples at R = 0.
 
-g is the gradient of the loss of one example in all cores R, at R = 0; E‖g‖² is the trace of the empirical Fisher.
-AdamW moves every entry of R by about η in a step, so a step with signs in no order changes the model by a divergence of
-about ½η² E‖g‖² = ½c² nats an example. It is the same for every model, basis and scale.
+The first step of AdamW at the rate η is ``-η sign(E g)``. Two facts bound it:
+
+    ½ η² E‖g‖²               the divergence of a step with signs in no order, to second order; E‖g‖² is the trace of the
+                             empirical Fisher matrix. The rate begins at ``c / √E‖g‖²``.
+    L(-η sign(E g))          the loss after the step. The rate is halved while half of it lowers the loss more.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -25,13 +27,14 @@ from frozencore.device import execution_device
 from frozencore.distributed import all_ranks_or_none, sum_over_ranks
 from frozencore.quiet import with_attributes
 
-FISHER_STEP = 0.5
-"""c: the size of a step in the Fisher metric, chosen on the models and data sets of docs/method.md."""
+FISHER_STEP = 0.8
+"""c: the longest step in the Fisher metric, chosen on the models and data sets of docs/method.md."""
 NUM_EXAMPLES = 16
-"""Examples whose gradients are measured, evenly spaced among those of the calibration."""
+"""Examples whose gradients and losses are measured, evenly spaced among those of the calibration."""
+MOST_HALVINGS = 12
 
 
-def fisher_learning_rate(
+def proposed_learning_rate(
     model: nn.Module,
     layers: Mapping[str, FrozenCoreLinear],
     adapter_name: str,
@@ -43,57 +46,104 @@ def fisher_learning_rate(
     """Propose the peak learning rate of an adapter's cores for AdamW.
 
     Every process of a group calls this with its own batches, and all get the same rate. The model is as before
-    afterwards. It takes a pass forward and back for each of :data:`NUM_EXAMPLES` examples.
+    afterwards. Each of :data:`NUM_EXAMPLES` examples takes a pass forward and back, and some passes forward.
 
     Args:
         layers: The layers of the adapter, whose bases are set.
         batches: As for :func:`frozencore.calibrate`.
 
     Returns:
-        The rate; None if the gradients are zero, or if no batch can be split into its examples.
+        The rate; None if the gradients are zero.
 
     Raises:
         CalibrationError, ConfigError: As :func:`frozencore.calibrate`.
     """
-    with all_ranks_or_none():
-        squares = squared_gradients(model, layers, adapter_name, batches, Hooks({}, frozenset(), options, loss_fn))
-    own = torch.tensor([sum(squares), len(squares)], dtype=torch.float64)
-    total, count = sum_over_ranks(own).tolist()
-    return FISHER_STEP / math.sqrt(total / count) if total > 0 else None
+    examples = evenly_spaced(batches, NUM_EXAMPLES, whole=loss_fn is not None)
+    hooks = Hooks({}, frozenset(), options, loss_fn)
+    with preserved(model), _active_at_zero(layers.values(), adapter_name) as cores:
+        with all_ranks_or_none():
+            squares, gradient = summed_gradients(model, cores, examples, hooks)
+        squares, gradient = sum_over_ranks(squares), sum_over_ranks(gradient)
+        count = float(sum_over_ranks(torch.tensor(float(len(examples)), dtype=torch.float64)))
+        if not float(squares) > 0:
+            return None
+
+        def loss_after(rate: float) -> float:
+            step = torch.split(gradient.sign() * -rate, [core.numel() for core in cores])
+            for core, part in zip(cores, step, strict=True):
+                core.data.copy_(part.view_as(core))
+            with all_ranks_or_none(), torch.no_grad():
+                total = sum(float(_loss(model, example, hooks)) for example in examples)
+            return float(sum_over_ranks(torch.tensor(total, dtype=torch.float64)))
+
+        rate = FISHER_STEP / math.sqrt(float(squares) / count)
+        loss = loss_after(rate)
+        for _ in range(MOST_HALVINGS):
+            half = loss_after(rate / 2)
+            if not half < loss and math.isfinite(loss):
+                break
+            rate, loss = rate / 2, half
+    return rate
 
 
-def squared_gradients(
-    model: nn.Module, layers: Mapping[str, FrozenCoreLinear], adapter_name: str, batches: Sequence[Batch], hooks: Hooks
-) -> list[float]:
-    """‖g‖² of the loss of single examples in all cores of an adapter."""
-    squares: list[float] = []
-    with preserved(model), ExitStack() as undo:
-        cores = [layer.core(adapter_name).requires_grad_(True) for layer in layers.values()]
-        for layer, core in zip(layers.values(), cores, strict=True):
+@contextmanager
+def _active_at_zero(layers: Iterable[FrozenCoreLinear], adapter_name: str) -> Iterator[list[Tensor]]:
+    """Compute with this adapter alone, its cores zero and trainable; afterwards they are as before."""
+    with ExitStack() as undo:
+        cores: list[Tensor] = []
+        for layer in layers:
+            core = layer.core(adapter_name)
             undo.enter_context(with_attributes(layer, _active_adapter=[adapter_name], _disable_adapters=False))
-            undo.enter_context(with_attributes(core, grad=None))
-        for example in evenly_spaced(batches, NUM_EXAMPLES):
-            example, batch = on_device(example, execution_device(model), hooks)
-            loss_of(model, batch, example, hooks).backward()  # checkpointed blocks refuse torch.autograd.grad
-            gradients = [core.grad for core in cores if core.grad is not None]
-            squares.append(sum(float(gradient.double().square().sum()) for gradient in gradients))
-            for core in cores:
-                core.grad = None
-    return squares
+            undo.enter_context(with_attributes(core, grad=None, data=torch.zeros_like(core)))
+            core.requires_grad_(True)
+            cores.append(core)
+        yield cores
 
 
-def evenly_spaced(batches: Sequence[Batch], count: int) -> Iterator[Batch]:
-    """Yield so many batches of one example each, evenly spaced among those that can be split."""
-    places = [(batch, i) for batch in batches if can_split(batch) for i in range(num_examples_of(batch))]
-    for number in range(min(count, len(places))):
-        batch, i = places[number * len(places) // min(count, len(places))]
-        yield mapped(batch, partial(_row, i))
+def summed_gradients(
+    model: nn.Module, cores: Sequence[Tensor], examples: Sequence[Batch], hooks: Hooks
+) -> tuple[Tensor, Tensor]:
+    """``Σ ‖g‖²`` and ``Σ g`` (all values of the cores) over single examples, in float64 on the CPU."""
+    squares, gradient = torch.zeros((), dtype=torch.float64), torch.zeros(sum(core.numel() for core in cores)).double()
+    for example in examples:
+        _loss(model, example, hooks).backward()  # checkpointed blocks refuse torch.autograd.grad
+        gradients = [torch.zeros_like(core) if core.grad is None else core.grad for core in cores]
+        g = torch.cat([one.flatten().to("cpu", torch.float64) for one in gradients])
+        squares += g.square().sum()
+        gradient += g
+        for core in cores:
+            core.grad = None
+    return squares, gradient
 
 
-def _row(i: int, tensor: Tensor) -> Tensor:
-    return tensor[i : i + 1] if tensor.ndim else tensor
+def _loss(model: nn.Module, example: Batch, hooks: Hooks) -> Tensor:
+    example, batch = on_device(example, execution_device(model), hooks)
+    return loss_of(model, batch, example, hooks) / num_examples_of(example)
+
+
+def evenly_spaced(batches: Sequence[Batch], count: int, *, whole: bool = False) -> list[Batch]:
+    """Examples as batches of one, evenly spaced; whole batches, of so many examples in all, where they stay together.
+
+    Args:
+        whole: Keep every batch whole, because a loss of the user's own may compare its rows.
+    """
+    if whole or not all(map(can_split, batches)):
+        wanted = math.ceil(count * len(batches) / max(1, sum(map(num_examples_of, batches))))
+        return [batches[i] for i in _evenly(len(batches), wanted)]
+    places = [(batch, i) for batch in batches for i in range(num_examples_of(batch))]
+    chosen = (places[i] for i in _evenly(len(places), count))
+    return [mapped(batch, partial(_row, i)) for batch, i in chosen]
+
+
+def _evenly(size: int, count: int) -> list[int]:
+    count = min(size, count)
+    return [number * size // count for number in range(count)]
 
 
 def can_split(batch: Batch) -> bool:
     """Return whether each tensor of a batch has a row for each example; patches of images have not."""
     return all(len(tensor) == num_examples_of(batch) for tensor in tensors_of(batch) if tensor.ndim)
+
+
+def _row(i: int, tensor: Tensor) -> Tensor:
+    return tensor[i : i + 1] if tensor.ndim else tensor

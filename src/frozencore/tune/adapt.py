@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from frozencore.adapter.calibrate import calibrate
 from frozencore.adapter.layer import frozen_core_layers
-from frozencore.adapter.learning_rate import fisher_learning_rate
+from frozencore.adapter.learning_rate import proposed_learning_rate
 from frozencore.adapter.mean_core import mean_core, weights_in
 from frozencore.adapter.saved.basis import load_basis, read_header
 from frozencore.adapter.saved.card import begin_model_card
@@ -203,7 +203,7 @@ def learning_rate_of(adapted: Adapted, inputs: Inputs, rows: Sequence[TokenRow])
     Raises:
         ConfigError: The rows have no gradient, so any rate is as good.
     """
-    rate = fisher_learning_rate(
+    rate = proposed_learning_rate(
         adapted.model,
         frozen_core_layers(adapted.model, "default"),
         "default",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,7 @@ def test_a_run_starts_from_the_core_and_a_tenant_of_many_as_a_run_alone(
     record = execute(config, tmp_path / "run", silent)
     inputs = inputs_of(config)
     recipe = recipe_of(config.training, config.method.entry, inputs.rows, inputs.model)
+    recipe = replace(recipe, learning_rate=record.resolved.recipe["learning_rate"])  # measured on the rows
     model = adapter_in(together[0] / "ben", is_trainable=True)
     report = train(model, inputs.rows.train, recipe, pad_id=inputs.encoder.pad_id)
     assert record.training.losses == pytest.approx(report.training.losses, rel=1e-5)
