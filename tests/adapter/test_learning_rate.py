@@ -41,7 +41,7 @@ def test_the_rate_is_a_step_in_the_fisher_metric_halved_while_it_is_too_long(
             return sum(float(loss_of_example(model, example)) for example in EXAMPLES)
 
     rate, halvings = longest / np.sqrt(np.mean(squares)), 0
-    while loss_after(rate / 2) < loss_after(rate):
+    while loss_after(rate / 2) < 0.9 * loss_after(rate):
         rate, halvings = rate / 2, halvings + 1
     assert halvings > 0 or longest < 1
     assert found.learning_rate == pytest.approx(rate, rel=1e-6)

@@ -124,9 +124,7 @@ def test_the_record_holds_what_is_needed_to_trust_it(whole: tuple[TunedRecord, P
     assert record.state_held_bytes == 12 * 16 * 4**2
     assert record.config.content()["calibration_size"] == 16
     assert record.config.training.learning_rate == "auto"
-    assert (
-        1e-4 < record.resolved.recipe["learning_rate"] < 1e-1
-    )  # measured on the rows
+    assert 1e-4 < record.resolved.recipe["learning_rate"] < 1e-1  # measured on the rows
     assert record.resolved.targets == ("q_proj", "k_proj", "v_proj", "o_proj")
     assert (record.resolved.prompt_style, record.resolved.dtype) == ("plain", "float32")
     assert {"model", "train", "calibration", "evaluation", "basis"} == record.hashes.content().keys()

@@ -4,7 +4,8 @@ The first step of AdamW at the rate η is ``-η sign(E g)``. Two facts bound it:
 
     ½ η² E‖g‖²               the divergence of a step with signs in no order, to second order; E‖g‖² is the trace of the
                              empirical Fisher matrix. The rate begins at ``c / √E‖g‖²``.
-    L(-η sign(E g))          the loss after the step. The rate is halved while half of it lowers the loss more.
+    L(-η sign(E g))          the loss after the step. The rate is halved while half a step ends at a loss that is lower
+                             by a tenth.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ FISHER_STEP = 0.8
 """c: the longest step in the Fisher metric, chosen on the models and data sets of docs/method.md."""
 NUM_EXAMPLES = 16
 """Examples whose gradients and losses are measured, evenly spaced among those of the calibration."""
-MOST_HALVINGS = 12
+LOWER, MOST_HALVINGS = 0.9, 12
 
 
 def proposed_learning_rate(
@@ -80,7 +81,7 @@ def proposed_learning_rate(
         loss = loss_after(rate)
         for _ in range(MOST_HALVINGS):
             half = loss_after(rate / 2)
-            if not half < loss and math.isfinite(loss):
+            if math.isfinite(loss) and not half < LOWER * loss:
                 break
             rate, loss = rate / 2, half
     return rate
