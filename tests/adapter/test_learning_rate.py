@@ -16,12 +16,13 @@ from references import numpy_of
 from tiny import BATCHES, EXAMPLES, adapted, batches_of, cores_of, tiny_qwen2
 
 
-@pytest.mark.parametrize("longest", [0.8, 8.0])
+@pytest.mark.parametrize(("longest", "lower"), [(0.8, 0.9), (8.0, 1.0)])
 @pytest.mark.parametrize("constructor", ["fcca", "rawgrad", "eva"])
 def test_the_rate_is_a_step_in_the_fisher_metric_halved_while_it_is_too_long(
-    constructor: str, longest: float, monkeypatch: pytest.MonkeyPatch
+    constructor: str, longest: float, lower: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(learning_rate, "FISHER_STEP", longest)
+    monkeypatch.setattr(learning_rate, "LOWER", lower)
     model = adapted(constructor, dtype=torch.float64, calibrated=False, alpha=6.0)
     found = calibrate(model, BATCHES, progress=False)
     layers, squares, mean = {layer.name: layer for layer in cores_of(model)}, [], dict[str, Any]()
@@ -41,7 +42,7 @@ def test_the_rate_is_a_step_in_the_fisher_metric_halved_while_it_is_too_long(
             return sum(float(loss_of_example(model, example)) for example in EXAMPLES)
 
     rate, halvings = longest / np.sqrt(np.mean(squares)), 0
-    while loss_after(rate / 2) < 0.9 * loss_after(rate):
+    while loss_after(rate / 2) < lower * loss_after(rate):
         rate, halvings = rate / 2, halvings + 1
     assert halvings > 0 or longest < 1
     assert found.learning_rate == pytest.approx(rate, rel=1e-6)
