@@ -120,6 +120,9 @@ KINDS: dict[str, Callable[[Path, Path], object]] = {
     "trained modules": lambda base, folder: write(
         base, folder, LoraConfig(**LORA, modules_to_save=["norm", "embed_tokens", "lm_head"])
     ),
+    "tied embeddings": lambda base, folder: write(
+        base, folder, LoraConfig(**LORA, modules_to_save=["embed_tokens"], ensure_weight_tying=True)
+    ),
     "core": lambda base, folder: core(base, folder, r=2),
     "core with trained modules": lambda base, folder: core(base, folder, r=2, modules_to_save=["norm"]),
     "core in fisher coordinates": lambda base, folder: core(base, folder, r=2, coordinates="fisher", alpha="auto"),
@@ -194,6 +197,19 @@ def test_sizes_are_those_of_the_files_and_one_basis_pays_where_it_is_smaller(bas
     assert all_of_them.kept_alone < 0.9
     assert one.pays_from == all_of_them.pays_from == 2
     assert json.loads((tmp_path / "shop8/compress.json").read_text())["sizes"]["pays_from"] == 2
+
+
+def test_a_lora_of_the_head_needs_the_model_to_compare_the_copy_of_its_weight(base: Path, tmp_path: Path) -> None:
+    write(base, tmp_path / "anna", LoraConfig(**{**LORA, "target_modules": ["q_proj", "lm_head"]}))
+    assert any(".base_layer." in key for key in load_file(tmp_path / "anna/adapter_model.safetensors"))
+    adapters = {"anna": tmp_path / "anna"}
+    with pytest.raises(ArtifactError, match=r"'lm_head', which only --model can compare"):
+        compress_adapters(adapters, tmp_path / "shop", rank=2)
+    with pytest.raises(ArtifactError, match=r"'lm_head', which is not the base model's"):
+        compress_adapters(adapters, tmp_path / "shop", rank=2, base=tiny_qwen2(seed=9))
+    compress_adapters(adapters, tmp_path / "shop", rank=2, base=tiny_qwen2())
+    found = loaded(base, tmp_path / "shop/anna/adapter")
+    torch.testing.assert_close(found, loaded(base, tmp_path / "anna"), atol=2e-4, rtol=1e-4)
 
 
 def test_a_classifiers_head_stands_beside_its_core_unchanged(base: Path, tmp_path: Path) -> None:

@@ -282,7 +282,8 @@ def _write_core(
     """Write an adapter of cores on the basis beside it, and of the modules that its source trained as a whole."""
     config = FrozenCoreConfig(
         basis=str(aside / BASIS_FOLDER), base_model_name_or_path=basis.base_model_name_or_path,
-        task_type=source.task_type, modules_to_save=source.modules_to_save, inference_mode=True,
+        task_type=source.task_type, modules_to_save=source.modules_to_save,
+        ensure_weight_tying=source.ties_weights, inference_mode=True,
     )  # fmt: skip
     assert config.basis_id is not None
     config.basis = str(out / BASIS_FOLDER)  # where it will be

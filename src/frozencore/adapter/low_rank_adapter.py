@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft.utils.other import get_pattern_key
 from torch import Tensor
 
@@ -44,6 +45,7 @@ PLAIN_STARTS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 """Texts of ``init_lora_weights`` that leave the base weights as they are."""
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Names that torch.compile, activation checkpointing and FSDP put into the name of a layer."""
+COPY = ".base_layer.weight"
 SIDES = {".lora_A.weight": "A", ".lora_B.weight": "B"}
 
 
@@ -60,7 +62,8 @@ class LowRankAdapter:
         targets: Names of which each layer has one; None if only its full name will do.
         num_bytes: The size of its file of weights.
         modules_to_save, modules: The names of the modules that were trained as a whole, as a classifier's head, and
-            their tensors by their names in the file.
+            their tensors by their names in the file; ``ties_weights`` is PEFT's ``ensure_weight_tying``.
+        copies: Weights of the base model by layer. PEFT saves that of a language model's head if it is adapted.
     """
 
     place: str
@@ -73,6 +76,8 @@ class LowRankAdapter:
     num_bytes: int
     modules_to_save: list[str] | None
     modules: Mapping[str, Tensor]
+    ties_weights: bool = False
+    copies: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
@@ -132,6 +137,7 @@ def _read_core(place: str, folder: Path, bases: dict[str, SavedBasis]) -> LowRan
         targets=None if partial else _targets(config.target_modules, factors),
         num_bytes=weights_file(folder).stat().st_size,
         modules_to_save=config.modules_to_save, modules={key: tensors[key] for key in other_keys(tensors)},
+        ties_weights=config.ensure_weight_tying,
     )  # fmt: skip
 
 
@@ -139,12 +145,12 @@ def _read_lora(place: str, folder: Path) -> LowRankAdapter:
     config = read_config(folder)
     _require_products(place, config)
     modules_to_save = config.get("modules_to_save") or []
-    pairs, modules = _split(place, read_weights(folder), modules_to_save)
+    pairs, modules, copies = _split(place, read_weights(folder), modules_to_save)
     factors = {}
     for layer, (B, A) in pairs.items():
         rank, alpha = _rank_and_alpha(place, config, layer)
         if rank != len(A):
-            raise _unreadable(place, f"has rank {len(A)} in {layer!r} where its configuration says {rank}", SAVE)
+            raise _unreadable(place, f"has rank {len(A)} in {layer!r} where its configuration says {rank!r:.40}", SAVE)
         if not isinstance(alpha, int | float) or not abs(alpha) < 1e30:
             raise _unreadable(place, f"gives {layer!r} the alpha {alpha!r:.40}", SAVE)
         factors[layer] = alpha / (rank**0.5 if config.get("use_rslora") else rank), (B, A)
@@ -154,6 +160,7 @@ def _read_lora(place: str, folder: Path) -> LowRankAdapter:
         place, config.get("base_model_name_or_path"), config.get("revision"), config.get("task_type"), base=None,
         factors=factors, targets=None if partial else _targets(config.get("target_modules"), factors),
         num_bytes=weights_file(folder).stat().st_size, modules_to_save=modules_to_save or None, modules=modules,
+        ties_weights=bool(config.get("ensure_weight_tying")), copies=copies,
     )  # fmt: skip
 
 
@@ -173,8 +180,8 @@ def _require_products(place: str, config: Mapping[str, Any]) -> None:
 
 def _split(
     place: str, tensors: Mapping[str, Tensor], modules_to_save: Collection[str]
-) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
-    """B (m x k) and A (k x n) by layer; and the tensors of the modules that were trained as a whole."""
+) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor], dict[str, Tensor]]:
+    """B (m x k) and A (k x n) by layer; the tensors of the modules that were trained as a whole; copied weights."""
     require_finite(place, tensors)
     if not tensors or any(X.numel() == 0 for X in tensors.values()):
         found = "has no values in its file, as DeepSpeed ZeRO-3 leaves it if weights are not gathered"
@@ -183,6 +190,7 @@ def _split(
         raise _unreadable(place, f"adapts an embedding, as {embedding!r:.200}", MERGE)
     sides: dict[str, dict[str, Tensor]] = {}
     modules: dict[str, Tensor] = {}
+    others: dict[str, Tensor] = {}
     for key, X in tensors.items():
         name = without_wrappers(key)
         ending = next((ending for ending in SIDES if name.startswith(BASE) and name.endswith(ending)), None)
@@ -191,7 +199,11 @@ def _split(
         elif any(f"{module}." in name for module in modules_to_save):  # PEFT takes every module whose name ends so
             modules[name] = X
         else:
-            found = f"has more than factors of linear layers and what modules_to_save names, as {key!r:.200}"
+            others[name] = X
+    copies = {layer: others.pop(key) for layer in sides if (key := f"{BASE}{layer}{COPY}") in others}
+    for name, X in others.items():
+        if not any(torch.equal(X, own) for own in modules.values()):  # a tied weight is saved twice
+            found = f"has more than factors of linear layers and what modules_to_save names, as {name!r:.200}"
             raise _unreadable(place, found, MERGE)
     for layer, own in sides.items():
         matrices = own.keys() == {"A", "B"} and all(X.ndim == 2 for X in own.values())
@@ -200,7 +212,7 @@ def _split(
             raise _unreadable(place, f"has no two matrices of one rank in {layer!r}, but {found}", MERGE)
         if not all(X.is_floating_point() for X in own.values()):
             raise _unreadable(place, f"has factors of {layer!r} in {own['A'].dtype}", "Save it in float32")
-    return {layer: (own["B"], own["A"]) for layer, own in sides.items()}, modules
+    return {layer: (own["B"], own["A"]) for layer, own in sides.items()}, modules | others, copies
 
 
 def _rank_and_alpha(place: str, config: Mapping[str, Any], layer: str) -> tuple[Any, Any]:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from frozencore.adapter.export.base_model import layers_of
 from frozencore.adapter.low_rank_adapter import LowRankAdapter
@@ -54,6 +56,9 @@ def on_other_bases(
             )
         elif reason := _other_layer(one.shapes, known) if base is not None else _mixed_layer(one.shapes, known):
             found[name] = reason
+        elif copied := next((layer for layer, X in one.copies.items() if not _is_weight(X, layer, base)), None):
+            also = "is not the base model's" if base is not None else "only --model can compare"
+            found[name] = f"has a copy of the weight of {copied!r}, which {also}"
         elif base is not None and one.base is not None:
             odd = differing_layer(one.base, {layer: samples[layer] for layer in one.shapes})
             if odd is not None:
@@ -91,6 +96,11 @@ def _mixed_layer(shapes: Shapes, known: Shapes) -> str | None:
             "another part: with --model its layers are looked up there"
         )
     return None
+
+
+def _is_weight(copied: Tensor, layer: str, base: nn.Module | None) -> bool:
+    weight: Any = None if base is None else base.get_submodule(layer).weight
+    return weight is not None and weight.shape == copied.shape and torch.equal(weight.cpu().to(copied.dtype), copied)
 
 
 def _stack(layer: str) -> str | None:
