@@ -126,7 +126,7 @@ def compress_adapters(
     Args:
         adapters: Folder or hub id of each, by the name of its new folder.
         out: New folder.
-        rank: The largest r of a layer; it is smaller where the updates span less.
+        rank: The largest r of a layer; it is smaller where the updates span less, or the layer is narrower.
         base: The base model, to compare layers and weights with, and to record in the basis.
         same_base: The adapters are of one base model, whatever name they give it. With ``base`` names do not count.
         skip_bad: Leave out adapters that cannot be compressed instead of refusing all.
@@ -135,19 +135,15 @@ def compress_adapters(
     Raises:
         ArtifactError: An adapter cannot be read, is of another base model, or changes more than linear layers by
             low-rank products; or ``out`` exists. Nothing is written then.
-        ConfigError: The rank is larger than a layer, a name is no new folder's, or the base model has adapters.
+        ConfigError: The rank is below 1, a name is no new folder's, or the base model has adapters.
     """
     out = Path(out)
     if base is not None and any(isinstance(module, BaseTunerLayer) for module in base.modules()):
         raise ConfigError("The base model has no adapters, but one with an adapter came. Load the plain model.")
     sources, skipped = _read_sources(adapters, base, same_base, skip_bad, progress)
     shapes = {layer: shape for source in sources.values() for layer, shape in source.shapes.items()}
-    for layer, shape in shapes.items():
-        if not 1 <= rank <= min(shape):
-            raise ConfigError(
-                f"A basis has a rank from 1 to the width of its narrowest layer, but {rank} came and {layer!r} is "
-                f"{shape[0]} x {shape[1]}. Give --rank {min(min(each) for each in shapes.values())} or less."
-            )
+    if rank < 1:
+        raise ConfigError(f"A basis has a rank of 1 or more, but {rank} came.")
     ready(sources.keys())
     equal = _equal_ones(sources)
     found: dict[str, Compression] = {}
@@ -156,7 +152,7 @@ def compress_adapters(
     spectra: dict[str, dict[str, Tensor]] = {name: {} for name in sources}
     for number, layer in enumerate(shapes, start=1):
         updates = {name: source.update(layer) for name, source in sources.items() if layer in source.factors}
-        made = compress([update for name, update in updates.items() if name not in equal], rank)
+        made = compress([update for name, update in updates.items() if name not in equal], min(rank, *shapes[layer]))
         if width := made.P.shape[1]:
             found[layer] = made
             for name in sources:

@@ -36,7 +36,7 @@ def compress(
         typer.Argument(help="Folders or hub ids of LoRAs of one base model, or of frozen cores on bases of their own."),
     ],
     output: Annotated[Path, typer.Option("--out", "--output", help="New folder for the basis and the cores.")],
-    rank: Annotated[int, typer.Option(help="Rank of the basis; a core holds rank x rank values a layer.")] = 32,
+    rank: Annotated[int, typer.Option(help="Largest rank of the basis; a core holds rank x rank values a layer.")] = 32,
     model: Annotated[
         str | None,
         typer.Option(help="The base model, to compare layers and weights with, and to record in the basis."),

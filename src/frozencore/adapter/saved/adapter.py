@@ -20,7 +20,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -50,8 +49,6 @@ from frozencore.files.atomic_write import atomic_folder
 from frozencore.files.fingerprint import fingerprint_options
 from frozencore.text import one_line
 
-UNREADABLE = (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError, OverflowError)
-"""What reading a damaged file raises."""
 NOT_COMPUTED = frozenset(
     {"auto_mapping", "base_model_name_or_path", "basis", "basis_revision", "checksum", "inference_mode", "peft_type",
      "peft_version", "revision", "task_type"}
@@ -102,7 +99,7 @@ def read_files(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         return values, tensors
     try:
         return values, load((folder / WEIGHTS_FILE).read_bytes())
-    except UNREADABLE as error:
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError, OverflowError) as error:
         raise damaged(folder, error) from error
 
 
@@ -125,11 +122,11 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         if file.name == WEIGHTS_FILE:
             return load_file(file)
         tensors = torch.load(file, map_location="cpu", weights_only=True)
-        if not isinstance(tensors, dict) or not all(isinstance(X, Tensor) for X in tensors.values()):
-            raise TypeError(f"{PICKLE_FILE} holds more than tensors by name")
-        return tensors
-    except (*UNREADABLE, UnpicklingError) as error:
+    except Exception as error:  # torch.load raises many kinds for a damaged file and for one of more than tensors
         raise damaged(folder, error) from error
+    if not isinstance(tensors, dict) or not all(isinstance(X, Tensor) for X in tensors.values()):
+        raise ArtifactError(f"{file} holds more than tensors by name. Save the adapter with save_pretrained.")
+    return tensors
 
 
 @dataclass(frozen=True)
