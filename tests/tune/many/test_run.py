@@ -16,6 +16,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from peft import get_peft_model
+from safetensors.torch import load_file
 
 from forked import start
 from frozencore import FrozenCoreConfig, calibrate, load_basis
@@ -51,8 +52,10 @@ def words_of(tenants: Path, out: Path, *more: str) -> list[str]:
     return [*whole, "--select-checkpoint", "epoch", "--output", str(out), *more]
 
 
-def cores_bytes(folder: Path) -> bytes:
-    return (folder / "adapter" / "adapter_model.safetensors").read_bytes()
+def require_equal_cores(folder: Path, expected: Path) -> None:
+    """The same tenant in other company: products of other shapes may round differently."""
+    found, wanted = (load_file(place / "adapter/adapter_model.safetensors") for place in (folder, expected))
+    assert difference(found, wanted) < 1e-5
 
 
 def content_of(folder: Path) -> dict[Path, bytes]:
@@ -155,7 +158,7 @@ def test_a_killed_run_keeps_its_results_and_trains_the_others_from_their_start(
     files = ["basis", "run.yaml", "tenants.json"]
     assert sorted(path.name for path in (tmp_path / "cut").iterdir()) == sorted([*files, *SIZES])
     for name in SIZES:
-        assert cores_bytes(tmp_path / "cut" / name) == cores_bytes(whole / name)
+        require_equal_cores(tmp_path / "cut" / name, whole / name)
         record = read_record((tmp_path / "cut" / name / "result.json").read_text())
         assert record == resumed[name]
         assert record.calibration.num_tokens == together[1][name].calibration.num_tokens
@@ -187,8 +190,8 @@ def test_a_newcomer_is_trained_beside_results_that_stand_on_a_named_basis(
     assert "calibration" not in stages
     assert sorted(path.name for path in out.iterdir()) == [*SIZES, "run.yaml"]
     for name, record in together[1].items():
-        assert cores_bytes(out / name) == cores_bytes(together[0] / name)
-        assert second[name].training.losses == record.training.losses
+        require_equal_cores(out / name, together[0] / name)
+        assert second[name].training.losses == pytest.approx(record.training.losses, rel=1e-5)
         assert second[name].hashes.basis == record.hashes.basis
 
 
@@ -238,7 +241,8 @@ def test_a_run_that_was_killed_while_it_saved_its_basis_is_resumed(
             execute_many(config, out, silent)
     assert (out / "run.yaml").read_bytes() == (finished / "run.yaml").read_bytes()
     execute_many(config, out, silent, resume=True)
-    assert {name: cores_bytes(out / name) for name in SIZES} == {name: cores_bytes(finished / name) for name in SIZES}
+    for name in SIZES:
+        require_equal_cores(out / name, finished / name)
 
 
 def test_what_somebody_else_put_into_a_tenants_folder_is_refused_by_name_and_stays(
@@ -287,7 +291,7 @@ def test_a_users_own_files_beside_a_result_and_beside_the_tenants_stay(
     execute_many(config_of(tenants, select_checkpoint="epoch"), tmp_path / "out", silent, num_slots=2, resume=True)
     assert {"result.json", "notes.txt"} <= {path.name for path in (tmp_path / "out" / "ben").iterdir()}
     assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
-    assert cores_bytes(tmp_path / "out" / "anna") == cores_bytes(finished / "anna")
+    require_equal_cores(tmp_path / "out" / "anna", finished / "anna")
 
 
 def test_a_run_of_the_other_command_in_a_tenants_folder_is_not_touched(
@@ -314,7 +318,7 @@ def test_a_run_of_the_other_command_in_a_tenants_folder_is_not_touched(
     assert isinstance(found["ben"], Failure)
     assert "run.yaml" in found["ben"].message
     assert [path.name for path in (out / "ben").iterdir()] == ["run.yaml"]
-    assert cores_bytes(out / "cleo") == cores_bytes(finished / "cleo")
+    require_equal_cores(out / "cleo", finished / "cleo")
 
 
 @pytest.mark.parametrize("held", ["result.json", "inputs.json", "adapter/adapter_config.json"])
