@@ -1,0 +1,97 @@
+"""Values of 8, 4 or 2 bits: uniform mid-rise levels (no level at zero) with one scale s a vector.
+
+    x ≈ s·(q + 1/2 - 2^(b-1)),    q in 0 ... 2^b - 1
+
+s minimises ``Σ (x - x̂)²``: for 2 bits exactly, for more bits among clips of the largest value, each followed by least
+squares for its codes. s is a float16, and the codes are those of the rounded s. A vector of zeros has s = 0 and stays
+zero.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from jaxtyping import Float, UInt8
+
+from frozencore.device import torch
+
+Bits = Literal[8, 4, 2]
+BITS: tuple[int, ...] = get_args(Bits)
+NUM_CLIPS, NUM_FITS = 16, 4
+"""Clips from a quarter of the largest value to all of it, and least-squares steps after the best one."""
+
+
+def quantise(x: Float[torch.Tensor, " n"], bits: int) -> tuple[UInt8[torch.Tensor, " n"], Float[torch.Tensor, ""]]:
+    """Find the codes q (uint8) and the scale s (float16) of the lowest squared error.
+
+    Args:
+        x: Finite values.
+        bits: 8, 4 or 2.
+    """
+    x = x.double()
+    largest = x.abs().max()
+    if not largest > 0:
+        return torch.zeros(len(x), dtype=torch.uint8, device=x.device), torch.zeros((), dtype=torch.float16)
+    candidates = _exact_two_bit_scales(x) if bits == 2 else _clipped_scales(x, bits, largest)
+    scale = min(
+        (_rounded(s) for s in candidates), key=lambda s: float((x - levels(_codes(x, s, bits), s, bits)).square().sum())
+    )
+    return _codes(x, scale, bits), scale.cpu()
+
+
+def levels(codes: UInt8[torch.Tensor, "*n"], scale: torch.Tensor, bits: int) -> Float[torch.Tensor, "*n"]:
+    """The values of codes, in float32 (float64 for a scale of that dtype)."""
+    dtype = torch.promote_types(scale.dtype, torch.float32)
+    return (codes.to(dtype) + (0.5 - 2 ** (bits - 1))) * scale.to(codes.device, dtype)
+
+
+def _codes(x: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor:
+    return ((x / scale.to(x)).floor() + 2 ** (bits - 1)).clamp(0, 2**bits - 1).to(torch.uint8)
+
+
+def _rounded(scale: torch.Tensor) -> torch.Tensor:
+    """The nearest float16 that is a number above zero."""
+    half = torch.finfo(torch.float16)
+    return scale.clamp(half.smallest_normal * half.eps, half.max).to(torch.float16)
+
+
+def _clipped_scales(x: torch.Tensor, bits: int, largest: torch.Tensor) -> list[torch.Tensor]:
+    """The scales of all clips, and those that least squares reaches from the best one."""
+    clips = largest * torch.linspace(0.25, 1, NUM_CLIPS, dtype=x.dtype, device=x.device)
+    scales = list(clips / 2 ** (bits - 1))
+    scale = min(scales, key=lambda s: float((x - levels(_codes(x, s, bits), s, bits)).square().sum()))
+    for _ in range(NUM_FITS):
+        steps = levels(_codes(x, scale, bits), torch.ones_like(scale), bits)
+        scale = (x @ steps) / (steps @ steps)
+        scales.append(scale)
+    return scales
+
+
+def _exact_two_bit_scales(x: torch.Tensor) -> list[torch.Tensor]:
+    """The best scale for levels ±s/2, ±3s/2.
+
+    The k smallest magnitudes take s/2, the others 3s/2; for each k the best s is that of least squares.
+    """
+    size = x.abs().sort().values
+    k = torch.arange(len(x) + 1, device=x.device)
+    small = torch.cat([size.new_zeros(1), size.cumsum(0)])
+    products = small / 2 + 1.5 * (small[-1] - small)  # Σ |x|·level, for s = 1
+    squares = k / 4 + 2.25 * (len(x) - k)
+    best = (products.square() / squares).argmax()  # the error is Σ x² minus this
+    return [products[best] / squares[best]]
+
+
+def pack(codes: UInt8[torch.Tensor, "*b n"], bits: int) -> UInt8[torch.Tensor, "*b p"]:
+    """Put 8 / bits codes into each byte, the first one lowest; the last byte is filled with zeros."""
+    per_byte = 8 // bits
+    missing = -codes.shape[-1] % per_byte
+    padded = torch.nn.functional.pad(codes, (0, missing)).unflatten(-1, (-1, per_byte))
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
+    return (padded << shifts).sum(-1, dtype=torch.uint8)
+
+
+def unpack(packed: UInt8[torch.Tensor, "*b p"], bits: int, size: int) -> UInt8[torch.Tensor, "*b n"]:
+    """Take ``size`` codes out of bytes."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+    codes = (packed.unsqueeze(-1) >> shifts) & (2**bits - 1)
+    return codes.flatten(-2)[..., :size]
