@@ -181,6 +181,7 @@ def test_as_many_go_at_once_as_fit_and_divide_a_step(
     there = int(weights + 2 * room * row_bytes(20, model)) + 1
     monkeypatch.setattr("frozencore.tune.cost.memory_of", lambda device: there)
     assert rows_at_once(rows, 20, model) == at_once
+    assert rows_at_once(rows, 20, model.bfloat16()) == at_once  # the memory that it saves stays free
 
 
 def test_a_run_cut_as_it_fits_is_the_run_of_one_row_after_the_other(tmp_path: Path) -> None:

@@ -222,17 +222,24 @@ def rows_at_once(num_rows: int, longest: int, model: Any) -> int:
         longest: Tokens of the longest training row.
         model: A model of transformers, adapted or not.
     """
-    weights, device = sum(parameter.nbytes for parameter in model.parameters()), next(model.parameters()).device
-    there = SHARE_OF_MEMORY * (memory_of(place_of("auto") if device.type == "meta" else device) - weights)
-    fitting = there // row_bytes(longest, model)
+    device = next(model.parameters()).device
+    place = place_of("auto") if device.type == "meta" else device
+    # on a CPU more rows than in float32 are not faster, and would take the memory that a narrower dtype saves
+    least = FLOAT32_BYTES if place.type == "cpu" else 0
+    weights = sum(p.numel() * max(p.element_size(), least * p.is_floating_point()) for p in model.parameters())
+    fitting = SHARE_OF_MEMORY * (memory_of(place) - weights) // row_bytes(longest, model, least)
     return next((n for n in range(num_rows, 1, -1) if num_rows % n == 0 and n <= fitting), 1)
 
 
-def row_bytes(length: int, model: Any) -> int:
-    """Estimate, from above, the bytes that a row keeps for the backward pass through frozen layers."""
+def row_bytes(length: int, model: Any, least: int = 0) -> int:
+    """Estimate, from above, the bytes that a row keeps for the backward pass through frozen layers.
+
+    Args:
+        least: Bytes that each value counts at least.
+    """
     config = model.config.get_text_config()
     hidden = config.hidden_size
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
     of_a_layer = 12 * hidden + 5 * inner + config.num_attention_heads * length
-    values = config.num_hidden_layers * of_a_layer * next(model.parameters()).element_size()
+    values = config.num_hidden_layers * of_a_layer * max(next(model.parameters()).element_size(), least)
     return length * (values + config.vocab_size * LOGIT_BYTES)
