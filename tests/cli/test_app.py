@@ -76,7 +76,7 @@ def test_ctrl_c_says_that_something_goes_on_only_if_something_is_saved(
 
     monkeypatch.chdir(tmp_path)
     Path("tune").mkdir(exist_ok=True)
-    Path("tune/adapter_config.json").write_text("{}")  # an adapter that is called as a verb
+    Path("tune/adapter_config.json").write_text('{"peft_type": "FROZENCORE"}')  # it is called as a verb
     monkeypatch.setattr("frozencore.adapter.folders.merge_adapters", raising(KeyboardInterrupt))
     status, _, err = command("merge", "tune", "--out", "merged")
     assert status == 130, err

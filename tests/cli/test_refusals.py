@@ -49,6 +49,7 @@ def write_files(folder: Path) -> None:
     tiny_qwen2().save_pretrained(folder / "base")
     (folder / "a-basis").mkdir()
     (folder / "a-basis" / "basis.json").write_text("{}")
+    (folder / "gone").symlink_to("nowhere")
 
 
 M = "--model pocket"
@@ -84,6 +85,8 @@ BEFORE_TORCH = {
     f"tune {P} --data-root none {X}": "there is no folder none",
     f"tune {P} --basis none {X}": "A basis is a folder with basis.json .* none has no basis.json",
     f"tune {P} --moments none {X}": "There is no moments file at none",
+    f"tune {P} --out gone": "gone is a link to nowhere, which does not exist",
+    "merge run --out gone/sum": "gone is a link to nowhere, which does not exist",
     f"tune {P} --out run": "already holds a finished run",
     f"tune {P} --out run --resume": "there is nothing to resume",
     f"tune {X} --resume": "there is nothing to resume in x: it has no run.yaml",

@@ -306,7 +306,7 @@ def test_a_token_without_an_embedding_is_refused_before_any_score(
 
 
 def test_prompts_beyond_the_limit_are_refused_or_counted(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"12 of 12 rows are longer than the limit of 5 tokens"):
+    with pytest.raises(DataError, match=r"longer than the limit of 5 tokens: 12 rows or more"):
         evaluate_adapters(evaluation(tasks=TASKS[:1], max_length=5), tmp_path / "e", silent)
     record = evaluate_adapters(evaluation(tasks=TASKS[:1], max_length=5, too_long="cut"), tmp_path / "e", silent)
     assert record.scores[0].score.num_cut == 12

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+)
 
 from families import make
 from frozencore import calibrate, export_lora, export_merged
@@ -21,7 +31,8 @@ from frozencore.tune import load as models
 from frozencore.tune.config import make_config
 from frozencore.tune.load import load_model, resolve_targets
 from frozencore.tune.methods import Targets, find_method
-from tiny import ATTENTION, BATCHES, adapted
+from input_files import write_rows
+from tiny import ATTENTION, BATCHES, adapted, tiny_qwen2
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "down_proj"), ("model.layers.1.mlp.up_proj",)])
@@ -72,6 +83,37 @@ def test_a_model_that_reads_later_tokens_is_refused(
         return
     with pytest.raises(ModelError, match=r"later tokens \(BertLMHead"):
         load_model(str(tmp_path), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("words", "known", "others"),
+    [
+        (["[C]", "[=O]", "[Branch1]"], "[C] [=O]", "A word"),  # SELFIES
+        (["ACG", "CGT"], "ACG CGT", "A word"),
+        (["你", "好"], "你 好", "A word"),
+    ],
+)
+def test_a_tokenizer_of_another_alphabet_is_tried_on_the_rows(
+    words: list[str], known: str, others: str, tmp_path: Path
+) -> None:
+    vocabulary = {word: i for i, word in enumerate(("<unk>", "</s>", *words))}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
+    fast.save_pretrained(tmp_path)
+    LlamaConfig().save_pretrained(tmp_path)
+    read = models.load_tokenizer(str(tmp_path))
+    assert read(known)["input_ids"] == [vocabulary[word] for word in known.split()]
+    base = models.Base(tiny_qwen2(vocab_size=len(vocabulary)), read)
+    for text, refused in ((known, nullcontext()), (others, pytest.raises(ModelError, match="no word of the rows"))):
+        rows = [{"prompt": text + f" {text}" * i, "completion": f" {text}"} for i in range(4)]
+        config = make_config(model="none", data=str(write_rows(tmp_path / "rows.jsonl", rows)))
+        with refused:
+            models.prepare(config.model, config.rows, config.scoring, lambda *_: None, base)
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    with pytest.raises(ModelError, match="knows no words, as tokenizer.json or its like is missing"):
+        models.load_tokenizer(str(tmp_path))
 
 
 def test_more_blocks_than_there_are_is_one_line(qwen2: nn.Module) -> None:

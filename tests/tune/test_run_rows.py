@@ -86,7 +86,7 @@ def test_rows_that_are_too_long_are_left_out_and_counted_where_that_is_allowed(
     rows += [{"prompt": f"Tell me {i}", "completion": " all" * 40} for i in range(2)]
     path = write_rows(tmp_path / "rows.jsonl", rows)
     encoder = PromptEncoder(byte_tokenizer(), max_length=60)
-    with pytest.raises(DataError, match=r"rows are longer than the limit of 60"):
+    with pytest.raises(DataError, match=r"Rows are longer than the limit of 60"):
         rows_of(config_of(data=path), encoder)
     for too_long, expected in (("cut", (33, 3, 2)), ("skip", (30, 0, 5))):
         found = rows_of(config_of(data=path, too_long=too_long), encoder)

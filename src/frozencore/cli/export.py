@@ -10,11 +10,11 @@ import typer
 
 from frozencore.cli.display import console
 from frozencore.cli.flags import flag
-from frozencore.errors import ConfigError
-from frozencore.files.adapter_folder import adapter_in, folder_of, read_config
+from frozencore.errors import ArtifactError, ConfigError
+from frozencore.files.adapter_folder import PEFT_TYPE, adapter_in, folder_of, read_config
 from frozencore.files.atomic_write import check_output
 from frozencore.quiet import quiet_loading
-from frozencore.text import unknown_name
+from frozencore.text import one_line, unknown_name
 from frozencore.tune.locate import model_location, require_model
 
 if TYPE_CHECKING:
@@ -183,6 +183,12 @@ def merge(
         raise ConfigError(f"--weights are numbers separated by commas, but {weights!r} came.") from error
     folders = [adapter_in(folder_of(adapter)) for adapter in adapters]
     check_output(output, overwrite=None, reads=folders[0])
+    for folder in folders:
+        if (kind := read_config(folder).get("peft_type")) != PEFT_TYPE:
+            raise ArtifactError(
+                f"A sum is that of cores on one basis, but {folder} holds a {one_line(kind, 40)} adapter. `frozencore "
+                "compress` makes one basis of LoRAs, and a core of each."
+            )
     from frozencore.adapter.folders import merge_adapters
 
     merge_adapters(folders, output, weights=shares)

@@ -114,6 +114,8 @@ def inspect(
         return
     if inside:
         console.print(*inside, sep="\n", soft_wrap=True)
+    if (folder / HEADER_FILE).is_file():
+        console.print(*_of_basis(folder), sep="\n", soft_wrap=True)
     orthonormal = config.coordinates in ORTHONORMAL_COORDINATES
     console.print(inspection_table(reports, every_layer=all_layers, orthonormal=orthonormal))
     saved = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
@@ -132,6 +134,18 @@ def contents(folder: Path) -> Iterator[Text]:
             yield from (Text(f"  {one_line(line)}") for line in rest)
     if inside := sorted(file.parent.name for file in folder.glob(f"*/{RECORD}")):
         yield Text(one_line(f"{folder}: {num_of(len(inside), 'folder')} with a record: {', '.join(inside)}", 1000))
+
+
+def _of_basis(folder: Path) -> Iterator[str]:
+    """Yield what a basis was made of and for; beside that of `frozencore compress`, what each adapter keeps too."""
+    from frozencore.adapter.saved.basis import read_header
+
+    header = read_header(folder)
+    yield one_line(f"Basis {header['identity'][:12]} of {header['base_model']}: {header['calibrated_on']}")
+    if (beside := folder.parent / COMPRESSION_FILE).is_file():
+        first, *rest = _of_compression(beside.read_text(encoding="utf-8"))
+        yield one_line(f"{beside}: {first}")
+        yield from (f"  {one_line(line)}" for line in rest)
 
 
 def _of_compression(text: str) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ from unicodedata import category, normalize
 
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.hub import hub_answers, is_hub_id, why_not_given
-from frozencore.files.lfs_pointer import lfs_pointer_in
 from frozencore.text import one_line
 
 CONFIG_FILE, WEIGHTS_FILE, PICKLE_FILE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -64,10 +64,19 @@ def missing(directory: Path, name: str) -> str:
 
 def damaged(directory: Path, error: Exception) -> ArtifactError:
     """The error for a folder that cannot be read, with the reason."""
-    if pointer := lfs_pointer_in(directory):
-        return ArtifactError(f"The adapter in {directory} is not whole: {pointer}")
+    if (forbidden := forbidden_in(directory)) is not None:
+        return forbidden
     reason = one_line(error, 200)
     return ArtifactError(f"The adapter in {directory} is damaged ({reason}). Save or download it again.")
+
+
+def forbidden_in(directory: Path) -> ArtifactError | None:
+    """The error for a file that its owner does not let us read, of which safetensors says that it does not exist."""
+    files = sorted(file for file in directory.iterdir() if file.is_file()) if directory.is_dir() else []
+    forbidden = next((file for file in files if not os.access(file, os.R_OK)), None)
+    if forbidden is None:
+        return None
+    return ArtifactError(f"{forbidden} cannot be read: permission denied. Ask for the right to read it (chmod).")
 
 
 def adapter_in(folder: Path) -> Path:

@@ -112,6 +112,7 @@ def check_output(out: Path, *, overwrite: bool | None, reads: Path | None = None
     """Check that a folder can be written; for the arguments and errors see :func:`atomic_folder`."""
     if reads is not None and reads.resolve().is_relative_to(out.resolve()):
         raise ArtifactError(f"{out} holds the adapter that is read: write the result to a folder of its own.")
+    _refuse_dead_link(out)
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not overwrite:
@@ -134,9 +135,20 @@ def require_writable(folder: Path) -> None:
     Raises:
         ArtifactError: It, or the nearest existing folder above it, is not a folder or is read-only.
     """
+    _refuse_dead_link(folder)
     nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         raise ArtifactError(f"--out {folder} cannot be written: {nearest} is not a writable folder. Choose another.")
+
+
+def _refuse_dead_link(folder: Path) -> None:
+    """Refuse a folder that is, or is in, a link to nothing: no folder can be made there."""
+    for path in (folder, *folder.parents):
+        if path.is_symlink() and not path.exists():
+            raise ArtifactError(
+                f"--out {folder} cannot be written: {path} is a link to {path.readlink()}, which does not exist. "
+                "Make that folder, or choose another."
+            )
 
 
 def write_json(path: Path, value: Any) -> None:

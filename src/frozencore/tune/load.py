@@ -159,8 +159,7 @@ def without_weights(config: PretrainedConfig) -> nn.Module:
 
 def _tokenizer(loading: dict[str, Any]) -> Any:
     tokenizer = read_tokenizer(loading)
-    ids = tokenizer("A word and 1", add_special_tokens=False)["input_ids"]
-    if set(ids) <= set(tokenizer.all_special_ids):  # the result of a folder without tokenizer.json
+    if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):  # of a folder without tokenizer.json
         raise ValueError("its tokenizer knows no words, as tokenizer.json or its like is missing.")
     return tokenizer
 
@@ -246,6 +245,7 @@ def prepare(
     )
     read = prepare_rows(rows, scoring, encoder, row_cache)
     require_embedded(base.model, base.tokenizer, (*read.train, *read.held_out, *read.calibration))
+    _require_known(base.tokenizer, read.train)
     has_limit = context_limit(base.model, base.tokenizer) < sys.maxsize
     unknown = unknown_share(base.tokenizer, read.train[:LOOKED_AT])
     notes = (
@@ -281,6 +281,15 @@ def make_encoder(
         raise ConfigError(f"--max-length {max_length} is beyond the model's context of {limit} tokens.")
     max_length = max_length or min(default_length, limit)
     return PromptEncoder(base.tokenizer, style=style, max_length=max_length, too_long=too_long, loss_on=loss_on)
+
+
+def _require_known(tokenizer: Any, rows: Iterable[TokenRow]) -> None:
+    """Refuse rows of which a tokenizer knows no word, as those in an alphabet that is not its own."""
+    if {token for row in rows for token in row.input_ids} <= set(tokenizer.all_special_ids):
+        raise ModelError(
+            "The model's tokenizer knows no word of the rows: all their tokens are special or unknown ones. Give rows "
+            "in its alphabet, or the tokenizer that belongs to them."
+        )
 
 
 def require_embedded(model: Any, tokenizer: Any, rows: Iterable[TokenRow]) -> None:

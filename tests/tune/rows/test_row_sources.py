@@ -92,6 +92,13 @@ def test_what_is_not_there_is_one_line(words: str, reason: str, folder: Path) ->
     assert "\n" not in str(error.value)
 
 
+def test_a_cache_that_cannot_be_written_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "home").touch()
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "home" / "datasets")
+    with pytest.raises(DataError, match=r"could not be read .*/home.* Set HF_DATASETS_CACHE to a folder that can be"):
+        read_source(f"{folder}:train")
+
+
 @pytest.mark.parametrize("name", ["owner/cats", "cats"])
 def test_with_no_hub_in_reach_a_hub_id_is_one_line_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("frozencore.tune.rows.row_sources.hub_answers", lambda *_: False)

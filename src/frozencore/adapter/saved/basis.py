@@ -22,7 +22,14 @@ from safetensors.torch import load, save_file
 from torch import Tensor
 
 from frozencore.errors import ArtifactError
-from frozencore.files.adapter_folder import FACTORS_FILE, HEADER_FILE, LARGEST_CONFIG, folder_of, is_folder
+from frozencore.files.adapter_folder import (
+    FACTORS_FILE,
+    HEADER_FILE,
+    LARGEST_CONFIG,
+    folder_of,
+    forbidden_in,
+    is_folder,
+)
 from frozencore.files.atomic_write import atomic_folder
 from frozencore.files.fingerprint import fingerprint_options, fingerprint_tensors
 from frozencore.files.hub import is_hub_id
@@ -242,6 +249,8 @@ def _file(place: str | Path, revision: str | None, name: str) -> Path:
 
 
 def _damaged(place: str | Path, error: Exception | str) -> ArtifactError:
+    if (forbidden := forbidden_in(Path(place))) is not None:
+        return forbidden
     if pointer := lfs_pointer_in(Path(place)):
         return ArtifactError(f"The basis in {place} is not whole: {pointer}")
     return ArtifactError(f"The basis in {place} is damaged ({one_line(error, 200)}). Save or download it again.")

@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 from frozencore.errors import ConfigError, DataError, ModelError, NoRowsError
+from frozencore.text import num_of
 from frozencore.tune.rows import CONTROL, HALF_A_CHARACTER, ChoiceTokens, Example, TextRow, TokenRow
 from frozencore.tune.rows.conversations import (
     ChatTemplate,
@@ -219,7 +220,7 @@ class PromptEncoder:
         if too_long:
             longest, num_context, row_id = max(too_long)
             raise DataError(
-                f"A completion is not cut, but those of {len(too_long)} of {len(rows)} rows leave no room for their "
+                f"A completion is not cut, but those of {num_of(len(too_long), 'row')} or more leave no room for their "
                 f"prompts within the limit of {self.max_length} tokens (the longest, {row_id}, has {longest} after a "
                 f"prompt of {num_context}). Raise the limit with --max-length, or leave them out (--too-long skip)."
             )
@@ -240,7 +241,10 @@ class PromptEncoder:
         found: list[TokenRow] = []
         for row, (ids, spans, overlap) in zip(rows, self._split(list(map(_whole, rows)), cuts), strict=True):
             if any(first >= last for first, last in spans):
-                raise DataError(f"Row {row.id}: a completion must hold at least one token, got {row.completion!r}.")
+                unknown = " The tokenizer knows none of its characters." if row.completion.strip() else ""
+                raise DataError(
+                    f"Row {row.id}: a completion must hold at least one token, got {row.completion!r}.{unknown}"
+                )
             before = [] if row.templated else self._start_ids
             start, stop = spans[0][0], spans[-1][1]
             ids = [*before, *ids[:stop], *([self.eos_id] if row.suffix is None else [])]
@@ -386,7 +390,7 @@ class PromptEncoder:
         if too_long and self.too_long != "cut":
             longest, row_id = max(too_long)
             raise DataError(
-                f"{len(too_long)} of {len(lengths)} rows are longer than the limit of {self.max_length} tokens "
+                f"Rows are longer than the limit of {self.max_length} tokens: {num_of(len(too_long), 'row')} or more "
                 f"(the longest, {row_id}, has {longest}). Raise the limit with --max-length, "
                 f"or cut the beginning of long prompts with --too-long cut{further}."
             )

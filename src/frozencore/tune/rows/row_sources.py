@@ -319,6 +319,9 @@ def load_split(name: str, config: str | None, split: str, *, folder: Path | None
             return load_dataset(place, config, split=split, cache_dir=cache)
     except Exception as error:  # datasets raises many kinds of errors, which are only reported
         where = "the hub or its cache" if folder is None else place
+        in_cache = isinstance(error, OSError) and error.filename and not str(error.filename).startswith(place)
+        if in_cache:  # a home that cannot be written, or a full disk
+            way_out = "Set HF_DATASETS_CACHE to a folder that can be written."
         raise DataError(f"{title} could not be read from {where}: {one_line(error, 200)} {way_out}") from error
 
 

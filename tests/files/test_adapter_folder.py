@@ -1,0 +1,23 @@
+"""What is said of an adapter or a basis whose files cannot be read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from frozencore.adapter.saved.basis import load_basis
+from frozencore.errors import ArtifactError
+from frozencore.files.adapter_folder import read_config
+
+
+@pytest.mark.parametrize(("read", "name"), [(read_config, "adapter_config.json"), (load_basis, "basis.json")])
+def test_a_file_without_the_right_to_read_is_not_called_damaged(
+    read: object, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / name).write_text("no JSON")
+    with pytest.raises(ArtifactError, match="damaged"):
+        read(tmp_path)  # type: ignore[operator]
+    monkeypatch.setattr("os.access", lambda *_: False)  # as with mode 000; root may read all
+    with pytest.raises(ArtifactError, match=f"{name} cannot be read: permission denied"):
+        read(tmp_path)  # type: ignore[operator]
