@@ -200,7 +200,7 @@ def run_code(code: str, page: str, names: dict[str, Any], given: dict[str, Any])
     for written in (f'"{HUB_ID}"', '"DIR"', '"../shared/models/tiny1m"'):
         code = code.replace(written, repr(POCKET))
     few = 'max_steps=2, use_cpu=True, bf16=False, report_to="none", '
-    code = re.sub(r'(?<=TConfig\(|OConfig\()("\w+", )', rf"\1{few}", code)
+    code = re.sub(r'(?<=TConfig\(|OConfig\()("\w+")(, )?', rf"\1, {few}", code)
     exec(compile(code, f"{page}.md", "exec"), names)
 
 
@@ -268,7 +268,7 @@ def test_the_first_python_of_the_readme_trains_saves_and_reloads(
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     code = next(block for language, block in blocks(ROOT / "README.md") if language == "python")
     names: dict[str, Any] = {}  # the reader must write nothing more, but without a GPU what the comment says
-    code = code.replace(HUB_ID, POCKET).replace("learning_rate=1e-2", "learning_rate=1e-2, use_cpu=True, bf16=False")
+    code = code.replace(HUB_ID, POCKET).replace('SFTConfig("out")', 'SFTConfig("out", use_cpu=True, bf16=False)')
     exec(compile(code, "README.md", "exec"), names)
     trainer = names["trainer"]
     reloaded, trained = PeftModel.from_pretrained(pocket(), "adapter").eval(), trainer.model.eval()

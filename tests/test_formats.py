@@ -59,7 +59,7 @@ def test_any_value_of_any_option_is_taken_or_refused_in_one_line(option: str, va
 @given(
     method=st.sampled_from(list(METHODS)),
     rank=st.integers(1, 512),
-    learning_rate=st.none() | st.floats(1e-8, 1),
+    learning_rate=st.just("auto") | st.floats(1e-8, 1),
     warmup=st.none() | st.floats(0, 1),
     seed=st.integers(0, 2**32 - 1),
     targets=st.none() | st.just("all-linear") | st.lists(NAMES, min_size=1, max_size=3).map(tuple),
