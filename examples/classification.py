@@ -28,11 +28,12 @@ def main() -> None:
     base.config.pad_token_id = tokenizer.pad_token_id
     model = get_peft_model(base, FrozenCoreConfig(r=options.rank, constructor="fcca", task_type="SEQ_CLS"))
     arguments = TrainingArguments(
-        str(options.output / "trainer"), learning_rate=1e-2, num_train_epochs=options.epochs,
+        str(options.output / "trainer"), num_train_epochs=options.epochs,
         per_device_train_batch_size=8, logging_steps=1, report_to="none", use_cpu=not torch.cuda.is_available(),
     )  # fmt: skip
     trainer = Trainer(model, arguments, train_dataset=rows, processing_class=tokenizer)
-    calibrate(model, trainer.get_train_dataloader(), num_examples=128)  # through the loss of the classes
+    found = calibrate(model, trainer.get_train_dataloader(), num_examples=128)  # through the loss of the classes
+    trainer.args.learning_rate = found.learning_rate
     trainer.train()
     model.save_pretrained(options.output / "adapter")  # the cores, the bases and the head
 

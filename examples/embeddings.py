@@ -50,8 +50,9 @@ def main() -> None:
         return tuple(dict(tokenizer(texts, padding=True, truncation=True, return_tensors="pt")) for texts in sides)
 
     batches = DataLoader(rows, batch_size=16, collate_fn=collate, shuffle=True, drop_last=True)
-    calibrate(model, batches, num_examples=128, loss_fn=contrastive)
-    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2, weight_decay=0.0)
+    found = calibrate(model, batches, num_examples=128, loss_fn=contrastive)
+    cores = (p for p in model.parameters() if p.requires_grad)
+    optimizer = torch.optim.AdamW(cores, lr=found.learning_rate, weight_decay=0.0)
     for epoch in range(options.epochs):
         losses = []
         for pair in batches:

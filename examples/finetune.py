@@ -45,13 +45,15 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(options.model).to(processes.device)
     config = FrozenCoreConfig(r=options.rank, constructor=options.constructor, task_type="CAUSAL_LM")
     model = get_peft_model(model, config)
+    rate = 1e-2  # of constructors that read no data
     if config.needs_calibration:
         share = rows[: options.calibration_size][processes.process_index :: processes.num_processes]
-        calibrate(model, share, collator=collator, batch_size=8, progress=processes.is_main_process)
+        found = calibrate(model, share, collator=collator, batch_size=8, progress=processes.is_main_process)
+        rate = found.learning_rate or rate
 
     arguments = TrainingArguments(
         str(options.output),
-        learning_rate=1e-2,
+        learning_rate=rate,
         lr_scheduler_type="cosine",
         weight_decay=0.0,
         per_device_train_batch_size=options.batch_size,

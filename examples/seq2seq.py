@@ -34,12 +34,13 @@ def main() -> None:
     base = AutoModelForSeq2SeqLM.from_pretrained(options.model)
     model = get_peft_model(base, FrozenCoreConfig(r=options.rank, constructor="fcca", task_type="SEQ_2_SEQ_LM"))
     arguments = Seq2SeqTrainingArguments(
-        str(options.output / "trainer"), learning_rate=1e-2, num_train_epochs=options.epochs,
+        str(options.output / "trainer"), num_train_epochs=options.epochs,
         per_device_train_batch_size=8, logging_steps=1, report_to="none", use_cpu=not torch.cuda.is_available(),
     )  # fmt: skip
     collator = DataCollatorForSeq2Seq(tokenizer, model=base)
     trainer = Seq2SeqTrainer(model, arguments, train_dataset=rows, data_collator=collator, processing_class=tokenizer)
-    calibrate(model, trainer.get_train_dataloader(), num_examples=128)
+    found = calibrate(model, trainer.get_train_dataloader(), num_examples=128)
+    trainer.args.learning_rate = found.learning_rate
     trainer.train()
     model.save_pretrained(options.output / "adapter")
 

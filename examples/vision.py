@@ -35,12 +35,13 @@ def main() -> None:
         return {"pixel_values": pixels, "labels": torch.tensor([row["label"] for row in rows])}
 
     arguments = TrainingArguments(
-        str(options.output / "trainer"), learning_rate=1e-2, num_train_epochs=options.epochs, logging_steps=1,
+        str(options.output / "trainer"), num_train_epochs=options.epochs, logging_steps=1,
         per_device_train_batch_size=8, remove_unused_columns=False, report_to="none",
         use_cpu=not torch.cuda.is_available(),
     )  # fmt: skip
     trainer = Trainer(model, arguments, train_dataset=images, data_collator=collate)
-    calibrate(model, trainer.get_train_dataloader(), num_examples=128)
+    found = calibrate(model, trainer.get_train_dataloader(), num_examples=128)
+    trainer.args.learning_rate = found.learning_rate
     trainer.train()
     model.save_pretrained(options.output / "adapter")
 
