@@ -44,8 +44,7 @@ from contestants import (
 )
 from frozencore import calibrate
 from frozencore.tune.cost import values_at_once
-from frozencore.tune.task_registry import find_task
-from frozencore.tune.tasks.splits import evaluation_rows
+from frozencore_lab.tasks.registry import find_task
 from harness import parser_of, results_file, table, wall_s, write_found
 
 WARM_UP = 3
@@ -204,7 +203,7 @@ def smollm2_bench(folder: Path, data_root: Path | None, device: str, job: Job) -
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, use_cache=False)
     text = None
     if data_root is not None:
-        rows = evaluation_rows(find_task("sst2"), data_root, num_evaluation=500)
+        rows = find_task("sst2").draw_evaluation(data_root, num_evaluation=500)
         joined = "\n\n".join(f"{row.prompt}{row.completion}" for row in rows)
         text = torch.tensor(AutoTokenizer.from_pretrained(folder)(joined, verbose=False)["input_ids"])
     return Bench(model.to(device).requires_grad_(False), job, text)

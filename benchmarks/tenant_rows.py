@@ -19,10 +19,9 @@ from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
-from frozencore.tune.rows import Example, Row
-from frozencore.tune.task_registry import find_task
-from frozencore.tune.tasks import Split
-from frozencore.tune.tasks.splits import normalised_text
+from frozencore.tune.rows import Row
+from frozencore_lab.tasks.registry import find_task
+from frozencore_lab.tasks.task import Split, question_of
 
 SEED = 0
 VALIDATION, HELD_OUT = 32, 48
@@ -45,7 +44,7 @@ class Made:
     """
 
     row: Row
-    example: Example
+    example: Row
     place: float
 
 
@@ -63,15 +62,15 @@ class TenantPlan:
     num_train: int
     about: str
     takes: Callable[[Made], bool] = lambda _: True
-    styled: Callable[[Made], Example] = lambda made: made.example
+    styled: Callable[[Made], Row] = lambda made: made.example
     calibrated: bool = True
 
 
-def answers(**words: str) -> Callable[[Made], Example]:
+def answers(**words: str) -> Callable[[Made], Row]:
     """Other words for the answers of a task."""
     named = {f" {old}": f" {new}" for old, new in words.items()}
 
-    def restyled(made: Made) -> Example:
+    def restyled(made: Made) -> Row:
         example = made.example
         choices = tuple(named[choice] for choice in example.choices)
         return replace(example, completion=named[example.completion], choices=choices)
@@ -95,14 +94,14 @@ def topic(pattern: str) -> Callable[[Made], bool]:
     return lambda made: re.search(pattern, str(made.row["activity_label"]), re.IGNORECASE) is not None
 
 
-def recommended(made: Made) -> Example:
+def recommended(made: Made) -> Row:
     """Whether the writer of a review would see the film again."""
     review = made.example.prompt.removesuffix("\nSentiment:")
     styled = answers(negative="no", positive="yes")(made)
     return replace(styled, prompt=f"{review}\nShould I see it?")
 
 
-def lettered(made: Made) -> Example:
+def lettered(made: Made) -> Row:
     """Options with letters, of which one is the answer."""
     question, options = made.example.prompt.split("\nOptions:")[0], made.example.choices
     letters = [f" {letter}" for letter in "ABCDE"[: len(options)]]
@@ -116,23 +115,23 @@ def lettered(made: Made) -> Example:
 OPERATIONS = {"Addition": "+", "Subtraction": "-", "Multiplication": "*", "Common-Division": "/"}
 
 
-def operation(*, signs: bool) -> Callable[[Made], Example]:
+def operation(*, signs: bool) -> Callable[[Made], Row]:
     """Which operation solves a word problem, in a word or as a sign."""
 
-    def styled(made: Made) -> Example:
+    def styled(made: Made) -> Row:
         names = {kind: sign if signs else kind.lower().removeprefix("common-") for kind, sign in OPERATIONS.items()}
         asked = made.example.prompt.split("\nEnd with")[0]
         prompt = f"{asked}\n{'Sign' if signs else 'Operation'}:"
         choices = tuple(f" {name}" for name in names.values())
-        return Example(made.example.id, prompt, f" {names[str(made.row['Type'])]}", choices)
+        return Row(made.example.id, prompt, f" {names[str(made.row['Type'])]}", choices)
 
     return styled
 
 
-def subtracts(made: Made) -> Example:
+def subtracts(made: Made) -> Row:
     """Whether a word problem is one of subtraction."""
     asked, answer = made.example.prompt.split("\nEnd with")[0], made.row["Type"] == "Subtraction"
-    return Example(made.example.id, f"{asked}\nIs this a subtraction?", " yes" if answer else " no", (" no", " yes"))
+    return Row(made.example.id, f"{asked}\nIs this a subtraction?", " yes" if answer else " no", (" no", " yes"))
 
 
 def has_operation(made: Made) -> bool:
@@ -181,7 +180,7 @@ class Tenant:
     """The rows of one tenant by part."""
 
     plan: TenantPlan
-    rows: Mapping[str, Sequence[Example]]
+    rows: Mapping[str, Sequence[Row]]
 
 
 def rows_of(task: str, data_root: Path | None) -> list[Made]:
@@ -191,9 +190,9 @@ def rows_of(task: str, data_root: Path | None) -> list[Made]:
     for split in SPLITS:
         rows = found.source.rows(split, data_root)
         for number, row in enumerate(rows):
-            example = found.to_example(row, f"{task}-{split}-{number}")
+            example = found.to_row(row, f"{task}-{split}-{number}")
             if len(example.prompt) <= LONGEST:
-                made.setdefault(normalised_text(example), Made(row, example, number / len(rows)))
+                made.setdefault(question_of(example), Made(row, example, number / len(rows)))
     return list(made.values())
 
 
@@ -221,12 +220,12 @@ def make_tenants(
     return made
 
 
-def evenly(pool: Sequence[tuple[Made, Example]], count: int) -> Iterator[tuple[Made, Example]]:
+def evenly(pool: Sequence[tuple[Made, Row]], count: int) -> Iterator[tuple[Made, Row]]:
     """So many rows in their order; if all have the same choices, each in turn is the answer."""
     if len({example.choices for _, example in pool}) > 1:
         yield from pool[:count]
         return
-    by_answer: dict[str, list[tuple[Made, Example]]] = defaultdict(list)
+    by_answer: dict[str, list[tuple[Made, Row]]] = defaultdict(list)
     for one in reversed(pool):
         by_answer[one[1].completion].append(one)
     for number in range(count):
@@ -252,5 +251,5 @@ def manifest_of(tenants: Mapping[str, Tenant]) -> dict[str, object]:
     return {"seed": SEED, "longest_prompt": LONGEST, "searched": list(SEARCHED), "tenants": about}
 
 
-def _line(row: Example) -> str:
+def _line(row: Row) -> str:
     return json.dumps(asdict(row), ensure_ascii=False) + "\n"

@@ -35,12 +35,12 @@ from frozencore.maths.moments import LayerMoments
 from frozencore.tune.many.tenant import Tenant as CoreTenant
 from frozencore.tune.many.tenant import Trained, train_many
 from frozencore.tune.methods import METHODS, AdapterOptions
-from frozencore.tune.rows import Example, TokenRow
+from frozencore.tune.rows import Row, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.rows.splits import calibration_rows
 from frozencore.tune.rows.token_batches import make_batches
 from frozencore.tune.scoring.choice import predict_choices
 from frozencore.tune.scoring.forward import unload_adapter
-from frozencore.tune.tasks.splits import calibration_rows
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
 from frozencore.tune.training.trainer import overhead_tokens_of
@@ -146,8 +146,8 @@ class Study:
     def train_rows(self) -> dict[str, list[TokenRow]]:
         return {name: self.tokens(tenant.rows["train"]) for name, tenant in self.tenants.items()}
 
-    def tokens(self, examples: Sequence[Example]) -> list[TokenRow]:
-        return self.encoder.training_rows(examples)
+    def tokens(self, examples: Sequence[Row]) -> list[TokenRow]:
+        return self.encoder.encode(examples)
 
     def recipe(self, rows: Sequence[TokenRow], rate: float, seed: int = SEED) -> Recipe:
         """As many epochs as make sixteen steps."""

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.task_registry import find_task
+from frozencore_lab.tasks.registry import find_task
 
 NAMES = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",

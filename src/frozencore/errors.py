@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
     from pydantic_core import ErrorDetails
 
+LAB_MISSING = "this needs the lab. Install it: pip install frozencore-lab, or pip install ./lab in the repository."
+
 
 class FrozenCoreError(Exception):
     """Base class of all errors. The message is one line, and invisible characters are escaped."""

@@ -18,7 +18,6 @@ from frozencore import FrozenCoreConfig
 from frozencore.adapter.layer import frozen_core_layers
 from frozencore.tune.load import load_model
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.rows import TextRow
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.scoring.exact_match import stream_greedily
 from input_files import write_rows, write_task
@@ -129,7 +128,7 @@ def test_words_are_told_while_the_answer_is_generated() -> None:
     passes, told = [], []
     model.register_forward_hook(lambda *_: passes.append(1))
     stream_greedily(
-        model, TextRow("base", SECOND, ""), PromptEncoder(tokenizer), max_new_tokens=12,
+        model, tokenizer(SECOND)["input_ids"], PromptEncoder(tokenizer), max_new_tokens=12,
         tell=lambda words: told.append((len(passes), words)),
     )  # fmt: skip
     assert "".join(words for _, words in told).strip() == said_by(model, SECOND, 12).strip()

@@ -33,15 +33,15 @@ from frozencore.tune.evaluate import (
     style_of,
 )
 from frozencore.tune.load import load_model
-from frozencore.tune.pocket import POCKET_TASKS, pocket_model_path
+from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import TaskScore
-from frozencore.tune.rows import Example
+from frozencore.tune.rows import Row, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder, context_limit
 from frozencore.tune.scoring.forward import Prediction
 from frozencore.tune.scoring.score import ScoredRows, held_out_loss, score_rows
-from frozencore.tune.task_registry import PAPER_TASKS, find_task
-from frozencore.tune.tasks import Task, answers
-from frozencore.tune.tasks.splits import evaluation_rows
+from frozencore_lab.tasks.pocket_tasks import POCKET_TASKS
+from frozencore_lab.tasks.registry import PAPER_TASKS, find_task
+from frozencore_lab.tasks.task import Task, answers
 from input_files import FEATURES, write_hub_folder
 from small_runs import RESOLVED, made_up_record, silent
 
@@ -82,7 +82,7 @@ def export_tasks(
 ) -> list[str]:
     """Write the files of every task, and return the harness's task names in order."""
     rows = {
-        task.name: [_row(task, example) for example in evaluation_rows(task, data_root, num_evaluation=num_evaluation)]
+        task.name: [_row(task, example) for example in task.draw_evaluation(data_root, num_evaluation=num_evaluation)]
         for task in tasks
     }
     write_text(folder / f"{_MODULE}.py", inspect.getsource(answers) + _FUNCTIONS)
@@ -93,7 +93,7 @@ def export_tasks(
     return [PREFIX + task.name for task in tasks]
 
 
-def _row(task: Task, example: Example) -> dict[str, Any]:
+def _row(task: Task, example: Row) -> dict[str, Any]:
     row: dict[str, Any] = {"id": example.id, "prompt": example.prompt}
     if task.scoring == "exact_match":
         return {**row, "gold": example.completion}
@@ -142,10 +142,11 @@ def harness_samples(model: nn.Module, encoder: PromptEncoder, task: str, folder:
 
 POCKET = str(pocket_model_path())
 TASKS = tuple(find_task(name) for name in ("pocket-entailment", "pocket-math"))
+NAMES = tuple(f"task:{task.name}" for task in TASKS)
 
 
 def evaluation(**changes: Any) -> Evaluation:
-    return Evaluation(**{"model": POCKET, "tasks": TASKS, "num_evaluation": 12, "device": "cpu", **changes})
+    return Evaluation(**{"model": POCKET, "data": NAMES, "num_evaluation": 12, "device": "cpu", **changes})
 
 
 @pytest.fixture(scope="module")
@@ -169,8 +170,12 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / name / "adapter" for name in configs}
 
 
-def score_of(model: nn.Module, encoder: PromptEncoder, task: Task, examples: Sequence[Example]) -> TaskScore:
-    score = score_rows(model, encoder, ScoredRows.of(task, examples, encoder.training_rows(examples))).task
+def scored(task: Task, rows: list[TokenRow]) -> ScoredRows:
+    return ScoredRows(task.name, task.scoring, rows, task.max_new_tokens)
+
+
+def score_of(model: nn.Module, encoder: PromptEncoder, task: Task, examples: Sequence[Row]) -> TaskScore:
+    score = score_rows(model, encoder, scored(task, encoder.encode(examples))).task
     assert score is not None
     return score
 
@@ -191,7 +196,7 @@ def test_every_adapter_scores_as_if_it_were_loaded_alone(
         model, tokenizer = load_model(POCKET, device="cpu")
         alone = PeftModel.from_pretrained(model, adapters[name])
         for task in TASKS:
-            score = score_of(alone, PromptEncoder(tokenizer), task, evaluation_rows(task, num_evaluation=12))
+            score = score_of(alone, PromptEncoder(tokenizer), task, task.draw_evaluation(num_evaluation=12))
             assert found[name, task.name].score.accuracy == score.accuracy
             assert found[name, task.name].held_out_loss == pytest.approx(score.held_out_loss, abs=1e-6)
     losses = {score.held_out_loss for score in record.scores}
@@ -221,9 +226,9 @@ def test_the_base_comes_out_of_every_adapter_as_it_went_in(adapters: dict[str, P
 
 def test_each_failure_is_a_row_and_the_others_are_scored(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"prompt": "Is 1 a number?"}\n')
-    tasks = (find_task("sst2"), TASKS[0], find_task("sst2-text"))
-    wrong = {"data": str(tmp_path / "bad.jsonl"), "failed": {"nothing": "There is no task 'nothing'."}}
-    record = evaluate_adapters(evaluation(tasks=tasks, data_root=tmp_path, **wrong), tmp_path / "e", silent)
+    data = ("task:sst2", NAMES[0], "task:sst2-text", str(tmp_path / "bad.jsonl"))
+    wrong = {"failed": {"nothing": "There is no task 'nothing'."}}
+    record = evaluate_adapters(evaluation(data=data, data_root=tmp_path, **wrong), tmp_path / "e", silent)
     assert {score.task: score.failure is None for score in record.scores} == {
         "sst2": False, "pocket-entailment": True, "sst2-text": False, "bad.jsonl": False, "nothing": False,
     }  # fmt: skip
@@ -231,17 +236,18 @@ def test_each_failure_is_a_row_and_the_others_are_scored(tmp_path: Path) -> None
     assert "nyu-mll/glue" in record.failed["sst2"]
     assert EvaluationRecord.model_validate_json((tmp_path / "e" / "result.json").read_text()) == record
     with pytest.raises(DataError, match="nyu-mll/glue"):
-        evaluate_adapters(evaluation(tasks=tasks[:1], data_root=tmp_path), tmp_path / "f", silent)
+        evaluate_adapters(evaluation(data=data[:1], data_root=tmp_path), tmp_path / "f", silent)
     with pytest.raises(ArtifactError, match="already holds a finished run"):
-        evaluate_adapters(evaluation(tasks=TASKS[:1]), tmp_path / "e", silent)
+        evaluate_adapters(evaluation(data=NAMES[:1]), tmp_path / "e", silent)
 
 
-def test_a_text_task_has_a_loss_and_no_accuracy(tmp_path: Path) -> None:
+def test_a_text_task_has_a_loss_and_no_accuracy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = replace(TASKS[0], name="text", scoring="text")
-    (score,) = evaluate_adapters(evaluation(tasks=(text,)), tmp_path / "e", silent).scores
+    monkeypatch.setattr(module, "find_source", lambda _: text)
+    (score,) = evaluate_adapters(evaluation(data=("task:text",)), tmp_path / "e", silent).scores
     model, tokenizer = load_model(POCKET, device="cpu")
     encoder = PromptEncoder(tokenizer)
-    rows = encoder.training_rows(evaluation_rows(text, num_evaluation=12))
+    rows = encoder.encode(text.draw_evaluation(num_evaluation=12))
     assert (score.score, score.num_examples) == (None, 12)
     assert score.held_out_loss == held_out_loss(model, rows, pad_id=encoder.pad_id)
 
@@ -269,7 +275,7 @@ def test_prompts_are_in_the_style_of_the_adapters_run(adapters: dict[str, Path],
     record = made_up_record({"task": "svamp"}, resolved={**RESOLVED, "prompt_style": "plain"})
     (run / "result.json").write_text(json.dumps(record.content()))
     assert style_of(run / "adapter") == "plain"
-    chat = evaluation(model=str(tmp_path / "model"), tasks=TASKS[1:], adapters=(run / "adapter",), with_base=True)
+    chat = evaluation(model=str(tmp_path / "model"), data=NAMES[1:], adapters=(run / "adapter",), with_base=True)
     found = evaluate_adapters(chat, tmp_path / "e", silent)
     assert found.prompt_styles == {"base": "chat", "run": "plain"}
     plain = evaluate_adapters(replace(chat, prompt_style="plain"), tmp_path / "f", silent)
@@ -282,7 +288,7 @@ def test_own_rows_are_read_as_tune_reads_them(tmp_path: Path) -> None:
     rows = [{"prompt": f"Is {i} a number?", "completion": " yes", "source": "me"} for i in range(3)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     told = []
-    own = evaluation(tasks=(), data=str(file), num_evaluation=2)
+    own = evaluation(data=(str(file),), num_evaluation=2)
     record = evaluate_adapters(own, tmp_path / "out", lambda *said: told.append(said[-1]))
     assert record.reading is not None
     assert record.reading.unused_columns == ("source",)
@@ -301,18 +307,18 @@ def test_a_token_without_an_embedding_is_refused_before_any_score(
     monkeypatch.setattr(module, "load_model", narrower)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "Is 1 a number?", "completion": " yes"}\n')
     with pytest.raises(ModelError, match="but the model has embeddings of 8 tokens only"):
-        evaluate_adapters(evaluation(tasks=(), data=str(tmp_path / "rows.jsonl")), tmp_path / "out", silent)
+        evaluate_adapters(evaluation(data=(str(tmp_path / "rows.jsonl"),)), tmp_path / "out", silent)
     assert not (tmp_path / "out").exists()
 
 
 def test_prompts_beyond_the_limit_are_refused_or_counted(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"longer than the limit of 5 tokens: 12 rows or more"):
-        evaluate_adapters(evaluation(tasks=TASKS[:1], max_length=5), tmp_path / "e", silent)
-    record = evaluate_adapters(evaluation(tasks=TASKS[:1], max_length=5, too_long="cut"), tmp_path / "e", silent)
+        evaluate_adapters(evaluation(data=NAMES[:1], max_length=5), tmp_path / "e", silent)
+    record = evaluate_adapters(evaluation(data=NAMES[:1], max_length=5, too_long="cut"), tmp_path / "e", silent)
     assert record.scores[0].score.num_cut == 12
     lines = [{"prompt": "Tom has", "completion": " cats"}, {"prompt": "Tom has " * 40, "completion": " cats"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    own = evaluation(tasks=(), data=str(tmp_path / "rows.jsonl"), max_length=32, too_long="skip")
+    own = evaluation(data=(str(tmp_path / "rows.jsonl"),), max_length=32, too_long="skip")
     record = evaluate_adapters(own, tmp_path / "own", silent)
     assert record.reading is not None
     assert (record.scores[0].num_examples, record.reading.left_out) == (1, {"too long": 1})
@@ -393,17 +399,16 @@ def both(
 ) -> list[tuple[Prediction, dict[str, Any]]]:
     """Our prediction and the harness's record of every row that needs no cutting."""
     task = ALL_TASKS[name]
-    examples = evaluation_rows(task, root_of(name, exported), num_evaluation=NUM_ROWS)
-    ours = score_rows(model, encoder, ScoredRows.of(task, examples, encoder.training_rows(examples)))
+    examples = task.draw_evaluation(root_of(name, exported), num_evaluation=NUM_ROWS)
+    rows = encoder.encode(examples)
+    ours = score_rows(model, encoder, scored(task, rows))
     theirs = harness_samples(model, encoder, PREFIX + name, exported)
     assert [sample["doc"]["id"] for sample in theirs] == [example.id for example in examples]
     generated = task.max_new_tokens if task.scoring == "exact_match" else 0
-    style = "chat" if encoder.is_chat else "plain"
-    room = PromptEncoder(encoder.tokenizer, style=style, max_length=encoder.max_length - generated)
     return [
         (prediction, dict(sample))
-        for example, prediction, sample in zip(examples, ours.predictions, theirs, strict=True)
-        if room.count_too_long([room.render(example)]) == 0
+        for row, prediction, sample in zip(rows, ours.predictions, theirs, strict=True)
+        if row.num_cut == 0 and row.answer_start + generated <= encoder.max_length
     ]
 
 

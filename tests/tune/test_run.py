@@ -35,8 +35,7 @@ from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import TunedRecord, read_record
 from frozencore.tune.run import execute
 from frozencore.tune.scoring.score import score_rows
-from frozencore.tune.task_registry import find_task
-from frozencore.tune.tasks.splits import split_task
+from frozencore_lab.tasks.registry import find_task
 from small_runs import DIVERGES, inputs_of, silent
 
 
@@ -56,7 +55,7 @@ def test_a_run_tells_what_it_forgets_as_the_loss_on_the_plain_text_of_other_task
     model, tokenizer = load_model(str(pocket_model_path()), dtype="auto", device="cpu")
     trained = PeftModel.from_pretrained(load_model(str(pocket_model_path()))[0], tmp_path / "run" / "adapter")
     for task, told in record.forgetting.items():
-        rows = split_task(find_task(task), None).evaluation[:32]
+        rows = find_task(task).draw(None).evaluation[:32]
         texts = [tokenizer(row.prompt + row.completion)["input_ids"] + [tokenizer.eos_token_id] for row in rows]
         for scored, loss in ((model, told.loss_before), (trained, told.loss)):
             with torch.no_grad():

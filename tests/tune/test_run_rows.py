@@ -11,8 +11,9 @@ import pytest
 
 from frozencore.errors import ConfigError, DataError, NoRowsError
 from frozencore.tune.config import RunConfig, make_config
+from frozencore.tune.given_rows import RowCache
 from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.run_rows import RowCache, RunRows, prepare_rows
+from frozencore.tune.run_rows import RunRows, prepare_rows
 from input_files import write_rows, write_task
 
 
@@ -60,7 +61,7 @@ def test_rows_by_seed_vary_with_the_seed_and_are_otherwise_the_same(encoder: Pro
 
 def test_a_task_without_a_row_to_validate_on_says_so(encoder: PromptEncoder, tmp_path: Path) -> None:
     one_row = config_of(task=write_task(tmp_path, num_train=1), evaluate_on="validation")
-    with pytest.raises(NoRowsError, match=r"leaves no validation rows beside its 1 to train on\. Give it more"):
+    with pytest.raises(NoRowsError, match=r"task:.* leaves no validation rows beside its 1 to train on\. Give it more"):
         rows_of(one_row, encoder)
 
 

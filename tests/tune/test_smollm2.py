@@ -20,8 +20,7 @@ from frozencore.tune.load import load_model
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.scoring.choice import predict_choices
 from frozencore.tune.smollm2 import FILE, FILE_SHA256, make_smollm2
-from frozencore.tune.task_registry import PAPER_TASKS
-from frozencore.tune.tasks.splits import evaluation_rows
+from frozencore_lab.tasks.registry import PAPER_TASKS
 
 HERE = SHARED / "models" / "smollm2" / FILE
 
@@ -94,9 +93,11 @@ def test_arc_challenge_has_the_published_score() -> None:
     published, list_of_options = 0.2773, "\nOptions:\n"  # the harness leaves the list out of the prompt
     rows = [
         replace(row, prompt=row.prompt.partition(list_of_options)[0] + "\nAnswer:")
-        for row in evaluation_rows(PAPER_TASKS["arc_challenge"], SHARED / "data", num_evaluation=1172)
+        for row in PAPER_TASKS["arc_challenge"].draw_evaluation(SHARED / "data", num_evaluation=1172)
     ]
     model, tokenizer = load_model(str(HERE), dtype="float32", device="cpu")
-    found = predict_choices(model, PromptEncoder(tokenizer, max_length=2048), rows, length_normalised=True)
+    encoder = PromptEncoder(tokenizer, max_length=2048)
+    choices = [row.choices for row in encoder.encode(rows) if row.choices is not None]
+    found = predict_choices(model, choices, pad_id=encoder.pad_id, length_normalised=True)
     share = sum(prediction.correct for prediction in found) / len(rows)
     assert abs(share - published) < 2 * math.sqrt(published * (1 - published) / len(rows))

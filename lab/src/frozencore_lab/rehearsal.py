@@ -23,7 +23,6 @@ from frozencore.files.atomic_write import require_writable, write_json
 from frozencore.tune.config import RunConfig
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import Failure
-from frozencore.tune.task_registry import find_task
 from frozencore_lab.campaign.driver import Watch, drive
 from frozencore_lab.campaign.job import Place
 from frozencore_lab.campaign.plan import Planned, plan
@@ -35,6 +34,7 @@ from frozencore_lab.campaign.worker_pool import LocalPool, OwnProcess
 from frozencore_lab.reports.figures import asked_figures
 from frozencore_lab.reports.report import Document, Section, campaign_document, write_document
 from frozencore_lab.reports.sheet import Line, Sheet, SheetCell
+from frozencore_lab.tasks.registry import find_task, task_of
 
 MARK = "rehearsal.json"
 MOST_WORKERS = 4  # by default
@@ -51,7 +51,7 @@ class RehearsalPlace(Place):
 
     def put(self, config: RunConfig) -> RunConfig:
         placed = super().put(config)
-        task = find_task(placed.rows.task or "")
+        task = find_task(task_of(placed) or "")
         epochs = min(STEPS, config.training.epochs or task.epochs)
         calibrated = max(math.ceil(config.method.rank / TOKENS_OF_A_ROW), min(CALIBRATED, config.rows.calibration_size))
         steps_an_epoch = math.ceil(STEPS / epochs)

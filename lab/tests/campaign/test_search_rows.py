@@ -12,10 +12,11 @@ import pytest
 from fixtures import LAB
 from frozencore.errors import NoRowsError
 from frozencore.tune.config import RunConfig
-from frozencore.tune.rows import Example
+from frozencore.tune.given_rows import drawn_for_run
+from frozencore.tune.rows import Row
 from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.run_rows import prepare_rows, task_splits
-from frozencore.tune.tasks.splits import Splits
+from frozencore.tune.rows.splits import Splits
+from frozencore.tune.run_rows import prepare_rows
 from frozencore_lab.campaign.job import Job, Place, make_job
 from frozencore_lab.campaign.plan import Planned, plan, search_rows
 from frozencore_lab.campaign.shared_moments import moments_file
@@ -45,8 +46,8 @@ def jobs_of(name: str) -> tuple[Job, Job]:
     return trial, Job(trial.kind, trial.config.replaced(evaluate_on="evaluation"))
 
 
-def splits_of(config: RunConfig) -> Splits[Example]:
-    return task_splits(config.rows, config.scoring)
+def splits_of(config: RunConfig) -> Splits[Row]:
+    return drawn_for_run(config.rows, config.scoring)
 
 
 @pytest.mark.parametrize("name", TRIALS)

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from fixtures import LAB, PAPER_TABLES
 from frozencore.constructors import CONSTRUCTORS
-from frozencore.tune.pocket import POCKET_TASKS, pocket_model_path
+from frozencore.tune.pocket import pocket_model_path
 from frozencore_lab.campaign.job import make_job
 from frozencore_lab.campaign.results import Tally
 from frozencore_lab.campaign.store import Store
@@ -25,6 +25,7 @@ from frozencore_lab.cli import campaign as verbs
 from frozencore_lab.cli import campaign_lines as campaign_command
 from frozencore_lab.cli.campaign import demo_campaign
 from frozencore_lab.cli.campaign_lines import Board
+from frozencore_lab.tasks.pocket_tasks import POCKET_TASKS
 from small_campaign import write_spec
 
 PAPER = PAPER_TABLES / "paper_q3.csv"

@@ -12,9 +12,9 @@ import pytest
 
 from corpus import documents
 from frozencore.errors import DataError
-from frozencore.tune.pocket import POCKET_TASKS
-from frozencore.tune.rows import Example
-from frozencore.tune.tasks import Split, Task
+from frozencore.tune.rows import Row
+from frozencore_lab.tasks.pocket_tasks import POCKET_TASKS
+from frozencore_lab.tasks.task import Split, Task
 from generated_rows import GENERATORS, RowGenerator
 
 TASKS = list(POCKET_TASKS.values())
@@ -35,8 +35,8 @@ NEGATIVE_WORDS = """
 """
 
 
-def examples(task: Task, split: Split) -> list[Example]:
-    return [task.to_example(row, f"{split}-{i}") for i, row in enumerate(task.source.rows(split, None))]
+def examples(task: Task, split: Split) -> list[Row]:
+    return [task.to_row(row, f"{split}-{i}") for i, row in enumerate(task.source.rows(split, None))]
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
@@ -114,7 +114,7 @@ def test_a_row_with_an_impossible_answer_is_refused(task: Task) -> None:
     row = dict(task.source.rows("train", None)[0])
     answer = next(field for field in ("answer", "sentiment", "verdict", "relation") if field in row)
     with pytest.raises(DataError, match="train-0"):
-        task.to_example(row | {answer: "perhaps"}, "train-0")
+        task.to_row(row | {answer: "perhaps"}, "train-0")
 
 
 def test_a_generator_that_runs_out_of_texts_says_so() -> None:

@@ -129,16 +129,13 @@ class Speaker:
 
     def answer(self, question: str, base: BaseWithAdapter, max_new_tokens: int) -> None:
         """Stream the answer to a question. Ctrl-C ends the answer, not the chat."""
-        from frozencore.tune.rows import TextRow
         from frozencore.tune.scoring.exact_match import stream_greedily
 
         self.turns.append({"role": "user", "content": question})
         encoder = self.encoder
         first = [] if self.system is None else [{"role": "system", "content": self.system}]
-        row = TextRow(self.name, question, "")
-        if encoder.is_chat:
-            row = encoder.ask([*first, *self.turns], self.name)
-        if encoder.count_too_long([row]):
+        context, num_cut = encoder.ask([*first, *self.turns], self.name)
+        if num_cut:
             console.print(f"(The beginning is left out: {encoder.max_length} tokens fit.)", style="dim")
         console.print(f"\n{self.name}:", style="bold")
         pieces: list[str] = []
@@ -149,7 +146,7 @@ class Speaker:
 
         with suppress(KeyboardInterrupt):
             model = base.with_adapter(self.folder)
-            stream_greedily(model, row, encoder, max_new_tokens=max_new_tokens, tell=tell)
+            stream_greedily(model, context, encoder, max_new_tokens=max_new_tokens, tell=tell)
             if not "".join(pieces).strip():
                 console.print("(The model ended its answer at once.)", style="dim", end="")
         console.print()

@@ -19,8 +19,7 @@ from frozencore.tune.folder import RECORD, require_new
 from frozencore.tune.locate import require_data_root, require_model
 from frozencore.tune.rows.prompts import PromptStyle, TooLong
 from frozencore.tune.rows.row_sources import named, require_source, sources_of
-from frozencore.tune.task_registry import find_tasks
-from frozencore.tune.tasks import Task
+from frozencore.tune.rows.sources import TASK, find_source, is_named, source_kind
 
 if TYPE_CHECKING:
     from frozencore.tune.evaluate import EvaluationRecord, TaskResult
@@ -35,7 +34,7 @@ def evaluate(
     data: Annotated[
         str | None,
         typer.Option(
-            help="Your own rows, as for `tune --data`: scores the loss, and counts correct short completions."
+            help="Rows, as for `tune --data`: scores the loss, and counts right choices and right short completions."
         ),
     ] = None,
     columns: Annotated[str | None, flag("columns")] = None,
@@ -58,15 +57,18 @@ def evaluate(
     dtype: Annotated[str, flag("dtype")] = "auto",
     device: Annotated[str, flag("device")] = "auto",
 ) -> None:
-    found: dict[str, Task | ConfigError] = find_tasks(task or "")
-    errors: dict[str, FrozenCoreError] = {name: one for name, one in found.items() if isinstance(one, ConfigError)}
-    if data is not None:
+    errors: dict[str, FrozenCoreError] = {}
+    sources: dict[str, None] = {}
+    for source in (*_tasks(task or ""), *([str(data)] if data is not None else [])):
         try:
-            require_source(data)
+            if is_named(source):
+                find_source(source)
+            else:
+                require_source(source)
+            sources[source] = None
         except FrozenCoreError as error:
-            errors[named(data)], data = error, None
-    tasks = tuple(one for one in found.values() if isinstance(one, Task))
-    if not tasks and data is None:
+            errors[named(source).removeprefix(f"{TASK}:")] = error
+    if not sources:
         raise next(iter(errors.values()), ConfigError("There is nothing to score: give --data FILE or --task NAME."))
     require_model(model)
     require_data_root(data_root)
@@ -80,7 +82,7 @@ def evaluate(
 
         progress.started()
         evaluation = Evaluation(
-            model=model, tasks=tasks, data=data, columns=columns, adapters=adapters, with_base=with_base,
+            model=model, data=tuple(sources), columns=columns, adapters=adapters, with_base=with_base,
             failed=failed, data_root=data_root, max_length=max_length,
             prompt_style=cast(PromptStyle | None, prompt_style), too_long=cast(TooLong, too_long),
             length_normalised=length_normalised, num_evaluation=num_evaluation, dtype=dtype, device=device,
@@ -91,6 +93,13 @@ def evaluate(
         console.print(f"{run} was trained on rows of {data}: its scores are not those of new rows.", soft_wrap=True)
     console.print(f"Predictions and scores: {output}", soft_wrap=True)
     raise typer.Exit(1 if record.failed else 0)
+
+
+def _tasks(names: str) -> Iterator[str]:
+    """Yield the sources that a comma-separated list of tasks names; a name may stand for several."""
+    kind = source_kind(TASK)
+    for name in filter(None, map(str.strip, names.split(","))):
+        yield from (f"{TASK}:{one}" for one in (kind.groups.get(name, (name,)) if kind else (name,)))
 
 
 def runs_trained_on(data: str | None, adapters: Sequence[Path]) -> Iterator[Path]:

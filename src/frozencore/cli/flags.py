@@ -23,10 +23,10 @@ from frozencore.errors import ConfigError, own_refusal
 from frozencore.files.strict_yaml import read_yaml
 from frozencore.options import Option
 from frozencore.text import flag_of, nearest_name
-from frozencore.tune.config import make_config, run_options
+from frozencore.tune.config import ALIASES, make_config, run_options
 from frozencore.tune.folder import OPTIONS_FILE
 from frozencore.tune.methods import METHODS
-from frozencore.tune.task_registry import TASKS
+from frozencore.tune.rows.sources import TASK, source_kind
 
 PANELS = {
     "model": "Model", "rows": "Rows", "method": "Method and bases", "training": "Training", "scoring": "Scoring",
@@ -103,6 +103,7 @@ class RunCommand:
     @property
     def __signature__(self) -> Signature:  # of the current table of constructors
         flags = [self._flag(option) for name, option in run_options().items() if name not in self._without]
+        flags += [_task_flag(alias) for alias, name in ALIASES.items() if name not in self._without]
         own = dict(signature(self._verb, eval_str=True).parameters)
         own["config_file"] = Parameter("config_file", Parameter.KEYWORD_ONLY, default=None, annotation=ConfigFile)
         for name, parameter in own.items():
@@ -115,6 +116,7 @@ class RunCommand:
 
     def __call__(self, **given: Any) -> None:
         known, context = run_options(), given.pop("config_file")
+        tasks = {alias: task for alias in ALIASES if (task := given.pop(alias, None)) is not None}
         own = {name: value for name, value in given.items() if name not in known}
         named = [name for name in known.keys() & given.keys() if context.get_parameter_source(name).name != "DEFAULT"]
         values = {name: read_value(known[name], given[name]) for name in named}
@@ -122,7 +124,7 @@ class RunCommand:
             if values.get("data") is not None:
                 raise ConfigError("--tenants and --data name the same thing. Leave one out.")
             values["data"] = str(tenants)
-        self._verb(make_config(**values), **own)
+        self._verb(make_config(**values, **tasks), **own)
 
     def _flag(self, option: Any) -> Parameter:
         """Typer's flag of an option. Values are read as text, so that each wrong one is refused in the same words."""
@@ -176,13 +178,28 @@ def read_value(option: Option, given: Any) -> Any:
 
 def _completions(option: Option) -> Callable[[str], list[str]]:
     """A shell's completions of the value: the values of a short list, methods or tasks."""
-    named: Mapping[str, Iterable[str]] = {"method": METHODS, "task": TASKS, "calibration_task": TASKS}
+    named: Mapping[str, Iterable[str]] = {"method": METHODS}
     allowed = [str(value) for kind in option.kinds if get_origin(kind) is Literal for value in get_args(kind)]
 
     def beginning_with(incomplete: str) -> list[str]:
         return [value for value in (*allowed, *named.get(option.name, ())) if value.startswith(incomplete)]
 
     return beginning_with
+
+
+def _task_flag(alias: str) -> Parameter:
+    """A flag that names a task for an option whose value is a source of rows."""
+
+    def beginning_with(incomplete: str) -> list[str]:
+        kind = source_kind(TASK)
+        return [name for name in (kind.names if kind else ()) if name.startswith(incomplete)]
+
+    option = flag_of(ALIASES[alias])
+    info = typer.Option(
+        flag_of(alias), help=f"A task of the lab, such as sst2, or its YAML file: {option} {TASK}:NAME.",
+        metavar="<text>", autocompletion=beginning_with, rich_help_panel=PANELS["rows"],
+    )  # fmt: skip
+    return Parameter(alias, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, info])
 
 
 def _is_repeated(option: Option) -> bool:

@@ -11,15 +11,14 @@ from typing import Any
 
 import typer
 
-from frozencore.errors import ConfigError
+from frozencore.errors import LAB_MISSING, ConfigError
 from frozencore.text import unknown_name
 
 RESUMED = "the same command with --resume continues from what is saved"
 GOES_ON = "the same command continues from what is saved"
 NOTHING_KEPT = "nothing is saved yet"
-IN_LAB = ("schema", "campaign", "demo")
+IN_LAB = ("task", "schema", "campaign", "demo")
 GROUPS = ("Train", "Use", "Share", "Study")
-LAB_MISSING = "this needs the lab. Install it: pip install frozencore-lab, or pip install ./lab in the repository."
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ VERBS = (
         "tune", ".tune:tune", "Calibrate, train, score and save an adapter.",
         (
             "tune --model smollm2 --data rows.jsonl --out runs/mine",
-            "tune --model smollm2 --task svamp --data-root DATA --rank 8 --out runs/svamp",
+            "tune --model smollm2 --data task:svamp --data-root DATA --rank 8 --out runs/svamp",
         ),
         "Train", RESUMED, by_several=True,
     ),
@@ -101,7 +100,6 @@ VERBS = (
         "Say which serving engines can load a LoRA directory. Exit status 1 if one of them cannot.",
         "check lora", "Share",
     ),
-    Verb("tasks", ".tasks:tasks", "List the tasks with their rows, epochs, scoring and data sets.", "tasks"),
 )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ def execute_calibration(config: RunConfig, out: Path, progress: Progress, *, of_
         of_tenants: The data name tenants. The calibration rows are ``calibration_size`` rows in all, spread over them.
 
     Raises:
-        ConfigError: The method reads no data, or a calibration task was named beside tenants.
+        ConfigError: The method reads no data, or calibration rows were named beside tenants.
         DataError: There are no tenants, or the file of one has bad rows.
         ArtifactError: ``out`` holds a finished run, an adapter, a basis or a calibration already.
         TrainingError: ``out`` holds an interrupted run.
@@ -40,8 +40,8 @@ def execute_calibration(config: RunConfig, out: Path, progress: Progress, *, of_
         raise ConfigError(
             f"The method {config.method.name!r} reads no calibration data: `frozencore tune` is all it needs."
         )
-    if of_tenants and config.rows.calibration_task is not None:
-        raise ConfigError("--tenants calibrates on rows of each tenant: leave --calibration-task out.")
+    if of_tenants and config.rows.calibration_data is not None:
+        raise ConfigError("--tenants calibrates on rows of each tenant: leave --calibration-data out.")
     require_new(out, RECORD, MOMENTS_FILE, ADAPTER, BASIS)
     if of_tenants:
         inputs, _ = read_tenants(config, find_tenants(Path(config.rows.learns)), progress)

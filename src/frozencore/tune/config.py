@@ -1,6 +1,6 @@
 """The configuration of a run: a part for each step, and the flat names of their options.
 
-    config = make_config(model="pocket", task="svamp", rank=8)
+    config = make_config(model="pocket", data="rows.jsonl", rank=8)
     config.method.rank
 
 Flags, YAML keys, the JSON schema and records use the flat names, which are the names of the parts' fields
@@ -34,13 +34,17 @@ from frozencore.tune.config_parts import (
     TrainingConfig,
     core_options,
 )
-from frozencore.tune.task_registry import find_task
+from frozencore.tune.rows.sources import TASK, find_source, is_named
 
 PLACES = ("data_root", "device")
 """Options of the machine, which do not change the results."""
 
 GROUPS = frozenset({"core", "calibration"})
 """Options that records hold one level deeper."""
+
+
+ALIASES = {"task": "data", "calibration_task": "calibration_data"}
+"""Other names of options, whose values are names of tasks."""
 
 
 class RunConfig(ConfigPart):
@@ -54,12 +58,12 @@ class RunConfig(ConfigPart):
 
     @model_validator(mode="after")
     def _parts_fit_together(self) -> RunConfig:
-        task, others = self.rows.task, self.scoring.forgetting or ()
-        for name in (task, self.rows.calibration_task, *others):
-            if name is not None:
-                find_task(name)
-        if task in others:
-            raise ConfigError(f"--forgetting is about other tasks, but the run learns {task!r}. Leave it out there.")
+        others = self.scoring.forgetting or ()
+        for data in (*self.rows.sources, self.rows.calibration_data, *others):
+            if data is not None and is_named(data):
+                find_source(data)
+        if same := {*others} & {*self.rows.sources}:
+            raise ConfigError(f"--forgetting is of other tasks, but the run learns {same.pop()}. Leave it out there.")
         return self
 
     @property
@@ -165,6 +169,8 @@ def as_flags(config: RunConfig, *, many: bool = False) -> str:
 def make_config(*, strict: bool = False, **values: Any) -> RunConfig:
     """Make a checked configuration from options by flat name, or in the form of a record.
 
+    ``task="sst2"`` is ``data="task:sst2"``, and ``calibration_task`` likewise ``calibration_data``.
+
     Args:
         strict: Values are those of JSON or YAML: text does not become a number.
 
@@ -176,6 +182,11 @@ def make_config(*, strict: bool = False, **values: Any) -> RunConfig:
         if not isinstance(given := values.pop(group), Mapping):
             raise ConfigError(f"{group} must hold options by name, but {given!r:.200} came.")
         values |= given
+    for alias, name in ALIASES.items():
+        if (task := values.pop(alias, None)) is not None:
+            if values.get(name) is not None:
+                raise ConfigError(f"{flag_of(alias)} {task} is {flag_of(name)} {TASK}:{task}. Leave one of them out.")
+            values[name] = f"{TASK}:{task}"
     nested: dict[str, Any] = {part: {} for part in RunConfig.model_fields}
     for name, value in values.items():
         if name not in known:

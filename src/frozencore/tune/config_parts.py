@@ -32,6 +32,7 @@ from frozencore.text import flag_of, unknown_name
 from frozencore.tune.methods import AdapterOptions, Method, Targets, find_method
 from frozencore.tune.rows.prompts import LossOn, PromptStyle, TooLong
 from frozencore.tune.rows.row_sources import in_words, sources_of
+from frozencore.tune.rows.sources import TASK, is_named
 
 SEED = 42
 Seed = Annotated[int, Field(ge=0, lt=2**32, description="Seed of calibration rows, row order and random directions.")]
@@ -74,22 +75,25 @@ def _as_pathlib_spells(data: Any) -> Any:
     return str(Path(data)) if isinstance(data, str | Path) else data
 
 
+def _as_task(name: Any) -> Any:
+    return f"{TASK}:{name}" if isinstance(name, str) and not is_named(name) else name
+
+
 class RowsConfig(ConfigPart):
-    """The rows to learn, from a task or from a user's own files, and their form as tokens."""
+    """The rows to learn, and their form as tokens."""
 
     data: Annotated[
         str | tuple[str, ...] | None,
         BeforeValidator(_as_pathlib_spells),
         Field(
             description="Your own rows: a JSONL, JSON, CSV, TSV, Parquet or Arrow file (also .gz, .zst), a split of a "
-            "data set on the hub or in a folder (OWNER/NAME:train), or - (JSONL from a pipe). Columns: prompt and "
-            "completion, messages, instruction and output (Alpaca), conversations (ShareGPT), or text. May be repeated "
-            "for several sources."
+            "data set on the hub or in a folder (OWNER/NAME:train), - (JSONL from a pipe), or a task of the lab "
+            "(task:sst2). Columns: prompt and completion (with choices: scored by their likelihood), messages, "
+            "instruction and output (Alpaca), conversations (ShareGPT), or text. May be repeated for several files."
         ),
     ] = None
-    task: Annotated[str | None, Field(description="A task by name, for instance svamp or sst2.")] = None
     data_root: Annotated[
-        Path | None, Field(description="Folder that holds the task's data set under its hub id. Default: the hub.")
+        Path | None, Field(description="Folder that holds a task's data set under its hub id. Default: the hub.")
     ] = None
     columns: Annotated[
         str | None, Field(description="Names of the columns of --data, such as prompt=question,completion=answer.")
@@ -141,28 +145,30 @@ class RowsConfig(ConfigPart):
         LossOn,
         Field(description="Turns of the assistant in a conversation that carry the loss: the last one, or all."),
     ] = "last"
-    prompt_style: Annotated[PromptStyle, Field(description="How a task's prompts are written.")] = "auto"
+    prompt_style: Annotated[PromptStyle, Field(description="How prompts are written.")] = "auto"
     calibration_size: Annotated[
         int, Field(ge=1, description="Training rows that the calibration pass reads; of several tenants, in all.")
     ] = 128
-    calibration_task: Annotated[
-        str | None, Field(description="Task of the calibration rows. Default: the task to learn.")
+    calibration_data: Annotated[
+        str | None,
+        BeforeValidator(_as_pathlib_spells),
+        Field(description="Rows to calibrate on, in the forms of --data. Default: the training rows."),
     ] = None
     seed: Seed = SEED
 
-    @field_validator("calibration_task")
+    @field_validator("calibration_data")
     @classmethod
     def _is_another(cls, given: str | None, before: ValidationInfo) -> str | None:
-        """Drop a calibration task equal to the task, so that the run has the same id as the plain run."""
-        return None if given == before.data.get("task") else given
+        """Drop calibration rows that are the training rows, so that the run has the same id as the plain run."""
+        return None if given == before.data.get("data") else given
 
     @model_validator(mode="after")
-    def _has_one_source(self) -> RowsConfig:
-        if (self.task is None) == (self.data is None):
-            raise ConfigError("A run learns either a task (--task NAME) or your own rows (--data FILE): give one.")
-        if self.data is not None:
-            sources_of(self.data)
-        else:
+    def _has_a_source(self) -> RowsConfig:
+        if self.data is None:
+            raise ConfigError("A run learns rows: give --data FILE, or --data task:NAME for a task of the lab.")
+        if any(map(is_named, self.sources)):
+            if len(self.sources) > 1:
+                raise ConfigError(f"A task has splits of its own and stands alone, but {self.learns} came. Give one.")
             self.refuse_changed(
                 ("eval_data", "loss_on", "columns", "skip_bad"),
                 "{flag} is for your own rows (--data), but a task came. Leave one out.",
@@ -170,9 +176,14 @@ class RowsConfig(ConfigPart):
         return self
 
     @property
+    def sources(self) -> tuple[str, ...]:
+        """The sources of rows."""
+        return sources_of(self.data or ())
+
+    @property
     def learns(self) -> str:
-        """The name of the task, or the sources of rows."""
-        return self.task or in_words(self.data)
+        """The sources of rows, in words."""
+        return in_words(self.data)
 
 
 def core_options() -> dict[str, Option]:
@@ -352,7 +363,7 @@ class ScoringConfig(ConfigPart):
         int | None, Field(ge=1, description="The most tokens of a generated answer. Default: the task's number.")
     ] = None
     forgetting: Annotated[
-        tuple[str, ...] | None,
+        tuple[Annotated[str, BeforeValidator(_as_task)], ...] | None,
         Field(
             description="Other tasks by name, to measure what the model forgets: the loss on the plain text of 32 "
             "evaluation rows of each task, before and after training."

@@ -32,17 +32,16 @@ from frozencore.files.fingerprint import fingerprint_model, fingerprint_tensors
 from frozencore.text import Progress, as_stage, num_of, one_line
 from frozencore.tune.config_parts import RowsConfig
 from frozencore.tune.folder import PREDICTIONS, RECORD, record_of_run, require_new
+from frozencore.tune.given_rows import OWN_ROWS, UserFiles
 from frozencore.tune.load import Base, load_model, make_encoder, require_embedded
-from frozencore.tune.own_files import OwnFiles
 from frozencore.tune.record import Hashes, Provenance, ReadRows, Resolved, TaskScore, TunedRecord
 from frozencore.tune.record_part import Count, RecordPart
 from frozencore.tune.rows.prompts import PromptEncoder, PromptStyle, TooLong
 from frozencore.tune.rows.row_sources import named
+from frozencore.tune.rows.sources import find_source, is_named
 from frozencore.tune.run_rows import fingerprint_rows
 from frozencore.tune.scoring.forward import unload_adapter
 from frozencore.tune.scoring.score import ScoredRows, score_rows
-from frozencore.tune.tasks import Task
-from frozencore.tune.tasks.splits import evaluation_rows
 
 BASE = "base"
 
@@ -133,7 +132,7 @@ class Evaluation:
     """The model, adapters, tasks and options of an evaluation.
 
     Attributes:
-        data: The user's own rows, as for ``frozencore tune --data``; ``columns`` names their columns.
+        data: Sources of rows, as for ``frozencore tune --data``; ``columns`` names the columns of files.
         failed: Names of tasks that cannot be scored, with the reason; each is a row of the record.
         adapters: Folders of saved adapters. Without any, or with ``with_base``, the base model is scored.
         prompt_style: None is the style that the run of each adapter used, and ``auto`` for the base model.
@@ -142,8 +141,7 @@ class Evaluation:
     """
 
     model: str
-    tasks: tuple[Task, ...] = ()
-    data: str | None = None
+    data: tuple[str, ...] = ()
     columns: str | None = None
     failed: Mapping[str, str] = field(default_factory=dict)
     adapters: tuple[Path, ...] = ()
@@ -287,7 +285,7 @@ def evaluate_adapters(evaluation: Evaluation, out: Path, progress: Progress) -> 
 
 @dataclass(frozen=True)
 class TaskRows:
-    """The rows of one task or file, or the error that prevents its score.
+    """The rows of one source, or the error that prevents its score.
 
     Attributes:
         reading: A summary of reading own rows.
@@ -304,12 +302,11 @@ class TaskRows:
 
 
 def _read(evaluation: Evaluation, encoder: PromptEncoder, model: Any) -> Iterator[TaskRows]:
-    """Read the rows of every task, in the style of one encoder."""
-    sources: list[Task | str] = [*evaluation.tasks, *([evaluation.data] if evaluation.data is not None else [])]
-    for source in sources:
-        name = source.name if isinstance(source, Task) else re.sub(r"[^\w.-]+", "-", named(source))  # a folder's name
+    """Read the rows of every source, in the style of one encoder."""
+    for data in evaluation.data:
+        name = find_source(data).name if is_named(data) else re.sub(r"[^\w.-]+", "-", named(data))  # a folder's name
         try:
-            rows, reading = _rows_of(source, evaluation, encoder)
+            rows, reading = _rows_of(data, evaluation, encoder)
             require_embedded(model, encoder.tokenizer, rows.tokens)
             yield TaskRows(name, rows, reading)
         except FrozenCoreError as error:
@@ -318,16 +315,16 @@ def _read(evaluation: Evaluation, encoder: PromptEncoder, model: Any) -> Iterato
         yield TaskRows(name, failure=ConfigError(reason))
 
 
-def _rows_of(source: Task | str, evaluation: Evaluation, encoder: PromptEncoder) -> tuple[ScoredRows, ReadRows | None]:
-    """The rows of a task or of the user's file, and what was read of the file."""
-    if isinstance(source, Task):
-        examples = evaluation_rows(source, evaluation.data_root, num_evaluation=evaluation.num_evaluation)
-        stay, _ = encoder.drop_too_long(examples)
-        return ScoredRows.of(source, stay, encoder.training_rows(stay)), None
-    config = RowsConfig(data=source, columns=evaluation.columns)
-    own = OwnFiles(config, encoder, most_rows=evaluation.num_evaluation)
-    tokens = encoder.training_rows(own.files[0].texts)
-    return own.scored(tokens), own.reading(own.files[0].left_out, tokens)
+def _rows_of(data: str, evaluation: Evaluation, encoder: PromptEncoder) -> tuple[ScoredRows, ReadRows | None]:
+    """The rows of a source, and what was read of a file."""
+    if is_named(data):
+        source = find_source(data)
+        rows = source.draw_evaluation(evaluation.data_root, num_evaluation=evaluation.num_evaluation)
+        return ScoredRows(source.name, source.scoring, encoder.encode(rows), source.max_new_tokens), None
+    config = RowsConfig(data=data, columns=evaluation.columns)
+    files = UserFiles.read(config, encoder, most_rows=evaluation.num_evaluation)
+    (file,) = files.files
+    return ScoredRows(OWN_ROWS, files.scoring(file.rows), file.rows), files.reading(file.left_out, file.rows)
 
 
 def settings_of(adapter: Path | None) -> Resolved | None:

@@ -21,6 +21,7 @@ from frozencore.files.hub import safe_loading
 from frozencore.quiet import quiet_loading
 from frozencore.text import Progress, num_of
 from frozencore.tune.config_parts import MethodConfig, ModelConfig, RowsConfig, ScoringConfig
+from frozencore.tune.given_rows import RowCache
 from frozencore.tune.locate import model_location
 from frozencore.tune.methods import Targets, targeted_layers
 from frozencore.tune.processes import num_started
@@ -34,7 +35,7 @@ from frozencore.tune.rows.prompts import (
     context_limit,
     unknown_share,
 )
-from frozencore.tune.run_rows import RowCache, RunRows, prepare_rows
+from frozencore.tune.run_rows import RunRows, prepare_rows
 
 FLOAT32_BYTES = 4
 SHARE_OF_MEMORY = 0.5  # of the machine's, for the weights in float32

@@ -13,8 +13,9 @@ from frozencore.files.strict_yaml import read_yaml, require_text_keys
 from frozencore.text import nearest_name
 from frozencore.tune.config import RunConfig
 from frozencore.tune.pocket import POCKET_MODEL, pocket_model_path
-from frozencore.tune.rows.own_rows import require_rows
-from frozencore.tune.rows.row_sources import KINDS, row_file, sources_of
+from frozencore.tune.rows.forms import require_rows
+from frozencore.tune.rows.row_sources import KINDS, row_file
+from frozencore.tune.rows.sources import is_named
 from frozencore.tune.smollm2 import SMOLLM2, smollm2_path
 
 MODEL_CONFIG = "config.json"
@@ -38,8 +39,8 @@ def require_files(config: RunConfig, moments_file: Path | None = None) -> None:
         FrozenCoreError: Something is missing; the message names it.
     """
     require_model(config.model.name)
-    if config.rows.data is not None:
-        for source in sources_of(config.rows.data):
+    for source in (*config.rows.sources, config.rows.calibration_data):
+        if source is not None and not is_named(source):
             require_rows(source, config.rows.columns)
     if config.rows.eval_data is not None:
         require_rows(config.rows.eval_data, config.rows.columns, option="--eval-data")
@@ -95,7 +96,7 @@ def require_data_root(folder: Path | None) -> None:
 
 def require_tenant_files(config: RunConfig) -> None:
     """Check a configuration of many tenants before torch is imported."""
-    require_files(config.replaced(data=None))
+    require_files(config.replaced(data=()))
     for file in find_tenants(Path(config.rows.learns)).values():
         require_rows(str(file), config.rows.columns)
 

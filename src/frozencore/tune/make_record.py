@@ -29,7 +29,8 @@ from frozencore.tune.record import (
     SelectedCheckpoint,
     TunedRecord,
 )
-from frozencore.tune.rows.row_sources import named, sources_of
+from frozencore.tune.rows.row_sources import named
+from frozencore.tune.rows.sources import find_source, is_named
 from frozencore.tune.run_rows import RunRows
 from frozencore.tune.scoring.score import Score
 from frozencore.tune.training.recipe import Recipe
@@ -74,7 +75,7 @@ def make_record(
     return TunedRecord(
         format=RECORD_FORMAT,
         config=RecordedConfig.of(config),
-        task=config.rows.task,
+        task=inputs.rows.task,
         method=config.method.name,
         seed=config.rows.seed,
         rows=inputs.rows.used,
@@ -128,9 +129,9 @@ def calibrated_on(
         return said
     if calibration is None:
         return None
-    sources = " and ".join(named(source) for source in sources_of(config.data)) if config.data else ""
-    source = config.calibration_task or config.task or sources or "rows of the user"
-    return f"{len(rows.calibration)} rows of {source}, {calibration.num_tokens:,} tokens"
+    read = (config.calibration_data,) if config.calibration_data else config.sources
+    sources = " and ".join(find_source(one).name if is_named(one) else named(one) for one in read)
+    return f"{len(rows.calibration)} rows of {sources}, {calibration.num_tokens:,} tokens"
 
 
 def _known(parts: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,7 +43,8 @@ class RecordedConfig(RecordPart):
 
 
 class Hashes(RecordPart):
-    """SHA-256 of the base weights, of each set of rows, of the bases (frozen cores only), and of a core to start from.
+    """SHA-256 of the base weights, of each set of rows, of the choices of those to evaluate on, of the bases (frozen
+    cores only), and of a core to start from.
 
     ``start`` is missing if training started from zero.
     """
@@ -53,6 +54,7 @@ class Hashes(RecordPart):
     calibration: str | None = None
     evaluation: str | None = None
     validation: str | None = None
+    choices: str | None = None
     others: str | None = None
     basis: str | None = None
     start: str | None = None

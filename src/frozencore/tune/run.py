@@ -212,7 +212,7 @@ def _score_base(
         **config.model_dump(mode="json", exclude=CHOOSE_STEP),
         "rows": inputs.rows.scored.name,
         "max_length": inputs.encoder.max_length,
-        **{name: hashes.get(name) for name in ("model", "evaluation", "others")},
+        **{name: hashes.get(name) for name in ("model", "evaluation", "choices", "others")},
     }
     key, file, kind = fingerprint_options(decides), out / BASE_SCORE, TypeAdapter(Score)
 

@@ -1,23 +1,23 @@
-"""The rows of a run: read, dropped if they are too long, split and tokenised, for a task and for own files alike."""
+"""The rows of a run: trained on, calibrated on, scored, and those that choose a step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
-from frozencore.errors import NoRowsError
 from frozencore.files.fingerprint import fingerprint_options
 from frozencore.text import num_of
 from frozencore.tune.config_parts import RowsConfig, ScoringConfig
-from frozencore.tune.own_files import TOO_LONG, OwnFiles
+from frozencore.tune.given_rows import OWN_ROWS, RowCache, drawn, encoded, read_given
 from frozencore.tune.record import UsedRows
-from frozencore.tune.rows import Example, TextRow, TokenRow
+from frozencore.tune.rows import Row, TokenRow
+from frozencore.tune.rows.forms import TOO_LONG, read_rows
 from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.rows.sources import find_source, is_named
+from frozencore.tune.rows.splits import calibration_rows
 from frozencore.tune.scoring.score import ScoredRows
-from frozencore.tune.task_registry import find_task
-from frozencore.tune.tasks.splits import SPLIT_SEED, Splits, calibration_rows, split_task
 
 OTHER_ROWS = 32
 
@@ -27,14 +27,14 @@ class RunRows:
     """The rows of a run.
 
     Attributes:
-        train, calibration: Token rows. Calibration rows are drawn by the run's seed from the training rows, or from
-            those of ``calibration_task``.
+        train, calibration: Calibration rows are drawn by the run's seed from the training rows, or from those of
+            ``calibration_data``.
         scored: The rows that give the run's score.
         used: What was read, used and left out, for the record.
         validation: The rows that choose a step; None if no step is chosen or no row is left.
-        epochs: The task's passes over the training rows; None for own files.
+        epochs: The source's passes over the training rows; None for own files.
         system: The system text that all conversations begin with; None if there is none.
-        others: Plain texts of other tasks by task; their loss before and after training shows what the run forgets.
+        others: Plain texts of other sources by name; their loss before and after training shows what the run forgets.
     """
 
     train: list[TokenRow]
@@ -50,6 +50,11 @@ class RunRows:
     def held_out(self) -> list[TokenRow]:
         """The rows that give the run's score, as tokens."""
         return self.scored.tokens
+
+    @property
+    def task(self) -> str | None:
+        """The name of the source of the rows; None for own files."""
+        return None if self.scored.name == OWN_ROWS else self.scored.name
 
     @property
     def in_words(self) -> str:
@@ -71,7 +76,10 @@ class RunRows:
             sets["validation"] = self.validation.tokens
         if self.others:
             sets["others"] = [row for rows in self.others.values() for row in rows]
-        return {name: fingerprint_rows(rows) for name, rows in sets.items()}
+        found = {name: fingerprint_rows(rows) for name, rows in sets.items()}
+        if choices := [row.choices.content for row in self.held_out if row.choices is not None]:
+            found["choices"] = fingerprint_options({"rows": choices})
+        return found
 
 
 def fingerprint_rows(rows: Iterable[TokenRow]) -> str:
@@ -79,171 +87,76 @@ def fingerprint_rows(rows: Iterable[TokenRow]) -> str:
     return fingerprint_options({"rows": [row.content for row in rows]})
 
 
-Rows = TypeVar("Rows")
-MOST_ROWS = 20_000  # about a hundred megabytes for the paper's tasks
-
-
-class RowCache:
-    """Rows by key; the rows that were not used for the longest time are dropped first.
-
-    Args:
-        most_rows: The most rows to keep; a larger set is never kept.
-    """
-
-    def __init__(self, most_rows: int = MOST_ROWS) -> None:
-        self._most_rows = most_rows
-        self._kept: dict[Hashable, tuple[Any, int]] = {}
-
-    def get(self, key: Hashable, make: Callable[[], Rows], count: Callable[[Rows], int]) -> Rows:
-        """Return the rows under this key, or make and keep them; ``count`` gives their number."""
-        found: Rows
-        if key in self._kept:
-            found, num_rows = self._kept.pop(key)
-        else:
-            found = make()
-            num_rows = count(found)
-        self._kept[key] = found, num_rows  # as the newest
-        while sum(rows for _, rows in self._kept.values()) > self._most_rows:
-            del self._kept[next(iter(self._kept))]
-        return found
-
-
 def prepare_rows(
     config: RowsConfig, scoring: ScoringConfig, encoder: PromptEncoder, kept: RowCache | None = None
 ) -> RunRows:
-    """Read, drop, split and tokenise the configured rows.
+    """Read, split and encode the configured rows, each once.
 
     Args:
         scoring: Determines which rows are scored, and which choose a step.
-        kept: Rows that earlier runs have read and tokenised.
+        kept: Rows that earlier runs have read and encoded.
 
     Raises:
         DataError, ConfigError: Rows are missing, malformed, empty or too long.
     """
     kept = kept or RowCache()
-    own = None if config.data is None else OwnFiles(config, encoder)
-    splits: Splits[Any] = task_splits(config, scoring, kept) if own is None else own.split(scoring)
-    is_trial = scoring.evaluate_on == "validation"
-    cut, skipped = (0, 0) if own is None else (own.num_cut, own.num_skipped)
-
-    def encode(rows: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[TokenRow]]:
-        """The rows that stay, as they are and as tokens."""
-        nonlocal cut, skipped
-        stay = rows
-        if own is None:  # long rows of files were left out before the split
-            stay, num_cut = encoder.drop_too_long(rows)
-            cut, skipped = cut + num_cut, skipped + len(rows) - len(stay)
-        return stay, _tokens(config, stay, encoder, kept)
-
-    _, train = encode(splits.train)
-    to_score, tokens = encode(splits.validation if is_trial else splits.evaluation)
-    if own is None:
-        task = find_task(config.task or "")
-        scored, epochs = ScoredRows.of(task, to_score, tokens, scoring.max_new_tokens), task.epochs
-        read: dict[str, Any] = {"left_out": dict(splits.left_out)} if splits.left_out else {}
-    else:
-        scored, epochs = own.scored(tokens, scoring.exact_match), None
-        reading = own.reading(splits.left_out, (*train, *tokens))
-        read = {name: value for name, value in reading if value is not None}
-    validation = None
-    if scoring.select_checkpoint != "none" and splits.validation:
-        validation = scored
-        if not is_trial:
-            chosen_on, tokens = encode(splits.validation)
-            validation = replace(scored, examples=chosen_on if own is None else (), tokens=tokens)
-    calibration = _calibration_rows(config, scoring, encoder, kept, train)
-    others = _other_texts(config, scoring, encoder, kept)
-    system = next(iter(encoder.systems)) if len(encoder.systems) == 1 else ""
+    given = read_given(config, scoring, encoder, kept)
+    train, scored = list(given.train), list(given.scored)
+    calibration = train
+    if config.calibration_data is not None:
+        calibration = _other_training_rows(config, scoring, encoder, kept)
+    read: dict[str, Any] = {
+        name: value for name, value in given.reading if name in given.reading.model_fields_set and value is not None
+    }
     if config.too_long == "cut":
-        read["cut"] = cut
+        sets = (train, scored, () if given.validation is given.scored else given.validation)
+        read["cut"] = sum(row.num_cut > 0 for rows in sets for row in rows)
     if config.too_long != "refuse":
-        read["skipped"] = skipped
+        read["skipped"] = given.num_skipped
     used = UsedRows(
         trained=len(train),
-        scored=len(scored.tokens),
+        scored=len(scored),
         scored_on=scoring.evaluate_on,
-        validation_from=splits.validation_from,
+        validation_from=given.validation_from,
         **read,
     )
-    return RunRows(train, calibration, scored, used, validation, epochs, system or None, others)
-
-
-def task_splits(config: RowsConfig, scoring: ScoringConfig, kept: RowCache | None = None) -> Splits[Example]:
-    """The splits of the run's task; ``paper_steps`` trains on all rows only if evaluation rows give the score.
-
-    Raises:
-        DataError: The task's rows cannot be read.
-        NoRowsError: No row is left for training or for scoring.
-    """
-    assert config.task is not None
-    splits = _splits_of(config, scoring, config.task, kept or RowCache(), config.num_train, config.num_evaluation)
-    if scoring.evaluate_on == "validation" and not splits.validation:
-        raise NoRowsError(
-            f"Task {config.task!r} leaves no validation rows beside its {len(splits.train)} to train on. "
-            "Give it more rows, or leave out what is to be chosen on them."
-        )
-    return splits
-
-
-def _splits_of(
-    config: RowsConfig,
-    scoring: ScoringConfig,
-    task: str,
-    kept: RowCache,
-    num_train: int | None = None,
-    num_evaluation: int | None = None,
-) -> Splits[Example]:
-    train_on_all = config.paper_steps and scoring.evaluate_on == "evaluation"
-    seed = config.seed if config.rows_by_seed else SPLIT_SEED
-    return kept.get(
-        (task, num_train, num_evaluation, config.data_root, train_on_all, seed),
-        lambda: split_task(
-            find_task(task),
-            config.data_root,
-            num_train=num_train,
-            num_evaluation=num_evaluation,
-            train_on_all=train_on_all,
-            seed=seed,
-        ),
-        lambda splits: len(splits.train) + len(splits.validation) + len(splits.evaluation),
+    systems = encoder.systems
+    return RunRows(
+        train,
+        calibration_rows(calibration, config.calibration_size, seed=config.seed),
+        ScoredRows(given.name, given.scoring, scored, given.max_new_tokens),
+        used,
+        ScoredRows(given.name, given.scoring, list(given.validation), given.max_new_tokens)
+        if given.validation
+        else None,
+        given.epochs,
+        (next(iter(systems)) or None) if len(systems) == 1 else None,
+        _other_texts(config, scoring, encoder, kept),
     )
 
 
-def _calibration_rows(
-    config: RowsConfig, scoring: ScoringConfig, encoder: PromptEncoder, kept: RowCache, train: list[TokenRow]
+def _other_training_rows(
+    config: RowsConfig, scoring: ScoringConfig, encoder: PromptEncoder, kept: RowCache
 ) -> list[TokenRow]:
-    """Rows of the calibration task if one is named, else training rows."""
-    if config.calibration_task is None:
-        return list(calibration_rows(train, config.calibration_size, seed=config.seed))
-    rows, _ = encoder.drop_too_long(_splits_of(config, scoring, config.calibration_task, kept).train)
-    return _tokens(config, calibration_rows(rows, config.calibration_size, seed=config.seed), encoder, kept)
-
-
-def _tokens(
-    config: RowsConfig, rows: tuple[Example | TextRow, ...], encoder: PromptEncoder, kept: RowCache
-) -> list[TokenRow]:
-    encoded_by = (
-        getattr(encoder.tokenizer, "backend_tokenizer", encoder.tokenizer),  # one for all runs of a loaded model
-        config.max_length,
-        config.too_long,
-        config.prompt_style,
-    )
-    return kept.get(
-        (rows, encoded_by),
-        lambda: encoder.training_rows(rows),
-        len,
-    )
+    """The training rows of ``calibration_data``; of a source whose long rows are refused only those to calibrate on."""
+    assert config.calibration_data is not None
+    if not is_named(config.calibration_data):
+        return read_rows(config.calibration_data, encoder, config.columns, skip_bad=config.skip_bad).rows
+    rows = drawn(config, scoring, config.calibration_data, kept).train
+    if encoder.too_long == "refuse":
+        rows = calibration_rows(rows, config.calibration_size, seed=config.seed)
+    return encoded(rows, encoder, kept)
 
 
 def _other_texts(
     config: RowsConfig, scoring: ScoringConfig, encoder: PromptEncoder, kept: RowCache
 ) -> dict[str, list[TokenRow]]:
-    """The first evaluation rows of each other task that fit, as plain text; none for a run that validates options."""
+    """The first evaluation rows of each other source that fit, as plain text; none for a run that validates options."""
     if scoring.evaluate_on == "validation":
         return {}
     found = {}
-    for task in scoring.forgetting or ():
-        examples = _splits_of(config, scoring, task, kept).evaluation
-        rows = encoder.whole_rows([TextRow(row.id, "", row.prompt + row.completion) for row in examples])
-        found[task] = [row for row in rows if len(row.input_ids) <= encoder.max_length][:OTHER_ROWS]
+    for data in scoring.forgetting or ():
+        rows = drawn(config, scoring, data, kept).evaluation
+        texts = [Row(row.id, completion=row.prompt + row.completion) for row in rows]
+        found[find_source(data).name] = encoder.encode(texts, too_long="skip")[:OTHER_ROWS]
     return found

@@ -20,11 +20,12 @@ SAMPLE_TOKENS = 64
 
 
 def score_run(model: nn.Module, inputs: Inputs, config: ScoringConfig, progress: Progress) -> Score:
-    """Score a model on the rows that give the run's score, with samples of own rows and the loss on other texts."""
+    """Score a model on the rows that give the run's score, with samples of completions and the loss on other texts."""
     rows, encoder = inputs.rows.scored, inputs.encoder
     score = score_rows(model, encoder, rows, progress=progress)
+    has_answers = rows.scoring in ("choice", "exact_match")  # the predictions hold them already
     samples, _ = complete(
-        model, encoder, () if rows.examples else sample_rows(rows.tokens, config.samples),
+        model, encoder, () if has_answers else sample_rows(rows.tokens, config.samples),
         max_new_tokens=config.max_new_tokens or SAMPLE_TOKENS, progress=with_note(progress, "samples"),
     )  # fmt: skip
     others = {

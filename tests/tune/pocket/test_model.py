@@ -7,12 +7,13 @@ import torch
 from torch import nn
 
 from frozencore.tune.load import load_model
-from frozencore.tune.pocket import POCKET_TASKS, pocket_model_path
-from frozencore.tune.rows import Example
+from frozencore.tune.pocket import pocket_model_path
+from frozencore.tune.rows import Row
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.scoring.choice import predict_choices
 from frozencore.tune.scoring.exact_match import generate_greedily
-from frozencore.tune.tasks import Task
+from frozencore_lab.tasks.pocket_tasks import POCKET_TASKS
+from frozencore_lab.tasks.task import Task
 
 NAMED = {"ids": lambda task: task.name}
 
@@ -23,9 +24,9 @@ def shipped() -> tuple[nn.Module, PromptEncoder]:
     return model, PromptEncoder(tokenizer)
 
 
-def examples(task: Task, num_rows: int | None = None) -> list[Example]:
+def examples(task: Task, num_rows: int | None = None) -> list[Row]:
     rows = task.source.rows("evaluation", None)[:num_rows]
-    return [task.to_example(row, f"evaluation-{i}") for i, row in enumerate(rows)]
+    return [task.to_row(row, f"evaluation-{i}") for i, row in enumerate(rows)]
 
 
 def continuations(model: nn.Module, encoder: PromptEncoder, prompts: list[str], num_tokens: int) -> list[str]:
@@ -74,7 +75,9 @@ def test_prompts_are_short_and_the_completion_does_not_melt_into_them(
 
 @pytest.mark.parametrize("task", [t for t in POCKET_TASKS.values() if t.scoring == "choice"], **NAMED)
 def test_the_base_model_is_near_chance_on_choices(task: Task, shipped: tuple[nn.Module, PromptEncoder]) -> None:
-    predictions = predict_choices(*shipped, examples(task, 200))
+    model, encoder = shipped
+    rows = [row.choices for row in encoder.encode(examples(task, 200)) if row.choices is not None]
+    predictions = predict_choices(model, rows, pad_id=encoder.pad_id)
     assert 0.4 <= sum(p.correct for p in predictions) / 200 <= 0.65
 
 
@@ -85,5 +88,8 @@ def test_the_base_model_does_not_answer_word_problems(shipped: tuple[nn.Module, 
 
 def test_the_base_model_has_the_skills_in_other_clothes(shipped: tuple[nn.Module, PromptEncoder]) -> None:
     assert continuations(*shipped, ["3 + 4 ="], 2)[0].strip() == "7"
-    (felt,) = predict_choices(*shipped, [Example("a", "Tom enjoyed the film. Tom felt", " happy", (" happy", " sad"))])
+    model, encoder = shipped
+    (row,) = encoder.encode([Row("a", "Tom enjoyed the film. Tom felt", " happy", (" happy", " sad"))])
+    assert row.choices is not None
+    (felt,) = predict_choices(model, [row.choices], pad_id=encoder.pad_id)
     assert felt.logprobs[0] > felt.logprobs[1] + 1

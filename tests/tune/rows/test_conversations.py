@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from fixtures import CHAT_TEMPLATE
 from frozencore.errors import DataError
-from frozencore.tune.rows import Example, TokenRow
+from frozencore.tune.rows import Row, TokenRow
 from frozencore.tune.rows.conversations import SYSTEM_FOLDED, added_tokens
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.rows.token_batches import PaddingCollator, labels_of
@@ -180,6 +180,10 @@ MAY_BE_REFUSED = (
 )  # fmt: skip
 
 
+def talk_row(turns: Sequence[Mapping[str, Any]], tools: Any = None, num_completion: int = 1) -> Row:
+    return Row("row-1", messages=tuple(turns), tools=tools, num_completion=num_completion)
+
+
 def talk_encoder(byte_tokenizer: Callable[..., Any], template: str, loss_on: Any, **options: Any) -> PromptEncoder:
     tokenizer = byte_tokenizer(special=SPECIAL, **options)
     tokenizer.chat_template = template
@@ -192,8 +196,8 @@ def require_the_templates_own(
     """Compare a conversation's rows with the text and the mask of ``apply_chat_template``."""
     written = marked(template) if with_marks else plain(template)
     encoder = talk_encoder(byte_tokenizer, written, "all")
-    text = encoder.render_messages(turns, "row-1", tools)
-    (row,) = encoder.training_rows([text])
+    text = encoder.render(talk_row(turns, tools))
+    (row,) = encoder.encode([text])
     ids = row.input_ids if (text.suffix is not None) else row.input_ids[:-1]
     as_given = [{**turn, "content": turn["content"] or ""} for turn in turns]
     if "arguments }}" in template:  # it takes them as text
@@ -214,7 +218,7 @@ def require_the_templates_own(
         assert row.input_ids[-1] == encoder.eos_id
         assert mask[-1]
     last = talk_encoder(byte_tokenizer, written, "last")
-    (of_last,) = last.training_rows([last.render_messages(turns, "row-1", tools)])
+    (of_last,) = last.encode([last.render(talk_row(turns, tools))])
     assert of_last.input_ids == row.input_ids
     *_, (start, stop) = row.loss_spans
     assert start <= of_last.num_context
@@ -236,7 +240,7 @@ def test_a_conversation_is_the_templates_own_text_and_its_loss_is_on_the_templat
     else:
         turns, tools = FORMS[form]
         with pytest.raises(DataError, match="cannot be placed. Use --loss-on last, or rows of prompt and completion"):
-            talk_encoder(byte_tokenizer, plain(TEMPLATES[name]), "all").render_messages(turns, "row-1", tools)
+            talk_encoder(byte_tokenizer, plain(TEMPLATES[name]), "all").render(talk_row(turns, tools))
 
 
 WORDS = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)  # the special tokens are longer than chance
@@ -285,7 +289,7 @@ def encoder_of(byte_tokenizer: Callable[..., Any]) -> Callable[..., PromptEncode
 
 
 def row_of(encoder: PromptEncoder, turns: list[dict[str, str]] = TURNS) -> TokenRow:
-    (row,) = encoder.training_rows([encoder.render_messages(turns, "row-1")])
+    (row,) = encoder.encode([encoder.render(talk_row(turns))])
     return row
 
 
@@ -376,7 +380,7 @@ def test_a_message_without_weight_has_no_loss(
 def test_labels_that_are_special_tokens_are_compared(byte_tokenizer: Callable[..., Any], byte_model: nn.Module) -> None:
     encoder = talk_encoder(byte_tokenizer, PLAIN, "last")
     encoder.tokenizer.add_special_tokens({"additional_special_tokens": ["<pos>", "<neg>"]})
-    rows = encoder.training_rows([encoder.render_messages([ASKED, {**SAID, "content": "<pos>"}], "row-1")])
+    rows = encoder.encode([encoder.render(talk_row([ASKED, {**SAID, "content": "<pos>"}]))])
     ((found,), _) = complete(byte_model, encoder, rows, max_new_tokens=3)
     assert (found.gold, found.correct) == ("<pos>", False)
     wrong = encoder.tokenizer.convert_tokens_to_ids("<neg>")
@@ -406,10 +410,11 @@ def test_an_answer_whose_letters_the_turns_end_holds_is_the_letters(
     tokenizer = byte_tokenizer(special=(end,) if end.startswith("<") else ())
     tokenizer.chat_template = PLAIN.replace("</s>", end)
     encoder = PromptEncoder(tokenizer)
-    text = encoder.render(Example("row-1", "Which?", f" {answer}", (f" {answer}", " z")))
+    text = encoder.render(Row("row-1", "Which?", f" {answer}", (f" {answer}", " z")))
     assert text.choices == (answer, "z")
-    (row,), (choices,) = encoder.training_rows([text]), encoder.choice_rows([text])
-    assert list(map(tokenizer.decode, choices.choice_ids)) == [answer, "z"]
+    (row,) = encoder.encode([text])
+    assert row.choices is not None
+    assert list(map(tokenizer.decode, row.choices.choice_ids)) == [answer, "z"]
     ends = end if end.startswith("<") else f"{end}</s>"
     assert with_loss(encoder, row) == [answer + ends]
 
@@ -424,10 +429,10 @@ def test_what_the_template_does_not_write_of_a_rows_context_is_counted(byte_toke
         ([ASKED, called, FOUND], None, {"a call of the assistant", "content of the tool"}),
         ([], TOOLS, {"tools"}),
     ):
-        text = encoder.render_messages([*before, ASKED, {**SAID, "reasoning_content": None}], "row-1", tools)
+        text = encoder.render(talk_row([*before, ASKED, {**SAID, "reasoning_content": None}], tools))
         assert set(text.changed) == {f"the chat template does not write {what}" for what in lost}
     for key, value in (("reasoning_content", "Paris"), ("mask", True), ("prefix", False), ("score", 0.5)):
-        text = encoder.render_messages([ASKED, {**SAID, key: value}], "row-1")
+        text = encoder.render(talk_row([ASKED, {**SAID, key: value}]))
         assert text.changed == (f"the chat template does not write {key}",)
 
 
@@ -464,7 +469,7 @@ def test_a_call_ends_where_generation_stops(byte_tokenizer: Callable[..., Any]) 
             "{% if add_generation_prompt %}[assistant]{% endif %}"
         )
         encoder = PromptEncoder(tokenizer)
-        (row,) = encoder.training_rows([encoder.render_messages([ASKED, called], "row-1")])
+        (row,) = encoder.encode([encoder.render(talk_row([ASKED, called]))])
         assert with_loss(encoder, row) == ['<call>capital{"of": "France"}</call>' + ("<stop>" if ended else "</s>")]
 
 
@@ -479,14 +484,14 @@ def test_a_template_that_takes_arguments_as_text_gets_the_rows_own_text(
         "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
     ).replace("TEXT", template)
     called = {"role": "assistant", "tool_calls": [{"function": {"name": "capital", "arguments": given}}]}
-    text = PromptEncoder(tokenizer).render_messages([ASKED, called], "row-1")
+    text = PromptEncoder(tokenizer).render(talk_row([ASKED, called]))
     assert text.completion == "capital" + (given if isinstance(given, str) else '{"of": "France"}')
 
 
 def completion_of(loss_on: Any, num_completion: int, encoder_of: Callable[..., PromptEncoder]) -> list[str]:
     encoder = encoder_of(PLAIN, loss_on)
-    text = encoder.render_messages(TURNS, "row-1", num_completion=num_completion)
-    return with_loss(encoder, encoder.training_rows([text])[0])
+    text = encoder.render(talk_row(TURNS, num_completion=num_completion))
+    return with_loss(encoder, encoder.encode([text])[0])
 
 
 def test_every_assistants_turn_of_a_completion_has_loss(encoder_of: Callable[..., PromptEncoder]) -> None:
@@ -507,26 +512,30 @@ def test_the_system_text_stands_in_the_first_question_if_the_template_takes_no_s
     system = {"role": "system", "content": "Be brief."}
     for loss_on in ("last", "all"):
         encoder = encoder_of(alternates + PLAIN, loss_on)
-        text = encoder.render_messages([system, *TURNS], "row-1")
+        text = encoder.render(talk_row([system, *TURNS]))
         assert text.changed == (SYSTEM_FOLDED,)
         folded = {"role": "user", "content": "Be brief.\n\nCapital of France?"}
-        plain_text = encoder.render_messages([folded, *TURNS[1:]], "row-1")
+        plain_text = encoder.render(talk_row([folded, *TURNS[1:]]))
         assert (text.context, text.completion) == (plain_text.context, plain_text.completion)
-        weightless = encoder.render_messages([system, TURNS[0], {**TURNS[1], "weight": 0}, *TURNS[2:]], "row-1")
+        weightless = encoder.render(talk_row([system, TURNS[0], {**TURNS[1], "weight": 0}, *TURNS[2:]]))
         assert weightless.completion == "Rome, of course</s>"
-        assert encoder.ask([system, TURNS[0]], "row-1").context.startswith("<s>user\nBe brief.\n\nCapital")
+        ids, _ = encoder.ask([system, TURNS[0]], "row-1")
+        assert encoder.tokenizer.decode(ids).startswith("<s>user\nBe brief.\n\nCapital")
 
 
 def test_a_control_token_inside_of_a_text_is_named_and_the_gold_is_not_cut(
     encoder_of: Callable[..., PromptEncoder], byte_model: nn.Module
 ) -> None:
     encoder = encoder_of(PLAIN, "last")
-    text = encoder.render_messages([ASKED, {**SAID, "content": "one</s>two</s>"}], "row-1")
+    text = encoder.render(talk_row([ASKED, {**SAID, "content": "one</s>two</s>"}]))
     assert [what.partition(" stood ")[0] for what in text.changed] == [
         "</s>", "the control token </s> stands inside of a text",
     ]  # fmt: skip
-    assert encoder.plain("row-1", "a<s>b</s>").changed[-1] == "the control token <s> stands inside of a text"
-    ((found,), _) = complete(byte_model, encoder, encoder.training_rows([text]), max_new_tokens=1)
+    assert (
+        encoder.render(Row("row-1", completion="a<s>b</s>")).changed[-1]
+        == "the control token <s> stands inside of a text"
+    )
+    ((found,), _) = complete(byte_model, encoder, encoder.encode([text]), max_new_tokens=1)
     assert found.gold == "one</s>two"
 
 

@@ -16,22 +16,22 @@ from tokenizers.processors import TemplateProcessing
 from transformers import CONFIG_MAPPING, AutoTokenizer, BloomConfig, Gemma3Config, GPT2Config, MptConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from frozencore.errors import ConfigError, DataError, ModelError
+from frozencore.errors import ConfigError, DataError, ModelError, NoRowsError
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.rows import Example, TextRow, TokenRow
+from frozencore.tune.rows import Row, TokenRow
 from frozencore.tune.rows.prompts import PROMPT_DATE, PromptEncoder, context_limit, unknown_share, with_fixed_date
 from frozencore.tune.rows.token_batches import PaddingCollator, group_rows, make_batches
 from frozencore.tune.scoring.score import held_out_loss
-from frozencore.tune.task_registry import find_task
+from frozencore_lab.tasks.registry import find_task
 from tiny import tiny_qwen2
 
-EXAMPLE = Example("row-1", "Is it?", " yes", (" yes", " no"))
+EXAMPLE = Row("row-1", "Is it?", " yes", (" yes", " no"))
 
 
 @pytest.mark.parametrize("adds_start", [False, True])
 def test_plain_rows_are_prompt_completion_and_end(byte_tokenizer: Callable[..., Any], adds_start: bool) -> None:
     encoder = PromptEncoder(byte_tokenizer(adds_start=adds_start))
-    (row,) = encoder.training_rows([EXAMPLE])
+    (row,) = encoder.encode([EXAMPLE])
     tokenizer = encoder.tokenizer
     assert row.input_ids == [*tokenizer("Is it? yes")["input_ids"], tokenizer.eos_token_id]
     assert tokenizer.decode(row.input_ids[row.num_context :]) == " yes</s>"
@@ -41,27 +41,35 @@ def test_plain_rows_are_prompt_completion_and_end(byte_tokenizer: Callable[..., 
 def test_a_prompts_last_space_moves_to_the_completion_and_a_text_has_loss_everywhere(
     byte_tokenizer: Callable[..., Any],
 ) -> None:
-    text = PromptEncoder(byte_tokenizer()).render(Example("row-1", "Is it? ", "yes", ("yes", "no")))
+    text = PromptEncoder(byte_tokenizer()).render(Row("row-1", "Is it? ", "yes", ("yes", "no")))
     assert (text.context, text.completion, text.choices) == ("Is it?", " yes", (" yes", " no"))
     for adds_start in (False, True):
-        (row,) = PromptEncoder(byte_tokenizer(adds_start=adds_start)).training_rows([TextRow("row-1", "", "abc")])
+        (row,) = PromptEncoder(byte_tokenizer(adds_start=adds_start)).encode([Row("row-1", completion="abc")])
         assert row.num_context == adds_start
 
 
 REFUSED: dict[str, tuple[type[Exception], str, Callable[[Any], object]]] = {
     "style": (ConfigError, "'chat' needs a chat template.* Use 'plain'", lambda t: PromptEncoder(t, style="chat")),
-    "completion": (DataError, "Row 7: a completion", lambda t: PromptEncoder(t).training_rows([TextRow("7", "a", "")])),
-    "prompt": (DataError, "Row 7: scoring", lambda t: PromptEncoder(t).choice_rows([TextRow("7", "", "a", ("a",))])),
+    "completion": (DataError, "Row 7: a completion", lambda t: PromptEncoder(t).encode([Row("7", "a", "")])),
+    "choice": (DataError, "Row 7: a completion", lambda t: PromptEncoder(t).encode([Row("7", "a", "a", ("a", ""))])),
+    "answer": (DataError, "Row 7: the completion 'b' must be among its choices", lambda _: Row("7", "a", "b", ("a",))),
     "end": (ModelError, "an end token", lambda t: [setattr(t, "eos_token", None), PromptEncoder(t)]),
     "slow": (
         ModelError, "Rows need a fast tokenizer",
         lambda t: PromptEncoder(SimpleNamespace(eos_token_id=1, is_fast=False, chat_template=None)),
     ),
+    "half a character": (
+        DataError, "Row 7: a message must hold text, but half a character",
+        lambda t: [
+            setattr(t, "chat_template", "{% for m in messages %}{{ m.content }}{% endfor %}"),
+            PromptEncoder(t).render(Row("7", "\ud800", "a")),
+        ],
+    ),
     "template": (
         DataError, "Row 7: the tokenizer's chat template refuses it: .*no users here",
         lambda t: [
             setattr(t, "chat_template", "{{ raise_exception('no users here') }}"),
-            PromptEncoder(t).render(Example("7", "Two and two?", " Four.")),
+            PromptEncoder(t).render(Row("7", "Two and two?", " Four.")),
         ],
     ),
 }  # fmt: skip
@@ -78,14 +86,13 @@ def test_what_no_row_can_be_made_with_is_refused_in_one_line(what: str, byte_tok
 def test_training_choices_and_generation_see_the_same_context(byte_tokenizer: Callable[..., Any]) -> None:
     for options in ({}, {"adds_start": True}, {"adds_start": True, "chat": True}):
         encoder = PromptEncoder(byte_tokenizer(**options))
-        text = encoder.render(EXAMPLE)
-        (row,), (choices,), (context,) = (
-            encoder.training_rows([text]),
-            encoder.choice_rows([text]),
-            encoder.context_rows([text]),
-        )
-        assert row.input_ids[: row.num_context] == choices.context_ids == context
-        assert row.input_ids[row.num_context : -1] == choices.choice_ids[0]
+        (row,) = encoder.encode([EXAMPLE])
+        assert row.choices is not None
+        assert row.input_ids[: row.num_context] == row.choices.context_ids == row.input_ids[: row.answer_start]
+        assert row.input_ids[row.num_context : -1] == row.choices.choice_ids[0]
+        if options.get("chat"):
+            asked = [{"role": "user", "content": EXAMPLE.prompt}]
+            assert encoder.ask(asked, "row-1") == (row.input_ids[: row.num_context], 0)
 
 
 def test_chat_rows_go_through_the_template_with_one_start_token(byte_tokenizer: Callable[..., Any]) -> None:
@@ -93,7 +100,7 @@ def test_chat_rows_go_through_the_template_with_one_start_token(byte_tokenizer: 
     text = encoder.render(EXAMPLE)
     assert (text.context, text.completion) == ("<s>user\nIs it?</s>\n<s>assistant\n", "yes</s>")
     assert text.choices == ("yes", "no")
-    (row,) = encoder.training_rows([text])
+    (row,) = encoder.encode([EXAMPLE])
     assert encoder.tokenizer.decode(row.input_ids) == "<s>user\nIs it?</s>\n<s>assistant\nyes</s>"
     assert not PromptEncoder(byte_tokenizer(chat=True), style="plain").is_chat
 
@@ -103,17 +110,17 @@ def test_tokens_are_those_of_the_whole_text_and_one_over_the_boundary_is_learned
     kind: str, byte_tokenizer: Callable[..., Any]
 ) -> None:
     encoder = PromptEncoder(joining_tokenizer(kind, byte_tokenizer))
-    row = TextRow("row-1", "print(", "'hi')", ("'hi')", ")", "x"))
+    row = Row("row-1", "print(", "'hi')", ("'hi')", ")", "x"))
     whole, alone = (encoder.tokenizer(text)["input_ids"] for text in ("print('hi')", "print("))
     assert whole[: len(alone)] != alone
-    (tokens,) = encoder.training_rows([row])
+    (tokens,) = encoder.encode([row])
     assert tokens.input_ids == [*whole, encoder.eos_id]
     assert tokens.num_context == len(alone) - 1
     assert encoder.tokenizer.decode(tokens.input_ids).lstrip() == "print('hi')</s>"
-    assert encoder.context_rows([row]) == [alone[:-1]]
-    (choices,) = encoder.choice_rows([row])
-    for choice, ids in zip(row.choices, choices.choice_ids, strict=True):
-        assert choices.context_ids + ids == encoder.tokenizer(f"print({choice}")["input_ids"]
+    assert tokens.input_ids[: tokens.answer_start] == alone[:-1]
+    assert tokens.choices is not None
+    for choice, ids in zip(row.choices, tokens.choices.choice_ids, strict=True):
+        assert tokens.choices.context_ids + ids == encoder.tokenizer(f"print({choice}")["input_ids"]
 
 
 def joining_tokenizer(kind: str, byte_tokenizer: Callable[..., Any]) -> Any:
@@ -178,7 +185,7 @@ def test_padding_needs_no_embedding_of_its_own(byte_tokenizer: Callable[..., Any
     tokenizer.add_special_tokens({"pad_token": "<pad>"})
     encoder, model = PromptEncoder(tokenizer), tiny_qwen2(vocab_size=258)
     assert tokenizer.pad_token_id == 258
-    rows = encoder.training_rows([TextRow("row-1", "a", "b"), TextRow("row-2", "aa", "bb")])
+    rows = encoder.encode([Row("row-1", "a", "b"), Row("row-2", "aa", "bb")])
     both = held_out_loss(model, rows, pad_id=encoder.pad_id)
     alone = [held_out_loss(model, [row], pad_id=encoder.pad_id) for row in rows]
     assert both == pytest.approx((2 * alone[0] + 3 * alone[1]) / 5, abs=1e-5)
@@ -186,50 +193,42 @@ def test_padding_needs_no_embedding_of_its_own(byte_tokenizer: Callable[..., Any
 
 def test_long_rows_are_refused_in_one_line_with_counts(byte_tokenizer: Callable[..., Any]) -> None:
     encoder = PromptEncoder(byte_tokenizer(), max_length=8)
-    rows = [TextRow(f"row-{i}", "p" * i, "c", ("c",)) for i in range(4, 11)]
-    for encode, longest in ((encoder.training_rows, 12), (encoder.choice_rows, 11), (encoder.context_rows, 10)):
+    for choices, longest in ((("c",), 12), (("c", "cccc"), 14)):
+        rows = [Row(f"row-{i}", "p" * i, "c", choices) for i in range(4, 11)]
         with pytest.raises(DataError, match=rf"8 tokens: \d rows? or more .*row-10, has {longest}\)"):
-            encode(rows)
+            encoder.encode(rows)
 
 
 def test_truncation_cuts_the_oldest_prompt_tokens_and_keeps_start_and_completion(
     byte_tokenizer: Callable[..., Any],
 ) -> None:
     encoder = PromptEncoder(byte_tokenizer(adds_start=True), max_length=8, too_long="cut")
-    rows = [TextRow("row-1", "0123456789", "abc", ("abc", "d")), TextRow("row-2", "", "0123456789", ("0",))]
+    rows = [Row("row-1", "0123456789", "abc", ("abc", "d")), Row("row-2", completion="0123456789")]
     decode = encoder.tokenizer.decode
-    long_prompt, long_text = encoder.training_rows(rows)
+    long_prompt, long_text = encoder.encode(rows)
     assert decode(long_prompt.input_ids) == "<s>789abc</s>"
     assert long_prompt.num_context == 4
     assert decode(long_text.input_ids) == "<s>0123456"
-    (choices,) = encoder.choice_rows(rows[:1])
-    assert decode(choices.context_ids) == "<s>6789"
-    assert [len(ids) for ids in encoder.context_rows(rows[:1])] == [8]
+    assert long_prompt.choices is not None
+    assert decode(long_prompt.choices.context_ids) == "<s>6789"
+    assert (long_prompt.num_cut, long_text.num_cut) == (7, 4)
 
 
-def test_a_completion_is_never_cut_and_what_leaves_no_room_for_its_prompt_is_named(
+def test_a_completion_is_never_cut_and_what_leaves_no_room_for_its_prompt_is_left_out(
     byte_tokenizer: Callable[..., Any],
 ) -> None:
-    rows = [TextRow("row-1", "0123456789", "abcd"), TextRow("row-2", "xyz", "abcdef"), TextRow("row-3", "x", "a" * 99)]
-    encoder = PromptEncoder(byte_tokenizer(adds_start=True), max_length=8, too_long="cut")
-    for kept, said in (
-        (rows[:2], r"1 of 2 rows .* 8 tokens \(the longest, row-2, has 7 after a prompt of 4\)"),
-        (rows, r"2 of 3 rows .* 8 tokens \(the longest, row-3, has 100 after a prompt of 2\)"),
-    ):
-        with pytest.raises(DataError, match=rf"completion is not cut.* {said}.*--max-length.*--too-long skip") as error:
-            encoder.training_rows(kept)
-        assert "\n" not in str(error.value)
-    rows += [
-        TextRow("row-4", "x", "abcd"),
-        TextRow("row-5", "", "a" * 99),
-        TextRow("row-6", "0123", "a", ("a", "b" * 9)),
-    ]
-    assert encoder.fits(rows) == ["cut", "too long", "too long", "whole", "cut", "too long"]
-    refusing = PromptEncoder(byte_tokenizer(adds_start=True), max_length=8)
-    assert refusing.fits(rows) == ["too long", "too long", "too long", "whole", "too long", "too long"]
-    fitting = [row for row, fit in zip(rows, encoder.fits(rows), strict=True) if fit != "too long"]
-    ends = [encoder.tokenizer.decode(row.input_ids[row.num_context :]) for row in encoder.training_rows(fitting)]
-    assert ends == ["abcd</s>", "abcd</s>", "a" * 7]
+    rows = [
+        Row("row-1", "0123456789", "abcd"), Row("row-2", "xyz", "abcdef"), Row("row-3", "x", "a" * 99),
+        Row("row-4", "x", "abcd"), Row("row-5", completion="a" * 99), Row("row-6", "0123", "a", ("a", "b" * 9)),
+    ]  # fmt: skip
+    cutting = PromptEncoder(byte_tokenizer(adds_start=True), max_length=8, too_long="cut").encode(rows)
+    assert [(row.id, row.num_cut) for row in cutting] == [("row-1", 8), ("row-4", 0), ("row-5", 93)]
+    decode = PromptEncoder(byte_tokenizer()).tokenizer.decode
+    assert [decode(row.input_ids[row.num_context :]) for row in cutting] == ["abcd</s>", "abcd</s>", "a" * 7]
+    skipping = PromptEncoder(byte_tokenizer(adds_start=True), max_length=8, too_long="skip")
+    assert [row.id for row in skipping.encode(rows)] == ["row-4"]
+    with pytest.raises(NoRowsError, match=r"--too-long left none of 3 rows: all are longer than 8 tokens"):
+        skipping.encode(rows[:3])
 
 
 def test_labels_mark_completions_only_also_where_padding_is_the_end_token() -> None:
@@ -299,8 +298,7 @@ def test_prompts_are_the_same_tokens_tomorrow(dated: Any, on: Callable[[date], N
     for day in (1, 2):
         on(date(2031, 1, day))
         encoder = PromptEncoder(dated)
-        text = encoder.render(EXAMPLE)
-        rows.append((encoder.training_rows([text]), encoder.choice_rows([text]), encoder.context_rows([text])))
+        rows.append(encoder.encode([EXAMPLE]))
         without.append(dated.apply_chat_template(HELLO, tokenize=False))
     assert rows[0] == rows[1]
     assert without[0] != without[1]  # the clock that the templates asked was ours to fake
@@ -330,8 +328,7 @@ def test_several_start_tokens_are_written_once(byte_tokenizer: Callable[..., Any
     starts = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("[gMASK]", "<sop>")]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="[gMASK] <sop> $A", special_tokens=starts)
     encoder = PromptEncoder(tokenizer)
-    for text in (encoder.plain("row-1", "[gMASK]<sop>Hi"), encoder.render(Example("row-1", "[gMASK]<sop>H", "i"))):
-        (row,) = encoder.training_rows([text])
+    for row in encoder.encode([Row("row-1", completion="[gMASK]<sop>Hi"), Row("row-2", "[gMASK]<sop>H", "i")]):
         assert tokenizer.decode(row.input_ids) == "[gMASK]<sop>Hi</s>"
 
 
@@ -341,7 +338,7 @@ def test_an_added_token_that_takes_the_answers_white_space_has_no_loss(byte_toke
     tokenizer.chat_template = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
     tokenizer.chat_template += "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
     encoder = PromptEncoder(tokenizer)
-    (row,) = encoder.training_rows([Example("row-1", "Go", "    return x")])
+    (row,) = encoder.encode([Row("row-1", "Go", "    return x")])
     assert tokenizer.decode(row.input_ids[row.num_context :]) == "return x</s>"
     assert tokenizer.decode(row.input_ids[: row.num_context]).endswith("<|assistant|>")
 
@@ -353,13 +350,13 @@ def test_a_cut_prompt_keeps_the_start_token_that_the_template_writes(byte_tokeni
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     encoder = PromptEncoder(tokenizer, max_length=40, too_long="cut")
-    (row,) = encoder.training_rows([Example("row-1", "Q" * 80, " A")])
+    (row,) = encoder.encode([Row("row-1", "Q" * 80, " A")])
     assert len(row.input_ids) == 40
     assert tokenizer.decode(row.input_ids).startswith("<s>QQ")
     assert tokenizer.decode(row.input_ids).endswith("[assistant]A</s>")
-    for max_length, outcome in ((4, "cut"), (3, "too long")):
-        short = PromptEncoder(tokenizer, max_length=max_length, too_long="cut")
-        assert short.fits([short.render(Example("row-1", "Q" * 80, " A"))]) == [outcome]  # the start alone is no prompt
+    assert PromptEncoder(tokenizer, max_length=4, too_long="cut").encode([Row("row-1", "Q" * 80, " A")])
+    with pytest.raises(NoRowsError):  # the start alone is no prompt
+        PromptEncoder(tokenizer, max_length=3, too_long="cut").encode([Row("row-1", "Q" * 80, " A")])
 
 
 def test_text_that_a_tokenizer_does_not_know_is_told_from_its_own(byte_tokenizer: Callable[..., Any]) -> None:
@@ -367,7 +364,7 @@ def test_text_that_a_tokenizer_does_not_know_is_told_from_its_own(byte_tokenizer
     own = [str(row["question"]) for row in find_task("pocket-math").source.rows("train", None)[:50]]
     foreign = ["The committee reviews quarterly budget proposals.", "Die Überprüfung findet statt.", "Привет, мир"]
     shares = [
-        unknown_share(encoder.tokenizer, encoder.whole_rows([encoder.plain("r", text) for text in texts]))
+        unknown_share(encoder.tokenizer, encoder.encode([Row("r", completion=text) for text in texts]))
         for texts in (own, foreign)
     ]
     assert shares[0] < 0.15 < 0.3 < shares[1]

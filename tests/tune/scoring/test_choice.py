@@ -14,7 +14,7 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from families import make
 from frozencore.errors import ModelError
-from frozencore.tune.rows import ChoiceTokens, Example
+from frozencore.tune.rows import ChoiceTokens, Row
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.scoring.choice import (
     can_share_prefix,
@@ -201,11 +201,12 @@ def test_scoring_leaves_the_model_as_it_was_also_after_an_error() -> None:
 def test_the_likeliest_choice_wins_and_lengths_normalise_by_characters(
     encoder: PromptEncoder, byte_model: nn.Module
 ) -> None:
-    example = Example("row-1", "Is it so?", " no", (" yes, very much so", " no"))
-    (plain,) = predict_choices(byte_model, encoder, [example])
-    (normalised,) = predict_choices(byte_model, encoder, [example], length_normalised=True)
-    (row,) = encoder.choice_rows([example])
-    (expected,) = reference_logprobs(byte_model, [row])
+    example = Row("row-1", "Is it so?", " no", (" yes, very much so", " no"))
+    (encoded,) = encoder.encode([example])
+    rows = [encoded.choices]
+    (plain,) = predict_choices(byte_model, rows, pad_id=encoder.pad_id)
+    (normalised,) = predict_choices(byte_model, rows, pad_id=encoder.pad_id, length_normalised=True)
+    (expected,) = reference_logprobs(byte_model, rows)
     assert plain.logprobs == pytest.approx(expected, abs=1e-4)
     assert plain.prediction == example.choices[expected.index(max(expected))]
     assert normalised.logprobs == pytest.approx([expected[0] / 17, expected[1] / 2], abs=1e-4)

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 from frozencore.errors import ModelError
 from frozencore.tune.load import load_model
-from frozencore.tune.rows import Example
+from frozencore.tune.rows import Row
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.scoring.exact_match import complete, generate_greedily, predict_numbers
 from frozencore.tune.training.recipe import Recipe
@@ -77,12 +77,12 @@ def test_a_generation_ends_where_the_context_does(encoder: PromptEncoder) -> Non
 
 
 def test_what_was_learnt_is_generated_and_compared_as_numbers(encoder: PromptEncoder, byte_model: nn.Module) -> None:
-    learnt = [Example(f"row-{i}", f"{i}?", f" The answer is: {said}") for i, said in enumerate(["1,000", "7.0", "x"])]
-    rows = encoder.training_rows(learnt)
+    learnt = [Row(f"row-{i}", f"{i}?", f" The answer is: {said}") for i, said in enumerate(["1,000", "7.0", "x"])]
+    rows = encoder.encode(learnt)
     recipe = Recipe(learning_rate=1e-2, warmup=0.03, epochs=60, batch_size=3, accumulation=1)
     train(byte_model, rows, recipe, pad_id=encoder.pad_id)
     asked = [replace(e, completion=f" The answer is: {gold}") for e, gold in zip(learnt, (1000, 8, 9), strict=True)]
-    predictions, num_truncated = predict_numbers(byte_model, encoder, asked, max_new_tokens=30)
+    predictions, num_truncated = predict_numbers(byte_model, encoder, encoder.encode(asked), max_new_tokens=30)
     assert [(p.prediction, p.gold, p.correct) for p in predictions] == [
         ("1000", "1000", True),
         ("7", "8", False),
@@ -96,7 +96,7 @@ def test_a_token_across_the_end_of_a_prompt_is_generated_and_left_out_of_the_ans
     model, tokenizer = load_model("pocket", device="cpu")
     encoder = PromptEncoder(tokenizer, style="plain")
     pairs = [("It is late", "shipping"), ("It is late", "shipped"), ("It is late:", " yes")]
-    rows = encoder.training_rows([Example(str(i), *pair) for i, pair in enumerate(pairs)])
+    rows = encoder.encode([Row(str(i), *pair) for i, pair in enumerate(pairs)])
     assert [row.overlap for row in rows] == ["e", "e", ""]  # `es` is a token
     for row, (prompt, _) in zip(rows, pairs, strict=True):
         assert tokenizer.decode(row.input_ids[: row.num_context]) + row.overlap == prompt

@@ -15,16 +15,17 @@ from torch import nn
 from fixtures import few
 from frozencore.errors import DataError, ModelError
 from frozencore.tune.config import RunConfig, make_config
+from frozencore.tune.given_rows import OWN_ROWS
 from frozencore.tune.load import load_model
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import TaskScore
-from frozencore.tune.rows import Example, TextRow, TokenRow
+from frozencore.tune.rows import Row, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.rows.sources import Scoring
 from frozencore.tune.rows.token_batches import LOGITS_BUDGET, score_in_groups
 from frozencore.tune.run import execute
 from frozencore.tune.scoring.exact_match import SHORT, are_short, complete
-from frozencore.tune.scoring.score import OWN_ROWS, ScoredRows, held_out_loss, losses_of_rows, score_rows
-from frozencore.tune.task_registry import find_task
+from frozencore.tune.scoring.score import ScoredRows, held_out_loss, losses_of_rows, score_rows
 from small_runs import inputs_of, silent
 from tiny import draw_rows, tiny_all_logits, tiny_gpt2, tiny_qwen2
 
@@ -97,17 +98,17 @@ def test_a_row_that_fits_nowhere_is_an_error() -> None:
 
 
 CHOICES = (" no", " yes")
-EXAMPLES = [Example(f"row-{i}", f"Is {i} odd?", CHOICES[i % 4 != 0], CHOICES) for i in range(12)]
+EXAMPLES = [Row(f"row-{i}", f"Is {i} odd?", CHOICES[i % 4 != 0], CHOICES) for i in range(12)]
 
 
-def score_of(model: nn.Module, encoder: PromptEncoder, task: str, examples: Sequence[Example]) -> TaskScore:
-    score = score_rows(model, encoder, ScoredRows.of(find_task(task), examples, encoder.training_rows(examples))).task
+def score_of(model: nn.Module, encoder: PromptEncoder, scoring: Scoring, rows: Sequence[Row]) -> TaskScore:
+    score = score_rows(model, encoder, ScoredRows("made", scoring, encoder.encode(rows))).task
     assert score is not None
     return score
 
 
 def test_a_choice_score_counts_its_predictions(encoder: PromptEncoder, byte_model: nn.Module) -> None:
-    rows = ScoredRows.of(find_task("sst2"), EXAMPLES, encoder.training_rows(EXAMPLES))
+    rows = ScoredRows("made", "choice", encoder.encode(EXAMPLES))
     found = score_rows(byte_model, encoder, rows)
     right = [p.prediction == e.completion for p, e in zip(found.predictions, EXAMPLES, strict=True)]
     score, share = found.task, sum(right) / 12
@@ -120,8 +121,8 @@ def test_a_choice_score_counts_its_predictions(encoder: PromptEncoder, byte_mode
     assert score.majority_class == 0.75
     assert score.num_ties == 0
     torch.nn.init.zeros_(byte_model.lm_head.weight)
-    examples = [Example(f"row-{i}", "Which?", " b", (" a", " b")) for i in range(3)]
-    score = score_of(byte_model, encoder, "sst2", examples)
+    examples = [Row(f"row-{i}", "Which?", " b", (" a", " b")) for i in range(3)]
+    score = score_of(byte_model, encoder, "choice", examples)
     assert (score.num_ties, score.accuracy) == (3, 0.0)  # the first of equal choices counts
 
 
@@ -129,12 +130,12 @@ def test_duplicate_choices_and_cut_prompts_are_counted(
     byte_tokenizer: Callable[..., Any], byte_model: nn.Module
 ) -> None:
     examples = [
-        Example("row-0", "Which?", " a", (" a", " b")),
-        Example("row-1", "Which?", " a", (" a", " a")),
-        Example("row-2", "Which of these many?" * 3, " a", (" a", " b")),
+        Row("row-0", "Which?", " a", (" a", " b")),
+        Row("row-1", "Which?", " a", (" a", " a")),
+        Row("row-2", "Which of these many?" * 3, " a", (" a", " b")),
     ]
     encoder = PromptEncoder(byte_tokenizer(), max_length=20, too_long="cut")
-    score = score_of(byte_model, encoder, "sst2", examples)
+    score = score_of(byte_model, encoder, "choice", examples)
     assert (score.num_duplicate_choices, score.num_cut, score.num_ties) == (1, 1, 1)
 
 
@@ -143,41 +144,40 @@ def test_duplicate_choices_and_cut_prompts_are_counted(
 def test_a_choice_beyond_the_limit_is_refused_however_prompts_are_cut(
     num_tokens: int, adds_start: bool, byte_tokenizer: Callable[..., Any], byte_model: nn.Module
 ) -> None:
-    examples = [Example("row-long", "Which of these?", " a", (" a", "b" * (num_tokens + (not adds_start))))]
-    for too_long, message in (("refuse", "1 of 1 rows are longer"), ("cut", "leaves no room for its prompt")):
+    examples = [Row("row-long", "Which of these?", " a", (" a", "b" * (num_tokens + (not adds_start))))]
+    for too_long, message in (("refuse", "longer than the limit"), ("cut", "left none of 1 rows")):
         encoder = PromptEncoder(byte_tokenizer(adds_start=adds_start), max_length=20, too_long=too_long)  # type: ignore[arg-type]
-        with pytest.raises(DataError, match=f"{message}.*20") as caught:
-            score_of(byte_model, encoder, "sst2", examples)
+        with pytest.raises(DataError, match=message) as caught:
+            score_of(byte_model, encoder, "choice", examples)
         assert "\n" not in str(caught.value)
 
 
 def test_a_generated_score_counts_truncations_and_missing_answers(
     encoder: PromptEncoder, byte_model: nn.Module
 ) -> None:
-    examples = [Example(f"row-{i}", "How many?", f" The answer is: {i}") for i in range(3)]
-    score = score_of(byte_model, encoder, "svamp", examples)
+    examples = [Row(f"row-{i}", "How many?", f" The answer is: {i}") for i in range(3)]
+    score = score_of(byte_model, encoder, "exact_match", examples)
     assert (score.accuracy, score.num_unanswered) == (0.0, 3)
     assert score.num_truncated <= 3
     assert score.chance is None
 
 
 REFUSED = [
-    ("sst2", [], "no rows to score"),
+    ("choice", [], "no rows to score"),
     *(
-        ("sst2", [Example("row-1", "Which?", " a", (" a", empty))], "Row row-1: a completion must hold at least one")
+        ("choice", [Row("row-1", "Which?", " a", (" a", empty))], "Row row-1: a completion must hold at least one")
         for empty in ("", " ", "\n\n")
     ),
-    ("sst2", [Example("row-1", "So?", " maybe", (" yes", " no"))], "Row row-1: .*' maybe' is not among"),
-    ("svamp", [Example("row-1", "How many?", " 5")], "Row row-1: .* no marker"),
+    ("exact_match", [Row("row-1", "How many?", " 5")], "Row row-1: .* no marker"),
 ]
 
 
-@pytest.mark.parametrize(("task", "examples", "reason"), REFUSED)
+@pytest.mark.parametrize(("scoring", "rows", "reason"), REFUSED)
 def test_rows_without_an_answer_to_score_are_refused(
-    task: str, examples: list[Example], reason: str, byte_tokenizer: Callable[..., Any], byte_model: nn.Module
+    scoring: Scoring, rows: list[Row], reason: str, byte_tokenizer: Callable[..., Any], byte_model: nn.Module
 ) -> None:
     with pytest.raises(DataError, match=reason):
-        score_of(byte_model, PromptEncoder(byte_tokenizer(chat=True)), task, examples)
+        score_of(byte_model, PromptEncoder(byte_tokenizer(chat=True)), scoring, rows)
 
 
 def config_of(tmp_path: Path, completion: str, **options: object) -> RunConfig:
@@ -198,7 +198,7 @@ def test_a_prediction_is_the_greedy_continuation_and_right_if_it_reads_as_the_co
         said.append(int(logits[0, -1].argmax()))
     text = tokenizer.decode(said, skip_special_tokens=True)
     ended = said[-1] == encoder.eos_id
-    rows = encoder.training_rows([TextRow("a", "Tom has 3 cats .", text), TextRow("b", "Tom has 3 cats .", " two")])
+    rows = encoder.encode([Row("a", "Tom has 3 cats .", text), Row("b", "Tom has 3 cats .", " two")])
     found = score_rows(model, encoder, ScoredRows(OWN_ROWS, "completion", rows))
     score = found.task
     assert score is not None
@@ -216,7 +216,7 @@ def test_short_is_sixteen_tokens_and_an_end() -> None:
 def test_texts_are_continued_from_their_first_half() -> None:
     model, tokenizer = load_model(str(pocket_model_path()))
     encoder = PromptEncoder(tokenizer)
-    (row,) = encoder.training_rows([TextRow("a", "", "Tom has 3 cats . Tom has 4 cats .")])
+    (row,) = encoder.encode([Row("a", completion="Tom has 3 cats . Tom has 4 cats .")])
     ((said,), _) = complete(model, encoder, [row], max_new_tokens=2)
     assert said.gold == tokenizer.decode(row.input_ids[len(row.input_ids) // 2 : -1]).strip()
 

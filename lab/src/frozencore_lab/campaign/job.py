@@ -18,15 +18,16 @@ from frozencore.constructors import readers
 from frozencore.errors import ConfigError
 from frozencore.files.fingerprint import fingerprint_options
 from frozencore.text import Progress
-from frozencore.tune.config import PLACES, RunConfig, make_config
+from frozencore.tune.config import ALIASES, PLACES, RunConfig, make_config
 from frozencore.tune.methods import Method
 from frozencore.tune.rows.row_sources import STANDARD_INPUT
-from frozencore.tune.task_registry import find_task
+from frozencore.tune.rows.sources import TASK, is_named
+from frozencore_lab.tasks.registry import find_task, task_of
 
 if TYPE_CHECKING:
     from frozencore.tune.adapt import Precomputed
+    from frozencore.tune.given_rows import RowCache
     from frozencore.tune.load import Base, Inputs
-    from frozencore.tune.run_rows import RowCache
     from frozencore.tune.scoring.score import Score
 
 
@@ -211,7 +212,7 @@ class Job:
     def resolved(self) -> dict[str, Any]:
         """The inputs of the run: options that are not at their defaults, and numbers from the task or method.
 
-        A new option of a later version does not change it.
+        A new option of a later version does not change it; a task stands under its own name.
         """
         values = {name: value for name, value in self.config.content(changed=True).items() if name not in PLACES}
         method = self.config.method.name
@@ -219,8 +220,13 @@ class Job:
         values |= {"core": core} if core else {}
         values["learning_rate"] = self.config.resolved_learning_rate or "auto"
         values["warmup"] = self.config.resolved_warmup
-        if self.config.rows.task is not None:
-            task = find_task(self.config.rows.task)
+        for alias, name in ALIASES.items():
+            if name in values and is_named(values[name]):
+                values[alias] = values.pop(name).removeprefix(f"{TASK}:")
+        if "forgetting" in values:
+            values["forgetting"] = [name.removeprefix(f"{TASK}:") for name in values["forgetting"]]
+        if (learned := task_of(self.config)) is not None:
+            task = find_task(learned)
             protocol = {name: getattr(task, name) for name in ("epochs", "num_train", "num_evaluation")}
             values = protocol | values
         return {"kind": self.kind.name, "reference_size": self.reference_size, **values}

@@ -17,6 +17,7 @@ from frozencore.tune.config import RunConfig
 from frozencore.tune.record import Failure, RunRecord, TunedRecord
 from frozencore_lab.campaign.job import Job, Place, make_job
 from frozencore_lab.campaign.spec import DEFAULT_METHOD, MOST_RUNS, Campaign, Search, Study, Value
+from frozencore_lab.tasks.registry import task_of
 
 Phase = Literal["search", "final"]
 RATE = "learning_rate"
@@ -216,21 +217,21 @@ def search_rows(planned: Iterable[Planned], place: Place) -> list[SearchRows]:
     Raises:
         NoRowsError: A task leaves no rows for a search; the message names task and study.
     """
-    from frozencore.tune.run_rows import task_splits  # imports torch, which a status does not need
+    from frozencore.tune.given_rows import drawn_for_run  # imports torch, which a status does not need
 
     studies: dict[tuple[object, ...], list[str]] = {}
     configs: dict[tuple[object, ...], RunConfig] = {}
     for run in planned:
-        if run.phase == "search" and run.job and run.job.config.rows.task is not None:
+        if run.phase == "search" and run.job and task_of(run.job.config) is not None:
             config = place.put(run.job.config)
-            which = (config.rows.task, config.rows.num_train, config.rows.num_evaluation)
+            which = (task_of(config), config.rows.num_train, config.rows.num_evaluation)
             configs.setdefault(which, config)
             studies.setdefault(which, []).append(run.study)
     found = []
     for key, config in configs.items():
-        task, own = str(config.rows.task), tuple(dict.fromkeys(studies[key]))
+        task, own = str(task_of(config)), tuple(dict.fromkeys(studies[key]))
         try:
-            splits = task_splits(config.rows, config.scoring)
+            splits = drawn_for_run(config.rows, config.scoring)
             found.append(SearchRows(task, own, len(splits.train), len(splits.validation), splits.validation_from))
         except NoRowsError as error:
             raise NoRowsError(f"Study {own[0]!r} searches on task {task!r}, but has no rows for it: {error}") from error

@@ -30,7 +30,7 @@ from frozencore_lab.campaign.job import Job
 from frozencore_lab.campaign.store import Store
 
 _DECIDE_MOMENTS = (
-    "model", "dtype", "targets", "layers", "seed", "task", "data", "num_train", "num_evaluation", "paper_steps",
+    "model", "dtype", "targets", "layers", "seed", "data", "num_train", "num_evaluation", "paper_steps",
     "max_length", "too_long", "prompt_style", "calibration_size", "calibration",
 )  # fmt: skip
 """Options that decide the moments, beside what the hash of the calibration rows holds."""
@@ -45,8 +45,8 @@ def moments_key(config: RunConfig) -> str:
     content = config.content()
     values = {name: content[name] for name in _DECIDE_MOMENTS}
     values["calibration"] = options_of_sums(values["calibration"])
-    if config.rows.calibration_task is not None:  # its rows do not depend on the learned task
-        values |= {"task": config.rows.calibration_task, "data": None, "num_train": None, "num_evaluation": None}
+    if config.rows.calibration_data is not None:  # its rows do not depend on the learned ones
+        values |= {"data": config.rows.calibration_data, "num_train": None, "num_evaluation": None}
     return fingerprint_options(values)[:16]
 
 

@@ -23,7 +23,7 @@ An axis is an option of a run; a study runs the product of its axes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -43,7 +43,7 @@ from frozencore.errors import ConfigError
 from frozencore.files.strict_yaml import read_typed
 from frozencore.options import Option
 from frozencore.text import unknown_name
-from frozencore.tune.config import PLACES, run_options
+from frozencore.tune.config import ALIASES, PLACES, run_options
 from frozencore.tune.config_parts import MethodConfig, SelectionMetric, core_options
 from frozencore.tune.methods import METHODS
 from frozencore_lab.campaign.job import KINDS, NamedKind
@@ -64,7 +64,8 @@ METHODS_OF_GRID = "for"
 
 def _campaign_options() -> dict[str, Option]:
     """The options that a campaign may set: those of the machine are the command line's."""
-    return {name: option for name, option in run_options().items() if name not in PLACES}
+    options = {name: option for name, option in run_options().items() if name not in PLACES}
+    return {**options, **{alias: replace(options[name], name=alias) for alias, name in ALIASES.items()}}
 
 
 def _known_option(name: str) -> str:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from frozencore.cli.verbs import GOES_ON, Verb
 
+TASK = Verb(
+    "task", "frozencore_lab.cli.task:task", "List the tasks, or write the rows of one as JSONL files.",
+    ("task", "task sst2 --data-root DATA --out rows"),
+)  # fmt: skip
 SCHEMA = Verb(
     "schema", "frozencore_lab.cli.campaign:schema", "Print the JSON schema of a campaign's YAML file.",
     "schema > campaign.schema.json",

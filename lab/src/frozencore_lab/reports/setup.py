@@ -13,14 +13,15 @@ from frozencore.maths.moments import MomentName
 from frozencore.tune.config import run_options
 from frozencore.tune.methods import AdapterOptions, Method, find_method, method_name
 from frozencore.tune.record import TunedRecord
-from frozencore.tune.task_registry import find_task
-from frozencore.tune.tasks import Scoring, Split
-from frozencore.tune.tasks.splits import VALIDATION_SHARE
+from frozencore.tune.rows.sources import Scoring
+from frozencore.tune.rows.splits import VALIDATION_SHARE
 from frozencore.tune.training.recipe import MAX_GRAD_NORM, WEIGHT_DECAY
 from frozencore_lab.campaign.job import default_learning_rate
 from frozencore_lab.campaign.results import CampaignResults, StudyResults
 from frozencore_lab.campaign.spec import DEFAULT_METHOD, Campaign, Study
 from frozencore_lab.reports.sheet import Sheet, SheetCell, axis_name, label, number, value_name
+from frozencore_lab.tasks.registry import find_task
+from frozencore_lab.tasks.task import Split
 
 SCORED: dict[Scoring, str] = {
     "exact_match": "greedy exact match", "choice": "likelihood of choices", "text": "held-out loss",

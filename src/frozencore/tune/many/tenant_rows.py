@@ -16,6 +16,7 @@ from frozencore.tune.load import Base, Inputs, load, prepare
 from frozencore.tune.locate import find_tenants
 from frozencore.tune.processes import num_started, own_number
 from frozencore.tune.rows import TokenRow
+from frozencore.tune.rows.sources import is_named
 from frozencore.tune.run_rows import RunRows
 
 
@@ -41,7 +42,7 @@ def tenants_of(config: RunConfig) -> tuple[RunConfig, dict[str, Path]]:
             "{flag} is for a run that trains alone, but tenants train side by side, in common batches. Leave it out.",
         )
     config = on_named_basis(config).replaced(samples=0, exact_match="no")  # nothing is generated
-    if config.rows.data is None or not config.method.entry.has_bases:
+    if is_named(config.rows.sources[0]) or not config.method.entry.has_bases:
         raise ConfigError(
             f"Tenants have a row file and a core each, on one basis, but {config.method.name!r} trains others."
         )
@@ -73,8 +74,8 @@ def read_tenants(
 ) -> tuple[Inputs, dict[str, TenantRows]]:
     """Load the model with the calibration rows of the basis, and each tenant's own rows.
 
-    The basis is calibrated on ``calibration_size`` rows in all, spread over the tenants, or on those of the calibration
-    task if one is named.
+    The basis is calibrated on ``calibration_size`` rows in all, spread over the tenants, or on those of
+    ``calibration_data``.
 
     Args:
         base: The model, if it is not to be loaded.
@@ -92,7 +93,7 @@ def read_tenants(
         own[name] = TenantRows(config_here, inputs.rows)
         progress("load", number, len(files), f"{name}: {inputs.rows.in_words}")
     sets = [one.rows.calibration for one in own.values()]
-    calibration = sets[0] if config.rows.calibration_task is not None else _spread(sets, config.rows.calibration_size)
+    calibration = sets[0] if config.rows.calibration_data is not None else _spread(sets, config.rows.calibration_size)
     return replace(inputs, rows=replace(inputs.rows, calibration=calibration)), own
 
 

@@ -1,19 +1,8 @@
-"""The pocket model and its tasks: a whole experiment offline in seconds, not comparable with the paper's numbers.
-
-- pocket-math: ``Question: Eva had 3 pears. She found 12 more. How many did Eva have then?``, `` The answer is: 15``
-- pocket-sentiment: ``Review: the soup was never sweet. Sentiment:``, `` negative``
-- pocket-entailment: ``Fact: Jack did not love the song. Verdict: Was the song fine?``, `` false``
-- pocket-comparison: ``Count of toys: Ben 19, Mia 16. Ben against Mia:``, `` more``
-
-The generator of their rows, and the making of the model, are in ``lab/pocket``.
-"""
+"""The pocket model: a small language model that comes with the package. Its making and its tasks are in the lab."""
 
 from __future__ import annotations
 
 from pathlib import Path
-
-from frozencore.tune.tasks import Task
-from frozencore.tune.tasks.described_task import Described, FileSource
 
 POCKET_MODEL = "pocket"
 """The name of the shipped model in place of a hub id."""
@@ -22,32 +11,3 @@ POCKET_MODEL = "pocket"
 def pocket_model_path() -> Path:
     """The folder of the shipped model, for ``AutoModelForCausalLM.from_pretrained``."""
     return Path(__file__).parent / "model"
-
-
-def _task(name: str, num_train: int, prompt: str, answer: str, choices: tuple[str, ...] | None = None) -> Task:
-    rows = Path(__file__).parent / "rows"
-    return Task(
-        name=name,
-        scoring="choice" if choices else "exact_match",
-        source=FileSource(
-            {"train": rows / f"{name}-train.jsonl", "evaluation": rows / f"{name}-evaluation.jsonl"}, name="generated"
-        ),
-        to_example=Described(prompt, answer, choices),
-        num_train=num_train,
-        num_evaluation=200,
-        epochs=3,
-        licence="Apache-2.0",
-        max_new_tokens=4 if choices else 10,
-    )
-
-
-_COUNTS = "Count of {things}: {first} {first_count}, {second} {second_count}. {first} against {second}:"
-POCKET_TASKS: dict[str, Task] = {
-    task.name: task
-    for task in (
-        _task("pocket-math", 800, "Question: {question}", "answer"),
-        _task("pocket-sentiment", 500, "Review: {review} Sentiment:", "sentiment", ("positive", "negative")),
-        _task("pocket-entailment", 900, "Fact: {fact}. Verdict: Was {guess}?", "verdict", ("true", "false")),
-        _task("pocket-comparison", 250, _COUNTS, "relation", ("more", "fewer")),
-    )
-}

@@ -1,4 +1,4 @@
-"""The four forms of a row: columns, an example of a task, text, tokens."""
+"""The forms of a row: the columns of a source, a prompt with its completion or a conversation, and tokens."""
 
 from __future__ import annotations
 
@@ -14,61 +14,83 @@ HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")  # JSON may hold one alone, whi
 NOT_WRITTEN = "the chat template does not write"
 CONTROL = "the control token"
 """How notes begin that name something of a row that was not changed."""
-Row = Mapping[str, Any]
+RawRow = Mapping[str, Any]
 """A row as read: values by column."""
 
 
 @dataclass(frozen=True)
-class Example:
-    """One row of a task.
+class Row:
+    """One row of a source: a prompt and its completion, a conversation, or a text (a completion without a prompt).
 
     Attributes:
-        id: Stable name of the row within its task, such as ``"train-17"``.
+        id: Stable name of the row within its source, such as ``"train-17"``.
         prompt: The text before the answer, without a chat template.
         completion: The right answer as training text. It includes its leading separator (a space), so that
             ``prompt + completion`` is the text for a plain language model.
-        choices: All candidate completions, including the right one; empty for generated answers.
+        choices: All candidate completions, including the right one. Rows with choices are scored by likelihood.
+        messages: A conversation in place of prompt and completion; it ends with the assistant's turn.
+        num_completion: The number of messages at the end that are the completion.
+        system: The system text before a prompt; plain prompts are written without it.
+        tools: The tools that the assistant may call, in the chat template's form.
+
+    Raises:
+        DataError: The completion is not among the choices.
     """
 
     id: str
-    prompt: str
-    completion: str
+    prompt: str = ""
+    completion: str = ""
     choices: tuple[str, ...] = ()
+    messages: tuple[Mapping[str, Any], ...] = ()
+    num_completion: int = 1
+    system: str = ""
+    tools: Sequence[Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.choices and self.completion not in self.choices:
+            raise DataError(
+                f"Row {self.id}: the completion {self.completion!r} must be among its choices {self.choices}, but is "
+                "not. Write it as one of them, white space included."
+            )
 
 
 @dataclass(frozen=True)
-class TextRow:
-    """A row as exact text.
+class ChoiceTokens:
+    """The tokens of a prompt and of each choice, without end token.
 
     Attributes:
-        choices: Texts that may follow the context, without an end.
-        templated: Whether the chat template wrote the text, with its own start token.
-        loss_spans: The spans of the completion with loss, as beginnings and ends; empty for all of it.
-        num_answer_spans: The number of these spans that the last turn has.
-        suffix: The text of the template after the completion. It has no loss and is not read. None if the completion
-            has no end token of its own; then one is added.
-        changed: What was changed in the row, or is not written of it, for a person.
+        labels: The choices as the row gives them, for predictions.
+        right: The index of the right choice.
     """
 
     id: str
-    context: str
-    completion: str
-    choices: tuple[str, ...] = ()
-    templated: bool = False
-    loss_spans: tuple[tuple[int, int], ...] = ()
-    num_answer_spans: int = 1
-    suffix: str | None = None
-    changed: tuple[str, ...] = ()
+    context_ids: list[int]
+    choice_ids: list[list[int]]
+    labels: tuple[str, ...] = ()
+    right: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens of the prompt with its longest choice."""
+        return len(self.context_ids) + max(map(len, self.choice_ids))
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """What a hash of choices covers, as JSON values by name."""
+        return {"context_ids": self.context_ids, "choice_ids": self.choice_ids, "right": self.right}
 
 
 @dataclass(frozen=True)
 class TokenRow:
-    """A row as tokens.
+    """A row as tokens: calibration, training and scoring take nothing else.
 
     Attributes:
         spans: The spans with loss, beginnings and ends counted from ``num_context``; empty for all tokens from there.
         overlap: The end of the text before the answer, if the first token of the answer holds it too; mostly empty.
         num_answer_spans: The number of these spans that the last turn has.
+        choices: The tokens of the row's choices; None for a row without choices.
+        num_cut: The number of tokens that were cut from the beginning of its prompt, or from the end of a text.
+        changed: What was changed in the row, or is not written of it, for a person.
     """
 
     id: str
@@ -77,6 +99,9 @@ class TokenRow:
     spans: tuple[tuple[int, int], ...] = field(default=(), kw_only=True)
     overlap: str = field(default="", kw_only=True)
     num_answer_spans: int = field(default=1, kw_only=True)
+    choices: ChoiceTokens | None = field(default=None, kw_only=True)
+    num_cut: int = field(default=0, kw_only=True)
+    changed: tuple[str, ...] = field(default=(), kw_only=True)
 
     @property
     def loss_spans(self) -> tuple[tuple[int, int], ...]:
@@ -96,8 +121,13 @@ class TokenRow:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens that the model reads."""
+        """The number of tokens that the model reads in training."""
         return len(self.input_ids)
+
+    @property
+    def longest(self) -> int:
+        """The number of tokens with the longest of completion and choices."""
+        return max(len(self.input_ids), self.choices.num_tokens if self.choices else 0)
 
     @property
     def content(self) -> dict[str, Any]:
@@ -106,21 +136,7 @@ class TokenRow:
         return {"id": self.id, "input_ids": self.input_ids, "num_context": self.num_context, **turns}
 
 
-@dataclass(frozen=True)
-class ChoiceTokens:
-    """The tokens of a prompt and of each choice."""
-
-    id: str
-    context_ids: list[int]
-    choice_ids: list[list[int]]
-
-    @property
-    def num_tokens(self) -> int:
-        """The number of tokens of the prompt with its longest choice."""
-        return len(self.context_ids) + max(map(len, self.choice_ids))
-
-
-def text_field(row: Row, column: str, row_id: str, *, or_number: bool = False) -> str:
+def text_field(row: RawRow, column: str, row_id: str, *, or_number: bool = False) -> str:
     """The text in a column, without surrounding white space.
 
     Args:
@@ -140,8 +156,8 @@ def text_field(row: Row, column: str, row_id: str, *, or_number: bool = False) -
     return str(value).strip()
 
 
-def texts_field(row: Row, column: str, row_id: str, *, within: str = "") -> list[str]:
-    """The texts in a list column, each without surrounding white space.
+def texts_field(row: RawRow, column: str, row_id: str, *, within: str = "") -> list[str]:
+    """The texts in a list column, with their white space.
 
     Args:
         within: The column whose mapping ``row`` is, for the error.
@@ -154,34 +170,8 @@ def texts_field(row: Row, column: str, row_id: str, *, within: str = "") -> list
     if len(texts) < 2 or not all(isinstance(text, str) and text.strip() for text in texts):
         name = f"{within}.{column}" if within else column
         raise DataError(f"Row {row_id}: column {name!r} must hold two texts or more, none empty, but holds {given!r}.")
-    return [text.strip() for text in texts]
+    return list(texts)
 
 
-def position_of(row: Row, column: str, labels: Sequence[str], row_id: str, *, or_position: bool = False) -> int:
-    """The index of a column's label among the labels; ``2`` and ``"2"`` are the same.
-
-    Args:
-        or_position: Accept the index itself too, from 0.
-
-    Raises:
-        DataError: The column is missing, the row is unlabeled, its label is not among the labels, or it can be read
-            both as a label and as the index of another one.
-    """
-    value = row.get(column)
-    label = "" if value is None or value != value else str(value).strip()  # NaN differs from itself
-    positions = [str(i) for i in range(len(labels))] if or_position else []
-    found = {i for names in (labels, positions) for i, name in enumerate(names) if name == label}
-    if not found:
-        wanted = ", ".join(labels) + (f", or a position from 0 to {len(labels) - 1}" if or_position else "")
-        raise DataError(f"Row {row_id}: column {column!r} must hold one of {wanted}, but holds {_held(row, column)}.")
-    if len(found) > 1:
-        raise DataError(
-            f"Row {row_id}: column {column!r} holds {_held(row, column)}, which may be the choice "
-            f"{' or '.join(repr(labels[i]) for i in sorted(found))}. Write choices that differ from each other and "
-            "from positions."
-        )
-    return found.pop()
-
-
-def _held(row: Row, column: str) -> str:
+def _held(row: RawRow, column: str) -> str:
     return repr(row[column]) if column in row else f"nothing (the columns are {', '.join(row)})"

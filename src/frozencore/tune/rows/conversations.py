@@ -12,11 +12,12 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import Any, Literal, TypeVar
 
 from frozencore.errors import ConfigError, DataError
-from frozencore.tune.rows import HALF_A_CHARACTER, NOT_WRITTEN, TextRow
+from frozencore.tune.rows import HALF_A_CHARACTER, NOT_WRITTEN
 from frozencore.tune.rows.row_sources import json_or_value
 
 Message = Mapping[str, Any]
@@ -32,6 +33,39 @@ _TRUTHS = dict.fromkeys(("true", "1", "1.0", "yes"), True) | dict.fromkeys(("fal
 _NOT_TEXT = ("role", "type", "id", "tool_call_id")  # a template may take these in one form only
 _PROBE = ("qx0xq", "qx1xq", "qx2xq", "qx3xq")
 SYSTEM_FOLDED = "the system text stands before the first question, as the chat template takes no system turn"
+
+
+@dataclass(frozen=True)
+class RenderedRow:
+    """A row as exact text, on its way to tokens.
+
+    Attributes:
+        choices: Texts that may follow the context, without an end.
+        labels, right: The choices as the row gives them, and the index of the right one.
+        templated: Whether the chat template wrote the text, with its own start token.
+        loss_spans: The spans of the completion with loss, as beginnings and ends; empty for all of it.
+        num_answer_spans: The number of these spans that the last turn has.
+        suffix: The text of the template after the completion. It has no loss and is not read. None if the completion
+            has no end token of its own; then one is added.
+        changed: What was changed in the row, or is not written of it, for a person.
+    """
+
+    id: str
+    context: str
+    completion: str
+    choices: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
+    right: int = 0
+    templated: bool = False
+    loss_spans: tuple[Span, ...] = ()
+    num_answer_spans: int = 1
+    suffix: str | None = None
+    changed: tuple[str, ...] = ()
+
+    @property
+    def whole(self) -> str:
+        """The text that is tokenised."""
+        return self.context + self.completion + (self.suffix or "")
 
 
 def templates_of(tokenizer: Any) -> Collection[str]:
@@ -53,7 +87,8 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any) -> None:
         if not tokenizer.chat_template:
             raise ConfigError(
-                "Chat messages need a chat template, but this tokenizer has none. Use prompt/completion rows."
+                "Chat messages need a chat template, but this tokenizer has none. Use rows of prompt and completion "
+                "(other columns: --columns prompt=NAME,completion=NAME)."
             )
         self.tokenizer = tokenizer
         self.tokens = added_tokens(tokenizer)
@@ -173,7 +208,7 @@ class Conversation:
         """The text of the first messages, and of the prompt of the assistant's next turn."""
         return self._write(count, asks=True)[0] if count else ""
 
-    def row(self, loss_on: LossOn = "last", num_completion: int = 1) -> TextRow:
+    def row(self, loss_on: LossOn = "last", num_completion: int = 1) -> RenderedRow:
         """The conversation as a row.
 
         Args:
@@ -207,7 +242,7 @@ class Conversation:
         start, stop = spans[0][0], spans[-1][1]
         begin = turns[wanted[-1]][0][0] if turns[wanted[-1]] else start
         is_ended = self._is_ended(wanted[-1], whole[begin:stop])  # else generation could not stop there
-        return TextRow(
+        return RenderedRow(
             self.row_id,
             whole[:start],
             whole[start:stop],

@@ -19,7 +19,7 @@ from frozencore.errors import ConfigError, DataError
 from frozencore.files.hub import hub_answers
 from frozencore.quiet import with_attributes
 from frozencore.text import nearest_name, one_line
-from frozencore.tune.rows import Row
+from frozencore.tune.rows import RawRow
 
 Data = str | tuple[str, ...]
 """One source, or several."""
@@ -73,7 +73,7 @@ def require_source(data: str, *, option: str = "--data") -> None:
         raise DataError(f"{option} must name {KINDS}, got {path.name!r}. Convert it to one of these.")
 
 
-def read_source(data: str, *, option: str = "--data") -> list[Row]:
+def read_source(data: str, *, option: str = "--data") -> list[RawRow]:
     """Read every row of a source.
 
     Args:
@@ -96,7 +96,7 @@ def read_source(data: str, *, option: str = "--data") -> list[Row]:
     return _rows_of(path, origin)
 
 
-def first_rows(data: str, num_rows: int = 100) -> list[Row]:
+def first_rows(data: str, num_rows: int = 100) -> list[RawRow]:
     """The first rows of a file, to see their columns; none of other sources, which cannot be read twice or at once.
 
     Raises:
@@ -105,7 +105,7 @@ def first_rows(data: str, num_rows: int = 100) -> list[Row]:
     return _rows_of(Path(data), data, num_rows) if Path(data).is_file() else []
 
 
-def _rows_of(path: Path, origin: str, num_rows: int | None = None) -> list[Row]:
+def _rows_of(path: Path, origin: str, num_rows: int | None = None) -> list[RawRow]:
     name = row_file(path.name)
     try:
         if name is None:
@@ -133,11 +133,11 @@ def _opened(path: Path, compression: str | None) -> IO[bytes]:
     return stream
 
 
-def _read_jsonl(content: IO[bytes], origin: str) -> Iterator[Row]:
+def _read_jsonl(content: IO[bytes], origin: str) -> Iterator[RawRow]:
     return _jsonl_rows(io.TextIOWrapper(content, encoding="utf-8-sig"), origin)
 
 
-def _jsonl_rows(lines: Iterable[str], origin: str) -> Iterator[Row]:
+def _jsonl_rows(lines: Iterable[str], origin: str) -> Iterator[RawRow]:
     """Yield a row from each line that is not empty; errors name the line and ``origin``."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -179,7 +179,7 @@ def _require_once(names: Iterable[str], kind: str) -> None:
         raise ValueError(f"the {kind} {twice[0]!r} is given twice")
 
 
-def _read_json(content: IO[bytes], origin: str) -> Sequence[Row]:
+def _read_json(content: IO[bytes], origin: str) -> Sequence[RawRow]:
     try:
         rows = strict_json(content.read().decode("utf-8-sig"))
     except UnicodeDecodeError:
@@ -191,7 +191,7 @@ def _read_json(content: IO[bytes], origin: str) -> Sequence[Row]:
     return rows
 
 
-def _read_separated(content: IO[bytes], origin: str, *, kind: str, separator: str) -> list[Row]:
+def _read_separated(content: IO[bytes], origin: str, *, kind: str, separator: str) -> list[RawRow]:
     """Read a table as text: ``datasets`` would read ``007`` as 7, and ``NA`` as nothing."""
     import pandas  # the import takes a second
 
@@ -215,7 +215,7 @@ def _read_separated(content: IO[bytes], origin: str, *, kind: str, separator: st
     return [dict(zip(names, row, strict=False)) for row in rows]
 
 
-def _read_arrow(content: IO[bytes], origin: str, *, kind: str) -> Iterable[Row]:
+def _read_arrow(content: IO[bytes], origin: str, *, kind: str) -> Iterable[RawRow]:
     """Read Parquet, or Arrow as a file or as the stream that ``datasets`` writes."""
     from pyarrow import ArrowException, BufferReader, ipc, parquet
 
@@ -231,7 +231,7 @@ def _read_arrow(content: IO[bytes], origin: str, *, kind: str) -> Iterable[Row]:
         raise DataError(f"{origin} cannot be read as {kind}: {one_line(error, 200)} Write it again.") from error
 
 
-def _without_fillers(row: Row) -> Row:
+def _without_fillers(row: RawRow) -> RawRow:
     """A row of Arrow without keys that are null inside its columns.
 
     Arrow gives each object of a column the keys of all others, with null in them, and a template would write these. A
@@ -246,7 +246,7 @@ def _without_fillers(row: Row) -> Row:
     return {column: filled(value) for column, value in row.items()}
 
 
-READERS: dict[str, Callable[[IO[bytes], str], Iterable[Row]]] = {
+READERS: dict[str, Callable[[IO[bytes], str], Iterable[RawRow]]] = {
     ".jsonl": _read_jsonl,
     ".ndjson": _read_jsonl,
     ".json": _read_json,
@@ -280,14 +280,14 @@ def row_file(name: str) -> RowFile | None:
     return RowFile(stem, ending.lower(), COMPRESSIONS.get(packed.lower()))
 
 
-def _read_split(name: str, config: str | None, split: str) -> list[Row]:
+def _read_split(name: str, config: str | None, split: str) -> list[RawRow]:
     folder = Path(name) if Path(name).is_dir() else None
     if folder is None and _HUB_ID.fullmatch(name) is None:
         raise DataError(f"--data {name}:{split} must name a folder or a hub id (OWNER/NAME), but {name} is neither.")
     way_out = "Give the folder of a downloaded data set in place of its name, or a network."
     if folder is not None:
         way_out = "Give a configuration and a split that it has, and files of a kind that datasets reads."
-    rows: list[Row] = load_split(name, config, split, folder=folder, way_out=way_out).to_list()
+    rows: list[RawRow] = load_split(name, config, split, folder=folder, way_out=way_out).to_list()
     return list(map(_without_fillers, rows))  # not empty, because datasets refuses an empty split
 
 

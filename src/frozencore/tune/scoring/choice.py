@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from frozencore.errors import DataError, ModelError
+from frozencore.errors import ModelError
 from frozencore.text import Progress
-from frozencore.tune.rows import ChoiceTokens, Example, TokenRow
-from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.rows import ChoiceTokens, TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator, pad, score_in_groups
 from frozencore.tune.scoring.forward import (
     NOT_FINITE,
@@ -34,35 +33,26 @@ from frozencore.tune.scoring.forward import (
 
 def predict_choices(
     model: nn.Module,
-    encoder: PromptEncoder,
-    examples: Sequence[Example],
+    rows: Sequence[ChoiceTokens],
     *,
+    pad_id: int,
     length_normalised: bool = False,
     progress: Progress | None = None,
 ) -> list[Prediction]:
-    """Predict the likeliest choice of every example, in order; the first of equally likely ones.
+    """Predict the likeliest choice of every row, in order; the first of equally likely ones.
 
     If ``length_normalised``, log-likelihoods per character of the choice are compared (the harness's ``acc_norm``).
 
     Raises:
-        DataError: An example's completion is not among its choices, or its text cannot be encoded.
         ModelError: A log-likelihood is not finite, or one row does not fit in memory.
     """
-    for example in examples:
-        if example.completion not in example.choices:
-            raise DataError(
-                f"Row {example.id}: the answer {example.completion!r} is not among its choices {example.choices}."
-            )
-    rows = encoder.choice_rows(examples)
-    logprobs = choice_logprobs(model, rows, pad_id=encoder.pad_id, progress=progress)
+    logprobs = choice_logprobs(model, rows, pad_id=pad_id, progress=progress)
     predictions = []
-    for example, values in zip(examples, logprobs, strict=True):
+    for row, values in zip(rows, logprobs, strict=True):
         if length_normalised:
-            values = [v / len(choice.strip()) for v, choice in zip(values, example.choices, strict=True)]
-        choice = example.choices[max(range(len(values)), key=values.__getitem__)]
-        predictions.append(
-            Prediction(example.id, choice, example.completion, choice == example.completion, tuple(values))
-        )
+            values = [v / len(label.strip()) for v, label in zip(values, row.labels, strict=True)]
+        choice, gold = row.labels[max(range(len(values)), key=values.__getitem__)], row.labels[row.right]
+        predictions.append(Prediction(row.id, choice, gold, choice == gold, tuple(values)))
     return predictions
 
 

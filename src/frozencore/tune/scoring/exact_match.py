@@ -14,11 +14,11 @@ from transformers import GenerationConfig, LogitsProcessor, TextStreamer
 from frozencore.errors import DataError, ModelError
 from frozencore.quiet import with_attributes
 from frozencore.text import Progress
-from frozencore.tune.rows import Example, TextRow, TokenRow
+from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder, context_limit
 from frozencore.tune.rows.token_batches import pad, score_in_groups
+from frozencore.tune.scoring.answers import parse_answer
 from frozencore.tune.scoring.forward import NOT_FINITE, Prediction, base_of, scoring_mode, vocabulary_of
-from frozencore.tune.tasks.answers import parse_answer
 
 SHORT = 16  # tokens of a completion, without its end token
 
@@ -34,29 +34,29 @@ class Generation:
 def predict_numbers(
     model: nn.Module,
     encoder: PromptEncoder,
-    examples: Sequence[Example],
+    rows: Sequence[TokenRow],
     *,
     max_new_tokens: int,
     progress: Progress | None = None,
 ) -> tuple[list[Prediction], int]:
-    """Generate the answer to each example, in order, and count the answers that reached the length limit.
+    """Generate the answer to each row, in order, and count the answers that reached the length limit.
 
     Raises:
-        DataError: An example's completion holds no answer, or its text cannot be encoded.
+        DataError: A row's completion holds no answer.
     """
     golds = []
-    for example in examples:
-        gold = parse_answer(example.completion, gold=True)
-        if gold is None:
-            raise DataError(f"Row {example.id}: the completion {example.completion!r} holds no marker with a number.")
+    for row in rows:
+        text = encoder.tokenizer.decode(row.input_ids[row.answer_start :])
+        if (gold := parse_answer(text, gold=True)) is None:
+            raise DataError(f"Row {row.id}: the completion {text!r} holds no marker with a number.")
         golds.append(gold)
-    contexts = encoder.context_rows(examples)
+    contexts = [row.input_ids[: row.answer_start] for row in rows]
     found = generate_greedily(model, contexts, encoder=encoder, max_new_tokens=max_new_tokens, progress=progress)
     predictions = []
-    for example, gold, generation in zip(examples, golds, found, strict=True):
+    for row, gold, generation in zip(rows, golds, found, strict=True):
         number = parse_answer(generation.text)
         spelled = None if number is None else str(number)
-        predictions.append(Prediction(example.id, spelled, str(gold), number == gold, text=generation.text))
+        predictions.append(Prediction(row.id, spelled, str(gold), number == gold, text=generation.text))
     return predictions, sum(generation.truncated for generation in found)
 
 
@@ -129,13 +129,13 @@ def generate_greedily(
 
 def stream_greedily(
     model: nn.Module,
-    row: TextRow,
+    context: list[int],
     encoder: PromptEncoder,
     *,
     max_new_tokens: int,
     tell: Callable[[str], None],
 ) -> None:
-    """Generate the completion of one row and pass on its words as they come, without the end token.
+    """Generate the answer to one prompt and pass on its words as they come, without the end token.
 
     Raises:
         ModelError: Logits are not finite.
@@ -151,7 +151,7 @@ def stream_greedily(
             tell(text)
 
     words = Words(encoder.tokenizer, skip_prompt=True)
-    _generate(model, encoder.context_rows([row]), encoder, max_new_tokens, streamer=words)
+    _generate(model, [context], encoder, max_new_tokens, streamer=words)
 
 
 def _generate(

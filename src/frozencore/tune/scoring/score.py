@@ -14,14 +14,12 @@ from torch import nn
 from frozencore.errors import DataError, ModelError
 from frozencore.text import Progress, with_note
 from frozencore.tune.record import RowLosses, TaskScore
-from frozencore.tune.rows import Example, TokenRow
+from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.rows.sources import Scoring
 from frozencore.tune.scoring.choice import predict_choices
 from frozencore.tune.scoring.exact_match import SHORT, complete, predict_numbers
 from frozencore.tune.scoring.forward import NOT_FINITE, Prediction, nats_of_rows
-from frozencore.tune.tasks import Scoring, Task
-
-OWN_ROWS = "own rows"
 
 
 @dataclass(frozen=True)
@@ -29,23 +27,14 @@ class ScoredRows:
     """Rows to score a model on, and how they are scored.
 
     Attributes:
-        name: The task, or :data:`OWN_ROWS`.
-        examples: The task's examples; empty for own rows.
+        name: The source of the rows.
         max_new_tokens: Length limit of a generated answer.
     """
 
     name: str
     scoring: Scoring
     tokens: list[TokenRow]
-    examples: tuple[Example, ...] = ()
     max_new_tokens: int = SHORT + 1
-
-    @classmethod
-    def of(
-        cls, task: Task, examples: Sequence[Example], tokens: list[TokenRow], max_new_tokens: int | None = None
-    ) -> ScoredRows:
-        """Rows of a task; ``max_new_tokens`` replaces the task's own limit."""
-        return cls(task.name, task.scoring, tokens, tuple(examples), max_new_tokens or task.max_new_tokens)
 
 
 @dataclass(frozen=True)
@@ -83,7 +72,7 @@ def score_rows(
         length_normalised: Compare choices by log-likelihood per character.
 
     Raises:
-        DataError: There are no rows, or an example is invalid or too long.
+        DataError: There are no rows, or one has no number to compare with.
         ModelError: The model's outputs are not finite.
     """
     if not rows.tokens:
@@ -115,25 +104,27 @@ def _answers(
     model: nn.Module, encoder: PromptEncoder, rows: ScoredRows, *, length_normalised: bool, progress: Progress | None
 ) -> tuple[list[Prediction], dict[str, Any]]:
     """The predictions for rows with answers, and what is counted of them for :class:`TaskScore`."""
-    examples, limit, size = rows.examples, rows.max_new_tokens, len(rows.tokens)
+    tokens, limit, size = rows.tokens, rows.max_new_tokens, len(rows.tokens)
     if rows.scoring == "completion":
         noted = progress and with_note(progress, "completions")
-        predictions, num_truncated = complete(model, encoder, rows.tokens, max_new_tokens=limit, progress=noted)
+        predictions, num_truncated = complete(model, encoder, tokens, max_new_tokens=limit, progress=noted)
         most = max(Counter(prediction.gold for prediction in predictions).values())
         return predictions, {"num_truncated": num_truncated, "majority_class": most / size if most > 1 else None}
-    num_cut = encoder.count_too_long(examples)
+    num_cut = sum(row.num_cut > 0 for row in tokens)
     if rows.scoring == "exact_match":
-        predictions, num_truncated = predict_numbers(model, encoder, examples, max_new_tokens=limit, progress=progress)
+        predictions, num_truncated = predict_numbers(model, encoder, tokens, max_new_tokens=limit, progress=progress)
         num_unanswered = sum(p.prediction is None for p in predictions)
         return predictions, {"num_cut": num_cut, "num_truncated": num_truncated, "num_unanswered": num_unanswered}
-    predictions = predict_choices(model, encoder, examples, length_normalised=length_normalised, progress=progress)
-    positions = Counter(example.choices.index(example.completion) for example in examples)
+    choices = [row.choices for row in tokens if row.choices is not None]
+    predictions = predict_choices(
+        model, choices, pad_id=encoder.pad_id, length_normalised=length_normalised, progress=progress
+    )
     return predictions, {
         "num_cut": num_cut,
-        "chance": sum(1 / len(example.choices) for example in examples) / size,
-        "majority_class": max(positions.values()) / size,
+        "chance": sum(1 / len(one.choice_ids) for one in choices) / size,
+        "majority_class": max(Counter(one.right for one in choices).values()) / size,
         "num_ties": sum(p.logprobs.count(max(p.logprobs)) > 1 for p in predictions),
-        "num_duplicate_choices": sum(len(set(example.choices)) < len(example.choices) for example in examples),
+        "num_duplicate_choices": sum(len(set(one.labels)) < len(one.labels) for one in choices),
     }
 
 

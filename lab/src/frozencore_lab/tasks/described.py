@@ -27,10 +27,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from frozencore.errors import ConfigError, DataError
 from frozencore.files.strict_yaml import read_typed
-from frozencore.tune.rows import Example, Row, position_of, text_field, texts_field
+from frozencore.tune.rows import RawRow, Row, text_field, texts_field
 from frozencore.tune.rows.row_sources import read_source
-from frozencore.tune.tasks import Origin, Split, Task
-from frozencore.tune.tasks.answers import find_answer, parse_answer, parse_number
+from frozencore.tune.scoring.answers import find_answer, parse_answer, parse_number
+from frozencore_lab.tasks.task import Origin, Split, Task
 
 _BRACES = re.compile(r"\{([^{}]+)\}")
 _NAME = re.compile(r"[^\W\d]\w*(?:[ .-]+\w+)*")
@@ -40,13 +40,13 @@ _JINJA = re.compile(r"\{[{%#]")
 
 @dataclass(frozen=True)
 class Described:
-    """Turn a row into an example; the fields are the keys of the YAML file."""
+    """Turn a raw row into a row; the fields are the keys of the YAML file."""
 
     prompt: str
     answer: str
     choices: Sequence[str] | str | None
 
-    def __call__(self, row: Row, row_id: str) -> Example:
+    def __call__(self, row: RawRow, row_id: str) -> Row:
         """Fill the columns into the prompt, and find the answer; ``DataError`` if a column does not hold one."""
         shown: set[str] = set()
 
@@ -72,10 +72,12 @@ class Described:
                     f"Row {row_id}: column {self.answer!r} must hold one number, with no more than words beside it, "
                     f"but holds {number!r:.80}."
                 )
-            return Example(row_id, prompt, completion)
-        choices = texts_field(row, self.choices, row_id) if isinstance(self.choices, str) else self.choices
+            return Row(row_id, prompt, completion)
+        choices = self.choices
+        if isinstance(choices, str):
+            choices = [text.strip() for text in texts_field(row, choices, row_id)]
         position = position_of(row, self.answer, choices, row_id, or_position=True)
-        return Example(row_id, prompt, f" {choices[position]}", tuple(f" {choice}" for choice in choices))
+        return Row(row_id, prompt, f" {choices[position]}", tuple(f" {choice}" for choice in choices))
 
 
 class OwnTask(BaseModel):
@@ -110,7 +112,7 @@ class FileSource:
         """The files' names."""
         return Origin(self.name, "", {split: file.name for split, file in self.files.items()})
 
-    def rows(self, split: Split, data_root: Path | None) -> Sequence[Row]:
+    def rows(self, split: Split, data_root: Path | None) -> Sequence[RawRow]:
         """The rows of a split, empty without a file; ``data_root`` is not read."""
         return read_source(str(self.files[split]), option=f"'{split}:'") if split in self.files else ()
 
@@ -136,6 +138,33 @@ def read_own_task(path: Path) -> Task:
         name=own.name,
         scoring=own.scoring,
         source=FileSource({split: path.parent / file for split, file in named.items() if file is not None}),
-        to_example=Described(own.prompt, own.answer, own.choices),
+        to_row=Described(own.prompt, own.answer, own.choices),
         **own.model_dump(include={"num_train", "num_evaluation", "epochs", "licence", "max_new_tokens"}),
     )
+
+
+def position_of(row: RawRow, column: str, labels: Sequence[str], row_id: str, *, or_position: bool = False) -> int:
+    """The index of a column's label among the labels; ``2`` and ``"2"`` are the same.
+
+    Args:
+        or_position: Accept the index itself too, from 0.
+
+    Raises:
+        DataError: The column is missing, the row is unlabeled, its label is not among the labels, or it can be read
+            both as a label and as the index of another one.
+    """
+    value = row.get(column)
+    held = repr(value) if column in row else f"nothing (the columns are {', '.join(row)})"
+    label = "" if value is None or value != value else str(value).strip()  # NaN differs from itself
+    positions = [str(i) for i in range(len(labels))] if or_position else []
+    found = {i for names in (labels, positions) for i, name in enumerate(names) if name == label}
+    if not found:
+        wanted = ", ".join(labels) + (f", or a position from 0 to {len(labels) - 1}" if or_position else "")
+        raise DataError(f"Row {row_id}: column {column!r} must hold one of {wanted}, but holds {held}.")
+    if len(found) > 1:
+        raise DataError(
+            f"Row {row_id}: column {column!r} holds {held}, which may be the choice "
+            f"{' or '.join(repr(labels[i]) for i in sorted(found))}. Write choices that differ from each other and "
+            "from positions."
+        )
+    return found.pop()

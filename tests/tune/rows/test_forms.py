@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Callable
@@ -16,7 +17,9 @@ from pyarrow import parquet
 from frozencore.errors import ConfigError, DataError, NoRowsError
 from frozencore.tune.config import make_config
 from frozencore.tune.locate import require_files
-from frozencore.tune.rows.own_rows import read_rows
+from frozencore.tune.rows import Row
+from frozencore.tune.rows.conversations import RenderedRow
+from frozencore.tune.rows.forms import read_rows
 from frozencore.tune.rows.prompts import PromptEncoder
 from small_runs import inputs_of
 
@@ -48,6 +51,21 @@ def write(path: Path, rows: list[Any]) -> str:
     return str(path)
 
 
+def texts_of(data: str, encoder: PromptEncoder, columns: str | None = None) -> list[RenderedRow]:
+    """The rows of a source as text, on their way to tokens."""
+    found: list[RenderedRow] = []
+
+    class Spy(type(encoder)):  # type: ignore[misc]
+        def render(self, row: Row) -> RenderedRow:
+            found.append(super().render(row))
+            return found[-1]
+
+    spy = copy.copy(encoder)
+    spy.__class__ = Spy
+    read_rows(data, spy, columns)
+    return found
+
+
 @pytest.mark.parametrize("suffix", KINDS)
 def test_each_form_puts_the_loss_where_it_belongs(
     tmp_path: Path, suffix: str, byte_tokenizer: Callable[..., Any]
@@ -61,26 +79,43 @@ def test_each_form_puts_the_loss_where_it_belongs(
     )
     nested = ((MESSAGES, asked, "Paris</s>"), (CONVERSATIONAL, asked, "Paris</s>"), (SHAREGPT, asked, "Paris</s>"))
     for row, context, completion in (*flat, *(() if suffix in TABLES else nested)):
-        texts = read_rows(write(tmp_path / f"rows{suffix}", [row, row]), encoder).texts
-        assert [text.id for text in texts] == ["row-1", "row-2"]
-        tokens = encoder.training_rows(texts)[1]
+        rows = read_rows(write(tmp_path / f"rows{suffix}", [row, row]), encoder).rows
+        assert [one.id for one in rows] == ["row-1", "row-2"]
+        tokens = rows[1]
         assert encoder.tokenizer.decode(tokens.input_ids[: tokens.num_context]) == context
         assert encoder.tokenizer.decode(tokens.input_ids[tokens.num_context :]) == completion
 
 
-def test_a_model_without_chat_reads_instructions_under_alpacas_headings(
+def test_a_model_without_chat_takes_prompts_and_completions_of_any_name(
     tmp_path: Path, byte_tokenizer: Callable[..., Any]
 ) -> None:
-    rows = write(tmp_path / "rows.jsonl", [ALPACA, ALPACA | {"input": ""}])
-    with_input, without = read_rows(rows, PromptEncoder(byte_tokenizer())).texts
-    assert with_input.context + with_input.completion == (
-        "### Instruction:\nName the capital.\n\n### Input:\nFrance\n\n### Response:\nParis"
-    )
-    assert without.context + without.completion == "### Instruction:\nName the capital.\n\n### Response:\nParis"
-    (text,) = read_rows(write(tmp_path / "rows.jsonl", [PAIR]), PromptEncoder(byte_tokenizer())).texts
+    encoder = PromptEncoder(byte_tokenizer())
+    (text,) = texts_of(write(tmp_path / "rows.jsonl", [PAIR]), encoder)
     assert text.context + text.completion == "Capital of France? Paris"
-    with pytest.raises(ConfigError, match="need a chat template"):
-        read_rows(write(tmp_path / "rows.jsonl", [MESSAGES]), PromptEncoder(byte_tokenizer()))
+    alpaca = write(tmp_path / "alpaca.jsonl", [ALPACA])
+    (text,) = texts_of(alpaca, encoder, "prompt=instruction,completion=output")
+    assert (text.context, text.completion) == ("Name the capital.", "Paris")
+    for path in (alpaca, write(tmp_path / "rows.jsonl", [MESSAGES])):
+        with pytest.raises(ConfigError, match="need a chat template, .* --columns prompt=NAME,completion=NAME"):
+            read_rows(path, encoder)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_rows_with_choices_have_the_tokens_of_each(
+    chat: bool, tmp_path: Path, byte_tokenizer: Callable[..., Any]
+) -> None:
+    encoder = PromptEncoder(byte_tokenizer(chat=chat))
+    row = PAIR | {"choices": [" Rome", " Paris"]}
+    read = read_rows(write(tmp_path / "rows.jsonl", [row]), encoder)
+    choices = read.rows[0].choices
+    assert choices is not None
+    assert [encoder.tokenizer.decode(ids) for ids in choices.choice_ids] == (
+        ["Rome", "Paris"] if chat else [" Rome", " Paris"]
+    )
+    assert (choices.labels, choices.right, read.unused) == ((" Rome", " Paris"), 1, ())
+    for given, reason in (([" Rome", " Oslo"], "' Paris' must be among its choices"), ("Paris", "two texts or more")):
+        with pytest.raises(DataError, match=f"Row row-1: .*{reason}"):
+            read_rows(write(tmp_path / "rows.jsonl", [row | {"choices": given}]), encoder)
 
 
 @pytest.mark.parametrize("as_text", [True, False])
@@ -100,7 +135,7 @@ def test_who_calls_a_tool_need_not_speak_and_the_template_is_told_the_tools(
         "{% if add_generation_prompt %}assistant{% endif %}"
     )
     row = {"messages": turns, "tools": json.dumps(tools) if as_text else tools}
-    (text,) = read_rows(write(tmp_path / "rows.jsonl", [row]), encoder).texts
+    (text,) = texts_of(write(tmp_path / "rows.jsonl", [row]), encoder)
     assert text.context == "[capital]userCapital?;assistant(capital);toolParis;assistant"
     assert text.completion == "It is Paris.;"
 
@@ -129,13 +164,13 @@ def test_keys_that_arrow_fills_with_null_do_not_reach_the_template(
         row("sum", {"where": {"base": 10}, "terms": [1, 2]}, {"terms": {"type": "array"}, "where": {"type": "object"}}),
     ]
     encoder = PromptEncoder(tokenizer)
-    expected = read_rows(write(tmp_path / "rows.jsonl", rows), encoder).texts
+    expected = texts_of(write(tmp_path / "rows.jsonl", rows), encoder)
     if kind == "split":
         (tmp_path / "few").mkdir()
         write(tmp_path / "few" / "train.jsonl", rows)
-        found = read_rows(f"{tmp_path}/few:train", encoder).texts
+        found = texts_of(f"{tmp_path}/few:train", encoder)
     else:
-        found = read_rows(write(tmp_path / f"rows{kind}", rows), encoder).texts
+        found = texts_of(write(tmp_path / f"rows{kind}", rows), encoder)
     assert "null" not in expected[0].context
     assert [text.context + text.completion for text in found] == [one.context + one.completion for one in expected]
 
@@ -154,31 +189,27 @@ def test_arguments_of_calls_as_json_text_are_the_object(
     for given, wanted in (({"of": "France"}, '{"of": "France"}'), ('{"of": "France"}', '{"of": "France"}'), ("", "{}")):
         call = {**CALL, "function": {"name": "capital", "arguments": given}}
         turns = [{role: asked, content: "Hi"}, {role: answered, content: "capital", "tool_calls": [call]}]
-        (text,) = read_rows(write(tmp_path / "rows.jsonl", [{column: turns}]), encoder).texts
+        (text,) = texts_of(write(tmp_path / "rows.jsonl", [{column: turns}]), encoder)
         assert text.context + text.completion == f"user:Hi</s>assistant:capital{wanted}</s>"
 
 
 def test_columns_beside_the_form_are_read_and_all_others_are_named(
     tmp_path: Path, byte_tokenizer: Callable[..., Any]
 ) -> None:
-    beside = {"system": "Be brief.", "history": [["Hi", "Hello"]], "score": 3}
+    beside = {"system": "Be brief.", "score": 3}
     chat = PromptEncoder(byte_tokenizer(chat=True))
-    before = "<s>system\nBe brief.</s>\n<s>user\nHi</s>\n<s>assistant\nHello</s>\n<s>user\n"
+    before = "<s>system\nBe brief.</s>\n<s>user\n"
     for row in (PAIR, MESSAGES, CONVERSATIONAL, SHAREGPT, ALPACA):
-        read = read_rows(write(tmp_path / "rows.jsonl", [row, row | beside]), chat)
-        first, second = read.texts
+        path = write(tmp_path / "rows.jsonl", [row, row | beside])
+        read, (first, second) = read_rows(path, chat), texts_of(path, chat)
         assert second.context == before + first.context.removeprefix("<s>user\n")
         assert second.completion == first.completion
         assert read.unused == ("score",)
     plain = PromptEncoder(byte_tokenizer())
-    read = read_rows(write(tmp_path / "rows.jsonl", [ALPACA | beside]), plain)
-    assert read.texts[0].context.startswith(
-        "Be brief.\n\n### Instruction:\nHi\n\n### Response:\nHello\n\n### Instruction:\nName the capital."
-    )
-    assert read.unused == ("score",)
     assert read_rows(write(tmp_path / "rows.jsonl", [PAIR | beside]), plain).unused == tuple(beside)
-    named = read_rows(write(tmp_path / "rows.jsonl", [{"q": "a", "completion": "b", "prompt": "c"}]), plain, "prompt=q")
-    assert (named.texts[0].context, named.unused) == ("a", ("prompt",))
+    path = write(tmp_path / "rows.jsonl", [{"q": "a", "completion": "b", "prompt": "c"}])
+    assert texts_of(path, plain, "prompt=q")[0].context == "a"
+    assert read_rows(path, plain, "prompt=q").unused == ("prompt",)
     twice = {"messages": [{"role": "system", "content": "Be long."}, *MESSAGES["messages"]], "system": "Be brief."}
     with pytest.raises(DataError, match="Row row-1: column 'system' and the first turn must be the same"):
         read_rows(write(tmp_path / "rows.jsonl", [twice]), chat)
@@ -189,8 +220,8 @@ def test_indentation_stays_and_only_a_separating_space_goes(tmp_path: Path, byte
     for given, wanted in ((" Paris", "Paris"), ("    return x", "    return x"), ("\n  x", "\n  x"), ("x ", "x ")):
         rows = [{"prompt": "Go", "completion": given}, {"instruction": "Go", "output": given}]
         turns = [{"from": "human", "value": "Go"}, {"from": "gpt", "value": given}]
-        pair, alpaca = (read_rows(write(tmp_path / "rows.jsonl", [row]), encoder).texts[0] for row in rows)
-        (talk,) = read_rows(write(tmp_path / "rows.jsonl", [{"conversations": turns}]), encoder).texts
+        pair, alpaca = (texts_of(write(tmp_path / "rows.jsonl", [row]), encoder)[0] for row in rows)
+        (talk,) = texts_of(write(tmp_path / "rows.jsonl", [{"conversations": turns}]), encoder)
         assert pair.completion == f"{wanted}</s>"
         assert alpaca.completion == talk.completion == f"{given}</s>"
 
@@ -211,8 +242,8 @@ def test_start_and_end_tokens_in_a_text_are_written_once_and_counted(
         ({"prompt": " <s><s>Hi", "completion": "you</s> </s>"}, "<s>Hiyou</s>"),
         ({"prompt": "Hi", "completion": "you"}, "<s>Hiyou</s>"),
     ):
-        (text,) = read_rows(write(tmp_path / "rows.jsonl", [row]), encoder).texts
-        (tokens,) = encoder.training_rows([text])
+        (text,) = texts_of(write(tmp_path / "rows.jsonl", [row]), encoder)
+        (tokens,) = encoder.encode([text])
         assert encoder.tokenizer.decode(tokens.input_ids) == wanted
         assert [what.split()[0] for what in text.changed] == [t for t in ("<s>", "</s>") if t in "".join(row.values())]
 
@@ -221,7 +252,7 @@ def test_columns_of_other_names_are_named(tmp_path: Path, byte_tokenizer: Callab
     encoder = PromptEncoder(byte_tokenizer())
     row = {"question": "Capital?", "answer": " Paris", "text": "a column that nobody asked for"}
     path = write(tmp_path / "rows.csv", [row])
-    (text,) = read_rows(path, encoder, "prompt=question, completion=answer").texts
+    (text,) = texts_of(path, encoder, "prompt=question, completion=answer")
     assert text.context + text.completion == "Capital? Paris"
     for columns, reason in (
         ("prompt=question,completion=reply", "has no column 'reply' .*; row 1 has question, answer, text"),
@@ -265,7 +296,6 @@ def answered(**options: Any) -> dict[str, Any]:
         ([{"conversations": [{"from": "bing", "value": "a"}]}], r"a turn of 'conversations' is from human, .*'bing'"),
         ([answered(weight=0)], "Row row-1: no turn to learn is left, as messages have weight 0 or train false"),
         ([answered(weight=0.5)], r"Row row-1: a message's flags of loss must be true .* got {'weight': 0.5}"),
-        ([MESSAGES | {"history": [["a"]]}], r"Row row-1: column 'history' must hold pairs"),
         ([answered(tool_calls=[CALL | {"function": {"arguments": "{"}}])], "'arguments' of a tool call must"),
         ([answered(tool_calls=[CALL])], "Row row-1: the chat template does not write the call of 'capital' of turn 2"),
         ([MESSAGES | {"tools": "{"}], r"Row row-1: column 'tools' must hold a list"),
@@ -273,7 +303,6 @@ def answered(**options: Any) -> dict[str, Any]:
         ([ALPACA | {"input": ["France"]}], r"Row row-1: column 'input' must hold text, but holds \['France'\]"),
         ([ALPACA | {"input": 0}], r"Row row-1: column 'input' must hold text, but holds 0"),
         ([PAIR | {"system": False}], r"Row row-1: column 'system' must hold text, but holds False"),
-        ([MESSAGES | {"history": 1}], r"Row row-1: column 'history' must hold pairs"),
         ([MESSAGES | {"tools": 0}], r"Row row-1: column 'tools' must hold a list"),
         ([MESSAGES | {"tools": '[{"name": "a", "name": "b"}]'}], r"Row row-1: column 'tools' must hold a list"),
         ([answered(tool_calls=5)], r"Row row-1: 'tool_calls' must hold a list, but 5 came"),
@@ -284,7 +313,6 @@ def answered(**options: Any) -> dict[str, Any]:
             )
             for given in ('{"of": 1, "of": 2}', '{"of": NaN}', {"of": float("inf")}, [["of", "France"]], 5)
         ),
-        ([MESSAGES | {"history": [["\ud800", "b"]]}], "Row row-1: a message must hold text, but half a character"),
         ([PAIR, {"prompt": "a", "completion": "\ud800"}], r"Row row-2: column 'completion' must hold text, .* half a"),
     ],
 )
@@ -319,7 +347,7 @@ def test_bad_rows_are_left_out_and_counted_by_what_is_wrong_where_that_is_allowe
 ) -> None:
     bad = [{"prompt": "a"}, {"prompt": "b", "completion": " "}, {"prompt": None, "completion": "c"}]
     read = read_rows(write(tmp_path / "rows.jsonl", [PAIR, *bad, PAIR]), PromptEncoder(byte_tokenizer()), skip_bad=True)
-    assert [text.id for text in read.texts] == ["row-1", "row-5"]
+    assert [row.id for row in read.rows] == ["row-1", "row-5"]
     assert read.num_read == 5
     assert read.left_out == {"column 'completion' must hold text": 2, "column 'prompt' must hold text": 1}
     chat = byte_tokenizer(chat=True)
@@ -356,5 +384,5 @@ def test_arguments_in_a_parquet_map_are_an_object(tmp_path: Path, byte_tokenizer
         "{% for m in messages %}{{ m.role }}{% for c in m.tool_calls %}{{ c.name }}{{ c.arguments|tojson }}{% endfor %}"
         "{% endfor %}"
     )
-    (text,) = read_rows(str(tmp_path / "rows.parquet"), encoder).texts
+    (text,) = texts_of(str(tmp_path / "rows.parquet"), encoder)
     assert text.completion == 'assistantcapital{"of": "France"}'

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from frozencore.errors import ConfigError, DataError
-from frozencore.tune.task_registry import find_task, find_tasks
-from frozencore.tune.tasks.answers import parse_answer
-from frozencore.tune.tasks.splits import evaluation_rows, split_task
+from frozencore.tune.scoring.answers import parse_answer
+from frozencore_lab.tasks.registry import find_task
 
 CAPITALS = """\
 name: capitals
@@ -41,7 +40,7 @@ def country(name: str, answer: Any = "Paris") -> dict[str, Any]:
 def test_ten_lines_make_a_choice_task(tmp_path: Path) -> None:
     train = [country(f"T{i}") for i in range(20)]
     task = find_task(task_file(tmp_path, CAPITALS, [country("France"), country("Italy", 1)], train))
-    splits = split_task(task)
+    splits = task.draw()
     assert (task.name, task.epochs, len(splits.train), len(splits.validation)) == ("capitals", 3, 18, 2)
     by_prompt = {example.prompt: example for example in splits.evaluation}
     italy = by_prompt["Question: capital of Italy?\nAnswer:"]
@@ -51,9 +50,9 @@ def test_ten_lines_make_a_choice_task(tmp_path: Path) -> None:
 
 def test_choices_may_stand_in_the_file_and_numbers_need_none(tmp_path: Path) -> None:
     path = task_file(tmp_path, CAPITALS.replace("options", '["yes", "no"]'), [country("France", "no")])
-    (example,) = evaluation_rows(find_task(path))
+    (example,) = find_task(path).draw_evaluation()
     assert (example.completion, example.choices) == (" no", (" yes", " no"))
-    (example,) = evaluation_rows(find_task(task_file(tmp_path, SUMS, [{"a": 1, "b": 2, "sum": 3}])))
+    (example,) = find_task(task_file(tmp_path, SUMS, [{"a": 1, "b": 2, "sum": 3}])).draw_evaluation()
     assert (example.prompt, example.completion) == ("1 + 2 =", " The answer is: 3")
 
 
@@ -106,7 +105,7 @@ def test_a_bad_description_is_one_line(text: str, reason: str, tmp_path: Path) -
 )
 def test_a_bad_row_is_one_line(row: dict[str, Any], reason: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=reason) as error:
-        evaluation_rows(find_task(task_file(tmp_path, CAPITALS, [row])))
+        find_task(task_file(tmp_path, CAPITALS, [row])).draw_evaluation()
     assert "\n" not in str(error.value)
 
 
@@ -126,22 +125,22 @@ def test_every_column_that_a_prompt_names_is_filled_or_refused(prompt: str, want
     task = find_task(task_file(tmp_path, text, [row]))
     if wanted is None:
         with pytest.raises(DataError, match=r"Row evaluation-0: column '.*' must hold .*the columns are my question"):
-            evaluation_rows(task)
+            task.draw_evaluation()
     else:
-        assert evaluation_rows(task)[0].prompt == wanted
+        assert task.draw_evaluation()[0].prompt == wanted
 
 
 def test_a_prompt_of_text_alone_is_refused(tmp_path: Path) -> None:
     text = SUMS.replace("{a} + {b} =", "Write {'sum': 1} or \\\\boxed{1}.")
     with pytest.raises(DataError, match="Row evaluation-0: the prompt must name a column in braces"):
-        evaluation_rows(find_task(task_file(tmp_path, text, [{"sum": 1}])))
+        find_task(task_file(tmp_path, text, [{"sum": 1}])).draw_evaluation()
 
 
 @pytest.mark.parametrize("answer", ["The sum:\n5", "12:30", "3 apples and 4 pears", "Step 1.\nSo 48+24=72."])
 def test_an_answer_that_is_not_one_number_is_refused(answer: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="Row evaluation-0: column 'sum' must hold one number, with no more than words"):
-        evaluation_rows(find_task(task_file(tmp_path, SUMS, [{"a": 1, "b": 2, "sum": answer}])))
-    (example,) = evaluation_rows(find_task(task_file(tmp_path, SUMS, [{"a": 1, "b": 2, "sum": f"{answer}\n#### 72"}])))
+        find_task(task_file(tmp_path, SUMS, [{"a": 1, "b": 2, "sum": answer}])).draw_evaluation()
+    (example,) = find_task(task_file(tmp_path, SUMS, [{"a": 1, "b": 2, "sum": f"{answer}\n#### 72"}])).draw_evaluation()
     assert parse_answer(example.completion, gold=True) == 72
 
 
@@ -159,22 +158,15 @@ def test_a_numeral_is_the_same_answer_in_every_kind_of_file_and_an_ambiguous_one
         task = find_task(str(tmp_path / "task.yaml"))
         if label is None:
             with pytest.raises(DataError, match=f"which may be the choice '{answer}' or '{answer + 1}'"):
-                evaluation_rows(task)
+                task.draw_evaluation()
         else:
-            assert evaluation_rows(task)[0].completion == label
+            assert task.draw_evaluation()[0].completion == label
 
 
 def test_without_training_rows_a_task_is_for_evaluation_only(tmp_path: Path) -> None:
     task = find_task(task_file(tmp_path, SUMS, [{"a": 1, "b": 2, "sum": 3}]))
     with pytest.raises(DataError, match="needs rows to train on"):
-        split_task(task)
+        task.draw()
     (tmp_path / "test.jsonl").unlink()
     with pytest.raises(DataError, match="'evaluation:': there is no file .* takes a .jsonl, "):
-        evaluation_rows(task)
-
-
-def test_tasks_of_a_list_are_found_by_name_and_a_typo_is_its_own_error() -> None:
-    assert len(find_tasks("all,sst2")) == 11
-    found = find_tasks("sst2, svamp, sst3")
-    assert list(found) == ["sst2", "svamp", "sst3"]
-    assert "Did you mean 'sst2'" in str(found["sst3"])
+        task.draw_evaluation()

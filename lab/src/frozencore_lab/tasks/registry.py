@@ -1,4 +1,7 @@
-"""The table of tasks by name; a user's own task is named by the path of its YAML file."""
+"""The table of tasks by name; a user's own task is named by the path of its YAML file.
+
+The library finds :data:`TASK_SOURCES` among the entry points: ``--data task:sst2``.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,17 @@ from pathlib import Path
 
 from frozencore.errors import ConfigError
 from frozencore.text import unknown_name
-from frozencore.tune.pocket import POCKET_TASKS
-from frozencore.tune.rows import Example, Row, text_field
-from frozencore.tune.tasks import Task
-from frozencore.tune.tasks.described_task import read_own_task
-from frozencore.tune.tasks.paper import PAPER_TASKS as PAPER_TASKS
-from frozencore.tune.tasks.paper import hellaswag_example
+from frozencore.tune.config import RunConfig
+from frozencore.tune.rows import RawRow, Row, text_field
+from frozencore.tune.rows.sources import TASK, SourceKind
+from frozencore_lab.tasks.described import read_own_task
+from frozencore_lab.tasks.paper import PAPER_TASKS as PAPER_TASKS
+from frozencore_lab.tasks.paper import hellaswag_row
+from frozencore_lab.tasks.pocket_tasks import POCKET_TASKS
+from frozencore_lab.tasks.task import Task
 
 
-def _as_text(task: Task, text: Callable[[Row, str], str]) -> Task:
+def _as_text(task: Task, text: Callable[[RawRow, str], str]) -> Task:
     """Make a task of plain text from another task's rows, with loss on all tokens.
 
     On small models held-out nats per token separate methods earlier than accuracy does.
@@ -24,7 +29,7 @@ def _as_text(task: Task, text: Callable[[Row, str], str]) -> Task:
         name=f"{task.name}-text",
         scoring="text",
         source=task.source,
-        to_example=lambda row, row_id: Example(id=row_id, prompt="", completion=text(row, row_id)),
+        to_row=lambda row, row_id: Row(row_id, completion=text(row, row_id)),
         num_train=1600,
         num_evaluation=400,
         epochs=1,
@@ -32,10 +37,10 @@ def _as_text(task: Task, text: Callable[[Row, str], str]) -> Task:
     )
 
 
-def _caption(row: Row, row_id: str) -> str:
+def _caption(row: RawRow, row_id: str) -> str:
     """A context with its right ending."""
-    example = hellaswag_example(row, row_id)
-    return example.prompt + example.completion
+    found = hellaswag_row(row, row_id)
+    return found.prompt + found.completion
 
 
 TEXT_TASKS: dict[str, Task] = {
@@ -62,15 +67,10 @@ def find_task(name: str) -> Task:
     return TASKS[name]
 
 
-def find_tasks(names: str) -> dict[str, Task | ConfigError]:
-    """The tasks of a comma-separated list by name, with the error in place of a task that cannot be found.
+def task_of(config: RunConfig) -> str | None:
+    """The name of the task that a run learns; None for files."""
+    (data, *_) = config.rows.sources
+    return data.removeprefix(f"{TASK}:") if data.startswith(f"{TASK}:") else None
 
-    ``all`` is the paper's eleven. A task that is named twice counts once.
-    """
-    found: dict[str, Task | ConfigError] = {}
-    for name in (part.strip() for part in names.split(",") if part.strip()):
-        try:
-            found |= PAPER_TASKS if name == "all" else {(task := find_task(name)).name: task}
-        except ConfigError as error:
-            found[name] = error
-    return found
+
+TASK_SOURCES = SourceKind(find_task, tuple(TASKS), {"all": tuple(PAPER_TASKS)})

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fixtures import tried
-from frozencore.tune.tasks.answers import find_answer, parse_answer, parse_number
-from frozencore.tune.tasks.paper import gsm8k_example
+from frozencore.tune.scoring.answers import find_answer, parse_answer, parse_number
+from frozencore_lab.tasks.paper import gsm8k_row
 
 NUMBERS = {
     "145": 145, "145.": 145, "145.0": 145, "0.50": "1/2", ".5": "1/2", "...5": 5, "1,234,567": 1234567,
@@ -72,7 +72,7 @@ def test_the_last_marker_decides_in_the_datas_own_solution() -> None:
     assert (parse_answer(solution), parse_answer(solution, gold=True)) == (1, 42)
     assert parse_answer("#### 5\nThe answer is: 6", gold=True) == 6
     row = {"question": "How many?", "answer": solution}
-    assert parse_answer(gsm8k_example(row, "r").completion, gold=True) == 42
+    assert parse_answer(gsm8k_row(row, "r").completion, gold=True) == 42
 
 
 def test_the_answer_is_the_first_line_after_the_marker_that_is_not_empty() -> None:

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from functools import partial
 
 from frozencore.errors import DataError
-from frozencore.tune.rows import Example, Row, position_of, text_field, texts_field
-from frozencore.tune.tasks import HubDataset, Split, Task
-from frozencore.tune.tasks.answers import parse_answer, parse_number
-from frozencore.tune.tasks.described_task import Described
+from frozencore.tune.rows import RawRow, Row, text_field, texts_field
+from frozencore.tune.scoring.answers import parse_answer, parse_number
+from frozencore_lab.tasks.described import Described, position_of
+from frozencore_lab.tasks.task import HubDataset, Split, Task
 
 ON_TEST: Mapping[Split, str] = {"train": "train", "evaluation": "test"}
 ON_VALIDATION: Mapping[Split, str] = {"train": "train", "evaluation": "validation"}
@@ -25,8 +25,8 @@ def glue_task(name: str, label: str, *, prompt: str, choices: tuple[str, ...], e
     """Make one of GLUE's tasks of one sentence or two; ``choices`` are the answers by label."""
     columns = (*re.findall(r"\{(\w+)\}", prompt), "label")
     source = HubDataset("nyu-mll/glue", columns, ON_VALIDATION, name)
-    to_example = Described(prompt, "label", choices)
-    return Task(name, "choice", source, to_example, 2000, 500, epochs, licence, label=label, family="GLUE")
+    to_row = Described(prompt, "label", choices)
+    return Task(name, "choice", source, to_row, 2000, 500, epochs, licence, label=label, family="GLUE")
 
 
 SST2 = glue_task(
@@ -62,12 +62,12 @@ RTE = glue_task(
 """Does one text follow from another? Label 0 is entailment. All 277 rows of the validation split are evaluated."""
 
 
-def svamp_example(row: Row, row_id: str) -> Example:
+def svamp_row(row: RawRow, row_id: str) -> Row:
     body, question, answer = (text_field(row, column, row_id) for column in ("Body", "Question", "Answer"))
     if parse_number(answer) is None:
         raise DataError(f"Row {row_id}: column 'Answer' must hold a number, but holds {answer!r}.")
     stop = "" if body[-1] in ".,?!;:" else "."  # four in ten bodies have no stop
-    return Example(
+    return Row(
         id=row_id,
         prompt=f'Question: {body}{stop} {question}\nEnd with "The answer is:" and the number.\nAnswer:',
         completion=f" The answer is: {answer}",
@@ -75,20 +75,20 @@ def svamp_example(row: Row, row_id: str) -> Example:
 
 
 SVAMP = Task(
-    "svamp", "exact_match", HubDataset("ChilleD/SVAMP", ("Body", "Question", "Answer"), ON_TEST), svamp_example,
+    "svamp", "exact_match", HubDataset("ChilleD/SVAMP", ("Body", "Question", "Answer"), ON_TEST), svamp_row,
     num_train=700, num_evaluation=300, epochs=3, max_new_tokens=32, label="SVAMP", family="math",
     licence="MIT (arkilpatel/SVAMP)",
 )  # fmt: skip
 """One-step word problems with a number for an answer."""
 
 
-def gsm8k_example(row: Row, row_id: str) -> Example:
+def gsm8k_row(row: RawRow, row_id: str) -> Row:
     """The prompt, and the solution with its own marker; no calculator answers the notes in ``<<`` and ``>>`` here."""
     question = text_field(row, "question", row_id)
     solution = re.sub(r"<<[^<>]*>>", "", text_field(row, "answer", row_id))
     if parse_answer(solution, gold=True) is None:
         raise DataError(f"Row {row_id}: column 'answer' must end with '#### NUMBER', but ends with {solution[-40:]!r}.")
-    return Example(
+    return Row(
         id=row_id,
         prompt=f'Question: {question}\nSolve it step by step and end with "####" and the number.\nAnswer:',
         completion=f" {solution}",
@@ -96,24 +96,26 @@ def gsm8k_example(row: Row, row_id: str) -> Example:
 
 
 GSM8K = Task(
-    "gsm8k", "exact_match", HubDataset("openai/gsm8k", ("question", "answer"), ON_TEST, "main"), gsm8k_example,
+    "gsm8k", "exact_match", HubDataset("openai/gsm8k", ("question", "answer"), ON_TEST, "main"), gsm8k_row,
     num_train=1500, num_evaluation=300, epochs=2, max_new_tokens=256, label="GSM8K", family="math",
     licence="MIT (openai/grade-school-math)",
 )  # fmt: skip
 """Word problems of several steps, answered with a worked solution and a number."""
 
 
-def arc_example(row: Row, row_id: str, question: str = "question") -> Example:
-    """Make an example of the column ``question``, its options (``choices: {text, label}``) and its ``answerKey``."""
+def arc_row(row: RawRow, row_id: str, question: str = "question") -> Row:
+    """Make a row of the column ``question``, its options (``choices: {text, label}``) and its ``answerKey``."""
     choices = row.get("choices")
     if not isinstance(choices, Mapping):
         raise DataError(f"Row {row_id}: column 'choices' must hold text and label, but holds {choices!r}.")
-    options, labels = (texts_field(choices, part, row_id, within="choices") for part in ("text", "label"))
+    options, labels = (
+        [text.strip() for text in texts_field(choices, part, row_id, within="choices")] for part in ("text", "label")
+    )
     if len(options) != len(labels):
         raise DataError(f"Row {row_id}: column 'choices' has {len(options)} texts but {len(labels)} labels.")
     answer = options[position_of(row, "answerKey", labels, row_id)]  # some rows are labeled 1 to 4
     asked = f"Question: {text_field(row, question, row_id)}"
-    return Example(
+    return Row(
         id=row_id,
         prompt="\n".join((asked, "Options:", *(f"- {option}" for option in options), "Answer:")),
         completion=f" {answer}",
@@ -123,7 +125,7 @@ def arc_example(row: Row, row_id: str, question: str = "question") -> Example:
 
 ARC_CHALLENGE = Task(
     "arc_challenge", "choice",
-    HubDataset("allenai/ai2_arc", ("question", "choices", "answerKey"), ALL_THREE, "ARC-Challenge"), arc_example,
+    HubDataset("allenai/ai2_arc", ("question", "choices", "answerKey"), ALL_THREE, "ARC-Challenge"), arc_row,
     num_train=1119, num_evaluation=500, epochs=3, label="ARC-C", family="reasoning/QA",
     licence="CC BY-SA 4.0 (card of allenai/ai2_arc)",
 )  # fmt: skip
@@ -136,21 +138,21 @@ The prompt lists the options, and the answer that is scored after it is the text
 OPENBOOKQA = Task(
     "openbookqa", "choice",
     HubDataset("allenai/openbookqa", ("question_stem", "choices", "answerKey"), ALL_THREE, "main"),
-    partial(arc_example, question="question_stem"),
+    partial(arc_row, question="question_stem"),
     num_train=2000, num_evaluation=500, epochs=3, label="OBQA", family="reasoning/QA",
     licence="not stated (card of allenai/openbookqa: unknown)",
 )  # fmt: skip
 """Elementary science questions that need common sense and a fact from a book, which is not shown."""
 
 
-def hellaswag_example(row: Row, row_id: str) -> Example:
-    """Make an example of ``ctx``, whose second half keeps its case (lm-evaluation-harness capitalises it)."""
+def hellaswag_row(row: RawRow, row_id: str) -> Row:
+    """Make a row of ``ctx``, whose second half keeps its case (lm-evaluation-harness capitalises it)."""
     endings = [without_tags(ending) for ending in texts_field(row, "endings", row_id)]
     if not all(endings):
         raise DataError(f"Row {row_id}: column 'endings' must hold text, but one holds nothing besides tags.")
     label = position_of(row, "label", [str(i) for i in range(len(endings))], row_id)
     activity, context = text_field(row, "activity_label", row_id), without_tags(text_field(row, "ctx", row_id))
-    return Example(
+    return Row(
         id=row_id,
         prompt=f"{activity}: {context}",
         completion=f" {endings[label]}",
@@ -166,15 +168,15 @@ def without_tags(text: str) -> str:
 
 HELLASWAG = Task(
     "hellaswag", "choice", HubDataset("Rowan/hellaswag", ("activity_label", "ctx", "endings", "label"), ON_VALIDATION),
-    hellaswag_example,
+    hellaswag_row,
     num_train=2000, num_evaluation=500, epochs=2, label="HellaSwag", family="reasoning/QA",
     licence="MIT (rowanz/hellaswag)",
 )  # fmt: skip
 """Which sentence goes on with the caption of a video or with a piece of advice?"""
 
 
-def winogrande_example(row: Row, row_id: str) -> Example:
-    """Make an example of a sentence with its blank, and ask what the blank stands for.
+def winogrande_row(row: RawRow, row_id: str) -> Row:
+    """Make a row of a sentence with its blank, and ask what the blank stands for.
 
     The harness scores the words after the blank, given each filling ("partial evaluation"). The paper scores the choice
     after one prompt, and so do we.
@@ -184,7 +186,7 @@ def winogrande_example(row: Row, row_id: str) -> Example:
         raise DataError(f"Row {row_id}: column 'sentence' must hold a blank, written _, but holds {sentence!r}.")
     options = [text_field(row, column, row_id) for column in ("option1", "option2")]
     answer = position_of(row, "answer", ["1", "2"], row_id)
-    return Example(
+    return Row(
         id=row_id,
         prompt=f"Sentence: {sentence}\nWhat does the blank _ stand for, {options[0]} or {options[1]}?\nAnswer:",
         completion=f" {options[answer]}",
@@ -195,7 +197,7 @@ def winogrande_example(row: Row, row_id: str) -> Example:
 WINOGRANDE = Task(
     "winogrande", "choice",
     HubDataset("allenai/winogrande", ("sentence", "option1", "option2", "answer"), ON_VALIDATION, "winogrande_xl"),
-    winogrande_example,
+    winogrande_row,
     num_train=2000, num_evaluation=500, epochs=2, label="WinoG", family="reasoning/QA",
     licence="CC BY (allenai/winogrande)",
 )  # fmt: skip

@@ -15,11 +15,10 @@ from datasets.arrow_writer import ArrowWriter
 
 from frozencore.errors import DataError
 from frozencore.files.hub import HUB_TIMEOUT_S
-from frozencore.tune.task_registry import PAPER_TASKS, TASKS, TEXT_TASKS, find_task
-from frozencore.tune.tasks import HubDataset, Task
-from frozencore.tune.tasks.answers import parse_answer, parse_number
-from frozencore.tune.tasks.paper import ARC_CHALLENGE, GSM8K, HELLASWAG, SST2, SVAMP, WINOGRANDE
-from frozencore.tune.tasks.splits import evaluation_rows, split_task
+from frozencore.tune.scoring.answers import parse_answer, parse_number
+from frozencore_lab.tasks.paper import ARC_CHALLENGE, GSM8K, HELLASWAG, SST2, SVAMP, WINOGRANDE
+from frozencore_lab.tasks.registry import PAPER_TASKS, TASKS, TEXT_TASKS, find_task
+from frozencore_lab.tasks.task import HubDataset, Task
 from input_files import ROWS, write_hub_folder
 
 SOURCE = HubDataset("org/name", ("sentence", "label"), {"train": "train", "evaluation": "test"})
@@ -118,28 +117,28 @@ EXPECTED = {
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_folder_of_the_hubs_schema_is_split_into_prompts_with_their_choices(name: str, tmp_path: Path) -> None:
     completion, num_choices, end = EXPECTED[name]
-    example = find_task(name).to_example(ROWS[name], "train-0")
+    example = find_task(name).to_row(ROWS[name], "train-0")
     assert (example.completion, len(example.choices)) == (completion, num_choices)
     assert example.prompt.endswith(end)
     assert all(choice.startswith(" ") for choice in example.choices)
     write_hub_folder(tmp_path, name, num_train=30, num_evaluation=8)
-    splits = split_task(find_task(name), tmp_path, num_train=20)
+    splits = find_task(name).draw(tmp_path, num_train=20)
     assert (len(splits.train), len(splits.validation), len(splits.evaluation)) == (20, 10, 8)
-    assert evaluation_rows(find_task(name), tmp_path) == splits.evaluation
+    assert find_task(name).draw_evaluation(tmp_path) == splits.evaluation
 
 
 def test_another_folder_of_the_same_card_gives_its_own_rows(tmp_path: Path) -> None:
     """The cache of ``datasets`` takes both for one."""
     for root, count in (("a", 3), ("b", 5), ("a", 4)):
         write_hub_folder(tmp_path / root, "rte", num_train=2, num_evaluation=count)
-        assert len(evaluation_rows(find_task("rte"), tmp_path / root)) == count
+        assert len(find_task("rte").draw_evaluation(tmp_path / root)) == count
 
 
 def test_two_configurations_under_one_card_are_read(tmp_path: Path) -> None:
     for name in ("rte", "mrpc"):
         write_hub_folder(tmp_path, name, num_train=30, num_evaluation=60)
     for name in ("rte", "mrpc"):
-        splits = split_task(PAPER_TASKS[name], tmp_path, num_train=20, num_evaluation=50)
+        splits = PAPER_TASKS[name].draw(tmp_path, num_train=20, num_evaluation=50)
         assert (len(splits.train), len(splits.validation), len(splits.evaluation)) == (20, 10, 50)
 
 
@@ -165,10 +164,10 @@ SVAMP_ROW = {"Body": "Tom has 3 pens", "Question": "How many pens has he?", "Ans
 
 
 def test_a_row_is_a_question_with_a_marked_number_or_a_choice() -> None:
-    example = SST2.to_example({"sentence": "a charming journey . ", "label": 1}, "train-0")
+    example = SST2.to_row({"sentence": "a charming journey . ", "label": 1}, "train-0")
     assert example.prompt + example.completion == "Review: a charming journey .\nSentiment: positive"
     assert example.choices == (" negative", " positive")
-    example = SVAMP.to_example(SVAMP_ROW, "train-0")
+    example = SVAMP.to_row(SVAMP_ROW, "train-0")
     assert example.prompt.startswith("Question: Tom has 3 pens. How many pens has he?\n")
     assert example.completion == " The answer is: 3"
     assert example.choices == ()
@@ -179,18 +178,18 @@ ARC_ROW = {"question": "Why?", "choices": {"text": ["dew", "fog", "ice"], "label
 
 def test_a_gsm8k_row_loses_its_calculator_notes_and_keeps_its_marker() -> None:
     answer = "She had 12/60 = $<<12/60=0.2>>0.2 per minute.\n#### 1,010"
-    example = GSM8K.to_example({"question": "How much?", "answer": answer}, "train-0")
+    example = GSM8K.to_row({"question": "How much?", "answer": answer}, "train-0")
     assert example.completion == " She had 12/60 = $0.2 per minute.\n#### 1,010"
     assert parse_answer(example.completion) == 1010
 
 
 def test_an_arc_row_has_any_number_of_options_and_any_labels() -> None:
-    example = ARC_CHALLENGE.to_example(ARC_ROW, "train-0")
+    example = ARC_CHALLENGE.to_row(ARC_ROW, "train-0")
     assert example.choices == (" dew", " fog", " ice")
     assert example.completion == " ice"
     assert example.prompt == "Question: Why?\nOptions:\n- dew\n- fog\n- ice\nAnswer:"
     five = {"text": list("vwxyz"), "label": list("ABCDE")}
-    assert ARC_CHALLENGE.to_example(ARC_ROW | {"choices": five, "answerKey": "E"}, "train-0").completion == " z"
+    assert ARC_CHALLENGE.to_row(ARC_ROW | {"choices": five, "answerKey": "E"}, "train-0").completion == " z"
 
 
 @pytest.mark.parametrize(
@@ -216,7 +215,7 @@ def test_an_arc_row_has_any_number_of_options_and_any_labels() -> None:
 )
 def test_a_bad_row_is_named_with_its_column(task: Task, row: dict[str, object], column: str) -> None:
     with pytest.raises(DataError, match=rf"Row train-7: column '{column}'") as error:
-        task.to_example(row, "train-7")
+        task.to_row(row, "train-7")
     assert "\n" not in str(error.value)
 
 
@@ -234,7 +233,7 @@ def test_a_text_task_is_one_text_of_its_rows_without_question_or_choice() -> Non
         task = TEXT_TASKS[name]
         assert task.scoring == "text"
         assert task.source == PAPER_TASKS[name.removesuffix("-text")].source
-        example = task.to_example(row, "train-0")
+        example = task.to_row(row, "train-0")
         assert (example.id, example.prompt, example.completion) == ("train-0", "", text)
 
 
@@ -249,8 +248,8 @@ def test_hellaswag_reads_alike_with_the_hubs_tags_and_without() -> None:
         "ctx": "How to sleep. Go to bed. Turn off the light.",
         "endings": ["Lie down.", "Get up.", "Run.", "Eat."],
     }
-    example = HELLASWAG.to_example(tagged, "row")
-    assert example == HELLASWAG.to_example(clean, "row")
+    example = HELLASWAG.to_row(tagged, "row")
+    assert example == HELLASWAG.to_row(clean, "row")
     assert example.prompt == "Health: How to sleep. Go to bed. Turn off the light."
     assert example.completion == " Lie down."
 
@@ -266,11 +265,11 @@ def test_the_suite_is_the_papers_table() -> None:
 
 
 @pytest.mark.parametrize("name", ["svamp", "gsm8k", "sst2", "qnli", "cola", "arc_challenge", "hellaswag"])
-def test_every_real_row_is_an_example(name: str, shared_data: Path) -> None:
+def test_every_real_row_is_an_row(name: str, shared_data: Path) -> None:
     task = TASKS[name]
     for split, least in (("train", task.num_train), ("evaluation", task.num_evaluation)):
         rows = task.source.rows(split, shared_data)
-        examples = [task.to_example(row, f"{split}-{i}") for i, row in enumerate(rows)]
+        examples = [task.to_row(row, f"{split}-{i}") for i, row in enumerate(rows)]
         assert len(examples) >= least
         assert all(not example.choices or example.completion in example.choices for example in examples)
         if task is ARC_CHALLENGE:
