@@ -53,8 +53,8 @@ def measure(prepared: Inputs, rounds: int, num_scored: int) -> dict[str, Any]:
     steppers = {who: Stepper(model) for who, model in models.items()}
     batch = batches[len(batches) // 2]  # they are sorted by length
     found = {"step": race({who: partial(one.step, batch) for who, one in steppers.items()}, models, rounds)}
-    examples = prepared.rows.scored.examples[:num_scored]
-    scoring = {who: partial(predict_choices, model.eval(), prepared.encoder, examples) for who, model in models.items()}
+    choices = [row.choices for row in prepared.rows.held_out[:num_scored]]
+    scoring = {who: partial(predict_choices, model.eval(), choices, pad_id=pad_id) for who, model in models.items()}
     found["scoring"] = race(scoring, models, rounds)
     adapted = get_peft_model(base, adapter_config("frozencore"))
 

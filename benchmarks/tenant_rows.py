@@ -15,11 +15,11 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
-from frozencore.tune.rows import Row
+from frozencore.tune.rows import RawRow, Row
 from frozencore_lab.tasks.registry import find_task
 from frozencore_lab.tasks.task import Split, question_of
 
@@ -43,7 +43,7 @@ class Made:
         place: Where the row stands in its split, from 0 to 1.
     """
 
-    row: Row
+    row: RawRow
     example: Row
     place: float
 
@@ -252,4 +252,5 @@ def manifest_of(tenants: Mapping[str, Tenant]) -> dict[str, object]:
 
 
 def _line(row: Row) -> str:
-    return json.dumps(asdict(row), ensure_ascii=False) + "\n"
+    line = {name: getattr(row, name) for name in ("id", "prompt", "completion", "choices")}
+    return json.dumps(line, ensure_ascii=False) + "\n"

@@ -158,12 +158,11 @@ class Study:
 
     def score(self, model: Any, name: str, part: str) -> Record:
         """Loss in nats per token of the right answers, and the share of rows whose right answer is the likeliest."""
-        examples = self.tenants[name].rows[part]
-        predictions = predict_choices(model, self.encoder, examples)
-        tokens = self.encoder.choice_rows(examples)
-        gold = [example.choices.index(example.completion) for example in examples]
-        nats = -sum(one.logprobs[place] for one, place in zip(predictions, gold, strict=True))
-        count = sum(len(row.choice_ids[place]) for row, place in zip(tokens, gold, strict=True))
+        rows = self.tokens(self.tenants[name].rows[part])
+        choices = [row.choices for row in rows if row.choices is not None]
+        predictions = predict_choices(model, choices, pad_id=self.encoder.pad_id)
+        nats = -sum(one.logprobs[row.right] for one, row in zip(predictions, choices, strict=True))
+        count = sum(len(row.choice_ids[row.right]) for row in choices)
         return {"loss": nats / count, "accuracy": fmean(one.correct for one in predictions)}
 
     def measure(

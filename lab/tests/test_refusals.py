@@ -92,7 +92,7 @@ RUNS = [
     ({"whiten": "sideways"}, "whiten must be one of both, input"),
     ({"damping": [0.1, 0.1, 0.1]}, "damping must be a number above 0 or a list of 2"),
     ({"calibration_task": ["sst2", "cola"]}, r"calibration_task: input should be a valid string, but \['sst2'"),
-    ({"task": None}, "A run learns either a task"),
+    ({"task": None}, "A run learns rows: give --data FILE, or --data task:NAME"),
     ({"method": "fca"}, "'fca'. Did you mean 'fcca'"),
     ({"method": "eva", "damping": 0.1}, "The method 'eva' does not read damping"),
     *(

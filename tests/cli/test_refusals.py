@@ -110,7 +110,7 @@ BEFORE_TORCH = {
     f"tune-many {M} --tenants none {X}": "a folder of row files or a YAML file",
     f"tune-many {M} --tenants tenants --out many": "already holds a finished run of 'anna'",
     f"calibrate {M} --tenants tenants --data x.jsonl {X}": "--tenants and --data name the same thing. Leave one out",
-    f"calibrate {P} --tenants tenants {X}": "give one",
+    f"calibrate {P} --tenants tenants {X}": "--tenants and --data name the same thing",
     f"calibrate {P} --out run": "already holds a finished run",
     f"calibrate {P} --out rows.txt": "rows.txt is not a writable folder",
     f"evaluate {M} {X}": "There is nothing to score",
@@ -147,7 +147,7 @@ BEFORE_TORCH = {
 }
 TOLD = {
     "--version": f"frozencore {__version__}",
-    "tasks": "pocket-math",
+    "task": "pocket-math",
     "schema": "weighting",
     "campaign --help": "Make many runs from one YAML file",
     "tune --help": "--calibration-size",
@@ -223,7 +223,7 @@ def test_wrong_words_are_one_line_before_torch_and_peft_are_imported(
         (f"calibrate {M} --tenants few {X}", "Tenant 'ben'.*needs rows to train on"),
         (f"calibrate {M} --tenants mute {X}", "Tenant 'ben'"),
         (f"calibrate {M} --tenants tenants --method random {X}", "'random' reads no calibration data"),
-        (f"calibrate {M} --tenants tenants --calibration-task sst2 {X}", "leave --calibration-task out"),
+        (f"calibrate {M} --tenants tenants --calibration-task sst2 {X}", "leave --calibration-data out"),
         (f"chat {M} --system x", "--system needs a chat template"),
         (f"export run {X}", "--base on the command line"),
     ],

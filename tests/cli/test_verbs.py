@@ -18,7 +18,9 @@ from frozencore.cli import verbs as table
 from frozencore.cli.app import program
 from frozencore.cli.flags import PANELS
 from frozencore.cli.verbs import GROUPS, all_verbs
+from frozencore.errors import LAB_MISSING
 from frozencore.tune.config import run_options
+from frozencore.tune.rows import sources
 
 Command = Callable[..., tuple[int, str, str]]
 MOST_BASIC_FLAGS = 22
@@ -112,16 +114,25 @@ def without_lab(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("without_lab")
 def test_without_the_lab_its_verbs_say_in_one_line_how_to_get_it(command: Command) -> None:
     for verb in table.IN_LAB:
-        assert command(verb) == (2, "", f"frozencore: frozencore {verb}: {table.LAB_MISSING}\n")
+        assert command(verb) == (2, "", f"frozencore: frozencore {verb}: {LAB_MISSING}\n")
     out = command("--help")[1]
     assert "tune-many" in out
     assert "campaign" not in out
 
 
+def test_without_the_lab_a_task_says_in_one_line_how_to_get_it(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "source_kind", lambda _: None)
+    for given in ("--data task:sst2", "--task sst2"):
+        run = command("tune", "--model", "pocket", *given.split(), "--out", "x")
+        assert run == (2, "", f"frozencore: task:sst2: {LAB_MISSING}\n")
+
+
 OFFERED = {
     "": {verb.name for verb in all_verbs()},
     "tu": {"tune", "tune-many"},
-    "tune --calibration-": {"--calibration-size", "--calibration-task"},
+    "tune --calibration-": {"--calibration-size", "--calibration-data", "--calibration-task"},
     "tune --method mil": {"milora"},
     "tune --task pocket-m": {"pocket-math"},
     "tune --dtype b": {"bfloat16"},

@@ -16,8 +16,10 @@ GOOD: dict[str, Any] = {"model": "somewhere", "task": "svamp"}
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"task": None}, "either a task .* or your own rows"),
-        ({"data": "rows.jsonl"}, "give one"),
+        ({"task": None}, "give --data FILE, or --data task:NAME"),
+        ({"data": "rows.jsonl"}, "--task svamp is --data task:svamp. Leave one of them out"),
+        ({"task": None, "data": ("task:sst2", "a.jsonl")}, "stands alone"),
+        ({"task": ["svamp"]}, "--task: input should be a valid string"),
         ({"task": None, "data": ("a.jsonl", "a.jsonl")}, "Each --data is another source, but a.jsonl comes twice"),
         ({"eval_data": "held.jsonl"}, "is for your own rows"),
         ({"loss_on": "all"}, "is for your own rows"),

@@ -18,7 +18,7 @@ from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.constructors import CONSTRUCTORS
 from frozencore.errors import ConfigError
 from frozencore.options import options_of
-from frozencore.tune.config import run_options
+from frozencore.tune.config import ALIASES, run_options
 from frozencore.tune.record import Failure
 from frozencore_lab.campaign.job import KINDS, Job, make_job
 from frozencore_lab.campaign.plan import Ended, Outcomes, Planned, choices, most_further_trials, plan
@@ -294,7 +294,7 @@ def test_every_preset_can_be_planned(preset: Path) -> None:
 def test_the_schema_says_of_every_option_what_it_allows_its_default_and_its_help() -> None:
     schema = Campaign.model_json_schema()
     base = schema["properties"]["base"]["properties"]
-    expected = {name for name in run_options() if name not in PLACES}
+    expected = {name for name in run_options() if name not in PLACES} | ALIASES.keys()
     holders = [CalibrationOptions, *(row.options for row in CONSTRUCTORS.values())]
     assert expected >= {name for holder in holders for name in options_of(holder)}
     assert base.keys() == expected

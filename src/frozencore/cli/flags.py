@@ -121,7 +121,7 @@ class RunCommand:
         named = [name for name in known.keys() & given.keys() if context.get_parameter_source(name).name != "DEFAULT"]
         values = {name: read_value(known[name], given[name]) for name in named}
         if (tenants := own.get("tenants")) is not None:
-            if values.get("data") is not None:
+            if values.get("data") is not None or "task" in tasks:
                 raise ConfigError("--tenants and --data name the same thing. Leave one out.")
             values["data"] = str(tenants)
         self._verb(make_config(**values, **tasks), **own)

@@ -184,6 +184,9 @@ def make_config(*, strict: bool = False, **values: Any) -> RunConfig:
         values |= given
     for alias, name in ALIASES.items():
         if (task := values.pop(alias, None)) is not None:
+            if not isinstance(task, str):
+                place = alias if strict else flag_of(alias)
+                raise ConfigError(f"{place}: input should be a valid string, but {task!r:.200} came.")
             if values.get(name) is not None:
                 raise ConfigError(f"{flag_of(alias)} {task} is {flag_of(name)} {TASK}:{task}. Leave one of them out.")
             values[name] = f"{TASK}:{task}"
