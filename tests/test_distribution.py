@@ -57,7 +57,8 @@ def test_both_hold_the_package_and_its_model_and_no_test(built: Path) -> None:
 def test_the_wheel_runs_without_what_only_tests_need(environment: Path, tmp_path: Path) -> None:
     assert "tune" in run(environment / "python", "-m", "frozencore", "--help", cwd=tmp_path)
     out = run(
-        environment / "frozencore", "tune", "--model", "pocket", "--data", ROOT / "examples/reviews.jsonl", "--num-train", "16",
+        environment / "frozencore", "tune", "--model", "pocket", "--data", ROOT / "examples/reviews.jsonl",
+        "--num-train", "16",
         "--num-evaluation", "8", "--calibration-size", "8", "--output", "run", cwd=tmp_path,
     )  # fmt: skip
     assert "trained values" in out

@@ -37,11 +37,11 @@ from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import TaskScore
 from frozencore.tune.rows import Row, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder, context_limit
+from frozencore.tune.scoring import answers
 from frozencore.tune.scoring.forward import Prediction
 from frozencore.tune.scoring.score import ScoredRows, held_out_loss, score_rows
 from frozencore_lab.tasks.pocket_tasks import POCKET_TASKS
 from frozencore_lab.tasks.registry import PAPER_TASKS, find_task
-from frozencore.tune.scoring import answers
 from frozencore_lab.tasks.task import Task
 from input_files import FEATURES, write_hub_folder
 from small_runs import RESOLVED, made_up_record, silent

@@ -141,7 +141,6 @@ MARKED = (
     "{% endgeneration %}{% else %}{{ m.content }}</s>{% endif %}\n{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
 )
-FORGETFUL = PLAIN.replace("{{ m.content }}", "{{ m.content if loop.last or m.role == 'user' else '(left out)' }}")
 TURNS = [
     {"role": "user", "content": "Capital of France?"},
     {"role": "assistant", "content": "Paris"},
@@ -169,11 +168,12 @@ FORMS: dict[str, tuple[list[dict[str, Any]], Any]] = {
 
 
 NOT_PLACED = {
-    ("an end of its own for the last", "two answers"), ("an empty thought for the last", "two answers"),
-    ("asks without a thought", "two answers"), ("channels", "two answers"), ("channels", "thoughts beside it"),
-    ("a space before the answer, tools before the last question", "a call alone"),
+    (name, "two answers")
+    for name in (
+        "an end of its own for the last", "an empty thought for the last", "asks without a thought", "channels",
+    )
 }  # fmt: skip
-"""Conversations of which a template writes an earlier turn otherwise than after its prompt."""
+"""Conversations of which a template writes the last turn otherwise than after its prompt."""
 MAY_BE_REFUSED = (
     "writes the thought that it opens", "a space before the answer, tools before the last question",
     "an empty thought for the last",
@@ -192,13 +192,12 @@ def talk_encoder(byte_tokenizer: Callable[..., Any], template: str, loss_on: Any
 
 def require_the_templates_own(
     byte_tokenizer: Callable[..., Any], template: str, with_marks: bool, turns: list[dict[str, Any]], tools: Any
-) -> TokenRow:
+) -> None:
     """Compare a conversation's rows with the text and the mask of ``apply_chat_template``."""
-    written = marked(template) if with_marks else plain(template)
-    encoder = talk_encoder(byte_tokenizer, written, "all")
-    text = encoder.render(talk_row(turns, tools))
-    (row,) = encoder.encode([text])
-    ids = row.input_ids if (text.suffix is not None) else row.input_ids[:-1]
+    last = talk_encoder(byte_tokenizer, marked(template) if with_marks else plain(template), "last")
+    text = last.render(talk_row(turns, tools))
+    (row,) = last.encode([text])
+    ids = row.input_ids if text.suffix is not None else row.input_ids[:-1]
     as_given = [{**turn, "content": turn["content"] or ""} for turn in turns]
     if "arguments }}" in template:  # it takes them as text
         called = {"type": "function", "function": {"name": "capital", "arguments": '{"of": "France"}'}}
@@ -207,24 +206,22 @@ def require_the_templates_own(
         as_given, tools=tools, return_dict=True, return_assistant_tokens_mask=True
     )
     assert ids == theirs["input_ids"][: len(ids)]
-    mask = [int(label != -100) for label in labels_of(row)]
     wanted = theirs["assistant_masks"]
+    assert not any(wanted[len(ids) :])
     if template == TEMPLATES["no end"]:  # the next turn's mark is where generation stops
-        marks, before = set(encoder.tokenizer.added_tokens_decoder), [0, *wanted]
+        marks, before = set(last.tokenizer.added_tokens_decoder), [0, *wanted]
         wanted = [int(own or (before[i] and ids[i] in marks)) for i, own in enumerate(wanted[: len(ids)])]
-    assert mask[: len(ids)] == wanted[: len(ids)]
-    assert not any(theirs["assistant_masks"][len(ids) :])
-    if not (text.suffix is not None):
-        assert row.input_ids[-1] == encoder.eos_id
-        assert mask[-1]
-    last = talk_encoder(byte_tokenizer, written, "last")
-    (of_last,) = last.encode([last.render(talk_row(turns, tools))])
-    assert of_last.input_ids == row.input_ids
-    *_, (start, stop) = row.loss_spans
-    assert start <= of_last.num_context
-    assert (of_last.num_context == start) or turns[-2]["role"] == "assistant"  # two turns may touch
-    assert (of_last.loss_spans[-1][1], stop) == (len(of_last.input_ids), len(row.input_ids))
-    return row
+    if text.suffix is None:
+        assert row.input_ids[-1] == last.eos_id
+    assert row.loss_spans[-1][1] == len(row.input_ids)
+    begins = max(i for i in range(len(ids)) if wanted[i] and not (i and wanted[i - 1]))
+    assert begins == row.answer_start or turns[-2]["role"] == "assistant"  # two turns may touch
+    assert all(wanted[row.answer_start : len(ids)])
+    if with_marks:
+        every = talk_encoder(byte_tokenizer, marked(template), "all")
+        (of_all,) = every.encode([every.render(talk_row(turns, tools))])
+        assert of_all.input_ids == row.input_ids
+        assert [int(label != -100) for label in labels_of(of_all)][: len(ids)] == wanted[: len(ids)]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -239,8 +236,8 @@ def test_a_conversation_is_the_templates_own_text_and_its_loss_is_on_the_templat
         require_the_templates_own(byte_tokenizer, TEMPLATES[name], with_marks, *FORMS[form])
     else:
         turns, tools = FORMS[form]
-        with pytest.raises(DataError, match="cannot be placed. Use --loss-on last, or rows of prompt and completion"):
-            talk_encoder(byte_tokenizer, plain(TEMPLATES[name]), "all").render(talk_row(turns, tools))
+        with pytest.raises(DataError, match="otherwise than after its prompt, .* Use rows of prompt and completion"):
+            talk_encoder(byte_tokenizer, plain(TEMPLATES[name]), "last").render(talk_row(turns, tools))
 
 
 WORDS = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)  # the special tokens are longer than chance
@@ -297,10 +294,10 @@ def with_loss(encoder: PromptEncoder, row: TokenRow) -> list[str]:
     return [encoder.tokenizer.decode(row.input_ids[start:stop]) for start, stop in row.loss_spans]
 
 
-@pytest.mark.parametrize("template", [PLAIN, MARKED])
 def test_each_of_the_assistants_turns_has_the_loss_with_its_end_and_nothing_else(
-    template: str, encoder_of: Callable[..., PromptEncoder]
+    encoder_of: Callable[..., PromptEncoder],
 ) -> None:
+    template = MARKED
     encoder = encoder_of(template)
     row = row_of(encoder)
     assert with_loss(encoder, row) == ["Paris</s>", "Rome, of course</s>"]
@@ -318,7 +315,7 @@ def test_each_of_the_assistants_turns_has_the_loss_with_its_end_and_nothing_else
 def test_every_turn_stands_after_the_tokens_that_it_would_be_generated_from(
     encoder_of: Callable[..., PromptEncoder],
 ) -> None:
-    encoder, last = encoder_of(PLAIN), encoder_of(PLAIN, "last")
+    encoder, last = encoder_of(MARKED), encoder_of(MARKED, "last")
     row = row_of(encoder)
     for number, (start, stop) in zip((2, 4), row.loss_spans, strict=True):
         alone = row_of(last, TURNS[:number])
@@ -329,7 +326,7 @@ def test_every_turn_stands_after_the_tokens_that_it_would_be_generated_from(
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        (FORGETFUL, "Row row-1: the chat template writes turn 2, the assistant's, otherwise .* Use --loss-on last"),
+        (PLAIN, "Row row-1: loss on turns before the last one needs a chat template that marks .* Use --loss-on last"),
         ("{% if false %}{% generation %}{% endgeneration %}{% endif %}" + PLAIN, "marks none of the assistant's turns"),
     ],
 )
@@ -344,7 +341,7 @@ def test_a_template_that_hides_the_turns_is_refused_in_one_line(
 def test_loss_and_batches_count_the_turns_alone(
     encoder_of: Callable[..., PromptEncoder], byte_model: nn.Module
 ) -> None:
-    encoder = encoder_of(PLAIN)
+    encoder = encoder_of(MARKED)
     row = row_of(encoder)
     ids, labels = torch.tensor([row.input_ids]), torch.tensor([labels_of(row)])
     with torch.no_grad():
@@ -357,7 +354,6 @@ def test_loss_and_batches_count_the_turns_alone(
     assert found.gold == "Rome, of course"  # the last turn is what is generated and compared
 
 
-@pytest.mark.parametrize("template", [PLAIN, MARKED])
 @pytest.mark.parametrize(
     "flag",
     [
@@ -365,16 +361,15 @@ def test_loss_and_batches_count_the_turns_alone(
         {"loss_mask": 0}, {"trainable": "no"}, {"train": "0"},
     ],
 )  # fmt: skip
-def test_a_message_without_weight_has_no_loss(
-    template: str, flag: dict[str, Any], encoder_of: Callable[..., PromptEncoder]
-) -> None:
-    encoder = encoder_of(template)
+def test_a_message_without_weight_has_no_loss(flag: dict[str, Any], encoder_of: Callable[..., PromptEncoder]) -> None:
+    encoder, plain_encoder = encoder_of(MARKED), encoder_of(PLAIN)
     first, last = (
         [{**turn, **flag} if i == at else {**turn, "weight": 1} for i, turn in enumerate(TURNS)] for at in (1, 3)
     )
     assert with_loss(encoder, row_of(encoder, first)) == ["Rome, of course</s>"]
     assert with_loss(encoder, row_of(encoder, last)) == ["Paris</s>"]
-    assert row_of(encoder, first) == row_of(encoder_of(template, "last"), first)
+    assert with_loss(plain_encoder, row_of(plain_encoder, first)) == ["Rome, of course</s>"]
+    assert row_of(encoder, first) == row_of(encoder_of(MARKED, "last"), first)
 
 
 def test_labels_that_are_special_tokens_are_compared(byte_tokenizer: Callable[..., Any], byte_model: nn.Module) -> None:
@@ -423,10 +418,11 @@ def test_what_the_template_does_not_write_of_a_rows_context_is_counted(byte_toke
     template = PLAIN.replace("{% for m in messages %}", "{% for m in messages if m.role in ('user', 'assistant') %}")
     encoder = talk_encoder(byte_tokenizer, template, "last")
     called = {"role": "assistant", "content": "Paris", "tool_calls": [CALL]}
+    answered = {"role": "tool", "content": "It is Paris."}
     for before, tools, lost in (
         ([], None, set()),
-        ([{"role": "developer", "content": "Paris"}], None, {"content of the developer"}),
-        ([ASKED, called, FOUND], None, {"a call of the assistant", "content of the tool"}),
+        ([{"role": "developer", "content": "Be brief."}], None, {"content of the developer"}),
+        ([ASKED, called, answered], None, {"a call of the assistant", "content of the tool"}),
         ([], TOOLS, {"tools"}),
     ):
         text = encoder.render(talk_row([*before, ASKED, {**SAID, "reasoning_content": None}], tools))
@@ -434,6 +430,8 @@ def test_what_the_template_does_not_write_of_a_rows_context_is_counted(byte_toke
     for key, value in (("reasoning_content", "Paris"), ("mask", True), ("prefix", False), ("score", 0.5)):
         text = encoder.render(talk_row([ASKED, {**SAID, key: value}]))
         assert text.changed == (f"the chat template does not write {key}",)
+    tojson = talk_encoder(byte_tokenizer, PLAIN.replace("{{ m.content }}", "{{ m.content|tojson }}"), "last")
+    assert tojson.render(talk_row([{**ASKED, "content": 'Say "hi"\n'}, SAID])).changed == ()
 
 
 def test_a_turn_that_the_template_marks_in_pieces_has_the_same_loss_as_last_and_as_all(
@@ -489,7 +487,7 @@ def test_a_template_that_takes_arguments_as_text_gets_the_rows_own_text(
 
 
 def completion_of(loss_on: Any, num_completion: int, encoder_of: Callable[..., PromptEncoder]) -> list[str]:
-    encoder = encoder_of(PLAIN, loss_on)
+    encoder = encoder_of(MARKED, loss_on)
     text = encoder.render(talk_row(TURNS, num_completion=num_completion))
     return with_loss(encoder, encoder.encode([text])[0])
 
@@ -511,7 +509,7 @@ def test_the_system_text_stands_in_the_first_question_if_the_template_takes_no_s
     )
     system = {"role": "system", "content": "Be brief."}
     for loss_on in ("last", "all"):
-        encoder = encoder_of(alternates + PLAIN, loss_on)
+        encoder = encoder_of(alternates + MARKED, loss_on)
         text = encoder.render(talk_row([system, *TURNS]))
         assert text.changed == (SYSTEM_FOLDED,)
         folded = {"role": "user", "content": "Be brief.\n\nCapital of France?"}
@@ -550,11 +548,12 @@ def test_every_template_of_trl_has_loss_on_each_turn_and_its_end(
     file: Path, byte_tokenizer: Callable[..., Any]
 ) -> None:
     turns = [turn | {"content": turn["content"] + "."} for turn in TURNS]
+    is_marked = "{% generation" in file.read_text() or "{%- generation" in file.read_text()
     for loss_on, answers in (("last", ["Rome, of course."]), ("all", ["Paris.", "Rome, of course."])):
         tokenizer = byte_tokenizer(special=tuple(dict.fromkeys(MARK.findall(file.read_text()))))
         tokenizer.chat_template = file.read_text()
         encoder = PromptEncoder(tokenizer, loss_on=loss_on, max_length=100_000)
-        if file.stem.removesuffix("_training") in OF_PARTS:
+        if file.stem.removesuffix("_training") in OF_PARTS or (loss_on == "all" and not is_marked):
             with pytest.raises(DataError, match=r"^Row row-1: [^\n]*$"):
                 row_of(encoder, turns)
             continue

@@ -29,9 +29,7 @@ def tokenised(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return texts
 
 
-def test_rows_with_choices_are_tokenised_once_and_scored_by_likelihood(
-    tmp_path: Path, tokenised: Counter[str]
-) -> None:
+def test_rows_with_choices_are_tokenised_once_and_scored_by_likelihood(tmp_path: Path, tokenised: Counter[str]) -> None:
     choices = [" no", " yes"]
     rows = [{"prompt": f"Is {i} odd?", "completion": choices[i % 2], "choices": choices} for i in range(40)]
     record = execute(config_of(write_rows(tmp_path / "rows.jsonl", rows), **CHOOSING), tmp_path / "run", silent)

@@ -1,9 +1,8 @@
 """Render conversations with the chat template, and find the assistant's turns, which carry the loss.
 
 The template writes a conversation once, as a whole; a turn is a span of that text. A template may mark the spans itself
-(``{% generation %}``). Otherwise a turn begins where the prompt of its answer ends, without a thought that only the
-prompt opens, and ends where the template ends the conversation up to it. A row whose turns cannot be found so is
-refused.
+(``{% generation %}``, as TRL's training templates do). Otherwise only the last turn is found: it begins where its
+prompt ends, without a thought that only the prompt opens.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 from frozencore.errors import ConfigError, DataError
@@ -27,7 +26,6 @@ Span = tuple[int, int]
 Text = TypeVar("Text", str, list[int])
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _OPEN_THOUGHT = re.compile(r"(?:</?think>\s*)+$")
-_THOUGHT = re.compile(r"\s*<think>.*?</think>\n*", re.DOTALL)
 _FLAGS = ("weight", "train", "loss", "loss_mask", "trainable")
 _TRUTHS = dict.fromkeys(("true", "1", "1.0", "yes"), True) | dict.fromkeys(("false", "0", "0.0", "no"), False)
 _NOT_TEXT = ("role", "type", "id", "tool_call_id")  # a template may take these in one form only
@@ -230,7 +228,7 @@ class Conversation:
             whole, turns = self._marked(asked)
         else:
             whole, _ = self._write(len(self.messages))
-            turns = {number: [self._turn(number, whole)] for number in wanted}
+            turns = {wanted[-1]: [self._last_turn(wanted, whole)]}
         spans: list[Span] = []
         for number in wanted:
             self._require_written(number, "".join(whole[start:stop] for start, stop in turns[number]))
@@ -285,33 +283,31 @@ class Conversation:
                 spans[-1] = (spans[-1][0], self._end_of(number, whole, *spans[-1]))
         return whole, turns
 
-    def _turn(self, number: int, whole: str) -> Span:
-        """The span of an assistant's turn, by the difference of prompts."""
-        prompt = self.prompt(number)
+    def _last_turn(self, wanted: Sequence[int], whole: str) -> Span:
+        """The span of the last turn, after its prompt.
+
+        Raises:
+            DataError: Other turns have loss too, or the template writes the last one otherwise than after its prompt.
+        """
+        last = len(self.messages) - 1
+        if list(wanted) != [last]:
+            raise DataError(
+                f"Row {self.row_id}: loss on turns before the last one needs a chat template that marks them with "
+                "{% generation %}, but this one does not. Use --loss-on last, or save the tokenizer with such a "
+                "template (TRL has training templates of many models)."
+            )
+        prompt = self.prompt(last)
         if not whole.startswith(prompt):
             prompt = _OPEN_THOUGHT.sub("", prompt)  # the template does not write the thought that the prompt opens
-        start = len(prompt)
-        if not number or not whole.startswith(prompt):
-            raise self._not_placed(number)
-        if number == len(self.messages) - 1:
-            suffix = self.template.suffix
-            return start, len(whole) - len(suffix) + len(suffix.rstrip()) if whole.endswith(suffix) else len(
-                whole.rstrip()
+        if not last or not whole.startswith(prompt):
+            raise DataError(
+                f"Row {self.row_id}: the chat template writes turn {last + 1}, the assistant's, otherwise than after "
+                "its prompt, so the tokens with loss cannot be placed. Use rows of prompt and completion with "
+                "--prompt-style plain, or a template that marks the turns with {% generation %}."
             )
-        turn, rest = self._write(number + 1)[0], whole[start:]
-        thought = _THOUGHT.match(turn, start)
-        if thought and not _THOUGHT.match(rest):  # earlier thoughts are left out
-            turn = prompt + turn[thought.end() :]
-        turn = turn.rstrip()
-        same = len(shared_beginning([turn, whole]))
-        if same < len(turn):  # the last turn of a conversation ends with another token, or with one more
-            for token in self.template.tokens:
-                place = whole.rfind(token, 0, same + len(token) - 1)
-                same = place if place < same < place + len(token) else same
-        stop = self._end_of(number, whole, start, len(whole[:same].rstrip()) if same < len(turn) else same)
-        if same < start or (same < len(turn) and not self._is_ended(number, whole[start:stop])):
-            raise self._not_placed(number)
-        return start, stop
+        suffix = self.template.suffix
+        ended = len(whole) - len(suffix) + len(suffix.rstrip())
+        return len(prompt), ended if whole.endswith(suffix) else len(whole.rstrip())
 
     def _end_of(self, number: int, whole: str, start: int, stop: int) -> int:
         """The end of a turn with the token after it, if it does not end with a token at which generation stops."""
@@ -346,46 +342,40 @@ class Conversation:
     def _left_out(self, whole: str, turns: Mapping[int, Sequence[Span]]) -> tuple[str, ...]:
         """What the template does not write of a conversation whose turns with loss it writes.
 
-        Every text is replaced by a mark of its own, and the marks are looked for in what the template writes then. A
-        key that holds a number or a truth value is left out, and the text compared. Earlier thoughts, which have no
-        loss, may be missing.
+        A content is written if it stands in the whole, and a key if the template names it. Thoughts of turns without
+        loss may be missing.
         """
-        marked, places = _with_marks(self.messages)
-        written = partial(
-            _rendered, self.template.source(self.tools), _json_text(self.template.tokenizer.special_tokens_map)
-        )
-        tools, messages = _json_text(self.tools), _json_text(marked)
-        text = written(tools, messages)
-        if text is None:
-            return ()
-        found = {place for mark, place in places.items() if mark in text}
-        lost: dict[str, None] = {}
-        for number, key, _ in (place for place in dict.fromkeys(places.values()) if place not in found):
-            role = self.messages[number]["role"]
-            if key == "tool_calls" or key == "content":
-                lost[f"{'a call' if key == 'tool_calls' else 'content'} of the {role}"] = None
-            elif role != "assistant" or number in turns:
-                lost[key] = None
-        for key in {
-            key: None for message in marked for key, value in message.items() if isinstance(value, int | float)
-        }:
-            without = [{name: value for name, value in message.items() if name != key} for message in marked]
-            if written(tools, _json_text(without)) == text:
-                lost[key] = None
-        for number, spans in turns.items():
-            thought = str(self.messages[number].get("content") or "").rpartition("</think>")[0].rpartition("<think>")[2]
-            if thought.strip() and thought.strip() not in "".join(whole[start:stop] for start, stop in spans):
+        source, lost = self.template.source(self.tools), dict[str, None]()
+        for number, message in enumerate(self.messages):
+            role = str(message["role"])
+            if not all(_stands_in(whole, text) for text in _texts(message.get("content"))):
+                lost[f"content of the {role}"] = None
+            if message.get("tool_calls") and "tool_calls" not in source:
+                lost[f"a call of the {role}"] = None
+            further = message.keys() - {*_NOT_TEXT, "content", "tool_calls"}
+            lost |= dict.fromkeys(key for key in message if key in further and key not in source)
+            thought = str(message.get("content") or "").rpartition("</think>")[0].rpartition("<think>")[2].strip()
+            spans = turns.get(number)
+            if spans is not None and thought and thought not in "".join(whole[start:stop] for start, stop in spans):
                 lost["a thought in the content"] = None
-        if self.tools and text == written("null", messages):
+        if self.tools and "tools" not in source:
             lost["tools"] = None
         return tuple(f"{NOT_WRITTEN} {what}" for what in lost)
 
-    def _not_placed(self, number: int) -> DataError:
-        return DataError(
-            f"Row {self.row_id}: the chat template writes turn {number + 1}, the assistant's, otherwise than after its "
-            "prompt, so the tokens with loss cannot be placed. Use --loss-on last, or rows of prompt and completion "
-            "(with --prompt-style plain if the template writes them so too)."
-        )
+
+def _texts(content: Any) -> list[str]:
+    """The texts of a message's content: itself, or those of its parts."""
+    if isinstance(content, Mapping):
+        return [text for key, value in content.items() if key not in _NOT_TEXT for text in _texts(value)]
+    if isinstance(content, list | tuple):
+        return [text for part in content for text in _texts(part)]
+    return [content] if isinstance(content, str) else []
+
+
+def _stands_in(whole: str, text: str) -> bool:
+    """Whether a text is written as it is, without a thought before it, or inside of JSON."""
+    forms = (text, text.rpartition("</think>")[2], _json_text([text.strip()])[2:-2])
+    return any(form.strip() in whole for form in forms)
 
 
 def _has_system(messages: Messages) -> bool:
@@ -447,48 +437,6 @@ def _arguments(message: Message) -> list[Any]:
 
 def _json_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-TextPlace = tuple[int, str, int]
-"""The number of a message, its key, and the number within the key's list."""
-
-
-def _with_marks(messages: Messages) -> tuple[Messages, dict[str, TextPlace]]:
-    """The messages with a mark in place of every text, and where each mark stands."""
-    places: dict[str, TextPlace] = {}
-
-    def marked(value: Any, place: TextPlace) -> Any:
-        if isinstance(value, Mapping):
-            return {key: item if key in _NOT_TEXT else marked(item, place) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [marked(item, place) for item in value]
-        if not isinstance(value, str) or not value.strip():
-            return value
-        mark = f"qx{len(places)}xq"
-        places[mark] = place
-        return mark
-
-    found = []
-    for number, message in enumerate(messages):
-        changed: dict[str, Any] = {}
-        for key, value in message.items():
-            if key in _NOT_TEXT:
-                changed[key] = value
-            elif isinstance(value, list | tuple):
-                changed[key] = [marked(item, (number, key, i)) for i, item in enumerate(value)]
-            else:
-                changed[key] = marked(value, (number, key, 0))
-        found.append(changed)
-    return found, places
-
-
-@lru_cache(maxsize=1024)
-def _rendered(template: str, special_tokens: str, tools: str, messages: str) -> str | None:
-    """The template's text for arguments in JSON; None if it refuses them."""
-    try:
-        return _render(template, json.loads(special_tokens), json.loads(tools), json.loads(messages))[0]
-    except Exception:  # templates are programs and may raise any error
-        return None
 
 
 def _render(
