@@ -31,7 +31,7 @@ from frozencore.tune.many.slots import held_out_losses
 from frozencore.tune.many.tenant import Tenant, train_many
 from frozencore.tune.methods import METHODS, AdapterOptions
 from frozencore.tune.provenance import Provenance
-from frozencore.tune.rows import Example, TokenRow
+from frozencore.tune.rows import Row, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.rows.token_batches import make_batches
 from frozencore.tune.scoring.forward import unload_adapter
@@ -68,7 +68,7 @@ class Results:
 def rows_of(encoder: PromptEncoder, root: Path, name: str, part: str, count: int) -> list[TokenRow]:
     (file,) = root.glob(f"*/{name}.{part}.jsonl")
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()[:count]]
-    return encoder.training_rows([Example(str(i), row["prompt"], row["completion"]) for i, row in enumerate(rows)])
+    return encoder.encode([Row(str(i), row["prompt"], row["completion"]) for i, row in enumerate(rows)])
 
 
 @contextmanager

@@ -147,7 +147,10 @@ def talk(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
         seen: list[str] = []
         monkeypatch.setattr(
             "frozencore.tune.scoring.exact_match.stream_greedily",
-            lambda model, row, encoder, *, max_new_tokens, tell: (seen.append(row.context), tell(answer)),
+            lambda model, context, encoder, *, max_new_tokens, tell: (
+                seen.append(encoder.tokenizer.decode(context)),
+                tell(answer),
+            ),
         )
         monkeypatch.setattr("sys.stdin", io.StringIO(typed))
         status, out, err = command("chat", *words, "--model", tmp_path / "model", "--device", "cpu")

@@ -55,7 +55,7 @@ def program(words: Collection[str]) -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": list(HELP)},
         help="Fine-tune language models by training only r x r cores between frozen, calibrated bases.",
-        epilog="For example:\n\n" + "\n\n".join(first[group] for group in GROUPS),
+        epilog="For example:\n\n" + "\n\n".join(first[group] for group in GROUPS if group in first),
     )
     verbs.callback()(_common)
     add_verbs(verbs, words)
