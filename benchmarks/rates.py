@@ -38,7 +38,7 @@ from frozencore.tune.scoring.forward import unload_adapter
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
 from frozencore.tune.training.trainer import overhead_tokens_of
-from harness import RESULTS, Record, lines_of, parser_of
+from harness import RESULTS, Record, lines_of, parser_of, table
 from tenant_study import zero_cores
 
 TRAIN, HELD_OUT, ROWS_A_STEP, EPOCHS, WARMUP, SEED = 128, 96, 8, 2, 0.1, 42
@@ -105,6 +105,33 @@ def measure_cores(
                 losses = [round(one, 4) for one in done[arm].report.training.losses if one is not None]
                 found = {"loss": None if done[arm].diverged else loss, "training_losses": losses}
                 results.add(**about, arm=arm, rate=float(f"{rate:.3g}"), **found)
+
+
+MODELS = {"smollm2": "SmolLM2-135M", "half": "Qwen2.5-Coder-0.5B"}
+FIXED = 1e-2  # the default before rates were measured
+
+
+def table_of(lines: list[Record]) -> str:
+    """Losses of a core at the proposed rate, at the fixed one and at the best one tried, and of LoRA, by data set."""
+    rows = []
+    for model, name in dict.fromkeys((line["model"], line["set"]) for line in lines):
+        here = [line for line in lines if (line["model"], line["set"]) == (model, name)]
+        cores = [line for line in here if line["method"] == "fcca"]
+        by_arm = {line["arm"]: line for line in cores} | {line["method"]: line for line in here if line["rank"] == 0}
+        if "proposed" not in by_arm or f"{FIXED:g}" not in by_arm:
+            continue
+        best = min((line for line in cores if line["loss"] is not None), key=lambda line: line["loss"])
+        lora = min((line for line in here if line["method"] == "lora"), key=lambda line: line["loss"], default=None)
+        losses = [at_rate(by_arm["proposed"]), at_rate(by_arm[f"{FIXED:g}"]), f"{at_rate(best)}, {len(cores)} tried"]
+        of_lora = "" if lora is None else at_rate(lora)
+        rows.append([f"{MODELS[model]}, {name}", f"{by_arm['base']['loss']:.3f}", *losses, of_lora])
+    titles = "model and data set|base model|core, proposed rate|core, 1e-2|core, best rate tried|LoRA, r = 16, alpha 32"
+    return table(titles.split("|"), rows)
+
+
+def at_rate(line: Record) -> str:
+    loss = "diverged" if line["loss"] is None else f"{line['loss']:.3f}"
+    return f"{loss} ({line['rate']:.2g})"
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ import figures
 import gpu
 import many_tenants
 import many_training
+import rates
 import served
 import smollm2
 import step
@@ -149,6 +150,7 @@ BLOCKS: Mapping[str, Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]]] 
         "equal-values": (at_equal_values, "smollm2-values"),
         "outliers": (outliers, "outliers"),
         "calibration": (calibration.table_of, "calibration.json"),
+        "rates": (rates.table_of, "rates.jsonl"),
     },
     "docs/many-tenants.md": {
         "tenants": (partial(tenant_tables.sharing_table, "all"), "tenants-quality.jsonl"),
