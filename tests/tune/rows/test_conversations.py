@@ -327,7 +327,7 @@ def test_every_turn_stands_after_the_tokens_that_it_would_be_generated_from(
     ("template", "reason"),
     [
         (PLAIN, "Row row-1: loss on turns before the last one needs a chat template that marks .* Use --loss-on last"),
-        ("{% if false %}{% generation %}{% endgeneration %}{% endif %}" + PLAIN, "marks none of the assistant's turns"),
+        ("{% if false %}{% generation %}{% endgeneration %}{% endif %}" + PLAIN, "not write the content of turn 2"),
     ],
 )
 def test_a_template_that_hides_the_turns_is_refused_in_one_line(

@@ -163,7 +163,6 @@ def test_a_generated_score_counts_truncations_and_missing_answers(
 
 
 REFUSED = [
-    ("choice", [], "no rows to score"),
     *(
         ("choice", [Row("row-1", "Which?", " a", (" a", empty))], "Row row-1: a completion must hold at least one")
         for empty in ("", " ", "\n\n")

@@ -31,7 +31,7 @@ class Origin:
     splits: Mapping[Split, str]
 
 
-class Data(Protocol):
+class TaskData(Protocol):
     """The data of a task: a hub data set, or files.
 
     ``rows`` returns an empty sequence for ``"validation"`` if there is no such split beside the evaluation rows.
@@ -57,7 +57,7 @@ class Task:
 
     name: str
     scoring: Scoring
-    source: Data
+    source: TaskData
     to_row: Callable[[RawRow, str], Row]
     num_train: int
     num_evaluation: int

@@ -267,8 +267,6 @@ class Conversation:
     def _marked(self, asked: Sequence[int]) -> tuple[str, dict[int, list[Span]]]:
         """The whole text, and for each of the assistant's messages the spans that the template marks."""
         whole, marks = self._write(len(self.messages), marked=True)
-        if not any(stop > start for start, stop in marks):
-            raise DataError(f"Row {self.row_id}: the chat template marks none of the assistant's turns.")
         if len(marks) == len(asked):
             turns = {number: [mark] for number, mark in zip(asked, marks, strict=True)}
         else:  # a turn may have several marks: they end after the prompt of its answer

@@ -72,11 +72,9 @@ def score_rows(
         length_normalised: Compare choices by log-likelihood per character.
 
     Raises:
-        DataError: There are no rows, or one has no number to compare with.
+        DataError: A row has no number to compare with.
         ModelError: The model's outputs are not finite.
     """
-    if not rows.tokens:
-        raise DataError(f"{rows.name!r} has no rows to score. Give at least one.")
     start, answered = time.perf_counter(), None
     if with_accuracy and rows.scoring != "text":
         answered = _answers(model, encoder, rows, length_normalised=length_normalised, progress=progress)
