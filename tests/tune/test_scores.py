@@ -77,7 +77,7 @@ def test_without_the_option_the_last_step_is_kept_and_nothing_is_said(
 def test_the_loss_alone_chooses_where_it_is_asked_or_there_is_no_accuracy(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"text": f"Tom has {i} cats ."}) + "\n" for i in range(40)))
-    few = {"epochs": 1, "learning_rate": None, "select_checkpoint": 2, "num_evaluation": 8}
+    few = {"epochs": 1, "learning_rate": "auto", "select_checkpoint": 2, "num_evaluation": 8}
     configs = (config_of(**few, select_by="held_out_loss"), config_of(**few, task=None, data=rows))
     for i, config in enumerate(configs):
         record = execute(config, tmp_path / f"{i}", silent)
@@ -91,7 +91,7 @@ def test_the_loss_alone_chooses_where_it_is_asked_or_there_is_no_accuracy(tmp_pa
 def test_final_runs_that_train_on_all_rows_keep_their_last_step_and_say_why(tmp_path: Path) -> None:
     """SVAMP's, under the paper's campaigns."""
     options = {"task": write_task(tmp_path, num_train=20), "paper_steps": True, "epochs": 1, "num_train": None}
-    final = execute(config_of(**options, learning_rate=None), tmp_path / "final", silent)
+    final = execute(config_of(**options, learning_rate="auto"), tmp_path / "final", silent)
     found = chosen(final)
     assert (found.rows, found.by, found.scores, found.kept_step) == (0, None, (), final.training.num_steps)
     assert (final.rows.trained, final.rows.validation_from) == (20, "none")
