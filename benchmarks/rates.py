@@ -38,7 +38,7 @@ from frozencore.tune.scoring.forward import unload_adapter
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
 from frozencore.tune.training.trainer import overhead_tokens_of
-from harness import RESULTS, Record, lines_of, parser_of, table
+from harness import RESULTS, ROOT, Record, lines_of, parser_of, table
 from tenant_study import zero_cores
 
 TRAIN, HELD_OUT, ROWS_A_STEP, EPOCHS, WARMUP, SEED = 128, 96, 8, 2, 0.1, 42
@@ -65,9 +65,8 @@ class Results:
         )
 
 
-def rows_of(encoder: PromptEncoder, root: Path, name: str, part: str, count: int) -> list[TokenRow]:
-    (file,) = root.glob(f"*/{name}.{part}.jsonl")
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()[:count]]
+def rows_of(encoder: PromptEncoder, file: Path, start: int, count: int) -> list[TokenRow]:
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()[start : start + count]]
     return encoder.encode([Row(str(i), row["prompt"], row["completion"]) for i, row in enumerate(rows)])
 
 
@@ -137,15 +136,15 @@ def at_rate(line: Record) -> str:
 def main() -> None:
     parser = parser_of(__doc__, "rates", "jsonl")
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--data-root", type=Path, required=True, help="the folder of NAME.train.jsonl, NAME.eval.jsonl")
-    parser.add_argument("--sets", required=True)
+    parser.add_argument("--data-root", type=Path, help="a folder of folders with NAME.train.jsonl and NAME.eval.jsonl")
+    parser.add_argument("--sets", default="reviews", help="names of data sets, separated by commas")
     parser.add_argument("--methods", default="fcca")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rates", default="", help="rates of the core beside the proposed one")
     parser.add_argument("--lora-rates", default="", help="rates of a LoRA of rank 16")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    model, tokenizer = load_model(options.model, dtype="float32", device="cpu")
+    model, tokenizer = load_model("pocket" if options.quick else options.model, dtype="float32", device="cpu")
     model.set_attn_implementation("eager")
     encoder, where = PromptEncoder(tokenizer, style="plain"), Provenance.here().content()
     common = {
@@ -157,8 +156,13 @@ def main() -> None:
         [float(rate) for rate in text.split(",") if rate] for text in (options.rates, options.lora_rates)
     )
     for name in options.sets.split(","):
-        rows = rows_of(encoder, options.data_root, name, "train", TRAIN)
-        held_out = rows_of(encoder, options.data_root, name, "eval", HELD_OUT)
+        if options.quick:
+            file = ROOT / "examples" / "reviews.jsonl"
+            rows, held_out = rows_of(encoder, file, 0, 16), rows_of(encoder, file, 16, 4)
+        else:
+            (file,) = options.data_root.glob(f"*/{name}.train.jsonl")
+            rows = rows_of(encoder, file, 0, TRAIN)
+            held_out = rows_of(encoder, file.with_name(f"{name}.eval.jsonl"), 0, HELD_OUT)
         place = {"model": common["model"], "set": name}
         if not results.has(**place, arm="base"):
             (loss,) = held_out_losses(model, [held_out], pad_id=encoder.pad_id)
