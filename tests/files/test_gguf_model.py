@@ -89,6 +89,7 @@ def test_quantised_weights_are_unpacked_once_and_auto_is_that_of_a_folder_in_bfl
     of_folder, _ = load_model(str(folder), device="cpu")
     assert first.dtype == of_folder.dtype
     assert first.config.dtype == of_folder.config.dtype == torch.bfloat16
+    assert load_config(str(file)).dtype == torch.bfloat16  # by which a dry run estimates the memory
     with monkeypatch.context() as patched, warnings.catch_warnings(action="error"):
         patched.setattr(gguf_model, "unpack_weights", Mock(side_effect=AssertionError))
         second, _ = load_model(str(file), device="cpu")

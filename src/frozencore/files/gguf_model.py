@@ -72,12 +72,12 @@ def read_weights(model_class: Any, dtype: str, loading: dict[str, Any]) -> Any:
         dtype: ``auto`` is the file's dtype, or bfloat16 if the file is quantised.
         loading: The arguments from :func:`frozencore.files.hub.safe_loading`.
     """
-    file, of_cache = _file_of(loading), "bfloat16" if dtype == "auto" else dtype
+    file, of_cache = file_of(loading), "bfloat16" if dtype == "auto" else dtype
     with file.open("rb") as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
     folder = cache_folder() / "gguf" / f"{digest[:16]}-{of_cache}"
     if not (folder / "config.json").is_file():
-        if not _is_quantised(file):
+        if not is_quantised(file):
             return unpack_weights(model_class, dtype, loading)
         model = unpack_weights(model_class, of_cache, loading)
         try:
@@ -101,11 +101,13 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "frozencore")
 
 
-def _file_of(loading: dict[str, Any]) -> Path:
+def file_of(loading: dict[str, Any]) -> Path:
+    """The GGUF file that loading arguments name."""
     return Path(loading["pretrained_model_name_or_path"], loading["gguf_file"])
 
 
-def _is_quantised(file: Path) -> bool:
+def is_quantised(file: Path) -> bool:
+    """Whether a GGUF file has weights of fewer than 16 bits."""
     from gguf import GGMLQuantizationType, GGUFReader
 
     plain = {GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16}
@@ -126,7 +128,7 @@ def unpack_weights(model_class: Any, dtype: str, loading: dict[str, Any]) -> Any
     if hasattr(transformers, "GgufConfig"):  # versions that can leave the weights packed
         whole["quantization_config"] = transformers.GgufConfig(dequantize=True)
     with _without_bars():
-        return _named(model_class.from_pretrained(dtype=dtype, **whole, **loading), _file_of(loading))
+        return _named(model_class.from_pretrained(dtype=dtype, **whole, **loading), file_of(loading))
 
 
 def model_class(config: Any) -> Any:
@@ -155,7 +157,7 @@ def read_tokenizer(loading: dict[str, Any]) -> Any:
 
     tokenizer = AutoTokenizer.from_pretrained(**loading)
     if "gguf_file" in loading:
-        _cut_digits(tokenizer, _file_of(loading))
+        _cut_digits(tokenizer, file_of(loading))
     return tokenizer
 
 

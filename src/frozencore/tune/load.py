@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from frozencore.adapter.named_layers import attention_projections, linear_names
 from frozencore.device import computes_fast, memory_of, place_of
 from frozencore.errors import ConfigError, ModelError
-from frozencore.files.gguf_model import read_tokenizer, read_weights, why_unreadable
+from frozencore.files.gguf_model import file_of, is_quantised, read_tokenizer, read_weights, why_unreadable
 from frozencore.files.hub import safe_loading
 from frozencore.quiet import quiet_loading
 from frozencore.text import Progress, num_of
@@ -108,7 +108,14 @@ def load_config(name: str) -> PretrainedConfig:
     Raises:
         ModelError: As in :func:`load_model`.
     """
-    return _loaded(name, lambda loading: AutoConfig.from_pretrained(**loading), "has no configuration", way_out="")
+    return _loaded(name, _config, "has no configuration", way_out="")
+
+
+def _config(loading: dict[str, Any]) -> PretrainedConfig:
+    config = AutoConfig.from_pretrained(**loading)
+    if "gguf_file" in loading and is_quantised(file_of(loading)):
+        config.dtype = torch.bfloat16  # in which read_weights unpacks it
+    return config
 
 
 def load_tokenizer(name: str) -> Any:
