@@ -99,7 +99,7 @@ def measure_cores(
                 swap_core(core, zero_cores(core))
                 train_many(core, {arm: Tenant(rows, recipe(float(f"{rate:.3g}")))}, done.update, pad_id=pad_id)
                 if done[arm].diverged is None:
-                    swap_core(core, done[arm].cores)
+                    swap_core(core, done[arm].core)
                     (loss,) = held_out_losses(core, [held_out], pad_id=pad_id)
                 losses = [round(one, 4) for one in done[arm].report.training.losses if one is not None]
                 found = {"loss": None if done[arm].diverged else loss, "training_losses": losses}

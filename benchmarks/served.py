@@ -106,7 +106,7 @@ class Tenants:
         base.save_pretrained(folder / BASE)
         self.model = get_peft_model(base, adapter_config(UNCALIBRATED, rank=plan.rank)).eval()
         self.model.save_pretrained(str(folder / "adapter"))
-        self.identity = export_basis_model(folder / "adapter", folder / BASIS, base=folder / BASE).identity
+        export_basis_model(folder / "adapter", folder / BASIS, base=folder / BASE)
         self.folders: dict[str, list[str]] = {BASIS: [], LORA_1: [], LORA: []}
         self.files: list[str] = []
         generator = torch.Generator().manual_seed(0)
@@ -117,7 +117,7 @@ class Tenants:
                     R = layer.core("default")
                     R.copy_(0.5 * torch.randn(R.shape, generator=generator))
             self.files.append(str(folder / f"{tenant}.safetensors"))
-            Path(self.files[-1]).write_bytes(tenant_weights(self.model, identity=self.identity))
+            Path(self.files[-1]).write_bytes(tenant_weights(self.model))
             for kind, export in ((BASIS, export_tenant), (LORA, export_lora)):
                 place = folder / f"{kind} {tenant}"
                 export(self.model, place)
@@ -222,7 +222,7 @@ def sync_core(tenants: Tenants, engine: Driven) -> dict[str, list[float]]:
     made = []
     for _ in range(SYNCS):
         begins = perf_counter()
-        tenant_weights(tenants.model, identity=tenants.identity)
+        tenant_weights(tenants.model)
         made.append(perf_counter() - begins)
     files = [tenants.files[i % len(tenants.files)] for i in range(SYNCS)]
     prompt = tenants.prompts(1, seed=0)[0]

@@ -26,10 +26,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from contestants import ATTENTION
-from frozencore import calibrate, frozen_core_layers, save_basis, swap_core
-from frozencore.adapter.bases import basis_fingerprint, get_bases
+from frozencore import Core, basis_id, calibrate, frozen_core_layers, get_basis, save_basis, swap_core
 from frozencore.calibration.batches import Batch
 from frozencore.calibration.collect import collect_moments
+from frozencore.maths.basis import known_basis
 from frozencore.maths.capture import CAPTURE_NEEDS
 from frozencore.maths.moments import LayerMoments
 from frozencore.tune.many.tenant import Tenant as CoreTenant
@@ -58,7 +58,6 @@ Job = tuple[str, float | None]
 """A tenant and its learning rate; None where an arm trains nothing, or at one rate only."""
 Adapters = Iterator[tuple[PeftModel, Job, Record]]
 """The model with the adapter of each job, which is gone at the next; and what the adapter's line says of it."""
-Cores = Mapping[str, Tensor]
 Updates = dict[str, tuple[Tensor, Tensor]]
 """B and A of an update by layer."""
 
@@ -218,7 +217,10 @@ class Study:
         self, method: str, rank: int, seed: int = SEED, bases: Mapping[str, Tensor] | None = None
     ) -> Iterator[PeftModel]:
         """The model with a new adapter, which is unloaded afterwards."""
-        model = METHODS[method].add(self.model, AdapterOptions(rank, ATTENTION, seed, {}), bases)
+        layers = bases and {
+            at[:-2]: known_basis(P, bases[f"{at[:-2]}.Q"]) for at, P in bases.items() if at.endswith(".P")
+        }
+        model = METHODS[method].add(self.model, AdapterOptions(rank, ATTENTION, seed, {}), layers)
         try:
             yield model
         finally:
@@ -246,7 +248,7 @@ class Study:
             with self.adapted(constructor, rank, seed) as model:
                 if pooled:
                     calibrate(model, moments=pooled, progress=False)
-                return get_bases(model)
+                return get_basis(model).tensors
 
         return self.stored(f"{constructor}-{rank}-{seed}", made)
 
@@ -285,15 +287,15 @@ class Study:
         done: dict[str, Trained] = {}
         train_many(model, together, done.update, pad_id=self.encoder.pad_id)
         found = {job: done[f"{job[0]} {job[1]}"] for job in jobs}
-        return {job: replace(one, cores=one.cores or zero_cores(model)) for job, one in found.items()}
+        return {job: replace(one, core=one.core or zero_core(model)) for job, one in found.items()}
 
     def cores(
         self, model: PeftModel, jobs: Sequence[Job], seed: int = SEED, *, shared: bool = True, **other: Any
     ) -> Adapters:
         """Tenants that train together on the basis of the model; ``other`` is of :meth:`train_cores`."""
-        sizes = {**bytes_of(model, shared=shared), "basis": basis_fingerprint(model)}
+        sizes = {**bytes_of(model, shared=shared), "basis": basis_id(model)}
         for job, trained in self.train_cores(model, jobs, seed, **other).items():
-            swap_core(model, trained.cores)
+            swap_core(model, trained.core)
             report = trained.report
             about = {"training_bytes": report.state_held_bytes, "steps": report.training.num_steps}
             yield model, job, {**sizes, **about, "train_loss": report.training.final_loss}
@@ -370,9 +372,9 @@ class Study:
         return {at[:-2]: (stored[at], stored[f"{at[:-2]}.A"]) for at in stored if at.endswith(".B")}
 
 
-def zero_cores(model: PeftModel) -> dict[str, Tensor]:
+def zero_core(model: PeftModel) -> Core:
     layers = frozen_core_layers(model, "default")
-    return {name: torch.zeros_like(layer.core("default")) for name, layer in layers.items()}
+    return Core.of(basis_id(model), {name: torch.zeros_like(layer.core("default")) for name, layer in layers.items()})
 
 
 def bytes_of(model: PeftModel, *, shared: bool) -> Record:

@@ -33,7 +33,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from contestants import UNCALIBRATED, adapter_config, random_ids, random_qwen2
-from frozencore import CoreBank, frozen_core_layers, load_basis, save_basis, set_bases, unpack_adapter
+from frozencore import CoreBank, frozen_core_layers, get_core, load_basis, save_basis, set_basis
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.smollm2 import smollm2_path
 from harness import cpu_s, load_average, medians, parser_of, ratios, table, take_turns, with_quartiles, write_found
@@ -77,12 +77,14 @@ def lora_config() -> LoraConfig:
 
 def keep(base: nn.Module, counts: list[int], num_loaded: int, place: Path) -> dict[str, Any]:
     """Disk, memory and time to enter."""
-    model = on_a_basis(base, place / "basis")
+    model = get_peft_model(base, adapter_config(UNCALIBRATED)).eval()
+    draw_cores(model, "default", 0)
+    model.save_pretrained(str(place / "whole"))
+    save_basis(model, place / "basis")
     files = [place / f"tenant-{i}" for i in range(NUM_FILES)]
     for seed, file in enumerate(files):
         draw_cores(model, "default", seed)
         model.save_pretrained(str(file))
-    unpack_adapter(files[0], place / "whole")
     found: dict[str, Any] = {
         "disk_bytes": {
             "core": folder_bytes(files[0]),
@@ -136,9 +138,9 @@ def batch(name: str, base: nn.Module, num_tenants: int, rounds: int, place: Path
     bank, basis = CoreBank(ours, num_tenants), load_basis(place / name)
     for seed, tenant in enumerate(tenants):
         ours.add_adapter(tenant, deepcopy(ours.peft_config["default"]))
-        set_bases(ours, basis, adapter_name=tenant)
+        set_basis(ours, basis, adapter_name=tenant)
         draw_cores(ours, tenant, seed)
-        bank.put(tenant, {n: layer.factors(tenant)[2] for n, layer in frozen_core_layers(ours, tenant).items()})
+        bank.put(tenant, get_core(ours, tenant))
         lora.add_adapter(tenant, lora_config())
 
     contestants: dict[str, tuple[Any, dict[str, Any], Callable[[], AbstractContextManager[None]]]] = {

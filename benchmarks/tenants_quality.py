@@ -50,7 +50,8 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 
-from frozencore import frozen_core_layers, swap_core
+from frozencore import Core, basis_id, frozen_core_layers, swap_core
+from frozencore.adapter.core import sum_cores
 from frozencore.files.fingerprint import fingerprint_model
 from frozencore.maths.compress import Compression, compress
 from frozencore.maths.linalg import complete_orthonormal, seeded_generator
@@ -68,14 +69,13 @@ from tenant_study import (
     SEED,
     START_SEED,
     Adapters,
-    Cores,
     Job,
     Results,
     Study,
     Updates,
     bytes_of,
     key,
-    zero_cores,
+    zero_core,
 )
 
 Bases = Mapping[str, Compression]
@@ -144,7 +144,7 @@ class Sharing(Study):
             memory = values * (torch.float32.itemsize + INDEX_BYTES)
             sizes["disk_bytes"] += memory - sizes["memory_bytes"]
             for name, rate in jobs:
-                swap_core(model, zero_cores(model))
+                swap_core(model, zero_core(model))
                 hooks = [
                     layer.core("default").register_hook(partial(torch.mul, masks[f"{name} {place}"]))
                     for place, layer in layers.items()
@@ -192,15 +192,17 @@ class Starts(Study):
         return rows[: len(rows) // parts]
 
     @cached_property
-    def learned(self) -> dict[str, dict[str, Tensor]]:
+    def learned(self) -> dict[str, Core]:
         """The cores of the calibrated tenants on the pooled basis."""
         missing = [name for name in self.calibrated if not (self.work / f"cores/{name}.safetensors").exists()]
         if missing:
             with self.adapted("random", self.rank, 0, self.basis("fcca", self.rank)) as model:
                 done = self.train_cores(model, [(name, POOLED_RATE) for name in missing])
             for name, _ in done:
-                self.stored(f"cores/{name}", partial(dict, done[name, POOLED_RATE].cores))
-        return {name: self.stored(f"cores/{name}", dict) for name in self.calibrated}
+                core = done[name, POOLED_RATE].core
+                assert core is not None
+                self.stored(f"cores/{name}", partial(dict, core.tensors))
+        return {name: Core.read(name, self.stored(f"cores/{name}", dict)) for name in self.calibrated}
 
     def likeness(self, model: PeftModel) -> dict[str, Tensor]:
         """Minus the loss of each learned core on a quarter of each newcomer's rows, in the order of the cores."""
@@ -208,23 +210,23 @@ class Starts(Study):
         def measured() -> dict[str, Tensor]:
             rows, pad = [self.part_of(name, 4) for name in self.newcomers], self.encoder.pad_id
             losses = []
-            for cores in self.learned.values():
-                swap_core(model, cores)
+            for core in self.learned.values():
+                swap_core(model, core)
                 losses.append(held_out_losses(model, rows, pad_id=pad))
             return dict(zip(self.newcomers, -torch.tensor(losses).mT, strict=True))
 
         return self.stored("likeness", measured)
 
-    def start(self, arm: str, name: str, model: PeftModel) -> Cores:
+    def start(self, arm: str, name: str, model: PeftModel) -> Core:
         """The core from which a newcomer starts."""
         if arm == "zero":
-            return zero_cores(model)
+            return zero_core(model)
         every = list(self.learned.values())
         alike = self.likeness(model)[name]
         if arm == "nearest":
             return every[int(alike.argmax())]
         weights = alike.softmax(0) if arm == "weighted" else torch.full_like(alike, 1 / len(alike))
-        return {layer: sum(w * one[layer] for w, one in zip(weights, every, strict=True)) for layer in every[0]}
+        return sum_cores(every, list(self.learned), weights.tolist())
 
     def started(self, start: str, parts: int, jobs: Sequence[Job]) -> Adapters:
         """Cores on the pooled basis that train from a start, on a part of the rows."""
@@ -339,7 +341,7 @@ class Compressing(Study):
                 cores = dict.fromkeys(cores, mean)
             with self.adapted("random", rank, 0, tensors_of(basis)) as model:
                 for name, rate in jobs:
-                    swap_core(model, cores[name])
+                    swap_core(model, Core.of(basis_id(model), cores[name]))
                     about = {"sources": len(sources)} | ({"kept": kept[name]} if form == "own" else {})
                     if form == "trained":
                         ((_, _, about),) = self.cores(model, [(name, TRAINED_ON_RATE)], epochs=1)

@@ -27,13 +27,12 @@ BY_TASK = {
         "export_lora", "export_merged", "check_lora_directory", "write_model_card",
     ),
     "Keep many adapters on one basis": (
-        "save_basis", "load_basis", "SavedBasis", "CoreBank", "swap_core", "prepare_swap", "merge_adapters",
-        "pack_adapter", "unpack_adapter", "export_basis_model", "export_tenant",
-        "tenant_weights",
+        "save_basis", "load_basis", "Basis", "basis_id", "Core", "get_core", "CoreBank", "swap_core", "prepare_swap",
+        "merge_adapters", "export_basis_model", "export_tenant", "tenant_weights",
     ),
     "Compute moments once, bases many times": (
-        "collect_moments", "save_moments", "load_moments", "LayerMoments", "build_bases", "get_bases",
-        "set_bases",
+        "collect_moments", "save_moments", "load_moments", "LayerMoments", "build_bases", "get_basis",
+        "set_basis",
     ),
     "Build the basis of one layer": (
         "fcca_basis", "rawgrad_basis", "signgrad_basis", "filora_basis", "eva_basis", "lora_xs_basis", "milora_basis",

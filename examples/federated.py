@@ -84,8 +84,8 @@ def client_app(model: str, basis: str, data: Path) -> ClientApp:
         own: Any = adapted.peft_config["default"]
         if own.basis_id != settings["basis"]:
             raise FrozenCoreError(
-                f"A core works on its own basis only, but the server's is {settings['basis'][:12]} and the "
-                f"one in {basis} is {own.basis_id[:12]}. Give this client the server's basis."
+                f"A core works on its own basis only, but the server's is {settings['basis']} and the one in {basis} "
+                f"is {own.basis_id}. Give this client the server's basis."
             )
         file = sorted(data.glob("*.jsonl"))[number]
         rows = rows_of(file, tokenizer)
@@ -110,10 +110,11 @@ def server_app(
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         adapted, _ = on_basis(model, basis)
-        identity = adapted.peft_config["default"].basis_id
         start = ArrayRecord(get_peft_model_state_dict(adapted))
         strategy = FedAvg(fraction_train=share, fraction_evaluate=0.0)
-        settings = ConfigRecord({"basis": identity, "rate": rate, "batch-size": batch_size})
+        settings = ConfigRecord(
+            {"basis": adapted.peft_config["default"].basis_id, "rate": rate, "batch-size": batch_size}
+        )
         result = strategy.start(grid, start, num_rounds=rounds, train_config=settings)
         if len(result.train_metrics_clientapp) < rounds:
             raise FrozenCoreError("A round needs at least one core, but in one of them every client failed: see above.")

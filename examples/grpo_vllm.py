@@ -39,12 +39,11 @@ class Rollouts:
             max_model_len=options.max_length, dtype=options.dtype, enforce_eager=True, seed=0,
             gpu_memory_utilization=options.engine_memory,
         )  # fmt: skip
-        self.identity = self.engine.llm_engine.model_config.hf_config.frozencore_basis["identity"]
         self.sync_s: list[float] = []
 
     def __call__(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, list[Any]]:
         begins = perf_counter()
-        weights = tenant_weights(trainer.accelerator.unwrap_model(trainer.model), identity=self.identity)
+        weights = tenant_weights(trainer.accelerator.unwrap_model(trainer.model))
         self.engine.collective_rpc("put_tenant", args=(POLICY.lora_int_id, weights))
         self.engine.reset_prefix_cache()
         self.sync_s.append(perf_counter() - begins)

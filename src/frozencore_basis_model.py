@@ -334,12 +334,12 @@ class TenantWorker:
 
 
 def _require_basis(weights: bytes, entry: dict[str, Any]) -> None:
-    """Compare the identity in the header of a tenant's weights with the model's."""
+    """Compare the basis id in the header of a tenant's weights with the model's."""
     start = 8  # bytes of the header's length
     header = json.loads(weights[start : start + int.from_bytes(weights[:start], "little")])
-    identity = header.get("__metadata__", {}).get(ENTRY)
-    if identity != entry["identity"]:
+    basis_id = header.get("__metadata__", {}).get(ENTRY)
+    if basis_id != entry["basis_id"]:
         raise ValueError(
-            f"The tenant belongs to the basis {str(identity)[:12]}, but this model has {entry['identity'][:12]}. "
-            "A core works on its own basis only."
+            f"The tenant has a core on the basis {basis_id}, but this model has {entry['basis_id']}. "
+            "A core works on one basis only."
         )

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, example, given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from fixtures import tried
-from frozencore import FrozenCoreConfig, export_lora
-from frozencore.adapter.saved.adapter import checksum_of
 from frozencore.calibration.moments_file import MomentsFingerprint, load_moments, save_moments
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
 from frozencore.files.strict_yaml import read_yaml
 from frozencore.maths.moments import LayerMoments
 from frozencore.tune.config import RunConfig, make_config, run_options
 from frozencore.tune.methods import METHODS
-from tiny import adapted
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -120,28 +115,6 @@ def test_moments_come_back_as_they_were_under_any_layer_names(layers: dict[str, 
     for name, layer in moments.items():
         assert loaded[name].num_tokens == layer.num_tokens
         assert torch.equal(loaded[name].input_square, layer.input_square)
-
-
-@pytest.fixture(scope="module")
-def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("adapter")
-    adapted("random", trained=True).save_pretrained(str(folder))
-    return folder
-
-
-@pytest.mark.usefixtures("as_a_user")
-@given(st.sampled_from(sorted(field.name for field in fields(FrozenCoreConfig))), JSON)
-@example("modules_to_save", ["\r"])
-@tried(2)
-def test_any_value_in_an_adapters_configuration_is_exported_or_refused_in_one_line(
-    adapter: Path, option: str, value: Any
-) -> None:
-    with TemporaryDirectory() as folder:
-        changed = Path(shutil.copytree(adapter, Path(folder) / "adapter"))
-        values = json.loads((changed / "adapter_config.json").read_text())
-        values |= {option: value}
-        (changed / "adapter_config.json").write_text(json.dumps(values | {"checksum": checksum_of(values)}))
-        attempt(lambda: export_lora(changed, Path(folder) / "lora"), FrozenCoreError)
 
 
 @given(st.integers(0, 10_000), st.integers(1, 255))

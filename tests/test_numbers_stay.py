@@ -53,7 +53,8 @@ RUNS = {
 
 def _directions(tensors: dict[str, torch.Tensor], which: str) -> dict[str, object] | None:
     """The hash of all tensors of one kind, and a few sums that see their values and order."""
-    kept = [tensors[name].float().numpy() for name in sorted(tensors) if f"frozencore_{which}" in name]
+    part = "frozencore_core_" if which == "R" else f"frozencore_{which}"
+    kept = [tensors[name].float().numpy() for name in sorted(tensors) if part in name]
     if not kept:
         return None
     whole = np.concatenate([tensor.ravel() for tensor in kept])

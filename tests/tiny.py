@@ -24,9 +24,18 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from frozencore import FrozenCoreConfig, calibrate, get_bases, load_basis, register_constructor, save_basis, set_bases
+from frozencore import (
+    Core,
+    FrozenCoreConfig,
+    basis_id,
+    calibrate,
+    get_basis,
+    load_basis,
+    register_constructor,
+    save_basis,
+    set_basis,
+)
 from frozencore.adapter.layer import FrozenCoreLinear
-from frozencore.adapter.saved.adapter import checksum_of
 from frozencore.constructors import CONSTRUCTORS, BasisOptions, Constructor, LayerData
 from frozencore.maths.basis import LayerBasis, basis_from_factors
 from frozencore.maths.moments import LayerMoments, MomentName
@@ -277,12 +286,12 @@ def on_two_bases(model: nn.Module, other: dict[str, object], **options: object) 
 def on_one_basis(*names: str, place: Path | None = None, **options: object) -> PeftModel:
     """Adapters of trained cores on one basis: each with a copy, or by the name of the basis saved at ``place``."""
     model = adapted("fcca", **options)
-    first, bases = model.peft_config["default"], get_bases(model)
+    first, basis = model.peft_config["default"], get_basis(model)
     if place is not None:
         save_basis(model, place)
     for seed, name in enumerate(names):
         model.add_adapter(name, copy.deepcopy(first))
-        set_bases(model, bases if place is None else load_basis(place), adapter_name=name)
+        set_basis(model, basis if place is None else load_basis(place), adapter_name=name)
         train_at_random(model, name, seed=seed)
     model.delete_adapter("default")
     model.set_adapter(names[0])
@@ -290,10 +299,9 @@ def on_one_basis(*names: str, place: Path | None = None, **options: object) -> P
 
 
 def set_values(folder: Path, **changed: object) -> None:
-    """Other values in the configuration of a saved adapter, with the checksum that they give."""
+    """Other values in the configuration of a saved adapter."""
     file = folder / "adapter_config.json"
-    content = json.loads(file.read_text()) | changed
-    file.write_text(json.dumps(content | {"checksum": checksum_of(content)}))
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
 
 
 def cores_of(model: nn.Module, adapter_name: str = "default") -> list[FrozenCoreLinear]:
@@ -303,6 +311,11 @@ def cores_of(model: nn.Module, adapter_name: str = "default") -> list[FrozenCore
 def factors_of(model: nn.Module, adapter_name: str = "default") -> list[Tensor]:
     """Copies of P, Q and R of every layer."""
     return [X.detach().clone() for layer in cores_of(model, adapter_name) for X in layer.factors(adapter_name)]
+
+
+def core_with(model: nn.Module, cores: dict[str, Tensor]) -> Core:
+    """A core on the model's basis, from R by layer name."""
+    return Core.of(basis_id(model), cores)
 
 
 def all_equal(one: list[Tensor], other: list[Tensor]) -> bool:

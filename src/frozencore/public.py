@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from frozencore.adapter.bank import CoreBank
-from frozencore.adapter.bases import get_bases, save_basis, set_bases
+from frozencore.adapter.bases import basis_id, get_basis, save_basis, set_basis
+from frozencore.adapter.basis import Basis, load_basis
 from frozencore.adapter.calibrate import Calibration, calibrate
+from frozencore.adapter.card import write_model_card
 from frozencore.adapter.config import FrozenCoreConfig, register_constructor
+from frozencore.adapter.core import Core
 from frozencore.adapter.export.base_model import export_merged
 from frozencore.adapter.export.basis_model import export_basis_model, export_tenant, tenant_weights
 from frozencore.adapter.export.lora import export_lora
 from frozencore.adapter.export.serving import check_lora_directory
-from frozencore.adapter.folders import merge_adapters, pack_adapter, unpack_adapter
+from frozencore.adapter.folders import merge_adapters
 from frozencore.adapter.layer import frozen_core_layers
 from frozencore.adapter.model import FrozenCoreModel
-from frozencore.adapter.saved.basis import SavedBasis, load_basis
-from frozencore.adapter.saved.card import write_model_card
-from frozencore.adapter.swap import prepare_swap, swap_core
+from frozencore.adapter.swap import get_core, prepare_swap, swap_core
 from frozencore.calibration.calibrate import build_bases
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import collect_moments
@@ -42,9 +43,11 @@ from frozencore.maths.whitening import Whitening
 
 __all__ = [
     "CONSTRUCTORS",
+    "Basis",
     "BasisOptions",
     "Calibration",
     "CalibrationOptions",
+    "Core",
     "CoreBank",
     "FrozenCoreConfig",
     "FrozenCoreError",
@@ -52,8 +55,8 @@ __all__ = [
     "LayerBasis",
     "LayerData",
     "LayerMoments",
-    "SavedBasis",
     "Whitening",
+    "basis_id",
     "build_bases",
     "build_basis",
     "calibrate",
@@ -67,24 +70,23 @@ __all__ = [
     "fcca_basis",
     "filora_basis",
     "frozen_core_layers",
-    "get_bases",
+    "get_basis",
+    "get_core",
     "load_basis",
     "load_moments",
     "lora_xs_basis",
     "merge_adapters",
     "milora_basis",
-    "pack_adapter",
     "prepare_swap",
     "random_basis",
     "rawgrad_basis",
     "register_constructor",
     "save_basis",
     "save_moments",
-    "set_bases",
+    "set_basis",
     "signgrad_basis",
     "swap_core",
     "tenant_weights",
-    "unpack_adapter",
     "vera_basis",
     "write_model_card",
 ]

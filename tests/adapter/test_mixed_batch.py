@@ -22,7 +22,16 @@ from transformers import (
 )
 
 from families import make
-from frozencore import CoreBank, FrozenCoreConfig, frozen_core_layers, get_bases, prepare_swap, set_bases
+from frozencore import (
+    Core,
+    CoreBank,
+    FrozenCoreConfig,
+    frozen_core_layers,
+    get_basis,
+    get_core,
+    prepare_swap,
+    set_basis,
+)
 from frozencore.adapter.layer import FrozenCoreLinear
 from frozencore.adapter.per_row import adapter_of_each_row
 from frozencore.errors import ArtifactError, ConfigError
@@ -30,30 +39,28 @@ from tiny import BATCHES, adapted, cores_of, logits, on_one_basis, on_two_bases,
 
 PROMPT = {key: BATCHES[0][key] for key in ("input_ids", "attention_mask")}
 ROWS = ["a", "__base__", "b", "a"]
-Cores = dict[str, Tensor]
 
 
-def trained_cores(model: PeftModel, seed: int) -> Cores:
-    """Cores as a tenant would train them; the model's own become these."""
+def trained_core(model: PeftModel, seed: int) -> Core:
+    """A core as a tenant would train it; the model's becomes this one."""
     train_at_random(model, seed=seed)
-    return {name: layer.core("default").detach().clone() for name, layer in own_layers(model).items()}
+    return get_core(model)
 
 
 def own_layers(model: nn.Module) -> dict[str, FrozenCoreLinear]:
     return frozen_core_layers(model, "default")
 
 
-def filled(model: PeftModel, tenants: dict[str, Cores], capacity: int = 4) -> CoreBank:
+def filled(model: PeftModel, tenants: dict[str, Core], capacity: int = 4) -> CoreBank:
     bank = CoreBank(model, capacity)
-    for name, cores in tenants.items():
-        bank.put(name, cores)
+    for name, core in tenants.items():
+        bank.put(name, core)
     return bank
 
 
-def set_core(model: PeftModel, cores: Cores | None) -> None:
-    with torch.no_grad():
-        for name, layer in own_layers(model).items():
-            layer.core("default").copy_(cores[name]) if cores else layer.core("default").zero_()
+def set_core(model: PeftModel, core: Core | None) -> None:
+    zero = get_core(model)
+    prepare_swap(model, Core(zero.basis_id, 0 * zero.values) if core is None else core).swap_in()
 
 
 @dataclass
@@ -81,7 +88,7 @@ def by_name(model: PeftModel) -> Rows:
 
 
 def by_bank(model: PeftModel) -> Rows:
-    tenants = {name: trained_cores(model, seed) for seed, name in enumerate("ab")}
+    tenants = {name: trained_core(model, seed) for seed, name in enumerate("ab")}
     bank = filled(model, tenants)
 
     def mixed(call: Callable[..., Any], **options: Any) -> Any:
@@ -228,14 +235,14 @@ def model() -> PeftModel:
 
 
 @pytest.fixture
-def tenants(model: PeftModel) -> dict[str, Cores]:
-    return {name: trained_cores(model, seed) for seed, name in enumerate("abc")}
+def tenants(model: PeftModel) -> dict[str, Core]:
+    return {name: trained_core(model, seed) for seed, name in enumerate("abc")}
 
 
-def test_a_core_is_replaced_evicted_and_its_slot_used_again(model: PeftModel, tenants: dict[str, Cores]) -> None:
+def test_a_core_is_replaced_evicted_and_its_slot_used_again(model: PeftModel, tenants: dict[str, Core]) -> None:
     bank = filled(model, {"a": tenants["a"], "b": tenants["b"]}, capacity=2)
     bank.put("a", tenants["c"])
-    assert all(torch.equal(core, tenants["c"][layer]) for layer, core in bank.get("a").items())
+    assert torch.equal(bank.get("a").values, tenants["c"].values)
     bank.evict("b")
     assert ("b" in bank, len(bank)) == (False, 1)
     bank.put("d", tenants["b"])
@@ -247,7 +254,7 @@ def cores_of_rows(layer: FrozenCoreLinear) -> Tensor:
     return layer.per_row.parts[0].R
 
 
-def test_batches_of_all_sizes_are_at_the_place_of_the_largest(model: PeftModel, tenants: dict[str, Cores]) -> None:
+def test_batches_of_all_sizes_are_at_the_place_of_the_largest(model: PeftModel, tenants: dict[str, Core]) -> None:
     """So that CUDA graphs stay valid."""
     bank = filled(model, tenants)
     with bank.rows(["a", None, "b", "a"]):
@@ -262,7 +269,7 @@ def test_batches_of_all_sizes_are_at_the_place_of_the_largest(model: PeftModel, 
 
 
 def test_a_batch_inside_another_has_its_own_rows_and_the_outer_one_goes_on(
-    model: PeftModel, tenants: dict[str, Cores]
+    model: PeftModel, tenants: dict[str, Core]
 ) -> None:
     rows = ["a", None, "b", "a"]
     bank, second = filled(model, tenants), filled(model, tenants)
@@ -296,7 +303,7 @@ def test_a_batch_inside_another_has_its_own_rows_and_the_outer_one_goes_on(
 @pytest.mark.parametrize("modules", [None, ["lm_head"]])
 def test_rows_of_a_bank_are_the_base_models_where_only_another_adapter_is(modules: list[str] | None) -> None:
     model = adapted("random", target_modules=["q_proj"])
-    bank = filled(model, {"a": trained_cores(model, 1)})
+    bank = filled(model, {"a": trained_core(model, 1)})
     with bank.rows(["a", None, "a", None]):
         expected = logits(model)
     options = {"r": 3, "constructor": "random", "target_modules": ["q_proj", "v_proj"]}
@@ -315,25 +322,25 @@ def test_rows_of_a_bank_are_the_base_models_where_only_another_adapter_is(module
 @pytest.mark.parametrize("added_again", [False, True])
 def test_cores_of_a_deleted_adapter_are_refused_also_where_its_name_has_another_scale(added_again: bool) -> None:
     model = on_one_basis("first", "other")
-    cores = {layer.name: layer.core("other").detach().clone() for layer in cores_of(model, "other")}
-    bank, ready = CoreBank(model, 1, adapter_name="other"), prepare_swap(model, cores, adapter_name="other")
-    bank.put("x", cores)
-    config, bases = model.peft_config["other"], get_bases(model, "other")
+    core = get_core(model, "other")
+    bank, ready = CoreBank(model, 1, adapter_name="other"), prepare_swap(model, core, adapter_name="other")
+    bank.put("x", core)
+    config, basis = model.peft_config["other"], get_basis(model, "other")
     model.delete_adapter("other")
     if added_again:
         model.add_adapter("other", dataclasses.replace(config, alpha=99.0))
-        set_bases(model, bases, adapter_name="other")
-    for use in (ready.swap_in, lambda: bank.put("x", cores), lambda: bank.rows(["x"]).__enter__()):
-        with pytest.raises(ConfigError, match="set, moved or deleted since"):
+        set_basis(model, basis.layers, adapter_name="other")
+    for use in (ready.swap_in, lambda: bank.put("x", core), lambda: bank.rows(["x"]).__enter__()):
+        with pytest.raises(ArtifactError, match="but the adapter 'other' now has"):
             use()
 
 
-def rows_of(model: PeftModel, cores: Cores) -> Tensor:
-    with filled(model, {"x": cores}).rows(["x"] * 4):
+def rows_of(model: PeftModel, core: Core) -> Tensor:
+    with filled(model, {"x": core}).rows(["x"] * 4):
         return logits(model)
 
 
-def test_a_batch_that_runs_keeps_the_cores_it_began_with(model: PeftModel, tenants: dict[str, Cores]) -> None:
+def test_a_batch_that_runs_keeps_the_cores_it_began_with(model: PeftModel, tenants: dict[str, Core]) -> None:
     bank = filled(model, {"a": tenants["a"]}, capacity=2)
     with bank.rows(["a"] * 4):
         bank.put("a", tenants["b"])
@@ -345,7 +352,7 @@ def test_a_batch_that_runs_keeps_the_cores_it_began_with(model: PeftModel, tenan
         assert torch.equal(logits(model), rows_of(model, tenants["b"]))
 
 
-def test_threads_put_and_evict_while_batches_run(model: PeftModel, tenants: dict[str, Cores]) -> None:
+def test_threads_put_and_evict_while_batches_run(model: PeftModel, tenants: dict[str, Core]) -> None:
     bank = filled(model, {"a": tenants["a"]}, capacity=6)
     wanted = rows_of(model, tenants["a"])
 
@@ -364,43 +371,42 @@ def test_threads_put_and_evict_while_batches_run(model: PeftModel, tenants: dict
 
 
 def test_cores_in_16_bits_take_half_the_memory_and_multiply_in_float32(
-    model: PeftModel, tenants: dict[str, Cores]
+    model: PeftModel, tenants: dict[str, Core]
 ) -> None:
     full, half = CoreBank(model, 8), CoreBank(model, 8, dtype=torch.bfloat16)
     sizes = [sum(values.nbytes for values in bank.blocks.values()) for bank in (full, half)]
-    assert sizes[0] == 2 * sizes[1] == 9 * 4 * sum(len(R) ** 2 for R in tenants["a"].values())
+    assert sizes[0] == 2 * sizes[1] == 9 * 4 * len(tenants["a"].values)
     half.put("a", tenants["a"])
     with half.rows(["a"] * 4):
         found = logits(model)
-    set_core(model, {name: R.bfloat16().float() for name, R in tenants["a"].items()})
+    set_core(model, Core(tenants["a"].basis_id, tenants["a"].values.bfloat16()))
     torch.testing.assert_close(found, logits(model), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("as_a_user")
 def test_what_cannot_be_put_is_one_line_and_leaves_the_bank_as_it_was(
-    model: PeftModel, tenants: dict[str, Cores]
+    model: PeftModel, tenants: dict[str, Core]
 ) -> None:
     bank = filled(model, {"a": tenants["a"]}, capacity=1)
     for call, kind, message in (
         (lambda: bank.put(None, tenants["b"]), ConfigError, "None is the base model"),
-        (lambda: bank.put("b", None), ConfigError, "a NoneType came"),
         (lambda: bank.put("b", tenants["b"]), ConfigError, "full: it holds 1 of 1"),
-        (lambda: bank.put("a", {n: R * torch.nan for n, R in tenants["a"].items()}), ArtifactError, "NaN"),
+        (lambda: bank.put("a", Core(tenants["a"].basis_id, tenants["a"].values * torch.nan)), ArtifactError, "NaN"),
         (lambda: bank.rows(["b"]).__enter__(), ConfigError, "no core 'b'"),
         (lambda: bank.rows([]).__enter__(), ConfigError, "for each of its rows, but"),
         (lambda: CoreBank(model, 0), ConfigError, "at least one core"),
-        (lambda: CoreBank(model, 1, adapter_name="other"), ConfigError, "none called 'other'"),
+        (lambda: CoreBank(model, 1, adapter_name="other"), ConfigError, "'other' is no frozen-core adapter"),
         (lambda: CoreBank(adapted("random", modules_to_save=["lm_head"]), 1), ConfigError, "trains other modules too"),
     ):
         with pytest.raises(kind, match=message) as caught:
             call()
         assert "\n" not in str(caught.value)
     assert list(bank) == ["a"]
-    assert all(torch.equal(core, tenants["a"][layer]) for layer, core in bank.get("a").items())
+    assert torch.equal(bank.get("a").values, tenants["a"].values)
 
 
 def test_a_compiled_model_serves_batches_of_other_sizes_without_a_graph_for_each(
-    model: PeftModel, tenants: dict[str, Cores]
+    model: PeftModel, tenants: dict[str, Core]
 ) -> None:
     torch._dynamo.reset()
     counter, bank = CompileCounter(), filled(model, tenants)
@@ -412,7 +418,7 @@ def test_a_compiled_model_serves_batches_of_other_sizes_without_a_graph_for_each
 
 
 def test_two_banks_of_one_model_in_two_threads_do_not_mix_their_rows(
-    model: PeftModel, tenants: dict[str, Cores]
+    model: PeftModel, tenants: dict[str, Core]
 ) -> None:
     banks = {name: filled(model, {"x": tenants[name]}) for name in "ab"}
     expected = {name: rows_of(model, tenants[name]) for name in "ab"}
@@ -428,7 +434,7 @@ def test_two_banks_of_one_model_in_two_threads_do_not_mix_their_rows(
         assert all(chain(*threads.map(run, "ab")))
 
 
-def test_a_plain_pass_of_another_thread_is_refused_meanwhile(model: PeftModel, tenants: dict[str, Cores]) -> None:
+def test_a_plain_pass_of_another_thread_is_refused_meanwhile(model: PeftModel, tenants: dict[str, Core]) -> None:
     bank, plain, expected = filled(model, tenants), logits(model), rows_of(model, tenants["a"])
 
     def of_the_base() -> Tensor:
@@ -461,7 +467,7 @@ def test_a_block_that_autograd_computes_again_in_a_thread_of_its_own_has_its_bat
 
 @pytest.mark.parametrize("made_inside", [True, False])
 def test_a_bank_works_in_and_after_inference_mode(
-    model: PeftModel, tenants: dict[str, Cores], made_inside: bool
+    model: PeftModel, tenants: dict[str, Core], made_inside: bool
 ) -> None:
     expected = [rows_of(model, tenants[name]) for name in "ab"]
     with torch.inference_mode(made_inside):

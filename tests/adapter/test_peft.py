@@ -30,20 +30,21 @@ from frozencore import (
     CONSTRUCTORS,
     FrozenCoreConfig,
     calibrate,
+    export_lora,
     export_merged,
-    get_bases,
+    get_basis,
     save_basis,
-    set_bases,
+    set_basis,
     swap_core,
 )
-from frozencore.adapter.layer import frozen_core_layers
-from frozencore.adapter.saved.tensors import UncalibratedWarning
+from frozencore.adapter.layer import UncalibratedWarning, frozen_core_layers
 from frozencore.adapter.shared_factors import SharedFactors
-from frozencore.errors import ModelError
+from frozencore.errors import ArtifactError, ModelError
 from tiny import (
     BATCHES,
     adapted,
     all_equal,
+    core_with,
     cores_of,
     factors_of,
     logits,
@@ -193,21 +194,26 @@ def test_peft_reports_the_state_of_an_adapter() -> None:
 
 
 @needs_own_integration
-def test_transformers_own_integration_calibrates_saves_and_loads_the_adapter(tmp_path: Path) -> None:
+def test_transformers_own_integration_calibrates_and_saves_and_its_loading_names_two_ways_out(tmp_path: Path) -> None:
     model = tiny_qwen2()
     model.add_adapter(FrozenCoreConfig(r=3, coordinates="qr"), adapter_name="mine")
     calibrate(model, BATCHES, adapter_name="mine", progress=False)
     assert all_equal(factors_of(model, "mine"), factors_of(adapted("fcca")))
     train_at_random(model, "mine")
     model.save_pretrained(tmp_path)
-    loaded = tiny_qwen2()
-    loaded.load_adapter(str(tmp_path), adapter_name="theirs")
+    other = tiny_qwen2()
+    with pytest.raises(ArtifactError, match=r"PeftModel\.from_pretrained\(model, FOLDER\), or export") as refused:
+        other.load_adapter(str(tmp_path), adapter_name="theirs")
+    assert "\n" not in str(refused.value)
+    assert torch.equal(logits(other), logits(tiny_qwen2()))
+    loaded = PeftModel.from_pretrained(other, str(tmp_path))
     assert torch.equal(logits(loaded.eval()), logits(model.eval()))
-    loaded.disable_adapters()
-    assert torch.equal(logits(loaded), logits(tiny_qwen2()))
-    loaded.enable_adapters()
-    loaded.delete_adapter("theirs")
-    assert torch.equal(logits(loaded), logits(tiny_qwen2()))
+    model.disable_adapters()
+    assert torch.equal(logits(model), logits(tiny_qwen2()))
+    export_lora(tmp_path, tmp_path / "lora", base=tiny_qwen2())
+    plain = tiny_qwen2()
+    plain.load_adapter(str(tmp_path / "lora"))
+    torch.testing.assert_close(logits(plain.eval()), logits(loaded), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +280,7 @@ def test_a_model_of_inference_tensors_is_built_and_used_but_not_calibrated() -> 
         base = tiny_qwen2()
         expected = logits(base)
         made_here = get_peft_model(base, FrozenCoreConfig(r=3, constructor="random")).eval()
-        swap_core(made_here, {layer.name: torch.ones(3, 3) for layer in cores_of(made_here)})
+        swap_core(made_here, core_with(made_here, {layer.name: torch.ones(3, 3) for layer in cores_of(made_here)}))
         assert not torch.equal(logits(made_here), expected)
         base = made_here.unload()
     lora = get_peft_model(base, LoraConfig(r=3))
@@ -318,7 +324,7 @@ def load_another_p(model: PeftModel) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda model: set_bases(model, get_bases(adapted("random")), adapter_name="a", reset=True),
+        lambda model: set_basis(model, get_basis(adapted("random")), adapter_name="a", reset=True),
         load_another_p,
         lambda model: model.delete_adapter("a"),
     ],
@@ -365,10 +371,10 @@ def test_adapters_added_before_calibration_get_the_basis_too_and_a_second_calibr
     model = with_reference(adapted("fcca", calibrated=False))
     calibrate(model, BATCHES, adapter_name="default", progress=False)
     assert all(len(held) == 1 for held in holders(model, "default", "ref"))
-    before = get_bases(model, "default")
+    before = get_basis(model, "default").id
     calibrate(model, BATCHES[:1], adapter_name="ref", reset=True, progress=False)
     assert all(len(held) == 2 for held in holders(model, "default", "ref"))
-    assert all(torch.equal(basis, before[name]) for name, basis in get_bases(model, "default").items())
+    assert get_basis(model, "default").id == before
 
 
 def test_a_state_dict_holds_each_basis_once_and_the_adapter_is_saved_whole(tmp_path: Path) -> None:
@@ -436,7 +442,7 @@ def test_a_state_that_cannot_be_loaded_leaves_a_shared_basis_as_it_was() -> None
 
 def test_a_basis_that_cannot_be_known_is_missing_and_never_guessed() -> None:
     model = with_reference(adapted("fcca", trained=True), "third")
-    set_bases(model, get_bases(adapted("random")), adapter_name="third", reset=True)
+    set_basis(model, get_basis(adapted("random")), adapter_name="third", reset=True)
     other = with_reference(adapted("fcca", calibrated=False), "third")
     with pytest.raises(RuntimeError, match="Missing key.*frozencore_P.ref"):
         other.load_state_dict(model.state_dict())

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForImageClassification, SwinConfig, ViTConfig
 
 from families import make
-from frozencore import CoreBank, frozen_core_layers
+from frozencore import CoreBank, get_core
 from frozencore.adapter.per_row import adapter_of_each_row
 from frozencore.errors import ConfigError
 from tiny import BATCHES, adapted, on_one_basis, on_two_bases
@@ -120,7 +120,7 @@ OTHER_AXES: dict[str, Callable[[], tuple[PeftModel, dict[str, Tensor]]]] = {
 def test_a_batch_whose_first_axis_is_not_known_to_be_the_rows_is_refused(case: str) -> None:
     model, batch = OTHER_AXES[case]()
     bank = CoreBank(model, 1, adapter_name="a")
-    bank.put("x", {name: layer.core("a") for name, layer in frozen_core_layers(model, "a").items()})
+    bank.put("x", get_core(model, "a"))
     for _ in range(2):
         with pytest.raises(ConfigError, match="not known to be the batch"):
             model(**batch, adapter_names=["a", "b"] * 4)

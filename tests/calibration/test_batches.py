@@ -12,7 +12,7 @@ from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, DataCollatorForSeq2Seq
 
-from frozencore import CalibrationOptions, calibrate, get_bases
+from frozencore import CalibrationOptions, calibrate, get_basis
 from frozencore.calibration.batches import example_of_tokens, num_examples_of, take_examples, targets_of
 from frozencore.errors import DataError
 from frozencore.tune.pocket import pocket_model_path
@@ -46,7 +46,7 @@ class MapStyle(torch.utils.data.Dataset):
 def calibrated(data: Any, **options: Any) -> dict[str, torch.Tensor]:
     model = adapted("fcca", calibrated=False)
     calibrate(model, data, progress=False, **options)
-    return get_bases(model)
+    return get_basis(model).tensors
 
 
 def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:

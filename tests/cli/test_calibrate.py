@@ -46,7 +46,7 @@ def test_calibrate_then_inspect_shows_what_the_basis_captured(command: Command, 
     assert "16 layers (--all-layers shows each)" in out
     assert {"effective", "σ₁"} <= {line.split("│")[1].strip() for line in out.splitlines() if line.startswith("│")}
     status, out, _ = command("inspect", folder / "adapter", "--moments", folder / "moments.safetensors", "--json")
-    reports = json.loads(out)
+    reports = json.loads(out)["layers"]
     assert status == 0
     assert len(reports) == 16
     assert list(reports) == sorted(reports, key=natural_sort_key)
@@ -71,7 +71,7 @@ def test_tune_on_a_basis_takes_everything_from_it_and_saves_cores_alone(
     assert "16 rows of pocket-sentiment" in (adapter / "README.md").read_text()
     status, out, err = command("inspect", basis, "--against", adapter, "--json")
     assert status == 0, err
-    assert all(layer["output_cosine"] == pytest.approx(1) for layer in json.loads(out).values())
+    assert all(layer["output_cosine"] == pytest.approx(1) for layer in json.loads(out)["layers"].values())
 
 
 def test_what_contradicts_the_basis_is_one_line(command: Command, basis: Path, tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_tenants_are_scored_and_trained_on_and_a_newcomer_trains_on_the_basis(
     assert "Skipped empty" in out
     assert all(arm in out for arm in ("base", "own", "compressed", "trained on"))
     cores = [adapter_in(tmp_path / "shop/anna", name) for name in ("adapter", "trained-on")]
-    assert cores[0].peft_config["default"].basis_id == load_basis(tmp_path / "shop/basis").identity
+    assert cores[0].peft_config["default"].basis_id == load_basis(tmp_path / "shop/basis").id
     assert re.search(r"anna, own: \d+ in .* \(loss\)", out)
     few = ["--epochs", 1, "--basis", tmp_path / "shop/basis", "--out", tmp_path / "dora"]
     status, said, err = command("tune", *model, "--data", loras / "rows/anna.jsonl", *few)

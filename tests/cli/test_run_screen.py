@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from scipy.stats import binomtest
 
 from fixtures import shown
-from frozencore import export_lora, pack_adapter
+from frozencore import export_lora, save_basis
 from frozencore.cli.run_screen import run_summary, sample_lines, size_lines
 from frozencore.files.adapter_folder import WEIGHTS_FILE
 from frozencore.files.atomic_write import read_lines, write_lines
@@ -120,22 +120,24 @@ def sizes(line: str) -> list[float]:
     return [float(number) * UNITS[unit] for number, unit in re.findall(r"([\d.]+) (KB|MB)", line)]
 
 
-def test_a_cores_size_is_that_of_its_file_of_its_pack_and_of_its_lora(
+def test_a_cores_size_is_that_of_its_file_of_a_core_alone_and_of_its_lora(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     adapter = Path("run/adapter")
-    adapted("fcca", trained=True, r=16).save_pretrained(str(adapter))
+    model = adapted("fcca", trained=True, r=16)
+    model.save_pretrained(str(adapter))
     (line,) = size_lines(adapter)
     values = int(re.search(r"Size of ([\d,]+) trained values", line)[1].replace(",", ""))  # type: ignore[index]
-    pack_adapter(adapter, None, "shared/run")
+    save_basis(model, "shared/basis")
+    model.save_pretrained("shared/run")
     export_lora(adapter, "lora")
     files = [adapter / WEIGHTS_FILE, Path("shared/run") / WEIGHTS_FILE, Path("lora") / WEIGHTS_FILE]
     for said, file in zip(sizes(line), files, strict=True):
         assert said == pytest.approx(file.stat().st_size, rel=HEADERS)
     assert files[1].stat().st_size == pytest.approx(4 * values, rel=HEADERS)
     assert list(size_lines(Path("shared/run"))) == [
-        f"Size: {files[1].stat().st_size / 1000:.1f} KB, cores alone on their basis."
+        f"Size: {files[1].stat().st_size / 1000:.1f} KB, a core alone on its basis."
     ]
 
 

@@ -27,9 +27,9 @@ def native(base: Path) -> PeftModel:
 
 
 @pytest.fixture(scope="module")
-def identity(base: Path, native: PeftModel, folder: Path) -> str:
+def basis_model(base: Path, native: PeftModel, folder: Path) -> Path:
     native.save_pretrained(folder / "adapter")
-    return export_basis_model(folder / "adapter", folder / "model", base=base).identity
+    return export_basis_model(folder / "adapter", folder / "model", base=base).directory
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +38,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(identity: str, folder: Path) -> Iterator[Any]:
-    with started(folder / "model", RANK) as driven:
+def engine(basis_model: Path) -> Iterator[Any]:
+    with started(basis_model, RANK) as driven:
         yield driven
 
 
@@ -56,18 +56,18 @@ def started(model: Path, rank: int) -> Iterator[Any]:
     driven.end()
 
 
-def weights_of(native: PeftModel, tenant: int, identity: str, folder: Path) -> str:
+def weights_of(native: PeftModel, tenant: int, folder: Path) -> str:
     """Gives the adapter a tenant's cores; the file of their weights."""
     train_at_random(native, size=0.3, seed=tenant)
-    (folder / str(tenant)).write_bytes(tenant_weights(native, identity=identity))
+    (folder / str(tenant)).write_bytes(tenant_weights(native))
     return str(folder / str(tenant))
 
 
 def test_tenants_enter_from_memory_and_answer_as_their_native_adapters(
-    engine: Any, native: PeftModel, identity: str, folder: Path
+    engine: Any, native: PeftModel, folder: Path
 ) -> None:
     """Three tenants on two slots."""
-    engine.say("put", files=[weights_of(native, tenant, identity, folder) for tenant in range(3)])
+    engine.say("put", files=[weights_of(native, tenant, folder) for tenant in range(3)])
     for tenant in range(3):
         answer = engine.say("generate", prompts=PROMPTS, num_tokens=NUM_TOKENS, tenants=1, first=tenant)
         train_at_random(native, size=0.3, seed=tenant)
@@ -76,10 +76,10 @@ def test_tenants_enter_from_memory_and_answer_as_their_native_adapters(
 
 
 def test_rows_of_the_base_model_stand_beside_a_tenants_rows_in_one_batch(
-    engine: Any, native: PeftModel, identity: str, folder: Path
+    engine: Any, native: PeftModel, folder: Path
 ) -> None:
     """vLLM's own layers would give such rows the adapter of the last slot."""
-    files = [weights_of(native, tenant, identity, folder) for tenant in range(2)]
+    files = [weights_of(native, tenant, folder) for tenant in range(2)]
     engine.say("put", files=files)
     asked = {"prompts": [PROMPTS[0], *PROMPTS], "num_tokens": NUM_TOKENS}
     mixed = engine.say("generate", tenants=1, first=4, bare=1, **asked)["tokens"]
@@ -90,7 +90,7 @@ def test_rows_of_the_base_model_stand_beside_a_tenants_rows_in_one_batch(
 
 
 def test_a_tenant_of_another_basis_is_refused_and_said_in_one_line(
-    engine: Any, native: PeftModel, identity: str, folder: Path
+    engine: Any, native: PeftModel, folder: Path
 ) -> None:
     with pytest.raises(SystemExit, match="The tenant belongs to the basis 000000000000, but this model has"):
         engine.say("put", files=[weights_of(native, 3, "0" * 64, folder)])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from frozencore.adapter.saved.basis import load_basis
+from frozencore.adapter.basis import load_basis
 from frozencore.errors import ArtifactError
 from frozencore.files.adapter_folder import read_config
 

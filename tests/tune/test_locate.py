@@ -10,7 +10,6 @@ from unicodedata import normalize
 
 import pytest
 
-from frozencore.adapter.mean_core import weights_in
 from frozencore.errors import ConfigError
 from frozencore.tune.locate import find_tenants
 
@@ -37,11 +36,6 @@ NAMES = ["मीरा", "สมศรี", "கவிதா", "שָׁלוֹם",
 def test_names_of_every_script_are_those_of_tenants_in_one_form(name: str, tmp_path: Path) -> None:
     (tmp_path / f"{normalize('NFD', name)}.jsonl").touch()
     assert list(find_tenants(tmp_path)) == [normalize("NFC", name)]
-    weights = tmp_path / "weights.yaml"
-    weights.write_text(f"{normalize('NFD', name)}: 1\n", encoding="utf-8")
-    (tmp_path / normalize("NFC", name)).mkdir()
-    (tmp_path / normalize("NFC", name) / "adapter_config.json").touch()
-    assert list(weights_in(weights)) == list(weights_in(tmp_path)) == [tmp_path / normalize("NFC", name)]
 
 
 @pytest.mark.parametrize("name", ["\u0301a", "a b", "-a", "anna\u200d", "a\u200bb", "a\u202eb", "அ" * 80, "Jos\udce9"])

@@ -15,7 +15,7 @@ from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from frozencore import FrozenCoreConfig, save_basis
-from frozencore.adapter.bases import basis_fingerprint
+from frozencore.adapter.bases import basis_id
 from frozencore.adapter.calibrate import calibrate
 from frozencore.errors import (
     ArtifactError,
@@ -349,4 +349,4 @@ def test_the_library_alone_gives_the_basis_of_the_run(whole: tuple[TunedRecord, 
     model = get_peft_model(prepared.model, FrozenCoreConfig(r=4, seed=42, task_type="CAUSAL_LM"))
     batches = calibration_batches(prepared.rows.calibration, prepared.encoder.pad_id)
     calibrate(model, batches, progress=False)
-    assert basis_fingerprint(model) == whole[0].hashes.basis
+    assert basis_id(model) == whole[0].hashes.basis

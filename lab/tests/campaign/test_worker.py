@@ -14,7 +14,6 @@ from frozencore.adapter.layer import frozen_core_layers
 from frozencore.calibration.collect import collect_moments
 from frozencore.calibration.moments_file import load_moments
 from frozencore.errors import ArtifactError
-from frozencore.maths.basis import known_basis
 from frozencore.maths.capture import captured_correlation
 from frozencore.maths.whitening import damped
 from frozencore.tune.adapt import calibration_batches
@@ -134,7 +133,7 @@ def test_a_run_that_reads_no_data_is_measured_on_the_moments_that_others_share(s
     J = {}
     for name, layer in layers.items():
         A, D = damped(moments[name].a, 1e-3), damped(moments[name].d, 1e-3)
-        J[name] = captured_correlation(moments[name].G, A, D, known_basis(*layer.factors("default")[:2]))
+        J[name] = captured_correlation(moments[name].G, A, D, layer.basis("default"))
     alignment = record_of(store, free).alignment
     assert dict(zip(alignment.layers.name, alignment.layers.J, strict=True)) == pytest.approx(J, rel=1e-4)
     assert pytest.approx(sum(J.values()), rel=1e-4) == alignment.J

@@ -10,27 +10,28 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from frozencore.adapter.bases import basis_id_of
+from frozencore.adapter.config import find_adapter
+from frozencore.adapter.core import Core, by_layer
 from frozencore.adapter.layer import frozen_core_layers
 from frozencore.adapter.per_row import cores_of_rows, lock_of, other_modules, repetitions
-from frozencore.adapter.saved import tensors as state
-from frozencore.adapter.swap import HeldBases, read_cores, require_unmerged
-from frozencore.errors import ConfigError
+from frozencore.adapter.swap import Source, read_core, require_basis_id, require_unmerged
+from frozencore.errors import ArtifactError, ConfigError
+from frozencore.maths.linalg import all_finite
 from frozencore.quiet import with_attributes
-
-REBUILD = "Make a new CoreBank and put the cores again."
 
 
 class CoreStack:
     """Slots of cores on the basis of one loaded adapter, whose own core is not used.
 
     Attributes:
-        ranks: r of each layer, in the order of flattened cores.
+        basis_id: The id of the basis.
+        ranks: r of each layer, in the order of a core's values.
         blocks: slots x Σr² on each device.
         cores: Views of them by layer, slots x r x r.
 
@@ -42,12 +43,10 @@ class CoreStack:
     def __init__(
         self, model: nn.Module, num_slots: int, *, adapter_name: str = "default", dtype: torch.dtype = torch.float32
     ) -> None:
+        adapter_name, config = find_adapter(model, adapter_name)
         self.model, self.adapter_name = model, adapter_name
         self.layers = dict(sorted(frozen_core_layers(model, adapter_name).items()))
-        if not self.layers:
-            raise ConfigError(f"Cores need a frozen-core adapter, but the model has none called {adapter_name!r}.")
-        configs: Any = model.peft_config
-        if configs[adapter_name].trains_modules:
+        if config.trains_modules:
             raise ConfigError(
                 f"Rows and tenants share all but their cores, but the adapter {adapter_name!r} trains other modules "
                 "too (modules_to_save or trainable_token_indices). Leave these out of it."
@@ -59,18 +58,23 @@ class CoreStack:
             layer.require_basis(adapter_name)
             R = layer.core(adapter_name)
             self.ranks[name] = on_device.setdefault(R.device, {})[name] = len(R)
+        self.basis_id = basis_id_of(config, self.layers, adapter_name)
         with torch.inference_mode(False):  # tensors made inside of it could not be changed outside
             self.blocks = {
                 device: torch.zeros(num_slots, sum(r * r for r in here.values()), device=device, dtype=dtype)
                 for device, here in on_device.items()
             }
-            views = [state.by_layer(self.blocks[device], here) for device, here in on_device.items()]
+            views = [by_layer(self.blocks[device], here) for device, here in on_device.items()]
         self.cores = {name: core for by_name in views for name, core in by_name.items()}
 
-    def fill(self, slot: int, cores: Mapping[str, Tensor]) -> None:
-        """Fill a slot with R (r x r) of each layer."""
-        for name, own in self.cores.items():
-            own[slot] = cores[name]
+    @torch.no_grad()
+    def fill(self, slot: int, core: Core) -> None:
+        """Copy a core on the basis into a slot."""
+        if len(self.blocks) == 1:
+            next(iter(self.blocks.values()))[slot].copy_(core.values)
+        else:
+            for layer, R in core.by_layer(self.ranks).items():
+                self.cores[layer][slot].copy_(R)
 
     def of_slots(self, slots: Sequence[int]) -> AbstractContextManager[None]:
         """Use the core of its slot for each row of every batch inside."""
@@ -114,7 +118,6 @@ class CoreBank(CoreStack):
             raise ConfigError(f"A bank keeps cores in float32, bfloat16 or float16, but {dtype} came.")
         super().__init__(model, capacity + 1, adapter_name=adapter_name, dtype=dtype)  # slot 0 is the base model
         self.capacity, self.dtype = capacity, dtype
-        self._held = HeldBases.of(self.layers, adapter_name)
         self._slot_of: dict[str, int] = {}
         self._free = list(range(capacity, 0, -1))
         self._buffers: list[dict[str, Tensor]] = []  # the largest batch so far, for each depth of nesting
@@ -130,22 +133,24 @@ class CoreBank(CoreStack):
     def __iter__(self) -> Iterator[str]:
         return iter(tuple(self._slot_of))
 
-    def put(self, name: str, source: str | Path | Mapping[str, Tensor]) -> None:
+    def put(self, name: str, source: Source) -> None:
         """Store a core under a name; it replaces a core of that name.
 
         Args:
-            source: See :func:`frozencore.swap_core`. The basis of R by layer name is not checked.
+            source: See :func:`frozencore.swap_core`.
 
         Raises:
-            ConfigError: The name is no text, the bank is full, or the adapter with the basis was merged or calibrated
-                again.
-            ArtifactError: Other layers, ranks, scales or bases. The bank is as it was.
+            ConfigError: The name is no text, the bank is full, or the adapter with the basis was merged.
+            ArtifactError: Another basis, or the adapter of the bank was given another one. The bank is as it was.
         """
         if not isinstance(name, str):
             raise ConfigError(f"A core has a name (None is the base model in a batch), but {name!r:.60} came.")
-        self._held.require_unmoved(REBUILD)
-        flat = read_cores(self.model, source, self._held)
-        state.require_finite_in(f"the core {name!r:.60}", flat, self.dtype)
+        require_unmerged(self.layers.values())
+        require_basis_id(self.basis_id, self.layers, self.adapter_name)
+        core = read_core(source, self.basis_id)
+        core.require_size(sum(r * r for r in self.ranks.values()))
+        if not all_finite(core.values.to(self.dtype)):
+            raise ArtifactError(f"The core {name!r:.60} has values that {self.dtype} does not hold.")
         with self._names_lock:
             slot = self._slot_of.get(name)
             if slot is None:
@@ -154,12 +159,7 @@ class CoreBank(CoreStack):
                         f"The bank is full: it holds {len(self)} of {self.capacity} cores. Evict one first."
                     )
                 slot = self._free.pop()
-            with torch.no_grad():
-                if len(self.blocks) == 1:
-                    next(iter(self.blocks.values()))[slot].copy_(flat)
-                else:
-                    for layer, R in state.by_layer(flat, self.ranks).items():
-                        self.cores[layer][slot].copy_(R)
+            self.fill(slot, core)
             self._slot_of[name] = slot
 
     def evict(self, name: str) -> None:
@@ -172,15 +172,15 @@ class CoreBank(CoreStack):
             self._free.append(self._slot(name))
             del self._slot_of[name]
 
-    def get(self, name: str) -> dict[str, Tensor]:
-        """Copy R (r x r, float32) of every layer under a name to the CPU.
+    def get(self, name: str) -> Core:
+        """Copy the core under a name to the CPU.
 
         Raises:
             ConfigError: There is none of that name.
         """
         with self._names_lock:
             slot = self._slot(name)
-            return {layer: cores[slot].float().cpu().clone() for layer, cores in self.cores.items()}
+            return Core.of(self.basis_id, {layer: cores[slot].float().cpu() for layer, cores in self.cores.items()})
 
     @contextmanager
     def rows(self, names: Sequence[str | None], *, num_beams: int = 1) -> Iterator[None]:
@@ -190,14 +190,15 @@ class CoreBank(CoreStack):
             num_beams: The beams of ``generate``, which repeats each row so often (behind the encoder, if there is one).
 
         Raises:
-            ConfigError: A name has no core, there are no names, or the adapter's basis was replaced.
+            ConfigError: A name has no core, or there are no names.
+            ArtifactError: The adapter's basis was replaced.
             ValueError: An adapter is merged into the weights.
         """
         if not names or isinstance(names, str):
             raise ConfigError(
                 f"A batch has a name (or None) for each of its rows, but {names!r:.60} came. Give a list."
             )
-        self._held.require_unmoved(REBUILD)
+        require_basis_id(self.basis_id, self.layers, self.adapter_name)
         with lock_of(self.model):
             with self._names_lock:
                 slots = [0 if name is None else self._slot(name) for name in names]

@@ -1,28 +1,29 @@
-"""Get bases from an adapter, set them in another, and save them."""
+"""The basis of an adapter in a model: taken out, put in, saved, and known by its id."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import Tensor, nn
+from torch import nn
 
+from frozencore.adapter.base_record import differing_layer, other_base, record_base
+from frozencore.adapter.basis import Basis
 from frozencore.adapter.config import FrozenCoreConfig, find_adapter
-from frozencore.adapter.layer import FrozenCoreLinear, base_samples_of, bases_of, frozen_core_layers
-from frozencore.adapter.saved.base_record import differing_layer, other_base, record_base, record_in
-from frozencore.adapter.saved.basis import Bases, SavedBasis
-from frozencore.adapter.saved.tensors import hash_bases, require_finite_in, require_orthonormal, require_scales
+from frozencore.adapter.layer import FrozenCoreLinear, base_samples_of, current_basis_id, frozen_core_layers
 from frozencore.errors import ArtifactError, CalibrationError, ConfigError
-from frozencore.maths.basis import ORTHONORMAL_COORDINATES, LayerBasis, known_basis
+from frozencore.maths.basis import LayerBasis
+
+Layers = Mapping[str, FrozenCoreLinear]
 
 
 def adapter_for_new_bases(
     model: nn.Module, adapter_name: str | None, *, reset: bool
 ) -> tuple[str, FrozenCoreConfig, dict[str, FrozenCoreLinear]]:
-    """The name, configuration and layers of an adapter (by default the active one) that may get new bases."""
+    """The name, configuration and layers of an adapter (by default the active one) that may get a new basis."""
     adapter_name, config = find_adapter(model, adapter_name)
     layers = frozen_core_layers(model, adapter_name)
     for name, module in model.named_modules():
@@ -40,86 +41,87 @@ def adapter_for_new_bases(
     return adapter_name, config, layers
 
 
-def get_bases(model: nn.Module, adapter_name: str | None = None) -> dict[str, Tensor]:
-    """Copy P (m x r) and Q (n x r) of every layer to the CPU, under ``<layer>.P`` and ``<layer>.Q``.
-
-    ``safetensors.torch.save_file`` accepts the result.
+def get_basis(model: nn.Module, adapter_name: str | None = None) -> Basis:
+    """Copy the basis of an adapter to the CPU.
 
     Raises:
         ConfigError: The model has no such frozen-core adapter.
-        CalibrationError: It has no bases yet.
+        CalibrationError: It has no basis yet.
     """
-    adapter_name, _ = find_adapter(model, adapter_name)
-    bases: dict[str, Tensor] = {}
-    for name, layer in frozen_core_layers(model, adapter_name).items():
+    adapter_name, config = find_adapter(model, adapter_name)
+    layers = frozen_core_layers(model, adapter_name)
+    for layer in layers.values():
         layer.require_basis(adapter_name)
-        P, Q, _ = layer.basis(adapter_name)
-        bases |= {f"{name}.{side}": X.detach().clone().cpu() for side, X in (("P", P), ("Q", Q))}
-    return bases
+    basis = live_basis(config, layers, adapter_name)
+    copies = {
+        name: replace(own, P=own.P.detach().clone().cpu(), Q=own.Q.detach().clone().cpu())
+        for name, own in basis.layers.items()
+    }
+    return replace(basis, layers=copies)
 
 
-def set_bases(
+def set_basis(
     model: nn.Module,
-    bases: Mapping[str, Tensor] | Mapping[str, LayerBasis] | SavedBasis,
+    basis: Basis | Mapping[str, LayerBasis],
     *,
     adapter_name: str | None = None,
     reset: bool = False,
 ) -> None:
-    """Give an adapter the bases of :func:`get_bases` or ``build_bases``, and reset its cores to zero.
+    """Give an adapter a basis, and reset its core to zero.
 
     Args:
-        bases: Bases of the same layers and ranks. The base model is not checked; on other weights the bases are as
-            good as random ones. A basis of :func:`frozencore.load_basis` is checked, and the adapter is then saved as
-            cores only, with the name of the basis.
+        basis: A basis of :func:`get_basis` or :func:`frozencore.load_basis`, or the layers that ``build_bases``
+            returns. The latter do not say which base model they are of.
         reset: Allow a new basis under a core that has been trained (the core is lost).
 
     Raises:
         ConfigError: The model has no such frozen-core adapter, or its configuration has an initial step.
-        ArtifactError: A saved basis has other layers, ranks or scales, or another base model.
-        CalibrationError: Layers or shapes differ, a basis is not finite or not orthonormal although its coordinates
-            are, an adapter is merged, or a core is trained. No basis is changed then.
+        ArtifactError: The basis has other layers, ranks or scales, or another base model.
+        CalibrationError: Layers or shapes differ, an adapter is merged, or a core is trained.
     """
     adapter_name, config, layers = adapter_for_new_bases(model, adapter_name, reset=reset)
-    saved = bases if isinstance(bases, SavedBasis) else None
-    given: Mapping[str, Any] = bases.tensors if isinstance(bases, SavedBasis) else bases
-    built = {name: basis for name, basis in given.items() if isinstance(basis, LayerBasis)}
-    if config.initial_step and not built:
+    if not isinstance(basis, Basis):
+        put_layers(adapter_name, config, layers, basis)
+    else:
+        attach_basis(f"The basis {basis.id}", basis, config, layers, adapter_name)
+        config.calibration_tokens = basis.options.get("calibration_tokens")
+        config.name_basis(basis.id, basis.place, basis.revision)
+
+
+def put_layers(adapter_name: str, config: FrozenCoreConfig, layers: Layers, bases: Mapping[str, LayerBasis]) -> None:
+    """Set P and Q of every layer and its core's start; nothing is changed if one does not fit."""
+    shapes = {name: tuple(X.shape for X in layer.factors(adapter_name)[:2]) for name, layer in layers.items()}
+    given = {name: (own.P.shape, own.Q.shape) for name, own in bases.items()}
+    if odd := [name for name in sorted(shapes.keys() | given.keys()) if shapes.get(name) != given.get(name)]:
+        here, there = (_in_words(one.get(odd[0])) for one in (shapes, given))
+        raise CalibrationError(
+            f"Layer {odd[0]!r} of the adapter has {here}, but the basis has {there} ({len(odd)} layers differ). Use "
+            "the adapter's rank and target_modules."
+        )
+    if config.initial_step and any(own.initial_core is None for own in bases.values()):
         raise ConfigError(
-            f"initial_step={config.initial_step:g} starts from a core that bases alone do not hold. "
+            f"initial_step={config.initial_step:g} starts from a core that P and Q alone do not hold. "
             "Call calibrate, with moments collected once, or leave initial_step out."
         )
-    if saved is not None:
-        _require_basis_fits(str(saved.place), saved, config, layers, adapter_name)
-    if built:
-        given = {f"{name}.{side}": X for name, basis in built.items() for side, X in (("P", basis.P), ("Q", basis.Q))}
-    expected = {f"{name}.{side}" for name in layers for side in "PQ"}
-    for odd, what in ((expected - given.keys(), "are missing"), (given.keys() - expected, "fit no layer")):
-        if odd:
-            raise CalibrationError(
-                f"{len(odd)} of {len(expected)} bases {what} (first: {min(odd)!r}). "
-                "Use bases that get_bases took from an adapter with the same target_modules."
-            )
-    checked = {name: _checked(name, given, layer, adapter_name, config) for name, layer in layers.items()}
-    put_bases(adapter_name, config, layers, checked | built)
-    config.calibration_tokens = None  # unknown from bases alone
-    if saved is not None:
-        config.calibration_tokens = saved.options.get("calibration_tokens")
-        config.name_basis(saved.identity, saved.place, saved.revision)
-        for layer in layers.values():
-            layer.name_basis(adapter_name, saved.identity)
-
-
-def put_bases(
-    adapter_name: str, config: FrozenCoreConfig, layers: Mapping[str, FrozenCoreLinear], bases: Mapping[str, LayerBasis]
-) -> None:
-    """Set the basis of every layer and its core's start; nothing is changed if one does not fit."""
-    for name, layer in layers.items():
-        layer.require_fit(len(layer.core(adapter_name)), bases[name])
     for name, layer in layers.items():
         scale = layer.frozencore_scale[adapter_name]
         start = config.constructor_entry.start_core(bases[name], config.basis_options(), scale)
         layer.set_basis(adapter_name, bases[name], start_core=start, random_core=not config.init_weights)
     config.name_basis(None)
+    config.calibration_tokens = None
+
+
+def attach_basis(origin: str, basis: Basis, config: FrozenCoreConfig, layers: Layers, adapter_name: str) -> None:
+    """Set P and Q of an adapter to those of a basis, with its id."""
+    if config.initial_step and not config.load_bases:
+        raise ConfigError("initial_step starts from a core that a basis does not hold. Leave it out.")
+    way_out = "Leave rank, scale and targets to the basis, and load the base model that it was calibrated on."
+    require_fit(origin, basis, layers, adapter_name, way_out)
+    require_same_base(origin, basis.base, config, layers)
+    for name, layer in layers.items():
+        if not layer.frozencore_P[adapter_name].is_meta:
+            layer.set_basis(adapter_name, basis.layers[name], random_core=not config.init_weights)
+            layer.attach_basis_id(adapter_name, basis.id)
 
 
 def save_basis(
@@ -138,144 +140,79 @@ def save_basis(
         overwrite: Replace an existing basis.
 
     Returns:
-        The identity of the basis: the hash of its content.
+        The id of the basis.
 
     Raises:
-        ConfigError: The model has no such frozen-core adapter, or its cores start from an initial step.
-        CalibrationError: It has no bases yet.
+        ConfigError: The model has no such frozen-core adapter.
+        CalibrationError: It has no basis yet.
         ArtifactError: The folder is there already, or cannot be written.
     """
     adapter_name, config = find_adapter(model, adapter_name)
     layers = frozen_core_layers(model, adapter_name)
     for layer in layers.values():
         layer.require_basis(adapter_name)
-    bases, base = bases_of(layers, adapter_name), record_base(base_samples_of(layers))
-    saved = config.saved_basis(bases, base=base, calibrated_on=calibrated_on)
-    identity = saved.write(Path(folder), overwrite=overwrite)
-    config.name_basis(identity, str(folder))
+    basis = live_basis(config, layers, adapter_name, calibrated_on=calibrated_on)
+    basis.write(Path(folder), overwrite=overwrite)
+    config.name_basis(basis.id, str(folder))
     for layer in layers.values():
-        layer.name_basis(adapter_name, identity)
-    return identity
+        layer.attach_basis_id(adapter_name, basis.id)
+    return basis.id
 
 
-def named_basis(config: FrozenCoreConfig, layers: Mapping[str, FrozenCoreLinear], adapter_name: str) -> str | None:
-    """The identity of an adapter's named basis, if all P and Q still are of it or have no values yet."""
-    factors = (X for layer in layers.values() for X in layer.basis(adapter_name)[:2])
-    if config.basis_id is None or any(X.is_meta for X in factors):
-        return config.basis_id
-    found = {layer.named_basis(adapter_name) for layer in layers.values()}
-    return config.basis_id if found == {config.basis_id} else None
+def live_basis(
+    config: FrozenCoreConfig, layers: Layers, adapter_name: str, *, calibrated_on: str | None = None
+) -> Basis:
+    """The basis that an adapter's P, Q and scales are now, on the base model as it is now."""
+    here = {name: layer.basis(adapter_name) for name, layer in layers.items()}
+    return config.make_basis(here, base=record_base(base_samples_of(layers)), calibrated_on=calibrated_on)
 
 
-def _checked(
-    name: str, bases: Mapping[str, Any], layer: FrozenCoreLinear, adapter_name: str, config: FrozenCoreConfig
-) -> LayerBasis:
-    P, Q = bases[f"{name}.P"], bases[f"{name}.Q"]
-    for X in (P, Q):
-        if not isinstance(X, Tensor) or X.ndim != 2 or not X.is_floating_point():
-            what = f"{X.dtype} {tuple(X.shape)}" if isinstance(X, Tensor) else type(X).__name__
-            raise CalibrationError(f"A basis is a matrix of floats, but layer {name!r} was given {what}.")
-        if not torch.isfinite(X).all():
-            raise CalibrationError(f"A basis of layer {name!r} holds NaN or Inf. Take the bases out again.")
-    basis = known_basis(P, Q)
-    layer.require_fit(len(layer.core(adapter_name)), basis)
-    rounding = max(1e-4, 2 * torch.finfo(P.dtype).eps)
-    if config.coordinates in ORTHONORMAL_COORDINATES and basis.orthonormality_error() > rounding:
-        raise CalibrationError(
-            f"With coordinates={config.coordinates!r} a basis is orthonormal, but that of layer {name!r} is off by "
-            f"{basis.orthonormality_error():.2g}. Take bases from an adapter with the same coordinates."
-        )
-    return basis
+def basis_id_of(config: FrozenCoreConfig, layers: Layers, adapter_name: str) -> str:
+    """The id of the basis that an adapter was given, or that its P and Q make."""
+    found = current_basis_id(layers, adapter_name)
+    if found is None:
+        found = live_basis(config, layers, adapter_name).id
+        for layer in layers.values():
+            layer.attach_basis_id(adapter_name, found)
+    return found
 
 
-def basis_fingerprint(model: nn.Module) -> str:
-    """SHA-256 of every layer's P and Q."""
-    return hash_bases(bases_of(frozen_core_layers(model, "default"), "default"))
+def basis_id(model: nn.Module, adapter_name: str | None = None) -> str:
+    """The id of the basis of an adapter (by default the active one) of a model."""
+    adapter_name, config = find_adapter(model, adapter_name)
+    return basis_id_of(config, frozen_core_layers(model, adapter_name), adapter_name)
 
 
-def set_named_basis(
-    origin: str, config: FrozenCoreConfig, layers: Mapping[str, FrozenCoreLinear], adapter_name: str
-) -> None:
-    """Set P and Q of a new adapter to its named basis, read from its folder."""
-    basis = config.find_basis(origin)
-    _require_basis_fits(origin, basis, config, layers, adapter_name)
-    for name, layer in layers.items():
-        if not layer.frozencore_P[adapter_name].is_meta:
-            P, Q, _ = basis.layers[name]
-            layer.set_basis(adapter_name, known_basis(P, Q), random_core=not config.init_weights)
-            layer.name_basis(adapter_name, basis.identity)
-
-
-def _require_basis_fits(
-    origin: str, basis: SavedBasis, config: FrozenCoreConfig, layers: Mapping[str, FrozenCoreLinear], adapter_name: str
-) -> None:
-    """Refuse a basis whose layers, ranks, scales or base model differ from the adapter's."""
-    origin = f"the basis of {origin}"
-    way_out = "Leave rank, scale and targets to the basis, and load the base model that it was calibrated on."
-    require_fit(origin, basis.layers, bases_of(layers, adapter_name), way_out)
-    require_orthonormal(origin, basis.layers, config.coordinates)
-    require_same_base(f"T{origin[1:]}", basis.base, config, layers)
-
-
-def require_layers(origin: str, came: Collection[str], own: Collection[str], way_out: str) -> None:
-    """Refuse an adapter of other layers than a model's."""
-    for odd, what in (
-        (set(came) - set(own), "the base model lacks"),
-        (set(own) - set(came), "it has nothing for"),
-    ):
-        if odd:
-            raise ArtifactError(
-                f"An adapter fits its base model layer by layer, but {what} {len(odd)} of the layers of {origin} "
-                f"(first: {min(odd)!r}). {way_out}"
-            )
-
-
-def require_fit(
-    origin: str,
-    came: Mapping[str, tuple[Tensor, Tensor, Tensor | float]],
-    own: Mapping[str, tuple[Tensor, Tensor, Tensor | float]],
-    way_out: str,
-) -> None:
-    """Refuse factors of other layers, shapes or scales than a model's, or with values that overflow in its dtype.
+def require_fit(origin: str, basis: Basis, layers: Layers, adapter_name: str, way_out: str) -> None:
+    """Refuse a basis of other layers, shapes or scales than an adapter's.
 
     Args:
-        came, own: P, Q, and R or the scale, by layer name.
+        origin: The basis, as the beginning of a sentence.
     """
-    require_layers(origin, came, own, way_out)
-    for name, mine in own.items():
-        for X, Y in zip(mine, came[name], strict=True):
-            if isinstance(X, Tensor) and isinstance(Y, Tensor):
-                require_finite_in(f"layer {name!r} of {origin}", Y, X.dtype)
-        if any(getattr(X, "shape", X) != getattr(Y, "shape", Y) for X, Y in zip(mine, came[name], strict=True)):
-            raise ArtifactError(
-                f"Layer {name!r} has {_in_words(*mine)} in this model, but {_in_words(*came[name])} came with "
-                f"{origin}. {way_out}"
-            )
+    theirs = {name: (own.P.shape, own.Q.shape, own.scale) for name, own in basis.layers.items()}
+    here = {name: layer.basis(adapter_name) for name, layer in layers.items()}
+    own = {name: (mine.P.shape, mine.Q.shape, mine.scale) for name, mine in here.items()}
+    if odd := [name for name in sorted(theirs.keys() | own.keys()) if theirs.get(name) != own.get(name)]:
+        raise ArtifactError(
+            f"{origin} has {_in_words(theirs.get(odd[0]))} for layer {odd[0]!r}, and this model "
+            f"{_in_words(own.get(odd[0]))} ({len(odd)} layers differ). {way_out}"
+        )
 
 
-def _in_words(P: Tensor, Q: Tensor, third: Tensor | float) -> str:
-    last = f"R {tuple(third.shape)}" if isinstance(third, Tensor) else f"scale {third:g}"
-    return f"P {tuple(P.shape)}, Q {tuple(Q.shape)} and {last}"
-
-
-def require_trained_alike(
-    origin: str,
-    tensors: Mapping[str, Tensor],
-    config: FrozenCoreConfig,
-    layers: Mapping[str, FrozenCoreLinear],
-    bases: Bases,
-) -> None:
-    """Refuse cores of the same layers that were trained at other scales or on another base model than an adapter's."""
-    require_scales(origin, tensors, {name: basis.scale for name, basis in bases.items()})
-    require_same_base(f"What {origin} holds", record_in(tensors), config, layers)
+def _in_words(facts: Any) -> str:
+    """The shapes of P and Q, and the scale if it is given; None is a layer that is not there."""
+    if facts is None:
+        return "nothing"
+    (m, r), (n, _), *scale = facts
+    return f"{m} x {n} of rank {r}" + "".join(f" at scale {one:g}" for one in scale)
 
 
 def require_same_base(
-    what: str, recorded: Mapping[str, str] | None, config: FrozenCoreConfig, layers: Mapping[str, FrozenCoreLinear]
+    origin: str, recorded: Mapping[str, str] | None, config: FrozenCoreConfig, layers: Layers
 ) -> None:
     """Refuse a base model whose weights differ from the record, unless the configuration allows it."""
     if recorded is None or config.allow_other_base:
         return
     odd = differing_layer(recorded, base_samples_of(layers))
     if odd is not None:
-        raise other_base(what, odd)
+        raise other_base(origin, odd)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
-from frozencore.adapter.bases import adapter_for_new_bases, put_bases
+from frozencore.adapter.bases import adapter_for_new_bases, put_layers
 from frozencore.adapter.layer import FrozenCoreLinear
 from frozencore.adapter.learning_rate import proposed_learning_rate
 from frozencore.calibration.batches import BATCH_SIZE, Batch, Collator, batches_from, require_examples_apart
@@ -113,7 +113,7 @@ def calibrate(
             progress=tell,
         )  # fmt: skip
     require_same_bases({name: (basis.P, basis.Q) for name, basis in bases.items()})
-    put_bases(adapter_name, config, layers, bases)
+    put_layers(adapter_name, config, layers, bases)
     if counts := [layer.num_tokens for layer in found.layers.values() if layer.num_tokens]:
         config.calibration_tokens = max(counts)
     _warn_of_weak_layers(bases, layers)

@@ -20,13 +20,13 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from frozencore.adapter.basis import Basis
+from frozencore.adapter.card import begin_model_card
 from frozencore.adapter.config import FrozenCoreConfig
+from frozencore.adapter.core import Core
 from frozencore.adapter.export.base_model import layers_of
 from frozencore.adapter.low_rank_adapter import LowRankAdapter, read_low_rank_adapter, selected
 from frozencore.adapter.one_base import name_of_base, on_other_bases, other_names, record_of_base
-from frozencore.adapter.saved.basis import SavedBasis, ScaledBasis
-from frozencore.adapter.saved.card import begin_model_card
-from frozencore.adapter.saved.tensors import cores_key, flatten_cores, hash_tensors
 from frozencore.constructors import COMPRESSED
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
 from frozencore.files.adapter_folder import (
@@ -38,6 +38,7 @@ from frozencore.files.adapter_folder import (
     require_tenant_name,
 )
 from frozencore.files.atomic_write import atomic_folder, write_json
+from frozencore.maths.basis import known_basis
 from frozencore.maths.compress import (
     Compression,
     CutAlone,
@@ -100,7 +101,7 @@ class CompressedAdapters:
     """
 
     folder: Path
-    identity: str
+    basis_id: str
     rank: int
     num_layers: int
     kept: Mapping[str, Kept]
@@ -163,7 +164,7 @@ def compress_adapters(
                 spectra[name][layer] = singular_energies(*update)
         progress("compress", number, len(shapes), layer)
     config = _config_of(sources, found, base)
-    bases = {layer: ScaledBasis(made.P, made.Q, config.scale_of(layer)) for layer, made in found.items()}
+    bases = {layer: known_basis(made.P, made.Q, config.scale_of(layer)) for layer, made in found.items()}
     record = record_of_base(sources.values(), {layer: shapes[layer] for layer in found}, base)
     kept = {name: _kept(own) for name, own in energies.items()}
     shares = [one.share for one in kept.values()]
@@ -172,10 +173,11 @@ def compress_adapters(
             f"the updates of {num_of(len(sources), 'adapter')}, of which it keeps {sum(shares) / len(shares):.0%} "
             f"({min(shares):.0%} to {max(shares):.0%})"
         )
-        identity = config.saved_basis(bases, base=record, calibrated_on=made_of).write(aside / BASIS_FOLDER)
+        basis = config.make_basis(bases, base=record, calibrated_on=made_of)
+        basis.write(aside / BASIS_FOLDER)
         for name, own in cores.items():
             scaled = {layer: R / config.scale_of(layer) for layer, R in own.items()}
-            _write_core(aside, out, name, scaled, config, sources[name])
+            _write_core(aside, out, name, Core.of(basis.id, scaled), config, sources[name])
         alone = [CutAlone(list(own.values()), [sum(shapes[layer]) for layer in own]) for own in spectra.values()]
         sizes = _sizes_in(aside, sources, alone, found, sum(shares) / len(shares))
         content = {
@@ -185,10 +187,10 @@ def compress_adapters(
             }
             for name, source in sources.items()
         }  # fmt: skip
-        about = {"basis": identity, "rank": config.r, "sizes": asdict(sizes), "adapters": content, "skipped": skipped}
+        about = {"basis": basis.id, "rank": config.r, "sizes": asdict(sizes), "adapters": content, "skipped": skipped}
         write_json(aside / COMPRESSION_FILE, about)
     names = [] if base is None else other_names(sources.values(), base)
-    return CompressedAdapters(out, identity, config.r, len(found), kept, sizes, equal, skipped, names)
+    return CompressedAdapters(out, basis.id, config.r, len(found), kept, sizes, equal, skipped, names)
 
 
 def _equal_ones(sources: Mapping[str, LowRankAdapter]) -> dict[str, str]:
@@ -226,7 +228,7 @@ def _read_sources(
     """The adapters that can be compressed together, and why others cannot."""
     sources: dict[str, LowRankAdapter] = {}
     skipped: dict[str, str] = {}
-    bases: dict[str, SavedBasis] = {}
+    bases: dict[str, Basis] = {}
     for number, (name, place) in enumerate(adapters.items(), start=1):
         try:
             require_tenant_name(name, str(place))
@@ -272,19 +274,14 @@ def _kept(energies: Mapping[str, tuple[float, float]]) -> Kept:
     return Kept(min(1.0, kept / whole) if whole > 0 else 1.0, shares)
 
 
-def _write_core(
-    aside: Path, out: Path, name: str, cores: Mapping[str, Tensor], basis: FrozenCoreConfig, source: LowRankAdapter
-) -> None:
-    """Write an adapter of cores on the basis beside it, and of the modules that its source trained as a whole."""
+def _write_core(aside: Path, out: Path, name: str, core: Core, basis: FrozenCoreConfig, source: LowRankAdapter) -> None:
+    """Write an adapter of a core on the basis beside it, and of the modules that its source trained as a whole."""
     config = FrozenCoreConfig(
         basis=str(aside / BASIS_FOLDER), base_model_name_or_path=basis.base_model_name_or_path,
         task_type=source.task_type, modules_to_save=source.modules_to_save,
         ensure_weight_tying=source.ties_weights, inference_mode=True,
     )  # fmt: skip
-    assert config.basis_id is not None
-    config.basis = str(out / BASIS_FOLDER)  # where it will be
-    tensors, folder = {cores_key(config.basis_id): flatten_cores(cores), **source.modules}, aside / name / IN_A_RUN
+    config.basis, folder = str(out / BASIS_FOLDER), aside / name / IN_A_RUN  # where the basis will be
     begin_model_card(folder)
-    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    config.tensors_sha256 = hash_tensors(tensors)
+    save_file({**core.tensors, **source.modules}, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     config.save_pretrained(folder)

@@ -10,23 +10,14 @@ from enum import Enum
 from functools import wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, get_type_hints
+from typing import Any
 
 from peft import PeftConfig
-from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
-from frozencore.adapter.named_layers import key_for, refuse_expressions, require_names
-from frozencore.adapter.saved.adapter import SavedAdapter, checksum_of, require_checksum
-from frozencore.adapter.saved.basis import (
-    LARGEST_FLOAT32,
-    Bases,
-    SavedBasis,
-    basis_beside,
-    load_named_basis,
-    read_header,
-)
-from frozencore.adapter.saved.card import CARD_FILE, num_tokens, write_model_card
+from frozencore.adapter.basis import Basis, basis_beside, find_basis, read_header
+from frozencore.adapter.card import CARD_FILE, num_tokens, write_model_card
+from frozencore.adapter.named_layers import key_for, require_names
 from frozencore.constructors import (
     CONSTRUCTORS,
     BasisOptions,
@@ -42,15 +33,15 @@ from frozencore.constructors import (
 )
 from frozencore.constructors.constructor import AUTO_ALPHA, Alpha, ScaleOptions
 from frozencore.constructors.eva import EvaOutput
-from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
-from frozencore.files.adapter_folder import CONFIG_FILE, PEFT_TYPE, PICKLE_FILE, WEIGHTS_FILE, read_config
+from frozencore.errors import ArtifactError, ConfigError
+from frozencore.files.adapter_folder import CONFIG_FILE, PEFT_TYPE, PICKLE_FILE, WEIGHTS_FILE, missing
 from frozencore.files.atomic_write import allow_as_umask
-from frozencore.maths.basis import Coordinates
+from frozencore.maths.basis import Coordinates, LayerBasis
 from frozencore.maths.linalg import SvdMethod
 from frozencore.maths.moments import MomentName
 from frozencore.maths.whitening import Damping, Fisher, Fraction, Sides
 from frozencore.options import options_of, without_lists
-from frozencore.text import nearest_name, one_line
+from frozencore.text import nearest_name
 
 INSTEAD_OF_LORA: Mapping[str, str] = {
     "lora_alpha": "the scale is alpha / r (16 / r by default, 1 with alpha=None): give alpha instead",
@@ -140,12 +131,11 @@ class FrozenCoreConfig(PeftConfig):
             output, for tests of serving and switching.
         calibration_tokens: Written by ``calibrate``: the number of tokens that the bases were computed from.
         load_bases: Written by ``save_pretrained``: the tensors come from a file, so that P and Q are not built.
-        tensors_sha256, base_record, checksum: Written by ``save_pretrained``: the hash of the tensors, some values of
-            the base model, and the hash of the configuration, which loading checks
-            (:mod:`frozencore.adapter.saved.adapter`).
         basis: A saved basis to use: the folder of :func:`frozencore.save_basis`, or a hub id (with
-            ``basis_revision``). It determines rank, targets, scale and constructor. The adapter is saved as cores only.
-        basis_id: Written by ``save_pretrained``: the identity of the basis that the cores belong to.
+            ``basis_revision``). It determines rank, targets, scale and constructor, and the adapter is saved as a core.
+        basis_id: Written by ``save_pretrained``: the id of the basis that the core belongs to.
+        base_record: Written by ``save_pretrained``: some values of the base model, if P and Q are in the adapter's
+            file.
         allow_other_base: Load onto a base model with other weights than the adapter's. Never saved:
             ``PeftModel.from_pretrained(base, folder, allow_other_base=True)``.
         own_options: Options of a registered constructor (:func:`frozencore.register_constructor`), which may also be
@@ -168,12 +158,10 @@ class FrozenCoreConfig(PeftConfig):
     init_weights: bool = True
     calibration_tokens: int | None = None
     load_bases: bool = False
-    tensors_sha256: str | None = None
-    base_record: dict[str, str] | None = None
-    checksum: str | None = None
     basis: str | None = None
     basis_revision: str | None = None
     basis_id: str | None = None
+    base_record: dict[str, str] | None = None
     allow_other_base: bool = False
     own_options: dict[str, Any] = field(default_factory=dict)
     coordinates: Coordinates = BasisOptions.coordinates
@@ -199,8 +187,6 @@ class FrozenCoreConfig(PeftConfig):
                 setattr(self, name, set(given))  # PEFT compares sets
         for alpha in (self.alpha, *self.alpha_pattern.values()):
             options_of(FrozenCoreConfig)["alpha"].check(alpha)
-            if isinstance(alpha, int | float) and alpha > LARGEST_FLOAT32:
-                raise ConfigError("alpha must be a number above 0 that a float32 holds, but a larger one came.")
         find_constructor(self.constructor)
         if not self.load_bases:  # unread options do not matter if the bases exist
             refuse_unread(self.constructor, {name: self._option(name) for name in constructor_options()})
@@ -210,18 +196,9 @@ class FrozenCoreConfig(PeftConfig):
 
     def _take_from_basis(self, place: str | Path) -> None:
         """Take rank, targets, scale and constructor from a saved basis if they are at their defaults."""
-        if self.load_bases:
-            raise ConfigError(
-                "The adapter holds a basis of its own: leave basis out, or reduce it with `frozencore.pack_adapter`."
-            )
         header = read_header(place, self.basis_revision)
-        refuse_expressions(f"the basis {place}", header["options"], "Save the basis again.")
-        known, defaults = _options_of_basis(), {each.name: each.default for each in fields(self)}
+        defaults = {each.name: each.default for each in fields(self)}
         for name, value in header["options"].items():
-            if name not in known:
-                raise ArtifactError(
-                    f"The basis in {place} has an option {name!r:.50} that this frozencore does not know."
-                )
             if name not in defaults:
                 self.own_options.setdefault(name, value)
                 continue
@@ -231,9 +208,7 @@ class FrozenCoreConfig(PeftConfig):
                     f"The basis in {place} has {name}={value!r:.100}, but {_plain(own)!r:.100} came. Leave {name} out."
                 )
             setattr(self, name, value)
-        if self.initial_step:
-            raise ConfigError("initial_step starts from a core that a saved basis does not hold. Leave it out.")
-        self.basis, self.basis_id = str(place), header["identity"]
+        self.basis, self.basis_id = str(place), header["id"]
 
     @property
     def trains_modules(self) -> bool:
@@ -248,7 +223,7 @@ class FrozenCoreConfig(PeftConfig):
     @property
     def needs_calibration(self) -> bool:
         """Return whether P and Q come from data, so that ``frozencore.calibrate`` must run before training."""
-        return self.basis_id is None and bool(self.needs)
+        return self.basis is None and bool(self.needs)
 
     @property
     def needs(self) -> frozenset[MomentName]:
@@ -280,92 +255,54 @@ class FrozenCoreConfig(PeftConfig):
             return 1.0
         return (AUTO_ALPHA if alpha == "auto" else alpha) / self.rank_of(layer)
 
-    def find_basis(self, origin: str) -> SavedBasis:
-        """Read the named basis."""
+    def find_basis(self, origin: str) -> Basis:
+        """Read the basis that is named."""
         assert self.basis_id is not None
-        return load_named_basis(origin, self.basis_id, self.basis, self.basis_revision)
+        return find_basis(origin, self.basis_id, self.basis, self.basis_revision)
 
-    def saved_basis(
-        self, layers: Bases, *, base: dict[str, str] | None, calibrated_on: str | None = None
-    ) -> SavedBasis:
-        """P, Q and s of each layer as a basis for many adapters, with the options that made them."""
+    def make_basis(
+        self, layers: Mapping[str, LayerBasis], *, base: Mapping[str, str] | None, calibrated_on: str | None = None
+    ) -> Basis:
+        """P, Q and s of each layer as a basis, with the options that made them."""
         known = _options_of_basis()
-        return SavedBasis(
+        return Basis(
             layers,
             options={name: value for name, value in self.to_dict().items() if name in known},
-            calibrated_on=calibrated_on or num_tokens(self.calibration_tokens),
             base=base,
             base_model=self.base_model_name_or_path,
+            calibrated_on=calibrated_on or num_tokens(self.calibration_tokens),
         )
 
-    def name_basis(self, identity: str | None, place: str | None = None, revision: str | None = None) -> None:
-        """Record that the adapter is saved as cores of a saved basis; None: it is saved with its own P and Q."""
-        self.basis, self.basis_revision, self.basis_id = place, revision, identity
+    def name_basis(self, basis_id: str | None, place: str | None = None, revision: str | None = None) -> None:
+        """Record the basis of the adapter; without a place, its P and Q are saved beside the core."""
+        self.basis, self.basis_revision, self.basis_id, self.base_record = place, revision, basis_id, None
         self.load_bases = False
 
     @classmethod
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | Path, subfolder: str | None = None, **kwargs: Any
     ) -> PeftConfig:
-        """Read a configuration as PEFT does; a local folder is checked as a whole first."""
+        """Read a configuration as PEFT does, find a basis beside a local one, and refuse pickled weights."""
         folder = Path(pretrained_model_name_or_path, subfolder or "")
-        ours = (folder / CONFIG_FILE).exists() and read_config(folder).get("peft_type") == PEFT_TYPE
-        if ours and any(os.path.lexists(folder / name) for name in (WEIGHTS_FILE, PICKLE_FILE)):
-            SavedAdapter.read(folder)
-        try:
-            config = super().from_pretrained(str(pretrained_model_name_or_path), subfolder=subfolder, **kwargs)
-            if isinstance(config, FrozenCoreConfig) and config.basis_id is not None:
-                beside = basis_beside(config.basis_id, folder) if ours else None
-                config.basis = str(kwargs.get("basis") or beside or config.basis or "") or None
-            return config
-        except (TypeError, AttributeError, KeyError, ValueError, ArithmeticError) as error:
-            if isinstance(error, FrozenCoreError) or not ours:
-                raise
-            raise _wrong_type(folder, one_line(error, 200)) from error
-
-    @classmethod
-    def from_json_file(cls, path_json_file: str, **kwargs: Any) -> dict[str, Any]:
-        """Read the values of a file as PEFT does, without those that a file may not set."""
-        values = super().from_json_file(path_json_file, **kwargs)
-        if values.get("peft_type") != PEFT_TYPE:
-            return values
-        return cls._checked(Path(path_json_file).parent, values)
-
-    @classmethod
-    def of_file(cls, folder: Path, values: Mapping[str, Any]) -> FrozenCoreConfig:
-        """The configuration with the values of a folder's file, checked as values of a stranger."""
-        known = {each.name for each in fields(cls)} | constructor_options().keys()
-        try:
-            return cls(**{key: value for key, value in cls._checked(folder, values).items() if key in known})
-        except FrozenCoreError:
-            raise
-        except Exception as error:  # values of any type may reach PEFT's code and ours here
-            raise _wrong_type(folder, one_line(error, 200)) from error
-
-    @classmethod
-    def _checked(cls, folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The values that a file may set; refuses other types than the fields', which PEFT would meet much later."""
-        known = {each.name for each in fields(cls)} | constructor_options().keys()
-        require_checksum(str(folder), {name: value for name, value in values.items() if name in known})
-        values = {name: value for name, value in values.items() if name != "allow_other_base"}
-        for name, wanted in get_type_hints(cls).items():
-            try:
-                if name in values:
-                    TypeAdapter(wanted).validate_json(json.dumps(values[name]), strict=True)
-            except ValidationError as error:
-                raise _wrong_type(folder, f"{name}: {error.errors()[0]['msg'].lower()}") from error
-        refuse_expressions(str(folder), values, f"Write the layers' full names into {CONFIG_FILE} in its place.")
-        return values
+        if (folder / PICKLE_FILE).exists() and not (folder / WEIGHTS_FILE).exists():
+            raise ArtifactError(missing(folder, WEIGHTS_FILE))
+        config = super().from_pretrained(str(pretrained_model_name_or_path), subfolder=subfolder, **kwargs)
+        if isinstance(config, FrozenCoreConfig) and config.basis is not None and config.basis_id is not None:
+            beside = basis_beside(config.basis_id, folder) if (folder / CONFIG_FILE).exists() else None
+            config.basis = str(kwargs.get("basis") or beside or config.basis)
+        return config
 
     def to_dict(self) -> dict[str, Any]:
-        """The values of the file: PEFT's, with sorted sets and flat options, and their checksum."""
+        """The values of the file: PEFT's, with sorted sets and flat options."""
         saved = {**super().to_dict(), "load_bases": True}
         saved |= saved.pop("own_options")
         del saved["allow_other_base"]  # set by the caller who loads the adapter, not by the adapter
-        if self.basis_id is None:
-            del saved["basis"], saved["basis_revision"], saved["basis_id"]
-        saved = {name: sorted(value) if isinstance(value, set) else value for name, value in saved.items()}
-        return {**saved, "checksum": checksum_of(saved)}
+        absent = {name for name in ("basis", "basis_revision", "basis_id", "base_record") if saved[name] is None}
+        return {
+            name: sorted(value) if isinstance(value, set) else value
+            for name, value in saved.items()
+            if name not in absent
+        }
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
         """Write the file as PEFT does, but atomically, and fill in PEFT's empty card."""
@@ -434,8 +371,3 @@ def find_adapter(model: nn.Module, adapter_name: str | None) -> tuple[str, Froze
             "Give one of these as adapter_name."
         )
     return adapter_name, configs[adapter_name]
-
-
-def _wrong_type(folder: Path, reason: str) -> ArtifactError:
-    """The error for a configuration with a value of a wrong type."""
-    return ArtifactError(f"{folder / CONFIG_FILE} holds a value of a wrong type ({reason}). Save or download it again.")

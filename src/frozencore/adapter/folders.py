@@ -1,86 +1,127 @@
-"""Folders of adapters without a model: read and write them, sum them, pack them beside a named basis.
+"""Folders of adapters without a model: read once, written with another core, summed.
 
-On one basis ``Σ wᵢ·P Rᵢ Qᵀ = P (Σ wᵢ Rᵢ) Qᵀ`` holds exactly, with a core of the same size. So adapters are averaged,
-added and subtracted by their cores.
+adapter_model.safetensors   the core, and P and Q if no folder has them (:mod:`frozencore.adapter.state_dict`)
+adapter_config.json         the configuration, with the basis id
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from frozencore.adapter.basis import Basis, load_basis, mismatched_basis
+from frozencore.adapter.card import CARD_FILE, at_place, place_of, with_scores
 from frozencore.adapter.config import FrozenCoreConfig
-from frozencore.adapter.saved.adapter import SavedAdapter
-from frozencore.adapter.saved.base_record import require_one_base
-from frozencore.adapter.saved.basis import Bases, ScaledBasis, load_basis
-from frozencore.adapter.saved.card import CARD_FILE, with_scores
-from frozencore.adapter.saved.tensors import (
-    CORES,
-    Factors,
-    cores_key,
-    flatten_cores,
-    layer_factors,
-    other_keys,
-    require_scales,
-    trained_with,
-    vector_of,
-    with_factors,
-)
+from frozencore.adapter.core import Core, sum_cores
+from frozencore.adapter.state_dict import basis_tensors, layers_in, module_tensors
 from frozencore.errors import ArtifactError, ConfigError
-from frozencore.files.adapter_folder import HEADER_FILE
-from frozencore.maths.linalg import weighted_sum
+from frozencore.files.adapter_folder import (
+    CONFIG_FILE,
+    HEADER_FILE,
+    PEFT_TYPE,
+    PICKLE_FILE,
+    WEIGHTS_FILE,
+    damaged,
+    missing,
+    read_config,
+)
+from frozencore.files.atomic_write import atomic_folder
+from frozencore.text import one_line
 
 
-def read_adapter(directory: str | Path) -> tuple[FrozenCoreConfig, dict[str, Factors]]:
-    """Read the configuration, and the factors by layer name, of a folder that ``save_pretrained`` wrote."""
-    config, tensors = read_tensors(directory)
-    return config, _factors_in(directory, tensors, config)
+@dataclass(frozen=True)
+class SavedAdapter:
+    """The content of an adapter's folder.
 
-
-def _factors_in(directory: str | Path, tensors: Mapping[str, Tensor], config: FrozenCoreConfig) -> dict[str, Factors]:
-    found = layer_factors(str(directory), tensors)
-    return {name: Factors(P, Q, R, config.scale_of(name)) for name, (P, Q, R) in found.items()}
-
-
-def read_adapter_or_basis(directory: str | Path) -> tuple[FrozenCoreConfig, dict[str, Factors]]:
-    """Read an adapter, or a saved basis as an adapter with zero cores."""
-    if not (Path(directory) / HEADER_FILE).is_file():
-        return read_adapter(directory)
-    layers = load_basis(directory).layers
-    config = FrozenCoreConfig(basis=str(directory))
-    return config, {name: Factors(P, Q, P.new_zeros(P.shape[1], P.shape[1]), s) for name, (P, Q, s) in layers.items()}
-
-
-def read_tensors(
-    directory: str | Path, *, basis: str | Path | None = None
-) -> tuple[FrozenCoreConfig, dict[str, Tensor]]:
-    """Read the configuration, and P, Q, R and trained modules under the names of a file that holds them all.
-
-    The record of the base model in the configuration of cores alone is their basis's.
-
-    Args:
-        basis: The basis of an adapter of cores alone, if not in the folder, beside it or where it says.
+    Attributes:
+        basis: P and Q of the file; None if they are in a folder, which :meth:`find_basis` reads.
+        modules: The tensors of trained modules and tokens.
     """
-    saved = SavedAdapter.read(Path(directory))
-    config = FrozenCoreConfig.of_file(Path(directory), saved.values)
-    tensors = dict(saved.tensors)
-    if vector_of(tensors) is not None:
-        config.basis = config.basis if basis is None else str(basis)
-        named = config.find_basis(saved.origin)
-        tensors = with_factors(saved.origin, tensors, named.layers) | trained_with(named.layers, named.base)
-        config.base_record = named.base
-    factors = layer_factors(saved.origin, tensors)
-    for name, (P, Q, R) in factors.items():
-        if min(config.rank_of(name), len(P), len(Q)) != len(R):
-            raise ArtifactError(
-                f"The configuration of {directory} gives layer {name!r} another rank than its factors have. Save or "
-                "download the adapter again."
-            )
-    require_scales(saved.origin, tensors, {name: config.scale_of(name) for name in factors})
-    return config, tensors
+
+    folder: Path
+    config: FrozenCoreConfig
+    core: Core
+    basis: Basis | None
+    modules: Mapping[str, Tensor]
+
+    def find_basis(self) -> Basis:
+        """The basis: of the file, beside it, or where the configuration says."""
+        return self.basis or self.config.find_basis(str(self.folder))
+
+    def write(self, out: Path, core: Core) -> None:
+        """Write a new folder with another core on the same basis, and this adapter's configuration and card."""
+        tensors = {**core.tensors, **self.modules}
+        if self.basis is not None:
+            tensors |= basis_tensors(self.basis)
+        with atomic_folder(out, overwrite=None, reads=self.folder) as aside:
+            save_file({key: X.contiguous() for key, X in tensors.items()}, aside / WEIGHTS_FILE, {"format": "pt"})
+            shutil.copyfile(self.folder / CONFIG_FILE, aside / CONFIG_FILE)
+            if (self.folder / CARD_FILE).is_file():
+                card = (self.folder / CARD_FILE).read_text(encoding="utf-8")
+                (aside / CARD_FILE).write_text(at_place(card, place_of(aside)), encoding="utf-8")
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Read the weights of an adapter of any PEFT method: safetensors, mapped, or another method's tensors in a pickle.
+
+    Raises:
+        ArtifactError: The file is missing or damaged, holds more than tensors, or is a frozen core's pickle.
+    """
+    file = weights_file(folder)
+    try:
+        if file.name == WEIGHTS_FILE:
+            return load_file(file)
+        tensors = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch.load raises many kinds for a damaged file and for one of more than tensors
+        raise damaged(folder, error) from error
+    if not isinstance(tensors, dict) or not all(isinstance(X, Tensor) for X in tensors.values()):
+        raise ArtifactError(f"{file} holds more than tensors by name. Save the adapter with save_pretrained.")
+    return tensors
+
+
+def weights_file(folder: Path) -> Path:
+    """The file with the tensors of an adapter: a pickle only of another method, and if there is no other.
+
+    Raises:
+        ArtifactError: There is none.
+    """
+    file, pickled = folder / WEIGHTS_FILE, folder / PICKLE_FILE
+    if file.is_file():
+        return file
+    if not pickled.is_file() or read_config(folder).get("peft_type") == PEFT_TYPE:
+        raise ArtifactError(missing(folder, WEIGHTS_FILE))
+    return pickled
+
+
+def read_adapter(folder: str | Path) -> SavedAdapter:
+    """Read a folder that ``save_pretrained`` wrote.
+
+    Raises:
+        ArtifactError: A file is missing or damaged, it is another method's, or P and Q are not those of the basis id.
+    """
+    folder = Path(folder)
+    kind = read_config(folder).get("peft_type")
+    if kind != PEFT_TYPE:
+        raise ArtifactError(f"{folder} has a {one_line(kind, 40)} adapter, not a frozen core. Read it with PEFT.")
+    config, tensors = FrozenCoreConfig.from_pretrained(folder), read_tensors(folder)
+    assert isinstance(config, FrozenCoreConfig)
+    core, beside = Core.read(str(folder), tensors), None
+    if layers := layers_in(tensors, config.scale_of):
+        beside = config.make_basis(layers, base=config.base_record)
+        if beside.id != core.basis_id:
+            raise mismatched_basis(str(folder), core.basis_id, "P, Q, scales and base record beside it make", beside.id)
+    return SavedAdapter(folder, config, core, beside, module_tensors(tensors))
+
+
+def read_basis(folder: Path) -> Basis:
+    """Read the basis in a folder of a basis, or that of an adapter."""
+    return load_basis(folder) if (folder / HEADER_FILE).is_file() else read_adapter(folder).find_basis()
 
 
 def merge_adapters(adapters: Sequence[str | Path], out: str | Path, *, weights: Sequence[float] | None = None) -> Path:
@@ -93,120 +134,19 @@ def merge_adapters(adapters: Sequence[str | Path], out: str | Path, *, weights: 
 
     Raises:
         ConfigError: There is no adapter, or the number of finite weights is wrong.
-        ArtifactError: Layers, bases, ranks or scales differ, modules besides cores were trained, or a folder cannot be
-            read or written.
+        ArtifactError: Bases differ, modules besides cores were trained, or a folder cannot be read or written.
     """
     if not adapters:
         raise ConfigError("A sum needs an adapter, but none was named.")
-    weights = [1 / len(adapters)] * len(adapters) if weights is None else weights
     read = [read_adapter(folder) for folder in adapters]
-    for folder, (config, _) in zip(adapters, read, strict=True):
-        if config.trains_modules:
+    for saved in read:
+        if saved.modules:
             raise ArtifactError(
-                f"Only cores are summed, but the adapter in {folder} trained other modules too (modules_to_save or "
-                "trainable_token_indices)."
+                f"Only cores are summed, but the adapter in {saved.folder} trained other modules too (modules_to_save "
+                "or trainable_token_indices)."
             )
-    config, first = read[0]
-    for folder, (its, factors) in zip(adapters, read, strict=True):
-        require_one_basis(str(adapters[0]), _bases_in(first), str(folder), _bases_in(factors))
-        require_one_base(adapters[0], config.base_record, folder, its.base_record)
-    flat = flatten_cores({name: weighted_sum([factors[name].R for _, factors in read], weights) for name in first})
-    if config.basis_id is None:
-        tensors = with_factors(str(out), {CORES: flat}, _bases_in(first))
-        tensors |= trained_with(_bases_in(first), config.base_record)
-    else:
-        tensors = {cores_key(config.basis_id): flat}
-    first_folder = Path(adapters[0])
-    written = SavedAdapter.read(first_folder).write(Path(out), tensors=tensors, reads=first_folder)
-    if (card := written / CARD_FILE).is_file():
+    core = sum_cores([saved.core for saved in read], [str(saved.folder) for saved in read], weights)
+    read[0].write(Path(out), core)
+    if (card := Path(out) / CARD_FILE).is_file():
         card.write_text(with_scores(card.read_text(encoding="utf-8"), {}), encoding="utf-8")  # those of the first
-    return written
-
-
-def _bases_in(factors: Mapping[str, Factors]) -> dict[str, ScaledBasis]:
-    return {name: own.basis for name, own in factors.items()}
-
-
-def require_one_basis(first: str, one: Bases, second: str, other: Bases) -> None:
-    """Refuse to sum two adapters whose bases, ranks or scales differ; the first differing layer is named."""
-    layer = _differing_basis(one, other)
-    if layer is not None:
-        raise ArtifactError(
-            f"Cores are summed on one basis, but the adapters {first} and {second} differ in basis, rank or scale at "
-            f"layer {layer!r}. Sum adapters that were trained on the same saved basis."
-        )
-
-
-def _differing_basis(one: Bases, other: Bases) -> str | None:
-    """The first layer, by name, whose basis or scale differs or is missing on one side; None if all are equal."""
-    for name in sorted(one.keys() | other.keys()):
-        if name not in one or name not in other or one[name].scale != other[name].scale:
-            return name
-        for X, Y in zip(one[name][:2], other[name][:2], strict=True):
-            if X.shape != Y.shape or X.dtype != Y.dtype or not torch.equal(X, Y):
-                return name
-    return None
-
-
-def pack_adapter(
-    adapter: str | Path, basis: str | Path | None, out: str | Path, *, dtype: torch.dtype | None = None
-) -> Path:
-    """Write an adapter without its basis, as cores only.
-
-    Args:
-        adapter: Folder of an adapter whose P and Q are exactly those of the basis.
-        basis: Folder of the basis, or a hub id. None: the folder ``basis`` beside ``out``, written from the adapter if
-            missing.
-        out: New folder.
-        dtype: The dtype of the cores; by default the saved one. Cores in 16 bits are rounded.
-
-    Raises:
-        ArtifactError: The adapter has another basis or already holds cores only, or a folder cannot be read or written.
-    """
-    config, tensors = read_tensors(adapter)
-    if config.basis_id is not None:
-        raise ArtifactError(f"{adapter} holds cores alone already, on the basis {config.basis_id[:12]}.")
-    factors = _factors_in(adapter, tensors, config)
-    if basis is None:
-        basis = Path(out).parent / "basis"
-        if not basis.exists():
-            if config.initial_step:
-                raise ArtifactError(
-                    f"The cores in {adapter} began with an initial step, which no basis holds: keep it whole."
-                )
-            config.saved_basis(_bases_in(factors), base=config.base_record).write(basis)
-    saved = load_basis(basis)
-    layer = _differing_basis(_bases_in(factors), saved.layers)
-    if layer is not None:
-        raise ArtifactError(
-            f"An adapter is packed beside its own basis, but P, Q or the scale of layer {layer!r} of {adapter} are "
-            f"not those of {basis}. Name the basis that it was trained on."
-        )
-    require_one_base(basis, saved.base, adapter, config.base_record)
-    cores = flatten_cores({name: f.R for name, f in factors.items()})
-    packed = {cores_key(saved.identity): cores if dtype is None else cores.to(dtype)}
-    packed |= {key: tensors[key] for key in other_keys(tensors)}
-    return SavedAdapter.read(Path(adapter)).write(
-        Path(out), tensors=packed, reads=Path(adapter), basis=str(basis), basis_id=saved.identity, base_record=None
-    )
-
-
-def unpack_adapter(adapter: str | Path, out: str | Path, *, basis: str | Path | None = None) -> Path:
-    """Write an adapter of cores only as one that includes its basis.
-
-    Args:
-        adapter: Folder of an adapter of cores only.
-        out: New folder.
-        basis: Its basis, if it is not in the folder, beside it or at the place it names.
-
-    Raises:
-        ArtifactError: The adapter already holds its basis, the basis is not found, or a folder cannot be read or
-            written.
-    """
-    config, tensors = read_tensors(adapter, basis=basis)
-    if config.basis_id is None:
-        raise ArtifactError(f"{adapter} holds its basis already.")
-    without_basis = {"basis": None, "basis_revision": None, "basis_id": None}
-    return SavedAdapter.read(Path(adapter)).write(
-        Path(out), tensors=tensors, reads=Path(adapter), base_record=config.base_record, **without_basis
-    )
+    return Path(out)

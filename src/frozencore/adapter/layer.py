@@ -14,7 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import align_module_device
@@ -23,34 +23,59 @@ from peft.utils import TrainableTokensWrapper, quantization_extra_repr, resolve_
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from frozencore.adapter.base_record import sample_weight
 from frozencore.adapter.core_product import CorePart, PerRowCores, plus_core, require_batch_axis
-from frozencore.adapter.saved.base_record import sample_weight
-from frozencore.adapter.saved.basis import BasisOrigin, ScaledBasis
-from frozencore.adapter.saved.tensors import UncalibratedWarning
 from frozencore.adapter.shared_factors import SharedFactors
 from frozencore.device import execution_device
-from frozencore.errors import ArtifactError, CalibrationError, ModelError
-from frozencore.maths.basis import LayerBasis
+from frozencore.errors import CalibrationError, ModelError
+from frozencore.files.fingerprint import fingerprint_tensors
+from frozencore.maths.basis import LayerBasis, known_basis
+
+PREFIX = "frozencore_"
+"""The prefix of the names of our tensors, after the name of their layer."""
 
 
 class BasisState(Enum):
-    """What a layer knows of an adapter's tensors.
-
-    ``UNKNOWN``: P and Q may be zero, the next forward pass looks. ``ABSENT``: they are zero. ``AWAITS_CORE``: the core
-    is in a file that was not loaded. ``READY``: P and Q are set.
-    """
+    """What a layer knows of an adapter's basis: the next forward pass looks, P and Q are zero, or they are set."""
 
     UNKNOWN = "unknown"
     ABSENT = "absent"
-    AWAITS_CORE = "awaits core"
     READY = "ready"
+
+
+class BasisMark(NamedTuple):
+    """The id of the basis that P and Q of a layer are of, and what they were then, to find whether they still are.
+
+    Attributes:
+        sha256: The hash of P, Q and s in the dtype of the model.
+        version: Values that differ once P, Q or s was replaced or changed in place.
+    """
+
+    basis_id: str
+    sha256: str
+    version: tuple[object, ...]
+
+
+class UncalibratedWarning(UserWarning):
+    """Warning: an adapter that was never calibrated is saved, loaded or merged."""
+
+
+def warn_of_uncalibrated(what: str, then: str) -> None:
+    """Warn of an adapter whose bases are zero, so that it changes nothing.
+
+    Args:
+        what: The adapter, as the beginning of a sentence.
+        then: What to do after calibration.
+    """
+    zero = "its bases are zero and it changes nothing. Call frozencore.calibrate(model, dataloader)"
+    warnings.warn(f"{what} was never calibrated: {zero} {then}.", UncalibratedWarning, stacklevel=4)
 
 
 class FrozenCoreLinear(nn.Module, BaseTunerLayer):
     """Frozen cores on ``nn.Linear`` or ``Conv1D`` with n inputs and m outputs.
 
-    ``frozencore_scale``: s. ``frozencore_state``: see :class:`BasisState`. ``frozencore_origin``: the saved bases of
-    adapters that have one. ``warned``: adapters without a basis that a warning named, one set for all layers.
+    ``frozencore_scale``: s. ``frozencore_state``: see :class:`BasisState`. ``frozencore_mark``: see
+    :class:`BasisMark`. ``warned``: adapters without a basis that a warning named, one set for all layers.
 
     >>> layer = FrozenCoreLinear(nn.Linear(4, 3), "default", "its name in the model")
     >>> layer.update_layer("default", 2, 1.0, inference_mode=False)
@@ -60,7 +85,7 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
 
     adapter_layer_names = ("frozencore_R",)
     other_param_names = (
-        "frozencore_P", "frozencore_Q", "frozencore_scale", "frozencore_state", "frozencore_origin",
+        "frozencore_P", "frozencore_Q", "frozencore_scale", "frozencore_state", "frozencore_mark",
     )  # fmt: skip
 
     # PEFT's, which a type checker would take for submodules
@@ -96,7 +121,7 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
         self.frozencore_R = nn.ModuleDict()
         self.frozencore_scale: dict[str, float] = {}
         self.frozencore_state: dict[str, BasisState] = {}
-        self.frozencore_origin: dict[str, BasisOrigin] = {}
+        self.frozencore_mark: dict[str, BasisMark] = {}
         self.warned = set() if warned is None else warned
         self.per_row: PerRowCores | None = None  # in place of the active adapters
         self.has_batch_axis: bool | None = None  # whether the first axis of its input is the batch; None: not known yet
@@ -123,10 +148,10 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
         """P (m x r), Q (n x r) and R (r x r) of an adapter."""
         return self.frozencore_P[adapter_name], self.frozencore_Q[adapter_name], self.core(adapter_name)
 
-    def basis(self, adapter_name: str) -> ScaledBasis:
+    def basis(self, adapter_name: str) -> LayerBasis:
         """P, Q and s of an adapter."""
         P, Q = self.frozencore_P[adapter_name], self.frozencore_Q[adapter_name]
-        return ScaledBasis(P, Q, self.frozencore_scale[adapter_name])
+        return known_basis(P, Q, self.frozencore_scale[adapter_name])
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.disable_adapters or self.merged:
@@ -167,14 +192,8 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
         return PerRowCores((CorePart(P, Q, R, self.frozencore_scale[adapter_name]),))
 
     def trained_factors(self, adapter_name: str) -> tuple[Tensor, Tensor, Tensor]:
-        """P, Q and R for a forward pass; refuses cores that were not loaded, and training on a basis of zeros."""
-        state = self.frozencore_state[adapter_name]
-        if state is BasisState.AWAITS_CORE:
-            raise ArtifactError(
-                f"The cores of the adapter {adapter_name!r} were not loaded: its file holds cores without bases, which "
-                "this loader cannot read. Use PeftModel.from_pretrained, or `frozencore.unpack_adapter`."
-            )
-        if state is not BasisState.READY:
+        """P, Q and R for a forward pass; refuses training on a basis of zeros."""
+        if self.frozencore_state[adapter_name] is not BasisState.READY:
             self._look_for_basis(adapter_name)
         return self.factors(adapter_name)
 
@@ -193,7 +212,7 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
             warnings.warn(
                 f"A core works on the basis that it was trained on, but the adapter {adapter_name!r} has a trained "
                 "core and no basis, so it acts as the base model. Load the whole adapter, or give it its basis with "
-                "frozencore.set_bases(model, bases) and load the core again.",
+                "frozencore.set_basis(model, basis) and load the core again.",
                 UncalibratedWarning,
                 stacklevel=2,
             )
@@ -234,7 +253,6 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
         """Fix P and Q, and reset the core to zero, to ``start_core``, or to random values."""
         self.fill_core(adapter_name)
         R = self.core(adapter_name)
-        self.require_fit(len(R), basis)
         with torch.no_grad():
             self.frozencore_P.fill(adapter_name, basis.P)
             self.frozencore_Q.fill(adapter_name, basis.Q)
@@ -249,36 +267,34 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
         """Let a new adapter use the P and Q of another adapter of the same shapes."""
         for factors in (self.frozencore_P, self.frozencore_Q):
             factors.join(adapter_name, other)
-        if other in self.frozencore_origin:
-            self.frozencore_origin[adapter_name] = self.frozencore_origin[other]
+        if other in self.frozencore_mark:
+            self.frozencore_mark[adapter_name] = self.frozencore_mark[other]
         if random_core:
             nn.init.kaiming_uniform_(self.core(adapter_name), a=5**0.5)
 
-    def name_basis(self, adapter_name: str, identity: str, basis: ScaledBasis | None = None) -> None:
-        """Remember that P and Q are those of a saved basis; ``basis`` if its tensors are not here yet."""
-        basis = basis or self.basis(adapter_name)
-        self.frozencore_origin[adapter_name] = BasisOrigin(identity, basis.sha256, basis.moment)
+    def attach_basis_id(self, adapter_name: str, basis_id: str, basis: LayerBasis | None = None) -> None:
+        """Remember the id of the basis that P and Q are of.
 
-    def named_basis(self, adapter_name: str) -> str | None:
-        """The identity of the saved basis that P and Q are of; None if there is none, or if they were changed."""
-        origin, basis = self.frozencore_origin.get(adapter_name), self.basis(adapter_name)
-        if origin is None:
+        Args:
+            basis: P and Q if they are not in the layer yet; they are hashed in its dtype.
+        """
+        P, Q, scale = *self.factors(adapter_name)[:2], self.frozencore_scale[adapter_name]
+        held = (P, Q) if basis is None else (basis.P.to(P.dtype), basis.Q.to(Q.dtype))
+        self.frozencore_mark[adapter_name] = BasisMark(basis_id, _hash_of(*held, scale), _version_of(P, Q, scale))
+
+    def current_basis_id(self, adapter_name: str) -> str | None:
+        """The id of the basis that P and Q are of; None if they have none, or were changed since."""
+        mark = self.frozencore_mark.get(adapter_name)
+        if mark is None:
             return None
-        if origin.moment != basis.moment or basis.P.is_inference():
-            if origin.sha256 != basis.sha256:
+        P, Q = self.frozencore_P[adapter_name], self.frozencore_Q[adapter_name]
+        scale = self.frozencore_scale[adapter_name]
+        version = _version_of(P, Q, scale)
+        if mark.version != version or P.is_inference():
+            if mark.sha256 != _hash_of(P, Q, scale):
                 return None
-            self.frozencore_origin[adapter_name] = origin._replace(moment=basis.moment)
-        return origin.identity
-
-    def require_fit(self, rank: int, basis: LayerBasis) -> None:
-        """Raise an error if a basis does not have the shape of factors of this rank in this layer."""
-        shapes = (self.out_features, rank), (self.in_features, rank)
-        if (tuple(basis.P.shape), tuple(basis.Q.shape)) != shapes:
-            raise CalibrationError(
-                f"Layer {self.name!r} holds factors of shapes {shapes[0]} and {shapes[1]}, but a basis of "
-                f"shapes {tuple(basis.P.shape)} and {tuple(basis.Q.shape)} came. "
-                "Use the rank of the adapter, and moments of this layer."
-            )
+            self.frozencore_mark[adapter_name] = mark._replace(version=version)
+        return mark.basis_id
 
     @property
     def stored_layer(self) -> Any:
@@ -414,15 +430,24 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
             self.frozencore_P.share(name)
             self.frozencore_Q.share(name)
             P = self.frozencore_P[name]
-            if self.frozencore_state[name] is not BasisState.AWAITS_CORE:
-                has_basis = not P.is_meta and bool(P.any())
-                self.frozencore_state[name] = BasisState.READY if has_basis else BasisState.UNKNOWN
+            has_basis = not P.is_meta and bool(P.any())
+            self.frozencore_state[name] = BasisState.READY if has_basis else BasisState.UNKNOWN
 
     def extra_repr(self) -> str:
         return quantization_extra_repr(self)
 
     def __repr__(self) -> str:
         return "frozencore." + super().__repr__()
+
+
+def _version_of(P: Tensor, Q: Tensor, scale: float) -> tuple[object, ...]:
+    """Values that differ once P, Q or s was replaced or changed in place; inference tensors count no changes."""
+    versions = (0, 0) if P.is_inference() or Q.is_inference() else (P._version, Q._version)
+    return id(P), id(Q), P.data_ptr(), Q.data_ptr(), *versions, scale
+
+
+def _hash_of(P: Tensor, Q: Tensor, scale: float) -> str:
+    return fingerprint_tensors((("P", P), (f"Q at scale {scale}", Q)))
 
 
 def have_same_bits(one: Tensor, other: Tensor) -> bool:
@@ -452,9 +477,10 @@ def frozen_core_layers(model: nn.Module, adapter_name: str) -> dict[str, FrozenC
     return {layer.name: layer for layer in layers if adapter_name in layer.frozencore_R}
 
 
-def bases_of(layers: Mapping[str, FrozenCoreLinear], adapter_name: str) -> dict[str, ScaledBasis]:
-    """P, Q and s of an adapter by layer name."""
-    return {name: layer.basis(adapter_name) for name, layer in layers.items()}
+def current_basis_id(layers: Mapping[str, FrozenCoreLinear], adapter_name: str) -> str | None:
+    """The id of the basis that an adapter's P and Q are of; None if they have none, or were changed since."""
+    found = {layer.current_basis_id(adapter_name) for layer in layers.values()}
+    return found.pop() if len(found) == 1 else None
 
 
 def base_samples_of(layers: Mapping[str, FrozenCoreLinear]) -> dict[str, Tensor | None]:

@@ -17,14 +17,14 @@ import torch
 from peft.utils.other import get_pattern_key
 from torch import Tensor
 
-from frozencore.adapter.folders import read_adapter
-from frozencore.adapter.saved.adapter import read_weights, weights_file
-from frozencore.adapter.saved.basis import SavedBasis
-from frozencore.adapter.saved.tensors import BASE, layer_factors, other_keys, require_finite
+from frozencore.adapter.basis import Basis
+from frozencore.adapter.core import BASE
+from frozencore.adapter.folders import read_adapter, read_tensors, weights_file
 from frozencore.errors import ArtifactError
 from frozencore.files.adapter_folder import PEFT_TYPE, adapter_in, folder_of, read_config
 from frozencore.files.fingerprint import fingerprint_tensors
 from frozencore.maths.compress import Update
+from frozencore.maths.linalg import all_finite
 from frozencore.text import one_line
 
 MERGE, SAVE = "Merge it into the base model", "Save it again"
@@ -70,7 +70,7 @@ class LowRankAdapter:
     base_model: str | None
     revision: str | None
     task_type: str | None
-    base: dict[str, str] | None
+    base: Mapping[str, str] | None
     factors: Mapping[str, tuple[float, tuple[Tensor, ...]]]
     targets: frozenset[str] | None
     num_bytes: int
@@ -99,11 +99,11 @@ class LowRankAdapter:
         return B, last.float()
 
 
-def read_low_rank_adapter(place: str, bases: dict[str, SavedBasis]) -> LowRankAdapter:
+def read_low_rank_adapter(place: str, bases: dict[str, Basis]) -> LowRankAdapter:
     """Check an adapter, and read all but its factors.
 
     Args:
-        bases: Bases by identity; a named basis that is not there is added.
+        bases: Bases by id; one that is not there is added.
 
     Raises:
         ArtifactError: It is no adapter, is damaged, or changes more than linear layers by low-rank products.
@@ -116,28 +116,23 @@ def read_low_rank_adapter(place: str, bases: dict[str, SavedBasis]) -> LowRankAd
     return source
 
 
-def _read_core(place: str, folder: Path, bases: dict[str, SavedBasis]) -> LowRankAdapter:
-    config, factors = read_adapter(folder)
+def _read_core(place: str, folder: Path, bases: dict[str, Basis]) -> LowRankAdapter:
+    saved = read_adapter(folder)
+    config, basis = saved.config, bases.get(saved.core.basis_id) or saved.find_basis()
+    bases[basis.id] = basis
     if config.trainable_token_indices:
         raise _unreadable(place, "trains embeddings of tokens (trainable_token_indices)", MERGE)
-    if not any(bool(f.P.any()) for f in factors.values()):
+    if not basis.is_set:
         raise _unreadable(place, "was never calibrated", "Train it")
-    tensors = read_weights(folder)
-    if config.basis_id is None:
-        held = layer_factors(place, tensors)
-    else:
-        if config.basis_id not in bases:
-            bases[config.basis_id] = config.find_basis(str(folder))
-        held = {name: (*bases[config.basis_id].layers[name][:2], own.R) for name, own in factors.items()}
     partial = config.layers_to_transform is not None or config.exclude_modules or 0 in config.rank_pattern.values()
+    cores = saved.core.by_layer(basis.ranks)
     return LowRankAdapter(
         place, config.base_model_name_or_path, config.revision, getattr(config.task_type, "value", config.task_type),
-        config.base_record,
-        factors={name: (factors[name].scale, (P, R, Q.mT)) for name, (P, Q, R) in held.items()},
-        targets=None if partial else _targets(config.target_modules, factors),
+        basis.base,
+        factors={name: (own.scale, (own.P, cores[name], own.Q.mT)) for name, own in basis.layers.items()},
+        targets=None if partial else _targets(config.target_modules, basis.layers),
         num_bytes=weights_file(folder).stat().st_size,
-        modules_to_save=config.modules_to_save, modules={key: tensors[key] for key in other_keys(tensors)},
-        ties_weights=config.ensure_weight_tying,
+        modules_to_save=config.modules_to_save, modules=saved.modules, ties_weights=config.ensure_weight_tying,
     )  # fmt: skip
 
 
@@ -145,7 +140,7 @@ def _read_lora(place: str, folder: Path) -> LowRankAdapter:
     config = read_config(folder)
     _require_products(place, config)
     modules_to_save = config.get("modules_to_save") or []
-    pairs, modules, copies = _split(place, read_weights(folder), modules_to_save)
+    pairs, modules, copies = _split(place, read_tensors(folder), modules_to_save)
     factors = {}
     for layer, (B, A) in pairs.items():
         rank, alpha = _rank_and_alpha(place, config, layer)
@@ -182,7 +177,8 @@ def _split(
     place: str, tensors: Mapping[str, Tensor], modules_to_save: Collection[str]
 ) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor], dict[str, Tensor]]:
     """B (m x k) and A (k x n) by layer; the tensors of the modules that were trained as a whole; copied weights."""
-    require_finite(place, tensors)
+    if odd := next((key for key, X in tensors.items() if X.is_floating_point() and not all_finite(X.float())), None):
+        raise _unreadable(place, f"has NaN or Inf in {odd!r:.200}", "Train it again")
     if not tensors or any(X.numel() == 0 for X in tensors.values()):
         found = "has no values in its file, as DeepSpeed ZeRO-3 leaves it if weights are not gathered"
         raise _unreadable(place, found, "Save it again, with stage3_gather_16bit_weights_on_model_save")

@@ -19,28 +19,26 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from frozencore.adapter import named_layers
-from frozencore.adapter.bases import named_basis, require_same_base, set_named_basis
+from frozencore.adapter.bases import attach_basis, basis_id_of, require_same_base
 from frozencore.adapter.config import FrozenCoreConfig, FrozenCoreType
-from frozencore.adapter.folders import require_one_basis
+from frozencore.adapter.core import sum_cores
 from frozencore.adapter.layer import (
-    BasisState,
+    PREFIX,
     FrozenCoreLinear,
-    bases_of,
     frozen_core_layers,
     is_linear,
+    warn_of_uncalibrated,
 )
 from frozencore.adapter.per_row import adapter_of_each_row, recomputed_alike
 from frozencore.adapter.quantised_layer import FrozenCoreQuantisedLinear
-from frozencore.adapter.saved.tensors import CLASSIFIERS, PREFIX, warn_of_uncalibrated
 from frozencore.adapter.shared_factors import SharedFactors
-from frozencore.adapter.state_dict import tensors_to_load, tensors_to_save
+from frozencore.adapter.state_dict import CLASSIFIERS, tensors_to_load, tensors_to_save
+from frozencore.adapter.swap import core_of
 from frozencore.calibration.preserve import keep_weights
 from frozencore.constructors import LayerData, build_basis
 from frozencore.distributed import enter_together, require_same_bases
 from frozencore.errors import ArtifactError, ConfigError, ModelError
 from frozencore.files.fingerprint import base_names
-from frozencore.maths.basis import known_basis
-from frozencore.maths.linalg import weighted_sum
 
 HEADS = {"TOKEN_CLS": CLASSIFIERS, "QUESTION_ANS": ("qa_outputs",)}
 """Layers that PEFT trains beside an adapter of a task; for these tasks it names them after the adapter is made."""
@@ -55,6 +53,14 @@ class FrozenCoreModel(BaseTuner):
 
     _add_modules_to_save_to_tie = LoraModel._add_modules_to_save_to_tie  # concerns embeddings, not LoRA
 
+    def __init__(self, model: nn.Module, peft_config: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(peft_config, FrozenCoreConfig) and peft_config.load_bases:  # a PeftModel gives a dictionary
+            raise ArtifactError(
+                "transformers' load_adapter reads no frozen core. Use PeftModel.from_pretrained(model, FOLDER), or "
+                "export the adapter as a LoRA, which load_adapter reads: frozencore export FOLDER --to lora."
+            )
+        super().__init__(model, peft_config, *args, **kwargs)
+
     def inject_adapter(
         self, model: nn.Module, adapter_name: str, *args: Any, low_cpu_mem_usage: bool = False, **kwargs: Any
     ) -> None:
@@ -68,6 +74,8 @@ class FrozenCoreModel(BaseTuner):
         """
         _require_name(adapter_name, model)
         config = self.peft_config[adapter_name] = copy.deepcopy(self.peft_config[adapter_name])
+        if config.basis is None and not config.load_bases:
+            config.name_basis(None)  # the id is that of the model from which the configuration was taken
         if heads := HEADS.get(str(config.task_type)):
             given = config.modules_to_save or []
             config.modules_to_save = [*given, *(head for head in heads if head not in given)]
@@ -131,25 +139,22 @@ class FrozenCoreModel(BaseTuner):
 
     def _give_bases(self, config: FrozenCoreConfig, adapter_name: str, layers: dict[str, FrozenCoreLinear]) -> None:
         """Set the bases of an adapter of the same kind, the named ones, or those that need no data."""
-        if config.basis_id is None and config.load_bases:
-            require_same_base("The adapter", config.base_record, config, layers)
-            return
-        if (other := self._with_same_basis(config, adapter_name, layers)) is not None:
+        if config.basis is None and config.load_bases:
+            require_same_base(f"The adapter {adapter_name!r}", config.base_record, config, layers)
+        elif (other := self._with_same_basis(config, adapter_name, layers)) is not None:
             for layer in layers.values():
                 layer.share_basis(adapter_name, other, random_core=not config.init_weights)
-        elif config.basis_id is not None:
-            set_named_basis(f"the adapter {adapter_name!r}", config, layers, adapter_name)
+        elif config.basis is not None:
+            basis = config.find_basis(f"The adapter {adapter_name!r}")
+            attach_basis(f"The basis {basis.id}", basis, config, layers, adapter_name)
         elif not config.needs_calibration:
             for name, layer in layers.items():
                 P, _, R = layer.factors(adapter_name)
                 if P.is_meta or R.is_meta:
                     continue  # on the meta device there are only shapes, so bases cannot be built
                 evidence = LayerData(name, layer.shape, layer.dense_weight)
-                basis = build_basis(config.constructor, evidence, config.basis_options(len(R)))
-                layer.set_basis(adapter_name, basis, random_core=not config.init_weights)
-        if config.load_bases:  # cores alone
-            for layer in layers.values():
-                layer.frozencore_state[adapter_name] = BasisState.AWAITS_CORE
+                built = build_basis(config.constructor, evidence, config.basis_options(len(R)))
+                layer.set_basis(adapter_name, built, random_core=not config.init_weights)
 
     def _with_same_basis(
         self, config: FrozenCoreConfig, adapter_name: str, layers: dict[str, FrozenCoreLinear]
@@ -161,7 +166,7 @@ class FrozenCoreModel(BaseTuner):
             theirs = frozen_core_layers(self.model, other)
             if its.basis_options() != config.basis_options() or theirs.keys() != layers.keys():
                 continue
-            if config.basis_id is not None and named_basis(its, theirs, other) != config.basis_id:
+            if config.basis is not None and basis_id_of(its, theirs, other) != config.basis_id:
                 continue
             kinds = [
                 [
@@ -248,22 +253,19 @@ class FrozenCoreModel(BaseTuner):
             raise ConfigError(
                 f"The adapters of a sum must be loaded ({', '.join(self.peft_config)}), but {missing or 'none'} came."
             )
-        first, bases = adapters[0], {}
+        cores, first = [], adapters[0]
         for adapter in adapters:
             if self.peft_config[adapter].trains_modules:
                 raise ConfigError(f"Only cores are summed, but the adapter {adapter!r} trained other modules too.")
-            layers = frozen_core_layers(self.model, adapter)
-            bases[adapter] = bases_of(layers, adapter)
-            require_one_basis(repr(first), bases[first], repr(adapter), bases[adapter])
-        layers = frozen_core_layers(self.model, first)
-        cores = {
-            name: weighted_sum([layer.core(adapter) for adapter in adapters], weights) for name, layer in layers.items()
-        }
+            cores.append(core_of(self.peft_config[adapter], frozen_core_layers(self.model, adapter), adapter))
+        total = sum_cores(cores, [repr(adapter) for adapter in adapters], weights)
         _require_name(adapter_name, self.model)
         self.peft_config[adapter_name] = copy.deepcopy(self.peft_config[first])
         self.inject_adapter(self.model, adapter_name)
-        for name, layer in layers.items():
-            layer.set_basis(adapter_name, known_basis(*bases[first][name][:2]), start_core=cores[name])
+        layers = dict(sorted(frozen_core_layers(self.model, first).items()))
+        for name, R in total.by_layer({name: len(layer.core(first)) for name, layer in layers.items()}).items():
+            layers[name].set_basis(adapter_name, layers[name].basis(first), start_core=R)
+            layers[name].attach_basis_id(adapter_name, total.basis_id)
 
     def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
         """Merge as PEFT does, after the checks of merging."""

@@ -4,16 +4,14 @@ A name is a layer's full name or its end, as in PEFT: ``q_proj``, ``layers.0.sel
 also be written as in PEFT's documentation, ``^model\\.layers\\.0\\.q_proj$``. Any other text is a regular expression.
 
 What names and expressions match is decided by PEFT's own functions. Before PEFT adds the adapter, expressions are
-replaced by the names that they match, so that a saved adapter holds names alone. A saved expression is refused: a
-stranger's could take any time to search. Keys of a pattern that match one layer twice are replaced too, because their
-order decides and PEFT's file sorts them.
+replaced by the names that they match, so that a saved adapter has names alone. Keys of a pattern that match one layer
+twice are replaced too, because their order decides and PEFT's file sorts them.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-import json
 import re
 import warnings
 from collections import Counter
@@ -28,7 +26,7 @@ from peft.utils.other import get_pattern_key
 from torch import Tensor, nn
 
 from frozencore.adapter.layer import is_linear
-from frozencore.errors import ArtifactError, ConfigError
+from frozencore.errors import ConfigError
 from frozencore.text import nearest_name
 
 ALL_LINEAR = "all-linear"
@@ -163,22 +161,6 @@ def require_names(config: Any) -> None:
             raise ConfigError(
                 f"trainable_token_indices holds numbers of tokens, or such lists by module, but {indices!r:.100} came."
             )
-
-
-def refuse_expressions(origin: str, values: Mapping[str, Any], way_out: str) -> None:
-    """Refuse the values of a file that hold expressions in place of layer names."""
-    texts = {option: text for option in MODULES if isinstance(text := values.get(option), str) and is_searched(text)}
-    odd = [(option, text) for option, text in texts.items() if is_expression(text)]
-    for option in PATTERNS:
-        pattern = values.get(option)
-        keys = pattern if isinstance(pattern, dict) else ()  # another type is refused by the configuration
-        odd += [(option, key) for key in keys if not names_a_layer(key)]
-    if odd:
-        option, expression = odd[0]
-        raise ArtifactError(
-            f"A saved adapter names its layers, but {option} of {origin} holds the expression "
-            f"{json.dumps(expression)[:80]}, which could take any time to search. {way_out}"
-        )
 
 
 def attention_projections(model: nn.Module) -> list[str]:

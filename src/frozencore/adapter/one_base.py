@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from frozencore.adapter.base_record import differing_layer, differs, record_base, samples_of, split_record
 from frozencore.adapter.export.base_model import layers_of
 from frozencore.adapter.low_rank_adapter import LowRankAdapter
-from frozencore.adapter.saved.base_record import differing_layer, differs, record_base, samples_of, split_record
 
 Shapes = Mapping[str, tuple[int, int]]
 
@@ -111,7 +111,7 @@ def _stack(layer: str) -> str | None:
 
 def record_of_base(
     adapters: Iterable[LowRankAdapter], layers: Mapping[str, tuple[int, int]], base: nn.Module | None
-) -> dict[str, str] | None:
+) -> Mapping[str, str] | None:
     """Some values of the base model's weights: from the model, or from an adapter that has all layers."""
     if base is not None:
         return record_base(samples_of(base, layers))

@@ -78,8 +78,7 @@ def adapter_of_each_row(model: nn.Module, names: Sequence[str], *, num_beams: in
 
 
 def _basis_of(layer: FrozenCoreLinear, name: str) -> tuple[int, int, float]:
-    P, Q, scale = layer.basis(name)
-    return id(P), id(Q), scale
+    return id(layer.frozencore_P[name]), id(layer.frozencore_Q[name]), layer.frozencore_scale[name]
 
 
 def _repeated(names: Sequence[str], times: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Report on the layers of a saved adapter: its bases, what they capture of moments, and their angles to other bases."""
+"""Report on the layers of a saved adapter: its basis, what it captures of moments, and its angles to another one."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
-from frozencore.adapter.config import FrozenCoreConfig
-from frozencore.adapter.saved.tensors import Factors
+from frozencore.adapter.basis import Basis
 from frozencore.errors import ArtifactError
-from frozencore.maths.basis import known_basis
+from frozencore.maths.basis import LayerBasis, known_basis
 from frozencore.maths.capture import coherence, measure_capture
 from frozencore.maths.linalg import effective_rank, principal_cosines, truncated_svd
 from frozencore.maths.moments import LayerMoments
@@ -59,21 +59,22 @@ class LayerReport:
 
 
 def inspect_adapter(
-    config: FrozenCoreConfig,
-    layers: Mapping[str, Factors],
+    basis: Basis,
+    cores: Mapping[str, Tensor] | None = None,
     *,
     moments: Mapping[str, LayerMoments] | None = None,
-    other: Mapping[str, Factors] | None = None,
+    other: Mapping[str, LayerBasis] | None = None,
 ) -> dict[str, LayerReport]:
     """Report on every layer of a saved adapter, in the order of layer numbers.
 
     Args:
+        cores: R by layer name; zero without them.
         moments: Must hold every layer's G, a and d.
-        other: Another adapter on the same layers.
+        other: Another basis of the same layers.
     """
-    metric, reports = Whitening(damping=without_lists(config.damping)), {}
-    for name, own in sorted(layers.items(), key=lambda item: natural_sort_key(item[0])):
-        report = report_basis(own)
+    metric, reports = Whitening(damping=without_lists(basis.options["damping"])), {}
+    for name, own in sorted(basis.layers.items(), key=lambda item: natural_sort_key(item[0])):
+        report = report_basis(own, None if cores is None else cores[name])
         if (measured := _same_layer(moments, name, "moments file")) is not None:
             report = with_capture(report, own, measured, metric)
         if (peer := _same_layer(other, name, "other adapter")) is not None:
@@ -82,22 +83,22 @@ def inspect_adapter(
     return reports
 
 
-def report_basis(own: Factors) -> LayerReport:
-    """Report on a basis and its core alone."""
+def report_basis(own: LayerBasis, R: Tensor | None = None) -> LayerReport:
+    """Report on a basis and a core alone."""
     P, Q = own.P.float(), own.Q.float()
     return LayerReport(
         shape=(P.shape[0], Q.shape[0]),
-        rank=P.shape[1],
-        num_values=own.R.numel(),
+        rank=own.rank,
+        num_values=own.rank**2,
         basis_bytes=sum(X.numel() * X.element_size() for X in (own.P, own.Q)),
-        orthonormality_error=known_basis(P, Q).orthonormality_error(),
+        orthonormality_error=own.orthonormality_error(),
         output_coherence=coherence(torch.linalg.qr(P).Q),
         input_coherence=coherence(torch.linalg.qr(Q).Q),
-        core_norm=float(own.R.norm()),
+        core_norm=0.0 if R is None else float(R.norm()),
     )
 
 
-def with_capture(report: LayerReport, own: Factors, moments: LayerMoments, metric: Whitening) -> LayerReport:
+def with_capture(report: LayerReport, own: LayerBasis, moments: LayerMoments, metric: Whitening) -> LayerReport:
     """Add what a basis captures of moments in a diagonal metric."""
     basis, G = known_basis(own.P.float(), own.Q.float()), moments.G
     if G.shape != report.shape:
@@ -119,7 +120,7 @@ def with_capture(report: LayerReport, own: Factors, moments: LayerMoments, metri
     )
 
 
-def with_angles(report: LayerReport, own: Factors, other: Factors) -> LayerReport:
+def with_angles(report: LayerReport, own: LayerBasis, other: LayerBasis) -> LayerReport:
     """Add how close a basis is to another one of the same layer."""
     if report.shape != (theirs := (other.P.shape[0], other.Q.shape[0])):
         raise ArtifactError(

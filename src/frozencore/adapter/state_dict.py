@@ -1,43 +1,73 @@
-"""The tensors of an adapter between PEFT's state dict of a model and a file: both ways, with all checks."""
+"""The tensors of an adapter between PEFT's state dict of a model and a file: a core, and P and Q if no folder has them.
+
+    frozencore_core_<basis id>                      the core (:mod:`frozencore.adapter.core`)
+    base_model.model.<layer>.frozencore_P (and _Q)  the basis, unless it has a folder of its own
+
+and what ``modules_to_save`` and ``trainable_token_indices`` name. The scales and the record of the base model are in
+the configuration. They are part of the basis id, so a core that is loaded without its configuration, as ``Trainer``
+resumes, still refuses another scale or base model.
+"""
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from peft.tuners.tuners_utils import BaseTuner
+import torch
 from peft.utils import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
-from frozencore.adapter.bases import named_basis, require_fit, require_trained_alike
+from frozencore.adapter.base_record import record_base
+from frozencore.adapter.bases import basis_id_of, live_basis, require_fit
+from frozencore.adapter.basis import Basis, mismatched_basis
 from frozencore.adapter.config import FrozenCoreConfig
-from frozencore.adapter.layer import BasisState, base_samples_of, bases_of, frozen_core_layers
-from frozencore.adapter.saved.adapter import require_tensors
-from frozencore.adapter.saved.base_record import record_base
-from frozencore.adapter.saved.basis import holds
-from frozencore.adapter.saved.tensors import (
-    BASE,
-    CLASSIFIERS,
+from frozencore.adapter.core import BASE, CORE, Core, is_core_key
+from frozencore.adapter.layer import (
     PREFIX,
-    cores_key,
-    factors_alone,
-    flatten_cores,
-    foreign_tensor,
-    hash_tensors,
-    holds_no_basis,
-    other_keys,
-    require_cores_of,
-    require_finite,
-    require_finite_in,
-    require_modules,
-    require_sound,
-    trained_with,
+    BasisState,
+    FrozenCoreLinear,
+    base_samples_of,
+    current_basis_id,
+    frozen_core_layers,
     warn_of_uncalibrated,
-    with_factors,
 )
 from frozencore.distributed import unsharded
+from frozencore.maths.basis import LayerBasis, known_basis
 from frozencore.text import one_line
+
+CLASSIFIERS = ("classifier", "score")  # PEFT lists both for every classifier, which has one of them
+_FACTOR = re.compile(rf"(?P<layer>.+)\.{PREFIX}(?P<side>[PQ])")
+
+
+def basis_tensors(basis: Basis, prefix: str = BASE) -> dict[str, Tensor]:
+    """P and Q by their names in an adapter's file.
+
+    Args:
+        prefix: Empty for a model without PEFT's wrapper: transformers adds it when it saves.
+    """
+    layers = ((f"{prefix}{name}.{PREFIX}", own) for name, own in basis.layers.items())
+    return {f"{key}{side}": X.detach() for key, own in layers for side, X in (("P", own.P), ("Q", own.Q))}
+
+
+def layers_in(tensors: Mapping[str, Tensor], scale_of: Callable[[str], float]) -> dict[str, LayerBasis]:
+    """P, Q and s by layer name among the tensors of an adapter's file; empty if its basis has a folder.
+
+    Args:
+        scale_of: Returns s of a layer by its name.
+    """
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        if part := _FACTOR.fullmatch(key.removeprefix(BASE)):
+            found.setdefault(part["layer"], {})[part["side"]] = tensor
+    return {name: known_basis(own["P"], own["Q"], scale_of(name)) for name, own in found.items()}
+
+
+def module_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of an adapter's file that are neither the core nor P and Q: those of trained modules and tokens."""
+    names = (key for key in tensors if not is_core_key(key) and not _FACTOR.fullmatch(key.removeprefix(BASE)))
+    return {key: tensors[key] for key in names}
 
 
 def tensors_to_save(
@@ -47,85 +77,85 @@ def tensors_to_save(
     adapter_name: str,
     state_dict: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """Turn PEFT's state dict of an adapter into the tensors of a file; refuse NaN and Inf before it is written.
+    """Turn PEFT's state dict of an adapter into the tensors of a file, and name their basis in the configuration.
 
-    Their hash and the base model's record go into the configuration. Of a model that FSDP2 shards, every rank must
-    call this.
+    Of a model that FSDP2 shards, every rank must call this.
 
     Args:
-        state_dict: The model's, which holds trained modules too.
+        state_dict: The model's, which has trained modules too.
     """
-    found = {key: unsharded(value) for key, value in state.items()}
     config.modules_to_save = _heads_there(config, model)
     layers = frozen_core_layers(model, adapter_name)
-    bases = bases_of(layers, adapter_name)
     mark = f".{PREFIX}R."
-    cores = {key.partition(mark)[0]: R for key, R in found.items() if mark in key}
-    basis_id = named_basis(config, layers, adapter_name)
-    if basis_id is None:
-        config.name_basis(None)  # P and Q were changed since they were named
-        for key in cores:  # P and Q may be in the state dict under the name of another adapter
-            if (basis := bases.get(key.removeprefix(BASE))) is not None:
-                found.setdefault(f"{key}.{PREFIX}P.{adapter_name}", basis.P)
-                found.setdefault(f"{key}.{PREFIX}Q.{adapter_name}", basis.Q)
-    elif cores:
-        flat = flatten_cores({key.removeprefix(BASE): R for key, R in cores.items()})
-        found = {cores_key(basis_id): flat}
-    found |= {key: unsharded(value) for key, value in _trained_modules(model, adapter_name, state_dict).items()}
-    plain = {key: value for key, value in found.items() if not value.is_meta}
-    require_finite(f"the adapter {adapter_name!r}", plain, "It is not saved. Lower the learning rate.")
-    if holds_no_basis(plain):
-        warn_of_uncalibrated(f"The adapter {adapter_name!r} that is saved", "and save it again")
-    config.tensors_sha256 = config.base_record = None
-    if len(plain) == len(found):  # else they have no values yet
-        if config.basis_id is None:
-            config.base_record = record_base(base_samples_of(layers))
-            found |= trained_with(bases, config.base_record)
-        saved = {BaseTuner._remove_adapter_name_from_key(key, adapter_name): X for key, X in found.items()}
-        config.tensors_sha256 = hash_tensors(saved)
-    return _TensorsToSave(found)
+    cores = {key.partition(mark)[0].removeprefix(BASE): unsharded(R) for key, R in state.items() if mark in key}
+    found = {key: unsharded(value) for key, value in _trained_modules(model, adapter_name, state_dict).items()}
+    if any(X.is_meta for X in (*cores.values(), *(layer.frozencore_P[adapter_name] for layer in layers.values()))):
+        values = torch.empty(sum(R.numel() for R in cores.values()), device="meta")  # names and shapes alone
+        return _TensorsToSave({f"{CORE}{config.basis_id}": values, **found})
+    if config.basis is None or current_basis_id(layers, adapter_name) != config.basis_id:
+        basis = live_basis(config, layers, adapter_name)  # P and Q may have been changed since they had a folder
+        if not basis.is_set:
+            warn_of_uncalibrated(f"The adapter {adapter_name!r} that is saved", "and save it again")
+        config.name_basis(basis.id)
+        config.base_record = None if basis.base is None else dict(basis.base)
+        for layer in layers.values():
+            layer.attach_basis_id(adapter_name, basis.id)
+        found |= basis_tensors(basis, BASE if all(key.startswith(BASE) for key in state) else "")
+    assert config.basis_id is not None
+    return _TensorsToSave({**Core.of(config.basis_id, cores).tensors, **found})
 
 
 def tensors_to_load(
     model: nn.Module, config: FrozenCoreConfig, adapter_name: str, state_dict: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Turn the tensors of a file into P, Q, R and trained modules, with all checks before the model changes."""
-    origin, layers = f"the adapter {adapter_name!r}", frozen_core_layers(model, adapter_name)
-    own = {name: layer.factors(adapter_name) for name, layer in layers.items()}
-    bases = bases_of(layers, adapter_name)
-    require_modules(origin, _heads_there(config, model), config.trainable_token_indices, state_dict)
-    trained = _keys_of_trained_modules(model, adapter_name)
-    for key in other_keys(state_dict):
-        if key.removeprefix(BASE) not in trained:
-            raise foreign_tensor(origin, key)
-    basis_id = named_basis(config, layers, adapter_name)
-    factors = require_sound(origin, state_dict, coordinates=config.coordinates, basis_id=basis_id)
-    if config.load_bases:  # other weights may be loaded later
-        saved = {trained.get(key.removeprefix(BASE), key): X for key, X in state_dict.items()}
-        require_tensors(origin, config.tensors_sha256, saved)
-    if factors is None:
-        for core_dtype in {R.dtype for _, _, R in own.values()}:
-            require_finite_in(origin, require_cores_of(origin, state_dict, basis_id), core_dtype)
-        if any(X.is_meta for P, Q, _ in bases.values() for X in (P, Q)):
-            named = config.find_basis(origin).layers
-            assert basis_id is not None
-            for name, layer in layers.items():
-                layer.name_basis(adapter_name, basis_id, named[name].to(bases[name].P.dtype))
-            state_dict = with_factors(origin, state_dict, named)
-        else:
-            state_dict = with_factors(origin, state_dict, bases)
-    else:
-        require_fit(origin, factors, own, _way_out(factors.keys() ^ own.keys(), config.base_model_name_or_path))
-        require_trained_alike(origin, state_dict, config, layers, bases)
-        state_dict = factors_alone(state_dict)
-        if holds_no_basis(state_dict):
-            warn_of_uncalibrated(f"The adapter {adapter_name!r}", "before it is trained or used")
-        if basis_id is not None and not all(holds(bases[name], P, Q) for name, (P, Q, _) in factors.items()):
-            config.name_basis(None)  # the loaded bases are not the named basis
+    """Turn the tensors of a file into P, Q, R and trained modules, checked before the model changes."""
+    origin, layers = f"The adapter {adapter_name!r}", frozen_core_layers(model, adapter_name)
+    core = Core.read(origin, state_dict)
+    here = {name: layer.basis(adapter_name) for name, layer in layers.items()}
+    has_basis = all(not own.P.is_meta and own.P.any() for own in list(here.values())[:1])
+    known = basis_id_of(config, layers, adapter_name) if has_basis else None
+    if core.basis_id != known:
+        basis = _other_basis(origin, core, config, layers, adapter_name, state_dict)
+        here = dict(basis.layers)
+        for name, layer in layers.items():
+            layer.attach_basis_id(adapter_name, basis.id, here[name])
+        if not basis.is_set:
+            warn_of_uncalibrated(origin, "before it is trained or used")
+        config.basis_id = basis.id
     config.load_bases = False
-    for layer in layers.values():
-        layer.frozencore_state[adapter_name] = BasisState.UNKNOWN  # until the tensors are there
-    return state_dict
+    loaded = module_tensors(state_dict)
+    for name, R in core.by_layer({name: here[name].rank for name in sorted(here)}).items():
+        key = f"{BASE}{name}.{PREFIX}"
+        loaded |= {f"{key}{side}.{adapter_name}": X for side, X in (("P", here[name].P), ("Q", here[name].Q))}
+        loaded[f"{key}R.{adapter_name}.weight"] = R.clone()
+        layers[name].frozencore_state[adapter_name] = BasisState.UNKNOWN  # until the tensors are there
+    return loaded
+
+
+def _other_basis(
+    origin: str,
+    core: Core,
+    config: FrozenCoreConfig,
+    layers: Mapping[str, FrozenCoreLinear],
+    adapter_name: str,
+    tensors: Mapping[str, Tensor],
+) -> Basis:
+    """The basis of a core that comes to an adapter without it: beside the core, or where the configuration says."""
+    scales = {name: layer.frozencore_scale[adapter_name] for name, layer in layers.items()}
+    beside = layers_in(tensors, lambda name: scales.get(name, 1.0))
+    if not beside:
+        if core.basis_id != config.basis_id or config.basis is None:
+            raise mismatched_basis(origin, core.basis_id, "the model has", current_basis_id(layers, adapter_name))
+        return config.find_basis(origin)
+    record = config.base_record or record_base(base_samples_of(layers))
+    basis = config.make_basis(beside, base=record)
+    require_fit(origin, basis, layers, adapter_name, _way_out(beside, config.base_model_name_or_path))
+    if basis.id != core.basis_id:
+        what = f"P and Q beside it, with this model's scales and {config.base_model_name_or_path or 'base model'}, make"
+        raise mismatched_basis(origin, core.basis_id, what, basis.id)
+    config.name_basis(basis.id)
+    config.base_record = None if record is None else dict(record)
+    return basis
 
 
 class _TensorsToSave(dict[str, Tensor]):
@@ -150,15 +180,6 @@ def _trained_modules(model: nn.Module, adapter_name: str, state_dict: Mapping[st
     return found
 
 
-def _keys_of_trained_modules(model: nn.Module, adapter_name: str) -> dict[str, str]:
-    """The names in a file, by those under which PEFT loads it, of what is trained beside the cores."""
-    return {
-        f"{name}.{key}".removeprefix(BASE): f"{name}.{saved}"
-        for name, module in _wrappers(model)
-        for saved, key in module.adapter_state_dict_load_map(adapter_name).items()
-    }
-
-
 def _wrappers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
         if isinstance(module, AuxiliaryTrainingWrapper):
@@ -173,15 +194,8 @@ def _heads_there(config: FrozenCoreConfig, model: nn.Module) -> list[str] | None
     return config.modules_to_save
 
 
-def _way_out(odd: Iterable[str], base: str | None) -> str:
-    """What to do with an adapter of other layers or shapes.
-
-    Args:
-        odd: The layers that are on one side only.
-    """
-    if any("_orig_mod" in name for name in odd):
-        return (
-            "The adapter was added to a compiled model, there or here, so its layers have other names. Call "
-            "torch.compile on the model with its adapter, or load a base that is compiled in the same places."
-        )
+def _way_out(layers: Iterable[str], base: str | None) -> str:
+    """What to do with an adapter of other layers or shapes."""
+    if any("_orig_mod" in name for name in layers):
+        return "It was saved from a compiled model. Call torch.compile on the model with its adapter, as there."
     return f"Load the base model that it was trained on{f': {one_line(base, 200)}' if base else ''}."

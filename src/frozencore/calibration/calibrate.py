@@ -94,7 +94,7 @@ class Target:
 def build_bases(
     layers: Iterable[LayerData], constructor: str = DEFAULT, options: BasisOptions | None = None
 ) -> dict[str, LayerBasis]:
-    """Build the basis of each layer, by layer name; ``frozencore.set_bases`` takes the result.
+    """Build the basis of each layer, by layer name; ``frozencore.set_basis`` takes the result.
 
     Args:
         layers: Name, shape, weight and moments of each layer, for instance those of ``collect_moments``.

@@ -130,7 +130,7 @@ def _basis_model(
     model = export_basis_model(adapter, output, base=base, dtype=dtype, with_code=with_code, overwrite=overwrite)
     low, high = min(model.ranks.values()), max(model.ranks.values())
     ranks = f"rank {low}" if low == high else f"ranks {low} to {high}"
-    yield f"Basis model: {model.directory}, {ranks}, {len(model.ranks)} layers, basis {model.identity[:12]}"
+    yield f"Basis model: {model.directory}, {ranks}, {len(model.ranks)} layers, basis {model.basis_id}"
     if (admitted := vllm_max_rank(high)) is None:
         yield f"vLLM serves tenants of rank {VLLM_MAX_RANKS[-1]} at most; PEFT loads them all."
         return
@@ -151,7 +151,7 @@ def _tenant(adapter: Path, output: Path, base: str | None, dtype: str, overwrite
     tenant = export_tenant(adapter, output, basis_model=base, dtype=_factor_dtype(dtype), overwrite=overwrite)
     compared = f"as {base} has it" if base else "not compared, and not found on demand: name its model with --base"
     layers = f"rank {tenant.rank}, {len(tenant.layers)} layers"
-    yield f"Tenant: {tenant.directory}, {layers}, on the basis {tenant.identity[:12]} ({compared})"
+    yield f"Tenant: {tenant.directory}, {layers}, on the basis {tenant.basis_id} ({compared})"
     yield from _serving(check_lora_directory(output), f"--model {base} " if base else "")
 
 

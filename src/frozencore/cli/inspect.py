@@ -31,6 +31,7 @@ from frozencore.tune import folder as run_folder
 from frozencore.tune.folder import ADAPTER, RECORD
 
 if TYPE_CHECKING:
+    from frozencore.adapter.basis import Basis
     from frozencore.adapter.calibrate import Calibration
     from frozencore.adapter.report import LayerReport
 
@@ -96,30 +97,32 @@ def inspect(
     folder, other = adapter_in(place), None if against is None else adapter_in(folder_of(against))
     if moments is not None:
         require_moments(moments)
-    from frozencore.adapter.folders import read_adapter_or_basis
+    from frozencore.adapter.basis import load_basis
+    from frozencore.adapter.folders import read_adapter, read_basis
     from frozencore.adapter.report import inspect_adapter
     from frozencore.calibration.moments_file import load_moments
     from frozencore.maths.basis import ORTHONORMAL_COORDINATES
 
-    config, layers = read_adapter_or_basis(folder)
+    saved = None if (folder / HEADER_FILE).is_file() else read_adapter(folder)
+    basis = load_basis(folder) if saved is None else saved.find_basis()
     reports = inspect_adapter(
-        config,
-        layers,
+        basis,
+        None if saved is None else saved.core.by_layer(basis.ranks),
         moments=load_moments(moments) if moments else None,
-        other=None if other is None else read_adapter_or_basis(other)[1],
+        other=None if other is None else read_basis(other).layers,
     )
     if as_json:
-        found = {name: asdict(report) for name, report in reports.items()}
+        found = {"basis": basis.id, "layers": {name: asdict(report) for name, report in reports.items()}}
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
         return
     if inside:
         console.print(*inside, sep="\n", soft_wrap=True)
     if (folder / HEADER_FILE).is_file():
-        console.print(*_of_basis(folder), sep="\n", soft_wrap=True)
-    orthonormal = config.coordinates in ORTHONORMAL_COORDINATES
+        console.print(*_of_basis(basis, folder), sep="\n", soft_wrap=True)
+    orthonormal = basis.options["coordinates"] in ORTHONORMAL_COORDINATES
     console.print(inspection_table(reports, every_layer=all_layers, orthonormal=orthonormal))
-    saved = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    console.print(f"Saved in {saved:,} bytes.")
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    console.print(f"Saved in {size:,} bytes. Basis: {basis.id}", soft_wrap=True)
 
 
 def contents(folder: Path) -> Iterator[Text]:
@@ -136,12 +139,9 @@ def contents(folder: Path) -> Iterator[Text]:
         yield Text(one_line(f"{folder}: {num_of(len(inside), 'folder')} with a record: {', '.join(inside)}", 1000))
 
 
-def _of_basis(folder: Path) -> Iterator[str]:
+def _of_basis(basis: Basis, folder: Path) -> Iterator[str]:
     """Yield what a basis was made of and for; beside that of `frozencore compress`, what each adapter keeps too."""
-    from frozencore.adapter.saved.basis import read_header
-
-    header = read_header(folder)
-    yield one_line(f"Basis {header['identity'][:12]} of {header['base_model']}: {header['calibrated_on']}")
+    yield one_line(f"Basis {basis.id} of {basis.base_model}: {basis.calibrated_on}")
     if (beside := folder.parent / COMPRESSION_FILE).is_file():
         first, *rest = _of_compression(beside.read_text(encoding="utf-8"))
         yield one_line(f"{beside}: {first}")

@@ -18,12 +18,13 @@ from rich.text import Text
 from safetensors import safe_open
 from torch import nn
 
-from frozencore.adapter.saved.tensors import CORES, PREFIX
+from frozencore.adapter.core import is_core_key
+from frozencore.adapter.layer import PREFIX
 from frozencore.cli.display import StageDisplay, console, table_of
 from frozencore.files.adapter_folder import WEIGHTS_FILE, read_config
 from frozencore.files.atomic_write import read_lines
 from frozencore.text import Progress, bytes_in_words, num_of, one_line, percent, wilson
-from frozencore.tune.adapt import limits_of_basis, on_named_basis, shares_of_start
+from frozencore.tune.adapt import limits_of_basis, on_named_basis, starting_core
 from frozencore.tune.config import RunConfig, as_flags
 from frozencore.tune.cost import estimate_bytes, outline_of, training_state_bytes, values_at_once
 from frozencore.tune.folder import SAMPLES
@@ -54,8 +55,8 @@ def print_dry_run(config: RunConfig, num_slots: int | None = None) -> None:
         inputs, rows, lines = (
             _of_run(config, progress) if num_slots is None else _of_tenants(config, num_slots, progress)
         )
-    if config.method.start_from is not None:
-        lines += map(Text, _start_in_words(shares_of_start(config.method.start_from)))
+    if starting_core(config.method) is not None:
+        lines.append(Text(f"The start: {config.method.start_from}."))
     lines += [Text(f"Warning: {limit}", style="yellow") for limit in limits_of_basis(config.method.basis)]
     lines.append(Text("\nThe options that differ from the defaults, as a file for --config", style="bold"))
     lines.append(Text(as_flags(config, many=num_slots is not None).rstrip()))
@@ -198,14 +199,9 @@ def _of_rows(record: TunedRecord) -> Iterator[str]:
 
 
 def of_start(record: TunedRecord) -> Iterator[str]:
-    """Name the adapters whose mean the core started from, with their shares."""
-    return _start_in_words(record.resolved.started_from)
-
-
-def _start_in_words(shares: Mapping[str, float]) -> Iterator[str]:
-    if found := list(shares.items()):
-        more = f" and {len(found) - MOST_PLACES} more" if len(found) > MOST_PLACES else ""
-        yield f"The start: {', '.join(f'{name} ({share:.0%})' for name, share in found[:MOST_PLACES])}{more}."
+    """Name the adapter whose core training started from."""
+    if record.resolved.started_from is not None:
+        yield f"The start: {record.resolved.started_from}."
 
 
 def recipe_in_words(num_steps: int, recipe: Mapping[str, Any], num_epochs: int | None = None) -> str:
@@ -303,14 +299,12 @@ def size_lines(adapter: Path) -> Iterator[str]:
     values: Counter[str] = Counter()
     for key, shape in shapes.items():
         if f".{PREFIX}" in key:
-            values[key.rpartition(PREFIX)[2].removesuffix(".weight")] += prod(shape)
+            values[key.rpartition(PREFIX)[2]] += prod(shape)
+        elif is_core_key(key):
+            values["R"] += prod(shape)
     as_lora = bytes_in_words(VALUE_BYTES * (values["P"] + values["Q"]))
-    if not values["R"]:
-        yield (
-            f"Size: {stored}, cores alone on their basis."
-            if any(key.startswith(CORES) for key in shapes)
-            else f"Size: {stored}."
-        )
+    if not values["P"]:
+        yield f"Size: {stored}, a core alone on its basis." if values["R"] else f"Size: {stored}."
     elif config.get("initial_step"):  # its bases cannot be shared
         yield f"Size: {stored} with its bases, {as_lora} as LoRA."
     else:

@@ -95,7 +95,7 @@ def _tune(
         console.print(line, soft_wrap=True)
     console.print(f"Adapter: {output / ADAPTER}   Record: {output / RECORD}   Curve: {output / FIGURE}", soft_wrap=True)
     if push_to_hub is not None:
-        from frozencore.adapter.saved.card import CARD_FILE, at_place
+        from frozencore.adapter.card import CARD_FILE, at_place
 
         card = output / ADAPTER / CARD_FILE
         if card.is_file():  # its code loads the adapter from the hub

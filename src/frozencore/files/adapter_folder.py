@@ -26,21 +26,18 @@ RESERVED = (BASIS_FOLDER, MANIFEST_FILE, RUN_FILE, COMPRESSION_FILE)
 LONGEST_NAME = 100, 200
 """Characters and bytes of a tenant's name at most: file systems take 255 bytes, and files beside add to the name."""
 PEFT_TYPE = "FROZENCORE"
-LARGEST_CONFIG = 2**24
 
 
 def read_config(directory: Path) -> dict[str, Any]:
     """Read ``adapter_config.json``.
 
     Raises:
-        ArtifactError: It is missing, damaged, too large, or not a JSON object.
+        ArtifactError: It is missing, damaged, or not a JSON object.
     """
     path = directory / CONFIG_FILE
     if not path.is_file():
         raise ArtifactError(missing(directory, CONFIG_FILE))
     try:
-        if path.stat().st_size > LARGEST_CONFIG:
-            raise ValueError(f"{CONFIG_FILE} is larger than {LARGEST_CONFIG:,} bytes")
         values = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(values, dict):
             raise ValueError(f"{CONFIG_FILE} is no JSON object")

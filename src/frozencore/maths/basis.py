@@ -42,6 +42,7 @@ class LayerBasis:
         spectrum: The constructor's singular values or eigenvalues, largest first; empty if it has none.
         effective_rank: The number of directions from data or weights; the other directions are seeded random ones.
         initial_core: The core to start from, r x r, for a unit step and unit scale; None means zero.
+        scale: The scale s of the layer's adapter; a constructor does not know it.
     """
 
     P: Float[torch.Tensor, "m r"]
@@ -49,6 +50,7 @@ class LayerBasis:
     spectrum: Float[torch.Tensor, " k"]
     effective_rank: int
     initial_core: Float[torch.Tensor, "r r"] | None = None
+    scale: float = 1.0
 
     @property
     def rank(self) -> int:
@@ -68,9 +70,9 @@ class LayerBasis:
         return max(float((X.double().mT @ X.double() - identity).abs().max()) for X in (self.P, self.Q))
 
 
-def known_basis(P: Float[torch.Tensor, "m r"], Q: Float[torch.Tensor, "n r"]) -> LayerBasis:
+def known_basis(P: Float[torch.Tensor, "m r"], Q: Float[torch.Tensor, "n r"], scale: float = 1.0) -> LayerBasis:
     """Make a basis from factors alone, for instance saved ones."""
-    return LayerBasis(P, Q, spectrum=torch.empty(0), effective_rank=P.shape[1])
+    return LayerBasis(P, Q, spectrum=torch.empty(0), effective_rank=P.shape[1], scale=scale)
 
 
 def basis_from_factors(

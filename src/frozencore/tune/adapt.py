@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-import math
-import os
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from peft import PeftModel
-from torch import Tensor
 from transformers import PreTrainedModel
 
+from frozencore.adapter.basis import read_header
 from frozencore.adapter.calibrate import calibrate
+from frozencore.adapter.card import begin_model_card
+from frozencore.adapter.core import Core
 from frozencore.adapter.layer import frozen_core_layers
 from frozencore.adapter.learning_rate import proposed_learning_rate
-from frozencore.adapter.mean_core import mean_core, weights_in
-from frozencore.adapter.saved.basis import load_basis, read_header
-from frozencore.adapter.saved.card import begin_model_card
+from frozencore.adapter.swap import read_core
 from frozencore.calibration.batches import Batch
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.moments_file import MomentsFingerprint, load_moments
 from frozencore.constructors import COMPRESSED
 from frozencore.distributed import num_ranks, own_rank
 from frozencore.errors import ConfigError
+from frozencore.files.adapter_folder import adapter_in, folder_of
 from frozencore.files.atomic_write import atomic_folder, write_json
-from frozencore.files.fingerprint import fingerprint_tensors
-from frozencore.maths.basis import known_basis
+from frozencore.maths.basis import LayerBasis
 from frozencore.maths.capture import Capture, capture_or_none
 from frozencore.maths.moments import LayerMoments
 from frozencore.options import without_lists
@@ -38,14 +36,13 @@ from frozencore.tune.calibration_record import Alignment, CalibratedAdapter, Cal
 from frozencore.tune.config import RunConfig
 from frozencore.tune.config_parts import MethodConfig, core_options
 from frozencore.tune.cost import model_bytes
-from frozencore.tune.folder import ADAPTER, CALIBRATION
+from frozencore.tune.folder import CALIBRATION
 from frozencore.tune.load import Inputs
 from frozencore.tune.methods import Method, Targets
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import make_batches
 
 CALIBRATION_BATCH = 8
-MOST_NAMED = 100  # adapters in the mean that training starts from
 
 
 @dataclass(frozen=True)
@@ -54,13 +51,11 @@ class Adapted:
 
     Attributes:
         targets: The adapted layers.
-        started_from: The tenants whose mean the core starts from, with their shares (:class:`StartingCore`).
     """
 
     model: PeftModel
     targets: Targets
     made: CalibratedAdapter
-    started_from: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
     def model_bytes(self) -> int:
@@ -79,11 +74,11 @@ class Precomputed:
 
     Attributes:
         moments: The moments by layer for calibration. A method that reads no data is only measured on them.
-        bases: The bases (:func:`frozencore.get_bases`), in place of a calibration.
+        bases: The layers of a basis, in place of a calibration.
     """
 
     moments: Mapping[str, LayerMoments] | None = None
-    bases: Mapping[str, Tensor] | None = None
+    bases: Mapping[str, LayerBasis] | None = None
 
 
 def on_named_basis(config: RunConfig) -> RunConfig:
@@ -110,46 +105,15 @@ def on_named_basis(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"method": method.model_copy(update={**decided, "core": core})})
 
 
-@dataclass(frozen=True)
-class StartingCore:
-    """The core that training starts from.
-
-    Attributes:
-        tensors: A state dict of cores on the run's basis.
-        shares: The share of each adapter in the mean, by name; those after the largest hundred are one entry.
-    """
-
-    tensors: Mapping[str, Tensor]
-    sha256: str
-    shares: Mapping[str, float]
-
-
-def starting_core(config: MethodConfig) -> StartingCore | None:
+def starting_core(config: MethodConfig) -> Core | None:
     """Read the core of ``start_from``; None if training starts from zero.
 
     Raises:
-        ConfigError, ArtifactError: See :func:`frozencore.adapter.mean_core.mean_core`.
+        ArtifactError: There is no core, or it is on another basis than the configured one.
     """
     if config.start_from is None or config.basis is None:
         return None
-    basis = load_basis(config.basis)
-    size = sum(own.P.shape[1] ** 2 for own in basis.layers.values())
-    tensors = mean_core(config.start_from, basis.identity, size)
-    return StartingCore(tensors, fingerprint_tensors(sorted(tensors.items())), shares_of_start(config.start_from))
-
-
-def shares_of_start(place: str | Path) -> dict[str, float]:
-    """The adapters that ``start_from`` names, with their shares in the mean; see :class:`StartingCore`."""
-    weights = weights_in(Path(place))
-    folders = {(one.parent if one.name == ADAPTER else one): weight for one, weight in weights.items() if weight}
-    root = Path(place).parent if Path(place).is_file() else Path(place)
-    named = {one.name if len(folders) == 1 else os.path.relpath(one, root): w for one, w in folders.items()}
-    whole = math.fsum(named.values())
-    largest = sorted(named, key=lambda name: -named[name])
-    shares = {name: named[name] / whole for name in largest[:MOST_NAMED]}
-    if rest := largest[MOST_NAMED:]:
-        shares[f"{len(rest):,} others"] = math.fsum(named[name] for name in rest) / whole
-    return shares
+    return read_core(adapter_in(folder_of(config.start_from)), read_header(config.basis)["id"])
 
 
 def adapt(
@@ -249,7 +213,7 @@ def _captures(model: PeftModel, moments: Mapping[str, LayerMoments] | None) -> d
     if moments is None:
         return {}
     layers = frozen_core_layers(model, "default")
-    bases = {name: known_basis(*layer.factors("default")[:2]) for name, layer in layers.items()}
+    bases = {name: layer.basis("default") for name, layer in layers.items()}
     found = {name: capture_or_none(moments.get(name), basis) for name, basis in bases.items()}
     return {name: captured for name, captured in found.items() if captured is not None}
 

@@ -91,7 +91,9 @@ def score_cores(inputs: Inputs, rows: Mapping[str, TenantRows], shop: Path, scor
         if (why := done[name].diverged) is not None:
             scores[name]["trained on"] = why
             continue
-        swap_core(model, done[name].cores)
+        core = done[name].core
+        assert core is not None
+        swap_core(model, core)
         try:
             with scoring_trained(recipe):
                 scores[name]["trained on"] = _score(inputs, own, model, f"{name}, trained on", progress)

@@ -234,8 +234,8 @@ class MethodConfig(ConfigPart):
     start_from: Annotated[
         str | None,
         Field(
-            description="Start from a saved core on --basis, or from the mean of cores: the folder of an adapter or a "
-            "run, a folder of tenants, or a YAML file of weights (NAME: weight) in such a folder. Default: zero."
+            description="Start from the core of an adapter on --basis: its folder, or that of its run; merge makes the "
+            "mean of several. Default: zero."
         ),
     ] = None
     core: Annotated[dict[str, Any], BeforeValidator(_read_core)] = {}
@@ -250,7 +250,7 @@ class MethodConfig(ConfigPart):
         if self.basis is not None and self.layers is not None:
             raise ConfigError("A saved basis has its own layers: leave --layers out.")
         if self.start_from is not None and self.basis is None:
-            raise ConfigError("--start-from takes cores on a saved basis: name that basis with --basis.")
+            raise ConfigError("--start-from takes a core on a saved basis: name that basis with --basis.")
         return self
 
     @property

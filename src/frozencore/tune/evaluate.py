@@ -24,8 +24,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from frozencore.adapter.config import FrozenCoreConfig
-from frozencore.adapter.saved.adapter import read_files
-from frozencore.adapter.saved.tensors import UncalibratedWarning
+from frozencore.adapter.folders import read_tensors
+from frozencore.adapter.layer import UncalibratedWarning
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
 from frozencore.files.atomic_write import write_json, write_lines
 from frozencore.files.fingerprint import fingerprint_model, fingerprint_tensors
@@ -71,7 +71,7 @@ class BaseWithAdapter:
             return self.without_adapter()
         if self._adapted is not None and self._folder == folder:
             return self._adapted.eval()
-        _, tensors = read_files(folder)  # refuses a damaged folder and a pickle
+        tensors = read_tensors(folder)  # refuses a damaged file and a pickle
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # missing tensors raise an error below
@@ -265,7 +265,7 @@ def evaluate_adapters(evaluation: Evaluation, out: Path, progress: Progress) -> 
         model=evaluation.model,
         adapters={subject: str(folder) for subject, folder in subjects.items() if folder is not None},
         adapter_tensors={
-            subject: fingerprint_tensors(sorted(read_files(folder)[1].items()))
+            subject: fingerprint_tensors(sorted(read_tensors(folder).items()))
             for subject, folder in subjects.items()
             if folder is not None
         },

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from frozencore.adapter.saved.basis import read_header
+from frozencore.adapter.basis import read_header
 from frozencore.distributed import num_ranks
 from frozencore.text import accuracy_in_words
 from frozencore.tune.adapt import Adapted
@@ -55,7 +55,7 @@ def make_record(
 
     Args:
         scores: Before and after training.
-        hashes: SHA-256 of the base model, of the rows and of the bases, by name.
+        hashes: SHA-256 of the base model and of the rows, by name, and the id of the basis.
         started: ``time.perf_counter()`` when the run began.
         company: The tenants that trained together with this one; None for a run alone.
     """
@@ -103,7 +103,7 @@ def make_record(
             max_length=inputs.encoder.max_length,
             prompt_style="chat" if inputs.encoder.is_chat else "plain",
             dtype=str(inputs.model.dtype).removeprefix("torch."),
-            **_known({"system": inputs.rows.system, "started_from": dict(adapted.started_from) or None}),
+            **_known({"system": inputs.rows.system, "started_from": config.method.start_from}),
         ),
         calibration=made.calibration,
         alignment=made.alignment,

@@ -26,9 +26,10 @@ from frozencore.text import unknown_name
 if TYPE_CHECKING:
     import torch
     from peft import PeftConfig, PeftModel
-    from torch import Tensor, nn
+    from torch import nn
 
     from frozencore.adapter.config import FrozenCoreConfig
+    from frozencore.maths.basis import LayerBasis
 
 
 Targets = Annotated[tuple[str, ...], Field(min_length=1)] | Literal["all-linear"]
@@ -92,11 +93,13 @@ class Method(ABC):
         return None
 
     @abstractmethod
-    def add(self, model: nn.Module, options: AdapterOptions, bases: Mapping[str, Tensor] | None = None) -> PeftModel:
+    def add(
+        self, model: nn.Module, options: AdapterOptions, bases: Mapping[str, LayerBasis] | None = None
+    ) -> PeftModel:
         """Add the adapter without calibration; the model's output does not change.
 
         Args:
-            bases: The result of :func:`frozencore.get_bases` for a ``weights_only`` method, to save the computation.
+            bases: The layers of the basis of a ``weights_only`` method, to save the computation.
 
         Raises:
             ConfigError: The options contradict one another or do not fit the model.
@@ -154,7 +157,9 @@ class FromPEFT(Method):
     def config(self, options: AdapterOptions, model: nn.Module) -> PeftConfig:
         """The configuration for PEFT."""
 
-    def add(self, model: nn.Module, options: AdapterOptions, bases: Mapping[str, Tensor] | None = None) -> PeftModel:
+    def add(
+        self, model: nn.Module, options: AdapterOptions, bases: Mapping[str, LayerBasis] | None = None
+    ) -> PeftModel:
         """Add the adapter; the global random state is restored."""
         import torch
         from peft import get_peft_model
@@ -238,7 +243,9 @@ class FullFineTuning(FromPEFT):
             name for name in names if model.get_submodule(name) is not head or not _ties_its_embeddings(model, names)
         )
 
-    def add(self, model: nn.Module, options: AdapterOptions, bases: Mapping[str, Tensor] | None = None) -> PeftModel:
+    def add(
+        self, model: nn.Module, options: AdapterOptions, bases: Mapping[str, LayerBasis] | None = None
+    ) -> PeftModel:
         from peft.utils import ModulesToSaveWrapper
 
         adapted = super().add(model, options, bases)
@@ -292,18 +299,19 @@ class FrozenCore(Method):
     constructor: str
     has_bases: ClassVar[bool] = True
 
-    def add(self, model: nn.Module, options: AdapterOptions, bases: Mapping[str, Tensor] | None = None) -> PeftModel:
+    def add(
+        self, model: nn.Module, options: AdapterOptions, bases: Mapping[str, LayerBasis] | None = None
+    ) -> PeftModel:
         from peft import get_peft_model
 
-        from frozencore.adapter.bases import set_bases
+        from frozencore.adapter.bases import set_basis
         from frozencore.adapter.model import FrozenCoreConfig
 
         if options.basis is not None:
             return get_peft_model(model, FrozenCoreConfig(basis=options.basis, task_type="CAUSAL_LM"))
         adapted = get_peft_model(model, self._config(options, load_bases=bases is not None))
         if bases is not None:
-            set_bases(adapted, bases)
-            adapted.peft_config["default"].load_bases = False
+            set_basis(adapted, bases)
         return adapted
 
     def needs(self, options: AdapterOptions) -> frozenset[MomentName]:
@@ -318,7 +326,7 @@ class FrozenCore(Method):
         return of_row(rank=options.rank, seed=options.seed, **read)
 
     def _write(self, model: PeftModel, folder: Path, start: Path) -> None:
-        from frozencore.adapter.saved.card import begin_model_card
+        from frozencore.adapter.card import begin_model_card
 
         begin_model_card(folder)
         super()._write(model, folder, start)

@@ -43,10 +43,10 @@ class RecordedConfig(RecordPart):
 
 
 class Hashes(RecordPart):
-    """SHA-256 of the base weights, of each set of rows, of the choices of those to evaluate on, of the bases (frozen
-    cores only), and of a core to start from.
+    """SHA-256 of the base weights, of each set of rows, of the choices of those to evaluate on, and of a core to start
+    from; the id of the basis.
 
-    ``start`` is missing if training started from zero.
+    ``basis`` is missing for methods without one, ``start`` if training started from zero.
     """
 
     model: str
@@ -301,7 +301,7 @@ class Resolved(RecordPart):
         prompt_style: ``chat`` (the tokenizer's template) or ``plain``.
         dtype: The dtype of the base model's weights, such as ``bfloat16``.
         system: The system text that all conversations of the training rows begin with; None if there is none.
-        started_from: The adapters whose mean the core started from, with their shares; empty for a start from zero.
+        started_from: The adapter whose core training started from; None for a start from zero.
     """
 
     targets: tuple[str, ...] | str
@@ -310,7 +310,7 @@ class Resolved(RecordPart):
     prompt_style: Literal["chat", "plain"]
     dtype: str
     system: str | None = None
-    started_from: dict[str, float] = Field(default_factory=dict)
+    started_from: str | None = None
 
 
 P = TypeVar("P", bound=RecordPart)

@@ -12,14 +12,14 @@ from pathlib import Path
 from pydantic import TypeAdapter
 from torch import nn
 
-from frozencore.adapter.bases import basis_fingerprint
-from frozencore.adapter.saved.basis import read_header
-from frozencore.adapter.saved.card import write_model_card
+from frozencore.adapter.bases import basis_id
+from frozencore.adapter.basis import read_header
+from frozencore.adapter.card import write_model_card
 from frozencore.adapter.swap import swap_core
 from frozencore.distributed import all_ranks_or_none, from_first, num_ranks, own_rank
 from frozencore.errors import DivergenceError, ModelError
 from frozencore.files.atomic_write import require_writable, write_json, write_lines, write_text
-from frozencore.files.fingerprint import fingerprint_model, fingerprint_options
+from frozencore.files.fingerprint import fingerprint_model, fingerprint_options, fingerprint_tensors
 from frozencore.text import Progress, as_stage
 from frozencore.tune.adapt import (
     Precomputed,
@@ -113,12 +113,12 @@ def execute(
         progress("hash", 0, 1)
         hashes = {"model": fingerprint_model(model), **inputs.rows.fingerprints}
         if start is not None:
-            hashes["start"] = start.sha256
+            hashes["start"] = fingerprint_tensors(start.tensors.items())
         progress("hash", 1, 1)
         known = {} if base_scores is None else base_scores
 
         with removed_if_refused(out) if is_first and not resume else nullcontext():
-            named = {} if config.method.basis is None else {"basis": read_header(config.method.basis)["identity"]}
+            named = {} if config.method.basis is None else {"basis": read_header(config.method.basis)["id"]}
             named["recipe"] = fingerprint_options({"version": STEPS_VERSION, **recipe.of_steps()})
             from_first(lambda: begin(out, given, hashes | named, resume=resume))
             before = _score_base(config.scoring, inputs, hashes, out, known, progress)
@@ -136,8 +136,7 @@ def execute(
         if recipe.learning_rate is None:
             recipe = replace(recipe, learning_rate=learning_rate_of(adapted, inputs, inputs.rows.train))
         if start is not None:
-            swap_core(adapted.model, start.tensors)
-            adapted = replace(adapted, started_from=start.shares)
+            swap_core(adapted.model, start)
         with memory.phase("training"):
             report = train(
                 adapted.model, inputs.rows.train, recipe, pad_id=inputs.encoder.pad_id,
@@ -151,7 +150,7 @@ def execute(
                 after = score_run(adapted.model, inputs, config.scoring, as_stage(progress, "score"))
             method.save(adapted.model, out / ADAPTER, out / START)
             if method.has_bases:
-                hashes["basis"] = basis_fingerprint(adapted.model)
+                hashes["basis"] = basis_id(adapted.model)
                 said = calibrated_on(config.method, config.rows, inputs.rows, adapted.made.calibration)
                 write_model_card(out / ADAPTER, calibration=said, scores=headline(after))
             if after.task is not None:

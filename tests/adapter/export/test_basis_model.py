@@ -27,6 +27,7 @@ import frozencore_basis_model
 from families import make
 from fixtures import ROOT, few
 from frozencore import export_basis_model, export_tenant, save_basis, tenant_weights
+from frozencore.adapter.folders import read_adapter
 from frozencore.errors import ArtifactError
 from frozencore_basis_model import LinearOnBasis
 from tiny import BATCHES, adapted, logits, tiny_gpt2, tiny_llama, tiny_qwen2
@@ -119,12 +120,13 @@ def test_the_folder_holds_the_base_weights_and_the_basis_bit_for_bit_and_no_tied
 
 def test_a_tenant_holds_an_identity_and_the_scaled_core_and_nothing_else(plain: Case) -> None:
     tenant = load_file(plain.tenant / "adapter_model.safetensors")
-    factors = load_file(plain.adapter / "adapter_model.safetensors")
+    saved = read_adapter(plain.adapter)
+    cores = saved.core.by_layer(saved.find_basis().ranks)
     assert len(tenant) == 2 * 8
     for key in [key for key in tenant if "lora_A" in key]:
         layer = key.removesuffix(".core.lora_A.weight")
         assert torch.equal(tenant[key], torch.eye(3))
-        R = factors[f"{layer}.frozencore_R.weight"].double()
+        R = cores[layer.removeprefix("base_model.model.")].double()
         assert torch.equal(tenant[f"{layer}.core.lora_B.weight"], (7 / 3 * R).float())
     config = json.loads((plain.tenant / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["target_modules"]) == (3, 3, ["core"])
@@ -138,8 +140,8 @@ def test_a_basis_in_a_folder_of_its_own_and_adapters_on_it_by_name_make_the_same
     model.save_pretrained(tmp_path / "named")
     made = export_basis_model(tmp_path / "basis", tmp_path / "one", base=tmp_path / "base")
     for source in ("whole", "named"):
-        assert export_basis_model(tmp_path / source, tmp_path / source / "made", base=tmp_path / "base").identity == (
-            made.identity
+        assert export_basis_model(tmp_path / source, tmp_path / source / "made", base=tmp_path / "base").basis_id == (
+            made.basis_id
         )
         export_tenant(tmp_path / source, tmp_path / f"tenant-{source}", basis_model=tmp_path / "one")
     export_tenant(model, tmp_path / "tenant-memory", basis_model=tmp_path / "one")
@@ -157,7 +159,7 @@ def test_a_tenants_weights_in_memory_are_the_cores_of_its_folder_and_name_its_ba
 ) -> None:
     entry = json.loads((plain.basis_model / "config.json").read_text())["frozencore_basis"]
     base = AutoModelForCausalLM.from_pretrained(plain.base)
-    weights = tenant_weights(PeftModel.from_pretrained(base, plain.adapter), identity=entry["identity"])
+    weights = tenant_weights(PeftModel.from_pretrained(base, plain.adapter))
     (tmp_path / "weights").write_bytes(weights)
     written, sent = (
         safe_open(file, "pt") for file in (plain.tenant / "adapter_model.safetensors", tmp_path / "weights")
@@ -166,8 +168,8 @@ def test_a_tenants_weights_in_memory_are_the_cores_of_its_folder_and_name_its_ba
     assert sent.keys() == [name for name in written.keys() if ".lora_A." not in name]  # noqa: SIM118
     assert all(torch.equal(written.get_tensor(name), sent.get_tensor(name)) for name in sent.keys())  # noqa: SIM118
     frozencore_basis_model._require_basis(weights, entry)
-    with pytest.raises(ValueError, match="this model has another. A core works on its own basis only"):
-        frozencore_basis_model._require_basis(weights, {"identity": "another"})
+    with pytest.raises(ValueError, match="this model has another. A core works on one basis only"):
+        frozencore_basis_model._require_basis(weights, {"basis_id": "another"})
 
 
 STOCK = """
@@ -249,10 +251,10 @@ def test_a_model_that_several_processes_share_computes_the_same_and_is_not_merge
 
 def test_a_tenant_of_another_basis_is_refused_in_one_line(plain: Case, tmp_path: Path) -> None:
     adapted("random", trained=True, seed=5).save_pretrained(tmp_path / "other")
-    with pytest.raises(ArtifactError, match="A core works on its own basis only"):
+    with pytest.raises(ArtifactError, match="A core works on one basis only"):
         export_tenant(tmp_path / "other", tmp_path / "tenant", basis_model=plain.basis_model)
     adapted("random", model=tiny_qwen2(seed=1), trained=True, alpha=7.0).save_pretrained(tmp_path / "other base")
-    with pytest.raises(ArtifactError, match="Take adapters of one base model"):  # its P and Q are the same
+    with pytest.raises(ArtifactError, match="has a core on the basis"):  # its P and Q are the same
         export_tenant(tmp_path / "other base", tmp_path / "tenant", basis_model=plain.basis_model)
     assert not (tmp_path / "tenant").exists()
 

@@ -123,7 +123,7 @@ class Stability(StudyKind):
 
     def run(self, work: Work) -> None:
         """Record the mean principal-angle cosines of P and of Q, over directions and then over layers."""
-        from frozencore.adapter.bases import get_bases
+        from frozencore.adapter.bases import get_basis
         from frozencore.files.atomic_write import write_json
         from frozencore.maths.linalg import principal_cosines
         from frozencore.tune.adapt import adapt
@@ -138,14 +138,14 @@ class Stability(StudyKind):
             inputs, shared = work.inputs(config)
             targets = resolve_targets(work.config.method, inputs.model)
             adapted = adapt(config.method, inputs, targets, work.progress, precomputed=shared)
-            found.append(get_bases(adapted.model))
+            found.append(get_basis(adapted.model).layers)
             num_calibration.append(len(inputs.rows.calibration))
             unload_adapter(adapted.model)
         few, many = found
         cosines: dict[str, dict[str, float]] = {"P": {}, "Q": {}}
-        for name, basis in few.items():
-            layer, _, side = name.rpartition(".")
-            cosines[side][layer] = float(principal_cosines(basis, many[name]).mean())
+        for layer, basis in few.items():
+            cosines["P"][layer] = float(principal_cosines(basis.P, many[layer].P).mean())
+            cosines["Q"][layer] = float(principal_cosines(basis.Q, many[layer].Q).mean())
         record = StabilityRecord(
             format=RECORD_FORMAT,
             config=RecordedConfig.of(work.config),

@@ -8,15 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-
-from frozencore.adapter.bases import get_bases
+from frozencore.adapter.bases import get_basis
+from frozencore.adapter.basis import load_basis
 from frozencore.calibration.calibration_options import options_of_sums
 from frozencore.calibration.collect import collect_moments
 from frozencore.calibration.moments_file import MomentsFingerprint, load_moments, save_moments
-from frozencore.files.atomic_write import atomic_write, remove_left
+from frozencore.files.atomic_write import remove_left
 from frozencore.files.fingerprint import fingerprint_model, fingerprint_options
+from frozencore.maths.basis import LayerBasis
 from frozencore.maths.capture import CAPTURE_NEEDS
 from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.text import Progress
@@ -123,18 +122,17 @@ class SharedWork:
             save_moments(file, found, fingerprint)
         return found
 
-    def _weight_bases(self, config: RunConfig, inputs: Inputs) -> dict[str, Tensor]:
-        """The bases of a method that reads the weights alone: from the file, or computed for all runs."""
+    def _weight_bases(self, config: RunConfig, inputs: Inputs) -> Mapping[str, LayerBasis]:
+        """The basis of a method that reads the weights alone: from its folder, or computed for all runs."""
         content = config.content()
         decides = {name: content[name] for name in _DECIDE_WEIGHT_BASES}
         key = fingerprint_options({**decides, "weights": fingerprint_model(inputs.model)})[:16]
-        file = self.store.shared / "weight-bases" / f"{key}.safetensors"
+        folder = self.store.shared / "weight-bases" / key
         with self.store.locked(f"weight-{key}"):
-            if not file.exists():
+            if not folder.exists():
                 options = config.method.adapter_options(resolve_targets(config.method, inputs.model))
                 model = config.method.entry.add(inputs.model, options)
-                remove_left(file.parent, file.name)
-                with atomic_write(file) as aside:
-                    save_file(get_bases(model), aside)
+                remove_left(folder.parent, folder.name)
+                get_basis(model).write(folder)
                 unload_adapter(model)
-        return load_file(file)
+        return load_basis(folder).layers

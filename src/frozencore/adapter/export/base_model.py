@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.pytorch_utils import Conv1D
 
+from frozencore.adapter.core import BASE
 from frozencore.adapter.folders import read_adapter
 from frozencore.adapter.layer import is_linear, layer_shape
-from frozencore.adapter.saved.tensors import BASE
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError, ModelError
 from frozencore.files.atomic_write import atomic_folder
 from frozencore.files.gguf_model import model_class, read_tokenizer, read_weights, why_unreadable
@@ -235,8 +235,7 @@ def export_merged(
         ConfigError: The adapter names no base model and none was given.
     """
     directory, out = Path(directory), Path(out)
-    config, _ = read_adapter(directory)
-    base = base_name(directory, base, config.base_model_name_or_path)
+    base = base_name(directory, base, read_adapter(directory).config.base_model_name_or_path)
     loading = safe_loading(base)
     with atomic_folder(out, overwrite=overwrite, reads=directory) as aside:
         why_not = "rounding to its grid would lose most of an update"

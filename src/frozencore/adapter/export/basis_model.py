@@ -11,10 +11,8 @@ need one rank for all layers.
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,28 +22,22 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import frozencore_basis_model
+from frozencore.adapter.base_record import differing_layer, other_base, samples_of
+from frozencore.adapter.basis import Basis, mismatched_basis
+from frozencore.adapter.card import CARD_FILE
+from frozencore.adapter.core import BASE
 from frozencore.adapter.export.base_model import base_name, layers_of, load_base_model, save_tokenizer
 from frozencore.adapter.export.lora import (
     ExportSource,
     export_source,
     in_dtype,
     lora_config,
-    require_bases,
     require_dtype,
+    require_set,
 )
-from frozencore.adapter.folders import read_adapter
-from frozencore.adapter.saved.base_record import (
-    differing_layer,
-    other_base,
-    record_base,
-    require_one_base,
-    samples_of,
-)
-from frozencore.adapter.saved.basis import Bases, SavedBasis, load_basis
-from frozencore.adapter.saved.card import CARD_FILE
-from frozencore.adapter.saved.tensors import BASE
+from frozencore.adapter.folders import read_basis
 from frozencore.errors import ArtifactError, ModelError
-from frozencore.files.adapter_folder import BASIS_MODEL_TYPE, CONFIG_FILE, HEADER_FILE, MODEL_CONFIG, WEIGHTS_FILE
+from frozencore.files.adapter_folder import BASIS_MODEL_TYPE, CONFIG_FILE, MODEL_CONFIG, WEIGHTS_FILE
 from frozencore.files.atomic_write import atomic_folder
 from frozencore.files.hub import safe_loading
 from frozencore.text import one_line
@@ -62,12 +54,12 @@ class BasisModelExport:
 
     Attributes:
         ranks: Ranks by layer name.
-        identity: SHA-256 of P and Q (:func:`identity_of`).
+        basis_id: The id of its basis.
     """
 
     directory: Path
     ranks: dict[str, int]
-    identity: str
+    basis_id: str
 
 
 def export_basis_model(
@@ -94,16 +86,14 @@ def export_basis_model(
         ModelError: The base model cannot be read, is quantised, or is no causal language model.
     """
     directory, out = Path(directory), Path(out)
-    basis = _read_basis(directory)
+    basis = read_basis(directory)
+    require_set(basis.layers)
     base = base_name(directory, base, basis.base_model)
     loading = safe_loading(base)
-    identity = identity_of(basis.layers)
-    ranks = {name: own.P.shape[1] for name, own in sorted(basis.layers.items())}
     with atomic_folder(out, overwrite=overwrite, reads=directory) as aside:
         model = load_base_model(base, dtype, loading, "a basis stands beside plain weights")
-        _require_fits(basis, model, base)
-        entry = {"ranks": ranks, "identity": identity, "base": record_base(samples_of(model, basis.layers))}
-        _with_basis(model, basis.layers, entry).save_pretrained(aside, save_original_format=False)
+        _require_fits(basis, directory, model, base)
+        _with_basis(model, basis).save_pretrained(aside, save_original_format=False)
         values = json.loads((aside / MODEL_CONFIG).read_text(encoding="utf-8"))
         values["architectures"] = [ARCHITECTURE]
         if with_code:
@@ -112,56 +102,23 @@ def export_basis_model(
         text = json.dumps(values, indent=2, sort_keys=True) + "\n"
         (aside / MODEL_CONFIG).write_text(text, encoding="utf-8")
         save_tokenizer(directory, aside, loading)
-        (aside / CARD_FILE).write_text(_card(base, ranks, identity, out), encoding="utf-8")
-    return BasisModelExport(out, ranks, identity)
-
-
-def identity_of(bases: Bases) -> str:
-    """SHA-256 of P and Q with their layers' names and shapes, whichever float type holds their values."""
-    found = hashlib.sha256()
-    for name in sorted(bases):
-        for side, X in zip("PQ", bases[name][:2], strict=True):
-            found.update(f"{name}.{side} {tuple(X.shape)} ".encode())
-            found.update(X.detach().cpu().to(torch.float64).contiguous().numpy().tobytes())
-    return found.hexdigest()
+        (aside / CARD_FILE).write_text(_card(base, basis, out), encoding="utf-8")
+    return BasisModelExport(out, basis.ranks, basis.id)
 
 
 def read_entry(folder: str | Path) -> dict[str, Any]:
-    """Read the entry of the basis in ``config.json`` of a basis model.
-
-    Returns:
-        ``ranks`` by layer name, ``identity``, and ``base``, the record of its weights.
-    """
+    """Read the entry of the basis in ``config.json`` of a basis model: ``basis_id``, and ``ranks`` by layer name."""
     path = Path(folder) / MODEL_CONFIG
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        return dict(json.loads(path.read_text(encoding="utf-8"))[ENTRY])
+    except (OSError, ValueError, KeyError) as error:
         raise ArtifactError(
-            f"{path} cannot be read ({one_line(error, 100)}). Name a folder of a basis model."
+            f"{folder} is no basis model ({one_line(error, 100)}): its config.json has no {ENTRY!r}. Write one with "
+            "frozencore export --to basis-model."
         ) from error
-    said = config.get(ENTRY) if isinstance(config, dict) else None
-    entry = said if isinstance(said, dict) else {}
-    ranks = entry.get("ranks")
-    fine = isinstance(ranks, dict) and all(type(rank) is int and rank > 0 for rank in ranks.values())
-    if not fine or not isinstance(entry.get("identity"), str) or not isinstance(entry.get("base"), dict | None):
-        raise ArtifactError(
-            f"{folder} holds no basis model: its config.json has no sound {ENTRY!r}. "
-            "Write one with frozencore export --to basis-model."
-        )
-    return dict(entry)
 
 
-def _read_basis(directory: Path) -> SavedBasis:
-    """A basis, or that of an adapter."""
-    if (directory / HEADER_FILE).is_file():
-        return load_basis(directory)
-    config, factors = read_adapter(directory)
-    require_bases(factors)
-    basis = config.saved_basis({name: own.basis for name, own in factors.items()}, base=config.base_record)
-    return replace(basis, place=str(directory))
-
-
-def _require_fits(basis: SavedBasis, model: Any, base: str) -> None:
+def _require_fits(basis: Basis, origin: Path, model: Any, base: str) -> None:
     known = AutoModelForCausalLM._model_mapping
     if type(model.config) not in known or type(model) is not known[type(model.config)]:
         raise ModelError(
@@ -169,38 +126,38 @@ def _require_fits(basis: SavedBasis, model: Any, base: str) -> None:
             "Export a LoRA, or merge."
         )
     linear = layers_of(model)
-    for name, (P, Q, _) in basis.layers.items():
-        linear.require_layer(name, (len(P), len(Q)))
+    for name, own in basis.layers.items():
+        linear.require_layer(name, (len(own.P), len(own.Q)))
         if not name.startswith(f"{model.base_model_prefix}."):
             raise ModelError(
-                f"A basis stands in the layers below the head, but {basis.place} has one on {name!r}, which engines "
+                f"A basis stands in the layers below the head, but {origin} has one on {name!r}, which engines "
                 "compute apart. Export a LoRA, or merge."
             )
     odd = None if basis.base is None else differing_layer(basis.base, samples_of(model, basis.layers))
     if odd is not None:
-        raise other_base(f"The basis of {basis.place}", odd)
+        raise other_base(f"The basis of {origin}", odd)
 
 
-def _with_basis(model: Any, bases: Bases, entry: dict[str, Any]) -> Any:
+def _with_basis(model: Any, basis: Basis) -> Any:
     """The same model, its tensors not copied, with P, Q and cores of zeros."""
     values = {**model.config.to_dict(), "model_type": BASIS_MODEL_TYPE}
-    values[ENTRY] = {"config": type(model.config).__name__, **entry}
+    values[ENTRY] = {"config": type(model.config).__name__, "ranks": basis.ranks, "basis_id": basis.id}
     config = config_class(type(model.config).__name__).from_dict(values)
     with torch.device("meta"):
         made = AutoModelForCausalLM.from_config(config)
-    inside = {f"{name}.{part}": f"{name}.base.{part}" for name in bases for part in ("weight", "bias")}
+    inside = {f"{name}.{part}": f"{name}.base.{part}" for name in basis.layers for part in ("weight", "bias")}
     state = {inside.get(key, key): tensor for key, tensor in model.state_dict().items()}
-    for name, (P, Q, _) in bases.items():
-        state |= {f"{name}.Q.weight": Q.mT.contiguous(), f"{name}.P.weight": P.contiguous()}
-        state[f"{name}.core.weight"] = P.new_zeros(P.shape[1], P.shape[1])
+    for name, own in basis.layers.items():
+        state |= {f"{name}.Q.weight": own.Q.mT.contiguous(), f"{name}.P.weight": own.P.contiguous()}
+        state[f"{name}.core.weight"] = own.P.new_zeros(own.rank, own.rank)
     made.load_state_dict(state, assign=True)
     made.tie_weights()
     made.generation_config = model.generation_config
     return made
 
 
-def _card(base: str, ranks: Mapping[str, int], identity: str, place: Path) -> str:
-    low, high = min(ranks.values()), max(ranks.values())
+def _card(base: str, basis: Basis, place: Path) -> str:
+    low, high = min(basis.ranks.values()), max(basis.ranks.values())
     name = Path(base).name if Path(base).is_dir() else base
     return f"""---
 library_name: transformers
@@ -209,8 +166,8 @@ tags: [frozencore, frozencore-basis-model]
 # {name} with a basis for frozen cores
 
 - Base model: `{name}`
-- Rank: {low if low == high else f"{low} to {high}"}, in {len(ranks)} layers
-- Basis: {identity[:12]}
+- Rank: {low if low == high else f"{low} to {high}"}, in {len(basis.ranks)} layers
+- Basis: {basis.id}
 
 By itself it computes what its base model computes. A tenant (`frozencore export ADAPTER --to tenant`) is a LoRA on the
 `core` layers:
@@ -232,13 +189,13 @@ class TenantExport:
     Attributes:
         rank: The one rank of all layers; smaller cores are zero-padded to it.
         layers: The layers with a core.
-        identity: The identity of the basis (:func:`identity_of`).
+        basis_id: The id of the basis.
     """
 
     directory: Path
     rank: int
     layers: tuple[str, ...]
-    identity: str
+    basis_id: str
 
 
 def export_tenant(
@@ -255,55 +212,42 @@ def export_tenant(
     Args:
         model_or_directory: A model with a frozen-core adapter, or a folder that ``save_pretrained`` wrote.
         adapter_name: Which adapter of the model; the active one by default.
-        basis_model: Folder of the basis model, to check that its basis and its base weights are the adapter's. Without
+        basis_model: Folder of the basis model, to check that its basis is the adapter's. Without
             it nothing is checked: cores on another basis give wrong outputs, and no engine notices. The tenant names it
             in these words; vLLM finds a tenant on demand only if its own ``--model`` is the same text.
         dtype: The dtype of the factors. Half precision halves the file and costs about 0.2 % of the update in bfloat16.
 
     Raises:
-        ArtifactError: The adapter is damaged, ``out`` exists, or the basis model has another basis or other weights.
+        ArtifactError: The adapter is damaged, ``out`` exists, or the basis model has another basis.
         ConfigError: The adapter does not exist, has no basis, or trains more than its cores.
     """
     require_dtype(dtype)
     adapter = export_source(model_or_directory, adapter_name)
-    bases: Bases = {name: own.basis for name, own in adapter.factors.items()}
-    if adapter.folder is None and adapter.config.basis_id is not None:  # a model in 16 bits holds them rounded
-        bases = adapter.config.find_basis("this adapter").layers
-    identity = identity_of(bases)
-    if basis_model is not None:
-        entry, origin = read_entry(basis_model), adapter.folder or "this adapter"
-        if entry["identity"] != identity:
-            raise ArtifactError(
-                f"{origin} was trained on the basis {identity[:12]}, but {basis_model} has the basis "
-                f"{entry['identity'][:12]}. A core works on its own basis only. Name the basis model that has it."
-            )
-        require_one_base(basis_model, entry["base"], origin, adapter.base_record)
-    ranks = {name: len(f.R) for name, f in adapter.factors.items()}
+    if basis_model is not None and (there := read_entry(basis_model)["basis_id"]) != adapter.basis_id:
+        origin = str(adapter.folder or "This adapter")
+        raise mismatched_basis(origin, adapter.basis_id, f"the basis model {basis_model} has", there)
+    ranks = {name: len(R) for name, R in adapter.cores.items()}
     rank = max(ranks.values())
     with atomic_folder(Path(out), overwrite=overwrite, reads=adapter.folder) as aside:
         cores = _cores(adapter, rank, dtype)
         ones = {
-            f"{BASE}{name}.{CORE}.lora_A.weight": torch.eye(rank, ranks[name], dtype=dtype) for name in adapter.factors
+            f"{BASE}{name}.{CORE}.lora_A.weight": torch.eye(rank, ranks[name], dtype=dtype) for name in adapter.cores
         }
-        (aside / WEIGHTS_FILE).write_bytes(_weights(ones | cores, identity))
+        (aside / WEIGHTS_FILE).write_bytes(_weights(ones | cores, adapter.basis_id))
         config = lora_config(adapter.config, rank, [CORE], fan_in_fan_out=False)
         config |= {"base_model_name_or_path": None if basis_model is None else str(basis_model), "revision": None}
         (aside / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        (aside / CARD_FILE).write_text(_tenant_card(len(adapter.factors), rank, identity), encoding="utf-8")
-    return TenantExport(Path(out), rank, tuple(adapter.factors), identity)
+        (aside / CARD_FILE).write_text(_tenant_card(len(ranks), rank, adapter.basis_id), encoding="utf-8")
+    return TenantExport(Path(out), rank, tuple(ranks), adapter.basis_id)
 
 
-def tenant_weights(
-    model: nn.Module, *, identity: str, adapter_name: str | None = None, dtype: torch.dtype = torch.float32
-) -> bytes:
+def tenant_weights(model: nn.Module, *, adapter_name: str | None = None, dtype: torch.dtype = torch.float32) -> bytes:
     """Return the cores as the weights file of a tenant, for an engine that takes them from memory.
 
     They are what :func:`export_tenant` writes, without the identity matrices A. On the engine's side
     :class:`frozencore_basis_model.TenantWorker` reads them, and refuses those of another basis.
 
     Args:
-        identity: The basis of the engine's model (:attr:`BasisModelExport.identity`). The caller knows that it is the
-            adapter's: P and Q are not hashed here, which would take longer than everything else.
         adapter_name: Which adapter of the model; the active one by default.
 
     Raises:
@@ -312,25 +256,24 @@ def tenant_weights(
     """
     require_dtype(dtype)
     adapter = export_source(model, adapter_name)
-    return _weights(_cores(adapter, max(len(f.R) for f in adapter.factors.values()), dtype), identity)
+    return _weights(_cores(adapter, max(map(len, adapter.cores.values())), dtype), adapter.basis_id)
 
 
-def _weights(tensors: dict[str, Tensor], identity: str) -> bytes:
-    return save(tensors, metadata={"format": "pt", ENTRY: identity})
+def _weights(tensors: dict[str, Tensor], basis_id: str) -> bytes:
+    return save(tensors, metadata={"format": "pt", ENTRY: basis_id})
 
 
 def _cores(adapter: ExportSource, rank: int, dtype: torch.dtype) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
-    for name, factors in adapter.factors.items():
-        r = len(factors.R)
-        B = torch.zeros(r, rank, dtype=torch.float64)
-        B[:, :r] = factors.scale * factors.R.detach().cpu().double()
+    for name, R in adapter.cores.items():
+        B = torch.zeros(len(R), rank, dtype=torch.float64)
+        B[:, : len(R)] = adapter.layers[name].scale * R.detach().cpu().double()
         key = f"{BASE}{name}.{CORE}.lora_B.weight"
         tensors[key] = in_dtype(key, B, dtype)
     return tensors
 
 
-def _tenant_card(num_layers: int, rank: int, identity: str) -> str:
+def _tenant_card(num_layers: int, rank: int, basis_id: str) -> str:
     return f"""---
 library_name: peft
 tags: [frozencore, lora]
@@ -338,7 +281,7 @@ tags: [frozencore, lora]
 # A tenant of a basis model
 
 - Cores of rank {rank} in {num_layers} layers, as a LoRA on the `core` layers alone
-- Basis: {identity[:12]}; on a basis model of another one these numbers mean nothing
+- Basis: {basis_id}; on a basis model of another one these numbers mean nothing
 
 vLLM serves it on its basis model: `--enable-lora --lora-target-modules core`. Stock PEFT loads it there too.
 """

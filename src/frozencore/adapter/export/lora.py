@@ -19,16 +19,17 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from frozencore.adapter.bases import basis_id_of
+from frozencore.adapter.card import num_tokens, write_model_card
 from frozencore.adapter.config import FrozenCoreConfig, find_adapter
+from frozencore.adapter.core import BASE
 from frozencore.adapter.export.base_model import BaseLayers, layers_of, targets_for_peft
 from frozencore.adapter.folders import read_adapter
-from frozencore.adapter.layer import FrozenCoreLinear, base_samples_of, frozen_core_layers
-from frozencore.adapter.saved.base_record import record_base
-from frozencore.adapter.saved.card import num_tokens, write_model_card
-from frozencore.adapter.saved.tensors import BASE, Factors
+from frozencore.adapter.layer import frozen_core_layers
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
 from frozencore.files.atomic_write import atomic_folder
+from frozencore.maths.basis import LayerBasis, known_basis
 
 PACKS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _SAME_SHAPE = {"k_proj": "v_proj", "v_proj": "k_proj", "gate_proj": "up_proj", "up_proj": "gate_proj"}
@@ -40,17 +41,19 @@ _NOT_LORA = "which no LoRA can hold. Merge the adapter into its model instead (f
 
 @dataclass(frozen=True)
 class ExportSource:
-    """P, Q, R and s by layer name, from a saved adapter's folder or the layers of a model."""
+    """An adapter to export: of a saved folder, or of a model.
+
+    Attributes:
+        layers: P, Q and s by layer name.
+        cores: R by layer name.
+        folder: Where it was read from; None for a model's.
+    """
 
     config: FrozenCoreConfig
-    factors: dict[str, Factors]
+    basis_id: str
+    layers: Mapping[str, LayerBasis]
+    cores: Mapping[str, Tensor]
     folder: Path | None = None
-    layers: Mapping[str, FrozenCoreLinear] | None = None
-
-    @property
-    def base_record(self) -> Mapping[str, str] | None:
-        """The record of the base model; from layers, its weights are sampled here, because few exports need it."""
-        return self.config.base_record if self.layers is None else record_base(base_samples_of(self.layers))
 
 
 @dataclass(frozen=True)
@@ -102,10 +105,10 @@ def export_lora(
     require_dtype(dtype)
     adapter = export_source(model_or_directory, adapter_name)
     of_base = _base_of(adapter, model_or_directory, base)
-    shapes = {name: (f.P.shape[0], f.Q.shape[0]) for name, f in adapter.factors.items()}
+    shapes = {name: (len(own.P), len(own.Q)) for name, own in adapter.layers.items()}
     named = layers_to_name(shapes, of_base)
     adapter, rank, error = to_rank(adapter, rank)
-    conv1d = of_base is not None and not of_base.conv1d.isdisjoint(adapter.factors)
+    conv1d = of_base is not None and not of_base.conv1d.isdisjoint(adapter.layers)
     with atomic_folder(Path(out), overwrite=overwrite, reads=adapter.folder) as aside:
         tensors = _lora_tensors(adapter, named, rank, dtype)
         save_file(tensors, aside / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -137,30 +140,30 @@ def to_rank(adapter: ExportSource, rank: int | None) -> tuple[ExportSource, int,
     """
     if rank is not None and (not isinstance(rank, int) or rank < 1):
         raise ConfigError(f"A LoRA has a rank of at least 1, but {rank!r:.50} came.")
-    own_rank = max(factors.R.shape[0] for factors in adapter.factors.values())
+    own_rank = max(map(len, adapter.cores.values()))
     if rank is None or rank >= own_rank:
         return adapter, own_rank, None
-    cut, kept, lost = {}, 0.0, 0.0
-    for name, factors in adapter.factors.items():
-        cut[name], S = best_of_rank(factors, rank)
-        squares = (S * factors.scale).square()
+    layers, cores, kept, lost = {}, {}, 0.0, 0.0
+    for name, basis in adapter.layers.items():
+        layers[name], cores[name], S = best_of_rank(basis, adapter.cores[name], rank)
+        squares = (S * basis.scale).square()
         kept, lost = kept + float(squares[:rank].sum()), lost + float(squares[rank:].sum())
-    return replace(adapter, factors=cut), rank, (lost / (kept + lost)) ** 0.5 if lost else 0.0
+    return replace(adapter, layers=layers, cores=cores), rank, (lost / (kept + lost)) ** 0.5 if lost else 0.0
 
 
-def best_of_rank(factors: Factors, rank: int) -> tuple[Factors, Tensor]:
-    """The leading singular triples of ``P R Qᵀ`` as P, R (diagonal) and Q, in float64, and all singular values."""
-    P, Q, R = (X.detach().cpu().double() for X in factors[:3])
+def best_of_rank(basis: LayerBasis, R: Tensor, rank: int) -> tuple[LayerBasis, Tensor, Tensor]:
+    """The leading singular triples of ``P R Qᵀ`` as P, Q and R (diagonal), in float64, and all singular values."""
+    P, Q, R = (X.detach().cpu().double() for X in (basis.P, basis.Q, R))
     left, right = torch.linalg.qr(P), torch.linalg.qr(Q)
     U, S, Vh = torch.linalg.svd(left.R @ R @ right.R.mT)
-    return Factors(left.Q @ U[:, :rank], right.Q @ Vh[:rank].mT, S[:rank].diag(), factors.scale), S
+    return known_basis(left.Q @ U[:, :rank], right.Q @ Vh[:rank].mT, basis.scale), S[:rank].diag(), S
 
 
-def lora_factors(factors: Factors, rank: int) -> tuple[Tensor, Tensor]:
+def lora_factors(basis: LayerBasis, R: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """A (rank x n) = Qᵀ and B (m x rank) = s·P R in float64, zero-padded to ``rank``."""
-    P, Q, R = (X.detach().cpu().double() for X in factors[:3])
+    P, Q, R = (X.detach().cpu().double() for X in (basis.P, basis.Q, R))
     missing = rank - R.shape[0]
-    return pad(Q.mT, (0, 0, 0, missing)), pad(factors.scale * P @ R, (0, missing))
+    return pad(Q.mT, (0, 0, 0, missing)), pad(basis.scale * P @ R, (0, missing))
 
 
 def _lora_tensors(
@@ -169,8 +172,8 @@ def _lora_tensors(
     tensors: dict[str, Tensor] = {}
     for name, (m, n) in named.items():
         A, B = torch.zeros(rank, n), torch.zeros(m, rank)
-        if name in adapter.factors:
-            A, B = lora_factors(adapter.factors[name], rank)
+        if name in adapter.layers:
+            A, B = lora_factors(adapter.layers[name], adapter.cores[name], rank)
         for side, X in (("A", A), ("B", B)):
             key = f"{BASE}{name}.lora_{side}.weight"
             tensors[key] = in_dtype(key, X, dtype)
@@ -264,27 +267,29 @@ def _base_of(
 
 
 def export_source(model_or_directory: nn.Module | str | Path, adapter_name: str | None = None) -> ExportSource:
-    """Read the factors of an adapter of a model (by default the active one), or of a saved folder."""
+    """Read an adapter of a model (by default the active one), or of a saved folder."""
     if isinstance(model_or_directory, nn.Module):
         name, config = find_adapter(model_or_directory, adapter_name)
-        layers = frozen_core_layers(model_or_directory, name)
-        factors = {each: Factors(*layer.factors(name), layer.frozencore_scale[name]) for each, layer in layers.items()}
-        source = ExportSource(config, factors, layers=layers)
+        there = frozen_core_layers(model_or_directory, name)
+        layers = {each: layer.basis(name) for each, layer in there.items()}
+        require_set(layers)
+        cores = {each: layer.core(name) for each, layer in there.items()}
+        source = ExportSource(config, basis_id_of(config, there, name), layers, cores)
     else:
-        folder = Path(model_or_directory)
-        config, factors = read_adapter(folder)
-        source = ExportSource(config, factors, folder=folder)
+        saved = read_adapter(model_or_directory)
+        config, basis = saved.config, saved.find_basis()
+        require_set(basis.layers)
+        source = ExportSource(config, basis.id, basis.layers, saved.core.by_layer(basis.ranks), saved.folder)
     if config.modules_to_save:
         raise ConfigError(f"The adapter trains whole modules too ({', '.join(config.modules_to_save)}), {_NOT_LORA}")
     if config.trainable_token_indices:
         raise ConfigError(f"The adapter trains single token embeddings too, {_NOT_LORA}")
-    require_bases(source.factors)
     return source
 
 
-def require_bases(factors: Mapping[str, Factors]) -> None:
-    """Refuse factors without a basis."""
-    empty = [name for name, own in factors.items() if not bool(own.P.any())]
+def require_set(layers: Mapping[str, LayerBasis]) -> None:
+    """Refuse an adapter that was never calibrated."""
+    empty = [name for name, own in layers.items() if not bool(own.P.any())]
     if empty:
         raise ConfigError(
             f"Layer {empty[0]!r} has no basis yet, so there is nothing to export. "

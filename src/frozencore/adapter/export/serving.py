@@ -22,8 +22,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
+from frozencore.adapter.core import BASE
 from frozencore.adapter.export.base_model import layers_of, lost_in_peft
-from frozencore.adapter.saved.tensors import BASE
 from frozencore.errors import ArtifactError, ModelError
 from frozencore.files.adapter_folder import CONFIG_FILE, WEIGHTS_FILE, missing
 from frozencore.text import one_line

@@ -93,7 +93,7 @@ def standing_record(folder: Path, config: RunConfig, hashes: Mapping[str, str]) 
 
 def require_basis(folder: Path, record: TunedRecord, basis: str) -> None:
     """Refuse a record of a core on another basis."""
-    refuse_differing(f"that in {folder}", {"hash of basis": record.hashes.basis}, {"hash of basis": basis})
+    refuse_differing(f"that in {folder}", {"basis": record.hashes.basis}, {"basis": basis})
 
 
 def refuse_differing(what: str, theirs: Mapping[str, Any], own: Mapping[str, Any]) -> None:
@@ -101,7 +101,7 @@ def refuse_differing(what: str, theirs: Mapping[str, Any], own: Mapping[str, Any
     odd = [name for name in {**theirs, **own} if theirs.get(name) != own.get(name)]
     if odd:
         said = ", ".join(
-            f"{one_line(name, 40)} {one_line(theirs.get(name), 12)} (now {one_line(own.get(name), 12)})" for name in odd
+            f"{one_line(name, 40)} {one_line(theirs.get(name), 32)} (now {one_line(own.get(name), 32)})" for name in odd
         )
         raise ArtifactError(
             f"Results in --out are kept if rows, basis, base model and options are this run's, but {what} differs: "

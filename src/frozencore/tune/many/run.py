@@ -12,18 +12,18 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from pydantic_core import to_jsonable_python
-from torch import Tensor, nn
+from torch import nn
 
 from frozencore.adapter.bank import CoreStack
-from frozencore.adapter.bases import basis_fingerprint, save_basis
-from frozencore.adapter.saved.adapter import SavedAdapter
-from frozencore.adapter.saved.card import CARD_FILE, with_scores, write_model_card
-from frozencore.adapter.saved.tensors import BASE, PREFIX, flatten_cores, vector_of
+from frozencore.adapter.bases import basis_id, save_basis
+from frozencore.adapter.card import CARD_FILE, with_scores, write_model_card
+from frozencore.adapter.core import Core
+from frozencore.adapter.folders import SavedAdapter, read_adapter
 from frozencore.adapter.swap import swap_core
 from frozencore.calibration.calibration_options import options_of_sums
 from frozencore.errors import ArtifactError, FrozenCoreError
 from frozencore.files.atomic_write import atomic_folder, write_json, write_text
-from frozencore.files.fingerprint import fingerprint_model
+from frozencore.files.fingerprint import fingerprint_model, fingerprint_tensors
 from frozencore.text import Progress, as_stage, one_line
 from frozencore.tune.adapt import Adapted, adapt, learning_rate_of, starting_core
 from frozencore.tune.calibration_record import CalibratedAdapter
@@ -88,7 +88,7 @@ def execute_many(
                 tenants[name] = tenant_of(one, inputs.model)  # raises errors before anything is written
         targets, hashes = resolve_targets(config.method, inputs.model), {"model": fingerprint_model(inputs.model)}
         if start is not None:
-            hashes["start"] = start.sha256
+            hashes["start"] = fingerprint_tensors(start.tensors.items())
         standing = {
             name: record
             for name, one in own.items()
@@ -97,7 +97,7 @@ def execute_many(
         memory = PeakMemory(inputs.model)
         options = as_flags(given, many=True)
         adapted = adapt_for_all(config, inputs, targets, out, hashes["model"], options, progress)
-        hashes["basis"] = basis_fingerprint(adapted.model)
+        hashes["basis"] = basis_id(adapted.model)
         for name, record in standing.items():
             require_basis(out / name, record, hashes["basis"])
         if is_first():
@@ -115,8 +115,7 @@ def execute_many(
                 rate = learning_rate_of(adapted, inputs, tenants[name].rows)
                 tenants[name] = replace(tenants[name], recipe=replace(tenants[name].recipe, learning_rate=rate))
         if start is not None:
-            swap_core(adapted.model, start.tensors)
-            adapted = replace(adapted, started_from=start.shares)
+            swap_core(adapted.model, start)
         finisher = Finisher(
             inputs=inputs,
             adapted=adapted,
@@ -159,7 +158,6 @@ class AdapterTemplate:
     """A saved adapter of the run, whose files are those of every tenant but for the core and the scores in its card."""
 
     saved: SavedAdapter
-    folder: Path
 
     @classmethod
     def of(cls, config: RunConfig, inputs: Inputs, adapted: Adapted, folder: Path) -> AdapterTemplate:
@@ -171,15 +169,11 @@ class AdapterTemplate:
         config.method.entry.save(adapted.model, folder / ADAPTER, folder / START)
         said = calibrated_on(config.method, config.rows, inputs.rows, adapted.made.calibration)
         write_model_card(folder / ADAPTER, calibration=said, scores=headline(Score(0.0)))
-        return cls(SavedAdapter.read(folder / ADAPTER), folder / ADAPTER)
+        return cls(read_adapter(folder / ADAPTER))
 
-    def write(self, out: Path, cores: Mapping[str, Tensor], after: Score) -> None:
+    def write(self, out: Path, core: Core, after: Score) -> None:
         """Write a tenant's adapter."""
-        if vector_of(self.saved.tensors) is None:  # its own basis is in its file
-            tensors = {**self.saved.tensors, **{f"{BASE}{name}.{PREFIX}R.weight": R for name, R in cores.items()}}
-        else:
-            tensors = dict.fromkeys(self.saved.tensors, flatten_cores(cores))
-        self.saved.write(out, tensors=tensors, reads=self.folder)
+        self.saved.write(out, core)
         card = out / CARD_FILE
         card.write_text(with_scores(card.read_text(encoding="utf-8"), headline(after)), encoding="utf-8")
 
@@ -191,7 +185,7 @@ class Finisher:
     Attributes:
         inputs: Their rows are those of the calibration.
         folder: The folder of all tenants.
-        hashes: SHA-256 of what the tenants share: the base model, the basis, and the core that they start from.
+        hashes: SHA-256 of the base model and of the core that the tenants start from; the id of their basis.
         own: The rows and the recipe of each tenant.
         before: Held-out loss of the base model on each tenant's rows.
         started: ``time.perf_counter()`` when the run began.
@@ -210,14 +204,14 @@ class Finisher:
     outcomes: dict[str, TenantOutcome] = field(default_factory=dict)
 
     def __call__(self, ended: Mapping[str, Trained]) -> None:
-        losses = self._held_out({name: one.cores for name, one in ended.items() if one.diverged is None})
+        losses = self._held_out({name: one.core for name, one in ended.items() if one.core is not None})
         for name, trained in ended.items():
             why = trained.diverged
             if why is None and not math.isfinite(losses[name]):
                 why = "Training diverged: the held-out loss is not finite."
             self.outcomes[name] = self._finish(name, trained, losses.get(name, math.nan), why)
 
-    def _held_out(self, cores: Mapping[str, Mapping[str, Tensor]]) -> dict[str, float]:
+    def _held_out(self, cores: Mapping[str, Core]) -> dict[str, float]:
         if not cores:
             return {}
         model, pad_id = self.adapted.model, self.inputs.encoder.pad_id
@@ -250,7 +244,8 @@ class Finisher:
 
     def _write(self, name: str, trained: Trained, loss: float, folder: Path) -> TunedRecord:
         (own, recipe), after = self.own[name], Score(loss)
-        self.template.write(folder / ADAPTER, trained.cores, after)
+        assert trained.core is not None
+        self.template.write(folder / ADAPTER, trained.core, after)
         rows = dict(own.rows.fingerprints)
         if own.config.method.basis is None:
             rows["calibration"] = self.inputs.rows.fingerprints["calibration"]  # rows of every tenant
@@ -276,7 +271,7 @@ class Manifest(RecordPart):
 
     Attributes:
         identity: The options that determine it, and hashes of the base model and of the calibration rows.
-        basis: The hash of the basis; None until it is saved.
+        basis: The id of the basis; None until it is saved.
         made: The calibration that the tenants' records tell.
     """
 
@@ -333,8 +328,7 @@ def adapt_for_all(
     if before is not None and before.made is not None:
         on_basis = config.method.model_copy(update={"basis": str(folder)})
         adapted = adapt(on_basis, inputs, targets, progress)
-        found = {"hash of basis": basis_fingerprint(adapted.model)}
-        refuse_differing(str(folder), {"hash of basis": before.basis}, found)
+        refuse_differing(str(folder), {"basis": before.basis}, {"basis": basis_id(adapted.model)})
         return replace(adapted, made=before.made)
     adapted = adapt(config.method, inputs, targets, progress)
     if not adapted.model.peft_config["default"].initial_step:  # else each core is saved with its own basis
@@ -342,7 +336,7 @@ def adapt_for_all(
             write_text(out / OPTIONS_FILE, options)
         write_json(file, Manifest(identity=identity).content())
         said = calibrated_on(config.method, config.rows, inputs.rows, adapted.made.calibration)
-        save_basis(adapted.model, folder, calibrated_on=said, overwrite=True)
-        whole = Manifest(identity=identity, basis=basis_fingerprint(adapted.model), made=adapted.made)
+        saved = save_basis(adapted.model, folder, calibrated_on=said, overwrite=True)
+        whole = Manifest(identity=identity, basis=saved, made=adapted.made)
         write_json(file, whole.content())
     return adapted

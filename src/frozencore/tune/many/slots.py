@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from frozencore.adapter.bank import CoreStack
-from frozencore.adapter.saved.tensors import by_layer
 from frozencore.errors import ConfigError
 from frozencore.text import Progress
 from frozencore.tune.rows import TokenRow
@@ -74,10 +73,6 @@ class TrainedSlots(CoreStack):
 
     def __len__(self) -> int:
         return len(self.values)
-
-    def by_layer(self, flat: Tensor) -> dict[str, Tensor]:
-        """Views (..., r, r) of contiguous values (..., Σr²)."""
-        return by_layer(flat, self.ranks)
 
     @property
     def state_held_bytes(self) -> int:

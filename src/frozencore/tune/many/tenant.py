@@ -18,6 +18,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
+from frozencore.adapter.core import Core
 from frozencore.calibration.preserve import own_random_state, plain_passes
 from frozencore.device import run_unless_oom
 from frozencore.errors import DataError
@@ -97,12 +98,12 @@ class Trained:
     """The result of a tenant.
 
     Attributes:
-        cores: R (r x r, float32, on the CPU) by layer, the last or the selected; none after a divergence.
+        core: The last core or the selected one, float32 on the CPU; None after a divergence.
         report: Steps and losses; seconds are the tenant's share of each step, by tokens.
         diverged: The reason in one line if it diverged; None otherwise.
     """
 
-    cores: dict[str, Tensor]
+    core: Core | None
     report: TrainingReport
     diverged: str | None = None
 
@@ -347,4 +348,5 @@ def _trained(slots: TrainedSlots, state: TenantState, values: Tensor) -> Trained
     if state.diverged is None and not all_finite(values):
         state.diverged = f"Training diverged at step {state.step}, the last one: its core is not finite."
     report = state.report(slots.state_held_bytes, values.numel())
-    return Trained({} if state.diverged else slots.by_layer(values.cpu()), report, state.diverged)
+    core = None if state.diverged else Core(slots.basis_id, values.cpu())
+    return Trained(core, report, state.diverged)

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Sampler
 from transformers import Trainer
 
-from frozencore.adapter.saved.card import begin_model_card
+from frozencore.adapter.card import begin_model_card
 from frozencore.calibration.batches import IGNORED
 from frozencore.calibration.preserve import own_random_state
 from frozencore.distributed import num_ranks, sum_over_ranks

@@ -1,10 +1,14 @@
-"""A saved adapter is the same bytes each time, and fits its base model; crafted ones are in ``test_crafted.py``."""
+"""A saved adapter is the same bytes each time, is read once, and fits its basis and its base model."""
 
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 import os
+import pickle
+import struct
+import sys
 import threading
 import warnings
 import weakref
@@ -16,14 +20,32 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import (
+    AutoPeftModelForCausalLM,
+    PeftModel,
+    get_peft_model,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from frozencore import CoreBank, FrozenCoreConfig, calibrate, export_lora, merge_adapters, save_basis, swap_core
+from frozencore import (
+    Core,
+    CoreBank,
+    FrozenCoreConfig,
+    basis_id,
+    calibrate,
+    export_lora,
+    export_tenant,
+    get_core,
+    merge_adapters,
+    save_basis,
+    swap_core,
+)
+from frozencore.adapter.base_record import differing_layer, record_base, sample_weight
 from frozencore.adapter.folders import read_adapter
-from frozencore.adapter.saved.base_record import differing_layer, record_base, sample_weight
-from frozencore.adapter.saved.tensors import UncalibratedWarning, factors_alone
+from frozencore.adapter.layer import UncalibratedWarning
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.tune.evaluate import BaseWithAdapter
 from tiny import BATCHES, adapted, cores_of, logits, set_values, tiny_qwen2, train_at_random
@@ -58,19 +80,15 @@ def test_a_reader_beside_a_writer_gets_one_whole_adapter_or_one_line(tmp_path: P
     try:
         for _ in range(200):
             try:
-                config, factors = read_adapter(tmp_path)
-                whole.append((config.seed, sorted(f.P.sum().item() for f in factors.values())))
+                whole.append(sorted(own.P.sum().item() for own in read_adapter(tmp_path).find_basis().layers.values()))
             except ArtifactError as error:
                 refused.append(str(error))
     finally:
         over.set()
         writer.join()
-    sums = {
-        seed: sorted(layer.factors("default")[0].sum().item() for layer in cores_of(model))
-        for seed, model in zip((1, 2), adapters, strict=True)
-    }
+    sums = [sorted(layer.factors("default")[0].sum().item() for layer in cores_of(model)) for model in adapters]
     assert whole
-    assert all(own == sums[seed] for seed, own in whole)
+    assert all(own in sums for own in whole)
     assert not any("\n" in line for line in refused)
 
 
@@ -83,30 +101,86 @@ def test_an_adapter_in_the_linked_files_of_the_hubs_cache_loads(saved: Path, tmp
     read_adapter(tmp_path / "snapshot")
 
 
-def test_the_tensors_that_reach_the_model_are_checked_whatever_file_they_came_from(saved: Path) -> None:
-    """A folder replaced after the first look, or a hub id: PEFT hands over tensors alone."""
-    config = FrozenCoreConfig.from_pretrained(saved)
-    tensors = load_file(saved / WEIGHTS)
-    tensors[first(tensors, "R")][0, 0] += 1
-    save_file(tensors, saved / WEIGHTS, metadata={"format": "pt"})
-    with pytest.raises(ArtifactError, match="tensors .* are not those that were saved"):
-        PeftModel.from_pretrained(tiny_qwen2(), str(saved), config=config)
+class Opened:
+    """The files that were opened in a folder, by any library of this process, as Linux counts them (inotify)."""
+
+    IN_OPEN, HEADER = 0x20, struct.Struct("iIII")
+
+    def __init__(self, folder: Path) -> None:
+        libc = ctypes.CDLL(None)
+        self.file = libc.inotify_init1(os.O_NONBLOCK)
+        assert libc.inotify_add_watch(self.file, bytes(folder), self.IN_OPEN) > 0
+
+    def names(self) -> list[str]:
+        """The names since the last call."""
+        try:
+            content = os.read(self.file, 2**16)
+        except BlockingIOError:
+            return []
+        names = []
+        while content:
+            _, _, _, size = self.HEADER.unpack_from(content)
+            names.append(content[self.HEADER.size : self.HEADER.size + size].rstrip(b"\0").decode())
+            content = content[self.HEADER.size + size :]
+        return names
+
+
+READS: dict[str, Callable[[Path], object]] = {
+    "PeftModel": lambda folder: PeftModel.from_pretrained(tiny_qwen2(), str(folder)),
+    "PeftModel, in low memory": lambda folder: PeftModel.from_pretrained(
+        tiny_qwen2(), str(folder), low_cpu_mem_usage=True
+    ),
+    "AutoPeftModel": lambda folder: AutoPeftModelForCausalLM.from_pretrained(str(folder)),
+    "a second adapter": lambda folder: adapted("fcca").load_adapter(str(folder), "second"),
+    "read_adapter": read_adapter,
+    "LoRA": lambda folder: export_lora(folder, folder.parent / "lora"),
+    "tenant": lambda folder: export_tenant(folder, folder.parent / "tenant"),
+    "merge": lambda folder: merge_adapters([folder], folder.parent / "sum"),
+    "bank": lambda folder: CoreBank(adapted("random", coordinates="qr"), 1).put("a", folder),
+    "swap": lambda folder: swap_core(adapted("random", coordinates="qr"), folder),
+}
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="inotify is Linux's")
+@pytest.mark.parametrize("way", READS)
+@pytest.mark.parametrize("on_a_saved_basis", [True, False])
+def test_every_way_in_opens_the_file_of_an_adapter_once(way: str, on_a_saved_basis: bool, tmp_path: Path) -> None:
+    tiny_qwen2().save_pretrained(tmp_path / "base")
+    model = adapted("random", trained=True, coordinates="qr")
+    if on_a_saved_basis:
+        save_basis(model, tmp_path / "basis")
+    model.save_pretrained(str(tmp_path / "adapter"))
+    set_values(tmp_path / "adapter", base_model_name_or_path=str(tmp_path / "base"), task_type="CAUSAL_LM")
+    opened = Opened(tmp_path / "adapter")
+    READS[way](tmp_path / "adapter")
+    assert opened.names().count(WEIGHTS) == 1
+
+
+@pytest.mark.parametrize("changed", ["P", "alpha", "base_record"])
+def test_p_and_q_scales_and_base_that_are_not_those_of_the_basis_id_are_refused(changed: str, saved: Path) -> None:
+    if changed == "P":
+        tensors = load_file(saved / WEIGHTS)
+        tensors[first(tensors, "P")][0, 0] += 1
+        save_file(tensors, saved / WEIGHTS, metadata={"format": "pt"})
+    elif changed == "alpha":
+        set_values(saved, alpha=2.0)
+    else:
+        set_values(saved, base_record=record_base({"x": torch.ones(8)}))
+    own = Core.read("", load_file(saved / WEIGHTS)).basis_id
+    for read in (read_adapter, lambda folder: PeftModel.from_pretrained(tiny_qwen2(), str(folder))):
+        with pytest.raises(ArtifactError, match=f"has a core on the basis {own}, but .* make [0-9a-f]{{32}}"):
+            read(saved)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_an_adapter_that_is_not_finite_is_not_saved_and_the_earlier_one_stays(value: float, tmp_path: Path) -> None:
-    model = adapted("random", trained=True, modules_to_save=["norm"])
+    model = adapted("random", trained=True)
     model.save_pretrained(str(tmp_path))
     before = {name: (tmp_path / name).read_bytes() for name in (WEIGHTS, CONFIG)}
-    modules = next(m for m in model.modules() if hasattr(m, "modules_to_save") and "default" in m.modules_to_save)
-    for weight in (cores_of(model)[0].frozencore_R["default"].weight, modules.modules_to_save["default"].weight):
-        kept = weight.detach().clone()
-        with torch.no_grad():
-            weight.flatten()[0] = value
-        with pytest.raises(ArtifactError, match=r"holds NaN or Inf\. It is not saved"):
-            model.save_pretrained(str(tmp_path))
-        with torch.no_grad():
-            weight.copy_(kept)
+    with torch.no_grad():
+        cores_of(model)[0].core("default")[0, 0] = value
+    with pytest.raises(ArtifactError, match="A core is finite, but NaN or Inf was given"):
+        model.save_pretrained(str(tmp_path))
     assert {name: (tmp_path / name).read_bytes() for name in (WEIGHTS, CONFIG)} == before
 
 
@@ -133,8 +207,8 @@ def on_the_head(dtype: torch.dtype = torch.float32, **options: Any) -> PeftModel
 def test_an_adapter_on_the_head_holds_no_head_and_leaves_that_of_its_base(tmp_path: Path) -> None:
     """PEFT adds the base model's head to what it saves; from bfloat16 it would come back rounded."""
     on_the_head(torch.bfloat16).save_pretrained(str(tmp_path / "half"))
-    held = factors_alone(load_file(tmp_path / "half" / WEIGHTS))
-    assert {key.rpartition(".frozencore_")[0] for key in held} == {"base_model.model.lm_head"}
+    held = {key.rpartition("frozencore_")[0] for key in load_file(tmp_path / "half" / WEIGHTS)}
+    assert held == {"", "base_model.model.lm_head."}
     for seed in (0, 1):  # its own base in another dtype, and another one
         base, before = tiny_qwen2(seed=seed), logits(tiny_qwen2(seed=seed))
         loaded = PeftModel.from_pretrained(base, str(tmp_path / "half"), allow_other_base=True).eval()
@@ -159,18 +233,6 @@ def test_a_saved_adapter_on_the_head_is_exported_summed_and_swapped_as_the_one_i
     train_at_random(model, seed=9)
     swap_core(model, tmp_path / "saved")
     assert torch.equal(logits(model), expected)
-
-
-@pytest.mark.parametrize("key", ["model.norm.weight", "model.layers.0.self_attn.q_proj.base_layer.weight"])
-def test_a_foreign_tensor_in_a_state_dict_is_refused_and_changes_nothing(key: str) -> None:
-    """As from a hub id, of which PEFT hands over tensors alone; the other keys are in ``test_crafted.py``."""
-    model = adapted("random", trained=True)
-    before = {name: X.clone() for name, X in model.state_dict().items()}
-    held = get_peft_model_state_dict(model)
-    own = next(X for name, X in before.items() if name.endswith(key))
-    with pytest.raises(ArtifactError, match="also holds"):
-        set_peft_model_state_dict(model, held | {f"base_model.model.{key}": torch.full_like(own, 0.5)})
-    assert all(torch.equal(X, before[name]) for name, X in model.state_dict().items())
 
 
 def test_a_resized_embedding_is_named_and_not_saved(tmp_path: Path) -> None:
@@ -205,7 +267,7 @@ def test_one_configuration_for_two_adapters_names_the_basis_of_one(of_one_model:
         loaded = PeftModel.from_pretrained(tiny_qwen2(), str(folder)).eval()
         assert torch.equal(logits(loaded), logits(model.eval()))
     assert config.basis_id is None
-    with pytest.raises(ArtifactError, match="works on its own basis"):
+    with pytest.raises(ArtifactError, match="has a core on the basis"):
         CoreBank(first, 1, adapter_name="default").put("other", other)
 
 
@@ -221,7 +283,7 @@ def test_a_basis_that_was_changed_under_its_name_is_saved_with_the_cores(how: st
     else:
         model.half().float()
     model.save_pretrained(str(tmp_path / "saved"))
-    assert len(factors_alone(load_file(tmp_path / "saved" / WEIGHTS))) == 3 * len(cores_of(model))
+    assert len(load_file(tmp_path / "saved" / WEIGHTS)) == 1 + 2 * len(cores_of(model))
     loaded = PeftModel.from_pretrained(
         copy.deepcopy(model.get_base_model()), str(tmp_path / "saved"), adapter_name="new"
     )
@@ -273,7 +335,7 @@ def test_adapters_of_any_plain_name_are_saved_and_loaded_whole(tmp_path: Path) -
 # ---------------------------------------------------------------------------------------------------- the base model
 
 
-@pytest.mark.parametrize("way", ["PEFT", "transformers", "a second adapter"])
+@pytest.mark.parametrize("way", ["PEFT", "a second adapter"])
 def test_another_base_model_of_the_same_shapes_is_refused_and_left_as_it_was(way: str, saved: Path) -> None:
     other = tiny_qwen2()
     with torch.no_grad():
@@ -319,31 +381,31 @@ def test_tensors_alone_onto_an_adapter_of_another_scale_or_base_are_refused(
     adapted("random", trained=True).save_pretrained(str(tmp_path / "own"))
     model = adapted("random")
     before = logits(model)
-    with pytest.raises(ArtifactError, match=f"at scale 0.66|{other}"):
+    with pytest.raises(ArtifactError, match="has a core on the basis"):
         onto(model, tmp_path / "other")
     assert torch.equal(logits(model), before)
     onto(model, tmp_path / "own")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_rounded_state_dict_is_taken_on_a_base_of_any_dtype(dtype: torch.dtype) -> None:
+def test_averaged_and_rounded_state_dicts_are_taken_on_their_basis_and_rounded_factors_as_no_other_one() -> None:
     state = get_peft_model_state_dict(adapted("random", trained=True, alpha=5.0))
-    model = adapted("random", dtype=dtype, alpha=5.0)
-    for one in (
-        state,
-        {key: X.bfloat16() for key, X in state.items()},
-        {key: 0.3 * X + 0.7 * X for key, X in state.items()},
-    ):
+    changed = [{key: X.bfloat16() for key, X in state.items()}, {key: 0.3 * X + 0.7 * X for key, X in state.items()}]
+    model, other = adapted("random", alpha=5.0), adapted("fcca", alpha=5.0)
+    for one in changed:
         set_peft_model_state_dict(model, one)
-    assert torch.equal(cores_of(model)[0].core("default"), one[first(one, "R")])
+        assert torch.equal(get_core(model).values, Core.read("", one).values)
+        with pytest.raises(ArtifactError, match="P and Q beside it"):
+            set_peft_model_state_dict(other, one)
+    set_peft_model_state_dict(other, state)
+    assert basis_id(other) == basis_id(model)
 
 
 def test_another_base_model_is_taken_if_the_user_says_so(saved: Path) -> None:
     loaded = PeftModel.from_pretrained(tiny_qwen2(seed=1), str(saved), allow_other_base=True)
     assert not torch.equal(logits(loaded), logits(tiny_qwen2(seed=1)))
-    set_values(saved, allow_other_base=True)  # the file has no say in it
-    with pytest.raises(ArtifactError, match="another base model"):
-        PeftModel.from_pretrained(tiny_qwen2(seed=1), str(saved))
+    loaded.save_pretrained(str(saved.parent / "again"))  # now a core of that base model
+    again = PeftModel.from_pretrained(tiny_qwen2(seed=1), str(saved.parent / "again"))
+    assert torch.equal(logits(again.eval()), logits(loaded.eval()))
 
 
 @given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=8, max_size=8))
@@ -360,9 +422,9 @@ def test_no_rounding_between_two_dtypes_makes_another_base(values: list[float]) 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"num_hidden_layers": 1}, r"the base model lacks 4 of the layers.*layers\.1"),
-        ({"num_hidden_layers": 3}, r"it has nothing for 4 of the layers.*layers\.2"),
-        ({"hidden_size": 40}, "in this model, but P"),
+        ({"num_hidden_layers": 1}, r"of rank 3 at scale 1 for layer .*layers\.1.*, and this model nothing \(4 layers"),
+        ({"num_hidden_layers": 3}, r"has nothing for layer .*layers\.2.*, and this model 16 x 32.*\(4 layers"),
+        ({"hidden_size": 40}, "has 16 x 32 of rank 3 .*, and this model 20 x 40"),
     ],
 )
 def test_a_base_model_of_other_layers_is_refused_in_one_line(
@@ -392,27 +454,25 @@ def test_weights_that_show_no_values_and_bases_of_other_layers_are_not_compared(
         assert differing_layer(recorded, samples) == expected
 
 
-def test_a_lora_that_is_a_pickle_or_not_finite_is_not_scored(tmp_path: Path) -> None:
-    model = get_peft_model(tiny_qwen2(), LoraConfig(target_modules=["q_proj"]))
-    model.save_pretrained(str(tmp_path / "pickle"), safe_serialization=False)
-    with pytest.raises(ArtifactError, match="never opened"):
-        BaseWithAdapter(tiny_qwen2()).with_adapter(tmp_path / "pickle")
-    with torch.no_grad():
-        next(p for name, p in model.named_parameters() if "lora_B" in name).fill_(torch.nan)
-    model.save_pretrained(str(tmp_path / "nan"))
-    with pytest.raises(ArtifactError, match="holds NaN or Inf"):
-        BaseWithAdapter(tiny_qwen2()).with_adapter(tmp_path / "nan")
+def test_a_frozen_core_that_is_a_pickle_is_not_opened(saved: Path) -> None:
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(saved / "opened"),)
+
+    (saved / WEIGHTS).unlink()
+    (saved / "adapter_model.bin").write_bytes(pickle.dumps(Bomb()))
+    for read in (read_adapter, lambda folder: PeftModel.from_pretrained(tiny_qwen2(), str(folder))):
+        with pytest.raises(ArtifactError, match="never opened"):
+            read(saved)
+    assert not (saved / "opened").exists()
 
 
-def test_the_state_of_an_adapter_without_storage_has_names_and_shapes_but_no_hash() -> None:
-    """Its hash would be that of nothing, and whatever is loaded later would seem to have been changed."""
+def test_the_state_of_an_adapter_without_storage_has_the_shape_of_its_core() -> None:
     with torch.device("meta"):
         base = tiny_qwen2()
     model = get_peft_model(base, FrozenCoreConfig(r=3, constructor="random"))
-    state, expected = (get_peft_model_state_dict(each) for each in (model, adapted("random")))
-    assert {name: X.shape for name, X in state.items()} == {n: X.shape for n, X in factors_alone(expected).items()}
-    assert all(X.is_meta for X in state.values())
-    assert model.peft_config["default"].to_dict()["tensors_sha256"] is None
+    ((_, values),) = get_peft_model_state_dict(model).items()
+    assert (values.is_meta, values.shape) == (True, (8 * 9,))
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
@@ -435,30 +495,12 @@ def test_who_may_read_an_adapter_is_the_users_umask(umask: int, mode: int, tmp_p
 BEYOND_FLOAT16 = 1e5
 
 
-@pytest.mark.parametrize("side", ["P", "Q"])
-def test_bases_that_a_narrow_model_cannot_hold_are_refused_when_they_are_loaded(side: str, tmp_path: Path) -> None:
-    model = adapted("random", coordinates="raw", trained=True)
-    for layer in cores_of(model):
-        getattr(layer, f"frozencore_{side}")["default"].mul_(BEYOND_FLOAT16)
-    model.save_pretrained(str(tmp_path / "own"))
-    save_basis(model, tmp_path / "basis")
-    model.save_pretrained(str(tmp_path / "cores"))
-    PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path / "own"))
-    for load in (
-        lambda base: PeftModel.from_pretrained(base, str(tmp_path / "own"), allow_other_base=True),
-        lambda base: PeftModel.from_pretrained(base, str(tmp_path / "cores"), allow_other_base=True),
-        lambda base: get_peft_model(base, FrozenCoreConfig(basis=str(tmp_path / "basis"))),
-    ):
-        with pytest.raises(ArtifactError, match=r"torch\.float16 does not"):
-            load(tiny_qwen2().half())
-
-
 def test_cores_that_a_bank_in_half_precision_cannot_hold_are_refused(tmp_path: Path) -> None:
     model = adapted("random")
     train_at_random(model, size=BEYOND_FLOAT16)
     model.save_pretrained(str(tmp_path))
     CoreBank(adapted("random"), 1).put("a", tmp_path)
-    with pytest.raises(ArtifactError, match=r"torch\.float16 does not"):
+    with pytest.raises(ArtifactError, match=r"torch\.float16 does not hold"):
         CoreBank(adapted("random"), 1, dtype=torch.float16).put("a", tmp_path)
 
 

@@ -8,7 +8,6 @@ the rounding of both. A quantised, sharded or empty (meta) weight has no values,
 from __future__ import annotations
 
 import base64
-import binascii
 from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
@@ -20,8 +19,6 @@ from torch import Tensor, nn
 from frozencore.errors import ArtifactError
 
 NUM_SAMPLES = 8  # per weight, evenly spaced from the first to the last value
-BASE_VALUES = "frozencore_base_"
-"""The prefix of the name of the record as a tensor; the dtype of the weights follows."""
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -58,34 +55,11 @@ def record_base(samples: Mapping[str, Tensor | None]) -> dict[str, str] | None:
     together = len({sample.device for sample in plain}) == 1  # then one copy serves all
     values = torch.cat(plain if together else [sample.cpu() for sample in plain]).float().cpu().numpy()
     coarsest = max({sample.dtype for sample in plain}, key=lambda dtype: torch.finfo(dtype).eps)
-    return {
-        "dtype": str(coarsest).removeprefix("torch."),
-        "values": _encoded(values),
-    }
+    return {"dtype": str(coarsest).removeprefix("torch."), "values": _encoded(values)}
 
 
 def _encoded(values: Any) -> str:
     return base64.b64encode(values.astype("<f4").tobytes()).decode("ascii")
-
-
-def record_as_tensor(recorded: Mapping[str, Any] | None) -> dict[str, Tensor]:
-    """The record as a tensor of an adapter's file: PEFT's state dicts hold nothing but tensors."""
-    if recorded is None:
-        return {}
-    values, dtype, _ = _values(recorded)
-    return {f"{BASE_VALUES}{str(dtype).removeprefix('torch.')}": torch.from_numpy(values.astype("<f4"))}
-
-
-def record_in(tensors: Mapping[str, Tensor]) -> dict[str, str] | None:
-    """The record in the tensors of an adapter, which may have been rounded or averaged since; None if it has none."""
-    for key, tensor in tensors.items():
-        if BASE_VALUES in key and not tensor.is_meta:
-            return {
-                "dtype": key.partition(BASE_VALUES)[2],
-                "values": _encoded(tensor.detach().float().cpu().numpy()),
-                "rounded": str(tensor.dtype).removeprefix("torch."),
-            }
-    return None
 
 
 def differing_layer(recorded: Mapping[str, Any], samples: Mapping[str, Tensor | None]) -> str | None:
@@ -96,7 +70,7 @@ def differing_layer(recorded: Mapping[str, Any], samples: Mapping[str, Tensor | 
 
 def split_record(recorded: Mapping[str, Any], layers: Iterable[str]) -> dict[str, dict[str, Any]]:
     """A record of these layers, whose order does not matter, as one for each; nothing if it is of other layers."""
-    names, (values, _, _) = sorted(layers), _values(recorded)
+    names, (values, _) = sorted(layers), _values(recorded)
     if len(values) != NUM_SAMPLES * len(names):
         return {}
     return {
@@ -110,42 +84,25 @@ def differs(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> b
     return _first_difference(one, other) is not None
 
 
-def require_one_base(
-    first: object, one: Mapping[str, Any] | None, second: object, other: Mapping[str, Any] | None
-) -> None:
-    """Refuse to bring two saved adapters of the same layers together whose records are of different base models."""
-    if differs(one, other):
-        raise ArtifactError(
-            f"Cores work on the base model that they were trained on, but {second} was trained on other weights than "
-            f"{first}. Take adapters of one base model."
-        )
-
-
 def _first_difference(recorded: Mapping[str, Any] | None, present: Mapping[str, Any] | None) -> int | None:
     """The position of the first value that differs between two records; None if all agree or cannot be compared."""
     if recorded is None or present is None:
         return None
-    (theirs, their_dtype, their_rounding), (mine, my_dtype, my_rounding) = _values(recorded), _values(present)
+    (theirs, their_dtype), (mine, my_dtype) = _values(recorded), _values(present)
     if theirs.shape != mine.shape:
         return None  # layers differ; their names are checked elsewhere
     kinds = [torch.finfo(dtype) for dtype in (their_dtype, my_dtype) if their_dtype != my_dtype]
-    relative = sum(kind.eps for kind in kinds) / 2 + their_rounding + my_rounding
+    relative = sum(kind.eps for kind in kinds) / 2
     smallest = max((kind.smallest_normal * kind.eps for kind in kinds), default=0.0)
     tolerance = relative * np.maximum(np.abs(theirs), np.abs(mine)) + smallest
     bad = np.flatnonzero(~(np.abs(theirs - mine) <= tolerance))
     return int(bad[0]) if len(bad) else None
 
 
-def _values(recorded: Mapping[str, Any]) -> tuple[Any, torch.dtype, float]:
-    """The values of a record, the dtype of the weights, and what the values may have lost since, relative."""
-    try:
-        values = np.frombuffer(base64.b64decode(recorded["values"], validate=True), dtype="<f4").astype(np.float64)
-        rounding = 2 * torch.finfo(_DTYPES[recorded["rounded"]]).eps if "rounded" in recorded else 0.0
-        return values, _DTYPES[recorded["dtype"]], rounding
-    except (KeyError, TypeError, ValueError, binascii.Error) as error:
-        raise ArtifactError(
-            f"The adapter's record of its base model is malformed ({error}). Save or download it again."
-        ) from error
+def _values(recorded: Mapping[str, Any]) -> tuple[Any, torch.dtype]:
+    """The values of a record, and the dtype of the weights."""
+    values = np.frombuffer(base64.b64decode(recorded["values"]), dtype="<f4").astype(np.float64)
+    return values, _DTYPES[recorded["dtype"]]
 
 
 def other_base(what: str, layer: str) -> ArtifactError:

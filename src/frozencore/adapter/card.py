@@ -21,7 +21,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import safe_open
 
-from frozencore.adapter.saved.tensors import PREFIX
+from frozencore.adapter.core import is_core_key
 from frozencore.errors import ArtifactError
 from frozencore.files.adapter_folder import PEFT_TYPE, WEIGHTS_FILE
 from frozencore.files.atomic_write import final_place
@@ -167,8 +167,7 @@ def _trained_values(weights: Path) -> str | None:
         return None
     with safe_open(weights, framework="np") as stored:
         keys = stored.keys()
-        cores = [key for key in keys if key.endswith(f"{PREFIX}R.weight") or f"{PREFIX}cores_" in key]
-        sizes = [math.prod(stored.get_slice(key).get_shape()) for key in cores]
+        sizes = [math.prod(stored.get_slice(key).get_shape()) for key in keys if is_core_key(key)]
     return f"{sum(sizes):,}"
 
 

@@ -1,0 +1,191 @@
+"""A basis: P, Q and the scale of every adapted layer of a model, and the id by which all else names it.
+
+    basis.safetensors   ``<layer>.P`` (m x r) and ``<layer>.Q`` (n x r)
+    basis.json          the id, the scales, the record of the base model, and the options that made P and Q
+
+The id is a hash of P, Q, the scales and the record of the base model: of all that gives a core its meaning. Two cores
+with one basis id have the same layers, ranks, scales and base model. An adapter whose basis has no folder stores P and
+Q beside its core (:mod:`frozencore.adapter.folders`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from frozencore.errors import ArtifactError
+from frozencore.files.adapter_folder import FACTORS_FILE, HEADER_FILE, folder_of, forbidden_in, is_folder
+from frozencore.files.atomic_write import atomic_folder
+from frozencore.files.fingerprint import fingerprint_options, fingerprint_tensors
+from frozencore.files.hub import is_hub_id
+from frozencore.files.lfs_pointer import lfs_pointer_in
+from frozencore.maths.basis import LayerBasis, known_basis
+from frozencore.text import one_line
+
+ID_DIGITS = 32
+
+
+@dataclass(frozen=True, eq=False)
+class Basis:
+    """The frozen part of adapters: one for all cores that are trained on it.
+
+    Attributes:
+        layers: P (m x r), Q (n x r) and s by layer name.
+        options: Fields of :class:`frozencore.FrozenCoreConfig`: the constructor with its options, ranks, targets.
+        base: The record of the base model (``record_base``); None if it has no plain weights.
+        base_model: The name of the base model.
+        calibrated_on: A description of the calibration data.
+        place, revision: The folder or hub id that the basis was read from.
+        id: 32 hexadecimal digits of the SHA-256 of P, Q, the scales and ``base``.
+    """
+
+    layers: Mapping[str, LayerBasis]
+    options: Mapping[str, Any]
+    base: Mapping[str, str] | None = None
+    base_model: str | None = None
+    calibrated_on: str | None = None
+    place: str | None = None
+    revision: str | None = None
+    id: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        factors = fingerprint_tensors(self.tensors.items())
+        content = {"factors": factors, "scales": self.scales, "base": self.base}
+        object.__setattr__(self, "id", fingerprint_options(content)[:ID_DIGITS])
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """P and Q by their names in ``basis.safetensors``, in the order of the layers' names."""
+        layers = ((name, self.layers[name]) for name in sorted(self.layers))
+        return {f"{name}.{side}": X for name, own in layers for side, X in (("P", own.P), ("Q", own.Q))}
+
+    @property
+    def scales(self) -> dict[str, float]:
+        """s by layer name."""
+        return {name: self.layers[name].scale for name in sorted(self.layers)}
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """r by layer name, in the order of a core's values."""
+        return {name: self.layers[name].rank for name in sorted(self.layers)}
+
+    @property
+    def is_set(self) -> bool:
+        """Whether P and Q have values: those of an adapter that was never calibrated are zero, in all layers."""
+        return any(bool(own.P.any()) for own in list(self.layers.values())[:1])
+
+    def write(self, folder: Path, *, overwrite: bool = False) -> None:
+        """Write the folder of the basis atomically."""
+        with atomic_folder(folder, overwrite=overwrite) as aside:
+            tensors = {name: X.detach().cpu().contiguous() for name, X in self.tensors.items()}
+            save_file(tensors, aside / FACTORS_FILE, metadata={"format": "pt"})
+            header = {
+                "id": self.id, "base_model": self.base_model, "calibrated_on": self.calibrated_on,
+                "options": dict(self.options), "scales": self.scales, "base": self.base,
+            }  # fmt: skip
+            text = json.dumps(header, indent=1, ensure_ascii=False)
+            (aside / HEADER_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def load_basis(place: str | Path, revision: str | None = None) -> Basis:
+    """Read a basis that :func:`frozencore.save_basis` or ``frozencore calibrate`` wrote.
+
+    Args:
+        place: A folder, or a hub id.
+        revision: The revision of the hub id.
+
+    Raises:
+        ArtifactError: There is no basis, or P, Q, scales or the record of the base model are not those of its id.
+    """
+    header, folder = read_header(place, revision), _folder(place, revision)
+    try:
+        tensors = load_file(folder / FACTORS_FILE)
+        names = ("options", "base", "base_model", "calibrated_on")
+        basis = Basis(
+            {name: known_basis(tensors[f"{name}.P"], tensors[f"{name}.Q"], s) for name, s in header["scales"].items()},
+            **{name: header[name] for name in names},
+            place=str(place),
+            revision=revision,
+        )
+    except (OSError, SafetensorError, KeyError) as error:
+        raise _damaged(place, error) from error
+    if basis.id != header["id"]:
+        raise _damaged(place, f"its content gives the id {basis.id}, and {HEADER_FILE} names {header['id']}")
+    return basis
+
+
+def read_header(place: str | Path, revision: str | None = None) -> dict[str, Any]:
+    """Read ``basis.json``: all but P and Q. Raises the errors of :func:`load_basis`."""
+    try:
+        return dict(json.loads((_folder(place, revision) / HEADER_FILE).read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise _damaged(place, error) from error
+
+
+def basis_beside(basis_id: str, folder: Path) -> Path | None:
+    """Find a basis by its id: in an adapter's folder, the two above it, and the folder ``basis`` of each."""
+    for parent in (folder, *folder.absolute().parents[:2]):
+        for place in (parent / "basis", parent):
+            if (place / HEADER_FILE).is_file() and read_header(place)["id"] == basis_id:
+                return place
+    return None
+
+
+def find_basis(origin: str, basis_id: str, place: str | None, revision: str | None = None) -> Basis:
+    """Read the basis of a core.
+
+    Args:
+        origin: The core, as the beginning of a sentence.
+        place: The folder or hub id of the basis; None if it is unknown.
+
+    Raises:
+        ArtifactError: It is not there, or has another id.
+    """
+    if place is None or not (is_folder(place) or is_hub_id(place)):
+        nor = "" if place is None else f" or at {place}"
+        raise ArtifactError(
+            f"{origin} has a core on the basis {basis_id}, which is not beside it{nor}. Get that basis folder and put "
+            "it beside the adapter as 'basis', or pass basis=FOLDER."
+        )
+    basis = load_basis(place, revision)
+    if basis.id != basis_id:
+        raise mismatched_basis(origin, basis_id, f"{place} is", basis.id)
+    return basis
+
+
+def mismatched_basis(origin: str, basis_id: str, other: str, other_id: str | None) -> ArtifactError:
+    """The error for a core that meets another basis than its own.
+
+    Args:
+        origin: The core, as the beginning of a sentence.
+        other: The other basis with a verb: ``"the model has"``.
+    """
+    return ArtifactError(
+        f"{origin} has a core on the basis {basis_id}, but {other} {other_id or 'none that has an id'}. A core works "
+        "on one basis only, with its layers, ranks, scales and base model. Use the basis that it was trained on."
+    )
+
+
+def _folder(place: str | Path, revision: str | None) -> Path:
+    folder = folder_of(str(place), revision)
+    if not is_folder(folder) or not (folder / HEADER_FILE).is_file():
+        raise ArtifactError(
+            f"A basis is a folder with {HEADER_FILE} and {FACTORS_FILE}, but {str(place)[:300]} has no {HEADER_FILE}. "
+            "Point at one that save_basis or `frozencore calibrate` wrote, or at a hub id."
+        )
+    return folder
+
+
+def _damaged(place: str | Path, reason: object) -> ArtifactError:
+    if (forbidden := forbidden_in(Path(place))) is not None:
+        return forbidden
+    if pointer := lfs_pointer_in(Path(place)):
+        return ArtifactError(f"The basis in {place} is not whole: {pointer}")
+    return ArtifactError(f"The basis in {place} is damaged ({one_line(reason, 200)}). Save or download it again.")

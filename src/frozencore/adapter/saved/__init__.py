@@ -1,1 +1,0 @@
-"""A saved adapter or basis: its tensors and their checksum, its card, reading and writing it."""
