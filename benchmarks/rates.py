@@ -39,7 +39,7 @@ from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
 from frozencore.tune.training.trainer import overhead_tokens_of
 from harness import RESULTS, ROOT, Record, lines_of, parser_of, table
-from tenant_study import zero_cores
+from tenant_study import zero_core
 
 TRAIN, HELD_OUT, ROWS_A_STEP, EPOCHS, WARMUP, SEED = 128, 96, 8, 2, 0.1, 42
 FIELDS = ("model", "set", "method", "rank", "rate")
@@ -96,7 +96,7 @@ def measure_cores(
         for arm, rate in tenants.items():
             if not results.has(**about, arm=arm):
                 done: dict[str, Any] = {}
-                swap_core(core, zero_cores(core))
+                swap_core(core, zero_core(core))
                 train_many(core, {arm: Tenant(rows, recipe(float(f"{rate:.3g}")))}, done.update, pad_id=pad_id)
                 if done[arm].diverged is None:
                     swap_core(core, done[arm].core)
