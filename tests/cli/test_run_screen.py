@@ -45,9 +45,9 @@ def matches(before: float, after: float) -> dict[str, Any]:
     return {"config": OWN_ROWS["config"], "accuracy_before": before, "accuracy": after}
 
 
-def started_from(**shares: float) -> dict[str, Any]:
+def started_from(adapter: str) -> dict[str, Any]:
     own = resolved()["resolved"]
-    return {"resolved": {**own, "started_from": shares}}
+    return {"resolved": {**own, "started_from": adapter}}
 
 
 def used(trained: int, scored: int) -> dict[str, Any]:
@@ -87,7 +87,7 @@ SHOWN = [
     (matches(0.0, 0.0), ["0.0 after: an answer counts", "samples.jsonl"], ["0.0 before"]),
     (matches(0.2, 0.0), ["0.0 after"], ["0.0 before"]),
     (matches(0.2, 0.5), [], ["an answer counts"]),
-    (started_from(anna=0.75, cleo=0.25), ["The start: anna (75%), cleo (25%)."], []),
+    (started_from("many/anna"), ["The start: many/anna."], []),
     (resolved(), ["262 steps of 8 rows, 1 at a time; learning rate 0.01, warm-up 0.1"], []),
     (resolved(learning_rate=2e-4), ["learning rate 0.0002"], []),
     (resolved(), ["36,864 trained values", "442.4 KB of state held", "saved in 29.6 MB"], ["Kept step"]),

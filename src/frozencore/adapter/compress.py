@@ -26,7 +26,7 @@ from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.core import Core
 from frozencore.adapter.export.base_model import layers_of
 from frozencore.adapter.low_rank_adapter import LowRankAdapter, read_low_rank_adapter, selected
-from frozencore.adapter.one_base import name_of_base, on_other_bases, other_names, record_of_base
+from frozencore.adapter.one_base import mismatched_adapters, name_of_base, other_names, record_of_base
 from frozencore.constructors import COMPRESSED
 from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
 from frozencore.files.adapter_folder import (
@@ -238,7 +238,7 @@ def _read_sources(
                 raise type(error)(f"{error} {LEAVE_OUT}") from error
             skipped[name] = str(error)
         progress("read", number, len(adapters), name)
-    for name, reason in on_other_bases(sources, base, same_base=same_base).items():
+    for name, reason in mismatched_adapters(sources, base, same_base=same_base).items():
         skipped[name] = f"Adapters on one basis are of one base model, but {sources.pop(name).place} {reason}."
         if not skip_bad:
             raise ArtifactError(f"{skipped[name]} {LEAVE_OUT}")

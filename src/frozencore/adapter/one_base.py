@@ -33,7 +33,7 @@ def other_names(adapters: Iterable[LowRankAdapter], base: nn.Module) -> list[str
     return sorted(names - {str(getattr(base, "name_or_path", ""))})
 
 
-def on_other_bases(
+def mismatched_adapters(
     adapters: Mapping[str, LowRankAdapter], base: nn.Module | None, *, same_base: bool
 ) -> dict[str, str]:
     """The adapters of another base model than the given one or than that of the others, with the reason.

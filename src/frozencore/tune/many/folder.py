@@ -86,8 +86,8 @@ def standing_record(folder: Path, config: RunConfig, hashes: Mapping[str, str]) 
     except (OSError, ValueError) as error:
         raise ArtifactError(f"{folder / RECORD} is damaged: {one_line(error, 200)}. {_WAY_OUT}") from error
     theirs = {name: getattr(record.hashes, name) for name in {*hashes, "start"}}
-    own = identity_of(RecordedConfig.of(config), hashes)
-    refuse_differing(f"that in {folder}", identity_of(record.config, theirs), own)
+    own = resume_key(RecordedConfig.of(config), hashes)
+    refuse_differing(f"that in {folder}", resume_key(record.config, theirs), own)
     return record
 
 
@@ -109,7 +109,7 @@ def refuse_differing(what: str, theirs: Mapping[str, Any], own: Mapping[str, Any
         )
 
 
-def identity_of(config: RecordedConfig, hashes: Mapping[str, str | None]) -> dict[str, Any]:
+def resume_key(config: RecordedConfig, hashes: Mapping[str, str | None]) -> dict[str, Any]:
     """What a resumed run must share: options, and hashes of what they name, by name."""
     content = config.content()
     options: dict[str, Any] = {"on a named basis": content.get("basis") is not None}
