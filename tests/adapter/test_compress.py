@@ -381,7 +381,7 @@ BAD: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "no tensors": (changed(lambda _, tensors: tensors.clear()), "as DeepSpeed ZeRO-3 leaves it"),
     "keys of a state dict": (
         changed(lambda _, tensors: tensors.update({"base_model.model.x.lora_A.default.weight": torch.ones(2, 2)})),
-        "more than factors of linear layers, as 'base_model.model.x.lora_A.default.weight'",
+        "and what modules_to_save names, as 'base_model.model.x.lora_A.default.weight'",
     ),
     "a pointer of Git LFS": (pointer("adapter_model.safetensors"), "adapter_model.safetensors is a pointer of Git LFS"),
     "a configuration that is a pointer": (pointer("adapter_config.json"), "adapter_config.json is a pointer of Git"),
