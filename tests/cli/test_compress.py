@@ -58,7 +58,7 @@ def test_what_is_kept_is_told_and_a_larger_rank_is_asked_for(command: Command, l
     assert (status, err.count("\n")) == (2, 1)
     assert "holds a LORA adapter. `frozencore compress` makes one basis of LoRAs" in err
     status, out, err = command("inspect", tmp_path / "few" / "basis")
-    assert re.search(r"^Basis [0-9a-f]{12} of .*: the updates of 3 adapters, of which it keeps \d+%", out)
+    assert re.search(r"^Basis [0-9a-f]{32} of .*: the updates of 3 adapters, of which it keeps \d+%", out)
     assert all(f"  {name} {one['kept']:.1%}" in out for name, one in kept.items())
     status, out, err = command("inspect", tmp_path / "few")
     assert (status, err) == (0, "")

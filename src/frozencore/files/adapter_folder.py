@@ -11,6 +11,7 @@ from unicodedata import category, normalize
 
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.hub import hub_answers, is_hub_id, why_not_given
+from frozencore.files.lfs_pointer import lfs_pointer_in
 from frozencore.text import one_line
 
 CONFIG_FILE, WEIGHTS_FILE, PICKLE_FILE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -63,6 +64,8 @@ def damaged(directory: Path, error: Exception) -> ArtifactError:
     """The error for a folder that cannot be read, with the reason."""
     if (forbidden := forbidden_in(directory)) is not None:
         return forbidden
+    if pointer := lfs_pointer_in(directory):
+        return ArtifactError(f"The adapter in {directory} is not whole: {pointer}")
     reason = one_line(error, 200)
     return ArtifactError(f"The adapter in {directory} is damaged ({reason}). Save or download it again.")
 
