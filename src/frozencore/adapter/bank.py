@@ -20,7 +20,7 @@ from frozencore.adapter.config import find_adapter
 from frozencore.adapter.core import Core, by_layer
 from frozencore.adapter.layer import frozen_core_layers
 from frozencore.adapter.per_row import cores_of_rows, lock_of, other_modules, repetitions
-from frozencore.adapter.swap import Source, read_core, require_basis_id, require_unmerged
+from frozencore.adapter.swap import CoreSource, read_core, require_basis_id, require_unmerged
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.maths.linalg import all_finite
 from frozencore.quiet import with_attributes
@@ -133,7 +133,7 @@ class CoreBank(CoreStack):
     def __iter__(self) -> Iterator[str]:
         return iter(tuple(self._slot_of))
 
-    def put(self, name: str, source: Source) -> None:
+    def put(self, name: str, source: CoreSource) -> None:
         """Store a core under a name; it replaces a core of that name.
 
         Args:

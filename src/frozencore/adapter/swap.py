@@ -18,7 +18,7 @@ from frozencore.adapter.layer import BasisState, FrozenCoreLinear, current_basis
 from frozencore.adapter.state_dict import module_tensors
 from frozencore.errors import ArtifactError, ConfigError
 
-Source = str | Path | Mapping[str, Tensor] | Core
+CoreSource = str | Path | Mapping[str, Tensor] | Core
 """A core: a folder that ``save_pretrained`` wrote, the state dict of ``peft.get_peft_model_state_dict``, or itself."""
 
 
@@ -50,7 +50,7 @@ class ReadyCore:
             layer.frozencore_state[self.adapter_name] = BasisState.READY
 
 
-def swap_core(model: nn.Module, source: Source, *, adapter_name: str = "default") -> None:
+def swap_core(model: nn.Module, source: CoreSource, *, adapter_name: str = "default") -> None:
     """Copy a core into a loaded adapter with the same basis.
 
     Args:
@@ -64,7 +64,7 @@ def swap_core(model: nn.Module, source: Source, *, adapter_name: str = "default"
     prepare_swap(model, source, adapter_name=adapter_name).swap_in()
 
 
-def prepare_swap(model: nn.Module, source: Source, *, adapter_name: str = "default") -> ReadyCore:
+def prepare_swap(model: nn.Module, source: CoreSource, *, adapter_name: str = "default") -> ReadyCore:
     """Read and check a core once, to swap it in many times; see :func:`swap_core`."""
     adapter_name, config = find_adapter(model, adapter_name)
     layers = dict(sorted(frozen_core_layers(model, adapter_name).items()))
@@ -89,7 +89,7 @@ def core_of(config: FrozenCoreConfig, layers: Mapping[str, FrozenCoreLinear], ad
     return Core.of(basis_id_of(config, layers, adapter_name), cores)
 
 
-def read_core(source: Source, basis_id: str) -> Core:
+def read_core(source: CoreSource, basis_id: str) -> Core:
     """Read a core; refuse one of another basis, or with trained modules beside it."""
     if isinstance(source, Core):
         core, origin = source, "It"
