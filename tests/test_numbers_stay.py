@@ -49,6 +49,7 @@ RUNS = {
     "pissa": "--task sst2 --method pissa",
     "full": "--task sst2 --method full --lr 1e-4",
 }
+OWN_RATE = ("lora", "dora", "pissa")
 
 
 def _directions(tensors: dict[str, torch.Tensor], which: str) -> dict[str, object] | None:
@@ -67,7 +68,8 @@ def numbers(name: str, folder: Path) -> dict[str, object]:
     from frozencore_command import main
 
     out = folder / name
-    flags = [*RUNS[name].split(), *SIZE, "--model", str(MODEL), "--data-root", str(DATA), "--output", str(out)]
+    rate = [] if "--lr" in RUNS[name] or name in OWN_RATE else ["--lr", "1e-2"]  # a core's is measured otherwise
+    flags = [*RUNS[name].split(), *rate, *SIZE, "--model", str(MODEL), "--data-root", str(DATA), "--output", str(out)]
     before, sys.argv = sys.argv, ["frozencore", "tune", *flags]
     try:
         main()
