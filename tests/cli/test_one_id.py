@@ -55,6 +55,9 @@ def test_a_basis_has_one_id_in_a_run_inspect_an_error_a_tenant_a_basis_model_and
         refused = str(error)
     with safe_open(tmp_path / "served" / WEIGHTS, "pt") as file:
         for_an_engine = file.metadata()["frozencore_basis"]
+    recipes = [json.loads((one / "result.json").read_text())["resolved"]["recipe"] for one in (run, tenant)]
+    rate = load_basis(basis).options["learning_rate"]  # which the calibration proposed
+    assert [recipe["learning_rate"] for recipe in recipes] == [rate, rate] != [None, None]
     found = {
         "in the folder": json.loads((basis / "basis.json").read_text())["id"],
         "read": load_basis(basis).id,

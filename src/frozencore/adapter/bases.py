@@ -85,6 +85,7 @@ def set_basis(
     else:
         attach_basis(f"The basis {basis.id}", basis, config, layers, adapter_name)
         config.calibration_tokens = basis.options.get("calibration_tokens")
+        config.learning_rate = basis.options.get("learning_rate")
         config.name_basis(basis.id, basis.place, basis.revision)
 
 
@@ -108,7 +109,7 @@ def put_layers(adapter_name: str, config: FrozenCoreConfig, layers: Layers, base
         start = config.constructor_entry.start_core(bases[name], config.basis_options(), scale)
         layer.set_basis(adapter_name, bases[name], start_core=start, random_core=not config.init_weights)
     config.name_basis(None)
-    config.calibration_tokens = None
+    config.calibration_tokens = config.learning_rate = None
 
 
 def attach_basis(origin: str, basis: Basis, config: FrozenCoreConfig, layers: Layers, adapter_name: str) -> None:

@@ -60,7 +60,7 @@ def calibrate(
         batch_size: Rows in a batch that the collator makes; 8 by default.
         num_examples: Stop after this number of examples, also of packed rows; required for endless data and streams.
         options: Options of the pass, see :class:`frozencore.calibration.calibration_options.CalibrationOptions`.
-        moments: Moments collected before, by layer name, in place of ``data``.
+        moments: Moments collected before, by layer name, in place of those of ``data``.
         loss_fn: ``loss_fn(model, batch) -> loss`` instead of the model's own loss: one number, the mean over the
             batch's examples, weighed by their number (the length of the batch's first tensor, or the examples packed in
             it). A batch is then any dictionary, list or tuple with tensors in it. An ``attention_mask`` (b x t) of a
@@ -91,7 +91,7 @@ def calibrate(
     if reads_data and data is None:
         raise CalibrationError(f"{config.constructor} reads data: call calibrate(model, dataloader).")
     batches: list[Batch] = []
-    if reads_data:
+    if reads_data or (learning_rate and data is not None):
         with all_ranks_or_none():
             batches = batches_from(
                 data, collator=collator, batch_size=batch_size, num_examples=num_examples, any_form=loss_fn is not None
@@ -119,8 +119,10 @@ def calibrate(
     _warn_of_weak_layers(bases, layers)
     if not learning_rate or not batches:
         return found
-    rate = proposed_learning_rate(model, layers, adapter_name, batches, options=options, loss_fn=loss_fn)
-    return replace(found, learning_rate=rate)
+    config.learning_rate = proposed_learning_rate(
+        model, layers, adapter_name, batches, options=options, loss_fn=loss_fn
+    )
+    return replace(found, learning_rate=config.learning_rate)
 
 
 def _end_ids(model: Any) -> set[int]:

@@ -130,6 +130,8 @@ class FrozenCoreConfig(PeftConfig):
         init_weights: False draws random cores from torch's global generator. An untrained adapter then changes the
             output, for tests of serving and switching.
         calibration_tokens: Written by ``calibrate``: the number of tokens that the bases were computed from.
+        learning_rate: Written by ``calibrate``: the peak learning rate that it proposes, also for other cores on the
+            saved basis.
         load_bases: Written by ``save_pretrained``: the tensors come from a file, so that P and Q are not built.
         basis: A saved basis to use: the folder of :func:`frozencore.save_basis`, or a hub id (with
             ``basis_revision``). It determines rank, targets, scale and constructor, and the adapter is saved as a core.
@@ -157,6 +159,7 @@ class FrozenCoreConfig(PeftConfig):
     ensure_weight_tying: bool = False
     init_weights: bool = True
     calibration_tokens: int | None = None
+    learning_rate: float | None = None
     load_bases: bool = False
     basis: str | None = None
     basis_revision: str | None = None
@@ -322,7 +325,7 @@ class FrozenCoreConfig(PeftConfig):
 def _options_of_basis() -> frozenset[str]:
     """The fields that a saved basis records: how P and Q were made, and their layers."""
     own = ("r", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "constructor", "alpha",
-           "seed", "rank_pattern", "alpha_pattern", "calibration_tokens")  # fmt: skip
+           "seed", "rank_pattern", "alpha_pattern", "calibration_tokens", "learning_rate")  # fmt: skip
     return frozenset({*own, *constructor_options()}) - {"initial_step"}
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from peft import PeftModel
 from transformers import PreTrainedModel
@@ -122,12 +123,14 @@ def adapt(
     targets: Targets,
     progress: Progress,
     *,
+    measure_rate: bool = False,
     moments_file: Path | None = None,
     precomputed: Precomputed | None = None,
 ) -> Adapted:
     """Add the adapter to the model, with bases computed from the run's calibration rows.
 
     Args:
+        measure_rate: Measure a learning rate on the calibration rows, which is saved with the basis.
         moments_file: Moments of ``frozencore calibrate`` in place of a new pass; they must match the run.
     """
     if moments_file and not config.moments_needed:
@@ -144,8 +147,9 @@ def adapt(
             if moments is None:
                 batches = own_share(batches)
             calibration = calibrate(
-                model, batches, options=config.calibration, moments=moments, learning_rate=False, progress=progress
-            )
+                model, batches, options=config.calibration, moments=moments, learning_rate=measure_rate,
+                progress=progress,
+            )  # fmt: skip
     time_s = time.perf_counter() - started
     if calibration is not None:
         captures = calibration.captures
@@ -162,12 +166,14 @@ def adapt(
 
 
 def learning_rate_of(adapted: Adapted, inputs: Inputs, rows: Sequence[TokenRow]) -> float:
-    """Measure the learning rate of the adapter's cores on training rows, evenly spaced among them.
+    """The learning rate that the calibration of the basis proposed; without one it is measured on training rows.
 
     Raises:
         ConfigError: The rows have no gradient, so any rate is as good.
     """
-    rate = proposed_learning_rate(
+    config: Any = adapted.model.peft_config["default"]
+    rate: float | None = config.learning_rate
+    rate = rate or proposed_learning_rate(
         adapted.model,
         frozen_core_layers(adapted.model, "default"),
         "default",

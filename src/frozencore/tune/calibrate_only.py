@@ -58,7 +58,7 @@ def execute_calibration(config: RunConfig, out: Path, progress: Progress, *, of_
         model.get_base_model(), batches, layers, needs=needs, options=config.method.calibration, progress=progress
     )
     collect_s = time.perf_counter() - started
-    calibration = calibrate(model, moments=moments, progress=progress)
+    calibration = calibrate(model, batches, moments=moments, options=config.method.calibration, progress=progress)
     calibration = replace(calibration, collect_s=calibration.collect_s + collect_s)
     out.mkdir(parents=True, exist_ok=True)
     config.method.entry.save(model, out / ADAPTER, out)

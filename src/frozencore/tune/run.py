@@ -128,8 +128,9 @@ def execute(
                     adapted = load_start(model, targets, out / START)
                 else:
                     adapted = adapt(
-                        config.method, inputs, targets, progress, moments_file=moments_file, precomputed=precomputed
-                    )
+                        config.method, inputs, targets, progress, measure_rate=recipe.learning_rate is None,
+                        moments_file=moments_file, precomputed=precomputed,
+                    )  # fmt: skip
                     if is_first:
                         save_start(adapted, method, out / START)
 

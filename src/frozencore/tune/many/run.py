@@ -330,7 +330,7 @@ def adapt_for_all(
         adapted = adapt(on_basis, inputs, targets, progress)
         refuse_differing(str(folder), {"basis": before.basis}, {"basis": basis_id(adapted.model)})
         return replace(adapted, made=before.made)
-    adapted = adapt(config.method, inputs, targets, progress)
+    adapted = adapt(config.method, inputs, targets, progress, measure_rate=True)
     if not adapted.model.peft_config["default"].initial_step:  # else each core is saved with its own basis
         if is_first():
             write_text(out / OPTIONS_FILE, options)
