@@ -166,9 +166,10 @@ def _trained_values(weights: Path) -> str | None:
     if not weights.is_file():
         return None
     with safe_open(weights, framework="np") as stored:
-        keys = stored.keys()
-        sizes = [math.prod(stored.get_slice(key).get_shape()) for key in keys if is_core_key(key)]
-    return f"{sum(sizes):,}"
+        keys = [key for key in stored.keys() if is_core_key(key)]  # noqa: SIM118 - not a mapping
+        ranks = [stored.get_tensor(key) for key in keys if key.endswith(".ranks")]  # of a core of few bits
+        sizes = [math.prod(stored.get_slice(key).get_shape()) for key in keys]
+    return f"{sum(int(r) ** 2 for r in ranks[0]) if ranks else sum(sizes):,}"
 
 
 def _hub_id(base: str | None) -> str | None:

@@ -1,6 +1,12 @@
 """A core: the trained values of all layers on one basis, in memory and in a file.
 
-    frozencore_core_<basis id>   Σr² values: R (r x r) of each layer, in the order of the layers' names
+    frozencore_core_<basis id>          Σr² values: R (r x r) of each layer, in the order of the layers' names
+
+and for values of 8, 4 or 2 bits (:mod:`frozencore.maths.quantise`), which are read as float32,
+
+    frozencore_core_<basis id>          their codes, packed in bytes
+    frozencore_core_<basis id>.4-bit    the scale of each layer, float16; the name says the bits
+    frozencore_core_<basis id>.ranks    r of each layer, int16
 
 One vector has one name, which for Qwen2.5-3B saves 17 KB of names and shapes beside 147 KB of values. Its name says
 which basis the core is of, so rounding, sums and averages of state dicts keep it, and another basis refuses it. Sums
@@ -17,6 +23,7 @@ from torch import Tensor
 
 from frozencore.errors import ArtifactError
 from frozencore.maths.linalg import all_finite, weighted_sum
+from frozencore.maths.quantise import BITS, levels, pack, quantise, unpack
 
 BASE = "base_model.model."
 """PEFT's prefix of names in an adapter's file."""
@@ -31,10 +38,12 @@ class Core:
     Attributes:
         basis_id: The id of the basis.
         values: Σr² floats, at least 32 bits wide.
+        bits: Bits of a value in the file that the core was read from.
     """
 
     basis_id: str
     values: Tensor
+    bits: int = 32
 
     def __post_init__(self) -> None:
         values = self.values
@@ -59,14 +68,31 @@ class Core:
             origin: The file, for the error.
         """
         for key, tensor in tensors.items():
-            if is_core_key(key):
-                return cls(key.removeprefix(BASE).removeprefix(CORE), tensor.detach())
+            if is_core_key(key) and "." not in key.removeprefix(BASE):
+                bits = next((bits for bits in BITS if f"{key}.{bits}-bit" in tensors), None)
+                if bits is not None:
+                    tensor = _unpacked(origin, tensor, tensors[f"{key}.{bits}-bit"], tensors[f"{key}.ranks"], bits)
+                return cls(key.removeprefix(BASE).removeprefix(CORE), tensor.detach(), bits or 32)
         raise ArtifactError(f"{origin} has no frozen core. Give a folder that save_pretrained wrote.")
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The values under their name in a file."""
         return {f"{CORE}{self.basis_id}": self.values.contiguous()}
+
+    def packed(self, bits: int, ranks: Mapping[str, int]) -> dict[str, Tensor]:
+        """The values in 8, 4 or 2 bits, under their names in a file.
+
+        Args:
+            ranks: As for :meth:`by_layer`.
+        """
+        layers = [quantise(R.flatten(), bits) for R in self.by_layer(ranks).values()]
+        key = f"{CORE}{self.basis_id}"
+        return {
+            key: pack(torch.cat([codes for codes, _ in layers]), bits).cpu(),
+            f"{key}.{bits}-bit": torch.stack([scale for _, scale in layers]),
+            f"{key}.ranks": torch.tensor(list(ranks.values()), dtype=torch.int16),
+        }
 
     def by_layer(self, ranks: Mapping[str, int]) -> dict[str, Tensor]:
         """R (r x r) of each layer, as views.
@@ -83,8 +109,17 @@ class Core:
             raise ArtifactError(f"A core on this basis has {size} values, but {len(self.values)} were given.")
 
 
+def _unpacked(origin: str, packed: Tensor, scales: Tensor, ranks: Tensor, bits: int) -> Tensor:
+    """The values in float32 of codes in bytes."""
+    sizes = ranks.to(packed.device).long().square()
+    size = int(sizes.sum())
+    if -(-size * bits // 8) != len(packed) or len(scales) != len(ranks):
+        raise ArtifactError(f"{origin} has a core of {bits} bits whose parts do not fit together. Download it again.")
+    return levels(unpack(packed, bits, size), scales.to(packed.device).repeat_interleave(sizes), bits)
+
+
 def is_core_key(key: str) -> bool:
-    """Whether this is the name of a core's values."""
+    """Whether this is the name of a core's values, or of a part of them."""
     return key.removeprefix(BASE).startswith(CORE)
 
 

@@ -54,12 +54,17 @@ class SavedAdapter:
         """The basis: of the file, beside it, or where the configuration says."""
         return self.basis or self.config.find_basis(str(self.folder))
 
-    def write(self, out: Path, core: Core) -> None:
-        """Write a new folder with another core on the same basis, and this adapter's configuration and card."""
-        tensors = {**core.tensors, **self.modules}
+    def write(self, out: Path, core: Core, *, bits: int = 32, overwrite: bool | None = None) -> None:
+        """Write a new folder with another core on the same basis, and this adapter's configuration and card.
+
+        Args:
+            bits: Bits of a value: 32 (as it is), 8, 4 or 2.
+            overwrite: As in ``atomic_folder``.
+        """
+        tensors = {**(core.tensors if bits == 32 else core.packed(bits, self.find_basis().ranks)), **self.modules}
         if self.basis is not None:
             tensors |= basis_tensors(self.basis)
-        with atomic_folder(out, overwrite=None, reads=self.folder) as aside:
+        with atomic_folder(out, overwrite=overwrite, reads=self.folder) as aside:
             save_file({key: X.contiguous() for key, X in tensors.items()}, aside / WEIGHTS_FILE, {"format": "pt"})
             shutil.copyfile(self.folder / CONFIG_FILE, aside / CONFIG_FILE)
             if (self.folder / CARD_FILE).is_file():

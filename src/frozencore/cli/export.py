@@ -11,7 +11,7 @@ import typer
 from frozencore.cli.display import console
 from frozencore.cli.flags import flag
 from frozencore.errors import ArtifactError, ConfigError
-from frozencore.files.adapter_folder import PEFT_TYPE, adapter_in, folder_of, read_config
+from frozencore.files.adapter_folder import PEFT_TYPE, WEIGHTS_FILE, adapter_in, folder_of, read_config
 from frozencore.files.atomic_write import check_output
 from frozencore.quiet import quiet_loading
 from frozencore.text import one_line, unknown_name
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from frozencore.adapter.export.serving import LoraReport
 
-FORMS = "lora", "merged", "basis-model", "tenant"
+FORMS = "lora", "merged", "basis-model", "tenant", "core"
 
 
 def export(
@@ -35,7 +35,8 @@ def export(
         str,
         typer.Option(
             help="lora: an exact LoRA directory. merged: base model plus update. basis-model: the base model with P "
-            "and Q, once for all tenants. tenant: the cores, as a LoRA for the basis model."
+            "and Q, once for all tenants. tenant: the cores, as a LoRA for the basis model. core: the adapter with "
+            "values of fewer bits."
         ),
     ] = "lora",
     base: Annotated[
@@ -56,12 +57,15 @@ def export(
         bool,
         typer.Option("--with-code", help="Include the model's code in a basis model, for engines without frozencore."),
     ] = False,
+    bits: Annotated[int | None, typer.Option(help="Bits of a value of a core: 8, 4 or 2.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing export.")] = False,
 ) -> None:
     if to not in FORMS:
         raise ConfigError(unknown_name("export", to, FORMS))
     if rank is not None and to != "lora":
         raise ConfigError(f"--rank is for a LoRA, and --to {to} has none: leave it out, or give --to lora.")
+    if (bits is not None) != (to == "core") or bits not in (None, 8, 4, 2):
+        raise ConfigError(f"A core is exported with --to core and --bits 8, 4 or 2, but --to {to} has --bits {bits}.")
     if with_code and to != "basis-model":
         raise ConfigError(f"--with-code is for a basis model, and --to {to} has no code: leave it out.")
     if base is not None:
@@ -76,6 +80,8 @@ def export(
             lines = list(_merged(folder, output, base, dtype, overwrite))
         elif to == "basis-model":
             lines = list(_basis_model(folder, output, base, dtype, with_code, overwrite))
+        elif bits is not None:
+            lines = list(_core(folder, output, bits, overwrite))
         else:
             lines = list(_tenant(folder, output, base, dtype, overwrite))
     for line in lines:
@@ -153,6 +159,16 @@ def _tenant(adapter: Path, output: Path, base: str | None, dtype: str, overwrite
     layers = f"rank {tenant.rank}, {len(tenant.layers)} layers"
     yield f"Tenant: {tenant.directory}, {layers}, on the basis {tenant.basis_id} ({compared})"
     yield from _serving(check_lora_directory(output), f"--model {base} " if base else "")
+
+
+def _core(adapter: Path, output: Path, bits: int, overwrite: bool) -> Iterator[str]:
+    from frozencore.adapter.folders import read_adapter
+
+    saved = read_adapter(adapter)
+    saved.write(output, saved.core, bits=bits, overwrite=overwrite)
+    before, after = ((folder / WEIGHTS_FILE).stat().st_size for folder in (adapter, output))
+    yield f"Core: {output}, {len(saved.core.values):,} values of {bits} bits, {after:,} bytes ({before:,} before)"
+    yield "It loads as the adapter does. Score it before you use it: `frozencore evaluate`."
 
 
 def _serving(report: LoraReport, model: str = "") -> Iterator[str]:

@@ -122,7 +122,8 @@ def inspect(
     orthonormal = basis.options["coordinates"] in ORTHONORMAL_COORDINATES
     console.print(inspection_table(reports, every_layer=all_layers, orthonormal=orthonormal))
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    console.print(f"Saved in {size:,} bytes. Basis: {basis.id}", soft_wrap=True)
+    few = "" if saved is None or saved.core.bits == 32 else f", values of {saved.core.bits} bits"
+    console.print(f"Saved in {size:,} bytes{few}. Basis: {basis.id}", soft_wrap=True)
 
 
 def contents(folder: Path) -> Iterator[Text]:
@@ -204,7 +205,7 @@ def inspection_table(
     basis_bytes = sum(report.basis_bytes for report in found)
     worst = max(report.orthonormality_error for report in found)
     totals = Text(
-        f"{len(reports)} layers; {num_of(num_values, 'trained value')} ({4 * num_values:,} bytes), "
+        f"{len(reports)} layers; {num_of(num_values, 'trained value')} ({4 * num_values:,} bytes in memory), "
         f"bases {basis_bytes:,} bytes{f'; largest |PᵀP - I| {worst:.1e}' if orthonormal else ''}"
     )
     return Group(layer_table("Bases", list(reports), _columns(found), every_layer=every_layer, shapes=shapes), totals)

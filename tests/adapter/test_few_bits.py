@@ -1,0 +1,120 @@
+"""Cores of 8, 4 and 2 bits: saved, read, loaded and used as every other core, against a float64 reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+
+from frozencore import CONSTRUCTORS, CoreBank, get_core, merge_adapters, save_basis, swap_core
+from frozencore.adapter.folders import read_adapter
+from frozencore.errors import ArtifactError
+from frozencore.maths.quantise import BITS, quantise
+from tiny import BATCHES, adapted, cores_of, logits, tiny_qwen2
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+def saved(tmp_path: Path, *, on_a_basis: bool, constructor: str = "fcca", **options: object) -> Path:
+    model = adapted(constructor, trained=True, **options)
+    with torch.no_grad():
+        cores_of(model)[1].core("default").zero_()
+    if on_a_basis:
+        save_basis(model, tmp_path / "basis")
+    model.save_pretrained(str(tmp_path / "whole"))
+    return tmp_path / "whole"
+
+
+def few(whole: Path, bits: int) -> Path:
+    read, out = read_adapter(whole), whole.with_name(f"{bits}-bit")
+    read.write(out, read.core, bits=bits)
+    return out
+
+
+def rounded(model: PeftModel, bits: int) -> dict[str, np.ndarray]:
+    """Each R at its nearest level, of the scale that maths.quantise finds, in float64."""
+    found = {}
+    for layer in cores_of(model):
+        R = layer.core("default").detach().double().numpy()
+        grid = float(quantise(torch.from_numpy(R.flatten()), bits)[1]) * (np.arange(2**bits) + 0.5 - 2 ** (bits - 1))
+        found[layer.name] = grid[np.abs(R[..., None] - grid).argmin(-1)]
+    return found
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("on_a_basis", [True, False])
+@pytest.mark.parametrize("constructor", CONSTRUCTORS)
+def test_a_core_loads_at_its_nearest_levels(constructor: str, on_a_basis: bool, bits: int, tmp_path: Path) -> None:
+    whole = saved(tmp_path, on_a_basis=on_a_basis, constructor=constructor)
+    loaded = PeftModel.from_pretrained(tiny_qwen2(), few(whole, bits)).eval()
+    expected = rounded(PeftModel.from_pretrained(tiny_qwen2(), whole), bits)
+    for layer in cores_of(loaded):
+        np.testing.assert_allclose(layer.core("default").detach().numpy(), expected[layer.name], rtol=1e-5, atol=1e-12)
+    assert not cores_of(loaded)[1].core("default").any()  # zeros stay zero
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_its_file_has_so_many_bits_a_value(bits: int, tmp_path: Path) -> None:
+    whole = saved(tmp_path, on_a_basis=True, rank_pattern={"q_proj": 2})
+    core = read_adapter(whole).core
+    tensors = load_file(few(whole, bits) / WEIGHTS)
+    num_layers = len(cores_of(adapted()))
+    sizes = sorted(X.nbytes for X in tensors.values())
+    assert sizes == sorted([-(-len(core.values) * bits // 8), 2 * num_layers, 2 * num_layers])
+
+
+def test_banks_swaps_sums_and_further_saves_take_it(tmp_path: Path) -> None:
+    whole = saved(tmp_path, on_a_basis=True)
+    small = few(whole, 4)
+    direct = PeftModel.from_pretrained(tiny_qwen2(), small).eval()
+    model = PeftModel.from_pretrained(tiny_qwen2(), whole).eval()
+    bank = CoreBank(model, 2)
+    bank.put("anna", small)
+    assert torch.equal(bank.get("anna").values, get_core(direct).values)
+    swap_core(model, small)
+    assert torch.equal(logits(model), logits(direct))
+    direct.save_pretrained(str(tmp_path / "again"))
+    assert torch.equal(read_adapter(tmp_path / "again").core.values, read_adapter(small).core.values)  # in 32 bits
+    merge_adapters([whole, small], tmp_path / "mean")
+    halves = (read_adapter(whole).core.values + read_adapter(small).core.values) / 2
+    torch.testing.assert_close(read_adapter(tmp_path / "mean").core.values, halves)
+
+
+def test_training_goes_on_from_it(tmp_path: Path) -> None:
+    small = few(saved(tmp_path, on_a_basis=True), 2)
+    model = PeftModel.from_pretrained(tiny_qwen2(), small, is_trainable=True)
+    model(**BATCHES[0]).loss.backward()
+    assert all(layer.core("default").grad.any() for layer in cores_of(model))
+
+
+def test_parts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    small = few(saved(tmp_path, on_a_basis=True), 4)
+    tensors = load_file(small / WEIGHTS)
+    (key,) = (key for key in tensors if "." not in key)
+    save_file({**tensors, key: tensors[key][:-1].clone()}, small / WEIGHTS, {"format": "pt"})
+    with pytest.raises(ArtifactError, match="has a core of 4 bits whose parts do not fit together"):
+        read_adapter(small)
+
+
+def test_export_writes_it_and_says_its_bytes(command: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    whole, out = saved(tmp_path, on_a_basis=True), tmp_path / "small"
+    status, said, _ = command("export", whole, "--to", "core", "--bits", 4, "--out", out)
+    size = (out / WEIGHTS).stat().st_size
+    assert (status, f"72 values of 4 bits, {size:,} bytes" in said) == (0, True), said
+    assert load_file(out / WEIGHTS).keys() == load_file(few(whole, 4) / WEIGHTS).keys()
+    assert "values of 4 bits" in command("inspect", out)[1]
+
+
+@pytest.mark.parametrize("words", [("--to", "core"), ("--to", "core", "--bits", 3), ("--to", "lora", "--bits", 4)])
+def test_bits_are_of_cores_alone(
+    words: tuple[object, ...], command: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    status, _, error = command("export", saved(tmp_path, on_a_basis=True), *words, "--out", tmp_path / "out")
+    assert (status, "--to core and --bits 8, 4 or 2" in error) == (2, True), error
