@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import DataCollatorWithFlattening
 
 import references as ref
-from frozencore import calibrate
+from frozencore import CalibrationOptions, FrozenCoreConfig, calibrate
 from frozencore.adapter import learning_rate
 from frozencore.adapter.learning_rate import evenly_spaced
 from references import numpy_of
-from tiny import BATCHES, EXAMPLES, adapted, batches_of, cores_of, tiny_qwen2
+from tiny import BATCHES, EXAMPLES, adapted, batch_of, batches_of, cores_of, logits, tiny_qwen2
 
 
 @pytest.mark.parametrize(("longest", "lower"), [(0.8, 0.9), (8.0, 1.0)])
@@ -61,6 +62,65 @@ def test_a_rate_does_not_depend_on_the_size_of_batches() -> None:
     assert rates == pytest.approx([rates[0]] * 3, rel=1e-4)
 
 
+def packed(ends: bool) -> list[Any]:
+    """All examples end to end in one row, whose beginnings the positions or the ends say."""
+    rows = [{"input_ids": list(one.ids), "labels": [-100] * one.num_prompt + list(one.ids[one.num_prompt :])}
+            for one in EXAMPLES]  # fmt: skip
+    if not ends:
+        return [DataCollatorWithFlattening()(rows)]
+    batch = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_position_ids=False)(rows)
+    return [{**batch, "attention_mask": torch.ones_like(batch["input_ids"])}]
+
+
+MASKED = batch_of(EXAMPLES)
+MASKED["labels"][[0, 5]] = -100
+OF_SAME_EXAMPLES: dict[str, tuple[list[Any], list[Any], CalibrationOptions]] = {
+    "packed, by positions": (BATCHES, packed(ends=False), CalibrationOptions()),
+    "packed, by ends": (BATCHES, packed(ends=True), CalibrationOptions()),
+    "masked ones beside them": (
+        batches_of([one for i, one in enumerate(EXAMPLES) if i not in (0, 5)], 3), [MASKED], CalibrationOptions()
+    ),
+    "weighed by their tokens": (BATCHES, BATCHES, CalibrationOptions(weighting="token_sum")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", OF_SAME_EXAMPLES)
+def test_a_rate_is_that_of_the_examples_one_by_one(form: str) -> None:
+    """On random directions, which do not depend on the examples."""
+    apart, given, options = OF_SAME_EXAMPLES[form]
+    wanted = calibrate(adapted("random"), apart, progress=False).learning_rate
+    found = calibrate(adapted("random"), given, options=options, progress=False).learning_rate
+    assert found == pytest.approx(wanted, rel=1e-4)
+
+
+def test_a_loss_below_zero_is_no_reason_to_halve() -> None:
+    def shifted(by: float) -> float | None:
+        model = adapted("random", dtype=torch.float64)
+        return calibrate(model, BATCHES, loss_fn=lambda m, batch: m(**batch).loss + by, progress=False).learning_rate
+
+    assert shifted(-100.0) == pytest.approx(shifted(100.0), rel=1e-6)
+
+
+def test_an_active_adapter_on_other_layers_does_not_count() -> None:
+    options = {"constructor": "random", "target_modules": ["q_proj"]}
+    wanted = calibrate(adapted(model=tiny_qwen2(), **options), BATCHES, progress=False).learning_rate
+    model = adapted("random", model=tiny_qwen2(), target_modules=["down_proj"], modules_to_save=["norm"], trained=True)
+    with torch.no_grad():
+        model.base_model.model.model.norm.modules_to_save["default"].weight.mul_(3)
+    model.add_adapter("b", FrozenCoreConfig(r=3, alpha=None, coordinates="qr", **options))
+    before = logits(model)
+    assert calibrate(model, BATCHES, adapter_name="b", progress=False).learning_rate == pytest.approx(wanted, rel=1e-5)
+    assert torch.equal(logits(model), before)
+
+
+@pytest.mark.parametrize("constructor", ["eva", "random"])
+def test_rows_without_labels_propose_no_rate(constructor: str) -> None:
+    batches = [{name: X for name, X in batch.items() if name != "labels"} for batch in BATCHES]
+    model = adapted(constructor, calibrated=False)
+    assert calibrate(model, batches, progress=False).learning_rate is None
+    assert all(bool(layer.frozencore_P["default"].any()) for layer in cores_of(model))
+
+
 def test_a_finer_scale_takes_a_larger_rate() -> None:
     """The rate follows 1 / s, so s is of no consequence for training."""
     rates = [calibrate(adapted(calibrated=False, alpha=alpha), BATCHES, progress=False).learning_rate
@@ -78,13 +138,14 @@ def test_the_model_is_as_before() -> None:
 
 def test_the_examples_are_spread_over_all_batches() -> None:
     batches: list[Any] = [{"input_ids": torch.arange(8).view(8, 1) + 8 * i} for i in range(4)]
-    assert [int(one["input_ids"]) for one in evenly_spaced(batches, 4)] == [0, 8, 16, 24]
-    assert [int(one["input_ids"]) for one in evenly_spaced(batches, 64)] == list(range(32))
+    classifier = torch.nn.Identity()
+    assert [int(one["input_ids"]) for one in evenly_spaced(classifier, batches, 4)] == [0, 8, 16, 24]
+    assert [int(one["input_ids"]) for one in evenly_spaced(classifier, batches, 64)] == list(range(32))
 
 
 def test_batches_stay_whole_where_rows_belong_together() -> None:
     """Patches of images have rows of their own, and a loss of pairs compares the rows of a batch."""
     patches: list[Any] = [{"input_ids": torch.zeros(2, 3), "pixel_values": torch.zeros(7, i + 1)} for i in range(8)]
-    assert [one["pixel_values"].shape[1] for one in evenly_spaced(patches, 4)] == [1, 5]
+    assert [one["pixel_values"].shape[1] for one in evenly_spaced(torch.nn.Identity(), patches, 4)] == [1, 5]
     pairs: list[Any] = [{"input_ids": torch.full((4, 3), i)} for i in range(8)]
-    assert [len(one["input_ids"]) for one in evenly_spaced(pairs, 16, whole=True)] == [4] * 4
+    assert [len(one["input_ids"]) for one in evenly_spaced(torch.nn.Identity(), pairs, 16, whole=True)] == [4] * 4

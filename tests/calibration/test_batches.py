@@ -152,6 +152,8 @@ def test_rows_that_were_joined_without_saying_where_they_begin_need_token_sum() 
         calibrated(data, **options, options=CalibrationOptions(weighting="token_sum"))
     calibrated(DataLoader(ROWS, batch_size=1, collate_fn=joined))
     calibrated(DataLoader(ROWS[:1], batch_size=4, collate_fn=joined))
+    whole = [{name: values for name, values in row.items() if name != "text"} for row in ROWS]
+    calibrated(DataLoader(whole, batch_size=4, collate_fn=stacked), num_examples=1)  # the first row of four
 
 
 @pytest.mark.parametrize("patches", [1, 4, 2048])

@@ -68,7 +68,7 @@ def calibrate(
             counts, an image's patches for instance. Tokens that the loss masks have no error, and add nothing to G and
             d.
         reset: Allow a new basis under a core that has been trained (the core is lost).
-        learning_rate: Propose a learning rate too, from the gradients of some examples one by one
+        learning_rate: Propose a learning rate too, from the gradients of some examples with labels, one by one
             (:mod:`frozencore.adapter.learning_rate`).
         progress: True shows a bar, False nothing; a function is called with ``(stage, done, total, note="")``.
 
@@ -96,7 +96,8 @@ def calibrate(
             batches = batches_from(
                 data, collator=collator, batch_size=batch_size, num_examples=num_examples, any_form=loss_fn is not None
             )
-            if loss_fn is None and (options.weighting, options.skip_first) != ("token_sum", 0):
+            are_weighed = num_examples != 1 and (options.weighting, options.skip_first) != ("token_sum", 0)
+            if loss_fn is None and are_weighed:
                 rows_at_once = batch_size or BATCH_SIZE if collator is not None else None
                 require_examples_apart(data, batches, rows_at_once, _end_ids(model))
     targets = {
@@ -117,11 +118,10 @@ def calibrate(
     if counts := [layer.num_tokens for layer in found.layers.values() if layer.num_tokens]:
         config.calibration_tokens = max(counts)
     _warn_of_weak_layers(bases, layers)
-    if not learning_rate or not batches:
+    without_labels = loss_fn is None and any(batch.get("labels") is None for batch in batches)
+    if not learning_rate or not batches or without_labels:  # constructors that read no errors need no labels
         return found
-    config.learning_rate = proposed_learning_rate(
-        model, layers, adapter_name, batches, options=options, loss_fn=loss_fn
-    )
+    config.learning_rate = proposed_learning_rate(model, layers, adapter_name, batches, loss_fn=loss_fn)
     return replace(found, learning_rate=config.learning_rate)
 
 

@@ -11,17 +11,18 @@ The first step of AdamW at the rate η is ``-η sign(E g)``. Two facts bound it:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
 from frozencore.adapter.layer import FrozenCoreLinear
-from frozencore.calibration.batches import Batch, mapped, num_examples_of, tensors_of
+from frozencore.calibration.batches import Batch, can_split, example_at, num_examples_of
 from frozencore.calibration.calibration_options import CalibrationOptions
-from frozencore.calibration.collect import loss_of, on_device
+from frozencore.calibration.collect import examples_with_loss, loss_of, on_device
 from frozencore.calibration.hooks import Hooks, LossFn
 from frozencore.calibration.preserve import preserved
 from frozencore.device import execution_device
@@ -41,10 +42,11 @@ def proposed_learning_rate(
     adapter_name: str,
     batches: Sequence[Batch],
     *,
-    options: CalibrationOptions,
     loss_fn: LossFn | None = None,
 ) -> float | None:
     """Propose the peak learning rate of an adapter's cores for AdamW.
+
+    An example's loss is the mean over its completion tokens, as in training, whatever the moments weigh.
 
     Every process of a group calls this with its own batches, and all get the same rate. The model is as before
     afterwards. Each of :data:`NUM_EXAMPLES` examples takes a pass forward and back, and some passes forward.
@@ -59,9 +61,9 @@ def proposed_learning_rate(
     Raises:
         CalibrationError, ConfigError: As :func:`frozencore.calibrate`.
     """
-    examples = evenly_spaced(batches, NUM_EXAMPLES, whole=loss_fn is not None)
-    hooks = Hooks({}, frozenset(), options, loss_fn)
-    with preserved(model), _active_at_zero(layers.values(), adapter_name) as cores:
+    examples = evenly_spaced(model, batches, NUM_EXAMPLES, whole=loss_fn is not None)
+    hooks = Hooks({}, frozenset(), CalibrationOptions(), loss_fn)
+    with preserved(model), _active_at_zero(model, layers, adapter_name) as cores:
         with all_ranks_or_none():
             squares, gradient = summed_gradients(model, cores, examples, hooks)
         squares, gradient = sum_over_ranks(squares), sum_over_ranks(gradient)
@@ -81,20 +83,25 @@ def proposed_learning_rate(
         loss = loss_after(rate)
         for _ in range(MOST_HALVINGS):
             half = loss_after(rate / 2)
-            if math.isfinite(loss) and not half < LOWER * loss:
+            if math.isfinite(loss) and not half < loss - (1 - LOWER) * abs(loss):
                 break
             rate, loss = rate / 2, half
     return rate
 
 
 @contextmanager
-def _active_at_zero(layers: Iterable[FrozenCoreLinear], adapter_name: str) -> Iterator[list[Tensor]]:
+def _active_at_zero(
+    model: nn.Module, layers: Mapping[str, FrozenCoreLinear], adapter_name: str
+) -> Iterator[list[Tensor]]:
     """Compute with this adapter alone, its cores zero and trainable; afterwards they are as before."""
     with ExitStack() as undo:
+        for module in model.modules():
+            if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
+                has_none = isinstance(module, BaseTunerLayer) and adapter_name not in module._get_available_adapters()
+                undo.enter_context(with_attributes(module, _active_adapter=[adapter_name], _disable_adapters=has_none))
         cores: list[Tensor] = []
-        for layer in layers:
+        for layer in layers.values():
             core = layer.core(adapter_name)
-            undo.enter_context(with_attributes(layer, _active_adapter=[adapter_name], _disable_adapters=False))
             undo.enter_context(with_attributes(core, grad=None, data=torch.zeros_like(core)))
             core.requires_grad_(True)
             cores.append(core)
@@ -122,7 +129,7 @@ def _loss(model: nn.Module, example: Batch, hooks: Hooks) -> Tensor:
     return loss_of(model, batch, example, hooks) / num_examples_of(example)
 
 
-def evenly_spaced(batches: Sequence[Batch], count: int, *, whole: bool = False) -> list[Batch]:
+def evenly_spaced(model: nn.Module, batches: Sequence[Batch], count: int, *, whole: bool = False) -> list[Batch]:
     """Examples as batches of one, evenly spaced; whole batches, of so many examples in all, where they stay together.
 
     Args:
@@ -131,20 +138,10 @@ def evenly_spaced(batches: Sequence[Batch], count: int, *, whole: bool = False) 
     if whole or not all(map(can_split, batches)):
         wanted = math.ceil(count * len(batches) / max(1, sum(map(num_examples_of, batches))))
         return [batches[i] for i in _evenly(len(batches), wanted)]
-    places = [(batch, i) for batch in batches for i in range(num_examples_of(batch))]
-    chosen = (places[i] for i in _evenly(len(places), count))
-    return [mapped(batch, partial(_row, i)) for batch, i in chosen]
+    places = [(batch, i) for batch in batches for i in examples_with_loss(model, batch)]
+    return [example_at(*places[i]) for i in _evenly(len(places), count)]
 
 
 def _evenly(size: int, count: int) -> list[int]:
     count = min(size, count)
     return [number * size // count for number in range(count)]
-
-
-def can_split(batch: Batch) -> bool:
-    """Return whether each tensor of a batch has a row for each example; patches of images have not."""
-    return all(len(tensor) == num_examples_of(batch) for tensor in tensors_of(batch) if tensor.ndim)
-
-
-def _row(i: int, tensor: Tensor) -> Tensor:
-    return tensor[i : i + 1] if tensor.ndim else tensor

@@ -82,7 +82,7 @@ def num_examples_of(batch: Any) -> int:
     return next((tensor.shape[0] for tensor in tensors_of(batch) if tensor.ndim), 0)
 
 
-_ENDS = "cu_seq_lens"  # the names of the ends of packed examples begin so
+_ENDS, _LONGEST = "cu_seq_lens", "max_length"  # the names of the ends and lengths of packed examples begin so
 
 
 def begins_of(batch: Mapping[str, Any]) -> Bool[Tensor, "b t"] | None:
@@ -195,11 +195,9 @@ def take_examples(batches: Iterable[Batch], num_examples: int | None, *, any_for
 
 def _first_examples(batch: Batch, count: int) -> Iterable[Batch]:
     """Cut a batch after so many examples; packed rows into whole rows and the first examples of the next one."""
-    begins = begins_of(batch) if isinstance(batch, Mapping) else None
-    rows = num_examples_of(batch) if begins is None else len(begins)
-    ends = () if begins is None else [value for key, value in batch.items() if key.startswith(_ENDS)]
-    if any(len(X) != rows for X in tensors_of(batch) if X.ndim and not any(X is end for end in ends)):
+    if not can_split(batch):
         return [batch]
+    begins = begins_of(batch) if isinstance(batch, Mapping) else None
     if begins is None:
         return [mapped(batch, lambda tensor: tensor[:count] if tensor.ndim else tensor)]
     t, parts = begins.shape[1], []
@@ -207,20 +205,44 @@ def _first_examples(batch: Batch, count: int) -> Iterable[Batch]:
     if whole:
         parts.append(mapped(batch, lambda tensor: tensor[:whole] if tensor.ndim else tensor))
     if begins[whole, :length].any():
-        parts.append({key: _cut_row(key, X, whole, length, t, count) for key, X in batch.items()})
+        cut = {key: _tokens_of_row(X, whole, slice(length), t) for key, X in batch.items()}
+        parts.append(cut | {key: X[: count + 1] for key, X in batch.items() if key.startswith(_ENDS)})
     return parts
 
 
-def _cut_row(key: str, value: Any, row: int, length: int, t: int, count: int) -> Any:
-    """The first tokens of one packed row; lengths of its examples as a list of ends."""
+def can_split(batch: Batch) -> bool:
+    """Return whether each tensor of a batch has the batch's rows, so that examples can be taken out of it.
+
+    Patches of images have rows of their own.
+    """
+    begins = begins_of(batch) if isinstance(batch, Mapping) else None
+    rows = num_examples_of(batch) if begins is None else len(begins)
+    ends = () if begins is None else [value for key, value in batch.items() if key.startswith(_ENDS)]
+    return all(len(X) == rows for X in tensors_of(batch) if X.ndim and not any(X is end for end in ends))
+
+
+def example_at(batch: Batch, number: int) -> Batch:
+    """One example of a batch that can be split, in a row of its own, also if it was packed."""
+    begins = begins_of(batch) if isinstance(batch, Mapping) else None
+    if begins is None:
+        return mapped(batch, lambda tensor: tensor[number : number + 1] if tensor.ndim else tensor)
+    text = _not_padding(batch)
+    assert text is not None  # begins_of
+    row, first = begins.nonzero()[number].tolist()
+    ends = [*begins[row].nonzero().flatten().tolist(), int(text[row].nonzero()[-1]) + 1]
+    tokens, t = slice(first, min(end for end in ends if end > first)), begins.shape[1]
+    plain = {key: X for key, X in batch.items() if not key.startswith((_ENDS, _LONGEST))}
+    return {key: _tokens_of_row(X, row, tokens, t) for key, X in plain.items()}
+
+
+def _tokens_of_row(value: Any, row: int, tokens: slice, t: int) -> Any:
+    """Some tokens of one of the rows of t tokens."""
     if not isinstance(value, Tensor) or not value.ndim:
         return value
-    if key.startswith(_ENDS):
-        return value[: count + 1]
     value = value[row : row + 1]
     if value.ndim == 4 and value.shape[-2:] == (t, t):  # a mask of pairs of tokens
-        return value[..., :length, :length]
-    return value[:, :length] if value.ndim > 1 and value.shape[1] == t else value
+        return value[..., tokens, tokens]
+    return value[:, tokens] if value.ndim > 1 and value.shape[1] == t else value
 
 
 def _collated(data: Iterable[Any] | Dataset[Any], collator: Collator, batch_size: int) -> Iterator[Batch]:

@@ -64,7 +64,8 @@ class Calibration:
     """The result of a calibration: per layer, and the seconds that the pass and the bases took.
 
     Attributes:
-        learning_rate: The peak learning rate that the examples propose for the cores and AdamW; None without examples.
+        learning_rate: The peak learning rate that the examples propose for the cores and AdamW; None without
+            examples that have labels.
     """
 
     layers: dict[str, LayerCalibration]

@@ -118,8 +118,7 @@ def loss_of(model: nn.Module, batch: Batch, as_it_came: Batch, hooks: Hooks) -> 
                 f"loss_fn(model, batch) gives one number, the mean over the batch's examples, but {came} came."
             )
         return loss.reshape(()) * num_examples_of(batch)
-    can_generate = getattr(model, "can_generate", None)
-    if can_generate is None or not can_generate():  # no language model: it returns its own loss
+    if not _is_language_model(model):  # it returns its own loss
         if (hooks.options.tokens, hooks.options.weighting) != ("nonpad", "example_mean"):
             raise ConfigError(
                 "The calibration options tokens and weighting are about completion tokens, and this "
@@ -127,18 +126,37 @@ def loss_of(model: nn.Module, batch: Batch, as_it_came: Batch, hooks: Hooks) -> 
             )
         labels_of(batch)  # raises a clear error if there are none
         return _part(model, model(**batch), "loss") * num_examples_of(batch)
+    targets, examples = _targets_and_examples(model, as_it_came)
     if is_encoder_decoder(model):
-        labels = labels_of(as_it_came)
-        rows = example_of_tokens({}, labels)
-        return completion_loss(_part(model, model(**batch), "logits"), labels, rows, hooks.options)
-    targets = targets_of(as_it_came)
-    examples = example_of_tokens(as_it_came, targets)
+        return completion_loss(_part(model, model(**batch), "logits"), targets, examples, hooks.options)
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     if not _needs_all_logits(model, hooks):
         kept = targets.ne(IGNORED).any(0).nonzero().squeeze(1)
         targets, examples = targets[:, kept], examples[:, kept]
         inputs["logits_to_keep"] = sent(kept, inputs["input_ids"].device) if "input_ids" in inputs else kept
     return completion_loss(_part(model, model(**inputs), "logits"), targets, examples, hooks.options)
+
+
+def examples_with_loss(model: nn.Module, batch: Batch) -> list[int]:
+    """The numbers of the examples of a batch of which some label is not masked."""
+    if not _is_language_model(model):
+        return list(range(num_examples_of(batch)))
+    targets, examples = _targets_and_examples(model, batch)
+    found: list[int] = examples[targets.ne(IGNORED)].unique().tolist()
+    return found
+
+
+def _is_language_model(model: nn.Module) -> bool:
+    can_generate = getattr(model, "can_generate", None)
+    return can_generate is not None and can_generate()
+
+
+def _targets_and_examples(model: nn.Module, batch: Batch) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:
+    """The label that each position of a language model predicts, and the number of the position's example."""
+    if is_encoder_decoder(model):
+        return labels_of(batch), example_of_tokens({}, labels_of(batch))
+    targets = targets_of(batch)
+    return targets, example_of_tokens(batch, targets)
 
 
 def _part(model: nn.Module, output: Any, name: str) -> Tensor:

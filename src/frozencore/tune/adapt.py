@@ -21,7 +21,6 @@ from frozencore.adapter.layer import frozen_core_layers
 from frozencore.adapter.learning_rate import proposed_learning_rate
 from frozencore.adapter.swap import read_core
 from frozencore.calibration.batches import Batch
-from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.moments_file import MomentsFingerprint, load_moments
 from frozencore.constructors import COMPRESSED
 from frozencore.distributed import num_ranks, own_rank
@@ -178,7 +177,6 @@ def learning_rate_of(adapted: Adapted, inputs: Inputs, rows: Sequence[TokenRow])
         frozen_core_layers(adapted.model, "default"),
         "default",
         make_batches(rows, pad_id=inputs.encoder.pad_id, batch_size=1),
-        options=CalibrationOptions(),
     )
     if rate is None:
         raise ConfigError("The learning rate is not known: the gradients of the cores are zero. Give --learning-rate.")
