@@ -86,7 +86,7 @@ def test_a_wrong_specification_gets_one_line_with_its_place(text: str, message: 
 
 MANY = str(list(range(1000)))
 RUNS = [
-    ({"learning_rate": "1e-3"}, "learning_rate: input should be a valid number, but '1e-3' came"),
+    ({"learning_rate": "1e-3"}, "learning_rate: input should be a valid number or 'auto', but '1e-3' came"),
     ({"rank": 8.5}, "rank: input should be a valid integer"),
     ({"rank": 0}, "rank: input should be greater than or equal to 1"),
     ({"whiten": "sideways"}, "whiten must be one of both, input"),

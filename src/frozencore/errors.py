@@ -63,7 +63,10 @@ def own_refusal(error: ErrorDetails) -> ConfigError | None:
 
 
 def most_telling(error: ValidationError) -> ErrorDetails:
-    """The first error; for a value that fits none of several types, the error of the nearest type."""
+    """The first error; for a value that fits none of several types, the error of the nearest type, or of all."""
     first, *others = error.errors()
     siblings = [first, *(other for other in others if other["loc"][:-1] == first["loc"][:-1])]
+    words = next((one for one in siblings if one["type"] == "literal_error"), None)
+    if words is not None and (other := next((one for one in siblings if one["type"].endswith("_type")), None)):
+        return {**other, "msg": f"{other['msg']} or {words['ctx']['expected']}"}
     return next((one for one in siblings if not one["type"].endswith("_type")), first)

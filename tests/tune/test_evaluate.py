@@ -343,7 +343,7 @@ def test_an_adapter_that_does_not_fit_is_refused_in_one_line(adapters: dict[str,
         with pytest.raises(ArtifactError, match=reason) as error:
             BaseWithAdapter(base).with_adapter(damaged)
         assert "\n" not in str(error.value)
-    with pytest.raises(ArtifactError, match=r"has no adapter_config.json"):
+    with pytest.raises(ArtifactError, match=r"has no adapter_(config.json|model.safetensors)"):
         BaseWithAdapter(base).with_adapter(tmp_path)
     virtual = get_peft_model(base, PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
     virtual.save_pretrained(tmp_path / "virtual")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from frozencore.calibration.collect import require_options_fit
 from frozencore.calibration.hooks import LossFn
 from frozencore.constructors import LayerData
 from frozencore.distributed import all_ranks_or_none, enter_together, require_same_bases
-from frozencore.errors import CalibrationError
+from frozencore.errors import CalibrationError, ModelError
 from frozencore.maths.basis import LayerBasis
 from frozencore.maths.moments import LayerMoments
 from frozencore.quiet import with_attributes
@@ -121,7 +121,8 @@ def calibrate(
     without_labels = loss_fn is None and any(batch.get("labels") is None for batch in batches)
     if not learning_rate or not batches or without_labels:  # constructors that read no errors need no labels
         return found
-    config.learning_rate = proposed_learning_rate(model, layers, adapter_name, batches, loss_fn=loss_fn)
+    with suppress(ModelError):  # a layer passes no gradient, which this basis did not need, and training will say
+        config.learning_rate = proposed_learning_rate(model, layers, adapter_name, batches, loss_fn=loss_fn)
     return replace(found, learning_rate=config.learning_rate)
 
 

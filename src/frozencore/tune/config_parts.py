@@ -272,7 +272,7 @@ class TrainingConfig(ConfigPart):
     """The recipe of the training."""
 
     learning_rate: Annotated[
-        Annotated[float, Field(gt=0)] | Literal["auto"],
+        Literal["auto"] | Annotated[float, Field(gt=0)],
         Field(description="Peak learning rate. auto: measured on the training rows for cores, else the method's own."),
     ] = "auto"
     warmup: Annotated[
