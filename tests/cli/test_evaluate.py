@@ -1,4 +1,4 @@
-"""``frozencore evaluate``, ``tasks`` and ``chat``: what a user types and sees of models, adapters and rows."""
+"""``frozencore evaluate`` and ``chat``: what a user types and sees of models, adapters and rows."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from frozencore import FrozenCoreConfig
 from frozencore.adapter.layer import frozen_core_layers
+from frozencore.cli.evaluate import runs_trained_on
 from frozencore.tune.load import load_model
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.rows.prompts import PromptEncoder
@@ -167,6 +168,15 @@ def test_a_conversation_is_rendered_whole_and_begun_anew_when_asked(talk: Callab
         "system Be brief. user one assistant yes user two bot",
         "system Be brief. user three bot",
     ]
+
+
+@pytest.mark.parametrize(("data", "is_named"), [("task:svamp", False), ("rows.jsonl", True)])
+def test_evaluation_rows_of_a_task_are_new_to_a_run_on_its_training_rows(
+    data: str, is_named: bool, tmp_path: Path
+) -> None:
+    record = made_up_record({"task": "svamp"}, config={"model": "a", "dtype": "auto", "data": data})
+    (tmp_path / "result.json").write_text(json.dumps(record.content()))
+    assert list(runs_trained_on(data, [tmp_path / "adapter"])) == [tmp_path] * is_named
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,10 @@ GOOD: dict[str, Any] = {"model": "somewhere", "task": "svamp"}
         ({"task": ["svamp"]}, "--task: input should be a valid string"),
         ({"task": None, "data": ("a.jsonl", "a.jsonl")}, "Each --data is another source, but a.jsonl comes twice"),
         ({"eval_data": "held.jsonl"}, "is for your own rows"),
+        (
+            {"task": None, "data": "a.jsonl", "eval_data": "task:sst2"},
+            "is for your own rows, but task:sst2",
+        ),
         ({"loss_on": "all"}, "is for your own rows"),
         ({"task": "svmp"}, "Did you mean 'svamp'"),
         ({"method": "fca"}, "Did you mean 'fcca'"),

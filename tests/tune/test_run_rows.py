@@ -11,7 +11,8 @@ import pytest
 
 from frozencore.errors import ConfigError, DataError, NoRowsError
 from frozencore.tune.config import RunConfig, make_config
-from frozencore.tune.given_rows import RowCache
+from frozencore.tune.given_rows import RowCache, encoded
+from frozencore.tune.rows import Row
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.run_rows import RunRows, prepare_rows
 from input_files import write_rows, write_task
@@ -196,6 +197,14 @@ def test_rows_that_are_kept_are_those_that_would_be_read_and_are_read_once(
     assert read(kept) == fresh
 
 
+def test_conversations_of_a_source_are_kept_by_their_messages(byte_tokenizer: Callable[..., Any]) -> None:
+    encoder, kept = PromptEncoder(byte_tokenizer(chat=True)), RowCache()
+    asked = {"role": "user", "content": "Is it?"}
+    rows = [[Row("row-1", messages=(asked, {"role": "assistant", "content": text}))] for text in ("yes", "no")]
+    for _ in range(2):
+        assert [encoded(one, encoder, kept) for one in rows] == [encoder.encode(one) for one in rows]
+
+
 def test_what_was_not_asked_for_the_longest_makes_room() -> None:
     kept, made = RowCache(most_rows=5), []
 
@@ -272,6 +281,17 @@ def test_rows_to_evaluate_on_come_from_a_file_of_their_own_and_are_never_trained
     assert len(own_rows(encoder, files[0], eval_data=held, num_evaluation=5).held_out) == 5
     with pytest.raises(NoRowsError, match="all in --eval-data"):
         own_rows(encoder, held, eval_data=held)
+
+
+@pytest.mark.parametrize(("select_by", "scoring"), [("accuracy", "completion"), ("held_out_loss", "choice")])
+def test_choices_are_scored_if_the_rows_whose_accuracy_chooses_the_step_have_them_too(
+    select_by: str, scoring: str, tmp_path: Path, files: tuple[str, str], encoder: PromptEncoder
+) -> None:
+    choices = [" no", " yes"]
+    asked = [{"prompt": f"Is {i}?", "completion": choices[i % 2], "choices": choices} for i in range(4)]
+    held = str(write_rows(tmp_path / "held.jsonl", asked))
+    rows = own_rows(encoder, files[0], eval_data=held, select_checkpoint="epoch", select_by=select_by)
+    assert rows.scored.scoring == scoring
 
 
 def test_options_are_chosen_on_training_rows_not_on_the_file_of_held_out_rows(

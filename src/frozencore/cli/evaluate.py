@@ -106,7 +106,7 @@ def runs_trained_on(data: str | None, adapters: Sequence[Path]) -> Iterator[Path
     """Yield the folders of the runs that read the file of the scored rows, by its name in their records."""
     from frozencore.tune.folder import record_of_run
 
-    for adapter in adapters if data is not None else ():
+    for adapter in adapters if data is not None and not is_named(data) else ():  # a task has evaluation rows apart
         record = record_of_run(adapter)
         read = None if record is None else record.config.data
         if read is not None and Path(data or "").resolve() in [Path(one).resolve() for one in sources_of(read)]:

@@ -166,6 +166,11 @@ class RowsConfig(ConfigPart):
     def _has_a_source(self) -> RowsConfig:
         if self.data is None:
             raise ConfigError("A run learns rows: give --data FILE, or --data task:NAME for a task of the lab.")
+        if self.eval_data is not None and is_named(self.eval_data):
+            raise ConfigError(
+                f"--eval-data is for your own rows, but {self.eval_data} came. `frozencore task NAME --out DIR` writes "
+                "a task's rows as files."
+            )
         if any(map(is_named, self.sources)):
             if len(self.sources) > 1:
                 raise ConfigError(f"A task has splits of its own and stands alone, but {self.learns} came. Give one.")

@@ -134,6 +134,7 @@ def encoded(rows: Sequence[Row], encoder: PromptEncoder, kept: RowCache) -> list
         encoder.max_length,
         encoder.too_long,
         encoder.is_chat,
+        encoder.loss_on,
     )
     return kept.get((tuple(rows), decides), lambda: encoder.encode(rows), len)
 
@@ -224,9 +225,10 @@ class UserFiles:
             unused["kept to evaluate on"] = len(evaluation)
         unused["beyond --num-train"] = len(train[config.num_train :]) if config.num_train else 0
         train, scored = train[: config.num_train], validation if is_trial else evaluation
+        chosen_on = validation if chooses and scoring.select_by == "accuracy" else []
         return GivenRows(
             OWN_ROWS,
-            self.scoring(scored, scoring.exact_match),
+            self.scoring(scored, scoring.exact_match, chosen_on),
             train,
             scored,
             validation if chooses else [],
@@ -235,9 +237,15 @@ class UserFiles:
             self.reading(unused, (*train, *scored)),
         )
 
-    def scoring(self, rows: Sequence[TokenRow], exact_match: str = "auto") -> Scoring:
-        """How rows are scored: by their choices; or, if all completions are short, by generating and comparing them."""
-        if all(row.choices is not None for row in rows):
+    def scoring(
+        self, rows: Sequence[TokenRow], exact_match: str = "auto", chosen_on: Sequence[TokenRow] = ()
+    ) -> Scoring:
+        """How rows are scored: by their choices; or, if all completions are short, by generating and comparing them.
+
+        Args:
+            chosen_on: Rows whose accuracy chooses a step; it is counted in the same way.
+        """
+        if all(row.choices is not None for row in (*rows, *chosen_on)):
             return "choice"
         compares = exact_match == "yes" or (exact_match == "auto" and are_short(rows))
         has_answers = all(file.columns != ("text",) for file in self.every)

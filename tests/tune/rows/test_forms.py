@@ -113,7 +113,12 @@ def test_rows_with_choices_have_the_tokens_of_each(
         ["Rome", "Paris"] if chat else [" Rome", " Paris"]
     )
     assert (choices.labels, choices.right, read.unused) == ((" Rome", " Paris"), 1, ())
-    for given, reason in (([" Rome", " Oslo"], "' Paris' must be among its choices"), ("Paris", "two texts or more")):
+    refused = {
+        "' Paris' must be among its choices": [" Rome", " Oslo"],
+        "two texts or more": "Paris",
+        "half a character": [" \ud800", " Paris"],
+    }
+    for reason, given in refused.items():
         with pytest.raises(DataError, match=f"Row row-1: .*{reason}"):
             read_rows(write(tmp_path / "rows.jsonl", [row | {"choices": given}]), encoder)
 

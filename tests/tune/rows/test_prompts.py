@@ -53,6 +53,10 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[Any], object]]] = {
     "completion": (DataError, "Row 7: a completion", lambda t: PromptEncoder(t).encode([Row("7", "a", "")])),
     "choice": (DataError, "Row 7: a completion", lambda t: PromptEncoder(t).encode([Row("7", "a", "a", ("a", ""))])),
     "answer": (DataError, "Row 7: the completion 'b' must be among its choices", lambda _: Row("7", "a", "b", ("a",))),
+    "nothing before the choices": (
+        DataError, "Row 7: a choice is scored .* but no token of '\\(' stands before all choices",
+        lambda t: PromptEncoder(t).encode([Row("7", "(", "'x", ("'x", "'y"))]),
+    ),
     "end": (ModelError, "an end token", lambda t: [setattr(t, "eos_token", None), PromptEncoder(t)]),
     "slow": (
         ModelError, "Rows need a fast tokenizer",
@@ -79,7 +83,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[Any], object]]] = {
 def test_what_no_row_can_be_made_with_is_refused_in_one_line(what: str, byte_tokenizer: Callable[..., Any]) -> None:
     kind, reason, make = REFUSED[what]
     with pytest.raises(kind, match=reason) as error:
-        make(byte_tokenizer())
+        make(byte_tokenizer(merges=(("(", "'"),)))
     assert "\n" not in str(error.value)
 
 

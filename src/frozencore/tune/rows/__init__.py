@@ -41,10 +41,10 @@ class Row:
     prompt: str = ""
     completion: str = ""
     choices: tuple[str, ...] = ()
-    messages: tuple[Mapping[str, Any], ...] = ()
+    messages: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
     num_completion: int = 1
     system: str = ""
-    tools: Sequence[Any] | None = None
+    tools: Sequence[Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         if self.choices and self.completion not in self.choices:
@@ -170,6 +170,8 @@ def texts_field(row: RawRow, column: str, row_id: str, *, within: str = "") -> l
     if len(texts) < 2 or not all(isinstance(text, str) and text.strip() for text in texts):
         name = f"{within}.{column}" if within else column
         raise DataError(f"Row {row_id}: column {name!r} must hold two texts or more, none empty, but holds {given!r}.")
+    if any(map(HALF_A_CHARACTER.search, texts)):
+        raise DataError(f"Row {row_id}: column {column!r} must hold texts, but half a character of UTF-16 is in one.")
     return list(texts)
 
 

@@ -328,6 +328,11 @@ def _choice_tokens(row: RenderedRow, before: list[int], choices: Sequence[SplitT
     # a token across the end of the prompt may differ between choices, and is scored with them
     common = shared_beginning([ids[: spans[0][0]] for ids, spans, _ in choices])
     choice_ids = [ids[len(common) :] for ids, _, _ in choices]
+    if not before and not common:
+        raise DataError(
+            f"Row {row.id}: a choice is scored by its likelihood after the prompt, but no token of {row.context!r:.60} "
+            "stands before all choices. Begin the choices with a space, or give a longer prompt."
+        )
     return ChoiceTokens(row.id, [*before, *common], choice_ids, labels=row.labels, right=row.right)
 
 
