@@ -48,7 +48,7 @@ from frozencore.adapter.folders import read_adapter
 from frozencore.adapter.layer import UncalibratedWarning
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.tune.evaluate import BaseWithAdapter
-from tiny import BATCHES, adapted, cores_of, logits, set_values, tiny_qwen2, train_at_random
+from tiny import BATCHES, adapted, all_equal, cores_of, factors_of, logits, set_values, tiny_qwen2, train_at_random
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -540,3 +540,16 @@ def test_a_saved_model_is_freed_with_its_last_reference(tmp_path: Path) -> None:
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_a_core_that_is_cut_short_changes_nothing() -> None:
+    model = adapted(trained=True)
+    before, config = (basis_id(model), factors_of(model)), model.peft_config["default"].to_dict()
+    cut = dict(get_peft_model_state_dict(adapted("random", trained=True)))
+    (core,) = (name for name in cut if "frozencore_core_" in name)
+    cut[core] = cut[core][:-1]
+    with pytest.raises(ArtifactError, match="has 72 values, but 71 were given"):
+        set_peft_model_state_dict(model, cut)
+    assert basis_id(model) == before[0]
+    assert all_equal(factors_of(model), before[1])
+    assert model.peft_config["default"].to_dict() == config

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from frozencore.adapter.basis import load_basis
+from frozencore.adapter.basis import load_basis, read_header
 from frozencore.errors import ArtifactError
 from frozencore.files.adapter_folder import read_config
 
@@ -21,3 +21,11 @@ def test_a_file_without_the_right_to_read_is_not_called_damaged(
     monkeypatch.setattr("os.access", lambda *_: False)  # as with mode 000; root may read all
     with pytest.raises(ArtifactError, match=f"{name} cannot be read: permission denied"):
         read(tmp_path)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("header", ["{}", '{"format": 4, "identity": "a", "options": {}, "scales": {}}'])
+def test_a_basis_of_an_earlier_version_is_one_line(header: str, tmp_path: Path) -> None:
+    (tmp_path / "basis.json").write_text(header)
+    for read in (load_basis, read_header):
+        with pytest.raises(ArtifactError, match="basis.json names no id"):
+            read(tmp_path)

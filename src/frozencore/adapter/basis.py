@@ -124,9 +124,12 @@ def load_basis(place: str | Path, revision: str | None = None) -> Basis:
 def read_header(place: str | Path, revision: str | None = None) -> dict[str, Any]:
     """Read ``basis.json``: all but P and Q. Raises the errors of :func:`load_basis`."""
     try:
-        return dict(json.loads((_folder(place, revision) / HEADER_FILE).read_text(encoding="utf-8")))
+        header = dict(json.loads((_folder(place, revision) / HEADER_FILE).read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise _damaged(place, error) from error
+    if absent := {"id", "options", "scales"} - header.keys():  # as in a basis of an earlier version
+        raise _damaged(place, f"{HEADER_FILE} names no {min(absent)}")
+    return header
 
 
 def basis_beside(basis_id: str, folder: Path) -> Path | None:

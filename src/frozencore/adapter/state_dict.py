@@ -117,8 +117,12 @@ def tensors_to_load(
     if core.basis_id != known:
         basis = _other_basis(origin, core, config, layers, adapter_name, state_dict)
         here = dict(basis.layers)
+        core.require_size(sum(r * r for r in basis.ranks.values()))
         for name, layer in layers.items():
             layer.attach_basis_id(adapter_name, basis.id, here[name])
+        if basis.place is None:
+            config.name_basis(basis.id)
+            config.base_record = None if basis.base is None else dict(basis.base)
         if not basis.is_set:
             warn_of_uncalibrated(origin, "before it is trained or used")
         config.basis_id = basis.id
@@ -153,8 +157,6 @@ def _other_basis(
     if basis.id != core.basis_id:
         what = f"P and Q beside it, with this model's scales and {config.base_model_name_or_path or 'base model'}, make"
         raise mismatched_basis(origin, core.basis_id, what, basis.id)
-    config.name_basis(basis.id)
-    config.base_record = None if record is None else dict(record)
     return basis
 
 
