@@ -12,11 +12,13 @@ import pytest
 from fixtures import LAB
 from frozencore.errors import NoRowsError
 from frozencore.tune.config import RunConfig
+from frozencore.tune.config_parts import RowsConfig
 from frozencore.tune.given_rows import drawn_for_run
 from frozencore.tune.rows import Row
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.rows.splits import Splits
 from frozencore.tune.run_rows import prepare_rows
+from frozencore_lab.campaign import results
 from frozencore_lab.campaign.job import Job, Place, make_job
 from frozencore_lab.campaign.plan import Planned, plan, search_rows
 from frozencore_lab.campaign.shared_moments import moments_file
@@ -137,3 +139,9 @@ def test_trials_and_final_runs_share_moments_where_they_calibrate_on_the_same_ro
     assert files[0] != files[1]
     assert files[2] == files[3]
     assert len(set(files)) == 3
+
+
+def test_rows_are_decided_by_all_options_of_rows_but_those_of_place_calibration_and_seed() -> None:
+    assert RowsConfig.model_fields.keys() - {*results._DECIDE_ROWS} == {
+        "data_root", "calibration_size", "calibration_data", "seed",
+    }  # fmt: skip
