@@ -56,7 +56,7 @@ def proposed_learning_rate(
         batches: As for :func:`frozencore.calibrate`.
 
     Returns:
-        The rate; None if the gradients are zero.
+        The rate; None if the gradients are zero, or not finite.
 
     Raises:
         CalibrationError, ConfigError: As :func:`frozencore.calibrate`.
@@ -68,7 +68,7 @@ def proposed_learning_rate(
             squares, gradient = summed_gradients(model, cores, examples, hooks)
         squares, gradient = sum_over_ranks(squares), sum_over_ranks(gradient)
         count = float(sum_over_ranks(torch.tensor(float(len(examples)), dtype=torch.float64)))
-        if not float(squares) > 0:
+        if not 0 < float(squares) < math.inf:
             return None
 
         def loss_after(rate: float) -> float:

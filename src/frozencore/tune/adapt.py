@@ -179,7 +179,9 @@ def learning_rate_of(adapted: Adapted, inputs: Inputs, rows: Sequence[TokenRow])
         make_batches(rows, pad_id=inputs.encoder.pad_id, batch_size=1),
     )
     if rate is None:
-        raise ConfigError("The learning rate is not known: the gradients of the cores are zero. Give --learning-rate.")
+        raise ConfigError(
+            "The gradients of the cores are zero or not finite, so no rate is known. Give --learning-rate."
+        )
     return rate
 
 
