@@ -179,9 +179,7 @@ def learning_rate_of(adapted: Adapted, inputs: Inputs, rows: Sequence[TokenRow])
         make_batches(rows, pad_id=inputs.encoder.pad_id, batch_size=1),
     )
     if rate is None:
-        raise ConfigError(
-            "The gradients of the cores are zero or not finite, so no rate is known. Give --learning-rate."
-        )
+        raise ConfigError("The gradients of the cores are zero or not finite: no rate is known. Give --learning-rate.")
     return rate
 
 
