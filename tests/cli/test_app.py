@@ -36,6 +36,7 @@ def test_ctrl_c_sigterm_and_sighup_are_one_line_and_128_with_their_number(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     for status, how, end in (
         (130, "interrupted", raising(KeyboardInterrupt)),
         (143, "terminated", lambda: signal.raise_signal(signal.SIGTERM)),

@@ -121,8 +121,11 @@ def calibrate(
     without_labels = loss_fn is None and any(batch.get("labels") is None for batch in batches)
     if not learning_rate or not batches or without_labels:  # constructors that read no errors need no labels
         return found
-    with suppress(ModelError):  # a layer passes no gradient, which this basis did not need, and training will say
-        config.learning_rate = proposed_learning_rate(model, layers, adapter_name, batches, loss_fn=loss_fn)
+    # a layer may pass no gradient, which this basis did not need, and training will say
+    with suppress(ModelError), _reporting(progress) as tell:
+        config.learning_rate = proposed_learning_rate(
+            model, layers, adapter_name, batches, loss_fn=loss_fn, progress=tell
+        )
     return replace(found, learning_rate=config.learning_rate)
 
 

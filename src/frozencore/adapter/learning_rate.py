@@ -28,6 +28,7 @@ from frozencore.calibration.preserve import preserved
 from frozencore.device import execution_device
 from frozencore.distributed import all_ranks_or_none, sum_over_ranks
 from frozencore.quiet import with_attributes
+from frozencore.text import Progress
 
 FISHER_STEP = 0.8
 """c: the longest step in the Fisher metric, chosen on the models and data sets of docs/method.md."""
@@ -43,6 +44,7 @@ def proposed_learning_rate(
     batches: Sequence[Batch],
     *,
     loss_fn: LossFn | None = None,
+    progress: Progress | None = None,
 ) -> float | None:
     """Propose the peak learning rate of an adapter's cores for AdamW.
 
@@ -65,7 +67,7 @@ def proposed_learning_rate(
     hooks = Hooks({}, frozenset(), CalibrationOptions(), loss_fn)
     with preserved(model), _active_at_zero(model, layers, adapter_name) as cores:
         with all_ranks_or_none():
-            squares, gradient = summed_gradients(model, cores, examples, hooks)
+            squares, gradient = summed_gradients(model, cores, examples, hooks, progress)
         squares, gradient = sum_over_ranks(squares), sum_over_ranks(gradient)
         count = float(sum_over_ranks(torch.tensor(float(len(examples)), dtype=torch.float64)))
         if not 0 < float(squares) < math.inf:
@@ -109,11 +111,15 @@ def _active_at_zero(
 
 
 def summed_gradients(
-    model: nn.Module, cores: Sequence[Tensor], examples: Sequence[Batch], hooks: Hooks
+    model: nn.Module,
+    cores: Sequence[Tensor],
+    examples: Sequence[Batch],
+    hooks: Hooks,
+    progress: Progress | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``Σ ‖g‖²`` and ``Σ g`` (all values of the cores) over single examples, in float64 on the CPU."""
     squares, gradient = torch.zeros((), dtype=torch.float64), torch.zeros(sum(core.numel() for core in cores)).double()
-    for example in examples:
+    for number, example in enumerate(examples, start=1):
         _loss(model, example, hooks).backward()  # checkpointed blocks refuse torch.autograd.grad
         gradients = [torch.zeros_like(core) if core.grad is None else core.grad for core in cores]
         g = torch.cat([one.flatten().to("cpu", torch.float64) for one in gradients])
@@ -121,6 +127,8 @@ def summed_gradients(
         gradient += g
         for core in cores:
             core.grad = None
+        if progress is not None:
+            progress("rate", number, len(examples))
     return squares, gradient
 
 

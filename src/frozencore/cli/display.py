@@ -29,6 +29,7 @@ LABELS = {
     "score base": "Score the base model",
     "calibration": "Calibrate",
     "bases": "Build the bases",
+    "rate": "Measure the rate",
     "length": "Find a step's length",
     "train": "Train",
     "validate": "Score validation rows",
