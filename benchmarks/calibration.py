@@ -83,7 +83,7 @@ def padded_batches(scale: Scale) -> list[Batch]:
 def ours(constructor: str) -> Callable[[nn.Module, list[Batch]], None]:
     def run(model: nn.Module, batches: list[Batch]) -> None:
         config = FrozenCoreConfig(r=RANK, target_modules=TARGETS, constructor=constructor, task_type="CAUSAL_LM")
-        calibrate(get_peft_model(model, config), batches, progress=False)
+        calibrate(get_peft_model(model, config), batches, learning_rate=False, progress=False)  # as the peers
 
     return run
 

@@ -149,7 +149,7 @@ def calibration_times(bench: Bench, model: nn.Module, name: str, num_batches: in
             labels = ids.clone()
             labels[:, : 3 * ids.shape[1] // 4] = -100
             batches.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
-        calibration = calibrate(model, batches, progress=False)
+        calibration = calibrate(model, batches, learning_rate=False, progress=False)
         found.update(calibration_collect_s=calibration.collect_s, calibration_build_s=calibration.build_s)
 
     def plain() -> None:

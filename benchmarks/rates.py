@@ -11,72 +11,35 @@ thread.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from json import dumps
 from pathlib import Path
-from time import strftime
 from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import nn
 
-from contestants import ATTENTION
 from frozencore import calibrate, swap_core
 from frozencore.files.fingerprint import fingerprint_model
+from frozencore.tune.adapt import calibration_batches
 from frozencore.tune.load import load_model
 from frozencore.tune.many.slots import held_out_losses
 from frozencore.tune.many.tenant import Tenant, train_many
-from frozencore.tune.methods import METHODS, AdapterOptions
 from frozencore.tune.provenance import Provenance
 from frozencore.tune.rows import Row, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.rows.token_batches import make_batches
-from frozencore.tune.scoring.forward import unload_adapter
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
 from frozencore.tune.training.trainer import overhead_tokens_of
-from harness import RESULTS, ROOT, Record, lines_of, parser_of, table
-from tenant_study import zero_core
+from harness import RESULTS, ROOT, Record, parser_of, table
+from tenant_study import Results, adapted, zero_core
 
 TRAIN, HELD_OUT, ROWS_A_STEP, EPOCHS, WARMUP, SEED = 128, 96, 8, 2, 0.1, 42
-FIELDS = ("model", "set", "method", "rank", "rate")
-
-
-class Results:
-    """The lines of a file, one for each arm; one that is there is not measured again."""
-
-    def __init__(self, file: Path, common: Record) -> None:
-        self.file, self.common = file, common
-        self.lines = lines_of(file) if file.exists() else []
-
-    def has(self, **named: Any) -> bool:
-        return any(all(line.get(name) == value for name, value in named.items()) for line in self.lines)
-
-    def add(self, **line: Any) -> None:
-        whole = {**self.common, **line}
-        self.lines.append(whole)
-        with self.file.open("a", encoding="utf-8") as out:
-            out.write(dumps(whole) + "\n")
-        print(
-            strftime("%H:%M:%S"), *(f"{name}={whole[name]}" for name in (*FIELDS, "loss") if name in whole), flush=True
-        )
+NAMES = ("model", "set", "method", "rank", "arm")
 
 
 def rows_of(encoder: PromptEncoder, file: Path, start: int, count: int) -> list[TokenRow]:
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()[start : start + count]]
     return encoder.encode([Row(str(i), row["prompt"], row["completion"]) for i, row in enumerate(rows)])
-
-
-@contextmanager
-def adapted(model: nn.Module, method: str, rank: int) -> Iterator[PeftModel]:
-    made = METHODS[method].add(model, AdapterOptions(rank, ATTENTION, SEED, {}))
-    try:
-        yield made
-    finally:
-        unload_adapter(made)
 
 
 def recipe(rate: float) -> Recipe:
@@ -88,13 +51,11 @@ def measure_cores(
     results: Results,
 ) -> None:  # fmt: skip
     """Add the lines of a core at the proposed rate and at the given ones, on one basis."""
-    by_length = sorted(rows, key=lambda row: len(row.input_ids))
     with adapted(model, about["method"], about["rank"]) as core:
-        batches = list(make_batches(by_length, pad_id=pad_id, batch_size=ROWS_A_STEP))
-        proposed = calibrate(core, batches, progress=False).learning_rate
+        proposed = calibrate(core, calibration_batches(rows, pad_id), progress=False).learning_rate
         tenants = {"proposed": proposed, **{f"{rate:g}": rate for rate in rates}}
         for arm, rate in tenants.items():
-            if not results.has(**about, arm=arm):
+            if not results.get({**about, "arm": arm}):
                 done: dict[str, Any] = {}
                 swap_core(core, zero_core(core))
                 train_many(core, {arm: Tenant(rows, recipe(float(f"{rate:.3g}")))}, done.update, pad_id=pad_id)
@@ -103,7 +64,7 @@ def measure_cores(
                     (loss,) = held_out_losses(core, [held_out], pad_id=pad_id)
                 losses = [round(one, 4) for one in done[arm].report.training.losses if one is not None]
                 found = {"loss": None if done[arm].diverged else loss, "training_losses": losses}
-                results.add(**about, arm=arm, rate=float(f"{rate:.3g}"), **found)
+                results.add({**about, "arm": arm, "rate": float(f"{rate:.3g}"), **found})
 
 
 MODELS = {"smollm2": "SmolLM2-135M", "half": "Qwen2.5-Coder-0.5B"}
@@ -148,10 +109,10 @@ def main() -> None:
     model.set_attn_implementation("eager")
     encoder, where = PromptEncoder(tokenizer, style="plain"), Provenance.here().content()
     common = {
-        "model": Path(options.model).name, "model_sha256": fingerprint_model(model)[:16], "seed": SEED,
-        "commit": where["commit"][:12] if where["commit"] else None, "device": where["device"],
+        "seed": SEED, "commit": where["commit"][:12] if where["commit"] else None, "device": where["device"],
     }  # fmt: skip
-    results = Results(options.out or RESULTS / "rates.jsonl", common)
+    results = Results(options.out or RESULTS / "rates.jsonl", common, NAMES)
+    which = {"model": Path(options.model).name, "model_sha256": fingerprint_model(model)[:16]}
     rates, lora_rates = (
         [float(rate) for rate in text.split(",") if rate] for text in (options.rates, options.lora_rates)
     )
@@ -163,16 +124,16 @@ def main() -> None:
             (file,) = options.data_root.glob(f"*/{name}.train.jsonl")
             rows = rows_of(encoder, file, 0, TRAIN)
             held_out = rows_of(encoder, file.with_name(f"{name}.eval.jsonl"), 0, HELD_OUT)
-        place = {"model": common["model"], "set": name}
-        if not results.has(**place, arm="base"):
+        place = {**which, "set": name}
+        if not results.get(base := {**place, "method": "base", "rank": 0, "arm": "base"}):
             (loss,) = held_out_losses(model, [held_out], pad_id=encoder.pad_id)
-            results.add(**place, arm="base", method="base", rank=0, loss=loss)
+            results.add({**base, "loss": loss})
         for method in options.methods.split(","):
             about = {**place, "method": method, "rank": options.rank}
             measure_cores(model, encoder.pad_id, rows, held_out, rates, about, results)
         for rate in lora_rates:
             about = {**place, "method": "lora", "rank": 16, "arm": f"{rate:g}"}
-            if not results.has(**about):
+            if not results.get(about):
                 with adapted(model, "lora", 16) as lora:
                     for module in lora.modules():
                         if isinstance(scaling := getattr(module, "scaling", None), dict):
@@ -180,7 +141,7 @@ def main() -> None:
                     grouped = replace(recipe(rate), overhead_tokens=overhead_tokens_of(model))
                     train(lora, rows, grouped, pad_id=encoder.pad_id)
                     (loss,) = held_out_losses(lora, [held_out], pad_id=encoder.pad_id)
-                results.add(**about, rate=rate, loss=loss)
+                results.add({**about, "rate": rate, "loss": loss})
 
 
 if __name__ == "__main__":

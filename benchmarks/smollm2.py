@@ -63,7 +63,7 @@ def measure(prepared: Inputs, rounds: int, num_scored: int) -> dict[str, Any]:
             models[FLOOR](**one).loss.backward()
 
     def ours() -> None:
-        calibrate(adapted, calibration_batches(prepared.rows.calibration, pad_id), progress=False)
+        calibrate(adapted, calibration_batches(prepared.rows.calibration, pad_id), learning_rate=False, progress=False)
 
     found["calibration"] = race({FLOOR: floor, "frozencore": ours}, {FLOOR: base, "frozencore": adapted}, rounds)
     adapted.unload()

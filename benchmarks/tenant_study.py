@@ -8,8 +8,8 @@ there are not measured again. Prompts are plain, and attention is ``eager``, whi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from json import dumps
@@ -22,23 +22,22 @@ from typing import Any
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from contestants import ATTENTION
 from frozencore import Core, basis_id, calibrate, frozen_core_layers, get_basis, save_basis, swap_core
-from frozencore.calibration.batches import Batch
 from frozencore.calibration.collect import collect_moments
-from frozencore.maths.basis import known_basis
+from frozencore.maths.basis import LayerBasis, known_basis
 from frozencore.maths.capture import CAPTURE_NEEDS
 from frozencore.maths.moments import LayerMoments
+from frozencore.tune.adapt import calibration_batches
 from frozencore.tune.many.tenant import Tenant as CoreTenant
 from frozencore.tune.many.tenant import Trained, train_many
 from frozencore.tune.methods import METHODS, AdapterOptions
 from frozencore.tune.rows import Row, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.rows.splits import calibration_rows
-from frozencore.tune.rows.token_batches import make_batches
 from frozencore.tune.scoring.choice import predict_choices
 from frozencore.tune.scoring.forward import unload_adapter
 from frozencore.tune.training.recipe import Recipe
@@ -74,10 +73,11 @@ class Results:
 
     Args:
         common: Fields of every line that is added; those of the file must have the same, but for commit and device.
+        names: The fields that name a line.
     """
 
-    def __init__(self, file: Path, common: Record) -> None:
-        self.file, self.common = file, common
+    def __init__(self, file: Path, common: Record, names: Sequence[str] = (*key("", 0, ""),)) -> None:
+        self.file, self.common, self.names = file, common, names
         self.found: dict[tuple[Any, ...], Record] = {}
         for line in lines_of(file) if file.exists() else ():
             for name, value in common.items():
@@ -86,7 +86,7 @@ class Results:
             self.found[self._named(line)] = line
 
     def _named(self, line: Record) -> tuple[Any, ...]:
-        return tuple(rounded(line[name]) for name in key("", 0, ""))
+        return tuple(rounded(line[name]) for name in self.names)
 
     def get(self, line: Record) -> Record | None:
         """The line of those fields; None if it is not measured."""
@@ -98,7 +98,7 @@ class Results:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         with self.file.open("a", encoding="utf-8") as lines:
             lines.write(dumps(whole) + "\n")
-        shown = {name: whole[name] for name in (*key("", 0, ""), "loss", "accuracy") if name in whole}
+        shown = {name: whole[name] for name in (*self.names, "rate", "loss", "accuracy") if name in whole}
         print(strftime("%H:%M:%S"), *(f"{name}={value}" for name, value in shown.items()), flush=True)
 
 
@@ -212,29 +212,23 @@ class Study:
 
     # ----------------------------------------------------------------------------------------------- adapters and bases
 
-    @contextmanager
     def adapted(
         self, method: str, rank: int, seed: int = SEED, bases: Mapping[str, Tensor] | None = None
-    ) -> Iterator[PeftModel]:
-        """The model with a new adapter, which is unloaded afterwards."""
+    ) -> AbstractContextManager[PeftModel]:
+        """The model with a new adapter, on a basis if there is one; see :func:`adapted`."""
         layers = bases and {
             at[:-2]: known_basis(P, bases[f"{at[:-2]}.Q"]) for at, P in bases.items() if at.endswith(".P")
         }
-        model = METHODS[method].add(self.model, AdapterOptions(rank, ATTENTION, seed, {}), layers)
-        try:
-            yield model
-        finally:
-            unload_adapter(model)
+        return adapted(self.model, method, rank, seed, layers)
 
     def moments(self, name: str, seed: int = SEED) -> dict[str, LayerMoments]:
         """The moments of a tenant's calibration rows, in batches of like length, so that little is padding."""
         with self.adapted("random", 1, 0) as bare:
             names = list(frozen_core_layers(bare, "default"))
         rows = self.tokens(calibration_rows(self.tenants[name].rows["train"], CALIBRATION, seed=seed))
-        rows.sort(key=lambda row: len(row.input_ids))
-        batches: Iterable[Batch] = make_batches(rows, pad_id=self.encoder.pad_id, batch_size=ROWS_A_STEP)
         layers = {layer: self.model.get_submodule(layer) for layer in names}
-        return collect_moments(self.model, list(batches), layers, needs=CAPTURE_NEEDS)
+        batches = calibration_batches(rows, self.encoder.pad_id)
+        return collect_moments(self.model, batches, layers, needs=CAPTURE_NEEDS)
 
     def basis(self, constructor: str, rank: int, seed: int = SEED) -> dict[str, Tensor]:
         """A basis for all tenants: of the pooled moments of the calibrated ones, if its constructor reads any."""
@@ -370,6 +364,18 @@ class Study:
         folder = f"{arm}-{rank}" if seed == SEED else f"{arm}-{rank}-{seed}"
         stored = self.stored(f"{folder}/{name}", made)
         return {at[:-2]: (stored[at], stored[f"{at[:-2]}.A"]) for at in stored if at.endswith(".B")}
+
+
+@contextmanager
+def adapted(
+    model: nn.Module, method: str, rank: int, seed: int = SEED, layers: Mapping[str, LayerBasis] | None = None
+) -> Iterator[PeftModel]:
+    """The model with a new adapter on the attention layers, which is unloaded afterwards."""
+    made = METHODS[method].add(model, AdapterOptions(rank, ATTENTION, seed, {}), layers)
+    try:
+        yield made
+    finally:
+        unload_adapter(made)
 
 
 def zero_core(model: PeftModel) -> Core:

@@ -50,14 +50,12 @@ def get_basis(model: nn.Module, adapter_name: str | None = None) -> Basis:
     """
     adapter_name, config = find_adapter(model, adapter_name)
     layers = frozen_core_layers(model, adapter_name)
-    for layer in layers.values():
+    copies = {}
+    for name, layer in layers.items():
         layer.require_basis(adapter_name)
-    basis = live_basis(config, layers, adapter_name)
-    copies = {
-        name: replace(own, P=own.P.detach().clone().cpu(), Q=own.Q.detach().clone().cpu())
-        for name, own in basis.layers.items()
-    }
-    return replace(basis, layers=copies)
+        own = layer.basis(adapter_name)
+        copies[name] = replace(own, P=own.P.detach().clone().cpu(), Q=own.Q.detach().clone().cpu())
+    return config.make_basis(copies, base=record_base(base_samples_of(layers)))
 
 
 def set_basis(

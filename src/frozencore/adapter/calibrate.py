@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
 from frozencore.adapter.bases import adapter_for_new_bases, put_layers
-from frozencore.adapter.layer import FrozenCoreLinear
+from frozencore.adapter.layer import FrozenCoreLinear, only_adapter
 from frozencore.adapter.learning_rate import proposed_learning_rate
 from frozencore.calibration.batches import BATCH_SIZE, Batch, Collator, batches_from, require_examples_apart
 from frozencore.calibration.calibrate import Calibration, Target, calibrate_layers
@@ -28,7 +26,6 @@ from frozencore.distributed import all_ranks_or_none, enter_together, require_sa
 from frozencore.errors import CalibrationError, ModelError
 from frozencore.maths.basis import LayerBasis
 from frozencore.maths.moments import LayerMoments
-from frozencore.quiet import with_attributes
 from frozencore.text import Progress
 
 
@@ -108,7 +105,7 @@ def calibrate(
         )
         for name, layer in layers.items()
     }
-    with _adapters_off(model), _reporting(progress) as tell:
+    with only_adapter(model, None), _reporting(progress) as tell:
         bases, found = calibrate_layers(
             model, targets, config.constructor, batches=batches, moments=moments, options=options, loss_fn=loss_fn,
             progress=tell,
@@ -134,16 +131,6 @@ def _end_ids(model: Any) -> set[int]:
     configs = (getattr(model, name, None) for name in ("config", "generation_config"))
     named = [getattr(config, "eos_token_id", None) for config in configs]
     return {token for ids in named if ids is not None for token in ([ids] if isinstance(ids, int) else ids)}
-
-
-@contextmanager
-def _adapters_off(model: nn.Module) -> Iterator[None]:
-    """Turn off all adapters and ``modules_to_save``, so that the plain base model computes."""
-    with ExitStack() as undo:
-        for module in model.modules():
-            if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
-                undo.enter_context(with_attributes(module, _disable_adapters=True))
-        yield
 
 
 def _warn_of_weak_layers(bases: Mapping[str, LayerBasis], layers: Mapping[str, FrozenCoreLinear]) -> None:

@@ -43,8 +43,6 @@ from frozencore.maths.compress import (
     Compression,
     CutAlone,
     compress,
-    core_of,
-    energy,
     sharing_keeps_more_from,
     singular_energies,
 )
@@ -153,15 +151,16 @@ def compress_adapters(
     spectra: dict[str, dict[str, Tensor]] = {name: {} for name in sources}
     for number, layer in enumerate(shapes, start=1):
         updates = {name: source.update(layer) for name, source in sources.items() if layer in source.factors}
-        made = compress([update for name, update in updates.items() if name not in equal], min(rank, *shapes[layer]))
+        counted = [name not in equal for name in updates]
+        made = compress(list(updates.values()), min(rank, *shapes[layer]), counted=counted)
         if width := made.P.shape[1]:
             found[layer] = made
-            for name in sources:
-                R = core_of(made.P, made.Q, updates[name]) if name in updates else torch.zeros(width, width)
-                cores[name][layer] = R
-            for name, update in updates.items():
-                energies[name][layer] = (float(cores[name][layer].double().square().sum()), energy(*update))
-                spectra[name][layer] = singular_energies(*update)
+            for own in cores.values():
+                own[layer] = torch.zeros(width, width)
+            of_each = zip(updates, made.cores, made.kept_energies, made.energies, strict=True)
+            for name, R, inside, whole in of_each:
+                cores[name][layer], energies[name][layer] = R, (inside, whole)
+                spectra[name][layer] = singular_energies(*updates[name])
         progress("compress", number, len(shapes), layer)
     config = _config_of(sources, found, base)
     bases = {layer: known_basis(made.P, made.Q, config.scale_of(layer)) for layer, made in found.items()}

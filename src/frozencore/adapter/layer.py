@@ -12,14 +12,20 @@ For the backward pass autograd keeps z, r values a token in the dtype of R.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import align_module_device
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
-from peft.utils import TrainableTokensWrapper, quantization_extra_repr, resolve_quantization_backend
+from peft.utils import (
+    AuxiliaryTrainingWrapper,
+    TrainableTokensWrapper,
+    quantization_extra_repr,
+    resolve_quantization_backend,
+)
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -30,6 +36,7 @@ from frozencore.device import execution_device
 from frozencore.errors import CalibrationError, ModelError
 from frozencore.files.fingerprint import fingerprint_tensors
 from frozencore.maths.basis import LayerBasis, known_basis
+from frozencore.quiet import with_attributes
 
 PREFIX = "frozencore_"
 """The prefix of the names of our tensors, after the name of their layer."""
@@ -469,6 +476,19 @@ def is_linear(module: nn.Module) -> bool:
     """
     quantised = isinstance(getattr(module, "in_features", None), int) and hasattr(module, "out_features")
     return isinstance(module, nn.Linear | Conv1D) or (quantised and not isinstance(module, BaseTunerLayer))
+
+
+@contextmanager
+def only_adapter(model: nn.Module, adapter_name: str | None) -> Iterator[None]:
+    """Compute with one adapter and the modules that it trains inside, or with the plain base model (None)."""
+    active = {} if adapter_name is None else {"_active_adapter": [adapter_name]}
+    with ExitStack() as undo:
+        for module in model.modules():
+            if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
+                is_tuner = isinstance(module, BaseTunerLayer)
+                is_off = adapter_name is None or (is_tuner and adapter_name not in module._get_available_adapters())
+                undo.enter_context(with_attributes(module, _disable_adapters=is_off, **active))
+        yield
 
 
 def frozen_core_layers(model: nn.Module, adapter_name: str) -> dict[str, FrozenCoreLinear]:

@@ -15,11 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
-from frozencore.adapter.layer import FrozenCoreLinear
+from frozencore.adapter.layer import FrozenCoreLinear, only_adapter
 from frozencore.calibration.batches import Batch, can_split, example_at, num_examples_of
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import examples_with_loss, loss_of, on_device
@@ -97,10 +95,7 @@ def _active_at_zero(
 ) -> Iterator[list[Tensor]]:
     """Compute with this adapter alone, its cores zero and trainable; afterwards they are as before."""
     with ExitStack() as undo:
-        for module in model.modules():
-            if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
-                has_none = isinstance(module, BaseTunerLayer) and adapter_name not in module._get_available_adapters()
-                undo.enter_context(with_attributes(module, _active_adapter=[adapter_name], _disable_adapters=has_none))
+        undo.enter_context(only_adapter(model, adapter_name))
         cores: list[Tensor] = []
         for layer in layers.values():
             core = layer.core(adapter_name)

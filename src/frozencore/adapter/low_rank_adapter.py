@@ -110,7 +110,8 @@ def read_low_rank_adapter(place: str, bases: dict[str, Basis]) -> LowRankAdapter
     """
     folder = adapter_in(folder_of(place))
     config = read_config(folder)
-    source = _read_core(place, folder, bases) if config.get("peft_type") == PEFT_TYPE else _read_lora(place, folder)
+    is_core = config.get("peft_type") == PEFT_TYPE
+    source = _read_core(place, folder, bases) if is_core else _read_lora(place, folder, config)
     if not any(scale and all(bool(X.any()) for X in own) for scale, own in source.factors.values()):
         raise _unreadable(place, "is untrained: every product is zero", "Train it")
     return source
@@ -136,8 +137,7 @@ def _read_core(place: str, folder: Path, bases: dict[str, Basis]) -> LowRankAdap
     )  # fmt: skip
 
 
-def _read_lora(place: str, folder: Path) -> LowRankAdapter:
-    config = read_config(folder)
+def _read_lora(place: str, folder: Path, config: Mapping[str, Any]) -> LowRankAdapter:
     _require_products(place, config)
     modules_to_save = config.get("modules_to_save") or []
     pairs, modules, copies = _split(place, read_tensors(folder), modules_to_save)

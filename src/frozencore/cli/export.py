@@ -13,6 +13,7 @@ from frozencore.cli.flags import flag
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.adapter_folder import PEFT_TYPE, WEIGHTS_FILE, adapter_in, folder_of, read_config
 from frozencore.files.atomic_write import check_output
+from frozencore.maths.quantise import BITS
 from frozencore.quiet import quiet_loading
 from frozencore.text import one_line, unknown_name
 from frozencore.tune.locate import model_location, require_model
@@ -64,7 +65,7 @@ def export(
         raise ConfigError(unknown_name("export", to, FORMS))
     if rank is not None and to != "lora":
         raise ConfigError(f"--rank is for a LoRA, and --to {to} has none: leave it out, or give --to lora.")
-    if (bits is not None) != (to == "core") or bits not in (None, 8, 4, 2):
+    if (bits is not None) != (to == "core") or bits not in (None, *BITS):
         raise ConfigError(f"A core is exported with --to core and --bits 8, 4 or 2, but --to {to} has --bits {bits}.")
     if with_code and to != "basis-model":
         raise ConfigError(f"--with-code is for a basis model, and --to {to} has no code: leave it out.")

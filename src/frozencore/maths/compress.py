@@ -58,6 +58,7 @@ def compress(
     updates: Sequence[Update],
     rank: int,
     *,
+    counted: Sequence[bool] | None = None,
     seed: int = 0,
     exact_width: int = EXACT_WIDTH,
     tolerance: float = TOLERANCE,
@@ -67,6 +68,7 @@ def compress(
     Args:
         updates: B_t and A_t of each update, in one float dtype; the k_t may differ.
         rank: The largest r, at most ``min(m, n)``.
+        counted: Whether the basis is chosen for each update too; all get a core. By default all are counted.
         seed: Seed of the directions that are added to a side whose span is smaller than the other's: a core is square.
         exact_width: Width up to which each step is exact.
         tolerance: Stop when a sweep improves the objective by less than this share.
@@ -82,7 +84,8 @@ def compress(
         require_finite(B)
         require_finite(A)
     energies = tuple(energy(B, A) for B, A in updates)
-    scaled = [(B / e**0.5, A) for (B, A), e in zip(updates, energies, strict=True) if e > 0]
+    chosen = zip(updates, energies, counted or [True] * len(updates), strict=True)
+    scaled = [(B / e**0.5, A) for (B, A), e, counts in chosen if counts and e > 0]
     if scaled:
         P, Q, objectives = _alternate(scaled, rank, exact_width, tolerance)
         P, Q = _used(P, Q, scaled)

@@ -9,14 +9,11 @@ zero.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 from jaxtyping import Float, UInt8
 
 from frozencore.device import torch
 
-Bits = Literal[8, 4, 2]
-BITS: tuple[int, ...] = get_args(Bits)
+BITS = (8, 4, 2)
 NUM_CLIPS, NUM_FITS = 16, 4
 """Clips from a quarter of the largest value to all of it, and least-squares steps after the best one."""
 
@@ -33,9 +30,7 @@ def quantise(x: Float[torch.Tensor, " n"], bits: int) -> tuple[UInt8[torch.Tenso
     if not largest > 0:
         return torch.zeros(len(x), dtype=torch.uint8, device=x.device), torch.zeros((), dtype=torch.float16)
     candidates = _exact_two_bit_scales(x) if bits == 2 else _clipped_scales(x, bits, largest)
-    scale = min(
-        (_rounded(s) for s in candidates), key=lambda s: float((x - levels(_codes(x, s, bits), s, bits)).square().sum())
-    )
+    scale = min(map(_rounded, candidates), key=lambda s: _error(x, s, bits))
     return _codes(x, scale, bits), scale.cpu()
 
 
@@ -49,6 +44,11 @@ def _codes(x: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor:
     return ((x / scale.to(x)).floor() + 2 ** (bits - 1)).clamp(0, 2**bits - 1).to(torch.uint8)
 
 
+def _error(x: torch.Tensor, scale: torch.Tensor, bits: int) -> float:
+    """The squared error of the nearest levels."""
+    return float((x - levels(_codes(x, scale, bits), scale, bits)).square().sum())
+
+
 def _rounded(scale: torch.Tensor) -> torch.Tensor:
     """The nearest float16 that is a number above zero."""
     half = torch.finfo(torch.float16)
@@ -59,7 +59,7 @@ def _clipped_scales(x: torch.Tensor, bits: int, largest: torch.Tensor) -> list[t
     """The scales of all clips, and those that least squares reaches from the best one."""
     clips = largest * torch.linspace(0.25, 1, NUM_CLIPS, dtype=x.dtype, device=x.device)
     scales = list(clips / 2 ** (bits - 1))
-    scale = min(scales, key=lambda s: float((x - levels(_codes(x, s, bits), s, bits)).square().sum()))
+    scale = min(scales, key=lambda s: _error(x, s, bits))
     for _ in range(NUM_FITS):
         steps = levels(_codes(x, scale, bits), torch.ones_like(scale), bits)
         scale = (x @ steps) / (steps @ steps)
