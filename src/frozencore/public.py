@@ -12,7 +12,6 @@ from frozencore.adapter.core import Core
 from frozencore.adapter.export.base_model import export_merged
 from frozencore.adapter.export.basis_model import export_basis_model, export_tenant, tenant_weights
 from frozencore.adapter.export.lora import export_lora
-from frozencore.adapter.export.serving import check_lora_directory
 from frozencore.adapter.folders import merge_adapters
 from frozencore.adapter.layer import frozen_core_layers
 from frozencore.adapter.model import FrozenCoreModel
@@ -60,7 +59,6 @@ __all__ = [
     "build_bases",
     "build_basis",
     "calibrate",
-    "check_lora_directory",
     "collect_moments",
     "eva_basis",
     "export_basis_model",

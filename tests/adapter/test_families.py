@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import save_file
+from peft import PeftModel, get_peft_model
 from torch import nn
 from transformers import BertForQuestionAnswering, BertForTokenClassification
 from transformers.pytorch_utils import Conv1D
 
 from families import FAMILIES, batch_for, make, outcome, row_on_page, rows_on_page, without_padding
 from fixtures import few
-from frozencore import FrozenCoreConfig, calibrate, check_lora_directory, export_lora, frozen_core_layers
+from frozencore import FrozenCoreConfig, calibrate, export_lora, frozen_core_layers
 from frozencore.errors import ConfigError, ModelError
 
 LARGEST_ERROR = 2e-5  # float32
@@ -121,18 +119,3 @@ def test_what_peft_refuses_is_not_exported(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="PEFT refuses it: .*out_proj.*--to merged"):
         export_lora(model, tmp_path / "lora")
     assert not (tmp_path / "lora").exists()
-
-
-def test_check_finds_a_lora_that_peft_would_load_otherwise(tmp_path: Path) -> None:
-    """What PEFT itself saves of a shared expert, it loads as an expert."""
-    make("deepseek_v3").save_pretrained(tmp_path / "base")
-    config = LoraConfig(r=2, target_modules=["mlp.shared_experts.down_proj"])
-    config.base_model_name_or_path = str(tmp_path / "base")
-    layer = "base_model.model.model.layers.1.mlp.shared_experts.down_proj"
-    (tmp_path / "lora").mkdir()
-    written = {**config.to_dict(), "peft_type": "LORA", "target_modules": ["mlp.shared_experts.down_proj"]}
-    (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps(written))
-    factors = {f"{layer}.lora_A.weight": torch.ones(2, 8), f"{layer}.lora_B.weight": torch.ones(16, 2)}
-    save_file(factors, tmp_path / "lora" / "adapter_model.safetensors")
-    (problem,) = (each for each in check_lora_directory(tmp_path / "lora").problems if "PEFT" in each.engines)
-    assert "PEFT" in str(problem)

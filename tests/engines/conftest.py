@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from frozencore import export_lora
-from serving import ADAPTERS, ForeignLora, VllmServer, write_adapter, write_base, write_foreign_loras
+from serving import ADAPTERS, VllmServer, write_adapter, write_base
 
 MAX_RANK, SLOTS = 16, 3
 
@@ -28,11 +28,6 @@ def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         export_lora(folder / name, folder / f"{name}-lora")
         export_lora(folder / name, folder / f"{name}-bfloat16", dtype=torch.bfloat16)
     return folder
-
-
-@pytest.fixture(scope="session")
-def foreign(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, ForeignLora]:
-    return write_foreign_loras(base, tmp_path_factory.mktemp("foreign"))
 
 
 @pytest.fixture(scope="session")

@@ -5,13 +5,17 @@ The server computes in float32 with a float32 cache. Tolerances as in ``test_vll
 
 from __future__ import annotations
 
+import json
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from frozencore import export_merged
+from frozencore import export_lora, export_merged
 from serving import (
     ADAPTERS,
     NUM_TOKENS,
@@ -20,11 +24,13 @@ from serving import (
     LlamaServer,
     Referee,
     convert,
+    environment_of,
     load_base,
     native,
     peft_of,
     worst_error,
 )
+from tiny import adapted, tiny_gpt2
 
 pytestmark = pytest.mark.slow
 
@@ -125,3 +131,29 @@ def test_the_merged_export_answers_as_the_native_adapter(
 ) -> None:
     with LlamaServer(files / "merged.gguf", tmp_path / "log") as server:
         assert _error(server, None, native(base, adapters / "ragged")) < TOLERANCE
+
+
+READ = """
+import json, sys
+sys.path.insert(0, sys.prefix + "/src/gguf-py")
+from gguf import GGUFReader
+print(json.dumps({tensor.name: tensor.data.tolist() for tensor in GGUFReader(sys.argv[1]).tensors}))
+"""
+
+
+def test_a_square_conv1d_layer_is_converted_to_its_transpose_without_a_word(tmp_path: Path) -> None:
+    """Why the export of such a layer says that it is for PEFT alone."""
+    tiny_gpt2().save_pretrained(tmp_path / "gpt2")
+    model = adapted("random", model=tiny_gpt2(), trained=True, target_modules=["attn.c_proj"])
+    assert export_lora(model, tmp_path / "lora").fan_in_fan_out
+    out = tmp_path / "lora.gguf"
+    assert convert({}, {out: (tmp_path / "lora", tmp_path / "gpt2")}) == {out: None}
+    read = [environment_of("llama.cpp") / "bin" / "python", "-c", READ, out]
+    done = subprocess.run(read, capture_output=True, text=True, check=True)
+    found = {name: torch.tensor(values) for name, values in json.loads(done.stdout).items()}
+    written = load_file(tmp_path / "lora" / "adapter_model.safetensors")
+    name = "base_model.model.transformer.h.0.attn.c_proj.lora_{}.weight"
+    update = written[name.format("B")] @ written[name.format("A")]
+    served = found["blk.0.attn_output.weight.lora_b"] @ found["blk.0.attn_output.weight.lora_a"]
+    torch.testing.assert_close(served, update.mT)
+    assert (update - update.mT).abs().max() > 0.01

@@ -6,7 +6,9 @@ these logits. The tolerance is three times that; the adapters move the log-proba
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from frozencore import export_merged
+from frozencore.adapter.export.serving import VLLM_MAX_RANKS
 from serving import (
     ADAPTERS,
     NUM_TOKENS,
@@ -24,11 +27,13 @@ from serving import (
     Referee,
     RefusedError,
     VllmServer,
+    environment_of,
     load_base,
     native,
     peft_of,
     worst_error,
 )
+from tiny import tiny_gpt2
 
 pytestmark = pytest.mark.slow
 
@@ -156,3 +161,26 @@ def test_the_merged_export_answers_as_the_native_adapter(base: Path, adapters: P
     merged = export_merged(adapters / "ragged", tmp_path / "merged")
     with VllmServer(merged, tmp_path / "log", "--max-model-len", "256") as server:
         assert _error(server, "base", native(base, adapters / "ragged")) < TOLERANCE
+
+
+def test_vllm_has_no_lora_for_conv1d_models(base: Path, tmp_path: Path) -> None:
+    tiny_gpt2().save_pretrained(tmp_path / "gpt2")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(base / name, tmp_path / "gpt2")
+    server = VllmServer(tmp_path / "gpt2", tmp_path / "log", "--enable-lora")
+    with pytest.raises(RefusedError, match="ended with 1"), server:
+        pass
+    assert "GPT2LMHeadModel does not support LoRA" in server.log.read_text()
+
+
+RANKS = """
+import json, typing
+from vllm.config.lora import MaxLoRARanks
+print(json.dumps(typing.get_args(MaxLoRARanks)))
+"""
+
+
+def test_the_maximum_ranks_are_vllms_own() -> None:
+    python = environment_of("vllm") / "bin" / "python"
+    done = subprocess.run([python, "-c", RANKS], capture_output=True, text=True, check=True)
+    assert tuple(json.loads(done.stdout.splitlines()[-1])) == VLLM_MAX_RANKS

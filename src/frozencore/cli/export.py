@@ -1,4 +1,4 @@
-"""``frozencore export``, ``check`` and ``merge``: adapters in forms that are served or added."""
+"""``frozencore export`` and ``merge``: adapters in forms that are served or added."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from frozencore.tune.locate import model_location, require_model
 
 if TYPE_CHECKING:
     import torch
-
-    from frozencore.adapter.export.serving import LoraReport
 
 FORMS = "lora", "merged", "basis-model", "tenant", "core"
 
@@ -89,18 +87,6 @@ def export(
         console.print(line, soft_wrap=True)
 
 
-def check(
-    directory: Annotated[Path, typer.Argument(help="Any LoRA directory: adapter_config.json and its weights.")],
-) -> None:
-    read_config(directory)  # a wrong path is refused before torch is imported
-    from frozencore.adapter.export.serving import check_lora_directory
-
-    report = check_lora_directory(directory)
-    for line in _serving(report):
-        console.print(line)
-    raise typer.Exit(1 if report.problems else 0)
-
-
 def _factor_dtype(name: str) -> torch.dtype:
     import torch
 
@@ -111,14 +97,16 @@ def _lora(
     adapter: Path, output: Path, base: str | None, dtype: str, rank: int | None, overwrite: bool
 ) -> Iterator[str]:
     from frozencore.adapter.export.lora import export_lora
-    from frozencore.adapter.export.serving import check_lora_directory
 
     lora = export_lora(adapter, output, base=base, dtype=_factor_dtype(dtype), rank=rank, overwrite=overwrite)
     zero = f" and {len(lora.zero_layers)} of zeros that engines pack with them" if lora.zero_layers else ""
     yield f"LoRA: {lora.directory}, rank {lora.rank}, {len(lora.layers)} layers{zero}"
     if lora.error is not None:
         yield f"Of the adapter's update, {lora.error:.2%} (Frobenius norm) does not fit into that rank."
-    yield from _serving(check_lora_directory(output))
+    if lora.fan_in_fan_out:
+        yield "PEFT alone loads a LoRA of Conv1D layers right, llama.cpp transposes it: for an engine, --to merged."
+    else:
+        yield _for_vllm(lora.rank, "--rank 512 cuts it")
 
 
 def _merged(adapter: Path, output: Path, base: str | None, dtype: str, overwrite: bool) -> Iterator[str]:
@@ -132,17 +120,14 @@ def _basis_model(
     adapter: Path, output: Path, base: str | None, dtype: str, with_code: bool, overwrite: bool
 ) -> Iterator[str]:
     from frozencore.adapter.export.basis_model import export_basis_model
-    from frozencore.adapter.export.serving import VLLM_CPU_HEADS, VLLM_MAX_RANKS, head_size, vllm_max_rank
+    from frozencore.adapter.export.serving import VLLM_CPU_HEADS, head_size
 
     model = export_basis_model(adapter, output, base=base, dtype=dtype, with_code=with_code, overwrite=overwrite)
     low, high = min(model.ranks.values()), max(model.ranks.values())
     ranks = f"rank {low}" if low == high else f"ranks {low} to {high}"
     yield f"Basis model: {model.directory}, {ranks}, {len(model.ranks)} layers, basis {model.basis_id}"
-    if (admitted := vllm_max_rank(high)) is None:
-        yield f"vLLM serves tenants of rank {VLLM_MAX_RANKS[-1]} at most; PEFT loads them all."
-        return
-    flags = f"--max-lora-rank {admitted} --lora-target-modules core{' --trust-remote-code' if with_code else ''}"
-    yield f"vLLM: python -m vllm.entrypoints.openai.api_server --model {model.directory} --enable-lora {flags}"
+    code = " --trust-remote-code" if with_code else ""
+    yield _for_vllm(high, "PEFT loads them all", str(model.directory), code)
     if not with_code:
         yield "  with VLLM_PLUGINS=lora_filesystem_resolver,frozencore_basis_model (docs/many-tenants.md)"
     if (size := head_size(model.directory)) not in (None, *VLLM_CPU_HEADS):
@@ -153,13 +138,12 @@ def _basis_model(
 
 def _tenant(adapter: Path, output: Path, base: str | None, dtype: str, overwrite: bool) -> Iterator[str]:
     from frozencore.adapter.export.basis_model import export_tenant
-    from frozencore.adapter.export.serving import check_lora_directory
 
     tenant = export_tenant(adapter, output, basis_model=base, dtype=_factor_dtype(dtype), overwrite=overwrite)
     compared = f"as {base} has it" if base else "not compared, and not found on demand: name its model with --base"
     layers = f"rank {tenant.rank}, {len(tenant.layers)} layers"
     yield f"Tenant: {tenant.directory}, {layers}, on the basis {tenant.basis_id} ({compared})"
-    yield from _serving(check_lora_directory(output), f"--model {base} " if base else "")
+    yield _for_vllm(tenant.rank, "PEFT loads it", base or "SHOP")
 
 
 def _core(adapter: Path, output: Path, bits: int, overwrite: bool) -> Iterator[str]:
@@ -172,17 +156,16 @@ def _core(adapter: Path, output: Path, bits: int, overwrite: bool) -> Iterator[s
     yield "It loads as the adapter does. Score it before you use it: `frozencore evaluate`."
 
 
-def _serving(report: LoraReport, model: str = "") -> Iterator[str]:
-    """Yield which engines can load a LoRA directory, and what to change for the others."""
-    from frozencore.adapter.export.serving import ENGINES
+def _for_vllm(rank: int, way_out: str, basis_model: str | None = None, code: str = "") -> str:
+    """How vLLM is started for adapters of a rank; those of a basis model have their values in its ``core`` layers."""
+    from frozencore.adapter.export.serving import VLLM_MAX_RANKS, vllm_max_rank
 
-    yield f"Taken by: {', '.join(report.engines) or 'no engine'}"
-    yield from (f"- {problem}" for problem in report.problems)
-    if "vLLM" in report.engines:
-        on_cores = " --lora-target-modules core" if report.is_tenant else ""
-        yield f"vLLM: {model}--enable-lora --max-lora-rank {report.vllm_max_rank}{on_cores}"
-    if missing := [engine for engine in ENGINES if engine not in report.engines]:
-        yield f"Not taken by: {', '.join(missing)}"
+    if (admitted := vllm_max_rank(rank)) is None:
+        return f"vLLM serves ranks of {VLLM_MAX_RANKS[-1]} at most, not {rank}; {way_out}."
+    if basis_model is None:
+        return f"vLLM: --enable-lora --max-lora-rank {admitted}"
+    server = f"python -m vllm.entrypoints.openai.api_server --model {basis_model}"
+    return f"vLLM: {server} --enable-lora --max-lora-rank {admitted} --lora-target-modules core{code}"
 
 
 def merge(

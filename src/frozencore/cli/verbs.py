@@ -95,11 +95,6 @@ VERBS = (
         "Compress LoRAs, or adapters on bases of their own, into one basis and a core for each.",
         "compress loras/* --rank 32 --out shop", "Share",
     ),
-    Verb(
-        "check", ".export:check",
-        "Say which serving engines can load a LoRA directory. Exit status 1 if one of them cannot.",
-        "check lora", "Share",
-    ),
 )  # fmt: skip
 
 

@@ -2,8 +2,9 @@
 
 With a lower rank, the result is the best LoRA of that rank in Frobenius norm: the leading singular triples.
 
-Shapes: m out features, n in features, r rank; ``lora_A.weight`` is r x n, ``lora_B.weight`` m x r. The requirements of
-stock PEFT, vLLM, SGLang and llama.cpp are in :mod:`frozencore.adapter.export.serving`.
+Shapes: m out features, n in features, r rank; ``lora_A.weight`` is r x n, ``lora_B.weight`` m x r.
+The directory has what stock PEFT, vLLM, SGLang and llama.cpp read alike: one rank, ``lora_alpha`` equal to it, plain
+float factors in pairs, and all layers that engines pack together.
 """
 
 from __future__ import annotations
