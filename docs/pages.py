@@ -31,7 +31,7 @@ BY_TASK = {
         "merge_adapters", "export_basis_model", "export_tenant", "tenant_weights",
     ),
     "Compute moments once, bases many times": (
-        "collect_moments", "save_moments", "load_moments", "LayerMoments", "build_bases", "get_basis",
+        "collect_moments", "LayerMoments", "build_bases", "get_basis",
         "set_basis",
     ),
     "Build the basis of one layer": (

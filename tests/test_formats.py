@@ -9,16 +9,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from fixtures import tried
-from frozencore.calibration.moments_file import MomentsFingerprint, load_moments, save_moments
-from frozencore.errors import ArtifactError, ConfigError, FrozenCoreError
+from frozencore.errors import ConfigError, FrozenCoreError
 from frozencore.files.strict_yaml import read_yaml
-from frozencore.maths.moments import LayerMoments
 from frozencore.tune.config import RunConfig, make_config, run_options
 from frozencore.tune.methods import METHODS
 
@@ -88,47 +85,3 @@ def _is_json(value: Any) -> bool:
     except ValueError:
         return False
     return True
-
-
-# ----------------------------------------------------------------------------------------------------------- the files
-
-
-@given(
-    st.dictionaries(
-        NAMES,
-        st.tuples(st.integers(0, 2**40), st.lists(st.floats(-(2.0**90), 2.0**90, width=32), min_size=1)),
-        max_size=4,
-    ),
-    NAMES,
-)
-def test_moments_come_back_as_they_were_under_any_layer_names(layers: dict[str, Any], data: str) -> None:
-    moments = {
-        name: LayerMoments(count, input_square=torch.tensor(values, dtype=torch.float32))
-        for name, (count, values) in layers.items()
-    }
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "m.safetensors"
-        fingerprint = MomentsFingerprint("model", data, {"tokens": "all"})
-        save_moments(path, moments, fingerprint)
-        loaded = load_moments(path, fingerprint)
-    assert list(loaded) == list(moments)
-    for name, layer in moments.items():
-        assert loaded[name].num_tokens == layer.num_tokens
-        assert torch.equal(loaded[name].input_square, layer.input_square)
-
-
-@given(st.integers(0, 10_000), st.integers(1, 255))
-@tried(2)
-def test_one_changed_byte_anywhere_in_a_moments_file_is_found(place: int, change: int) -> None:
-    moments = {"a.b": LayerMoments(5, input_square=torch.arange(1.0, 9.0), cross=torch.ones(2, 8))}
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "m.safetensors"
-        save_moments(path, moments, MomentsFingerprint("model", "data", {}))
-        content = bytearray(path.read_bytes())
-        content[place % len(content)] ^= change
-        path.write_bytes(content)
-        loaded = attempt(lambda: load_moments(path), ArtifactError)
-    if loaded is not None:  # white space of the header, for instance
-        assert loaded["a.b"].num_tokens == 5
-        assert torch.equal(loaded["a.b"].input_square, moments["a.b"].input_square)
-        assert torch.equal(loaded["a.b"].cross, moments["a.b"].cross)

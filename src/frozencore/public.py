@@ -19,7 +19,6 @@ from frozencore.adapter.swap import get_core, prepare_swap, swap_core
 from frozencore.calibration.calibrate import build_bases
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import collect_moments
-from frozencore.calibration.moments_file import load_moments, save_moments
 from frozencore.constructors import (
     CONSTRUCTORS,
     BasisOptions,
@@ -71,7 +70,6 @@ __all__ = [
     "get_basis",
     "get_core",
     "load_basis",
-    "load_moments",
     "lora_xs_basis",
     "merge_adapters",
     "milora_basis",
@@ -80,7 +78,6 @@ __all__ = [
     "rawgrad_basis",
     "register_constructor",
     "save_basis",
-    "save_moments",
     "set_basis",
     "signgrad_basis",
     "swap_core",

@@ -1,9 +1,8 @@
-"""Folders of adapters: read and summed; and the numbers of ``inspect`` against theory."""
+"""Folders of adapters: read, summed and reported on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,12 @@ from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import Tensor
 
-from frozencore import fcca_basis, load_basis, merge_adapters, rawgrad_basis, save_basis
+from frozencore import load_basis, merge_adapters, save_basis
+from frozencore.adapter.basis import Basis
 from frozencore.adapter.folders import read_adapter
-from frozencore.adapter.report import LayerReport, report_basis, with_angles, with_capture
-from frozencore.maths.basis import LayerBasis, known_basis
-from frozencore.maths.moments import LayerMoments
-from frozencore.maths.whitening import Whitening
-from tiny import adapted, cores_of, drawn_layer, logits, on_one_basis
+from frozencore.adapter.report import LayerReport, inspect_adapter
+from frozencore.maths.basis import known_basis
+from tiny import adapted, cores_of, logits, on_one_basis
 
 WEIGHTS_FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 NAMES, WEIGHTS = ["a", "b", "d"], [0.5, 0.75, -0.25]
@@ -106,45 +104,7 @@ def test_a_folder_has_the_factors_of_the_model_beside_a_basis_too(tmp_path: Path
             assert torch.equal(cores[layer.name], R)
 
 
-# ----------------------------------------------------------------------------------------------------- inspection
-
-MOMENTS = drawn_layer(12, 20).moments(torch.float32)
-
-
-def captured(basis: LayerBasis, moments: LayerMoments = MOMENTS) -> LayerReport:
-    return with_capture(report_basis(basis), basis, moments, Whitening(damping=1e-3))
-
-
-def angles(one: LayerBasis, other: LayerBasis) -> LayerReport:
-    return with_angles(report_basis(one), one, other)
-
-
-def test_rawgrad_holds_the_most_gradient_and_fcca_all_that_its_rank_can() -> None:
-    raw, own = rawgrad_basis(MOMENTS, 4), fcca_basis(MOMENTS, 4)
-    best = captured(raw)
-    largest = torch.linalg.svdvals(MOMENTS.G.double())[:4].square().sum().sqrt()
-    assert best.gradient_norm == pytest.approx(float(largest), rel=1e-5)
-    assert best.gradient_share < 1
-    found = captured(own)
-    assert found.correlation_share == pytest.approx(1, abs=1e-5)
-    assert found.correlation == pytest.approx(sum(s**2 for s in found.singular_values), rel=1e-5)
-
-
-def test_a_basis_on_single_coordinates_is_fully_coherent() -> None:
-    report = report_basis(known_basis(torch.eye(12)[:, :4], torch.eye(20)[:, :4]))
-    assert (report.output_coherence, report.input_coherence) == (pytest.approx(3), pytest.approx(5))
-    assert (report.num_values, report.basis_bytes, report.core_norm) == (16, 4 * 4 * 32, 0)
-
-
-def test_angles_are_one_to_itself_in_other_coordinates_and_zero_to_the_complement() -> None:
-    basis, eye = fcca_basis(MOMENTS, 4), torch.eye(12)
-    own = known_basis(basis.P, basis.Q)
-    assert angles(own, known_basis(basis.P @ torch.randn(4, 4), basis.Q)).output_cosine == pytest.approx(1)
-    found = angles(known_basis(eye[:, :4], basis.Q), known_basis(eye[:, 4:8], basis.Q))
-    assert found.output_cosine == pytest.approx(0, abs=1e-6)
-
-
-def test_a_layer_without_gradient_is_reported_and_not_an_error() -> None:
-    zero = replace(MOMENTS, cross=torch.zeros(12, 20), error_square=torch.zeros(12))
-    report = captured(fcca_basis(MOMENTS, 4), zero)
-    assert (report.gradient_norm, report.correlation_share, report.effective_rank) == (0, 0, 0)
+def test_a_report_has_the_sizes_and_the_length_of_the_core() -> None:
+    basis = Basis({"a": known_basis(torch.eye(12)[:, :4], torch.eye(20)[:, :4])}, options={})
+    (report,) = inspect_adapter(basis, {"a": 3 * torch.eye(4)}).values()
+    assert report == LayerReport((12, 20), 4, 16, 4 * 4 * 32, 0, 6)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from frozencore.errors import ArtifactError, ConfigError, TrainingError
-from frozencore.tune.folder import ADAPTER, BASIS, MOMENTS_FILE, RECORD, locked, require_new
+from frozencore.tune.folder import ADAPTER, BASIS, RECORD, locked, require_new
 from frozencore.tune.many.run import execute_many
 from frozencore.tune.run import execute
 from small_runs import config_of
@@ -67,7 +67,7 @@ def test_a_run_does_not_replace_the_options_that_a_user_wrote_into_its_folder(tm
         execute(config_of(tmp_path / "rows.jsonl"), tmp_path, fail)
 
 
-@pytest.mark.parametrize("names", [(RECORD,), (RECORD, MOMENTS_FILE, ADAPTER, BASIS)], ids=["evaluate", "calibrate"])
+@pytest.mark.parametrize("names", [(RECORD,), (RECORD, ADAPTER, BASIS)], ids=["evaluate", "calibrate"])
 def test_nothing_else_is_written_into_the_folder_of_an_interrupted_run(names: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "base-score.json").write_text("{}")
     with pytest.raises(TrainingError, match="interrupted run"):

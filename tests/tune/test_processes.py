@@ -64,6 +64,19 @@ def test_two_processes_give_the_adapter_and_the_losses_of_one_to_rounding_and_sa
 
 
 @pytest.mark.slow
+def test_two_processes_choose_the_basis_of_one_to_rounding(tmp_path: Path) -> None:
+    few = [word for word in ASKED if word not in ("--epochs", "2", "--lr", "1e-2")]
+    for started, name in ((PYTHON, "one"), (TWO, "two")):
+        words = [*started, "frozencore", "calibrate", *few, "--out", str(tmp_path / name)]
+        done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("Basis: ") == 1
+    one, two = (load_file(tmp_path / name / "basis" / "basis.safetensors") for name in ("one", "two"))
+    assert one.keys() == two.keys()
+    assert max(float((two[name] - one[name]).abs().max()) for name in one) < 1e-3
+
+
+@pytest.mark.slow
 def test_what_all_refuse_is_said_once(tmp_path: Path) -> None:
     printed = tune(TWO, tmp_path / "run", "--accumulation", "7", status=2)
     assert printed.count("frozencore: The rows of an optimiser step are shared evenly, but 7 came for 2") == 1
@@ -107,7 +120,7 @@ def test_other_verbs_are_for_one_process_and_the_first_of_several_says_so(
     for name, value in (("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("RANK", "0")):
         monkeypatch.setenv(name, value)
     said = "is done by one process, but 2 were started. Start it without torchrun.\n"
-    assert command("calibrate", "--model", "x") == (2, "", f"frozencore: frozencore calibrate {said}")
+    assert command("evaluate", "--model", "x") == (2, "", f"frozencore: frozencore evaluate {said}")
     row = ("tune", "--model", "pocket", "--task", "pocket-math", "--out", "x")
     assert command(*row, "--dry-run") == (2, "", f"frozencore: --dry-run {said}")
     monkeypatch.setenv("RANK", "1")

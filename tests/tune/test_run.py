@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from frozencore import FrozenCoreConfig, save_basis
 from frozencore.adapter.bases import basis_id
+from frozencore.adapter.basis import read_header
 from frozencore.adapter.calibrate import calibrate
 from frozencore.errors import (
     ArtifactError,
-    CalibrationError,
     ConfigError,
     DivergenceError,
     FrozenCoreError,
@@ -151,20 +151,10 @@ def test_the_same_seed_gives_the_same_numbers_and_another_seed_others(
     assert other.hashes.evaluation == first.hashes.evaluation
 
 
-def test_a_moments_file_gives_the_run_its_own_pass_would_have(whole: tuple[TunedRecord, Path], tmp_path: Path) -> None:
+def test_a_calibration_alone_chooses_the_basis_of_the_run(whole: tuple[TunedRecord, Path], tmp_path: Path) -> None:
+    """Both call one function with the same batches."""
     execute_calibration(config_of(), tmp_path / "calibration", silent)
-    moments = tmp_path / "calibration" / "moments.safetensors"
-    own, _ = whole
-    read = execute(config_of(), tmp_path / "read", silent, moments_file=moments)
-    assert own.hashes == read.hashes
-    assert own.training.losses == read.training.losses
-    with pytest.raises(ArtifactError, match="other calibration data"):
-        execute(config_of(seed=7), tmp_path / "stale", silent, moments_file=moments)
-    with pytest.raises(CalibrationError, match="'input_outer' is needed"):
-        execute(config_of(method="eva"), tmp_path / "eva", silent, moments_file=moments)
-    with pytest.raises(ConfigError, match="reads no data"):
-        execute(config_of(method="random"), tmp_path / "random", silent, moments_file=moments)
-    assert {path.name for path in tmp_path.iterdir()} == {"calibration", "read"}
+    assert read_header(str(tmp_path / "calibration" / "basis"))["id"] == whole[0].hashes.basis
 
 
 def test_a_finished_run_is_never_overwritten(whole: tuple[TunedRecord, Path]) -> None:

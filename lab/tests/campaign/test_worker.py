@@ -12,15 +12,15 @@ from peft import get_peft_model
 from frozencore import FrozenCoreConfig
 from frozencore.adapter.layer import frozen_core_layers
 from frozencore.calibration.collect import collect_moments
-from frozencore.calibration.moments_file import load_moments
 from frozencore.errors import ArtifactError
-from frozencore.maths.capture import captured_correlation
 from frozencore.maths.whitening import damped
 from frozencore.tune.adapt import calibration_batches
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import Failure, RunRecord
 from frozencore.tune.run import execute
+from frozencore_lab.basis_analysis import captured_correlation
 from frozencore_lab.campaign.job import Job, Place, make_job
+from frozencore_lab.campaign.moments_file import load_moments
 from frozencore_lab.campaign.shared_moments import needs_of
 from frozencore_lab.campaign.store import Store
 from frozencore_lab.campaign.worker import Worker

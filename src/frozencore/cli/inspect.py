@@ -15,7 +15,6 @@ import typer
 from rich.console import Group
 from rich.text import Text
 
-from frozencore.calibration.moments_file import require_moments
 from frozencore.cli.display import console, table_of
 from frozencore.files.adapter_folder import (
     COMPRESSION_FILE,
@@ -39,7 +38,6 @@ PARTS = {
     RECORD: "the record",
     COMPRESSION_FILE: "what each adapter keeps",
     run_folder.OPTIONS_FILE: "the flags of the run, for --config",
-    run_folder.MOMENTS_FILE: "moments, for --moments",
     ADAPTER: "an adapter",
     run_folder.BASIS: "a basis, for --basis",
     run_folder.PREDICTIONS: "the answer to each scored row",
@@ -50,27 +48,14 @@ PARTS = {
 """The parts of a run's folder."""
 QUANTITIES: dict[str, tuple[str, str, Literal["small", "large", ""]]] = {
     "m x n": ("outputs by inputs of the layer", "", ""),
-    "coher. P": (
-        "coherence of P: largest leverage of an output over the mean; 1: even, m/r: single outputs only",
-        ".1f", "large",
-    ),
-    "coher. Q": ("coherence of Q, the same for the inputs", ".1f", "large"),
     "‖R‖": ("norm of the core: the length of its way from zero", "", ""),
     "effective": (
         "number of independent directions that were found; random ones fill the rest of the rank", "", "small",
     ),
     "σ₁": ("the constructor's largest singular value", "", ""),
     "σ_r": ("the last singular value that the rank keeps", "", ""),
-    "σ₁(T)": ("largest singular value of the whitened cross moment", "", ""),
-    "σ_r(T)": ("the last singular value that the rank keeps", "", ""),
-    "‖PᵀGQ‖": ("norm of the gradient that the core sees", "", ""),
-    "of ‖G‖": ("share of that norm in the norm of the whole gradient", ".0%", "small"),
-    "J": ("squared correlation that the basis captures", "", ""),
-    "of best": ("J over the largest J of any basis of this rank", ".0%", "small"),
     "max/med a": ("largest over median second moment of the inputs: outlier channels", ".1f", "large"),
     "max/med d": ("the same for the output errors", ".1f", "large"),
-    "cos P": ("mean cosine of the angles between the two P; 1 is the same span", ".3f", "small"),
-    "cos Q": ("the same for Q", ".3f", "small"),
 }  # fmt: skip
 """The columns by heading: the meaning, the format of its numbers, and which end is the worst."""
 Column = Sequence[float | None]
@@ -80,12 +65,6 @@ def inspect(
     adapter: Annotated[
         str, typer.Argument(help="Folder of a run; folder or hub id of a saved frozen-core adapter, or of a basis.")
     ],
-    moments: Annotated[
-        Path | None, typer.Option(help="Moments file: show how much of the gradient the bases capture.")
-    ] = None,
-    against: Annotated[
-        str | None, typer.Option(help="Another adapter or basis: show the principal angles between the bases.")
-    ] = None,
     all_layers: Annotated[bool, typer.Option("--all-layers", help="Print a line for each layer.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
@@ -94,23 +73,15 @@ def inspect(
     if inside and (not (inner / CONFIG_FILE).is_file() or read_config(inner).get("peft_type") != PEFT_TYPE):
         console.print(*inside, sep="\n", soft_wrap=True)
         return
-    folder, other = adapter_in(place), None if against is None else adapter_in(folder_of(against))
-    if moments is not None:
-        require_moments(moments)
+    folder = adapter_in(place)
     from frozencore.adapter.basis import load_basis
-    from frozencore.adapter.folders import read_adapter, read_basis
+    from frozencore.adapter.folders import read_adapter
     from frozencore.adapter.report import inspect_adapter
-    from frozencore.calibration.moments_file import load_moments
     from frozencore.maths.basis import ORTHONORMAL_COORDINATES
 
     saved = None if (folder / HEADER_FILE).is_file() else read_adapter(folder)
     basis = load_basis(folder) if saved is None else saved.find_basis()
-    reports = inspect_adapter(
-        basis,
-        None if saved is None else saved.core.by_layer(basis.ranks),
-        moments=load_moments(moments) if moments else None,
-        other=None if other is None else read_basis(other).layers,
-    )
+    reports = inspect_adapter(basis, None if saved is None else saved.core.by_layer(basis.ranks))
     if as_json:
         found = {"basis": basis.id, "layers": {name: asdict(report) for name, report in reports.items()}}
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
@@ -200,6 +171,7 @@ def inspection_table(
         orthonormal: Whether the coordinates promise orthonormal bases; their error is then shown.
     """
     found = list(reports.values())
+    columns: dict[str, Column] = {"r": [one.rank for one in found], "‖R‖": [one.core_norm for one in found]}
     shapes = [f"{report.shape[0]} x {report.shape[1]}" for report in found]
     num_values = sum(report.num_values for report in found)
     basis_bytes = sum(report.basis_bytes for report in found)
@@ -208,29 +180,7 @@ def inspection_table(
         f"{len(reports)} layers; {num_of(num_values, 'trained value')} ({4 * num_values:,} bytes in memory), "
         f"bases {basis_bytes:,} bytes{f'; largest |PᵀP - I| {worst:.1e}' if orthonormal else ''}"
     )
-    return Group(layer_table("Bases", list(reports), _columns(found), every_layer=every_layer, shapes=shapes), totals)
-
-
-def _columns(reports: Sequence[LayerReport]) -> dict[str, Column]:
-    ends = [report.singular_values or (None,) for report in reports]
-    columns: dict[str, Column] = {
-        "r": [report.rank for report in reports],
-        "coher. P": [report.output_coherence for report in reports],
-        "coher. Q": [report.input_coherence for report in reports],
-        "‖R‖": [report.core_norm for report in reports],
-        "effective": [report.effective_rank for report in reports],
-        "σ₁(T)": [values[0] for values in ends],
-        "σ_r(T)": [values[-1] for values in ends],
-        "‖PᵀGQ‖": [report.gradient_norm for report in reports],
-        "of ‖G‖": [report.gradient_share for report in reports],
-        "J": [report.correlation for report in reports],
-        "of best": [report.correlation_share for report in reports],
-        "max/med a": [report.input_spread for report in reports],
-        "max/med d": [report.error_spread for report in reports],
-        "cos P": [report.output_cosine for report in reports],
-        "cos Q": [report.input_cosine for report in reports],
-    }
-    return {heading: column for heading, column in columns.items() if any(value is not None for value in column)}
+    return Group(layer_table("Bases", list(reports), columns, every_layer=every_layer, shapes=shapes), totals)
 
 
 def calibration_summary(calibration: Calibration, *, every_layer: bool = False) -> Group:

@@ -22,7 +22,6 @@ from frozencore.tune.folder import (
     ADAPTER,
     BASIS,
     FIGURE,
-    MOMENTS_FILE,
     RECORD,
     SAMPLES,
     interrupted_work,
@@ -43,13 +42,6 @@ TENANTS = "Folder with a row file (as for `tune --data`) for each tenant, named 
 def _tune(
     config: RunConfig,
     output: Out = None,
-    moments: Annotated[
-        Path | None,
-        typer.Option(
-            help="A moments file of `frozencore calibrate`, in place of a new calibration pass.",
-            rich_help_panel="Method and bases",
-        ),
-    ] = None,
     push_to_hub: Annotated[
         str | None, typer.Option(metavar="OWNER/NAME", help="Upload the adapter; a new repository is private.")
     ] = None,
@@ -58,7 +50,7 @@ def _tune(
 ) -> None:
     if dry_run:
         refuse_several("--dry-run")
-    require_files(config, moments)
+    require_files(config)
     if dry_run:
         from frozencore.cli.run_screen import print_dry_run
 
@@ -83,7 +75,7 @@ def _tune(
         from frozencore.tune.run import execute
 
         progress.started()
-        record = execute(config, output, progress, resume=resume, moments_file=moments)
+        record = execute(config, output, progress, resume=resume)
     if not is_first():
         return
     for warning in record.warnings:
@@ -218,7 +210,7 @@ def _calibrate(
     config: RunConfig,
     output: Annotated[
         Path,
-        typer.Option("--out", "--output", help="New folder for the basis, the adapter and the moments."),
+        typer.Option("--out", "--output", help="New folder for the basis and an adapter on it."),
     ],
     tenants: Annotated[
         Path | None,
@@ -230,22 +222,23 @@ def _calibrate(
     all_layers: Annotated[bool, typer.Option("--all-layers", help="Print a line for each layer.")] = False,
 ) -> None:
     (require_files if tenants is None else require_tenant_files)(config)
-    require_new(output, RECORD, MOMENTS_FILE, ADAPTER, BASIS)
+    require_new(output, RECORD, ADAPTER, BASIS)
     if tenants is not None:
         print_other_files(tenants)
-    with warnings.catch_warnings(record=True) as caught, StageDisplay(console) as progress:
+    with warnings.catch_warnings(record=True) as caught, joined(), StageDisplay(console) as progress:
         from frozencore.tune.calibrate_only import execute_calibration
 
         progress.started()
         warnings.simplefilter("always")
         calibration = execute_calibration(config, output, progress, of_tenants=tenants is not None)
+    if not is_first():
+        return
     for told in sorted({str(one.message) for one in caught if one.category is UserWarning}):
         console.print(f"Warning: {told}", style="yellow")
     from frozencore.cli.inspect import calibration_summary
 
     console.print(calibration_summary(calibration, every_layer=all_layers))
-    moments = f"   Moments: {output / MOMENTS_FILE}" if (output / MOMENTS_FILE).exists() else ""
-    console.print(f"Basis: {output / BASIS}   Adapter: {output / ADAPTER}{moments}", soft_wrap=True)
+    console.print(f"Basis: {output / BASIS}   Adapter: {output / ADAPTER}", soft_wrap=True)
     rows = "tune --data ROWS" if tenants is None else f"tune-many --tenants {tenants}"
     next_line = f"frozencore {rows} --model {config.model.name} --basis {output / BASIS} --out OUT"
     console.print(f"Next: {next_line}", soft_wrap=True)

@@ -65,8 +65,8 @@ VERBS = (
     ),
     Verb(
         "calibrate", ".tune:calibrate",
-        "Collect moments and choose the bases without training; write a moments file and an adapter with zero cores.",
-        "calibrate --model smollm2 --tenants rows/ --out runs/basis", "Train",
+        "Choose the bases without training; write a basis for many adapters, and an adapter with zero cores.",
+        "calibrate --model smollm2 --tenants rows/ --out runs/basis", "Train", by_several=True,
     ),
     Verb(
         "evaluate", ".evaluate:evaluate",
@@ -79,7 +79,7 @@ VERBS = (
     ),
     Verb(
         "inspect", ".inspect:inspect",
-        "Say what a folder holds, and show its bases: size, coherence, cores, captured gradient, angles to others.",
+        "Say what a folder holds, and show the ranks, sizes and cores of an adapter's or basis's layers.",
         "inspect runs/mine", "Use",
     ),
     Verb(

@@ -21,7 +21,6 @@ from frozencore.adapter.layer import frozen_core_layers
 from frozencore.adapter.learning_rate import proposed_learning_rate
 from frozencore.adapter.swap import read_core
 from frozencore.calibration.batches import Batch
-from frozencore.calibration.moments_file import MomentsFingerprint, load_moments
 from frozencore.constructors import COMPRESSED
 from frozencore.distributed import num_ranks, own_rank
 from frozencore.errors import ConfigError
@@ -123,30 +122,21 @@ def adapt(
     progress: Progress,
     *,
     measure_rate: bool = False,
-    moments_file: Path | None = None,
     precomputed: Precomputed | None = None,
 ) -> Adapted:
     """Add the adapter to the model, with bases computed from the run's calibration rows.
 
     Args:
         measure_rate: Measure a learning rate on the calibration rows, which is saved with the basis.
-        moments_file: Moments of ``frozencore calibrate`` in place of a new pass; they must match the run.
     """
-    if moments_file and not config.moments_needed:
-        what = f"the method {config.name!r}, which reads no data" if config.basis is None else "a saved basis"
-        raise ConfigError(f"--moments is of no use to {what}: leave it out.")
     started, known, calibration = time.perf_counter(), precomputed or Precomputed(), None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = config.entry.add(inputs.model, config.adapter_options(targets), known.bases)
         if known.bases is None and config.moments_needed:
-            batches, moments = calibration_batches(inputs.rows.calibration, inputs.encoder.pad_id), known.moments
-            if moments_file:
-                moments = load_moments(moments_file, MomentsFingerprint.of(model, batches, config.calibration))
-            if moments is None:
-                batches = own_share(batches)
+            batches = own_share(calibration_batches(inputs.rows.calibration, inputs.encoder.pad_id))
             calibration = calibrate(
-                model, batches, options=config.calibration, moments=moments, learning_rate=measure_rate,
+                model, batches, options=config.calibration, moments=known.moments, learning_rate=measure_rate,
                 progress=progress,
             )  # fmt: skip
     time_s = time.perf_counter() - started

@@ -26,13 +26,12 @@ OPTIONS_FILE = RUN_FILE  # the given options of a run, in the form of --config
 PREDICTIONS, SAMPLES, FIGURE = "predictions.jsonl", "samples.jsonl", "training.png"
 ADAPTER, BASIS = IN_A_RUN, BASIS_FOLDER
 MANIFEST = MANIFEST_FILE  # beside the basis that many tenants share: what it was made of
-MOMENTS_FILE = "moments.safetensors"
 INPUTS = {
     "model": "the base model", "basis": "the basis", "start": "the core that it starts from", "recipe": "the recipe",
 }  # fmt: skip
 HASHES, BASE_SCORE, START, CHECKPOINTS = UNFINISHED_FILE, "base-score.json", "start", "checkpoints"  # until a run ends
 CALIBRATION = "calibration.json"  # in the start: the calibration that made it
-_NAMED = {RECORD: "a finished run", MOMENTS_FILE: "a calibration"}
+_NAMED = {RECORD: "a finished run"}
 _OF_A_RUN = (ADAPTER, PREDICTIONS, SAMPLES, FIGURE, CHECKPOINTS, START, BASE_SCORE)  # replaced or removed at its end
 _MAY_DIFFER = (*PLACES, "model", "report_to", "save_steps")  # in a resumed run; the model is compared by its hash
 

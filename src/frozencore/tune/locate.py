@@ -1,11 +1,10 @@
-"""Find the model, rows, tenants, basis and moments of a run before torch and PEFT are imported, which takes seconds."""
+"""Find the model, rows, tenants and basis of a run before torch and PEFT are imported, which takes seconds."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from unicodedata import normalize
 
-from frozencore.calibration.moments_file import require_moments
 from frozencore.errors import ArtifactError, ConfigError, DataError, ModelError
 from frozencore.files.adapter_folder import FACTORS_FILE, HEADER_FILE, RESERVED, name_on_disk, require_tenant_name
 from frozencore.files.hub import is_hub_id, safe_loading
@@ -32,8 +31,8 @@ def model_location(name: str) -> str:
     return str(smollm2_path()) if name == SMOLLM2 else name
 
 
-def require_files(config: RunConfig, moments_file: Path | None = None) -> None:
-    """Check that the model, rows, basis and moments of a configuration exist.
+def require_files(config: RunConfig) -> None:
+    """Check that the model, rows and basis of a configuration exist.
 
     Raises:
         FrozenCoreError: Something is missing; the message names it.
@@ -47,8 +46,6 @@ def require_files(config: RunConfig, moments_file: Path | None = None) -> None:
     require_data_root(config.rows.data_root)
     if config.method.basis is not None:
         require_basis(config.method.basis)
-    if moments_file is not None:
-        require_moments(moments_file)
 
 
 def require_basis(place: str) -> None:

@@ -73,7 +73,6 @@ def execute(
     progress: Progress,
     *,
     resume: bool = False,
-    moments_file: Path | None = None,
     inputs: Inputs | None = None,
     base_scores: MutableMapping[str, Score] | None = None,
     precomputed: Precomputed | None = None,
@@ -82,7 +81,6 @@ def execute(
 
     Args:
         resume: Continue an interrupted run in ``out`` from its base score, bases and newest complete checkpoint.
-        moments_file: Moments of ``frozencore calibrate`` in place of a new pass; they must match the run.
         inputs: The model and rows, loaded before. The run takes its adapter off again, but a method may have changed
             the model.
         base_scores: The base scores of earlier runs, by their inputs; that of this run is added.
@@ -129,7 +127,7 @@ def execute(
                 else:
                     adapted = adapt(
                         config.method, inputs, targets, progress, measure_rate=recipe.learning_rate is None,
-                        moments_file=moments_file, precomputed=precomputed,
+                        precomputed=precomputed,
                     )  # fmt: skip
                     if is_first:
                         save_start(adapted, method, out / START)

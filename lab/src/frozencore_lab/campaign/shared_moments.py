@@ -12,7 +12,6 @@ from frozencore.adapter.bases import get_basis
 from frozencore.adapter.basis import load_basis
 from frozencore.calibration.calibration_options import options_of_sums
 from frozencore.calibration.collect import collect_moments
-from frozencore.calibration.moments_file import MomentsFingerprint, load_moments, save_moments
 from frozencore.files.atomic_write import remove_left
 from frozencore.files.fingerprint import fingerprint_model, fingerprint_options
 from frozencore.maths.basis import LayerBasis
@@ -26,6 +25,7 @@ from frozencore.tune.methods import targeted_layers
 from frozencore.tune.run_rows import RunRows
 from frozencore.tune.scoring.forward import unload_adapter
 from frozencore_lab.campaign.job import Job
+from frozencore_lab.campaign.moments_file import MomentsFingerprint, load_moments, save_moments
 from frozencore_lab.campaign.store import Store
 
 _DECIDE_MOMENTS = (
