@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 INK, LIGHT, SOFT = BLACK, "#dddddd", "#666666"  # words, a fill, words that explain
-LINE = 26  # of a chart, in pixels
+LINE, TITLE = 26, 32  # a row of a chart, and the height of a title, in pixels
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,9 @@ class Panel:
 # ----------------------------------------------------------------------------------------------------------- the pieces
 
 
-def card(width: int, height: int, about: str, parts: Iterable[str]) -> str:
-    """A whole picture on its white card; ``about`` is for those who cannot see it."""
+def card(width: int, height: int, title: str, about: str, parts: Iterable[str]) -> str:
+    """A whole picture on its white card, below its message; ``about`` is for those who cannot see it."""
+    height += TITLE
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'role="img" aria-label="{escape(about)}" font-family="Helvetica, Arial, sans-serif" font-size="14">'
@@ -63,7 +64,8 @@ def card(width: int, height: int, about: str, parts: Iterable[str]) -> str:
         '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
         f'<path d="M0 0 L8 4 L0 8 z" fill="{INK}"/></marker></defs>'
     )
-    return "\n".join([head, arrow, box(0, 0, width, height, "#ffffff", radius=8), *parts, "</svg>", ""])
+    top = [box(0, 0, width, height, "#ffffff", radius=8), words(16, 28, title, size=16, bold=True)]
+    return "\n".join([head, arrow, *top, f'<g transform="translate(0 {TITLE})">', *parts, "</g>", "</svg>", ""])
 
 
 def box(x: float, y: float, width: float, height: float, fill: str, *, edge: str = "none", radius: int = 2) -> str:
@@ -88,7 +90,9 @@ def line(x: float, y: float, to_x: float, to_y: float, colour: str, width: float
 # ----------------------------------------------------------------------------------------------------------- the charts
 
 
-def chart(labels: Sequence[str], colours: Sequence[str], panels: Sequence[Panel], about: str, note: str) -> str:
+def chart(
+    labels: Sequence[str], colours: Sequence[str], panels: Sequence[Panel], title: str, about: str, note: str
+) -> str:
     """A row a method, beside each other a panel a measure: a dot with its interval and its number."""
     left, wide, gap = 215, 255, 32
     width = left + len(panels) * (wide + gap)
@@ -99,9 +103,9 @@ def chart(labels: Sequence[str], colours: Sequence[str], panels: Sequence[Panel]
     ]
     for number, panel in enumerate(panels):
         x0 = left + number * (wide + gap)
-        parts += [words(x0, 26, panel.heading, bold=True), *_dots(panel, colours, x0, wide - 62, top, bottom)]
+        parts += [words(x0, 26, panel.heading), *_dots(panel, colours, x0, wide - 62, top, bottom)]
     parts.append(words(16, bottom + 26, note, size=12, colour=SOFT))
-    return card(width, bottom + 40, about, parts)
+    return card(width, bottom + 40, title, about, parts)
 
 
 def _dots(panel: Panel, colours: Sequence[str], x0: float, wide: float, top: float, bottom: float) -> Iterable[str]:
@@ -127,14 +131,16 @@ def _dots(panel: Panel, colours: Sequence[str], x0: float, wide: float, top: flo
         yield words(x0 + wide + 8, y + 5, number.replace("-", "−"), colour=INK, size=13)
 
 
-def bars(labels: Sequence[str], colours: Sequence[str], panels: Sequence[Panel], about: str, note: str) -> str:
+def bars(
+    labels: Sequence[str], colours: Sequence[str], panels: Sequence[Panel], title: str, about: str, note: str
+) -> str:
     """A row a way of serving, beside each other a panel a measure: a bar from zero with its number."""
     left, wide, gap = 215, 255, 32
     top, bottom = 44, 44 + 34 * len(labels)
     parts = [words(left - 14, top + 34 * row + 21, label, at="end") for row, label in enumerate(labels)]
     for number, panel in enumerate(panels):
         x0, most = left + number * (wide + gap), max(point.high for point in panel.points if point)
-        parts.append(words(x0, 26, panel.heading, bold=True))
+        parts.append(words(x0, 26, panel.heading))
         for row, (point, colour) in enumerate(zip(panel.points, colours, strict=True)):
             y = top + 34 * row
             if point is None:
@@ -146,7 +152,7 @@ def bars(labels: Sequence[str], colours: Sequence[str], panels: Sequence[Panel],
                 words(x0 + length + 8, y + 21, f"{point.value:,.0f}", size=13),
             ]
     parts.append(words(16, bottom + 26, note, size=12, colour=SOFT))
-    return card(left + len(panels) * (wide + gap), bottom + 40, about, parts)
+    return card(left + len(panels) * (wide + gap), bottom + 40, title, about, parts)
 
 
 @dataclass(frozen=True)
@@ -160,29 +166,29 @@ class Kind:
 
 
 def planes(
-    rows: Sequence[Sequence[tuple[str, Sequence[Kind]]]], about: str, note: Sequence[str], *, of_bytes: bool
+    panels: Sequence[tuple[str, Sequence[Kind]]], title: str, about: str, note: Sequence[str], *, of_bytes: bool
 ) -> str:
-    """Panels (heading, kinds) in rows; kinds keep their colours.
+    """Panels (heading, kinds) beside each other; kinds keep their colours.
 
     Args:
         of_bytes: The abscissa is bytes, on a logarithmic axis, where points of the same bytes are moved apart.
     """
-    left, wide, tall, gap = 44, 400, 250, 66
-    width = left + len(rows[0]) * (wide + gap)
+    left, tall, gap, y0 = 44, 250, 66, 44
+    wide = 400 if len(panels) > 1 else 660
+    width = left + len(panels) * (wide + gap)
     parts: list[str] = []
-    for number, panels in enumerate(rows):
-        for column, (heading, kinds) in enumerate(panels):
-            x0, y0 = left + column * (wide + gap), 44 + number * (tall + 74)
-            parts += [words(x0, y0 - 16, heading, bold=True), *_plane(kinds, x0, y0, wide, tall, of_bytes)]
-    y = 44 + len(rows) * (tall + 74) - 12
-    seen = {kind.label: kind.colour for panels in rows for _, kinds in panels for kind in kinds}
+    for column, (heading, kinds) in enumerate(panels):
+        x0 = left + column * (wide + gap)
+        parts += [words(x0, y0 - 16, heading), *_plane(kinds, x0, y0, wide, tall, of_bytes)]
+    y = y0 + tall + 62
+    seen = {kind.label: kind.colour for _, kinds in panels for kind in kinds}
     for place, (label, colour) in enumerate(seen.items()):
         x = left + place % 3 * ((width - left) / 3)
         at = y + 22 * (place // 3)
         parts += [f'<circle cx="{x + 6:g}" cy="{at:g}" r="5" fill="{colour}"/>', words(x + 18, at + 5, label, size=13)]
     y += 22 * -(-len(seen) // 3) + 8
     parts += [words(16, y + 18 * place, text, size=12, colour=SOFT) for place, text in enumerate(note)]
-    return card(width, round(y + 18 * len(note)), about, parts)
+    return card(width, round(y + 18 * len(note)), title, about, parts)
 
 
 def _plane(kinds: Sequence[Kind], x0: float, y0: float, wide: float, tall: float, of_bytes: bool) -> Iterable[str]:
@@ -202,7 +208,7 @@ def _plane(kinds: Sequence[Kind], x0: float, y0: float, wide: float, tall: float
     yield box(x0, y0, wide, tall, "none", edge=LIGHT)
     for tick in _ticks(low, high):
         yield line(x0, height(tick), x0 + wide, height(tick), "#eeeeee")
-        text = f"{tick:+g}".replace("-", "−") if tick else "0"
+        text = f"{tick:+g}".replace("-", "−") if tick and low < 0 else f"{tick:g}"
         yield words(x0 - 6, height(tick) + 4, text, at="end", size=11)
     for x, text in _bytes(least, most) if of_bytes else [(tick, f"{tick:g}") for tick in _ticks(least, most)]:
         yield words(across(x), y0 + tall + 18, text, at="middle", size=11, colour=SOFT)

@@ -52,7 +52,7 @@ from campaign_tables import (
 from frozencore.tune.record import read_record
 from frozencore_lab.reports.statistics import paired_difference
 from harness import RESULTS, ROOT, lines_of, table
-from tenant_tables import apart, arms_of, less, values_of
+from tenant_tables import arms_of, values_of
 
 LAB_RESULTS = ROOT / "lab" / "results"
 
@@ -86,54 +86,28 @@ def private(lines: Runs) -> str:
     return table(["fragment of SST-2: accuracy, % / loss", "values", "not private", "ε = 8", "ε = 3", "ε = 1"], rows)
 
 
-def at_a_glance(sharing: Runs, compressed: Runs, of_endings: Runs, in_vllm: Mapping[str, Any]) -> str:
-    """Cores beside LoRAs, a fact a line; bold where the interval of the difference from the shared core has no zero.
+def at_a_glance(sharing: Runs, in_vllm: Mapping[str, Any]) -> str:
+    """A LoRA of rank 16, one of rank 1 and a core of rank 16 on a shared basis, a fact a line."""
+    arms = arms_of(sharing)
+    adapters = [arms[arm] for arm in (("lora", 16), ("lora", 1), ("pooled", 16))]
+    everyone = list(adapters[-1])
+    sizes = [of[everyone[0]][0]["disk_bytes"] for of in adapters]
+    engines = [served.LORA, served.LORA_1, served.BASIS]
+    rates, slots = served.rates_of(in_vllm), [in_vllm["adapter"][engine]["slot_bytes"] for engine in engines]
+    of_base = {measure: values_of(arms["base", 0], everyone, measure).mean() for measure in ("loss", "accuracy")}
 
-    The first column is the base model.
-    """
-    arms, methods = arms_of(sharing), grouped(of_endings, named)
-    shared, fcca, everyone = arms["pooled", 16], methods["FCCA"], list(arms["pooled", 16])
-    adapters = [arms[arm] for arm in (("own", 16), ("pooled", 16), ("lora", 1), ("lora", 16))]
-    some = [of[everyone[0]][0] for of in adapters]
-    accuracies = []
-    for of in adapters:
-        _, low, high = apart(of, shared, everyone, "accuracy")
-        accuracies.append(bold(f"{values_of(of, everyone, 'accuracy').mean():.1f}", low > 0 or high < 0))
-    losses = [f"{mean(fcca, 'held_out_loss'):.3f}", ""]
-    for name in ("LoRA, r = 1", "LoRA, r = 16"):
-        point = point_apart(methods[name], fcca, "held_out_loss")
-        losses.append(bold(f"{mean(methods[name], 'held_out_loss'):.3f}", point.low > 0 or point.high < 0))
-    before = (
-        f"{values_of(arms['base', 0], everyone, 'accuracy').mean():.1f}",
-        f"{mean(fcca, 'held_out_loss_before'):.3f}",
-    )
-    pressed = arms_of(compressed)
-    loras, cores = pressed["lora", 16], pressed.get(("lora of all, compressed", 16)) or pressed["lora, compressed", 16]
-    names = [name for name in loras if name in cores]
-    kept = fmean(line["kept"] for name in names for line in cores[name])
-    lost = f"{less(cores, loras, names, 'accuracy')}; {100 * kept:.0f} % of the update kept"
+    def means(measure: str, digits: int) -> list[str]:
+        return [f"{values_of(of, everyone, measure).mean():.{digits}f}" for of in adapters]
+
     rows = [
-        ["trained values", "0", *(f"{one['values']:,}" for one in some)],
-        ["bytes of a tenant on disk", "", *(f"{one['disk_bytes']:,}" for one in some)],
-        ["mean accuracy of 24 tenants, %", before[0], *accuracies],
-        ["held-out loss on HellaSwag, nats a token", before[1], *losses],
-        [f"{len(names)} LoRAs of r = 16 compressed to cores of one basis, points", "", "", lost, "", "0"],
-        *in_an_engine(in_vllm),
-    ]
-    heads = ["base model", "core, own basis, r = 16", "core, shared basis, r = 16", "LoRA, r = 1", "LoRA, r = 16"]
-    return table(["", *heads], rows)
-
-
-def in_an_engine(in_vllm: Mapping[str, Any]) -> list[list[str]]:
-    """The lines of the table at a glance that vLLM gives."""
-    engines = [served.BASE, served.BASIS, served.LORA_1, served.LORA]
-    base, *others = (f"{served.rates_of(in_vllm)[engine]:.0f}" for engine in engines)
-    slots = [f"{1e9 // in_vllm['adapter'][engine]['slot_bytes']:,.0f}" for engine in engines[1:]]
-    return [["64 tenants in vLLM, tokens a second", base, "", *others], ["slots that fit 1 GB in vLLM", "", "", *slots]]
-
-
-def bold(text: str, is_apart: bool) -> str:
-    return f"**{text}**" if is_apart else text
+        ["bytes of a tenant", *(f"{size:,}" for size in sizes)],
+        ["tenants in a gigabyte of vLLM", *(f"{1e9 // size:,.0f}" for size in slots)],
+        ["64 tenants in vLLM, share of the base model's speed",
+         *(f"{rates[engine] / rates[served.BASE]:.0%}" for engine in engines)],
+        [f"held-out loss of 24 tenants, nats a token (base model {of_base['loss']:.2f})", *means("loss", 2)],
+        [f"accuracy of 24 tenants, % (base model {of_base['accuracy']:.1f})", *means("accuracy", 1)],
+    ]  # fmt: skip
+    return table(["", "LoRA, r = 16", "LoRA, r = 1", "core, r = 16, on a shared basis"], rows)
 
 
 TENANTS = ("tenants-quality.jsonl", "compress-quality.jsonl", "sharing-quality.jsonl")
@@ -143,24 +117,28 @@ ENDINGS = ("smollm2-forgetting-first", "smollm2-forgetting-cores", "smollm2-valu
 REVIEWS = ("smollm2-low-rates", "smollm2-seeds")
 SEARCHED = ("RawGrad", "EVA", "Random", "LoRA, r = 1", "LoRA, r = 16")
 BLOCKS: Mapping[str, Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]]] = {
-    "README.md": {"at-a-glance": (at_a_glance, *TENANTS[:2], "smollm2-endings", "served.json")},
-    "docs/results.md": {
+    "README.md": {"at-a-glance": (at_a_glance, TENANTS[0], "served.json")},
+    "docs/core-or-lora.md": {
         "seeds-sst2": (partial(in_order, by_loss), "smollm2-seeds"),
         "seeds-hellaswag": (partial(in_order, by_loss), "smollm2-endings"),
         "equal-values": (at_equal_values, "smollm2-values"),
-        "outliers": (outliers, "outliers"),
-        "calibration": (calibration.table_of, "calibration.json"),
-        "rates": (rates.table_of, "rates.jsonl"),
     },
-    "docs/many-tenants.md": {
+    "docs/learning-rate.md": {"rates": (rates.table_of, "rates.jsonl")},
+    "docs/sharing.md": {
         "tenants": (partial(tenant_tables.sharing_table, "all"), "tenants-quality.jsonl"),
-        "tenants-keep": (tenants.keep_table, "tenants.json"),
         "bases": (partial(tenant_tables.bases_table, "all"), *TENANTS[1:]),
-        "starts": (tenant_tables.starts_table, "sharing-quality.jsonl"),
+    },
+    "docs/compressing.md": {
         "compress": (partial(tenant_tables.compress_table, tenant_tables.COMPRESSED), "compress-quality.jsonl"),
         "compress-kept": (tenant_tables.kept_table, "compress-quality.jsonl"),
-        "many-tenants": (many_tenants.table_of, "many_tenants.jsonl"),
     },
+    "docs/cost.md": {
+        "calibration": (calibration.table_of, "calibration.json"),
+        "many-tenants": (many_tenants.table_of, "many_tenants.jsonl"),
+        "served": (served.table_of, "served.json"),
+        "tenants-keep": (tenants.keep_table, "tenants.json"),
+    },
+    "docs/paper.md": {"outliers": (outliers, "outliers")},
     "examples/README.md": {"private": (private, "private.jsonl")},
     "lab/README.md": {
         "gpu": (gpu.table_of, "gpu.json"),
@@ -172,13 +150,13 @@ BLOCKS: Mapping[str, Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]]] 
         "low-rates": (partial(at_rates, "0.005", SEARCHED), *REVIEWS),
         "smollm2-speed": (smollm2.table_of, "smollm2.json"),
         "step": (step.table_of, "step.json"),
+        "starts": (tenant_tables.starts_table, "sharing-quality.jsonl"),
         "tenants-newcomers": (partial(tenant_tables.sharing_table, "newcomers"), "tenants-quality.jsonl"),
         "bases-newcomers": (partial(tenant_tables.bases_table, "newcomers"), *TENANTS[1:]),
         "compress-one-seed": (partial(tenant_tables.compress_table, tenant_tables.ONE_SEED), "compress-quality.jsonl"),
         "smollm2-ablations": (ablations, "smollm2-ablations"),
         "smollm2-stability": (stability, "smollm2-ablations"),
     },
-    "docs/serving.md": {"served": (served.table_of, "served.json")},
 }
 """By page and block: the function that makes it, and its sources."""
 
@@ -214,7 +192,8 @@ def of_losses(sst2: Runs, hellaswag: Runs) -> str:
         panels.append(figures.Panel(f"loss on {title}, {len(methods['FCCA'])} seeds", points, 3))
     about = "Held-out losses of eight methods on two tasks; the numbers are in the table."
     note = "SmolLM2-135M-Instruct; nats a token, lower is better; mean and standard deviation over the seeds."
-    return figures.chart(SHOWN, list(map(colour_of, SHOWN)), panels, about, note)
+    title = "Film reviews: no difference from LoRA found. Endings of stories: LoRA's loss is lower."
+    return figures.chart(SHOWN, list(map(colour_of, SHOWN)), panels, title, about, note)
 
 
 def of_shapes(runs: Runs) -> str:
@@ -228,13 +207,13 @@ def of_shapes(runs: Runs) -> str:
     ]
     about = "Differences of cores and LoRAs from a core of rank 16, by trained values; the numbers are in the table."
     note = "HellaSwag; minus a core of rank 16 (30,720 values); three seeds, 95 % intervals."
-    return figures.chart(labels, list(map(colour_of, shapes)), panels, about, note)
+    title = "At equal numbers of values the losses are close, and LoRA forgets more"
+    return figures.chart(labels, list(map(colour_of, shapes)), panels, title, about, note)
 
 
 FORGETTING = {
-    "FCCA": figures.ORANGE, "FCCA, all linear layers": "#B35900", "FCCA, r = 32": "#F2C14E", "FCCA, r = 64": "#A68A00",
-    "FCCA, r = 32, all linear layers": "#7A3E00", "RawGrad": "#882255", "EVA": "#AA4499", "Random": "#222222",
-    "LoRA, r = 1": figures.BLUE, "LoRA, r = 4": "#44AA99", "LoRA, r = 16": figures.GREY,
+    "FCCA": figures.ORANGE, "FCCA, all linear layers": "#B35900", "RawGrad": "#882255", "EVA": "#AA4499",
+    "Random": "#222222", "LoRA, r = 1": figures.BLUE, "LoRA, r = 16": figures.GREY,
     "LoRA, r = 1, all linear layers": figures.NAVY,
 }  # fmt: skip
 
@@ -259,7 +238,8 @@ def of_forgetting(*campaigns: Runs) -> str:
         "Lower and to the left is better. The number at a point is its learning rate in thousandths.",
         "SmolLM2-135M-Instruct, mean of three seeds; bars: standard deviation of the rise over the seeds.",
     ]
-    return figures.planes([panels], about, note, of_bytes=False)
+    title = "Smaller learning rates forget less, in cores and in LoRAs"
+    return figures.planes(panels, title, about, note, of_bytes=False)
 
 
 def of_serving(in_vllm: Mapping[str, Any]) -> str:
@@ -277,14 +257,15 @@ def of_serving(in_vllm: Mapping[str, Any]) -> str:
     about = "Tokens a second and slots in a gigabyte in vLLM; the numbers are in the table."
     note = "SmolLM2-135M-Instruct in vLLM on two CPU cores, adapters of rank 16, float32."
     labels, colours = zip(*(bars[who] for who in order), strict=True)
-    return figures.bars(labels, colours, panels, about, note)
+    title = "64 tenants at nine tenths of the base model's speed, eight thousand in a gigabyte"
+    return figures.bars(labels, colours, panels, title, about, note)
 
 
 PICTURES: Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]] = {
     "smollm2": (of_losses, "smollm2-seeds", "smollm2-endings"),
     "values": (of_shapes, "smollm2-values"),
     "forgetting": (of_forgetting, *ENDINGS, "smollm2-endings", *REVIEWS),
-    "tenants": (tenant_tables.gains_picture, *TENANTS),
+    "tenants": (tenant_tables.losses_picture, TENANTS[0]),
     "served": (of_serving, "served.json"),
 }
 """The pictures of docs/figures that show results; the diagrams idea and calibration there are drawn by hand."""

@@ -1,4 +1,4 @@
-"""What the lines of the studies of tenants say: arms, differences with intervals, tables, a picture of gains."""
+"""What the lines of the studies of tenants say: arms, differences with intervals, tables, a picture of losses."""
 
 from __future__ import annotations
 
@@ -242,75 +242,36 @@ def kept_table(lines: Sequence[Record]) -> str:
 
 # ---------------------------------------------------------------------------------------------------------- the picture
 
-TEAL, BROWN, DARK = "#44AA99", "#B35900", "#222222"
-LORA, OWN_BASIS, ONE_FCCA = ("LoRA", figures.NAVY), ("own basis", figures.ORANGE), ("one FCCA", figures.BLUE)
-Kinds = Mapping[tuple[str, str], Sequence[tuple[str, str, int]]]
-"""Points (name, arm, rank) by label and colour of their kind."""
-ALL_KINDS: Kinds = {
-    LORA: [("r = 1", "lora", 1), ("r = 16", "lora", 16)],
-    OWN_BASIS: [(f"r = {rank}", "own", rank) for rank in (8, 16, 32)],
-    ONE_FCCA: [(f"r = {rank}", "pooled", rank) for rank in (8, 16, 32)],
-    ("another shared basis, or entries of r = 64", DARK): [
-        ("RawGrad", "rawgrad", 16), ("Random", "random", 16), ("LoRA-XS", "lora_xs", 16), ("entries", "entries", 64),
-    ],
-    ("LoRAs compressed", TEAL): [(f"r = {rank}", "lora of all, compressed", rank) for rank in (16, 32, 64)],
-}  # fmt: skip
-NEW_KINDS: Kinds = {
-    LORA: [("r = 16", "lora", 16)],
-    OWN_BASIS: [("r = 16", "own", 16)],
-    ONE_FCCA: [("zero", "newcomers, pooled", 16)],
-    ("from others", BROWN): [(start, f"start {start}", 16) for start in ("mean", "weighted", "nearest")],
-    ("a basis learned from 16 cores", TEAL): [(f"r = {rank}", "newcomers, learned", rank) for rank in (16, 32)],
+SHOWN = {
+    ("LoRA", figures.NAVY): [("r = 1", "lora", 1), ("r = 16", "lora", 16)],
+    ("core, its own basis", figures.GREY): [("r = 16", "own", 16)],
+    ("core, shared basis", figures.ORANGE): [(f"r = {rank}", "pooled", rank) for rank in (8, 16, 32)],
 }
+"""Points (name, arm, rank) by label and colour of their kind."""
 
 
-def gains_picture(sharing: Sequence[Record], compressed: Sequence[Record], today: Sequence[Record]) -> str:
-    """What adapters gain over the base model against the bytes of a tenant.
+def losses_picture(sharing: Sequence[Record]) -> str:
+    """The mean held-out loss of all tenants against the bytes of a tenant on disk; the shared basis is not counted.
 
-    Its bytes are those on disk and, of a shared basis, a 24th of P and Q. Arms of the study of tenants have three
-    seeds; all else is seed 42, on rows that differ in part. An interval is that of the difference from the core on the
-    tenant's own basis.
+    An interval is that of the difference from the core of rank 16 on the shared basis.
     """
-    arms, others = arms_of(sharing), arms_of(compressed, today)
-    everyone = list(arms["own", 16])
-    newcomers = [name for name in everyone if not TENANTS[name].calibrated]
-    disk = {arm: of[everyone[0]][0].get("disk_bytes", 0) for arm, of in arms.items()}
-    of_basis = (disk["own", 16] - disk["pooled", 16]) / 16  # P and Q have as many values a rank
+    arms = arms_of(sharing)
+    everyone, first = list(arms["pooled", 16]), arms["pooled", 16]
 
-    def size(arm: str, rank: int) -> float:
-        if arm in ("own", "lora"):
-            return disk[arm, rank]
-        # entries: as many values as a core of rank 16, and half as many bytes for where they are
-        own = 1.5 if arm == "entries" else (rank / 16) ** 2
-        return own * disk["pooled", 16] + of_basis * rank / len(everyone)
+    def place(name: str, arm: Arm) -> tuple[float, str, figures.Point]:
+        value = values_of(arms[arm], everyone, "loss").mean()
+        middle, low, high = apart(arms[arm], first, everyone, "loss")
+        point = figures.Point(value, value + low - middle, value + high - middle)
+        return arms[arm][everyone[0]][0]["disk_bytes"], name, point
 
-    def gain(arm: Arm, measure: str, names: Sequence[str]) -> figures.Point | None:
-        rows = arms if arm in arms and names is everyone else others
-        mine, own, base = (rows.get(one, {}) for one in (arm, ("own", 16), ("base", 0)))
-        if not all(name in of for of in (mine, own, base) for name in names):
-            return None
-        sign = 1 if measure == "accuracy" else -1
-        value = values_of(mine, names, measure).mean() - values_of(base, names, measure).mean()
-        middle, low, high = apart(mine, own, names, measure)
-        return figures.Point(sign * value, *sorted(sign * (value + edge - middle) for edge in (low, high)))
-
-    def drawn(kinds: Kinds, measure: str, names: Sequence[str]) -> Iterable[figures.Kind]:
-        for (label, colour), members in kinds.items():
-            points = [(size(arm, rank), name, gain((arm, rank), measure, names)) for name, arm, rank in members]
-            if here := [(x, name, point) for x, name, point in points if point is not None]:
-                yield figures.Kind(label, colour, here, is_joined=len({arm for _, arm, _ in members}) == 1)
-
-    rows = [
-        [
-            (f"{who}: {what}", list(drawn(kinds, key, names)))
-            for what, key in (("accuracy, points", "accuracy"), ("nats a token", "loss"))
-        ]
-        for who, kinds, names in (("24 tenants", ALL_KINDS, everyone), ("8 newcomers", NEW_KINDS, newcomers))
+    kinds = [
+        figures.Kind(label, colour, [place(name, (arm, rank)) for name, arm, rank in members])
+        for (label, colour), members in SHOWN.items()
     ]
-    about = "Gains of 24 tenants and of 8 newcomers over the base model against bytes; the numbers are in the tables."
+    about = "The mean held-out loss of 24 tenants against the bytes of a tenant; the numbers are in the table."
     note = [
-        "Gain over the base model, higher is better; bytes of a tenant on disk, with a 24th of a basis that all share.",
-        "Points of the same bytes stand beside each other.",
-        "Bars: 95 % intervals of the difference from an own basis of r = 16, which resample data sets and tenants.",
+        "SmolLM2-135M-Instruct, mean of 24 tenants and three seeds. Lower and to the left is better.",
+        "Bars: 95 % intervals of the difference from the shared core of r = 16; they resample data sets and tenants.",
     ]
-    return figures.planes(rows, about, note, of_bytes=True)
+    title = "Sixty times fewer bytes than a LoRA of rank 16; in loss we found no difference"
+    return figures.planes([("held-out loss, nats a token", kinds)], title, about, note, of_bytes=True)

@@ -5,7 +5,7 @@
 Both files hold one ``{"prompt": ..., "completion": ...}`` a line. P and Q are calibrated on the public rows, or are
 random without them, so that only the cores learn from the private rows. R is a linear layer inside the adapted layer,
 and Opacus' hooks give the gradient of each row. A step draws each row with the same probability (Poisson sampling),
-clips the gradient of each row, and adds noise to their sum. Needs ``pip install opacus``. ``docs/results.md`` says what
+clips the gradient of each row, and adds noise to their sum. Needs ``pip install opacus``. ``docs/paper.md`` says what
 this promises and what it does not.
 """
 
