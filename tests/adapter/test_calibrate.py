@@ -32,6 +32,7 @@ from tiny import (
     Example,
     adapted,
     batch_of,
+    batches_of,
     cores_of,
     logits,
     refuse_by_device,
@@ -182,17 +183,19 @@ def test_a_moment_that_the_constructor_does_not_read_and_nobody_can_fails_no_cal
 # ---------------------------------------------------------------------------------------------------- refusals
 
 
+@pytest.mark.parametrize("stage", ["calibration", "bases", "rate"])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_a_calibration_that_ends_early_changes_nothing(error: type[BaseException]) -> None:
-    def data() -> Iterator[dict[str, torch.Tensor]]:
-        yield BATCHES[0]
-        raise error("in the middle")
+def test_a_calibration_that_ends_early_changes_nothing(error: type[BaseException], stage: str) -> None:
+    def end(at: str, *_: Any) -> None:
+        if at == stage:
+            raise error("in the middle")
 
-    model = adapted("fcca", trained=True).train()
+    model = adapted("rawgrad", trained=True).train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    expected = logits(model)
+    expected, config = logits(model), copy.deepcopy(model.peft_config["default"])
     with pytest.raises(error, match="in the middle"):
-        calibrate(model, data(), progress=False, reset=True)
+        calibrate(model, batches_of(EXAMPLES, 3), progress=end, reset=True)
+    assert vars(model.peft_config["default"]) == vars(config)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(logits(model), expected)
     assert all(module.training for module in model.modules())

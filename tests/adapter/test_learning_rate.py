@@ -12,9 +12,9 @@ from transformers import DataCollatorWithFlattening
 import references as ref
 from frozencore import CalibrationOptions, FrozenCoreConfig, calibrate
 from frozencore.adapter import learning_rate
-from frozencore.adapter.learning_rate import evenly_spaced
+from frozencore.adapter.learning_rate import evenly_spaced, mean_square
 from references import numpy_of
-from tiny import BATCHES, EXAMPLES, adapted, batch_of, batches_of, cores_of, logits, tiny_qwen2
+from tiny import BATCHES, EXAMPLES, adapted, batch_of, batches_of, cores_of, draw_examples, logits, tiny_qwen2
 
 
 @pytest.mark.parametrize(("longest", "lower"), [(0.8, 0.9), (8.0, 1.0)])
@@ -91,6 +91,33 @@ def test_a_rate_is_that_of_the_examples_one_by_one(form: str) -> None:
     wanted = calibrate(adapted("random"), apart, progress=False).learning_rate
     found = calibrate(adapted("random"), given, options=options, progress=False).learning_rate
     assert found == pytest.approx(wanted, rel=1e-4)
+
+
+@pytest.mark.parametrize("size", [1, 4, 16])
+def test_the_mean_square_of_single_gradients_is_estimated_from_sums_over_batches(size: int) -> None:
+    """Gradients of 200 values with a mean and a covariance of unlike variances."""
+    generator = torch.Generator().manual_seed(0)
+    mean, spread = 0.3 * torch.ones(200).double(), torch.linspace(0.1, 2, 200).double()
+    g = mean + spread * torch.randn(640, 200, generator=generator).double()
+    sums = g.view(-1, size, 200).sum(1)
+    squares = float(sums.square().sum() / size)
+    found = mean_square(squares, sums.sum(0), len(sums), len(g))
+    assert found == pytest.approx(float(g.square().sum(1).mean()), rel=1e-9 if size == 1 else 0.05)
+
+
+def test_a_loss_of_whole_batches_proposes_about_the_rate_of_single_examples() -> None:
+    def rate(size: int) -> float | None:
+        batches = batches_of(draw_examples(32, seed=3), size)
+        return calibrate(adapted("random"), batches, loss_fn=mean_of_examples, progress=False).learning_rate
+
+    assert rate(4) == pytest.approx(rate(1), rel=0.3)
+
+
+def mean_of_examples(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+    targets = batch["labels"][:, 1:]
+    losses = torch.nn.functional.cross_entropy(logits.mT, targets, reduction="none")
+    return (losses.sum(1) / targets.ne(-100).sum(1)).mean()
 
 
 def test_a_loss_below_zero_is_no_reason_to_halve() -> None:

@@ -111,19 +111,19 @@ def calibrate(
             progress=tell,
         )  # fmt: skip
     require_same_bases({name: (basis.P, basis.Q) for name, basis in bases.items()})
-    put_layers(adapter_name, config, layers, bases)
-    if counts := [layer.num_tokens for layer in found.layers.values() if layer.num_tokens]:
-        config.calibration_tokens = max(counts)
+    rate = None
+    has_labels = loss_fn is not None or all(batch.get("labels") is not None for batch in batches)
+    if learning_rate and batches and has_labels:  # constructors that read no errors need no labels
+        # a layer may pass no gradient, which this basis did not need, and training will say
+        with suppress(ModelError), _reporting(progress) as tell:
+            rate = proposed_learning_rate(
+                model, layers, adapter_name, batches, bases=bases, loss_fn=loss_fn, progress=tell
+            )
+    put_layers(adapter_name, config, layers, bases)  # last: what ends the work before it changes nothing
+    config.calibration_tokens = max(layer.num_tokens for layer in found.layers.values()) or None
+    config.learning_rate = rate
     _warn_of_weak_layers(bases, layers)
-    without_labels = loss_fn is None and any(batch.get("labels") is None for batch in batches)
-    if not learning_rate or not batches or without_labels:  # constructors that read no errors need no labels
-        return found
-    # a layer may pass no gradient, which this basis did not need, and training will say
-    with suppress(ModelError), _reporting(progress) as tell:
-        config.learning_rate = proposed_learning_rate(
-            model, layers, adapter_name, batches, loss_fn=loss_fn, progress=tell
-        )
-    return replace(found, learning_rate=config.learning_rate)
+    return replace(found, learning_rate=rate)
 
 
 def _end_ids(model: Any) -> set[int]:

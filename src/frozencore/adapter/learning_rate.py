@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from frozencore.adapter.layer import FrozenCoreLinear, only_adapter
+from frozencore.adapter.layer import BasisState, FrozenCoreLinear, only_adapter
+from frozencore.adapter.shared_factors import SharedFactors
 from frozencore.calibration.batches import Batch, can_split, example_at, num_examples_of
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import examples_with_loss, loss_of, on_device
@@ -25,6 +26,7 @@ from frozencore.calibration.hooks import Hooks, LossFn
 from frozencore.calibration.preserve import preserved
 from frozencore.device import execution_device
 from frozencore.distributed import all_ranks_or_none, sum_over_ranks
+from frozencore.maths.basis import LayerBasis
 from frozencore.quiet import with_attributes
 from frozencore.text import Progress
 
@@ -41,19 +43,23 @@ def proposed_learning_rate(
     adapter_name: str,
     batches: Sequence[Batch],
     *,
+    bases: Mapping[str, LayerBasis] | None = None,
     loss_fn: LossFn | None = None,
     progress: Progress | None = None,
 ) -> float | None:
     """Propose the peak learning rate of an adapter's cores for AdamW.
 
-    An example's loss is the mean over its completion tokens, as in training, whatever the moments weigh.
+    An example's loss is the mean over its completion tokens, as in training, whatever the moments weigh. Batches whose
+    examples cannot be taken apart give the mean gradients of several examples; E‖g‖² is then estimated from the
+    variance between batches, and a single such batch proposes a rate that is too high.
 
     Every process of a group calls this with its own batches, and all get the same rate. The model is as before
     afterwards. Each of :data:`NUM_EXAMPLES` examples takes a pass forward and back, and some passes forward.
 
     Args:
-        layers: The layers of the adapter, whose bases are set.
+        layers: The layers of the adapter.
         batches: As for :func:`frozencore.calibrate`.
+        bases: The bases to measure with; those of the adapter by default.
 
     Returns:
         The rate; None if the gradients are zero, or not finite.
@@ -63,11 +69,12 @@ def proposed_learning_rate(
     """
     examples = evenly_spaced(model, batches, NUM_EXAMPLES, whole=loss_fn is not None)
     hooks = Hooks({}, frozenset(), CalibrationOptions(), loss_fn)
-    with preserved(model), _active_at_zero(model, layers, adapter_name) as cores:
+    with preserved(model), _active_at_zero(model, layers, adapter_name, bases) as cores:
         with all_ranks_or_none():
             squares, gradient = summed_gradients(model, cores, examples, hooks, progress)
         squares, gradient = sum_over_ranks(squares), sum_over_ranks(gradient)
-        count = float(sum_over_ranks(torch.tensor(float(len(examples)), dtype=torch.float64)))
+        sizes = torch.tensor([len(examples), sum(map(num_examples_of, examples))], dtype=torch.float64)
+        num_batches, num_examples = sum_over_ranks(sizes).tolist()
         if not 0 < float(squares) < math.inf:
             return None
 
@@ -76,10 +83,10 @@ def proposed_learning_rate(
             for core, part in zip(cores, step, strict=True):
                 core.data.copy_(part.view_as(core))
             with all_ranks_or_none(), torch.no_grad():
-                total = sum(float(_loss(model, example, hooks)) for example in examples)
+                total = sum(float(_summed_loss(model, example, hooks)) for example in examples)
             return float(sum_over_ranks(torch.tensor(total, dtype=torch.float64)))
 
-        rate = FISHER_STEP / math.sqrt(float(squares) / count)
+        rate = FISHER_STEP / math.sqrt(mean_square(float(squares), gradient, num_batches, num_examples))
         loss = loss_after(rate)
         for _ in range(MOST_HALVINGS):
             half = loss_after(rate / 2)
@@ -89,15 +96,40 @@ def proposed_learning_rate(
     return rate
 
 
+def mean_square(squares: float, gradient: Tensor, num_batches: float, num_examples: float) -> float:
+    """Estimate E‖g‖² of single examples from the summed gradients S_b of batches of n_b examples.
+
+        E‖g‖² = ‖ḡ‖² + (1 - 1/N) σ²,    σ² = (Σ_b ‖S_b‖²/n_b - N‖ḡ‖²) / (B - 1),    ḡ = Σ_b S_b / N
+
+    σ² is the trace of the covariance of g, estimated without bias from the variance between batches. For batches of one
+    example the result is the mean of ‖g‖².
+
+    Args:
+        squares: ``Σ_b ‖S_b‖²/n_b``.
+        gradient: ``Σ_b S_b``.
+        num_batches, num_examples: B and N.
+    """
+    if num_batches < 2:
+        return squares / num_examples
+    square_of_sum = float(gradient.square().sum())
+    variance = (squares - square_of_sum / num_examples) / (num_batches - 1)
+    return square_of_sum / num_examples**2 + (1 - 1 / num_examples) * variance
+
+
 @contextmanager
 def _active_at_zero(
-    model: nn.Module, layers: Mapping[str, FrozenCoreLinear], adapter_name: str
+    model: nn.Module,
+    layers: Mapping[str, FrozenCoreLinear],
+    adapter_name: str,
+    bases: Mapping[str, LayerBasis] | None,
 ) -> Iterator[list[Tensor]]:
-    """Compute with this adapter alone, its cores zero and trainable; afterwards they are as before."""
+    """Compute with this adapter alone, on these bases, its cores zero and trainable; afterwards all is as before."""
     with ExitStack() as undo:
         undo.enter_context(only_adapter(model, adapter_name))
         cores: list[Tensor] = []
-        for layer in layers.values():
+        for name, layer in layers.items():
+            if bases is not None:
+                undo.enter_context(_on_basis(layer, adapter_name, bases[name]))
             core = layer.core(adapter_name)
             undo.enter_context(with_attributes(core, grad=None, data=torch.zeros_like(core)))
             core.requires_grad_(True)
@@ -105,31 +137,43 @@ def _active_at_zero(
         yield cores
 
 
+def _on_basis(layer: FrozenCoreLinear, adapter_name: str, basis: LayerBasis) -> AbstractContextManager[None]:
+    """Compute on this basis inside; the adapter's own factors are not touched."""
+    P, Q = SharedFactors(), SharedFactors()
+    for factors, X, like in zip((P, Q), (basis.P, basis.Q), layer.factors(adapter_name)[:2], strict=True):
+        factors[adapter_name] = X.to(like.device, like.dtype)
+    state = layer.frozencore_state | {adapter_name: BasisState.READY}
+    return with_attributes(layer, frozencore_P=P, frozencore_Q=Q, frozencore_state=state)
+
+
 def summed_gradients(
     model: nn.Module,
     cores: Sequence[Tensor],
-    examples: Sequence[Batch],
+    batches: Sequence[Batch],
     hooks: Hooks,
     progress: Progress | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``Σ ‖g‖²`` and ``Σ g`` (all values of the cores) over single examples, in float64 on the CPU."""
+    """``Σ_b ‖S_b‖²/n_b`` and ``Σ_b S_b`` (all values of the cores), in float64 on the CPU.
+
+    S_b is the gradient of the summed loss of the n_b examples of a batch.
+    """
     squares, gradient = torch.zeros((), dtype=torch.float64), torch.zeros(sum(core.numel() for core in cores)).double()
-    for number, example in enumerate(examples, start=1):
-        _loss(model, example, hooks).backward()  # checkpointed blocks refuse torch.autograd.grad
+    for number, batch in enumerate(batches, start=1):
+        _summed_loss(model, batch, hooks).backward()  # checkpointed blocks refuse torch.autograd.grad
         gradients = [torch.zeros_like(core) if core.grad is None else core.grad for core in cores]
-        g = torch.cat([one.flatten().to("cpu", torch.float64) for one in gradients])
-        squares += g.square().sum()
-        gradient += g
+        S = torch.cat([one.flatten().to("cpu", torch.float64) for one in gradients])
+        squares += S.square().sum() / num_examples_of(batch)
+        gradient += S
         for core in cores:
             core.grad = None
         if progress is not None:
-            progress("rate", number, len(examples))
+            progress("rate", number, len(batches))
     return squares, gradient
 
 
-def _loss(model: nn.Module, example: Batch, hooks: Hooks) -> Tensor:
-    example, batch = on_device(example, execution_device(model), hooks)
-    return loss_of(model, batch, example, hooks) / num_examples_of(example)
+def _summed_loss(model: nn.Module, batch: Batch, hooks: Hooks) -> Tensor:
+    batch, there = on_device(batch, execution_device(model), hooks)
+    return loss_of(model, there, batch, hooks)
 
 
 def evenly_spaced(model: nn.Module, batches: Sequence[Batch], count: int, *, whole: bool = False) -> list[Batch]:
@@ -140,7 +184,7 @@ def evenly_spaced(model: nn.Module, batches: Sequence[Batch], count: int, *, who
     """
     if whole or not all(map(can_split, batches)):
         wanted = math.ceil(count * len(batches) / max(1, sum(map(num_examples_of, batches))))
-        return [batches[i] for i in _evenly(len(batches), wanted)]
+        return [batches[i] for i in _evenly(len(batches), max(2, wanted))]  # two, because their difference is measured
     places = [(batch, i) for batch in batches for i in examples_with_loss(model, batch)]
     return [example_at(*places[i]) for i in _evenly(len(places), count)]
 
