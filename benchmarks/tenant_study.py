@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
 from time import strftime
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from peft import PeftModel
@@ -117,6 +117,7 @@ class Study:
     results: Results
     work: Path
     quick: bool
+    calibration: ClassVar[int] = CALIBRATION
 
     @property
     def rank(self) -> int:
@@ -225,7 +226,7 @@ class Study:
         """The moments of a tenant's calibration rows, in batches of like length, so that little is padding."""
         with self.adapted("random", 1, 0) as bare:
             names = list(frozen_core_layers(bare, "default"))
-        rows = self.tokens(calibration_rows(self.tenants[name].rows["train"], CALIBRATION, seed=seed))
+        rows = self.tokens(calibration_rows(self.tenants[name].rows["train"], self.calibration, seed=seed))
         layers = {layer: self.model.get_submodule(layer) for layer in names}
         batches = calibration_batches(rows, self.encoder.pad_id)
         return collect_moments(self.model, batches, layers, needs=CAPTURE_NEEDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,11 @@ import pytest
 import torch
 
 from fixtures import ROOT
+from frozencore.tune.load import load_model
+from frozencore.tune.many.slots import held_out_losses
+from frozencore.tune.rows import Row
+from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.scoring.exact_match import complete
 
 
 @pytest.fixture
@@ -51,3 +57,26 @@ def test_an_interval_draws_data_sets_so_that_many_tenants_of_one_do_not_narrow_i
     found = np.array([[1.0]] * 9 + [[0.0]])
     middle, low, high = studies[0].with_interval(found, ["films"] * 9 + ["sums"])
     assert (middle, low, high) == (pytest.approx(0.9), 0.0, 1.0)
+
+
+def test_a_data_set_is_scored_by_the_held_out_loss_and_by_the_exact_match_of_greedy_generation(
+    studies: Any, tmp_path: Path
+) -> None:
+    study = import_module("datasets_quality")
+    model, tokenizer = load_model("pocket", dtype="float32", device="cpu")
+    encoder = PromptEncoder(tokenizer, style="plain")
+    prompts = [row.prompt for row in study.rows_of(ROOT / "examples" / "reviews.jsonl")[:12]]
+    empty = [encoder.encode([Row(str(i), prompt, " good")])[0] for i, prompt in enumerate(prompts)]
+    texts = [one.text for one in complete(model, encoder, empty, max_new_tokens=4)[0]]
+    some = [
+        Row(str(i), prompt, text if i % 3 else " bad")
+        for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True))
+    ]
+    tenants = {"set": study.Tenant(study.TenantPlan("set", 0, ""), {"held-out": some})}
+    results = study.Results(tmp_path / "lines.jsonl", {})
+    found = study.Datasets(model, encoder, tenants, results, tmp_path, True).score(model, "set", "held-out")
+    rows = encoder.encode(some)
+    predictions, _ = complete(model, encoder, rows, max_new_tokens=8)
+    (loss,) = held_out_losses(model, [rows], pad_id=encoder.pad_id)
+    assert found["loss"] == pytest.approx(loss, rel=1e-5)
+    assert found["exact"] == pytest.approx(100 * sum(one.correct for one in predictions) / len(rows))

@@ -1,0 +1,287 @@
+"""Fifty-seven data sets as tenants of one model: what a shared basis, its constructor, and few bits cost.
+
+    OMP_NUM_THREADS=1 python benchmarks/datasets_quality.py --data-root DIR --work FOLDER            # resumes
+    python benchmarks/datasets_quality.py --data-root DIR --work FOLDER --device cuda --dtype bfloat16
+
+``--data-root`` holds ``development`` and ``final``, each with NAME.train.jsonl and NAME.eval.jsonl. A tenant is a data
+set: 96 training rows, plain prompts, four epochs, eight rows a step. It is scored on all its evaluation rows: the loss
+in nats per token of the completion, end token included, and the share of rows whose every token, that one included, is
+the likeliest (the exact match of greedy generation). Shared bases are made of 16 rows of each development set, so the
+final sets are newcomers to all of them.
+
+Set on 28 November 2026, before the first run:
+
+- Three primary differences, each the mean over all data sets of both measures: own basis minus shared FCCA, shared FCCA
+  minus LoRA of rank 1, shared FCCA minus shared Random (cores of rank 16).
+- An interval is 95 %, from resampling data sets. "Equal" means that it lies within 2 points and within .03 nats.
+- Everything else is secondary, with Holm's adjustment.
+- The learning rate of each arm is searched on rows 97 to 150 of eight development sets, by factors of two until the
+  best one lies between two worse ones. It holds for all data sets, seeds and bits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from peft import PeftModel
+from torch import Tensor
+
+from frozencore import Core, basis_id, swap_core
+from frozencore.files.fingerprint import fingerprint_model
+from frozencore.maths.quantise import levels, quantise
+from frozencore.tune.load import load_model
+from frozencore.tune.provenance import Provenance
+from frozencore.tune.rows import Row, TokenRow
+from frozencore.tune.rows.prompts import PromptEncoder
+from frozencore.tune.rows.token_batches import PaddingCollator
+from frozencore.tune.training.recipe import Recipe
+from harness import RESULTS, ROOT, Record, parser_of, table
+from tenant_rows import Tenant, TenantPlan
+from tenant_study import SEED, Adapters, Job, Results, key, put_factors
+from tenants_quality import Sharing
+
+TRAIN, VALIDATION, EPOCHS, CALIBRATION = 96, 54, 4, 16
+SEARCHED = (
+    "snips_intent", "clickbait", "tweet_emotion", "numersense", "svamp_operation", "maptask_dialogue_act", "rte",
+    "bbh_movie_recommendation",
+)  # fmt: skip
+FIRST_RATES = {
+    "own": 1e-2, "fcca": 1e-2, "rawgrad": 1e-2, "eva": 1e-2, "random": 2e-2, "lora_xs": 1e-2, "lora": 2e-3,
+}  # fmt: skip
+"""Where a search begins: this rate, twice it and half of it."""
+ARMS: Sequence[tuple[str, int]] = [
+    ("fcca", 16), ("lora", 1), ("random", 16), ("own", 16), ("lora", 16), ("fcca", 8), ("fcca", 32), ("rawgrad", 16),
+    ("eva", 16), ("lora_xs", 16),
+]  # fmt: skip
+"""The arms with their ranks, what counts most first: ``own`` is FCCA of a tenant's own rows, others are shared."""
+BITS = (8, 4, 3, 2, 1)
+PRIMARY = [
+    ("own basis minus shared FCCA", ("own", 16), ("fcca", 16)),
+    ("shared FCCA minus LoRA, r = 1", ("fcca", 16), ("lora", 1)),
+    ("shared FCCA minus shared Random", ("fcca", 16), ("random", 16)),
+]
+EQUAL = {"loss": 0.03, "exact": 2.0}
+ROWS_AT_ONCE = 16
+SCORED = "rows 97 to 150 choose rates, the eval files score"
+
+
+def tenants_of(root: Path) -> dict[str, Tenant]:
+    """Every data set of both folders."""
+    found = {}
+    for file in sorted(root.glob("*/*.train.jsonl")):
+        name = file.name.removesuffix(".train.jsonl")
+        rows = {"train": rows_of(file), "held-out": rows_of(file.with_name(f"{name}.eval.jsonl"))}
+        rows |= {"validation": rows["train"][TRAIN : TRAIN + VALIDATION], "train": rows["train"][:TRAIN]}
+        plan = TenantPlan(name, TRAIN, name, calibrated=file.parent.name == "development")
+        found[name] = Tenant(plan, rows)
+    return found
+
+
+def quick_tenants() -> dict[str, Tenant]:
+    """Three data sets of the example's rows."""
+    rows = rows_of(ROOT / "examples" / "reviews.jsonl")
+    parts = [
+        {"train": rows[i::3][:16], "validation": rows[i::3][16:20], "held-out": rows[i::3][20:24]} for i in range(3)
+    ]
+    plans = [TenantPlan(f"part-{i}", 16, f"part {i}", calibrated=i < 2) for i in range(3)]
+    return {plan.task: Tenant(plan, part) for plan, part in zip(plans, parts, strict=True)}
+
+
+def rows_of(file: Path) -> list[Row]:
+    lines = file.read_text(encoding="utf-8").splitlines()
+    return [Row(str(i), row["prompt"], row["completion"]) for i, row in enumerate(map(json.loads, lines))]
+
+
+class Datasets(Sharing):
+    """The study: every arm is searched, trained and scored, then scored again at fewer bits."""
+
+    calibration: ClassVar[int] = CALIBRATION
+
+    @property
+    def searched(self) -> list[str]:
+        return self.calibrated if self.quick else [*SEARCHED]
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return (SEED,) if self.quick else (SEED, SEED + 1)
+
+    def recipe(self, rows: Sequence[TokenRow], rate: float, seed: int = SEED) -> Recipe:
+        return Recipe(rate, 0.1, epochs=1 if self.quick else EPOCHS, batch_size=8, accumulation=1, seed=seed)
+
+    def run(self) -> None:
+        self.measure_base()
+        for seed in self.seeds:
+            for arm, rank in [("fcca", 4), ("lora", 1), ("own", 4)] if self.quick else ARMS:
+                rate = self.searched_rate(FIRST_RATES[arm], arm, rank, self.adapters(arm, rank, SEED))
+                jobs: list[Job] = [(name, rate) for name in self.everyone]
+                self.measure(arm, rank, jobs, self.adapters(arm, rank, seed), seed=seed)
+                if arm in ("fcca", "lora"):
+                    for bits in BITS:
+                        rounded = partial(self.rounded, arm, rank, seed, bits)
+                        self.measure(f"{arm}, {bits} bits", rank, jobs, rounded, seed=seed)
+
+    def adapters(self, arm: str, rank: int, seed: int) -> Callable[[Sequence[Job]], Adapters]:
+        train = {
+            "lora": partial(self.loras, rank=rank, seed=seed), "own": partial(self.on_own_bases, rank=rank, seed=seed),
+        }.get(arm) or (lambda jobs: self.on(self.basis(arm, rank, seed), rank, jobs, seed))  # fmt: skip
+        return lambda jobs: self.kept(arm, rank, seed, train(jobs))
+
+    def kept(self, arm: str, rank: int, seed: int, trained: Adapters) -> Adapters:
+        """The adapters, whose values are stored for :meth:`rounded`."""
+        for model, (name, rate), about in trained:
+            self.stored(f"{arm}-{rank}-{seed}/{name}-{rate:g}", lambda model=model: values_of(model))
+            yield model, (name, rate), about
+
+    def rounded(self, arm: str, rank: int, seed: int, bits: int, jobs: Sequence[Job]) -> Adapters:
+        """Stored adapters at fewer bits: one scale a layer of a core, one a row of B's transpose and of A."""
+        stored = {job: self.stored(f"{arm}-{rank}-{seed}/{job[0]}-{job[1]:g}", dict) for job in jobs}
+        with self.adapted(
+            *(("lora", rank) if arm == "lora" else ("random", rank, 0, self.basis(arm, rank, seed)))
+        ) as model:
+            for job, values in stored.items():
+                found = {name: rounded(value, bits) for name, value in values.items()}
+                if arm == "lora":
+                    layers = {name[:-2] for name in found}
+                    put_factors(model, {at: (found[f"{at}.B"].mT, found[f"{at}.A"]) for at in layers})
+                else:
+                    swap_core(model, Core.of(basis_id(model), {at: R[0].view(rank, rank) for at, R in found.items()}))
+                scales = sum(len(value) for value in values.values())
+                yield model, job, {"value_bytes": sum(v.numel() for v in values.values()) * bits // 8 + 2 * scales}
+
+    def score(self, model: Any, name: str, part: str) -> Record:
+        """Loss in nats per token of the completions, and the share of rows whose tokens are all the likeliest, in %."""
+        rows = sorted(self.tokens(self.tenants[name].rows[part]), key=lambda row: len(row.input_ids))
+        collate, device = PaddingCollator(self.encoder.pad_id), next(model.parameters()).device
+        nats, tokens, exact = 0.0, 0, 0
+        model.eval()
+        for start in range(0, len(rows), ROWS_AT_ONCE):
+            batch = {at: one.to(device) for at, one in collate(rows[start : start + ROWS_AT_ONCE]).items()}
+            labels = batch.pop("labels")[:, 1:]
+            first = int((labels != -100).nonzero()[:, 1].min())  # logits before the first completion are not needed
+            with torch.no_grad():
+                logits = model(**batch, logits_to_keep=labels.shape[1] + 1 - first).logits[:, :-1].float()
+            labels = labels[:, first:]
+            counts = labels != -100
+            nats += float(torch.nn.functional.cross_entropy(logits[counts], labels[counts], reduction="sum"))
+            tokens += int(counts.sum())
+            exact += int(((logits.argmax(-1) == labels) | ~counts).all(1).sum())
+        return {"loss": nats / tokens, "exact": 100 * exact / len(rows), "rows": len(rows)}
+
+
+def values_of(model: PeftModel) -> dict[str, Tensor]:
+    """The trained values of an adapter, as rows that share a scale: each layer's R, or the rows of Bᵀ and A."""
+    found = {}
+    for name, module in model.get_base_model().named_modules():
+        if hasattr(module, "lora_A"):
+            B, A = (side["default"].weight.detach().float().cpu() for side in (module.lora_B, module.lora_A))
+            found |= {f"{name}.B": (module.scaling["default"] * B).mT.contiguous(), f"{name}.A": A.clone()}
+        elif hasattr(module, "frozencore_scale"):
+            found[name] = module.core("default").detach().float().cpu().reshape(1, -1).clone()
+    return found
+
+
+def rounded(rows: Tensor, bits: int) -> Tensor:
+    """Each row at so many bits and back."""
+    return torch.stack([levels(codes, scale, bits) for codes, scale in (quantise(row, bits) for row in rows)])
+
+
+# --------------------------------------------------------------------------------------------------------------- tables
+
+
+def by_set(lines: Sequence[Record], arm: tuple[str, int], measure: str) -> dict[str, float]:
+    """The mean over seeds of a measure, by data set."""
+    found: dict[str, list[float]] = {}
+    for line in lines:
+        if line["phase"] == "final" and (line["arm"], line["rank"]) == arm:
+            found.setdefault(line["tenant"], []).append(line[measure])
+    return {name: float(np.mean(values)) for name, values in found.items()}
+
+
+def with_interval(differences: Sequence[float]) -> tuple[float, float, float]:
+    """The mean and its 95 % interval, from resampling data sets."""
+    values = np.array(differences)
+    draws = values[np.random.default_rng(0).integers(len(values), size=(10_000, len(values)))].mean(1)
+    low, high = np.quantile(draws, [0.025, 0.975])
+    return float(values.mean()), float(low), float(high)
+
+
+def primary_table(lines: Sequence[Record]) -> str:
+    """The three differences that were set before the runs."""
+    rows = []
+    for title, one, other in PRIMARY:
+        cells = []
+        for measure, digits in (("loss", 3), ("exact", 1)):
+            mine, theirs = by_set(lines, one, measure), by_set(lines, other, measure)
+            both = sorted(mine.keys() & theirs.keys())
+            if len(both) < 2:
+                break
+            middle, low, high = with_interval([mine[name] - theirs[name] for name in both])
+            equal = "equal" if max(abs(low), abs(high)) <= EQUAL[measure] else ""
+            cells += [str(len(both)), f"{middle:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})", equal]
+        else:
+            rows.append([title, *cells[:3], *cells[4:]])
+    heads = ["difference", "data sets", "loss, nats", "within .03", "exact match, points", "within 2"]
+    return table(heads, rows) if rows else "Not measured yet.\n"
+
+
+def arms_table(lines: Sequence[Record]) -> str:
+    """Means over data sets of each arm."""
+    arms = dict.fromkeys((line["arm"], line["rank"]) for line in lines if line["phase"] == "final")
+    rows = []
+    for arm, rank in arms:
+        loss, exact = (by_set(lines, (arm, rank), measure) for measure in ("loss", "exact"))
+        rate = next((line["learning_rate"] for line in lines if (line["arm"], line["rank"]) == (arm, rank)), None)
+        shown = [f"{np.mean([*loss.values()]):.3f}", f"{np.mean([*exact.values()]):.1f}"]
+        rows.append(
+            [f"{arm}, r = {rank}" if rank else arm, str(len(loss)), "" if rate is None else f"{rate:g}", *shown]
+        )
+    heads = ["arm", "data sets", "learning rate", "loss, nats a token", "exact match, %"]
+    return table(heads, rows) if rows else "Not measured yet.\n"
+
+
+def manifest(tenants: Mapping[str, Tenant]) -> str:
+    """A hash of all rows."""
+    every = [
+        [name, part, row.prompt, row.completion]
+        for name, one in tenants.items()
+        for part in one.rows
+        for row in one.rows[part]
+    ]
+    return sha256(json.dumps(every).encode()).hexdigest()[:16]
+
+
+def main() -> None:
+    parser = parser_of(__doc__, "datasets-quality", "jsonl")
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--data-root", type=Path)
+    parser.add_argument("--work", type=Path, help="Folder for trained adapters and bases; with --quick beside --out.")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    options = parser.parse_args()
+    out = options.out or RESULTS / "datasets-quality.jsonl"
+    torch.set_num_threads(1)
+    model, tokenizer = load_model(
+        "pocket" if options.quick else options.model, dtype=options.dtype, device=options.device
+    )
+    model.set_attn_implementation("eager")  # on a CPU faster for short rows
+    tenants = quick_tenants() if options.quick else tenants_of(options.data_root)
+    where = Provenance.here().content()
+    common = {
+        "model": fingerprint_model(model)[:16], "dtype": options.dtype, "rows_sha256": manifest(tenants),
+        "commit": where["commit"][:12] if where["commit"] else None, "device": where["device"],
+        "recipe": f"{TRAIN} rows, {EPOCHS} epochs, calibration {CALIBRATION}; {SCORED}",
+    }  # fmt: skip
+    results = Results(out, common, (*key("", 0, ""),))
+    encoder = PromptEncoder(tokenizer, style="plain")
+    Datasets(model, encoder, tenants, results, options.work or out.with_suffix(".work"), options.quick).run()
+
+
+if __name__ == "__main__":
+    main()
