@@ -12,7 +12,7 @@ from frozencore.cli.display import console
 from frozencore.cli.flags import flag
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.adapter_folder import PEFT_TYPE, WEIGHTS_FILE, adapter_in, folder_of, read_config
-from frozencore.files.atomic_write import check_output
+from frozencore.files.atomic_write import check_output, require_writable
 from frozencore.maths.quantise import BITS
 from frozencore.quiet import quiet_loading
 from frozencore.text import one_line, unknown_name
@@ -21,7 +21,9 @@ from frozencore.tune.locate import model_location, require_model
 if TYPE_CHECKING:
     import torch
 
-FORMS = "lora", "merged", "basis-model", "tenant", "core"
+FORMS = "lora", "merged", "basis-model", "tenant", "core", "onnx", "onnx-adapter", "link", "qr"
+FILES = "onnx-adapter", "qr"
+BITS_OF = {"core": BITS, "link": (None, *BITS), "qr": (None, *BITS), "onnx": (None, 8, 4)}
 
 
 def export(
@@ -29,20 +31,27 @@ def export(
         str,
         typer.Argument(help="Folder of a run; folder or hub id of an adapter, or of a basis (for a basis model)."),
     ],
-    output: Annotated[Path, typer.Option("--out", "--output", help="New folder for the export.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "--output", help="New folder for the export; for onnx-adapter and qr a file, for link nothing."
+        ),
+    ] = None,
     to: Annotated[
         str,
         typer.Option(
             help="lora: an exact LoRA directory. merged: base model plus update. basis-model: the base model with P "
             "and Q, once for all tenants. tenant: the cores, as a LoRA for the basis model. core: the adapter with "
-            "values of fewer bits."
+            "values of fewer bits. onnx: the base model with P and Q for ONNX Runtime. onnx-adapter: the core, for "
+            "that model. link, qr: the core as a fragment of a link, which is printed, or as the picture of a QR code."
         ),
     ] = "lora",
     base: Annotated[
         str | None,
         typer.Option(
             help="Folder, GGUF file or hub id of the base model. Default: the one that the adapter names. For a "
-            "tenant: its basis model, as the engine's --model will name it."
+            "tenant: its basis model, as the engine's --model will name it. For an onnx-adapter: its ONNX model, to "
+            "compare the bases."
         ),
     ] = None,
     dtype: Annotated[
@@ -56,24 +65,46 @@ def export(
         bool,
         typer.Option("--with-code", help="Include the model's code in a basis model, for engines without frozencore."),
     ] = False,
-    bits: Annotated[int | None, typer.Option(help="Bits of a value of a core: 8, 4 or 2.")] = None,
+    bits: Annotated[
+        int | None,
+        typer.Option(
+            help="Bits of a value: of a core (core, link, qr) 8, 4 or 2; of the base weights (onnx) 8 or 4. Default: 4 "
+            "in a link or QR code, float32 in ONNX."
+        ),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing export.")] = False,
 ) -> None:
     if to not in FORMS:
         raise ConfigError(unknown_name("export", to, FORMS))
     if rank is not None and to != "lora":
         raise ConfigError(f"--rank is for a LoRA, and --to {to} has none: leave it out, or give --to lora.")
-    if (bits is not None) != (to == "core") or bits not in (None, *BITS):
-        raise ConfigError(f"A core is exported with --to core and --bits 8, 4 or 2, but --to {to} has --bits {bits}.")
+    if bits not in BITS_OF.get(to, (None,)):
+        known = ", ".join(str(each) for each in BITS_OF.get(to, ()) if each is not None)
+        raise ConfigError(f"--to {to} takes {f'--bits {known}' if known else 'no --bits'}, but --bits {bits} came.")
+    if (output is None) != (to == "link"):
+        raise ConfigError(
+            f"--to {to} {'prints a link and writes' if to == 'link' else 'writes to --out, but'} nothing."
+        )
     if with_code and to != "basis-model":
         raise ConfigError(f"--with-code is for a basis model, and --to {to} has no code: leave it out.")
-    if base is not None:
+    if base is not None and to != "onnx-adapter":
         require_model(base)
         base = model_location(base)
     folder = adapter_in(folder_of(adapter))
-    check_output(output, overwrite=overwrite, reads=folder)
+    if output is not None and to in FILES:
+        _check_file(output, overwrite)
+    elif output is not None:
+        check_output(output, overwrite=overwrite, reads=folder)
     with quiet_loading():
-        if to == "lora":
+        if output is None:
+            lines = list(_link(folder, bits or 4))
+        elif to == "qr":
+            lines = list(_qr(folder, output, bits or 4))
+        elif to == "onnx-adapter":
+            lines = list(_onnx_adapter(folder, output, base, dtype))
+        elif to == "onnx":
+            lines = list(_onnx(folder, output, base, dtype, bits, overwrite))
+        elif to == "lora":
             lines = list(_lora(folder, output, base, dtype, rank, overwrite))
         elif to == "merged":
             lines = list(_merged(folder, output, base, dtype, overwrite))
@@ -85,6 +116,14 @@ def export(
             lines = list(_tenant(folder, output, base, dtype, overwrite))
     for line in lines:
         console.print(line, soft_wrap=True)
+
+
+def _check_file(output: Path, overwrite: bool) -> None:
+    require_writable(output.absolute().parent)
+    if output.is_dir() or (output.exists() and not overwrite):
+        raise ArtifactError(
+            f"{output} is there already. Choose another file, or allow it to be overwritten (--overwrite)."
+        )
 
 
 def _factor_dtype(name: str) -> torch.dtype:
@@ -166,6 +205,38 @@ def _for_vllm(rank: int, way_out: str, basis_model: str | None = None, code: str
         return f"vLLM: --enable-lora --max-lora-rank {admitted}"
     server = f"python -m vllm.entrypoints.openai.api_server --model {basis_model}"
     return f"vLLM: {server} --enable-lora --max-lora-rank {admitted} --lora-target-modules core{code}"
+
+
+def _onnx(
+    adapter: Path, output: Path, base: str | None, dtype: str, bits: int | None, overwrite: bool
+) -> Iterator[str]:
+    from frozencore.adapter.export.onnx import export_onnx
+
+    model = export_onnx(adapter, output, base=base, bits=bits, dtype=_factor_dtype(dtype), overwrite=overwrite)
+    size = sum(file.stat().st_size for file in output.iterdir())
+    yield f"ONNX model: {model.directory}, {len(model.ranks)} layers, {size:,} bytes"
+    yield f"A core is its input {model.core_input}; without one it is the base model."
+    yield f"Tenants: frozencore export ADAPTER --to onnx-adapter --base {model.directory} --out TENANT.onnx_adapter"
+
+
+def _onnx_adapter(adapter: Path, output: Path, base: str | None, dtype: str) -> Iterator[str]:
+    from frozencore.adapter.export.onnx import export_onnx_adapter
+
+    size = export_onnx_adapter(adapter, output, model=base, dtype=_factor_dtype(dtype))
+    compared = f"its basis is that of {base}" if base else "the runtime compares its basis"
+    yield f"ONNX adapter: {output}, {size:,} bytes ({compared})"
+
+
+def _link(adapter: Path, bits: int) -> Iterator[str]:
+    from frozencore.adapter.export.link import core_fragment
+
+    yield core_fragment(adapter, bits)
+
+
+def _qr(adapter: Path, output: Path, bits: int) -> Iterator[str]:
+    from frozencore.adapter.export.link import export_qr
+
+    yield f"QR code: {output}, a core of {bits} bits in {export_qr(adapter, output, bits):,} bytes"
 
 
 def merge(

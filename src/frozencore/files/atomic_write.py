@@ -16,7 +16,7 @@ from typing import Any
 from frozencore.errors import ArtifactError
 
 _ASIDE = re.compile(r"\.(.+)\.[0-9a-f]{8}\.tmp")  # a temporary name, and in it the name of the file or folder
-_MARKS = ("adapter_config.json", "config.json", "basis.json")
+_MARKS = ("adapter_config.json", "config.json", "basis.json", "genai_config.json")
 
 
 @contextmanager

@@ -92,7 +92,7 @@ def export_basis_model(
     loading = safe_loading(base)
     with atomic_folder(out, overwrite=overwrite, reads=directory) as aside:
         model = load_base_model(base, dtype, loading, "a basis stands beside plain weights")
-        _require_fits(basis, directory, model, base)
+        require_fits(basis, directory, model, base)
         _with_basis(model, basis).save_pretrained(aside, save_original_format=False)
         values = json.loads((aside / MODEL_CONFIG).read_text(encoding="utf-8"))
         values["architectures"] = [ARCHITECTURE]
@@ -118,7 +118,7 @@ def read_entry(folder: str | Path) -> dict[str, Any]:
         ) from error
 
 
-def _require_fits(basis: Basis, origin: Path, model: Any, base: str) -> None:
+def require_fits(basis: Basis, origin: Path, model: Any, base: str) -> None:
     known = AutoModelForCausalLM._model_mapping
     if type(model.config) not in known or type(model) is not known[type(model.config)]:
         raise ModelError(
