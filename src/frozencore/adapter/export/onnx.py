@@ -5,6 +5,8 @@ becomes ``y = Wx + s·P (R (Qᵀ x))``:
 
     model.onnx, model.onnx.data   the graph, and the base model's weights as the builder wrote them
     basis.onnx.data               Q (n x r) and s·Pᵀ (r x m) of each layer, float32
+    model-web.onnx                the graph for onnxruntime-web, which feeds no input that has a default: a core is
+                                  required, zeros for the base model
 
 All R are one input, ``frozencore_core_<basis id>`` of shape tenants x Σr²: the vector of a core, as in an adapter's
 file. Its default is one row of zeros, with which the model computes what the base model computes. One row serves all
@@ -38,7 +40,8 @@ from frozencore.files.hub import safe_loading
 from frozencore.maths.basis import LayerBasis
 from frozencore.text import one_line
 
-MODEL_FILE, BASIS_FILE, ENTRY = "model.onnx", "basis.onnx.data", "frozencore_basis_id"
+MODEL_FILE, WEB_FILE, BASIS_FILE = "model.onnx", "model-web.onnx", "basis.onnx.data"
+ENTRY = "frozencore_basis_id"
 PRECISIONS = {None: "fp32", 8: "int8", 4: "int4"}
 DTYPES = (torch.float32, torch.float16)
 BUILDER = """
@@ -104,7 +107,7 @@ def export_onnx(
             model.save_pretrained(place)
             save_tokenizer(directory, place, loading)
         del model
-        _build(
+        build_base(
             place, aside, PRECISIONS[bits], Path(spare), base, fused=any("qkv_proj" in name for name in basis.layers)
         )
         _add_basis(aside / MODEL_FILE, basis, dtype)
@@ -179,7 +182,7 @@ def _require(dtype: torch.dtype) -> None:
         )
 
 
-def _build(place: Path, out: Path, precision: str, spare: Path, base: str, *, fused: bool) -> None:
+def build_base(place: Path, out: Path, precision: str, spare: Path, base: str, *, fused: bool) -> None:
     """Write the base model as ONNX; q, k and v stay apart unless the model has them as one layer."""
     command = [sys.executable, "-c", BUILDER, "-i", place.absolute(), "-o", out.absolute()]
     options = ["-p", precision, "-e", "cpu", "-c", spare, "--extra_options", f"fuse_qkv={str(fused).lower()}"]
@@ -193,7 +196,7 @@ def _build(place: Path, out: Path, precision: str, spare: Path, base: str, *, fu
 
 
 def _add_basis(path: Path, basis: Basis, dtype: torch.dtype) -> None:
-    """Put P, Q and the input of cores into a graph, and write its file again."""
+    """Put P, Q and the input of cores into a graph, and write its file again, and the one for the web."""
     import onnx
     from onnx import TensorProto, external_data_helper, helper, numpy_helper
 
@@ -209,7 +212,7 @@ def _add_basis(path: Path, basis: Basis, dtype: torch.dtype) -> None:
         helper.make_node("Cast", [core], ["basis/core"], to=TensorProto.FLOAT),
         helper.make_node("Split", ["basis/core", "basis/sizes"], [f"{name}/core" for name in basis.ranks], axis=1),
     ]
-    outputs = {_output_in(graph, name): name for name in basis.layers}
+    outputs = {output_of(graph, name): name for name in basis.layers}
     inputs = {node.output[0]: node.input[0] for node in graph.node if node.input}
     for node in graph.node:
         nodes.append(node)
@@ -225,9 +228,11 @@ def _add_basis(path: Path, basis: Basis, dtype: torch.dtype) -> None:
     graph.node.extend(nodes)
     model.metadata_props.append(onnx.StringStringEntryProto(key=ENTRY, value=basis.id))
     onnx.save(model, path)
+    del graph.initializer[[tensor.name for tensor in graph.initializer].index(core)]
+    onnx.save(model, path.with_name(WEB_FILE))
 
 
-def _output_in(graph: Any, name: str) -> str:
+def output_of(graph: Any, name: str) -> str:
     """The name of a layer's output, with its bias, in the builder's graph."""
     found = _LAYER.fullmatch(name)
     if found is not None:
