@@ -40,7 +40,7 @@ async function until(holds) { while (!holds()) await new Promise((done) => setTi
 async function open(name, fragment) {
   frame.src = `index.html?${name}${fragment}`;
   const isOpen = () => frame.contentWindow.location.search === `?${name}`;
-  await until(() => isOpen() && "ready" in frame.contentDocument.body.dataset);
+  await until(() => isOpen() && frame.contentDocument.body?.dataset.ready !== undefined);
 }
 async function pictured(picture) {
   const files = new DataTransfer();
@@ -85,7 +85,7 @@ class Handler(SimpleHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path == "/hold":
-            self.served.reported.wait(500)
+            self.served.reported.wait(240)
         super().do_GET()
 
     def do_POST(self) -> None:
@@ -108,7 +108,7 @@ def shown(folder: Path, steps: dict[str, Any], picture: Path) -> dict[str, Any]:
     words = ["chromium", "--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=500,900"]
     words += [f"--user-data-dir={folder / 'profile'}", f"--screenshot={picture}"]
     try:
-        subprocess.run([*words, f"http://127.0.0.1:{server.server_port}/steps.html"], check=True, timeout=500,
+        subprocess.run([*words, f"http://127.0.0.1:{server.server_port}/steps.html"], check=True, timeout=300,
                        capture_output=True)  # fmt: skip
     finally:
         server.shutdown()
@@ -152,20 +152,20 @@ def test_links_and_pictures_answer_by_their_core_and_wrong_ones_give_one_line(si
         "cut": {"fragment": anna[:-40]}, "changed": {"fragment": anna.replace(anna[900:910], "A" * 10)},
         "other": {"fragment": other},
         "scanned": {"fragment": "", "picture": "ben.png"},
-        "scanned again": {"fragment": "", "picture": "shown", "of": "ben"},
-        "no code": {"fragment": "", "picture": "another.png"}, "anna": {"fragment": anna},
+        "rescanned": {"fragment": "", "picture": "shown", "of": "ben"},
+        "codeless": {"fragment": "", "picture": "another.png"}, "anna": {"fragment": anna},
     }  # fmt: skip
     found = shown(site, steps, tmp_path / "phone.png")
     assert len({found[name]["tuned"] for name in ("anna", "ben")} | {found["none"]["base"]}) == 3
     assert found["none"]["base"] == found["anna"]["base"] == found["ben"]["base"] != ""
-    for name in ("scanned", "scanned again"):
+    for name in ("scanned", "rescanned"):
         assert (found[name]["hash"], found[name]["tuned"]) == (ben, found["ben"]["tuned"])
     for name in ("cut", "changed"):
         assert "damaged" in found[name]["error"]
         assert found[name]["tuned"] == ""
     assert f"basis {read_adapter(tmp_path / 'other' / 'cleo').core.basis_id[:8]}" in found["other"]["error"]
-    assert "no QR code" in found["no code"]["error"]
-    assert all("\n" not in one["error"] and one["overflow"] == 0 for one in found.values())
+    assert "no QR code" in found["codeless"]["error"]
+    assert all("\n" not in one["error"] and one["overflow"] <= 0 for one in found.values())
     assert "model" in found["anna"]["fetched"]
 
 
