@@ -242,7 +242,10 @@ def difference(found: Tensor, expected: Tensor) -> float:
 
 @dataclass
 class Plain:
-    """G and the diagonal of A of layers of the plain model, from autograd and from hooks, one example at a time."""
+    """G and the diagonal of A of layers of the plain model, from autograd and from hooks, one example at a time.
+
+    All rows count in a decoder, and those with an error in other models.
+    """
 
     G: dict[str, Tensor]
     a: dict[str, Tensor]
@@ -253,12 +256,22 @@ def plain_moments(name: str, batch: Mapping[str, Tensor], layers: list[str]) -> 
     modules = {layer: model.get_submodule(layer) for layer in layers}
     seen: dict[str, list[Tensor]] = {layer: [] for layer in layers}
 
-    def add(layer: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], __: Tensor) -> None:
+    counts_all = model.can_generate() and not model.config.is_encoder_decoder
+
+    def add(layer: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> Tensor:
         x = (args[0] if args else next(iter(kwargs.values()))).detach().double()
         if any(x.shape == other.shape and bool(x.eq(other).all()) for other in seen[layer]):
-            return  # embeddings of positions, which are the same for each example, come once in a batch
+            return y  # embeddings of positions, which are the same for each example, come once in a batch
         seen[layer].append(x)
-        found.a[layer] = found.a.get(layer, 0) + x.reshape(-1, x.shape[-1]).square().sum(0)
+
+        def count(delta: Tensor) -> None:
+            size = delta.reshape(-1, delta.shape[-1]).abs().amax(1)
+            rows = x.reshape(-1, x.shape[-1])[counts_all | (size >= 1e-6 * size.max())]
+            found.a[layer] = found.a.get(layer, 0) + rows.square().sum(0)
+
+        y = y.clone()  # a model may change a view in place, whose hooks do not run
+        y.register_hook(count)
+        return y
 
     for layer, module in modules.items():
         module.weight.requires_grad_()
@@ -316,7 +329,9 @@ def outcome(name: str) -> Outcome:
     found.errors["G"] = max(
         difference(sum(moments[layer].cross for layer in each), plain.G[each[0]]) for each in own.values()
     )
-    found.errors["a"] = max(difference(moments[layer].input_square, plain.a[layer]) for layer in layers)
+    found.errors["a"] = max(
+        difference(moments[layer].input_square, plain.a[layer]) for layer in layers if plain.G[layer].any()
+    )
     calibrate(model, moments=moments, progress=False)
     loss_of(model.eval(), batch).backward()
     expected = {}

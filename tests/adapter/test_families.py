@@ -19,7 +19,7 @@ from frozencore.errors import ConfigError, ModelError
 
 LARGEST_ERROR = 2e-5  # float32
 REFUSED = {
-    "calibrate": {"xlnet", "longformer", "led"},  # batches with padding: their layers read tokens first
+    "calibrate": {"xlnet"},  # batches with padding: its layers read tokens first
     "merge": {"zamba", "zamba2"},  # two blocks share their weights
     "export": {"mamba", "mamba2", "falcon_h1", "nemotron_h"},  # PEFT refuses out_proj of these
 }

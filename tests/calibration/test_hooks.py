@@ -118,11 +118,9 @@ def padded(b: int, t: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("with_loss_fn", [False, True])
 @pytest.mark.parametrize("shape", [(3, 6), (4, 4), (1, 6)])
-@pytest.mark.parametrize("order", ["examples first", "flat", "positions too"])
+@pytest.mark.parametrize("order", ["examples first", "flat", "tokens first", "positions too"])
 def test_padding_is_left_out(order: str, shape: tuple[int, int], with_loss_fn: bool) -> None:
     model, batch = Ordered(order), padded(*shape)
-    if order == "positions too" and shape == (1, 6):
-        pytest.skip("as many positions as tokens")
     loss_fn = (lambda m, batch: m(**batch).loss) if with_loss_fn else None
     found = collect_moments(model, [batch, batch], ["layer"], loss_fn=loss_fn)["layer"]
     rows = [model.embed(batch["input_ids"])[batch["attention_mask"].bool()]]
@@ -132,22 +130,34 @@ def test_padding_is_left_out(order: str, shape: tuple[int, int], with_loss_fn: b
     torch.testing.assert_close(found.cross, model.layer.weight.grad)
 
 
-@pytest.mark.parametrize("with_loss_fn", [False, True])
+class Decoder(nn.Module):
+    """A language model with a decoder alone, whose layer reads its tokens in some order, or a row's first one."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.embed, self.layer, self.order = nn.Embedding(10, 4), nn.Linear(4, 4), order
+
+    def can_generate(self) -> bool:
+        return True
+
+    def get_output_embeddings(self) -> None:
+        return None
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> SimpleNamespace:
+        x = self.embed(input_ids)
+        y = self.layer(x.transpose(0, 1)).transpose(0, 1) if self.order == "tokens first" else x + self.layer(x[:, :1])
+        return SimpleNamespace(logits=y)
+
+
 @pytest.mark.parametrize("shape", [(3, 6), (4, 4)])  # with as many rows as tokens, shapes do not tell
-def test_rows_that_are_not_those_of_the_batch_are_refused_where_there_is_padding(
-    shape: tuple[int, int], with_loss_fn: bool
+@pytest.mark.parametrize("order", ["tokens first", "the first token"])
+def test_rows_that_padding_cannot_be_told_in_are_refused_in_a_language_model(
+    order: str, shape: tuple[int, int]
 ) -> None:
-    loss_fn = (lambda m, batch: m(**batch).loss) if with_loss_fn else None
-    with pytest.raises(CalibrationError, match="padding cannot be told from text"):
-        collect_moments(Ordered("tokens first"), [padded(*shape)], ["layer"], loss_fn=loss_fn)
-
-
-def test_a_layer_that_sees_other_rows_than_tokens_is_refused() -> None:
-    """A routed expert or a pooled layer: its rows cannot be matched with the padding mask."""
-    layer = nn.Linear(4, 3).double()
-    model = Features(lambda x: layer(x[:, 0]).sum(), pooled=layer)
-    with pytest.raises(CalibrationError, match=r"'layers\.pooled' read rows of shape \(1,\)"):
-        collect_moments(model, [features(6, 4)], ["layers.pooled"])
+    batch = padded(*shape)
+    batch["labels"] = (batch["input_ids"] % 4).where(batch["attention_mask"].bool(), -100)
+    with pytest.raises(CalibrationError, match=r"'layer' read rows .* padding cannot be told from text"):
+        collect_moments(Decoder(order), [batch], ["layer"])
 
 
 def test_outputs_and_weight_gradients_are_the_same_with_and_without_the_capture() -> None:

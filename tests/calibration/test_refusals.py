@@ -126,7 +126,7 @@ COLLECTING: list[Refusal] = [
     (lambda: collected(nan_for_a_token()[1], model=nan_for_a_token()[0], needs=OUTER)(),
      CalibrationError, f"'{Q}' in calibration batch 2"),
     (collected(model=infinite_error()), CalibrationError, "v_proj'.*batch 0"),
-    *((collected(**token_classifier(), **options), ConfigError, "this BertForTokenClassification is no language model")
+    *((collected(**token_classifier(), **options), ConfigError, "this BertForTokenClassification is no decoder-only")
       for options in ({"tokens": "completion"}, {"weighting": "token_sum"})),
     (collected(model=GivesNoLoss(), layers=[f"model.{Q}"]), CalibrationError, "GivesNoLoss.*loss_fn="),
 ]  # fmt: skip

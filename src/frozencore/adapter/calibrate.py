@@ -60,14 +60,15 @@ def calibrate(
         moments: Moments collected before, by layer name, in place of those of ``data``.
         loss_fn: ``loss_fn(model, batch) -> loss`` instead of the model's own loss: one number, the mean over the
             batch's examples, weighed by their number (the length of the batch's first tensor, or the examples packed in
-            it). A batch is then any dictionary, list or tuple with tensors in it. An ``attention_mask`` (b x t) of a
-            call of the model decides which tokens count, in layers with a row for each token; in other layers every row
-            counts, an image's patches for instance. Tokens that the loss masks have no error, and add nothing to G and
-            d.
+            it). A batch is then any dictionary, list or tuple with tensors in it.
         reset: Allow a new basis under a core that has been trained (the core is lost).
         learning_rate: Propose a learning rate too, from the gradients of some examples with labels, one by one
             (:mod:`frozencore.adapter.learning_rate`).
         progress: True shows a bar, False nothing; a function is called with ``(stage, done, total, note="")``.
+
+    In a decoder-only language model with its own loss every token counts that is not padding. In all other models, and
+    with a ``loss_fn``, the rows of a layer's input count whose output has a gradient: padding has none, nor have tokens
+    that the loss does not reach. So every pass goes back too, and needs labels.
 
     In a process group (``torchrun``, ``accelerate launch``) every rank calls this with its own share of the examples,
     before the model is wrapped; all ranks then hold the same bases.
@@ -83,7 +84,7 @@ def calibrate(
     enter_together("frozencore.calibrate")
     adapter_name, config, layers = adapter_for_new_bases(model, adapter_name, reset=reset)
     options = options or CalibrationOptions()
-    require_options_fit(options, loss_fn)
+    require_options_fit(model, options, loss_fn)
     reads_data = bool(config.needs) and moments is None
     if reads_data and data is None:
         raise CalibrationError(f"{config.constructor} reads data: call calibrate(model, dataloader).")

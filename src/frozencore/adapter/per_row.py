@@ -7,9 +7,8 @@ Adapters on one basis differ only in r x r numbers a layer. In a mixed batch, by
 training. Adapters on different bases compute their own rows. PEFT passes the names to the tuner but not to the model,
 so the layers hold the batch's cores while it runs.
 
-A row is an index of the first axis of a layer's input. Some models put tokens or windows there, and routed experts see
-tokens of any row. So one pass of two rows of three tokens shows, once a model, in which layers the first axis is the
-batch; a mixed batch is refused in all others.
+A row is an index of the first axis of a layer's input. A mixed batch is refused in layers whose first axis is not known
+to be the batch (:mod:`frozencore.calibration.axes`).
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,11 +26,16 @@ from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from frozencore.adapter.core_product import CorePart, PerRowCores, require_batch_axis
 from frozencore.adapter.layer import FrozenCoreLinear
-from frozencore.calibration.hooks import is_encoder_decoder, seen_shapes, three_tokens
+from frozencore.calibration.axes import (
+    NUM_ROWS,
+    copies_of_first_row,
+    find_batch_first,
+    is_encoder_decoder,
+    small_tokens,
+)
 from frozencore.errors import ConfigError
 from frozencore.quiet import with_attributes
 
@@ -235,36 +238,33 @@ def recomputed_alike(model: nn.Module) -> Iterator[None]:
 
 @torch.compiler.disable
 def _find_batch_axes(base: Any, undo: ExitStack) -> None:
-    """Find the layers whose first axis is the batch: by a pass of two rows of three tokens, once a model.
-
-    A model that reads no tokens, or more than tokens, runs on copies of the first row of its first batch, as many as
-    no other axis of its inputs has values.
-    """
+    """Find the layers whose first axis is the batch, once a model (:mod:`frozencore.calibration.axes`)."""
     base = getattr(base, "_orig_mod", base)  # a compiled model
 
     def unknown(part: nn.Module) -> list[Any]:
         adapted = (module for module in part.modules() if isinstance(module, ADAPTED))
         return [module for module in adapted if getattr(module, "has_batch_axis", None) is None]
 
-    tokens = three_tokens(base)
-    if inspect.signature(base.forward).parameters.keys() >= tokens.keys() and _watch(base, base, 2, (), tokens):
+    tokens = small_tokens(base)
+    reads_tokens = inspect.signature(base.forward).parameters.keys() >= tokens.keys()
+    if reads_tokens and _run_small(base, base, NUM_ROWS, (), tokens):
         for module in unknown(base):
             module.has_batch_axis = False  # never called
         return
-    is_watching: list[bool] = []
+    is_running: list[bool] = []
 
     def run_copies(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if not is_watching and unknown(module):
-            is_watching.append(True)  # an encoder is called inside of its model
-            _watch(base, module, *_copies_of_first_row(args, kwargs))
-            is_watching.clear()
+        if not is_running and unknown(module):
+            is_running.append(True)  # an encoder is called inside of its model
+            _run_small(base, module, *copies_of_first_row(args, kwargs))
+            is_running.clear()
 
     for module in (base, base.get_encoder()) if is_encoder_decoder(base) else (base,):
         undo.callback(module.register_forward_pre_hook(run_copies, with_kwargs=True).remove)
 
 
-def _watch(base: nn.Module, part: nn.Module, num_rows: int, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Note for each layer whether its first axis has the rows that these inputs have; False if they do not run."""
+def _run_small(base: nn.Module, part: nn.Module, num_rows: int, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Note in each layer that the base model calls whether its first axis has these rows; False if it does not run."""
     adapted: list[Any] = [module for module in base.modules() if isinstance(module, ADAPTED)]
     with ExitStack() as undo:
         for module in base.modules():
@@ -273,32 +273,7 @@ def _watch(base: nn.Module, part: nn.Module, num_rows: int, args: Any, kwargs: d
         for module in adapted:
             alone = {"per_row": PerRowCores()} if isinstance(module, FrozenCoreLinear) else {"_disable_adapters": True}
             undo.enter_context(with_attributes(module, **alone))
-        seen = seen_shapes(part, adapted, args, kwargs)
-    if seen is None:
-        return False
-    routed = {module for name, module in base.named_modules() if module in seen and _is_routed(name, base)}
-    for module in adapted:
-        if module in seen:
-            first = {shape[:1] for shape in seen[module]}
-            module.has_batch_axis = module not in routed and first == {(num_rows,)}
-    return True
-
-
-def _is_routed(name: str, base: nn.Module) -> bool:
-    """Whether a layer is inside of a routed expert, which sees tokens of any row; a shared one sees all."""
-    parts, module = name.split(".")[:-1], base
-    for part in parts:
-        module = getattr(module, part)
-        if any("expert" in word.lower() and "shared" not in word.lower() for word in (part, type(module).__name__)):
-            return True
-    return False
-
-
-def _copies_of_first_row(args: Any, kwargs: dict[str, Any]) -> tuple[int, Any, dict[str, Any]]:
-    """Copies of the first row of a batch, and their number; without a cache, which a pass would change."""
-    inputs = args, {name: value for name, value in kwargs.items() if name != "past_key_values"}
-    shapes = [value.shape for value in tree_leaves(inputs) if isinstance(value, Tensor) and value.ndim]
-    others = {length for shape in shapes for length in shape[1:]}
-    number = next(number for number in count(2) if number not in others)
-    copied: Any = tree_map_only(Tensor, lambda x: x[[0] * number] if x.ndim and len(x) == shapes[0][0] else x, inputs)
-    return number, copied[0], copied[1]
+        found = find_batch_first(base, part, adapted, num_rows, args, kwargs)
+    for layer, is_first in (found or {}).items():
+        layer.has_batch_axis = is_first  # type: ignore[assignment]  # PEFT's wrappers have none
+    return found is not None

@@ -8,7 +8,7 @@ import itertools
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -379,14 +379,12 @@ class CountedTokens:
     """The tokens that count in a batch.
 
     Attributes:
-        shape: b and t: examples, and tokens of an example, padding included; zeros if the batch does not say them.
+        shape: b and t: examples, and tokens of an example, padding included.
         rows: The indices of the counted tokens in the b·t tokens, examples first; None means all.
-        or_all: Count all rows in a layer with another number of rows.
     """
 
-    shape: tuple[int, int] = (0, 0)
+    shape: tuple[int, int]
     rows: Tensor | None = None
-    or_all: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -399,13 +397,6 @@ class CountedTokens:
         rows = None if bool(flat.all()) else sent(flat.nonzero().squeeze(1), device)
         b, t = mask.shape
         return cls(shape=(b, t), rows=rows)
-
-    @classmethod
-    def of_call(cls, mask: Any, *, device: torch.device | None = None) -> CountedTokens:
-        """The tokens of one call, from its mask if it has one; all rows in layers with another number."""
-        if not isinstance(mask, Tensor) or mask.ndim < 2:
-            return cls(or_all=True)
-        return replace(cls.from_mask(shown_tokens(mask), device=device), or_all=True)
 
 
 def shown_tokens(mask: Tensor) -> Bool[Tensor, "b t"]:
@@ -420,38 +411,12 @@ def shown_tokens(mask: Tensor) -> Bool[Tensor, "b t"]:
     return seen.any(1) if seen.ndim == 3 else seen
 
 
-def text_tokens(batch: Mapping[str, Tensor], options: CalibrationOptions) -> Bool[Tensor, "b t"]:
-    """The tokens of a batch that are not padding, without the first ones to skip; the encoder's if it has one."""
-    text = _not_padding(batch)
-    assert text is not None  # is_batch
-    return _without_first(text, begins_of(batch), options.skip_first)
-
-
 def counted_tokens(batch: Mapping[str, Tensor], options: CalibrationOptions) -> Bool[Tensor, "b t"]:
-    """The tokens of a batch whose x and δ enter the moments."""
-    counted = text_tokens(batch, options)
-    if options.tokens == "completion":
-        counted = counted & targets_of(batch).ne(IGNORED)
-    return counted
-
-
-def counted_target_tokens(batch: Mapping[str, Tensor], options: CalibrationOptions) -> Bool[Tensor, "b t"]:
-    """The decoder's tokens of a batch: by its mask if there is one, else the tokens that predict a label.
-
-    A classifier has no label for each token. Its tokens are those of ``decoder_input_ids``, or else the source's.
-    """
-    mask, labels = batch.get("decoder_attention_mask"), batch.get("labels")
-    if labels is None or labels.ndim < 2:
-        ids = batch.get("decoder_input_ids")
-        return text_tokens(batch, options) if ids is None else _text(ids, mask, options)
-    predicts = labels.ne(IGNORED)
-    counted = _text(labels, predicts if mask is None else mask, options)
-    return counted & predicts if options.tokens == "completion" else counted
-
-
-def _text(ids: Tensor, mask: Tensor | None, options: CalibrationOptions) -> Tensor:
-    text = torch.ones(ids.shape[:2], dtype=torch.bool, device=ids.device) if mask is None else shown_tokens(mask)
-    return _without_first(text, None, options.skip_first)
+    """The tokens of a batch of a decoder-only model whose x and δ enter the moments."""
+    text = _not_padding(batch)
+    assert text is not None  # it has tokens
+    counted = _without_first(text, begins_of(batch), options.skip_first)
+    return counted & targets_of(batch).ne(IGNORED) if options.tokens == "completion" else counted
 
 
 def _without_first(

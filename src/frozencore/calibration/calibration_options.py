@@ -33,7 +33,8 @@ class CalibrationOptions:
         Tokens,
         Field(
             description="Tokens that are summed. nonpad: all except padding; completion: those that predict a "
-            "completion token (in an encoder: all except padding); nonzero_delta: those with a nonzero output error."
+            "completion token; nonzero_delta: those with a nonzero output error, as always with a loss_fn and in "
+            "models other than decoder-only language models."
         ),
     ] = "nonpad"
     skip_first: Annotated[

@@ -16,8 +16,7 @@ that all ranks hold the same bytes. Without a process group one rank owns every 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,11 +24,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import log_softmax, nll_loss
 
+from frozencore.calibration.axes import is_encoder_decoder
 from frozencore.calibration.batches import (
     IGNORED,
     Batch,
     CountedTokens,
-    counted_target_tokens,
     counted_tokens,
     example_of_tokens,
     labels_of,
@@ -37,7 +36,6 @@ from frozencore.calibration.batches import (
     num_examples_of,
     require_batch,
     targets_of,
-    text_tokens,
     total_examples,
 )
 from frozencore.calibration.calibration_options import CalibrationOptions
@@ -46,9 +44,7 @@ from frozencore.calibration.hooks import (
     Hooks,
     LayerRecorder,
     LossFn,
-    is_encoder_decoder,
     recording,
-    watching_encoder,
 )
 from frozencore.calibration.preserve import preserved
 from frozencore.device import execution_device, sent
@@ -90,14 +86,18 @@ def completion_loss(
     return (loss_of_token if options.weighting == "token_sum" else loss_of_token / num_in_example).sum()
 
 
-def require_options_fit(options: CalibrationOptions, loss_fn: LossFn | None) -> None:
-    """Raise a ``ConfigError`` if an option is about completion tokens beside a loss of the user's own."""
-    odd = [name for name in ("weighting", "skip_first") if getattr(options, name) != getattr(CalibrationOptions, name)]
+def require_options_fit(model: nn.Module, options: CalibrationOptions, loss_fn: LossFn | None) -> None:
+    """Raise a ``ConfigError`` if an option is about completion tokens that this model or loss does not have."""
+    if loss_fn is None and is_causal(model):
+        return
+    names = ["skip_first"] if loss_fn is None and _is_language_model(model) else ["skip_first", "weighting"]
+    odd = [name for name in names if getattr(options, name) != getattr(CalibrationOptions, name)]
     odd += ["tokens"] if options.tokens == "completion" else []
-    if loss_fn is not None and odd:
+    if odd:
+        what = f"this {type(model).__name__} is no decoder-only language model"
         raise ConfigError(
-            f"The calibration option {odd[0]} is about completion tokens, but a loss_fn does not tell them apart. "
-            "Leave it at its default."
+            f"The calibration option {odd[0]} is about completion tokens, but "
+            f"{what if loss_fn is None else 'a loss_fn does not tell them apart'}. Leave it at its default."
         )
 
 
@@ -119,11 +119,6 @@ def loss_of(model: nn.Module, batch: Batch, as_it_came: Batch, hooks: Hooks) -> 
             )
         return loss.reshape(()) * num_examples_of(batch)
     if not _is_language_model(model):  # it returns its own loss
-        if (hooks.options.tokens, hooks.options.weighting) != ("nonpad", "example_mean"):
-            raise ConfigError(
-                "The calibration options tokens and weighting are about completion tokens, and this "
-                f"{type(model).__name__} is no language model: its own loss is used. Leave them at their defaults."
-            )
         labels_of(batch)  # raises a clear error if there are none
         return _part(model, model(**batch), "loss") * num_examples_of(batch)
     targets, examples = _targets_and_examples(model, as_it_came)
@@ -149,6 +144,11 @@ def examples_with_loss(model: nn.Module, batch: Batch) -> list[int]:
 def _is_language_model(model: nn.Module) -> bool:
     can_generate = getattr(model, "can_generate", None)
     return can_generate is not None and can_generate()
+
+
+def is_causal(model: nn.Module) -> bool:
+    """Return whether this is a decoder-only language model: its attention mask tells which rows of all layers count."""
+    return _is_language_model(model) and not is_encoder_decoder(model)
 
 
 def _targets_and_examples(model: nn.Module, batch: Batch) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:
@@ -226,7 +226,7 @@ def collect_moments(
     (torch.Size([3, 4]), 5)
     """
     options = options or CalibrationOptions()
-    require_options_fit(options, loss_fn)
+    require_options_fit(model, options, loss_fn)
     modules = dict(layers) if isinstance(layers, Mapping) else {name: model.get_submodule(name) for name in layers}
     if not modules:
         raise CalibrationError("Calibration needs at least one layer, but none was named.")
@@ -269,9 +269,7 @@ def _run_pass(
     """Sum over all batches; :func:`frozencore.calibration.preserve.preserved` must have prepared the model."""
     any_form = hooks.loss_fn is not None
     num_examples, total = 0, total_examples(batches, any_form=any_form)
-    with watching_encoder(model) as encoder, recording(hooks, encoder) as running, ExitStack() as watched:
-        if any_form:
-            watched.enter_context(_watching_calls(model, running))
+    with recording(hooks) as running:
         for index, batch in enumerate(batches):
             require_batch(batch, index, any_form=any_form)
             _run_batch(model, batch, running)
@@ -295,15 +293,14 @@ def on_device(batch: Batch, device: torch.device, hooks: Hooks) -> tuple[Batch, 
 def _run_batch(model: nn.Module, batch: Batch, running: CalibrationPass) -> None:
     hooks, device = running.hooks, execution_device(model)
     as_it_came, batch = on_device(batch, device, hooks)
-    if hooks.loss_fn is None:
-        _count_tokens(as_it_came, running, device)
-        running.find_order(model, running.tokens, running.source_tokens)
-    if not hooks.read_errors:
-        with torch.no_grad():  # an encoder-decoder needs labels: it makes the decoder's input of them
-            if hooks.loss_fn is not None:
-                hooks.loss_fn(model, batch)
-            else:
-                model(**_inputs(batch, running))
+    running.tokens = None
+    if hooks.loss_fn is None and is_causal(model) and {"input_ids", "inputs_embeds"} & batch.keys():
+        mask = counted_tokens(as_it_came, hooks.options)
+        running.tokens = CountedTokens.from_mask(mask, device=device)
+        running.find_order(model)
+    if not running.reads_errors:
+        with torch.no_grad():
+            model(**{key: value for key, value in batch.items() if key != "labels"})
         return
     loss = loss_of(model, batch, as_it_came, hooks)
     if not loss.requires_grad:
@@ -312,65 +309,3 @@ def _run_batch(model: nn.Module, batch: Batch, running: CalibrationPass) -> None
             "does not use it."
         )
     loss.backward()
-
-
-def _inputs(batch: Batch, running: CalibrationPass) -> Batch:
-    """The inputs of a forward pass without a loss; an encoder-decoder makes the decoder's input of the labels."""
-    return {key: value for key, value in batch.items() if key != "labels" or running.encoder is not None}
-
-
-def _count_tokens(batch: Batch, running: CalibrationPass, device: torch.device) -> None:
-    """Tell a pass which tokens of the next batch count, as indices on the model's device."""
-    options = running.hooks.options
-    if {"input_ids", "inputs_embeds"} & batch.keys():
-        counted = counted_tokens if running.encoder is None else counted_target_tokens
-        running.tokens = CountedTokens.from_mask(counted(batch, options), device=device)
-        if running.encoder is not None:
-            running.source_tokens = CountedTokens.from_mask(text_tokens(batch, options), device=device)
-        return
-    # images, sound: the layers' rows are not the batch's rows
-    running.tokens = running.source_tokens = CountedTokens.of_call(batch.get("attention_mask"), device=device)
-    labels = batch.get("labels")
-    of_text = (isinstance(labels, Tensor) and labels.ndim == 2) or "decoder_input_ids" in batch
-    if running.encoder is not None and of_text:
-        running.tokens = CountedTokens.from_mask(counted_target_tokens(batch, options), device=device)
-
-
-@contextmanager
-def _watching_calls(model: nn.Module, running: CalibrationPass) -> Iterator[None]:
-    """Read the counted rows from the masks of each call of the model, or of the base model under its adapters.
-
-    A loss of the user's own may call the model with any input, so the batch cannot tell which rows count. A layer with
-    one row for each token of the call's ``attention_mask`` counts its tokens; other layers (patches, pooled outputs)
-    count all rows.
-    """
-
-    def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if running.is_off:
-            return
-        given = _arguments(module, args, kwargs)
-        tokens = CountedTokens.of_call(given.get("attention_mask"))
-        running.find_order(module, tokens)
-        running.tokens = running.source_tokens = tokens
-        if running.encoder is not None:
-            labels, of_target = given.get("labels"), given.get("decoder_attention_mask")
-            if of_target is None and isinstance(labels, Tensor) and labels.ndim == 2:
-                of_target = labels.ne(IGNORED)
-            running.tokens = CountedTokens.of_call(of_target)
-
-    base = _base_of(model)
-    with ExitStack() as undo:
-        for module in {id(module): module for module in (model, base)}.values():
-            undo.callback(module.register_forward_pre_hook(see, with_kwargs=True).remove)
-        yield
-
-
-def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
-    """A call's arguments by name; a single dictionary is unpacked."""
-    if len(args) == 1 and isinstance(args[0], Mapping):
-        return {**args[0], **kwargs}
-    try:
-        bound = inspect.signature(module.forward).bind_partial(*args, **kwargs)
-    except (TypeError, ValueError):
-        return kwargs
-    return {**bound.arguments, **kwargs}

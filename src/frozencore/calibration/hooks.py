@@ -12,9 +12,9 @@ Shapes: a call's counted tokens N, m out features, n in features; b examples of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,10 +23,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from frozencore.calibration.axes import find_seq_first_layers
 from frozencore.calibration.batches import CountedTokens
 from frozencore.calibration.calibration_options import CalibrationOptions
-from frozencore.calibration.preserve import own_random_state
-from frozencore.device import execution_device, find_device
+from frozencore.device import find_device
 from frozencore.errors import CalibrationError
 from frozencore.maths.moments import (
     BACKWARD_MOMENTS,
@@ -42,12 +42,19 @@ from frozencore.quiet import with_attributes
 LossFn = Callable[[nn.Module, Any], Tensor]
 """``loss_fn(model, batch)``: one number with a gradient, the mean over the batch's examples."""
 STRIP = 2**24  # entries of a product that are moved to another device at a time
+NEGLIGIBLE = 1e-6  # of the largest error: kernels round the error of a query with one key to 0 or to almost 0
 OUTPUT_SIDE: frozenset[MomentName] = frozenset({"output_outer", "output_total"})
 
 
 def select(values: Float[Tensor, "all p"], rows: Tensor | None) -> Float[Tensor, "N p"]:
     """Select the counted rows; None selects all."""
     return values if rows is None else values.index_select(0, rows.to(values.device))
+
+
+def has_gradient(error: Float[Tensor, "N m"]) -> Tensor:
+    """The rows whose output error is more than the rounding of the others; all if none has an error."""
+    size = error.abs().amax(1)
+    return ~(size < NEGLIGIBLE * size.max()) if len(size) else size.bool()  # NaN and Inf count, and are refused later
 
 
 class ReadInput:
@@ -190,73 +197,6 @@ class FiniteBatches:
                 )
 
 
-class EncoderSide:
-    """Tells which layer calls of an encoder-decoder read source tokens, whose padding mask is not the target's.
-
-    A layer does if it is in the encoder, or if it reads the encoder's output (keys and values of cross-attention).
-    Module names differ between architectures, so a reader of that output is recognised by the tensor itself.
-    """
-
-    def __init__(self, encoder: nn.Module) -> None:
-        self.output: Tensor | None = None  # kept alive, because its address identifies it
-        self._inside = {id(module) for module in encoder.modules()}
-
-    def remember(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """The encoder's forward hook."""
-        self.output = output[0]
-
-    def reads_source(self, layer: nn.Module, x: Tensor) -> bool:
-        """Return whether this call's input has a row for each source token."""
-        output = self.output  # addresses are compared, because checkpointing passes a detached x
-        from_encoder = output is not None and output.data_ptr() == x.data_ptr() and output.shape == x.shape
-        return id(layer) in self._inside or from_encoder
-
-
-def is_encoder_decoder(model: Any) -> bool:
-    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-
-
-def three_tokens(model: nn.Module) -> dict[str, Tensor]:
-    """Two rows of three tokens, for a model that reads token ids: a layer's input shows the order of its axes."""
-    ids = torch.tensor([[1, 2, 3], [1, 2, 3]], device=execution_device(model))
-    return dict.fromkeys(("input_ids", "decoder_input_ids") if is_encoder_decoder(model) else ("input_ids",), ids)
-
-
-def seen_shapes(
-    part: nn.Module, layers: Iterable[nn.Module], args: Any, kwargs: Mapping[str, Any]
-) -> dict[nn.Module, list[torch.Size]] | None:
-    """Run a model or its encoder; returns the shapes of the inputs that each layer read, None if it does not run."""
-    seen: dict[nn.Module, list[torch.Size]] = {}
-
-    def see(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        x = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        seen.setdefault(layer, []).append(x.shape)
-
-    with ExitStack() as undo, own_random_state(), torch.no_grad():
-        for layer in layers:
-            undo.callback(layer.register_forward_pre_hook(see, with_kwargs=True).remove)
-        try:
-            part(*args, **kwargs)
-        except Exception:  # any model's, on inputs that its user did not give
-            return None
-    return seen
-
-
-@contextmanager
-def watching_encoder(model: Any) -> Iterator[EncoderSide | None]:
-    """Watch the encoder side of a model while it runs; None for a model with one mask."""
-    if not is_encoder_decoder(model):
-        yield None
-        return
-    encoder = model.get_encoder()
-    side = EncoderSide(encoder)
-    handle = encoder.register_forward_hook(side.remember)
-    try:
-        yield side
-    finally:
-        handle.remove()
-
-
 @dataclass(frozen=True)
 class Hooks:
     """The layers of one pass, and the sums to collect."""
@@ -265,11 +205,6 @@ class Hooks:
     needs: frozenset[MomentName]
     options: CalibrationOptions = field(default_factory=CalibrationOptions)
     loss_fn: LossFn | None = None
-
-    @property
-    def read_errors(self) -> bool:
-        """Whether a batch takes a backward pass after its forward pass."""
-        return self.options.tokens == "nonzero_delta" or not self.needs.isdisjoint(BACKWARD_MOMENTS)
 
 
 class _Recorded(torch.autograd.Function):
@@ -299,57 +234,52 @@ class CalibrationPass:
     """The state of a running pass.
 
     Attributes:
-        tokens, source_tokens: The counted tokens of the current batch, and the encoder's if the model has one.
-        tokens_first: The layers that read tokens before rows; None until a batch needs it (:meth:`find_order`).
+        tokens: The counted tokens of the current batch; None counts the rows with a gradient other than zero.
+        seq_first_layers: The layers that read tokens before rows; None until a batch needs it (:meth:`find_order`).
         is_off: Nothing is recorded.
         finite_batches: To be looked at after the pass.
     """
 
-    def __init__(self, hooks: Hooks, encoder: EncoderSide | None) -> None:
+    def __init__(self, hooks: Hooks) -> None:
         self.hooks = hooks
-        self.encoder = encoder
         device = find_device(hooks.options.stats_device) if hooks.options.stats_device else None
         self.recorders = {name: LayerRecorder(name, device) for name in hooks.layers}
-        self.tokens = self.source_tokens = CountedTokens()
+        self.tokens: CountedTokens | None = None
         self.finite_batches = FiniteBatches()
-        self.tokens_first: set[str] | None = None
+        self.seq_first_layers: set[str] | None = None
         self.is_off = False
         self._latest: ReadInput | None = None
 
-    def find_order(self, model: Any, *batches: CountedTokens) -> None:
-        """Find the layers that read tokens first, before the first padded batch that has as many rows as tokens.
+    @property
+    def reads_errors(self) -> bool:
+        """Whether the batch takes a backward pass after its forward pass."""
+        reads = self.tokens is None or self.hooks.options.tokens == "nonzero_delta"
+        return reads or not self.hooks.needs.isdisjoint(BACKWARD_MOMENTS)
 
-        A pass of two rows of three tokens shows it, of a model that reads token ids.
-        """
-        is_square = any(tokens.rows is not None and tokens.shape[0] == tokens.shape[1] for tokens in batches)
-        if not is_square or self.tokens_first is not None or self.is_off:
-            return
-        tokens = three_tokens(model)
-        tokens["attention_mask"] = torch.ones_like(tokens["input_ids"])  # some models have no default
-        with with_attributes(self, is_off=True):
-            seen = seen_shapes(model, self.hooks.layers.values(), (), tokens) or {}
-        layers = self.hooks.layers.items()
-        self.tokens_first = {name for name, layer in layers if any(x[:2] == (3, 2) for x in seen.get(layer, ()))}
+    def find_order(self, model: Any) -> None:
+        """Find the layers that read tokens first, before the first padded batch that has as many rows as tokens."""
+        tokens = self.tokens
+        is_square = tokens is not None and tokens.rows is not None and tokens.shape[0] == tokens.shape[1]
+        if is_square and self.seq_first_layers is None:
+            with with_attributes(self, is_off=True):
+                self.seq_first_layers = find_seq_first_layers(model, self.hooks.layers)
 
-    def rows_of(self, name: str, x: Tensor, tokens: CountedTokens) -> CountedTokens:
-        """The counted rows of a layer's input, whose first axis is the batch (b x t x n, or b·t x n).
-
-        All rows of an input 1 x k x n count: they belong to no row of the batch.
+    def rows_of(self, name: str, x: Tensor) -> Tensor | None:
+        """The counted rows of a layer's input, whose first axis is the batch (b x t x n, or b·t x n); None means all.
 
         Raises:
             CalibrationError: The input has other rows, so padding cannot be told from text.
         """
-        shape, num_rows = tuple(x.shape[:-1]), x.numel() // x.shape[-1]
-        of_no_row = len(shape) == 2 and shape[0] == 1  # such as DeBERTa's relative positions
-        if (tokens.or_all or of_no_row) and num_rows != tokens.num_rows:  # an image's patches, a pooled output
-            return replace(tokens, rows=None)
+        if self.tokens is None:
+            return None
+        shape, num_rows, rows = tuple(x.shape[:-1]), x.numel() // x.shape[-1], self.tokens.rows
         axes = tuple(length for length in shape if length > 1)
-        in_order = axes in (tokens.shape, (tokens.num_rows,)) or 1 in tokens.shape
-        in_order = in_order and (tokens.rows is None or name not in (self.tokens_first or ()))
-        if num_rows == tokens.num_rows and (tokens.rows is None or in_order):
-            return tokens
+        in_order = axes in (self.tokens.shape, (self.tokens.num_rows,)) or 1 in self.tokens.shape
+        in_order = in_order and name not in (self.seq_first_layers or ())
+        if num_rows == self.tokens.num_rows and (rows is None or in_order):
+            return rows
         raise CalibrationError(
-            f"Layer {name!r} read rows of shape {shape} where the batch has {' x '.join(map(str, tokens.shape))} "
+            f"Layer {name!r} read rows of shape {shape} where the batch has {' x '.join(map(str, self.tokens.shape))} "
             "tokens, so padding cannot be told from text. Calibrate on rows without padding, or leave layers such as "
             "routed experts, pooled ones and those that read tokens first out of target_modules."
         )
@@ -357,17 +287,17 @@ class CalibrationPass:
     def record(
         self,
         recorder: LayerRecorder,
-        tokens: CountedTokens,
+        rows: Tensor | None,
         x: Tensor,
         delta: Tensor | None = None,
         y: Tensor | None = None,
     ) -> None:
-        """Add the counted ``tokens`` of a call: input x (..., n), output error and, if asked, output y (..., m)."""
-        needs, rows = self.hooks.needs, tokens.rows
+        """Add the counted rows of a call: input x (..., n), output error and, if asked, output y (..., m)."""
+        needs = self.hooks.needs
         error = None if delta is None else delta.reshape(-1, delta.shape[-1])
-        only_nonzero_delta = self.hooks.options.tokens == "nonzero_delta" and error is not None
+        only_nonzero_delta = self.tokens is None or self.hooks.options.tokens == "nonzero_delta"
         if only_nonzero_delta and error is not None:
-            nonzero = error.ne(0).any(1)
+            nonzero = has_gradient(error)
             rows = nonzero.nonzero().squeeze(1) if rows is None else rows[nonzero[rows]]
         if self._latest is None or only_nonzero_delta or not self._latest.is_of(x):
             self._latest = ReadInput(x, rows, needs)
@@ -381,15 +311,13 @@ class CalibrationPass:
     def finish_batch(self, batch_index: int) -> None:
         """Release the batch's tensors and keep its finite flags; flags on a GPU are read after the pass."""
         self._latest = None
-        if self.encoder is not None:
-            self.encoder.output = None
         self.finite_batches.add(batch_index, self.recorders)
 
 
 @contextmanager
-def recording(hooks: Hooks, encoder: EncoderSide | None = None) -> Iterator[CalibrationPass]:
+def recording(hooks: Hooks) -> Iterator[CalibrationPass]:
     """Record the layers of a model while it runs; the hooks are always removed afterwards."""
-    running = CalibrationPass(hooks, encoder)
+    running = CalibrationPass(hooks)
     handles: list[RemovableHandle] = []
     anchors: dict[torch.device, Tensor] = {}
     keeps_output = not hooks.needs.isdisjoint(OUTPUT_SIDE)
@@ -400,10 +328,8 @@ def recording(hooks: Hooks, encoder: EncoderSide | None = None) -> Iterator[Cali
         if running.is_off:
             return None
         x = args[0] if args else next(iter(kwargs.values()))
-        reads_source = encoder is not None and encoder.reads_source(layer, x)
-        tokens = running.source_tokens if reads_source else running.tokens
-        add = partial(running.record, recorder, running.rows_of(recorder.name, x, tokens))
-        if not hooks.read_errors:
+        add = partial(running.record, recorder, running.rows_of(recorder.name, x))
+        if not running.reads_errors:
             add(x.detach(), y=y.detach() if keeps_output else None)
             return None
         anchor = anchors.setdefault(y.device, torch.zeros((), device=y.device, requires_grad=True))
