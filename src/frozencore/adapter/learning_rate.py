@@ -140,8 +140,10 @@ def _active_at_zero(
 def _on_basis(layer: FrozenCoreLinear, adapter_name: str, basis: LayerBasis) -> AbstractContextManager[None]:
     """Compute on this basis inside; the adapter's own factors are not touched."""
     P, Q = SharedFactors(), SharedFactors()
-    for factors, X, like in zip((P, Q), (basis.P, basis.Q), layer.factors(adapter_name)[:2], strict=True):
-        factors[adapter_name] = X.to(like.device, like.dtype)
+    for new, its, X in ((P, layer.frozencore_P, basis.P), (Q, layer.frozencore_Q, basis.Q)):
+        for other in its:  # a loss may compute with another adapter too, as DPO's does
+            new[other] = its[other]
+        new[adapter_name] = X.to(its[adapter_name].device, its[adapter_name].dtype)
     state = layer.frozencore_state | {adapter_name: BasisState.READY}
     return with_attributes(layer, frozencore_P=P, frozencore_Q=Q, frozencore_state=state)
 
