@@ -55,7 +55,7 @@ def difference(cores: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> f
     return (distance / sum(float(R.norm() ** 2) for R in expected.values())) ** 0.5
 
 
-RESOURCES = {"magnitude_parameters": 0, "saved_bytes_without_bases": 147_456, "step_s": 0.1, "peaks": None}
+RESOURCES = {"magnitude_parameters": 0, "saved_bytes_without_bases": 147_456, "step_s": 0.1}
 SCORE = {
     "task": "svamp", "held_out_loss": 1.2, "time_s": 3.0, "chance": 0.5, "majority_class": None, "num_ties": 0,
     "num_duplicate_choices": 0, "num_cut": 0, "num_truncated": 0, "num_unanswered": 0, "num_examples": 4,

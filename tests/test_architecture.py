@@ -78,3 +78,11 @@ def test_only_the_module_of_the_fork_server_forks() -> None:
     files = [file for folder in ("src", "lab", "tests", "benchmarks") for file in (root / folder).rglob("*.py")]
     forking = {file.name for file in files for way in ways if way in file.read_text(encoding="utf-8")}
     assert forking <= {"forked.py", "test_architecture.py"}
+
+
+def test_the_flow_of_a_row_names_at_most_twelve_files_that_exist() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    flow = page.partition("## One row, from a file to vLLM")[2].partition("\n## ")[0]
+    files = re.findall(r"^\d+\. `(\S+\.py)`", flow, flags=re.MULTILINE)
+    assert 10 <= len(files) <= 12
+    assert [file for file in files if not (ROOT / "src" / file).is_file()] == []

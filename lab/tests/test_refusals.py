@@ -61,11 +61,6 @@ SPECIFICATIONS = [
     ),
     ("- a\n- b\n", "must hold a campaign"),
     (STUDY + "    fixed: {warmup: !!python/object/apply:os.getcwd []}\n", "line 7: could not determine"),
-    (
-        "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40)),
-        "expand to more than",
-    ),
-    (STUDY.replace("[42]", str(list(range(200_000)))), "larger than"),
     *(
         (STUDY.replace("name: x", f"name: {name}"), "line 1: name: string should match pattern")
         for name in ("../x", '"x\\ny"', "x" * 300, "X", "..", "x/", "'x\n\n'")
@@ -86,7 +81,7 @@ def test_a_wrong_specification_gets_one_line_with_its_place(text: str, message: 
 
 MANY = str(list(range(1000)))
 RUNS = [
-    ({"learning_rate": "1e-3"}, "learning_rate: input should be a valid number or 'auto', but '1e-3' came"),
+    ({"learning_rate": "1e-3"}, "learning_rate: input should be a valid number or 'auto', but '1e-3' was given"),
     ({"rank": 8.5}, "rank: input should be a valid integer"),
     ({"rank": 0}, "rank: input should be greater than or equal to 1"),
     ({"whiten": "sideways"}, "whiten must be one of both, input"),
@@ -166,7 +161,7 @@ COMMANDS = [
     (("report", "--table", PAPER), "needs --reference"),
     (("report", "--table", "/nowhere.csv", "--reference", "FCCA"), "No such file"),
     (("status", "/nowhere"), "no campaign's folder"),
-    (("plan", "/nowhere.yaml"), "There is no file"),
+    (("plan", "/nowhere.yaml"), "/nowhere.yaml: No such file or directory"),
     (("run", PAPER), "must hold a campaign"),
     (("plan", "SPEC", "--model-path", "pocket"), "--model-path takes NAME=FOLDER, got 'pocket'"),
     (("plan", "SPEC", "--model-path", "=folder"), "--model-path takes NAME=FOLDER, got '=folder'"),

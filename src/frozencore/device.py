@@ -45,7 +45,7 @@ def find_device(name: str) -> torch.device:
         raise ConfigError(f"There is no device {name!r} here. Use cpu, or cuda where there is a GPU.") from error
 
 
-def place_of(name: str) -> torch.device:
+def resolve_device(name: str) -> torch.device:
     """The device of this name; ``auto`` is the first GPU, or the CPU."""
     return find_device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
 

@@ -1,6 +1,6 @@
 """Process groups: the number of ranks, this rank, exchanges between ranks, and what calibration reduces and compares.
 
-Without an initialised process group there is one rank, and every function returns at once. :func:`all_ranks_or_none`
+Without an initialised process group there is one rank, and every function returns at once. :func:`raise_on_any_rank`
 handles failures: the failed rank raises its own error, and the others raise an error that names the failed rank.
 """
 
@@ -56,7 +56,7 @@ def assign_owners(costs: Mapping[str, int], ranks: int) -> dict[str, int]:
 
 
 @contextmanager
-def all_ranks_or_none() -> Iterator[None]:
+def raise_on_any_rank() -> Iterator[None]:
     """Run each rank's own work inside; afterwards no rank continues if one failed.
 
     Raises:
@@ -74,7 +74,7 @@ def all_ranks_or_none() -> Iterator[None]:
     _refuse_failures(None)
 
 
-def enter_together(what: str) -> None:
+def check_same_call(what: str) -> None:
     """Check that all ranks begin the same work. If another rank is late, return: the first exchange waits for it.
 
     The check does not use collectives, which would mix up the messages of different work.
@@ -102,15 +102,15 @@ def enter_together(what: str) -> None:
             )
 
 
-def from_first(work: Callable[[], T]) -> T:
+def broadcast_from_rank0(work: Callable[[], T]) -> T:
     """Return the first rank's result, a plain object, on every rank."""
-    held: list[T | None] = [None]
-    with all_ranks_or_none():
+    result: list[T | None] = [None]
+    with raise_on_any_rank():
         if own_rank() == 0:
-            held = [work()]
+            result = [work()]
     if num_ranks() > 1:
-        call_collective(partial(dist.broadcast_object_list, held))
-    return cast(T, held[0])
+        call_collective(partial(dist.broadcast_object_list, result))
+    return cast(T, result[0])
 
 
 def wait_for_all() -> None:
@@ -119,24 +119,24 @@ def wait_for_all() -> None:
         call_collective(dist.barrier)
 
 
-def of_every_rank(own: T) -> list[T]:
+def all_gather(value: T) -> list[T]:
     """Return every rank's plain object, in the order of ranks, on every rank."""
     if num_ranks() == 1:
-        return [own]
-    held: list[tuple[str, T]] = [(_TAG, own)] * num_ranks()
-    call_collective(partial(dist.all_gather_object, held, (_TAG, own)))
-    for rank, theirs in enumerate(held):
-        if not isinstance(theirs, tuple) or theirs[:1] != (_TAG,):
+        return [value]
+    gathered_objects: list[tuple[str, T]] = [(_TAG, value)] * num_ranks()
+    call_collective(partial(dist.all_gather_object, gathered_objects, (_TAG, value)))
+    for rank, item in enumerate(gathered_objects):
+        if not isinstance(item, tuple) or item[:1] != (_TAG,):
             raise RankError(
                 f"All ranks must call the same functions in the same order, but rank {rank} called another exchange of "
                 "torch.distributed. Call frozencore's functions on every rank."
             )
-    return [theirs for _, theirs in held]
+    return [item for _, item in gathered_objects]
 
 
-def gathered(own: Mapping[str, T]) -> dict[str, T]:
+def gathered(named: Mapping[str, T]) -> dict[str, T]:
     """Return all ranks' plain objects by name, on every rank."""
-    return {name: found for theirs in of_every_rank(dict(own)) for name, found in theirs.items()}
+    return {name: value for objects in all_gather(dict(named)) for name, value in objects.items()}
 
 
 def sum_over_ranks(total: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ def sum_over_ranks(total: Tensor) -> Tensor:
 
 def largest_over_ranks(number: int) -> int:
     """The largest of every rank's numbers, on every rank."""
-    return max(of_every_rank(number))
+    return max(all_gather(number))
 
 
 def reduce_moments(moments: Mapping[str, LayerMoments], owners: Mapping[str, int]) -> dict[str, LayerMoments]:
@@ -179,7 +179,7 @@ def require_same_bases(factors: Mapping[str, tuple[Tensor, Tensor]]) -> None:
     """
     if num_ranks() == 1:
         return
-    every = of_every_rank({name: fingerprint_tensors(zip("PQ", pair, strict=True)) for name, pair in factors.items()})
+    every = all_gather({name: fingerprint_tensors(zip("PQ", pair, strict=True)) for name, pair in factors.items()})
     for rank, theirs in enumerate(every):
         odd = [name for name in every[0] | theirs if every[0].get(name) != theirs.get(name)]
         if odd:
@@ -207,17 +207,17 @@ def exchange_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
-def _refuse_failures(own: Exception | None) -> None:
+def _refuse_failures(failure: Exception | None) -> None:
     """Exchange how each rank's work ended; raise an error for the first failed rank if this one did not fail.
 
     If this rank only ran out of memory, another kind of failure on another rank has priority.
     """
-    lacks_memory = own is not None and is_out_of_memory(own)
-    endings = of_every_rank(None if own is None else (lacks_memory, one_line(own)))
-    if own is not None and not lacks_memory:
+    lacks_memory = failure is not None and is_out_of_memory(failure)
+    endings = all_gather(None if failure is None else (lacks_memory, one_line(failure)))
+    if failure is not None and not lacks_memory:
         return
     failed = [(rank, ending) for rank, ending in enumerate(endings) if ending is not None]
-    for rank, (_, reason) in (found for found in failed if not found[1][0]):
+    for rank, (_, reason) in (ending for ending in failed if not ending[1][0]):
         raise RankError(f"Rank {rank} failed: {reason}")
-    if failed and own is None:
+    if failed and failure is None:
         raise torch.OutOfMemoryError(f"Rank {failed[0][0]} ran out of memory.")

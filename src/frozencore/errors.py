@@ -56,13 +56,13 @@ class DivergenceError(TrainingError):
     """A loss or a gradient is not finite."""
 
 
-def own_refusal(error: ErrorDetails) -> ConfigError | None:
+def wrapped_error(error: ErrorDetails) -> ConfigError | None:
     """The frozencore error behind a pydantic error, if there is one."""
     refused = error.get("ctx", {}).get("error")
     return refused if isinstance(refused, ConfigError) else None
 
 
-def most_telling(error: ValidationError) -> ErrorDetails:
+def most_specific(error: ValidationError) -> ErrorDetails:
     """The first error; for a value that fits none of several types, the error of the nearest type, or of all."""
     first, *others = error.errors()
     siblings = [first, *(other for other in others if other["loc"][:-1] == first["loc"][:-1])]

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from frozencore.errors import ConfigError, own_refusal
+from frozencore.errors import ConfigError, wrapped_error
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +78,7 @@ class Option:
         try:
             self.adapter.validate_python(value, strict=True)
         except ValidationError as error:
-            raise own_refusal(error.errors()[0]) or ConfigError(
+            raise wrapped_error(error.errors()[0]) or ConfigError(
                 f"{self.name} must be {self.rule}, but {value!r} came."
             ) from error
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.utils import validate_repo_id
-from peft import PeftModel, PromptTuningConfig, get_peft_model
+from peft import PeftModel
 
 from frozencore import export_lora, merge_adapters, save_basis, write_model_card
 from frozencore.adapter.card import begin_model_card
-from frozencore.errors import ArtifactError
-from frozencore.tune.pocket import pocket_model_path
-from tiny import adapted, tiny_qwen2
+from tiny import adapted
 
 
 @pytest.fixture
@@ -59,7 +55,7 @@ def test_a_card_that_was_begun_before_is_the_same_in_the_end(named: PeftModel, t
     for folder in (tmp_path / "begun", tmp_path / "not"):
         named.save_pretrained(folder)
         cards.append((folder / "README.md").read_bytes())
-    assert cards[0] == cards[1].replace(bytes(tmp_path / "not"), bytes(tmp_path / "begun"))
+    assert cards[0] == cards[1]
     begin_model_card(tmp_path / "begun")
     assert (tmp_path / "begun" / "README.md").read_bytes() == cards[0]
 
@@ -99,12 +95,6 @@ def test_a_local_base_folder_is_not_told_to_the_hub(named: PeftModel, tmp_path: 
     assert "a local folder, `qwen`" in text
 
 
-def test_a_local_base_model_has_the_name_that_its_own_card_gives_it(named: PeftModel, tmp_path: Path) -> None:
-    named.peft_config["default"].base_model_name_or_path = str(pocket_model_path())
-    named.save_pretrained(tmp_path)
-    assert "a local folder, `The pocket model`" in (tmp_path / "README.md").read_text()
-
-
 def test_an_export_has_a_card_without_our_import_and_a_configuration_alone_none(
     named: PeftModel, tmp_path: Path
 ) -> None:
@@ -115,13 +105,8 @@ def test_an_export_has_a_card_without_our_import_and_a_configuration_alone_none(
     assert "import frozencore" not in card.text
     named.peft_config["default"].save_pretrained(tmp_path / "alone")
     assert [path.name for path in (tmp_path / "alone").iterdir()] == ["adapter_config.json"]
-    with pytest.raises(ArtifactError, match="cannot be brought up to date"):
+    with pytest.raises(FileNotFoundError):
         write_model_card(tmp_path / "nothing")
-    get_peft_model(tiny_qwen2(), PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")).save_pretrained(
-        str(tmp_path / "tokens")
-    )
-    with pytest.raises(ArtifactError, match="PROMPT_TUNING"):
-        write_model_card(tmp_path / "tokens")
 
 
 @pytest.mark.parametrize("half_filled", [False, True])
@@ -140,29 +125,13 @@ def test_a_template_is_replaced_unless_someone_wrote_into_it(
     assert ("my own forge" in text) == ("[More Information Needed]" in text) == half_filled
 
 
-def test_a_card_loads_the_adapter_from_the_folder_that_the_reader_has(named: PeftModel, tmp_path: Path) -> None:
+def test_a_card_names_no_folder_of_its_writer_and_a_sum_has_no_scores(named: PeftModel, tmp_path: Path) -> None:
     named.save_pretrained(tmp_path / "mine")
     write_model_card(tmp_path / "mine", scores={"accuracy": 0.7})
     export_lora(tmp_path / "mine", tmp_path / "lora")
     merge_adapters([tmp_path / "mine"], tmp_path / "sum")
     for folder in ("mine", "lora", "sum"):
         card = (tmp_path / folder / "README.md").read_text()
-        assert f'from_pretrained(base, "{tmp_path / folder}")' in card
+        assert 'PeftModel.from_pretrained(base, "ADAPTER")' in card
+        assert str(tmp_path) not in card
         assert ("Scores: accuracy 0.7" in card) == (folder == "mine"), "a sum was not scored"
-    with TemporaryDirectory() as passing:  # as for push_to_hub
-        named.save_pretrained(passing)
-        assert "FOLDER_OR_HUB_ID" in (Path(passing) / "README.md").read_text()
-
-
-def test_a_card_names_the_hub_id_of_a_base_in_a_folder_and_the_place_of_the_adapter(tmp_path: Path) -> None:
-    (tmp_path / "base").mkdir()
-    (tmp_path / "base" / "README.md").write_text("---\nbase_model: anna/small\n---\n")
-    adapted("random").save_pretrained(str(tmp_path / "run"))
-    file = tmp_path / "run" / "adapter_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": str(tmp_path / "base")}))
-    write_model_card(tmp_path / "run", place="anna/mine")
-    card = ModelCard.load(tmp_path / "run" / "README.md")
-    assert card.data.base_model == "anna/small"
-    assert "base_model:adapter:anna/small" in card.data.tags
-    assert 'from_pretrained("anna/small")' in card.text
-    assert 'from_pretrained(base, "anna/mine")' in card.text

@@ -589,7 +589,7 @@ def test_a_hub_id_is_read_from_the_offline_cache(base: Path, tmp_path: Path, mon
     (cached / "refs/main").write_text("c" * 40)
     write(base, cached / "snapshots" / ("c" * 40))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("frozencore.files.adapter_folder.hub_answers", lambda *_: False)
+    monkeypatch.setattr("frozencore.files.hub_client.hub_answers", lambda *_: False)
     done = compress_adapters({"anna": "org/anna"}, tmp_path / "shop", rank=8)
     assert done.kept["anna"].share == pytest.approx(1)
     with pytest.raises(ArtifactError, match="org/ben"):

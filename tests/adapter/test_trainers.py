@@ -18,7 +18,7 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from datasets import Dataset
 from opacus import PrivacyEngine
 from opacus.grad_sample import wrap_model
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -36,12 +36,11 @@ from transformers import (
 
 from forked import as_ranks, ended
 from frozencore import FrozenCoreConfig, calibrate, get_basis, save_basis, set_basis
-from frozencore.errors import ConfigError
 from frozencore.tune.cost import values_at_once
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.training.recipe import Recipe
-from frozencore.tune.training.train import require_own_parameters, train
+from frozencore.tune.training.train import train
 from tiny import (
     EXAMPLES,
     adapted,
@@ -446,32 +445,10 @@ ROWS = [TokenRow(f"row-{i}", list(e.ids), e.num_prompt) for i, e in enumerate(dr
 RECIPE = Recipe(learning_rate=5e-3, warmup=0.03, batch_size=2, accumulation=1)
 
 
-FAULTS: dict[str, tuple[str, bool, str]] = {
-    "a weight": ("layers.1.mlp.up_proj.weight", True, "72 values, .*up_proj.weight.*1,536 values"),
-    "a base weight": ("layers.0.self_attn.q_proj.base_layer.weight", True, "q_proj.base_layer.weight"),
-    "another adapter": ("layers.0.self_attn.k_proj.frozencore_R.other.weight", True, "k_proj.frozencore_R.other"),
-    "a frozen core": ("layers.1.self_attn.v_proj.frozencore_R.default.weight", False, r"is frozen \(1 of 8"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_count_that_is_not_the_sum_of_r_squared_is_refused_before_a_step(fault: str) -> None:
-    name, trains, message = FAULTS[fault]
-    model = adapted("random")
-    model.add_adapter("other", FrozenCoreConfig(r=2, constructor="random"))
-    model.get_base_model().model.get_parameter(name).requires_grad_(trains)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(ConfigError, match=message):
-        train(model, ROWS, RECIPE, pad_id=0)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
 @pytest.mark.parametrize("options", [{}, {"modules_to_save": ["lm_head"]}, {"trainable_token_indices": [1, 2]}])
-def test_what_the_configuration_names_may_train(options: dict) -> None:
+def test_what_the_configuration_names_trains(options: dict) -> None:
     model = adapted("random", model=tiny_qwen2(tie_word_embeddings=False), **options)
-    own = require_own_parameters(model)
-    assert sum(parameter.numel() for parameter in own) == values_at_once(model)
-    assert (len(own) > 8) == bool(options)
+    assert (values_at_once(model) > 8 * 3**2) == bool(options)
     assert train(model, ROWS, RECIPE, pad_id=0).training.num_steps == 2
 
 
@@ -479,9 +456,4 @@ def test_a_second_adapter_trains_alone_once_it_is_the_active_one() -> None:
     model = adapted("random")
     model.add_adapter("other", FrozenCoreConfig(r=2, constructor="random"))
     model.set_adapter("other")
-    assert sum(parameter.numel() for parameter in require_own_parameters(model)) == 8 * 2**2
-
-
-@pytest.mark.parametrize("make", [tiny_qwen2, lambda: get_peft_model(tiny_qwen2(), LoraConfig(r=2))])
-def test_models_without_frozen_cores_are_left_to_train_what_they_like(make: Callable[[], nn.Module]) -> None:
-    assert require_own_parameters(make()) == []
+    assert values_at_once(model) == 8 * 2**2

@@ -56,7 +56,7 @@ def test_what_is_kept_is_told_and_a_larger_rank_is_asked_for(command: Command, l
     assert all(0.1 < one["kept"] < 0.9 for one in kept.values())
     status, _, err = command("merge", *adapters, "--out", tmp_path / "sum")
     assert (status, err.count("\n")) == (2, 1)
-    assert "holds a LORA adapter. `frozencore compress` makes one basis of LoRAs" in err
+    assert "has a LORA adapter, not a frozen core. Read it with PEFT, or let `frozencore compress`" in err
     status, out, err = command("inspect", tmp_path / "few" / "basis")
     assert re.search(r"^Basis [0-9a-f]{32} of .*: the updates of 3 adapters, of which it keeps \d+%", out)
     assert all(f"  {name} {one['kept']:.1%}" in out for name, one in kept.items())

@@ -35,14 +35,14 @@ def test_the_interval_of_an_accuracy_is_that_of_scipy(right: int, num_rows: int)
     assert wilson(right / num_rows, num_rows) == pytest.approx((wanted.low, wanted.high), abs=1e-4)
 
 
-OWN_ROWS = {
+USER_ROWS = {
     "config": {"model": "somewhere/model", "dtype": "auto", "data": "rows.jsonl"},
     "accuracy": ..., "accuracy_before": ..., "score": ...,
 }  # fmt: skip
 
 
 def matches(before: float, after: float) -> dict[str, Any]:
-    return {"config": OWN_ROWS["config"], "accuracy_before": before, "accuracy": after}
+    return {"config": USER_ROWS["config"], "accuracy_before": before, "accuracy": after}
 
 
 def started_from(adapter: str) -> dict[str, Any]:
@@ -82,7 +82,7 @@ SHOWN = [
     (used(9, 1), ["Few training rows (9)"], []),
     (used(31, 3), ["Give more rows"], []),
     (used(32, 3), [], ["Few"]),
-    (OWN_ROWS, ["fcca on rows.jsonl", "1.800 │ "], ["accuracy"]),
+    (USER_ROWS, ["fcca on rows.jsonl", "1.800 │ "], ["accuracy"]),
     (matches(0.0, 0.5), ["0.0 before: an answer counts"], ["0.0 after"]),
     (matches(0.0, 0.0), ["0.0 after: an answer counts", "samples.jsonl"], ["0.0 before"]),
     (matches(0.2, 0.0), ["0.0 after"], ["0.0 before"]),

@@ -17,7 +17,8 @@ from peft import PeftModel, get_peft_model
 from frozencore import FrozenCoreConfig, basis_id, export_lora, load_basis, save_basis
 from frozencore.adapter.export.base_model import export_merged
 from frozencore.errors import ArtifactError, ModelError
-from frozencore.files.hub import HUB_TIMEOUT_S, hub_answers, safe_loading
+from frozencore.files.hub import safe_loading
+from frozencore.files.hub_client import HUB_TIMEOUT_S, hub_answers
 from frozencore.tune.load import load_config, load_model, load_tokenizer
 from frozencore.tune.pocket import pocket_model_path
 from tiny import adapted, tiny_qwen2
@@ -68,7 +69,7 @@ def test_an_export_of_what_is_neither_here_nor_cached_is_one_line_at_once(
     status, _, errors = command("export", *words, "--to", form, "--out", tmp_path / "out")
     assert time.monotonic() - started < HUB_TIMEOUT_S
     assert (status, errors.count("\n")) == (2, 1)
-    assert re.search("(Model|No adapter or basis at) org/name.* is neither .* nor in the offline cache", errors)
+    assert re.search("(Model|No adapter or basis at) org/name.* (nor|not) in the offline cache", errors)
     assert not (tmp_path / "out").exists()
 
 
@@ -96,7 +97,7 @@ def test_of_an_adapter_on_the_hub_its_files_alone_are_asked_for(
         asked.update(options, name=name)
         return str(adapter)
 
-    monkeypatch.setattr("frozencore.files.adapter_folder.hub_answers", lambda *_: True)
+    monkeypatch.setattr("frozencore.files.hub_client.hub_answers", lambda *_: True)
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert command("export", "org/name", "--out", tmp_path / "out")[0] == 0
     assert (asked["name"], asked["local_files_only"]) == ("org/name", False)
@@ -187,7 +188,7 @@ def test_what_the_hub_says_of_a_basis_is_told_to_its_end(monkeypatch: pytest.Mon
     def refuse(*_: object, **__: object) -> None:
         raise OSError("It is not there, " * 20 + "and that is all")
 
-    monkeypatch.setattr("frozencore.files.adapter_folder.hub_answers", lambda *_: False)
+    monkeypatch.setattr("frozencore.files.hub_client.hub_answers", lambda *_: False)
     monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
     with pytest.raises(ArtifactError, match=r"and that is all\). Give the folder of a saved one"):
         load_basis("org/absent")

@@ -347,7 +347,7 @@ def test_an_adapter_that_does_not_fit_is_refused_in_one_line(adapters: dict[str,
         BaseWithAdapter(base).with_adapter(tmp_path)
     virtual = get_peft_model(base, PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
     virtual.save_pretrained(tmp_path / "virtual")
-    with pytest.raises(ArtifactError, match=r"holds virtual tokens \(.*PROMPT_TUNING\), which are not scored"):
+    with pytest.raises(ArtifactError, match=r"has virtual tokens \(.*PROMPT_TUNING\), which are not scored"):
         BaseWithAdapter(load_model(POCKET, device="cpu")[0]).with_adapter(tmp_path / "virtual")
 
 

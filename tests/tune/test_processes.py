@@ -79,7 +79,7 @@ def test_two_processes_choose_the_basis_of_one_to_rounding(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_what_all_refuse_is_said_once(tmp_path: Path) -> None:
     printed = tune(TWO, tmp_path / "run", "--accumulation", "7", status=2)
-    assert printed.count("frozencore: The rows of an optimiser step are shared evenly, but 7 came for 2") == 1
+    assert printed.count("frozencore: The rows of an optimiser step are shared evenly, but a step has 7 for 2") == 1
     assert "Calibrate" not in printed
 
 
@@ -95,7 +95,7 @@ def test_the_steps_of_all_are_the_steps_of_one(batch_size: int, accumulation: in
 
 
 def test_rows_that_cannot_be_shared_evenly_are_refused() -> None:
-    with pytest.raises(ConfigError, match="8 came for 3 processes"):
+    with pytest.raises(ConfigError, match="a step has 8 for 3 processes"):
         Recipe(learning_rate=1e-3, warmup=0.1).of_each(3)
 
 

@@ -206,14 +206,14 @@ def no_work(stage: str, *_: object) -> None:
 @pytest.mark.parametrize(
     ("changed", "difference"),
     [
-        ({"method": "rawgrad"}, "--method rawgrad came, before: fcca"),
-        ({"rank": 16}, "--rank 16 came, before: 4"),  # the default
-        ({"core": {"damping": 10.0}}, "--damping 10.0 came, before: 0.001"),
-        ({"targets": ("q_proj",)}, r"--targets \['q_proj'\] came, before: none"),
-        ({"dtype": "bfloat16"}, "--dtype bfloat16 came, before: auto"),
-        ({"num_train": 16}, "--num-train 16 came, before: 24"),
-        ({"select_checkpoint": "epoch"}, "--select-checkpoint epoch came, before: none"),
-        ({"seed": 7}, "--seed 7 came, before: 42"),
+        ({"method": "rawgrad"}, "--method is rawgrad, and was fcca"),
+        ({"rank": 16}, "--rank is 16, and was 4"),  # the default
+        ({"core": {"damping": 10.0}}, "--damping is 10.0, and was 0.001"),
+        ({"targets": ("q_proj",)}, r"--targets is \['q_proj'\], and was none"),
+        ({"dtype": "bfloat16"}, "--dtype is bfloat16, and was auto"),
+        ({"num_train": 16}, "--num-train is 16, and was 24"),
+        ({"select_checkpoint": "epoch"}, "--select-checkpoint is epoch, and was none"),
+        ({"seed": 7}, "--seed is 7, and was 42"),
     ],
 )
 def test_a_run_is_not_resumed_with_another_option_which_is_named_before_any_work(

@@ -11,10 +11,9 @@ import pytest
 
 from frozencore.errors import ConfigError, DataError, NoRowsError
 from frozencore.tune.config import RunConfig, make_config
-from frozencore.tune.given_rows import RowCache, encoded
 from frozencore.tune.rows import Row
 from frozencore.tune.rows.prompts import PromptEncoder
-from frozencore.tune.run_rows import RunRows, prepare_rows
+from frozencore.tune.run_rows import RowCache, RunRows, encoded, prepare_rows
 from input_files import write_rows, write_task
 
 

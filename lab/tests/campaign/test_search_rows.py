@@ -13,11 +13,10 @@ from fixtures import LAB
 from frozencore.errors import NoRowsError
 from frozencore.tune.config import RunConfig
 from frozencore.tune.config_parts import RowsConfig
-from frozencore.tune.given_rows import drawn_for_run
 from frozencore.tune.rows import Row
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.rows.splits import Splits
-from frozencore.tune.run_rows import prepare_rows
+from frozencore.tune.run_rows import drawn_for_run, prepare_rows
 from frozencore_lab.campaign import results
 from frozencore_lab.campaign.job import Job, Place, make_job
 from frozencore_lab.campaign.plan import Planned, plan, search_rows

@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from frozencore_lab.reports.costs import Phases, memory_sheet, state_sheet, study_costs, time_sheet
-from frozencore_lab.reports.report import study_section
+from frozencore_lab.reports.costs import Phases, state_sheet, study_costs, time_sheet
 from small_runs import RESOURCES, alignment_content, record_content
 
 PAPER = {  # initialisation s, step s, peak GB, trained values
@@ -102,46 +101,6 @@ def test_what_was_not_measured_is_not_available_and_never_nought(study):
     assert (rows["LoRA"][1].hint, rows["LoRA"][-1].hint) == ("not measured", "no step was measured")
     assert rows["LoRA"][1].value is None
     assert rows["FCCA"][1].text == "2.00 s"
-
-
-def with_peaks(axes, **changed):
-    more = {"fcca": 40_000_000, "lora": 0}[axes["method"]] + (axes["seed"] - 42) * 1_000_000
-    peaks = {
-        "measured": "process", "held_bytes": 500_000_000, "calibration_bytes": 501_000_000 + more,
-        "training_bytes": 530_000_000, "scoring_bytes": 499_000_000, **changed,
-    }  # fmt: skip
-    largest = max(peaks["calibration_bytes"], peaks["training_bytes"])
-    return record_content(axes, resources={**RESOURCES, "peaks": peaks}, peak_memory_bytes=largest)
-
-
-TWO_SEEDS = PROFILE.replace("[fcca, lora, dora, pissa]", "[fcca, lora]").replace("seed: [42]", "seed: [42, 43]")
-
-
-def test_each_phase_shows_the_most_that_a_run_took_beyond_what_was_held(study):
-    (costs,) = study_costs(study(TWO_SEEDS, lambda axes: with_peaks(axes)))
-    sheet = memory_sheet(costs, "m")
-    assert sheet.headings == ("method", "held", "calibration", "training", "scoring", "peak")
-    assert [[cell.text for cell in line] for line in sheet.rows] == [
-        ["FCCA", "500.00 MB", "42.00 MB", "30.00 MB", "0 B", "542.00 MB"],
-        ["LoRA", "500.00 MB", "2.00 MB", "30.00 MB", "0 B", "530.00 MB"],
-    ]
-    assert "whole life" not in time_sheet(costs, "t", alone=True).note
-
-
-def test_a_profile_of_records_that_tell_no_phases_apart_has_no_such_table_and_says_so(study):
-    plain = study(TWO_SEEDS)
-    (costs,) = study_costs(plain)
-    assert memory_sheet(costs, "m") is None
-    assert "of a process's whole life" in time_sheet(costs, "t", alone=True).note
-    assert [table.sheet.name for table in study_section(plain).main] == ["profile", "profile-state", "profile-time"]
-    measured = study_section(study(TWO_SEEDS, lambda axes: with_peaks(axes)))
-    assert measured.main[-1].sheet.name == "profile-memory"
-
-    def half(axes):
-        return with_peaks(axes) if axes["seed"] == 42 else record_content(axes, peak_memory_bytes=6)
-
-    (costs,) = study_costs(study(TWO_SEEDS, half))
-    assert memory_sheet(costs, "m") is None
 
 
 def test_the_norm_of_the_cores_gradient_is_a_column_where_runs_have_measured_it(study):

@@ -63,7 +63,7 @@ def test_choices_may_stand_in_the_file_and_numbers_need_none(tmp_path: Path) -> 
         (CAPITALS + "epoch: 3\n", "epoch: extra inputs are not permitted"),
         (CAPITALS + "epochs: 3\n", "the key 'epochs' is given twice"),
         (CAPITALS.replace("epochs: 3", "epochs: 1e1"), "epochs: input should be a valid integer"),
-        (CAPITALS.replace("epochs: 3", "epochs: '3'"), "epochs: input should be a valid integer, but '3' came"),
+        (CAPITALS.replace("epochs: 3", "epochs: '3'"), "epochs: input should be a valid integer, but '3' was given"),
         (CAPITALS.replace("scoring: choice", "scoring: chance"), "scoring: input should be 'choice' or 'exact_match'"),
         (CAPITALS.replace("scoring: choice", "scoring: exact_match"), "choices belong to 'scoring: choice'"),
         (CAPITALS.replace("choices: options\n", ""), "choices belong to 'scoring: choice'"),

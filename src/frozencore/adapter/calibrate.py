@@ -22,7 +22,7 @@ from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import require_options_fit
 from frozencore.calibration.hooks import LossFn
 from frozencore.constructors import LayerData
-from frozencore.distributed import all_ranks_or_none, enter_together, require_same_bases
+from frozencore.distributed import check_same_call, raise_on_any_rank, require_same_bases
 from frozencore.errors import CalibrationError, ModelError
 from frozencore.maths.basis import LayerBasis
 from frozencore.maths.moments import LayerMoments
@@ -81,7 +81,7 @@ def calibrate(
             memory for a single layer, or a rank that failed or is gone. No basis is changed then.
         DataError: The data are not batches, or rows that the collator cannot read.
     """
-    enter_together("frozencore.calibrate")
+    check_same_call("frozencore.calibrate")
     adapter_name, config, layers = adapter_for_new_bases(model, adapter_name, reset=reset)
     options = options or CalibrationOptions()
     require_options_fit(model, options, loss_fn)
@@ -90,7 +90,7 @@ def calibrate(
         raise CalibrationError(f"{config.constructor} reads data: call calibrate(model, dataloader).")
     batches: list[Batch] = []
     if reads_data or (learning_rate and data is not None):
-        with all_ranks_or_none():
+        with raise_on_any_rank():
             batches = batches_from(
                 data, collator=collator, batch_size=batch_size, num_examples=num_examples, any_form=loss_fn is not None
             )

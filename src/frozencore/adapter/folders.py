@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from frozencore.adapter.basis import Basis, load_basis, mismatched_basis
-from frozencore.adapter.card import CARD_FILE, at_place, place_of, with_scores
+from frozencore.adapter.card import CARD_FILE, with_scores
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.core import Core, sum_cores
 from frozencore.adapter.state_dict import basis_tensors, layers_in, module_tensors
@@ -68,8 +68,7 @@ class SavedAdapter:
             save_file({key: X.contiguous() for key, X in tensors.items()}, aside / WEIGHTS_FILE, {"format": "pt"})
             shutil.copyfile(self.folder / CONFIG_FILE, aside / CONFIG_FILE)
             if (self.folder / CARD_FILE).is_file():
-                card = (self.folder / CARD_FILE).read_text(encoding="utf-8")
-                (aside / CARD_FILE).write_text(at_place(card, place_of(aside)), encoding="utf-8")
+                shutil.copyfile(self.folder / CARD_FILE, aside / CARD_FILE)
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -113,7 +112,10 @@ def read_adapter(folder: str | Path) -> SavedAdapter:
     folder = Path(folder)
     kind = read_config(folder).get("peft_type")
     if kind != PEFT_TYPE:
-        raise ArtifactError(f"{folder} has a {one_line(kind, 40)} adapter, not a frozen core. Read it with PEFT.")
+        raise ArtifactError(
+            f"{folder} has a {one_line(kind, 40)} adapter, not a frozen core. Read it with PEFT, or let `frozencore "
+            "compress` make a core of it."
+        )
     config, tensors = FrozenCoreConfig.from_pretrained(folder), read_tensors(folder)
     assert isinstance(config, FrozenCoreConfig)
     core, beside = Core.read(str(folder), tensors), None

@@ -25,7 +25,7 @@ from frozencore.calibration.collect import examples_with_loss, loss_of, on_devic
 from frozencore.calibration.hooks import Hooks, LossFn
 from frozencore.calibration.preserve import preserved
 from frozencore.device import execution_device
-from frozencore.distributed import all_ranks_or_none, sum_over_ranks
+from frozencore.distributed import raise_on_any_rank, sum_over_ranks
 from frozencore.maths.basis import LayerBasis
 from frozencore.quiet import with_attributes
 from frozencore.text import Progress
@@ -70,7 +70,7 @@ def proposed_learning_rate(
     examples = evenly_spaced(model, batches, NUM_EXAMPLES, whole=loss_fn is not None)
     hooks = Hooks({}, frozenset(), CalibrationOptions(), loss_fn)
     with preserved(model), _active_at_zero(model, layers, adapter_name, bases) as cores:
-        with all_ranks_or_none():
+        with raise_on_any_rank():
             squares, gradient = summed_gradients(model, cores, examples, hooks, progress)
         squares, gradient = sum_over_ranks(squares), sum_over_ranks(gradient)
         sizes = torch.tensor([len(examples), sum(map(num_examples_of, examples))], dtype=torch.float64)
@@ -82,7 +82,7 @@ def proposed_learning_rate(
             step = torch.split(gradient.sign() * -rate, [core.numel() for core in cores])
             for core, part in zip(cores, step, strict=True):
                 core.data.copy_(part.view_as(core))
-            with all_ranks_or_none(), torch.no_grad():
+            with raise_on_any_rank(), torch.no_grad():
                 total = sum(float(_summed_loss(model, example, hooks)) for example in examples)
             return float(sum_over_ranks(torch.tensor(total, dtype=torch.float64)))
 

@@ -36,7 +36,7 @@ from frozencore.adapter.state_dict import CLASSIFIERS, tensors_to_load, tensors_
 from frozencore.adapter.swap import core_of
 from frozencore.calibration.preserve import keep_weights
 from frozencore.constructors import LayerData, build_basis
-from frozencore.distributed import enter_together, require_same_bases
+from frozencore.distributed import check_same_call, require_same_bases
 from frozencore.errors import ArtifactError, ConfigError, ModelError
 from frozencore.files.fingerprint import base_names
 
@@ -332,7 +332,7 @@ class FrozenCoreModel(BaseTuner):
         All ranks have the same bases, from calibration or from seeds. DistributedDataParallel reads this property when
         it starts, so differing bases are refused here.
         """
-        enter_together("torch's DistributedDataParallel on the model")
+        check_same_call("torch's DistributedDataParallel on the model")
         require_same_bases(
             {
                 f"{adapter_name} {name}": layer.factors(adapter_name)[:2]

@@ -19,7 +19,7 @@ from frozencore.calibration.collect import collect_moments, share_of
 from frozencore.calibration.hooks import LossFn
 from frozencore.constructors import DEFAULT, BasisOptions, LayerData, build_basis, find_constructor
 from frozencore.device import run_unless_oom
-from frozencore.distributed import all_ranks_or_none, assign_owners, gathered, num_ranks, own_rank, reduce_moments
+from frozencore.distributed import assign_owners, gathered, num_ranks, own_rank, raise_on_any_rank, reduce_moments
 from frozencore.errors import CalibrationError
 from frozencore.maths.basis import LayerBasis
 from frozencore.maths.capture import CAPTURE_NEEDS, Capture, capture_or_none
@@ -143,7 +143,7 @@ def calibrate_layers(
     def collect_and_build() -> None:
         nonlocal collect_s
         group, start = groups[0], time.perf_counter()
-        with all_ranks_or_none():
+        with raise_on_any_rank():
             own = collect_moments(
                 model, batches, {name: targets[name].module for name in group}, needs=needs, loss_fn=loss_fn,
                 options=replace(options, group_size=len(group)),
@@ -195,7 +195,7 @@ class _Builder:
     def build(self, group: Sequence[str], moments: dict[str, LayerMoments]) -> None:
         """Build a group's bases; each layer's moments are removed from ``moments`` after use."""
         num_own = list(self.owners.values()).count(own_rank())
-        with all_ranks_or_none():
+        with raise_on_any_rank():
             for name in group:
                 target = self.targets[name]
                 layer = replace(target.layer, moments=moments.pop(name, None))

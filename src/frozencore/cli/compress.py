@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,14 +13,12 @@ from rich.text import Text
 from frozencore.cli.display import StageDisplay, console, table_of
 from frozencore.cli.tune import print_other_files
 from frozencore.errors import ConfigError
-from frozencore.files.adapter_folder import COMPRESSION_FILE, adapter_in, folder_of, read_config, require_tenant_name
+from frozencore.files.adapter_folder import COMPRESSION_FILE, adapter_in, folder_of, read_config
 from frozencore.files.atomic_write import check_output
 from frozencore.text import bytes_in_words, num_of
-from frozencore.tune.locate import find_tenants, model_location, require_model
+from frozencore.tune.locate import find_tenants, require_model
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from frozencore.adapter.compress import CompressedAdapters, Sizes
     from frozencore.tune.compressed import Scores
     from frozencore.tune.scoring.score import Score
@@ -67,33 +65,13 @@ def compress(
         for place in adapters:
             read_config(adapter_in(folder_of(place)))  # a wrong path is refused before torch is imported
     with StageDisplay(console) as progress:
-        from frozencore.adapter.compress import compress_adapters
-        from frozencore.tune.compressed import TRAINED_ON, read_rows_of, score_cores, score_own
-        from frozencore.tune.evaluate import adapter_names
-        from frozencore.tune.load import load_model
+        from frozencore.tune.compressed import TRAINED_ON, compress_scored
 
         progress.started()
-        named = dict(zip(adapter_names([Path(place) for place in adapters]), adapters, strict=True))
-        if not skip_bad:
-            for name, place in named.items():
-                require_tenant_name(name, place)
-        to_score = None if tenants is None else read_rows_of(str(model), tenants, named.keys(), progress)
-        base: nn.Module | None = None if to_score is None else to_score[0].model
-        if model is not None and base is None:
-            base = load_model(model_location(model), device="cpu")[0]
-        scores: Scores = {}
-
-        def score_first(names: Collection[str]) -> None:
-            if to_score is not None:
-                rows = {name: own for name, own in to_score[1].items() if name in names}
-                scores.update(score_own(to_score[0], rows, named, progress))
-
-        done = compress_adapters(
-            named, output, rank=rank, base=base, same_base=same_base, skip_bad=skip_bad, ready=score_first,
+        done, scores = compress_scored(
+            adapters, output, rank=rank, model=model, tenants=tenants, same_base=same_base, skip_bad=skip_bad,
             progress=progress,
         )  # fmt: skip
-        if to_score is not None:
-            score_cores(*to_score, output, scores, progress)
     console.print(_summary(done))
     if done.other_names:
         console.print(
@@ -103,7 +81,7 @@ def compress(
         )  # fmt: skip
     if scores:
         console.print(_scores(scores))
-    whole = any(not isinstance(own["trained on"], str) for own in scores.values())
+    whole = any(not isinstance(arms["trained on"], str) for arms in scores.values())
     trained_on = f"   Trained on: {output}/NAME/{TRAINED_ON}" if whole else ""
     console.print(f"Basis: {output}/basis   Adapters: {output}/NAME/adapter{trained_on}", soft_wrap=True)
 
@@ -113,7 +91,7 @@ def _scores(scores: Scores) -> RenderableType:
     arms = list(next(iter(scores.values())))
     rows = [(name, *(_in_words(of_tenant[arm]) for arm in arms)) for name, of_tenant in scores.items()]
     title = "Held-out nats a token, and exact answers of short ones"
-    whys = [(name, arm, why) for name, own in scores.items() for arm, why in own.items() if isinstance(why, str)]
+    whys = [(name, arm, why) for name, arms in scores.items() for arm, why in arms.items() if isinstance(why, str)]
     lines = [Text(f"{name}, {arm}: {why}") for name, arm, why in whys]
     return Group(table_of(title, ("tenant", *arms), rows, names=("tenant",)), *lines)
 

@@ -15,7 +15,7 @@ from frozencore.cli.display import StageDisplay, console, table_of
 from frozencore.cli.flags import flag
 from frozencore.errors import ConfigError, FrozenCoreError
 from frozencore.files.adapter_folder import adapter_in, folder_of
-from frozencore.tune.folder import RECORD, require_new
+from frozencore.tune.folder import RECORD, record_of_run, require_new
 from frozencore.tune.locate import require_data_root, require_model
 from frozencore.tune.rows.prompts import PromptStyle, TooLong
 from frozencore.tune.rows.row_sources import named, require_source, sources_of
@@ -104,8 +104,6 @@ def _tasks(names: str) -> Iterator[str]:
 
 def runs_trained_on(data: str | None, adapters: Sequence[Path]) -> Iterator[Path]:
     """Yield the folders of the runs that read the file of the scored rows, by its name in their records."""
-    from frozencore.tune.folder import record_of_run
-
     for adapter in adapters if data is not None and not is_named(data) else ():  # a task has evaluation rows apart
         record = record_of_run(adapter)
         read = None if record is None else record.config.data
@@ -151,10 +149,10 @@ def _means(scores: Sequence[TaskResult]) -> list[str]:
     for score in scores:
         if score.score is not None:
             by_subject.setdefault(score.subject, {})[score.task] = score.score.accuracy
-    tasks = [set(own) for own in by_subject.values()]
-    if not tasks or len(tasks[0]) < 2 or any(own != tasks[0] for own in tasks):
+    tasks = [set(accuracies) for accuracies in by_subject.values()]
+    if not tasks or len(tasks[0]) < 2 or any(accuracies != tasks[0] for accuracies in tasks):
         return []
     return [
-        f"{subject}: mean of {len(own)} tasks {100 * sum(own.values()) / len(own):.1f} %"
-        for subject, own in by_subject.items()
+        f"{subject}: mean of {len(accuracies)} tasks {100 * sum(accuracies.values()) / len(accuracies):.1f} %"
+        for subject, accuracies in by_subject.items()
     ]

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from frozencore.cli.foreign_flags import counterpart
 from frozencore.cli.verbs import NOTHING_KEPT
 from frozencore.constructors import described
-from frozencore.errors import ConfigError, own_refusal
+from frozencore.errors import ConfigError, wrapped_error
 from frozencore.files.strict_yaml import read_yaml
 from frozencore.options import Option
 from frozencore.text import flag_of, nearest_name
@@ -171,7 +171,7 @@ def read_value(option: Option, given: Any) -> Any:
         try:
             return option.adapter.validate_python(value)
         except ValidationError as error:
-            refused = own_refusal(error.errors()[0])
+            refused = wrapped_error(error.errors()[0])
     rule = option.rule if option.default is not None else option.rule.removesuffix(" or none")
     raise refused or ConfigError(f"{flag_of(option.name)} must be {rule}, but {given!r} came.")
 

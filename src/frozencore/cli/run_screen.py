@@ -76,25 +76,25 @@ def _of_run(config: RunConfig, progress: Progress) -> tuple[Inputs, Sequence[Tok
 def _of_tenants(config: RunConfig, num_slots: int, progress: Progress) -> tuple[Inputs, Sequence[TokenRow], list[Text]]:
     """Read the rows of all tenants, and say what each trains on; the rows to show are the first tenant's."""
     config, files = tenants_of(config)
-    inputs, own = read_tenants(config, files, progress, outline_of(config.model))
-    at_once = min(num_slots, len(own))
+    inputs, tenants = read_tenants(config, files, progress, outline_of(config.model))
+    at_once = min(num_slots, len(tenants))
     basis = (
         f"the basis {config.method.basis}"
         if config.method.basis
         else f"a basis of {num_of(len(inputs.rows.calibration), 'row')}"
     )
-    lines = [Text(f"{num_of(len(own), 'tenant')} on {basis}, {at_once} at a time.")]
-    for name, one in own.items():
+    lines = [Text(f"{num_of(len(tenants), 'tenant')} on {basis}, {at_once} at a time.")]
+    for name, one in tenants.items():
         rows, tenant = one.rows, tenant_of(one, inputs.model)
         tokens = sum(len(row.input_ids) for row in rows.train)
-        said = (
+        line = (
             f"{name}: {num_of(len(rows.train), 'row')} to train on ({num_of(tokens, 'token')}), {len(rows.held_out):,} "
             f"to score; {num_of(tenant.num_steps, 'step')}. {rows.used.in_words}"
         )
-        lines.append(Text(said.rstrip()))
+        lines.append(Text(line.rstrip()))
     if (adapted := _adapted(config, inputs)) is not None:
         lines.append(Text(f"{config.method.name}: {num_of(values_at_once(adapted), 'trained value')} each."))
-    return inputs, next(iter(own.values())).rows.train, lines
+    return inputs, next(iter(tenants.values())).rows.train, lines
 
 
 def _training_rows(rows: Sequence[TokenRow], decode: Callable[[list[int]], str]) -> Iterator[Text]:
@@ -189,11 +189,11 @@ def _of_matches(record: TunedRecord) -> Iterator[str]:
 
 def _of_rows(record: TunedRecord) -> Iterator[str]:
     """Say which rows were read, cut and left out, and warn of few."""
-    found = record.rows
-    yield from found.lines
-    if found.trained < FEWEST_STEPS:
+    rows = record.rows
+    yield from rows.lines
+    if rows.trained < FEWEST_STEPS:
         yield (
-            f"Few training rows ({found.trained}): the adapter may only repeat them, and answer other prompts with "
+            f"Few training rows ({rows.trained}): the adapter may only repeat them, and answer other prompts with "
             "nonsense. Give more rows, 128 or more if you can."
         )
 

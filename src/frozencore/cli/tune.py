@@ -14,8 +14,6 @@ from rich.text import Text
 from frozencore.cli.display import StageDisplay, console, table_of
 from frozencore.cli.flags import DryRun, Out, Resume, RunCommand, require_out, told_if_nothing_is_kept
 from frozencore.errors import ConfigError, FrozenCoreError, RankError
-from frozencore.files.atomic_write import write_text
-from frozencore.files.hub import require_upload, upload
 from frozencore.text import bytes_in_words, num_of, one_line
 from frozencore.tune.config import RunConfig
 from frozencore.tune.folder import (
@@ -66,6 +64,8 @@ def _tune(
                 f"--push-to-hub uploads cores, whose basis must be on the hub too, but {config.method.basis} is a "
                 "folder. Upload it (hf upload OWNER/NAME FOLDER), and give --basis OWNER/NAME."
             )
+        from frozencore.files.hub_client import require_upload
+
         require_upload(push_to_hub)
     if resume:
         _print_resumed(output)
@@ -87,11 +87,8 @@ def _tune(
         console.print(line, soft_wrap=True)
     console.print(f"Adapter: {output / ADAPTER}   Record: {output / RECORD}   Curve: {output / FIGURE}", soft_wrap=True)
     if push_to_hub is not None:
-        from frozencore.adapter.card import CARD_FILE, at_place
+        from frozencore.files.hub_client import upload
 
-        card = output / ADAPTER / CARD_FILE
-        if card.is_file():  # its code loads the adapter from the hub
-            write_text(card, at_place(card.read_text(encoding="utf-8"), push_to_hub))
         console.print(f"Uploaded: {upload(output / ADAPTER, push_to_hub)}")
 
 

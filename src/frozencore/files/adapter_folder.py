@@ -10,7 +10,7 @@ from typing import Any
 from unicodedata import category, normalize
 
 from frozencore.errors import ArtifactError, ConfigError
-from frozencore.files.hub import hub_answers, is_hub_id, why_not_given
+from frozencore.files.hub import is_hub_id
 from frozencore.files.lfs_pointer import lfs_pointer_in
 from frozencore.text import one_line
 
@@ -19,7 +19,7 @@ HEADER_FILE, FACTORS_FILE = "basis.json", "basis.safetensors"  # the files of a 
 MODEL_CONFIG, BASIS_MODEL_TYPE = "config.json", "frozencore_basis_model"
 IN_A_RUN = "adapter"  # the adapter's folder inside a run's
 UNFINISHED_FILE = "inputs.json"
-"""What the folder of a run holds until it ends."""
+"""A file that the folder of a run has until the run ends."""
 COMPRESSION_FILE = "compress.json"  # what each adapter keeps, beside the basis of `frozencore compress`
 BASIS_FOLDER, MANIFEST_FILE, RUN_FILE = "basis", "tenants.json", "run.yaml"
 RESERVED = (BASIS_FOLDER, MANIFEST_FILE, RUN_FILE, COMPRESSION_FILE)
@@ -39,12 +39,9 @@ def read_config(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ArtifactError(missing(directory, CONFIG_FILE))
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(values, dict):
-            raise ValueError(f"{CONFIG_FILE} is no JSON object")
-    except (ValueError, OSError, RecursionError) as error:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, OSError, RecursionError) as error:
         raise damaged(directory, error) from error
-    return values
 
 
 def missing(directory: Path, name: str) -> str:
@@ -110,22 +107,11 @@ def folder_of(place: str, revision: str | None = None) -> Path:
     folder = Path(place)
     if not is_hub_id(place) or is_folder(place):
         return folder
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from frozencore.files.hub_client import download
 
     files = [CONFIG_FILE, WEIGHTS_FILE, HEADER_FILE, FACTORS_FILE, "README.md"]
     wanted = [*files, *(f"basis/{name}" for name in (HEADER_FILE, FACTORS_FILE))]
-    try:
-        only_here = not hub_answers("model", place)
-        found = Path(snapshot_download(place, revision=revision, allow_patterns=wanted, local_files_only=only_here))
-        if not any((found / name).is_file() for name in (WEIGHTS_FILE, HEADER_FILE)):
-            snapshot_download(place, revision=revision, allow_patterns=[PICKLE_FILE], local_files_only=only_here)
-        return found
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ArtifactError(
-            f"No adapter or basis at {place}: it is neither a folder nor in the offline cache, and "
-            f"{why_not_given(error)}. Give the folder of a saved one."
-        ) from error
+    return download(place, revision, wanted, instead=PICKLE_FILE, unless=(WEIGHTS_FILE, HEADER_FILE))
 
 
 def require_tenant_name(name: str, of: str) -> None:
@@ -141,7 +127,7 @@ def require_tenant_name(name: str, of: str) -> None:
         raise ConfigError(
             f"A tenant's name becomes a folder's: at most {LONGEST_NAME[0]} letters, digits, '.', '_' and '-' (not "
             f"'.' or '-' first) of at most {LONGEST_NAME[1]} bytes, and not {' or '.join(RESERVED)}, but "
-            f"{one_line(name, 60)!r} came. Rename {one_line(of)}."
+            f"{one_line(name, 60)!r} was given. Rename {one_line(of)}."
         )
 
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
 from frozencore.errors import ArtifactError
 
-_ASIDE = re.compile(r"\.(.+)\.[0-9a-f]{8}\.tmp")  # a temporary name, and in it the name of the file or folder
 _MARKS = ("adapter_config.json", "config.json", "basis.json", "genai_config.json")
 
 
@@ -60,7 +58,7 @@ def atomic_folder(out: Path, *, overwrite: bool | None, reads: Path | None = Non
     """
     check_output(out, overwrite=overwrite, reads=reads)
     aside = _temporary(out)
-    try:
+    with _explained(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         aside.mkdir()
         try:
@@ -72,19 +70,21 @@ def atomic_folder(out: Path, *, overwrite: bool | None, reads: Path | None = Non
             _put_in_place(aside, out)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Name the file or folder that the user gave in an error of the system; the system names the temporary one."""
+    try:
+        yield
     except OSError as error:
-        raise ArtifactError(f"{out} cannot be written: {error.strerror}. Check folder and free space.") from error
+        raise ArtifactError(f"{path} cannot be written: {error.strerror}. Check folder and free space.") from error
 
 
 def _temporary(path: Path) -> Path:
     """A name beside a path, random because a killed process with the same id may have left its own."""
     path = path if path.name not in ("", "..") else path.resolve()
     return path.with_name(f".{path.name}.{token_hex(4)}.tmp")
-
-
-def final_place(path: Path) -> Path:
-    """The path that a file or folder has once the blocks of :func:`atomic_folder` around it have ended."""
-    return Path(*(found[1] if (found := _ASIDE.fullmatch(part)) else part for part in path.parts))
 
 
 def _put_in_place(new: Path, out: Path) -> None:
@@ -100,26 +100,25 @@ def _put_in_place(new: Path, out: Path) -> None:
         return
     old = new.with_suffix(".old")
     out.rename(old)
-    try:
+    with ExitStack() as undo:
+        undo.callback(old.rename, out)
         new.rename(out)
-    except BaseException:
-        old.rename(out)
-        raise
+        undo.pop_all()
     old.unlink() if old.is_symlink() else shutil.rmtree(old)
 
 
 def check_output(out: Path, *, overwrite: bool | None, reads: Path | None = None) -> None:
     """Check that a folder can be written; for the arguments and errors see :func:`atomic_folder`."""
+    require_writable(out.parent)
     if reads is not None and reads.resolve().is_relative_to(out.resolve()):
         raise ArtifactError(f"{out} holds the adapter that is read: write the result to a folder of its own.")
-    _refuse_dead_link(out)
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+    if not os.path.lexists(out) or (out.is_dir() and not any(out.iterdir())):
         return
-    if not overwrite:
-        or_allow = ", or allow it to be overwritten (--overwrite; overwrite=True)" if overwrite is not None else ""
-        raise ArtifactError(f"{out} is there already. Choose another folder{or_allow}.")
-    if not any((out / mark).is_file() for mark in _MARKS):
-        raise ArtifactError(f"{out} holds no model, adapter or basis, so it is not overwritten. Choose another folder.")
+    is_replaceable = any((out / mark).is_file() for mark in _MARKS)
+    if not (overwrite and is_replaceable):
+        reason = "holds no model, adapter or basis, so it is not overwritten" if overwrite else "is there already"
+        or_allow = ", or allow it to be overwritten (--overwrite; overwrite=True)" if overwrite is False else ""
+        raise ArtifactError(f"{out} {reason}. Choose another folder{or_allow}.")
 
 
 def allow_as_umask(file: Path) -> None:
@@ -135,20 +134,10 @@ def require_writable(folder: Path) -> None:
     Raises:
         ArtifactError: It, or the nearest existing folder above it, is not a folder or is read-only.
     """
-    _refuse_dead_link(folder)
-    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    above = (folder.absolute(), *folder.absolute().parents)
+    nearest = next(path for path in above if os.path.lexists(path))  # a link to nothing is no folder
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         raise ArtifactError(f"--out {folder} cannot be written: {nearest} is not a writable folder. Choose another.")
-
-
-def _refuse_dead_link(folder: Path) -> None:
-    """Refuse a folder that is, or is in, a link to nothing: no folder can be made there."""
-    for path in (folder, *folder.parents):
-        if path.is_symlink() and not path.exists():
-            raise ArtifactError(
-                f"--out {folder} cannot be written: {path} is a link to {path.readlink()}, which does not exist. "
-                "Make that folder, or choose another."
-            )
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -168,11 +157,8 @@ def read_lines(path: Path) -> list[str]:
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file atomically."""
-    try:
-        with atomic_write(path) as aside:
-            aside.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ArtifactError(f"{path} cannot be written: {error.strerror}. Check folder and free space.") from error
+    with _explained(path), atomic_write(path) as aside:
+        aside.write_text(text, encoding="utf-8")
 
 
 def _finite(value: Any) -> Any:

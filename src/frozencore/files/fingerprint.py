@@ -8,7 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
-from frozencore.device import torch
+import torch
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def fingerprint_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
@@ -25,8 +29,6 @@ def fingerprint_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 def stored_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The plain tensors that store a tensor's values: itself, or codes and scales of a quantised tensor (torchao)."""
-    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return
@@ -59,16 +61,11 @@ def base_names(model: torch.nn.Module) -> list[str]:
 
 
 def _base_of(model: torch.nn.Module) -> torch.nn.Module:
-    from peft import PeftModel
-
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def _base_names(base: torch.nn.Module, names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Those of the names that belong to the plain model, each with its name there."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
-
+    """Yield the names that belong to the plain model, each with its name there."""
     inner_of = {  # the attribute in which a PEFT module stores the plain module
         name: "base_layer" if isinstance(module, BaseTunerLayer) else "original_module"
         for name, module in base.named_modules()

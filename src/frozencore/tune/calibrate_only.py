@@ -6,7 +6,7 @@ from pathlib import Path
 
 from frozencore.adapter.bases import save_basis
 from frozencore.adapter.calibrate import Calibration, calibrate
-from frozencore.distributed import all_ranks_or_none, from_first
+from frozencore.distributed import broadcast_from_rank0, raise_on_any_rank
 from frozencore.errors import ConfigError
 from frozencore.text import Progress
 from frozencore.tune.adapt import calibration_batches, own_share
@@ -39,7 +39,7 @@ def execute_calibration(config: RunConfig, out: Path, progress: Progress, *, of_
         )
     if of_tenants and config.rows.calibration_data is not None:
         raise ConfigError("--tenants calibrates on rows of each tenant: leave --calibration-data out.")
-    with all_ranks_or_none():
+    with raise_on_any_rank():
         require_new(out, RECORD, ADAPTER, BASIS)
         if of_tenants:
             inputs, _ = read_tenants(config, find_tenants(Path(config.rows.learns)), progress)
@@ -56,5 +56,5 @@ def execute_calibration(config: RunConfig, out: Path, progress: Progress, *, of_
         read = calibrated_on(config.method, config.rows, inputs.rows, CalibrationSummary.of(calibration))
         save_basis(model, out / BASIS, calibrated_on=read)
 
-    from_first(save)
+    broadcast_from_rank0(save)
     return calibration

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from torch import nn
 
+from frozencore.adapter.compress import CompressedAdapters, compress_adapters
 from frozencore.adapter.swap import swap_core
 from frozencore.errors import ConfigError, DivergenceError
-from frozencore.files.adapter_folder import adapter_in, folder_of
+from frozencore.files.adapter_folder import adapter_in, folder_of, require_tenant_name
 from frozencore.text import Progress, as_stage
 from frozencore.tune.config import make_config
-from frozencore.tune.evaluate import BaseWithAdapter
+from frozencore.tune.evaluate import BaseWithAdapter, adapter_names
 from frozencore.tune.folder import ADAPTER, BASIS, START
-from frozencore.tune.load import Inputs
-from frozencore.tune.locate import find_tenants
+from frozencore.tune.load import Inputs, load_model
+from frozencore.tune.locate import find_tenants, model_location
 from frozencore.tune.many.tenant import Tenant, Trained, train_many
 from frozencore.tune.many.tenant_rows import TenantRows, read_tenants
 from frozencore.tune.methods import AdapterOptions, find_method
@@ -25,6 +26,51 @@ from frozencore.tune.scoring.score import Score, score_rows
 TRAINED_ON = "trained-on"
 """The folder of a core that was trained on, beside the compressed one."""
 RATE, EPOCHS = 5e-3, 1
+
+
+def compress_scored(
+    adapters: Sequence[str],
+    out: Path,
+    *,
+    rank: int,
+    model: str | None = None,
+    tenants: Path | None = None,
+    same_base: bool = False,
+    skip_bad: bool = False,
+    progress: Progress,
+) -> tuple[CompressedAdapters, Scores]:
+    """Compress adapters, and score each before and after it on the rows of its tenant.
+
+    Args:
+        adapters: Folders or hub ids.
+        model: The base model.
+        tenants: The row files, named after the adapters; None scores nothing.
+        same_base, skip_bad: As in ``compress_adapters``.
+
+    Raises:
+        FrozenCoreError: A name, a row file, an adapter or the model is wrong.
+    """
+    named = dict(zip(adapter_names([Path(place) for place in adapters]), adapters, strict=True))
+    if not skip_bad:
+        for name, place in named.items():
+            require_tenant_name(name, place)
+    to_score = None if tenants is None else read_rows_of(str(model), tenants, named.keys(), progress)
+    base: nn.Module | None = None if to_score is None else to_score[0].model
+    if model is not None and base is None:
+        base = load_model(model_location(model), device="cpu")[0]
+    scores: Scores = {}
+
+    def score_first(names: Collection[str]) -> None:
+        if to_score is not None:
+            rows = {name: rows_of_one for name, rows_of_one in to_score[1].items() if name in names}
+            scores.update(score_own(to_score[0], rows, named, progress))
+
+    done = compress_adapters(
+        named, out, rank=rank, base=base, same_base=same_base, skip_bad=skip_bad, ready=score_first, progress=progress
+    )
+    if to_score is not None:
+        score_cores(*to_score, out, scores, progress)
+    return done, scores
 
 
 def read_rows_of(

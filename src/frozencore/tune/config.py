@@ -22,7 +22,7 @@ from pydantic_core import to_jsonable_python
 
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.constructors import CONSTRUCTORS
-from frozencore.errors import ConfigError, most_telling, own_refusal
+from frozencore.errors import ConfigError, most_specific, wrapped_error
 from frozencore.options import Option, options_of
 from frozencore.text import flag_of, unknown_name
 from frozencore.tune.config_parts import (
@@ -204,8 +204,8 @@ def make_config(*, strict: bool = False, **values: Any) -> RunConfig:
             return RunConfig.model_validate_json(json.dumps(nested, default=str), strict=True)
         return RunConfig.model_validate(nested)
     except ValidationError as error:
-        first = most_telling(error)
-        if (refused := own_refusal(first)) is not None:
+        first = most_specific(error)
+        if (refused := wrapped_error(first)) is not None:
             raise refused from error
         name = next(
             (name for name, option in known.items() for path in option.paths if first["loc"][: len(path)] == path),

@@ -25,7 +25,7 @@ from pydantic import (
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.constructors import BasisOptions, constructor_options, refuse_unread
 from frozencore.constructors.constructor import Rank, ScaleOptions
-from frozencore.errors import ConfigError, own_refusal
+from frozencore.errors import ConfigError, wrapped_error
 from frozencore.maths.moments import MomentName
 from frozencore.options import Option, options_of
 from frozencore.text import flag_of, unknown_name
@@ -206,7 +206,7 @@ def _read_core(given: Mapping[str, Any]) -> dict[str, Any]:
         try:  # through JSON, in which a list may become a tuple and text never becomes a number
             found[name] = option.adapter.validate_json(json.dumps(value, default=str), strict=True)
         except ValidationError as error:
-            raise own_refusal(error.errors()[0]) or ConfigError(
+            raise wrapped_error(error.errors()[0]) or ConfigError(
                 f"{name} must be {option.rule}, but {value!r:.200} came."
             ) from error
     return found

@@ -11,11 +11,11 @@ import ctypes
 import resource
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,12 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from frozencore.adapter.layer import layer_shape
-from frozencore.device import computes_fast, memory_of, place_of
+from frozencore.device import computes_fast, memory_of, resolve_device
 from frozencore.files.fingerprint import base_tensors, stored_tensors
 from frozencore.tune.config_parts import MethodConfig, ModelConfig
 from frozencore.tune.load import Base, load_config, load_tokenizer, without_weights
 from frozencore.tune.methods import METHODS, Targets, targeted_layers
-from frozencore.tune.record import PhasePeaks
 from frozencore.tune.training.callbacks import total_bytes
 
 ADAM_STATES = 2  # first and second moment
@@ -51,53 +50,30 @@ def model_bytes(model: nn.Module) -> int:
     return total_bytes(stored for _, tensor in base_tensors(model) for stored in stored_tensors(tensor))
 
 
-RunPhase = Literal["calibration", "training", "scoring"]
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 FORGET_THE_PEAK = "5"
 
 
 class PeakMemory:
-    """Record the peak memory of a run: on GPUs of each phase, else of the process since the run began.
+    """The peak memory of a run since this was made: of the model's GPUs, else of the process.
 
     Args:
-        model: The loaded base model without an adapter; the memory held now becomes ``held_bytes``.
+        model: The loaded base model.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-        self._held = max((torch.cuda.memory_allocated(device) for device in self._devices), default=0)
-        self._peaks: dict[RunPhase, int] = {}
+        for device in self._devices:
+            torch.cuda.reset_peak_memory_stats(device)
         if not self._devices:
             _give_back_what_is_free()
             with suppress(OSError):  # not Linux, or not permitted: the peak is that of the process's life
                 CLEAR_REFS.write_text(FORGET_THE_PEAK)
 
-    @contextmanager
-    def phase(self, name: RunPhase) -> Iterator[None]:
-        """Measure the block on GPUs; a block that fails is not recorded."""
-        for device in self._devices:
-            torch.cuda.reset_peak_memory_stats(device)
-        yield
-        if self._devices:
-            self._peaks[name] = max(torch.cuda.max_memory_allocated(device) for device in self._devices)
-
     @property
     def largest(self) -> int:
         """The largest peak in bytes."""
-        return max(self._peaks.values(), default=self._held) if self._devices else process_peak_bytes()
-
-    @property
-    def peaks(self) -> PhasePeaks | None:
-        """The peak of each phase; None without GPUs, or if a phase is missing."""
-        if len(self._peaks) < 3:
-            return None
-        return PhasePeaks(
-            measured="device",
-            held_bytes=self._held,
-            calibration_bytes=self._peaks["calibration"],
-            training_bytes=self._peaks["training"],
-            scoring_bytes=self._peaks["scoring"],
-        )
+        return max(map(torch.cuda.max_memory_allocated, self._devices), default=0) or process_peak_bytes()
 
 
 def process_peak_bytes() -> int:
@@ -136,7 +112,7 @@ def outline_of(config: ModelConfig) -> Base:
     dtype = saved if isinstance(saved, torch.dtype) else torch.float32
     if config.dtype != "auto":
         dtype = getattr(torch, config.dtype)
-    elif not computes_fast(dtype, place_of(config.device)):
+    elif not computes_fast(dtype, resolve_device(config.device)):
         dtype = torch.float32
     return Base(without_weights(found).to(dtype=dtype), load_tokenizer(config.name))
 
@@ -223,7 +199,7 @@ def rows_at_once(num_rows: int, longest: int, model: Any) -> int:
         model: A model of transformers, adapted or not.
     """
     device = next(model.parameters()).device
-    place = place_of("auto") if device.type == "meta" else device
+    place = resolve_device("auto") if device.type == "meta" else device
     # on a CPU more rows than in float32 are not faster, and would take the memory that a narrower dtype saves
     least = FLOAT32_BYTES if place.type == "cpu" else 0
     weights = sum(p.numel() * max(p.element_size(), least * p.is_floating_point()) for p in model.parameters())

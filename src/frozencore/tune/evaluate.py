@@ -32,14 +32,13 @@ from frozencore.files.fingerprint import fingerprint_model, fingerprint_tensors
 from frozencore.text import Progress, as_stage, num_of, one_line
 from frozencore.tune.config_parts import RowsConfig
 from frozencore.tune.folder import PREDICTIONS, RECORD, record_of_run, require_new
-from frozencore.tune.given_rows import OWN_ROWS, UserFiles
 from frozencore.tune.load import Base, load_model, make_encoder, require_embedded
 from frozencore.tune.record import Hashes, Provenance, ReadRows, Resolved, TaskScore, TunedRecord
 from frozencore.tune.record_part import Count, RecordPart
 from frozencore.tune.rows.prompts import PromptEncoder, PromptStyle, TooLong
 from frozencore.tune.rows.row_sources import named
 from frozencore.tune.rows.sources import find_source, is_named
-from frozencore.tune.run_rows import fingerprint_rows
+from frozencore.tune.run_rows import USER_ROWS, UserData, fingerprint_rows
 from frozencore.tune.scoring.forward import unload_adapter
 from frozencore.tune.scoring.score import ScoredRows, score_rows
 
@@ -87,21 +86,19 @@ class BaseWithAdapter:
                 config.inference_mode = True
                 if config.is_prompt_learning:  # it shifts every position
                     raise ArtifactError(
-                        f"The adapter {folder} holds virtual tokens ({config.peft_type}), which are not scored here. "
-                        "Give an adapter that changes layers."
+                        f"it has virtual tokens ({config.peft_type}), which are not scored here. Give an adapter that "
+                        "changes layers."
                     )
                 self._adapted = PeftModelForCausalLM(base, config)
-                found = self._adapted.load_adapter(str(folder), adapter_name="default")
-        except ArtifactError:
-            raise
+                loaded = self._adapted.load_adapter(str(folder), adapter_name="default")
         except Exception as error:  # PEFT and safetensors raise many kinds of errors for a folder that does not fit
-            reason = one_line(error, 200)
+            reason = one_line(error, 400)
             raise ArtifactError(f"The adapter {folder} does not go on this base model: {reason}") from error
-        odd = [*found.missing_keys, *found.unexpected_keys]
+        odd = [*loaded.missing_keys, *loaded.unexpected_keys]
         if odd:
             raise ArtifactError(
-                f"The adapter {folder} must fit this base model tensor by tensor, but {len(found.missing_keys)} are "
-                f"missing and {len(found.unexpected_keys)} have no layer, for instance {odd[0]}. "
+                f"The adapter {folder} must fit this base model tensor by tensor, but {len(loaded.missing_keys)} are "
+                f"missing and {len(loaded.unexpected_keys)} have no layer, for instance {odd[0]}. "
                 f"Give the base model that it was trained on."
             )
         self._folder = folder
@@ -117,9 +114,9 @@ def adapter_names(folders: list[Path]) -> list[str]:
         ArtifactError: A folder comes twice, or two differ only in upper and lower case.
     """
     whole = [Path(os.path.abspath(folder)).parts for folder in folders]  # resolves `..` but not links
-    parts = [[part for part in own if part != "adapter"] or ["adapter"] for own in whole]
+    parts = [[part for part in path if part != "adapter"] or ["adapter"] for path in whole]
     for length in range(1, max(map(len, parts), default=0) + 1):
-        names = [normalize("NFC", "-".join(own[-length:]).strip("/")) for own in parts]
+        names = [normalize("NFC", "-".join(path[-length:]).strip("/")) for path in parts]
         if len({BASE, *map(str.casefold, names)}) == len(names) + 1:  # some file systems ignore case
             return names
     if not folders:
@@ -234,23 +231,24 @@ def evaluate_adapters(evaluation: Evaluation, out: Path, progress: Progress) -> 
     num_tasks = num_of(sum(one.failure is None for one in next(iter(read.values()))), "task")
     progress("load", 1, 1, ", ".join([num_tasks, *(reading.not_as_given if reading else ())]))
 
-    scores = []
+    scores, failures = list[TaskResult](), list[FrozenCoreError]()
     for subject, folder in subjects.items():
         encoder = encoders[subject]
         for one in read[encoder.is_chat]:
-            stage = as_stage(progress, f"{subject}: {one.name}")
-            try:
-                if one.failure is not None:
-                    raise one.failure
-                assert one.rows is not None
-                score = score_rows(
-                    adapted.with_adapter(folder), encoder, one.rows, length_normalised=evaluation.length_normalised,
-                    progress=stage,
-                )  # fmt: skip
-            except FrozenCoreError as error:
-                failure = error
-                scores.append(TaskResult(subject=subject, task=one.name, failure=str(error)))
+            stage, failure = as_stage(progress, f"{subject}: {one.name}"), one.failure
+            if one.rows is not None:
+                try:
+                    score = score_rows(
+                        adapted.with_adapter(folder), encoder, one.rows, progress=stage,
+                        length_normalised=evaluation.length_normalised,
+                    )  # fmt: skip
+                except FrozenCoreError as error:
+                    failure = error
+            if failure is not None:
+                failures.append(failure)
+                scores.append(TaskResult(subject=subject, task=one.name, failure=str(failure)))
                 continue
+            assert one.rows is not None
             scores.append(
                 TaskResult(
                     subject=subject, task=one.name, num_examples=len(one.rows.tokens),
@@ -258,8 +256,8 @@ def evaluate_adapters(evaluation: Evaluation, out: Path, progress: Progress) -> 
                 )
             )  # fmt: skip
             write_lines(out / subject / one.name / PREDICTIONS, map(asdict, score.predictions))
-    if all(score.failure is not None for score in scores):
-        raise failure
+    if len(failures) == len(scores):
+        raise failures[-1]
     record = EvaluationRecord(
         format=1,
         model=evaluation.model,
@@ -322,9 +320,9 @@ def _rows_of(data: str, evaluation: Evaluation, encoder: PromptEncoder) -> tuple
         rows = source.draw_evaluation(evaluation.data_root, num_evaluation=evaluation.num_evaluation)
         return ScoredRows(source.name, source.scoring, encoder.encode(rows), source.max_new_tokens), None
     config = RowsConfig(data=data, columns=evaluation.columns)
-    files = UserFiles.read(config, encoder, most_rows=evaluation.num_evaluation)
+    files = UserData.read(config, encoder, most_rows=evaluation.num_evaluation)
     (file,) = files.files
-    return ScoredRows(OWN_ROWS, files.scoring(file.rows), file.rows), files.reading(file.left_out, file.rows)
+    return ScoredRows(USER_ROWS, files.scoring(file.rows), file.rows), files.reading(file.left_out, file.rows)
 
 
 def settings_of(adapter: Path | None) -> Resolved | None:

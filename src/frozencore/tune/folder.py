@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import yaml
@@ -18,6 +18,7 @@ from frozencore.files.atomic_write import require_writable, write_json, write_te
 from frozencore.files.strict_yaml import read_yaml
 from frozencore.text import flag_of
 from frozencore.tune.config import PLACES, RunConfig, as_flags, run_options
+from frozencore.tune.processes import is_first
 from frozencore.tune.record import RunRecord, read_record
 from frozencore.tune.training.checkpoints import newest_whole, step_of
 
@@ -102,7 +103,7 @@ def require_same_options(out: Path, config: RunConfig) -> None:
         was, given = (flags.get(name.replace("_", "-"), default) for flags in (before, now))
         if was != given and name not in _MAY_DIFFER:
             raise TrainingError(
-                f"A resumed run has the options that it began with, but {flag_of(name)} {given} came, before: {was}. "
+                f"A resumed run has the options that it began with, but {flag_of(name)} is {given}, and was {was}. "
                 f"`--resume --out {out}` needs no other option; or choose another --out."
             )
 
@@ -156,8 +157,8 @@ def require_new(out: Path, *names: str) -> None:
         )
     for name in names:
         if (out / name).exists():
-            held = _NAMED.get(name, f"{name}, which is not of this run")
-            raise ArtifactError(f"{out} already holds {held}. Choose another --out, or remove that folder.")
+            content = _NAMED.get(name, f"{name}, which is not of this run")
+            raise ArtifactError(f"{out} already holds {content}. Choose another --out, or remove that folder.")
 
 
 def refuse_used(out: Path, *, resume: bool) -> None:
@@ -174,6 +175,21 @@ def refuse_used(out: Path, *, resume: bool) -> None:
         require_writable(out)
     else:
         require_new(out, RECORD, *(() if has_begun else _OF_A_RUN), *(() if has_begun or resume else (OPTIONS_FILE,)))
+
+
+@contextmanager
+def claimed(out: Path, config: RunConfig, *, resume: bool) -> Iterator[None]:
+    """Check that a run may use the folder, and lock it inside; of several processes the first holds the lock.
+
+    Raises:
+        ArtifactError, TrainingError: As in :func:`refuse_used`, :func:`require_same_options` and :func:`locked`.
+    """
+    require_writable(out)
+    with locked(out) if is_first() else nullcontext():
+        refuse_used(out, resume=resume)
+        if resume:
+            require_same_options(out, config)
+        yield
 
 
 def record_of_run(adapter: Path) -> RunRecord | None:

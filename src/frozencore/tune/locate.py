@@ -8,7 +8,7 @@ from unicodedata import normalize
 from frozencore.errors import ArtifactError, ConfigError, DataError, ModelError
 from frozencore.files.adapter_folder import FACTORS_FILE, HEADER_FILE, RESERVED, name_on_disk, require_tenant_name
 from frozencore.files.hub import is_hub_id, safe_loading
-from frozencore.files.strict_yaml import read_yaml, require_text_keys
+from frozencore.files.strict_yaml import read_yaml
 from frozencore.text import nearest_name
 from frozencore.tune.config import RunConfig
 from frozencore.tune.pocket import POCKET_MODEL, pocket_model_path
@@ -71,9 +71,8 @@ def require_model(name: str) -> None:
     try:
         loading = safe_loading(place)
     except ModelError as error:
-        if (meant := nearest_name(name, (POCKET_MODEL, SMOLLM2))) is None:
-            raise
-        raise ModelError(f"{error} Did you mean {meant!r}?") from error
+        meant = nearest_name(name, (POCKET_MODEL, SMOLLM2))
+        raise ModelError(f"{error} Did you mean {meant!r}?" if meant else str(error)) from error
     if Path(place).is_dir() and "gguf_file" not in loading and not (Path(place) / MODEL_CONFIG).is_file():
         raise ModelError(
             f"--model {name} cannot be read as a causal language model: it has no {MODEL_CONFIG}. Give a folder that "
@@ -104,7 +103,7 @@ def other_files(path: Path) -> list[str]:
 
 
 def _visible(folder: Path) -> list[Path]:
-    """What a folder holds, in order, without the files that a Mac adds (``.DS_Store``, and ``._anna.jsonl``)."""
+    """The files in a folder, in order, without those that a Mac adds (``.DS_Store``, and ``._anna.jsonl``)."""
     return sorted(file for file in folder.iterdir() if file.name != ".DS_Store" and not file.name.startswith("._"))
 
 
@@ -122,9 +121,12 @@ def find_tenants(path: Path) -> dict[str, Path]:
             raise DataError(f"--tenants {path} must hold {KINDS} for each tenant, but holds none.")
     elif path.suffix in (".yaml", ".yml"):
         content = read_yaml(path)
-        if not isinstance(content, dict) or not content or not all(isinstance(v, str) for v in content.values()):
-            raise ConfigError(f"{path} must name a row file for each tenant, one line each: 'anna: rows/anna.jsonl'.")
-        require_text_keys(path, content)
+        words = [word for line in content.items() for word in line] if isinstance(content, dict) else []
+        if not words or not all(isinstance(word, str) for word in words):  # YAML reads 007 as 7, and no as false
+            raise ConfigError(
+                f"{path} must name a row file for each tenant, one line each: 'anna: rows/anna.jsonl'. Quote names "
+                "such as '007' and 'no'."
+            )
         named = [(name, path.parent / file) for name, file in content.items()]
     else:
         raise DataError(f"--tenants must name a folder of row files or a YAML file, but {path} is neither.")
@@ -133,11 +135,10 @@ def find_tenants(path: Path) -> dict[str, Path]:
     for given, file in named:
         name = normalize("NFC", given)  # a Mac decomposes accents in the names of files
         require_tenant_name(name, file.name)
-        if name in tenants:
-            raise ConfigError(f"Each tenant has one row file, but {name!r} has {tenants[name].name} and {file.name}.")
-        if (other := known.setdefault(name_on_disk(name), name)) != name:
+        if (other := known.setdefault(name_on_disk(name), name)) != name or name in tenants:
             raise ConfigError(
-                f"The tenants {other!r} and {name!r} would share a folder on a disk that ignores case. Rename one."
+                f"Each tenant has one row file and a folder that no other has, on a disk that ignores case too, but "
+                f"{file.name} is {name!r} and another is {other!r}. Rename one."
             )
         tenants[name] = file
     return tenants

@@ -19,7 +19,6 @@ from frozencore.tune.folder import ADAPTER
 from frozencore.tune.load import Inputs
 from frozencore.tune.record import (
     RECORD_FORMAT,
-    CompanySize,
     Hashes,
     OtherTask,
     Provenance,
@@ -27,6 +26,7 @@ from frozencore.tune.record import (
     Resolved,
     Resources,
     SelectedCheckpoint,
+    TenantGroup,
     TunedRecord,
 )
 from frozencore.tune.rows.row_sources import named
@@ -49,7 +49,7 @@ def make_record(
     folder: Path,
     memory: PeakMemory,
     started: float,
-    company: CompanySize | None = None,
+    company: TenantGroup | None = None,
 ) -> TunedRecord:
     """Make the content of ``result.json`` for a run whose adapter is saved.
 
@@ -93,7 +93,6 @@ def make_record(
             magnitude_parameters=adapted.num_magnitudes,
             saved_bytes_without_bases=FLOAT32_BYTES * at_once if config.method.entry.has_bases else saved,
             step_s=report.step_s,
-            peaks=memory.peaks if company is None else None,  # its training was shared
         ),
         training=report.training,
         **_known(further),
@@ -125,8 +124,8 @@ def calibrated_on(
 ) -> str | None:
     """Describe the calibration data for the model card; None if no data were read."""
     if method.basis is not None:
-        said: str | None = read_header(method.basis)["calibrated_on"]
-        return said
+        source: str | None = read_header(method.basis)["calibrated_on"]
+        return source
     if calibration is None:
         return None
     read = (config.calibration_data,) if config.calibration_data else config.sources

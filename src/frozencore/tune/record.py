@@ -96,14 +96,14 @@ class ReadRows(RecordPart):
         if self.read is None:
             return f"Rows of the task: {why}."
         columns = " and ".join(self.columns)
-        said = f"Read {num_of(self.read, 'row')} by {columns}; {why or 'none left out'}."
+        sentence = f"Read {num_of(self.read, 'row')} by {columns}; {why or 'none left out'}."
         each = "; ".join(f"{one.source}: {one.drawn:,} of {num_of(one.read, 'row')}" for one in self.sources)
         other = "" if self.held_out_from is None else f" Held-out rows are those of {self.held_out_from}."
-        return f"{said}{f' {each}.' if each else ''}{''.join(f' {line}.' for line in self.not_as_given)}{other}"
+        return f"{sentence}{f' {each}.' if each else ''}{''.join(f' {line}.' for line in self.not_as_given)}{other}"
 
     @property
     def not_as_given(self) -> list[str]:
-        """What of the rows in use was not read, or was changed."""
+        """The parts of the rows in use that were not read, or were changed."""
         unused = " and ".join(self.unused_columns)
         lines = [f"{num_of(len(self.unused_columns), 'column')} not used: {unused}"] if unused else []
         for what, count in self.changed.items():
@@ -132,7 +132,7 @@ class UsedRows(ReadRows):
 
     @property
     def lines(self) -> list[str]:
-        """What was read, cut and left out, in sentences."""
+        """Sentences on the rows that were read, cut and left out."""
         read = [self.in_words] if self.read is not None or self.left_out else []
         if self.cut:
             read.append(f"{num_of(self.cut, 'prompt')} cut at the beginning (--too-long cut).")
@@ -252,7 +252,7 @@ class SelectedCheckpoint(RecordPart):
     stopped_early: bool = False
 
 
-class CompanySize(RecordPart):
+class TenantGroup(RecordPart):
     """The number of tenants that trained together with this one, and how many trained at once.
 
     ``training_s`` is the tenant's share of the common steps, by tokens. Calibration and ``total_s`` are for all tenants
@@ -263,21 +263,6 @@ class CompanySize(RecordPart):
     slots: Count
 
 
-class PhasePeaks(RecordPart):
-    """The peak memory of each phase (``frozencore.tune.cost``), including memory held before.
-
-    Attributes:
-        measured: On the model's GPUs (``device``), or resident in the ``process``, including Python and libraries.
-        held_bytes: With the base model loaded and scored, before the adapter was added.
-    """
-
-    measured: Literal["device", "process"]
-    held_bytes: Count
-    calibration_bytes: Count
-    training_bytes: Count
-    scoring_bytes: Count
-
-
 class Resources(RecordPart):
     """The cost of the method, in the quantities of the paper's tables.
 
@@ -285,13 +270,11 @@ class Resources(RecordPart):
         magnitude_parameters: The number of trained values that are DoRA's magnitudes.
         saved_bytes_without_bases: The bytes to save if bases can be computed again.
         step_s: Median; None for a single step, and if a resumed run had no step left.
-        peaks: None on a CPU, except in some records of campaigns.
     """
 
     magnitude_parameters: Count
     saved_bytes_without_bases: Count
     step_s: float | None
-    peaks: PhasePeaks | None
 
 
 class Resolved(RecordPart):
@@ -325,7 +308,7 @@ class RunRecord(RecordPart):
     run_id: str | None = None
 
     def has(self, name: str) -> bool:
-        """Return whether the record has this key; a null value is a number that was not finite."""
+        """Return whether the record has this key. A number that was not finite is recorded as null."""
         return name in self.model_fields_set
 
 
@@ -369,7 +352,7 @@ class TunedRecord(RunRecord):
     resources: Resources
     training: TrainedSteps
     selection: SelectedCheckpoint | None = None
-    company: CompanySize | None = None
+    company: TenantGroup | None = None
     forgetting: dict[str, OtherTask] | None = None
     row_losses: RowLosses | None = None
     processes: Count | None = None
@@ -391,13 +374,13 @@ class TunedRecord(RunRecord):
     @property
     def scores(self) -> dict[str, float]:
         """The existing scores before and after, by name."""
-        found = {
+        scores = {
             "loss_before": self.held_out_loss_before,
             "loss": self.held_out_loss,
             "accuracy_before": self.accuracy_before,
             "accuracy": self.accuracy,
         }
-        return {name: score for name, score in found.items() if score is not None}
+        return {name: score for name, score in scores.items() if score is not None}
 
 
 class StabilityRecord(RunRecord):

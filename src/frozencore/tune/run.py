@@ -15,13 +15,15 @@ from torch import nn
 from frozencore.adapter.bases import basis_id
 from frozencore.adapter.basis import read_header
 from frozencore.adapter.card import write_model_card
+from frozencore.adapter.core import Core
 from frozencore.adapter.swap import swap_core
-from frozencore.distributed import all_ranks_or_none, from_first, num_ranks, own_rank
+from frozencore.distributed import broadcast_from_rank0, num_ranks, own_rank, raise_on_any_rank
 from frozencore.errors import DivergenceError, ModelError
-from frozencore.files.atomic_write import require_writable, write_json, write_lines, write_text
+from frozencore.files.atomic_write import write_json, write_lines, write_text
 from frozencore.files.fingerprint import fingerprint_model, fingerprint_options, fingerprint_tensors
 from frozencore.text import Progress, as_stage
 from frozencore.tune.adapt import (
+    Adapted,
     Precomputed,
     adapt,
     learning_rate_of,
@@ -31,7 +33,7 @@ from frozencore.tune.adapt import (
     starting_core,
 )
 from frozencore.tune.config import RunConfig
-from frozencore.tune.config_parts import ScoringConfig, TrainingConfig
+from frozencore.tune.config_parts import MethodConfig, ScoringConfig, TrainingConfig
 from frozencore.tune.cost import PeakMemory, rows_at_once
 from frozencore.tune.figures import write_curve
 from frozencore.tune.folder import (
@@ -45,11 +47,9 @@ from frozencore.tune.folder import (
     SAMPLES,
     START,
     begin,
-    locked,
-    refuse_used,
+    claimed,
     remove_work,
     removed_if_refused,
-    require_same_options,
 )
 from frozencore.tune.load import Inputs, prepare, resolve_targets
 from frozencore.tune.make_record import calibrated_on, headline, make_record
@@ -94,81 +94,90 @@ def execute(
             resumed run has other options or inputs, or training diverged.
     """
     started, is_first, is_lent, given = time.perf_counter(), own_rank() == 0, inputs is not None, config
-    with ExitStack() as held:
-        with all_ranks_or_none():  # no process writes before all have checked
-            require_writable(out)
-            held.enter_context(locked(out) if is_first else nullcontext())
-            refuse_used(out, resume=resume)
-            if resume:
-                require_same_options(out, given)
+    with ExitStack() as stack:
+        with raise_on_any_rank():  # no process writes before all have checked
+            stack.enter_context(claimed(out, given, resume=resume))
             require_reporters(config.training.report_to or ())
             config = on_named_basis(config)
             start = starting_core(config.method)
             inputs = inputs or prepare(config.model, config.rows, config.scoring, progress)
             recipe = recipe_of(config.training, config.method.entry, inputs.rows, inputs.model)
             recipe.of_each(num_ranks())  # refuses a step that cannot be shared evenly
-        method, targets, model = config.method.entry, resolve_targets(config.method, inputs.model), inputs.model
-        progress("hash", 0, 1)
-        hashes = {"model": fingerprint_model(model), **inputs.rows.fingerprints}
-        if start is not None:
-            hashes["start"] = fingerprint_tensors(start.tensors.items())
-        progress("hash", 1, 1)
-        known = {} if base_scores is None else base_scores
-
+        method, targets = config.method.entry, resolve_targets(config.method, inputs.model)
+        hashes = _hashes(inputs, start, progress)
         with removed_if_refused(out) if is_first and not resume else nullcontext():
-            named = {} if config.method.basis is None else {"basis": read_header(config.method.basis)["id"]}
-            named["recipe"] = fingerprint_options({"version": STEPS_VERSION, **recipe.of_steps()})
-            from_first(lambda: begin(out, given, hashes | named, resume=resume))
-            before = _score_base(config.scoring, inputs, hashes, out, known, progress)
-            memory = PeakMemory(model)
-            with memory.phase("calibration"):
-                if from_first(lambda: (out / START / CALIBRATION).is_file()):
-                    adapted = load_start(model, targets, out / START)
-                else:
-                    adapted = adapt(
-                        config.method, inputs, targets, progress, measure_rate=recipe.learning_rate is None,
-                        precomputed=precomputed,
-                    )  # fmt: skip
-                    if is_first:
-                        save_start(adapted, method, out / START)
+            decides = hashes | _hashes_of_steps(config.method, recipe)
+            broadcast_from_rank0(lambda: begin(out, given, decides, resume=resume))
+            before = _score_base(config.scoring, inputs, hashes, out, base_scores, progress)
+            memory = PeakMemory(inputs.model)
+            if broadcast_from_rank0(lambda: (out / START / CALIBRATION).is_file()):
+                adapted = load_start(inputs.model, targets, out / START)
+            else:
+                adapted = adapt(
+                    config.method, inputs, targets, progress, measure_rate=recipe.learning_rate is None,
+                    precomputed=precomputed,
+                )  # fmt: skip
+                if is_first:
+                    save_start(adapted, method, out / START)
 
         if recipe.learning_rate is None:
             recipe = replace(recipe, learning_rate=learning_rate_of(adapted, inputs, inputs.rows.train))
         if start is not None:
             swap_core(adapted.model, start)
-        with memory.phase("training"):
-            report = train(
-                adapted.model, inputs.rows.train, recipe, pad_id=inputs.encoder.pad_id,
-                checkpoint_dir=out / CHECKPOINTS, checkpoint_steps=config.training.save_steps, resume=resume,
-                selection=selection_of(config.scoring, inputs, progress), report_to=config.training.report_to or (),
-                progress=progress,
-            )  # fmt: skip
+        report = train(
+            adapted.model, inputs.rows.train, recipe, pad_id=inputs.encoder.pad_id,
+            checkpoint_dir=out / CHECKPOINTS, checkpoint_steps=config.training.save_steps, resume=resume,
+            selection=selection_of(config.scoring, inputs, progress), report_to=config.training.report_to or (),
+            progress=progress,
+        )  # fmt: skip
 
         def finish() -> TunedRecord:
-            with memory.phase("scoring"), scoring_trained(recipe):
+            with scoring_trained(recipe):
                 after = score_run(adapted.model, inputs, config.scoring, as_stage(progress, "score"))
-            method.save(adapted.model, out / ADAPTER, out / START)
-            if method.has_bases:
-                hashes["basis"] = basis_id(adapted.model)
-                said = calibrated_on(config.method, config.rows, inputs.rows, adapted.made.calibration)
-                write_model_card(out / ADAPTER, calibration=said, scores=headline(after))
-            if after.task is not None:
-                write_lines(out / PREDICTIONS, map(asdict, after.predictions))
-            if after.samples:
-                write_lines(out / SAMPLES, samples_of(inputs, before.samples, after.samples))
+            _save(config, inputs, adapted, (before, after), out)
+            basis = {"basis": basis_id(adapted.model)} if method.has_bases else {}
             record = make_record(
-                config, inputs, adapted, recipe, report, (before, after), hashes=hashes, folder=out, memory=memory,
-                started=started,
+                config, inputs, adapted, recipe, report, (before, after), hashes=hashes | basis, folder=out,
+                memory=memory, started=started,
             )  # fmt: skip
             write_curve(record, out / FIGURE)
             write_json(out / RECORD, record.content())
             remove_work(out)
             return record
 
-        record = from_first(finish)
+        record = broadcast_from_rank0(finish)
     if is_lent and not method.changes_base:
         unload_adapter(adapted.model)
     return record
+
+
+def _hashes(inputs: Inputs, start: Core | None, progress: Progress) -> dict[str, str]:
+    """SHA-256 of the base model, of the sets of rows, and of the core that training starts from, by name."""
+    progress("hash", 0, 1)
+    hashes = {"model": fingerprint_model(inputs.model), **inputs.rows.fingerprints}
+    if start is not None:
+        hashes["start"] = fingerprint_tensors(start.tensors.items())
+    progress("hash", 1, 1)
+    return hashes
+
+
+def _hashes_of_steps(method: MethodConfig, recipe: Recipe) -> dict[str, str]:
+    """The id of the named basis, and a hash of what determines each step: a resumed run must have the same."""
+    basis = {} if method.basis is None else {"basis": str(read_header(method.basis)["id"])}
+    return basis | {"recipe": fingerprint_options({"version": STEPS_VERSION, **recipe.of_steps()})}
+
+
+def _save(config: RunConfig, inputs: Inputs, adapted: Adapted, scores: tuple[Score, Score], out: Path) -> None:
+    """Write the adapter with its card, the answers to the scored rows, and the samples."""
+    (before, after), method = scores, config.method.entry
+    method.save(adapted.model, out / ADAPTER, out / START)
+    if method.has_bases:
+        rows = calibrated_on(config.method, config.rows, inputs.rows, adapted.made.calibration)
+        write_model_card(out / ADAPTER, calibration=rows, scores=headline(after))
+    if after.task is not None:
+        write_lines(out / PREDICTIONS, map(asdict, after.predictions))
+    if after.samples:
+        write_lines(out / SAMPLES, samples_of(inputs, before.samples, after.samples))
 
 
 def recipe_of(config: TrainingConfig, method: Method, rows: RunRows, model: nn.Module) -> Recipe:
@@ -202,10 +211,11 @@ def _score_base(
     inputs: Inputs,
     hashes: Mapping[str, str],
     out: Path,
-    known: MutableMapping[str, Score],
+    earlier: MutableMapping[str, Score] | None,
     progress: Progress,
 ) -> Score:
     """The score of the base model: of an earlier run, of this run before an interruption, or computed."""
+    known = {} if earlier is None else earlier
     decides = {
         **config.model_dump(mode="json", exclude=CHOOSE_STEP),
         "rows": inputs.rows.scored.name,
@@ -217,11 +227,11 @@ def _score_base(
     def load_or_score() -> Score:
         if file.is_file():
             return kind.validate_json(file.read_text(), strict=False)
-        found = known.get(key) or score_run(inputs.model, inputs, config, as_stage(progress, "score base"))
-        write_text(file, json.dumps(kind.dump_python(found, mode="json")))
-        return found
+        score = known.get(key) or score_run(inputs.model, inputs, config, as_stage(progress, "score base"))
+        write_text(file, json.dumps(kind.dump_python(score, mode="json")))
+        return score
 
-    known[key] = from_first(load_or_score)
+    known[key] = broadcast_from_rank0(load_or_score)
     return known[key]
 
 

@@ -47,7 +47,7 @@ def samples_of(inputs: Inputs, before: Sequence[Prediction], after: Sequence[Pre
 
     ``turn`` is the last question of a conversation.
     """
-    tokenizer, found = inputs.encoder.tokenizer, []
+    tokenizer, samples = inputs.encoder.tokenizer, []
     rows = sample_rows(inputs.rows.held_out, len(after))
     for row, was, now in zip(rows, before, after, strict=True):
         prompt = row.input_ids[: row.answer_start or max(1, len(row.input_ids) // 2)]
@@ -57,8 +57,8 @@ def samples_of(inputs: Inputs, before: Sequence[Prediction], after: Sequence[Pre
         if inputs.encoder.is_chat and ends:
             start = ends[-2] + 1 if len(ends) > 1 else 0
             sample["turn"] = tokenizer.decode(prompt[start : ends[-1]], skip_special_tokens=True).strip()
-        found.append(sample)
-    return found
+        samples.append(sample)
+    return samples
 
 
 def selection_of(config: ScoringConfig, inputs: Inputs, progress: Progress) -> Selection | None:
@@ -68,10 +68,10 @@ def selection_of(config: ScoringConfig, inputs: Inputs, progress: Progress) -> S
         return None
 
     def score(model: nn.Module) -> tuple[float, float | None]:
-        found = score_rows(
+        scored = score_rows(
             model, inputs.encoder, rows, with_accuracy=config.select_by == "accuracy",
             progress=as_stage(progress, "validate"),
         )  # fmt: skip
-        return found.held_out_loss, found.task.accuracy if found.task else None
+        return scored.held_out_loss, scored.task.accuracy if scored.task else None
 
     return Selection(config.select_checkpoint, score, config.patience, num_rows=len(rows.tokens))

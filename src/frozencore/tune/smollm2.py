@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 from frozencore.errors import FrozenCoreError, ModelError
 from frozencore.files.atomic_write import atomic_folder
-from frozencore.files.gguf_model import cache_folder, read_tokenizer, unpack_weights
+from frozencore.files.gguf_file import cache_folder
 from frozencore.files.hub import safe_loading
 from frozencore.text import bytes_in_words, one_line
 
@@ -73,6 +73,8 @@ def make_smollm2(given: Path | None = None) -> Path:
         with atomic_folder(folder, overwrite=True) as new:
             from transformers import LlamaForCausalLM
 
+            from frozencore.files.gguf_model import read_tokenizer, unpack_weights
+
             unpack_weights(LlamaForCausalLM, "bfloat16", loading).save_pretrained(new)
             read_tokenizer(loading).save_pretrained(new)
             (new / "README.md").write_text(_CARD, encoding="utf-8")
@@ -108,14 +110,11 @@ def _in_wheel(wheel: Path, folder: Path) -> Path:
 
 
 def _require_pinned(file: Path) -> None:
-    try:
-        with file.open("rb") as opened:
-            found = hashlib.file_digest(opened, "sha256").hexdigest()
-    except OSError as error:
-        raise ModelError(f"{file} cannot be read: {error.strerror}. Give {FILE}, or the wheel of {PACKAGE}.") from error
-    if found != FILE_SHA256:
+    with file.open("rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    if digest != FILE_SHA256:
         raise ModelError(
-            f"{SMOLLM2} is the file with sha256 {FILE_SHA256[:12]}..., but {file} has {found[:12]}... "
+            f"{SMOLLM2} is the file with sha256 {FILE_SHA256[:12]}..., but {file} has {digest[:12]}... "
             f"Any GGUF file is used as it is with --model FILE."
         )
 
@@ -128,7 +127,7 @@ def main() -> None:
     try:
         with quiet_loading():
             folder = make_smollm2(*map(Path, sys.argv[1:2]))
-    except FrozenCoreError as error:
+    except (FrozenCoreError, OSError) as error:
         sys.exit(f"Error: {error}")
     size = sum(file.stat().st_size for file in folder.iterdir())
     print(f"SmolLM2-135M-Instruct: {folder}, {bytes_in_words(size)}; --model {SMOLLM2} finds it.")

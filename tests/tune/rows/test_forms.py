@@ -289,13 +289,16 @@ def answered(**options: Any) -> dict[str, Any]:
         ([PAIR, PAIR | {"label": False}], r"holds good and bad answers .* KTOTrainer.*--columns"),
         ([PAIR | {"label": "True"}], r"holds good and bad answers"),
         ([answered(loss="maybe")], r"a message's flags of loss must be true or false"),
-        ([{"prompt": "a", "chosen": "b", "rejected": "c"}], r"holds preferences .* examples/dpo.py"),
+        (
+            [{"prompt": "a", "chosen": "b", "rejected": "c"}],
+            r"row 1 has prompt, chosen, rejected. Preferences .* examples/dpo.py",
+        ),
         ([PAIR, {"prompt": "a"}], r"Row row-2: column 'completion' must hold text, but holds nothing"),
         ([{"text": 3}], r"Row row-1: column 'text' must hold text, but holds 3"),
         ([MESSAGES, {"messages": MESSAGES["messages"][:1]}], r"Row row-2: 'messages' must end with the assistant"),
         ([{"messages": "hello"}], r"Row row-1: column 'messages' must hold a list"),
         ([{"messages": [{"role": "user"}]}], r"Row row-1: column 'content'"),
-        ([PAIR, 5], r"line 2: each line must be a JSON object"),
+        ([PAIR, 5], r"line 2 must be a JSON object"),
         ([{"messages": [{"role": "user", "content": None}, *MESSAGES["messages"][1:]]}], "Row row-1: column 'content'"),
         ([CONVERSATIONAL | {"completion": "Paris"}], r"Row row-1: column 'completion' must hold a list of turns"),
         ([{"conversations": [{"from": "bing", "value": "a"}]}], r"a turn of 'conversations' is from human, .*'bing'"),
@@ -310,7 +313,7 @@ def answered(**options: Any) -> dict[str, Any]:
         ([PAIR | {"system": False}], r"Row row-1: column 'system' must hold text, but holds False"),
         ([MESSAGES | {"tools": 0}], r"Row row-1: column 'tools' must hold a list"),
         ([MESSAGES | {"tools": '[{"name": "a", "name": "b"}]'}], r"Row row-1: column 'tools' must hold a list"),
-        ([answered(tool_calls=5)], r"Row row-1: 'tool_calls' must hold a list, but 5 came"),
+        ([answered(tool_calls=5)], r"Row row-1: 'tool_calls' must hold a list, or that as JSON, but 5"),
         *(
             (
                 [answered(tool_calls=[{"function": {"name": "a", "arguments": given}}])],
@@ -318,7 +321,7 @@ def answered(**options: Any) -> dict[str, Any]:
             )
             for given in ('{"of": 1, "of": 2}', '{"of": NaN}', {"of": float("inf")}, [["of", "France"]], 5)
         ),
-        ([PAIR, {"prompt": "a", "completion": "\ud800"}], r"Row row-2: column 'completion' must hold text, .* half a"),
+        ([PAIR, {"prompt": "a", "completion": "\ud800"}], r"Row row-2: a row must hold text, but half a"),
     ],
 )
 def test_a_wrong_file_is_one_line_with_the_row(
@@ -333,7 +336,7 @@ def test_a_wrong_file_is_one_line_with_the_row(
     ("content", "columns", "reason"),
     [
         ("", None, "holds no rows"),
-        ('{"prompt": ', None, "line 1: each line must be a JSON object"),
+        ('{"prompt": ', None, "line 1 must be a JSON object"),
         ('{"question": "a"}', None, "needs the columns prompt and completion"),
         ('{"prompt": "a", "completion": "b"}', "prompt=q", "has no column 'q'"),
     ],

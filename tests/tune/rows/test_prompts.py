@@ -63,7 +63,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[Any], object]]] = {
         lambda t: PromptEncoder(SimpleNamespace(eos_token_id=1, is_fast=False, chat_template=None)),
     ),
     "half a character": (
-        DataError, "Row 7: a message must hold text, but half a character",
+        DataError, "Row 7: a row must hold text, but half a character",
         lambda t: [
             setattr(t, "chat_template", "{% for m in messages %}{{ m.content }}{% endfor %}"),
             PromptEncoder(t).render(Row("7", "\ud800", "a")),

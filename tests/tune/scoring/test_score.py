@@ -15,7 +15,6 @@ from torch import nn
 from fixtures import few
 from frozencore.errors import DataError, ModelError
 from frozencore.tune.config import RunConfig, make_config
-from frozencore.tune.given_rows import OWN_ROWS
 from frozencore.tune.load import load_model
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.record import TaskScore
@@ -24,6 +23,7 @@ from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.rows.sources import Scoring
 from frozencore.tune.rows.token_batches import LOGITS_BUDGET, score_in_groups
 from frozencore.tune.run import execute
+from frozencore.tune.run_rows import USER_ROWS
 from frozencore.tune.scoring.exact_match import SHORT, are_short, complete
 from frozencore.tune.scoring.score import ScoredRows, held_out_loss, losses_of_rows, score_rows
 from small_runs import inputs_of, silent
@@ -198,7 +198,7 @@ def test_a_prediction_is_the_greedy_continuation_and_right_if_it_reads_as_the_co
     text = tokenizer.decode(said, skip_special_tokens=True)
     ended = said[-1] == encoder.eos_id
     rows = encoder.encode([Row("a", "Tom has 3 cats .", text), Row("b", "Tom has 3 cats .", " two")])
-    found = score_rows(model, encoder, ScoredRows(OWN_ROWS, "completion", rows))
+    found = score_rows(model, encoder, ScoredRows(USER_ROWS, "completion", rows))
     score = found.task
     assert score is not None
     assert [p.text.strip() for p in found.predictions] == [text.strip()] * 2

@@ -17,7 +17,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from frozencore.errors import ConfigError, DataError, TrainingError
+from frozencore.errors import ConfigError, TrainingError
 from frozencore.tune.rows.token_batches import PaddingCollator
 from frozencore.tune.training import recipe as recipes
 from frozencore.tune.training.callbacks import Selection
@@ -172,18 +172,11 @@ def test_an_adapter_trains_in_float32_on_a_bf16_base() -> None:
     assert report.training.losses[-1] < report.training.losses[0]
 
 
-def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="must be float32"):
+def test_what_cannot_be_trained_is_refused() -> None:
+    with pytest.raises(ConfigError, match="in float32, but .* is torch.bfloat16"):
         train(tiny_qwen2().bfloat16(), ROWS, RECIPE, pad_id=0)
     with pytest.raises(ConfigError, match="has none"):
         train(tiny_qwen2().requires_grad_(False), ROWS, RECIPE, pad_id=0)
-    with pytest.raises(DataError, match="at least one row"):
-        train(tiny_qwen2(), [], RECIPE, pad_id=0)
-    with pytest.raises(ConfigError, match="give checkpoint_dir"):
-        train(tiny_qwen2(), ROWS, RECIPE, pad_id=0, resume=True)
-    train(tiny_qwen2(), ROWS, RECIPE, pad_id=0, checkpoint_dir=tmp_path)
-    with pytest.raises(TrainingError, match="folder without checkpoints"):
-        train(tiny_qwen2(), ROWS, RECIPE, pad_id=0, checkpoint_dir=tmp_path)
     assert "overhead_tokens" not in RECIPE.content()  # records without groups of rows stay as they were
 
 

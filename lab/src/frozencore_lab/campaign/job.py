@@ -26,8 +26,8 @@ from frozencore_lab.tasks.registry import find_task, task_of
 
 if TYPE_CHECKING:
     from frozencore.tune.adapt import Precomputed
-    from frozencore.tune.given_rows import RowCache
     from frozencore.tune.load import Base, Inputs
+    from frozencore.tune.run_rows import RowCache
     from frozencore.tune.scoring.score import Score
 
 

@@ -217,7 +217,7 @@ def search_rows(planned: Iterable[Planned], place: Place) -> list[SearchRows]:
     Raises:
         NoRowsError: A task leaves no rows for a search; the message names task and study.
     """
-    from frozencore.tune.given_rows import drawn_for_run  # imports torch, which a status does not need
+    from frozencore.tune.run_rows import drawn_for_run  # imports torch, which a status does not need
 
     studies: dict[tuple[object, ...], list[str]] = {}
     configs: dict[tuple[object, ...], RunConfig] = {}

@@ -15,9 +15,9 @@ from frozencore.errors import ArtifactError, DivergenceError, FrozenCoreError
 from frozencore.text import Progress, one_line
 from frozencore.tune.config_parts import ModelConfig
 from frozencore.tune.folder import ADAPTER
-from frozencore.tune.given_rows import RowCache
 from frozencore.tune.load import Base, load
 from frozencore.tune.record import Failure, Provenance
+from frozencore.tune.run_rows import RowCache
 from frozencore.tune.scoring.score import Score
 from frozencore_lab.campaign.job import Job, Place, Work
 from frozencore_lab.campaign.shared_moments import Needs, SharedWork, calibrating, moments_key

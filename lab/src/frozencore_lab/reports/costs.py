@@ -66,17 +66,6 @@ class Cost:
         """The largest of the records' values with this name."""
         return max(getattr(record, value) for record in self.records)
 
-    @property
-    def memory(self) -> dict[str, int] | None:
-        """The largest bytes held before the adapter, then more in each phase; None if a record does not tell them."""
-        peaks = [record.resources.peaks for record in self.records if record.resources.peaks]
-        if len(peaks) < len(self.records):
-            return None
-        found = {"held": max(one.held_bytes for one in peaks)}
-        for phase in ("calibration", "training", "scoring"):
-            found[phase] = max(0, *(getattr(one, f"{phase}_bytes") - one.held_bytes for one in peaks))
-        return found
-
 
 @dataclass(frozen=True)
 class Costs:
@@ -179,13 +168,14 @@ def time_sheet(costs: Costs, name: str, *, alone: bool) -> Sheet:
             is_reference = cost is costs.reference
             line["break-even"] = SheetCell("reference") if is_reference else _break_even(costs.reference.phases, phases)
         lines.append(line)
-    note = "Training and total are projected from the median step; times are medians over runs, memory the largest."
+    note = (
+        "Training and total are projected from the median step; times are medians over runs, memory the largest of a "
+        "run's process, or of its GPUs."
+    )
     if costs.reference is not None:
         note += f" Break-even: steps after which {costs.reference.name}'s total is the lower one."
     runs = sorted({len(cost.records) for cost in costs.costs})
     note += f" Runs each: {runs[0]}." if len(runs) == 1 else f" Runs each: {runs[0]} to {runs[-1]}."
-    if any(cost.memory is None for cost in costs.costs):
-        note += " Memory is the largest of a process's whole life, other runs in it included."
     if not alone:
         note += " These runs shared calibration passes and the machine with others: a profile study measures alone."
     return Sheet.of(name, f"{costs.title}: phases and projected time", note, lines)
@@ -208,26 +198,6 @@ def _break_even(reference: Phases, other: Phases) -> SheetCell:
     if start == 0:
         return SheetCell("always" if math.isinf(end) else f"up to {end:,.0f}", value=0.0)
     return SheetCell(f"{start:,.0f}", value=start)
-
-
-def memory_sheet(costs: Costs, name: str) -> Sheet | None:
-    """A sheet of each phase's additional memory; None if no record separates phases."""
-    if all(cost.memory is None for cost in costs.costs):
-        return None
-    note = (
-        "Held: with the base model loaded and scored, before there was an adapter. Calibration, training, scoring: the "
-        "peak of each phase beyond that. Peak: the largest of them, with what was held. The largest over runs."
-    )
-    phases = ("held", "calibration", "training", "scoring")
-    lines = (
-        {
-            "method": label(cost.name),
-            **{phase: bytes_cell((cost.memory or {}).get(phase)) for phase in phases},
-            "peak": bytes_cell(cost.largest("peak_memory_bytes")),
-        }
-        for cost in costs.costs
-    )
-    return Sheet.of(name, f"{costs.title}: peak memory by phase", note, lines)
 
 
 def seconds_cell(value: float | None) -> SheetCell:

@@ -21,7 +21,7 @@ from frozencore.tune.record import Provenance
 from frozencore_lab.campaign.results import CampaignResults, FinalRun, StudyResults
 from frozencore_lab.campaign.spec import Campaign
 from frozencore_lab.reports.comparison import compare, comparison_sheet, differences_sheet, names_of
-from frozencore_lab.reports.costs import memory_sheet, state_sheet, study_costs, time_sheet
+from frozencore_lab.reports.costs import state_sheet, study_costs, time_sheet
 from frozencore_lab.reports.figures import Drawing, study_drawings
 from frozencore_lab.reports.pivot import Pivot, averages, column_averages, means_csv, measures_of, pivots, runs_csv
 from frozencore_lab.reports.setup import data_sheet, hyper_parameter_sheet, information_sheet
@@ -158,9 +158,8 @@ def study_section(results: StudyResults) -> Section:
                 (first if len(pivot.rows) == 1 and not study.kind.is_alone else details).append(Table(apart))
     for costs in study_costs(results):
         name, alone = f"{results.name}{slug(costs.group)}", study.kind.is_alone
-        memory = memory_sheet(costs, f"{name}-memory") if alone else None
-        sheets = (state_sheet(costs, f"{name}-state"), time_sheet(costs, f"{name}-time", alone=alone), memory)
-        (main if alone else details).extend(Table(sheet) for sheet in sheets if sheet is not None)
+        sheets = (state_sheet(costs, f"{name}-state"), time_sheet(costs, f"{name}-time", alone=alone))
+        (main if alone else details).extend(map(Table, sheets))
     if results.choices:
         details.append(Table(search_sheet(results)))
     drawings = tuple(study_drawings(results))

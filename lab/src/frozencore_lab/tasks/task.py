@@ -15,7 +15,6 @@ from typing import Literal, Protocol
 from frozencore.errors import DataError, NoRowsError
 from frozencore.tune.rows import RawRow, Row
 from frozencore.tune.rows.forms import normal_form
-from frozencore.tune.rows.row_sources import load_split
 from frozencore.tune.rows.sources import Scoring
 from frozencore.tune.rows.splits import SPLIT_SEED, Splits, hold_out, rank
 
@@ -182,6 +181,8 @@ class HubDataset:
                 f"Data set {title} must lie at {folder}, but there is no such folder. "
                 f"Give the folder that holds {self.path} as --data-root, or leave it out to use the hub."
             )
+        from frozencore.tune.rows.dataset_splits import load_split  # the import takes a second
+
         way_out = f"The way out: --data-root DIR (a folder that holds {self.path}, of the same schema), or a network."
         rows = load_split(self.path, self.config, self.splits[split], folder=folder, way_out=way_out)
         if missing := [column for column in self.columns if column not in rows.column_names]:

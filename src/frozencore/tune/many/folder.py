@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from frozencore.errors import ArtifactError, TrainingError
+from frozencore.errors import ArtifactError
 from frozencore.files.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
 from frozencore.files.atomic_write import require_writable
 from frozencore.text import one_line
 from frozencore.tune.config import RunConfig
-from frozencore.tune.folder import ADAPTER, FAILURE, HASHES, MANIFEST, RECORD, locked
-from frozencore.tune.record import RecordedConfig, TunedRecord, read_record
+from frozencore.tune.folder import ADAPTER, FAILURE, HASHES, RECORD, locked, record_of_run
+from frozencore.tune.record import RecordedConfig, TunedRecord
 
 PLACES = frozenset({"model", "data", "eval_data", "data_root", "device", "basis", "start_from"})
 """Options that say where something is; its content is hashed."""
@@ -27,19 +27,18 @@ def refuse_taken(out: Path, names: Iterable[str], *, resume: bool) -> None:
     Raises:
         ArtifactError: The folder cannot be written, or a tenant's folder holds other files, or a record without
             ``resume``.
-        TrainingError: Another process is running in a tenant's folder; or ``out`` holds a run of tenants, and
-            ``resume`` is off.
+        TrainingError: Another process is running in a tenant's folder.
     """
     require_writable(out)
     if alone := next((name for name in (RECORD, HASHES, f"{ADAPTER}/{CONFIG_FILE}") if (out / name).exists()), None):
         raise ArtifactError(f"{out} holds a run of its own ({alone}), not one of tenants. Choose another --out.")
     finished = []
     for name in names:
-        held = files_in(out / name)
-        if not held:
+        names_in = files_in(out / name)
+        if not names_in:
             continue
         with locked(out / name):
-            if RECORD in held:
+            if RECORD in names_in:
                 finished.append(name)
             else:
                 require_unused(out / name)
@@ -48,21 +47,17 @@ def refuse_taken(out: Path, names: Iterable[str], *, resume: bool) -> None:
             f"{out} already holds a finished run of {finished[0]!r} ({len(finished)} in all). Train the other tenants "
             "with --resume, choose another --out, or remove that folder."
         )
-    if not resume and (out / MANIFEST).exists():
-        raise TrainingError(f"{out} holds a basis of a run of tenants. Go on with --resume, or choose another --out.")
 
 
 def require_unused(folder: Path) -> None:
     """Refuse a tenant's folder that holds anything but the failure of an earlier run."""
-    held = files_in(folder)
-    if held not in ([], [FAILURE]):
-        raise ArtifactError(f"A tenant's folder is new, but {folder} holds {held[0]!r}. {_WAY_OUT}")
+    names_in = files_in(folder)
+    if names_in not in ([], [FAILURE]):
+        raise ArtifactError(f"A tenant's folder is new, but {folder} holds {names_in[0]!r}. {_WAY_OUT}")
 
 
 def files_in(folder: Path) -> list[str]:
     """The names in a folder; empty if it does not exist."""
-    if folder.exists() and not folder.is_dir():
-        raise ArtifactError(f"A tenant has a folder of its own, but {folder} is a file. Choose another --out.")
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 
@@ -79,15 +74,12 @@ def standing_record(folder: Path, config: RunConfig, hashes: Mapping[str, str]) 
     """
     if not (folder / RECORD).exists():
         return None
-    try:
-        record = read_record((folder / RECORD).read_text(encoding="utf-8"))
-        if not isinstance(record, TunedRecord) or not (folder / ADAPTER / WEIGHTS_FILE).is_file():
-            raise ValueError("it has no adapter")
-    except (OSError, ValueError) as error:
-        raise ArtifactError(f"{folder / RECORD} is damaged: {one_line(error, 200)}. {_WAY_OUT}") from error
-    theirs = {name: getattr(record.hashes, name) for name in {*hashes, "start"}}
-    own = resume_key(RecordedConfig.of(config), hashes)
-    refuse_differing(f"that in {folder}", resume_key(record.config, theirs), own)
+    record = record_of_run(folder / ADAPTER)
+    if not isinstance(record, TunedRecord) or not (folder / ADAPTER / WEIGHTS_FILE).is_file():
+        raise ArtifactError(f"{folder / RECORD} is damaged, or has no adapter. {_WAY_OUT}")
+    recorded = {name: getattr(record.hashes, name) for name in {*hashes, "start"}}
+    now = resume_key(RecordedConfig.of(config), hashes)
+    refuse_differing(f"that in {folder}", resume_key(record.config, recorded), now)
     return record
 
 
@@ -96,21 +88,22 @@ def require_basis(folder: Path, record: TunedRecord, basis: str) -> None:
     refuse_differing(f"that in {folder}", {"basis": record.hashes.basis}, {"basis": basis})
 
 
-def refuse_differing(what: str, theirs: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+def refuse_differing(what: str, recorded: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Refuse results of another run; the message names each option and hash that differs."""
-    odd = [name for name in {**theirs, **own} if theirs.get(name) != own.get(name)]
+    odd = [name for name in {**recorded, **now} if recorded.get(name) != now.get(name)]
     if odd:
-        said = ", ".join(
-            f"{one_line(name, 40)} {one_line(theirs.get(name), 32)} (now {one_line(own.get(name), 32)})" for name in odd
+        values = ", ".join(
+            f"{one_line(name, 40)} {one_line(recorded.get(name), 32)} (now {one_line(now.get(name), 32)})"
+            for name in odd
         )
         raise ArtifactError(
             f"Results in --out are kept if rows, basis, base model and options are this run's, but {what} differs: "
-            f"{said}. Give the same, or choose another --out."
+            f"{values}. Give the same, or choose another --out."
         )
 
 
 def resume_key(config: RecordedConfig, hashes: Mapping[str, str | None]) -> dict[str, Any]:
-    """What a resumed run must share: options, and hashes of what they name, by name."""
+    """The options that a resumed run must share, and the hashes of the files that they name, by name."""
     content = config.content()
     options: dict[str, Any] = {"on a named basis": content.get("basis") is not None}
     for name, value in content.items():

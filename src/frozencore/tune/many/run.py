@@ -38,7 +38,7 @@ from frozencore.tune.many.tenant import SLOTS, Tenant, Trained, Validation, trai
 from frozencore.tune.many.tenant_rows import TenantRows, naming_tenant, read_tenants, tenants_of
 from frozencore.tune.methods import Targets
 from frozencore.tune.processes import is_first, num_started, use_own_gpu
-from frozencore.tune.record import CompanySize, Failure, Provenance, TunedRecord
+from frozencore.tune.record import Failure, Provenance, TenantGroup, TunedRecord
 from frozencore.tune.record_part import RecordPart
 from frozencore.tune.run import recipe_of
 from frozencore.tune.scoring.score import Score
@@ -77,13 +77,13 @@ def execute_many(
     config, files = tenants_of(config)
     start = starting_core(config.method)
     use_own_gpu()
-    with ExitStack() as held:
+    with ExitStack() as stack:
         refuse_taken(out, files, resume=resume)
         if num_started() == 1:
-            held.enter_context(locked(out))
-        inputs, own = read_tenants(config, files, progress)
+            stack.enter_context(locked(out))
+        inputs, tenant_rows = read_tenants(config, files, progress)
         tenants = {}
-        for name, one in own.items():
+        for name, one in tenant_rows.items():
             with naming_tenant(repr(name)):
                 tenants[name] = tenant_of(one, inputs.model)  # raises errors before anything is written
         targets, hashes = resolve_targets(config.method, inputs.model), {"model": fingerprint_model(inputs.model)}
@@ -91,7 +91,7 @@ def execute_many(
             hashes["start"] = fingerprint_tensors(start.tensors.items())
         standing = {
             name: record
-            for name, one in own.items()
+            for name, one in tenant_rows.items()
             if (record := standing_record(out / name, one.config, {**hashes, **_scored(one)})) is not None
         }
         memory = PeakMemory(inputs.model)
@@ -102,7 +102,7 @@ def execute_many(
             require_basis(out / name, record, hashes["basis"])
         if is_first():
             write_text(out / OPTIONS_FILE, options)
-        to_train = {name: one for name, one in own.items() if name not in standing}
+        to_train = {name: one for name, one in tenant_rows.items() if name not in standing}
         with adapted.model.disable_adapter():
             losses = held_out_losses(
                 adapted.model,
@@ -119,12 +119,12 @@ def execute_many(
         finisher = Finisher(
             inputs=inputs,
             adapted=adapted,
-            template=AdapterTemplate.of(config, inputs, adapted, Path(held.enter_context(TemporaryDirectory()))),
+            template=AdapterTemplate.of(config, inputs, adapted, Path(stack.enter_context(TemporaryDirectory()))),
             folder=out,
             hashes=hashes,
-            own={name: (one, tenants[name].recipe) for name, one in to_train.items()},
+            rows_of={name: (one, tenants[name].recipe) for name, one in to_train.items()},
             before=dict(zip(to_train, losses, strict=True)),
-            company=CompanySize(tenants=len(to_train), slots=min(num_slots, len(to_train))),
+            company=TenantGroup(tenants=len(to_train), slots=min(num_slots, len(to_train))),
             memory=memory,
             started=started,
         )
@@ -137,20 +137,21 @@ def execute_many(
             progress=progress,
         )
     outcomes = {**standing, **finisher.outcomes}
-    return {name: outcomes[name] for name in own}
+    return {name: outcomes[name] for name in tenant_rows}
 
 
-def _scored(own: TenantRows) -> dict[str, str]:
+def _scored(tenant: TenantRows) -> dict[str, str]:
     """The hashes of the rows that make a tenant's result."""
-    return {name: digest for name, digest in own.rows.fingerprints.items() if name != "calibration"}
+    return {name: digest for name, digest in tenant.rows.fingerprints.items() if name != "calibration"}
 
 
-def tenant_of(own: TenantRows, model: nn.Module) -> Tenant:
+def tenant_of(tenant: TenantRows, model: nn.Module) -> Tenant:
     """Make the training of a tenant."""
-    rows, every, validation = own.rows.validation, own.config.scoring.select_checkpoint, None
+    rows, every, validation = tenant.rows.validation, tenant.config.scoring.select_checkpoint, None
     if rows is not None and every != "none":
-        validation = Validation(rows.tokens, every, own.config.scoring.patience)
-    return Tenant(own.rows.train, recipe_of(own.config.training, own.config.method.entry, own.rows, model), validation)
+        validation = Validation(rows.tokens, every, tenant.config.scoring.patience)
+    recipe = recipe_of(tenant.config.training, tenant.config.method.entry, tenant.rows, model)
+    return Tenant(tenant.rows.train, recipe, validation)
 
 
 @dataclass(frozen=True)
@@ -167,8 +168,8 @@ class AdapterTemplate:
             inputs: Their rows are those of the calibration.
         """
         config.method.entry.save(adapted.model, folder / ADAPTER, folder / START)
-        said = calibrated_on(config.method, config.rows, inputs.rows, adapted.made.calibration)
-        write_model_card(folder / ADAPTER, calibration=said, scores=headline(Score(0.0)))
+        source = calibrated_on(config.method, config.rows, inputs.rows, adapted.made.calibration)
+        write_model_card(folder / ADAPTER, calibration=source, scores=headline(Score(0.0)))
         return cls(read_adapter(folder / ADAPTER))
 
     def write(self, out: Path, core: Core, after: Score) -> None:
@@ -186,7 +187,7 @@ class Finisher:
         inputs: Their rows are those of the calibration.
         folder: The folder of all tenants.
         hashes: SHA-256 of the base model and of the core that the tenants start from; the id of their basis.
-        own: The rows and the recipe of each tenant.
+        rows_of: The rows and the recipe of each tenant.
         before: Held-out loss of the base model on each tenant's rows.
         started: ``time.perf_counter()`` when the run began.
     """
@@ -196,9 +197,9 @@ class Finisher:
     template: AdapterTemplate
     folder: Path
     hashes: Mapping[str, str]
-    own: Mapping[str, tuple[TenantRows, Recipe]]
+    rows_of: Mapping[str, tuple[TenantRows, Recipe]]
     before: Mapping[str, float]
-    company: CompanySize
+    company: TenantGroup
     memory: PeakMemory
     started: float
     outcomes: dict[str, TenantOutcome] = field(default_factory=dict)
@@ -218,7 +219,7 @@ class Finisher:
         stack = CoreStack(model, len(cores))
         for slot, of_tenant in enumerate(cores.values()):
             stack.fill(slot, of_tenant)
-        sets = [self.own[name][0].rows.held_out for name in cores]
+        sets = [self.rows_of[name][0].rows.held_out for name in cores]
         losses = held_out_losses(model, sets, pad_id=pad_id, through=stack.of_slots)
         return dict(zip(cores, losses, strict=True))
 
@@ -239,19 +240,19 @@ class Finisher:
 
     def _failure(self, name: str, reason: str, message: str) -> Failure:
         device = next(self.adapted.model.parameters()).device
-        config = self.own[name][0].config.content()
+        config = self.rows_of[name][0].config.content()
         return Failure(reason=reason, message=message, config=config, provenance=Provenance.here(device))
 
     def _write(self, name: str, trained: Trained, loss: float, folder: Path) -> TunedRecord:
-        (own, recipe), after = self.own[name], Score(loss)
+        (tenant, recipe), after = self.rows_of[name], Score(loss)
         assert trained.core is not None
         self.template.write(folder / ADAPTER, trained.core, after)
-        rows = dict(own.rows.fingerprints)
-        if own.config.method.basis is None:
+        rows = dict(tenant.rows.fingerprints)
+        if tenant.config.method.basis is None:
             rows["calibration"] = self.inputs.rows.fingerprints["calibration"]  # rows of every tenant
         record = make_record(
-            own.config,
-            replace(self.inputs, rows=own.rows),
+            tenant.config,
+            replace(self.inputs, rows=tenant.rows),
             self.adapted,
             recipe,
             trained.report,
@@ -267,7 +268,7 @@ class Finisher:
 
 
 class Manifest(RecordPart):
-    """What the basis beside the tenants was made of.
+    """The inputs of the basis beside the tenants.
 
     Attributes:
         identity: The options that determine it, and hashes of the base model and of the calibration rows.
@@ -335,8 +336,8 @@ def adapt_for_all(
         if is_first():
             write_text(out / OPTIONS_FILE, options)
         write_json(file, Manifest(identity=identity).content())
-        said = calibrated_on(config.method, config.rows, inputs.rows, adapted.made.calibration)
-        saved = save_basis(adapted.model, folder, calibrated_on=said, overwrite=True)
+        source = calibrated_on(config.method, config.rows, inputs.rows, adapted.made.calibration)
+        saved = save_basis(adapted.model, folder, calibrated_on=source, overwrite=True)
         whole = Manifest(identity=identity, basis=saved, made=adapted.made)
         write_json(file, whole.content())
     return adapted

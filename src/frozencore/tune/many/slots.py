@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from frozencore.adapter.bank import CoreStack
-from frozencore.errors import ConfigError
 from frozencore.text import Progress
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.scoring.forward import nats_of_rows
@@ -53,22 +52,14 @@ CLIP_EPSILON = 1e-6  # as torch's clip_grad_norm_
 
 
 class TrainedSlots(CoreStack):
-    """A :class:`CoreStack` with gradients and moments; the used slots come first.
-
-    Raises:
-        ConfigError: Also if the adapter's cores are not float32 on one device.
-    """
+    """A :class:`CoreStack` with gradients and moments, float32 on one device; the used slots come first."""
 
     def __init__(self, model: nn.Module, num_slots: int) -> None:
         super().__init__(model, num_slots)
-        own = [layer.core(self.adapter_name).detach() for layer in self.layers.values()]
-        kinds = sorted({f"{R.dtype} on {R.device}" for R in own})
-        if len(kinds) > 1 or not kinds[0].startswith("torch.float32 "):
-            raise ConfigError(
-                f"Cores that train together are float32 and on one device, but these are {' and '.join(kinds)}."
-            )
-        self.start = torch.cat([R.flatten() for R in own])
+        cores = [layer.core(self.adapter_name).detach() for layer in self.layers.values()]
+        self.start = torch.cat([R.flatten() for R in cores])
         ((self.device, self.values),) = self.blocks.items()
+        assert self.values.dtype == torch.float32
         self.gradients, self.first, self.second = (torch.zeros_like(self.values) for _ in range(3))
 
     def __len__(self) -> int:
@@ -100,9 +91,9 @@ class TrainedSlots(CoreStack):
         places = torch.tensor(slots, device=self.device)
         copies = {name: core[places].requires_grad_() for name, core in self.cores.items()}
         with self.through(copies):
-            found = losses()
-            gradients = torch.autograd.grad(found.sum(), list(copies.values()), materialize_grads=True)
-        return found.detach(), torch.cat([gradient.flatten(1) for gradient in gradients], dim=1)
+            row_losses = losses()
+            gradients = torch.autograd.grad(row_losses.sum(), list(copies.values()), materialize_grads=True)
+        return row_losses.detach(), torch.cat([gradient.flatten(1) for gradient in gradients], dim=1)
 
     def gradient_norms(self, num_used: int) -> Tensor:
         """The norm of each slot's gradient over all layers."""

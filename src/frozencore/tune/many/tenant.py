@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from frozencore.adapter.core import Core
 from frozencore.calibration.preserve import own_random_state, plain_passes
 from frozencore.device import run_unless_oom
-from frozencore.errors import DataError
 from frozencore.maths.linalg import all_finite
 from frozencore.text import Progress
 from frozencore.tune.many.slots import TrainedSlots, held_out_losses
@@ -55,10 +54,6 @@ class Validation:
     every: Every = "epoch"
     patience: int | None = None
 
-    def __post_init__(self) -> None:
-        if not self.rows:
-            raise DataError("Choosing among the steps of a tenant needs at least one validation row, got none.")
-
 
 @dataclass(frozen=True)
 class Tenant:
@@ -67,10 +62,6 @@ class Tenant:
     rows: Sequence[TokenRow]
     recipe: Recipe
     validation: Validation | None = None
-
-    def __post_init__(self) -> None:
-        if not self.rows:
-            raise DataError("Training needs at least one row, got none.")
 
     @property
     def num_steps(self) -> int:

@@ -85,20 +85,23 @@ def read_tenants(
     """
     progress("load", 0, len(files), config.model.name)
     base = base or load(config.model)
-    own: dict[str, TenantRows] = {}
+    tenants: dict[str, TenantRows] = {}
     for number, (name, file) in enumerate(files.items(), start=1):
         config_here = config.replaced(data=str(file))
         with naming_tenant(f"{name!r}, {file}"):
             inputs = prepare(config.model, config_here.rows, config.scoring, lambda *_: None, base)
-        own[name] = TenantRows(config_here, inputs.rows)
+        tenants[name] = TenantRows(config_here, inputs.rows)
         progress("load", number, len(files), f"{name}: {inputs.rows.in_words}")
-    sets = [one.rows.calibration for one in own.values()]
+    sets = [one.rows.calibration for one in tenants.values()]
     calibration = sets[0] if config.rows.calibration_data is not None else _spread(sets, config.rows.calibration_size)
-    return replace(inputs, rows=replace(inputs.rows, calibration=calibration)), own
+    return replace(inputs, rows=replace(inputs.rows, calibration=calibration)), tenants
 
 
 def _spread(sets: Sequence[Sequence[TokenRow]], num_rows: int) -> list[TokenRow]:
-    """The first rows of each set, about as many of each; with more sets than rows, of sets at equal distances."""
+    """Take the first rows of each set, about equally many of each.
+
+    If there are more sets than rows, one row is taken from sets at equal distances.
+    """
     if len(sets) > num_rows:
         sets = [sets[i * len(sets) // num_rows] for i in range(num_rows)]
     counts = [0] * len(sets)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from frozencore.errors import DataError
 HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")  # JSON may hold one alone, which no tokenizer takes
 NOT_WRITTEN = "the chat template does not write"
 CONTROL = "the control token"
-"""How notes begin that name something of a row that was not changed."""
+"""The beginnings of notes on a row whose text was not changed."""
 RawRow = Mapping[str, Any]
 """A row as read: values by column."""
 
@@ -76,7 +77,7 @@ class ChoiceTokens:
 
     @property
     def content(self) -> dict[str, Any]:
-        """What a hash of choices covers, as JSON values by name."""
+        """The values that a hash of choices covers, as JSON values by name."""
         return {"context_ids": self.context_ids, "choice_ids": self.choice_ids, "right": self.right}
 
 
@@ -131,9 +132,15 @@ class TokenRow:
 
     @property
     def content(self) -> dict[str, Any]:
-        """What a hash of rows covers: id, tokens and where the loss is, as JSON values by name."""
+        """The values that a hash of rows covers: id, tokens and spans with loss, as JSON values by name."""
         turns = {"turns": self.spans} if self.spans else {}
         return {"id": self.id, "input_ids": self.input_ids, "num_context": self.num_context, **turns}
+
+
+def require_once(names: Iterable[str], kind: str) -> None:
+    """Raise a ``ValueError`` for a name that is there twice: one of its values would be lost."""
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise ValueError(f"the {kind} {twice[0]!r} is given twice")
 
 
 def text_field(row: RawRow, column: str, row_id: str, *, or_number: bool = False) -> str:
@@ -151,8 +158,6 @@ def text_field(row: RawRow, column: str, row_id: str, *, or_number: bool = False
     if not is_one or (isinstance(value, float) and not math.isfinite(value)):
         wanted = "text or a number" if or_number else "text"
         raise DataError(f"Row {row_id}: column {column!r} must hold {wanted}, but holds {_held(row, column)}.")
-    if HALF_A_CHARACTER.search(str(value)):
-        raise DataError(f"Row {row_id}: column {column!r} must hold text, but half a character of UTF-16 is in it.")
     return str(value).strip()
 
 
@@ -170,8 +175,6 @@ def texts_field(row: RawRow, column: str, row_id: str, *, within: str = "") -> l
     if len(texts) < 2 or not all(isinstance(text, str) and text.strip() for text in texts):
         name = f"{within}.{column}" if within else column
         raise DataError(f"Row {row_id}: column {name!r} must hold two texts or more, none empty, but holds {given!r}.")
-    if any(map(HALF_A_CHARACTER.search, texts)):
-        raise DataError(f"Row {row_id}: column {column!r} must hold texts, but half a character of UTF-16 is in one.")
     return list(texts)
 
 

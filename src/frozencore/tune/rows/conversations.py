@@ -46,6 +46,9 @@ class RenderedRow:
         suffix: The text of the template after the completion. It has no loss and is not read. None if the completion
             has no end token of its own; then one is added.
         changed: What was changed in the row, or is not written of it, for a person.
+
+    Raises:
+        DataError: Half a character is in a text.
     """
 
     id: str
@@ -59,6 +62,10 @@ class RenderedRow:
     num_answer_spans: int = 1
     suffix: str | None = None
     changed: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if HALF_A_CHARACTER.search("".join((self.whole, *self.choices))):
+            raise DataError(f"Row {self.id}: a row must hold text, but half a character of UTF-16 is in it.")
 
     @property
     def whole(self) -> str:
@@ -105,15 +112,13 @@ class ChatTemplate:
             asks: End with the prompt of the assistant's next turn.
 
         Raises:
-            DataError: The template refuses the messages, or they hold half a character.
+            DataError: The template refuses the messages.
         """
         options = {"add_generation_prompt": asks, "return_assistant_tokens_mask": marked}
         try:
             text, marks = _render(self.source(tools), self.tokenizer.special_tokens_map, tools, messages, **options)
         except Exception as error:  # templates are programs and may raise any error
             raise DataError(f"Row {row_id}: the tokenizer's chat template refuses it: {error}") from error
-        if HALF_A_CHARACTER.search(text):
-            raise DataError(f"Row {row_id}: a message must hold text, but half a character of UTF-16 is in it.")
         return text, marks
 
     @cached_property
@@ -153,8 +158,8 @@ class ChatTemplate:
 
     def first_token(self, text: str) -> str | None:
         """The added token that a text begins with, after white space."""
-        found = [token for token in self.tokens if text.lstrip().startswith(token)]
-        return max(found, key=len, default=None)
+        tokens = [token for token in self.tokens if text.lstrip().startswith(token)]
+        return max(tokens, key=len, default=None)
 
 
 class Conversation:
@@ -192,12 +197,12 @@ class Conversation:
         if any(message.get("tool_calls") for message in plain):
             as_text = [_with_arguments(message, _json_text) for message in plain]
             forms = [[{**empty, **message} for message in form] for form in (given, as_text) for empty in _EMPTIES]
-        objects = [found for message in given for found in _arguments(message) if found]
+        objects = [arguments for message in given for arguments in _arguments(message) if arguments]
         for form in forms:
             self.messages = form
             with suppress(DataError):
                 text = self.prompt(len(form))
-                if form is forms[-1] or not any(str(found) in text for found in objects):
+                if form is forms[-1] or not any(str(arguments) in text for arguments in objects):
                     return
         self.messages = given
         self.prompt(len(given))  # raises the template's reason for the messages as they are
@@ -229,15 +234,12 @@ class Conversation:
         else:
             whole, _ = self._write(len(self.messages))
             turns = {wanted[-1]: [self._last_turn(wanted, whole)]}
+        dropped = self._dropped(whole, {number: turns[number] for number in wanted})
         spans: list[Span] = []
-        for number in wanted:
-            self._require_written(number, "".join(whole[start:stop] for start, stop in turns[number]))
-            for start, stop in turns[number]:
-                follows = bool(spans) and spans[-1][1] == start
-                spans[-1:] = [(spans[-1][0], stop)] if follows else [*spans[-1:], (start, stop)]
-        if not spans:
-            raise DataError(f"Row {self.row_id}: the chat template writes nothing of the assistant's turns.")
-        start, stop = spans[0][0], spans[-1][1]
+        for start, stop in (span for number in wanted for span in turns[number]):
+            follows = bool(spans) and spans[-1][1] == start
+            spans[-1:] = [(spans[-1][0], stop)] if follows else [*spans[-1:], (start, stop)]
+        start, stop = (spans[0][0], spans[-1][1]) if spans else (len(whole), len(whole))
         begin = turns[wanted[-1]][0][0] if turns[wanted[-1]] else start
         is_ended = self._is_ended(wanted[-1], whole[begin:stop])  # else generation could not stop there
         return RenderedRow(
@@ -248,10 +250,7 @@ class Conversation:
             loss_spans=tuple((first - start, end - start) for first, end in spans) if len(spans) > 1 else (),
             num_answer_spans=sum(end > begin for _, end in spans),
             suffix=whole[stop:] if is_ended else None,
-            changed=(
-                *([SYSTEM_FOLDED] if self.is_folded else []),
-                *self._left_out(whole, {number: turns[number] for number in wanted}),
-            ),
+            changed=(*([SYSTEM_FOLDED] if self.is_folded else []), *dropped),
         )
 
     def _write(self, count: int, *, asks: bool = False, marked: bool = False) -> tuple[str, list[Span]]:
@@ -324,38 +323,39 @@ class Conversation:
             ends |= set(special_tokens(self.template.tokenizer))
         return turn.rstrip().endswith(tuple(ends))
 
-    def _require_written(self, number: int, turn: str) -> None:
-        message = self.messages[number]
-        calls = [call for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
-        names = [str((call.get("function") or call).get("name")) for call in calls]
-        lost = [name for name in names if name not in turn]
-        content = (message.get("content") or "").strip()
-        is_written = content in turn or content.rpartition("</think>")[2].strip() in turn
-        if lost or not is_written or (content and not turn):
-            what = f"the call of {lost[0]!r}" if lost else "the content"
-            raise DataError(
-                f"Row {self.row_id}: the chat template does not write {what} of turn {number + 1}, the assistant's."
-            )
+    def _dropped(self, whole: str, turns: Mapping[int, Sequence[Span]]) -> tuple[str, ...]:
+        """The parts of the conversation that the template does not write.
 
-    def _left_out(self, whole: str, turns: Mapping[int, Sequence[Span]]) -> tuple[str, ...]:
-        """What the template does not write of a conversation whose turns with loss it writes.
+        A content is written if it stands in the text, and a key if the template names it. A turn without loss may lack
+        its thought.
 
-        A content is written if it stands in the whole, and a key if the template names it. Thoughts of turns without
-        loss may be missing.
+        Args:
+            turns: The spans of the turns with loss.
+
+        Raises:
+            DataError: The content or a call of a turn with loss is missing.
         """
         source, lost = self.template.source(self.tools), dict[str, None]()
         for number, message in enumerate(self.messages):
-            role = str(message["role"])
-            if not all(_stands_in(whole, text) for text in _texts(message.get("content"))):
-                lost[f"content of the {role}"] = None
-            if message.get("tool_calls") and "tool_calls" not in source:
-                lost[f"a call of the {role}"] = None
+            role, content, calls = str(message["role"]), message.get("content"), message.get("tool_calls") or ()
+            text = "".join(whole[start:stop] for start, stop in turns[number]) if number in turns else whole
+            is_written = all(_stands_in(text, part) for part in _texts(content))
+            if number in turns:
+                called = (call.get("function") or call for call in calls if isinstance(call, Mapping))
+                missing = [f"the call of {name!r}" for call in called if (name := str(call.get("name"))) not in text]
+                missing += [] if is_written and (text or not str(content or "").strip()) else ["the content"]
+                if missing:
+                    raise DataError(
+                        f"Row {self.row_id}: the chat template does not write {missing[0]} of turn {number + 1}, the "
+                        "assistant's."
+                    )
+                thought = str(content or "").rpartition("</think>")[0].rpartition("<think>")[2].strip()
+                lost |= {} if thought in text else {"a thought in the content": None}
+            else:
+                lost |= {} if is_written else {f"content of the {role}": None}
+                lost |= {f"a call of the {role}": None} if calls and "tool_calls" not in source else {}
             further = message.keys() - {*_NOT_TEXT, "content", "tool_calls"}
             lost |= dict.fromkeys(key for key in message if key in further and key not in source)
-            thought = str(message.get("content") or "").rpartition("</think>")[0].rpartition("<think>")[2].strip()
-            spans = turns.get(number)
-            if spans is not None and thought and thought not in "".join(whole[start:stop] for start, stop in spans):
-                lost["a thought in the content"] = None
         if self.tools and "tools" not in source:
             lost["tools"] = None
         return tuple(f"{NOT_WRITTEN} {what}" for what in lost)
@@ -407,8 +407,9 @@ _EMPTIES: tuple[Message, ...] = ({}, {"content": ""})
 def _without_flags(message: Message, row_id: str) -> Message:
     """The message without empty keys and flags of loss."""
     kept = {key: value for key, value in message.items() if value is not None and key not in _FLAGS}
-    if not isinstance(kept.get("tool_calls", []), list | tuple):
-        raise DataError(f"Row {row_id}: 'tool_calls' must hold a list, but {kept['tool_calls']!r:.60} came.")
+    calls = kept.get("tool_calls", [])
+    if not isinstance(calls, list | tuple):
+        kept["tool_calls"] = json_or_value(calls, list, f"Row {row_id}: 'tool_calls' must hold a list")
     return kept
 
 
@@ -428,9 +429,9 @@ def _with_arguments(message: Message, change: Callable[[Any], Any]) -> Message:
 
 
 def _arguments(message: Message) -> list[Any]:
-    found: list[Any] = []
-    _with_arguments(message, found.append)
-    return found
+    arguments: list[Any] = []
+    _with_arguments(message, arguments.append)
+    return arguments
 
 
 def _json_text(value: Any) -> str:

@@ -109,7 +109,7 @@ def read_rows(
         try:
             rendered.append(encoder.render(_FORMS[form](row, f"{prefix}row-{number}")))
         except DataError as error:
-            message = re.sub(r"'(\w+)'", lambda found: repr(named.get(found[1], found[1])), str(error))
+            message = re.sub(r"'(\w+)'", lambda match: repr(named.get(match[1], match[1])), str(error))
             if not skip_bad:
                 raise DataError(message) from error
             why = message.partition(": ")[2].partition(": ")[0]  # without the row, and what a template says of it
@@ -159,7 +159,7 @@ def _names(columns: str, row: RawRow, origin: str) -> dict[str, str]:
     if len(named) < len(pairs) or not named.keys() <= KNOWN or not all(named.values()):
         raise ConfigError(
             f"--columns says which column is which, as prompt=question,completion=answer, of "
-            f"{', '.join(sorted(KNOWN))}, but {columns!r} came."
+            f"{', '.join(sorted(KNOWN))}, but {columns!r} was given."
         )
     if absent := [theirs for theirs in named.values() if theirs not in row]:
         raise DataError(f"{origin} has no column {absent[0]!r} (--columns); row 1 has {', '.join(row) or 'none'}.")
@@ -172,13 +172,12 @@ def _form_of(rows: Sequence[RawRow], origin: str) -> tuple[str, ...]:
         if all(column in rows[0] for column in columns):
             return columns
     if {"chosen", "rejected"} <= rows[0].keys():
-        raise DataError(
-            f"{origin} holds preferences (chosen and rejected), which `tune` does not learn: train a core on them with "
-            "TRL, as examples/dpo.py does."
-        )
+        way_out = "Preferences (chosen and rejected) are learned with TRL, as examples/dpo.py does."
+    else:
+        way_out = "Other names: --columns prompt=NAME,completion=NAME."
     raise DataError(
         f"{origin} needs the columns prompt and completion, or messages, or instruction and output, or conversations, "
-        f"or text, but row 1 has {', '.join(rows[0]) or 'none'}. Other names: --columns prompt=NAME,completion=NAME."
+        f"or text, but row 1 has {', '.join(rows[0]) or 'none'}. {way_out}"
     )
 
 
@@ -204,7 +203,7 @@ def _sharegpt(row: RawRow, row_id: str) -> Row:
     for turn in _turns(row, "conversations", row_id, role="from"):
         if turn["from"] not in SHAREGPT_ROLES:
             known = ", ".join(SHAREGPT_ROLES)
-            raise DataError(f"Row {row_id}: a turn of 'conversations' is from {known}, but {turn['from']!r:.60} came.")
+            raise DataError(f"Row {row_id}: a turn of 'conversations' is from {known}, not from {turn['from']!r:.60}.")
         rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
         turns.append({**rest, "role": SHAREGPT_ROLES[turn["from"]], "content": _text(turn, "value", row_id)})
     return _conversation(turns, "conversations", row, row_id)

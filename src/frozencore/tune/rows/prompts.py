@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from frozencore.errors import ConfigError, DataError, ModelError, NoRowsError
 from frozencore.text import num_of
-from frozencore.tune.rows import CONTROL, HALF_A_CHARACTER, ChoiceTokens, Row, TokenRow
+from frozencore.tune.rows import CONTROL, ChoiceTokens, Row, TokenRow
 from frozencore.tune.rows.conversations import (
     ChatTemplate,
     Conversation,
@@ -158,8 +158,8 @@ class PromptEncoder:
                 f"(the longest, {row_id}, has {longest}). Raise the limit with --max-length, cut the beginning of long "
                 "prompts with --too-long cut, or leave such rows out with --too-long skip."
             )
-        found = [self._fitted(text, row, policy) for text, row in zip(texts, encoded, strict=True)]
-        fitting = [row for row in found if row is not None]
+        fitted = [self._fitted(text, row, policy) for text, row in zip(texts, encoded, strict=True)]
+        fitting = [row for row in fitted if row is not None]
         if rows and not fitting:
             raise NoRowsError(
                 f"--too-long left none of {len(rows)} rows: all are longer than {self.max_length} tokens. "
@@ -227,8 +227,6 @@ class PromptEncoder:
 
     def _once(self, row: RenderedRow) -> RenderedRow:
         """A plain row without the start and end tokens that every row gets."""
-        if HALF_A_CHARACTER.search(row.whole):
-            raise DataError(f"Row {row.id}: a row must hold text, but half a character of UTF-16 is in it.")
         context, starts = _without_tokens(row.context, self._starts, ())
         first = () if row.context else self._starts
         completion, ends = _without_tokens(row.completion, first, (self.tokenizer.eos_token,))
@@ -274,8 +272,8 @@ class PromptEncoder:
         if not texts:
             return
         unique = list(dict.fromkeys(texts))
-        found = self.tokenizer(unique, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
-        tokens_of = dict(zip(unique, zip(found["input_ids"], found["offset_mapping"], strict=True), strict=True))
+        encoding = self.tokenizer(unique, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
+        tokens_of = dict(zip(unique, zip(encoding["input_ids"], encoding["offset_mapping"], strict=True), strict=True))
         for text, cuts in zip(texts, spans, strict=True):
             ids, places = tokens_of[text]
             starts, stops = zip(*places, strict=True) if places else ((), ())
@@ -346,15 +344,19 @@ def _right(row: Row) -> int:
 
 
 def _without_tokens(text: str, starts: Sequence[str], ends: Sequence[str]) -> tuple[str, list[str]]:
-    """A text without these tokens at its beginning and at its end, and those that were there."""
-    found: dict[str, None] = {}
+    """Remove the start tokens at the beginning of a text, and the end tokens at its end.
+
+    Returns:
+        The rest of the text, and the tokens that were removed.
+    """
+    tokens: dict[str, None] = {}
     while token := next((token for token in starts if text.lstrip().startswith(token)), None):
         text = text.lstrip().removeprefix(token)
-        found[token] = None
+        tokens[token] = None
     while token := next((token for token in ends if text.rstrip().endswith(token)), None):
         text = text.rstrip().removesuffix(token)
-        found[token] = None
-    return text, list(found)
+        tokens[token] = None
+    return text, list(tokens)
 
 
 def _written_once(token: str) -> str:

@@ -30,7 +30,7 @@ _NUMBER = re.compile(rf"(?:(?<![\w)\]])([-+])\s?)?(?:\$\s?(-)?)?({_AMOUNT})(?:\s
 _WORDS = r"[^\d\\^/*_#@|√π∞±<>≤≥÷×-]*"
 _SCALE = r"(?i:hundred|thousand|million|billion|trillion|dozen)s?\b"
 _ONLY_WORDS = re.compile(_WORDS), re.compile(rf"(?!\s*(?:[:!]|{_SCALE})){_WORDS}")
-"""What may stand before the number of a data set's own answer, and behind it: no word that changes its value."""
+"""The text that may stand before the number of an answer in a data set, and after it: no word changes its value."""
 
 
 def find_answer(text: str, *, gold: bool = False) -> str | None:

@@ -142,7 +142,7 @@ def prefix_mask_logprobs(model: nn.Module, rows: Sequence[ChoiceTokens], *, pad_
             positions[i] += range(len(row.context_ids), len(row.context_ids) + len(choice) - 1)
             parts[i] += [part] * (len(choice) - 1)
     answers, answer_positions, answer_parts = (
-        pad(own, padding, side="right")[0] for own, padding in ((inputs, pad_id), (positions, 0), (parts, _PADDING))
+        pad(ids, padding, side="right")[0] for ids, padding in ((inputs, pad_id), (positions, 0), (parts, _PADDING))
     )
     part_of = torch.cat([torch.where(prompt_mask == 1, _PROMPT, _PADDING), answer_parts], dim=1)
     logits = model(

@@ -51,13 +51,13 @@ def predict_numbers(
             raise DataError(f"Row {row.id}: the completion {text!r} holds no marker with a number.")
         golds.append(gold)
     contexts = [row.input_ids[: row.answer_start] for row in rows]
-    found = generate_greedily(model, contexts, encoder=encoder, max_new_tokens=max_new_tokens, progress=progress)
+    answers = generate_greedily(model, contexts, encoder=encoder, max_new_tokens=max_new_tokens, progress=progress)
     predictions = []
-    for row, gold, generation in zip(rows, golds, found, strict=True):
+    for row, gold, generation in zip(rows, golds, answers, strict=True):
         number = parse_answer(generation.text)
         spelled = None if number is None else str(number)
         predictions.append(Prediction(row.id, spelled, str(gold), number == gold, text=generation.text))
-    return predictions, sum(generation.truncated for generation in found)
+    return predictions, sum(generation.truncated for generation in answers)
 
 
 def are_short(rows: Sequence[TokenRow]) -> bool:
@@ -81,18 +81,18 @@ def complete(
     """
     starts = [row.answer_start or max(1, len(row.input_ids) // 2) for row in rows]
     contexts = [row.input_ids[:start] for row, start in zip(rows, starts, strict=True)]
-    found = generate_greedily(model, contexts, encoder=encoder, max_new_tokens=max_new_tokens, progress=progress)
+    answers = generate_greedily(model, contexts, encoder=encoder, max_new_tokens=max_new_tokens, progress=progress)
     predictions = []
     end_ids = _end_tokens(model, encoder)
-    for row, start, one in zip(rows, starts, found, strict=True):
+    for row, start, one in zip(rows, starts, answers, strict=True):
         ids = row.input_ids[start:]
         while ids and ids[-1] in end_ids:  # an end token inside of the text is a part of it
             ids.pop()
-        gold, said = encoder.tokenizer.decode(ids), one.text
-        is_right = said.strip() == gold.strip() and not one.truncated
-        said, gold = said.removeprefix(row.overlap), gold.removeprefix(row.overlap)
-        predictions.append(Prediction(row.id, said.strip(), gold.strip(), is_right, text=said))
-    return predictions, sum(one.truncated for one in found)
+        gold, answer = encoder.tokenizer.decode(ids), one.text
+        is_right = answer.strip() == gold.strip() and not one.truncated
+        answer, gold = answer.removeprefix(row.overlap), gold.removeprefix(row.overlap)
+        predictions.append(Prediction(row.id, answer.strip(), gold.strip(), is_right, text=answer))
+    return predictions, sum(one.truncated for one in answers)
 
 
 def generate_greedily(
@@ -114,17 +114,18 @@ def generate_greedily(
     end_ids = _end_tokens(model, encoder)
     window = context_limit(base_of(model), encoder.tokenizer)
     limits = [max(1, min(max_new_tokens, window - len(context))) for context in contexts]
-    found: dict[int, Generation] = {}
+    generations: dict[int, Generation] = {}
 
     def score(group: list[int]) -> None:
         for limit, rows in groupby(sorted(group, key=limits.__getitem__), key=limits.__getitem__):
-            own = list(rows)
-            generated = _generate(model, [contexts[i] for i in own], encoder, limit)
-            found.update((i, _until_end(ids, end_ids, encoder)) for i, ids in zip(own, generated, strict=True))
+            indices = list(rows)
+            generated = _generate(model, [contexts[i] for i in indices], encoder, limit)
+            ended = (_until_end(ids, end_ids, encoder) for ids in generated)
+            generations.update(zip(indices, ended, strict=True))
 
     sizes = [(len(context) + max_new_tokens, vocabulary_of(model)) for context in contexts]
     score_in_groups(score, sizes, next(model.parameters()).device, progress=progress)
-    return [found[i] for i in range(len(contexts))]
+    return [generations[i] for i in range(len(contexts))]
 
 
 def stream_greedily(

@@ -106,8 +106,8 @@ def row_losses(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 def _is_causal(model: nn.Module) -> bool:
     """Return whether every attention layer is marked as causal."""
-    said = [module.__dict__["is_causal"] for module in model.modules() if "is_causal" in module.__dict__]
-    return bool(said) and all(said)
+    marks = [module.__dict__["is_causal"] for module in model.modules() if "is_causal" in module.__dict__]
+    return bool(marks) and all(marks)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from frozencore.errors import ConfigError, TrainingError
+from frozencore.errors import TrainingError
 from frozencore.files.atomic_write import write_text
 from frozencore.text import one_line
 
@@ -54,21 +54,8 @@ def starting_point(checkpoint_dir: Path | None, resume: bool) -> Path | None:
     """The newest whole checkpoint to resume from; None for a training that starts at the beginning.
 
     Warns of newer checkpoints that are not whole.
-
-    Raises:
-        ConfigError: There is no folder to resume from.
-        TrainingError: The folder holds checkpoints, and ``resume`` is off.
     """
-    if checkpoint_dir is None:
-        if resume:
-            raise ConfigError("To resume, training needs the folder of its checkpoints: give checkpoint_dir.")
-        return None
-    if not resume:
-        if checkpoints(checkpoint_dir):
-            raise TrainingError(
-                f"A new training needs a folder without checkpoints, but {checkpoint_dir} holds some. "
-                f"Resume from them, remove them, or choose another folder."
-            )
+    if checkpoint_dir is None or not resume:
         return None
     for folder in reversed(checkpoints(checkpoint_dir)):
         if is_whole(folder):

@@ -64,20 +64,20 @@ class Recipe:
         rows = self.batch_size * self.accumulation
         if rows % processes:
             raise ConfigError(
-                f"The rows of an optimiser step are shared evenly, but {rows} came for {processes} processes. Choose "
-                "--batch-size and --accumulation whose product is a multiple of that number."
+                f"The rows of an optimiser step are shared evenly, but a step has {rows} for {processes} processes. "
+                "Choose --batch-size and --accumulation whose product is a multiple of that number."
             )
-        own = rows // processes
-        batch_size = next(n for n in range(min(self.batch_size, own), 0, -1) if own % n == 0)
-        return replace(self, batch_size=batch_size, accumulation=own // batch_size)
+        share = rows // processes
+        batch_size = next(n for n in range(min(self.batch_size, share), 0, -1) if share % n == 0)
+        return replace(self, batch_size=batch_size, accumulation=share // batch_size)
 
     def content(self) -> dict[str, Any]:
         """The recipe as JSON values by name, for records; ``overhead_tokens`` only if it is set."""
-        own = {name: value for name, value in asdict(self).items() if (name, value) != ("overhead_tokens", None)}
-        return {**own, "max_grad_norm": MAX_GRAD_NORM, "weight_decay": WEIGHT_DECAY}
+        options = {name: value for name, value in asdict(self).items() if (name, value) != ("overhead_tokens", None)}
+        return {**options, "max_grad_norm": MAX_GRAD_NORM, "weight_decay": WEIGHT_DECAY}
 
     def of_steps(self) -> dict[str, Any]:
-        """What determines the result of each step, but for rounding: a step's rows may be split in any way."""
+        """The options that determine the result of each step, except for rounding: its rows may be split in any way."""
         rows = self.batch_size * self.accumulation
         return replace(self, batch_size=rows, accumulation=1, overhead_tokens=None).content()
 
@@ -125,7 +125,7 @@ def require_reporters(names: Sequence[str]) -> None:
 def training_arguments(
     model: nn.Module,
     recipe: Recipe,
-    own: Recipe,
+    share: Recipe,
     folder: Path,
     *,
     save_steps: int | None,
@@ -135,7 +135,7 @@ def training_arguments(
     """The recipe as transformers' arguments.
 
     Args:
-        own: The recipe of this process.
+        share: The recipe of this process.
         folder: The folder of checkpoints.
         save_steps: Steps between checkpoints; None saves nothing to resume from.
         score_steps: Steps between scores on validation rows, which choose the step to keep; None for no choice. Each
@@ -147,8 +147,8 @@ def training_arguments(
         output_dir=str(folder),
         learning_rate=recipe.peak_rate,
         num_train_epochs=recipe.epochs,
-        per_device_train_batch_size=own.batch_size,
-        gradient_accumulation_steps=own.accumulation,
+        per_device_train_batch_size=share.batch_size,
+        gradient_accumulation_steps=share.accumulation,
         max_grad_norm=MAX_GRAD_NORM,
         weight_decay=WEIGHT_DECAY,
         seed=recipe.seed,

@@ -17,15 +17,13 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 import torch
-from peft.utils import AuxiliaryTrainingWrapper
-from torch import Tensor, nn
+from torch import nn
 from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
 from transformers.integrations.integration_utils import TensorBoardCallback
 
-from frozencore.adapter.layer import FrozenCoreLinear
 from frozencore.calibration.preserve import own_random_state, plain_passes
-from frozencore.distributed import from_first, num_ranks
-from frozencore.errors import ConfigError, DataError, TrainingError
+from frozencore.distributed import broadcast_from_rank0, num_ranks
+from frozencore.errors import ConfigError, TrainingError
 from frozencore.text import Progress
 from frozencore.tune.record import SelectedCheckpoint, TrainedSteps
 from frozencore.tune.rows import TokenRow
@@ -105,19 +103,14 @@ def train(
             ``checkpoint_dir``.
 
     Raises:
-        ConfigError: Nothing is trainable, trainable parameters are below float32, parameters outside the frozen-core
-            adapter's configuration are trainable, or the model does not separate rows joined end to end.
-        DataError: There are no rows.
+        ConfigError: Nothing is trainable, or a trainable parameter is below float32.
         DivergenceError: The loss is not finite.
-        TrainingError: A checkpoint cannot be written, or the folder holds checkpoints and ``resume`` is off.
+        TrainingError: A checkpoint cannot be written.
     """
-    if not rows:
-        raise DataError("Training needs at least one row, got none.")
-    require_float32(model)
-    require_own_parameters(model)
-    own, collate = _batches(rows, recipe, pad_id)
+    require_trainable(model)
+    share, collate = _batches(rows, recipe, pad_id)
     values_at_once = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    resumed_from = from_first(lambda: starting_point(checkpoint_dir, resume))
+    resumed_from = broadcast_from_rank0(lambda: starting_point(checkpoint_dir, resume))
     steps_an_epoch = recipe.num_steps(len(rows)) // recipe.epochs
     score_steps = None
     if selection is not None:
@@ -130,7 +123,7 @@ def train(
         restored.enter_context(plain_passes(model))
         restored.enter_context(own_use_cache(model))
         aside = restored.enter_context(TemporaryDirectory())
-        folder = checkpoint_dir or Path(from_first(lambda: aside))  # one folder for all processes
+        folder = checkpoint_dir or Path(broadcast_from_rank0(lambda: aside))  # one folder for all processes
         callbacks: list[TrainerCallback] = [
             monitor,
             Saving(stop, selection, every=checkpoint_steps if selection else None),
@@ -144,7 +137,7 @@ def train(
                 monitor,
                 model=model,
                 args=training_arguments(
-                    model, recipe, own, folder, save_steps=save_steps, score_steps=score_steps, report_to=report_to
+                    model, recipe, share, folder, save_steps=save_steps, score_steps=score_steps, report_to=report_to
                 ),
                 data_collator=collate,
                 train_dataset=list(rows),
@@ -184,54 +177,21 @@ def train(
 
 def _batches(rows: Sequence[TokenRow], recipe: Recipe, pad_id: int) -> tuple[Recipe, RowCollator]:
     """This process's share of the recipe, and the function that makes rows a batch or the groups of a step."""
-    own = recipe.of_each(num_ranks())
+    share = recipe.of_each(num_ranks())
     # all processes need the same number of passes
     if recipe.overhead_tokens is not None and num_ranks() == 1:
         most_tokens = recipe.batch_size * max(len(row.input_ids) for row in rows)
-        own = replace(own, batch_size=own.batch_size * own.accumulation, accumulation=1)
-        return own, GroupingCollator(pad_id, most_tokens, recipe.overhead_tokens)
-    return own, PaddingCollator(pad_id)
+        share = replace(share, batch_size=share.batch_size * share.accumulation, accumulation=1)
+        return share, GroupingCollator(pad_id, most_tokens, recipe.overhead_tokens)
+    return share, PaddingCollator(pad_id)
 
 
-def require_own_parameters(model: nn.Module) -> list[Tensor]:
-    """The parameters that the active frozen-core adapters train; refuses frozen cores and other trained parameters."""
-    cores: list[Tensor] = []
-    named: list[Tensor] = []
-    for module in model.modules():
-        if isinstance(module, FrozenCoreLinear):
-            cores += [module.core(name) for name in module.active_adapters if name in module.frozencore_R]
-        elif isinstance(module, AuxiliaryTrainingWrapper):
-            parameters = module.named_parameters()
-            named += [p for name, p in parameters if not set(name.split(".")).isdisjoint(module.active_adapters)]
-    if not cores:
-        return []
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    frozen = [names[id(core)] for core in cores if not core.requires_grad]
-    if frozen:
+def require_trainable(model: nn.Module) -> None:
+    """Refuse a model without trainable parameters, or with some below float32, whose small steps would be lost."""
+    dtypes = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
+    narrow = [f"{name!r} is {dtype}" for name, dtype in dtypes.items() if dtype != torch.float32]
+    if narrow or not dtypes:
         raise ConfigError(
-            f"Every core of an active adapter trains, but {frozen[0]!r} is frozen ({len(frozen)} of {len(cores)}). "
-            "Call set_adapter(name) on the model, or load the adapter with is_trainable=True."
+            f"Training needs trainable parameters in float32, but {narrow[0] if narrow else 'this model has none'}. "
+            "Add an adapter with autocast_adapter_dtype=True, or load the model in float32."
         )
-    own = {id(parameter) for parameter in [*cores, *named]}
-    foreign = [parameter for parameter in model.parameters() if parameter.requires_grad and id(parameter) not in own]
-    if foreign:
-        raise ConfigError(
-            f"A frozen-core adapter trains its cores, {sum(core.numel() for core in cores):,} values, but "
-            f"{names[id(foreign[0])]!r} trains as well ({len(foreign)} parameters of "
-            f"{sum(p.numel() for p in foreign):,} values in all). Freeze it with requires_grad_(False), or name its "
-            "module in modules_to_save."
-        )
-    return [parameter for parameter in [*cores, *named] if parameter.requires_grad]
-
-
-def require_float32(model: nn.Module) -> None:
-    """Refuse a model without trainable parameters, or with some that are not float32."""
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not trainable:
-        raise ConfigError("Training needs trainable parameters, but this model has none. Add an adapter first.")
-    for name, parameter in trainable.items():
-        if parameter.dtype != torch.float32:
-            raise ConfigError(
-                f"Trainable parameters must be float32 (the frozen ones need not be), but {name!r} is "
-                f"{parameter.dtype}. Add the adapter with autocast_adapter_dtype=True, or load the model in float32."
-            )

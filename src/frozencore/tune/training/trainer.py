@@ -85,9 +85,9 @@ def group_by_length(lengths: Sequence[int], most_tokens: int, overhead_tokens: i
             for start in range(max(0, end - most_rows), end)
             if end - start == 1 or (end - start) * lengths[order[start]] <= most_tokens
         ]
-        found = [costs[start] + (end - start) * lengths[order[start]] + overhead_tokens for start in starts]
-        best = min(range(len(starts)), key=found.__getitem__)
-        costs.append(found[best])
+        totals = [costs[start] + (end - start) * lengths[order[start]] + overhead_tokens for start in starts]
+        best = min(range(len(starts)), key=totals.__getitem__)
+        costs.append(totals[best])
         begins.append(starts[best])
     cuts = [len(order)]
     while cuts[-1]:
@@ -168,19 +168,19 @@ class CompletionTrainer(Trainer):
                 "logits_to_keep": kept,
                 "shift_labels": targets[:, kept],
             }
-        found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        output = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if num_items_in_batch is not None:
-            return found
+            return output
         # the model averages over the batch, and the Trainer then over the batches: weigh each by its tokens
         share = _num_targets(inputs) * self.current_gradient_accumulation_steps / self._tokens_of_step
-        return (found[0] * share, found[1]) if return_outputs else found * share
+        return (output[0] * share, output[1]) if return_outputs else output * share
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | int | None:
         """Count the tokens with loss of a step; None for a model that does not take their number."""
         counted = super()._get_num_items_in_batch(batch_samples, device)
         if counted is None and all("labels" in batch for batch in batch_samples):
-            own = torch.tensor(sum(map(_num_targets, batch_samples)), device=device)
-            self._tokens_of_step = max(1.0, float(sum_over_ranks(own)) / num_ranks())
+            count = torch.tensor(sum(map(_num_targets, batch_samples)), device=device)
+            self._tokens_of_step = max(1.0, float(sum_over_ranks(count)) / num_ranks())
         return counted
 
     @cached_property

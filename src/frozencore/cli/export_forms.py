@@ -1,0 +1,103 @@
+"""The forms of an export: each writes its folder, and yields lines on what was written and how it is served."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from frozencore.adapter.export.base_model import export_merged
+from frozencore.adapter.export.basis_model import export_basis_model, export_tenant
+from frozencore.adapter.export.link import core_fragment, export_qr
+from frozencore.adapter.export.lora import export_lora
+from frozencore.adapter.export.onnx import export_onnx, export_onnx_adapter
+from frozencore.adapter.export.serving import VLLM_CPU_HEADS, VLLM_MAX_RANKS, head_size, vllm_max_rank
+from frozencore.adapter.folders import read_adapter
+from frozencore.files.adapter_folder import WEIGHTS_FILE
+
+
+def _factor_dtype(name: str) -> torch.dtype:
+    return torch.float32 if name == "auto" else getattr(torch, name)
+
+
+def lora(adapter: Path, output: Path, base: str | None, dtype: str, rank: int | None, overwrite: bool) -> Iterator[str]:
+    done = export_lora(adapter, output, base=base, dtype=_factor_dtype(dtype), rank=rank, overwrite=overwrite)
+    zero = f" and {len(done.zero_layers)} of zeros that engines pack with them" if done.zero_layers else ""
+    yield f"LoRA: {done.directory}, rank {done.rank}, {len(done.layers)} layers{zero}"
+    if done.error is not None:
+        yield f"Of the adapter's update, {done.error:.2%} (Frobenius norm) does not fit into that rank."
+    if done.fan_in_fan_out:
+        yield "PEFT alone loads a LoRA of Conv1D layers right, llama.cpp transposes it: for an engine, --to merged."
+    else:
+        yield _for_vllm(done.rank, "--rank 512 cuts it")
+
+
+def merged(adapter: Path, output: Path, base: str | None, dtype: str, overwrite: bool) -> Iterator[str]:
+    yield f"Merged model: {export_merged(adapter, output, base=base, dtype=dtype, overwrite=overwrite)}"
+    yield "It is a plain model folder: transformers and every engine that serves its base model can load it."
+
+
+def basis_model(
+    adapter: Path, output: Path, base: str | None, dtype: str, with_code: bool, overwrite: bool
+) -> Iterator[str]:
+    done = export_basis_model(adapter, output, base=base, dtype=dtype, with_code=with_code, overwrite=overwrite)
+    low, high = min(done.ranks.values()), max(done.ranks.values())
+    ranks = f"rank {low}" if low == high else f"ranks {low} to {high}"
+    yield f"Basis model: {done.directory}, {ranks}, {len(done.ranks)} layers, basis {done.basis_id}"
+    code = " --trust-remote-code" if with_code else ""
+    yield _for_vllm(high, "PEFT loads them all", str(done.directory), code)
+    if not with_code:
+        yield "  with VLLM_PLUGINS=lora_filesystem_resolver,frozencore_basis_model (docs/many-tenants.md)"
+    if (size := head_size(done.directory)) not in (None, *VLLM_CPU_HEADS):
+        known = ", ".join(map(str, VLLM_CPU_HEADS))
+        yield f"vLLM's CPU build refuses requests to this model: its heads have {size} values, not one of {known}."
+    yield f"Tenants: frozencore export ADAPTER --to tenant --base {done.directory} --out TENANT"
+
+
+def tenant(adapter: Path, output: Path, base: str | None, dtype: str, overwrite: bool) -> Iterator[str]:
+    done = export_tenant(adapter, output, basis_model=base, dtype=_factor_dtype(dtype), overwrite=overwrite)
+    compared = f"as {base} has it" if base else "not compared, and not found on demand: name its model with --base"
+    layers = f"rank {done.rank}, {len(done.layers)} layers"
+    yield f"Tenant: {done.directory}, {layers}, on the basis {done.basis_id} ({compared})"
+    yield _for_vllm(done.rank, "PEFT loads it", base or "SHOP")
+
+
+def core(adapter: Path, output: Path, bits: int, overwrite: bool) -> Iterator[str]:
+    saved = read_adapter(adapter)
+    saved.write(output, saved.core, bits=bits, overwrite=overwrite)
+    before, after = ((folder / WEIGHTS_FILE).stat().st_size for folder in (adapter, output))
+    yield f"Core: {output}, {len(saved.core.values):,} values of {bits} bits, {after:,} bytes ({before:,} before)"
+    yield "It loads as the adapter does. Score it before you use it: `frozencore evaluate`."
+
+
+def _for_vllm(rank: int, way_out: str, basis_model: str | None = None, code: str = "") -> str:
+    """How vLLM is started for adapters of a rank; those of a basis model have their values in its ``core`` layers."""
+    if (admitted := vllm_max_rank(rank)) is None:
+        return f"vLLM serves ranks of {VLLM_MAX_RANKS[-1]} at most, not {rank}; {way_out}."
+    if basis_model is None:
+        return f"vLLM: --enable-lora --max-lora-rank {admitted}"
+    server = f"python -m vllm.entrypoints.openai.api_server --model {basis_model}"
+    return f"vLLM: {server} --enable-lora --max-lora-rank {admitted} --lora-target-modules core{code}"
+
+
+def onnx(adapter: Path, output: Path, base: str | None, dtype: str, bits: int | None, overwrite: bool) -> Iterator[str]:
+    done = export_onnx(adapter, output, base=base, bits=bits, dtype=_factor_dtype(dtype), overwrite=overwrite)
+    size = sum(file.stat().st_size for file in output.iterdir())
+    yield f"ONNX model: {done.directory}, {len(done.ranks)} layers, {size:,} bytes"
+    yield f"A core is its input {done.core_input}; without one it is the base model."
+    yield f"Tenants: frozencore export ADAPTER --to onnx-adapter --base {done.directory} --out TENANT.onnx_adapter"
+
+
+def onnx_adapter(adapter: Path, output: Path, base: str | None, dtype: str) -> Iterator[str]:
+    size = export_onnx_adapter(adapter, output, model=base, dtype=_factor_dtype(dtype))
+    compared = f"its basis is that of {base}" if base else "the runtime compares its basis"
+    yield f"ONNX adapter: {output}, {size:,} bytes ({compared})"
+
+
+def link(adapter: Path, bits: int) -> Iterator[str]:
+    yield core_fragment(adapter, bits)
+
+
+def qr(adapter: Path, output: Path, bits: int) -> Iterator[str]:
+    yield f"QR code: {output}, a core of {bits} bits in {export_qr(adapter, output, bits):,} bytes"

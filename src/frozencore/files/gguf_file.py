@@ -1,0 +1,55 @@
+"""Find GGUF files, llama.cpp's format, by the name of a model; :mod:`frozencore.files.gguf_model` reads them."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from frozencore.errors import ModelError
+
+_MAGIC = b"GGUF"
+
+
+def find_gguf(model: str) -> Path | None:
+    """The absolute path of the GGUF file of a model's name; None for a model of another kind.
+
+    Args:
+        model: A file, or a folder without ``config.json`` that holds one GGUF file.
+
+    Raises:
+        ModelError: The folder holds several files, the file is missing or not GGUF, or the package ``gguf`` is missing.
+    """
+    place = Path(model)
+    if place.suffix.lower() == ".gguf" and not place.is_dir():
+        return _checked(place)
+    if not place.is_dir() or (place / "config.json").exists():
+        return None
+    files = sorted(file for file in place.iterdir() if file.suffix.lower() == ".gguf")
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise ModelError(f"A model folder may hold one GGUF file, but {place} holds {names}. Name the file.")
+    return _checked(files[0]) if files else None
+
+
+def _checked(file: Path) -> Path:
+    with file.open("rb") as opened:
+        is_gguf = opened.read(len(_MAGIC)) == _MAGIC
+    if not is_gguf or find_spec("gguf") is None:
+        raise ModelError(
+            f"To read {file.name} takes the package gguf, which is not installed: pip install 'frozencore[gguf]'."
+            if is_gguf
+            else f"A GGUF file begins with the letters GGUF, but {file} does not. Download it again."
+        )
+    return file.absolute()
+
+
+def cache_folder() -> Path:
+    """The folder of unpacked models."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "frozencore")
+
+
+def file_of(loading: dict[str, Any]) -> Path:
+    """The GGUF file that loading arguments name."""
+    return Path(loading["pretrained_model_name_or_path"], loading["gguf_file"])

@@ -1,0 +1,89 @@
+"""Splits of data sets on the hub, in its cache or in a folder, read with ``datasets``, whose import takes a second."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from datasets import config as settings
+from datasets import load_dataset
+from datasets.naming import camelcase_to_snakecase
+from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+from frozencore.errors import DataError
+from frozencore.files.hub_client import hub_answers
+from frozencore.quiet import with_attributes
+from frozencore.text import one_line
+from frozencore.tune.rows import RawRow
+from frozencore.tune.rows.tables import without_fillers
+
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
+
+def read_split(name: str, config: str | None, split: str) -> list[RawRow]:
+    """Read the rows of a split; raises the errors of :func:`load_split`."""
+    folder = Path(name) if Path(name).is_dir() else None
+    way_out = "Give the folder of a downloaded data set in place of its name, or a network."
+    if folder is not None:
+        way_out = "Give a configuration and a split that it has, and files of a kind that datasets reads."
+    rows: list[RawRow] = load_split(name, config, split, folder=folder, way_out=way_out).to_list()
+    return list(map(without_fillers, rows))  # not empty, because datasets refuses an empty split
+
+
+def load_split(name: str, config: str | None, split: str, *, folder: Path | None, way_out: str) -> Any:
+    """Load every row of a split as a ``datasets.Dataset``; code of the data set is never run.
+
+    Args:
+        name: The hub id.
+        folder: The local folder; ``None`` for the hub and its offline cache.
+        way_out: The advice in an error.
+
+    Raises:
+        DataError: The split cannot be loaded; the message has the reason.
+    """
+    title = f"Data set {name}" + (f" ({config})" if config else "")
+    offline = settings.HF_HUB_OFFLINE
+    if folder is None and not (_HUB_ID.fullmatch(name) and hub_answers("dataset", name)):
+        *organisation, last = name.split("/")
+        if not (Path(settings.HF_DATASETS_CACHE) / "___".join([*organisation, camelcase_to_snakecase(last)])).is_dir():
+            raise DataError(
+                f"{title} is neither a folder nor in the offline cache, and the hub does not answer. {way_out}"
+            )
+        offline = True  # with the cache alone datasets does not retry for half a minute
+    place, cache = (name, None) if folder is None else (str(folder), cache_of(folder))
+    try:
+        with without_bars(), with_attributes(settings, HF_HUB_OFFLINE=offline):
+            return load_dataset(place, config, split=split, cache_dir=cache)
+    except Exception as error:  # datasets raises many kinds of errors, which are only reported
+        where = "the hub or its cache" if folder is None else place
+        in_cache = isinstance(error, OSError) and error.filename and not str(error.filename).startswith(place)
+        if in_cache:  # a home that cannot be written, or a full disk
+            way_out = "Set HF_DATASETS_CACHE to a folder that can be written."
+        raise DataError(f"{title} could not be read from {where}: {one_line(error, 200)} {way_out}") from error
+
+
+def cache_of(folder: Path) -> str:
+    """The cache folder for the converted rows of a local folder.
+
+    ``datasets``' own cache identifies a folder with a card by its name and card only, so another folder of this name,
+    or changed rows, would give the old rows.
+    """
+    files = [(path, path.stat()) for path in sorted(folder.resolve().rglob("*")) if path.is_file()]
+    state = "\n".join(f"{path}|{stat.st_size}|{stat.st_mtime_ns}" for path, stat in files)
+    return str(Path(settings.HF_DATASETS_CACHE) / "frozencore" / hashlib.sha256(state.encode()).hexdigest()[:32])
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Turn off the progress bars of ``datasets`` inside."""
+    were_disabled = are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not were_disabled:
+            enable_progress_bars()

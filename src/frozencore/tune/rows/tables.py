@@ -1,0 +1,80 @@
+"""Tables as rows: CSV, TSV, Parquet and Arrow, and compressed files. They keep the text of each value.
+
+``datasets`` would read ``007`` as 7, ``NA`` as nothing, and dates as such. The imports take more than a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+import pandas
+import pyarrow
+from pyarrow import ipc, parquet
+
+from frozencore.tune.rows import RawRow, require_once
+
+
+def decompressed(path: Path, compression: str) -> IO[bytes]:
+    """The content of a compressed file."""
+    stream: IO[bytes] = pyarrow.input_stream(str(path), compression=compression)
+    return stream
+
+
+def _read_separated(content: IO[bytes], *, separator: str) -> list[RawRow]:
+    """Read a table as text."""
+    try:
+        table = pandas.read_csv(
+            content, sep=separator, header=None, dtype=str, keep_default_na=False, encoding="utf-8-sig"
+        )
+    except pandas.errors.EmptyDataError:
+        return []
+    lines = table.fillna("").to_numpy().tolist()
+    while lines and not any(map(str.strip, lines[0])):  # before the header
+        lines.pop(0)
+    names, *rows = lines or [[]]
+    while names and not names[-1].strip() and not any(row[len(names) - 1].strip() for row in rows):
+        names.pop()  # separators at the end of the line, as spreadsheets write them
+    require_once(names, "column")
+    return [dict(zip(names, row, strict=False)) for row in rows]
+
+
+def _read_parquet(content: IO[bytes]) -> Iterable[RawRow]:
+    return _arrow_rows(parquet.read_table(pyarrow.BufferReader(content.read())))
+
+
+def _read_arrow(content: IO[bytes]) -> Iterable[RawRow]:
+    """Read Arrow as a file, or as the stream that ``datasets`` writes."""
+    whole = content.read()
+    return _arrow_rows((ipc.open_file(whole) if whole.startswith(b"ARROW1") else ipc.open_stream(whole)).read_all())
+
+
+def _arrow_rows(table: Any) -> Iterable[RawRow]:
+    require_once(table.column_names, "column")
+    return map(without_fillers, table.to_pylist(maps_as_pydicts="strict"))
+
+
+def without_fillers(row: RawRow) -> RawRow:
+    """A row of Arrow without keys that are null inside its columns.
+
+    Arrow gives each object of a column the keys of all others, with null in them, and a template would write these. A
+    null of the row's own looks the same, so it goes too, as with TRL's ``remove_none_values``.
+    """
+
+    def filled(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: filled(item) for key, item in value.items() if item is not None}
+        return [filled(item) for item in value] if isinstance(value, list) else value
+
+    return {column: filled(value) for column, value in row.items()}
+
+
+READERS: dict[str, Callable[[IO[bytes]], Iterable[RawRow]]] = {
+    ".csv": partial(_read_separated, separator=","),
+    ".tsv": partial(_read_separated, separator="\t"),
+    ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
+}
+"""The readers of tables, by the ending of a file."""
