@@ -75,7 +75,9 @@ def silent_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.mark.usefixtures("silent_hub")
 def test_without_hub_and_cache_the_way_out_is_named_at_once() -> None:
-    with pytest.raises(DataError, match=r"org/name is not in the offline cache .*--data-root DIR.*or a network"):
+    with pytest.raises(
+        DataError, match=r"org/name is neither a folder nor in the offline cache, .*--data-root DIR.*or a network"
+    ):
         SOURCE.rows("train", None)
 
 

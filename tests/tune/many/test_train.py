@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from frozencore import FrozenCoreConfig
-from frozencore.errors import CalibrationError, ConfigError, DataError
+from frozencore.errors import CalibrationError, ConfigError
 from frozencore.tune.many.tenant import Tenant, Trained, Validation, train_many
 from frozencore.tune.rows.token_batches import PaddingCollator
 from frozencore.tune.scoring.forward import row_losses
@@ -214,12 +214,9 @@ def test_what_cannot_train_together_is_refused_in_one_line() -> None:
     merged = adapted(trained=True)
     merged.merge_adapter()
     cases: list[tuple[Callable[[], object], type[Exception], str]] = [
-        (lambda: Tenant([], RECIPE), DataError, "at least one row"),
-        (lambda: Validation([]), DataError, "at least one validation row"),
         (lambda: trained_at_once(adapted(calibrated=False)), CalibrationError, r"Call frozencore\.calibrate"),
         (lambda: trained_at_once(adapted(modules_to_save=["lm_head"])), ConfigError, "modules_to_save"),
         (lambda: trained_at_once(merged), ConfigError, "unmerge_adapter"),
-        (lambda: trained_at_once(adapted(dtype=torch.float64)), ConfigError, "float32 and on one device, .*float64"),
     ]
     for call, kind, message in cases:
         with pytest.raises(kind, match=message):
