@@ -64,7 +64,7 @@ class Engine:
                 "lora_target_modules": targets,
             }  # fmt: skip
         if targets == ["core"]:
-            lora["worker_extension_cls"] = "frozencore_basis_model.TenantWorker"
+            lora["worker_extension_cls"] = "frozencore_vllm.TenantWorker"
         self.llm = LLM(
             model, dtype="float32", enforce_eager=True, max_num_seqs=rows, max_model_len=128,
             enable_prefix_caching=False, skip_tokenizer_init=True, gpu_memory_utilization=0.2, **lora,

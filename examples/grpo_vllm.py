@@ -35,7 +35,7 @@ class Rollouts:
     def __init__(self, options: argparse.Namespace) -> None:
         self.engine = LLM(
             str(options.engine), enable_lora=True, max_lora_rank=options.rank, lora_target_modules=["core"],
-            worker_extension_cls="frozencore_basis_model.TenantWorker", max_num_seqs=options.rollouts,
+            worker_extension_cls="frozencore_vllm.TenantWorker", max_num_seqs=options.rollouts,
             max_model_len=options.max_length, dtype=options.dtype, enforce_eager=True, seed=0,
             gpu_memory_utilization=options.engine_memory,
         )  # fmt: skip

@@ -434,7 +434,7 @@ def test_a_state_that_cannot_be_loaded_leaves_a_shared_basis_as_it_was() -> None
     shared = SharedFactors()
     shared["one"], shared["two"] = torch.ones(3, 2), torch.ones(3, 2)
     shared.share("two")
-    shared.make_room(["one"], ["one"])
+    shared.split_shared(["one"], ["one"])
     with pytest.raises(RuntimeError, match="size mismatch"):
         shared.load_state_dict({"one": torch.ones(4, 2)}, strict=False)
     assert all(torch.equal(shared[name], torch.ones(3, 2)) for name in ("one", "two"))

@@ -12,6 +12,7 @@ import sys
 import threading
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,15 +39,18 @@ from frozencore import (
     calibrate,
     export_lora,
     export_tenant,
+    get_basis,
     get_core,
     merge_adapters,
     save_basis,
     swap_core,
 )
 from frozencore.adapter.base_record import differing_layer, record_base, sample_weight
+from frozencore.adapter.basis import layer_digest
 from frozencore.adapter.folders import read_adapter
 from frozencore.adapter.layer import UncalibratedWarning
 from frozencore.errors import ArtifactError, ConfigError
+from frozencore.maths.basis import LayerBasis
 from frozencore.tune.evaluate import BaseWithAdapter
 from tiny import BATCHES, adapted, all_equal, cores_of, factors_of, logits, set_values, tiny_qwen2, train_at_random
 
@@ -170,6 +174,39 @@ def test_p_and_q_scales_and_base_that_are_not_those_of_the_basis_id_are_refused(
     for read in (read_adapter, lambda folder: PeftModel.from_pretrained(tiny_qwen2(), str(folder))):
         with pytest.raises(ArtifactError, match=f"has a core on the basis {own}, but .* make [0-9a-f]{{32}}"):
             read(saved)
+
+
+@pytest.mark.parametrize("on_a_saved_basis", [True, False])
+def test_a_bfloat16_model_keeps_the_id_of_a_float32_basis(on_a_saved_basis: bool, tmp_path: Path) -> None:
+    model = adapted("random", trained=True)
+    if on_a_saved_basis:
+        save_basis(model, tmp_path / "basis")
+    model.save_pretrained(str(tmp_path / "whole"))
+    half = PeftModel.from_pretrained(tiny_qwen2().bfloat16(), str(tmp_path / "whole"))
+    assert basis_id(half) == get_basis(half).id == basis_id(model)
+    half.save_pretrained(str(tmp_path / "again"))
+    again = PeftModel.from_pretrained(tiny_qwen2(), str(tmp_path / "again"))
+    assert basis_id(again) == basis_id(model)
+    swap_core(model, tmp_path / "again")
+
+
+def test_p_and_q_are_hashed_once_when_an_adapter_is_loaded_and_used(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed = Counter[str]()
+    digest = layer_digest
+
+    def counted(basis: LayerBasis) -> str:
+        found = digest(basis)
+        hashed[found] += 1
+        return found
+
+    for module in ("basis", "layer"):
+        monkeypatch.setattr(f"frozencore.adapter.{module}.layer_digest", counted)
+    model = PeftModel.from_pretrained(tiny_qwen2(), str(saved))
+    swap_core(model, get_core(model))
+    assert len(hashed) == len(cores_of(model))
+    assert set(hashed.values()) == {1}
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -387,17 +424,20 @@ def test_tensors_alone_onto_an_adapter_of_another_scale_or_base_are_refused(
     onto(model, tmp_path / "own")
 
 
-def test_averaged_and_rounded_state_dicts_are_taken_on_their_basis_and_rounded_factors_as_no_other_one() -> None:
+def test_averaged_and_rounded_state_dicts_are_taken_and_other_factors_refused() -> None:
     state = get_peft_model_state_dict(adapted("random", trained=True, alpha=5.0))
-    changed = [{key: X.bfloat16() for key, X in state.items()}, {key: 0.3 * X + 0.7 * X for key, X in state.items()}]
-    model, other = adapted("random", alpha=5.0), adapted("fcca", alpha=5.0)
-    for one in changed:
+    averaged = {key: 0.3 * X + 0.7 * X for key, X in state.items()}
+    halves = {dtype: {key: X.to(dtype) for key, X in state.items()} for dtype in (torch.bfloat16, torch.float16)}
+    model = adapted("random", alpha=5.0)
+    for one in (averaged, *halves.values()):
         set_peft_model_state_dict(model, one)
         assert torch.equal(get_core(model).values, Core.read("", one).values)
-        with pytest.raises(ArtifactError, match="P and Q beside it"):
-            set_peft_model_state_dict(other, one)
-    set_peft_model_state_dict(other, state)
-    assert basis_id(other) == basis_id(model)
+    for one in (state, averaged, halves[torch.bfloat16]):
+        other = adapted("fcca", alpha=5.0)
+        set_peft_model_state_dict(other, one)
+        assert basis_id(other) == basis_id(model)
+    with pytest.raises(ArtifactError, match="P and Q beside it"):  # float16 rounds in other places
+        set_peft_model_state_dict(adapted("fcca", alpha=5.0), halves[torch.float16])
 
 
 def test_another_base_model_is_taken_if_the_user_says_so(saved: Path) -> None:

@@ -54,6 +54,14 @@ def test_what_is_kept_is_told_and_a_larger_rank_is_asked_for(command: Command, l
     kept = json.loads((tmp_path / "few/compress.json").read_text())["adapters"]
     assert kept.keys() == {"anna", "ben", "cleo"}
     assert all(0.1 < one["kept"] < 0.9 for one in kept.values())
+    status, out, err = command("compress", *adapters, "--rank", 4, "--bits", 2, "--out", tmp_path / "small")
+    assert status == 0, err
+    small = json.loads((tmp_path / "small/compress.json").read_text())
+    assert all(0 < small["adapters"][name]["kept"] < kept[name]["kept"] for name in kept)  # rounding counts too
+    tenants = [
+        json.loads((tmp_path / one / "compress.json").read_text())["sizes"]["tenant"] for one in ("few", "small")
+    ]
+    assert tenants[1] < tenants[0]
     status, _, err = command("merge", *adapters, "--out", tmp_path / "sum")
     assert (status, err.count("\n")) == (2, 1)
     assert "has a LORA adapter, not a frozen core. Read it with PEFT, or let `frozencore compress`" in err

@@ -1,4 +1,4 @@
-"""The commands of docs/serving.md and of README's tenants: the engines know each flag and request."""
+"""The commands of docs/serving.md and of many tenants: the engines know each flag and request."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from peft import LoraConfig, get_peft_model
 
 from fixtures import ROOT
-from serving import ENGINES, SETTINGS, EngineProcess, LlamaServer, VllmServer, convert, environment_of, load_base
+from serving import ENGINES, SETTINGS, EngineProcess, LlamaServer, VllmServer, convert, environment_of
 
 pytestmark = pytest.mark.slow
 
@@ -77,7 +76,7 @@ def test_llama_server_takes_the_pages_requests(base: Path, adapters: Path, tmp_p
         assert json.loads(server.get("/lora-adapters"))[0]["scale"] == 0.0
 
 
-def test_the_readmes_tenants_are_calibrated_trained_exported_and_served(  # type: ignore[no-untyped-def]
+def test_the_pages_tenants_are_calibrated_trained_and_served(  # type: ignore[no-untyped-def]
     tiny1m: Path, command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -85,12 +84,10 @@ def test_the_readmes_tenants_are_calibrated_trained_exported_and_served(  # type
     for name, answer in {"rows/anna": "red", "rows/ben": "green", "dora": "blue"}.items():
         rows = [json.dumps({"prompt": f"Colour {i}?", "completion": f" {answer}"}) + "\n" for i in range(24)]
         Path(f"{name}.jsonl").write_text("".join(rows))
-    for name in ("anna", "ben"):
-        lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-        get_peft_model(load_base(tiny1m), lora).save_pretrained(f"loras/{name}")
-    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", "")
-    (block,) = (block for block in _blocks(readme) if "tune-many" in block)
-    *lines, serve = [shlex.split(re.sub(r"\bDIR\b", str(tiny1m), line), comments=True) for line in block.splitlines()]
+    page = (ROOT / "docs" / "many-tenants.md").read_text(encoding="utf-8").replace("\\\n", "")
+    part = page.partition("\n## Train and serve\n")[2].partition("\nOr serve")[0]
+    texts = "\n".join(re.findall(r"^```bash\n(.*?)^```$", part, flags=re.DOTALL | re.MULTILINE)).splitlines()
+    *lines, serve = [shlex.split(re.sub(r"\bMODEL\b", str(tiny1m), line)) for line in texts if line]
     settings = dict(word.split("=") for words in lines if words[0] == "export" for word in words[1:])
     for words in lines:
         if words[0] == "export":

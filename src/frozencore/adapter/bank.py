@@ -23,6 +23,7 @@ from frozencore.adapter.per_row import cores_of_rows, lock_of, other_modules, re
 from frozencore.adapter.swap import CoreSource, read_core, require_basis_id, require_unmerged
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.maths.linalg import all_finite
+from frozencore.maths.quantise import BITS, levels, pack, unpack
 from frozencore.quiet import with_attributes
 
 
@@ -79,13 +80,45 @@ class CoreStack:
     def of_slots(self, slots: Sequence[int]) -> AbstractContextManager[None]:
         """Use the core of its slot for each row of every batch inside."""
         places = {device: torch.tensor(slots, device=device) for device in self.blocks}
-        return self.through({name: core[places[core.device]] for name, core in self.cores.items()})
+        return self.with_cores({name: core[places[core.device]] for name, core in self.cores.items()})
 
-    def through(self, cores: Mapping[str, Tensor]) -> AbstractContextManager[None]:
+    def with_cores(self, cores: Mapping[str, Tensor]) -> AbstractContextManager[None]:
         """Use a core (rows x r x r) of each layer for each row of every batch inside."""
         configs: Any = self.model.peft_config
         others = other_modules(self.model, self.layers) if len(configs) > 1 else []
         return cores_of_rows(self.model, self.layers, self.adapter_name, cores, others)
+
+
+class PackedSlots:
+    """Slots of cores in 8, 4 or 2 bits: whole bytes of codes and a scale for each layer."""
+
+    def __init__(self, num_slots: int, layers: Mapping[str, Tensor], bits: int) -> None:
+        """
+        Args:
+            layers: R of each layer, whose shape and device count.
+        """
+        self.bits = bits
+        self.ranks = {name: len(R) for name, R in layers.items()}
+        sizes = {name: -(-R.numel() * bits // 8) for name, R in layers.items()}
+        self.codes = {
+            name: torch.zeros(num_slots, sizes[name], dtype=torch.uint8, device=R.device) for name, R in layers.items()
+        }
+        self.scales = {name: torch.zeros(num_slots, dtype=torch.float16, device=R.device) for name, R in layers.items()}
+
+    def fill(self, slot: int, core: Core) -> None:
+        """Copy a core into a slot; values of other bits are rounded."""
+        few = core.in_bits(self.bits, self.ranks).packed
+        assert few is not None
+        layers = by_layer(unpack(few.codes, self.bits, len(core.values)), self.ranks)
+        for (name, codes), scale in zip(layers.items(), few.scales, strict=True):
+            self.codes[name][slot].copy_(pack(codes.flatten(), self.bits))
+            self.scales[name][slot] = scale
+
+    def values(self, name: str, slots: Tensor) -> Tensor:
+        """R (slots x r x r) of a layer, float32."""
+        r = self.ranks[name]
+        codes = unpack(self.codes[name].index_select(0, slots), self.bits, r * r).unflatten(-1, (r, r))
+        return levels(codes, self.scales[name].index_select(0, slots)[:, None, None], self.bits)
 
 
 class CoreBank(CoreStack):
@@ -103,26 +136,50 @@ class CoreBank(CoreStack):
         capacity: The largest number of cores, ``4·Σr²`` bytes each.
         adapter_name: The adapter with the basis.
         dtype: The dtype in which cores are kept; they multiply in float32.
+        bits: 8, 4 or 2 keep codes of so many bits in place of ``dtype``, and only a batch's rows become float32.
 
     Raises:
-        ConfigError: The model has no such adapter, the adapter is merged, or the capacity is not positive.
+        ConfigError: The model has no such adapter, the adapter is merged, or the dtype or bits are not allowed.
         CalibrationError: The adapter has no basis.
     """
 
     def __init__(
-        self, model: nn.Module, capacity: int, *, adapter_name: str = "default", dtype: torch.dtype = torch.float32
+        self,
+        model: nn.Module,
+        capacity: int,
+        *,
+        adapter_name: str = "default",
+        dtype: torch.dtype = torch.float32,
+        bits: int = 32,
     ) -> None:
-        if not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 1:
-            raise ConfigError(f"A bank holds at least one core, but a capacity of {capacity!r} came.")
-        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ConfigError(f"A bank keeps cores in float32, bfloat16 or float16, but {dtype} came.")
-        super().__init__(model, capacity + 1, adapter_name=adapter_name, dtype=dtype)  # slot 0 is the base model
+        dtypes = (torch.float32, torch.bfloat16, torch.float16)
+        if dtype not in dtypes or (bits != 32 and (bits not in BITS or dtype != torch.float32)):
+            raise ConfigError(
+                "A bank keeps cores in float32, bfloat16 or float16, or in 8, 4 or 2 bits of float32, but "
+                f"bits={bits} and {dtype} were given."
+            )
+        num_slots = capacity + 1  # slot 0 is the base model
+        super().__init__(model, num_slots if bits == 32 else 0, adapter_name=adapter_name, dtype=dtype)
+        cores = {name: layer.core(adapter_name) for name, layer in self.layers.items()}
+        self.packed = None if bits == 32 else PackedSlots(num_slots, cores, bits)
         self.capacity, self.dtype = capacity, dtype
         self._slot_of: dict[str, int] = {}
         self._free = list(range(capacity, 0, -1))
         self._buffers: list[dict[str, Tensor]] = []  # the largest batch so far, for each depth of nesting
         self._depth = 0
         self._names_lock = threading.Lock()
+
+    def fill(self, slot: int, core: Core) -> None:
+        """Copy a core on the basis into a slot."""
+        if self.packed is None:
+            super().fill(slot, core)
+        else:
+            self.packed.fill(slot, core)
+
+    def _values(self, name: str, slots: Tensor) -> Tensor:
+        """R (slots x r x r) of a layer."""
+        packed = self.packed
+        return self.cores[name].index_select(0, slots) if packed is None else packed.values(name, slots)
 
     def __len__(self) -> int:
         return len(self._slot_of)
@@ -179,8 +236,9 @@ class CoreBank(CoreStack):
             ConfigError: There is none of that name.
         """
         with self._names_lock:
-            slot = self._slot(name)
-            return Core.of(self.basis_id, {layer: cores[slot].float().cpu() for layer, cores in self.cores.items()})
+            slot = torch.tensor([self._slot(name)])
+            layers = {name: self._values(name, slot.to(R.device)) for name, R in self.cores.items()}
+            return Core.of(self.basis_id, {name: R[0].float().cpu() for name, R in layers.items()})
 
     @contextmanager
     def rows(self, names: Sequence[str | None], *, num_beams: int = 1) -> Iterator[None]:
@@ -190,20 +248,16 @@ class CoreBank(CoreStack):
             num_beams: The beams of ``generate``, which repeats each row so often (behind the encoder, if there is one).
 
         Raises:
-            ConfigError: A name has no core, or there are no names.
+            ConfigError: A name has no core.
             ArtifactError: The adapter's basis was replaced.
             ValueError: An adapter is merged into the weights.
         """
-        if not names or isinstance(names, str):
-            raise ConfigError(
-                f"A batch has a name (or None) for each of its rows, but {names!r:.60} came. Give a list."
-            )
         require_basis_id(self.basis_id, self.layers, self.adapter_name)
         with lock_of(self.model):
             with self._names_lock:
                 slots = [0 if name is None else self._slot(name) for name in names]
                 gathered = self._gather(slots, repetitions(self.model, num_beams))
-            with with_attributes(self, _depth=self._depth + 1), self.through(gathered):
+            with with_attributes(self, _depth=self._depth + 1), self.with_cores(gathered):
                 yield
 
     @torch.inference_mode(False)  # tensors made inside of it could not be changed outside
@@ -223,7 +277,7 @@ class CoreBank(CoreStack):
             if num_rows > len(buffer):
                 buffers[name] = buffer.new_zeros(num_rows, *buffer.shape[1:]).mT
             gathered[name] = buffers[name][:num_rows]
-            gathered[name].copy_(self.cores[name].index_select(0, places[kind]))
+            gathered[name].copy_(self._values(name, places[kind]))
         return gathered
 
     def _slot(self, name: str) -> int:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from frozencore.errors import ArtifactError
+from frozencore.files.fingerprint import fingerprint_tensors
 
 NUM_SAMPLES = 8  # per weight, evenly spaced from the first to the last value
 _DTYPES = {
@@ -77,6 +78,12 @@ def split_record(recorded: Mapping[str, Any], layers: Iterable[str]) -> dict[str
         name: {**recorded, "values": _encoded(values[i * NUM_SAMPLES : (i + 1) * NUM_SAMPLES])}
         for i, name in enumerate(names)
     }
+
+
+def base_digest(recorded: Mapping[str, Any]) -> str:
+    """SHA-256 of the values of a record, as bfloat16 rounds them."""
+    values, _ = _values(recorded)
+    return fingerprint_tensors([("base", torch.from_numpy(values).bfloat16())])
 
 
 def differs(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:

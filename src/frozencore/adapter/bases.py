@@ -53,8 +53,8 @@ def get_basis(model: nn.Module, adapter_name: str | None = None) -> Basis:
     copies = {}
     for name, layer in layers.items():
         layer.require_basis(adapter_name)
-        own = layer.basis(adapter_name)
-        copies[name] = replace(own, P=own.P.detach().clone().cpu(), Q=own.Q.detach().clone().cpu())
+        factors = layer.basis(adapter_name)
+        copies[name] = replace(factors, P=factors.P.detach().clone().cpu(), Q=factors.Q.detach().clone().cpu())
     return config.make_basis(copies, base=record_base(base_samples_of(layers)))
 
 
@@ -84,20 +84,20 @@ def set_basis(
         attach_basis(f"The basis {basis.id}", basis, config, layers, adapter_name)
         config.calibration_tokens = basis.options.get("calibration_tokens")
         config.learning_rate = basis.options.get("learning_rate")
-        config.name_basis(basis.id, basis.place, basis.revision)
+        config.attach_basis_id(basis.id, basis.place, basis.revision)
 
 
 def put_layers(adapter_name: str, config: FrozenCoreConfig, layers: Layers, bases: Mapping[str, LayerBasis]) -> None:
     """Set P and Q of every layer and its core's start; nothing is changed if one does not fit."""
     shapes = {name: tuple(X.shape for X in layer.factors(adapter_name)[:2]) for name, layer in layers.items()}
-    given = {name: (own.P.shape, own.Q.shape) for name, own in bases.items()}
+    given = {name: (factors.P.shape, factors.Q.shape) for name, factors in bases.items()}
     if odd := [name for name in sorted(shapes.keys() | given.keys()) if shapes.get(name) != given.get(name)]:
         here, there = (_in_words(one.get(odd[0])) for one in (shapes, given))
         raise CalibrationError(
             f"Layer {odd[0]!r} of the adapter has {here}, but the basis has {there} ({len(odd)} layers differ). Use "
             "the adapter's rank and target_modules."
         )
-    if config.initial_step and any(own.initial_core is None for own in bases.values()):
+    if config.initial_step and any(factors.initial_core is None for factors in bases.values()):
         raise ConfigError(
             f"initial_step={config.initial_step:g} starts from a core that P and Q alone do not hold. "
             "Call calibrate, with moments collected once, or leave initial_step out."
@@ -106,7 +106,7 @@ def put_layers(adapter_name: str, config: FrozenCoreConfig, layers: Layers, base
         scale = layer.frozencore_scale[adapter_name]
         start = config.constructor_entry.start_core(bases[name], config.basis_options(), scale)
         layer.set_basis(adapter_name, bases[name], start_core=start, random_core=not config.init_weights)
-    config.name_basis(None)
+    config.attach_basis_id(None)
     config.calibration_tokens = config.learning_rate = None
 
 
@@ -120,7 +120,7 @@ def attach_basis(origin: str, basis: Basis, config: FrozenCoreConfig, layers: La
     for name, layer in layers.items():
         if not layer.frozencore_P[adapter_name].is_meta:
             layer.set_basis(adapter_name, basis.layers[name], random_core=not config.init_weights)
-            layer.attach_basis_id(adapter_name, basis.id)
+            layer.attach_basis_id(adapter_name, basis.id, basis.digests[name])
 
 
 def save_basis(
@@ -152,9 +152,9 @@ def save_basis(
         layer.require_basis(adapter_name)
     basis = live_basis(config, layers, adapter_name, calibrated_on=calibrated_on)
     basis.write(Path(folder), overwrite=overwrite)
-    config.name_basis(basis.id, str(folder))
-    for layer in layers.values():
-        layer.attach_basis_id(adapter_name, basis.id)
+    config.attach_basis_id(basis.id, str(folder))
+    for name, layer in layers.items():
+        layer.attach_basis_id(adapter_name, basis.id, basis.digests[name])
     return basis.id
 
 
@@ -170,9 +170,10 @@ def basis_id_of(config: FrozenCoreConfig, layers: Layers, adapter_name: str) -> 
     """The id of the basis that an adapter was given, or that its P and Q make."""
     found = current_basis_id(layers, adapter_name)
     if found is None:
-        found = live_basis(config, layers, adapter_name).id
-        for layer in layers.values():
-            layer.attach_basis_id(adapter_name, found)
+        basis = live_basis(config, layers, adapter_name)
+        for name, layer in layers.items():
+            layer.attach_basis_id(adapter_name, basis.id, basis.digests[name])
+        return basis.id
     return found
 
 
@@ -188,13 +189,13 @@ def require_fit(origin: str, basis: Basis, layers: Layers, adapter_name: str, wa
     Args:
         origin: The basis, as the beginning of a sentence.
     """
-    theirs = {name: (own.P.shape, own.Q.shape, own.scale) for name, own in basis.layers.items()}
+    theirs = {name: (factors.P.shape, factors.Q.shape, factors.scale) for name, factors in basis.layers.items()}
     here = {name: layer.basis(adapter_name) for name, layer in layers.items()}
-    own = {name: (mine.P.shape, mine.Q.shape, mine.scale) for name, mine in here.items()}
-    if odd := [name for name in sorted(theirs.keys() | own.keys()) if theirs.get(name) != own.get(name)]:
+    ours = {name: (mine.P.shape, mine.Q.shape, mine.scale) for name, mine in here.items()}
+    if odd := [name for name in sorted(theirs.keys() | ours.keys()) if theirs.get(name) != ours.get(name)]:
         raise ArtifactError(
             f"{origin} has {_in_words(theirs.get(odd[0]))} for layer {odd[0]!r}, and this model "
-            f"{_in_words(own.get(odd[0]))} ({len(odd)} layers differ). {way_out}"
+            f"{_in_words(ours.get(odd[0]))} ({len(odd)} layers differ). {way_out}"
         )
 
 

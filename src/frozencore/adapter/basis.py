@@ -4,8 +4,9 @@
     basis.json          the id, the scales, the record of the base model, and the options that made P and Q
 
 The id is a hash of P, Q, the scales and the record of the base model: of all that gives a core its meaning. Two cores
-with one basis id have the same layers, ranks, scales and base model. An adapter whose basis has no folder stores P and
-Q beside its core (:mod:`frozencore.adapter.folders`).
+with one basis id have the same layers, ranks, scales and base model. Values count as bfloat16 rounds them, so that a
+basis has one id in float32 and in a bfloat16 model. An adapter whose basis has no folder stores P and Q beside its core
+(:mod:`frozencore.adapter.folders`).
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from frozencore.adapter.base_record import base_digest
 from frozencore.errors import ArtifactError
 from frozencore.files.adapter_folder import FACTORS_FILE, HEADER_FILE, folder_of, forbidden_in, is_folder
 from frozencore.files.atomic_write import atomic_folder
@@ -44,6 +46,7 @@ class Basis:
         calibrated_on: A description of the calibration data.
         place, revision: The folder or hub id that the basis was read from.
         id: 32 hexadecimal digits of the SHA-256 of P, Q, the scales and ``base``.
+        digests: The hash of P, Q and s of each layer (:func:`layer_digest`), of which the id is made.
     """
 
     layers: Mapping[str, LayerBasis]
@@ -54,17 +57,19 @@ class Basis:
     place: str | None = None
     revision: str | None = None
     id: str = field(init=False)
+    digests: Mapping[str, str] = field(init=False)
 
     def __post_init__(self) -> None:
-        factors = fingerprint_tensors(self.tensors.items())
-        content = {"factors": factors, "scales": self.scales, "base": self.base}
+        digests = {name: layer_digest(self.layers[name]) for name in sorted(self.layers)}
+        object.__setattr__(self, "digests", digests)
+        content = {"layers": digests, "base": None if self.base is None else base_digest(self.base)}
         object.__setattr__(self, "id", fingerprint_options(content)[:ID_DIGITS])
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """P and Q by their names in ``basis.safetensors``, in the order of the layers' names."""
         layers = ((name, self.layers[name]) for name in sorted(self.layers))
-        return {f"{name}.{side}": X for name, own in layers for side, X in (("P", own.P), ("Q", own.Q))}
+        return {f"{name}.{side}": X for name, layer in layers for side, X in (("P", layer.P), ("Q", layer.Q))}
 
     @property
     def scales(self) -> dict[str, float]:
@@ -79,7 +84,7 @@ class Basis:
     @property
     def is_set(self) -> bool:
         """Whether P and Q have values: those of an adapter that was never calibrated are zero, in all layers."""
-        return any(bool(own.P.any()) for own in list(self.layers.values())[:1])
+        return any(bool(layer.P.any()) for layer in list(self.layers.values())[:1])
 
     def write(self, folder: Path, *, overwrite: bool = False) -> None:
         """Write the folder of the basis atomically."""
@@ -92,6 +97,12 @@ class Basis:
             }  # fmt: skip
             text = json.dumps(header, indent=1, ensure_ascii=False)
             (aside / HEADER_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def layer_digest(basis: LayerBasis) -> str:
+    """SHA-256 of P and Q of a layer, as bfloat16 rounds them, and of its scale."""
+    factors = (("P", basis.P.bfloat16()), (f"Q at scale {basis.scale}", basis.Q.bfloat16()))
+    return fingerprint_tensors(factors)
 
 
 def load_basis(place: str | Path, revision: str | None = None) -> Basis:
@@ -125,10 +136,10 @@ def read_header(place: str | Path, revision: str | None = None) -> dict[str, Any
     """Read ``basis.json``: all but P and Q. Raises the errors of :func:`load_basis`."""
     try:
         header = dict(json.loads((_folder(place, revision) / HEADER_FILE).read_text(encoding="utf-8")))
+        if absent := {"id", "options", "scales"} - header.keys():  # as in a basis of an earlier version
+            raise ValueError(f"{HEADER_FILE} names no {min(absent)}")
     except (ValueError, TypeError) as error:
         raise _damaged(place, error) from error
-    if absent := {"id", "options", "scales"} - header.keys():  # as in a basis of an earlier version
-        raise _damaged(place, f"{HEADER_FILE} names no {min(absent)}")
     return header
 
 
@@ -151,16 +162,34 @@ def find_basis(origin: str, basis_id: str, place: str | None, revision: str | No
     Raises:
         ArtifactError: It is not there, or has another id.
     """
+    basis = load_basis(_known_place(origin, basis_id, place), revision)
+    if basis.id != basis_id:
+        raise mismatched_basis(origin, basis_id, f"{place} is", basis.id)
+    return basis
+
+
+def find_ranks(origin: str, basis_id: str, place: str | None, revision: str | None = None) -> dict[str, int]:
+    """Read r of each layer of the basis of a core; P and Q are not read. Arguments are those of :func:`find_basis`."""
+    folder = _folder(_known_place(origin, basis_id, place), revision)
+    if (found := read_header(folder)["id"]) != basis_id:
+        raise mismatched_basis(origin, basis_id, f"{place} is", found)
+    try:
+        with safe_open(folder / FACTORS_FILE, framework="pt") as file:
+            shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118 - not a mapping
+    except (OSError, SafetensorError) as error:
+        raise _damaged(folder, error) from error
+    ranks = {key.removesuffix(".P"): shape[1] for key, shape in shapes.items() if key.endswith(".P")}
+    return dict(sorted(ranks.items()))
+
+
+def _known_place(origin: str, basis_id: str, place: str | None) -> str:
     if place is None or not (is_folder(place) or is_hub_id(place)):
         nor = "" if place is None else f" or at {place}"
         raise ArtifactError(
             f"{origin} has a core on the basis {basis_id}, which is not beside it{nor}. Get that basis folder and put "
             "it beside the adapter as 'basis', or pass basis=FOLDER."
         )
-    basis = load_basis(place, revision)
-    if basis.id != basis_id:
-        raise mismatched_basis(origin, basis_id, f"{place} is", basis.id)
-    return basis
+    return place
 
 
 def mismatched_basis(origin: str, basis_id: str, other: str, other_id: str | None) -> ArtifactError:

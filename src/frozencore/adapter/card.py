@@ -98,6 +98,13 @@ def with_scores(card: str, scores: Mapping[str, float | str]) -> str:
     return re.sub(r"^- Scores: .*\n", lambda _: line, card, flags=re.MULTILINE)
 
 
+def with_sizes(card: str, directory: Path) -> str:
+    """The text of a card that shows the values and bytes of the weights in a folder."""
+    for name, size in _sizes(directory / WEIGHTS_FILE).items():
+        card = re.sub(rf"^- {name}: .*$", f"- {name}: {size}", card, count=1, flags=re.MULTILINE)
+    return card
+
+
 def num_tokens(count: int | None) -> str | None:
     """Describe the size of a calibration."""
     return None if count is None else f"{count:,} tokens"
@@ -117,15 +124,18 @@ def _with_section(text: str, section: str) -> str:
 
 
 def _sizes(weights: Path) -> dict[str, str]:
-    """The number of values of all cores in a file, from its header, and the size of the file."""
+    """The number of values of all cores in a file with their bits, from its header, and the size of the file."""
     if not weights.is_file():
         return {}
     with safe_open(weights, framework="np") as stored:
         keys = [key for key in stored.keys() if is_core_key(key)]  # noqa: SIM118 - not a mapping
         ranks = [stored.get_tensor(key) for key in keys if key.endswith(".ranks")]  # of a core of few bits
         sizes = [math.prod(stored.get_slice(key).get_shape()) for key in keys]
-    trained = sum(int(r) ** 2 for r in ranks[0]) if ranks else sum(sizes)
-    return {**({"Trained values": f"{trained:,}"} if keys else {}), "Saved in": bytes_in_words(weights.stat().st_size)}
+    bits = next(
+        (f", of {key.rpartition('.')[2].removesuffix('-bit')} bits" for key in keys if key.endswith("-bit")), ""
+    )
+    trained = f"{sum(int(r) ** 2 for r in ranks[0]) if ranks else sum(sizes):,}{bits}"
+    return {**({"Trained values": trained} if keys else {}), "Saved in": bytes_in_words(weights.stat().st_size)}
 
 
 def _listed(targets: Any) -> list[str]:

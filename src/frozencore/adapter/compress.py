@@ -12,11 +12,10 @@ Shapes: m out features, n in features, r rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -117,6 +116,7 @@ def compress_adapters(
     base: nn.Module | None = None,
     same_base: bool = False,
     skip_bad: bool = False,
+    bits: int = 32,
     ready: Callable[[Collection[str]], object] = lambda _: None,
     progress: Progress = lambda *_: None,
 ) -> CompressedAdapters:
@@ -129,16 +129,15 @@ def compress_adapters(
         base: The base model, to compare layers and weights with, and to record in the basis.
         same_base: The adapters are of one base model, whatever name they give it. With ``base`` names do not count.
         skip_bad: Leave out adapters that cannot be compressed instead of refusing all.
+        bits: Bits of a saved value of a core: 32, 8, 4 or 2.
         ready: Called with the names of those that will be compressed; if it raises, nothing is written.
 
     Raises:
         ArtifactError: An adapter cannot be read, is of another base model, or changes more than linear layers by
             low-rank products; or ``out`` exists. Nothing is written then.
-        ConfigError: The rank is below 1, a name is no new folder's, or the base model has adapters.
+        ConfigError: The rank is below 1, or a name is no new folder's.
     """
     out = Path(out)
-    if base is not None and any(isinstance(module, BaseTunerLayer) for module in base.modules()):
-        raise ConfigError("The base model has no adapters, but one with an adapter came. Load the plain model.")
     sources, skipped = _read_sources(adapters, base, same_base, skip_bad, progress)
     shapes = {layer: shape for source in sources.values() for layer, shape in source.shapes.items()}
     if rank < 1:
@@ -155,8 +154,8 @@ def compress_adapters(
         made = compress(list(updates.values()), min(rank, *shapes[layer]), counted=counted)
         if width := made.P.shape[1]:
             found[layer] = made
-            for own in cores.values():
-                own[layer] = torch.zeros(width, width)
+            for of_layers in cores.values():
+                of_layers[layer] = torch.zeros(width, width)
             of_each = zip(updates, made.cores, made.kept_energies, made.energies, strict=True)
             for name, R, inside, whole in of_each:
                 cores[name][layer], energies[name][layer] = R, (inside, whole)
@@ -165,19 +164,30 @@ def compress_adapters(
     config = _config_of(sources, found, base)
     bases = {layer: known_basis(made.P, made.Q, config.scale_of(layer)) for layer, made in found.items()}
     record = record_of_base(sources.values(), {layer: shapes[layer] for layer in found}, base)
-    kept = {name: _kept(own) for name, own in energies.items()}
+    basis = config.make_basis(bases, base=record)
+    of_name: dict[str, Core] = {}
+    for name, of_layers in cores.items():
+        scaled = {layer: R / config.scale_of(layer) for layer, R in of_layers.items()}
+        of_name[name] = Core.of(basis.id, scaled).in_bits(bits, basis.ranks)
+        for layer, R in of_name[name].by_layer(basis.ranks).items():
+            lost = float((R - scaled[layer]).double().square().sum()) * config.scale_of(layer) ** 2
+            if lost and layer in energies[name]:
+                inside, whole = energies[name][layer]
+                energies[name][layer] = inside - lost, whole
+    kept = {name: _kept(by_layer) for name, by_layer in energies.items()}
     shares = [one.share for one in kept.values()]
     with atomic_folder(out, overwrite=None) as aside:
         made_of = (
             f"the updates of {num_of(len(sources), 'adapter')}, of which it keeps {sum(shares) / len(shares):.0%} "
             f"({min(shares):.0%} to {max(shares):.0%})"
         )
-        basis = config.make_basis(bases, base=record, calibrated_on=made_of)
-        basis.write(aside / BASIS_FOLDER)
-        for name, own in cores.items():
-            scaled = {layer: R / config.scale_of(layer) for layer, R in own.items()}
-            _write_core(aside, out, name, Core.of(basis.id, scaled), config, sources[name])
-        alone = [CutAlone(list(own.values()), [sum(shapes[layer]) for layer in own]) for own in spectra.values()]
+        replace(basis, calibrated_on=made_of).write(aside / BASIS_FOLDER)
+        for name, core in of_name.items():
+            _write_core(aside, out, name, core, config, sources[name])
+        alone = [
+            CutAlone(list(by_layer.values()), [sum(shapes[layer]) for layer in by_layer])
+            for by_layer in spectra.values()
+        ]
         sizes = _sizes_in(aside, sources, alone, found, sum(shares) / len(shares))
         content = {
             name: {
@@ -195,7 +205,9 @@ def compress_adapters(
 def _equal_ones(sources: Mapping[str, LowRankAdapter]) -> dict[str, str]:
     """The adapters that have the factors of an earlier one, and its name."""
     first: dict[str, str] = {}
-    return {name: own for name, source in sources.items() if (own := first.setdefault(source.content, name)) != name}
+    return {
+        name: earlier for name, source in sources.items() if (earlier := first.setdefault(source.content, name)) != name
+    }
 
 
 def _sizes_in(
@@ -254,7 +266,7 @@ def _config_of(
     named, others = frozenset(layers), frozenset[str]()
     if base is not None:
         of_base = layers_of(base).shapes.keys()
-        short = frozenset[str]().union(*(own or () for own in targets))
+        short = frozenset[str]().union(*(names or () for names in targets))
         if None not in targets and selected(of_base, short) == layers.keys():
             named = short
         others = selected(of_base, named) - layers.keys()  # a full name may be the end of another
@@ -268,9 +280,12 @@ def _config_of(
 
 def _kept(energies: Mapping[str, tuple[float, float]]) -> Kept:
     """Shares of energies; a layer without an update keeps all of it."""
-    shares = {layer: min(1.0, kept / whole) if whole > 0 else 1.0 for layer, (kept, whole) in energies.items()}
-    kept, whole = (sum(own[side] for own in energies.values()) for side in (0, 1))
-    return Kept(min(1.0, kept / whole) if whole > 0 else 1.0, shares)
+
+    def share(kept: float, whole: float) -> float:
+        return min(1.0, max(0.0, kept) / whole) if whole > 0 else 1.0
+
+    total = [sum(energy[side] for energy in energies.values()) for side in (0, 1)]
+    return Kept(share(*total), {layer: share(*energy) for layer, energy in energies.items()})
 
 
 def _write_core(aside: Path, out: Path, name: str, core: Core, basis: FrozenCoreConfig, source: LowRankAdapter) -> None:

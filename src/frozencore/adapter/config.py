@@ -15,7 +15,7 @@ from typing import Any
 from peft import PeftConfig
 from torch import nn
 
-from frozencore.adapter.basis import Basis, basis_beside, find_basis, read_header
+from frozencore.adapter.basis import Basis, basis_beside, find_basis, find_ranks, read_header
 from frozencore.adapter.card import CARD_FILE, num_tokens, write_model_card
 from frozencore.adapter.named_layers import key_for, require_names
 from frozencore.constructors import (
@@ -263,6 +263,11 @@ class FrozenCoreConfig(PeftConfig):
         assert self.basis_id is not None
         return find_basis(origin, self.basis_id, self.basis, self.basis_revision)
 
+    def find_ranks(self, origin: str) -> dict[str, int]:
+        """Read r of each layer of the basis that is named."""
+        assert self.basis_id is not None
+        return find_ranks(origin, self.basis_id, self.basis, self.basis_revision)
+
     def make_basis(
         self, layers: Mapping[str, LayerBasis], *, base: Mapping[str, str] | None, calibrated_on: str | None = None
     ) -> Basis:
@@ -276,7 +281,7 @@ class FrozenCoreConfig(PeftConfig):
             calibrated_on=calibrated_on or num_tokens(self.calibration_tokens),
         )
 
-    def name_basis(self, basis_id: str | None, place: str | None = None, revision: str | None = None) -> None:
+    def attach_basis_id(self, basis_id: str | None, place: str | None = None, revision: str | None = None) -> None:
         """Record the basis of the adapter; without a place, its P and Q are saved beside the core."""
         self.basis, self.basis_revision, self.basis_id, self.base_record = place, revision, basis_id, None
         self.load_bases = False

@@ -32,24 +32,44 @@ CORE = "frozencore_core_"
 
 
 @dataclass(frozen=True, eq=False)
+class PackedValues:
+    """Values of 8, 4 or 2 bits, as a file holds them.
+
+    Attributes:
+        codes: Their codes, packed in bytes.
+        scales: The scale of each layer, float16.
+        ranks: r of each layer, int16.
+    """
+
+    bits: int
+    codes: Tensor
+    scales: Tensor
+    ranks: Tensor
+
+    @property
+    def values(self) -> Tensor:
+        """The levels, float32."""
+        sizes = self.ranks.to(self.codes.device).long().square()
+        codes = unpack(self.codes, self.bits, int(sizes.sum()))
+        return levels(codes, self.scales.to(codes.device).repeat_interleave(sizes), self.bits)
+
+
+@dataclass(frozen=True, eq=False)
 class Core:
     """Finite values of all layers on a basis.
 
     Attributes:
         basis_id: The id of the basis.
         values: Σr² floats, at least 32 bits wide.
-        bits: Bits of a value in the file that the core was read from.
+        packed: The same values in fewer bits, if a file holds them so.
     """
 
     basis_id: str
     values: Tensor
-    bits: int = 32
+    packed: PackedValues | None = None
 
     def __post_init__(self) -> None:
-        values = self.values
-        if values.ndim != 1 or not values.is_floating_point():
-            raise ArtifactError(f"A core is a vector of floats, but {values.dtype} {tuple(values.shape)} was given.")
-        wide = values if values.dtype.itemsize >= torch.float32.itemsize else values.float()
+        wide = self.values.to(torch.promote_types(self.values.dtype, torch.float32))
         if not wide.is_meta and not all_finite(wide):
             raise ArtifactError("A core is finite, but NaN or Inf was given: train again at a lower learning rate.")
         object.__setattr__(self, "values", wide)
@@ -69,30 +89,50 @@ class Core:
         """
         for key, tensor in tensors.items():
             if is_core_key(key) and "." not in key.removeprefix(BASE):
+                basis_id = key.removeprefix(BASE).removeprefix(CORE)
                 bits = next((bits for bits in BITS if f"{key}.{bits}-bit" in tensors), None)
-                if bits is not None:
-                    tensor = _unpacked(origin, tensor, tensors[f"{key}.{bits}-bit"], tensors[f"{key}.ranks"], bits)
-                return cls(key.removeprefix(BASE).removeprefix(CORE), tensor.detach(), bits or 32)
+                if bits is None:
+                    return cls(basis_id, tensor.detach())
+                packed = PackedValues(bits, tensor, tensors[f"{key}.{bits}-bit"], tensors[f"{key}.ranks"])
+                return cls(basis_id, packed.values, packed)
         raise ArtifactError(f"{origin} has no frozen core. Give a folder that save_pretrained wrote.")
 
     @property
-    def tensors(self) -> dict[str, Tensor]:
-        """The values under their name in a file."""
-        return {f"{CORE}{self.basis_id}": self.values.contiguous()}
+    def bits(self) -> int:
+        """Bits of a value in a file."""
+        return 32 if self.packed is None else self.packed.bits
 
-    def packed(self, bits: int, ranks: Mapping[str, int]) -> dict[str, Tensor]:
-        """The values in 8, 4 or 2 bits, under their names in a file.
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The values under their names in a file."""
+        key = f"{CORE}{self.basis_id}"
+        if (few := self.packed) is None:
+            return {key: self.values.contiguous()}
+        return {key: few.codes, f"{key}.{few.bits}-bit": few.scales, f"{key}.ranks": few.ranks}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the values in a file."""
+        return sum(X.nbytes for X in self.tensors.values())
+
+    def in_bits(self, bits: int, ranks: Mapping[str, int]) -> Core:
+        """The core with each value at its nearest level of 8, 4 or 2 bits; for 32 bits it is as it was.
 
         Args:
             ranks: As for :meth:`by_layer`.
         """
+        if bits == self.bits:
+            return self
+        if bits == 32:
+            return Core(self.basis_id, self.values)
         layers = [quantise(R.flatten(), bits) for R in self.by_layer(ranks).values()]
-        key = f"{CORE}{self.basis_id}"
-        return {
-            key: pack(torch.cat([codes for codes, _ in layers]), bits).cpu(),
-            f"{key}.{bits}-bit": torch.stack([scale for _, scale in layers]),
-            f"{key}.ranks": torch.tensor(list(ranks.values()), dtype=torch.int16),
-        }
+        packed = PackedValues(
+            bits,
+            pack(torch.cat([codes for codes, _ in layers]), bits).cpu(),
+            torch.stack([scale for _, scale in layers]),
+            torch.tensor(list(ranks.values()), dtype=torch.int16),
+        )
+        return Core(self.basis_id, packed.values, packed)
 
     def by_layer(self, ranks: Mapping[str, int]) -> dict[str, Tensor]:
         """R (r x r) of each layer, as views.
@@ -107,15 +147,6 @@ class Core:
         """Refuse a core that has another number of values than its basis has room for."""
         if len(self.values) != size:
             raise ArtifactError(f"A core on this basis has {size} values, but {len(self.values)} were given.")
-
-
-def _unpacked(origin: str, packed: Tensor, scales: Tensor, ranks: Tensor, bits: int) -> Tensor:
-    """The values in float32 of codes in bytes."""
-    sizes = ranks.to(packed.device).long().square()
-    size = int(sizes.sum())
-    if -(-size * bits // 8) != len(packed) or len(scales) != len(ranks):
-        raise ArtifactError(f"{origin} has a core of {bits} bits whose parts do not fit together. Download it again.")
-    return levels(unpack(packed, bits, size), scales.to(packed.device).repeat_interleave(sizes), bits)
 
 
 def is_core_key(key: str) -> bool:

@@ -31,7 +31,7 @@ def plus_core(y: Tensor, x: Tensor, P: Tensor, Q: Tensor, R: nn.Linear | Tensor,
     tensor([[5., 5., 5.]])
     """
     z = x @ Q
-    u = _through(z.to(R.dtype), R) if isinstance(R, Tensor) else R(z.to(R.weight.dtype))
+    u = _times_cores(z.to(R.dtype), R) if isinstance(R, Tensor) else R(z.to(R.weight.dtype))
     u = u.to(P.dtype)
     if y.dtype == P.dtype == z.dtype:  # z has another dtype under autocast, which would round a wider y
         m, r = P.shape
@@ -39,7 +39,7 @@ def plus_core(y: Tensor, x: Tensor, P: Tensor, Q: Tensor, R: nn.Linear | Tensor,
     return y + ((u * scale) @ P.mT).to(y.dtype)
 
 
-def _through(z: Tensor, R: Tensor) -> Tensor:
+def _times_cores(z: Tensor, R: Tensor) -> Tensor:
     """``z Rᵀ`` with one core, or with each row's own: z (..., r) with the tokens of a row contiguous."""
     if R.ndim == 2:
         return linear(z, R)

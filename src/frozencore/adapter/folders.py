@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from frozencore.adapter.basis import Basis, load_basis, mismatched_basis
-from frozencore.adapter.card import CARD_FILE, with_scores
+from frozencore.adapter.card import CARD_FILE, with_scores, with_sizes
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.core import Core, sum_cores
 from frozencore.adapter.state_dict import basis_tensors, layers_in, module_tensors
-from frozencore.errors import ArtifactError, ConfigError
+from frozencore.errors import ArtifactError
 from frozencore.files.adapter_folder import (
     CONFIG_FILE,
     HEADER_FILE,
@@ -54,21 +54,27 @@ class SavedAdapter:
         """The basis: of the file, beside it, or where the configuration says."""
         return self.basis or self.config.find_basis(str(self.folder))
 
-    def write(self, out: Path, core: Core, *, bits: int = 32, overwrite: bool | None = None) -> None:
+    @property
+    def ranks(self) -> dict[str, int]:
+        """r by layer name, in the order of a core's values; P and Q are not read."""
+        return self.basis.ranks if self.basis is not None else self.config.find_ranks(str(self.folder))
+
+    def write(self, out: Path, core: Core, *, overwrite: bool | None = None) -> None:
         """Write a new folder with another core on the same basis, and this adapter's configuration and card.
 
         Args:
-            bits: Bits of a value: 32 (as it is), 8, 4 or 2.
+            core: Its values are written in its bits.
             overwrite: As in ``atomic_folder``.
         """
-        tensors = {**(core.tensors if bits == 32 else core.packed(bits, self.find_basis().ranks)), **self.modules}
+        tensors = {**core.tensors, **self.modules}
         if self.basis is not None:
             tensors |= basis_tensors(self.basis)
         with atomic_folder(out, overwrite=overwrite, reads=self.folder) as aside:
             save_file({key: X.contiguous() for key, X in tensors.items()}, aside / WEIGHTS_FILE, {"format": "pt"})
             shutil.copyfile(self.folder / CONFIG_FILE, aside / CONFIG_FILE)
             if (self.folder / CARD_FILE).is_file():
-                shutil.copyfile(self.folder / CARD_FILE, aside / CARD_FILE)
+                card = (self.folder / CARD_FILE).read_text(encoding="utf-8")
+                (aside / CARD_FILE).write_text(with_sizes(card, aside), encoding="utf-8")
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -81,12 +87,9 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     try:
         if file.name == WEIGHTS_FILE:
             return load_file(file)
-        tensors = torch.load(file, map_location="cpu", weights_only=True)
+        return dict(torch.load(file, map_location="cpu", weights_only=True))
     except Exception as error:  # torch.load raises many kinds for a damaged file and for one of more than tensors
         raise damaged(folder, error) from error
-    if not isinstance(tensors, dict) or not all(isinstance(X, Tensor) for X in tensors.values()):
-        raise ArtifactError(f"{file} holds more than tensors by name. Save the adapter with save_pretrained.")
-    return tensors
 
 
 def weights_file(folder: Path) -> Path:
@@ -131,20 +134,21 @@ def read_basis(folder: Path) -> Basis:
     return load_basis(folder) if (folder / HEADER_FILE).is_file() else read_adapter(folder).find_basis()
 
 
-def merge_adapters(adapters: Sequence[str | Path], out: str | Path, *, weights: Sequence[float] | None = None) -> Path:
+def merge_adapters(
+    adapters: Sequence[str | Path], out: str | Path, *, weights: Sequence[float] | None = None, bits: int = 32
+) -> Path:
     """Write the weighted sum of saved adapters on one basis, in the form of the first.
 
     Args:
         adapters: Folders of the adapters.
         out: New folder.
         weights: A weight for each adapter; by default 1/K, the mean.
+        bits: Bits of a saved value: 32, 8, 4 or 2. The sum itself is computed in float32.
 
     Raises:
-        ConfigError: There is no adapter, or the number of finite weights is wrong.
+        ConfigError: The number of finite weights is wrong.
         ArtifactError: Bases differ, modules besides cores were trained, or a folder cannot be read or written.
     """
-    if not adapters:
-        raise ConfigError("A sum needs an adapter, but none was named.")
     read = [read_adapter(folder) for folder in adapters]
     for saved in read:
         if saved.modules:
@@ -153,7 +157,7 @@ def merge_adapters(adapters: Sequence[str | Path], out: str | Path, *, weights: 
                 "or trainable_token_indices)."
             )
     core = sum_cores([saved.core for saved in read], [str(saved.folder) for saved in read], weights)
-    read[0].write(Path(out), core)
+    read[0].write(Path(out), core if bits == 32 else core.in_bits(bits, read[0].ranks))
     if (card := Path(out) / CARD_FILE).is_file():
         card.write_text(with_scores(card.read_text(encoding="utf-8"), {}), encoding="utf-8")  # those of the first
     return Path(out)

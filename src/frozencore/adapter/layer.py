@@ -14,6 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -30,11 +31,11 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from frozencore.adapter.base_record import sample_weight
+from frozencore.adapter.basis import layer_digest
 from frozencore.adapter.core_product import CorePart, PerRowCores, plus_core, require_batch_axis
 from frozencore.adapter.shared_factors import SharedFactors
 from frozencore.device import execution_device
 from frozencore.errors import CalibrationError, ModelError
-from frozencore.files.fingerprint import fingerprint_tensors
 from frozencore.maths.basis import LayerBasis, known_basis
 from frozencore.quiet import with_attributes
 
@@ -54,13 +55,13 @@ class BasisMark(NamedTuple):
     """The id of the basis that P and Q of a layer are of, and what they were then, to find whether they still are.
 
     Attributes:
-        sha256: The hash of P, Q and s in the dtype of the model.
-        version: Values that differ once P, Q or s was replaced or changed in place.
+        digest: The hash of P, Q and s in the dtype of the model.
+        version: Values that differ once P, Q or s was replaced or changed in place; None until a file is loaded.
     """
 
     basis_id: str
-    sha256: str
-    version: tuple[object, ...]
+    digest: str
+    version: tuple[object, ...] | None
 
 
 class UncalibratedWarning(UserWarning):
@@ -139,7 +140,7 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
         self._samples_at_first = sample_weight(getattr(self.stored_layer, "weight", None))
         self._before_merge: Any = None  # while merged: the original weight, or the quantised layer with it
         self._updates: list[tuple[Tensor, Tensor, Tensor, float]] = []  # while merged: P, Q, R and s of each
-        self.register_load_state_dict_post_hook(FrozenCoreLinear._look_again)
+        self.register_load_state_dict_post_hook(FrozenCoreLinear._refresh_state)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -279,26 +280,31 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
         if random_core:
             nn.init.kaiming_uniform_(self.core(adapter_name), a=5**0.5)
 
-    def attach_basis_id(self, adapter_name: str, basis_id: str, basis: LayerBasis | None = None) -> None:
+    def attach_basis_id(
+        self, adapter_name: str, basis_id: str, digest: str, *, will_load: LayerBasis | None = None
+    ) -> None:
         """Remember the id of the basis that P and Q are of.
 
         Args:
-            basis: P and Q if they are not in the layer yet; they are hashed in its dtype.
+            digest: The hash of P, Q and s in the basis.
+            will_load: P and Q that the model's state dict is about to bring.
         """
-        P, Q, scale = *self.factors(adapter_name)[:2], self.frozencore_scale[adapter_name]
-        held = (P, Q) if basis is None else (basis.P.to(P.dtype), basis.Q.to(Q.dtype))
-        self.frozencore_mark[adapter_name] = BasisMark(basis_id, _hash_of(*held, scale), _version_of(P, Q, scale))
+        here = self.basis(adapter_name)
+        if here.P.dtype == torch.float16:  # which rounds in other places than bfloat16
+            rounded = here if will_load is None else replace(will_load, P=will_load.P.half(), Q=will_load.Q.half())
+            digest = layer_digest(rounded)
+        version = _version_of(here) if will_load is None else None
+        self.frozencore_mark[adapter_name] = BasisMark(basis_id, digest, version)
 
     def current_basis_id(self, adapter_name: str) -> str | None:
         """The id of the basis that P and Q are of; None if they have none, or were changed since."""
         mark = self.frozencore_mark.get(adapter_name)
         if mark is None:
             return None
-        P, Q = self.frozencore_P[adapter_name], self.frozencore_Q[adapter_name]
-        scale = self.frozencore_scale[adapter_name]
-        version = _version_of(P, Q, scale)
-        if mark.version != version or P.is_inference():
-            if mark.sha256 != _hash_of(P, Q, scale):
+        here = self.basis(adapter_name)
+        version = _version_of(here)
+        if mark.version != version or here.P.is_inference():
+            if mark.digest != layer_digest(here):
                 return None
             self.frozencore_mark[adapter_name] = mark._replace(version=version)
         return mark.basis_id
@@ -341,7 +347,7 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
         for adapter_name in check_adapters_to_merge(self, adapter_names):
             if adapter_name in self.frozencore_R:
                 if not self.merged:
-                    self._set_aside()
+                    self._backup_weight()
                 P, Q, R = (factor.detach().clone() for factor in self.factors(adapter_name))
                 merged = self._sum(self.get_base_weight(), update := (P, Q, R, self.frozencore_scale[adapter_name]))
                 if safe_merge and not torch.isfinite(merged).all():
@@ -366,12 +372,12 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
                 f"Unmerging puts back the weight from before merging, but that of layer {self.name!r} was loaded or "
                 "changed since, and that would be lost. Load or change base weights while no adapter is merged."
             )
-        self._put_back()
+        self._restore_weight()
         self._before_merge = None
         self._updates.clear()
         self.merged_adapters.clear()
 
-    def _set_aside(self) -> None:
+    def _backup_weight(self) -> None:
         """Keep the original weight."""
         self._before_merge = self.get_base_layer().weight.data
 
@@ -379,7 +385,7 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
         weight: Tensor = self._before_merge
         return weight
 
-    def _put_back(self) -> None:
+    def _restore_weight(self) -> None:
         weight = self.get_base_layer().weight
         weight.data = self._before_merge.to(weight.device, weight.dtype)
 
@@ -427,11 +433,11 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
         """Load this layer's part of a model's state dict, in which each basis may stand once."""
         cores = [name for name in self.frozencore_R if f"{prefix}frozencore_R.{name}.weight" in state_dict]
         for side, factors in (("P", self.frozencore_P), ("Q", self.frozencore_Q)):
-            came = [name for name in factors if f"{prefix}frozencore_{side}.{name}" in state_dict]
-            factors.make_room(came, cores)
+            loaded = [name for name in factors if f"{prefix}frozencore_{side}.{name}" in state_dict]
+            factors.split_shared(loaded, cores)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _look_again(self, _: Any) -> None:
+    def _refresh_state(self, _: Any) -> None:
         """After tensors were loaded: share equal bases, and look whether there is a basis."""
         for name in reversed(list(self.frozencore_R)):  # a later adapter joins an earlier one, as when it was added
             self.frozencore_P.share(name)
@@ -439,6 +445,9 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
             P = self.frozencore_P[name]
             has_basis = not P.is_meta and bool(P.any())
             self.frozencore_state[name] = BasisState.READY if has_basis else BasisState.UNKNOWN
+            mark = self.frozencore_mark.get(name)
+            if mark is not None and mark.version is None and not P.is_meta:
+                self.frozencore_mark[name] = mark._replace(version=_version_of(self.basis(name)))
 
     def extra_repr(self) -> str:
         return quantization_extra_repr(self)
@@ -447,14 +456,11 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
         return "frozencore." + super().__repr__()
 
 
-def _version_of(P: Tensor, Q: Tensor, scale: float) -> tuple[object, ...]:
+def _version_of(basis: LayerBasis) -> tuple[object, ...]:
     """Values that differ once P, Q or s was replaced or changed in place; inference tensors count no changes."""
+    P, Q = basis.P, basis.Q
     versions = (0, 0) if P.is_inference() or Q.is_inference() else (P._version, Q._version)
-    return id(P), id(Q), P.data_ptr(), Q.data_ptr(), *versions, scale
-
-
-def _hash_of(P: Tensor, Q: Tensor, scale: float) -> str:
-    return fingerprint_tensors((("P", P), (f"Q at scale {scale}", Q)))
+    return id(P), id(Q), P.data_ptr(), Q.data_ptr(), *versions, basis.scale
 
 
 def have_same_bits(one: Tensor, other: Tensor) -> bool:

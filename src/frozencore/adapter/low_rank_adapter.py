@@ -28,6 +28,7 @@ from frozencore.maths.linalg import all_finite
 from frozencore.text import one_line
 
 MERGE, SAVE = "Merge it into the base model", "Save it again"
+UNCALIBRATED = "was never calibrated", "Train it"
 MORE_THAN_PRODUCTS: Mapping[str, str] = {
     "target_parameters": "adapts stacked parameters, as those of experts",
     "trainable_token_indices": "trains embeddings of tokens",
@@ -82,12 +83,14 @@ class LowRankAdapter:
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
         """(m, n) by layer."""
-        return {layer: (own[0].shape[0], own[-1].shape[1]) for layer, (_, own) in self.factors.items()}
+        return {layer: (factors[0].shape[0], factors[-1].shape[1]) for layer, (_, factors) in self.factors.items()}
 
     @property
     def content(self) -> str:
         """The hash of its factors without their scales; adapters with one content differ by a factor in each layer."""
-        named = ((f"{layer}.{i}", X) for layer, (_, own) in sorted(self.factors.items()) for i, X in enumerate(own))
+        named = (
+            (f"{layer}.{i}", X) for layer, (_, factors) in sorted(self.factors.items()) for i, X in enumerate(factors)
+        )
         return fingerprint_tensors(named)
 
     def update(self, layer: str) -> Update:
@@ -112,8 +115,8 @@ def read_low_rank_adapter(place: str, bases: dict[str, Basis]) -> LowRankAdapter
     config = read_config(folder)
     is_core = config.get("peft_type") == PEFT_TYPE
     source = _read_core(place, folder, bases) if is_core else _read_lora(place, folder, config)
-    if not any(scale and all(bool(X.any()) for X in own) for scale, own in source.factors.values()):
-        raise _unreadable(place, "is untrained: every product is zero", "Train it")
+    if not any(scale and all(bool(X.any()) for X in factors) for scale, factors in source.factors.values()):
+        _refuse(place, [("is untrained: every product is zero", "Train it")])
     return source
 
 
@@ -121,16 +124,14 @@ def _read_core(place: str, folder: Path, bases: dict[str, Basis]) -> LowRankAdap
     saved = read_adapter(folder)
     config, basis = saved.config, bases.get(saved.core.basis_id) or saved.find_basis()
     bases[basis.id] = basis
-    if config.trainable_token_indices:
-        raise _unreadable(place, "trains embeddings of tokens (trainable_token_indices)", MERGE)
-    if not basis.is_set:
-        raise _unreadable(place, "was never calibrated", "Train it")
+    tokens = [("trains embeddings of tokens (trainable_token_indices)", MERGE)]
+    _refuse(place, [*(tokens if config.trainable_token_indices else ()), *(() if basis.is_set else [UNCALIBRATED])])
     partial = config.layers_to_transform is not None or config.exclude_modules or 0 in config.rank_pattern.values()
     cores = saved.core.by_layer(basis.ranks)
     return LowRankAdapter(
         place, config.base_model_name_or_path, config.revision, getattr(config.task_type, "value", config.task_type),
         basis.base,
-        factors={name: (own.scale, (own.P, cores[name], own.Q.mT)) for name, own in basis.layers.items()},
+        factors={name: (layer.scale, (layer.P, cores[name], layer.Q.mT)) for name, layer in basis.layers.items()},
         targets=None if partial else _targets(config.target_modules, basis.layers),
         num_bytes=weights_file(folder).stat().st_size,
         modules_to_save=config.modules_to_save, modules=saved.modules, ties_weights=config.ensure_weight_tying,
@@ -138,16 +139,14 @@ def _read_core(place: str, folder: Path, bases: dict[str, Basis]) -> LowRankAdap
 
 
 def _read_lora(place: str, folder: Path, config: Mapping[str, Any]) -> LowRankAdapter:
-    _require_products(place, config)
-    modules_to_save = config.get("modules_to_save") or []
-    pairs, modules, copies = _split(place, read_tensors(folder), modules_to_save)
+    _refuse(place, _odd_options(config))
+    tensors, modules_to_save = read_tensors(folder), config.get("modules_to_save") or []
+    _refuse(place, _odd_tensors(tensors))
+    pairs, modules, copies = _split(place, tensors, modules_to_save)
     factors = {}
     for layer, (B, A) in pairs.items():
         rank, alpha = _rank_and_alpha(place, config, layer)
-        if rank != len(A):
-            raise _unreadable(place, f"has rank {len(A)} in {layer!r} where its configuration says {rank!r:.40}", SAVE)
-        if not isinstance(alpha, int | float) or not abs(alpha) < 1e30:
-            raise _unreadable(place, f"gives {layer!r} the alpha {alpha!r:.40}", SAVE)
+        _refuse(place, _odd_scale(layer, A, rank, alpha))
         factors[layer] = alpha / (rank**0.5 if config.get("use_rslora") else rank), (B, A)
     partial = any(config.get(name) for name in ("exclude_modules", "layers_pattern"))
     partial = partial or config.get("layers_to_transform") is not None
@@ -159,31 +158,58 @@ def _read_lora(place: str, folder: Path, config: Mapping[str, Any]) -> LowRankAd
     )  # fmt: skip
 
 
-def _require_products(place: str, config: Mapping[str, Any]) -> None:
-    """Refuse a configuration with which the update is more than B A of each layer."""
+Reasons = Iterable[tuple[str, str]]
+"""What of an adapter is not low-rank products alone, and the way out."""
+
+
+def _odd_options(config: Mapping[str, Any]) -> Reasons:
+    """Options with which the update is more than B A of each layer."""
     if (kind := config.get("peft_type")) != "LORA":
-        raise _unreadable(place, f"is of PEFT's type {kind!r:.40}", MERGE)
+        yield f"is of PEFT's type {kind!r:.40}", MERGE
     if option := next((name for name in MORE_THAN_PRODUCTS if config.get(name)), None):
-        raise _unreadable(place, f"{MORE_THAN_PRODUCTS[option]} ({option})", MERGE)
+        yield f"{MORE_THAN_PRODUCTS[option]} ({option})", MERGE
     if (bias := config.get("bias")) not in (None, "none"):
-        raise _unreadable(place, f"trains biases (bias={bias!r:.40})", MERGE)
+        yield f"trains biases (bias={bias!r:.40})", MERGE
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower() not in PLAIN_STARTS:
         what = f"began with changed base weights (init_lora_weights={start!r:.40})"
-        raise _unreadable(place, what, "Save it with PEFT's path_initial_model_for_weight_conversion")
+        yield what, "Save it with PEFT's path_initial_model_for_weight_conversion"
+
+
+def _odd_tensors(tensors: Mapping[str, Tensor]) -> Reasons:
+    """Tensors of a file that are no values of a trained LoRA."""
+    if odd := next((key for key, X in tensors.items() if X.is_floating_point() and not all_finite(X.float())), None):
+        yield f"has NaN or Inf in {odd!r:.200}", "Train it again"
+    if not tensors or any(X.numel() == 0 for X in tensors.values()):
+        what = "has no values in its file, as DeepSpeed ZeRO-3 leaves it if weights are not gathered"
+        yield what, "Save it again, with stage3_gather_16bit_weights_on_model_save"
+    if embedding := next((key for key in tensors if ".lora_embedding_" in key), None):
+        yield f"adapts an embedding, as {embedding!r:.200}", MERGE
+
+
+def _odd_scale(layer: str, A: Tensor, rank: Any, alpha: Any) -> Reasons:
+    """A rank or alpha with which the scale of a layer is unknown."""
+    if rank != len(A):
+        yield f"has rank {len(A)} in {layer!r} where its configuration says {rank!r:.40}", SAVE
+    if not isinstance(alpha, int | float) or not abs(alpha) < 1e30:
+        yield f"gives {layer!r} the alpha {alpha!r:.40}", SAVE
+
+
+def _odd_factors(sides: Mapping[str, Mapping[str, Tensor]]) -> Reasons:
+    """Layers without two matrices of one rank in floating point."""
+    for layer, by_side in sides.items():
+        matrices = by_side.keys() == {"A", "B"} and all(X.ndim == 2 for X in by_side.values())
+        if not matrices or by_side["A"].shape[0] != by_side["B"].shape[1]:
+            shapes = " and ".join(f"{side} {tuple(X.shape)}" for side, X in sorted(by_side.items()))
+            yield f"has no two matrices of one rank in {layer!r}, but {shapes}", MERGE
+        if not all(X.is_floating_point() for X in by_side.values()):
+            yield f"has factors of {layer!r} in {next(iter(by_side.values())).dtype}", "Save it in float32"
 
 
 def _split(
     place: str, tensors: Mapping[str, Tensor], modules_to_save: Collection[str]
 ) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor], dict[str, Tensor]]:
     """B (m x k) and A (k x n) by layer; the tensors of the modules that were trained as a whole; copied weights."""
-    if odd := next((key for key, X in tensors.items() if X.is_floating_point() and not all_finite(X.float())), None):
-        raise _unreadable(place, f"has NaN or Inf in {odd!r:.200}", "Train it again")
-    if not tensors or any(X.numel() == 0 for X in tensors.values()):
-        found = "has no values in its file, as DeepSpeed ZeRO-3 leaves it if weights are not gathered"
-        raise _unreadable(place, found, "Save it again, with stage3_gather_16bit_weights_on_model_save")
-    if embedding := next((key for key in tensors if ".lora_embedding_" in key), None):
-        raise _unreadable(place, f"adapts an embedding, as {embedding!r:.200}", MERGE)
     sides: dict[str, dict[str, Tensor]] = {}
     modules: dict[str, Tensor] = {}
     others: dict[str, Tensor] = {}
@@ -197,18 +223,12 @@ def _split(
         else:
             others[name] = X
     copies = {layer: others.pop(key) for layer in sides if (key := f"{BASE}{layer}{COPY}") in others}
-    for name, X in others.items():
-        if not any(torch.equal(X, own) for own in modules.values()):  # a tied weight is saved twice
-            found = f"has more than factors of linear layers and what modules_to_save names, as {name!r:.200}"
-            raise _unreadable(place, found, MERGE)
-    for layer, own in sides.items():
-        matrices = own.keys() == {"A", "B"} and all(X.ndim == 2 for X in own.values())
-        if not matrices or own["A"].shape[0] != own["B"].shape[1]:
-            found = " and ".join(f"{side} {tuple(X.shape)}" for side, X in sorted(own.items()))
-            raise _unreadable(place, f"has no two matrices of one rank in {layer!r}, but {found}", MERGE)
-        if not all(X.is_floating_point() for X in own.values()):
-            raise _unreadable(place, f"has factors of {layer!r} in {own['A'].dtype}", "Save it in float32")
-    return {layer: (own["B"], own["A"]) for layer, own in sides.items()}, modules | others, copies
+    # a tied weight is saved twice
+    odd = (name for name, X in others.items() if not any(torch.equal(X, module) for module in modules.values()))
+    more = "has more than factors of linear layers and what modules_to_save names, as"
+    _refuse(place, ((f"{more} {name!r:.200}", MERGE) for name in odd))
+    _refuse(place, _odd_factors(sides))
+    return {layer: (by_side["B"], by_side["A"]) for layer, by_side in sides.items()}, modules | others, copies
 
 
 def _rank_and_alpha(place: str, config: Mapping[str, Any], layer: str) -> tuple[Any, Any]:
@@ -219,7 +239,7 @@ def _rank_and_alpha(place: str, config: Mapping[str, Any], layer: str) -> tuple[
         try:
             found.append(pattern.get(get_pattern_key(list(pattern), layer), config.get(option, 8)))
         except (re.error, AttributeError, TypeError) as error:
-            raise _unreadable(place, f"has a malformed {name} ({one_line(error, 80)})", SAVE) from error
+            _refuse(place, [(f"has a malformed {name} ({one_line(error, 80)})", SAVE)])
     return found[0], found[1]
 
 
@@ -239,5 +259,7 @@ def selected(layers: Iterable[str], names: Collection[str]) -> frozenset[str]:
     return frozenset(layer for layer in layers if any(f".{layer}".endswith(f".{name}") for name in names))
 
 
-def _unreadable(place: str, found: str, remedy: str) -> ArtifactError:
-    return ArtifactError(f"An adapter to compress is low-rank products alone, but {place} {found}. {remedy}.")
+def _refuse(place: str, reasons: Reasons) -> None:
+    """Raise the first reason, if there is one."""
+    for what, remedy in reasons:
+        raise ArtifactError(f"An adapter to compress is low-rank products alone, but {place} {what}. {remedy}.")

@@ -29,7 +29,7 @@ from frozencore.adapter.layer import (
     is_linear,
     warn_of_uncalibrated,
 )
-from frozencore.adapter.per_row import adapter_of_each_row, recomputed_alike
+from frozencore.adapter.per_row import adapter_of_each_row, guard_recompute
 from frozencore.adapter.quantised_layer import FrozenCoreQuantisedLinear
 from frozencore.adapter.shared_factors import SharedFactors
 from frozencore.adapter.state_dict import CLASSIFIERS, tensors_to_load, tensors_to_save
@@ -75,7 +75,7 @@ class FrozenCoreModel(BaseTuner):
         _require_name(adapter_name, model)
         config = self.peft_config[adapter_name] = copy.deepcopy(self.peft_config[adapter_name])
         if config.basis is None and not config.load_bases:
-            config.name_basis(None)  # the id is that of the model from which the configuration was taken
+            config.attach_basis_id(None)  # the id is that of the model from which the configuration was taken
         if heads := HEADS.get(str(config.task_type)):
             given = config.modules_to_save or []
             config.modules_to_save = [*given, *(head for head in heads if head not in given)]
@@ -183,7 +183,7 @@ class FrozenCoreModel(BaseTuner):
         base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
         backend = resolve_quantization_backend(base, **get_quantization_kwargs(self))
         is_linear = isinstance(base, nn.Linear | Conv1D) or (backend is not None and backend.layer_type == "linear")
-        if not is_linear or not named_layers.gives_rows(base):
+        if not is_linear or not named_layers.is_plain_linear(base):
             raise ModelError(
                 f"A frozen core sits on a linear layer, but target {name!r} is a {type(base).__name__}. Name linear "
                 "layers in target_modules; fused experts, routers, embeddings and convolutions are not supported."
@@ -238,21 +238,17 @@ class FrozenCoreModel(BaseTuner):
             combination_type: Must be ``"linear"``, which has no options.
 
         Raises:
-            ConfigError: An unknown adapter or combination, a wrong number of weights, or trained modules besides cores.
+            ConfigError: An unknown combination, a wrong number of weights, or trained modules besides cores.
             ArtifactError: The adapters differ in layers, bases, ranks or scales.
         """
         if combination_type != "linear" or options:
-            came = ", ".join([f"combination_type={combination_type!r}", *options])
+            given = ", ".join([f"combination_type={combination_type!r}", *options])
             raise ConfigError(
-                f"Cores on one basis are summed exactly by combination_type='linear', without options, but {came} came."
+                "Cores on one basis are summed exactly by combination_type='linear', without options, but "
+                f"{given} was given."
             )
         if adapter_name in self.peft_config:
             return
-        missing = [adapter for adapter in adapters if adapter not in self.peft_config]
-        if missing or not adapters:
-            raise ConfigError(
-                f"The adapters of a sum must be loaded ({', '.join(self.peft_config)}), but {missing or 'none'} came."
-            )
         cores, first = [], adapters[0]
         for adapter in adapters:
             if self.peft_config[adapter].trains_modules:
@@ -265,7 +261,7 @@ class FrozenCoreModel(BaseTuner):
         layers = dict(sorted(frozen_core_layers(self.model, first).items()))
         for name, R in total.by_layer({name: len(layer.core(first)) for name, layer in layers.items()}).items():
             layers[name].set_basis(adapter_name, layers[name].basis(first), start_core=R)
-            layers[name].attach_basis_id(adapter_name, total.basis_id)
+            layers[name].attach_basis_id(adapter_name, total.basis_id, layers[name].frozencore_mark[first].digest)
 
     def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
         """Merge as PEFT does, after the checks of merging."""
@@ -322,7 +318,7 @@ class FrozenCoreModel(BaseTuner):
         names, config = kwargs.get("adapter_names"), kwargs.get("generation_config")
         options = ("num_beams", "num_return_sequences")  # generate repeats each row as often
         copies = max(kwargs.get(option) or getattr(config, option, None) or 1 for option in options)
-        with recomputed_alike(self) if names is None else adapter_of_each_row(self, names, num_beams=copies):
+        with guard_recompute(self) if names is None else adapter_of_each_row(self, names, num_beams=copies):
             yield
 
     @property

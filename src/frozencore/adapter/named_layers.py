@@ -115,28 +115,23 @@ def _is_end_of(name: str, layer: str) -> bool:
 
 
 def require_names(config: Any) -> None:
-    """Refuse fields that do not name modules: numbers, mappings, empty texts, malformed expressions.
+    """Refuse expressions that are malformed, or where PEFT takes none, and fields that do not go together.
 
-    PEFT would fail on them much later.
+    PEFT would fail on them much later, or ignore them.
     """
-    way_out = "Give a list of names such as ['q_proj', 'v_proj']"
     for option in (*MODULES, "layers_pattern", "modules_to_save"):
         value = getattr(config, option)
-        texts = value if isinstance(value, list | tuple | set | frozenset) else () if value is None else (value,)
-        if value == "" or not all(isinstance(text, str) and text for text in texts):
-            raise ConfigError(f"{option} names modules, but {value!r:.100} came. {way_out}.")
+        texts = (value,) if isinstance(value, str) else value or ()
         if option in MODULES:
             if is_searched(value):
                 compiled(option, value)
         elif expression := next(filter(is_expression, texts), None):
-            raise ConfigError(f"{option} names modules, but the expression {expression!r:.60} came. {way_out}.")
-    if config.target_modules is not None and not config.target_modules:
-        raise ConfigError(f"target_modules names the layers to adapt, but none is in it. {way_out}, or leave it out.")
+            raise ConfigError(
+                f"{option} names modules, but the expression {expression!r:.60} was given. Give a list of names such "
+                "as ['q_proj', 'v_proj']."
+            )
     for option in PATTERNS:
-        pattern = getattr(config, option)
-        if not isinstance(pattern, dict) or not all(isinstance(key, str) and key for key in pattern):
-            raise ConfigError(f"{option} maps layer names to numbers, but {pattern!r:.100} came.")
-        for key in pattern:
+        for key in getattr(config, option):
             if not names_a_layer(key):
                 compiled(option, key)
     for option in ("layers_to_transform", "layers_pattern"):
@@ -150,17 +145,6 @@ def require_names(config: Any) -> None:
             "When `layers_pattern` is specified, `layers_to_transform` must also be specified. "
             "It says which of the layers that the pattern counts are adapted."
         )
-    numbers = config.layers_to_transform
-    listed = numbers if isinstance(numbers, list | tuple | set | range) else () if numbers is None else (numbers,)
-    if any(type(number) is not int for number in listed):
-        raise ConfigError(f"layers_to_transform holds numbers of layers, but {numbers!r:.100} came.")
-    indices = config.trainable_token_indices
-    for tokens in () if indices is None else indices.values() if isinstance(indices, dict) else (indices,):
-        is_list = isinstance(tokens, list | tuple) and tokens
-        if not is_list or any(type(token) is not int or token < 0 for token in tokens):
-            raise ConfigError(
-                f"trainable_token_indices holds numbers of tokens, or such lists by module, but {indices!r:.100} came."
-            )
 
 
 def attention_projections(model: nn.Module) -> list[str]:
@@ -195,7 +179,7 @@ def linear_names(model: nn.Module) -> list[str]:
     return sorted({_last(name) for name in modules if _is_target(name, modules)})
 
 
-def gives_rows(layer: nn.Module) -> bool:
+def is_plain_linear(layer: nn.Module) -> bool:
     """Return whether a layer gives one output for each input row; a router gives a tuple.
 
     A subclass of ``nn.Linear`` with a forward of its own is tried on the meta device.
@@ -244,7 +228,7 @@ def _source(kind: type) -> str:
 def exclude_unusable(config: Any, model: nn.Module) -> None:
     """Exclude routers and layers that are not called from ``all-linear``, as PEFT excludes experts."""
     modules = _modules(model)
-    found = {name for name, module in modules.items() if _carries(module) and not _is_target(name, modules)}
+    found = {name for name, module in modules.items() if is_adaptable(module) and not _is_target(name, modules)}
     if found and is_all_linear(config.target_modules):
         config.exclude_modules = {*(config.exclude_modules or ()), *found}
 
@@ -252,7 +236,7 @@ def exclude_unusable(config: Any, model: nn.Module) -> None:
 def _is_target(name: str, modules: Mapping[str, nn.Module]) -> bool:
     """Return whether a core on this layer would act on its output."""
     block = modules.get(name.rpartition(".")[0])
-    return _carries(modules[name]) and gives_rows(modules[name]) and (block is None or is_called(name, block))
+    return is_adaptable(modules[name]) and is_plain_linear(modules[name]) and (block is None or is_called(name, block))
 
 
 def _language_model(model: Any, modules: Mapping[str, nn.Module]) -> str | None:
@@ -292,10 +276,10 @@ def name_layers(config: Any, model: nn.Module) -> None:
         # names match by their ends, so that other layers with the same end must be excluded by name
         ends = None if isinstance(config.target_modules, str) else config.target_modules
         alike = {
-            name for name, module in names.items() if (_carries(module) if ends is None else _is_among(name, ends))
+            name for name, module in names.items() if (is_adaptable(module) if ends is None else _is_among(name, ends))
         }
         config.exclude_modules = alike - found or None
-    layers = [name for name in found if _carries(names[name])]
+    layers = [name for name in found if is_adaptable(names[name])]
     for field in PATTERNS:
         pattern = getattr(config, field)
         if pattern.keys() <= names.keys():  # the order of full names does not matter, and PEFT's file sorts them
@@ -326,7 +310,7 @@ def _is_among(name: str, ends: Collection[str]) -> bool:
     return any(".".join(parts[start:]) in ends for start in range(len(parts)))
 
 
-def _carries(module: nn.Module) -> bool:
+def is_adaptable(module: nn.Module) -> bool:
     return is_linear(module) or isinstance(module, BaseTunerLayer)
 
 
@@ -350,8 +334,8 @@ def require_tokens(indices: Any, model: nn.Module) -> None:
 
 def no_match(config: Any, model: nn.Module) -> ConfigError:
     """The error for targets that match no layer, with the names of the layers."""
-    came = config.target_modules
-    targets = [came] if isinstance(came, str) else sorted(came or ())
+    given = config.target_modules
+    targets = [given] if isinstance(given, str) else sorted(given or ())
     there = linear_names(model)
     near = next((found for target in targets if (found := nearest_name(target, there))), None)
     guess = f"Did you mean {near!r}? " if near else ""

@@ -48,7 +48,7 @@ def mismatched_adapters(
     records: dict[str, Mapping[str, str]] = {}
     found: dict[str, str] = {}
     for name, one in adapters.items():
-        own = {} if one.base is None else split_record(one.base, one.shapes)
+        record = {} if one.base is None else split_record(one.base, one.shapes)
         if base is None and not same_base and (_with_revision(one) or usual) != usual:
             found[name] = (
                 f"names the base model {_with_revision(one)}, where most name {usual}. If both are one model, give "
@@ -63,10 +63,10 @@ def mismatched_adapters(
             odd = differing_layer(one.base, {layer: samples[layer] for layer in one.shapes})
             if odd is not None:
                 found[name] = f"was made on another weight of layer {odd!r}"
-        elif any(differs(own[layer], records[layer]) for layer in own.keys() & records.keys()):
+        elif any(differs(record[layer], records[layer]) for layer in record.keys() & records.keys()):
             found[name] = "was made on other weights than an earlier frozen core"
         if name not in found and base is None:
-            known, records = {**one.shapes, **known}, {**own, **records}
+            known, records = {**one.shapes, **known}, {**record, **records}
     return found
 
 

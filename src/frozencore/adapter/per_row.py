@@ -52,8 +52,6 @@ def adapter_of_each_row(model: nn.Module, names: Sequence[str], *, num_beams: in
         names: One adapter name, or ``"__base__"``, per row.
         num_beams: The number of copies of each row, behind the encoder if there is one.
     """
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"adapter_names is a list with a name, or {BASE_ROW!r}, for each row, but {names!r:.60} came.")
     layers = [module for module in model.modules() if isinstance(module, FrozenCoreLinear)]
     wrappers = [module for module in model.modules() if isinstance(module, AuxiliaryTrainingWrapper)]
     known = {name for layer in layers for name in layer.frozencore_R}
@@ -114,8 +112,8 @@ def _apart(layer: FrozenCoreLinear, wanted: Sequence[str], names: Sequence[str])
 def _pass_names(wrapper: AuxiliaryTrainingWrapper, names: list[str]) -> Callable[[], None]:
     """Give the names to a trained copy of a module, which PEFT computes row by row; returns what undoes it."""
 
-    held: Any = wrapper._adapters
-    names = [name if name in held else BASE_ROW for name in names]
+    adapters: Any = wrapper._adapters
+    names = [name if name in adapters else BASE_ROW for name in names]
 
     def add_names(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if module._disable_adapters:  # it computes the base model
@@ -202,12 +200,12 @@ def mixed_batch(
             _find_batch_axes(base_model_of(model), undo)
         for layer, cores in rows.items():
             undo.enter_context(with_attributes(layer, per_row=cores))
-        undo.enter_context(recomputed_alike(model))
+        undo.enter_context(guard_recompute(model))
         yield
 
 
 @contextmanager
-def recomputed_alike(model: nn.Module) -> Iterator[None]:
+def guard_recompute(model: nn.Module) -> Iterator[None]:
     """Let gradient checkpointing fail where it computes a block again with other adapters or rows than at first."""
     found = (module for module in model.modules() if isinstance(module, FrozenCoreLinear))
     if torch.compiler.is_compiling() or not model.training or (layer := next(found, None)) is None:

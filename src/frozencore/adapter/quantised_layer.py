@@ -44,7 +44,7 @@ class FrozenCoreQuantisedLinear(FrozenCoreLinear):
                 "Use a constructor that does not look at weights, such as fcca, or an unquantised base model."
             ) from error
 
-    def _set_aside(self) -> None:
+    def _backup_weight(self) -> None:
         """Replace the quantised layer by a copy to merge into."""
         backend = self.quantization_backend
         if not backend.supports_merge:
@@ -65,7 +65,7 @@ class FrozenCoreQuantisedLinear(FrozenCoreLinear):
         weight: Tensor = self._before_merge[0].weight
         return weight
 
-    def _put_back(self) -> None:
+    def _restore_weight(self) -> None:
         (self._owner().base_layer,) = self._before_merge
 
     def _is_as_merged(self) -> bool:

@@ -40,9 +40,9 @@ class SharedFactors(nn.Module):
         return list(self._owners)
 
     def __getitem__(self, name: str) -> Tensor:
-        held = self._buffers[self._owners[name]]
-        assert held is not None
-        return held
+        tensor = self._buffers[self._owners[name]]
+        assert tensor is not None
+        return tensor
 
     def __setitem__(self, name: str, tensor: Tensor) -> None:
         """Give an adapter a tensor of its own."""
@@ -52,12 +52,12 @@ class SharedFactors(nn.Module):
         self._owners[name] = name
 
     def __delitem__(self, name: str) -> None:
-        held = self[name]
+        tensor = self[name]
         owner = self._owners.pop(name)
         if owner == name:
             delattr(self, name)
             if heirs := [other for other, its in self._owners.items() if its == name]:
-                self.register_buffer(heirs[0], held, persistent=False)
+                self.register_buffer(heirs[0], tensor, persistent=False)
                 self._owners |= dict.fromkeys(heirs, heirs[0])
 
     def join(self, name: str, other: str) -> None:
@@ -73,52 +73,54 @@ class SharedFactors(nn.Module):
 
     def fill(self, name: str, values: Tensor) -> None:
         """Give an adapter new values. Others that share a tensor keep theirs, unless it was not set yet."""
-        own = self[name]
-        if len(self.joined(name)) > 1 and (own.is_meta or own.any()):
-            self[name] = values.to(own.device, own.dtype, copy=True)
+        tensor = self[name]
+        if len(self.joined(name)) > 1 and (tensor.is_meta or tensor.any()):
+            self[name] = values.to(tensor.device, tensor.dtype, copy=True)
         else:
-            own.copy_(values)
+            tensor.copy_(values)
         self.share(name)
 
     def share(self, name: str) -> None:
         """Use another adapter's tensor if it is equal."""
-        own = self[name]
-        if own.is_meta or not own.any():  # not set yet
+        tensor = self[name]
+        if tensor.is_meta or not tensor.any():  # not set yet
             return
         for other in dict.fromkeys(self._owners.values()):
             X = self[other]
-            alike = (X.shape, X.dtype, X.device) == (own.shape, own.dtype, own.device)
-            if other != self._owners[name] and alike and torch.equal(X, own):
+            alike = (X.shape, X.dtype, X.device) == (tensor.shape, tensor.dtype, tensor.device)
+            if other != self._owners[name] and alike and torch.equal(X, tensor):
                 for one in self.joined(name):
                     self.join(one, other)
                 return
 
-    def make_room(self, came: list[str], cores: list[str]) -> None:
+    def split_shared(self, loaded: list[str], cores: list[str]) -> None:
         """Prepare to load tensors, each into a buffer of its own.
 
         Args:
-            came: The adapters whose tensors are in the state dict.
+            loaded: The adapters whose tensors are in the state dict.
             cores: The adapters whose cores are in it. One without a tensor shared it when the state dict was made; if
                 several tensors are possible, torch's error names the missing one.
         """
-        groups = {name: [name] for name in came}
+        groups = {name: [name] for name in loaded}
         for name in cores:
-            if name not in came:
-                possible = [other for other in came if other in self.joined(name)] or came
+            if name not in loaded:
+                possible = [other for other in loaded if other in self.joined(name)] or loaded
                 if len(possible) == 1:
                     groups[possible[0]].append(name)
         for name, group in groups.items():
-            own = self[name]
-            self[name] = own if set(self.joined(name)) <= set(group) else own.clone()
+            tensor = self[name]
+            self[name] = tensor if set(self.joined(name)) <= set(group) else tensor.clone()
             for follower in group[1:]:
                 self.join(follower, name)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        with self._persistent({name for name, held in self.named_buffers() if not held.is_meta}):
+        with self._persistent({name for name, tensor in self.named_buffers() if not tensor.is_meta}):
             super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        with self._persistent({n for n, held in self.named_buffers() if not held.is_meta or prefix + n in state_dict}):
+        with self._persistent(
+            {n for n, tensor in self.named_buffers() if not tensor.is_meta or prefix + n in state_dict}
+        ):
             super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _persistent(self, names: set[str]) -> AbstractContextManager[None]:

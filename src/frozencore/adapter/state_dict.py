@@ -47,8 +47,8 @@ def basis_tensors(basis: Basis, prefix: str = BASE) -> dict[str, Tensor]:
     Args:
         prefix: Empty for a model without PEFT's wrapper: transformers adds it when it saves.
     """
-    layers = ((f"{prefix}{name}.{PREFIX}", own) for name, own in basis.layers.items())
-    return {f"{key}{side}": X.detach() for key, own in layers for side, X in (("P", own.P), ("Q", own.Q))}
+    layers = ((f"{prefix}{name}.{PREFIX}", factors) for name, factors in basis.layers.items())
+    return {f"{key}{side}": X.detach() for key, factors in layers for side, X in (("P", factors.P), ("Q", factors.Q))}
 
 
 def layers_in(tensors: Mapping[str, Tensor], scale_of: Callable[[str], float]) -> dict[str, LayerBasis]:
@@ -61,7 +61,7 @@ def layers_in(tensors: Mapping[str, Tensor], scale_of: Callable[[str], float]) -
     for key, tensor in tensors.items():
         if part := _FACTOR.fullmatch(key.removeprefix(BASE)):
             found.setdefault(part["layer"], {})[part["side"]] = tensor
-    return {name: known_basis(own["P"], own["Q"], scale_of(name)) for name, own in found.items()}
+    return {name: known_basis(factors["P"], factors["Q"], scale_of(name)) for name, factors in found.items()}
 
 
 def module_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -96,10 +96,10 @@ def tensors_to_save(
         basis = live_basis(config, layers, adapter_name)  # P and Q may have been changed since they had a folder
         if not basis.is_set:
             warn_of_uncalibrated(f"The adapter {adapter_name!r} that is saved", "and save it again")
-        config.name_basis(basis.id)
+        config.attach_basis_id(basis.id)
         config.base_record = None if basis.base is None else dict(basis.base)
-        for layer in layers.values():
-            layer.attach_basis_id(adapter_name, basis.id)
+        for name, layer in layers.items():
+            layer.attach_basis_id(adapter_name, basis.id, basis.digests[name])
         found |= basis_tensors(basis, BASE if all(key.startswith(BASE) for key in state) else "")
     assert config.basis_id is not None
     return _TensorsToSave({**Core.of(config.basis_id, cores).tensors, **found})
@@ -112,16 +112,16 @@ def tensors_to_load(
     origin, layers = f"The adapter {adapter_name!r}", frozen_core_layers(model, adapter_name)
     core = Core.read(origin, state_dict)
     here = {name: layer.basis(adapter_name) for name, layer in layers.items()}
-    has_basis = all(not own.P.is_meta and own.P.any() for own in list(here.values())[:1])
+    has_basis = all(not factors.P.is_meta and factors.P.any() for factors in list(here.values())[:1])
     known = basis_id_of(config, layers, adapter_name) if has_basis else None
     if core.basis_id != known:
         basis = _other_basis(origin, core, config, layers, adapter_name, state_dict)
         here = dict(basis.layers)
         core.require_size(sum(r * r for r in basis.ranks.values()))
         for name, layer in layers.items():
-            layer.attach_basis_id(adapter_name, basis.id, here[name])
+            layer.attach_basis_id(adapter_name, basis.id, basis.digests[name], will_load=here[name])
         if basis.place is None:
-            config.name_basis(basis.id)
+            config.attach_basis_id(basis.id)
             config.base_record = None if basis.base is None else dict(basis.base)
         if not basis.is_set:
             warn_of_uncalibrated(origin, "before it is trained or used")

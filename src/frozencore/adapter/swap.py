@@ -71,9 +71,9 @@ def prepare_swap(model: nn.Module, source: CoreSource, *, adapter_name: str = "d
     require_unmerged(layers.values())
     here = basis_id_of(config, layers, adapter_name)
     core = read_core(source, here)
-    own = {name: layer.core(adapter_name) for name, layer in layers.items()}
-    parts = core.by_layer({name: len(R) for name, R in own.items()})
-    cores = tuple(parts[name].to(R.device, R.dtype, copy=True) for name, R in own.items())
+    current = {name: layer.core(adapter_name) for name, layer in layers.items()}
+    parts = core.by_layer({name: len(R) for name, R in current.items()})
+    cores = tuple(parts[name].to(R.device, R.dtype, copy=True) for name, R in current.items())
     return ReadyCore(here, adapter_name, layers, cores)
 
 
@@ -81,6 +81,22 @@ def get_core(model: nn.Module, adapter_name: str | None = None) -> Core:
     """Copy the core of an adapter (by default the active one)."""
     adapter_name, config = find_adapter(model, adapter_name)
     return core_of(config, frozen_core_layers(model, adapter_name), adapter_name)
+
+
+def round_core(model: nn.Module, bits: int) -> Core | None:
+    """Put each value of the active core at its nearest level of 8, 4 or 2 bits; None for 32 bits, which change nothing.
+
+    Returns:
+        The core that the model now has, as a file of so many bits holds it.
+    """
+    if bits == 32:
+        return None
+    adapter_name, config = find_adapter(model, None)
+    layers = dict(sorted(frozen_core_layers(model, adapter_name).items()))
+    ranks = {name: len(layer.core(adapter_name)) for name, layer in layers.items()}
+    core = core_of(config, layers, adapter_name).in_bits(bits, ranks)
+    swap_core(model, core, adapter_name=adapter_name)
+    return core
 
 
 def core_of(config: FrozenCoreConfig, layers: Mapping[str, FrozenCoreLinear], adapter_name: str) -> Core:

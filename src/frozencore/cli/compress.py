@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from frozencore.cli.display import StageDisplay, console, table_of
+from frozencore.cli.flags import flag
 from frozencore.cli.tune import print_other_files
 from frozencore.errors import ConfigError
 from frozencore.files.adapter_folder import COMPRESSION_FILE, adapter_in, folder_of, read_config
@@ -35,6 +36,7 @@ def compress(
     ],
     output: Annotated[Path, typer.Option("--out", "--output", help="New folder for the basis and the cores.")],
     rank: Annotated[int, typer.Option(help="Largest rank of the basis; a core holds rank x rank values a layer.")] = 32,
+    bits: Annotated[int, flag("bits")] = 32,
     model: Annotated[
         str | None,
         typer.Option(help="The base model, to compare layers and weights with, and to record in the basis."),
@@ -69,8 +71,8 @@ def compress(
 
         progress.started()
         done, scores = compress_scored(
-            adapters, output, rank=rank, model=model, tenants=tenants, same_base=same_base, skip_bad=skip_bad,
-            progress=progress,
+            adapters, output, rank=rank, bits=bits, model=model, tenants=tenants, same_base=same_base,
+            skip_bad=skip_bad, progress=progress,
         )  # fmt: skip
     console.print(_summary(done))
     if done.other_names:

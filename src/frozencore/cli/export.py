@@ -133,6 +133,7 @@ def merge(
     weights: Annotated[
         str | None, typer.Option(help="A weight for each, separated by commas; may be negative. Default: their mean.")
     ] = None,
+    bits: Annotated[int, flag("bits")] = 32,
 ) -> None:
     try:
         shares = None if weights is None else [float(part) for part in weights.split(",")]
@@ -142,5 +143,5 @@ def merge(
     check_output(output, overwrite=None, reads=folders[0])
     from frozencore.adapter.folders import merge_adapters
 
-    merge_adapters(folders, output, weights=shares)
+    merge_adapters(folders, output, weights=shares, bits=bits)
     console.print(f"Adapter: {output}   {sum(file.stat().st_size for file in output.iterdir()):,} bytes")

@@ -48,11 +48,11 @@ def basis_model(
     code = " --trust-remote-code" if with_code else ""
     yield _for_vllm(high, "PEFT loads them all", str(done.directory), code)
     if not with_code:
-        yield "  with VLLM_PLUGINS=lora_filesystem_resolver,frozencore_basis_model (docs/many-tenants.md)"
+        yield "  with VLLM_PLUGINS=frozencore_basis_model VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 FROZENCORE_TENANTS=TENANTS"
     if (size := head_size(done.directory)) not in (None, *VLLM_CPU_HEADS):
         known = ", ".join(map(str, VLLM_CPU_HEADS))
         yield f"vLLM's CPU build refuses requests to this model: its heads have {size} values, not one of {known}."
-    yield f"Tenants: frozencore export ADAPTER --to tenant --base {done.directory} --out TENANT"
+    yield "TENANTS is the folder that tune-many, tune or compress wrote (docs/serving.md)."
 
 
 def tenant(adapter: Path, output: Path, base: str | None, dtype: str, overwrite: bool) -> Iterator[str]:
@@ -65,7 +65,7 @@ def tenant(adapter: Path, output: Path, base: str | None, dtype: str, overwrite:
 
 def core(adapter: Path, output: Path, bits: int, overwrite: bool) -> Iterator[str]:
     saved = read_adapter(adapter)
-    saved.write(output, saved.core, bits=bits, overwrite=overwrite)
+    saved.write(output, saved.core.in_bits(bits, saved.ranks), overwrite=overwrite)
     before, after = ((folder / WEIGHTS_FILE).stat().st_size for folder in (adapter, output))
     yield f"Core: {output}, {len(saved.core.values):,} values of {bits} bits, {after:,} bytes ({before:,} before)"
     yield "It loads as the adapter does. Score it before you use it: `frozencore evaluate`."

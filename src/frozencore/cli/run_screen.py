@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from math import prod, sqrt
+from math import sqrt
 from pathlib import Path
 from statistics import mean, median, variance
 from typing import Any
@@ -15,13 +15,13 @@ import torch
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
-from safetensors import safe_open
 from torch import nn
 
-from frozencore.adapter.core import is_core_key
+from frozencore.adapter.core import Core
+from frozencore.adapter.folders import read_tensors
 from frozencore.adapter.layer import PREFIX
 from frozencore.cli.display import StageDisplay, console, table_of
-from frozencore.files.adapter_folder import WEIGHTS_FILE, read_config
+from frozencore.files.adapter_folder import PEFT_TYPE, WEIGHTS_FILE, read_config
 from frozencore.files.atomic_write import read_lines
 from frozencore.text import Progress, bytes_in_words, num_of, one_line, percent, wilson
 from frozencore.tune.adapt import limits_of_basis, on_named_basis, starting_core
@@ -293,22 +293,23 @@ def sample_lines(file: Path) -> Iterator[RenderableType]:
 
 def size_lines(adapter: Path) -> Iterator[str]:
     """Show the size of an adapter's weights; with its basis also the sizes as cores and as LoRA."""
-    with safe_open(adapter / WEIGHTS_FILE, framework="numpy") as file:
-        shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118 - not a mapping
+    tensors = read_tensors(adapter)
     config, stored = read_config(adapter), bytes_in_words((adapter / WEIGHTS_FILE).stat().st_size)
     values: Counter[str] = Counter()
-    for key, shape in shapes.items():
+    for key, X in tensors.items():
         if f".{PREFIX}" in key:
-            values[key.rpartition(PREFIX)[2]] += prod(shape)
-        elif is_core_key(key):
-            values["R"] += prod(shape)
+            values[key.rpartition(PREFIX)[2]] += X.numel()
+    core = Core.read(str(adapter), tensors) if config.get("peft_type") == PEFT_TYPE else None
     as_lora = bytes_in_words(VALUE_BYTES * (values["P"] + values["Q"]))
-    if not values["P"]:
-        yield f"Size: {stored}, a core alone on its basis." if values["R"] else f"Size: {stored}."
+    few = "" if core is None or core.bits == 32 else f" of {core.bits} bits"
+    if core is None:
+        yield f"Size: {stored}."
+    elif not values["P"]:
+        yield f"Size: {stored}, a core alone on its basis{few and f', values{few}'}."
     elif config.get("initial_step"):  # its bases cannot be shared
         yield f"Size: {stored} with its bases, {as_lora} as LoRA."
     else:
         yield (
-            f"Size of {values['R']:,} trained values: {stored} with their basis, "
-            f"{bytes_in_words(VALUE_BYTES * values['R'])} on a basis that adapters share, {as_lora} as LoRA."
+            f"Size of {len(core.values):,} trained values{few}: {stored} with their basis, "
+            f"{bytes_in_words(core.num_bytes)} on a basis that adapters share, {as_lora} as LoRA."
         )

@@ -9,11 +9,25 @@ zero.
 
 from __future__ import annotations
 
+from typing import Annotated, Any, Literal
+
 from jaxtyping import Float, UInt8
+from pydantic import BeforeValidator, Field
 
 from frozencore.device import torch
 
 BITS = (8, 4, 2)
+
+
+def _as_number(given: Any) -> Any:
+    return int(given) if isinstance(given, str) and given.isdecimal() else given
+
+
+Bits = Annotated[
+    Literal[32, 8, 4, 2],
+    BeforeValidator(_as_number),
+    Field(description="Bits of a value of a saved core. With fewer than 32 each value is at the nearest level."),
+]
 NUM_CLIPS, NUM_FITS = 16, 4
 """Clips from a quarter of the largest value to all of it, and least-squares steps after the best one."""
 
@@ -92,6 +106,8 @@ def pack(codes: UInt8[torch.Tensor, "*b n"], bits: int) -> UInt8[torch.Tensor, "
 
 def unpack(packed: UInt8[torch.Tensor, "*b p"], bits: int, size: int) -> UInt8[torch.Tensor, "*b n"]:
     """Take ``size`` codes out of bytes."""
+    if bits == 8:
+        return packed[..., :size]
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     codes = (packed.unsqueeze(-1) >> shifts) & (2**bits - 1)
     return codes.flatten(-2)[..., :size]

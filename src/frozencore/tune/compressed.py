@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import nn
 
 from frozencore.adapter.compress import CompressedAdapters, compress_adapters
-from frozencore.adapter.swap import swap_core
+from frozencore.adapter.swap import round_core, swap_core
 from frozencore.errors import ConfigError, DivergenceError
 from frozencore.files.adapter_folder import adapter_in, folder_of, require_tenant_name
 from frozencore.text import Progress, as_stage
@@ -33,6 +33,7 @@ def compress_scored(
     out: Path,
     *,
     rank: int,
+    bits: int = 32,
     model: str | None = None,
     tenants: Path | None = None,
     same_base: bool = False,
@@ -45,7 +46,7 @@ def compress_scored(
         adapters: Folders or hub ids.
         model: The base model.
         tenants: The row files, named after the adapters; None scores nothing.
-        same_base, skip_bad: As in ``compress_adapters``.
+        bits, same_base, skip_bad: As in ``compress_adapters``.
 
     Raises:
         FrozenCoreError: A name, a row file, an adapter or the model is wrong.
@@ -66,10 +67,11 @@ def compress_scored(
             scores.update(score_own(to_score[0], rows, named, progress))
 
     done = compress_adapters(
-        named, out, rank=rank, base=base, same_base=same_base, skip_bad=skip_bad, ready=score_first, progress=progress
-    )
+        named, out, rank=rank, base=base, same_base=same_base, skip_bad=skip_bad, bits=bits, ready=score_first,
+        progress=progress,
+    )  # fmt: skip
     if to_score is not None:
-        score_cores(*to_score, out, scores, progress)
+        score_cores(*to_score, out, scores, progress, bits=bits)
     return done, scores
 
 
@@ -116,10 +118,13 @@ def score_own(
     return found
 
 
-def score_cores(inputs: Inputs, rows: Mapping[str, TenantRows], shop: Path, scores: Scores, progress: Progress) -> None:
+def score_cores(
+    inputs: Inputs, rows: Mapping[str, TenantRows], shop: Path, scores: Scores, progress: Progress, *, bits: int = 32
+) -> None:
     """Add the scores of each tenant's core, and of its core trained on, which is saved in ``NAME/trained-on``.
 
     Args:
+        bits: Bits of a saved value of the cores that are trained on.
         shop: The folder of ``frozencore compress``.
         scores: What :func:`score_own` found, of the tenants to score.
     """
@@ -140,13 +145,14 @@ def score_cores(inputs: Inputs, rows: Mapping[str, TenantRows], shop: Path, scor
         core = done[name].core
         assert core is not None
         swap_core(model, core)
+        rounded = round_core(model, bits)
         try:
             with scoring_trained(recipe):
                 scores[name]["trained on"] = _score(inputs, own, model, f"{name}, trained on", progress)
         except DivergenceError as error:
             scores[name]["trained on"] = str(error)
         else:
-            method.save(model, shop / name / TRAINED_ON, shop / name / START)
+            method.save(model, shop / name / TRAINED_ON, shop / name / START, rounded)
 
 
 def _score(inputs: Inputs, own: TenantRows, model: nn.Module, what: str, progress: Progress) -> Score:

@@ -27,6 +27,7 @@ from frozencore.constructors import BasisOptions, constructor_options, refuse_un
 from frozencore.constructors.constructor import Rank, ScaleOptions
 from frozencore.errors import ConfigError, wrapped_error
 from frozencore.maths.moments import MomentName
+from frozencore.maths.quantise import Bits
 from frozencore.options import Option, options_of
 from frozencore.text import flag_of, unknown_name
 from frozencore.tune.methods import AdapterOptions, Method, Targets, find_method
@@ -243,6 +244,7 @@ class MethodConfig(ConfigPart):
             "mean of several. Default: zero."
         ),
     ] = None
+    bits: Bits = 32
     core: Annotated[dict[str, Any], BeforeValidator(_read_core)] = {}
     calibration: CalibrationOptions = CalibrationOptions()
     seed: Seed = SEED

@@ -14,7 +14,7 @@ from frozencore.tune.adapt import Adapted
 from frozencore.tune.calibration_record import CalibrationSummary
 from frozencore.tune.config import RunConfig
 from frozencore.tune.config_parts import MethodConfig, RowsConfig
-from frozencore.tune.cost import FLOAT32_BYTES, PeakMemory
+from frozencore.tune.cost import PeakMemory
 from frozencore.tune.folder import ADAPTER
 from frozencore.tune.load import Inputs
 from frozencore.tune.record import (
@@ -91,7 +91,7 @@ def make_record(
         peak_memory_bytes=memory.largest,
         resources=Resources(
             magnitude_parameters=adapted.num_magnitudes,
-            saved_bytes_without_bases=FLOAT32_BYTES * at_once if config.method.entry.has_bases else saved,
+            saved_bytes_without_bases=-(-at_once * config.method.bits // 8) if config.method.entry.has_bases else saved,
             step_s=report.step_s,
         ),
         training=report.training,

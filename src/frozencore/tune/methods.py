@@ -12,6 +12,7 @@ from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from frozencore.adapter.config import FrozenCoreConfig
+    from frozencore.adapter.core import Core
     from frozencore.maths.basis import LayerBasis
 
 
@@ -81,7 +83,7 @@ class Method(ABC):
     weights_only: bool = False
     changes_base: ClassVar[bool] = False
     has_bases: ClassVar[bool] = False
-    unread: ClassVar[tuple[str, ...]] = ()
+    unread: ClassVar[tuple[str, ...]] = ("bits",)
 
     @property
     def initialises(self) -> bool:
@@ -115,14 +117,22 @@ class Method(ABC):
     def keep_start(self, model: PeftModel, folder: Path) -> None:  # noqa: B027  # for most there is nothing to do
         """Store in a folder the initial state that :meth:`save` needs; by default nothing."""
 
-    def save(self, model: PeftModel, folder: Path, start: Path) -> None:
+    def save(self, model: PeftModel, folder: Path, start: Path, core: Core | None = None) -> None:
         """Save a trained adapter atomically, for ``PeftModel.from_pretrained`` on the original base model.
 
         Args:
             start: The folder of :meth:`keep_start`.
+            core: A core of fewer bits, in place of the model's.
         """
-        with atomic_folder(folder, overwrite=True) as aside:
-            self._write(model, aside, start)
+        if core is None:
+            with atomic_folder(folder, overwrite=True) as aside:
+                self._write(model, aside, start)
+            return
+        from frozencore.adapter.folders import read_adapter
+
+        with TemporaryDirectory() as whole:
+            self._write(model, Path(whole), start)
+            read_adapter(whole).write(folder, core, overwrite=True)
 
     def _write(self, model: PeftModel, folder: Path, start: Path) -> None:
         model.save_pretrained(str(folder))
@@ -233,7 +243,7 @@ class FullFineTuning(FromPEFT):
     The saved adapter is as large as they are.
     """
 
-    unread: ClassVar[tuple[str, ...]] = ("rank",)
+    unread: ClassVar[tuple[str, ...]] = ("rank", "bits")
 
     def default_targets(self, model: nn.Module) -> Targets:
         """Every module with its own parameters; for tied embeddings the input embedding."""
@@ -298,6 +308,7 @@ class FrozenCore(Method):
 
     constructor: str
     has_bases: ClassVar[bool] = True
+    unread: ClassVar[tuple[str, ...]] = ()
 
     def add(
         self, model: nn.Module, options: AdapterOptions, bases: Mapping[str, LayerBasis] | None = None

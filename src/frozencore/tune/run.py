@@ -16,7 +16,7 @@ from frozencore.adapter.bases import basis_id
 from frozencore.adapter.basis import read_header
 from frozencore.adapter.card import write_model_card
 from frozencore.adapter.core import Core
-from frozencore.adapter.swap import swap_core
+from frozencore.adapter.swap import round_core, swap_core
 from frozencore.distributed import broadcast_from_rank0, num_ranks, own_rank, raise_on_any_rank
 from frozencore.errors import DivergenceError, ModelError
 from frozencore.files.atomic_write import write_json, write_lines, write_text
@@ -133,8 +133,9 @@ def execute(
 
         def finish() -> TunedRecord:
             with scoring_trained(recipe):
+                core = round_core(adapted.model, config.method.bits)
                 after = score_run(adapted.model, inputs, config.scoring, as_stage(progress, "score"))
-            _save(config, inputs, adapted, (before, after), out)
+            _save(config, inputs, adapted, (before, after), out, core)
             basis = {"basis": basis_id(adapted.model)} if method.has_bases else {}
             record = make_record(
                 config, inputs, adapted, recipe, report, (before, after), hashes=hashes | basis, folder=out,
@@ -167,10 +168,16 @@ def _hashes_of_steps(method: MethodConfig, recipe: Recipe) -> dict[str, str]:
     return basis | {"recipe": fingerprint_options({"version": STEPS_VERSION, **recipe.of_steps()})}
 
 
-def _save(config: RunConfig, inputs: Inputs, adapted: Adapted, scores: tuple[Score, Score], out: Path) -> None:
-    """Write the adapter with its card, the answers to the scored rows, and the samples."""
+def _save(
+    config: RunConfig, inputs: Inputs, adapted: Adapted, scores: tuple[Score, Score], out: Path, core: Core | None
+) -> None:
+    """Write the adapter with its card, the answers to the scored rows, and the samples.
+
+    Args:
+        core: The core in fewer bits than 32.
+    """
     (before, after), method = scores, config.method.entry
-    method.save(adapted.model, out / ADAPTER, out / START)
+    method.save(adapted.model, out / ADAPTER, out / START, core)
     if method.has_bases:
         rows = calibrated_on(config.method, config.rows, inputs.rows, adapted.made.calibration)
         write_model_card(out / ADAPTER, calibration=rows, scores=headline(after))

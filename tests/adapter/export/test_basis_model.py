@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-import frozencore_basis_model
+import frozencore_vllm
 from families import make
 from fixtures import ROOT, few
 from frozencore import export_basis_model, export_tenant, save_basis, tenant_weights
@@ -167,9 +167,9 @@ def test_a_tenants_weights_in_memory_are_the_cores_of_its_folder_and_name_its_ba
     assert written.metadata() == sent.metadata()
     assert sent.keys() == [name for name in written.keys() if ".lora_A." not in name]  # noqa: SIM118
     assert all(torch.equal(written.get_tensor(name), sent.get_tensor(name)) for name in sent.keys())  # noqa: SIM118
-    frozencore_basis_model._require_basis(weights, entry)
+    frozencore_vllm._require_basis(weights, entry)
     with pytest.raises(ValueError, match="this model has another. A core works on one basis only"):
-        frozencore_basis_model._require_basis(weights, {"basis_id": "another"})
+        frozencore_vllm._require_basis(weights, {"basis_id": "another"})
 
 
 STOCK = """
@@ -273,4 +273,4 @@ def test_a_tenant_names_its_basis_model_in_the_words_that_were_given(
 def test_vllm_finds_the_architecture_by_an_entry_point() -> None:
     values = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     module, function = values["entry-points"]["vllm.general_plugins"]["frozencore_basis_model"].split(":")
-    assert getattr(importlib.import_module(module), function) is frozencore_basis_model.register
+    assert getattr(importlib.import_module(module), function) is frozencore_vllm.register

@@ -173,7 +173,7 @@ def test_a_fragment_holds_the_core_of_its_bits(tmp_path: Path) -> None:
     adapted("random", model=tiny_llama(), trained=True, rank_pattern={"q_proj": 2}).save_pretrained(tmp_path / "anna")
     saved = read_adapter(tmp_path / "anna")
     for bits in (8, 4, 2):
-        saved.write(tmp_path / f"{bits}", saved.core, bits=bits)
+        saved.write(tmp_path / f"{bits}", saved.core.in_bits(bits, saved.ranks))
         fragment = core_fragment(tmp_path / "anna", bits)
         text = fragment.removeprefix("#core=")
         content = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))

@@ -127,8 +127,10 @@ def meta_copy(model: nn.Module) -> nn.Module:
     tensors = [*model.parameters(), *model.buffers()]
     memo: dict[int, Any] = {id(X): nn.Parameter(X.detach().to("meta"), requires_grad=False) for X in tensors}
     copied = copy.deepcopy(model, memo)
-    for (name, module), own in zip(list(copied.named_modules()), model.modules(), strict=True):
-        base, of_model = (one.get_base_layer() if isinstance(one, BaseTunerLayer) else one for one in (module, own))
+    for (name, module), original in zip(list(copied.named_modules()), model.modules(), strict=True):
+        base, of_model = (
+            one.get_base_layer() if isinstance(one, BaseTunerLayer) else one for one in (module, original)
+        )
         is_plain = isinstance(base, nn.Linear | Conv1D) and type(of_model.weight) is nn.Parameter  # 4-bit: a subclass
         if is_linear(base) and not is_plain:
             m, n = layer_shape(base)
@@ -154,7 +156,7 @@ def targets_for_peft(
         The configuration, and why PEFT would load something else; None if it loads the LoRA right.
     """
     layers = {_layer(key) for key in tensors}
-    lost, reason = lost_in_peft(config, tensors, model)
+    lost, reason = misloaded_layers(config, tensors, model)
     if reason is None or not lost:
         return dict(config), reason
     named = {
@@ -162,17 +164,17 @@ def targets_for_peft(
         "target_modules": sorted(layers - lost),
         "target_parameters": sorted(f"{n}.weight" for n in lost),
     }
-    _, still = lost_in_peft(named, tensors, model)
+    _, still = misloaded_layers(named, tensors, model)
     return (dict(config), reason) if still else (named, None)
 
 
-def lost_in_peft(
+def misloaded_layers(
     config: Mapping[str, Any] | PeftConfig, tensors: Mapping[str, Tensor], model: nn.Module
 ) -> tuple[set[str], str | None]:
     """Load a LoRA onto a copy of a model without weights as PEFT does.
 
     Returns:
-        The layers of the LoRA that have other factors after loading, and the reason; None if every layer has its own.
+        The layers whose factors differ after loading, and the reason; the reason is None if PEFT loads the LoRA right.
     """
     if not isinstance(config, PeftConfig):
         given = {key: copy.deepcopy(value) for key, value in config.items() if key in LoraConfig.__dataclass_fields__}
@@ -188,7 +190,7 @@ def lost_in_peft(
     base = loaded.get_base_model()
     found = {name: module for name, module in base.named_modules() if isinstance(module, LoraLayer)}
     unfilled = sorted(key for key in result.missing_keys if "lora_" in key)
-    lost = {name for name in layers if name not in found or not _holds(found[name], name, tensors)}
+    lost = {name for name in layers if name not in found or not _has_factors(found[name], name, tensors)}
     unused = sorted(key for key in result.unexpected_keys if "lora_" in key)
     if unfilled:
         return lost, f"PEFT adds untrained factors for {_layer(unfilled[0])!r} ({len(unfilled)} in all)"
@@ -201,12 +203,18 @@ def _layer(key: str) -> str:
     return key.removeprefix(BASE).partition(".lora_")[0]
 
 
-def _holds(layer: Any, name: str, tensors: Mapping[str, Tensor]) -> bool:
+def _has_factors(layer: Any, name: str, tensors: Mapping[str, Tensor]) -> bool:
     """Whether a loaded layer has the factors that the file has under its name."""
     for side in ("lora_A", "lora_B"):
         factors = getattr(layer, side)
-        given, held = tensors.get(f"{BASE}{name}.{side}.weight"), factors["default"].weight if len(factors) else None
-        if given is None or held is None or held.is_meta or held.shape != given.shape or not torch.equal(held, given):
+        given, loaded = tensors.get(f"{BASE}{name}.{side}.weight"), factors["default"].weight if len(factors) else None
+        if (
+            given is None
+            or loaded is None
+            or loaded.is_meta
+            or loaded.shape != given.shape
+            or not torch.equal(loaded, given)
+        ):
             return False
     return True
 

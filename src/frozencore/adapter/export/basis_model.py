@@ -1,8 +1,8 @@
 """A base model with a basis in it, which an engine loads once for all tenants (:mod:`frozencore_basis_model`).
 
 Beside each adapted layer stand ``Q.weight`` (r x n) = Qᵀ, ``core.weight`` (r x r) of zeros and ``P.weight`` (m x r), as
-the basis holds them, bit for bit. The scale s is not in the folder: a tenant's core is s·R, because P times s in 16
-bits would be rounded once more.
+the basis holds them, bit for bit. P times the scale s in 16 bits would be rounded once more, so a tenant's core is s·R,
+and the scales stand in ``config.json`` for engines that read adapters (:mod:`frozencore_vllm`).
 
 A tenant is a LoRA on the ``core`` layers: ``A = I``, ``B = s·R``, so that ``B A = s·R``. With r the rank of a layer and
 k the largest rank of a core, ``lora_A.weight`` is k x r and ``lora_B.weight`` r x k, padded with zeros, because engines
@@ -107,7 +107,7 @@ def export_basis_model(
 
 
 def read_entry(folder: str | Path) -> dict[str, Any]:
-    """Read the entry of the basis in ``config.json`` of a basis model: ``basis_id``, and ``ranks`` by layer name."""
+    """Read the entry of a basis model's ``config.json``: ``basis_id``, and ``ranks`` and ``scales`` by layer name."""
     path = Path(folder) / MODEL_CONFIG
     try:
         return dict(json.loads(path.read_text(encoding="utf-8"))[ENTRY])
@@ -126,8 +126,8 @@ def require_fits(basis: Basis, origin: Path, model: Any, base: str) -> None:
             "Export a LoRA, or merge."
         )
     linear = layers_of(model)
-    for name, own in basis.layers.items():
-        linear.require_layer(name, (len(own.P), len(own.Q)))
+    for name, factors in basis.layers.items():
+        linear.require_layer(name, (len(factors.P), len(factors.Q)))
         if not name.startswith(f"{model.base_model_prefix}."):
             raise ModelError(
                 f"A basis stands in the layers below the head, but {origin} has one on {name!r}, which engines "
@@ -141,15 +141,20 @@ def require_fits(basis: Basis, origin: Path, model: Any, base: str) -> None:
 def _with_basis(model: Any, basis: Basis) -> Any:
     """The same model, its tensors not copied, with P, Q and cores of zeros."""
     values = {**model.config.to_dict(), "model_type": BASIS_MODEL_TYPE}
-    values[ENTRY] = {"config": type(model.config).__name__, "ranks": basis.ranks, "basis_id": basis.id}
+    values[ENTRY] = {
+        "config": type(model.config).__name__,
+        "ranks": basis.ranks,
+        "scales": basis.scales,
+        "basis_id": basis.id,
+    }
     config = config_class(type(model.config).__name__).from_dict(values)
     with torch.device("meta"):
         made = AutoModelForCausalLM.from_config(config)
     inside = {f"{name}.{part}": f"{name}.base.{part}" for name in basis.layers for part in ("weight", "bias")}
     state = {inside.get(key, key): tensor for key, tensor in model.state_dict().items()}
-    for name, own in basis.layers.items():
-        state |= {f"{name}.Q.weight": own.Q.mT.contiguous(), f"{name}.P.weight": own.P.contiguous()}
-        state[f"{name}.core.weight"] = own.P.new_zeros(own.rank, own.rank)
+    for name, factors in basis.layers.items():
+        state |= {f"{name}.Q.weight": factors.Q.mT.contiguous(), f"{name}.P.weight": factors.P.contiguous()}
+        state[f"{name}.core.weight"] = factors.P.new_zeros(factors.rank, factors.rank)
     made.load_state_dict(state, assign=True)
     made.tie_weights()
     made.generation_config = model.generation_config
@@ -245,7 +250,7 @@ def tenant_weights(model: nn.Module, *, adapter_name: str | None = None, dtype: 
     """Return the cores as the weights file of a tenant, for an engine that takes them from memory.
 
     They are what :func:`export_tenant` writes, without the identity matrices A. On the engine's side
-    :class:`frozencore_basis_model.TenantWorker` reads them, and refuses those of another basis.
+    :class:`frozencore_vllm.TenantWorker` reads them, and refuses those of another basis.
 
     Args:
         adapter_name: Which adapter of the model; the active one by default.

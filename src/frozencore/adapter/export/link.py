@@ -18,7 +18,7 @@ import zlib
 from importlib.util import find_spec
 from pathlib import Path
 
-from frozencore.adapter.core import CORE, Core
+from frozencore.adapter.core import Core
 from frozencore.adapter.export.lora import export_source
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.atomic_write import atomic_write
@@ -41,11 +41,10 @@ def core_fragment(directory: str | Path, bits: int = 4) -> str:
     """
     adapter = export_source(directory)
     ranks = {name: len(adapter.cores[name]) for name in sorted(adapter.cores)}
-    parts = Core.of(adapter.basis_id, adapter.cores).packed(bits, ranks)
-    key = f"{CORE}{adapter.basis_id}"
+    few = Core.of(adapter.basis_id, adapter.cores).in_bits(bits, ranks).packed
+    assert few is not None
     head = bytes([bits]) + bytes.fromhex(adapter.basis_id) + len(ranks).to_bytes(2, "little")
-    arrays = (parts[f"{key}.ranks"], parts[f"{key}.{bits}-bit"], parts[key])
-    content = head + b"".join(X.numpy().tobytes() for X in arrays)
+    content = head + b"".join(X.numpy().tobytes() for X in (few.ranks, few.scales, few.codes))
     content += zlib.crc32(content).to_bytes(4, "little")
     return "#core=" + base64.urlsafe_b64encode(content).decode().rstrip("=")
 

@@ -106,7 +106,7 @@ def export_lora(
     require_dtype(dtype)
     adapter = export_source(model_or_directory, adapter_name)
     of_base = _base_of(adapter, model_or_directory, base)
-    shapes = {name: (len(own.P), len(own.Q)) for name, own in adapter.layers.items()}
+    shapes = {name: (len(factors.P), len(factors.Q)) for name, factors in adapter.layers.items()}
     named = layers_to_name(shapes, of_base)
     adapter, rank, error = to_rank(adapter, rank)
     conv1d = of_base is not None and not of_base.conv1d.isdisjoint(adapter.layers)
@@ -281,16 +281,15 @@ def export_source(model_or_directory: nn.Module | str | Path, adapter_name: str 
         config, basis = saved.config, saved.find_basis()
         require_set(basis.layers)
         source = ExportSource(config, basis.id, basis.layers, saved.core.by_layer(basis.ranks), saved.folder)
-    if config.modules_to_save:
-        raise ConfigError(f"The adapter trains whole modules too ({', '.join(config.modules_to_save)}), {_NOT_LORA}")
-    if config.trainable_token_indices:
-        raise ConfigError(f"The adapter trains single token embeddings too, {_NOT_LORA}")
+    if config.trains_modules:
+        more = [*(config.modules_to_save or ()), *(["token embeddings"] if config.trainable_token_indices else [])]
+        raise ConfigError(f"The adapter trains more than its core ({', '.join(more)}), {_NOT_LORA}")
     return source
 
 
 def require_set(layers: Mapping[str, LayerBasis]) -> None:
     """Refuse an adapter that was never calibrated."""
-    empty = [name for name, own in layers.items() if not bool(own.P.any())]
+    empty = [name for name, factors in layers.items() if not bool(factors.P.any())]
     if empty:
         raise ConfigError(
             f"Layer {empty[0]!r} has no basis yet, so there is nothing to export. "
@@ -307,6 +306,6 @@ def in_dtype(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def require_dtype(dtype: torch.dtype) -> None:
-    """Refuse a dtype that no engine reads."""
+    """Refuse a dtype that no engine reads: an integer would round every factor to zero."""
     if dtype not in DTYPES:
         raise ConfigError(f"Serving engines read float32, float16 and bfloat16 factors, but {dtype} came.")

@@ -205,12 +205,17 @@ class Finisher:
     outcomes: dict[str, TenantOutcome] = field(default_factory=dict)
 
     def __call__(self, ended: Mapping[str, Trained]) -> None:
+        ended = {name: replace(one, core=self._in_bits(name, one.core)) for name, one in ended.items()}
         losses = self._held_out({name: one.core for name, one in ended.items() if one.core is not None})
         for name, trained in ended.items():
             why = trained.diverged
             if why is None and not math.isfinite(losses[name]):
                 why = "Training diverged: the held-out loss is not finite."
             self.outcomes[name] = self._finish(name, trained, losses.get(name, math.nan), why)
+
+    def _in_bits(self, name: str, core: Core | None) -> Core | None:
+        bits = self.rows_of[name][0].config.method.bits
+        return core if core is None or bits == 32 else core.in_bits(bits, self.template.saved.ranks)
 
     def _held_out(self, cores: Mapping[str, Core]) -> dict[str, float]:
         if not cores:
@@ -220,7 +225,7 @@ class Finisher:
         for slot, of_tenant in enumerate(cores.values()):
             stack.fill(slot, of_tenant)
         sets = [self.rows_of[name][0].rows.held_out for name in cores]
-        losses = held_out_losses(model, sets, pad_id=pad_id, through=stack.of_slots)
+        losses = held_out_losses(model, sets, pad_id=pad_id, with_cores=stack.of_slots)
         return dict(zip(cores, losses, strict=True))
 
     def _finish(self, name: str, trained: Trained, loss: float, diverged: str | None) -> TenantOutcome:
@@ -307,7 +312,9 @@ def adapt_for_all(
         return adapt(config.method, inputs, targets, progress)
     folder, file = out / BASIS, out / MANIFEST
     of_method = {
-        name: one for name, one in run_options().items() if one.part == "method" and one.group != "calibration"
+        name: one
+        for name, one in run_options().items()
+        if one.part == "method" and one.group != "calibration" and name != "bits"
     }
     identity = to_jsonable_python(
         {

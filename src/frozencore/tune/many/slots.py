@@ -27,18 +27,18 @@ def held_out_losses(
     sets: Sequence[Sequence[TokenRow]],
     *,
     pad_id: int,
-    through: Callable[[list[int]], AbstractContextManager[None]] = lambda _: nullcontext(),
+    with_cores: Callable[[list[int]], AbstractContextManager[None]] = lambda _: nullcontext(),
     progress: Progress | None = None,
 ) -> list[float]:
     """Nats per completion token of each set of rows, with sets mixed in batches; NaN for a set without such tokens.
 
     Args:
-        through: Called with the set index of each row of a batch. The batch runs inside the context that it returns.
+        with_cores: Called with the set index of each row of a batch. The batch runs inside the context that it returns.
     """
     rows = [row for rows in sets for row in rows]
     set_of = [i for i, rows in enumerate(sets) for _ in rows]
     nats = nats_of_rows(
-        model, rows, pad_id=pad_id, through=lambda group: through([set_of[i] for i in group]), progress=progress
+        model, rows, pad_id=pad_id, with_cores=lambda group: with_cores([set_of[i] for i in group]), progress=progress
     )
     totals = [0.0] * len(sets)
     for i, of_row in zip(set_of, nats, strict=True):
@@ -90,7 +90,7 @@ class TrainedSlots(CoreStack):
         """
         places = torch.tensor(slots, device=self.device)
         copies = {name: core[places].requires_grad_() for name, core in self.cores.items()}
-        with self.through(copies):
+        with self.with_cores(copies):
             row_losses = losses()
             gradients = torch.autograd.grad(row_losses.sum(), list(copies.values()), materialize_grads=True)
         return row_losses.detach(), torch.cat([gradient.flatten(1) for gradient in gradients], dim=1)

@@ -256,7 +256,7 @@ class ActiveTenants:
             self.model,
             sets,
             pad_id=self.pad_id,
-            through=lambda of_rows: self.slots.of_slots([due[i] for i in of_rows]),
+            with_cores=lambda of_rows: self.slots.of_slots([due[i] for i in of_rows]),
         )
         share_s = (time.perf_counter() - started) / sum(map(len, sets))
         for slot, rows, loss in zip(due, sets, losses, strict=True):

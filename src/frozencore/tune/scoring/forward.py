@@ -136,19 +136,19 @@ def nats_of_rows(
     rows: Sequence[TokenRow],
     *,
     pad_id: int,
-    through: Callable[[list[int]], AbstractContextManager[None]] = lambda _: nullcontext(),
+    with_cores: Callable[[list[int]], AbstractContextManager[None]] = lambda _: nullcontext(),
     progress: Progress | None = None,
 ) -> list[float]:
     """The sum of nats over the completion tokens of each row, in the rows' order.
 
     Args:
-        through: Called with the numbers of the rows of a batch. The batch runs inside the context that it returns.
+        with_cores: Called with the numbers of the rows of a batch. The batch runs inside the context that it returns.
     """
     device, collate, nats = next(model.parameters()).device, PaddingCollator(pad_id), dict[int, float]()
 
     def score(group: list[int]) -> None:
         batch = {name: tensor.to(device) for name, tensor in collate([rows[i] for i in group]).items()}
-        with through(group):
+        with with_cores(group):
             nats.update(zip(group, row_losses(model, batch).tolist(), strict=True))
 
     with scoring_mode(model):

@@ -1,0 +1,248 @@
+"""vLLM's plug-in: tenants are read from the folder that training wrote. tests/engines asks vLLM itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import frozencore_vllm
+from frozencore import export_basis_model, export_tenant, save_basis
+from frozencore.adapter.folders import read_adapter
+from frozencore_vllm import Tenants
+from tiny import adapted, tiny_qwen2, train_at_random
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+class Shop(SimpleNamespace):
+    """A basis model, and a folder of tenants on its basis."""
+
+    model: Path
+    tenants: Path
+
+    def write(self, name: str, seed: int, bits: int = 32) -> Path:
+        """Write a tenant with a core of a seed, in place of the one that has its name."""
+        train_at_random(self.native, seed=seed)
+        self.native.save_pretrained(str(self.whole))
+        saved, folder = read_adapter(self.whole), self.tenants / name / "adapter"
+        saved.write(folder, saved.core.in_bits(bits, saved.ranks), overwrite=True)
+        return folder
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Shop:
+    folder = tmp_path_factory.mktemp("shop")
+    tiny_qwen2().save_pretrained(folder / "base")
+    native = adapted("random", trained=True, alpha=7.0, rank_pattern={"q_proj": 2}, alpha_pattern={"o_proj": 2.0})
+    save_basis(native, folder / "basis")
+    export_basis_model(folder / "basis", folder / "model", base=folder / "base")
+    return Shop(native=native, whole=folder / "whole", model=folder / "model", tenants=folder / "tenants")
+
+
+@pytest.fixture
+def tenants(shop: Shop, tmp_path: Path) -> Tenants:
+    return Tenants(shop.tenants, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("bits", [32, 8, 4, 2])
+def test_a_tenant_of_any_bits_is_the_lora_that_export_writes(
+    bits: int, shop: Shop, tenants: Tenants, tmp_path: Path
+) -> None:
+    adapter = shop.write("anna", seed=1, bits=bits)
+    export_tenant(adapter, tmp_path / "exported", basis_model=shop.model)
+    name, version = tenants.find(str(shop.model), "anna")
+    found, expected = load_file(version.folder / WEIGHTS), load_file(tmp_path / "exported" / WEIGHTS)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in found)
+    configs = [
+        json.loads((place / "adapter_config.json").read_text()) for place in (version.folder, tmp_path / "exported")
+    ]
+    read = ("peft_type", "r", "lora_alpha", "target_modules", "bias")
+    assert [configs[0][key] for key in read] == [configs[1][key] for key in read]
+    assert name.startswith("anna@")
+
+
+def test_a_run_with_its_own_basis_and_an_adapter_without_a_run_are_tenants(shop: Shop, tenants: Tenants) -> None:
+    shutil.copytree(shop.write("dora", seed=2), shop.tenants / "plain")
+    assert tenants.find(str(shop.model), "plain")[1].folder == tenants.find(str(shop.model), "dora")[1].folder
+
+
+def test_a_replaced_tenant_has_another_name_and_folder_and_the_earlier_version_ends(
+    shop: Shop, tenants: Tenants
+) -> None:
+    shop.write("ben", seed=1)
+    name, version = tenants.find(str(shop.model), "ben")
+    assert version.is_current()
+    assert tenants.find(str(shop.model), "ben") == (name, version)
+    shop.write("ben", seed=2)
+    assert not version.is_current()
+    new_name, new = tenants.find(str(shop.model), "ben")
+    assert new_name != name
+    assert new.folder != version.folder
+    shutil.rmtree(shop.tenants / "ben")
+    assert not new.is_current()
+    assert (new.folder / WEIGHTS).is_file()  # for what is running
+    assert tenants.find(str(shop.model), "ben") is None
+
+
+@pytest.mark.parametrize("name", ["nobody", "../tenants/carol", "carol/adapter", ".", "", "carol\n", "basis"])
+def test_other_names_are_unknown(name: str, shop: Shop, tenants: Tenants) -> None:
+    shop.write("carol", seed=1)
+    assert tenants.find(str(shop.model), name) is None
+    assert tenants.find(str(shop.model), "carol") is not None
+
+
+def damage(folder: Path) -> None:
+    file = folder / WEIGHTS
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+def change_basis(folder: Path) -> None:
+    shutil.rmtree(folder)
+    adapted("random", trained=True, seed=9).save_pretrained(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (damage, "The adapter of 'eve' is damaged"),
+        (change_basis, "'eve' has a core on the basis .*, but this model has .*A core works on one basis only"),
+    ],
+)
+def test_a_damaged_tenant_and_one_on_another_basis_are_refused_in_one_line(
+    change: Any, rule: str, shop: Shop, tenants: Tenants
+) -> None:
+    change(shop.write("eve", seed=1))
+    with pytest.raises(ValueError, match=rule) as refused:
+        tenants.find(str(shop.model), "eve")
+    assert "\n" not in str(refused.value)
+
+
+def test_the_cache_drops_the_tenants_that_nobody_asked_for_of_late(
+    shop: Shop, tenants: Tenants, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frozencore_vllm, "MOST_CACHED", 2)
+    for name in ("a", "b", "c"):
+        shop.write(name, seed=ord(name))
+    versions = [tenants.find(str(shop.model), name)[1] for name in ("a", "b", "c")]
+    assert all(one.is_current() for one in versions)  # asked within the hour
+    for age_s, version in zip((9000, 8000, 10), versions, strict=True):
+        os.utime(version.folder, (time.time() - age_s,) * 2)
+    shop.write("d", seed=4)
+    tenants.find(str(shop.model), "d")
+    assert [one.is_current() for one in versions] == [False, False, True]
+    again = tenants.find(str(shop.model), "a")[1]
+    assert again.is_current()
+    assert not list(tenants.cache.glob(".*"))
+
+
+class Registry:
+    """vLLM's ``LoRAResolverRegistry``."""
+
+    def __init__(self) -> None:
+        self.resolvers: dict[str, Any] = {}
+
+    def get_supported_resolvers(self) -> Any:
+        return self.resolvers.keys()
+
+    def register_resolver(self, resolver_name: str, resolver: Any) -> None:
+        self.resolvers[resolver_name] = resolver
+
+
+class ServingModels:
+    """What of vLLM's ``OpenAIServingModels`` (0.32) asks resolvers."""
+
+    def __init__(self, model: str, registry: Registry) -> None:
+        self.lora_requests: dict[str, Any] = {}
+        self.model, self.registry, self.number = model, registry, 0
+
+    async def resolve_lora(self, lora_name: str) -> Any:
+        if lora_name in self.lora_requests:
+            return self.lora_requests[lora_name]
+        self.number += 1
+        for resolver in self.registry.resolvers.values():
+            request = await resolver.resolve_lora(self.model, lora_name)
+            if request is not None:
+                request.lora_int_id = self.number
+                self.lora_requests[lora_name] = request
+                return request
+        return "404"
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
+    """Modules of vLLM with the names and signatures that the plug-in uses."""
+
+    class ReplicatedLinearWithLoRA:
+        pass
+
+    registry = Registry()
+    contents = {
+        "vllm": {}, "vllm.lora": {}, "vllm.lora.utils": {"_all_lora_classes": ()}, "vllm.entrypoints": {},
+        "vllm.entrypoints.openai": {}, "vllm.entrypoints.openai.models": {},
+        "vllm.entrypoints.openai.models.serving": {"OpenAIServingModels": ServingModels},
+        "vllm.lora.request": {"LoRARequest": SimpleNamespace},
+        "vllm.lora.resolver": {"LoRAResolver": object, "LoRAResolverRegistry": registry},
+        "vllm.lora.layers": {"ReplicatedLinearWithLoRA": ReplicatedLinearWithLoRA},
+        "vllm.config": {"get_current_vllm_config_or_none": lambda: None}, "vllm.platforms": {"current_platform": None},
+    }  # fmt: skip
+    for name, content in contents.items():
+        module = ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+        parent, _, last = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], last, module)
+    monkeypatch.setattr(ServingModels, "__init__", ServingModels.__init__)
+    yield registry
+    frozencore_vllm._core_with_slots.cache_clear()
+
+
+def test_a_request_gets_the_tenant_as_it_is_now_and_an_error_of_its_own(
+    shop: Shop, vllm: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FROZENCORE_TENANTS", str(shop.tenants))
+    monkeypatch.setenv("FROZENCORE_CACHE", str(tmp_path / "cache"))
+    for _ in range(2):  # vLLM loads its plug-ins more than once
+        frozencore_vllm.register()
+    assert len(sys.modules["vllm.lora.utils"]._all_lora_classes) == len(vllm.resolvers) == 1
+    server = ServingModels(str(shop.model), vllm)
+
+    def ask(name: str) -> Any:
+        return asyncio.run(server.resolve_lora(name))
+
+    shop.write("fay", seed=1)
+    first = ask("fay")
+    assert ask("fay") is first
+    shop.write("fay", seed=2)
+    second = ask("fay")
+    assert len({first.lora_name, second.lora_name}) == len({first.lora_int_id, second.lora_int_id}) == 2
+    assert first.lora_path != second.lora_path
+    assert ask("nobody") == "404"
+    damage(shop.tenants / "fay/adapter")
+    with pytest.raises(ValueError, match="The adapter of 'fay' is damaged"):
+        ask("fay")
+    shutil.rmtree(shop.tenants / "fay")
+    assert ask("fay") == "404"
+    server.lora_requests["lora"] = SimpleNamespace(lora_name="lora")
+    assert ask("lora").lora_name == "lora"  # an adapter of vLLM's own ways
+
+
+def test_nothing_of_vllm_changes_when_a_basis_model_is_opened(shop: Shop, vllm: Registry) -> None:
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(shop.model)
+    assert sys.modules["vllm.lora.utils"]._all_lora_classes == ()
+    assert not vllm.resolvers

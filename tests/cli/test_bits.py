@@ -1,0 +1,80 @@
+"""``--bits`` of every verb that writes cores: what is saved, scored, recorded and shown are the rounded values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from frozencore.adapter.folders import read_adapter
+from frozencore.tune.pocket import pocket_model_path
+from frozencore.tune.scores import score_run
+from input_files import write_rows
+from small_runs import adapter_in, config_of, inputs_of, silent
+
+Command = Callable[..., tuple[int, str, str]]
+SHORT = ("--model", str(pocket_model_path()), "--epochs", 1, "--batch-size", 4, "--calibration-size", 4, "--rank", 4)
+
+
+def shown(command: Command, *words: object) -> str:
+    status, out, err = command(*words)
+    assert status == 0, err
+    return out
+
+
+def rows_of(folder: Path, *names: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name in names:
+        write_rows(folder / f"{name}.jsonl", [{"prompt": f"{name} {i} and", "completion": f" {i}"} for i in range(12)])
+    return folder
+
+
+def test_a_run_scores_and_saves_its_core_of_few_bits(command: Command, tmp_path: Path) -> None:
+    rows, whole, few = rows_of(tmp_path, "anna") / "anna.jsonl", tmp_path / "whole", tmp_path / "few"
+    shown(command, "tune", *SHORT, "--data", rows, "--out", whole)
+    out = shown(command, "tune", *SHORT, "--data", rows, "--bits", 2, "--out", few)
+    saved, exact = read_adapter(few / "adapter"), read_adapter(whole / "adapter")
+    assert torch.equal(saved.core.values, exact.core.in_bits(2, exact.ranks).values)
+    num_values = len(saved.core.values)
+    record = json.loads((few / "result.json").read_text())
+    config = config_of(rows, batch_size=4, epochs=1, calibration_size=4)
+    loss = score_run(adapter_in(few), inputs_of(config), config.scoring, silent).held_out_loss
+    assert loss == pytest.approx(record["held_out_loss"], rel=1e-5)
+    assert record["held_out_loss"] != json.loads((whole / "result.json").read_text())["held_out_loss"]
+    assert record["config"]["bits"] == 2
+    assert record["saved_bytes"] == (few / "adapter/adapter_model.safetensors").stat().st_size
+    assert record["resources"]["saved_bytes_without_bases"] == num_values // 4
+    assert f"Size of {num_values:,} trained values of 2 bits" in out
+    assert "values of 2 bits" in shown(command, "inspect", few)
+    assert f"- Trained values: {num_values:,}, of 2 bits\n" in (few / "adapter/README.md").read_text()
+
+
+def test_tenants_newcomers_and_sums_have_the_bits_that_are_asked_for(command: Command, tmp_path: Path) -> None:
+    rows, many = rows_of(tmp_path / "rows", "anna", "ben"), tmp_path / "many"
+    few = ("--calibration-data", rows / "anna.jsonl", "--bits", 4)
+    shown(command, "tune-many", *SHORT, "--tenants", rows, *few, "--out", many)
+    rows_of(rows, "cleo")
+    shown(command, "tune-many", *SHORT, "--tenants", rows, "--resume", "--out", many)
+    cores = {name: read_adapter(many / name / "adapter").core for name in ("anna", "ben", "cleo")}
+    assert [core.bits for core in cores.values()] == [4, 4, 4]
+    on_it = ("--model", SHORT[1], "--epochs", 1, "--basis", many / "basis")
+    more = (*on_it, "--data", rows / "anna.jsonl", "--start-from", many / "anna")
+    shown(command, "tune", *more, "--bits", 8, "--out", tmp_path / "on")
+    assert read_adapter(tmp_path / "on/adapter").core.bits == 8
+    both = [many / "anna", many / "ben"]
+    shown(command, "merge", *both, "--out", tmp_path / "sum")
+    shown(command, "merge", *both, "--bits", 8, "--out", tmp_path / "small")
+    exact = (cores["anna"].values + cores["ben"].values) / 2
+    assert torch.equal(read_adapter(tmp_path / "sum").core.values, exact)
+    small = read_adapter(tmp_path / "small")
+    assert torch.equal(small.core.values, read_adapter(tmp_path / "sum").core.in_bits(8, small.ranks).values)
+    assert ", of 8 bits" in (tmp_path / "small/README.md").read_text()
+
+
+def test_bits_are_of_methods_with_cores(command: Command, tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, "anna") / "anna.jsonl"
+    status, _, err = command("tune", *SHORT, "--method", "lora", "--bits", 4, "--data", rows, "--out", tmp_path / "run")
+    assert (status, "The method 'lora' does not read bits. Leave --bits out." in err) == (2, True), err
