@@ -45,12 +45,12 @@ def find_device(name: str) -> torch.device:
         raise ConfigError(f"There is no device {name!r} here. Use cpu, or cuda where there is a GPU.") from error
 
 
-def place_of(name: str) -> torch.device:
+def resolve_device(name: str) -> torch.device:
     """The device of this name; ``auto`` is the first GPU, or the CPU."""
     return find_device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
 
 
-def sent(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+def to_device(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     """Copy a tensor to a device (None keeps it). Only a copy to the CPU waits for the values."""
     return tensor if device is None else tensor.to(device, non_blocking=device.type != "cpu")
 

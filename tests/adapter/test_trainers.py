@@ -37,7 +37,7 @@ from transformers import (
 from forked import as_ranks, ended
 from frozencore import FrozenCoreConfig, calibrate, get_basis, save_basis, set_basis
 from frozencore.errors import ConfigError
-from frozencore.tune.cost import values_at_once
+from frozencore.tune.cost import num_trainable
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.training.recipe import Recipe
@@ -470,7 +470,7 @@ def test_a_count_that_is_not_the_sum_of_r_squared_is_refused_before_a_step(fault
 def test_what_the_configuration_names_may_train(options: dict) -> None:
     model = adapted("random", model=tiny_qwen2(tie_word_embeddings=False), **options)
     own = require_own_parameters(model)
-    assert sum(parameter.numel() for parameter in own) == values_at_once(model)
+    assert sum(parameter.numel() for parameter in own) == num_trainable(model)
     assert (len(own) > 8) == bool(options)
     assert train(model, ROWS, RECIPE, pad_id=0).training.num_steps == 2
 

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
-from frozencore.errors import ConfigError, most_telling, own_refusal
+from frozencore.errors import ConfigError
 from frozencore.text import one_line
 
 
@@ -104,11 +105,11 @@ def read_typed(path: Path, kind: type[Typed], *, holds: str, see: str = "") -> T
     try:  # through JSON, in which a list may become a tuple and text never becomes a number
         return kind.model_validate_json(json.dumps(content, default=str), strict=True)
     except ValidationError as error:
-        first = most_telling(error)
+        first = most_specific(error)
         loc = _keys_on_the_way(content, first["loc"])
         missing = first["loc"][-1:] if first["type"] == "missing" else ()
         where = f"{path}, line {line_of(path, loc)}: {'.'.join(map(str, (*loc, *missing)))}"
-        if (refused := own_refusal(first)) is not None:
+        if (refused := wrapped_error(first)) is not None:
             raise ConfigError(f"{where}: {refused}") from error
         came = "" if missing else f", but {first['input']!r} came"
         raise ConfigError(f"{where}: {first['msg'].lower()}{came}. {see}") from error
@@ -163,3 +164,19 @@ def require_text_keys(path: Path, content: Iterable[Any]) -> None:
             raise ConfigError(
                 f"{path} must name tenants in text, but YAML reads one of its names as {name!r}. Quote it."
             )
+
+
+def wrapped_error(error: ErrorDetails) -> ConfigError | None:
+    """The frozencore error behind a pydantic error, if there is one."""
+    refused = error.get("ctx", {}).get("error")
+    return refused if isinstance(refused, ConfigError) else None
+
+
+def most_specific(error: ValidationError) -> ErrorDetails:
+    """The first error; for a value that fits none of several types, the error of the nearest type, or of all."""
+    first, *others = error.errors()
+    siblings = [first, *(other for other in others if other["loc"][:-1] == first["loc"][:-1])]
+    words = next((one for one in siblings if one["type"] == "literal_error"), None)
+    if words is not None and (other := next((one for one in siblings if one["type"].endswith("_type")), None)):
+        return {**other, "msg": f"{other['msg']} or {words['ctx']['expected']}"}
+    return next((one for one in siblings if not one["type"].endswith("_type")), first)

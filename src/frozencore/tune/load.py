@@ -14,16 +14,16 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from frozencore.adapter.named_layers import attention_projections, linear_names
-from frozencore.device import computes_fast, memory_of, place_of
+from frozencore.device import computes_fast, memory_of, resolve_device
 from frozencore.errors import ConfigError, ModelError
 from frozencore.files.gguf_model import file_of, is_quantised, read_tokenizer, read_weights, why_unreadable
 from frozencore.files.hub import safe_loading
 from frozencore.quiet import quiet_loading
 from frozencore.text import Progress, num_of
-from frozencore.tune.config_parts import MethodConfig, ModelConfig, RowsConfig, ScoringConfig
+from frozencore.tune.config_parts import ModelConfig, RowsConfig, ScoringConfig
 from frozencore.tune.given_rows import RowCache
 from frozencore.tune.locate import model_location
-from frozencore.tune.methods import Targets, targeted_layers
+from frozencore.tune.methods import MethodConfig, Targets, targeted_layers
 from frozencore.tune.processes import num_started
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.prompts import (
@@ -59,7 +59,7 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> tuple
         raise ConfigError(
             f"Each of several processes has a GPU of its own, but --device {device} came for {num_started()}. Use cuda."
         )
-    place = place_of(device)
+    place = resolve_device(device)
     refusal = "cannot be read as a causal language model with its tokenizer"
     with quiet_loading():
         tokenizer, model = _loaded(name, lambda loading: (_tokenizer(loading), _weights(loading, dtype)), refusal)
@@ -183,7 +183,7 @@ def resolve_targets(config: MethodConfig, model: PreTrainedModel) -> Targets:
         ConfigError: A name matches no layer, the architecture is unknown and no names were given, or the model has
             fewer blocks than requested.
     """
-    targets = config.targets or config.entry.default_targets(model) or tuple(attention_projections(model))
+    targets = config.target_modules or config.entry.default_targets(model) or tuple(attention_projections(model))
     if targets != "all-linear":
         _require_each(model, targets)
     return targets if config.layers is None else _in_last_blocks(model, targets, config.layers)

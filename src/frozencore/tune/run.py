@@ -30,7 +30,7 @@ from frozencore.tune.adapt import (
     save_start,
     starting_core,
 )
-from frozencore.tune.config import RunConfig
+from frozencore.tune.config import RunConfig, as_json
 from frozencore.tune.config_parts import ScoringConfig, TrainingConfig
 from frozencore.tune.cost import PeakMemory, rows_at_once
 from frozencore.tune.figures import write_curve
@@ -207,7 +207,7 @@ def _score_base(
 ) -> Score:
     """The score of the base model: of an earlier run, of this run before an interruption, or computed."""
     decides = {
-        **config.model_dump(mode="json", exclude=CHOOSE_STEP),
+        **{name: as_json(value) for name, value in vars(config).items() if name not in CHOOSE_STEP},
         "rows": inputs.rows.scored.name,
         "max_length": inputs.encoder.max_length,
         **{name: hashes.get(name) for name in ("model", "evaluation", "choices", "others")},
