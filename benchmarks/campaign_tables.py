@@ -59,7 +59,7 @@ accuracy, loss, risen = shows("accuracy", 1, 100), shows("held_out_loss", 3), sh
 
 
 def values(runs: Runs) -> str:
-    return f"{runs[0].values_at_once:,}"
+    return f"{runs[0].num_trainable:,}"
 
 
 def rate(runs: Runs) -> str:
@@ -114,7 +114,7 @@ def by_loss(methods: Mapping[str, Runs]) -> dict[str, Runs]:
 
 def by_values(methods: Mapping[str, Runs]) -> dict[str, Runs]:
     """The methods, the fewest trained values first."""
-    return dict(sorted(methods.items(), key=lambda item: item[1][0].values_at_once))
+    return dict(sorted(methods.items(), key=lambda item: item[1][0].num_trainable))
 
 
 def in_order(order: Callable[[Mapping[str, Runs]], Mapping[str, Runs]], runs: Runs) -> str:

@@ -43,7 +43,7 @@ from contestants import (
     with_adapter,
 )
 from frozencore import calibrate
-from frozencore.tune.cost import values_at_once
+from frozencore.tune.cost import num_trainable
 from frozencore_lab.tasks.registry import find_task
 from harness import parser_of, results_file, table, wall_s, write_found
 
@@ -127,7 +127,7 @@ def race_once(bench: Bench, name: str) -> dict[str, Any]:
         for num_batches in (1, job.examples // job.rows):  # the first warms up
             found |= calibration_times(bench, model, name, num_batches)
     stepper = Stepper(model.train())
-    found["num_trainable"] = values_at_once(model)
+    found["num_trainable"] = num_trainable(model)
     several = [completion_batch(row[None]) for row in bench.ids(job.accumulation, job.short)]
     for kind, batches, warm_up, repeats in (
         ("step", [completion_batch(bench.ids(1, job.long))], WARM_UP, job.repeats),

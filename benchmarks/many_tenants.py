@@ -98,7 +98,7 @@ def measure(model: str, steps: int, tenants: Path, basis: Path, out: Path) -> di
         "held_bytes": clock.held,
         "peak_above_bytes": process_peak_bytes() - clock.held,
         "state_bytes": num_tenants * records[0].state_held_bytes,
-        "values": records[0].values_at_once,
+        "values": records[0].num_trainable,
     }
 
 

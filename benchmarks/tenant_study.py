@@ -34,7 +34,7 @@ from frozencore.maths.moments import LayerMoments
 from frozencore.tune.adapt import calibration_batches
 from frozencore.tune.many.tenant import Tenant as CoreTenant
 from frozencore.tune.many.tenant import Trained, train_many
-from frozencore.tune.methods import METHODS, AdapterOptions
+from frozencore.tune.methods import METHODS, MethodConfig
 from frozencore.tune.rows import Row, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.rows.splits import calibration_rows
@@ -236,7 +236,7 @@ class Study:
 
         def made() -> dict[str, Tensor]:
             pooled: dict[str, LayerMoments] = {}
-            if METHODS[constructor].needs(AdapterOptions(rank, ATTENTION, seed, {})):
+            if METHODS[constructor].needs(MethodConfig(name=constructor)):
                 for name in self.calibrated:
                     for layer, found in self.moments(name, seed).items():
                         pooled[layer] = pooled[layer] + found if layer in pooled else found
@@ -372,7 +372,7 @@ def adapted(
     model: nn.Module, method: str, rank: int, seed: int = SEED, layers: Mapping[str, LayerBasis] | None = None
 ) -> Iterator[PeftModel]:
     """The model with a new adapter on the attention layers, which is unloaded afterwards."""
-    made = METHODS[method].add(model, AdapterOptions(rank, ATTENTION, seed, {}), layers)
+    made = METHODS[method].add(model, MethodConfig(name=method, r=rank, target_modules=ATTENTION, seed=seed), layers)
     try:
         yield made
     finally:

@@ -88,7 +88,7 @@ def record_content(axes: Mapping[str, Any], **values: Any) -> dict[str, Any]:
         "score": SCORE,
         "held_out_loss": 2 - accuracy,
         "held_out_loss_before": 1.8,
-        "values_at_once": trained,
+        "num_trainable": trained,
         "state_held_bytes": 12 * trained,
         "saved_bytes": 29_638_656,
         "model_bytes": 6_000_000_000,

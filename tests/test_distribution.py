@@ -40,7 +40,7 @@ def environment(built: Path) -> Path:
     """An environment of its own with the wheel and what it asks for."""
     run(sys.executable, "-m", "venv", built / "environment", cwd=built)
     wheel = next(built.glob("*.whl"))
-    run(built / "environment/bin/pip", "install", "--quiet", "-c", CONSTRAINTS, wheel, cwd=built)
+    run(built / "environment/bin/pip", "install", "--quiet", "-c", CONSTRAINTS, f"{wheel}[tune]", cwd=built)
     return built / "environment/bin"
 
 
@@ -63,6 +63,18 @@ def test_the_wheel_runs_without_what_only_tests_need(environment: Path, tmp_path
     )  # fmt: skip
     assert "trained values" in out
     assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_the_wheel_without_its_extra_trains_an_adapter(built: Path, tmp_path: Path) -> None:
+    run(sys.executable, "-m", "venv", built / "plain", cwd=built)
+    run(built / "plain/bin/pip", "install", "--quiet", "-c", CONSTRAINTS, next(built.glob("*.whl")), cwd=built)
+    installed = run(built / "plain/bin/pip", "list", cwd=tmp_path).split()
+    assert {"datasets", "pyarrow", "pandas", "matplotlib", "scipy"}.isdisjoint(installed)
+    rows, model = tmp_path / "rows.jsonl", ROOT / "src/frozencore/tune/pocket/model"
+    rows.write_text('{"prompt": "Tom has cats .", "completion": " two cats"}\n' * 8)
+    options = ("--model", model, "--data", rows, "--output", tmp_path, "--rank", "4")
+    run(built / "plain/bin/python", ROOT / "examples/finetune.py", *options, cwd=tmp_path)
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
 
 
 def test_the_source_distribution_installs_over_it(built: Path, environment: Path, tmp_path: Path) -> None:

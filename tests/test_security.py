@@ -59,7 +59,7 @@ def test_the_source_never_trusts_code_of_a_repository() -> None:
             assert ast.unparse(node.value) == "False", path
         if isinstance(node, ast.Constant) and node.value == "trust_remote_code":
             found.append(path.name)
-    assert set(found) == {"hub.py", "foreign_flags.py"}  # what is passed, and the name of TRL's flag in a refusal
+    assert set(found) == {"hub.py"}
     assert safe_loading(str(pocket_model_path()))["trust_remote_code"] is False
 
 

@@ -19,7 +19,6 @@ import torch
 import transformers.integrations.peft
 from packaging import version
 from peft import PeftModel, get_peft_model
-from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
@@ -39,6 +38,7 @@ from frozencore.adapter.layer import FrozenCoreLinear
 from frozencore.constructors import CONSTRUCTORS, BasisOptions, Constructor, LayerData
 from frozencore.maths.basis import LayerBasis, basis_from_factors
 from frozencore.maths.moments import LayerMoments, MomentName
+from frozencore.options import Bounds
 from frozencore.tune.rows import TokenRow
 from references import Array, Evidence
 
@@ -342,9 +342,9 @@ needs_own_integration = pytest.mark.skipif(
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class ToyOptions(BasisOptions):
-    toy_offset: Annotated[int, Field(ge=0, le=8, description="The coordinate that comes first.")] = 0
+    toy_offset: Annotated[int, Bounds(ge=0, le=8), "The coordinate that comes first."] = 0
 
 
 def coordinates_from(offset: int, width: int, rank: int) -> Tensor:
@@ -358,8 +358,8 @@ class Toy(Constructor[ToyOptions]):
         return frozenset()
 
     def build(self, layer: LayerData, options: ToyOptions) -> LayerBasis:
-        P0, Q0 = (coordinates_from(options.toy_offset, width, options.rank) for width in layer.shape)
-        return basis_from_factors(P0, Q0, rank=options.rank, spectrum=torch.empty(0), coordinates=options.coordinates)
+        P0, Q0 = (coordinates_from(options.toy_offset, width, options.r) for width in layer.shape)
+        return basis_from_factors(P0, Q0, rank=options.r, spectrum=torch.empty(0), coordinates=options.coordinates)
 
 
 TOY = Toy()

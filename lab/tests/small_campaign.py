@@ -60,7 +60,7 @@ studies:
 FOUR_METHODS = TWO_METHODS.replace("[fcca, lora_xs]", "[fcca, eva, milora, pissa]").replace("[42]", "[42, 43]")
 NOTHING_ELSE_COUNTS = (
     "accuracy", "accuracy_before", "held_out_loss", "held_out_loss_before", "score", "hashes", "training", "selection",
-    "values_at_once", "state_held_bytes", "saved_bytes", "model_bytes", "warnings", "alignment",
+    "num_trainable", "state_held_bytes", "saved_bytes", "model_bytes", "warnings", "alignment",
 )  # fmt: skip
 ENVIRONMENT = {
     **os.environ,

@@ -115,7 +115,7 @@ def test_theorem_one_no_rank_r_step_does_better(seed: int, c: float, eta: float,
 def test_j_equals_the_reference(constructor: str, dense: bool) -> None:
     layer = drawn_layer()
     G, A, D = metric(layer, 1e-2, dense)
-    basis = build_basis(constructor, layer.evidence(), BasisOptions(rank=RANK))
+    basis = build_basis(constructor, layer.evidence(), BasisOptions(r=RANK))
     found = captured_correlation(*tensors(G, A, D), basis)
     assert found == pytest.approx(ref.captured(G, A, D, numpy_of(basis.P), numpy_of(basis.Q)), rel=1e-8)
 
@@ -126,7 +126,7 @@ def test_j_and_the_best_objective_do_not_depend_on_coordinates(constructor: str)
     G, A, D = metric(layer, 1e-2, dense=False)
     found = []
     for coordinates in COORDINATES:
-        basis = build_basis(constructor, layer.evidence(), BasisOptions(rank=RANK, coordinates=coordinates))
+        basis = build_basis(constructor, layer.evidence(), BasisOptions(r=RANK, coordinates=coordinates))
         found.append(captured_correlation(*tensors(G, A, D), basis))
         core = closed_form_core(*tensors(G, A, D), basis, step=eta)
         # The objective at its best is -η/2 J: only the spans matter.
@@ -142,7 +142,7 @@ def test_fcca_has_the_largest_j_and_rawgrad_the_largest_projected_gradient(seed:
     G, A, D = metric(layer, 1e-3, dense=False)
     correlations, norms = {}, {}
     for name in CONSTRUCTORS:
-        basis = build_basis(name, layer.evidence(), BasisOptions(rank=RANK, seed=seed, coordinates="qr"))
+        basis = build_basis(name, layer.evidence(), BasisOptions(r=RANK, seed=seed, coordinates="qr"))
         correlations[name] = captured_correlation(*tensors(G, A, D), basis)
         norms[name] = projected_gradient_norm(torch.tensor(G), basis)
     assert max(correlations, key=correlations.__getitem__) == "fcca"

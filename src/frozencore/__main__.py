@@ -1,5 +1,5 @@
 """``python -m frozencore``."""
 
-from frozencore.cli.app import main
+from frozencore_command import main
 
 main()

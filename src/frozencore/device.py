@@ -50,7 +50,7 @@ def resolve_device(name: str) -> torch.device:
     return find_device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
 
 
-def sent(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+def to_device(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     """Copy a tensor to a device (None keeps it). Only a copy to the CPU waits for the values."""
     return tensor if device is None else tensor.to(device, non_blocking=device.type != "cpu")
 

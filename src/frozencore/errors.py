@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from frozencore.text import one_line
-
-if TYPE_CHECKING:
-    from pydantic import ValidationError
-    from pydantic_core import ErrorDetails
 
 LAB_MISSING = "this needs the lab. Install it: pip install frozencore-lab, or pip install ./lab in the repository."
 
@@ -54,19 +48,3 @@ class RankError(CalibrationError, TrainingError):
 
 class DivergenceError(TrainingError):
     """A loss or a gradient is not finite."""
-
-
-def wrapped_error(error: ErrorDetails) -> ConfigError | None:
-    """The frozencore error behind a pydantic error, if there is one."""
-    refused = error.get("ctx", {}).get("error")
-    return refused if isinstance(refused, ConfigError) else None
-
-
-def most_specific(error: ValidationError) -> ErrorDetails:
-    """The first error; for a value that fits none of several types, the error of the nearest type, or of all."""
-    first, *others = error.errors()
-    siblings = [first, *(other for other in others if other["loc"][:-1] == first["loc"][:-1])]
-    words = next((one for one in siblings if one["type"] == "literal_error"), None)
-    if words is not None and (other := next((one for one in siblings if one["type"].endswith("_type")), None)):
-        return {**other, "msg": f"{other['msg']} or {words['ctx']['expected']}"}
-    return next((one for one in siblings if not one["type"].endswith("_type")), first)

@@ -1,23 +1,55 @@
-"""Options: fields whose type gives the allowed values, and whose description is the help.
+"""Options: dataclass fields whose annotation holds the allowed values and the line of help.
 
-    damping: Annotated[Damping, Field(description="Damping relative to the mean second moment.")] = 1e-3
+    damping: Annotated[Damping, "Damping relative to the mean second moment."] = 1e-3
 
-An option is defined once, in the dataclass or pydantic model of the code that reads it. Configurations, schemas, flags
-and help are derived from it.
+An option is declared once, in the dataclass of the code that reads it. The configuration for PEFT inherits these
+dataclasses; a run's configuration, its flags, YAML keys, help and schema are walks over their fields.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
-from functools import cache, cached_property
+from functools import cache
+from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
-from pydantic.fields import FieldInfo
+from frozencore.errors import ConfigError
+from frozencore.text import flag_of
 
-from frozencore.errors import ConfigError, wrapped_error
+
+@dataclass(frozen=True)
+class Bounds:
+    """The allowed range of a number, or the fewest items of a list, as metadata of an ``Annotated`` type."""
+
+    gt: float | None = None
+    ge: float | None = None
+    lt: float | None = None
+    le: float | None = None
+    min_items: int = 0
+
+    def hold(self, number: float) -> bool:
+        """Return whether a number is finite and within the bounds."""
+        return (
+            math.isfinite(number)
+            and (self.gt is None or number > self.gt)
+            and (self.ge is None or number >= self.ge)
+            and (self.lt is None or number < self.lt)
+            and (self.le is None or number <= self.le)
+        )
+
+
+COMMAND_NAMES = {"r": "rank", "target_modules": "targets"}
+"""The options whose names in Python are PEFT's; flags, YAML keys and records have ours."""
+FREE = Bounds()
+_WORDS = {
+    bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: "none", Path: "a path",
+}  # fmt: skip
+_LIMITS = {"gt": "above", "ge": "of at least", "lt": "below", "le": "to"}
+_JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", NoneType: "null"}
+_JSON_LIMITS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", "le": "maximum"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,34 +57,32 @@ class Option:
     """One option.
 
     Attributes:
-        type: The annotated type, with bounds and description.
-        plain: The type without annotations.
+        type: The annotated type, with bounds and help.
         default: ``dataclasses.MISSING`` for a required option.
     """
 
     name: str
     type: Any
-    plain: Any
-    default: Any = MISSING
+    default: Any
 
     @property
     def help(self) -> str:
-        """The description in one line."""
-        return next((info.description for info in _infos(self.type) if info.description), "")
+        """The line of help; empty for a field that is no option."""
+        return next((text for text in getattr(self.type, "__metadata__", ()) if isinstance(text, str)), "")
 
     @property
     def rule(self) -> str:
         """The allowed values in words."""
-        return _in_words(self.type)
+        return " or ".join(_in_words(kind, bounds) for kind, bounds in _alternatives(self.type))
 
     @property
     def kinds(self) -> tuple[Any, ...]:
         """The types of its values, without None."""
-        return tuple(kind for kind in _parts(self.plain) if kind is not NoneType)
+        return tuple(kind for kind, _ in _alternatives(self.type) if kind is not NoneType)
 
     @property
     def may_be_none(self) -> bool:
-        return NoneType in _parts(self.plain)
+        return any(kind is NoneType for kind, _ in _alternatives(self.type))
 
     @property
     def takes_several(self) -> bool:
@@ -60,49 +90,80 @@ class Option:
         return any(get_origin(kind) is tuple for kind in self.kinds)
 
     @property
+    def is_repeated(self) -> bool:
+        """Return whether its flag is repeated for each value, because a value (a file name) may hold a comma."""
+        return self.takes_several and str in self.kinds
+
+    @property
     def meaning(self) -> tuple[Any, ...]:
         """A key: two options with the same name and meaning are one option."""
-        return self.plain, self.default, self.help, self.rule
+        return self.type, self.default
 
-    @cached_property
-    def adapter(self) -> TypeAdapter[Any]:
-        """The adapter that validates values and makes the JSON schema."""
-        return TypeAdapter(self.type)
-
-    def check(self, value: Any) -> None:
-        """Check a value.
+    def validate(self, value: Any, name: str | None = None) -> Any:
+        """Return a Python, JSON or YAML value as the option's type: a list as a tuple, a whole number as a float.
 
         Raises:
-            ConfigError: The value is not allowed; the message names the allowed values.
+            ConfigError: The value is not allowed; the message has ``name`` and the allowed values.
         """
         try:
-            self.adapter.validate_python(value, strict=True)
-        except ValidationError as error:
-            raise wrapped_error(error.errors()[0]) or ConfigError(
-                f"{self.name} must be {self.rule}, but {value!r} came."
-            ) from error
+            return _converted(self.type, value)
+        except ValueError:
+            raise ConfigError(f"{name or self.name} must be {self.rule}, but {value!r:.200} came.") from None
+
+    def parse(self, given: Any, name: str) -> Any:
+        """Return a flag's text, or the texts of a repeated flag, as the option's type.
+
+        Raises:
+            ConfigError: As :meth:`validate`.
+        """
+        if given in (None, []) or (given == "none" and self.default is not None and self.may_be_none):
+            return None
+        try:
+            return _converted(self.type, given, is_text=True)
+        except ValueError:
+            rule = self.rule if self.default is not None else self.rule.removesuffix(" or none")
+            raise ConfigError(f"{name} must be {rule}, but {given!r} came.") from None
+
+    def json_schema(self) -> dict[str, Any]:
+        """The allowed values as a JSON schema."""
+        parts = [_schema(kind, bounds) for kind, bounds in _alternatives(self.type)]
+        return parts[0] if len(parts) == 1 else {"anyOf": parts}
 
 
 def options_of(holder: type) -> Mapping[str, Option]:
-    """The options of a dataclass or of a pydantic model, by name, in order."""
+    """The fields of a dataclass as options by name, in order."""
     return _read(holder)
 
 
 @cache
-def _read(holder: Any) -> Mapping[str, Option]:  # a type is hashable, which mypy does not know
-    full, plain = get_type_hints(holder, include_extras=True), get_type_hints(holder)
-    if issubclass(holder, BaseModel):
-        defaults = {name: MISSING if f.is_required() else f.default for name, f in holder.model_fields.items()}
-    else:
-        defaults = {f.name: f.default for f in fields(holder)}
-    found = {name: Option(name, full[name], plain[name], default) for name, default in defaults.items()}
-    return MappingProxyType(found)
+def _read(holder: Any) -> Mapping[str, Option]:
+    types = get_type_hints(holder, include_extras=True)
+    return MappingProxyType({f.name: Option(f.name, types[f.name], f.default) for f in fields(holder)})
 
 
 def check_options(holder: Any) -> None:
-    """Check all values of a dataclass, as :meth:`Option.check` does."""
+    """Check the values of a dataclass, and put each in the form of its type (lists become tuples).
+
+    Raises:
+        ConfigError: A value is not allowed; the message names the option and the allowed values.
+    """
     for name, option in options_of(type(holder)).items():
-        option.check(getattr(holder, name))
+        object.__setattr__(holder, name, option.validate(getattr(holder, name)))  # a frozen one too
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigPart:
+    """Options that are checked once and do not change."""
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+    def refuse_changed(self, names: Iterable[str], why: str) -> None:
+        """Raise a ``ConfigError`` for the first of these options that is not at its default."""
+        for name in names:
+            if getattr(self, name) != options_of(type(self))[name].default:
+                name = COMMAND_NAMES.get(name, name)
+                raise ConfigError(why.format(name=name, flag=flag_of(name)))
 
 
 def without_lists(value: Any) -> Any:
@@ -110,36 +171,94 @@ def without_lists(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-_NAMES = {
-    bool: "true or false", int: "a whole number", float: "a number", str: "text",
-    NoneType: "none",
-}  # fmt: skip
-
-
-def _infos(kind: Any) -> list[FieldInfo]:
-    return [extra for extra in getattr(kind, "__metadata__", ()) if isinstance(extra, FieldInfo)]
-
-
-def _parts(kind: Any) -> tuple[Any, ...]:
-    """The types of a union; a type alone is a union of one."""
-    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-
-
-def _in_words(kind: Any, bounds: Sequence[Any] = ()) -> str:
+def _alternatives(kind: Any, bounds: Bounds = FREE) -> Iterator[tuple[Any, Bounds]]:
+    """The types of a union, each with its bounds; a type alone is a union of one."""
     if get_origin(kind) is Annotated:
-        return _in_words(get_args(kind)[0], [bound for info in _infos(kind) for bound in info.metadata])
-    if len(parts := _parts(kind)) > 1:
-        return " or ".join(_in_words(part, bounds) for part in parts)
+        inner, *metadata = get_args(kind)
+        yield from _alternatives(inner, next((one for one in metadata if isinstance(one, Bounds)), bounds))
+    elif get_origin(kind) in (Union, UnionType):
+        for part in get_args(kind):
+            yield from _alternatives(part, bounds)
+    else:
+        yield kind, bounds
+
+
+def _converted(kind: Any, value: Any, *, is_text: bool = False) -> Any:
+    """The value as the first type of a union that takes it; the words of a ``Literal`` come before other types."""
+    for part, bounds in sorted(_alternatives(kind), key=lambda one: get_origin(one[0]) is not Literal):
+        try:
+            return _as_text_of(part, bounds, value) if is_text else _as_value_of(part, bounds, value)
+        except ValueError:
+            continue
+    raise ValueError
+
+
+def _as_value_of(kind: Any, bounds: Bounds, value: Any) -> Any:
+    if get_origin(kind) is tuple and isinstance(value, list | tuple):
+        return tuple(_converted(part, one) for part, one in _items(kind, bounds, value))
+    if get_origin(kind) is Literal and any(type(one) is type(value) and one == value for one in get_args(kind)):
+        return value
+    if kind is float and isinstance(value, int | float) and not isinstance(value, bool) and bounds.hold(value):
+        return float(value)
+    if kind is int and isinstance(value, int) and not isinstance(value, bool) and bounds.hold(value):
+        return value
+    if kind is Path and isinstance(value, str | Path):
+        return Path(value)
+    if kind is str and isinstance(value, Path):
+        return str(value)
+    plain = get_origin(kind) or kind
+    if isinstance(plain, type) and plain not in (int, float, tuple) and isinstance(value, plain):
+        return value
+    raise ValueError
+
+
+def _as_text_of(kind: Any, bounds: Bounds, given: Any) -> Any:
+    if get_origin(kind) is tuple:
+        parts = given.split(",") if isinstance(given, str) else given
+        texts = [part.strip() if isinstance(given, str) else part for part in parts]
+        return tuple(_converted(part, one, is_text=True) for part, one in _items(kind, bounds, [*filter(None, texts)]))
+    if get_origin(kind) is Literal:
+        return _as_value_of(kind, bounds, next((one for one in get_args(kind) if str(one) == given), given))
+    return _as_value_of(kind, bounds, kind(given) if kind in (int, float) and isinstance(given, str) else given)
+
+
+def _items(kind: Any, bounds: Bounds, values: Any) -> Iterator[tuple[Any, Any]]:
+    """Each value of a list with its type."""
+    parts = get_args(kind)
+    parts = parts[:1] * len(values) if parts[-1] is Ellipsis else parts
+    if len(values) < bounds.min_items:
+        raise ValueError
+    return zip(parts, values, strict=True)
+
+
+def _in_words(kind: Any, bounds: Bounds) -> str:
     if get_origin(kind) is Literal:
         return f"one of {', '.join(map(str, get_args(kind)))}"
     if get_origin(kind) is tuple:
         first, *others = get_args(kind)
         size = "" if others == [Ellipsis] else f" of {1 + len(others)}"
-        return f"a list{size}, each {_in_words(first)}"
-    limits = {
-        name: getattr(bound, name) for bound in bounds for name in ("gt", "ge", "lt", "le") if hasattr(bound, name)
-    }
-    words = {"gt": "above", "ge": "from" if "le" in limits else "of at least", "lt": "below", "le": "to"}
-    numbers = {name: limit if isinstance(limit, int) else f"{limit:g}" for name, limit in limits.items()}
-    said = [f"{words[name]} {numbers[name]}" for name in words if name in limits and kind in (int, float)]
-    return " ".join([_NAMES.get(kind, str(kind)), *said])
+        return f"a list{size}, each {' or '.join(_in_words(*part) for part in _alternatives(first))}"
+    limits = _limits_of(kind, bounds)
+    words = {**_LIMITS, "ge": "from"} if "le" in limits else _LIMITS
+    numbers = {name: str(limit) if isinstance(limit, int) else f"{limit:g}" for name, limit in limits.items()}
+    return " ".join([_WORDS.get(kind, str(kind)), *(f"{words[name]} {number}" for name, number in numbers.items())])
+
+
+def _schema(kind: Any, bounds: Bounds) -> dict[str, Any]:
+    if get_origin(kind) is Literal:
+        words = list(get_args(kind))
+        return {**({"const": words[0]} if len(words) == 1 else {"enum": words}), "type": _JSON_TYPES[type(words[0])]}
+    if get_origin(kind) is tuple:
+        first, *others = (Option("", part, MISSING).json_schema() for part in get_args(kind) if part is not Ellipsis)
+        if others:
+            return {"maxItems": 1 + len(others), "minItems": 1 + len(others), "prefixItems": [first, *others],
+                    "type": "array"}  # fmt: skip
+        return {"items": first, "type": "array", **({"minItems": bounds.min_items} if bounds.min_items else {})}
+    if kind is Path:
+        return {"format": "path", "type": "string"}
+    limits = {_JSON_LIMITS[name]: limit for name, limit in _limits_of(kind, bounds).items()}
+    return {"type": _JSON_TYPES[kind], **limits}
+
+
+def _limits_of(kind: Any, bounds: Bounds) -> dict[str, float]:
+    return {name: limit for name in _LIMITS if kind in (int, float) and (limit := getattr(bounds, name)) is not None}

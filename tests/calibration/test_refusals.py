@@ -28,7 +28,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"weighting": "sum"}, "weighting must be one of"),
     ({"skip_first": -1}, "skip_first must be a whole number of at least 0, but -1 came"),
     ({"group_size": 0}, "group_size must be a whole number of at least 1, but 0 came"),
-    ({"stats_device": "abacus"}, "stats_device must be a device such as cpu or cuda:1, but 'abacus' came"),
+    ({"stats_device": 3}, "stats_device must be text or none, but 3 came"),
 ]  # fmt: skip
 
 

@@ -63,7 +63,7 @@ BEFORE_TORCH = {
     f"tune {P} --lora-r 8 {X}": "--lora-r is called --rank here",
     f"tune {P} --num_train_epochs 3 {X}": "--num_train_epochs is called --epochs here",
     f"tune {P} --max_steps 100 {X}": "--max_steps has no counterpart here: a training is measured in --epochs",
-    f"tune {P} --lora_task_type CAUSAL_LM {X}": "--lora_task_type has no counterpart here. Leave it out",
+    f"tune {P} --lora_task_type CAUSAL_LM {X}": "There is no flag --lora_task_type",
     f"tune {P} --rnk 8 {X}": "no flag --rnk. See `frozencore tune --help`|Did you mean --rank",
     f"tune {X}": r"Missing option '--model'\. See `frozencore tune --help`",
     f"tune {P} -r 8 {X}": "No such option: -r",

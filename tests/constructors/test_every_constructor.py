@@ -43,7 +43,7 @@ EVERY = pytest.mark.parametrize("constructor", CONSTRUCTORS)
 def test_spans_equal_the_reference(constructor: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     layer = drawn_layer(*shape, seed=1)
     P0, Q0 = ref.REFERENCE_FACTORS[constructor](layer.reference(), 4)
-    basis = build_basis(constructor, layer.evidence(dtype), BasisOptions(rank=4))
+    basis = build_basis(constructor, layer.evidence(dtype), BasisOptions(r=4))
     tolerance = 1e-6 if dtype == torch.float64 else 1e-4
     assert ref.span_distance(numpy_of(basis.P), P0) < tolerance
     assert ref.span_distance(numpy_of(basis.Q), Q0) < tolerance
@@ -66,8 +66,8 @@ WRITTEN_IN = {
 @EVERY
 def test_every_constructor_writes_its_raw_factors_in_the_chosen_coordinates(constructor: str, coordinates: str) -> None:
     layer = drawn_layer().evidence()
-    raw = build_basis(constructor, layer, BasisOptions(rank=4, coordinates="raw"))
-    found = build_basis(constructor, layer, BasisOptions(rank=4, coordinates=coordinates))
+    raw = build_basis(constructor, layer, BasisOptions(r=4, coordinates="raw"))
+    found = build_basis(constructor, layer, BasisOptions(r=4, coordinates=coordinates))
     measured = {"P": constructor in READS_GRADIENT, "Q": constructor in READS_DATA}
     for side, X, X0, second in (("P", found.P, raw.P, layer.data.d), ("Q", found.Q, raw.Q, layer.data.a)):
         if coordinates == "fisher" and measured[side]:
@@ -84,7 +84,7 @@ def test_the_chosen_svd_runs_under_the_layers_own_seed(constructor: str, method:
     layer = drawn_layer(300, 280).evidence(torch.float32)
     own = {"whiten": "none"} if constructor == "fcca" else {}
     options = CONSTRUCTORS[constructor].options(
-        rank=4, coordinates="raw", svd_method=method, seed=0, **own
+        r=4, coordinates="raw", svd_method=method, seed=0, **own
     )  # the seed of directions of the weight is 0 under every seed
     M = {"signgrad": layer.data.G.sign(), "lora_xs": layer.weight()}.get(constructor, layer.data.G)
     expected = truncated_svd(M, 4, method=method, seed=layer.seed(0))
@@ -98,7 +98,7 @@ def test_the_chosen_svd_runs_under_the_layers_own_seed(constructor: str, method:
 def test_a_basis_is_float32_orthonormal_of_the_rank_that_fits_and_its_spectrum_falls(
     constructor: str, shape: tuple[int, int], rank: int
 ) -> None:
-    basis = build_basis(constructor, drawn_layer(*shape).evidence(), BasisOptions(rank=rank, coordinates="qr"))
+    basis = build_basis(constructor, drawn_layer(*shape).evidence(), BasisOptions(r=rank, coordinates="qr"))
     assert basis.P.dtype == basis.Q.dtype == torch.float32
     assert [basis.P.shape, basis.Q.shape] == [(width, min(rank, *shape)) for width in shape]
     assert basis.orthonormality_error() < 1e-6
@@ -110,7 +110,7 @@ def test_a_basis_is_float32_orthonormal_of_the_rank_that_fits_and_its_spectrum_f
 @pytest.mark.usefixtures("as_a_user")  # beartype draws from Python's RNG
 @EVERY
 def test_the_same_seed_gives_the_same_bytes_and_leaves_every_rng_alone(constructor: str) -> None:
-    layer, options = drawn_layer(40, 30).evidence(torch.float32), BasisOptions(rank=6, svd_method="randomized", seed=9)
+    layer, options = drawn_layer(40, 30).evidence(torch.float32), BasisOptions(r=6, svd_method="randomized", seed=9)
     states = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()
     first = build_basis(constructor, layer, options)
     torch.rand(7)  # another place in the global stream
@@ -126,7 +126,7 @@ def test_the_same_seed_gives_the_same_bytes_and_leaves_every_rng_alone(construct
 @EVERY
 def test_only_random_bases_depend_on_the_seed(constructor: str) -> None:
     layer = drawn_layer().evidence()
-    one, two = (build_basis(constructor, layer, BasisOptions(rank=4, seed=seed)) for seed in (1, 2))
+    one, two = (build_basis(constructor, layer, BasisOptions(r=4, seed=seed)) for seed in (1, 2))
     assert torch.equal(one.P, two.P) == (constructor not in ("random", "vera"))
 
 
@@ -135,7 +135,7 @@ def test_weights_alone_decide_a_basis_whose_row_says_so(constructor: str) -> Non
     one, other = drawn_layer(seed=1), drawn_layer(seed=2)
     of_the_same_weight = dataclasses.replace(other, W=one.W)
     found = [
-        build_basis(constructor, layer.evidence(), BasisOptions(rank=4, seed=seed))
+        build_basis(constructor, layer.evidence(), BasisOptions(r=4, seed=seed))
         for layer, seed in ((one, 1), (of_the_same_weight, 2))
     ]
     assert torch.equal(found[0].P, found[1].P) == CONSTRUCTORS[constructor].weights_only
@@ -145,8 +145,8 @@ def test_weights_alone_decide_a_basis_whose_row_says_so(constructor: str) -> Non
 def test_a_core_to_start_from_comes_from_the_constructors_that_are_told_its_size(constructor: str) -> None:
     row = CONSTRUCTORS[constructor]
     reads = "initial_step" in options_of(row.options)
-    basis = build_basis(constructor, drawn_layer().evidence(), BasisOptions(rank=4))
-    told, silent = row.options(rank=4, **({"initial_step": 0.5} if reads else {})), row.options(rank=4)
+    basis = build_basis(constructor, drawn_layer().evidence(), BasisOptions(r=4))
+    told, silent = row.options(r=4, **({"initial_step": 0.5} if reads else {})), row.options(r=4)
     assert row.start_core(basis, silent, 2.0) is None
     start = row.start_core(basis, told, 2.0)
     assert (start is not None) == reads
@@ -159,15 +159,15 @@ def test_signs_do_not_depend_on_the_sign_of_the_errors_or_of_the_svd(constructor
     """δ → -δ turns G around: P keeps its canonical signs, and Q turns at most by whole columns."""
     layer = drawn_layer()
     turned = dataclasses.replace(layer, E=-layer.E)
-    one = build_basis(constructor, layer.evidence(), BasisOptions(rank=4))
-    two = build_basis(constructor, turned.evidence(), BasisOptions(rank=4))
+    one = build_basis(constructor, layer.evidence(), BasisOptions(r=4))
+    two = build_basis(constructor, turned.evidence(), BasisOptions(r=4))
     torch.testing.assert_close(one.P, two.P, atol=1e-5, rtol=0)
     torch.testing.assert_close(one.Q.abs(), two.Q.abs(), atol=1e-5, rtol=0)
 
 
 @EVERY
 def test_bases_ignore_loss_scale_and_sums_against_means(constructor: str) -> None:
-    layer, options = drawn_layer(), BasisOptions(rank=4)
+    layer, options = drawn_layer(), BasisOptions(r=4)
     expected = build_basis(constructor, layer.evidence(), options)
     louder = dataclasses.replace(layer, E=4096.0 * layer.E).evidence()
     evidence = layer.evidence()
@@ -182,7 +182,7 @@ def test_bases_ignore_loss_scale_and_sums_against_means(constructor: str) -> Non
 @EVERY
 def test_a_rank_deficient_layer_is_completed_with_orthonormal_directions(constructor: str, coordinates: str) -> None:
     layer = layer_of_rank(2)
-    basis = build_basis(constructor, layer.evidence(), BasisOptions(rank=5, coordinates=coordinates))
+    basis = build_basis(constructor, layer.evidence(), BasisOptions(r=5, coordinates=coordinates))
     assert basis.P.shape == (12, 5)
     assert basis.Q.shape == (10, 5)
     assert np.linalg.matrix_rank(numpy_of(basis.P), tol=1e-6 * np.linalg.norm(basis.P, 2)) == 5
@@ -202,7 +202,7 @@ def test_a_rank_deficient_layer_is_completed_with_orthonormal_directions(constru
 def test_a_layer_without_gradient_gets_a_seeded_basis_of_effective_rank_zero(constructor: str) -> None:
     layer = drawn_layer()
     silent = dataclasses.replace(layer, E=0 * layer.E).evidence()
-    options = BasisOptions(rank=4, coordinates="qr")
+    options = BasisOptions(r=4, coordinates="qr")
     basis = build_basis(constructor, silent, options)
     assert basis.effective_rank == 0
     assert basis.orthonormality_error() < 1e-6
@@ -212,7 +212,7 @@ def test_a_layer_without_gradient_gets_a_seeded_basis_of_effective_rank_zero(con
 
 @pytest.mark.parametrize("constructor", ["fcca", "rawgrad", "filora", "eva", "lora_xs"])
 def test_completions_are_a_layers_own_and_follow_the_seed_where_the_data_decides(constructor: str) -> None:
-    evidence, options = layer_of_rank(2).evidence, BasisOptions(rank=5, seed=1, coordinates="qr")
+    evidence, options = layer_of_rank(2).evidence, BasisOptions(r=5, seed=1, coordinates="qr")
     basis = build_basis(constructor, evidence(name="layer.0"), options)
     elsewhere = build_basis(constructor, evidence(name="layer.1"), options)
     reseeded = build_basis(constructor, evidence(name="layer.0"), dataclasses.replace(options, seed=2))
@@ -229,7 +229,7 @@ def test_equal_singular_values_give_a_valid_deterministic_basis(constructor: str
     names = ("cross", "input_outer", "error_outer")
     moments = LayerMoments(8, input_square=torch.ones(8), error_square=torch.ones(8), **dict.fromkeys(names, eye))
     layer = LayerData("layer", (8, 8), lambda: eye, moments)
-    first, second = (build_basis(constructor, layer, BasisOptions(rank=3)) for _ in range(2))
+    first, second = (build_basis(constructor, layer, BasisOptions(r=3)) for _ in range(2))
     assert first.orthonormality_error() < 1e-6
     assert torch.equal(first.P, second.P)
     assert torch.equal(first.Q, second.Q)
@@ -247,7 +247,7 @@ def test_moments_that_are_not_finite_are_refused_by_layer_and_moment(constructor
         broken.view(-1)[3] = bad
         evidence = dataclasses.replace(layer, moments=dataclasses.replace(layer.moments, **{name: broken}))
         with pytest.raises(CalibrationError, match=rf"Layer 'layer\.0'.*{name!r} holds NaN or Inf"):
-            build_basis(constructor, evidence, BasisOptions(rank=3))
+            build_basis(constructor, evidence, BasisOptions(r=3))
 
 
 @pytest.mark.parametrize("constructor", ["eva", "lora_xs", "milora"])
@@ -255,19 +255,19 @@ def test_a_weight_that_is_not_finite_is_refused_by_layer(constructor: str) -> No
     layer = drawn_layer()
     layer.W[2, 3] = np.nan
     with pytest.raises(CalibrationError, match=r"layer\.0.*NaN or Inf"):
-        build_basis(constructor, layer.evidence(), BasisOptions(rank=3))
+        build_basis(constructor, layer.evidence(), BasisOptions(r=3))
 
 
 VARIANTS = [
-    *((constructor, CONSTRUCTORS[constructor].options(rank=3)) for constructor in READS_DATA),
+    *((constructor, CONSTRUCTORS[constructor].options(r=3)) for constructor in READS_DATA),
     *(
-        ("fcca", FCCAOptions(rank=3, whiten=sides, fisher=fisher))
+        ("fcca", FCCAOptions(r=3, whiten=sides, fisher=fisher))
         for sides in get_args(Sides)
         for fisher in get_args(Fisher)
     ),
-    ("filora", FiLoRAOptions(rank=3, filora_fisher="diagonal")),
+    ("filora", FiLoRAOptions(r=3, filora_fisher="diagonal")),
     *(
-        ("eva", EvaOptions(rank=3, eva_center=center, eva_output=output))
+        ("eva", EvaOptions(r=3, eva_center=center, eva_output=output))
         for center in (False, True)
         for output in EVA_OUTPUTS
     ),
@@ -310,7 +310,7 @@ def test_an_unknown_constructor_is_refused_with_the_nearest_name(name: str, hint
 @pytest.mark.parametrize(
     "options",
     [
-        {"rank": 0}, {"rank": -1}, {"rank": 2.0}, {"rank": True}, {"rank": "16"}, {"coordinates": "lu"},
+        {"r": 0}, {"r": -1}, {"r": 2.0}, {"r": True}, {"r": "16"}, {"coordinates": "lu"},
         {"svd_method": "fast"}, {"filora_fisher": "block"}, {"eva_output": "nothing"}, {"eva_center": 1},
         {"initial_step": float("nan")}, {"whiten": "left"}, {"damping": (1e-3,)},
         {"damping": (1e-3, -1.0)}, {"shrinkage": 2},

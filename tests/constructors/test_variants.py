@@ -70,7 +70,7 @@ def test_damping_both_sides_without_limit_is_rawgrad(fisher: str) -> None:
 def test_damping_one_side_without_limit_whitens_the_other_alone(fisher: str, damping: tuple, sides: str) -> None:
     moments = drawn_layer().moments()
     limit = fcca_basis(moments, 4, whitening=Whitening(fisher=fisher, damping=damping))
-    assert_same_spans(limit, fcca_basis(moments, 4, whitening=Whitening(sides=sides, fisher=fisher)))
+    assert_same_spans(limit, fcca_basis(moments, 4, whitening=Whitening(whiten=sides, fisher=fisher)))
 
 
 def test_whitening_undoes_a_change_of_units() -> None:
@@ -128,7 +128,7 @@ def test_filora_with_diagonal_factors_selects_coordinates() -> None:
 @pytest.mark.parametrize("output", ["weight_times_input", "output_pca"])
 def test_eva_equals_the_reference(center: bool, output: str) -> None:
     layer = drawn_layer(mean=3.0)
-    basis = build_basis("eva", layer.evidence(), EvaOptions(rank=3, eva_center=center, eva_output=output))
+    basis = build_basis("eva", layer.evidence(), EvaOptions(r=3, eva_center=center, eva_output=output))
     P0, Q0 = ref.eva_factors(layer.reference(), 3, center=center, output_pca=output == "output_pca")
     assert ref.span_distance(numpy_of(basis.P), P0) < 1e-5
     assert ref.span_distance(numpy_of(basis.Q), Q0) < 1e-5
@@ -185,7 +185,7 @@ def evidence(name: str, shape: tuple[int, int]) -> LayerData:
 
 
 def test_vera_shares_one_pair_and_slices_it() -> None:
-    options = BasisOptions(rank=4, coordinates="raw", seed=2)
+    options = BasisOptions(r=4, coordinates="raw", seed=2)
     wide = build_basis("vera", evidence("a", (1500, 30)), options)
     for name, shape in (("b", (1500, 30)), ("c", (1100, 12)), ("d", (20, 30)), ("e", (5, 6)), ("f", (3, 30))):
         other = build_basis("vera", evidence(name, shape), options)  # (3, 30) has a smaller rank
@@ -212,13 +212,13 @@ DRAWS = {  # P[0, :2] and Q[0, :2]
 def test_a_seed_means_the_same_directions_in_every_version(constructor: str) -> None:
     """A recorded configuration makes the same bases again, so names of random draws must not change."""
     layer = LayerData("layer.0", (30, 20), lambda: torch.zeros(30, 20))
-    basis = build_basis(constructor, layer, BasisOptions(rank=4, coordinates="raw", seed=7))
+    basis = build_basis(constructor, layer, BasisOptions(r=4, coordinates="raw", seed=7))
     for X, expected in zip((basis.P, basis.Q), DRAWS[constructor], strict=True):
         np.testing.assert_allclose(numpy_of(X)[0, :2], expected, atol=2e-5)
 
 
 def test_random_draws_every_layer_and_side_independently() -> None:
-    options = BasisOptions(rank=4, seed=2)
+    options = BasisOptions(r=4, seed=2)
     one, two = (build_basis("random", evidence(name, (30, 30)), options) for name in ("a", "b"))
     cosines = [
         ref.principal_cosines(numpy_of(X), numpy_of(Y)).max()
@@ -252,5 +252,5 @@ def test_a_direction_a_thousandth_as_strong_as_the_first_still_counts(constructo
     strengths = torch.tensor([1.4e3, *[1.0] * 9])
     moments = LayerMoments(num_tokens=1, input_outer=strengths.square().diag(), error_outer=strengths.square().diag())
     W = torch.randn(10, 10, generator=torch.Generator().manual_seed(0))
-    basis = build_basis(constructor, LayerData("l", (10, 10), lambda: W, moments), BasisOptions(rank=8))
+    basis = build_basis(constructor, LayerData("l", (10, 10), lambda: W, moments), BasisOptions(r=8))
     assert basis.effective_rank == 8

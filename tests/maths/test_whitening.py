@@ -33,7 +33,7 @@ def test_whitening_equals_the_reference_metric(sides: str, fisher: str, shrinkag
     D = ref.damped_matrix(e.D if fisher == "dense" else np.diag(e.D), 1e-1, shrinkage)
     A = A if sides in ("both", "input") else np.eye(len(A))
     D = D if sides in ("both", "output") else np.eye(len(D))
-    whitening = Whitening(sides=sides, fisher=fisher, shrinkage=shrinkage, damping=(1e-2, 1e-1))
+    whitening = Whitening(whiten=sides, fisher=fisher, shrinkage=shrinkage, damping=(1e-2, 1e-1))
     np.testing.assert_allclose(
         whitened(whitening, layer.moments()), ref.whitened(e.G, A, D), rtol=1e-8, atol=1e-10 * np.abs(e.G).max()
     )
@@ -67,7 +67,7 @@ def test_a_second_moment_of_zeros_is_refused(zeros: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sides": "left"}, "sides must be one of both, input, output, none, but 'left' came"),
+        ({"whiten": "left"}, "whiten must be one of both, input, output, none, but 'left' came"),
         ({"fisher": "block"}, "fisher must be one of diagonal, dense, but 'block' came"),
         ({"fisher": "dense", "shrinkage": 1.5}, "shrinkage must be a number from 0 to 1, but 1.5 came"),
         ({"fisher": "dense", "shrinkage": float("nan")}, "shrinkage must be a number from 0 to 1"),

@@ -25,15 +25,15 @@ from frozencore.tune.cost import (
     PeakMemory,
     estimate_bytes,
     model_bytes,
+    num_trainable,
     process_peak_bytes,
     row_bytes,
     rows_at_once,
     training_state_bytes,
-    values_at_once,
 )
 from frozencore.tune.load import resolve_targets, without_weights
 from frozencore.tune.many.tenant import Tenant, Trained, train_many
-from frozencore.tune.methods import METHODS, AdapterOptions
+from frozencore.tune.methods import METHODS, MethodConfig
 from frozencore.tune.pocket import pocket_model_path
 from frozencore.tune.run import execute
 from frozencore.tune.training.callbacks import total_bytes
@@ -43,7 +43,7 @@ from tiny import ATTENTION, adapted, draw_rows, tiny_gpt2, tiny_llama, tiny_qwen
 
 ROWS = draw_rows(8, seed=5)
 RECIPE = Recipe(learning_rate=1e-2, warmup=0.1, epochs=3, batch_size=2, accumulation=1)
-OPTIONS = AdapterOptions(rank=3, targets=ATTENTION, seed=3, core={})
+OPTIONS = MethodConfig(r=3, target_modules=ATTENTION, seed=3)
 
 
 @pytest.mark.parametrize("name", ["lora", "dora", "full", "fcca", "none, with tied weights"])
@@ -52,7 +52,7 @@ def test_what_adamw_holds_is_twelve_bytes_a_value(name: str) -> None:
     model = METHODS[name].add(model, OPTIONS) if name in ("lora", "dora", "full") else model
     report = train(model, ROWS, RECIPE, pad_id=0)
     expected = 12 * sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert report.state_held_bytes == training_state_bytes(values_at_once(model)) == expected
+    assert report.state_held_bytes == training_state_bytes(num_trainable(model)) == expected
 
 
 def test_a_tenant_in_company_holds_what_it_would_alone() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,9 @@ def test_the_last_blocks_alone_are_adapted_in_full_names(targets: Targets | None
     last = everywhere.replaced(layers=1)
     found = resolve_targets(last.method, qwen2)
     assert all(name.startswith("model.layers.1.") for name in found)
-    every = find_method("lora").add(qwen2, everywhere.method.adapter_options(resolve_targets(everywhere.method, qwen2)))
+    every = find_method("lora").add(
+        qwen2, replace(everywhere.method, target_modules=resolve_targets(everywhere.method, qwen2))
+    )
     adapted = {name for name, module in every.get_base_model().named_modules() if hasattr(module, "lora_A")}
     assert set(found) == {name for name in adapted if ".1." in name}
 

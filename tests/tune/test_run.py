@@ -26,6 +26,7 @@ from frozencore.errors import (
     TrainingError,
 )
 from frozencore.files.fingerprint import fingerprint_model
+from frozencore.options import COMMAND_NAMES
 from frozencore.tune.adapt import calibration_batches
 from frozencore.tune.calibrate_only import execute_calibration
 from frozencore.tune.config import RunConfig, make_config, run_options
@@ -86,7 +87,7 @@ RUN_AT_ONCE = ("fcca", "lora", "pissa")
 def test_every_method_runs_and_its_adapter_reloads_to_the_same_score(method: str, tmp_path: Path) -> None:
     if package := getattr(METHODS[method], "package", None):
         pytest.importorskip(package)
-    unsaid = {name: run_options()[name].default for name in METHODS[method].unread}
+    unsaid = {name: run_options()[name].default for name in map(COMMAND_NAMES.get, METHODS[method].unread)}
     config = config_of(method=method, **unsaid)
     record = execute(config, tmp_path / "run", silent)
     assert json.loads((tmp_path / "run" / "result.json").read_text())["accuracy"] == record.accuracy
@@ -119,7 +120,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[TunedRecord, Path]:
 
 def test_the_record_holds_what_is_needed_to_trust_it(whole: tuple[TunedRecord, Path]) -> None:
     record, _ = whole
-    assert record.values_at_once == 16 * 4**2
+    assert record.num_trainable == 16 * 4**2
     assert record.state_held_bytes == 12 * 16 * 4**2
     assert record.config.content()["calibration_size"] == 16
     assert record.config.content()["learning_rate"] == "auto"

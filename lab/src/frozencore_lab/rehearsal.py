@@ -53,7 +53,7 @@ class RehearsalPlace(Place):
         placed = super().put(config)
         task = find_task(task_of(placed) or "")
         epochs = min(STEPS, config.training.epochs or task.epochs)
-        calibrated = max(math.ceil(config.method.rank / TOKENS_OF_A_ROW), min(CALIBRATED, config.rows.calibration_size))
+        calibrated = max(math.ceil(config.method.r / TOKENS_OF_A_ROW), min(CALIBRATED, config.rows.calibration_size))
         steps_an_epoch = math.ceil(STEPS / epochs)
         changes: dict[str, Any] = {
             "model": str(pocket_model_path()), "dtype": "float32", "epochs": epochs,

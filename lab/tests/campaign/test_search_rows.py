@@ -11,6 +11,7 @@ import pytest
 
 from fixtures import LAB
 from frozencore.errors import NoRowsError
+from frozencore.options import options_of
 from frozencore.tune.config import RunConfig
 from frozencore.tune.config_parts import RowsConfig
 from frozencore.tune.rows import Row
@@ -141,6 +142,6 @@ def test_trials_and_final_runs_share_moments_where_they_calibrate_on_the_same_ro
 
 
 def test_rows_are_decided_by_all_options_of_rows_but_those_of_place_calibration_and_seed() -> None:
-    assert RowsConfig.model_fields.keys() - {*results._DECIDE_ROWS} == {
+    assert options_of(RowsConfig).keys() - {*results._DECIDE_ROWS} == {
         "data_root", "calibration_size", "calibration_data", "seed",
     }  # fmt: skip

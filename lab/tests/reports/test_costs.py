@@ -32,7 +32,7 @@ def paper(study):
         resources = {**RESOURCES, "step_s": step, "magnitude_parameters": magnitudes}
         whole = {"calibration_s": initialisation, "peak_memory_bytes": round(peak * 1e9)}
         saved = 4 * 7_372_800 + 4 * 36_864
-        return record_content(axes, values_at_once=trained, saved_bytes=saved, resources=resources, **whole)
+        return record_content(axes, num_trainable=trained, saved_bytes=saved, resources=resources, **whole)
 
     return study(PROFILE, record)
 

@@ -75,7 +75,7 @@ def test_cores_and_lora_are_two_lines_of_loss_and_of_forgetting_against_trained_
 
     def record(axes):
         other = {"loss_before": 1.0, "loss": 1.0 + counts[axes["method"]] / 1000}
-        made = record_content(axes, values_at_once=counts[axes["method"]], forgetting={"gsm8k": other})
+        made = record_content(axes, num_trainable=counts[axes["method"]], forgetting={"gsm8k": other})
         return made | {"held_out_loss": 2.0 - counts[axes["method"]] / 1000 + axes["seed"] / 100}
 
     (figure,) = (drawing.draw() for drawing in study_drawings(study(yaml, record)))
@@ -140,7 +140,7 @@ def test_a_figure_of_values_names_the_factors_that_it_has_and_may_have_neither_k
 """
 
     def record(axes):
-        return record_content(axes, values_at_once=10 + 90 * methods.index(axes["method"]))
+        return record_content(axes, num_trainable=10 + 90 * methods.index(axes["method"]))
 
     (figure,) = (drawing.draw() for drawing in study_drawings(study(yaml, record)))
     plt.close(figure)

@@ -152,7 +152,7 @@ def test_further_axes_give_a_table_each_with_its_own_runs_trained_values(study):
     def record(axes):
         if (axes["method"], axes["model"]) == ("rawgrad", "small"):
             return None
-        return record_content(axes, values_at_once=10 if axes["model"] == "small" else 20)
+        return record_content(axes, num_trainable=10 if axes["model"] == "small" else 20)
 
     small, large = pivots(study(BUDGET.replace("model: [small]", "model: [small, large]"), record), ACCURACY)
     assert (small.title, small.name) == ("Matched budget, small", "budget-small")

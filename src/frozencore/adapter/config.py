@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from functools import wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Self
 
 from peft import PeftConfig
 from torch import nn
@@ -27,20 +27,16 @@ from frozencore.constructors import (
     FiLoRAOptions,
     SignGradOptions,
     constructor_options,
-    described,
     find_constructor,
     refuse_unread,
 )
-from frozencore.constructors.constructor import AUTO_ALPHA, Alpha, ScaleOptions
-from frozencore.constructors.eva import EvaOutput
+from frozencore.constructors.constructor import AUTO_ALPHA, ScaleOptions
 from frozencore.errors import ArtifactError, ConfigError
 from frozencore.files.adapter_folder import CONFIG_FILE, PEFT_TYPE, PICKLE_FILE, WEIGHTS_FILE, missing
 from frozencore.files.atomic_write import allow_as_umask
-from frozencore.maths.basis import Coordinates, LayerBasis
-from frozencore.maths.linalg import SvdMethod
+from frozencore.maths.basis import LayerBasis
 from frozencore.maths.moments import MomentName
-from frozencore.maths.whitening import Damping, Fisher, Fraction, Sides
-from frozencore.options import options_of, without_lists
+from frozencore.options import options_of
 from frozencore.text import nearest_name
 
 INSTEAD_OF_LORA: Mapping[str, str] = {
@@ -82,47 +78,37 @@ def refuse_foreign_names(given: Iterable[str], known: Collection[str]) -> None:
             raise ForeignNameError(f"FrozenCoreConfig got an unexpected keyword argument {name!r}. {meant}")
 
 
+FILLED_IN = ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern", "modules_to_save")
+"""The fields that an adapter fills in with the names of a model's layers."""
+
+
 class FrozenCoreType(str, Enum):  # noqa: UP042 - PEFT formats the type with str(), which StrEnum changes
     """The name of the method for PEFT. PEFT's own enum cannot be extended, but accepts a str enum as a member."""
 
     FROZENCORE = PEFT_TYPE
 
 
-def _with_named_options(config: type) -> type:
-    """Let ``__init__`` accept options of registered constructors, and refuse option names of other libraries."""
-    init: Callable[..., None] = config.__init__  # type: ignore[misc]
-    own = [option.name for option in fields(config)]
+class _NamesOfOthers:
+    """Refuses keyword arguments of ``LoraConfig`` and of other libraries, with the name to give instead."""
 
-    @wraps(init)
-    def by_name(self: Any, *args: Any, **given: Any) -> None:
-        registered = constructor_options().keys() - set(own)
-        refuse_foreign_names(given, [*own, *registered])
-        mine = {name: given.pop(name) for name in registered & given.keys()}
-        if mine:
-            given["own_options"] = {**given.get("own_options", {}), **mine}
-        init(self, *args, **given)
-
-    config.__init__ = by_name  # type: ignore[misc]
-    said = (f"{option.name}: {described(option)}" for option in constructor_options().values())
-    config.__doc__ = "\n        ".join([(config.__doc__ or "").rstrip(), *said])
-    return config
+    def __new__(cls, *args: Any, **given: Any) -> Self:
+        refuse_foreign_names(given, [option.name for option in fields(cls)])  # type: ignore[arg-type]
+        return super().__new__(cls)
 
 
-@_with_named_options
 @dataclass
-class FrozenCoreConfig(PeftConfig):
+class FrozenCoreConfig(
+    _NamesOfOthers, PeftConfig, FCCAOptions, FiLoRAOptions, EvaOptions, SignGradOptions, ScaleOptions
+):
     """Configuration of a frozen-core adapter: ``y = (W + s·P R Qᵀ) x`` with only R (r x r) trained.
 
-    The options of the constructors come last (:mod:`frozencore.constructors`). An option that the chosen constructor
-    does not read is refused.
+    The options of the constructors (``r``, ``alpha``, ``damping``, ...) stand with their help in the dataclasses that
+    it inherits (``frozencore tune --help-all`` prints them). An option that the chosen constructor does not read is
+    refused.
 
     Args:
-        r: Rank; a layer with fewer inputs or outputs gets ``min(r, m, n)``.
         target_modules: Module names, a regular expression, or ``"all-linear"``; by default the attention projections.
         constructor: How P and Q are chosen: a name of :data:`frozencore.CONSTRUCTORS`.
-        alpha: The scale is ``s = alpha / r``. ``"auto"`` is 16, with which one learning rate fits many ranks; None
-            means ``s = 1``, as in the paper.
-        seed: Seed of random directions.
         rank_pattern: Ranks of layers whose name matches a key; a layer of rank 0 is not adapted.
         alpha_pattern: Alphas of layers whose name matches a key.
         exclude_modules: As in ``LoraConfig``; so are ``layers_to_transform``, ``layers_pattern``, ``modules_to_save``,
@@ -140,16 +126,12 @@ class FrozenCoreConfig(PeftConfig):
             file.
         allow_other_base: Load onto a base model with other weights than the adapter's. Never saved:
             ``PeftModel.from_pretrained(base, folder, allow_other_base=True)``.
-        own_options: Options of a registered constructor (:func:`frozencore.register_constructor`), which may also be
-            given as keyword arguments.
+        constructor_options: Options of a registered constructor by name (:func:`frozencore.register_constructor`).
     """
 
-    r: int = BasisOptions.rank
     target_modules: list[str] | str | None = None
     exclude_modules: list[str] | str | None = None
     constructor: str = "fcca"
-    alpha: Alpha = ScaleOptions.alpha
-    seed: int = BasisOptions.seed
     rank_pattern: dict[str, int] = field(default_factory=dict)
     alpha_pattern: dict[str, float] = field(default_factory=dict)
     layers_to_transform: list[int] | int | None = None
@@ -166,30 +148,21 @@ class FrozenCoreConfig(PeftConfig):
     basis_id: str | None = None
     base_record: dict[str, str] | None = None
     allow_other_base: bool = False
-    own_options: dict[str, Any] = field(default_factory=dict)
-    coordinates: Coordinates = BasisOptions.coordinates
-    svd_method: SvdMethod = BasisOptions.svd_method
-    whiten: Sides = FCCAOptions.whiten
-    fisher: Fisher = FCCAOptions.fisher
-    shrinkage: Fraction = FCCAOptions.shrinkage
-    damping: Damping = FCCAOptions.damping
-    filora_fisher: Fisher = FiLoRAOptions.filora_fisher
-    eva_center: bool = EvaOptions.eva_center
-    eva_output: EvaOutput = EvaOptions.eva_output
-    initial_step: float = SignGradOptions.initial_step
+    constructor_options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.filled: dict[str, tuple[Any, Any]] | None = None
         if self.basis is not None and self.basis_id is None:
             self._take_from_basis(self.basis)
         self.peft_type = FrozenCoreType.FROZENCORE
         require_names(self)
-        refuse_foreign_names(self.own_options, constructor_options())
+        refuse_foreign_names(self.constructor_options, constructor_options())
         for name in ("target_modules", "exclude_modules"):
             if isinstance(given := getattr(self, name), list | tuple):
                 setattr(self, name, set(given))  # PEFT compares sets
         for alpha in (self.alpha, *self.alpha_pattern.values()):
-            options_of(FrozenCoreConfig)["alpha"].check(alpha)
+            options_of(ScaleOptions)["alpha"].validate(alpha)
         find_constructor(self.constructor)
         if not self.load_bases:  # unread options do not matter if the bases exist
             refuse_unread(self.constructor, {name: self._option(name) for name in constructor_options()})
@@ -202,9 +175,6 @@ class FrozenCoreConfig(PeftConfig):
         header = read_header(place, self.basis_revision)
         defaults = {each.name: each.default for each in fields(self)}
         for name, value in header["options"].items():
-            if name not in defaults:
-                self.own_options.setdefault(name, value)
-                continue
             own = getattr(self, name)
             if own != {} and own != defaults[name] and _plain(own) != value:
                 raise ConfigError(
@@ -236,14 +206,14 @@ class FrozenCoreConfig(PeftConfig):
     def basis_options(self, rank: int | None = None) -> BasisOptions:
         """The options of the constructor, checked; ``rank`` overrides r for one layer."""
         options = self.constructor_entry.options
-        given = {name: without_lists(self._option(name)) for name in options_of(options) if name != "rank"}
-        return options(rank=self.r if rank is None else rank, **given)
+        given = {name: self._option(name) for name in options_of(options)}
+        return options(**{**given, "r": self.r if rank is None else rank})
 
     def _option(self, name: str) -> Any:
         """The value of an option of any constructor."""
-        if name in self.own_options:
-            return self.own_options[name]
-        return getattr(self, name) if hasattr(self, name) else constructor_options()[name].default
+        if name in options_of(FrozenCoreConfig):
+            return getattr(self, name)
+        return self.constructor_options.get(name, constructor_options()[name].default)
 
     def rank_of(self, layer: str) -> int:
         """The configured rank of a layer; 0 for a layer that is not adapted."""
@@ -286,6 +256,23 @@ class FrozenCoreConfig(PeftConfig):
         self.basis, self.basis_revision, self.basis_id, self.base_record = place, revision, basis_id, None
         self.load_bases = False
 
+    def for_model(self) -> FrozenCoreConfig:
+        """The configuration for one more model: itself, or a copy if a model has it already.
+
+        A model keeps the object that it is given, as in PEFT, and fills in the names of its layers. The copy has what
+        was given in their place, and nothing of the first model's calibration.
+        """
+        if self.filled is None:
+            return self
+        other = copy.deepcopy(self)
+        other.filled = None
+        for name, (given, value) in self.filled.items():
+            if getattr(self, name) == value:
+                setattr(other, name, given)
+        if self.basis is None and not self.load_bases:
+            other.calibration_tokens = other.learning_rate = None
+        return other
+
     @classmethod
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | Path, subfolder: str | None = None, **kwargs: Any
@@ -301,11 +288,11 @@ class FrozenCoreConfig(PeftConfig):
         return config
 
     def to_dict(self) -> dict[str, Any]:
-        """The values of the file: PEFT's, with sorted sets and flat options."""
+        """The values of the file: PEFT's, with sorted sets."""
         saved = {**super().to_dict(), "load_bases": True}
-        saved |= saved.pop("own_options")
         del saved["allow_other_base"]  # set by the caller who loads the adapter, not by the adapter
-        absent = {name for name in ("basis", "basis_revision", "basis_id", "base_record") if saved[name] is None}
+        unused = ("basis", "basis_revision", "basis_id", "base_record", "constructor_options")
+        absent = {name for name in unused if not saved[name]}
         return {
             name: sorted(value) if isinstance(value, set) else value
             for name, value in saved.items()
@@ -329,9 +316,10 @@ class FrozenCoreConfig(PeftConfig):
 
 def _options_of_basis() -> frozenset[str]:
     """The fields that a saved basis records: how P and Q were made, and their layers."""
-    own = ("r", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "constructor", "alpha",
-           "seed", "rank_pattern", "alpha_pattern", "calibration_tokens", "learning_rate")  # fmt: skip
-    return frozenset({*own, *constructor_options()}) - {"initial_step"}
+    own = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "constructor", "alpha",
+           "rank_pattern", "alpha_pattern", "calibration_tokens", "learning_rate", "constructor_options")  # fmt: skip
+    built_in = (name for row in (FCCAOptions, FiLoRAOptions, EvaOptions) for name in options_of(row))
+    return frozenset({*own, *built_in})
 
 
 def _plain(value: Any) -> Any:
@@ -342,7 +330,8 @@ def _plain(value: Any) -> Any:
 def register_constructor(name: str, row: Constructor[Any]) -> None:
     """Add a basis constructor of your own to the table.
 
-    Its options become keyword arguments of :class:`FrozenCoreConfig`, flags of ``tune`` and keys of campaigns.
+    Its options become flags of ``tune`` and keys of campaigns; in Python they are the ``constructor_options`` of
+    :class:`FrozenCoreConfig`.
 
     Raises:
         ConfigError: The name is taken, or one of its options has the name of another.

@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from frozencore.adapter import named_layers
 from frozencore.adapter.bases import attach_basis, basis_id_of, require_same_base
-from frozencore.adapter.config import FrozenCoreConfig, FrozenCoreType
+from frozencore.adapter.config import FILLED_IN, FrozenCoreConfig, FrozenCoreType
 from frozencore.adapter.core import sum_cores
 from frozencore.adapter.layer import (
     PREFIX,
@@ -66,14 +66,16 @@ class FrozenCoreModel(BaseTuner):
     ) -> None:
         """Add an adapter as PEFT does, with the bases that need no data; warn of layers narrower than the rank.
 
-        The model gets a copy of the configuration, which may be used for other models too.
+        The model keeps the configuration that it is given, with the names of its layers filled in. A configuration that
+        another model has is copied.
 
         Raises:
             ArtifactError: A saved adapter was made on another base model, unless its configuration allows that.
             ConfigError: No layer matches the configuration, or the adapter cannot have this name.
         """
         _require_name(adapter_name, model)
-        config = self.peft_config[adapter_name] = copy.deepcopy(self.peft_config[adapter_name])
+        config = self.peft_config[adapter_name] = self.peft_config[adapter_name].for_model()
+        before = {name: copy.copy(getattr(config, name)) for name in FILLED_IN}
         if config.basis is None and not config.load_bases:
             config.attach_basis_id(None)  # the id is that of the model from which the configuration was taken
         if heads := HEADS.get(str(config.task_type)):
@@ -81,7 +83,7 @@ class FrozenCoreModel(BaseTuner):
             config.modules_to_save = [*given, *(head for head in heads if head not in given)]
         if config.target_modules is None:
             config.target_modules = set(named_layers.attention_projections(model))
-        named_layers.name_layers(config, model)
+        named_layers.expand_patterns(config, model)
         named_layers.exclude_unusable(config, model)
         named_layers.require_tokens(config.trainable_token_indices, model)
         keep_weights(model)
@@ -91,6 +93,7 @@ class FrozenCoreModel(BaseTuner):
             if "not found in the base model" not in str(error):  # PEFT's other errors name their reason
                 raise
             raise named_layers.no_match(config, model) from error
+        config.filled = {name: (value, copy.copy(getattr(config, name))) for name, value in before.items()}
         layers = frozen_core_layers(model, adapter_name)
         if not low_cpu_mem_usage and not config.load_bases:  # else a file will bring the cores
             for layer in layers.values():
@@ -256,7 +259,8 @@ class FrozenCoreModel(BaseTuner):
             cores.append(core_of(self.peft_config[adapter], frozen_core_layers(self.model, adapter), adapter))
         total = sum_cores(cores, [repr(adapter) for adapter in adapters], weights)
         _require_name(adapter_name, self.model)
-        self.peft_config[adapter_name] = copy.deepcopy(self.peft_config[first])
+        config = self.peft_config[adapter_name] = copy.deepcopy(self.peft_config[first])
+        config.filled = None
         self.inject_adapter(self.model, adapter_name)
         layers = dict(sorted(frozen_core_layers(self.model, first).items()))
         for name, R in total.by_layer({name: len(layer.core(first)) for name, layer in layers.items()}).items():

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.preserve import own_random_state
-from frozencore.device import sent
+from frozencore.device import to_device
 from frozencore.errors import CalibrationError, ConfigError, DataError
 from frozencore.text import one_line
 
@@ -394,7 +394,7 @@ class CountedTokens:
     def from_mask(cls, mask: Bool[Tensor, "b t"], *, device: torch.device | None = None) -> CountedTokens:
         """The tokens where a mask is true, for use on ``device``; a mask on the CPU avoids synchronising the device."""
         flat = mask.flatten()
-        rows = None if bool(flat.all()) else sent(flat.nonzero().squeeze(1), device)
+        rows = None if bool(flat.all()) else to_device(flat.nonzero().squeeze(1), device)
         b, t = mask.shape
         return cls(shape=(b, t), rows=rows)
 

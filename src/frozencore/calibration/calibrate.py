@@ -105,12 +105,12 @@ def build_bases(
         CalibrationError: A moment is missing, not finite, or of fewer tokens than the rank.
 
     >>> layer = LayerData("layer", (6, 4), lambda: torch.eye(6, 4))
-    >>> build_bases([layer], "lora_xs", BasisOptions(rank=2))["layer"].P.shape
+    >>> build_bases([layer], "lora_xs", BasisOptions(r=2))["layer"].P.shape
     torch.Size([6, 2])
     """
     options, bases = options or BasisOptions(), {}
     for layer in layers:
-        _require_tokens(layer, min(options.rank, *layer.shape))
+        _require_tokens(layer, min(options.r, *layer.shape))
         bases[layer.name] = build_basis(constructor, layer, options)
     return bases
 
@@ -199,7 +199,7 @@ class _Builder:
             for name in group:
                 target = self.targets[name]
                 layer = replace(target.layer, moments=moments.pop(name, None))
-                _require_tokens(layer, target.options.rank)
+                _require_tokens(layer, target.options.r)
                 if self.owners[name] == own_rank():
                     basis = build_basis(self.constructor, layer, target.options)
                     self.built[name] = basis, capture_or_none(layer.moments, basis)

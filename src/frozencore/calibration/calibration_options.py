@@ -6,23 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
-
-from frozencore.errors import ConfigError
-from frozencore.options import check_options
+from frozencore.options import Bounds, check_options
 
 Tokens = Literal["nonpad", "completion", "nonzero_delta"]
 Weighting = Literal["example_mean", "token_sum"]
-
-
-def _device(name: str) -> str:
-    import torch
-
-    try:
-        torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"stats_device must be a device such as cpu or cuda:1, but {name!r} came.") from error
-    return name
 
 
 @dataclass(frozen=True)
@@ -31,30 +18,22 @@ class CalibrationOptions:
 
     tokens: Annotated[
         Tokens,
-        Field(
-            description="Tokens that are summed. nonpad: all except padding; completion: those that predict a "
-            "completion token; nonzero_delta: those with a nonzero output error, as always with a loss_fn and in "
-            "models other than decoder-only language models."
-        ),
+        "Tokens that are summed. nonpad: all except padding; completion: those that predict a completion token; "
+        "nonzero_delta: those with a nonzero output error, as always with a loss_fn and in models other than "
+        "decoder-only language models.",
     ] = "nonpad"
     skip_first: Annotated[
-        int, Field(ge=0, description="Tokens at the start of each sequence that are not summed (attention sinks).")
+        int, Bounds(ge=0), "Tokens at the start of each sequence that are not summed (attention sinks)."
     ] = 0
     weighting: Annotated[
         Weighting,
-        Field(
-            description="Weights in the loss. example_mean: every example has the same weight, whatever its number of "
-            "completion tokens. token_sum: every completion token has the same weight, as in training. "
-            "docs/method.md compares both."
-        ),
+        "Weights in the loss. example_mean: every example has the same weight, whatever its number of completion "
+        "tokens. token_sum: every completion token has the same weight, as in training. docs/method.md compares both.",
     ] = "example_mean"
     group_size: Annotated[
-        int, Field(ge=1, description="Layers per pass (the paper's calib_group_size); 999 means all at once.")
+        int, Bounds(ge=1), "Layers per pass (the paper's calib_group_size); 999 means all at once."
     ] = 999
-    stats_device: Annotated[
-        Annotated[str, AfterValidator(_device)] | None,
-        Field(description="Device of the sums, such as cpu. Default: each layer's own device."),
-    ] = None
+    stats_device: Annotated[str | None, "Device of the sums, such as cpu. Default: each layer's own device."] = None
 
     def __post_init__(self) -> None:
         check_options(self)

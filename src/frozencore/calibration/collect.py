@@ -47,7 +47,7 @@ from frozencore.calibration.hooks import (
     recording,
 )
 from frozencore.calibration.preserve import preserved
-from frozencore.device import execution_device, sent
+from frozencore.device import execution_device, to_device
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.capture import CAPTURE_NEEDS
 from frozencore.maths.moments import MOMENT_NAMES, LayerMoments, MomentName
@@ -79,7 +79,7 @@ def completion_loss(
     owners = examples[counted]
     num_in_example = owners.bincount()[owners]
     rows, positions, labels, num_in_example = (
-        sent(found, logits.device) for found in (*counted.nonzero(as_tuple=True), targets[counted], num_in_example)
+        to_device(found, logits.device) for found in (*counted.nonzero(as_tuple=True), targets[counted], num_in_example)
     )
     log_p = log_softmax(logits[rows, positions].to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
     loss_of_token = nll_loss(log_p, labels, reduction="none")
@@ -128,7 +128,7 @@ def loss_of(model: nn.Module, batch: Batch, as_it_came: Batch, hooks: Hooks) -> 
     if not _needs_all_logits(model, hooks):
         kept = targets.ne(IGNORED).any(0).nonzero().squeeze(1)
         targets, examples = targets[:, kept], examples[:, kept]
-        inputs["logits_to_keep"] = sent(kept, inputs["input_ids"].device) if "input_ids" in inputs else kept
+        inputs["logits_to_keep"] = to_device(kept, inputs["input_ids"].device) if "input_ids" in inputs else kept
     return completion_loss(_part(model, model(**inputs), "logits"), targets, examples, hooks.options)
 
 
@@ -287,7 +287,7 @@ def on_device(batch: Batch, device: torch.device, hooks: Hooks) -> tuple[Batch, 
     """A batch with labels that torch's losses take (int64), where it is and on a device."""
     if hooks.loss_fn is None and getattr(batch.get("labels"), "dtype", None) in (torch.int32, torch.int16, torch.int8):
         batch = {**batch, "labels": batch["labels"].long()}
-    return batch, mapped(batch, lambda tensor: sent(tensor, device))
+    return batch, mapped(batch, lambda tensor: to_device(tensor, device))
 
 
 def _run_batch(model: nn.Module, batch: Batch, running: CalibrationPass) -> None:

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
-from pydantic import ValidationError
 
 from frozencore.cli.foreign_flags import counterpart
 from frozencore.cli.verbs import NOTHING_KEPT
 from frozencore.constructors import described
-from frozencore.errors import ConfigError, wrapped_error
+from frozencore.errors import ConfigError
 from frozencore.files.strict_yaml import read_yaml
 from frozencore.options import Option
 from frozencore.text import flag_of, nearest_name
@@ -48,7 +47,7 @@ def flag(name: str, said: str | None = None) -> Any:
     option = run_options()[name]
 
     def check(given: Any) -> Any:
-        read_value(option, given)
+        option.parse(given, flag_of(name))
         return given
 
     return typer.Option(help=said or help_of(option), autocompletion=_completions(option), callback=check)
@@ -119,7 +118,7 @@ class RunCommand:
         tasks = {alias: task for alias in ALIASES if (task := given.pop(alias, None)) is not None}
         own = {name: value for name, value in given.items() if name not in known}
         named = [name for name in known.keys() & given.keys() if context.get_parameter_source(name).name != "DEFAULT"]
-        values = {name: read_value(known[name], given[name]) for name in named}
+        values = {name: known[name].parse(given[name], flag_of(name)) for name in named}
         if (tenants := own.get("tenants")) is not None:
             if values.get("data") is not None or "task" in tasks:
                 raise ConfigError("--tenants and --data name the same thing. Leave one out.")
@@ -129,11 +128,12 @@ class RunCommand:
     def _flag(self, option: Any) -> Parameter:
         """Typer's flag of an option. Values are read as text, so that each wrong one is refused in the same words."""
         default = option.default
-        kind: Any = list[str] if _is_repeated(option) else bool if option.plain is bool else str
+        is_switch = option.kinds == (bool,)
+        kind: Any = list[str] if option.is_repeated else bool if is_switch else str
         info = typer.Option(
             *SPELLED.get(option.name, (flag_of(option.name),)),
             help=help_of(option),
-            metavar=None if option.plain is bool else METAVARS.get(option.kinds[0], "<text>"),
+            metavar=None if is_switch else METAVARS.get(option.kinds[0], "<text>"),
             autocompletion=_completions(option),
             rich_help_panel=PANELS[option.part],
         )
@@ -151,29 +151,13 @@ def help_of(option: Option) -> str:
     """The help of an option: its description, the constructors that read it, and its values."""
     said = described(option)
     if option.name == "method":
-        words = (f"{name} ({row.word})" if row.word else name for name, row in METHODS.items())
+        words = (f"{name} ({row.basis_source})" if row.basis_source else name for name, row in METHODS.items())
         said = f"{said.rstrip('.')}, with the source of its bases or the kind of its values: {', '.join(words)}."
     if any(get_origin(kind) is Literal for kind in option.kinds[:1]):
         said += f" {option.rule.capitalize()}."
-    if option.takes_several and not _is_repeated(option):
+    if option.takes_several and not option.is_repeated:
         said += " Several are separated by commas."
     return said
-
-
-def read_value(option: Option, given: Any) -> Any:
-    """Convert a flag's text to the option's type; ConfigError names the flag and the allowed values."""
-    if given in (None, []) or (given == "none" and option.default is not None and option.may_be_none):
-        return None
-    meant = [given]
-    if isinstance(given, str) and option.takes_several and not _is_repeated(option):
-        meant.append([part.strip() for part in given.split(",") if part.strip()])
-    for value in meant:
-        try:
-            return option.adapter.validate_python(value)
-        except ValidationError as error:
-            refused = wrapped_error(error.errors()[0])
-    rule = option.rule if option.default is not None else option.rule.removesuffix(" or none")
-    raise refused or ConfigError(f"{flag_of(option.name)} must be {rule}, but {given!r} came.")
 
 
 def _completions(option: Option) -> Callable[[str], list[str]]:
@@ -200,11 +184,6 @@ def _task_flag(alias: str) -> Parameter:
         metavar="<text>", autocompletion=beginning_with, rich_help_panel=PANELS["rows"],
     )  # fmt: skip
     return Parameter(alias, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, info])
-
-
-def _is_repeated(option: Option) -> bool:
-    """Return whether the flag is repeated for each value, because a value (a file name) may hold a comma."""
-    return option.takes_several and str in option.kinds
 
 
 def require_out(output: Path | None) -> Path:

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from math import sqrt
 from pathlib import Path
 from statistics import mean, median, variance
@@ -26,7 +27,7 @@ from frozencore.files.atomic_write import read_lines
 from frozencore.text import Progress, bytes_in_words, num_of, one_line, percent, wilson
 from frozencore.tune.adapt import limits_of_basis, on_named_basis, starting_core
 from frozencore.tune.config import RunConfig, as_flags
-from frozencore.tune.cost import estimate_bytes, outline_of, training_state_bytes, values_at_once
+from frozencore.tune.cost import estimate_bytes, num_trainable, outline_of, training_state_bytes
 from frozencore.tune.folder import SAMPLES
 from frozencore.tune.load import Inputs, prepare, resolve_targets, without_weights
 from frozencore.tune.many.run import tenant_of
@@ -93,7 +94,7 @@ def _of_tenants(config: RunConfig, num_slots: int, progress: Progress) -> tuple[
         )
         lines.append(Text(line.rstrip()))
     if (adapted := _adapted(config, inputs)) is not None:
-        lines.append(Text(f"{config.method.name}: {num_of(values_at_once(adapted), 'trained value')} each."))
+        lines.append(Text(f"{config.method.name}: {num_of(num_trainable(adapted), 'trained value')} each."))
     return inputs, next(iter(tenants.values())).rows.train, lines
 
 
@@ -132,7 +133,7 @@ def _needed(config: RunConfig, inputs: Inputs) -> Iterator[Text]:
     memory = estimate_bytes(config.method, inputs.model, targets, recipe.batch_size, longest)
     values = ""
     if (adapted := _adapted(config, inputs)) is not None:
-        at_once = values_at_once(adapted)
+        at_once = num_trainable(adapted)
         places = places_in_words(targets)
         state = f"{training_state_bytes(at_once):,} bytes of state held while training"
         values = f"{at_once:,} trained values{places} ({state}), "
@@ -148,7 +149,7 @@ def _adapted(config: RunConfig, inputs: Inputs) -> nn.Module | None:
     with torch.device("meta"), suppress(NotImplementedError):
         model = without_weights(inputs.model.config)
         return config.method.entry.add(
-            model, config.method.adapter_options(resolve_targets(config.method, inputs.model))
+            model, replace(config.method, target_modules=resolve_targets(config.method, inputs.model))
         )
     return None
 
@@ -261,7 +262,7 @@ def places_in_words(targets: Sequence[str] | str | None) -> str:
 def _cost(record: TunedRecord) -> Iterator[str]:
     places = places_in_words(record.resolved.targets)
     yield (
-        f"{num_of(record.values_at_once, 'trained value')}{places}; "
+        f"{num_of(record.num_trainable, 'trained value')}{places}; "
         f"{bytes_in_words(record.state_held_bytes)} of state held while training; "
         f"saved in {bytes_in_words(record.saved_bytes)}, the base model has {bytes_in_words(record.model_bytes)}"
     )

@@ -184,7 +184,7 @@ def _summary(records: Mapping[str, TunedRecord], failures: Mapping[str, Failure]
         lines += map(Text, of_start(first))
         lines.append(
             Text(
-                f"{first.values_at_once:,} trained values each; {of_setup(first)}, "
+                f"{first.num_trainable:,} trained values each; {of_setup(first)}, "
                 f"training {sum(record.training_s for record in records.values()):.1f} s together, "
                 f"peak memory {bytes_in_words(max(record.peak_memory_bytes for record in records.values()))}"
             )

@@ -62,7 +62,7 @@ def constructor_options() -> dict[str, Option]:
         name: option
         for row in CONSTRUCTORS.values()
         for name, option in options_of(row.options).items()
-        if name not in ("rank", "seed")
+        if name not in ("r", "seed")
     }
 
 
@@ -102,7 +102,7 @@ def build_basis(constructor: str, layer: LayerData, options: BasisOptions) -> La
         options: Options of the constructor's class. Plain ``BasisOptions`` use the defaults of its own options.
 
     >>> layer = LayerData("q_proj", (6, 4), weight=lambda: torch.randn(6, 4))
-    >>> build_basis("lora_xs", layer, BasisOptions(rank=2)).Q.shape
+    >>> build_basis("lora_xs", layer, BasisOptions(r=2)).Q.shape
     torch.Size([4, 2])
     """
     row = find_constructor(constructor)

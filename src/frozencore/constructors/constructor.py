@@ -13,57 +13,51 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Generic, Literal, TypeVar
 
-from pydantic import Field
-
 from frozencore.device import torch
 from frozencore.errors import CalibrationError
 from frozencore.maths.basis import Coordinates, LayerBasis
 from frozencore.maths.linalg import SvdMethod, seeded_generator
 from frozencore.maths.moments import DIAGONAL_OF, DIAGONALS, LayerMoments, MomentName
 from frozencore.maths.whitening import Positive
-from frozencore.options import check_options
+from frozencore.options import Bounds, check_options
 
 MOST_RANK = 100_000  # no layer is as wide
-Rank = Annotated[int, Field(ge=1, le=MOST_RANK, description="Rank r of the bases; a core holds r x r values.")]
+Rank = Annotated[int, Bounds(ge=1, le=MOST_RANK), "Rank r of the bases; a core holds r x r values."]
 AUTO_ALPHA = 16.0  # the paper's scale at the paper's rank
 Alpha = Annotated[
     Positive | Literal["auto"] | None,
-    Field(
-        description="Scale of the cores' update, s = alpha / r. auto: 16, with which one learning rate fits many ranks "
-        "(docs/quickstart.md); none: s = 1, as in the paper."
-    ),
+    "Scale of the cores' update, s = alpha / r. auto: 16, with which one learning rate fits many ranks "
+    "(docs/quickstart.md); none: s = 1, as in the paper.",
 ]
 
 
-@dataclass(frozen=True)
+@dataclass
 class BasisOptions:
     """The options that every constructor has, checked when made.
 
-    A field that a subclass adds becomes a field of ``FrozenCoreConfig``, a key of a campaign and a flag of the command
-    line, under the same name.
+    A field that a subclass adds becomes a key of a campaign and a flag of the command line, under the same name.
+    ``FrozenCoreConfig`` inherits those of frozencore's own constructors, and takes others in ``constructor_options``.
 
     Attributes:
-        rank: r; a layer with fewer inputs or outputs gets ``min(r, m, n)``.
+        r: The rank; a layer with fewer inputs or outputs gets ``min(r, m, n)``.
         seed: Seed of random directions and of randomised SVDs.
     """
 
-    rank: Rank = 16
+    r: Rank = 16
     coordinates: Annotated[
         Coordinates,
-        Field(
-            description="How P and Q are written in their spans. fisher: scaled by the data's second moments, so that "
-            "a step is equally long for all constructors (orthonormal without moments); qr: orthonormal, as in the "
-            "paper; raw and scaled_raw: for ablations."
-        ),
+        "How P and Q are written in their spans. fisher: scaled by the data's second moments, so that a step is "
+        "equally long for all constructors (orthonormal without moments); qr: orthonormal, as in the paper; raw and "
+        "scaled_raw: for ablations.",
     ] = "fisher"
-    svd_method: Annotated[SvdMethod, Field(description="How truncated SVDs are computed.")] = "auto"
-    seed: int = 0
+    svd_method: Annotated[SvdMethod, "How truncated SVDs are computed."] = "auto"
+    seed: Annotated[int, "Seed of random directions."] = 0
 
     def __post_init__(self) -> None:
         check_options(self)
 
 
-@dataclass(frozen=True)
+@dataclass
 class ScaleOptions:
     """The scale of the cores' update; no constructor reads it."""
 
@@ -109,14 +103,14 @@ class Constructor(ABC, Generic[Options]):
     Attributes:
         options: The class of its options.
         weights_only: The basis depends only on the layer's weight, not on data or seed.
-        word: What the bases come from, in one word, for the command's help.
+        basis_source: What the bases come from, in one word, for the command's help.
         label: Name in reports; by default the key in the table.
     """
 
     options: type[Options] = BasisOptions  # type: ignore[assignment]  # of a subclass with no options of its own
     weights_only: ClassVar[bool] = False
     label: ClassVar[str] = ""
-    word: ClassVar[str] = ""
+    basis_source: ClassVar[str] = ""
 
     def needs(self, options: Options) -> frozenset[MomentName]:
         """The moments that the constructor reads; none by default."""
@@ -135,7 +129,7 @@ class Compressed(Constructor[BasisOptions]):
     """Bases that were found from other adapters (:mod:`frozencore.adapter.compress`), so they can only be read."""
 
     label = "Compressed"
-    word = "adapters"
+    basis_source = "adapters"
 
     def build(self, layer: LayerData, options: BasisOptions) -> LayerBasis:
         raise CalibrationError(

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
 from jaxtyping import Float
-from pydantic import Field
 
 from frozencore.constructors.constructor import BasisOptions, Constructor, LayerData
 from frozencore.device import torch
@@ -25,12 +24,12 @@ EvaOutput = Literal["weight_times_input", "output_pca", "random", "weight_svd"]
 EVA_OUTPUTS: tuple[str, ...] = get_args(EvaOutput)
 
 
-@dataclass(frozen=True)
+@dataclass
 class EvaOptions(BasisOptions):
     """Variants of EVA."""
 
-    eva_center: Annotated[bool, Field(description="Subtract the mean first: variance instead of energy.")] = False
-    eva_output: Annotated[EvaOutput, Field(description="Where the output side comes from.")] = "weight_times_input"
+    eva_center: Annotated[bool, "Subtract the mean first: variance instead of energy."] = False
+    eva_output: Annotated[EvaOutput, "Where the output side comes from."] = "weight_times_input"
 
 
 def eva_basis(
@@ -88,7 +87,7 @@ def _leading(
 class Eva(Constructor[EvaOptions]):
     options = EvaOptions
     label = "EVA-core"
-    word = "inputs"
+    basis_source = "inputs"
 
     def needs(self, options: EvaOptions) -> frozenset[MomentName]:
         """The moments that the chosen variant reads; none needs a backward pass."""
@@ -101,6 +100,6 @@ class Eva(Constructor[EvaOptions]):
 
     def build(self, layer: LayerData, options: EvaOptions) -> LayerBasis:
         return eva_basis(
-            layer.data, layer.weight(), options.rank, center=options.eva_center, output=options.eva_output,
+            layer.data, layer.weight(), options.r, center=options.eva_center, output=options.eva_output,
             coordinates=options.coordinates, seed=layer.seed(options.seed),
         )  # fmt: skip

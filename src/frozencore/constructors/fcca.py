@@ -13,37 +13,23 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Annotated
-
-from pydantic import Field
 
 from frozencore.constructors.constructor import BasisOptions, Constructor, LayerData, Options, with_cross
 from frozencore.device import torch
 from frozencore.maths.basis import Coordinates, LayerBasis, basis_from_factors
 from frozencore.maths.linalg import SvdMethod, effective_rank, truncated_svd
 from frozencore.maths.moments import LayerMoments, MomentName
-from frozencore.maths.whitening import Damping, Fisher, Fraction, InverseRoot, Sides, Whitening
+from frozencore.maths.whitening import InverseRoot, Whitening, WhiteningOptions
+from frozencore.options import options_of
 
 
-@dataclass(frozen=True)
-class FCCAOptions(BasisOptions):
-    """The metric in which the rank is cut; see :class:`frozencore.maths.whitening.Whitening`."""
-
-    whiten: Annotated[Sides, Field(description="Sides that are whitened.")] = Whitening.sides
-    fisher: Annotated[Fisher, Field(description="Diagonal moments, or dense factors (K-FAC).")] = Whitening.fisher
-    shrinkage: Annotated[Fraction, Field(description="Share of the diagonal in dense factors.")] = Whitening.shrinkage
-    damping: Annotated[
-        Damping,
-        Field(description="Damping relative to the mean second moment; two values: input side, output side."),
-    ] = Whitening.damping
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.whitening  # noqa: B018  # refuses what does not go together
+@dataclass
+class FCCAOptions(WhiteningOptions, BasisOptions):
+    """The metric in which the rank is cut, beside the options of every constructor."""
 
     @property
     def whitening(self) -> Whitening:
-        return Whitening(self.whiten, self.fisher, self.shrinkage, self.damping)
+        return Whitening(**{name: getattr(self, name) for name in options_of(Whitening)})
 
 
 def fcca_basis(
@@ -108,14 +94,14 @@ class WhitenedCrossMoment(Constructor[Options]):
 
     def build(self, layer: LayerData, options: Options) -> LayerBasis:
         return fcca_basis(
-            layer.data, options.rank, whitening=self.whitening(options), coordinates=options.coordinates,
+            layer.data, options.r, whitening=self.whitening(options), coordinates=options.coordinates,
             svd_method=options.svd_method, seed=layer.seed(options.seed),
         )  # fmt: skip
 
 
 class FCCA(WhitenedCrossMoment[FCCAOptions]):
     options = FCCAOptions
-    word = "Fisher"
+    basis_source = "Fisher"
     label = "FCCA"
 
     def whitening(self, options: FCCAOptions) -> Whitening:
@@ -135,13 +121,13 @@ def rawgrad_basis(
     >>> rawgrad_basis(LayerMoments(1, cross=torch.diag(torch.tensor([1.0, 3.0]))), rank=1).Q.abs().squeeze().tolist()
     [0.0, 1.0]
     """
-    none = Whitening(sides="none")
+    none = Whitening(whiten="none")
     return fcca_basis(moments, rank, whitening=none, coordinates=coordinates, svd_method=svd_method, seed=seed)
 
 
 class RawGrad(WhitenedCrossMoment[BasisOptions]):
     label = "RawGrad"
-    word = "gradient"
+    basis_source = "gradient"
 
     def whitening(self, options: BasisOptions) -> Whitening:
-        return Whitening(sides="none")
+        return Whitening(whiten="none")

@@ -11,8 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import Field
-
 from frozencore.constructors.constructor import BasisOptions, Constructor, LayerData
 from frozencore.device import torch
 from frozencore.maths.basis import Coordinates, LayerBasis, basis_from_factors
@@ -21,13 +19,12 @@ from frozencore.maths.moments import LayerMoments, MomentName
 from frozencore.maths.whitening import Fisher
 
 
-@dataclass(frozen=True)
+@dataclass
 class FiLoRAOptions(BasisOptions):
     """The original method, or its diagonal variant."""
 
     filora_fisher: Annotated[
-        Fisher,
-        Field(description="Eigenvectors of dense factors (the original method), or coordinates of diagonal ones."),
+        Fisher, "Eigenvectors of dense factors (the original method), or coordinates of diagonal ones."
     ] = "dense"
 
 
@@ -76,13 +73,13 @@ def _largest(factor: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tenso
 class FiLoRA(Constructor[FiLoRAOptions]):
     options = FiLoRAOptions
     label = "FiLoRA-core"
-    word = "marginals"
+    basis_source = "marginals"
 
     def needs(self, options: FiLoRAOptions) -> frozenset[MomentName]:
         return filora_needs(options.filora_fisher)
 
     def build(self, layer: LayerData, options: FiLoRAOptions) -> LayerBasis:
         return filora_basis(
-            layer.data, options.rank, fisher=options.filora_fisher, coordinates=options.coordinates,
+            layer.data, options.r, fisher=options.filora_fisher, coordinates=options.coordinates,
             seed=layer.seed(options.seed),
         )  # fmt: skip

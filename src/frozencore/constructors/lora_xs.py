@@ -41,11 +41,11 @@ class LoRAXS(Constructor[BasisOptions]):
 
     weights_only = True
     label = "LoRA-XS-core"
-    word = "weights"
+    basis_source = "weights"
 
     def build(self, layer: LayerData, options: BasisOptions) -> LayerBasis:
         return lora_xs_basis(
-            layer.weight(), options.rank, coordinates=options.coordinates, svd_method=options.svd_method,
+            layer.weight(), options.r, coordinates=options.coordinates, svd_method=options.svd_method,
             seed=layer.seed(0),
         )  # fmt: skip
 
@@ -63,7 +63,7 @@ def milora_basis(W: Float[torch.Tensor, "m n"], rank: int, *, coordinates: Coord
 class MiLoRA(Constructor[BasisOptions]):
     weights_only = True
     label = "MiLoRA-core"
-    word = "residue"
+    basis_source = "residue"
 
     def build(self, layer: LayerData, options: BasisOptions) -> LayerBasis:
-        return milora_basis(layer.weight(), options.rank, coordinates=options.coordinates)
+        return milora_basis(layer.weight(), options.r, coordinates=options.coordinates)

@@ -29,10 +29,10 @@ def random_basis(shape: tuple[int, int], rank: int, *, coordinates: Coordinates 
 
 class Random(Constructor[BasisOptions]):
     label = "Random"
-    word = "chance"
+    basis_source = "chance"
 
     def build(self, layer: LayerData, options: BasisOptions) -> LayerBasis:
-        return random_basis(layer.shape, options.rank, coordinates=options.coordinates, seed=layer.seed(options.seed))
+        return random_basis(layer.shape, options.r, coordinates=options.coordinates, seed=layer.seed(options.seed))
 
 
 BLOCK_ROWS = 1024
@@ -63,7 +63,7 @@ class VeRA(Constructor[BasisOptions]):
     """VeRA. It ignores the layer's own seed, because all layers share one pair of matrices."""
 
     label = "VeRA-core"
-    word = "shared"
+    basis_source = "shared"
 
     def build(self, layer: LayerData, options: BasisOptions) -> LayerBasis:
-        return vera_basis(layer.shape, options.rank, coordinates=options.coordinates, seed=options.seed)
+        return vera_basis(layer.shape, options.r, coordinates=options.coordinates, seed=options.seed)

@@ -10,8 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from pydantic import Field
-
 from frozencore.constructors.constructor import BasisOptions, Constructor, LayerData, with_cross
 from frozencore.device import torch
 from frozencore.maths.basis import Coordinates, LayerBasis, basis_from_factors
@@ -19,13 +17,11 @@ from frozencore.maths.linalg import SvdMethod, effective_rank, truncated_svd
 from frozencore.maths.moments import LayerMoments, MomentName
 
 
-@dataclass(frozen=True)
+@dataclass
 class SignGradOptions(BasisOptions):
     """The core that training starts from."""
 
-    initial_step: Annotated[
-        float, Field(allow_inf_nan=False, description="Start from the core of one sign step of this size; 0 is zero.")
-    ] = 0.0
+    initial_step: Annotated[float, "Start from the core of one sign step of this size; 0 is zero."] = 0.0
 
 
 def signgrad_basis(
@@ -62,14 +58,14 @@ def signgrad_basis(
 class SignGrad(Constructor[SignGradOptions]):
     options = SignGradOptions
     label = "SignGrad"
-    word = "signs"
+    basis_source = "signs"
 
     def needs(self, options: SignGradOptions) -> frozenset[MomentName]:
         return with_cross(frozenset(), options)
 
     def build(self, layer: LayerData, options: SignGradOptions) -> LayerBasis:
         return signgrad_basis(
-            layer.data, options.rank, coordinates=options.coordinates, svd_method=options.svd_method,
+            layer.data, options.r, coordinates=options.coordinates, svd_method=options.svd_method,
             seed=layer.seed(options.seed),
         )  # fmt: skip
 

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
-from frozencore.errors import ConfigError, most_specific, wrapped_error
+from frozencore.errors import ConfigError
 from frozencore.text import one_line
 
 
@@ -108,3 +109,19 @@ def line_of(path: Path, keys: Sequence[int | str]) -> int:
             break
         line, node = pair[0].start_mark.line, pair[1]
     return line + 1
+
+
+def wrapped_error(error: ErrorDetails) -> ConfigError | None:
+    """The frozencore error behind a pydantic error, if there is one."""
+    refused = error.get("ctx", {}).get("error")
+    return refused if isinstance(refused, ConfigError) else None
+
+
+def most_specific(error: ValidationError) -> ErrorDetails:
+    """The first error; for a value that fits none of several types, the error of the nearest type, or of all."""
+    first, *others = error.errors()
+    siblings = [first, *(other for other in others if other["loc"][:-1] == first["loc"][:-1])]
+    words = next((one for one in siblings if one["type"] == "literal_error"), None)
+    if words is not None and (other := next((one for one in siblings if one["type"].endswith("_type")), None)):
+        return {**other, "msg": f"{other['msg']} or {words['ctx']['expected']}"}
+    return next((one for one in siblings if not one["type"].endswith("_type")), first)

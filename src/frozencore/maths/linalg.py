@@ -108,25 +108,13 @@ def trailing_svd(M: Float[torch.Tensor, "m n"], rank: int) -> TruncatedSVD:
     return TruncatedSVD(*canonical_signs(U, S, V))
 
 
-def _smallest_eigenvectors(A: Float[torch.Tensor, "n n"], count: int) -> Float[torch.Tensor, "n k"]:
-    """Eigenvectors of a symmetric matrix's ``count`` smallest eigenvalues, the largest of them first."""
-    if A.device.type != "cpu":
-        return torch.linalg.eigh(A).eigenvectors[:, :count].flip(1)
-    import scipy.linalg  # three quarters of a second, but computing only these takes two thirds of the time of all
-
-    found = scipy.linalg.eigh(A.detach().numpy(), subset_by_index=(0, count - 1), driver="evr", check_finite=False)
-    return torch.from_numpy(found[1]).flip(1)
-
-
 def _gram_svd(M: torch.Tensor, rank: int, *, smallest: bool = False) -> Triples:
     if M.shape[0] > M.shape[1]:
         V, S, U = _gram_svd(M.mT, rank, smallest=smallest)
         return U, S, V
     X = M.double()
-    if smallest:
-        U = _smallest_eigenvectors(X @ X.mT, rank)
-    else:
-        U = torch.linalg.eigh(X @ X.mT).eigenvectors[:, -rank:].flip(1)
+    vectors = torch.linalg.eigh(X @ X.mT).eigenvectors
+    U = (vectors[:, :rank] if smallest else vectors[:, -rank:]).flip(1)
     # Squaring loses directions below 1e-8 of the largest; an SVD of the projection recovers their scale.
     W, S, Vh = torch.linalg.svd(U.mT @ X, full_matrices=False)
     return (U @ W).to(M.dtype), S.to(M.dtype), Vh.mT.to(M.dtype)

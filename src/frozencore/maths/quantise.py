@@ -9,24 +9,16 @@ zero.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from jaxtyping import Float, UInt8
-from pydantic import BeforeValidator, Field
 
 from frozencore.device import torch
 
 BITS = (8, 4, 2)
-
-
-def _as_number(given: Any) -> Any:
-    return int(given) if isinstance(given, str) and given.isdecimal() else given
-
-
 Bits = Annotated[
     Literal[32, 8, 4, 2],
-    BeforeValidator(_as_number),
-    Field(description="Bits of a value of a saved core. With fewer than 32 each value is at the nearest level."),
+    "Bits of a value of a saved core. With fewer than 32 each value is at the nearest level.",
 ]
 NUM_CLIPS, NUM_FITS = 16, 4
 """Clips from a quarter of the largest value to all of it, and least-squares steps after the best one."""

@@ -11,47 +11,54 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from jaxtyping import Float
-from pydantic import Field
 
 from frozencore.device import torch
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.linalg import inverse_root
 from frozencore.maths.moments import LayerMoments, MomentName
-from frozencore.options import check_options
+from frozencore.options import Bounds, check_options
 
 Sides = Literal["both", "input", "output", "none"]
 Fisher = Literal["diagonal", "dense"]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Bounds(ge=0, le=1)]
+Positive = Annotated[float, Bounds(gt=0)]
 Damping = Positive | tuple[Positive, Positive]
 
 InverseRoot = Callable[["torch.Tensor"], "torch.Tensor"]
 """A function that multiplies a matrix from the left by an inverse square root: ``X -> A^-1/2 X``."""
 
 
-@dataclass(frozen=True)
-class Whitening:
-    """The metric in which the rank constraint is imposed.
+@dataclass
+class WhiteningOptions:
+    """The options of the metric.
 
     Attributes:
-        sides: Whiten both sides (FCCA), one, or none (RawGrad).
+        whiten: Whiten both sides (FCCA), one, or none (RawGrad).
         fisher: ``diagonal`` moments, or ``dense`` K-FAC factors.
         shrinkage: With dense factors, the share λ of the diagonal: ``(1 - λ)·A + λ·diag(A)``.
         damping: c of ``ε = c·mean(diagonal)``; one number, or one for the input and one for the output side.
-
-    >>> sorted(Whitening(sides="input").needs())
-    ['input_square']
     """
 
-    sides: Sides = "both"
-    fisher: Fisher = "diagonal"
-    shrinkage: Fraction = 0.0
-    damping: Damping = 1e-3
+    whiten: Annotated[Sides, "Sides that are whitened."] = "both"
+    fisher: Annotated[Fisher, "Diagonal moments, or dense factors (K-FAC)."] = "diagonal"
+    shrinkage: Annotated[Fraction, "Share of the diagonal in dense factors."] = 0.0
+    damping: Annotated[Damping, "Damping relative to the mean second moment; two values: input side, output side."] = (
+        1e-3
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
         if self.shrinkage and self.fisher != "dense":
             raise ConfigError("shrinkage mixes dense factors with their diagonal: it needs fisher='dense'.")
+
+
+@dataclass
+class Whitening(WhiteningOptions):
+    """The metric in which the rank constraint is imposed.
+
+    >>> sorted(Whitening(whiten="input").needs())
+    ['input_square']
+    """
 
     @property
     def damping_by_side(self) -> tuple[float, float]:
@@ -62,22 +69,22 @@ class Whitening:
         """The moments that this metric needs."""
         diagonal = self.fisher == "diagonal"
         needed: set[MomentName] = set()
-        if self.sides in ("both", "input"):
+        if self.whiten in ("both", "input"):
             needed.add("input_square" if diagonal else "input_outer")
-        if self.sides in ("both", "output"):
+        if self.whiten in ("both", "output"):
             needed.add("error_square" if diagonal else "error_outer")
         return frozenset(needed)
 
     def input_root(self, moments: LayerMoments) -> InverseRoot:
         """``A^-1/2``, or the identity if the input side is not whitened."""
-        if self.sides not in ("both", "input"):
+        if self.whiten not in ("both", "input"):
             return identity
         A = moments.a if self.fisher == "diagonal" else moments.A
         return damped_inverse_root(A, self.damping_by_side[0], self.shrinkage)
 
     def output_root(self, moments: LayerMoments) -> InverseRoot:
         """``D^-1/2``, or the identity if the output side is not whitened."""
-        if self.sides not in ("both", "output"):
+        if self.whiten not in ("both", "output"):
             return identity
         D = moments.d if self.fisher == "diagonal" else moments.D
         return damped_inverse_root(D, self.damping_by_side[1], self.shrinkage)

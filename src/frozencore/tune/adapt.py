@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,15 +29,14 @@ from frozencore.files.atomic_write import atomic_folder, write_json
 from frozencore.maths.basis import LayerBasis
 from frozencore.maths.capture import Capture, capture_or_none
 from frozencore.maths.moments import LayerMoments
-from frozencore.options import without_lists
+from frozencore.options import COMMAND_NAMES, without_lists
 from frozencore.text import Progress, flag_of, one_line
 from frozencore.tune.calibration_record import Alignment, CalibratedAdapter, CalibrationSummary
 from frozencore.tune.config import RunConfig
-from frozencore.tune.config_parts import MethodConfig, core_options
 from frozencore.tune.cost import model_bytes
 from frozencore.tune.folder import CALIBRATION
 from frozencore.tune.load import Inputs
-from frozencore.tune.methods import Method, Targets
+from frozencore.tune.methods import Method, MethodConfig, Targets, core_options
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import make_batches
 
@@ -90,18 +89,20 @@ def on_named_basis(config: RunConfig) -> RunConfig:
     if config.method.basis is None:
         return config
     options, method = read_header(config.method.basis)["options"], config.method
+    options = {**options, **options.get("constructor_options", {})}
     targets = options.get("target_modules")
     if isinstance(targets, str) and targets != "all-linear":
         targets = None  # a regular expression: it may name other layers of this model
-    decided = {"name": options["constructor"], "rank": options["r"], "targets": without_lists(targets)}
+    decided = {"name": options["constructor"], "r": options["r"], "target_modules": without_lists(targets)}
     core = {name: without_lists(options.get(name, option.default)) for name, option in core_options().items()}
-    given = {name: getattr(method, name) for name in method.model_fields_set & decided.keys()} | method.core
+    named = {name: "method" if name == "name" else COMMAND_NAMES[name] for name in decided}
+    given = {name: getattr(method, name) for name in decided if named[name] in method.given} | method.core
     for name, value in given.items():
         if value != (its := {**decided, **core}[name]):
-            flag = flag_of("method" if name == "name" else name)
+            flag = flag_of(named.get(name, name))
             its = one_line(its, 200)  # names of layers may be hundreds
             raise ConfigError(f"The basis in {method.basis} determines {flag}: {its}, but {value} came. Leave it out.")
-    return config.model_copy(update={"method": method.model_copy(update={**decided, "core": core})})
+    return replace(config, method=replace(method, **decided, core=core))
 
 
 def starting_core(config: MethodConfig) -> Core | None:
@@ -132,7 +133,7 @@ def adapt(
     started, known, calibration = time.perf_counter(), precomputed or Precomputed(), None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model = config.entry.add(inputs.model, config.adapter_options(targets), known.bases)
+        model = config.entry.add(inputs.model, replace(config, target_modules=targets), known.bases)
         if known.bases is None and config.moments_needed:
             batches = own_share(calibration_batches(inputs.rows.calibration, inputs.encoder.pad_id))
             calibration = calibrate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from frozencore.adapter.bases import save_basis
@@ -47,7 +48,7 @@ def execute_calibration(config: RunConfig, out: Path, progress: Progress, *, of_
             inputs = prepare(config.model, config.rows, config.scoring, progress)
         batches = own_share(calibration_batches(inputs.rows.calibration, inputs.encoder.pad_id))
     targets = resolve_targets(config.method, inputs.model)
-    model = config.method.entry.add(inputs.model, config.method.adapter_options(targets))
+    model = config.method.entry.add(inputs.model, replace(config.method, target_modules=targets))
     calibration = calibrate(model, batches, options=config.method.calibration, progress=progress)
 
     def save() -> None:

@@ -19,7 +19,7 @@ from frozencore.tune.load import Inputs, load_model
 from frozencore.tune.locate import find_tenants, model_location
 from frozencore.tune.many.tenant import Tenant, Trained, train_many
 from frozencore.tune.many.tenant_rows import TenantRows, read_tenants
-from frozencore.tune.methods import AdapterOptions, find_method
+from frozencore.tune.methods import MethodConfig, find_method
 from frozencore.tune.run import recipe_of, scoring_trained
 from frozencore.tune.scoring.score import Score, score_rows
 
@@ -129,7 +129,7 @@ def score_cores(
         scores: What :func:`score_own` found, of the tenants to score.
     """
     method = find_method("compressed")
-    options = AdapterOptions(rank=1, targets="all-linear", seed=0, core={}, basis=str(shop / BASIS))
+    options = MethodConfig(basis=str(shop / BASIS))
     model = method.add(inputs.model, options)
     for name in scores:
         own = rows[name]

@@ -1,39 +1,31 @@
 """The configuration of a run: a part for each step, and the flat names of their options.
 
     config = make_config(model="pocket", data="rows.jsonl", rank=8)
-    config.method.rank
+    config.method.r
 
 Flags, YAML keys, the JSON schema and records use the flat names, which are the names of the parts' fields
-(:mod:`frozencore.tune.config_parts`). Two rules cover the rest: a part's field ``name`` has the name of its part
-(``model``, ``method``), and an option that several parts hold (``seed``) is one option.
+(:mod:`frozencore.tune.config_parts`). Three rules cover the rest: a part's field ``name`` has the name of its part
+(``model``, ``method``), an option that several parts have (``seed``) is one option, and an option whose name in Python
+is PEFT's has ours (:data:`frozencore.options.COMMAND_NAMES`).
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, is_dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError, model_validator
-from pydantic_core import to_jsonable_python
 
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.constructors import CONSTRUCTORS
-from frozencore.errors import ConfigError, most_specific, wrapped_error
-from frozencore.options import Option, options_of
+from frozencore.errors import ConfigError
+from frozencore.options import COMMAND_NAMES, ConfigPart, Option, options_of
 from frozencore.text import flag_of, unknown_name
-from frozencore.tune.config_parts import (
-    ConfigPart,
-    MethodConfig,
-    ModelConfig,
-    RowsConfig,
-    ScoringConfig,
-    TrainingConfig,
-    core_options,
-)
+from frozencore.tune.config_parts import ModelConfig, RowsConfig, ScoringConfig, TrainingConfig
+from frozencore.tune.methods import MethodConfig, core_options
 from frozencore.tune.rows.sources import TASK, find_source, is_named
 
 PLACES = ("data_root", "device")
@@ -47,6 +39,7 @@ ALIASES = {"task": "data", "calibration_task": "calibration_data"}
 """Other names of options, whose values are names of tasks."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class RunConfig(ConfigPart):
     """One run of the training recipe (paper, section 4 and appendix B); see the head of this file."""
 
@@ -56,15 +49,14 @@ class RunConfig(ConfigPart):
     training: TrainingConfig
     scoring: ScoringConfig
 
-    @model_validator(mode="after")
-    def _parts_fit_together(self) -> RunConfig:
+    def __post_init__(self) -> None:
+        super().__post_init__()
         others = self.scoring.forgetting or ()
         for data in (*self.rows.sources, self.rows.calibration_data, *others):
             if data is not None and is_named(data):
                 find_source(data)
         if same := {*others} & {*self.rows.sources}:
             raise ConfigError(f"--forgetting is of other tasks, but the run learns {same.pop()}. Leave it out there.")
-        return self
 
     @property
     def resolved_learning_rate(self) -> float | None:
@@ -86,16 +78,16 @@ class RunConfig(ConfigPart):
             if changed and value == option.default:
                 continue
             place = found.setdefault(option.group, {}) if option.group else found
-            place[name] = to_jsonable_python(value)
+            place[name] = as_json(value)
         return found
 
     def replaced(self, **values: Any) -> RunConfig:
-        """A copy with other values of some options, which are not checked again."""
+        """A copy with other values of some options."""
         parts: dict[str, dict[str, Any]] = {}
         for name, value in values.items():
             for part, field in run_options()[name].paths:
                 parts.setdefault(part, {})[field] = value
-        return self.model_copy(update={part: getattr(self, part).model_copy(update=v) for part, v in parts.items()})
+        return replace(self, **{part: replace(getattr(self, part), **changed) for part, changed in parts.items()})
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,20 +127,31 @@ def run_options() -> Mapping[str, RunOption]:
 @cache
 def _options_of_table(_table: tuple[type, ...]) -> Mapping[str, RunOption]:
     found: dict[str, RunOption] = {}
-    inside = {"core": core_options(), "calibration": options_of(CalibrationOptions)}
-    for part, kind in options_of(RunConfig).items():
-        for field, of_part in options_of(kind.plain).items():
-            for name, option in inside.get(field, {field: of_part}).items():
-                path = (part, field, name) if field in inside else (part, field)
-                name = part if name == "name" else name
-                known = found.get(name)
-                if known is not None and known.meaning != option.meaning:
-                    raise ConfigError(
-                        f"An option has one meaning, but {name!r} has two. Rename that of the constructor."
-                    )
-                paths = (*(known.paths if known else ()), path)
-                found[name] = RunOption(name, option.type, option.plain, option.default, paths)
+    for path, option in _walk(RunConfig):
+        part, *_, name = path
+        name = part if name == "name" else COMMAND_NAMES.get(name, name)
+        known = found.get(name)
+        if known is not None and known.meaning != option.meaning:
+            raise ConfigError(f"An option has one meaning, but {name!r} has two. Rename that of the constructor.")
+        paths = (*(known.paths if known else ()), path)
+        found[name] = RunOption(name, option.type, option.default, paths)
     return found
+
+
+def _walk(holder: type, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Option]]:
+    """Every option of a dataclass and of the dataclasses in it, with the names that lead to it."""
+    for name, option in options_of(holder).items():
+        if name == "core":
+            yield from (((*path, name, inner), one) for inner, one in core_options().items())
+        elif isinstance(option.type, type) and is_dataclass(option.type):
+            yield from _walk(option.type, (*path, name))
+        elif option.help:
+            yield (*path, name), option
+
+
+def as_json(value: Any) -> Any:
+    """The value of an option as JSON and YAML have it."""
+    return list(value) if isinstance(value, tuple) else str(value) if isinstance(value, Path) else value
 
 
 def as_flags(config: RunConfig, *, many: bool = False) -> str:
@@ -162,7 +165,7 @@ def as_flags(config: RunConfig, *, many: bool = False) -> str:
         value = option.value_in(config)
         if value != option.default:
             key = "tenants" if many and name == "data" else name.replace("_", "-")
-            given[key] = "none" if value is None else to_jsonable_python(value)
+            given[key] = "none" if value is None else as_json(value)
     return yaml.safe_dump(given, sort_keys=False)
 
 
@@ -172,7 +175,7 @@ def make_config(*, strict: bool = False, **values: Any) -> RunConfig:
     ``task="sst2"`` is ``data="task:sst2"``, and ``calibration_task`` likewise ``calibration_data``.
 
     Args:
-        strict: Values are those of JSON or YAML: text does not become a number.
+        strict: The values are keys of a file, so errors name them as keys and not as flags.
 
     Raises:
         ConfigError: An option is unknown or wrong; the message names it.
@@ -184,32 +187,22 @@ def make_config(*, strict: bool = False, **values: Any) -> RunConfig:
         values |= given
     for alias, name in ALIASES.items():
         if (task := values.pop(alias, None)) is not None:
-            if not isinstance(task, str):
-                place = alias if strict else flag_of(alias)
-                raise ConfigError(f"{place}: input should be a valid string, but {task!r:.200} came.")
             if values.get(name) is not None:
                 raise ConfigError(f"{flag_of(alias)} {task} is {flag_of(name)} {TASK}:{task}. Leave one of them out.")
             values[name] = f"{TASK}:{task}"
-    nested: dict[str, Any] = {part: {} for part in RunConfig.model_fields}
+    nested: dict[str, dict[str, Any]] = {part: {} for part in options_of(RunConfig)}
+    nested["method"] = {"given": frozenset(values), "core": {}, "calibration": {}}
     for name, value in values.items():
         if name not in known:
             raise ConfigError(unknown_name("option", name, known))
+        checked = known[name].validate(value, name if strict else flag_of(name))
         for *parts, field in known[name].paths:
             holder = nested
             for part in parts:
-                holder = holder.setdefault(part, {})
-            holder[field] = value
-    try:
-        if strict:
-            return RunConfig.model_validate_json(json.dumps(nested, default=str), strict=True)
-        return RunConfig.model_validate(nested)
-    except ValidationError as error:
-        first = most_specific(error)
-        if (refused := wrapped_error(first)) is not None:
-            raise refused from error
-        name = next(
-            (name for name, option in known.items() for path in option.paths if first["loc"][: len(path)] == path),
-            ".".join(map(str, first["loc"])),
-        )
-        place = name if strict else flag_of(name)
-        raise ConfigError(f"{place}: {first['msg'].lower()}, but {first['input']!r:.200} came.") from error
+                holder = holder[part]
+            holder[field] = checked
+    for name, option in known.items():
+        if option.default is MISSING and name not in values:
+            raise ConfigError(f"A run needs {flag_of(name)}: {option.help}")
+    nested["method"]["calibration"] = CalibrationOptions(**nested["method"]["calibration"])
+    return RunConfig(**{part: option.type(**nested[part]) for part, option in options_of(RunConfig).items()})

@@ -26,9 +26,9 @@ from torch.utils._pytree import tree_leaves
 from frozencore.adapter.layer import layer_shape
 from frozencore.device import computes_fast, memory_of, resolve_device
 from frozencore.files.fingerprint import base_tensors, stored_tensors
-from frozencore.tune.config_parts import MethodConfig, ModelConfig
+from frozencore.tune.config_parts import ModelConfig
 from frozencore.tune.load import Base, load_config, load_tokenizer, without_weights
-from frozencore.tune.methods import METHODS, Targets, targeted_layers
+from frozencore.tune.methods import METHODS, MethodConfig, Targets, targeted_layers
 from frozencore.tune.training.callbacks import total_bytes
 
 ADAM_STATES = 2  # first and second moment
@@ -40,7 +40,7 @@ def training_state_bytes(num_parameters: int) -> int:
     return num_parameters * FLOAT32_BYTES * (1 + ADAM_STATES)
 
 
-def values_at_once(model: nn.Module) -> int:
+def num_trainable(model: nn.Module) -> int:
     """The number of values that train at the same time."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
@@ -129,14 +129,15 @@ def estimate_bytes(config: MethodConfig, base: nn.Module, targets: Targets, num_
     """
     method = config.entry
     of_graph = METHODS["lora"] if {*method.trains} <= {"core", "factors"} else method
-    options = config.adapter_options(targets)
     with torch.device("meta"):
-        model = of_graph.add(copy.deepcopy(base), replace(options, core={}, basis=None))
+        model = of_graph.add(
+            copy.deepcopy(base), replace(config, target_modules=targets, core={}, basis=None, start_from=None)
+        )
     layers = targeted_layers(base, targets) if method.has_bases else ()
     shapes = [layer_shape(base.get_submodule(name)) for name in layers]
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     if method.has_bases:
-        trained = sum(min(config.rank, *shape) ** 2 for shape in shapes)
+        trained = sum(min(config.r, *shape) ** 2 for shape in shapes)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         weights = {

@@ -21,9 +21,9 @@ from frozencore.files.gguf_model import is_quantised, read_tokenizer, read_weigh
 from frozencore.files.hub import safe_loading
 from frozencore.quiet import quiet_loading
 from frozencore.text import Progress, num_of
-from frozencore.tune.config_parts import MethodConfig, ModelConfig, RowsConfig, ScoringConfig
+from frozencore.tune.config_parts import ModelConfig, RowsConfig, ScoringConfig
 from frozencore.tune.locate import model_location
-from frozencore.tune.methods import Targets, targeted_layers
+from frozencore.tune.methods import MethodConfig, Targets, targeted_layers
 from frozencore.tune.processes import num_started
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.prompts import (
@@ -183,7 +183,7 @@ def resolve_targets(config: MethodConfig, model: PreTrainedModel) -> Targets:
         ConfigError: A name matches no layer, the architecture is unknown and no names were given, or the model has
             fewer blocks than requested.
     """
-    targets = config.targets or config.entry.default_targets(model) or tuple(attention_projections(model))
+    targets = config.target_modules or config.entry.default_targets(model) or tuple(attention_projections(model))
     if targets != "all-linear":
         _require_each(model, targets)
     return targets if config.layers is None else _in_last_blocks(model, targets, config.layers)

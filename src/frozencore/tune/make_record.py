@@ -13,10 +13,11 @@ from frozencore.text import accuracy_in_words
 from frozencore.tune.adapt import Adapted
 from frozencore.tune.calibration_record import CalibrationSummary
 from frozencore.tune.config import RunConfig
-from frozencore.tune.config_parts import MethodConfig, RowsConfig
+from frozencore.tune.config_parts import RowsConfig
 from frozencore.tune.cost import PeakMemory
 from frozencore.tune.folder import ADAPTER
 from frozencore.tune.load import Inputs
+from frozencore.tune.methods import MethodConfig
 from frozencore.tune.record import (
     RECORD_FORMAT,
     Hashes,
@@ -59,7 +60,7 @@ def make_record(
         started: ``time.perf_counter()`` when the run began.
         company: The tenants that trained together with this one; None for a run alone.
     """
-    (before, after), made, at_once = scores, adapted.made, report.values_at_once
+    (before, after), made, at_once = scores, adapted.made, report.num_trainable
     saved = sum(file.stat().st_size for file in (folder / ADAPTER).glob("*.safetensors"))
     forgetting = {task: OtherTask(loss_before=before.others[task], loss=loss) for task, loss in after.others.items()}
     further: dict[str, Any] = {
@@ -81,7 +82,7 @@ def make_record(
         rows=inputs.rows.used,
         held_out_loss_before=before.held_out_loss,
         held_out_loss=after.held_out_loss,
-        values_at_once=at_once,
+        num_trainable=at_once,
         state_held_bytes=report.state_held_bytes,
         saved_bytes=saved,
         model_bytes=adapted.model_bytes,

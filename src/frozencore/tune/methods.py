@@ -10,18 +10,26 @@ import warnings
 from abc import ABC, abstractmethod
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import Field
-
-from frozencore.constructors import COMPRESSED, CONSTRUCTORS, BasisOptions, find_constructor
+from frozencore.calibration.calibration_options import CalibrationOptions
+from frozencore.constructors import (
+    COMPRESSED,
+    CONSTRUCTORS,
+    BasisOptions,
+    constructor_options,
+    find_constructor,
+    refuse_unread,
+)
+from frozencore.constructors.constructor import Rank, ScaleOptions
 from frozencore.errors import ConfigError
 from frozencore.files.atomic_write import atomic_folder
 from frozencore.maths.moments import MomentName
-from frozencore.options import options_of
+from frozencore.maths.quantise import Bits
+from frozencore.options import Bounds, ConfigPart, Option, options_of
 from frozencore.text import unknown_name
 
 if TYPE_CHECKING:
@@ -34,26 +42,9 @@ if TYPE_CHECKING:
     from frozencore.maths.basis import LayerBasis
 
 
-Targets = Annotated[tuple[str, ...], Field(min_length=1)] | Literal["all-linear"]
-
-
-@dataclass(frozen=True)
-class AdapterOptions:
-    """The options of an adapter, beside its method, the model and the data.
-
-    Attributes:
-        rank: The rank r.
-        targets: Names of the layers to adapt, or ``"all-linear"``.
-        seed: Seed of random values.
-        core: Options of frozen cores by name, for :class:`frozencore.FrozenCoreConfig`.
-        basis: The folder or hub id of a saved basis, which determines rank and targets.
-    """
-
-    rank: int
-    targets: Targets
-    seed: int
-    core: Mapping[str, Any]
-    basis: str | None = None
+Targets = Annotated[tuple[str, ...], Bounds(min_items=1)] | Literal["all-linear"]
+SEED = 42
+Seed = Annotated[int, Bounds(ge=0, lt=2**32), "Seed of calibration rows, row order and random directions."]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +53,7 @@ class Method(ABC):
 
     Attributes:
         label: Name in reports.
-        word: What it trains, or where its bases come from, in one word.
+        basis_source: Where its bases come from, or what it trains, in one word.
         trains: The kinds of trained values: ``core``, ``factors``, ``magnitudes`` (one a channel), or another kind,
             which reports show in a new column.
         learning_rate, warmup: Defaults of a run: the peak learning rate, and the share of the steps in which it rises.
@@ -76,7 +67,7 @@ class Method(ABC):
     """
 
     label: str
-    word: str = ""
+    basis_source: str = ""
     trains: tuple[str, ...]
     learning_rate: float | None
     warmup: float = 0.1
@@ -95,9 +86,7 @@ class Method(ABC):
         return None
 
     @abstractmethod
-    def add(
-        self, model: nn.Module, options: AdapterOptions, bases: Mapping[str, LayerBasis] | None = None
-    ) -> PeftModel:
+    def add(self, model: nn.Module, options: MethodConfig, bases: Mapping[str, LayerBasis] | None = None) -> PeftModel:
         """Add the adapter without calibration; the model's output does not change.
 
         Args:
@@ -107,7 +96,7 @@ class Method(ABC):
             ConfigError: The options contradict one another or do not fit the model.
         """
 
-    def needs(self, options: AdapterOptions) -> frozenset[MomentName]:
+    def needs(self, options: MethodConfig) -> frozenset[MomentName]:
         """The moments that the method needs; empty if it needs none.
 
         A method with needs is calibrated by :func:`frozencore.calibrate`, so its layers are frozen cores.
@@ -164,12 +153,10 @@ class FromPEFT(Method):
     """A method of PEFT at the rank and on the targets of frozen cores, in float32 also on a 16-bit base."""
 
     @abstractmethod
-    def config(self, options: AdapterOptions, model: nn.Module) -> PeftConfig:
+    def config(self, options: MethodConfig, model: nn.Module) -> PeftConfig:
         """The configuration for PEFT."""
 
-    def add(
-        self, model: nn.Module, options: AdapterOptions, bases: Mapping[str, LayerBasis] | None = None
-    ) -> PeftModel:
+    def add(self, model: nn.Module, options: MethodConfig, bases: Mapping[str, LayerBasis] | None = None) -> PeftModel:
         """Add the adapter; the global random state is restored."""
         import torch
         from peft import get_peft_model
@@ -179,12 +166,14 @@ class FromPEFT(Method):
             try:
                 return get_peft_model(model, self.config(options, model))
             except (ValueError, TypeError) as error:
-                raise ConfigError(f"The targets {options.targets!r} cannot carry {self.label}: {error}") from error
+                raise ConfigError(
+                    f"The targets {options.target_modules!r} cannot carry {self.label}: {error}"
+                ) from error
 
 
-def as_peft_takes(options: AdapterOptions) -> str | list[str]:
+def as_peft_takes(options: MethodConfig) -> str | list[str] | None:
     """The targets in the form of a PEFT configuration."""
-    return options.targets if isinstance(options.targets, str) else list(options.targets)
+    return list(options.target_modules) if isinstance(options.target_modules, tuple) else options.target_modules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,12 +187,12 @@ class LoRA(FromPEFT):
     use_dora: bool = False
     initialisation: ClassVar[Literal[True, "pissa"]] = True
 
-    def config(self, options: AdapterOptions, model: nn.Module) -> PeftConfig:
+    def config(self, options: MethodConfig, model: nn.Module) -> PeftConfig:
         from peft import LoraConfig
 
         return LoraConfig(
-            r=options.rank,
-            lora_alpha=options.rank,
+            r=options.r,
+            lora_alpha=options.r,
             lora_dropout=0.0,
             bias="none",
             target_modules=as_peft_takes(options),
@@ -243,7 +232,7 @@ class FullFineTuning(FromPEFT):
     The saved adapter is as large as they are.
     """
 
-    unread: ClassVar[tuple[str, ...]] = ("rank", "bits")
+    unread: ClassVar[tuple[str, ...]] = ("r", "bits")
 
     def default_targets(self, model: nn.Module) -> Targets:
         """Every module with its own parameters; for tied embeddings the input embedding."""
@@ -253,9 +242,7 @@ class FullFineTuning(FromPEFT):
             name for name in names if model.get_submodule(name) is not head or not _ties_its_embeddings(model, names)
         )
 
-    def add(
-        self, model: nn.Module, options: AdapterOptions, bases: Mapping[str, LayerBasis] | None = None
-    ) -> PeftModel:
+    def add(self, model: nn.Module, options: MethodConfig, bases: Mapping[str, LayerBasis] | None = None) -> PeftModel:
         from peft.utils import ModulesToSaveWrapper
 
         adapted = super().add(model, options, bases)
@@ -265,11 +252,11 @@ class FullFineTuning(FromPEFT):
                 _train_in_float32(module.modules_to_save["default"], dtype)
         return adapted
 
-    def config(self, options: AdapterOptions, model: nn.Module) -> PeftConfig:
+    def config(self, options: MethodConfig, model: nn.Module) -> PeftConfig:
         from peft import LoraConfig
         from peft.utils.constants import DUMMY_TARGET_MODULES
 
-        names = targeted_layers(model, options.targets)
+        names = targeted_layers(model, options.target_modules or self.default_targets(model))
         if not names:
             raise ValueError("no linear layer is called so")
         for name in names:
@@ -310,9 +297,7 @@ class FrozenCore(Method):
     has_bases: ClassVar[bool] = True
     unread: ClassVar[tuple[str, ...]] = ()
 
-    def add(
-        self, model: nn.Module, options: AdapterOptions, bases: Mapping[str, LayerBasis] | None = None
-    ) -> PeftModel:
+    def add(self, model: nn.Module, options: MethodConfig, bases: Mapping[str, LayerBasis] | None = None) -> PeftModel:
         from peft import get_peft_model
 
         from frozencore.adapter.bases import set_basis
@@ -325,16 +310,16 @@ class FrozenCore(Method):
             set_basis(adapted, bases)
         return adapted
 
-    def needs(self, options: AdapterOptions) -> frozenset[MomentName]:
+    def needs(self, options: MethodConfig) -> frozenset[MomentName]:
         return (
             frozenset() if options.basis is not None else find_constructor(self.constructor).needs(self._read(options))
         )
 
-    def _read(self, options: AdapterOptions) -> BasisOptions:
+    def _read(self, options: MethodConfig) -> BasisOptions:
         """The constructor's own options."""
         of_row = find_constructor(self.constructor).options
         read = {name: value for name, value in options.core.items() if name in options_of(of_row)}
-        return of_row(rank=options.rank, seed=options.seed, **read)
+        return of_row(r=options.r, seed=options.seed, **read)
 
     def _write(self, model: PeftModel, folder: Path, start: Path) -> None:
         from frozencore.adapter.card import begin_model_card
@@ -342,17 +327,19 @@ class FrozenCore(Method):
         begin_model_card(folder)
         super()._write(model, folder, start)
 
-    def _config(self, options: AdapterOptions, *, load_bases: bool = False) -> FrozenCoreConfig:
+    def _config(self, options: MethodConfig, *, load_bases: bool = False) -> FrozenCoreConfig:
         from frozencore.adapter.model import FrozenCoreConfig  # registers the tuner with PEFT
 
+        known = options_of(FrozenCoreConfig)
         return FrozenCoreConfig(
-            r=options.rank,
-            target_modules=options.targets if isinstance(options.targets, str) else list(options.targets),
+            r=options.r,
+            target_modules=as_peft_takes(options),
             constructor=self.constructor,
             seed=options.seed,
             task_type="CAUSAL_LM",
             load_bases=load_bases,
-            **options.core,
+            constructor_options={name: value for name, value in options.core.items() if name not in known},
+            **{name: value for name, value in options.core.items() if name in known},
         )
 
 
@@ -362,7 +349,7 @@ class FrozenCores(Mapping[str, Method]):
     def __getitem__(self, name: str) -> Method:
         row = find_constructor(name) if name == COMPRESSED else CONSTRUCTORS[name]
         return FrozenCore(
-            constructor=name, label=row.label or name, word=row.word, trains=("core",),
+            constructor=name, label=row.label or name, basis_source=row.basis_source, trains=("core",),
             learning_rate=None, weights_only=row.weights_only,
         )  # fmt: skip
 
@@ -373,16 +360,16 @@ class FrozenCores(Mapping[str, Method]):
         return len(CONSTRUCTORS)
 
 
-__all__ = ["METHODS", "AdapterOptions", "Method", "Targets", "bases_name", "find_method", "method_name"]
-
 METHODS: ChainMap[str, Method] = ChainMap(
     {
-        "lora": LoRA(label="LoRA", word="factors", trains=("factors",), learning_rate=1e-3),
+        "lora": LoRA(label="LoRA", basis_source="factors", trains=("factors",), learning_rate=1e-3),
         "dora": LoRA(
-            label="DoRA", word="magnitudes", trains=("factors", "magnitudes"), learning_rate=1e-3, use_dora=True
+            label="DoRA", basis_source="magnitudes", trains=("factors", "magnitudes"), learning_rate=1e-3, use_dora=True
         ),
-        "pissa": PiSSA(label="PiSSA", word="leading", trains=("factors",), learning_rate=2e-4),
-        "full": FullFineTuning(label="Full fine-tuning", word="weights", trains=("weights",), learning_rate=2e-5),
+        "pissa": PiSSA(label="PiSSA", basis_source="leading", trains=("factors",), learning_rate=2e-4),
+        "full": FullFineTuning(
+            label="Full fine-tuning", basis_source="weights", trains=("weights",), learning_rate=2e-5
+        ),
     },
     FrozenCores(),  # type: ignore[arg-type]  # only read
 )
@@ -407,3 +394,65 @@ def method_name(name: str) -> str:
 def bases_name(method: str, options: Mapping[str, Any]) -> str:
     """A method's label, with the basis options that are not at their defaults."""
     return ", ".join([method_name(method), *(f"{name} {value}" for name, value in options.items())])
+
+
+def core_options() -> dict[str, Option]:
+    """The options of cores and bases by name, of all constructors in the current table."""
+    return {**options_of(ScaleOptions), **constructor_options()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodConfig(ConfigPart):
+    """What is trained: the method, its layers, its bases and their calibration.
+
+    Attributes:
+        core: The given options of cores and constructors, by name.
+        given: The names of all options that are given, also at their defaults: a saved basis may not differ from them.
+    """
+
+    name: Annotated[str, "What to train."] = "fcca"
+    r: Rank = BasisOptions.r
+    target_modules: Annotated[
+        Targets | None,
+        "Layers to adapt: names, or all-linear. Default: the attention projections; for full, every weight.",
+    ] = None
+    layers: Annotated[int | None, Bounds(ge=1), "Adapt only the last so many blocks. Default: all."] = None
+    basis: Annotated[
+        str | None,
+        "Train on a saved basis, given by its folder or hub id. It determines method, rank, targets and scale, and the "
+        "adapter is saved as cores only.",
+    ] = None
+    start_from: Annotated[
+        str | None,
+        "Start from the core of an adapter on --basis: its folder, or that of its run; merge makes the mean of "
+        "several. Default: zero.",
+    ] = None
+    bits: Bits = 32
+    core: dict[str, Any] = field(default_factory=dict)
+    calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
+    seed: Seed = SEED
+    given: frozenset[str] = field(default=frozenset(), compare=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        known = core_options()
+        for name in self.core:
+            if name not in known:
+                raise ConfigError(unknown_name("option", name, known))
+        object.__setattr__(self, "core", {name: known[name].validate(value) for name, value in self.core.items()})
+        self.refuse_changed(self.entry.unread, f"The method {self.name!r} does not read {{name}}. Leave {{flag}} out.")
+        refuse_unread(self.name, {name: v for name, v in self.core.items() if v != known[name].default})
+        if self.basis is not None and self.layers is not None:
+            raise ConfigError("A saved basis has its own layers: leave --layers out.")
+        if self.start_from is not None and self.basis is None:
+            raise ConfigError("--start-from takes a core on a saved basis: name that basis with --basis.")
+
+    @property
+    def entry(self) -> Method:
+        """The method's row in the table of methods."""
+        return find_method(self.name)
+
+    @property
+    def moments_needed(self) -> frozenset[MomentName]:
+        """The moments that the method needs; empty for a method without calibration."""
+        return self.entry.needs(self)

@@ -322,7 +322,7 @@ class TunedRecord(RunRecord):
         company: Missing if the run trained alone.
         forgetting: The loss on the texts of other tasks, by task; missing if not scored.
         row_losses: The held-out loss of each scored row, in order; missing if the rows have no numbers.
-        values_at_once: The number of values that train at the same time.
+        num_trainable: The number of values that train at the same time.
         state_held_bytes: The peak of the training state (:mod:`frozencore.tune.training.callbacks`) in one process; for
             runs that train together, the run's share.
         saved_bytes: Size of the adapter's tensor files.
@@ -341,7 +341,7 @@ class TunedRecord(RunRecord):
     accuracy_before: float | None = None
     accuracy: float | None = None
     score: TaskScore | None = None
-    values_at_once: Count
+    num_trainable: Count
     state_held_bytes: Count
     saved_bytes: Count
     model_bytes: Count

@@ -32,8 +32,8 @@ from frozencore.tune.adapt import (
     save_start,
     starting_core,
 )
-from frozencore.tune.config import RunConfig
-from frozencore.tune.config_parts import MethodConfig, ScoringConfig, TrainingConfig
+from frozencore.tune.config import RunConfig, as_json
+from frozencore.tune.config_parts import ScoringConfig, TrainingConfig
 from frozencore.tune.cost import PeakMemory, rows_at_once
 from frozencore.tune.figures import write_curve
 from frozencore.tune.folder import (
@@ -53,7 +53,7 @@ from frozencore.tune.folder import (
 )
 from frozencore.tune.load import Inputs, prepare, resolve_targets
 from frozencore.tune.make_record import calibrated_on, headline, make_record
-from frozencore.tune.methods import Method
+from frozencore.tune.methods import Method, MethodConfig
 from frozencore.tune.provenance import STEPS_VERSION
 from frozencore.tune.record import TunedRecord
 from frozencore.tune.run_rows import RunRows
@@ -174,7 +174,7 @@ def _save(
     """Write the adapter with its card, the answers to the scored rows, and the samples.
 
     Args:
-        core: The core in fewer bits than 32.
+        core: The rounded core that the model has; None where no value was rounded.
     """
     (before, after), method = scores, config.method.entry
     method.save(adapted.model, out / ADAPTER, out / START, core)
@@ -224,7 +224,7 @@ def _score_base(
     """The score of the base model: of an earlier run, of this run before an interruption, or computed."""
     known = {} if earlier is None else earlier
     decides = {
-        **config.model_dump(mode="json", exclude=CHOOSE_STEP),
+        **{name: as_json(value) for name, value in vars(config).items() if name not in CHOOSE_STEP},
         "rows": inputs.rows.scored.name,
         "max_length": inputs.encoder.max_length,
         **{name: hashes.get(name) for name in ("model", "evaluation", "choices", "others")},

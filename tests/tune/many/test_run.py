@@ -113,7 +113,7 @@ def test_a_tenant_of_tune_many_is_that_of_tune_on_the_same_basis(
     assert record.held_out_loss_before == pytest.approx(alone.held_out_loss_before, rel=1e-5)
     assert record.held_out_loss == pytest.approx(alone.held_out_loss, rel=1e-5)
     assert (record.selection.kept_step, record.rows) == (alone.selection.kept_step, alone.rows)
-    assert (record.resolved, record.values_at_once) == (alone.resolved, alone.values_at_once)
+    assert (record.resolved, record.num_trainable) == (alone.resolved, alone.num_trainable)
     for key in ("model", "train", "evaluation", "validation", "basis"):
         assert getattr(record.hashes, key) == getattr(alone.hashes, key)
     assert difference(cores_in(out / name), cores_in(tmp_path / "alone")) < 1e-5
@@ -421,7 +421,7 @@ def test_a_dry_run_counts_the_rows_and_steps_that_are_then_recorded_and_shown_wi
         assert f"{name}: {used['trained']} rows to train on (" in out
         assert f"), {used['scored']} to score; {steps} steps." in out
         assert f"{record['held_out_loss']:.3f}" in shown
-    assert f"{record['values_at_once']:,} trained values each" in out
+    assert f"{record['num_trainable']:,} trained values each" in out
     assert "3 tenants on a basis of 16 rows, 2 at a time." in out
     assert command("tune-many", "--model", "pocket", "--out", tmp_path / "none")[0] == 2
     status, shown, err = command("tune-many", "--resume", "--out", tmp_path / "out")

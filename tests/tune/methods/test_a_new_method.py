@@ -12,7 +12,7 @@ from peft import LNTuningConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
 from frozencore.tune.figures import method_colour
-from frozencore.tune.methods import METHODS, AdapterOptions, Method
+from frozencore.tune.methods import METHODS, Method, MethodConfig
 from small_campaign import write_spec
 
 Command = Callable[..., tuple[int, str, str]]
@@ -33,7 +33,7 @@ studies:
 class Norms(Method):
     """The gains of the layer norms."""
 
-    def add(self, model: nn.Module, options: AdapterOptions, bases: Mapping[str, Tensor] | None = None) -> PeftModel:
+    def add(self, model: nn.Module, options: MethodConfig, bases: Mapping[str, Tensor] | None = None) -> PeftModel:
         return get_peft_model(model, LNTuningConfig(task_type="CAUSAL_LM", target_modules=["input_layernorm"]))
 
 
@@ -56,7 +56,7 @@ def test_a_row_is_enough_for_a_campaign_and_its_report(command: Command, tmp_pat
     (record,) = [record for record in map(json.loads, lines) if record["method"] == "norms"]
     recipe = record["resolved"]["recipe"]
     assert (recipe["learning_rate"], recipe["warmup"]) == (3e-3, 0.25)
-    assert record["values_at_once"] < 4096  # fewer than the cores of rank 16
+    assert record["num_trainable"] < 4096  # fewer than the cores of rank 16
     assert "basis" not in record["hashes"]
     report = (folder / "report" / "report.md").read_text(encoding="utf-8")
     assert "Layer norms" in report

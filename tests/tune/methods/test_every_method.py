@@ -13,14 +13,14 @@ from torch import nn
 
 from frozencore import basis_id, calibrate, frozen_core_layers, get_basis
 from frozencore.errors import ConfigError
-from frozencore.tune.methods import METHODS, AdapterOptions, find_method
+from frozencore.tune.methods import METHODS, MethodConfig, find_method
 from frozencore.tune.scoring.forward import unload_adapter
 from frozencore.tune.training.recipe import Recipe
 from frozencore.tune.training.train import train
 from tiny import ATTENTION, BATCHES, VOCABULARY, draw_rows, tiny_qwen2
 
 EVERY = pytest.mark.parametrize("name", METHODS)
-OPTIONS = AdapterOptions(rank=3, targets=ATTENTION, seed=1, core={})
+OPTIONS = MethodConfig(r=3, target_modules=ATTENTION, seed=1)
 CALLED = {
     "core": ("frozencore_R",), "factors": ("lora_A", "lora_B"), "magnitudes": ("magnitude",),
     "weights": ("modules_to_save",),
@@ -111,7 +111,7 @@ def test_the_same_seed_gives_the_same_values_and_leaves_the_global_state_alone(n
 
 
 def test_targets_that_are_not_there_are_one_line() -> None:
-    options = AdapterOptions(rank=4, targets=("nowhere",), seed=0, core={})
+    options = MethodConfig(r=4, target_modules=("nowhere",), seed=0)
     with pytest.raises(ConfigError, match="targets .*nowhere.* cannot carry LoRA"):
         METHODS["lora"].add(tiny_qwen2(), options)
 

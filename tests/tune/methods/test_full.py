@@ -15,9 +15,9 @@ from torch.nn.functional import cross_entropy
 
 from frozencore.errors import ConfigError
 from frozencore.tune.config import make_config
-from frozencore.tune.cost import values_at_once
+from frozencore.tune.cost import num_trainable
 from frozencore.tune.load import resolve_targets
-from frozencore.tune.methods import METHODS, AdapterOptions
+from frozencore.tune.methods import METHODS, MethodConfig
 from frozencore.tune.scoring.forward import unload_adapter
 from frozencore.tune.scoring.score import held_out_loss
 from frozencore.tune.training.recipe import Recipe
@@ -48,7 +48,7 @@ EVERY = pytest.mark.parametrize("kind", MODELS)
 
 def adapted(model: Any, **options: Any) -> PeftModel:
     config = make_config(model="pocket", task="pocket-math", method="full", **options)
-    return FULL.add(model, AdapterOptions(16, resolve_targets(config.method, model), 3, {}))
+    return FULL.add(model, MethodConfig(target_modules=resolve_targets(config.method, model), seed=3))
 
 
 @EVERY
@@ -57,7 +57,7 @@ def test_untrained_it_is_the_base_model_and_trains_every_parameter_once(kind: st
     expected, count = logits(base), sum(parameter.numel() for parameter in base.parameters())
     model = adapted(base)
     assert torch.equal(logits(model), expected)
-    assert values_at_once(model) == count
+    assert num_trainable(model) == count
 
 
 @EVERY
@@ -97,9 +97,9 @@ def test_trained_it_reloads_on_the_original_base_which_comes_out_as_it_went_in(k
 
 def test_with_targets_those_layers_alone_train() -> None:
     weights = [value for key, value in tiny_llama().named_parameters() if any(target in key for target in ATTENTION)]
-    assert values_at_once(adapted(tiny_llama(), targets=ATTENTION)) == sum(weight.numel() for weight in weights)
+    assert num_trainable(adapted(tiny_llama(), targets=ATTENTION)) == sum(weight.numel() for weight in weights)
     of_block = [value for key, value in tiny_llama().named_parameters() if "layers.1." in key]
-    assert values_at_once(adapted(tiny_llama(), layers=1)) == sum(weight.numel() for weight in of_block)
+    assert num_trainable(adapted(tiny_llama(), layers=1)) == sum(weight.numel() for weight in of_block)
 
 
 @pytest.mark.parametrize(("kind", "options"), [*((kind, {}) for kind in MODELS), ("untied", {"targets": ATTENTION})])

@@ -20,7 +20,7 @@ from fixtures import few
 from forked import ended
 from frozencore import calibrate
 from frozencore.errors import TrainingError
-from frozencore.tune.methods import METHODS, AdapterOptions
+from frozencore.tune.methods import METHODS, MethodConfig
 from frozencore.tune.training.callbacks import Saving
 from frozencore.tune.training.checkpoints import Stop, is_whole
 from frozencore.tune.training.recipe import Recipe
@@ -40,7 +40,7 @@ def made(name: str) -> nn.Module:
     if name == "alone":
         return tiny_qwen2()
     method, model = METHODS[name], tiny_qwen2()
-    options = AdapterOptions(rank=3, targets=method.default_targets(model) or ATTENTION, seed=1, core={})
+    options = MethodConfig(r=3, target_modules=method.default_targets(model) or ATTENTION, seed=1)
     adapted = method.add(model, options)
     if method.needs(options):
         calibrate(adapted, BATCHES, progress=False)

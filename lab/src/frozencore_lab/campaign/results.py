@@ -10,6 +10,7 @@ from typing import Any
 
 from frozencore.errors import ArtifactError
 from frozencore.files.fingerprint import fingerprint_options
+from frozencore.options import options_of
 from frozencore.text import time_in_words
 from frozencore.tune.config import PLACES
 from frozencore.tune.config_parts import RowsConfig
@@ -22,7 +23,7 @@ from frozencore_lab.campaign.store import Store
 
 # no row that trains or scores depends on these options of the rows
 _NOT_ROWS = ("data_root", "calibration_size", "calibration_data", "seed")
-_DECIDE_ROWS = (*(name for name in RowsConfig.model_fields if name not in _NOT_ROWS), "model", "evaluate_on")
+_DECIDE_ROWS = (*(name for name in options_of(RowsConfig) if name not in _NOT_ROWS), "model", "evaluate_on")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Both are files of the campaign, each computed once under a lock.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from frozencore.adapter.bases import get_basis
 from frozencore.adapter.basis import load_basis
@@ -130,7 +130,7 @@ class SharedWork:
         folder = self.store.shared / "weight-bases" / key
         with self.store.locked(f"weight-{key}"):
             if not folder.exists():
-                options = config.method.adapter_options(resolve_targets(config.method, inputs.model))
+                options = replace(config.method, target_modules=resolve_targets(config.method, inputs.model))
                 model = config.method.entry.add(inputs.model, options)
                 remove_left(folder.parent, folder.name)
                 get_basis(model).write(folder)

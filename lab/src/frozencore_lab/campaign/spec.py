@@ -43,9 +43,9 @@ from frozencore.errors import ConfigError
 from frozencore.files.strict_yaml import read_typed
 from frozencore.options import Option
 from frozencore.text import unknown_name
-from frozencore.tune.config import ALIASES, PLACES, run_options
-from frozencore.tune.config_parts import MethodConfig, SelectionMetric, core_options
-from frozencore.tune.methods import METHODS
+from frozencore.tune.config import ALIASES, PLACES, as_json, run_options
+from frozencore.tune.config_parts import SelectionMetric
+from frozencore.tune.methods import METHODS, MethodConfig, core_options
 from frozencore_lab.campaign.job import KINDS, NamedKind
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
@@ -54,7 +54,7 @@ Figure = Literal["ranking", "gains", "lines", "state", "values", "panels", "curv
 MATCHED = "matched"
 """As a reference: the calibration on the same task."""
 MOST_RUNS = 100_000
-DEFAULT_METHOD = str(MethodConfig.model_fields["name"].default)
+DEFAULT_METHOD = str(MethodConfig.name)
 
 Value = bool | int | float | str | tuple[str, ...] | tuple[float, ...] | None
 Values = Annotated[tuple[Value, ...], Field(min_length=1)]
@@ -89,9 +89,9 @@ class _Described:
     def __get_pydantic_json_schema__(self, _: CoreSchema, __: GetJsonSchemaHandler) -> dict[str, Any]:
         known: dict[str, Any] = {name: {"type": "string"} for name in self.further}
         for name, option in _campaign_options().items():
-            known[name] = {**option.adapter.json_schema(), "description": described(option)}
+            known[name] = {**option.json_schema(), "description": described(option)}
             if option.default is not MISSING:
-                known[name]["default"] = option.adapter.dump_python(option.default, mode="json")
+                known[name]["default"] = as_json(option.default)
         if self.listed:
             known = {name: {"type": "array", "items": one, "minItems": 1} for name, one in known.items()}
         return {"type": "object", "properties": known, "additionalProperties": False}

@@ -110,7 +110,7 @@ def _cost(name: str, runs: Sequence[FinalRun]) -> Cost:
 
 def _kinds(record: TunedRecord, kinds: Sequence[str]) -> dict[str, int | None]:
     """Values that train at once by kind, if the method has one kind, or magnitudes beside factors."""
-    trained, magnitudes = record.values_at_once, record.resources.magnitude_parameters
+    trained, magnitudes = record.num_trainable, record.resources.magnitude_parameters
     if len(kinds) == 1:
         return {kinds[0]: trained}
     if set(kinds) == {"factors", "magnitudes"}:
@@ -131,7 +131,7 @@ def state_sheet(costs: Costs, name: str) -> Sheet:
             gradient = SheetCell(f"{fmean(norms):.3g}", value=fmean(norms))
         lines.append({
             "method": label(cost.name),
-            "values": number(first.values_at_once, 0),
+            "values": number(first.num_trainable, 0),
             **{kind: number(cost.kinds.get(kind, 0), 0, reason=unknown) for kind in kinds},
             "state held": bytes_cell(cost.largest("state_held_bytes")),
             "saved": bytes_cell(cost.largest("saved_bytes")),

@@ -11,7 +11,7 @@ from typing import Any
 from frozencore.constructors import CONSTRUCTORS
 from frozencore.maths.moments import MomentName
 from frozencore.tune.config import run_options
-from frozencore.tune.methods import AdapterOptions, Method, find_method, method_name
+from frozencore.tune.methods import Method, MethodConfig, find_method, method_name
 from frozencore.tune.record import TunedRecord
 from frozencore.tune.rows.sources import Scoring
 from frozencore.tune.rows.splits import VALIDATION_SHARE
@@ -138,7 +138,6 @@ def _options(campaign: Campaign, study: Study, name: str) -> dict[str, str]:
     row = find_method(study.method_of(name))
     given: Mapping[str, Any] = campaign.options_of(study, {"method": name})
     grid: Mapping[str, tuple[Any, ...]] = study.search.grid(name) if study.search else {}
-    defaults = _defaults(row)
     values = partial(_values, campaign, study, name)
 
     def text(option: str) -> str:
@@ -149,7 +148,7 @@ def _options(campaign: Campaign, study: Study, name: str) -> dict[str, str]:
         f"{times}, as they fit" if size == "auto" else f"{size} × {times} = {size * times}"
         for size, times in product(values("batch_size"), values("accumulation"))
     ]
-    reads = row.needs(AdapterOptions(rank=defaults["rank"], seed=defaults["seed"], targets=(), core={}))
+    reads = row.needs(MethodConfig())
     further = [option for option in dict.fromkeys((*given, *study.axes, *grid)) if option not in SHOWN_APART]
     trains = study.kind.trains
     return {
@@ -178,7 +177,7 @@ def _selection(study: Study, grid: Mapping[str, tuple[Any, ...]]) -> str:
 def _trained(study: StudyResults, methods: list[str]) -> SheetCell:
     """A cell with the number of values that these methods train, from the records."""
     ended = [(run.axes, run.record) for run in study.runs if isinstance(run.record, TunedRecord)]
-    counts = sorted({one.values_at_once for axes, one in ended if str(axes.get("method", one.method)) in methods})
+    counts = sorted({one.num_trainable for axes, one in ended if str(axes.get("method", one.method)) in methods})
     if not counts:
         return SheetCell("-", hint="nothing was trained", is_undefined=True)
     return SheetCell(f"{counts[0]:,}" + (f" to {counts[-1]:,}" if len(counts) > 1 else ""), value=counts[0])

@@ -240,7 +240,7 @@ def tradeoff_sheet(pivot: Pivot, name: str) -> Sheet:
 def counted_values(pivot: Pivot) -> dict[Key, int]:
     """The number of values that each column trains."""
     return {
-        column: one.run.record.values_at_once
+        column: one.run.record.num_trainable
         for (_, column), cell in pivot.cells.items()
         for one in cell.runs
         if isinstance(one.run.record, TunedRecord)

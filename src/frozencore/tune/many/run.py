@@ -11,7 +11,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from pydantic_core import to_jsonable_python
 from torch import nn
 
 from frozencore.adapter.bank import CoreStack
@@ -27,7 +26,7 @@ from frozencore.files.fingerprint import fingerprint_model, fingerprint_tensors
 from frozencore.text import Progress, as_stage, one_line
 from frozencore.tune.adapt import Adapted, adapt, learning_rate_of, starting_core
 from frozencore.tune.calibration_record import CalibratedAdapter
-from frozencore.tune.config import RunConfig, as_flags, run_options
+from frozencore.tune.config import RunConfig, as_flags, as_json, run_options
 from frozencore.tune.cost import PeakMemory
 from frozencore.tune.folder import ADAPTER, BASIS, FAILURE, MANIFEST, OPTIONS_FILE, RECORD, START, locked
 from frozencore.tune.load import Inputs, resolve_targets
@@ -316,15 +315,13 @@ def adapt_for_all(
         for name, one in run_options().items()
         if one.part == "method" and one.group != "calibration" and name != "bits"
     }
-    identity = to_jsonable_python(
-        {
-            **{name: one.value_in(config) for name, one in of_method.items()},
-            **options_of_sums(vars(config.method.calibration)),
-            "seed": config.method.seed,
-            "base model": model_hash,
-            "calibration rows": inputs.rows.fingerprints["calibration"],
-        }
-    )
+    identity = {
+        **{name: as_json(one.value_in(config)) for name, one in of_method.items()},
+        **options_of_sums(vars(config.method.calibration)),
+        "seed": config.method.seed,
+        "base model": model_hash,
+        "calibration rows": inputs.rows.fingerprints["calibration"],
+    }
     before = Manifest.read(file)
     if before is not None:
         refuse_differing(str(file), before.identity, identity)
@@ -334,7 +331,7 @@ def adapt_for_all(
             "another --out, or name that basis with --basis."
         )
     if before is not None and before.made is not None:
-        on_basis = config.method.model_copy(update={"basis": str(folder)})
+        on_basis = replace(config.method, basis=str(folder), layers=None)
         adapted = adapt(on_basis, inputs, targets, progress)
         refuse_differing(str(folder), {"basis": before.basis}, {"basis": basis_id(adapted.model)})
         return replace(adapted, made=before.made)

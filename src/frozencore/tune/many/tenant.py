@@ -134,7 +134,7 @@ class TenantState:
         if best_score(self.scores) is self.scores[-1]:
             self.best = values.clone()
 
-    def report(self, state_held_bytes: int, values_at_once: int) -> TrainingReport:
+    def report(self, state_held_bytes: int, num_trainable: int) -> TrainingReport:
         chosen, validation = None, self.tenant.validation
         if self.scores and self.diverged is None and validation is not None:
             is_early = self.step < self.tenant.num_steps
@@ -146,7 +146,7 @@ class TenantState:
             resumed_from=None,
             selected=chosen,
             state_held_bytes=state_held_bytes,
-            values_at_once=values_at_once,
+            num_trainable=num_trainable,
         )
 
 

@@ -62,7 +62,7 @@ class TrainingReport:
         resumed_from: The resumed checkpoint.
         selected: The chosen step and its scores; None if no choice was requested.
         state_held_bytes: The training state (:func:`frozencore.tune.training.callbacks.training_state_held`).
-        values_at_once: The number of values that train at the same time.
+        num_trainable: The number of values that train at the same time.
     """
 
     training: TrainedSteps
@@ -71,7 +71,7 @@ class TrainingReport:
     resumed_from: Path | None
     selected: SelectedCheckpoint | None
     state_held_bytes: int
-    values_at_once: int
+    num_trainable: int
 
 
 def train(
@@ -109,7 +109,7 @@ def train(
     """
     require_trainable(model)
     share, collate = _batches(rows, recipe, pad_id)
-    values_at_once = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    num_trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     resumed_from = broadcast_from_rank0(lambda: starting_point(checkpoint_dir, resume))
     steps_an_epoch = recipe.num_steps(len(rows)) // recipe.epochs
     score_steps = None
@@ -171,7 +171,7 @@ def train(
         resumed_from=resumed_from,
         selected=chosen,
         state_held_bytes=training_state_held(trainer.optimizer),
-        values_at_once=values_at_once,
+        num_trainable=num_trainable,
     )
 
 
