@@ -8,6 +8,8 @@ dataclasses; a run's configuration, its flags, YAML keys, help and schema are wa
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -164,6 +166,11 @@ class ConfigPart:
             if getattr(self, name) != options_of(type(self))[name].default:
                 name = COMMAND_NAMES.get(name, name)
                 raise ConfigError(why.format(name=name, flag=flag_of(name)))
+
+
+def fingerprint_options(options: Mapping[str, Any]) -> str:
+    """SHA-256 of a JSON-like mapping, independent of the order of its keys."""
+    return hashlib.sha256(json.dumps(options, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
 def without_lists(value: Any) -> Any:

@@ -13,10 +13,11 @@ from frozencore.adapter.basis import load_basis
 from frozencore.calibration.calibration_options import options_of_sums
 from frozencore.calibration.collect import collect_moments
 from frozencore.files.atomic_write import remove_left
-from frozencore.files.fingerprint import fingerprint_model, fingerprint_options
+from frozencore.files.fingerprint import fingerprint_model
 from frozencore.maths.basis import LayerBasis
 from frozencore.maths.capture import CAPTURE_NEEDS
 from frozencore.maths.moments import LayerMoments, MomentName
+from frozencore.options import fingerprint_options
 from frozencore.text import Progress
 from frozencore.tune.adapt import Precomputed, calibration_batches
 from frozencore.tune.config import RunConfig
