@@ -19,6 +19,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 import calibration
+import devices
 import figures
 import gpu
 import many_tenants
@@ -132,6 +133,7 @@ BLOCKS: Mapping[str, Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]]] 
         "compress": (partial(tenant_tables.compress_table, tenant_tables.COMPRESSED), "compress-quality.jsonl"),
         "compress-kept": (tenant_tables.kept_table, "compress-quality.jsonl"),
     },
+    "docs/devices.md": {"devices": (devices.table_of, "devices.json")},
     "docs/cost.md": {
         "calibration": (calibration.table_of, "calibration.json"),
         "many-tenants": (many_tenants.table_of, "many_tenants.jsonl"),

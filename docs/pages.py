@@ -24,7 +24,7 @@ BY_TASK = {
         "FrozenCoreError",
     ),
     "Export an adapter": (
-        "export_lora", "export_merged", "write_model_card",
+        "export_lora", "export_merged", "export_onnx", "export_onnx_adapter", "write_model_card",
     ),
     "Keep many adapters on one basis": (
         "save_basis", "load_basis", "Basis", "basis_id", "Core", "get_core", "CoreBank", "swap_core", "prepare_swap",

@@ -209,6 +209,7 @@ def sides(diff: str) -> list[str]:
     return ["\n".join(line[1:] for line in diff.splitlines() if line[:1] in (" ", sign)) for sign in "-+"]
 
 
+IN_ONNX = "docs/devices"  # a page whose commands need the extra
 IN_AN_ENGINE = "LLM("  # code that tests/engines/test_vllm_memory.py runs in vLLM
 ALONE = ("docs/index", "docs/from-lora", "docs/python", "examples/README")  # pages of code, without long commands
 
@@ -234,6 +235,8 @@ def _same_constructors() -> Iterator[None]:
 def test_commands_and_code_of_a_page_do_their_work_one_after_the_other(  # type: ignore[no-untyped-def]
     page: Path, verbs: Any, command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if name_of(page) == IN_ONNX:
+        pytest.importorskip("onnxruntime_genai", reason="pip install 'frozencore[onnx]'")
     lay_out(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin", io.StringIO("How many is 1 and 2?\n"))  # for `chat`

@@ -81,7 +81,7 @@ async function ask() {
       at(place).textContent = text;
     }
     const seconds = (performance.now() - begins) / 1e3;
-    at(`${place}-rate`).textContent = `first token after ${((first ?? seconds * 1e3) / 1e3).toFixed(2)} s, ` +
+    at(`${place}-rate`).textContent = `first token after ${Math.round(first ?? seconds * 1e3)} ms, ` +
       `${(num / seconds).toFixed(0)} tokens a second`;
   }
   at("answer").disabled = false;

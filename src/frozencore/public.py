@@ -12,6 +12,7 @@ from frozencore.adapter.core import Core
 from frozencore.adapter.export.base_model import export_merged
 from frozencore.adapter.export.basis_model import export_basis_model, export_tenant, tenant_weights
 from frozencore.adapter.export.lora import export_lora
+from frozencore.adapter.export.onnx import export_onnx, export_onnx_adapter
 from frozencore.adapter.folders import merge_adapters
 from frozencore.adapter.layer import frozen_core_layers
 from frozencore.adapter.model import FrozenCoreModel
@@ -63,6 +64,8 @@ __all__ = [
     "export_basis_model",
     "export_lora",
     "export_merged",
+    "export_onnx",
+    "export_onnx_adapter",
     "export_tenant",
     "fcca_basis",
     "filora_basis",

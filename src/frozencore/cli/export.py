@@ -80,10 +80,10 @@ def export(
         raise ConfigError(
             f"--to {to} takes {f'--bits {known}' if known else 'no --bits'}, but --bits {bits} was given."
         )
-    if (output is None) != (to == "link"):
-        raise ConfigError(
-            f"--to {to} {'prints a link and writes' if to == 'link' else 'writes to --out, but'} nothing."
-        )
+    if output is None and to != "link":
+        raise ConfigError(f"--to {to} writes a {'file' if to in FILES else 'folder'}. Give --out, its place.")
+    if output is not None and to == "link":
+        raise ConfigError("--to link prints the link and writes nothing: leave --out out.")
     if base is not None and to != "onnx-adapter":
         require_model(base)
         base = model_location(base)

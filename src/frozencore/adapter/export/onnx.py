@@ -184,9 +184,9 @@ def _require(dtype: torch.dtype) -> None:
 
 def build_base(place: Path, out: Path, precision: str, spare: Path, base: str, *, fused: bool) -> None:
     """Write the base model as ONNX; q, k and v stay apart unless the model has them as one layer."""
-    command = [sys.executable, "-c", BUILDER, "-i", place.absolute(), "-o", out.absolute()]
-    options = ["-p", precision, "-e", "cpu", "-c", spare, "--extra_options", f"fuse_qkv={str(fused).lower()}"]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, errors="replace")
+    command = [sys.executable, "-c", BUILDER, "-i", str(place.absolute()), "-o", str(out.absolute()), "-p", precision]
+    command += ["-e", "cpu", "-c", str(spare), "--extra_options", f"fuse_qkv={str(fused).lower()}"]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if done.returncode or not (out / MODEL_FILE).is_file():
         lines = done.stderr.strip().splitlines() or ["it says nothing"]
         raise ModelError(
