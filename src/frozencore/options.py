@@ -110,7 +110,7 @@ class Option:
         try:
             return _converted(self.type, value)
         except ValueError:
-            raise ConfigError(f"{name or self.name} must be {self.rule}, but {value!r:.200} came.") from None
+            raise ConfigError(f"{name or self.name} must be {self.rule}, but {value!r:.200} was given.") from None
 
     def parse(self, given: Any, name: str) -> Any:
         """Return a flag's text, or the texts of a repeated flag, as the option's type.
@@ -124,7 +124,7 @@ class Option:
             return _converted(self.type, given, is_text=True)
         except ValueError:
             rule = self.rule if self.default is not None else self.rule.removesuffix(" or none")
-            raise ConfigError(f"{name} must be {rule}, but {given!r} came.") from None
+            raise ConfigError(f"{name} must be {rule}, but {given!r} was given.") from None
 
     def json_schema(self) -> dict[str, Any]:
         """The allowed values as a JSON schema."""

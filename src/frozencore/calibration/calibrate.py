@@ -137,6 +137,7 @@ def calibrate_layers(
     """
     started, collect_s, num_done = time.perf_counter(), 0.0, 0
     builder = _Builder(constructor, targets, progress)
+    progress("calibration", 0, None)  # what comes before the first batch belongs to this stage
     names, needs = list(targets), _needs(constructor, targets)
     groups = [names[i : i + options.group_size] for i in range(0, len(names), options.group_size)]
 
