@@ -26,10 +26,10 @@ from frozencore.constructors import (
     FCCAOptions,
     FiLoRAOptions,
     SignGradOptions,
+    check_unused_options,
     constructor_options,
     described,
     find_constructor,
-    refuse_unread,
 )
 from frozencore.constructors.constructor import AUTO_ALPHA, Alpha, ScaleOptions
 from frozencore.constructors.eva import EvaOutput
@@ -192,7 +192,7 @@ class FrozenCoreConfig(PeftConfig):
             options_of(FrozenCoreConfig)["alpha"].check(alpha)
         find_constructor(self.constructor)
         if not self.load_bases:  # unread options do not matter if the bases exist
-            refuse_unread(self.constructor, {name: self._option(name) for name in constructor_options()})
+            check_unused_options(self.constructor, {name: self._option(name) for name in constructor_options()})
         adapted = (rank for rank in self.rank_pattern.values() if type(rank) is not int or rank != 0)
         for rank in (self.r, *adapted):
             self.basis_options(rank)  # refuses bad values now instead of during calibration

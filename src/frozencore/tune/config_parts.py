@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from frozencore.calibration.calibration_options import CalibrationOptions
-from frozencore.constructors import BasisOptions, constructor_options, refuse_unread
+from frozencore.constructors import BasisOptions, check_unused_options, constructor_options
 from frozencore.constructors.constructor import Rank, ScaleOptions
 from frozencore.errors import ConfigError, wrapped_error
 from frozencore.maths.moments import MomentName
@@ -253,7 +253,7 @@ class MethodConfig(ConfigPart):
     def _fits_together(self) -> MethodConfig:
         self.refuse_changed(self.entry.unread, f"The method {self.name!r} does not read {{name}}. Leave {{flag}} out.")
         defaults = core_options()
-        refuse_unread(self.name, {name: v for name, v in self.core.items() if v != defaults[name].default})
+        check_unused_options(self.name, {name: v for name, v in self.core.items() if v != defaults[name].default})
         if self.basis is not None and self.layers is not None:
             raise ConfigError("A saved basis has its own layers: leave --layers out.")
         if self.start_from is not None and self.basis is None:
