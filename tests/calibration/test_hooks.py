@@ -19,7 +19,7 @@ from fixtures import tried
 from frozencore.calibration.batches import CountedTokens
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import collect_moments
-from frozencore.calibration.hooks import Hooks, recording
+from frozencore.calibration.hooks import PassSpec, recording
 from frozencore.errors import CalibrationError
 from frozencore.maths.moments import MOMENT_NAMES
 from references import numpy_of
@@ -167,7 +167,7 @@ def test_outputs_and_weight_gradients_are_the_same_with_and_without_the_capture(
     plain.loss.backward()
     gradient = layer.weight.grad.clone()
     model.zero_grad()
-    with recording(Hooks({"q": layer}, EVERYTHING)) as capture:
+    with recording(PassSpec({"q": layer}, EVERYTHING)) as capture:
         capture.tokens = CountedTokens.from_mask(batch["attention_mask"].bool())
         captured = model(**batch)
         captured.loss.backward()
@@ -240,7 +240,7 @@ def test_the_sums_of_any_layer_are_those_of_its_counted_tokens(
     generator = torch.Generator().manual_seed(seed)
     layer = nn.Linear(n, m, bias=bias).to(dtype)
     calls = []
-    with recording(Hooks({"layer": layer}, EVERYTHING)) as capture:
+    with recording(PassSpec({"layer": layer}, EVERYTHING)) as capture:
         capture.tokens = CountedTokens.from_mask(mask)
         for _ in range(num_calls):
             x, delta = (torch.randn(*mask.shape, k, generator=generator, dtype=dtype) for k in (n, m))

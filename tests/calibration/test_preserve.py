@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from frozencore.calibration.collect import collect_moments
-from frozencore.calibration.preserve import plain_passes
+from frozencore.calibration.preserve import without_randomness
 from tiny import attention_names, batches_of, draw_examples, tiny_gpt2, tiny_qwen2
 
 BATCHES = batches_of(draw_examples(6, seed=1), 2)
@@ -158,7 +158,7 @@ def test_plain_passes_a_training_pass_is_an_evaluation_pass(kind: str) -> None:
 
     wanted, before = model.eval()(input_ids=ids)[0], snapshot(model.train())
     assert not torch.equal(logits(), logits())
-    with plain_passes(model):
+    with without_randomness(model):
         model.train()  # as a trainer does in each step
         first, second = logits(), logits()
     assert torch.equal(first, second)

@@ -15,7 +15,7 @@ from frozencore.constructors import random_basis
 from frozencore.maths import capture as capture_module
 from frozencore.maths.basis import COORDINATES
 from frozencore.maths.capture import Capture, measure_capture
-from frozencore.maths.moments import spread
+from frozencore.maths.moments import max_over_median
 from references import Array, numpy_of
 from tiny import drawn_layer
 
@@ -49,7 +49,7 @@ def test_every_number_is_its_definition(m: int, n: int, rank: int, seed: int, co
     assert 0 <= found.J <= found.energy * (1 + 1e-9)
     assert 1 - 1e-9 <= found.participation <= rank + 1e-9
     moments = layer.moments()
-    assert (found.input_spread, found.error_spread) == (spread(moments.a), spread(moments.d))
+    assert (found.input_spread, found.error_spread) == (max_over_median(moments.a), max_over_median(moments.d))
 
 
 def test_a_gradient_of_few_directions_has_as_many() -> None:
@@ -83,5 +83,5 @@ def test_without_a_gradient_nothing_is_captured_and_nothing_fails() -> None:
     moments = drawn_layer(12, 10).moments()
     silent = replace(moments, cross=torch.zeros(12, 10), error_square=torch.zeros(12))
     found = measure_capture(silent, random_basis((12, 10), RANK))
-    assert found == Capture(0.0, 0.0, (0.0, 0.0, 0.0), 0.0, spread(moments.a), float("inf"))
+    assert found == Capture(0.0, 0.0, (0.0, 0.0, 0.0), 0.0, max_over_median(moments.a), float("inf"))
     assert (found.J, found.effective_rank, found.participation) == (0.0, 0, 0.0)

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from frozencore.errors import CalibrationError
 from frozencore.maths import moments as summing
-from frozencore.maths.moments import LayerMoments, add_outer, spread
+from frozencore.maths.moments import LayerMoments, add_outer, max_over_median
 from references import numpy_of
 from tiny import drawn_layer
 
@@ -56,8 +56,8 @@ def test_sums_that_give_no_mean_are_refused(call: Callable[[], object], message:
 
 
 def test_spread_is_maximum_over_median() -> None:
-    assert spread(torch.tensor([1.0, 2.0, 3.0, 40.0, 2.0])) == 20.0
-    assert spread(torch.tensor([0.0, 0.0, 1.0])) == math.inf
+    assert max_over_median(torch.tensor([1.0, 2.0, 3.0, 40.0, 2.0])) == 20.0
+    assert max_over_median(torch.tensor([0.0, 0.0, 1.0])) == math.inf
 
 
 def test_shapes_are_checked_in_the_tests() -> None:

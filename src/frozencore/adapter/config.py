@@ -26,9 +26,9 @@ from frozencore.constructors import (
     FCCAOptions,
     FiLoRAOptions,
     SignGradOptions,
+    check_unused_options,
     constructor_options,
     find_constructor,
-    refuse_unread,
 )
 from frozencore.constructors.constructor import AUTO_ALPHA, ScaleOptions
 from frozencore.errors import ArtifactError, ConfigError
@@ -165,7 +165,7 @@ class FrozenCoreConfig(
             options_of(ScaleOptions)["alpha"].validate(alpha)
         find_constructor(self.constructor)
         if not self.load_bases:  # unread options do not matter if the bases exist
-            refuse_unread(self.constructor, {name: self._option(name) for name in constructor_options()})
+            check_unused_options(self.constructor, {name: self._option(name) for name in constructor_options()})
         adapted = (rank for rank in self.rank_pattern.values() if type(rank) is not int or rank != 0)
         for rank in (self.r, *adapted):
             self.basis_options(rank)  # refuses bad values now instead of during calibration

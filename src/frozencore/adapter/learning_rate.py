@@ -22,8 +22,8 @@ from frozencore.adapter.shared_factors import SharedFactors
 from frozencore.calibration.batches import Batch, can_split, example_at, num_examples_of
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.collect import examples_with_loss, loss_of, on_device
-from frozencore.calibration.hooks import Hooks, LossFn
-from frozencore.calibration.preserve import preserved
+from frozencore.calibration.hooks import LossFn, PassSpec
+from frozencore.calibration.preserve import calibration_mode
 from frozencore.device import execution_device
 from frozencore.distributed import raise_on_any_rank, sum_over_ranks
 from frozencore.maths.basis import LayerBasis
@@ -68,10 +68,10 @@ def proposed_learning_rate(
         CalibrationError, ConfigError: As :func:`frozencore.calibrate`.
     """
     examples = evenly_spaced(model, batches, NUM_EXAMPLES, whole=loss_fn is not None)
-    hooks = Hooks({}, frozenset(), CalibrationOptions(), loss_fn)
-    with preserved(model), _active_at_zero(model, layers, adapter_name, bases) as cores:
+    spec = PassSpec({}, frozenset(), CalibrationOptions(), loss_fn)
+    with calibration_mode(model), _active_at_zero(model, layers, adapter_name, bases) as cores:
         with raise_on_any_rank():
-            squares, gradient = summed_gradients(model, cores, examples, hooks, progress)
+            squares, gradient = summed_gradients(model, cores, examples, spec, progress)
         squares, gradient = sum_over_ranks(squares), sum_over_ranks(gradient)
         sizes = torch.tensor([len(examples), sum(map(num_examples_of, examples))], dtype=torch.float64)
         num_batches, num_examples = sum_over_ranks(sizes).tolist()
@@ -83,7 +83,7 @@ def proposed_learning_rate(
             for core, part in zip(cores, step, strict=True):
                 core.data.copy_(part.view_as(core))
             with raise_on_any_rank(), torch.no_grad():
-                total = sum(float(_summed_loss(model, example, hooks)) for example in examples)
+                total = sum(float(_summed_loss(model, example, spec)) for example in examples)
             return float(sum_over_ranks(torch.tensor(total, dtype=torch.float64)))
 
         rate = FISHER_STEP / math.sqrt(mean_square(float(squares), gradient, num_batches, num_examples))
@@ -152,7 +152,7 @@ def summed_gradients(
     model: nn.Module,
     cores: Sequence[Tensor],
     batches: Sequence[Batch],
-    hooks: Hooks,
+    spec: PassSpec,
     progress: Progress | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``Σ_b ‖S_b‖²/n_b`` and ``Σ_b S_b`` (all values of the cores), in float64 on the CPU.
@@ -161,7 +161,7 @@ def summed_gradients(
     """
     squares, gradient = torch.zeros((), dtype=torch.float64), torch.zeros(sum(core.numel() for core in cores)).double()
     for number, batch in enumerate(batches, start=1):
-        _summed_loss(model, batch, hooks).backward()  # checkpointed blocks refuse torch.autograd.grad
+        _summed_loss(model, batch, spec).backward()  # checkpointed blocks refuse torch.autograd.grad
         gradients = [torch.zeros_like(core) if core.grad is None else core.grad for core in cores]
         S = torch.cat([one.flatten().to("cpu", torch.float64) for one in gradients])
         squares += S.square().sum() / num_examples_of(batch)
@@ -173,9 +173,9 @@ def summed_gradients(
     return squares, gradient
 
 
-def _summed_loss(model: nn.Module, batch: Batch, hooks: Hooks) -> Tensor:
-    batch, there = on_device(batch, execution_device(model), hooks)
-    return loss_of(model, there, batch, hooks)
+def _summed_loss(model: nn.Module, batch: Batch, spec: PassSpec) -> Tensor:
+    batch, there = on_device(batch, execution_device(model), spec)
+    return loss_of(model, there, batch, spec)
 
 
 def evenly_spaced(model: nn.Module, batches: Sequence[Batch], count: int, *, whole: bool = False) -> list[Batch]:

@@ -34,7 +34,7 @@ from frozencore.adapter.quantised_layer import FrozenCoreQuantisedLinear
 from frozencore.adapter.shared_factors import SharedFactors
 from frozencore.adapter.state_dict import CLASSIFIERS, tensors_to_load, tensors_to_save
 from frozencore.adapter.swap import core_of
-from frozencore.calibration.preserve import keep_weights
+from frozencore.calibration.preserve import disable_bnb_repacking
 from frozencore.constructors import LayerData, build_basis
 from frozencore.distributed import check_same_call, require_same_bases
 from frozencore.errors import ArtifactError, ConfigError, ModelError
@@ -86,7 +86,7 @@ class FrozenCoreModel(BaseTuner):
         named_layers.expand_patterns(config, model)
         named_layers.exclude_unusable(config, model)
         named_layers.require_tokens(config.trainable_token_indices, model)
-        keep_weights(model)
+        disable_bnb_repacking(model)
         try:
             super().inject_adapter(model, adapter_name, *args, low_cpu_mem_usage=low_cpu_mem_usage, **kwargs)
         except NoMatchingPeftModuleError as error:

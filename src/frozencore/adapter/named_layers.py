@@ -11,12 +11,10 @@ twice are replaced too, because their order decides and PEFT's file sorts them.
 from __future__ import annotations
 
 import copy
-import inspect
 import re
 import warnings
 from collections import Counter
 from collections.abc import Collection, Mapping
-from functools import cache
 from typing import Any
 
 import torch
@@ -198,31 +196,12 @@ def is_plain_linear(layer: nn.Module) -> bool:
 
 
 def is_called(name: str, block: nn.Module) -> bool:
-    """Return whether a block calls its layer; Mamba's blocks multiply by the weight of ``dt_proj`` themselves.
+    """Return whether a block calls its layer: two kinds multiply by the weight of a layer themselves.
 
-    A core on a layer that is not called would not be trained, and merging it would change the outputs.
+    A core on a layer that is not called is not trained. In any other block calibration refuses such a layer by name.
     """
-    kind: Any = type(block)
-    return _calls(kind, _last(name))
-
-
-@cache  # a search of a source takes a millisecond, and a model has hundreds of layers of few kinds
-def _calls(kind: Any, name: str) -> bool:
-    source, weight = _source(kind), rf"\bself\.{re.escape(name)}\.weight\b"
-    if not re.search(weight, source):
-        return True
-    return bool(re.search(rf"\bself\.{re.escape(name)}\(", source)) and not re.search(rf"{weight} @", source)
-
-
-@cache
-def _source(kind: type) -> str:
-    """The source of a class of transformers or torch, with its base classes."""
-    ours = ("transformers.models.", "torch.nn.modules.")
-    known = [one for one in kind.__mro__ if one is not nn.Module and one.__module__.startswith(ours)]
-    try:
-        return "\n".join(inspect.getsource(one) for one in known)
-    except (OSError, TypeError):  # compiled, or made at run time
-        return ""
+    is_mamba = type(block).__name__.endswith("MambaMixer") and _last(name) == "dt_proj"
+    return not (is_mamba or (isinstance(block, nn.MultiheadAttention) and _last(name) == "out_proj"))
 
 
 def exclude_unusable(config: Any, model: nn.Module) -> None:

@@ -53,8 +53,8 @@ class LayerCalibration:
             effective_rank=basis.effective_rank,
             num_tokens=vectors.num_tokens if vectors else 0,
             spectrum=tuple(basis.spectrum.tolist()),
-            input_spread=vectors.spread("input_square") if vectors else None,
-            error_spread=vectors.spread("error_square") if vectors else None,
+            input_spread=vectors.max_over_median("input_square") if vectors else None,
+            error_spread=vectors.max_over_median("error_square") if vectors else None,
             capture=capture,
         )
 

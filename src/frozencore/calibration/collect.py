@@ -41,12 +41,12 @@ from frozencore.calibration.batches import (
 from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.hooks import (
     CalibrationPass,
-    Hooks,
     LayerRecorder,
     LossFn,
+    PassSpec,
     recording,
 )
-from frozencore.calibration.preserve import preserved
+from frozencore.calibration.preserve import calibration_mode
 from frozencore.device import execution_device, to_device
 from frozencore.errors import CalibrationError, ConfigError
 from frozencore.maths.capture import CAPTURE_NEEDS
@@ -101,7 +101,7 @@ def require_options_fit(model: nn.Module, options: CalibrationOptions, loss_fn: 
         )
 
 
-def loss_of(model: nn.Module, batch: Batch, as_it_came: Batch, hooks: Hooks) -> Tensor:
+def loss_of(model: nn.Module, batch: Batch, as_it_came: Batch, spec: PassSpec) -> Tensor:
     """Run one forward pass over a batch and compute its loss, summed over the examples.
 
     Args:
@@ -110,8 +110,8 @@ def loss_of(model: nn.Module, batch: Batch, as_it_came: Batch, hooks: Hooks) -> 
     Raises:
         CalibrationError: The loss is not a single number, or the model returns none.
     """
-    if hooks.loss_fn is not None:
-        loss = hooks.loss_fn(model, batch)
+    if spec.loss_fn is not None:
+        loss = spec.loss_fn(model, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             came = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise CalibrationError(
@@ -123,13 +123,13 @@ def loss_of(model: nn.Module, batch: Batch, as_it_came: Batch, hooks: Hooks) -> 
         return _part(model, model(**batch), "loss") * num_examples_of(batch)
     targets, examples = _targets_and_examples(model, as_it_came)
     if is_encoder_decoder(model):
-        return completion_loss(_part(model, model(**batch), "logits"), targets, examples, hooks.options)
+        return completion_loss(_part(model, model(**batch), "logits"), targets, examples, spec.options)
     inputs = {key: value for key, value in batch.items() if key != "labels"}
-    if not _needs_all_logits(model, hooks):
+    if not _needs_all_logits(model, spec):
         kept = targets.ne(IGNORED).any(0).nonzero().squeeze(1)
         targets, examples = targets[:, kept], examples[:, kept]
         inputs["logits_to_keep"] = to_device(kept, inputs["input_ids"].device) if "input_ids" in inputs else kept
-    return completion_loss(_part(model, model(**inputs), "logits"), targets, examples, hooks.options)
+    return completion_loss(_part(model, model(**inputs), "logits"), targets, examples, spec.options)
 
 
 def examples_with_loss(model: nn.Module, batch: Batch) -> list[int]:
@@ -175,7 +175,7 @@ def _base_of(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _needs_all_logits(model: nn.Module, hooks: Hooks) -> bool:
+def _needs_all_logits(model: nn.Module, spec: PassSpec) -> bool:
     """Return whether all positions need logits: a layer of the head is captured, or the model cannot leave any out.
 
     Without the other positions, a pass takes a seventh less time (benchmarks/calibration.py).
@@ -184,7 +184,7 @@ def _needs_all_logits(model: nn.Module, hooks: Hooks) -> bool:
     backbone = getattr(base, getattr(base, "base_model_prefix", ""), base)
     below_head = {id(module) for module in backbone.modules()}
     return "logits_to_keep" not in inspect.signature(base.forward).parameters or any(
-        id(layer) not in below_head or layer is base.get_output_embeddings() for layer in hooks.layers.values()
+        id(layer) not in below_head or layer is base.get_output_embeddings() for layer in spec.layers.values()
     )
 
 
@@ -200,7 +200,7 @@ def collect_moments(
 ) -> dict[str, LayerMoments]:
     """Sum moments of the named layers over the calibration examples.
 
-    The model runs in evaluation mode. Afterwards its modes, hooks, gradients and RNG are exactly as before.
+    The model runs in evaluation mode. Afterwards its modes, spec, gradients and RNG are exactly as before.
 
     Args:
         model: A language model whose output has ``logits``, decoder-only or encoder-decoder; any model that returns
@@ -235,12 +235,12 @@ def collect_moments(
     names = list(modules)
     groups = [names[i : i + options.group_size] for i in range(0, len(names), options.group_size)]
     moments: dict[str, LayerMoments] = {}
-    with preserved(model):
+    with calibration_mode(model):
         if len(groups) > 1:  # all must read the same batches, even from a loader that shuffles or can be read once
             batches = list(batches)
         for index, group in enumerate(groups):
-            hooks = Hooks({name: modules[name] for name in group}, needs, options, loss_fn)
-            recorders = _run_pass(model, batches, hooks, share_of(progress, index, len(groups)))
+            spec = PassSpec({name: modules[name] for name in group}, needs, options, loss_fn)
+            recorders = _run_pass(model, batches, spec, share_of(progress, index, len(groups)))
             moments |= {name: recorder.moments() for name, recorder in recorders.items()}
     unreached = [name for name, layer in moments.items() if not layer.num_tokens]
     if unreached:
@@ -264,12 +264,12 @@ def share_of(progress: Progress | None, index: int, num_passes: int) -> Progress
 
 
 def _run_pass(
-    model: nn.Module, batches: Iterable[Batch], hooks: Hooks, progress: Progress | None
+    model: nn.Module, batches: Iterable[Batch], spec: PassSpec, progress: Progress | None
 ) -> dict[str, LayerRecorder]:
-    """Sum over all batches; :func:`frozencore.calibration.preserve.preserved` must have prepared the model."""
-    any_form = hooks.loss_fn is not None
+    """Sum over all batches; :func:`frozencore.calibration.preserve.calibration_mode` must have prepared the model."""
+    any_form = spec.loss_fn is not None
     num_examples, total = 0, total_examples(batches, any_form=any_form)
-    with recording(hooks) as running:
+    with recording(spec) as running:
         for index, batch in enumerate(batches):
             require_batch(batch, index, any_form=any_form)
             _run_batch(model, batch, running)
@@ -283,29 +283,29 @@ def _run_pass(
         return running.recorders
 
 
-def on_device(batch: Batch, device: torch.device, hooks: Hooks) -> tuple[Batch, Batch]:
+def on_device(batch: Batch, device: torch.device, spec: PassSpec) -> tuple[Batch, Batch]:
     """A batch with labels that torch's losses take (int64), where it is and on a device."""
-    if hooks.loss_fn is None and getattr(batch.get("labels"), "dtype", None) in (torch.int32, torch.int16, torch.int8):
+    if spec.loss_fn is None and getattr(batch.get("labels"), "dtype", None) in (torch.int32, torch.int16, torch.int8):
         batch = {**batch, "labels": batch["labels"].long()}
     return batch, mapped(batch, lambda tensor: to_device(tensor, device))
 
 
 def _run_batch(model: nn.Module, batch: Batch, running: CalibrationPass) -> None:
-    hooks, device = running.hooks, execution_device(model)
-    as_it_came, batch = on_device(batch, device, hooks)
+    spec, device = running.spec, execution_device(model)
+    as_it_came, batch = on_device(batch, device, spec)
     running.tokens = None
-    if hooks.loss_fn is None and is_causal(model) and {"input_ids", "inputs_embeds"} & batch.keys():
-        mask = counted_tokens(as_it_came, hooks.options)
+    if spec.loss_fn is None and is_causal(model) and {"input_ids", "inputs_embeds"} & batch.keys():
+        mask = counted_tokens(as_it_came, spec.options)
         running.tokens = CountedTokens.from_mask(mask, device=device)
         running.find_order(model)
     if not running.reads_errors:
         with torch.no_grad():
             model(**{key: value for key, value in batch.items() if key != "labels"})
         return
-    loss = loss_of(model, batch, as_it_came, hooks)
+    loss = loss_of(model, batch, as_it_came, spec)
     if not loss.requires_grad:
         raise CalibrationError(
-            f"The loss does not depend on layer {next(iter(hooks.layers))!r} ({len(hooks.layers)} in all): the model "
+            f"The loss does not depend on layer {next(iter(spec.layers))!r} ({len(spec.layers)} in all): the model "
             "does not use it."
         )
     loss.backward()

@@ -4,7 +4,7 @@ An identity autograd function is added to the layer's output. Its forward saves 
 output error δ and adds ``δᵀx``, ``Σ x²``, ``Σ δ²``. Each call is counted once, with or without gradient checkpointing
 and for any storage of the weights. The cost is one extra product.
 
-Frozen :class:`Hooks` describe a pass. While the pass runs, a :class:`CalibrationPass` knows the current batch and
+Frozen :class:`PassSpec` describe a pass. While the pass runs, a :class:`CalibrationPass` knows the current batch and
 tells each layer's recorder what to add. A recorder knows only its own sums, in float32 or wider.
 
 Shapes: a call's counted tokens N, m out features, n in features; b examples of t tokens in a batch.
@@ -32,10 +32,10 @@ from frozencore.maths.moments import (
     BACKWARD_MOMENTS,
     LayerMoments,
     MomentName,
+    accumulation_dtype,
     add_outer,
     outer,
     square_sum,
-    sum_dtype,
 )
 from frozencore.quiet import with_attributes
 
@@ -57,7 +57,7 @@ def has_gradient(error: Float[Tensor, "N m"]) -> Tensor:
     return ~(size < NEGLIGIBLE * size.max()) if len(size) else size.bool()  # NaN and Inf count, and are refused later
 
 
-class ReadInput:
+class InputStatistics:
     """The input side of one call, kept for the next layer that reads the same tensor (q, k, v).
 
     Attributes:
@@ -69,14 +69,14 @@ class ReadInput:
     def __init__(self, x: Tensor, rows: Tensor | None, needs: frozenset[MomentName]) -> None:
         self._x = x  # kept alive, because its address identifies it
         self.values = values = select(x.reshape(-1, x.shape[-1]), rows)
-        self.total = values.sum(dtype=sum_dtype(values))
+        self.total = values.sum(dtype=accumulation_dtype(values))
         self.sums: dict[MomentName, Tensor] = {}
         if "input_square" in needs:
             self.sums["input_square"] = square_sum(values)
         if "input_outer" in needs:
             self.sums["input_outer"] = outer(values, values)
         if "input_total" in needs:
-            self.sums["input_total"] = values.sum(0, dtype=sum_dtype(values))
+            self.sums["input_total"] = values.sum(0, dtype=accumulation_dtype(values))
 
     def is_of(self, x: Tensor) -> bool:
         mine = self._x
@@ -94,7 +94,7 @@ class LayerRecorder:
         self.seen: dict[str, Tensor] = {}
         self._stats_device = stats_device
 
-    def add_input(self, read: ReadInput) -> None:
+    def add_input(self, read: InputStatistics) -> None:
         """Count the tokens of an input and add its sums."""
         self._see("input", read.total)
         self.num_tokens += len(read.values)
@@ -105,7 +105,7 @@ class LayerRecorder:
         self, error: Float[Tensor, "N m"], values: Float[Tensor, "N n"], needs: frozenset[MomentName]
     ) -> None:
         """Add output errors; ``values`` are the inputs of the same tokens, for the cross moment."""
-        self._see("output error", error.sum(dtype=sum_dtype(error)))
+        self._see("output error", error.sum(dtype=accumulation_dtype(error)))
         if "cross" in needs:
             self._add_product("cross", error, values)
         if "error_square" in needs:
@@ -117,7 +117,7 @@ class LayerRecorder:
         if "output_outer" in needs:
             self._add_product("output_outer", output, output)
         if "output_total" in needs:
-            self._add("output_total", output.sum(0, dtype=sum_dtype(output)))
+            self._add("output_total", output.sum(0, dtype=accumulation_dtype(output)))
 
     def moments(self) -> LayerMoments:
         """Hand over the sums; the recorder keeps no reference to them."""
@@ -140,7 +140,7 @@ class LayerRecorder:
         device = self._stats_device or left.device
         if name not in self.totals:
             shape = left.shape[1], right.shape[1]
-            self.totals[name] = torch.zeros(shape, dtype=sum_dtype(left), device=device)
+            self.totals[name] = torch.zeros(shape, dtype=accumulation_dtype(left), device=device)
         total = self.totals[name]
         if device == left.device:
             add_outer(total, left, right)
@@ -198,7 +198,7 @@ class FiniteBatches:
 
 
 @dataclass(frozen=True)
-class Hooks:
+class PassSpec:
     """The layers of one pass, and the sums to collect."""
 
     layers: Mapping[str, nn.Module]
@@ -240,21 +240,21 @@ class CalibrationPass:
         finite_batches: To be looked at after the pass.
     """
 
-    def __init__(self, hooks: Hooks) -> None:
-        self.hooks = hooks
-        device = find_device(hooks.options.stats_device) if hooks.options.stats_device else None
-        self.recorders = {name: LayerRecorder(name, device) for name in hooks.layers}
+    def __init__(self, spec: PassSpec) -> None:
+        self.spec = spec
+        device = find_device(spec.options.stats_device) if spec.options.stats_device else None
+        self.recorders = {name: LayerRecorder(name, device) for name in spec.layers}
         self.tokens: CountedTokens | None = None
         self.finite_batches = FiniteBatches()
         self.seq_first_layers: set[str] | None = None
         self.is_off = False
-        self._latest: ReadInput | None = None
+        self._latest: InputStatistics | None = None
 
     @property
     def reads_errors(self) -> bool:
         """Whether the batch takes a backward pass after its forward pass."""
-        reads = self.tokens is None or self.hooks.options.tokens == "nonzero_delta"
-        return reads or not self.hooks.needs.isdisjoint(BACKWARD_MOMENTS)
+        reads = self.tokens is None or self.spec.options.tokens == "nonzero_delta"
+        return reads or not self.spec.needs.isdisjoint(BACKWARD_MOMENTS)
 
     def find_order(self, model: Any) -> None:
         """Find the layers that read tokens first, before the first padded batch that has as many rows as tokens."""
@@ -262,7 +262,7 @@ class CalibrationPass:
         is_square = tokens is not None and tokens.rows is not None and tokens.shape[0] == tokens.shape[1]
         if is_square and self.seq_first_layers is None:
             with with_attributes(self, is_off=True):
-                self.seq_first_layers = find_seq_first_layers(model, self.hooks.layers)
+                self.seq_first_layers = find_seq_first_layers(model, self.spec.layers)
 
     def rows_of(self, name: str, x: Tensor) -> Tensor | None:
         """The counted rows of a layer's input, whose first axis is the batch (b x t x n, or b·t x n); None means all.
@@ -293,14 +293,14 @@ class CalibrationPass:
         y: Tensor | None = None,
     ) -> None:
         """Add the counted rows of a call: input x (..., n), output error and, if asked, output y (..., m)."""
-        needs = self.hooks.needs
+        needs = self.spec.needs
         error = None if delta is None else delta.reshape(-1, delta.shape[-1])
-        only_nonzero_delta = self.tokens is None or self.hooks.options.tokens == "nonzero_delta"
+        only_nonzero_delta = self.tokens is None or self.spec.options.tokens == "nonzero_delta"
         if only_nonzero_delta and error is not None:
             nonzero = has_gradient(error)
             rows = nonzero.nonzero().squeeze(1) if rows is None else rows[nonzero[rows]]
         if self._latest is None or only_nonzero_delta or not self._latest.is_of(x):
-            self._latest = ReadInput(x, rows, needs)
+            self._latest = InputStatistics(x, rows, needs)
         read = self._latest
         recorder.add_input(read)
         if y is not None:
@@ -315,12 +315,12 @@ class CalibrationPass:
 
 
 @contextmanager
-def recording(hooks: Hooks) -> Iterator[CalibrationPass]:
+def recording(spec: PassSpec) -> Iterator[CalibrationPass]:
     """Record the layers of a model while it runs; the hooks are always removed afterwards."""
-    running = CalibrationPass(hooks)
+    running = CalibrationPass(spec)
     handles: list[RemovableHandle] = []
     anchors: dict[torch.device, Tensor] = {}
-    keeps_output = not hooks.needs.isdisjoint(OUTPUT_SIDE)
+    keeps_output = not spec.needs.isdisjoint(OUTPUT_SIDE)
 
     def record(
         recorder: LayerRecorder, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor
@@ -337,7 +337,7 @@ def recording(hooks: Hooks) -> Iterator[CalibrationPass]:
         return _Recorded.apply(y, x.detach(), anchor, add, keeps_output)
 
     try:
-        for name, layer in hooks.layers.items():
+        for name, layer in spec.layers.items():
             hook = partial(record, running.recorders[name])
             handles.append(layer.register_forward_hook(hook, with_kwargs=True))
         yield running

@@ -27,7 +27,7 @@ from frozencore.quiet import with_attributes
 
 
 @contextmanager
-def preserved(model: nn.Module) -> Iterator[None]:
+def calibration_mode(model: nn.Module) -> Iterator[None]:
     """Turn off dropout and weight gradients inside; restore everything afterwards, also after an error.
 
     Gradient checkpointing stays on where the user turned it on.
@@ -52,7 +52,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
                 parameter.requires_grad_(False)
         model.eval()
         _use_training_kernels(model, undo)
-        undo.enter_context(plain_passes(model))
+        undo.enter_context(without_randomness(model))
         for module in model.modules():
             # a cache wastes memory, and a checkpointed block that runs again would extend it
             config: Any = getattr(module, "config", None)
@@ -79,7 +79,7 @@ RATES = ("drop", "jitter", "z_loss", "mask_time_prob", "mask_feature_prob")
 
 
 @contextmanager
-def plain_passes(model: nn.Module) -> Iterator[None]:
+def without_randomness(model: nn.Module) -> Iterator[None]:
     """Let each pass compute the rows' loss alone, without randomness; restore the model afterwards.
 
     Every rate of dropout, of skipped layers and of a router's noise is zero. transformers keeps such a rate as the
@@ -157,7 +157,7 @@ def _refuse_cut(name: str, _: nn.Module, args: tuple[Any, ...], y: Tensor) -> No
         )
 
 
-def keep_weights(model: nn.Module) -> None:
+def disable_bnb_repacking(model: nn.Module) -> None:
     """Stop quantised layers from rewriting their weights in evaluation. Short inputs then take slower kernels."""
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):

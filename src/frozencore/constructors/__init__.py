@@ -21,10 +21,31 @@ from frozencore.options import Option, options_of
 from frozencore.text import unknown_name
 
 __all__ = [
-    "COMPRESSED", "CONSTRUCTORS", "DEFAULT", "BasisOptions", "Constructor", "EvaOptions", "FCCAOptions",
-    "FiLoRAOptions", "LayerData", "SignGradOptions", "build_basis", "constructor_options", "described", "eva_basis",
-    "fcca_basis", "filora_basis", "find_constructor", "lora_xs_basis", "milora_basis", "random_basis",
-    "rawgrad_basis", "readers", "refuse_unread", "signgrad_basis", "vera_basis",
+    "COMPRESSED",
+    "CONSTRUCTORS",
+    "DEFAULT",
+    "BasisOptions",
+    "Constructor",
+    "EvaOptions",
+    "FCCAOptions",
+    "FiLoRAOptions",
+    "LayerData",
+    "SignGradOptions",
+    "build_basis",
+    "check_unused_options",
+    "constructor_options",
+    "constructors_reading",
+    "described",
+    "eva_basis",
+    "fcca_basis",
+    "filora_basis",
+    "find_constructor",
+    "lora_xs_basis",
+    "milora_basis",
+    "random_basis",
+    "rawgrad_basis",
+    "signgrad_basis",
+    "vera_basis",
 ]  # fmt: skip
 
 CONSTRUCTORS: dict[str, Constructor[Any]] = {
@@ -66,7 +87,7 @@ def constructor_options() -> dict[str, Option]:
     }
 
 
-def readers(option: str) -> tuple[str, ...]:
+def constructors_reading(option: str) -> tuple[str, ...]:
     """The constructors that read an option; all constructors for an option that none reads, such as a scale."""
     found = tuple(name for name, row in CONSTRUCTORS.items() if option in options_of(row.options))
     return found or tuple(CONSTRUCTORS)
@@ -74,11 +95,11 @@ def readers(option: str) -> tuple[str, ...]:
 
 def described(option: Option) -> str:
     """The help of an option, preceded by the names of its constructors if only some read it."""
-    own = readers(option.name)
+    own = constructors_reading(option.name)
     return option.help if len(own) == len(CONSTRUCTORS) else f"{', '.join(own)}: {option.help}"
 
 
-def refuse_unread(constructor: str, given: Mapping[str, Any]) -> None:
+def check_unused_options(constructor: str, given: Mapping[str, Any]) -> None:
     """Refuse options that this constructor does not read: they would silently change nothing.
 
     Args:
@@ -89,9 +110,10 @@ def refuse_unread(constructor: str, given: Mapping[str, Any]) -> None:
     """
     known = constructor_options()
     for name, value in given.items():
-        if constructor not in readers(name) and not (name in known and value == known[name].default):
+        reading = constructors_reading(name)
+        if constructor not in reading and not (name in known and value == known[name].default):
             raise ConfigError(
-                f"The method {constructor!r} does not read {name} (it is for {', '.join(readers(name))}). Leave it out."
+                f"The method {constructor!r} does not read {name} (it is for {', '.join(reading)}). Leave it out."
             )
 
 

@@ -70,7 +70,7 @@ def eva_basis(
         raise ConfigError(f"eva_output must be one of {', '.join(EVA_OUTPUTS)}, but {output!r} came.")
     return basis_from_factors(
         P0, Q0, rank=rank, spectrum=energy, coordinates=coordinates, seed=seed,
-        energies=lambda: (None, moments.A.diagonal()),
+        diagonals=lambda: (None, moments.A.diagonal()),
     )  # fmt: skip
 
 

@@ -72,7 +72,7 @@ def fcca_basis(
         P0, Q0, S = G[:, :0], G.mT[:, :0], torch.zeros(rank)
     return basis_from_factors(  # line 16
         P0, Q0, rank=rank, spectrum=S, coordinates=coordinates, seed=seed,
-        energies=lambda: moments.energies(whitening.needs()),
+        diagonals=lambda: moments.diagonals(whitening.needs()),
     )  # fmt: skip
 
 

@@ -61,7 +61,7 @@ def filora_basis(
     return basis_from_factors(
         P0[:, : energy_rank(error_energy)], Q0[:, : energy_rank(input_energy)], rank=rank,
         spectrum=input_energy * error_energy, coordinates=coordinates, seed=seed,
-        energies=lambda: moments.energies(filora_needs(fisher)),
+        diagonals=lambda: moments.diagonals(filora_needs(fisher)),
     )  # fmt: skip
 
 

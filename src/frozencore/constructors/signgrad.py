@@ -47,7 +47,7 @@ def signgrad_basis(
     k = effective_rank(S)
     basis = basis_from_factors(
         U[:, :k], V[:, :k], rank=rank, spectrum=S, coordinates=coordinates, seed=seed,
-        energies=lambda: (moments.d, moments.a),
+        diagonals=lambda: (moments.d, moments.a),
     )  # fmt: skip
     # Pseudo-inverses, because P and Q are orthonormal in some coordinates only.
     left, right = torch.linalg.pinv(basis.P.double()), torch.linalg.pinv(basis.Q.double())

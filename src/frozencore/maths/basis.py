@@ -26,7 +26,7 @@ from frozencore.maths.linalg import complete_orthonormal, inverse_root, seeded_g
 Coordinates = Literal["fisher", "qr", "raw", "scaled_raw"]
 COORDINATES: tuple[str, ...] = get_args(Coordinates)
 ORTHONORMAL_COORDINATES: frozenset[str] = frozenset({"qr"})
-Energies = tuple["torch.Tensor | None", "torch.Tensor | None"]
+Diagonals = tuple["torch.Tensor | None", "torch.Tensor | None"]
 """The diagonal second moments of a layer's output errors (m) and inputs (n); None if the constructor reads none."""
 LEAST_ENERGY = 1e-3  # relative to the mean channel's: no column is longer than 32
 
@@ -82,7 +82,7 @@ def basis_from_factors(
     rank: int,
     spectrum: Float[torch.Tensor, " k"],
     coordinates: Coordinates,
-    energies: Callable[[], Energies] | None = None,
+    diagonals: Callable[[], Diagonals] | None = None,
     seed: int = 0,
 ) -> LayerBasis:
     """Write the spans of two raw factors in the chosen coordinates and fill missing directions.
@@ -91,7 +91,7 @@ def basis_from_factors(
         P0, Q0: Raw factors, with meaningful columns only and at most ``rank`` of them. If there are fewer (a
             rank-deficient moment), seeded orthonormal directions are added.
         rank: Columns of the result, at most ``min(m, n)``.
-        energies: Returns the diagonals d and a for ``fisher`` coordinates. A side without a diagonal, or with an
+        diagonals: Returns the diagonals d and a for ``fisher`` coordinates. A side without a diagonal, or with an
             all-zero one, uses ``qr`` coordinates.
 
     >>> P0, Q0 = torch.tensor([[3.0], [4.0]]), torch.tensor([[2.0], [0.0], [0.0]])
@@ -102,7 +102,7 @@ def basis_from_factors(
     for side, factor in (("P", P0), ("Q", Q0)):
         if not torch.isfinite(factor).all():
             raise CalibrationError(f"Raw basis {side} holds NaN or Inf. Check the moments it was made from.")
-    read = energies() if coordinates == "fisher" and energies is not None else (None, None)
+    read = diagonals() if coordinates == "fisher" and diagonals is not None else (None, None)
     P, Q = (
         fisher_orthonormal(
             complete_orthonormal(_write_in(X.double(), coordinates), rank, seeded_generator(seed, "complete", side)),

@@ -19,7 +19,7 @@ from torch import Tensor
 from frozencore.errors import CalibrationError
 from frozencore.maths.basis import LayerBasis
 from frozencore.maths.linalg import effective_rank
-from frozencore.maths.moments import LayerMoments, MomentName, spread
+from frozencore.maths.moments import LayerMoments, MomentName, max_over_median
 from frozencore.maths.whitening import Whitening, damped
 
 
@@ -98,7 +98,7 @@ def measure_capture(moments: LayerMoments, basis: LayerBasis, metric: Whitening 
     0.8
     """
     G, count = moments.total("cross"), moments.num_tokens
-    spreads = spread(moments.a), spread(moments.d)
+    spreads = max_over_median(moments.a), max_over_median(moments.d)
     largest = float(torch.stack(torch.aminmax(G)).abs().max())
     if largest == 0:
         return Capture(0.0, 0.0, (0.0,) * basis.rank, 0.0, *spreads)

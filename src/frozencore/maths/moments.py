@@ -105,7 +105,7 @@ class LayerMoments:
             raise CalibrationError(f"The moment {name!r} holds NaN or Inf. Check the model and the calibration data.")
         return total
 
-    def energies(self, read: frozenset[MomentName]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def diagonals(self, read: frozenset[MomentName]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The diagonals d (m) and a (n), taken from ``D`` and ``A`` if these are in ``read``; None without a token.
 
         Raises:
@@ -129,9 +129,9 @@ class LayerMoments:
         sums = {name: getattr(self, name) + getattr(other, name) for name in self.names()}
         return LayerMoments(num_tokens=self.num_tokens + other.num_tokens, **sums)
 
-    def spread(self, name: MomentName) -> float | None:
-        """:func:`spread` of a vector of second moments; None if it was not collected."""
-        return None if getattr(self, name) is None else spread(self.mean(name))
+    def max_over_median(self, name: MomentName) -> float | None:
+        """:func:`max_over_median` of a vector of second moments; None if it was not collected."""
+        return None if getattr(self, name) is None else max_over_median(self.mean(name))
 
     def without_matrices(self) -> LayerMoments:
         """The count and the vectors alone."""
@@ -145,10 +145,10 @@ class LayerMoments:
 assert {field.name for field in fields(LayerMoments)} == {"num_tokens", *MOMENT_NAMES}
 
 
-def spread(diagonal: Float[torch.Tensor, " k"]) -> float:
+def max_over_median(diagonal: Float[torch.Tensor, " k"]) -> float:
     """Maximum over median of a diagonal moment; large if there are outlier channels, which whitening corrects.
 
-    >>> spread(torch.tensor([1.0, 2.0, 60.0]))
+    >>> max_over_median(torch.tensor([1.0, 2.0, 60.0]))
     30.0
     """
     median = float(diagonal.median())
@@ -159,14 +159,14 @@ BLOCKS = 4  # of rows of a product on the CPU, one at a time
 MANY = 128  # tokens; the product of fewer takes less time in float32
 
 
-def sum_dtype(values: torch.Tensor) -> torch.dtype:
+def accumulation_dtype(values: torch.Tensor) -> torch.dtype:
     """The dtype in which values are summed: a bfloat16 sum of 1000 ones is 256."""
     return torch.promote_types(values.dtype, torch.float32)
 
 
 def square_sum(values: Float[torch.Tensor, "N p"]) -> Float[torch.Tensor, " p"]:
     """``Σ v⊙v`` over rows; values become float32 first, because a product in half precision would be rounded."""
-    wide = values.to(sum_dtype(values))
+    wide = values.to(accumulation_dtype(values))
     return torch.linalg.vecdot(wide, wide, dim=0)
 
 
@@ -174,7 +174,7 @@ def outer(left: Float[torch.Tensor, "N p"], right: Float[torch.Tensor, "N q"]) -
     """``leftᵀ right`` with float32 accumulation."""
     if left.is_cuda and left.dtype == right.dtype and left.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(left.mT, right, out_dtype=torch.float32)
-    total = torch.zeros(left.shape[1], right.shape[1], dtype=sum_dtype(left), device=left.device)
+    total = torch.zeros(left.shape[1], right.shape[1], dtype=accumulation_dtype(left), device=left.device)
     add_outer(total, left, right)
     return total
 

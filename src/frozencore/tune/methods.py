@@ -20,9 +20,9 @@ from frozencore.constructors import (
     COMPRESSED,
     CONSTRUCTORS,
     BasisOptions,
+    check_unused_options,
     constructor_options,
     find_constructor,
-    refuse_unread,
 )
 from frozencore.constructors.constructor import Rank, ScaleOptions
 from frozencore.errors import ConfigError
@@ -441,7 +441,7 @@ class MethodConfig(ConfigPart):
                 raise ConfigError(unknown_name("option", name, known))
         object.__setattr__(self, "core", {name: known[name].validate(value) for name, value in self.core.items()})
         self.refuse_changed(self.entry.unread, f"The method {self.name!r} does not read {{name}}. Leave {{flag}} out.")
-        refuse_unread(self.name, {name: v for name, v in self.core.items() if v != known[name].default})
+        check_unused_options(self.name, {name: v for name, v in self.core.items() if v != known[name].default})
         if self.basis is not None and self.layers is not None:
             raise ConfigError("A saved basis has its own layers: leave --layers out.")
         if self.start_from is not None and self.basis is None:

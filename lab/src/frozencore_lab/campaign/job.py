@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
 from pydantic import GetPydanticSchema
 from pydantic_core import core_schema
 
-from frozencore.constructors import readers
+from frozencore.constructors import constructors_reading
 from frozencore.errors import ConfigError
 from frozencore.options import fingerprint_options
 from frozencore.text import Progress
@@ -216,7 +216,7 @@ class Job:
         """
         values = {name: value for name, value in self.config.content(changed=True).items() if name not in PLACES}
         method = self.config.method.name
-        core = {name: value for name, value in values.pop("core", {}).items() if method in readers(name)}
+        core = {name: value for name, value in values.pop("core", {}).items() if method in constructors_reading(name)}
         values |= {"core": core} if core else {}
         values["learning_rate"] = self.config.resolved_learning_rate or "auto"
         values["warmup"] = self.config.resolved_warmup

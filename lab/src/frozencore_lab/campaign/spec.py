@@ -38,7 +38,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
-from frozencore.constructors import described, readers
+from frozencore.constructors import constructors_reading, described
 from frozencore.errors import ConfigError
 from frozencore.files.strict_yaml import read_typed
 from frozencore.options import Option
@@ -266,7 +266,11 @@ class Campaign(_Strict):
         """
         own = study.options_of(axes)
         method, of_cores = str({"method": DEFAULT_METHOD, **self.base, **own}["method"]), core_options()
-        base = {name: value for name, value in self.base.items() if name not in of_cores or method in readers(name)}
+        base = {
+            name: value
+            for name, value in self.base.items()
+            if name not in of_cores or method in constructors_reading(name)
+        }
         return {**base, **own}
 
     @model_validator(mode="after")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from frozencore.adapter.core import Core
-from frozencore.calibration.preserve import own_random_state, plain_passes
+from frozencore.calibration.preserve import own_random_state, without_randomness
 from frozencore.device import run_unless_oom
 from frozencore.maths.linalg import all_finite
 from frozencore.text import Progress
@@ -322,7 +322,7 @@ def train_many(
     active = ActiveTenants(model, tenants, slots, pad_id=pad_id)
     with ExitStack() as restored:
         restored.enter_context(own_random_state())
-        restored.enter_context(plain_passes(model))
+        restored.enter_context(without_randomness(model))
         restored.enter_context(own_use_cache(model))
         base_of(model).config.use_cache = False
         restored.callback(model.eval)

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy, pad
 
 from frozencore.adapter.layer import FrozenCoreLinear
 from frozencore.calibration.batches import IGNORED
-from frozencore.calibration.preserve import plain_passes
+from frozencore.calibration.preserve import without_randomness
 from frozencore.text import Progress
 from frozencore.tune.rows import TokenRow
 from frozencore.tune.rows.token_batches import PaddingCollator, score_in_groups
@@ -51,7 +51,7 @@ def scoring_mode(model: nn.Module) -> Iterator[None]:
     was_training = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with torch.inference_mode(), plain_passes(model):
+        with torch.inference_mode(), without_randomness(model):
             yield
     finally:
         for module, training in was_training.items():

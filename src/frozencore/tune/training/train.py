@@ -21,7 +21,7 @@ from torch import nn
 from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
 from transformers.integrations.integration_utils import TensorBoardCallback
 
-from frozencore.calibration.preserve import own_random_state, plain_passes
+from frozencore.calibration.preserve import own_random_state, without_randomness
 from frozencore.distributed import broadcast_from_rank0, num_ranks
 from frozencore.errors import ConfigError, TrainingError
 from frozencore.text import Progress
@@ -120,7 +120,7 @@ def train(
     with ExitStack() as restored:
         stop = restored.enter_context(defer_stop(monitor.say_it_stops)) if checkpoint_dir else Stop()
         restored.enter_context(own_random_state())
-        restored.enter_context(plain_passes(model))
+        restored.enter_context(without_randomness(model))
         restored.enter_context(own_use_cache(model))
         aside = restored.enter_context(TemporaryDirectory())
         folder = checkpoint_dir or Path(broadcast_from_rank0(lambda: aside))  # one folder for all processes
