@@ -1,4 +1,4 @@
-"""Hashes of weights, batches and options, to check that two artefacts belong together."""
+"""Hashes of weights and batches, to check that two artefacts belong together."""
 
 from __future__ import annotations
 
