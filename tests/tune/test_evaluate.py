@@ -27,14 +27,13 @@ from frozencore.tune import evaluate as module
 from frozencore.tune.evaluate import (
     BaseWithAdapter,
     Evaluation,
-    EvaluationRecord,
     adapter_names,
     evaluate_adapters,
     style_of,
 )
 from frozencore.tune.load import load_model
 from frozencore.tune.pocket import pocket_model_path
-from frozencore.tune.record import TaskScore
+from frozencore.tune.record import EvaluationRecord, TaskScore
 from frozencore.tune.rows import Row, TokenRow
 from frozencore.tune.rows.prompts import PromptEncoder, context_limit
 from frozencore.tune.scoring import answers

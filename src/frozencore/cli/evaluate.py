@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import Annotated, cast
 
 import typer
 from rich.console import Group
@@ -17,12 +17,10 @@ from frozencore.errors import ConfigError, FrozenCoreError
 from frozencore.files.adapter_folder import adapter_in, folder_of
 from frozencore.tune.folder import RECORD, record_of_run, require_new
 from frozencore.tune.locate import require_data_root, require_model
+from frozencore.tune.record import EvaluationRecord, TaskResult
 from frozencore.tune.rows.prompts import PromptStyle, TooLong
 from frozencore.tune.rows.row_sources import named, require_source, sources_of
 from frozencore.tune.rows.sources import TASK, find_source, is_named, source_kind
-
-if TYPE_CHECKING:
-    from frozencore.tune.evaluate import EvaluationRecord, TaskResult
 
 
 def evaluate(

@@ -28,6 +28,7 @@ from frozencore.files.adapter_folder import (
 from frozencore.text import accuracy_in_words, num_of, one_line
 from frozencore.tune import folder as run_folder
 from frozencore.tune.folder import ADAPTER, RECORD
+from frozencore.tune.record import EvaluationRecord, TunedRecord, read_record
 
 if TYPE_CHECKING:
     from frozencore.adapter.basis import Basis
@@ -83,8 +84,8 @@ def inspect(
     basis = load_basis(folder) if saved is None else saved.find_basis()
     reports = inspect_adapter(basis, None if saved is None else saved.core.by_layer(basis.ranks))
     if as_json:
-        found = {"basis": basis.id, "layers": {name: asdict(report) for name, report in reports.items()}}
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+        shown = {"basis": basis.id, "layers": {name: asdict(report) for name, report in reports.items()}}
+        sys.stdout.write(json.dumps(shown, indent=2) + "\n")
         return
     if inside:
         console.print(*inside, sep="\n", soft_wrap=True)
@@ -131,8 +132,6 @@ def _of_compression(text: str) -> Iterator[str]:
 
 
 def _of_record(text: str) -> Iterator[str]:
-    from frozencore.tune.record import TunedRecord, read_record
-
     with suppress(ValueError, TypeError):
         if "scores" in json.loads(text):
             yield from _of_evaluation(text)
@@ -152,14 +151,12 @@ def _of_record(text: str) -> Iterator[str]:
 
 
 def _of_evaluation(text: str) -> Iterator[str]:
-    from frozencore.tune.evaluate import EvaluationRecord
-
     record = EvaluationRecord.model_validate_json(text)
     yield f"scores on {record.model}; the answers to each task are in SUBJECT/TASK/predictions.jsonl"
     for one in record.scores:
-        said = [f"accuracy {accuracy_in_words(one.score.accuracy, one.num_examples)}"] if one.score else []
-        said += [] if one.held_out_loss is None else [f"{one.held_out_loss:.3f} nats/token"]
-        yield f"{one.subject} on {one.task}: {one.failure or ', '.join(said)}"
+        scores = [f"accuracy {accuracy_in_words(one.score.accuracy, one.num_examples)}"] if one.score else []
+        scores += [] if one.held_out_loss is None else [f"{one.held_out_loss:.3f} nats/token"]
+        yield f"{one.subject} on {one.task}: {one.failure or ', '.join(scores)}"
 
 
 def inspection_table(
@@ -170,12 +167,12 @@ def inspection_table(
     Args:
         orthonormal: Whether the coordinates promise orthonormal bases; their error is then shown.
     """
-    found = list(reports.values())
-    columns: dict[str, Column] = {"r": [one.rank for one in found], "‖R‖": [one.core_norm for one in found]}
-    shapes = [f"{report.shape[0]} x {report.shape[1]}" for report in found]
-    num_values = sum(report.num_values for report in found)
-    basis_bytes = sum(report.basis_bytes for report in found)
-    worst = max(report.orthonormality_error for report in found)
+    layers = list(reports.values())
+    columns: dict[str, Column] = {"r": [one.rank for one in layers], "‖R‖": [one.core_norm for one in layers]}
+    shapes = [f"{report.shape[0]} x {report.shape[1]}" for report in layers]
+    num_values = sum(report.num_values for report in layers)
+    basis_bytes = sum(report.basis_bytes for report in layers)
+    worst = max(report.orthonormality_error for report in layers)
     totals = Text(
         f"{len(reports)} layers; {num_of(num_values, 'trained value')} ({4 * num_values:,} bytes in memory), "
         f"bases {basis_bytes:,} bytes{f'; largest |PᵀP - I| {worst:.1e}' if orthonormal else ''}"
@@ -185,18 +182,18 @@ def inspection_table(
 
 def calibration_summary(calibration: Calibration, *, every_layer: bool = False) -> Group:
     """Show the result of calibration: the spread over the layers, or a line for each layer."""
-    found = calibration.layers
-    ends = [(layer.spectrum[0], layer.spectrum[-1]) if layer.spectrum else (None, None) for layer in found.values()]
+    layers = calibration.layers
+    ends = [(layer.spectrum[0], layer.spectrum[-1]) if layer.spectrum else (None, None) for layer in layers.values()]
     columns: dict[str, Column] = {
-        "tokens": [layer.num_tokens for layer in found.values()],
-        "rank": [layer.rank for layer in found.values()],
-        "effective": [layer.effective_rank for layer in found.values()],
+        "tokens": [layer.num_tokens for layer in layers.values()],
+        "rank": [layer.rank for layer in layers.values()],
+        "effective": [layer.effective_rank for layer in layers.values()],
         "σ₁": [first for first, _ in ends],
         "σ_r": [last for _, last in ends],
-        "max/med a": [layer.input_spread for layer in found.values()],
-        "max/med d": [layer.error_spread for layer in found.values()],
+        "max/med a": [layer.input_spread for layer in layers.values()],
+        "max/med d": [layer.error_spread for layer in layers.values()],
     }
-    return layer_table(f"Calibration, {calibration.time_s:.1f} s", list(found), columns, every_layer=every_layer)
+    return layer_table(f"Calibration, {calibration.time_s:.1f} s", list(layers), columns, every_layer=every_layer)
 
 
 def layer_table(

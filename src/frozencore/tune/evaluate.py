@@ -16,11 +16,10 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from unicodedata import normalize
 
 from peft import PeftConfig, PeftModel, PeftModelForCausalLM
-from pydantic import Field
 from torch import Tensor, nn
 
 from frozencore.adapter.config import FrozenCoreConfig
@@ -33,8 +32,7 @@ from frozencore.text import Progress, as_stage, num_of, one_line
 from frozencore.tune.config_parts import RowsConfig
 from frozencore.tune.folder import PREDICTIONS, RECORD, record_of_run, require_new
 from frozencore.tune.load import Base, load_model, make_encoder, require_embedded
-from frozencore.tune.record import Hashes, Provenance, ReadRows, Resolved, TaskScore, TunedRecord
-from frozencore.tune.record_part import Count, RecordPart
+from frozencore.tune.record import EvaluationRecord, Hashes, Provenance, ReadRows, Resolved, TaskResult, TunedRecord
 from frozencore.tune.rows.prompts import PromptEncoder, PromptStyle, TooLong
 from frozencore.tune.rows.row_sources import named
 from frozencore.tune.rows.sources import find_source, is_named
@@ -151,52 +149,6 @@ class Evaluation:
     num_evaluation: int | None = None
     dtype: str = "auto"
     device: str = "auto"
-
-
-class TaskResult(RecordPart):
-    """The result of one subject on one task.
-
-    Attributes:
-        rows: SHA-256 of the rows as tokens.
-        score: Missing for texts, and for own rows with a long completion.
-        failure: Why the task has no result.
-    """
-
-    subject: str
-    task: str
-    num_examples: Count = 0
-    rows: str | None = None
-    held_out_loss: float | None = None
-    score: TaskScore | None = None
-    failure: str | None = None
-
-
-class EvaluationRecord(RecordPart):
-    """All scores of an evaluation: the content of ``OUT/result.json``.
-
-    Attributes:
-        adapters: The folder of each subject but the base model.
-        adapter_tensors: SHA-256 of what each folder held.
-    """
-
-    format: Literal[1]
-    model: str
-    adapters: dict[str, str]
-    adapter_tensors: dict[str, str] = Field(default_factory=dict)
-    prompt_styles: dict[str, str]
-    dtype: str
-    max_length: int
-    too_long: TooLong
-    length_normalised: bool
-    scores: tuple[TaskResult, ...]
-    reading: ReadRows | None = None
-    hashes: Hashes
-    provenance: Provenance
-
-    @property
-    def failed(self) -> dict[str, str]:
-        """The reason of each missing score, by task."""
-        return {score.task: score.failure for score in self.scores if score.failure is not None}
 
 
 def evaluate_adapters(evaluation: Evaluation, out: Path, progress: Progress) -> EvaluationRecord:

@@ -20,6 +20,7 @@ from frozencore.tune.config import RunConfig
 from frozencore.tune.provenance import Provenance as Provenance
 from frozencore.tune.record_part import Count, Finite, RecordPart, rounded
 from frozencore.tune.rows import CONTROL, NOT_WRITTEN
+from frozencore.tune.rows.prompts import TooLong
 from frozencore.tune.rows.row_sources import in_words
 
 RECORD_FORMAT: Final = 1
@@ -391,6 +392,52 @@ class StabilityRecord(RunRecord):
     layers: dict[str, dict[str, float]] = Field(default_factory=dict)
     num_calibration: dict[str, Count] = Field(default_factory=dict)
     reference_size: Count | None = None
+
+
+class TaskResult(RecordPart):
+    """The result of one subject on one task.
+
+    Attributes:
+        rows: SHA-256 of the rows as tokens.
+        score: Missing for texts, and for own rows with a long completion.
+        failure: Why the task has no result.
+    """
+
+    subject: str
+    task: str
+    num_examples: Count = 0
+    rows: str | None = None
+    held_out_loss: float | None = None
+    score: TaskScore | None = None
+    failure: str | None = None
+
+
+class EvaluationRecord(RecordPart):
+    """All scores of an evaluation: the content of ``OUT/result.json``.
+
+    Attributes:
+        adapters: The folder of each subject but the base model.
+        adapter_tensors: SHA-256 of what each folder held.
+    """
+
+    format: Literal[1]
+    model: str
+    adapters: dict[str, str]
+    adapter_tensors: dict[str, str] = Field(default_factory=dict)
+    prompt_styles: dict[str, str]
+    dtype: str
+    max_length: int
+    too_long: TooLong
+    length_normalised: bool
+    scores: tuple[TaskResult, ...]
+    reading: ReadRows | None = None
+    hashes: Hashes
+    provenance: Provenance
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """The reason of each missing score, by task."""
+        return {score.task: score.failure for score in self.scores if score.failure is not None}
 
 
 class Failure(RecordPart):
