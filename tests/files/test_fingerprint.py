@@ -10,9 +10,9 @@ from frozencore import FrozenCoreConfig
 from frozencore.files.fingerprint import (
     fingerprint_batches,
     fingerprint_model,
-    fingerprint_options,
     fingerprint_tensors,
 )
+from frozencore.files.json_hash import fingerprint_options
 from tiny import batches_of, draw_examples, tiny_qwen2
 
 BATCHES = batches_of(draw_examples(4, seed=1), 2)

@@ -25,8 +25,9 @@ from frozencore.adapter.base_record import base_digest
 from frozencore.errors import ArtifactError
 from frozencore.files.adapter_folder import FACTORS_FILE, HEADER_FILE, folder_of, forbidden_in, is_folder
 from frozencore.files.atomic_write import atomic_folder
-from frozencore.files.fingerprint import fingerprint_options, fingerprint_tensors
+from frozencore.files.fingerprint import fingerprint_tensors
 from frozencore.files.hub import is_hub_id
+from frozencore.files.json_hash import fingerprint_options
 from frozencore.files.lfs_pointer import lfs_pointer_in
 from frozencore.maths.basis import LayerBasis, known_basis
 from frozencore.text import one_line

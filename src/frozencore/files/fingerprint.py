@@ -1,9 +1,8 @@
-"""Hashes of weights, batches and options, to check that two artefacts belong together."""
+"""Hashes of weights and batches, to check that two artefacts belong together."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
@@ -87,8 +86,3 @@ def fingerprint_batches(batches: Iterable[Mapping[str, Any]]) -> str:
         for key in sorted(batch)
         if isinstance(batch[key], torch.Tensor)
     )
-
-
-def fingerprint_options(options: Mapping[str, Any]) -> str:
-    """SHA-256 of a JSON-like mapping, independent of the order of its keys."""
-    return hashlib.sha256(json.dumps(options, sort_keys=True, allow_nan=False).encode()).hexdigest()

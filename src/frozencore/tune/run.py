@@ -20,7 +20,8 @@ from frozencore.adapter.swap import round_core, swap_core
 from frozencore.distributed import broadcast_from_rank0, num_ranks, own_rank, raise_on_any_rank
 from frozencore.errors import DivergenceError, ModelError
 from frozencore.files.atomic_write import write_json, write_lines, write_text
-from frozencore.files.fingerprint import fingerprint_model, fingerprint_options, fingerprint_tensors
+from frozencore.files.fingerprint import fingerprint_model, fingerprint_tensors
+from frozencore.files.json_hash import fingerprint_options
 from frozencore.text import Progress, as_stage
 from frozencore.tune.adapt import (
     Adapted,

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from frozencore.errors import ConfigError, NoRowsError
-from frozencore.files.fingerprint import fingerprint_options
+from frozencore.files.json_hash import fingerprint_options
 from frozencore.text import num_of
 from frozencore.tune.config_parts import RowsConfig, ScoringConfig
 from frozencore.tune.record import ReadRows, SourceRows, UsedRows

@@ -16,7 +16,7 @@ from pydantic_core import core_schema
 
 from frozencore.constructors import constructors_reading
 from frozencore.errors import ConfigError
-from frozencore.files.fingerprint import fingerprint_options
+from frozencore.files.json_hash import fingerprint_options
 from frozencore.text import Progress
 from frozencore.tune.config import ALIASES, PLACES, RunConfig, make_config
 from frozencore.tune.methods import Method

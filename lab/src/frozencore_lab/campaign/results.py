@@ -9,7 +9,7 @@ from statistics import mean
 from typing import Any
 
 from frozencore.errors import ArtifactError
-from frozencore.files.fingerprint import fingerprint_options
+from frozencore.files.json_hash import fingerprint_options
 from frozencore.text import time_in_words
 from frozencore.tune.config import PLACES
 from frozencore.tune.config_parts import RowsConfig

@@ -13,7 +13,8 @@ from frozencore.adapter.basis import load_basis
 from frozencore.calibration.calibration_options import options_of_sums
 from frozencore.calibration.collect import collect_moments
 from frozencore.files.atomic_write import remove_left
-from frozencore.files.fingerprint import fingerprint_model, fingerprint_options
+from frozencore.files.fingerprint import fingerprint_model
+from frozencore.files.json_hash import fingerprint_options
 from frozencore.maths.basis import LayerBasis
 from frozencore.maths.capture import CAPTURE_NEEDS
 from frozencore.maths.moments import LayerMoments, MomentName
