@@ -147,7 +147,7 @@ def talk(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
     def talked(typed: str, *words: str | Path, answer: str) -> tuple[list[str], str]:
         seen: list[str] = []
         monkeypatch.setattr(
-            "frozencore.tune.scoring.exact_match.stream_greedily",
+            "frozencore.cli.speakers.stream_greedily",
             lambda model, context, encoder, *, max_new_tokens, tell: (
                 seen.append(encoder.tokenizer.decode(context)),
                 tell(answer),
