@@ -99,7 +99,7 @@ def table_of(result: Mapping[str, Any]) -> str:
 
 def main() -> None:
     options = parser_of(__doc__, "bank_bits").parse_args()
-    capacity, rounds = (20, 2) if options.quick else (10_000, 41)
+    capacity, rounds = (20, 2) if options.quick else (10_000, 25)
     models: dict[str, Any] = {}
     for name, (num_layers, width, heads, kv_heads) in SHAPES.items():
         kinds = {"heads": heads, "kv_heads": kv_heads, "inner": 64, "vocabulary": 128, "tied": True}

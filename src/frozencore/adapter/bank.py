@@ -109,10 +109,13 @@ class PackedSlots:
         """Copy a core into a slot; values of other bits are rounded."""
         few = core.in_bits(self.bits, self.ranks).packed
         assert few is not None
-        layers = by_layer(unpack(few.codes, self.bits, len(core.values)), self.ranks)
-        for (name, codes), scale in zip(layers.items(), few.scales, strict=True):
-            self.codes[name][slot].copy_(pack(codes.flatten(), self.bits))
-            self.scales[name][slot] = scale
+        if all(r * r * self.bits % 8 == 0 for r in self.ranks.values()):
+            codes = list(few.codes.split([codes.shape[1] for codes in self.codes.values()]))
+        else:  # a layer of the file begins within a byte
+            layers = by_layer(unpack(few.codes, self.bits, len(core.values)), self.ranks)
+            codes = [pack(codes.flatten(), self.bits) for codes in layers.values()]
+        torch._foreach_copy_([codes[slot] for codes in self.codes.values()], codes)
+        torch._foreach_copy_([scales[slot] for scales in self.scales.values()], list(few.scales.unbind()))
 
     def values(self, name: str, slots: Tensor) -> Tensor:
         """R (slots x r x r) of a layer, float32."""

@@ -125,11 +125,16 @@ class Core:
             return self
         if bits == 32:
             return Core(self.basis_id, self.values)
-        layers = [quantise(R.flatten(), bits) for R in self.by_layer(ranks).values()]
+        layers, codes, scales = self.by_layer(ranks), dict[str, Tensor](), dict[str, Tensor]()
+        for rank in set(ranks.values()):
+            alike = [name for name, r in ranks.items() if r == rank]
+            found = quantise(torch.stack([layers[name].flatten() for name in alike]), bits)
+            codes |= zip(alike, found[0], strict=True)
+            scales |= zip(alike, found[1], strict=True)
         packed = PackedValues(
             bits,
-            pack(torch.cat([codes for codes, _ in layers]), bits).cpu(),
-            torch.stack([scale for _, scale in layers]),
+            pack(torch.cat([codes[name] for name in ranks]), bits).cpu(),
+            torch.stack([scales[name] for name in ranks]),
             torch.tensor(list(ranks.values()), dtype=torch.int16),
         )
         return Core(self.basis_id, packed.values, packed)

@@ -24,20 +24,25 @@ NUM_CLIPS, NUM_FITS = 16, 4
 """Clips from a quarter of the largest value to all of it, and least-squares steps after the best one."""
 
 
-def quantise(x: Float[torch.Tensor, " n"], bits: int) -> tuple[UInt8[torch.Tensor, " n"], Float[torch.Tensor, ""]]:
-    """Find the codes q (uint8) and the scale s (float16) of the lowest squared error.
+def quantise(
+    x: Float[torch.Tensor, "*b n"], bits: int
+) -> tuple[UInt8[torch.Tensor, "*b n"], Float[torch.Tensor, "*b"]]:
+    """Find the codes q (uint8) and the scale s (float16) of the lowest squared error, for each vector.
 
     Args:
         x: Finite values.
         bits: 8, 4 or 2.
     """
     x = x.double()
-    largest = x.abs().max()
-    if not largest > 0:
-        return torch.zeros(len(x), dtype=torch.uint8, device=x.device), torch.zeros((), dtype=torch.float16)
-    candidates = _exact_two_bit_scales(x) if bits == 2 else _clipped_scales(x, bits, largest)
-    scale = min(map(_rounded, candidates), key=lambda s: _error(x, s, bits))
-    return _codes(x, scale, bits), scale.cpu()
+    largest = x.abs().amax(-1)
+    scale, error = torch.zeros_like(largest), torch.full_like(largest, torch.inf)
+    for candidate in [_exact_two_bit_scale(x)] if bits == 2 else _clipped_scales(x, bits, largest):
+        rounded = _rounded(candidate)
+        found = _error(x, rounded, bits)
+        scale, error = torch.where(found < error, rounded, scale), torch.minimum(found, error)
+    is_zero = ~(largest > 0)
+    codes = _codes(x, scale, bits).masked_fill(is_zero.unsqueeze(-1), 0)
+    return codes, scale.masked_fill(is_zero, 0).half().cpu()
 
 
 def levels(codes: UInt8[torch.Tensor, "*n"], scale: torch.Tensor, bits: int) -> Float[torch.Tensor, "*n"]:
@@ -47,44 +52,45 @@ def levels(codes: UInt8[torch.Tensor, "*n"], scale: torch.Tensor, bits: int) -> 
 
 
 def _codes(x: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor:
-    return ((x / scale.to(x)).floor() + 2 ** (bits - 1)).clamp(0, 2**bits - 1).to(torch.uint8)
+    return ((x / scale.unsqueeze(-1)).floor() + 2 ** (bits - 1)).clamp(0, 2**bits - 1).to(torch.uint8)
 
 
-def _error(x: torch.Tensor, scale: torch.Tensor, bits: int) -> float:
-    """The squared error of the nearest levels."""
-    return float((x - levels(_codes(x, scale, bits), scale, bits)).square().sum())
+def _error(x: torch.Tensor, scale: torch.Tensor, bits: int) -> torch.Tensor:
+    """The squared error of the nearest levels of each vector."""
+    return (x - levels(_codes(x, scale, bits), scale.unsqueeze(-1), bits)).square().sum(-1)
 
 
 def _rounded(scale: torch.Tensor) -> torch.Tensor:
-    """The nearest float16 that is a number above zero."""
+    """The nearest float16 that is a number above zero, in float64."""
     half = torch.finfo(torch.float16)
-    return scale.clamp(half.smallest_normal * half.eps, half.max).to(torch.float16)
+    return scale.clamp(half.smallest_normal * half.eps, half.max).half().double()
 
 
 def _clipped_scales(x: torch.Tensor, bits: int, largest: torch.Tensor) -> list[torch.Tensor]:
     """The scales of all clips, and those that least squares reaches from the best one."""
-    clips = largest * torch.linspace(0.25, 1, NUM_CLIPS, dtype=x.dtype, device=x.device)
-    scales = list(clips / 2 ** (bits - 1))
-    scale = min(scales, key=lambda s: _error(x, s, bits))
+    clips = torch.linspace(0.25, 1, NUM_CLIPS, dtype=x.dtype).tolist()
+    scales = [largest.clamp(min=torch.finfo(x.dtype).tiny) * clip / 2 ** (bits - 1) for clip in clips]
+    errors = torch.stack([_error(x, scale, bits) for scale in scales])
+    scale = torch.stack(scales).gather(0, errors.argmin(0, keepdim=True)).squeeze(0)
     for _ in range(NUM_FITS):
-        steps = levels(_codes(x, scale, bits), torch.ones_like(scale), bits)
-        scale = (x @ steps) / (steps @ steps)
+        steps = levels(_codes(x, scale, bits), torch.ones_like(scale).unsqueeze(-1), bits)
+        scale = (x * steps).sum(-1) / steps.square().sum(-1)
         scales.append(scale)
     return scales
 
 
-def _exact_two_bit_scales(x: torch.Tensor) -> list[torch.Tensor]:
+def _exact_two_bit_scale(x: torch.Tensor) -> torch.Tensor:
     """The best scale for levels ±s/2, ±3s/2.
 
     The k smallest magnitudes take s/2, the others 3s/2; for each k the best s is that of least squares.
     """
-    size = x.abs().sort().values
-    k = torch.arange(len(x) + 1, device=x.device)
-    small = torch.cat([size.new_zeros(1), size.cumsum(0)])
-    products = small / 2 + 1.5 * (small[-1] - small)  # Σ |x|·level, for s = 1
-    squares = k / 4 + 2.25 * (len(x) - k)
-    best = (products.square() / squares).argmax()  # the error is Σ x² minus this
-    return [products[best] / squares[best]]
+    n = x.shape[-1]
+    k = torch.arange(n + 1, device=x.device)
+    small = torch.nn.functional.pad(x.abs().sort(-1).values.cumsum(-1), (1, 0))
+    products = small / 2 + 1.5 * (small[..., -1:] - small)  # Σ |x|·level, for s = 1
+    squares = k / 4 + 2.25 * (n - k)
+    best = (products.square() / squares).argmax(-1, keepdim=True)  # the error is Σ x² minus this
+    return (products.gather(-1, best) / squares[best]).squeeze(-1)
 
 
 def pack(codes: UInt8[torch.Tensor, "*b n"], bits: int) -> UInt8[torch.Tensor, "*b p"]:
