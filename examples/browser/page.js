@@ -82,7 +82,7 @@ async function ask() {
     }
     const seconds = (performance.now() - begins) / 1e3;
     at(`${place}-rate`).textContent = `first token after ${Math.round(first ?? seconds * 1e3)} ms, ` +
-      `${(num / seconds).toFixed(0)} tokens a second`;
+      `${Number((num / seconds).toPrecision(2))} tokens a second`;
   }
   at("answer").disabled = false;
   document.body.dataset.answered = Number(document.body.dataset.answered ?? 0) + 1;

@@ -65,7 +65,7 @@ def export_qr(directory: str | Path, out: str | Path, bits: int = 4) -> int:
             "To write a QR code takes the package segno, which is not installed: pip install 'frozencore[onnx]'."
         )
     if out.suffix not in (".png", ".svg"):
-        raise ConfigError(f"A QR code is written as .png or .svg, but --out {out} came.")
+        raise ConfigError(f"A QR code is written as .png or .svg, but --out {out} was given.")
     fragment = core_fragment(directory, bits)
     if len(fragment) > LARGEST_QR:
         raise ArtifactError(

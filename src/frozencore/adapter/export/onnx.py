@@ -174,7 +174,7 @@ def onnx_basis_id(folder: Path) -> str:
 
 def _require(dtype: torch.dtype) -> None:
     if dtype not in DTYPES:
-        raise ConfigError(f"ONNX Runtime takes a core in float32 or float16, but {dtype} came.")
+        raise ConfigError(f"ONNX Runtime takes a core in float32 or float16, but {dtype} was given.")
     if find_spec("onnxruntime_genai") is None or find_spec("onnx") is None:
         raise ConfigError(
             "To write for ONNX Runtime takes the packages onnxruntime-genai and onnx, which are not installed: "
