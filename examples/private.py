@@ -38,8 +38,8 @@ def main() -> None:
     rows = read_rows(options.data, tokenizer, options.max_length)
     if options.delta * len(rows) >= 1:
         raise SystemExit(
-            f"delta must be below one over the number of rows, 1/{len(rows)}, but {options.delta:g} came: with it a "
-            f"row might be published as it is. Give --delta {0.1 / len(rows):.0e}."
+            f"delta must be below one over the number of rows, 1/{len(rows)}, but {options.delta:g} was given: with it "
+            f"a row might be published as it is. Give --delta {0.1 / len(rows):.0e}."
         )
     base = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     model = on_public_basis(base.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer, options)

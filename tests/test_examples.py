@@ -226,7 +226,7 @@ def test_a_core_learns_from_private_rows_within_the_budget_that_it_prints(
     write_rows(tmp_path / "public.jsonl", rows[:4])
     own = {"--rows-a-step": "2", "--epochs": "3", "--epsilon": "8", "--public": str(tmp_path / "public.jsonl")}
     words = [word for pair in own.items() for word in pair]
-    with pytest.raises(SystemExit, match="below one over the number of rows, 1/24, but 0.1 came"):
+    with pytest.raises(SystemExit, match="below one over the number of rows, 1/24, but 0.1 was given"):
         run("private.py", pocket_model_path(), rows, *words, "--delta", "0.1")
     adapter = run("private.py", pocket_model_path(), rows, *words, "--delta", "0.01")
 

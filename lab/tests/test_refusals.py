@@ -122,11 +122,11 @@ def test_a_campaign_that_cannot_run_is_refused_with_its_study(text: str, message
 TABLES = [
     ("task,a,b\nx,1,\ny,1,2\n", "line 2: b on x is missing"),
     ("task,a,b\nx,1,2\ny,nan,2\n", "line 3: a on y must be a finite number, but 'nan'"),
-    ("task,a,b\nx,1,2\ny,79.7±1.5,2\n", "'79.7±1.5' came"),
+    ("task,a,b\nx,1,2\ny,79.7±1.5,2\n", "'79.7±1.5' was given"),
     ("task,a,b\nx,1,1e999\ny,1,2\n", "finite number, but '1e999'"),
     ("task,a,a\nx,1,2\n", "column 'a' twice"),
     ("task,a,b\nx,1,2\nx,1,2\n", "task 'x' twice"),
-    ("task,a,b\nx,1\n", "line 2: x must have 2 numbers, but 1 came"),
+    ("task,a,b\nx,1\n", "line 2: x must have 2 numbers, but 1 was given"),
     ("task,a,b\nx,1,2\nMean,1,2\n", "'Mean' is no task but a summary"),
     ("task,,b\nx,1,2\n", "column without a name"),
     ("task;a;b\nx;1;2\n", "one column only"),

@@ -81,7 +81,7 @@ def test_what_was_found_is_reported_per_layer(evidence: dict) -> None:
     told: list[tuple[str, int, int | None]] = []
     found = calibrate(model, BATCHES, progress=lambda *step: told.append(step))
     of_each = [(stage, done, 8) for stage in ("bases", "rate") for done in range(1, 9)]
-    assert told == [("calibration", 4, 8), ("calibration", 8, 8), *of_each]
+    assert told == [("calibration", 0, None), ("calibration", 4, 8), ("calibration", 8, 8), *of_each]
     assert list(found.layers) == NAMES
     assert found.time_s >= found.collect_s >= 0
     for name, layer in found.layers.items():

@@ -570,7 +570,7 @@ def test_what_fails_before_writing_leaves_nothing(base: Path, tmp_path: Path) ->
 
 def test_a_wrong_rank_name_or_base_and_a_folder_in_use_are_refused(base: Path, tmp_path: Path) -> None:
     adapters = {"anna": write(base, tmp_path / "anna")}
-    with pytest.raises(ConfigError, match="rank of 1 or more, but 0 came"):
+    with pytest.raises(ConfigError, match="rank of 1 or more, but 0 was given"):
         compress_adapters(adapters, tmp_path / "shop", rank=0)
     for name in ("../ben", "basis", "a/b", "", "..", "Compress.json", "my lora"):
         with pytest.raises(ConfigError, match="name becomes a folder's"):

@@ -24,11 +24,11 @@ ROWS = [{"input_ids": list(e.ids), "labels": [-100] * e.num_prompt + list(e.ids[
 # -------------------------------------------------------------------------------------------------------- options
 
 OPTIONS: list[tuple[dict[str, Any], str]] = [
-    ({"tokens": "all"}, "tokens must be one of nonpad, completion, nonzero_delta, but 'all' came"),
+    ({"tokens": "all"}, "tokens must be one of nonpad, completion, nonzero_delta, but 'all' was given"),
     ({"weighting": "sum"}, "weighting must be one of"),
-    ({"skip_first": -1}, "skip_first must be a whole number of at least 0, but -1 came"),
-    ({"group_size": 0}, "group_size must be a whole number of at least 1, but 0 came"),
-    ({"stats_device": 3}, "stats_device must be text or none, but 3 came"),
+    ({"skip_first": -1}, "skip_first must be a whole number of at least 0, but -1 was given"),
+    ({"group_size": 0}, "group_size must be a whole number of at least 1, but 0 was given"),
+    ({"stats_device": 3}, "stats_device must be text or none, but 3 was given"),
 ]  # fmt: skip
 
 
@@ -168,10 +168,10 @@ DATA: list[Refusal] = [
     (calibrated(Dataset.from_list(ROWS).to_iterable_dataset(), collator=batch_of), ConfigError, "num_examples=128"),
     (calibrated(DataLoader(EXAMPLES, collate_fn=batch_of), collator=batch_of), ConfigError, "Leave the collator out"),
     (calibrated(ROWS, batch_size=2), ConfigError, "Pass a collator as well"),
-    (calibrated(ROWS, batch_size=0, collator=batch_of), ConfigError, "but 0 came"),
+    (calibrated(ROWS, batch_size=0, collator=batch_of), ConfigError, "but 0 was given"),
     (calibrated([], collator=batch_of), CalibrationError, "the data gave none"),
     (calibrated(loss_fn=lambda model, batch: model(**batch).logits), CalibrationError, r"one number.*of shape \("),
-    (calibrated(loss_fn=lambda *_: 0.5), CalibrationError, "one number, .* but a float came"),
+    (calibrated(loss_fn=lambda *_: 0.5), CalibrationError, "one number, .* but a float was given"),
     (calibrated(loss_fn=lambda *_: torch.tensor(0.5)), CalibrationError, "loss does not depend on layer"),
     (calibrated(loss_fn=own_loss, options=CalibrationOptions(tokens="completion")), ConfigError, "option tokens"),
     (calibrated(loss_fn=own_loss, options=CalibrationOptions(weighting="token_sum")), ConfigError, "option weighting"),

@@ -78,9 +78,9 @@ def test_what_contradicts_the_basis_is_one_line(command: Command, basis: Path, t
     for file in Path(pocket_model_path()).glob("tokenizer*"):
         (tmp_path / "other" / file.name).write_bytes(file.read_bytes())
     for words, message in (
-        (["--rank", 16], "--rank: 4, but 16 came"),  # the default, but given
-        (["--method", "eva"], "--method: fcca, but eva came"),
-        (["--damping", 0.001], "--damping: (0.1, 0.01), but 0.001 came"),
+        (["--rank", 16], "--rank: 4, but 16 was given"),  # the default, but given
+        (["--method", "eva"], "--method: fcca, but eva was given"),
+        (["--damping", 0.001], "--damping: (0.1, 0.01), but 0.001 was given"),
         (["--model", tmp_path / "other"], "another base model"),
     ):
         status, _, err = command("tune", *SHORT, "--basis", basis, *words, "--out", tmp_path / "run")

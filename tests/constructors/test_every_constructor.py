@@ -318,5 +318,5 @@ def test_an_unknown_constructor_is_refused_with_the_nearest_name(name: str, hint
 )  # fmt: skip
 def test_bad_options_are_refused_in_one_line_that_says_what_came(options: dict) -> None:
     ((name, value),) = options.items()
-    with pytest.raises(ConfigError, match=rf"\b{name} must be .*{re.escape(repr(value))} came"):
+    with pytest.raises(ConfigError, match=rf"\b{name} must be .*{re.escape(repr(value))} was given"):
         next(row for row in CONSTRUCTORS.values() if name in options_of(row.options)).options(**options)

@@ -81,7 +81,7 @@ def test_a_factor_that_is_not_finite_is_refused(bad: float, side: str) -> None:
 
 @pytest.mark.usefixtures("as_a_user")
 def test_unknown_coordinates_are_refused() -> None:
-    with pytest.raises(ConfigError, match="coordinates must be one of fisher, qr, raw, scaled_raw, but 'lu' came"):
+    with pytest.raises(ConfigError, match="coordinates must be one of fisher, qr, raw, scaled_raw, but 'lu' was given"):
         made("lu")
 
 

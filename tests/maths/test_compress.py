@@ -137,7 +137,7 @@ def test_energies_come_from_the_factors() -> None:
 
 
 def test_a_rank_above_the_layer_and_values_that_are_not_finite_are_refused() -> None:
-    with pytest.raises(ConfigError, match="rank from 1 to 11, but 12 came"):
+    with pytest.raises(ConfigError, match="rank from 1 to 11, but 12 was given"):
         compress(drawn([2]), 12)
     with pytest.raises(CalibrationError, match="NaN or Inf"):
         compress([*drawn([2]), (torch.full((M, 1), torch.nan).double(), torch.ones(1, N).double())], 2)

@@ -67,9 +67,9 @@ def test_a_second_moment_of_zeros_is_refused(zeros: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"whiten": "left"}, "whiten must be one of both, input, output, none, but 'left' came"),
-        ({"fisher": "block"}, "fisher must be one of diagonal, dense, but 'block' came"),
-        ({"fisher": "dense", "shrinkage": 1.5}, "shrinkage must be a number from 0 to 1, but 1.5 came"),
+        ({"whiten": "left"}, "whiten must be one of both, input, output, none, but 'left' was given"),
+        ({"fisher": "block"}, "fisher must be one of diagonal, dense, but 'block' was given"),
+        ({"fisher": "dense", "shrinkage": 1.5}, "shrinkage must be a number from 0 to 1, but 1.5 was given"),
         ({"fisher": "dense", "shrinkage": float("nan")}, "shrinkage must be a number from 0 to 1"),
         ({"shrinkage": 0.5}, "needs fisher='dense'"),
         *(

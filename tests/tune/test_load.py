@@ -69,7 +69,7 @@ def test_the_last_blocks_alone_are_adapted_in_full_names(targets: Targets | None
 
 def test_several_processes_on_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "num_started", lambda: 2)
-    with pytest.raises(ConfigError, match=r"own, but --device cuda:1 came for 2\. Use cuda\."):
+    with pytest.raises(ConfigError, match=r"own, but --device cuda:1 was given for 2\. Use cuda\."):
         load_model("pocket", device="cuda:1")
 
 

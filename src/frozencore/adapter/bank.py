@@ -204,7 +204,7 @@ class CoreBank(CoreStack):
             ArtifactError: Another basis, or the adapter of the bank was given another one. The bank is as it was.
         """
         if not isinstance(name, str):
-            raise ConfigError(f"A core has a name (None is the base model in a batch), but {name!r:.60} came.")
+            raise ConfigError(f"A core has a name (None is the base model in a batch), but {name!r:.60} was given.")
         require_unmerged(self.layers.values())
         require_basis_id(self.basis_id, self.layers, self.adapter_name)
         core = read_core(source, self.basis_id)

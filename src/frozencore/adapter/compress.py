@@ -141,7 +141,7 @@ def compress_adapters(
     sources, skipped = _read_sources(adapters, base, same_base, skip_bad, progress)
     shapes = {layer: shape for source in sources.values() for layer, shape in source.shapes.items()}
     if rank < 1:
-        raise ConfigError(f"A basis has a rank of 1 or more, but {rank} came.")
+        raise ConfigError(f"A basis has a rank of 1 or more, but {rank} was given.")
     ready(sources.keys())
     equal = _equal_ones(sources)
     found: dict[str, Compression] = {}

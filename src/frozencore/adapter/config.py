@@ -178,7 +178,8 @@ class FrozenCoreConfig(
             own = getattr(self, name)
             if own != {} and own != defaults[name] and _plain(own) != value:
                 raise ConfigError(
-                    f"The basis in {place} has {name}={value!r:.100}, but {_plain(own)!r:.100} came. Leave {name} out."
+                    f"The basis in {place} has {name}={value!r:.100}, but {_plain(own)!r:.100} was given. "
+                    f"Leave {name} out."
                 )
             setattr(self, name, value)
         self.basis, self.basis_id = str(place), header["id"]

@@ -367,5 +367,6 @@ def _require_name(adapter_name: str, model: nn.Module) -> None:
     if not is_plain or any(sign in adapter_name for sign in "./\\") or of_torch or adapter_name in parts:
         raise ConfigError(
             "An adapter's name is one plain part of a path without a dot, no word that torch's modules use (such as "
-            f"'train', 'keys'), and no part of a weight's name, but {adapter_name!r:.60} came. Choose another name."
+            f"'train', 'keys'), and no part of a weight's name, but {adapter_name!r:.60} was given. "
+            "Choose another name."
         )

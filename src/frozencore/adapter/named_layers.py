@@ -97,7 +97,7 @@ def compiled(option: str, expression: str) -> re.Pattern[str]:
         return re.compile(expression)
     except (re.error, RecursionError, OverflowError) as error:
         raise ConfigError(
-            f"{option} is a regular expression or names of layers, but {expression!r:.60} came ({error}). "
+            f"{option} is a regular expression or names of layers, but {expression!r:.60} was given ({error}). "
             "Correct the expression, or name the layers in a list."
         ) from error
 

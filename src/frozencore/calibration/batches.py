@@ -163,12 +163,14 @@ def batches_from(
         )
     if isinstance(data, Mapping):  # of tensors, or of splits
         what = "a single batch: pass [batch]" if is_batch(data) else "one split, such as data['train']"
-        raise DataError(f"calibrate takes batches or a dataset, but a dictionary of {_keys(data)} came. Pass {what}.")
+        raise DataError(
+            f"calibrate takes batches or a dataset, but a dictionary of {_keys(data)} was given. Pass {what}."
+        )
     if collator is None:
         _refuse_rows(data, batch_size)
         batches = data
     elif batch_size is not None and batch_size < 1:
-        raise ConfigError(f"batch_size must be at least 1 row, but {batch_size} came.")
+        raise ConfigError(f"batch_size must be at least 1 row, but {batch_size} was given.")
     elif getattr(data, "collate_fn", None) is not None:
         raise ConfigError("A collator makes batches of rows, but a DataLoader gives batches. Leave the collator out.")
     else:
@@ -183,7 +185,7 @@ def take_examples(batches: Iterable[Batch], num_examples: int | None, *, any_for
     A batch is whole if one of its tensors has another number of rows (patches of images): which to cut is unknown.
     """
     if num_examples is not None and num_examples < 1:
-        raise ConfigError(f"The number of calibration examples must be at least 1, but {num_examples} came.")
+        raise ConfigError(f"The number of calibration examples must be at least 1, but {num_examples} was given.")
     left = num_examples
     for index, batch in enumerate(batches):
         require_batch(batch, index, any_form=any_form)

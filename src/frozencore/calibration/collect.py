@@ -115,7 +115,7 @@ def loss_of(model: nn.Module, batch: Batch, as_it_came: Batch, spec: PassSpec) -
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             came = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise CalibrationError(
-                f"loss_fn(model, batch) gives one number, the mean over the batch's examples, but {came} came."
+                f"loss_fn(model, batch) gives one number, the mean over the batch's examples, but {came} was given."
             )
         return loss.reshape(()) * num_examples_of(batch)
     if not _is_language_model(model):  # it returns its own loss

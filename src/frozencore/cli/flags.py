@@ -237,7 +237,8 @@ def _flags_in(context: typer.Context, file: Path) -> dict[str, Any]:
         parts = value if isinstance(value, list) else [value]
         if any(isinstance(part, list | dict) or (part is None and value is not None) for part in parts):
             raise ConfigError(
-                f"{file}, {name}: a value is a number, a word, yes or no, or a list of such, but {value!r:.80} came."
+                f"{file}, {name}: a value is a number, a word, yes or no, or a list of such, but {value!r:.80} "
+                "was given."
             )
         if isinstance(value, bool):  # YAML reads yes and no as these
             values[str(parameter.name)] = value if getattr(parameter, "is_flag", False) else "yes" if value else "no"

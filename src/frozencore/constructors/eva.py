@@ -67,7 +67,7 @@ def eva_basis(
     elif output == "weight_svd":
         P0 = truncated_svd(W.float(), rank, seed=seed).U
     else:
-        raise ConfigError(f"eva_output must be one of {', '.join(EVA_OUTPUTS)}, but {output!r} came.")
+        raise ConfigError(f"eva_output must be one of {', '.join(EVA_OUTPUTS)}, but {output!r} was given.")
     return basis_from_factors(
         P0, Q0, rank=rank, spectrum=energy, coordinates=coordinates, seed=seed,
         diagonals=lambda: (None, moments.A.diagonal()),

@@ -139,4 +139,4 @@ def _write_in(X: torch.Tensor, coordinates: Coordinates) -> torch.Tensor:
         return thin_qr(X)[0]
     if coordinates == "scaled_raw":  # scale to the Frobenius norm of an orthonormal factor
         return X * (X.shape[1] ** 0.5 / X.norm())
-    raise ConfigError(f"coordinates must be one of {', '.join(COORDINATES)}, but {coordinates!r} came.")
+    raise ConfigError(f"coordinates must be one of {', '.join(COORDINATES)}, but {coordinates!r} was given.")

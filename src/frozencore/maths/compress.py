@@ -79,7 +79,7 @@ def compress(
     """
     m, n = updates[0][0].shape[0], updates[0][1].shape[1]
     if not 1 <= rank <= min(m, n):
-        raise ConfigError(f"A basis of a layer of {m} x {n} has a rank from 1 to {min(m, n)}, but {rank} came.")
+        raise ConfigError(f"A basis of a layer of {m} x {n} has a rank from 1 to {min(m, n)}, but {rank} was given.")
     for B, A in updates:
         require_finite(B)
         require_finite(A)

@@ -76,7 +76,7 @@ def truncated_svd(
         U, S, Vh = torch.linalg.svd(M, full_matrices=False)
         U, S, V = U[:, :rank], S[:rank], Vh[:rank].mT
     else:
-        raise ConfigError(f"svd_method must be one of {', '.join(SVD_METHODS)}, but {method!r} came.")
+        raise ConfigError(f"svd_method must be one of {', '.join(SVD_METHODS)}, but {method!r} was given.")
     return TruncatedSVD(*canonical_signs(U, S, V))
 
 
@@ -269,7 +269,9 @@ def weighted_sum(cores: Sequence[torch.Tensor], weights: Sequence[float]) -> tor
         ConfigError: The number of weights is not that of cores, a weight is not finite, or the sum is not in the dtype.
     """
     if len(weights) != len(cores) or not torch.tensor(weights, dtype=torch.float64).isfinite().all():
-        raise ConfigError(f"A sum of {len(cores)} adapters needs as many finite weights, but {list(weights)} came.")
+        raise ConfigError(
+            f"A sum of {len(cores)} adapters needs as many finite weights, but {list(weights)} was given."
+        )
     total = torch.stack([weight * R.detach().double() for weight, R in zip(weights, cores, strict=True)]).sum(0)
     summed = total.to(cores[0].dtype)
     if not all_finite(summed):

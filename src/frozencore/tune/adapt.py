@@ -101,7 +101,9 @@ def on_named_basis(config: RunConfig) -> RunConfig:
         if value != (its := {**decided, **core}[name]):
             flag = flag_of(named.get(name, name))
             its = one_line(its, 200)  # names of layers may be hundreds
-            raise ConfigError(f"The basis in {method.basis} determines {flag}: {its}, but {value} came. Leave it out.")
+            raise ConfigError(
+                f"The basis in {method.basis} determines {flag}: {its}, but {value} was given. Leave it out."
+            )
     return replace(config, method=replace(method, **decided, core=core))
 
 

@@ -183,7 +183,7 @@ def make_config(*, strict: bool = False, **values: Any) -> RunConfig:
     known = run_options()
     for group in GROUPS & values.keys():
         if not isinstance(given := values.pop(group), Mapping):
-            raise ConfigError(f"{group} must hold options by name, but {given!r:.200} came.")
+            raise ConfigError(f"{group} must hold options by name, but {given!r:.200} was given.")
         values |= given
     for alias, name in ALIASES.items():
         if (task := values.pop(alias, None)) is not None:

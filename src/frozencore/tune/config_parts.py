@@ -111,15 +111,17 @@ class RowsConfig(ConfigPart):
             raise ConfigError("A run learns rows: give --data FILE, or --data task:NAME for a task of the lab.")
         if self.eval_data is not None and is_named(self.eval_data):
             raise ConfigError(
-                f"--eval-data is for your own rows, but {self.eval_data} came. `frozencore task NAME --out DIR` writes "
-                "a task's rows as files."
+                f"--eval-data is for your own rows, but {self.eval_data} was given. "
+                "`frozencore task NAME --out DIR` writes a task's rows as files."
             )
         if any(map(is_named, self.sources)):
             if len(self.sources) > 1:
-                raise ConfigError(f"A task has splits of its own and stands alone, but {self.learns} came. Give one.")
+                raise ConfigError(
+                    f"A task has splits of its own and stands alone, but {self.learns} was given. Give one."
+                )
             self.refuse_changed(
                 ("eval_data", "loss_on", "columns", "skip_bad"),
-                "{flag} is for your own rows (--data), but a task came. Leave one out.",
+                "{flag} is for your own rows (--data), but a task was given. Leave one out.",
             )
 
     @property

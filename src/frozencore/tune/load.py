@@ -57,7 +57,8 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto") -> tuple
     """
     if num_started() > 1 and ":" in device:
         raise ConfigError(
-            f"Each of several processes has a GPU of its own, but --device {device} came for {num_started()}. Use cuda."
+            f"Each of several processes has a GPU of its own, but --device {device} was given for "
+            f"{num_started()}. Use cuda."
         )
     place = resolve_device(device)
     refusal = "cannot be read as a causal language model with its tokenizer"

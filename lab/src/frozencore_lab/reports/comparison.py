@@ -106,7 +106,7 @@ def analyse(table: TaskTable, reference: str, *, lower_is_better: bool = False) 
         raise DataError(unknown_name("column", reference, table.columns))
     if len(table.columns) < 2 or len(table.tasks) < 2:
         raise DataError(
-            f"A comparison needs two columns and two tasks, but {len(table.columns)} and {len(table.tasks)} came."
+            f"A comparison needs two columns and two tasks, but {len(table.columns)} and {len(table.tasks)} was given."
         )
     columns = table.columns.items()
     values = {name: whole({f"{name} on {task}": cells.get(task) for task in table.tasks}) for name, cells in columns}
@@ -172,13 +172,13 @@ def read_task_means(path: Path) -> TaskTable:
         if task.casefold() in SUMMARIES:
             raise DataError(f"{path}, line {i}: {task!r} is no task but a summary. Leave that line out.")
         if len(cells) != len(names):
-            raise DataError(f"{path}, line {i}: {task} must have {len(names)} numbers, but {len(cells)} came.")
+            raise DataError(f"{path}, line {i}: {task} must have {len(names)} numbers, but {len(cells)} was given.")
         for name, cell in zip(names, cells, strict=True):
             where = f"{path}, line {i}: {name} on {task}"
             if not cell:
                 raise DataError(f"{where} is missing. Fill it in, or leave the line or the column out.")
             if not NUMBER.fullmatch(cell) or math.isinf(float(cell)):
-                raise DataError(f"{where} must be a finite number, but {cell!r} came.")
+                raise DataError(f"{where} must be a finite number, but {cell!r} was given.")
             columns[name][task] = float(cell)
     return TaskTable(tuple(cells[0] for _, cells in body), columns)
 

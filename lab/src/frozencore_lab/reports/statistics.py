@@ -38,7 +38,7 @@ def whole(values: Mapping[str, float | None]) -> list[float]:
         DataError: There are no values, or one is missing or not finite; the message names it.
     """
     if not values:
-        raise DataError("A mean needs at least one value, but none came.")
+        raise DataError("A mean needs at least one value, but none was given.")
     found = []
     for name, value in values.items():
         if value is None or not math.isfinite(value):

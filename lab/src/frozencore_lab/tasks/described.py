@@ -125,7 +125,7 @@ def read_own_task(path: Path) -> Task:
             f"{path}: choices belong to 'scoring: choice' and to nothing else; here it is {own.scoring!r}."
         )
     if isinstance(own.choices, list) and (len(own.choices) < 2 or not all(map(str.strip, own.choices))):
-        raise ConfigError(f"{path}: choices: give two texts or more, none empty, but {own.choices!r} came.")
+        raise ConfigError(f"{path}: choices: give two texts or more, none empty, but {own.choices!r} was given.")
     if _JINJA.search(own.prompt):
         raise ConfigError(
             f"{path}: prompt: columns are named as {{name}}, and Jinja is not read. Put a space between braces that "

@@ -140,7 +140,7 @@ def to_rank(adapter: ExportSource, rank: int | None) -> tuple[ExportSource, int,
         The adapter, its rank as a LoRA, and the relative error of the cut.
     """
     if rank is not None and (not isinstance(rank, int) or rank < 1):
-        raise ConfigError(f"A LoRA has a rank of at least 1, but {rank!r:.50} came.")
+        raise ConfigError(f"A LoRA has a rank of at least 1, but {rank!r:.50} was given.")
     own_rank = max(map(len, adapter.cores.values()))
     if rank is None or rank >= own_rank:
         return adapter, own_rank, None
@@ -308,4 +308,4 @@ def in_dtype(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
 def require_dtype(dtype: torch.dtype) -> None:
     """Refuse a dtype that no engine reads: an integer would round every factor to zero."""
     if dtype not in DTYPES:
-        raise ConfigError(f"Serving engines read float32, float16 and bfloat16 factors, but {dtype} came.")
+        raise ConfigError(f"Serving engines read float32, float16 and bfloat16 factors, but {dtype} was given.")
