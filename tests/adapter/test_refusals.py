@@ -137,17 +137,17 @@ class Room:
 
 # ------------------------------------------------------------------------------------------------- configurations
 
-RANK, ALPHA = "rank must be a whole number from 1 to 100000, but", "alpha must be a number above 0 or one of auto"
+RANK, ALPHA = "r must be a whole number from 1 to 100000, but", "alpha must be a number above 0 or one of auto"
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"constructor": "fca"}, "'fca'.*Did you mean 'fcca'"),
     ({"constructor": None}, "constructor"),
-    ({"r": 0}, f"{RANK} 0 came"),
-    ({"r": "16"}, f"{RANK} '16' came"),
-    ({"rank_pattern": {"q_proj": -1}}, f"{RANK} -1 came"),
-    ({"alpha": 0}, f"{ALPHA} or none, but 0 came"),
-    ({"alpha": float("nan")}, f"{ALPHA} or none, but nan came"),
-    ({"alpha": "r"}, f"{ALPHA} or none, but 'r' came"),
-    ({"alpha_pattern": {"q_proj": 0}}, f"{ALPHA} or none, but 0 came"),
+    ({"r": 0}, f"{RANK} 0 was given"),
+    ({"r": "16"}, f"{RANK} '16' was given"),
+    ({"rank_pattern": {"q_proj": -1}}, f"{RANK} -1 was given"),
+    ({"alpha": 0}, f"{ALPHA} or none, but 0 was given"),
+    ({"alpha": float("nan")}, f"{ALPHA} or none, but nan was given"),
+    ({"alpha": "r"}, f"{ALPHA} or none, but 'r' was given"),
+    ({"alpha_pattern": {"q_proj": 0}}, f"{ALPHA} or none, but 0 was given"),
     ({"damping": 0}, "damping must be a number above 0 or a list of 2"),
     ({"shrinkage": 0.5}, "needs fisher='dense'"),
     ({"initial_step": 0.1}, "'fcca' does not read initial_step .it is for signgrad.. Leave it out"),
