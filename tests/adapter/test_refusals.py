@@ -137,7 +137,7 @@ class Room:
 
 # ------------------------------------------------------------------------------------------------- configurations
 
-RANK, ALPHA = "rank must be a whole number from 1 to 100000, but", "alpha must be a number above 0 or one of auto"
+RANK, ALPHA = "r must be a whole number from 1 to 100000, but", "alpha must be a number above 0 or one of auto"
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"constructor": "fca"}, "'fca'.*Did you mean 'fcca'"),
     ({"constructor": None}, "constructor"),
