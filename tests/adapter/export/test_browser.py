@@ -85,7 +85,7 @@ class Handler(SimpleHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path == "/hold":
-            self.served.reported.wait(240)
+            self.served.reported.wait(840)
         super().do_GET()
 
     def do_POST(self) -> None:
@@ -108,7 +108,7 @@ def shown(folder: Path, steps: dict[str, Any], picture: Path) -> dict[str, Any]:
     words = ["chromium", "--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=500,900"]
     words += [f"--user-data-dir={folder / 'profile'}", f"--screenshot={picture}"]
     try:
-        subprocess.run([*words, f"http://127.0.0.1:{server.server_port}/steps.html"], check=True, timeout=300,
+        subprocess.run([*words, f"http://127.0.0.1:{server.server_port}/steps.html"], check=True, timeout=900,
                        capture_output=True)  # fmt: skip
     finally:
         server.shutdown()
