@@ -169,8 +169,6 @@ def batches_from(
     if collator is None:
         _refuse_rows(data, batch_size)
         batches = data
-    elif batch_size is not None and batch_size < 1:
-        raise ConfigError(f"batch_size must be at least 1 row, but {batch_size} was given.")
     elif getattr(data, "collate_fn", None) is not None:
         raise ConfigError("A collator makes batches of rows, but a DataLoader gives batches. Leave the collator out.")
     else:

@@ -102,7 +102,7 @@ def build_bases(
         options: Rank and options of the constructor.
 
     Raises:
-        CalibrationError: A moment is missing, not finite, or of fewer tokens than the rank.
+        CalibrationError: A moment is missing or not finite.
 
     >>> layer = LayerData("layer", (6, 4), lambda: torch.eye(6, 4))
     >>> build_bases([layer], "lora_xs", BasisOptions(r=2))["layer"].P.shape
@@ -110,7 +110,6 @@ def build_bases(
     """
     options, bases = options or BasisOptions(), {}
     for layer in layers:
-        _require_tokens(layer, min(options.r, *layer.shape))
         bases[layer.name] = build_basis(constructor, layer, options)
     return bases
 
@@ -200,21 +199,12 @@ class _Builder:
             for name in group:
                 target = self.targets[name]
                 layer = replace(target.layer, moments=moments.pop(name, None))
-                _require_tokens(layer, target.options.r)
                 if self.owners[name] == own_rank():
                     basis = build_basis(self.constructor, layer, target.options)
                     self.built[name] = basis, capture_or_none(layer.moments, basis)
                     self.progress("bases", len(self.built), num_own)
                 if layer.moments is not None:
                     self.vectors[name] = layer.moments.without_matrices()
-
-
-def _require_tokens(layer: LayerData, rank: int) -> None:
-    if layer.moments is not None and layer.moments.num_tokens < rank:
-        raise CalibrationError(
-            f"A basis of rank {rank} needs at least {rank} counted tokens, but layer {layer.name!r} received "
-            f"{layer.moments.num_tokens}. Calibrate on more text, or give a lower rank."
-        )
 
 
 def _halved(groups: Sequence[list[str]]) -> list[list[str]]:

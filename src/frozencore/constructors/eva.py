@@ -9,13 +9,12 @@ and the leading left singular directions of W.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, assert_never, get_args
 
 from jaxtyping import Float
 
 from frozencore.constructors.constructor import BasisOptions, Constructor, LayerData
 from frozencore.device import torch
-from frozencore.errors import ConfigError
 from frozencore.maths.basis import Coordinates, LayerBasis, basis_from_factors
 from frozencore.maths.linalg import effective_rank, energy_rank, seeded_generator, top_eigenvectors, truncated_svd
 from frozencore.maths.moments import DenseMoment, LayerMoments, MomentName
@@ -67,7 +66,7 @@ def eva_basis(
     elif output == "weight_svd":
         P0 = truncated_svd(W.float(), rank, seed=seed).U
     else:
-        raise ConfigError(f"eva_output must be one of {', '.join(EVA_OUTPUTS)}, but {output!r} was given.")
+        assert_never(output)
     return basis_from_factors(
         P0, Q0, rank=rank, spectrum=energy, coordinates=coordinates, seed=seed,
         diagonals=lambda: (None, moments.A.diagonal()),

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal, assert_never, get_args
 
 from jaxtyping import Float
 
 from frozencore.device import torch
-from frozencore.errors import CalibrationError, ConfigError
+from frozencore.errors import CalibrationError
 from frozencore.maths.linalg import complete_orthonormal, inverse_root, seeded_generator, thin_qr
 
 Coordinates = Literal["fisher", "qr", "raw", "scaled_raw"]
@@ -135,8 +135,8 @@ def fisher_orthonormal(
 def _write_in(X: torch.Tensor, coordinates: Coordinates) -> torch.Tensor:
     if X.shape[1] == 0 or coordinates == "raw":
         return X
-    if coordinates in ("qr", "fisher"):
+    if coordinates == "qr" or coordinates == "fisher":
         return thin_qr(X)[0]
     if coordinates == "scaled_raw":  # scale to the Frobenius norm of an orthonormal factor
         return X * (X.shape[1] ** 0.5 / X.norm())
-    raise ConfigError(f"coordinates must be one of {', '.join(COORDINATES)}, but {coordinates!r} was given.")
+    assert_never(coordinates)

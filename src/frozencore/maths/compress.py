@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from jaxtyping import Float
 
 from frozencore.device import torch
-from frozencore.errors import ConfigError
 from frozencore.maths.linalg import complete_orthonormal, require_finite, seeded_generator, thin_qr, truncated_svd
 
 Update = tuple["torch.Tensor", "torch.Tensor"]
@@ -74,12 +73,9 @@ def compress(
         tolerance: Stop when a sweep improves the objective by less than this share.
 
     Raises:
-        ConfigError: The rank is larger than the layer.
         CalibrationError: An update is not finite.
     """
     m, n = updates[0][0].shape[0], updates[0][1].shape[1]
-    if not 1 <= rank <= min(m, n):
-        raise ConfigError(f"A basis of a layer of {m} x {n} has a rank from 1 to {min(m, n)}, but {rank} was given.")
     for B, A in updates:
         require_finite(B)
         require_finite(A)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, assert_never, get_args
 
 from jaxtyping import Float
 
@@ -76,7 +76,7 @@ def truncated_svd(
         U, S, Vh = torch.linalg.svd(M, full_matrices=False)
         U, S, V = U[:, :rank], S[:rank], Vh[:rank].mT
     else:
-        raise ConfigError(f"svd_method must be one of {', '.join(SVD_METHODS)}, but {method!r} was given.")
+        assert_never(method)
     return TruncatedSVD(*canonical_signs(U, S, V))
 
 

@@ -87,7 +87,7 @@ class LayerMoments:
         """The named sum divided by the token count.
 
         Raises:
-            CalibrationError: The moment was not collected or is not finite, or no token was counted.
+            CalibrationError: The moment was not collected or is not finite.
         """
         return self.total(name) / self.num_tokens
 
@@ -99,8 +99,6 @@ class LayerMoments:
                 f"The moment {name!r} is needed here but was not collected. "
                 f"Name it in collect_moments(..., needs=...); collected were: {', '.join(self.names()) or 'none'}."
             )
-        if self.num_tokens < 1:
-            raise CalibrationError("Moments need at least one counted token, but none was counted.")
         if not all_finite(total):
             raise CalibrationError(f"The moment {name!r} holds NaN or Inf. Check the model and the calibration data.")
         return total
