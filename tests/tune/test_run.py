@@ -87,7 +87,9 @@ RUN_AT_ONCE = ("fcca", "lora", "pissa")
 def test_every_method_runs_and_its_adapter_reloads_to_the_same_score(method: str, tmp_path: Path) -> None:
     if package := getattr(METHODS[method], "package", None):
         pytest.importorskip(package)
-    unsaid = {name: run_options()[name].default for name in map(COMMAND_NAMES.get, METHODS[method].unread)}
+    unsaid = {
+        name: run_options()[name].default for name in (COMMAND_NAMES.get(one, one) for one in METHODS[method].unread)
+    }
     config = config_of(method=method, **unsaid)
     record = execute(config, tmp_path / "run", silent)
     assert json.loads((tmp_path / "run" / "result.json").read_text())["accuracy"] == record.accuracy
