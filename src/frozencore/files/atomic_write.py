@@ -36,12 +36,16 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 def remove_left(folder: Path, name: str = "*") -> None:
-    """Remove the temporary files and folders of killed writers; call it only if no other writer is running."""
-    for left in folder.glob(f".{name}.*.tmp"):
-        if left.is_dir():
-            shutil.rmtree(left)
-        else:
-            left.unlink()
+    """Remove what killed writers left; call it only if no other writer is running.
+
+    A folder that was set aside for a new one is put back if the new one is not there.
+    """
+    for aside in folder.glob(f".{name}.*.old"):
+        place = folder / aside.name[1:].rsplit(".", 2)[0]
+        if not place.exists():
+            aside.rename(place)
+    for left in (*folder.glob(f".{name}.*.tmp"), *folder.glob(f".{name}.*.old")):
+        shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
 
 
 @contextmanager
