@@ -260,10 +260,11 @@ class FrozenCoreConfig(
     def for_model(self) -> FrozenCoreConfig:
         """The configuration for one more model: itself, or a copy if a model has it already.
 
-        A model keeps the object that it is given, as in PEFT, and fills in the names of its layers. The copy has what
-        was given in their place, and nothing of the first model's calibration.
+        A model keeps the object that it is given, as in PEFT, and fills in the names of its layers; so does a model
+        into which an adapter is loaded that does not train. The copy has what was given in their place, and nothing of
+        the first model's calibration.
         """
-        if self.filled is None:
+        if self.filled is None or self.inference_mode:
             return self
         other = copy.deepcopy(self)
         other.filled = None
