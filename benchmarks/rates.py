@@ -74,7 +74,8 @@ FIXED = 1e-2  # the default before rates were measured
 def table_of(lines: list[Record]) -> str:
     """Losses of a core at the proposed rate, at the fixed one and at the best one tried, and of LoRA, by data set."""
     rows = []
-    for model, name in dict.fromkeys((line["model"], line["set"]) for line in lines):
+    sets = dict.fromkeys((line["model"], line["set"]) for line in lines)
+    for model, name in sorted(sets, key=lambda one: list(MODELS).index(one[0])):
         here = [line for line in lines if (line["model"], line["set"]) == (model, name)]
         cores = [line for line in here if line["method"] == "fcca"]
         by_arm = {line["arm"]: line for line in cores} | {line["method"]: line for line in here if line["rank"] == 0}

@@ -133,9 +133,9 @@ BLOCKS: Mapping[str, Mapping[str, tuple[Callable[..., str], *tuple[str, ...]]]] 
         "compress": (partial(tenant_tables.compress_table, tenant_tables.COMPRESSED), "compress-quality.jsonl"),
         "compress-kept": (tenant_tables.kept_table, "compress-quality.jsonl"),
     },
-    "docs/devices.md": {"devices": (devices.table_of, "devices.json")},
     "docs/cost.md": {
         "calibration": (calibration.table_of, "calibration.json"),
+        "devices": (devices.table_of, "devices.json"),
         "many-tenants": (many_tenants.table_of, "many_tenants.jsonl"),
         "served": (served.table_of, "served.json"),
         "tenants-keep": (tenants.keep_table, "tenants.json"),
