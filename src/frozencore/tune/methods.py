@@ -391,11 +391,6 @@ def method_name(name: str) -> str:
     return METHODS[name].label if name in METHODS else name
 
 
-def bases_name(method: str, options: Mapping[str, Any]) -> str:
-    """A method's label, with the basis options that are not at their defaults."""
-    return ", ".join([method_name(method), *(f"{name} {value}" for name, value in options.items())])
-
-
 def core_options() -> dict[str, Option]:
     """The options of cores and bases by name, of all constructors in the current table."""
     return {**options_of(ScaleOptions), **constructor_options()}
