@@ -22,7 +22,7 @@ Set on 28 November 2026, before the first run:
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -43,8 +43,9 @@ from frozencore.tune.rows.prompts import PromptEncoder
 from frozencore.tune.rows.token_batches import PaddingCollator
 from frozencore.tune.training.recipe import Recipe
 from harness import RESULTS, ROOT, Record, parser_of, table
-from tenant_rows import Tenant, TenantPlan
+from tenant_rows import Tenant, TenantPlan, manifest_of
 from tenant_study import SEED, Adapters, Job, Results, key, put_factors
+from tenant_tables import with_interval
 from tenants_quality import Sharing
 
 TRAIN, VALIDATION, EPOCHS, CALIBRATION = 96, 54, 4, 16
@@ -204,14 +205,6 @@ def by_set(lines: Sequence[Record], arm: tuple[str, int], measure: str) -> dict[
     return {name: float(np.mean(values)) for name, values in found.items()}
 
 
-def with_interval(differences: Sequence[float]) -> tuple[float, float, float]:
-    """The mean and its 95 % interval, from resampling data sets."""
-    values = np.array(differences)
-    draws = values[np.random.default_rng(0).integers(len(values), size=(10_000, len(values)))].mean(1)
-    low, high = np.quantile(draws, [0.025, 0.975])
-    return float(values.mean()), float(low), float(high)
-
-
 def primary_table(lines: Sequence[Record]) -> str:
     """The three differences that were set before the runs."""
     rows = []
@@ -222,7 +215,7 @@ def primary_table(lines: Sequence[Record]) -> str:
             both = sorted(mine.keys() & theirs.keys())
             if len(both) < 2:
                 break
-            middle, low, high = with_interval([mine[name] - theirs[name] for name in both])
+            middle, low, high = with_interval(np.array([[mine[name] - theirs[name]] for name in both]), both)
             equal = "equal" if max(abs(low), abs(high)) <= EQUAL[measure] else ""
             cells += [str(len(both)), f"{middle:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})", equal]
         else:
@@ -246,17 +239,6 @@ def arms_table(lines: Sequence[Record]) -> str:
     return table(heads, rows) if rows else "Not measured yet.\n"
 
 
-def manifest(tenants: Mapping[str, Tenant]) -> str:
-    """A hash of all rows."""
-    every = [
-        [name, part, row.prompt, row.completion]
-        for name, one in tenants.items()
-        for part in one.rows
-        for row in one.rows[part]
-    ]
-    return sha256(json.dumps(every).encode()).hexdigest()[:16]
-
-
 def main() -> None:
     parser = parser_of(__doc__, "datasets-quality", "jsonl")
     parser.add_argument("--model", default="smollm2")
@@ -274,7 +256,8 @@ def main() -> None:
     tenants = quick_tenants() if options.quick else tenants_of(options.data_root)
     where = Provenance.here().content()
     common = {
-        "model": fingerprint_model(model)[:16], "dtype": options.dtype, "rows_sha256": manifest(tenants),
+        "model": fingerprint_model(model)[:16], "dtype": options.dtype,
+        "rows_sha256": sha256(json.dumps(manifest_of(tenants)).encode()).hexdigest()[:16],
         "commit": where["commit"][:12] if where["commit"] else None, "device": where["device"],
         "recipe": f"{TRAIN} rows, {EPOCHS} epochs, calibration {CALIBRATION}; {SCORED}",
     }  # fmt: skip
