@@ -112,9 +112,14 @@ def _values(recorded: Mapping[str, Any]) -> tuple[Any, torch.dtype]:
     return values, _DTYPES[recorded["dtype"]]
 
 
-def other_base(what: str, layer: str) -> ArtifactError:
-    """The error for a layer whose weight differs from the record."""
-    return ArtifactError(
-        f"{what} was made on another base model: the weight of layer {layer!r} differs. Load that model, or "
-        "pass allow_other_base=True to PeftModel.from_pretrained to use it on this one."
-    )
+def require_same_weights(what: str, recorded: Mapping[str, Any], samples: Mapping[str, Tensor | None]) -> None:
+    """Refuse a base model with a layer whose weight differs from the record.
+
+    Args:
+        what: The adapter or the basis, as the beginning of a sentence.
+    """
+    if (layer := differing_layer(recorded, samples)) is not None:
+        raise ArtifactError(
+            f"{what} was made on another base model: the weight of layer {layer!r} differs. Load that model, or "
+            "pass allow_other_base=True to PeftModel.from_pretrained to use it on this one."
+        )

@@ -10,7 +10,7 @@ from typing import Any
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from frozencore.adapter.base_record import differing_layer, other_base, record_base
+from frozencore.adapter.base_record import record_base, require_same_weights
 from frozencore.adapter.basis import Basis
 from frozencore.adapter.config import FrozenCoreConfig, find_adapter
 from frozencore.adapter.layer import FrozenCoreLinear, base_samples_of, current_basis_id, frozen_core_layers
@@ -74,8 +74,8 @@ def set_basis(
 
     Raises:
         ConfigError: The model has no such frozen-core adapter, or its configuration has an initial step.
-        ArtifactError: The basis has other layers, ranks or scales, or another base model.
-        CalibrationError: Layers or shapes differ, an adapter is merged, or a core is trained.
+        ArtifactError: The basis has other layers, shapes, ranks or scales, or another base model.
+        CalibrationError: An adapter is merged, or a core is trained.
     """
     adapter_name, config, layers = adapter_for_new_bases(model, adapter_name, reset=reset)
     if not isinstance(basis, Basis):
@@ -89,22 +89,12 @@ def set_basis(
 
 def put_layers(adapter_name: str, config: FrozenCoreConfig, layers: Layers, bases: Mapping[str, LayerBasis]) -> None:
     """Set P and Q of every layer and its core's start; nothing is changed if one does not fit."""
-    shapes = {name: tuple(X.shape for X in layer.factors(adapter_name)[:2]) for name, layer in layers.items()}
-    given = {name: (factors.P.shape, factors.Q.shape) for name, factors in bases.items()}
-    if odd := [name for name in sorted(shapes.keys() | given.keys()) if shapes.get(name) != given.get(name)]:
-        here, there = (_in_words(one.get(odd[0])) for one in (shapes, given))
-        raise CalibrationError(
-            f"Layer {odd[0]!r} of the adapter has {here}, but the basis has {there} ({len(odd)} layers differ). Use "
-            "the adapter's rank and target_modules."
-        )
-    if config.initial_step and any(factors.initial_core is None for factors in bases.values()):
-        raise ConfigError(
-            f"initial_step={config.initial_step:g} starts from a core that P and Q alone do not hold. "
-            "Call calibrate, with moments collected once, or leave initial_step out."
-        )
+    scales = {name: layer.frozencore_scale[adapter_name] for name, layer in layers.items()}
+    scaled = {name: replace(basis, scale=scales.get(name, basis.scale)) for name, basis in bases.items()}
+    require_fit("The basis", scaled, layers, adapter_name, "Use the adapter's rank and target_modules.")
+    _require_start(config, bases)
     for name, layer in layers.items():
-        scale = layer.frozencore_scale[adapter_name]
-        start = config.constructor_entry.start_core(bases[name], config.basis_options(), scale)
+        start = config.constructor_entry.start_core(bases[name], config.basis_options(), scales[name])
         layer.set_basis(adapter_name, bases[name], start_core=start, random_core=not config.init_weights)
     config.attach_basis_id(None)
     config.calibration_tokens = config.learning_rate = None
@@ -112,15 +102,24 @@ def put_layers(adapter_name: str, config: FrozenCoreConfig, layers: Layers, base
 
 def attach_basis(origin: str, basis: Basis, config: FrozenCoreConfig, layers: Layers, adapter_name: str) -> None:
     """Set P and Q of an adapter to those of a basis, with its id."""
-    if config.initial_step and not config.load_bases:
-        raise ConfigError("initial_step starts from a core that a basis does not hold. Leave it out.")
+    if not config.load_bases:
+        _require_start(config, basis.layers)
     way_out = "Leave rank, scale and targets to the basis, and load the base model that it was calibrated on."
-    require_fit(origin, basis, layers, adapter_name, way_out)
+    require_fit(origin, basis.layers, layers, adapter_name, way_out)
     require_same_base(origin, basis.base, config, layers)
     for name, layer in layers.items():
         if not layer.frozencore_P[adapter_name].is_meta:
             layer.set_basis(adapter_name, basis.layers[name], random_core=not config.init_weights)
             layer.attach_basis_id(adapter_name, basis.id, basis.digests[name])
+
+
+def _require_start(config: FrozenCoreConfig, bases: Mapping[str, LayerBasis]) -> None:
+    """Refuse an initial step where the bases do not have the core that it starts from."""
+    if config.initial_step and any(basis.initial_core is None for basis in bases.values()):
+        raise ConfigError(
+            f"initial_step={config.initial_step:g} starts from a core that only a calibration computes, and a saved "
+            "basis has none. Call calibrate, with moments collected once, or leave initial_step out."
+        )
 
 
 def save_basis(
@@ -183,15 +182,15 @@ def basis_id(model: nn.Module, adapter_name: str | None = None) -> str:
     return basis_id_of(config, frozen_core_layers(model, adapter_name), adapter_name)
 
 
-def require_fit(origin: str, basis: Basis, layers: Layers, adapter_name: str, way_out: str) -> None:
-    """Refuse a basis of other layers, shapes or scales than an adapter's.
+def require_fit(origin: str, bases: Mapping[str, LayerBasis], layers: Layers, adapter_name: str, way_out: str) -> None:
+    """Refuse bases of other layers, shapes or scales than an adapter's.
 
     Args:
         origin: The basis, as the beginning of a sentence.
     """
-    theirs = {name: (factors.P.shape, factors.Q.shape, factors.scale) for name, factors in basis.layers.items()}
+    theirs = {name: (basis.P.shape, basis.Q.shape, basis.scale) for name, basis in bases.items()}
     here = {name: layer.basis(adapter_name) for name, layer in layers.items()}
-    ours = {name: (mine.P.shape, mine.Q.shape, mine.scale) for name, mine in here.items()}
+    ours = {name: (basis.P.shape, basis.Q.shape, basis.scale) for name, basis in here.items()}
     if odd := [name for name in sorted(theirs.keys() | ours.keys()) if theirs.get(name) != ours.get(name)]:
         raise ArtifactError(
             f"{origin} has {_in_words(theirs.get(odd[0]))} for layer {odd[0]!r}, and this model "
@@ -200,19 +199,16 @@ def require_fit(origin: str, basis: Basis, layers: Layers, adapter_name: str, wa
 
 
 def _in_words(facts: Any) -> str:
-    """The shapes of P and Q, and the scale if it is given; None is a layer that is not there."""
+    """The shapes of P and Q, and the scale; None is a layer that is not there."""
     if facts is None:
         return "nothing"
-    (m, r), (n, _), *scale = facts
-    return f"{m} x {n} of rank {r}" + "".join(f" at scale {one:g}" for one in scale)
+    (m, r), (n, _), scale = facts
+    return f"{m} x {n} of rank {r} at scale {scale:g}"
 
 
 def require_same_base(
     origin: str, recorded: Mapping[str, str] | None, config: FrozenCoreConfig, layers: Layers
 ) -> None:
     """Refuse a base model whose weights differ from the record, unless the configuration allows it."""
-    if recorded is None or config.allow_other_base:
-        return
-    odd = differing_layer(recorded, base_samples_of(layers))
-    if odd is not None:
-        raise other_base(origin, odd)
+    if recorded is not None and not config.allow_other_base:
+        require_same_weights(origin, recorded, base_samples_of(layers))

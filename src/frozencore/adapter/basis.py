@@ -12,7 +12,8 @@ basis has one id in float32 and in a bfloat16 model. An adapter whose basis has 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,7 @@ def load_basis(place: str | Path, revision: str | None = None) -> Basis:
         ArtifactError: There is no basis, or P, Q, scales or the record of the base model are not those of its id.
     """
     header, folder = read_header(place, revision), _folder(place, revision)
-    try:
+    with _reading(place):
         tensors = load_file(folder / FACTORS_FILE)
         names = ("options", "base", "base_model", "calibrated_on")
         basis = Basis(
@@ -126,21 +127,18 @@ def load_basis(place: str | Path, revision: str | None = None) -> Basis:
             place=str(place),
             revision=revision,
         )
-    except (OSError, SafetensorError, KeyError) as error:
-        raise _damaged(place, error) from error
-    if basis.id != header["id"]:
-        raise _damaged(place, f"its content gives the id {basis.id}, and {HEADER_FILE} names {header['id']}")
+        if basis.id != header["id"]:
+            raise ValueError(f"its content gives the id {basis.id}, and {HEADER_FILE} names {header['id']}")
     return basis
 
 
 def read_header(place: str | Path, revision: str | None = None) -> dict[str, Any]:
     """Read ``basis.json``: all but P and Q. Raises the errors of :func:`load_basis`."""
-    try:
-        header = dict(json.loads((_folder(place, revision) / HEADER_FILE).read_text(encoding="utf-8")))
+    folder = _folder(place, revision)
+    with _reading(place):
+        header = dict(json.loads((folder / HEADER_FILE).read_text(encoding="utf-8")))
         if absent := {"id", "options", "scales"} - header.keys():  # as in a basis of an earlier version
             raise ValueError(f"{HEADER_FILE} names no {min(absent)}")
-    except (ValueError, TypeError) as error:
-        raise _damaged(place, error) from error
     return header
 
 
@@ -164,21 +162,16 @@ def find_basis(origin: str, basis_id: str, place: str | None, revision: str | No
         ArtifactError: It is not there, or has another id.
     """
     basis = load_basis(_known_place(origin, basis_id, place), revision)
-    if basis.id != basis_id:
-        raise mismatched_basis(origin, basis_id, f"{place} is", basis.id)
+    require_same_id(origin, basis_id, f"{place} is", basis.id)
     return basis
 
 
 def find_ranks(origin: str, basis_id: str, place: str | None, revision: str | None = None) -> dict[str, int]:
     """Read r of each layer of the basis of a core; P and Q are not read. Arguments are those of :func:`find_basis`."""
     folder = _folder(_known_place(origin, basis_id, place), revision)
-    if (found := read_header(folder)["id"]) != basis_id:
-        raise mismatched_basis(origin, basis_id, f"{place} is", found)
-    try:
-        with safe_open(folder / FACTORS_FILE, framework="pt") as file:
-            shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118 - not a mapping
-    except (OSError, SafetensorError) as error:
-        raise _damaged(folder, error) from error
+    require_same_id(origin, basis_id, f"{place} is", read_header(folder)["id"])
+    with _reading(folder), safe_open(folder / FACTORS_FILE, framework="pt") as file:
+        shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118 - not a mapping
     ranks = {key.removesuffix(".P"): shape[1] for key, shape in shapes.items() if key.endswith(".P")}
     return dict(sorted(ranks.items()))
 
@@ -193,17 +186,19 @@ def _known_place(origin: str, basis_id: str, place: str | None) -> str:
     return place
 
 
-def mismatched_basis(origin: str, basis_id: str, other: str, other_id: str | None) -> ArtifactError:
-    """The error for a core that meets another basis than its own.
+def require_same_id(origin: str, basis_id: str, other: str, other_id: str | None) -> None:
+    """Refuse a core on another basis than the one that it was trained on.
 
     Args:
         origin: The core, as the beginning of a sentence.
         other: The other basis with a verb: ``"the model has"``.
     """
-    return ArtifactError(
-        f"{origin} has a core on the basis {basis_id}, but {other} {other_id or 'none that has an id'}. A core works "
-        "on one basis only, with its layers, ranks, scales and base model. Use the basis that it was trained on."
-    )
+    if other_id != basis_id:
+        raise ArtifactError(
+            f"{origin} has a core on the basis {basis_id}, but {other} {other_id or 'none that has an id'}. A core "
+            "works on one basis only, with its layers, ranks, scales and base model. Use the basis that it was "
+            "trained on."
+        )
 
 
 def _folder(place: str | Path, revision: str | None) -> Path:
@@ -216,9 +211,17 @@ def _folder(place: str | Path, revision: str | None) -> Path:
     return folder
 
 
-def _damaged(place: str | Path, reason: object) -> ArtifactError:
-    if (forbidden := forbidden_in(Path(place))) is not None:
-        return forbidden
-    if pointer := lfs_pointer_in(Path(place)):
-        return ArtifactError(f"The basis in {place} is not whole: {pointer}")
-    return ArtifactError(f"The basis in {place} is damaged ({one_line(reason, 200)}). Save or download it again.")
+@contextmanager
+def _reading(place: str | Path) -> Iterator[None]:
+    """Turn what makes a file of a basis unreadable into an error that names the basis."""
+    try:
+        yield
+    except (OSError, SafetensorError, LookupError, ValueError, TypeError) as error:
+        if (forbidden := forbidden_in(Path(place))) is not None:
+            reason = forbidden
+        elif pointer := lfs_pointer_in(Path(place)):
+            reason = ArtifactError(f"The basis in {place} is not whole: {pointer}")
+        else:
+            why = one_line(error, 200)
+            reason = ArtifactError(f"The basis in {place} is damaged ({why}). Save or download it again.")
+        raise reason from error

@@ -68,14 +68,14 @@ class ForeignNameError(ConfigError, TypeError):
 
 def refuse_foreign_names(given: Iterable[str], known: Collection[str]) -> None:
     """Refuse keyword arguments that ``FrozenCoreConfig`` does not have, and name the right one."""
-    for name in given:
-        if name in INSTEAD_OF_LORA:
-            raise ForeignNameError(f"FrozenCoreConfig has no {name!r}, which is LoraConfig's: {INSTEAD_OF_LORA[name]}.")
-        if name not in known:
-            near = USUAL_NAMES.get(name) or nearest_name(name, known)
-            meant = f"Give {near} instead." if near else "help(frozencore.FrozenCoreConfig) says what it takes."
-            # PEFT knows these words: it then leaves out fields of a later version's file
-            raise ForeignNameError(f"FrozenCoreConfig got an unexpected keyword argument {name!r}. {meant}")
+    for name in (name for name in given if name not in known):
+        near = USUAL_NAMES.get(name) or nearest_name(name, known)
+        if instead := INSTEAD_OF_LORA.get(name):
+            meant = f"It is LoraConfig's: {instead}."
+        else:
+            meant = f"Give {near} instead." if near else "help(frozencore.FrozenCoreConfig) lists the arguments."
+        # PEFT knows these words: it then leaves out fields of a later version's file
+        raise ForeignNameError(f"FrozenCoreConfig got an unexpected keyword argument {name!r}. {meant}")
 
 
 FILLED_IN = ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern", "modules_to_save")
@@ -304,8 +304,6 @@ class FrozenCoreConfig(
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
         """Write the file as PEFT does, but atomically, and fill in PEFT's empty card."""
         folder = Path(save_directory)
-        if folder.is_file():
-            raise AssertionError(f"Provided path ({folder}) should be a directory, not a file")
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / WEIGHTS_FILE).is_file():
             allow_as_umask(folder / WEIGHTS_FILE)
@@ -356,17 +354,15 @@ def find_adapter(model: nn.Module, adapter_name: str | None) -> tuple[str, Froze
     """The name and configuration of a frozen-core adapter; by default the active one, or the only one."""
     configs: dict[str, Any] = getattr(model, "peft_config", {})
     known = [name for name, config in configs.items() if isinstance(config, FrozenCoreConfig)]
-    if not known:
-        raise ConfigError(
-            "Bases belong to a frozen-core adapter, but this model has none. "
-            "Call peft.get_peft_model(model, FrozenCoreConfig(...)) first."
-        )
-    if adapter_name is None:
+    if adapter_name is None and known:
         active: Any = getattr(model, "active_adapters", None) if len(known) > 1 else known
         adapter_name = next(iter((active() if callable(active) else active) or known))  # transformers has a method
-    if adapter_name not in known:
-        raise ConfigError(
-            f"{adapter_name!r} is no frozen-core adapter of this model, which has {', '.join(map(repr, known))}. "
-            "Give one of these as adapter_name."
+    if adapter_name is None or adapter_name not in known:
+        named = "" if adapter_name is None else f" {adapter_name!r}"
+        others = (
+            f", only {', '.join(map(repr, known))}. Give one of these as adapter_name."
+            if known
+            else (". Call peft.get_peft_model(model, FrozenCoreConfig(...)) first.")
         )
+        raise ConfigError(f"This model has no frozen-core adapter{named}{others}")
     return adapter_name, configs[adapter_name]

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from frozencore.adapter.basis import Basis, load_basis, mismatched_basis
+from frozencore.adapter.basis import Basis, load_basis, require_same_id
 from frozencore.adapter.card import CARD_FILE, with_scores, with_sizes
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.core import Core, sum_cores
@@ -124,8 +124,7 @@ def read_adapter(folder: str | Path) -> SavedAdapter:
     core, beside = Core.read(str(folder), tensors), None
     if layers := layers_in(tensors, config.scale_of):
         beside = config.make_basis(layers, base=config.base_record)
-        if beside.id != core.basis_id:
-            raise mismatched_basis(str(folder), core.basis_id, "P, Q, scales and base record beside it make", beside.id)
+        require_same_id(str(folder), core.basis_id, "P, Q, scales and base record beside it make", beside.id)
     return SavedAdapter(folder, config, core, beside, module_tensors(tensors))
 
 

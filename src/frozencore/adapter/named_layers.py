@@ -244,12 +244,9 @@ def expand_patterns(config: Any, model: nn.Module) -> None:
         every.exclude_modules = None
         if found == {name for name in names if check_target_module_exists(every, name)}:
             warnings.warn(f"exclude_modules={excluded!r:.100} excludes no layer that is adapted.", stacklevel=5)
+    if not found:  # PEFT refuses it
+        return
     if is_searched(targets):
-        if not found:
-            raise ConfigError(
-                f"target_modules={targets!r:.100} matches no layer of this model that is not excluded. Name layers "
-                "that it has, for instance by their ends: ['q_proj', 'v_proj']."
-            )
         config.target_modules = found
     if is_searched(targets) or is_searched(excluded):
         # names match by their ends, so that other layers with the same end must be excluded by name

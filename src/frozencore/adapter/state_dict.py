@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from frozencore.adapter.base_record import record_base
 from frozencore.adapter.bases import basis_id_of, live_basis, require_fit
-from frozencore.adapter.basis import Basis, mismatched_basis
+from frozencore.adapter.basis import Basis, require_same_id
 from frozencore.adapter.config import FrozenCoreConfig
 from frozencore.adapter.core import BASE, CORE, Core, is_core_key
 from frozencore.adapter.layer import (
@@ -148,15 +148,15 @@ def _other_basis(
     scales = {name: layer.frozencore_scale[adapter_name] for name, layer in layers.items()}
     beside = layers_in(tensors, lambda name: scales.get(name, 1.0))
     if not beside:
-        if core.basis_id != config.basis_id or config.basis is None:
-            raise mismatched_basis(origin, core.basis_id, "the model has", current_basis_id(layers, adapter_name))
+        here = current_basis_id(layers, adapter_name) if config.basis is None else config.basis_id
+        require_same_id(origin, core.basis_id, "the model has", here)
         return config.find_basis(origin)
     record = config.base_record or record_base(base_samples_of(layers))
     basis = config.make_basis(beside, base=record)
-    require_fit(origin, basis, layers, adapter_name, _way_out(beside, config.base_model_name_or_path))
-    if basis.id != core.basis_id:
-        what = f"P and Q beside it, with this model's scales and {config.base_model_name_or_path or 'base model'}, make"
-        raise mismatched_basis(origin, core.basis_id, what, basis.id)
+    require_fit(origin, beside, layers, adapter_name, _way_out(beside, config.base_model_name_or_path))
+    base = config.base_model_name_or_path or "base model"
+    what = f"P and Q beside it, with this model's scales and {base}, make"
+    require_same_id(origin, core.basis_id, what, basis.id)
     return basis
 
 

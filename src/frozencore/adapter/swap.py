@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from frozencore.adapter.bases import basis_id_of
-from frozencore.adapter.basis import mismatched_basis
+from frozencore.adapter.basis import require_same_id
 from frozencore.adapter.config import FrozenCoreConfig, find_adapter
 from frozencore.adapter.core import Core
 from frozencore.adapter.folders import read_tensors
@@ -118,8 +118,7 @@ def read_core(source: CoreSource, basis_id: str) -> Core:
                 f"Only cores can be swapped, but {origin} has {next(iter(others))!r} ({len(others)} in all). Load it "
                 "with model.load_adapter or peft.set_peft_model_state_dict instead."
             )
-    if core.basis_id != basis_id:
-        raise mismatched_basis(origin, core.basis_id, "the model has", basis_id)
+    require_same_id(origin, core.basis_id, "the model has", basis_id)
     return core
 
 
@@ -127,8 +126,7 @@ def require_basis_id(basis_id: str, layers: Mapping[str, FrozenCoreLinear], adap
     """Refuse an adapter that was given another basis since cores were checked, or that was deleted."""
     there = all(adapter_name in layer.frozencore_R for layer in layers.values())
     here = current_basis_id(layers, adapter_name) if there else None
-    if here != basis_id:
-        raise mismatched_basis("What was prepared", basis_id, f"the adapter {adapter_name!r} now has", here)
+    require_same_id("What was prepared", basis_id, f"the adapter {adapter_name!r} now has", here)
 
 
 def require_unmerged(layers: Iterable[FrozenCoreLinear]) -> None:

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import frozencore_basis_model
-from frozencore.adapter.base_record import differing_layer, other_base, samples_of
-from frozencore.adapter.basis import Basis, mismatched_basis
+from frozencore.adapter.base_record import require_same_weights, samples_of
+from frozencore.adapter.basis import Basis, require_same_id
 from frozencore.adapter.card import CARD_FILE
 from frozencore.adapter.core import BASE
 from frozencore.adapter.export.base_model import base_name, layers_of, load_base_model, save_tokenizer
@@ -133,9 +133,8 @@ def require_fits(basis: Basis, origin: Path, model: Any, base: str) -> None:
                 f"A basis stands in the layers below the head, but {origin} has one on {name!r}, which engines "
                 "compute apart. Export a LoRA, or merge."
             )
-    odd = None if basis.base is None else differing_layer(basis.base, samples_of(model, basis.layers))
-    if odd is not None:
-        raise other_base(f"The basis of {origin}", odd)
+    if basis.base is not None:
+        require_same_weights(f"The basis of {origin}", basis.base, samples_of(model, basis.layers))
 
 
 def _with_basis(model: Any, basis: Basis) -> Any:
@@ -228,9 +227,9 @@ def export_tenant(
     """
     require_dtype(dtype)
     adapter = export_source(model_or_directory, adapter_name)
-    if basis_model is not None and (there := read_entry(basis_model)["basis_id"]) != adapter.basis_id:
-        origin = str(adapter.folder or "This adapter")
-        raise mismatched_basis(origin, adapter.basis_id, f"the basis model {basis_model} has", there)
+    if basis_model is not None:
+        origin, there = str(adapter.folder or "This adapter"), read_entry(basis_model)["basis_id"]
+        require_same_id(origin, adapter.basis_id, f"the basis model {basis_model} has", there)
     ranks = {name: len(R) for name, R in adapter.cores.items()}
     rank = max(ranks.values())
     with atomic_folder(Path(out), overwrite=overwrite, reads=adapter.folder) as aside:

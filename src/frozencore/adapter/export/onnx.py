@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from frozencore.adapter.basis import Basis, mismatched_basis
+from frozencore.adapter.basis import Basis, require_same_id
 from frozencore.adapter.core import CORE, Core
 from frozencore.adapter.export.base_model import base_name, load_base_model, save_tokenizer
 from frozencore.adapter.export.basis_model import require_fits
@@ -137,8 +137,8 @@ def export_onnx_adapter(
     """
     _require(dtype)
     adapter = export_source(directory)
-    if model is not None and (there := onnx_basis_id(Path(model))) != adapter.basis_id:
-        raise mismatched_basis(str(directory), adapter.basis_id, f"the model {model} has", there)
+    if model is not None:
+        require_same_id(str(directory), adapter.basis_id, f"the model {model} has", onnx_basis_id(Path(model)))
     with atomic_write(Path(out)) as aside:
         write_onnx_adapter(Core.of(adapter.basis_id, adapter.cores), aside, dtype)
     return Path(out).stat().st_size
