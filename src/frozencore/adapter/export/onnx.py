@@ -19,9 +19,10 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -201,17 +202,14 @@ def _add_basis(path: Path, basis: Basis, dtype: torch.dtype) -> None:
     from onnx import TensorProto, external_data_helper, helper, numpy_helper
 
     model = onnx.load(path, load_external_data=False)  # the base weights stay in their file
-    graph, core, sizes = model.graph, f"{CORE}{basis.id}", [r * r for r in basis.ranks.values()]
+    graph, core = model.graph, f"{CORE}{basis.id}"
+    size = sum(r * r for r in basis.ranks.values())
     kind = TensorProto.FLOAT16 if dtype == torch.float16 else TensorProto.FLOAT
-    graph.input.append(helper.make_tensor_value_info(core, kind, ["tenants", sum(sizes)]))
-    zeros = torch.zeros(1, sum(sizes), dtype=dtype)
-    constants = {core: zeros, "basis/sizes": torch.tensor(sizes)}
-    constants |= {f"basis/shape/{r}": torch.tensor([-1, r, r]) for r in basis.ranks.values()}
+    graph.input.append(helper.make_tensor_value_info(core, kind, ["tenants", size]))
+    constants = {core: torch.zeros(1, size, dtype=dtype)}
+    nodes = [helper.make_node("Cast", [core], ["basis/core"], to=TensorProto.FLOAT)]
+    nodes += _split_core(basis.ranks, constants)
     graph.initializer.extend(numpy_helper.from_array(X.numpy(), name) for name, X in constants.items())
-    nodes = [
-        helper.make_node("Cast", [core], ["basis/core"], to=TensorProto.FLOAT),
-        helper.make_node("Split", ["basis/core", "basis/sizes"], [f"{name}/core" for name in basis.ranks], axis=1),
-    ]
     outputs = {output_of(graph, name): name for name in basis.layers}
     inputs = {node.output[0]: node.input[0] for node in graph.node if node.input}
     for node in graph.node:
@@ -230,6 +228,21 @@ def _add_basis(path: Path, basis: Basis, dtype: torch.dtype) -> None:
     onnx.save(model, path)
     del graph.initializer[[tensor.name for tensor in graph.initializer].index(core)]
     onnx.save(model, path.with_name(WEB_FILE))
+
+
+def _split_core(ranks: Mapping[str, int], constants: dict[str, torch.Tensor]) -> Iterator[Any]:
+    """Nodes that cut the vector of a core into each layer's R (tenants x r x r): one reshape for a run of equal ranks."""
+    from onnx import helper
+
+    runs = [(rank, list(names)) for rank, names in groupby(ranks, key=lambda name: ranks[name])]
+    constants["basis/runs"] = torch.tensor([len(names) * rank * rank for rank, names in runs])
+    parts = [f"basis/run/{i}" for i in range(len(runs))]
+    yield helper.make_node("Split", ["basis/core", "basis/runs"], parts, axis=1)
+    for part, (rank, names) in zip(parts, runs, strict=True):
+        constants[f"{part}/shape"] = torch.tensor([-1, len(names) * rank, rank])
+        constants[f"{part}/ranks"] = torch.tensor([rank] * len(names))
+        yield helper.make_node("Reshape", [part, f"{part}/shape"], [f"{part}/R"])
+        yield helper.make_node("Split", [f"{part}/R", f"{part}/ranks"], [f"{name}/R" for name in names], axis=1)
 
 
 def output_of(graph: Any, name: str) -> str:
@@ -254,7 +267,6 @@ def _update(node: Any, x: str, name: str, own: LayerBasis) -> Iterator[Any]:
 
     output = node.output[0]
     node.output[0] = f"{name}/base"
-    yield helper.make_node("Reshape", [f"{name}/core", f"basis/shape/{own.rank}"], [f"{name}/R"])
     yield helper.make_node("Transpose", [f"{name}/R"], [f"{name}/R/transposed"], perm=[0, 2, 1])
     yield helper.make_node("MatMul", [x, f"{name}/Q"], [f"{name}/Qx"])
     yield helper.make_node("MatMul", [f"{name}/Qx", f"{name}/R/transposed"], [f"{name}/RQx"])
