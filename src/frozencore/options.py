@@ -107,10 +107,7 @@ class Option:
         Raises:
             ConfigError: The value is not allowed; the message has ``name`` and the allowed values.
         """
-        try:
-            return _converted(self.type, value)
-        except ValueError:
-            raise ConfigError(f"{name or self.name} must be {self.rule}, but {value!r:.200} was given.") from None
+        return self._checked(value, name or self.name, self.rule)
 
     def parse(self, given: Any, name: str) -> Any:
         """Return a flag's text, or the texts of a repeated flag, as the option's type.
@@ -120,11 +117,14 @@ class Option:
         """
         if given in (None, []) or (given == "none" and self.default is not None and self.may_be_none):
             return None
+        rule = self.rule if self.default is not None else self.rule.removesuffix(" or none")
+        return self._checked(given, name, rule, is_text=True)
+
+    def _checked(self, value: Any, name: str, rule: str, *, is_text: bool = False) -> Any:
         try:
-            return _converted(self.type, given, is_text=True)
+            return _converted(self.type, value, is_text=is_text)
         except ValueError:
-            rule = self.rule if self.default is not None else self.rule.removesuffix(" or none")
-            raise ConfigError(f"{name} must be {rule}, but {given!r} was given.") from None
+            raise ConfigError(f"{name} must be {rule}, but {value!r:.200} was given.") from None
 
     def json_schema(self) -> dict[str, Any]:
         """The allowed values as a JSON schema."""

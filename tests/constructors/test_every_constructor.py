@@ -246,7 +246,7 @@ def test_moments_that_are_not_finite_are_refused_by_layer_and_moment(constructor
         broken = getattr(layer.moments, name).clone()
         broken.view(-1)[3] = bad
         evidence = dataclasses.replace(layer, moments=dataclasses.replace(layer.moments, **{name: broken}))
-        with pytest.raises(CalibrationError, match=rf"Layer 'layer\.0'.*{name!r} holds NaN or Inf"):
+        with pytest.raises(CalibrationError, match=rf"Layer 'layer\.0'.*{name!r} has NaN or Inf"):
             build_basis(constructor, evidence, BasisOptions(r=3))
 
 

@@ -75,7 +75,7 @@ def test_missing_directions_are_orthonormal_to_the_rest_in_every_coordinates(coo
 def test_a_factor_that_is_not_finite_is_refused(bad: float, side: str) -> None:
     P0, Q0 = torch.ones(4, 2), torch.ones(3, 2)
     (P0 if side == "P" else Q0)[1, 1] = bad
-    with pytest.raises(CalibrationError, match=f"Raw basis {side} holds NaN or Inf"):
+    with pytest.raises(CalibrationError, match=f"raw factor {side} has NaN or Inf"):
         basis_from_factors(P0, Q0, rank=2, spectrum=torch.ones(2), coordinates="qr")
 
 

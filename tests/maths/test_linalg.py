@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import references as ref
-from frozencore.errors import CalibrationError, ConfigError
+from frozencore.errors import CalibrationError
 from frozencore.maths.linalg import (
     SVD_METHODS,
     all_finite,
@@ -24,7 +24,6 @@ from frozencore.maths.linalg import (
     thin_qr,
     top_eigenvectors,
     truncated_svd,
-    weighted_sum,
 )
 
 
@@ -242,7 +241,7 @@ def test_one_entry_that_is_not_finite_is_found_and_refused_before_any_factorisat
     M[2, 3] = bad
     assert not all_finite(M)
     for factorise in (lambda: truncated_svd(M, 2), lambda: top_eigenvectors(M, 2)):
-        with pytest.raises(CalibrationError, match="holds NaN or Inf. Check the model's weights"):
+        with pytest.raises(CalibrationError, match="has NaN or Inf. Check the model's weights"):
             factorise()
 
 
@@ -253,9 +252,3 @@ def test_generators_of_different_purposes_draw_differently() -> None:
         for labels in ((), ("a",), ("b",), ("a", 1), ("a1",))
     }
     assert len(draws) == 10
-
-
-def test_a_sum_that_the_dtype_does_not_hold_is_refused() -> None:
-    with pytest.raises(ConfigError, match="Give smaller ones"):
-        weighted_sum([torch.ones(2, 2), torch.ones(2, 2)], [1e300, 1.0])
-    assert weighted_sum([torch.ones(2, 2, dtype=torch.float64)], [1e300]).isfinite().all()

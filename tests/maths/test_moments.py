@@ -43,7 +43,7 @@ ONES = torch.ones(2)
 REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: LayerMoments(1, input_square=ONES) + LayerMoments(1, error_square=ONES), "of the same kind add up"),
     (lambda: LayerMoments(3, input_square=ONES).G, "'cross' is needed here but was not collected.*: input_square"),
-    *((lambda bad=bad: LayerMoments(3, input_square=torch.tensor([1.0, bad])).a, "'input_square' holds NaN or Inf")
+    *((lambda bad=bad: LayerMoments(3, input_square=torch.tensor([1.0, bad])).a, "'input_square' has NaN or Inf")
       for bad in (math.nan, math.inf, -math.inf)),
 ]  # fmt: skip
 

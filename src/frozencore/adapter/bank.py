@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from frozencore.adapter.bases import basis_id_of
+from frozencore.adapter.basis import require_set
 from frozencore.adapter.config import find_adapter
 from frozencore.adapter.core import Core, by_layer
 from frozencore.adapter.layer import frozen_core_layers
@@ -47,16 +48,12 @@ class CoreStack:
         adapter_name, config = find_adapter(model, adapter_name)
         self.model, self.adapter_name = model, adapter_name
         self.layers = dict(sorted(frozen_core_layers(model, adapter_name).items()))
-        if config.trains_modules:
-            raise ConfigError(
-                f"Rows and tenants share all but their cores, but the adapter {adapter_name!r} trains other modules "
-                "too (modules_to_save or trainable_token_indices). Leave these out of it."
-            )
+        config.require_core_alone(f"the adapter {adapter_name!r}", "Rows and tenants share all but their cores")
         require_unmerged(self.layers.values())
         self.ranks: dict[str, int] = {}
         on_device: dict[torch.device, dict[str, int]] = {}
         for name, layer in self.layers.items():
-            layer.require_basis(adapter_name)
+            require_set({name: layer.basis(adapter_name)})
             R = layer.core(adapter_name)
             self.ranks[name] = on_device.setdefault(R.device, {})[name] = len(R)
         self.basis_id = basis_id_of(config, self.layers, adapter_name)
@@ -200,11 +197,9 @@ class CoreBank(CoreStack):
             source: See :func:`frozencore.swap_core`.
 
         Raises:
-            ConfigError: The name is no text, the bank is full, or the adapter with the basis was merged.
+            ConfigError: The bank is full, or the adapter with the basis was merged.
             ArtifactError: Another basis, or the adapter of the bank was given another one. The bank is as it was.
         """
-        if not isinstance(name, str):
-            raise ConfigError(f"A core has a name (None is the base model in a batch), but {name!r:.60} was given.")
         require_unmerged(self.layers.values())
         require_basis_id(self.basis_id, self.layers, self.adapter_name)
         core = read_core(source, self.basis_id)

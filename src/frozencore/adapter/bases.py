@@ -11,7 +11,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from frozencore.adapter.base_record import record_base, require_same_weights
-from frozencore.adapter.basis import Basis
+from frozencore.adapter.basis import Basis, require_set
 from frozencore.adapter.config import FrozenCoreConfig, find_adapter
 from frozencore.adapter.layer import FrozenCoreLinear, base_samples_of, current_basis_id, frozen_core_layers
 from frozencore.errors import ArtifactError, CalibrationError, ConfigError
@@ -50,11 +50,9 @@ def get_basis(model: nn.Module, adapter_name: str | None = None) -> Basis:
     """
     adapter_name, config = find_adapter(model, adapter_name)
     layers = frozen_core_layers(model, adapter_name)
-    copies = {}
-    for name, layer in layers.items():
-        layer.require_basis(adapter_name)
-        factors = layer.basis(adapter_name)
-        copies[name] = replace(factors, P=factors.P.detach().clone().cpu(), Q=factors.Q.detach().clone().cpu())
+    here = {name: layer.basis(adapter_name) for name, layer in layers.items()}
+    require_set(here)
+    copies = {name: replace(b, P=b.P.detach().clone().cpu(), Q=b.Q.detach().clone().cpu()) for name, b in here.items()}
     return config.make_basis(copies, base=record_base(base_samples_of(layers)))
 
 
@@ -147,9 +145,8 @@ def save_basis(
     """
     adapter_name, config = find_adapter(model, adapter_name)
     layers = frozen_core_layers(model, adapter_name)
-    for layer in layers.values():
-        layer.require_basis(adapter_name)
     basis = live_basis(config, layers, adapter_name, calibrated_on=calibrated_on)
+    require_set(basis.layers)
     basis.write(Path(folder), overwrite=overwrite)
     config.attach_basis_id(basis.id, str(folder))
     for name, layer in layers.items():

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from frozencore.adapter.base_record import base_digest
-from frozencore.errors import ArtifactError
+from frozencore.errors import ArtifactError, CalibrationError
 from frozencore.files.adapter_folder import FACTORS_FILE, HEADER_FILE, folder_of, forbidden_in, is_folder
 from frozencore.files.atomic_write import atomic_folder
 from frozencore.files.fingerprint import fingerprint_tensors
@@ -99,6 +99,15 @@ class Basis:
             }  # fmt: skip
             text = json.dumps(header, indent=1, ensure_ascii=False)
             (aside / HEADER_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def require_set(layers: Mapping[str, LayerBasis]) -> None:
+    """Refuse layers whose basis is zero: it was never set."""
+    if empty := [name for name, basis in layers.items() if not bool(basis.P.any())]:
+        raise CalibrationError(
+            f"A frozen core needs a basis, but layer {empty[0]!r} has none. Call "
+            "frozencore.calibrate(model, dataloader) first."
+        )
 
 
 def layer_digest(basis: LayerBasis) -> str:

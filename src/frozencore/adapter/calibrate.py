@@ -79,7 +79,7 @@ def calibrate(
     Raises:
         CalibrationError: Nothing to calibrate, a trained core without ``reset``, merged adapters, bad moments, no
             memory for a single layer, or a rank that failed or is gone. No basis is changed then.
-        DataError: The data are not batches, or rows that the collator cannot read.
+        DataError: The data are not batches.
     """
     check_same_call("frozencore.calibrate")
     adapter_name, config, layers = adapter_for_new_bases(model, adapter_name, reset=reset)

@@ -184,10 +184,19 @@ class FrozenCoreConfig(
             setattr(self, name, value)
         self.basis, self.basis_id = str(place), header["id"]
 
-    @property
-    def trains_modules(self) -> bool:
-        """Return whether anything besides cores is trained and saved."""
-        return bool(self.modules_to_save or self.trainable_token_indices)
+    def require_core_alone(self, origin: str, reason: str) -> None:
+        """Refuse an adapter that trains anything besides cores.
+
+        Args:
+            origin: The adapter.
+            reason: The rule, as the beginning of a sentence.
+        """
+        more = [*(self.modules_to_save or ()), *(["token embeddings"] if self.trainable_token_indices else [])]
+        if more:
+            raise ConfigError(
+                f"{reason}, but {origin} trains other modules too ({', '.join(more)}). Leave out modules_to_save and "
+                "trainable_token_indices, or merge the adapter into its model."
+            )
 
     @property
     def constructor_entry(self) -> Constructor[Any]:

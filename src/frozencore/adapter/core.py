@@ -71,7 +71,10 @@ class Core:
     def __post_init__(self) -> None:
         wide = self.values.to(torch.promote_types(self.values.dtype, torch.float32))
         if not wide.is_meta and not all_finite(wide):
-            raise ArtifactError("A core is finite, but NaN or Inf was given: train again at a lower learning rate.")
+            raise ArtifactError(
+                "A core is finite, but NaN or Inf was given. Train again at a lower learning rate, or sum with other "
+                "weights."
+            )
         object.__setattr__(self, "values", wide)
 
     @classmethod
@@ -172,8 +175,8 @@ def sum_cores(cores: Sequence[Core], names: Sequence[str], weights: Sequence[flo
         names: The name of each core, for the error.
 
     Raises:
-        ConfigError: The number of finite weights is wrong.
-        ArtifactError: A core is on another basis than the first.
+        ConfigError: The number of weights is wrong.
+        ArtifactError: A core is on another basis than the first, or the sum is not finite.
     """
     for name, core in zip(names, cores, strict=True):
         if core.basis_id != cores[0].basis_id:

@@ -145,16 +145,12 @@ def merge_adapters(
         bits: Bits of a saved value: 32, 8, 4 or 2. The sum itself is computed in float32.
 
     Raises:
-        ConfigError: The number of finite weights is wrong.
-        ArtifactError: Bases differ, modules besides cores were trained, or a folder cannot be read or written.
+        ConfigError: The number of weights is wrong, or modules besides cores were trained.
+        ArtifactError: Bases differ, the sum is not finite, or a folder cannot be read or written.
     """
     read = [read_adapter(folder) for folder in adapters]
     for saved in read:
-        if saved.modules:
-            raise ArtifactError(
-                f"Only cores are summed, but the adapter in {saved.folder} trained other modules too (modules_to_save "
-                "or trainable_token_indices)."
-            )
+        saved.config.require_core_alone(f"the adapter in {saved.folder}", "Only cores are summed")
     core = sum_cores([saved.core for saved in read], [str(saved.folder) for saved in read], weights)
     read[0].write(Path(out), core if bits == 32 else core.in_bits(bits, read[0].ranks))
     if (card := Path(out) / CARD_FILE).is_file():

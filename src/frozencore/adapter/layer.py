@@ -31,11 +31,11 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from frozencore.adapter.base_record import sample_weight
-from frozencore.adapter.basis import layer_digest
+from frozencore.adapter.basis import layer_digest, require_set
 from frozencore.adapter.core_product import CorePart, PerRowCores, plus_core, require_batch_axis
 from frozencore.adapter.shared_factors import SharedFactors
 from frozencore.device import execution_device
-from frozencore.errors import CalibrationError, ModelError
+from frozencore.errors import ModelError
 from frozencore.maths.basis import LayerBasis, known_basis
 from frozencore.quiet import with_attributes
 
@@ -212,7 +212,7 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
         if P.is_meta or R.is_meta:
             return
         if self.training:
-            self.require_basis(adapter_name)
+            require_set({self.name: self.basis(adapter_name)})
         has_basis = bool(P.any())
         self.frozencore_state[adapter_name] = BasisState.READY if has_basis else BasisState.ABSENT
         if not has_basis and bool(R.any()) and adapter_name not in self.warned:
@@ -223,14 +223,6 @@ class FrozenCoreLinear(nn.Module, BaseTunerLayer):
                 "frozencore.set_basis(model, basis) and load the core again.",
                 UncalibratedWarning,
                 stacklevel=2,
-            )
-
-    def require_basis(self, adapter_name: str) -> None:
-        """Raise an error if the basis is zero: it was never set."""
-        if not bool(self.frozencore_P[adapter_name].any()):
-            raise CalibrationError(
-                f"A frozen core needs a basis, but layer {self.name!r} of adapter {adapter_name!r} has none. Call "
-                "frozencore.calibrate(model, dataloader) first."
             )
 
     def update_layer(self, adapter_name: str, rank: int, scale: float, *, inference_mode: bool) -> None:

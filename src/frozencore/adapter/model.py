@@ -254,9 +254,9 @@ class FrozenCoreModel(BaseTuner):
             return
         cores, first = [], adapters[0]
         for adapter in adapters:
-            if self.peft_config[adapter].trains_modules:
-                raise ConfigError(f"Only cores are summed, but the adapter {adapter!r} trained other modules too.")
-            cores.append(core_of(self.peft_config[adapter], frozen_core_layers(self.model, adapter), adapter))
+            config = self.peft_config[adapter]
+            config.require_core_alone(f"the adapter {adapter!r}", "Only cores are summed")
+            cores.append(core_of(config, frozen_core_layers(self.model, adapter), adapter))
         total = sum_cores(cores, [repr(adapter) for adapter in adapters], weights)
         _require_name(adapter_name, self.model)
         config = self.peft_config[adapter_name] = copy.deepcopy(self.peft_config[first])

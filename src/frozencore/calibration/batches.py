@@ -21,7 +21,6 @@ from frozencore.calibration.calibration_options import CalibrationOptions
 from frozencore.calibration.preserve import own_random_state
 from frozencore.device import to_device
 from frozencore.errors import CalibrationError, ConfigError, DataError
-from frozencore.text import one_line
 
 IGNORED = -100  # the label of a token without loss, as in transformers
 BATCH_SIZE = 8
@@ -67,7 +66,8 @@ def require_batch(batch: Any, index: int, *, any_form: bool = False) -> None:
             what = ", ".join(f"{key!r}: {type(value).__name__}" for key, value in batch.items())
         raise DataError(
             f"Calibration takes batches, dictionaries of tensors with one row per example, but number {index} is "
-            f"{what}. Give a DataLoader, or rows with a collator."
+            f"{what}. Give a list of batches or a DataLoader, or tokenised rows with a collator such as "
+            "DataCollatorForSeq2Seq(tokenizer)."
         )
 
 
@@ -154,20 +154,18 @@ def batches_from(
 
     Raises:
         ConfigError: Endless or streamed data without ``num_examples``, or a collator for data that are batches.
-        DataError: Rows without a collator, a single batch, or a dictionary of splits.
+        DataError: Rows without a collator, or other data that are not batches.
     """
     if num_examples is None and _may_not_end(data):
         raise ConfigError(
             f"calibrate reads its data to the end, but this {type(data).__name__} has no known end. "
             "Pass num_examples=128, for instance."
         )
-    if isinstance(data, Mapping):  # of tensors, or of splits
-        what = "a single batch: pass [batch]" if is_batch(data) else "one split, such as data['train']"
-        raise DataError(
-            f"calibrate takes batches or a dataset, but a dictionary of {_keys(data)} was given. Pass {what}."
-        )
     if collator is None:
-        _refuse_rows(data, batch_size)
+        if batch_size is not None:
+            raise ConfigError(
+                "batch_size is for rows with a collator; batches have their size. Pass a collator as well."
+            )
         batches = data
     elif getattr(data, "collate_fn", None) is not None:
         raise ConfigError("A collator makes batches of rows, but a DataLoader gives batches. Leave the collator out.")
@@ -251,27 +249,7 @@ def _collated(data: Iterable[Any] | Dataset[Any], collator: Collator, batch_size
     sized: Any = data
     rows = iter(data) if isinstance(data, Iterable) else (sized[index] for index in range(len(sized)))
     while chunk := [_without_text(row) for row in itertools.islice(rows, batch_size)]:
-        try:
-            yield collator(chunk)
-        except (TypeError, ValueError, KeyError) as error:
-            if not isinstance(chunk[0], Mapping) or "input_ids" in chunk[0]:
-                raise
-            raise DataError(
-                f"calibrate needs tokenised rows, but these have {_keys(chunk[0])} and the collator cannot read them "
-                f"({one_line(error, 200)}). Tokenise them first, with 'input_ids' and 'labels'."
-            ) from error
-
-
-def _refuse_rows(data: Any, batch_size: int | None) -> None:
-    if batch_size is not None:
-        raise ConfigError("batch_size is for rows with a collator; batches have their size. Pass a collator as well.")
-    if hasattr(data, "column_names"):  # a Dataset of the library datasets, in memory or streamed
-        columns = data.column_names or ()
-        text = "" if "input_ids" in columns else " Tokenise its rows first, with 'input_ids' and 'labels'."
-        raise DataError(
-            f"calibrate needs a collator to make batches of a dataset's rows ({', '.join(map(repr, columns))}). "
-            f"Pass collator=DataCollatorForSeq2Seq(tokenizer), for instance.{text}"
-        )
+        yield collator(chunk)
 
 
 def _may_not_end(data: Any) -> bool:
@@ -334,10 +312,6 @@ def _is_text(value: Any) -> bool:
     if isinstance(value, list) and value:
         return _is_text(value[0])
     return value is None or isinstance(value, str | bytes | Mapping)
-
-
-def _keys(row: Mapping[Any, Any]) -> str:
-    return ", ".join(repr(key) for key in row)
 
 
 def labels_of(batch: Mapping[str, Any]) -> Tensor:

@@ -31,16 +31,7 @@ def calibration_mode(model: nn.Module) -> Iterator[None]:
     """Turn off dropout and weight gradients inside; restore everything afterwards, also after an error.
 
     Gradient checkpointing stays on where the user turned it on.
-
-    Raises:
-        ModelError: A weight was made under ``torch.inference_mode()``.
     """
-    for name, parameter in model.named_parameters():
-        if parameter.is_inference():
-            raise ModelError(
-                f"Calibration passes gradients through the model, but {name!r} was made under torch.inference_mode(), "
-                "where no gradient passes. Load the model and add its adapter outside of it."
-            )
     with ExitStack() as undo:
         undo.enter_context(own_random_state())
         undo.enter_context(torch.inference_mode(False))

@@ -131,6 +131,4 @@ def build_basis(constructor: str, layer: LayerData, options: BasisOptions) -> La
     try:
         return row.build(layer, row.options(**vars(options)) if type(options) is BasisOptions else options)
     except CalibrationError as error:
-        if layer.name in str(error):
-            raise
         raise CalibrationError(f"Layer {layer.name!r}: {error}") from error

@@ -87,8 +87,7 @@ class LayerData:
     def data(self) -> LayerMoments:
         if self.moments is None:
             raise CalibrationError(
-                f"This constructor needs calibration moments, but layer {self.name!r} has none. "
-                "Call frozencore.calibrate(model, dataloader) first."
+                "This constructor needs calibration moments. Call frozencore.calibrate(model, dataloader) first."
             )
         return self.moments
 
@@ -133,8 +132,8 @@ class Compressed(Constructor[BasisOptions]):
 
     def build(self, layer: LayerData, options: BasisOptions) -> LayerBasis:
         raise CalibrationError(
-            f"A compressed basis comes from other adapters, but layer {layer.name!r} has none of one. Name the folder "
-            "that `frozencore compress` wrote with basis= (--basis)."
+            "A compressed basis is made from other adapters. Name the folder that `frozencore compress` wrote with "
+            "basis= (--basis)."
         )
 
 

@@ -92,13 +92,11 @@ def model_class(config: Any) -> Any:
     """transformers' class for a configuration; a configuration from a GGUF file is a causal language model.
 
     Raises:
-        ValueError: transformers does not have the class.
+        AttributeError: transformers does not have the class.
     """
     named = (config.architectures or [""])[0]
     if not named and type(config) in transformers.AutoModelForCausalLM._model_mapping:
         return transformers.AutoModelForCausalLM._model_mapping[type(config)]
-    if not hasattr(transformers, named):
-        raise ValueError(f"transformers has no model class {named!r}.")
     return getattr(transformers, named)
 
 

@@ -20,8 +20,7 @@ from typing import Literal, assert_never, get_args
 from jaxtyping import Float
 
 from frozencore.device import torch
-from frozencore.errors import CalibrationError
-from frozencore.maths.linalg import complete_orthonormal, inverse_root, seeded_generator, thin_qr
+from frozencore.maths.linalg import complete_orthonormal, inverse_root, require_finite, seeded_generator, thin_qr
 
 Coordinates = Literal["fisher", "qr", "raw", "scaled_raw"]
 COORDINATES: tuple[str, ...] = get_args(Coordinates)
@@ -100,8 +99,7 @@ def basis_from_factors(
     ([0.6000000238418579, 0.800000011920929], [1.0, 0.0, 0.0])
     """
     for side, factor in (("P", P0), ("Q", Q0)):
-        if not torch.isfinite(factor).all():
-            raise CalibrationError(f"Raw basis {side} holds NaN or Inf. Check the moments it was made from.")
+        require_finite(factor, f"The raw factor {side}")
     read = diagonals() if coordinates == "fisher" and diagonals is not None else (None, None)
     P, Q = (
         fisher_orthonormal(

@@ -15,7 +15,7 @@ from jaxtyping import Float
 
 from frozencore.device import torch
 from frozencore.errors import CalibrationError
-from frozencore.maths.linalg import all_finite
+from frozencore.maths.linalg import require_finite
 
 MomentName = Literal[
     "cross", "input_square", "error_square", "input_outer", "error_outer", "input_total", "output_outer",
@@ -99,8 +99,7 @@ class LayerMoments:
                 f"The moment {name!r} is needed here but was not collected. "
                 f"Name it in collect_moments(..., needs=...); collected were: {', '.join(self.names()) or 'none'}."
             )
-        if not all_finite(total):
-            raise CalibrationError(f"The moment {name!r} holds NaN or Inf. Check the model and the calibration data.")
+        require_finite(total, f"The moment {name!r}")
         return total
 
     def diagonals(self, read: frozenset[MomentName]) -> tuple[torch.Tensor | None, torch.Tensor | None]:

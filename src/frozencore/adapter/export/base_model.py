@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,20 +82,17 @@ def load_base_model(base: str, dtype: str, loading: dict[str, Any], not_quantise
         loading: The options of :func:`frozencore.files.hub.safe_loading`.
         not_quantised: The reason why a quantised model is refused.
     """
-    try:
+    with _reading(base, loading):
         config = AutoConfig.from_pretrained(**loading)
-        if getattr(config, "quantization_config", None) is not None:
-            raise ModelError(
-                f"The base model {base} is quantised, and {not_quantised}. "
-                "Name the unquantised model with base= (--base), or export a LoRA."
-            )
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(
+            f"The base model {base} is quantised, and {not_quantised}. "
+            "Name the unquantised model with base= (--base), or export a LoRA."
+        )
+    with _reading(base, loading):
         if "gguf_file" in loading:
             return read_weights(model_class(config), dtype, loading)
         return model_class(config).from_pretrained(dtype=dtype, **loading)
-    except ModelError:
-        raise
-    except Exception as error:  # a damaged GGUF file may raise anything
-        raise _unreadable(base, loading, error) from error
 
 
 def save_tokenizer(directory: Path, out: Path, loading: dict[str, Any]) -> None:
@@ -109,17 +107,19 @@ def save_tokenizer(directory: Path, out: Path, loading: dict[str, Any]) -> None:
 
 def _architecture(base: str | Path) -> nn.Module:
     loading = safe_loading(str(base))
-    try:
+    with _reading(base, loading), torch.device("meta"):
         config = AutoConfig.from_pretrained(**loading)
-        with torch.device("meta"):
-            return model_class(config)(config)
+        return model_class(config)(config)
+
+
+@contextmanager
+def _reading(base: object, loading: dict[str, Any]) -> Iterator[None]:
+    """Name the base model in the error of a model that cannot be read."""
+    try:
+        yield
     except Exception as error:  # a damaged GGUF file may raise anything
-        raise _unreadable(base, loading, error) from error
-
-
-def _unreadable(base: object, loading: dict[str, Any], error: Exception) -> ModelError:
-    reason = why_unreadable(loading, error)
-    return ModelError(f"The base model {base} cannot be read: {reason} Give its folder, file or hub id.")
+        reason = why_unreadable(loading, error)
+        raise ModelError(f"The base model {base} cannot be read: {reason} Give its folder, file or hub id.") from error
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
@@ -249,19 +249,15 @@ def export_merged(
         why_not = "rounding to its grid would lose most of an update"
         try:
             base_model = load_base_model(base, dtype, loading, why_not)
-            model = PeftModel.from_pretrained(base_model, str(directory))
+            merged = PeftModel.from_pretrained(base_model, str(directory)).merge_and_unload(safe_merge=True)
         except FrozenCoreError:
             raise
         except Exception as error:  # PEFT raises a dozen kinds for names, shapes and options that fit no layer
             reason = one_line(error, 200)
             raise ModelError(
-                f"The adapter in {directory} does not fit the base model {base}: {reason} "
+                f"The adapter in {directory} cannot be merged into the base model {base}: {reason} "
                 "Name the base model that it was trained on with base= (--base)."
             ) from error
-        try:
-            merged = model.merge_and_unload(safe_merge=True)
-        except ValueError as error:
-            raise ModelError(f"{directory} cannot be merged: {error}. Train it again.") from error
         merged.save_pretrained(aside)
         save_tokenizer(directory, aside, loading)
     return out

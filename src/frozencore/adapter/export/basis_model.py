@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 import frozencore_basis_model
 from frozencore.adapter.base_record import require_same_weights, samples_of
-from frozencore.adapter.basis import Basis, require_same_id
+from frozencore.adapter.basis import Basis, require_same_id, require_set
 from frozencore.adapter.card import CARD_FILE
 from frozencore.adapter.core import BASE
 from frozencore.adapter.export.base_model import base_name, layers_of, load_base_model, save_tokenizer
@@ -33,7 +33,6 @@ from frozencore.adapter.export.lora import (
     in_dtype,
     lora_config,
     require_dtype,
-    require_set,
 )
 from frozencore.adapter.folders import read_basis
 from frozencore.errors import ArtifactError, ModelError

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from frozencore.adapter.bases import basis_id_of
+from frozencore.adapter.basis import require_set
 from frozencore.adapter.card import num_tokens, write_model_card
 from frozencore.adapter.config import FrozenCoreConfig, find_adapter
 from frozencore.adapter.core import BASE
@@ -37,7 +38,6 @@ _SAME_SHAPE = {"k_proj": "v_proj", "v_proj": "k_proj", "gate_proj": "up_proj", "
 _MAYBE_CONV1D = {"c_attn", "c_proj", "c_fc", "q_attn"}
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """The dtypes that serving engines read."""
-_NOT_LORA = "which no LoRA can hold. Merge the adapter into its model instead (frozencore export --to merged)."
 
 
 @dataclass(frozen=True)
@@ -273,28 +273,15 @@ def export_source(model_or_directory: nn.Module | str | Path, adapter_name: str 
         name, config = find_adapter(model_or_directory, adapter_name)
         there = frozen_core_layers(model_or_directory, name)
         layers = {each: layer.basis(name) for each, layer in there.items()}
-        require_set(layers)
         cores = {each: layer.core(name) for each, layer in there.items()}
         source = ExportSource(config, basis_id_of(config, there, name), layers, cores)
     else:
         saved = read_adapter(model_or_directory)
         config, basis = saved.config, saved.find_basis()
-        require_set(basis.layers)
         source = ExportSource(config, basis.id, basis.layers, saved.core.by_layer(basis.ranks), saved.folder)
-    if config.trains_modules:
-        more = [*(config.modules_to_save or ()), *(["token embeddings"] if config.trainable_token_indices else [])]
-        raise ConfigError(f"The adapter trains more than its core ({', '.join(more)}), {_NOT_LORA}")
+    require_set(source.layers)
+    config.require_core_alone("this one", "An exported adapter is a core alone")
     return source
-
-
-def require_set(layers: Mapping[str, LayerBasis]) -> None:
-    """Refuse an adapter that was never calibrated."""
-    empty = [name for name, factors in layers.items() if not bool(factors.P.any())]
-    if empty:
-        raise ConfigError(
-            f"Layer {empty[0]!r} has no basis yet, so there is nothing to export. "
-            "Call frozencore.calibrate(model, dataloader) first."
-        )
 
 
 def in_dtype(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -29,11 +29,11 @@ from typing import Any
 
 import torch
 
-from frozencore.adapter.basis import Basis, require_same_id
+from frozencore.adapter.basis import Basis, require_same_id, require_set
 from frozencore.adapter.core import CORE, Core
 from frozencore.adapter.export.base_model import base_name, load_base_model, save_tokenizer
 from frozencore.adapter.export.basis_model import require_fits
-from frozencore.adapter.export.lora import export_source, in_dtype, require_set
+from frozencore.adapter.export.lora import export_source, in_dtype
 from frozencore.adapter.folders import read_basis
 from frozencore.errors import ArtifactError, ConfigError, ModelError
 from frozencore.files.atomic_write import atomic_folder, atomic_write
